@@ -1,0 +1,34 @@
+# Everything Muster takes from outside. A missing piece says which Debian package brings it.
+set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)  # a project around ours links our static libraries, and with them these
+
+find_package(Threads REQUIRED)
+
+include(MusterTorch)
+muster_find_torch(MUSTER_TORCH_ERROR)
+if(MUSTER_TORCH_ERROR)
+  message(FATAL_ERROR "${MUSTER_TORCH_ERROR}. Or run ./dev build, which brings its own.")
+endif()
+message(STATUS "libtorch ${MUSTER_TORCH_VERSION}: ${Torch_DIR}")
+set(TORCH_LIBRARIES Muster::torch)
+
+# muster_require_header(NAME header.h debian-package): sets MUSTER_<NAME>_INCLUDE, the folder of a header-only library.
+function(muster_require_header name header package)
+  find_path(MUSTER_${name}_INCLUDE ${header})
+  if(NOT MUSTER_${name}_INCLUDE)
+    message(FATAL_ERROR "Muster needs <${header}>: apt-get install ${package}")
+  endif()
+endfunction()
+muster_require_header(ASIO asio.hpp libasio-dev)
+muster_require_header(CLI11 CLI/CLI.hpp libcli11-dev)
+muster_require_header(JSON nlohmann/json.hpp nlohmann-json3-dev)
+
+find_package(hwy CONFIG QUIET)  # hwy::hwy
+if(NOT hwy_FOUND)
+  message(FATAL_ERROR "Muster needs Highway: apt-get install libhwy-dev")
+endif()
+set(MUSTER_HWY_LIBRARY hwy::hwy)
+
+find_package(ZLIB QUIET)  # ZLIB::ZLIB
+if(NOT ZLIB_FOUND)
+  message(FATAL_ERROR "Muster needs zlib: apt-get install zlib1g-dev")
+endif()

@@ -1,0 +1,47 @@
+// Deadlines: every wait in Muster has one, as a point on the steady clock, so nested waits cannot add up.
+//
+// Thread-safety: a value.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace muster {
+
+using Clock = std::chrono::steady_clock;
+
+class Deadline {
+ public:
+  // Passes after `timeout`. A negative timeout has passed already; one too long for the clock (such as
+  // milliseconds::max()) never passes.
+  template <typename Rep, typename Period>
+  static Deadline after(std::chrono::duration<Rep, Period> timeout) {
+    const auto now = Clock::now();
+    // Compared in floating point: converting a long timeout to the clock's nanoseconds may overflow.
+    const std::chrono::duration<double> room = Clock::time_point::max() - now, seconds = timeout;
+    return Deadline(seconds >= room * 0.999 ? Clock::time_point::max()
+                                            : now + std::chrono::duration_cast<Clock::duration>(timeout));
+  }
+  static Deadline never() { return Deadline(Clock::time_point::max()); }
+
+  bool is_never() const { return when_ == Clock::time_point::max(); }
+  bool passed() const { return !is_never() && Clock::now() >= when_; }
+  // Time left: zero once passed, nanoseconds::max() for never().
+  std::chrono::nanoseconds left() const {
+    if (is_never()) return std::chrono::nanoseconds::max();
+    return std::max(std::chrono::nanoseconds::zero(), std::chrono::nanoseconds(when_ - Clock::now()));
+  }
+  // For poll(2): time left in whole milliseconds, rounded up, at most `cap`.
+  int poll_ms(std::chrono::milliseconds cap = std::chrono::milliseconds(1'000'000)) const {
+    const auto nanos = left();
+    if (nanos >= std::chrono::nanoseconds(cap)) return static_cast<int>(cap.count());
+    return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(nanos).count());
+  }
+  Clock::time_point when() const { return when_; }
+
+ private:
+  explicit Deadline(Clock::time_point when) : when_(when) {}
+  Clock::time_point when_;
+};
+
+}  // namespace muster

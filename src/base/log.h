@@ -1,0 +1,34 @@
+// Logging to standard error, a line a call, written whole with one write(2) so that ranks do not tear each other's
+// lines.
+//
+//   MUSTER_LOG(kInfo) << "heap: " << bytes << " bytes";
+//
+// MUSTER_LOG_LEVEL (debug, info, warning, error; default warning) decides what is printed; the arguments of a silent
+// line are not evaluated. Thread-safety: all of it.
+#pragma once
+
+#include <sstream>
+
+namespace muster {
+
+enum class LogLevel { kDebug, kInfo, kWarning, kError };
+
+LogLevel log_level();  // from the environment, read once
+
+class LogLine {
+ public:
+  explicit LogLine(LogLevel level) : level_(level) {}
+  ~LogLine();
+  std::ostream& stream() { return stream_; }
+
+ private:
+  LogLevel level_;
+  std::ostringstream stream_;
+};
+
+}  // namespace muster
+
+#define MUSTER_LOG(level)                                  \
+  if (::muster::LogLevel::level < ::muster::log_level()) { \
+  } else                                                   \
+    ::muster::LogLine(::muster::LogLevel::level).stream()
