@@ -1,0 +1,58 @@
+// The meeting of a group's ranks on one host: they prove who they are and hand each other file descriptors.
+//
+// Rank 0 is the hub. It listens on a Unix socket with an unguessable name in the abstract namespace (which the kernel
+// frees), and puts
+//     <prefix>/hub = boot id, socket name, nonce
+// into the store. Each other rank reads this, connects, and sends {nonce, rank, pid} with its descriptors (SCM_RIGHTS).
+// When all have come the hub sends everybody the table of pids and all descriptors, its own included. Both sides check
+// by SO_PEERCRED that the other belongs to the same user; the hub checks the nonce. Connections are closed afterwards.
+//
+// Same host is what this proves: the boot id is equal, the socket can be reached, and a descriptor arrives. Ranks of
+// another host, or of another network namespace, get Unavailable.
+//
+// Errors: Timeout names the ranks that did not come, on all ranks that did; PeerLost, a hub that died; Mismatch, ranks
+// that disagree about the group's size. Nothing is left behind in any case but a key in the store.
+//
+// Thread-safety: exchange() may run in several threads at once for different (prefix, rank).
+#pragma once
+
+#include <sys/types.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "base/fd.h"
+#include "muster/base/deadline.h"
+
+namespace muster::shm {
+
+struct Participant {
+  pid_t pid = 0;              // in the hub's pid namespace
+  std::vector<UniqueFd> fds;  // what it gave, in its order
+};
+
+// Where the hub leaves its invitation: the job's store, of which this layer needs to know no more.
+struct NoticeBoard {
+  std::function<void(const std::string& key, const std::string& value)> post;
+  std::function<std::string(const std::string& key, Deadline deadline)> read;  // waits for it; Timeout
+};
+
+// Gives `fds` and returns what each rank gave; the entry of the own rank holds duplicates of the own descriptors.
+std::vector<Participant> exchange(const NoticeBoard& board, const std::string& prefix, int rank, int size,
+                                  const std::vector<int>& fds, Deadline deadline);
+
+// The same for anything with set() and get(), as a Store has.
+template <typename Store>
+requires requires(Store& store, std::string key, Deadline deadline) { store.get(key, deadline); }
+std::vector<Participant> exchange(Store& store, const std::string& prefix, int rank, int size,
+                                  const std::vector<int>& fds, Deadline deadline) {
+  const NoticeBoard board{[&](const auto& key, const auto& value) { store.set(key, value); },
+                          [&](const auto& key, Deadline until) { return store.get(key, until); }};
+  return exchange(board, prefix, rank, size, fds, deadline);
+}
+
+// The kernel's random identity of this boot: equal for processes of one host.
+std::string boot_id();
+
+}  // namespace muster::shm

@@ -1,0 +1,43 @@
+// How long to spin before sleeping.
+//
+// A peer that runs on another core answers in under a microsecond; a sleep and a wake-up cost ten. So a wait spins
+// first, for about as long as two sleeps cost, if there is a core for every rank; where ranks share cores, spinning
+// only keeps the peer from running.
+#pragma once
+
+#include <chrono>
+
+namespace muster::shm {
+
+inline constexpr std::chrono::microseconds kSpin{20};
+
+// Cores that this process may use: its affinity, bounded by the cgroup's cpu.max (version 2) or cfs quota (version 1).
+int usable_cores();
+
+// kSpin if `threads` busy threads have a core each, else zero.
+std::chrono::nanoseconds spin_for(int threads);
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
+// Spins at most `limit` and returns whether `condition()` came to hold. The clock is read only every few pauses.
+template <typename Condition>
+bool spin_until(std::chrono::nanoseconds limit, Condition condition) {
+  if (condition()) return true;
+  if (limit <= limit.zero()) return false;
+  const auto end = std::chrono::steady_clock::now() + limit;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (condition()) return true;
+      cpu_relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return condition();
+}
+
+}  // namespace muster::shm
