@@ -1,0 +1,34 @@
+// The way from any thread to the server's thread, safe also while the server goes away.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <asio/io_context.hpp>
+#include <asio/post.hpp>
+#include <mutex>
+#include <utility>
+
+namespace muster::store {
+
+class Mailbox {
+ public:
+  explicit Mailbox(asio::io_context& io) : io_(&io) {}
+
+  // Runs `task` on the server's thread, later; drops it once closed.
+  template <typename Task>
+  void post(Task&& task) {
+    std::lock_guard lock(mutex_);  // asio::post never runs the task itself
+    if (io_) asio::post(*io_, std::forward<Task>(task));
+  }
+
+  void close() {
+    std::lock_guard lock(mutex_);
+    io_ = nullptr;
+  }
+
+ private:
+  std::mutex mutex_;
+  asio::io_context* io_;  // null once closed
+};
+
+}  // namespace muster::store
