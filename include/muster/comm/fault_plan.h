@@ -1,0 +1,58 @@
+// Faults on order: "kill rank 1 at its fifth all_reduce", for tests of what your program does then. Muster's own tests
+// use it.
+//
+//   muster::FaultPlan plan;
+//   plan.add({.action = FaultAction::kKill, .rank = 1, .operation = 5});
+//   WorldOptions options{.faults = plan};
+//
+// or, without a change to the program, MUSTER_FAULTS="kill:rank=1,operation=5;delay:rank=0,operation=9,ms=200".
+//
+// Operations are numbered per group from 0, in the order of issue. Only collectives of a group named by `group` count
+// ("world" is the default group). Thread-safety: a value; immutable once given to a World.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace muster {
+
+enum class FaultAction : uint8_t {
+  kKill,     // SIGKILL to the own process; a thread rank drops out without good-bye
+  kStop,     // SIGSTOP to the own process; a thread rank stands still until its World closes
+  kDelay,    // waits for `delay` first
+  kCorrupt,  // flips a bit of this rank's contribution; the phase does not matter
+};
+
+enum class FaultPhase : uint8_t {
+  kStart,   // before this rank announces the operation
+  kPosted,  // after it announced the operation, before it looks at the others
+  kMiddle,  // after all have announced it, before the result is complete
+  kEnd,     // after this rank's part is complete
+};
+
+struct Fault {
+  FaultAction action = FaultAction::kKill;
+  int rank = 0;
+  uint64_t operation = 0;
+  FaultPhase phase = FaultPhase::kStart;
+  std::chrono::milliseconds delay{0};
+  std::string group = "world";
+};
+
+class FaultPlan {
+ public:
+  void add(Fault fault) { faults_.push_back(std::move(fault)); }
+  bool empty() const { return faults_.empty(); }
+  const std::vector<Fault>& faults() const { return faults_; }
+
+  // InvalidArgument with the offending piece where `text` is not of the form above.
+  static FaultPlan parse(std::string_view text);
+
+ private:
+  std::vector<Fault> faults_;
+};
+
+}  // namespace muster

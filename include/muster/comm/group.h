@@ -1,0 +1,78 @@
+// Groups of ranks that communicate together.
+//
+// A Group is a small value: a shared handle to one rank's membership. The World's default group has every rank;
+// new_group() makes others. Collectives of one group run in the order in which they are called and must be called in
+// the same order on all its ranks; different groups are independent of each other.
+//
+// Ranks given to operations (src, dst, root) are ranks *in the group*, 0 to size()-1; global_rank() translates.
+//
+// Thread-safety: a handle may be copied and used by several threads at once. The order of two collectives that two
+// threads issue without synchronising is not defined, and the ranks would disagree about it.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+namespace c10d {
+class Backend;
+}
+
+namespace muster {
+
+class World;
+namespace comm {
+class Backend;
+}
+
+enum class ReduceOp : uint8_t { SUM, AVG, PRODUCT, MIN, MAX };  // numbered as c10d::ReduceOp
+std::string_view to_string(ReduceOp op);
+
+// What a group has done so far on this rank.
+struct CommStats {
+  uint64_t operations = 0;             // collectives and messages completed
+  uint64_t bytes = 0;                  // payload of this rank in them
+  std::chrono::nanoseconds blocked{};  // time that callers spent waiting in blocking operations or in Work::wait()
+};
+
+class Group {
+ public:
+  Group();  // stands for "the default group of the calling thread's World" wherever a Group is taken
+  Group(const Group&);
+  Group(Group&&) noexcept;
+  Group& operator=(const Group&);
+  Group& operator=(Group&&) noexcept;
+  ~Group();
+
+  // All throw Aborted on a default-constructed handle in a thread without a World.
+  int rank() const;  // this rank in the group, or -1 where it is not a member
+  int size() const;
+  int global_rank(int group_rank) const;  // InvalidArgument outside 0..size()-1
+  const std::vector<int>& ranks() const;  // global ranks of the members, in group order
+  bool is_member() const { return rank() >= 0; }
+
+  std::string_view backend_name() const;  // "shm", …
+  CommStats stats() const;
+
+  // The backend itself, for code that speaks c10d. InvalidArgument where this rank is not a member.
+  c10::intrusive_ptr<c10d::Backend> c10d_backend() const;
+
+  // Itself; or, of a default-constructed handle, the default group of this thread's World now. For what outlives the
+  // call or crosses threads.
+  Group resolved() const;
+
+  // Internal.
+  struct State;
+  explicit Group(std::shared_ptr<State> state);
+  comm::Backend& backend() const;
+
+ private:
+  const State& state() const;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace muster

@@ -1,0 +1,46 @@
+// A rank's heap in shared memory: tensors that live here are reduced in place by all ranks, without a copy.
+//
+//   auto buffer = world.heap().empty({1 << 20}, at::kFloat);      // then all_reduce(buffer) takes the direct path
+//
+// The heap is one memory file of the kernel (memfd) that every rank of the host maps. It takes memory as it grows,
+// never more than `capacity`; a shortage is Unavailable (with the figures), never a SIGBUS. The kernel frees it with
+// the last process.
+//
+// Any dense CPU tensor may live here; it is an ordinary at::Tensor, and outlives the World (its bytes stay mapped).
+//
+// Thread-safety: all methods.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+#include <cstddef>
+#include <memory>
+
+namespace muster {
+namespace shm {
+class Arena;
+}
+
+class Heap final : public c10::Allocator {
+ public:
+  explicit Heap(std::shared_ptr<shm::Arena> arena);
+  ~Heap() override;
+
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);  // contiguous, uninitialised
+  at::Tensor zeros(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
+
+  bool contains(const void* address) const;
+  size_t used() const;       // bytes in live allocations
+  size_t committed() const;  // bytes that the kernel has been asked for
+  size_t capacity() const;
+
+  // c10::Allocator, for code that takes one.
+  c10::DataPtr allocate(size_t bytes) override;
+  void copy_data(void* dest, const void* src, std::size_t count) const override;
+
+ private:
+  std::shared_ptr<shm::Arena> arena_;
+};
+
+}  // namespace muster

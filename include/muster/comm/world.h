@@ -1,0 +1,106 @@
+// World: one rank's membership in a job. It owns the store, the default group, the heap and the watch over the peers.
+//
+//   auto world = muster::init();            // under muster run, torchrun, mpirun, srun, or alone (a world of one)
+//
+// or, for N ranks that are threads of this process (debuggers, sanitizers, tests):
+//
+//   muster::run_threads(4, [](muster::World& world) { … });
+//
+// There is no process-global state: free functions such as all_reduce() use the World that is current in the calling
+// thread. init() and run_threads() make theirs current; other threads use World::Scope.
+//
+// Destroying a World says good-bye to the peers: a peer that still waits for this rank gets PeerLost ("left"), and
+// operations of this rank that are under way fail with Aborted. It does not wait for anybody and throws nothing.
+//
+// Thread-safety: const methods, from any thread; construction, move and destruction, from one.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "muster/comm/fault_plan.h"
+#include "muster/comm/group.h"
+#include "muster/comm/heap.h"
+#include "muster/store/store.h"
+
+namespace muster {
+
+// Where a rank stands. local: among the ranks of its host.
+struct Placement {
+  int rank = 0, world_size = 1;
+  int local_rank = 0, local_world_size = 1;
+  int node_rank = 0;
+};
+
+struct WorldOptions {
+  std::string backend = "auto";                // "shm" or "auto"
+  std::chrono::milliseconds timeout{300'000};  // of each operation that does not bring its own, and of the start
+  size_t heap_capacity = 0;                    // bytes; 0: the host's memory
+  FaultPlan faults;                            // for tests; MUSTER_FAULTS adds to it
+};
+
+class World {
+ public:
+  // A rank with everything given: `store` is shared by all ranks. Blocks until all have come. Errors: InvalidArgument
+  // (rank outside the world), Timeout (who is missing), Unavailable (no common shared memory: ranks on several hosts).
+  World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options = {});
+  World(World&&) noexcept;
+  World& operator=(World&&) noexcept;
+  ~World();
+
+  int rank() const;
+  int world_size() const;
+  int local_rank() const;
+  int local_world_size() const;
+  int node_rank() const;
+
+  const Group& group() const;  // every rank
+  // A group of some ranks (global ranks, in the order that they shall have). Every rank of the World must call it, with
+  // the same ranks and in the same order of calls; those that are not in it get a handle with is_member() == false.
+  Group new_group(const std::vector<int>& ranks);
+
+  Store& store() const;
+  std::shared_ptr<Store> shared_store() const;
+  Heap& heap() const;
+
+  // The World of the calling thread. current() throws Aborted where there is none.
+  static World& current();
+  static World* current_or_null();
+
+  // Makes a World current in this thread for a while, e.g. in a thread that the program started itself.
+  class Scope {
+   public:
+    explicit Scope(World& world);
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+    ~Scope();
+
+   private:
+    void* previous_;
+  };
+
+  struct State;
+
+ private:
+  friend World init(const WorldOptions&);
+  friend void run_threads(int, const std::function<void(World&)>&, const WorldOptions&);
+  std::unique_ptr<State> state_;
+};
+
+// Joins the job that the environment describes, and makes the World current in this thread. In this order:
+//   MUSTER_STORE with RANK, WORLD_SIZE …     muster run, spawn()
+//   MASTER_ADDR, MASTER_PORT, RANK, …        torchrun and anything else that speaks env://
+//   OMPI_COMM_WORLD_RANK, …                  mpirun (Open MPI); PMI_RANK, … (MPICH)
+//   SLURM_PROCID, SLURM_NTASKS, …            srun
+//   nothing of these                         a world of one
+// Errors: InvalidArgument names the variable that is wrong or missing; Unavailable, a store that nobody serves.
+World init(const WorldOptions& options = {});
+
+// Runs fn in n threads, each with a World of its own, and joins them. If some throw, rethrows the first cause: an
+// exception that is not merely the echo (PeerLost, Aborted) of another rank's end. Nested calls work.
+void run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options = {});
+
+}  // namespace muster

@@ -1,0 +1,254 @@
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "comm/algorithms/reduce_kernels.cpp"
+#include <hwy/foreach_target.h>  // compiles this file again for each target; must come before highway.h
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "comm/algorithms/reduce_kernels.h"
+
+#ifndef MUSTER_REDUCE_KERNELS_ONCE
+#define MUSTER_REDUCE_KERNELS_ONCE
+namespace muster::comm {
+
+// 16-bit floats as the bits they are stored in; only their conversions are arithmetic.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+}  // namespace muster::comm
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace muster::comm::HWY_NAMESPACE {
+namespace {
+
+// What a dtype is accumulated in, and the way there and back.
+template <typename T>
+struct Traits {
+  using Accumulator = T;
+  static HWY_INLINE T load(T value) { return value; }
+  static HWY_INLINE T store(T value) { return value; }
+};
+
+template <>
+struct Traits<BFloat16> {
+  using Accumulator = float;
+  static HWY_INLINE float load(BFloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
+  static HWY_INLINE BFloat16 store(float value) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+    const uint32_t quiet_nan = (bits >> 16) | 0x40;
+    return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded)};
+  }
+};
+
+template <>
+struct Traits<Float16> {
+  using Accumulator = float;
+  // _Float16 rounds to nearest even, in hardware (F16C) or in the compiler's library.
+  static HWY_INLINE float load(Float16 value) { return static_cast<float>(std::bit_cast<_Float16>(value.bits)); }
+  static HWY_INLINE Float16 store(float value) { return {std::bit_cast<uint16_t>(static_cast<_Float16>(value))}; }
+};
+
+struct Sum {
+  template <typename T>
+  static HWY_INLINE T combine(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      using U = std::make_unsigned_t<T>;
+      return static_cast<T>(static_cast<U>(a) +
+                            static_cast<U>(b));  // wraps, without the undefined behaviour of signed overflow
+    } else {
+      return a + b;
+    }
+  }
+};
+
+struct Product {
+  template <typename T>
+  static HWY_INLINE T combine(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      using U = std::common_type_t<std::make_unsigned_t<T>, uint32_t>;  // uint16 * uint16 would be a signed int
+      return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
+
+// Written so that compilers turn them into compare and blend; a != a is "a is NaN".
+struct Min {
+  template <typename T>
+  static HWY_INLINE T combine(T a, T b) {
+    return (a < b) | (a != a) ? a : b;
+  }
+};
+struct Max {
+  template <typename T>
+  static HWY_INLINE T combine(T a, T b) {
+    return (a > b) | (a != a) ? a : b;
+  }
+};
+
+struct Average : Sum {};
+
+template <typename T, typename Byte>
+HWY_INLINE auto at(Byte* base, size_t offset) {
+  return reinterpret_cast<std::conditional_t<std::is_const_v<Byte>, const T, T>*>(base) + offset;
+}
+
+// Values between memory and the accumulator's type.
+template <typename T, typename Acc>
+HWY_INLINE void load_block(const T* from, Acc* to, size_t length) {
+  for (size_t i = 0; i < length; ++i) to[i] = static_cast<Acc>(Traits<T>::load(from[i]));
+}
+template <typename T, typename Acc>
+HWY_INLINE void store_block(const Acc* from, T* to, size_t length) {
+  if constexpr (std::is_same_v<Acc, typename Traits<T>::Accumulator>)
+    for (size_t i = 0; i < length; ++i) to[i] = Traits<T>::store(from[i]);
+  else
+    for (size_t i = 0; i < length; ++i) to[i] = static_cast<T>(from[i]);
+}
+
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+// GCC does not vectorise conversions of _Float16; these targets have instructions for it, which round the same way.
+namespace hn = hwy::HWY_NAMESPACE;
+constexpr hn::ScalableTag<float> kFloats;
+constexpr hn::Rebind<hwy::float16_t, decltype(kFloats)> kHalves;
+HWY_INLINE void load_block(const Float16* from, float* to, size_t length) {
+  size_t i = 0;
+  for (; i + hn::Lanes(kFloats) <= length; i += hn::Lanes(kFloats))
+    hn::StoreU(hn::PromoteTo(kFloats, hn::LoadU(kHalves, reinterpret_cast<const hwy::float16_t*>(from + i))), kFloats,
+               to + i);
+  for (; i < length; ++i) to[i] = Traits<Float16>::load(from[i]);
+}
+HWY_INLINE void store_block(const float* from, Float16* to, size_t length) {
+  size_t i = 0;
+  for (; i + hn::Lanes(kFloats) <= length; i += hn::Lanes(kFloats))
+    hn::StoreU(hn::DemoteTo(kHalves, hn::LoadU(kFloats, from + i)), kHalves, reinterpret_cast<hwy::float16_t*>(to + i));
+  for (; i < length; ++i) to[i] = Traits<Float16>::store(from[i]);
+}
+#endif
+
+template <typename T>
+HWY_INLINE void copy_to_others(std::span<std::byte* const> destinations, size_t start, const T* from, size_t length) {
+  for (size_t d = 1; d < destinations.size(); ++d) std::memcpy(at<T>(destinations[d], start), from, length * sizeof(T));
+}
+
+// Bytes of one block of the accumulator: small beside the first-level cache, large beside the loop's overhead.
+constexpr size_t kBlockBytes = 4096;
+
+template <typename T, typename Op>
+HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<const std::byte* const> sources,
+                         size_t count) {
+  constexpr bool kAverage = std::is_same_v<Op, Average>;
+  // Averages of integers need room for the sum.
+  using Acc = std::conditional_t<kAverage && std::is_integral_v<T>, int64_t, typename Traits<T>::Accumulator>;
+  constexpr size_t kBlock = kBlockBytes / sizeof(Acc);
+  alignas(128) Acc accumulator[kBlock], widened[std::is_same_v<T, Acc> ? 1 : kBlock];
+  const size_t n = sources.size();
+
+  const auto finish = [n](Acc value) HWY_ATTR {
+    if constexpr (!kAverage) return value;
+    // A double holds these sums exactly and its quotient truncates right, and processors have vectors of them, not of
+    // integer division.
+    else if constexpr (std::is_integral_v<T> && sizeof(T) < 8)
+      return static_cast<Acc>(static_cast<double>(value) / static_cast<double>(n));
+    else
+      return static_cast<Acc>(value / static_cast<Acc>(n));
+  };
+
+  for (size_t start = 0; start < count; start += kBlock) {
+    const size_t length = std::min(kBlock, count - start);
+    T* const first = at<T>(destinations[0], start);
+    if constexpr (std::is_same_v<T, Acc>) {
+      if (n == 2) {  // the common case needs no accumulator
+        const T* const a = at<T>(sources[0], start);
+        const T* const b = at<T>(sources[1], start);
+        // Element for element the same memory or none: no dependence that a vector could break.
+#pragma GCC ivdep
+        for (size_t i = 0; i < length; ++i) first[i] = finish(Op::combine(a[i], b[i]));
+        copy_to_others<T>(destinations, start, first, length);
+        continue;
+      }
+    }
+    load_block(at<T>(sources[0], start), accumulator, length);
+    for (size_t source = 1; source < n; ++source) {
+      const T* const b = at<T>(sources[source], start);
+      if constexpr (std::is_same_v<T, Acc>) {
+        for (size_t i = 0; i < length; ++i) accumulator[i] = Op::combine(accumulator[i], b[i]);
+      } else {
+        load_block(b, widened, length);
+        for (size_t i = 0; i < length; ++i) accumulator[i] = Op::combine(accumulator[i], widened[i]);
+      }
+    }
+    for (size_t i = 0; i < length; ++i) accumulator[i] = finish(accumulator[i]);
+    store_block(accumulator, first, length);
+    copy_to_others<T>(destinations, start, first, length);
+  }
+}
+
+}  // namespace
+
+template <typename T>
+ReduceKernel kernel_for(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::SUM:
+      return &reduce<T, Sum>;
+    case ReduceOp::AVG:
+      return &reduce<T, Average>;
+    case ReduceOp::PRODUCT:
+      return &reduce<T, Product>;
+    case ReduceOp::MIN:
+      return &reduce<T, Min>;
+    case ReduceOp::MAX:
+      return &reduce<T, Max>;
+  }
+  return nullptr;
+}
+
+ReduceKernel kernel(c10::ScalarType dtype, ReduceOp op) {
+  switch (dtype) {
+    case c10::ScalarType::Double:
+      return kernel_for<double>(op);
+    case c10::ScalarType::Float:
+      return kernel_for<float>(op);
+    case c10::ScalarType::BFloat16:
+      return kernel_for<BFloat16>(op);
+    case c10::ScalarType::Half:
+      return kernel_for<Float16>(op);
+    case c10::ScalarType::Long:
+      return kernel_for<int64_t>(op);
+    case c10::ScalarType::Int:
+      return kernel_for<int32_t>(op);
+    case c10::ScalarType::Short:
+      return kernel_for<int16_t>(op);
+    case c10::ScalarType::Char:
+      return kernel_for<int8_t>(op);
+    case c10::ScalarType::Byte:
+      return kernel_for<uint8_t>(op);
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace muster::comm::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace muster::comm {
+
+HWY_EXPORT(kernel);
+
+ReduceKernel reduce_kernel(c10::ScalarType dtype, ReduceOp op) { return HWY_DYNAMIC_DISPATCH(kernel)(dtype, op); }
+
+}  // namespace muster::comm
+#endif

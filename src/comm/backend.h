@@ -1,0 +1,127 @@
+// What a backend is: the plug that collectives go through.
+//
+// Every backend derives from c10d::Backend, so PyTorch's own code (and Python) can use it; and from this class, whose
+// two functions take any operation as one struct: run() blocks and has no allocation on its path, submit() returns at
+// once. The many virtuals of c10d::Backend are translated to Operations in one place (c10d_bridge.cpp), so that a
+// backend implements two functions.
+//
+// A backend is a folder under backends/ with a create function in the table of backends.cpp; the table feeds the
+// factory, the contract tests and the benchmarks. "Compiled in", "works here" and "reaches these peers" are three
+// questions: is it in the table; its `why_not()`; its create function.
+//
+// Thread-safety: run(), submit() and stats() from any thread.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "muster/comm/fault_plan.h"
+#include "muster/comm/group.h"
+#include "muster/store/store.h"
+
+namespace muster::shm {
+class Arena;
+class Mapping;
+class PeerWatch;
+}  // namespace muster::shm
+
+namespace muster::comm {
+
+enum class OpKind : uint8_t {
+  kAllReduce,
+  kBroadcast,
+  kReduce,
+  kAllGather,
+  kReduceScatter,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kSend,
+  kRecv
+};
+std::string_view to_string(OpKind kind);
+
+// One operation. Which fields count depends on the kind:
+//   all_reduce, broadcast, reduce, send, recv   tensor
+//   all_gather, gather                          tensor = input; outputs: one a rank, or one for all
+//   reduce_scatter, scatter                     tensor = output; inputs: one a rank, or one for all
+//   all_to_all                                  inputs and outputs: one tensor each; splits in rows, empty for equal
+//   ones
+struct Operation {
+  OpKind kind = OpKind::kBarrier;
+  ReduceOp op = ReduceOp::SUM;
+  int peer = 0;  // root, source or destination: a rank in the group
+  int tag = 0;
+  at::Tensor tensor;
+  std::vector<at::Tensor> inputs, outputs;
+  std::vector<int64_t> input_splits, output_splits;
+  std::chrono::milliseconds timeout{0};  // 0: the group's
+};
+
+class Backend : public c10d::Backend {
+ public:
+  using c10d::Backend::Backend;
+
+  virtual void run(const Operation& operation) = 0;
+  virtual c10::intrusive_ptr<c10d::Work> submit(Operation operation) = 0;
+  virtual CommStats stats() const = 0;
+  // This rank ends its membership; `cause` is not empty where it ends by an error, which peers then see. Operations
+  // under way fail.
+  virtual void leave(const std::string& cause) = 0;
+
+  // c10d's interface, in terms of submit().
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>&, const c10d::BroadcastOptions&) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>&, const c10d::AllreduceOptions&) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>&, const c10d::ReduceOptions&) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>&, std::vector<at::Tensor>&,
+                                           const c10d::AllgatherOptions&) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>&, std::vector<at::Tensor>&,
+                                        const c10d::GatherOptions&) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>&, std::vector<std::vector<at::Tensor>>&,
+                                         const c10d::ScatterOptions&) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>&, std::vector<std::vector<at::Tensor>>&,
+                                                const c10d::ReduceScatterOptions&) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor&, at::Tensor&,
+                                                      const c10d::ReduceScatterOptions&) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
+                                               const c10d::AllToAllOptions&) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>&, int, int) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>&, int, int) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override;
+};
+
+// What a backend's create function is given.
+struct BackendContext {
+  std::string group_name = "world";
+  std::string store_prefix;  // unique to the group
+  int rank = 0, size = 1;
+  Store* store = nullptr;
+  std::chrono::milliseconds timeout{300'000};
+  FaultPlan faults;
+  // The World's, for backends in shared memory: heaps by rank in this group (may be empty), the own arena, the watch.
+  std::vector<std::shared_ptr<shm::Mapping>> heaps;
+  std::shared_ptr<shm::Arena> arena;
+  std::shared_ptr<shm::PeerWatch> watch;
+  int local_threads = 1;  // ranks that compete for this host's cores
+};
+
+struct BackendEntry {
+  std::string_view name;
+  c10::intrusive_ptr<Backend> (*create)(const BackendContext&);
+  std::string (*why_not)();  // empty: works here; else what is missing and what brings it
+};
+
+// All backends that are compiled in, best first.
+const std::vector<BackendEntry>& backends();
+
+// By name, or the first that works for "auto". InvalidArgument for an unknown name (listing the known), Unavailable for
+// one that does not work here.
+c10::intrusive_ptr<Backend> create_backend(const std::string& name, const BackendContext& context);
+
+}  // namespace muster::comm

@@ -1,0 +1,388 @@
+#include "comm/backends/shm/channel.h"
+
+#include <c10/core/ScalarType.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstring>
+#include <iomanip>
+#include <sstream>
+
+#include "base/text.h"
+#include "shm/exchange.h"
+
+namespace muster::comm::shm_backend {
+namespace {
+
+using std::chrono::nanoseconds;
+
+// Longest sleep without a look at the deadline; wake-ups do not depend on it.
+constexpr nanoseconds kNap = std::chrono::milliseconds(50);
+
+std::string_view to_string(Phase phase) {
+  switch (phase) {
+    case Phase::kIdle:
+      return "finished";
+    case Phase::kAnnounced:
+      return "announced, waiting for the others";
+    case Phase::kStaging:
+      return "contributing its data";
+    case Phase::kReducing:
+      return "reducing";
+    case Phase::kCollecting:
+      return "collecting the result";
+    case Phase::kFinishing:
+      return "finishing";
+  }
+  return "?";
+}
+
+std::string seconds(nanoseconds duration) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(2) << std::chrono::duration<double>(duration).count() << " s";
+  return std::move(out).str();
+}
+
+bool same(const Descriptor& a, const Descriptor& b) {
+  return a.op == b.op && a.dtype == b.dtype && a.redop == b.redop && a.root == b.root && a.count == b.count;
+}
+
+}  // namespace
+
+std::string_view to_string(Op op) {
+  static constexpr std::string_view kNames[] = {"nothing",    "all_reduce",     "broadcast", "reduce",
+                                                "all_gather", "reduce_scatter", "gather",    "scatter",
+                                                "all_to_all", "barrier",        "send",      "recv"};
+  const auto index = static_cast<size_t>(op);
+  return index < std::size(kNames) ? kNames[index] : "?";
+}
+
+std::string describe(const Descriptor& d) {
+  std::string words(to_string(d.op));
+  if (d.op == Op::kBarrier) return words;
+  words += text(" of ", d.count, " x ", c10::toString(static_cast<c10::ScalarType>(d.dtype)));
+  if (d.op == Op::kAllReduce || d.op == Op::kReduce || d.op == Op::kReduceScatter)
+    words += text(", ", muster::to_string(static_cast<ReduceOp>(d.redop)));
+  if (d.op == Op::kBroadcast || d.op == Op::kScatter) words += text(", from rank ", d.root);
+  if (d.op == Op::kReduce || d.op == Op::kGather) words += text(", to rank ", d.root);
+  return words;
+}
+
+Channel::Channel(Store& store, const std::string& prefix, int rank, int size, ChannelOptions options,
+                 std::shared_ptr<shm::PeerWatch> watch, Deadline deadline)
+    : rank_(rank),
+      size_(size),
+      layout_(size),
+      options_(std::move(options)),
+      watch_(std::move(watch)),
+      ring_committed_(size, false) {
+  if (rank == 0) {
+    fd_ = shm::create_memfd("muster-group", layout_.total());
+    // Control blocks first: small, and needed whatever happens. The rest is committed by its owners when they first use
+    // it.
+    shm::commit(fd_.get(), 0, layout_.staging_at(0));
+    segment_ = shm::map_memfd(fd_.get());
+    new (base()) GroupHeader;
+    for (int r = 0; r < size; ++r) new (&control(r)) RankControl;
+    header().size = static_cast<uint32_t>(size);
+    header().magic = kMagic;
+  }
+  std::vector<int> given;
+  if (rank == 0) given.push_back(fd_.get());
+  auto members = shm::exchange(store, prefix, rank, size, given, deadline);
+  if (rank != 0) {
+    if (members[0].fds.empty()) throw Corrupt("rank 0 sent no segment");
+    fd_ = std::move(members[0].fds[0]);
+    segment_ = shm::map_memfd(fd_.get());
+    if (segment_->size() < layout_.total() || header().magic != kMagic || header().size != static_cast<uint32_t>(size))
+      throw Corrupt("the group's shared segment does not look as it must",
+                    "Run the same version of Muster on all ranks");
+  }
+  control(rank).pid.store(::getpid(), std::memory_order_relaxed);
+  control(rank).presence.store(Presence::kHere, std::memory_order_release);
+
+  std::vector<pid_t> pids;
+  for (const auto& member : members) pids.push_back(member.pid);
+  try {
+    subscription_ = watch_->subscribe(pids, [this, pids](pid_t dead) {
+      for (int r = 0; r < size_; ++r) {
+        if (pids[static_cast<size_t>(r)] != dead) continue;
+        if (left(r))
+          ring_everybody();
+        else
+          fail(Failure::kPeerLost, r, text("rank ", r, " (pid ", dead, ") died"));
+      }
+    });
+  } catch (const std::exception& error) {
+    fail(Failure::kUnavailable, rank, text("rank ", rank, " cannot watch its peers: ", error.what()));
+    throw;
+  }
+}
+
+Channel::~Channel() { leave(); }
+
+// --- one operation ---
+
+void Channel::position(Phase phase) {
+  control(rank_).position.store(pack_position(seq_, current_.op, phase), std::memory_order_relaxed);
+}
+
+uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte> payload, Deadline deadline) {
+  check();
+  fault(FaultPhase::kStart);
+  const uint64_t seq = ++seq_;
+  current_ = descriptor;
+  deadline_ = deadline;
+  Slot& mine = slot(rank_, seq);
+  mine.descriptor = descriptor;
+  if (!payload.empty() && payload.data() != mine.payload) std::memcpy(mine.payload, payload.data(), payload.size());
+  if (descriptor.op != Op::kAllToAll) corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
+  position(Phase::kAnnounced);
+  mine.seq.store(seq, std::memory_order_release);
+  control(rank_).bell.ring();
+  fault(FaultPhase::kPosted);
+
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const Slot& theirs = slot(peer, seq);
+    wait(peer, [&] { return theirs.seq.load(std::memory_order_acquire) >= seq; });
+  }
+  compare(descriptor, seq);
+  fault(FaultPhase::kMiddle);
+  return seq;
+}
+
+void Channel::leave_op() {
+  fault(FaultPhase::kEnd);
+  position(Phase::kIdle);
+}
+
+void Channel::compare(const Descriptor& mine, uint64_t seq) {
+  bool equal = true;
+  for (int peer = 0; peer < size_; ++peer) equal = equal && same(slot(peer, seq).descriptor, mine);
+  if (equal) [[likely]]
+    return;
+  // Everybody sees the same descriptors, so everybody finds the same pair and says the same.
+  int other = 1;
+  while (other < size_ - 1 && same(slot(other, seq).descriptor, slot(0, seq).descriptor)) ++other;
+  fail(Failure::kMismatch, other,
+       text("operation #", seq - 1, " of group '", name(), "' is not the same on all ranks: rank 0 called ",
+            describe(slot(0, seq).descriptor), "; rank ", other, " called ", describe(slot(other, seq).descriptor)));
+  throw_failure();
+}
+
+// --- progress ---
+
+std::atomic<uint64_t>& Channel::counter(int peer, Counter which) const {
+  RankControl& block = control(peer);
+  switch (which) {
+    case Counter::kStaged:
+      return block.staged;
+    case Counter::kReduced:
+      return block.reduced;
+    case Counter::kDone:
+      break;
+  }
+  return block.done;
+}
+
+void Channel::publish(Counter which, uint64_t value) {
+  static constexpr Phase kNext[] = {Phase::kReducing, Phase::kCollecting, Phase::kFinishing};
+  counter(rank_, which).store(value, std::memory_order_release);
+  position(kNext[static_cast<size_t>(which)]);
+  control(rank_).bell.ring();
+}
+
+void Channel::await(int peer, Counter which, uint64_t value) {
+  const auto& theirs = counter(peer, which);
+  wait(peer, [&] { return theirs.load(std::memory_order_acquire) >= value; });
+}
+
+void Channel::await_all(Counter which, uint64_t value) {
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_) await(peer, which, value);
+}
+
+template <typename Ready>
+void Channel::wait(int peer, Ready ready) {
+  if (shm::spin_until(options_.spin, [&] { return ready() || failed(); }) && ready()) [[likely]]
+    return;
+  const auto began = Clock::now();
+  shm::Bell& bell = control(peer).bell;
+  for (;;) {
+    bell.sleep(std::min(kNap, deadline_.left()), [&] { return ready() || failed() || left(peer); });
+    if (ready()) return;
+    check();
+    if (left(peer)) {
+      if (ready()) return;  // what it published before it left counts
+      peer_left(peer);
+    }
+    if (deadline_.passed()) {
+      // Whoever has not come as far as the one waited for is missing as well.
+      std::vector<int> missing;
+      for (int r = 0; r < size_; ++r)
+        if (r == peer || (r != rank_ && slot(r, seq_).seq.load(std::memory_order_acquire) < seq_)) missing.push_back(r);
+      timed_out(current_, seq_, Clock::now() - began, missing);
+    }
+  }
+}
+
+// --- memory ---
+
+void Channel::commit_staging() {
+  if (staging_committed_) [[likely]]
+    return;
+  shm::commit(fd_.get(), layout_.staging_at(rank_), layout_.staging_bytes());
+  staging_committed_ = true;
+}
+
+void Channel::commit_ring(int to) {
+  if (ring_committed_[static_cast<size_t>(to)]) [[likely]]
+    return;
+  shm::commit(fd_.get(), layout_.ring_at(rank_, to), layout_.ring_bytes());
+  ring_committed_[static_cast<size_t>(to)] = true;
+}
+
+// --- faults on order ---
+
+bool Channel::shares_process() const {
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && control(r).pid.load(std::memory_order_relaxed) == ::getpid()) return true;
+  return false;
+}
+
+// Stands still for `duration`, or until the group fails.
+void Channel::stand_still(nanoseconds duration) {
+  for (const auto until = Deadline::after(duration); !until.passed() && !failed();)
+    control(rank_).bell.sleep(std::min(kNap, until.left()), [&] { return failed(); });
+}
+
+void Channel::act_on_faults(FaultPhase phase) {
+  const uint64_t operation = phase == FaultPhase::kStart ? seq_ : seq_ - 1;
+  for (const Fault& fault : options_.faults.faults()) {
+    if (fault.rank != rank_ || fault.operation != operation || fault.phase != phase || fault.group != name()) continue;
+    switch (fault.action) {
+      case FaultAction::kKill:
+        if (!shares_process()) ::kill(::getpid(), SIGKILL);
+        leave("killed by its FaultPlan");
+        throw_failure();
+      case FaultAction::kStop:
+        if (shares_process()) {
+          stand_still(nanoseconds::max());
+          throw_failure();
+        }
+        ::raise(SIGSTOP);
+        break;
+      case FaultAction::kDelay:
+        stand_still(fault.delay);
+        break;
+      case FaultAction::kCorrupt:
+        break;  // see corrupt()
+    }
+  }
+}
+
+void Channel::corrupt_on_order(std::span<std::byte> contribution, uint64_t seq) {
+  for (const Fault& fault : options_.faults.faults())
+    if (fault.action == FaultAction::kCorrupt && fault.rank == rank_ && fault.operation + 1 == seq &&
+        fault.group == name() && !contribution.empty())
+      contribution[0] ^= std::byte{0x80};
+}
+
+// --- failure ---
+
+void Channel::fail(Failure reason, int subject, const std::string& what, const std::vector<int>& missing) {
+  {
+    const std::lock_guard lock(failure_mutex_);
+    if (!reported_) {
+      reported_ = true;
+      RankControl& mine = control(rank_);
+      const size_t length = std::min(what.size(), sizeof mine.failure - 1);
+      std::memcpy(mine.failure, what.data(), length);
+      mine.failure[length] = '\0';
+      mine.missing_count = static_cast<uint32_t>(std::min(missing.size(), std::size(mine.missing)));
+      std::copy_n(missing.begin(), mine.missing_count, mine.missing);
+      uint64_t nobody = 0;
+      header().abort.compare_exchange_strong(nobody,
+                                             uint64_t{static_cast<uint8_t>(reason)} |
+                                                 static_cast<uint64_t>(subject) << 8 |
+                                                 static_cast<uint64_t>(rank_) << 32,
+                                             std::memory_order_acq_rel);
+    }
+  }
+  ring_everybody();
+}
+
+void Channel::throw_failure() const {
+  const uint64_t word = header().abort.load(std::memory_order_acquire);
+  if (word == 0) throw Aborted(text("group '", name(), "' is closing on rank ", rank_));
+  const int subject = static_cast<int>(word >> 8 & 0xffff);
+  const auto reporter = static_cast<int>(word >> 32 & 0xffff);
+  const RankControl& block = control(reporter);
+  const std::string what(block.failure, strnlen(block.failure, sizeof block.failure));
+  const std::string seen = text(" [seen by rank ", rank_, ", its last: ", where(rank_), "]");
+  switch (static_cast<Failure>(word & 0xff)) {
+    case Failure::kPeerLost:
+      throw PeerLost(subject, control(subject).pid.load(std::memory_order_relaxed), what + seen,
+                     "Look at its last lines on standard error");
+    case Failure::kTimeout:
+      throw Timeout(what + seen,
+                    {block.missing, block.missing + std::min<size_t>(block.missing_count, std::size(block.missing))},
+                    "Look whether the missing rank hangs, or raise the timeout");
+    case Failure::kMismatch:
+      throw Mismatch(what, "Call the same operations in the same order, with equal sizes and dtypes, on all ranks");
+    case Failure::kUnavailable:
+      throw Unavailable(what + seen);
+    default:
+      throw Aborted(what + seen);
+  }
+}
+
+void Channel::timed_out(const Descriptor& descriptor, uint64_t seq, nanoseconds waited,
+                        const std::vector<int>& missing) {
+  std::vector<std::string> reports;
+  for (const int r : missing)
+    reports.push_back(
+        text("rank ", r, " (pid ", control(r).pid.load(std::memory_order_relaxed), "; its last: ", where(r), ")"));
+  fail(Failure::kTimeout, missing.empty() ? 0 : missing.front(),
+       text(describe(descriptor), " (#", seq - 1, " of group '", name(), "') on rank ", rank_, " timed out after ",
+            seconds(waited), ", waiting for ", join(reports)),
+       missing);
+  throw_failure();
+}
+
+void Channel::peer_left(int peer) {
+  fail(Failure::kPeerLost, peer,
+       text("rank ", peer, " left group '", name(), "' (its last: ", where(peer), ") while rank ", rank_,
+            " waited for it in ", describe(current_), " (#", seq_ - 1, ")"));
+  throw_failure();
+}
+
+std::string Channel::where(int peer) const {
+  const uint64_t position = control(peer).position.load(std::memory_order_relaxed);
+  if (position == 0) return "no operation yet";
+  return text(to_string(static_cast<Op>(position >> 8 & 0xff)), " #", (position >> 16) - 1, ", ",
+              to_string(static_cast<Phase>(position & 0xff)));
+}
+
+void Channel::ring_everybody() {
+  for (int r = 0; r < size_; ++r) {
+    control(r).bell.ring();
+    control(r).inbox.ring();
+  }
+}
+
+void Channel::leave(const std::string& cause) {
+  stopping_.store(true, std::memory_order_release);
+  watch_->unsubscribe(subscription_);
+  if (!cause.empty()) {
+    fail(Failure::kPeerLost, rank_, text("rank ", rank_, " ended: ", cause));
+    return;
+  }
+  control(rank_).presence.store(Presence::kLeft, std::memory_order_release);
+  ring_everybody();
+}
+
+}  // namespace muster::comm::shm_backend

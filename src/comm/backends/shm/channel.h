@@ -1,0 +1,173 @@
+// Channel: one rank's end of a group in shared memory. Everything that collectives and messages share: the segment,
+// announcing an operation and comparing it with the peers', publishing and awaiting progress, deadlines, and the
+// group's failure.
+//
+// An operation, on every rank:
+//   enter()      announces it, waits until all have announced theirs, compares; from here on all ranks agree about what
+//   happens …            algorithms/: data moves through slots, staging or heaps; publish() and await() keep the ranks
+//   in step leave_op()   this rank's part is complete
+//
+// Failure. The first rank to notice (a dead peer, a timeout, a mismatch) writes its reason into its control block, sets
+// the abort word by compare-and-swap and rings all bells; every wait of every rank then throws that same reason. A
+// failed group stays failed: memory may be in any state, so nothing is reset in place; recovery is a new group.
+//
+// Thread-safety: one operation at a time (Lane sees to it) and one thread in Messages; fail(), leave() and the watch's
+// callback from any.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/backends/shm/layout.h"
+#include "muster/base/deadline.h"
+#include "muster/base/error.h"
+#include "muster/comm/fault_plan.h"
+#include "muster/comm/group.h"
+#include "muster/store/store.h"
+#include "shm/peer_watch.h"
+#include "shm/spin.h"
+
+namespace muster::comm::shm_backend {
+
+// Another rank's heap, mapped here.
+struct PeerHeap {
+  std::shared_ptr<shm::Mapping> mapping;
+};
+
+struct ChannelOptions {
+  std::string name = "world";   // for messages
+  std::vector<PeerHeap> heaps;  // by rank in the group; empty: no direct path
+  FaultPlan faults;
+  std::chrono::nanoseconds spin{0};
+};
+
+class Channel {
+ public:
+  // All ranks call it; `prefix` names the group in the store. Errors as shm::exchange().
+  Channel(Store& store, const std::string& prefix, int rank, int size, ChannelOptions options,
+          std::shared_ptr<shm::PeerWatch> watch, Deadline deadline);
+  ~Channel();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& name() const { return options_.name; }
+  const Layout& layout() const { return layout_; }
+
+  // --- one operation ---
+  // Announces the operation with `payload` in the slot, and waits for the peers' announcements. Afterwards
+  // descriptor(p) and payload(p) may be read until the next enter(). Returns its number.
+  uint64_t enter(const Descriptor& descriptor, std::span<const std::byte> payload, Deadline deadline);
+  void leave_op();
+  uint64_t seq() const { return seq_; }  // of the operation under way
+  uint64_t next_seq() const { return seq_ + 1; }
+  const Descriptor& descriptor(int peer) const { return slot(peer, seq_).descriptor; }
+  const std::byte* payload(int peer) const { return slot(peer, seq_).payload; }
+  // Where the operation about to be announced may put its data beforehand. Throws the failure of a failed group, in
+  // which a peer may still be reading there.
+  std::byte* own_payload() {
+    check();
+    return slot(rank_, seq_ + 1).payload;
+  }
+  std::byte* own_one_shot() {
+    check();
+    return one_shot(rank_, seq_ + 1);
+  }
+
+  // --- progress, in turns ---
+  enum class Counter { kStaged, kReduced, kDone };
+  uint64_t turn() const { return turn_; }      // the first turn of this operation
+  void take_turns(uint64_t n) { turn_ += n; }  // every rank the same number
+  void publish(Counter counter, uint64_t value);
+  void await(int peer, Counter counter, uint64_t value);  // until >= value
+  void await_all(Counter counter, uint64_t value);
+
+  // --- memory ---
+  std::byte* one_shot(int peer, uint64_t seq) const { return staging(peer) + (seq % 2) * layout_.one_shot; }
+  std::byte* turn_buffer(int peer, uint64_t turn) const {
+    return staging(peer) + 2 * layout_.one_shot + (turn % kTurnBuffers) * layout_.turn_bytes();
+  }
+  std::byte* heap(int peer) const { return options_.heaps[static_cast<size_t>(peer)].mapping->data(); }
+  bool has_heaps() const { return !options_.heaps.empty(); }
+  void commit_staging();  // before the first use of own staging
+  RankControl& control(int peer) const { return *reinterpret_cast<RankControl*>(base() + layout_.control_at(peer)); }
+  std::byte* ring(int from, int to) const { return base() + layout_.ring_at(from, to); }
+  void commit_ring(int to);
+
+  // --- faults on order ---
+  void fault(FaultPhase phase) {
+    if (!options_.faults.empty()) [[unlikely]]
+      act_on_faults(phase);
+  }
+  // `seq`: the operation that the contribution is for.
+  void corrupt(std::span<std::byte> contribution, uint64_t seq) {
+    if (!options_.faults.empty()) [[unlikely]]
+      corrupt_on_order(contribution, seq);
+  }
+
+  // --- failure ---
+  bool failed() const {
+    return header().abort.load(std::memory_order_acquire) != 0 || stopping_.load(std::memory_order_acquire);
+  }
+  void check() const {
+    if (failed()) [[unlikely]]
+      throw_failure();
+  }
+  [[noreturn]] void throw_failure() const;
+  // Makes the group fail for everybody, unless it has failed already.
+  void fail(Failure reason, int subject, const std::string& text, const std::vector<int>& missing = {});
+  [[noreturn]] void timed_out(const Descriptor& descriptor, uint64_t seq, std::chrono::nanoseconds waited,
+                              const std::vector<int>& missing);
+  bool left(int peer) const { return control(peer).presence.load(std::memory_order_acquire) == Presence::kLeft; }
+  [[noreturn]] void peer_left(int peer);
+  // This rank ends: cleanly (peers that still need it get PeerLost, "left"), or because it failed with `cause`.
+  void leave(const std::string& cause = {});
+
+  std::chrono::nanoseconds spin() const { return options_.spin; }
+  std::string where(int peer) const;  // "all_reduce #12, collecting": for timeouts
+
+ private:
+  std::byte* base() const { return segment_->data(); }
+  GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base()); }
+  Slot& slot(int peer, uint64_t seq) const { return control(peer).slots[seq % kSlots]; }
+  std::byte* staging(int peer) const { return base() + layout_.staging_at(peer); }
+  std::atomic<uint64_t>& counter(int peer, Counter which) const;
+  void ring_everybody();
+  void act_on_faults(FaultPhase phase);
+  void corrupt_on_order(std::span<std::byte> contribution, uint64_t seq);
+  bool shares_process() const;  // with another rank: ranks are threads
+  void stand_still(std::chrono::nanoseconds duration);
+  void compare(const Descriptor& mine, uint64_t seq);
+  void position(Phase phase);
+  template <typename Ready>
+  void wait(int peer, Ready ready);
+
+  const int rank_, size_;
+  const Layout layout_;
+  const ChannelOptions options_;
+  UniqueFd fd_;
+  std::shared_ptr<shm::Mapping> segment_;
+  const std::shared_ptr<shm::PeerWatch> watch_;
+  uint64_t subscription_ = 0;
+  bool staging_committed_ = false;
+  std::vector<bool> ring_committed_;  // guarded by Messages
+
+  // The operation under way; touched by its thread alone.
+  uint64_t seq_ = 0, turn_ = 0;
+  Descriptor current_;
+  Clock::time_point started_;
+  Deadline deadline_ = Deadline::never();
+
+  std::mutex failure_mutex_;  // one fail() of this rank at a time
+  bool reported_ = false;
+  std::atomic<bool> stopping_{false};
+};
+
+std::string_view to_string(Op op);
+std::string describe(const Descriptor& descriptor);  // "all_reduce of 100 x Float, SUM"
+
+}  // namespace muster::comm::shm_backend

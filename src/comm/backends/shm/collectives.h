@@ -1,0 +1,75 @@
+// Collectives over a Channel, on plain bytes. The tiers, by size:
+//
+//   slot      what a rank contributes fits into its slot (4 KiB): it travels with the announcement; one synchronisation
+//   one-shot  all_reduce up to Layout::one_shot: contributions lie in staging before the announcement, everybody
+//   reduces everything;
+//             one synchronisation
+//   direct    all_reduce of tensors that are on all ranks' heaps: rank r reduces slice r of all tensors and writes it
+//   to all;
+//             no copies, two synchronisations
+//   staged    everything else: a pipeline of turns through staging (turns.h)
+//
+// The tier follows from the descriptors, which all ranks have compared, so all ranks take the same one. Reductions
+// combine rank 0, 1, … N-1 in every tier.
+//
+// Thread-safety: one call at a time on a Channel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "comm/algorithms/reduce_kernels.h"
+#include "comm/backends/shm/channel.h"
+
+namespace muster::comm::shm_backend {
+
+// What a collective needs to know beside its buffers. `count` and `item` describe the operation's unit: the whole
+// tensor for all_reduce, broadcast and reduce; one rank's part for the others.
+struct Call {
+  Op op = Op::kNone;
+  size_t count = 0;  // elements
+  size_t item = 1;   // bytes of one
+  uint8_t dtype = 0;
+  ReduceOp redop = ReduceOp::SUM;
+  ReduceKernel kernel = nullptr;
+  int root = 0;
+  uint64_t heap_offset = kNotOnHeap;
+  Deadline deadline = Deadline::never();
+
+  size_t bytes() const { return count * item; }
+  Descriptor descriptor() const {
+    return {.count = count,
+            .heap_offset = heap_offset,
+            .root = static_cast<uint32_t>(root),
+            .op = op,
+            .dtype = dtype,
+            .redop = static_cast<uint8_t>(redop)};
+  }
+};
+
+using Bytes = std::byte*;
+using ConstBytes = const std::byte*;
+
+// In place. For Op::kReduce only the root's data changes.
+void all_reduce(Channel& channel, const Call& call, Bytes data);
+void broadcast(Channel& channel, const Call& call, Bytes data);
+// outputs[r] of call.bytes() for each rank r, from inputs of call.bytes().
+void all_gather(Channel& channel, const Call& call, std::span<const Bytes> outputs, ConstBytes input);
+void gather(Channel& channel, const Call& call, std::span<const Bytes> outputs,
+            ConstBytes input);  // outputs only on the root
+void scatter(Channel& channel, const Call& call, Bytes output,
+             std::span<const ConstBytes> inputs);  // inputs only on the root
+void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<const ConstBytes> inputs);
+
+// send[d] bytes from inputs[d] go to rank d; receive[s] bytes from rank s to outputs[s].
+struct AllToAllParts {
+  std::vector<ConstBytes> inputs;
+  std::vector<Bytes> outputs;
+  std::vector<uint64_t> send, receive;
+};
+void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts);
+void barrier(Channel& channel, const Call& call);
+
+}  // namespace muster::comm::shm_backend

@@ -1,0 +1,135 @@
+// What a group's shared segment looks like. One memfd a group, made by its rank 0, mapped by all members:
+//
+//   | GroupHeader | RankControl x N | staging x N | message rings x N x N |
+//
+// Every word has one writer (named below) except the abort word (compare-and-swap) and the bells (fetch_add). Words
+// that are written often lie on lines of their own (128 bytes: processors fetch cache lines in pairs).
+//
+// Slots. Operation number s (from 1) of a rank is announced in slots[s % 2]: descriptor and, for small operations, the
+// data itself, then `seq` with release. So the flag travels with the data: one cache line for up to 32 bytes. Two slots
+// suffice: every rank looks at everybody's descriptor of s before it announces s + 1, and so has finished with s - 1,
+// whose slot s + 1 takes.
+//
+// Staging. Two one-shot buffers a rank, used alternately by operation number and safe for the same reason; and
+// kTurnBuffers turn buffers for pipelines. Turns are numbered through the group's life; `staged`, `reduced` and `done`
+// say how far a rank is (see turns.h).
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "shm/bell.h"
+#include "shm/mapping.h"
+
+namespace muster::comm::shm_backend {
+
+inline constexpr uint64_t kMagic = 0x31726574'73756d00;  // "\0muster1"
+inline constexpr size_t kLine = 128;
+inline constexpr size_t kSlots = 2;
+inline constexpr size_t kSlotPayload = 4096;
+inline constexpr size_t kTurnBuffers = 4;
+inline constexpr uint64_t kNotOnHeap = ~uint64_t{0};
+
+enum class Op : uint8_t {
+  kNone,
+  kAllReduce,
+  kBroadcast,
+  kReduce,
+  kAllGather,
+  kReduceScatter,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kSend,
+  kRecv
+};
+
+// What a rank says about an operation; all ranks' must agree, but for heap_offset.
+struct Descriptor {
+  uint64_t count = 0;                 // elements of the operation's unit (see the Group functions)
+  uint64_t heap_offset = kNotOnHeap;  // of the tensor in the rank's heap
+  uint32_t root = 0;
+  Op op = Op::kNone;
+  uint8_t dtype = 0;  // c10::ScalarType
+  uint8_t redop = 0;  // ReduceOp
+  uint8_t reserved = 0;
+};
+
+struct alignas(kLine) Slot {
+  std::atomic<uint64_t> seq{0};
+  Descriptor descriptor;
+  std::byte payload[kSlotPayload];
+};
+static_assert(offsetof(Slot, payload) == 32);
+
+enum class Presence : uint32_t { kAbsent, kHere, kLeft };
+
+enum class Phase : uint8_t { kIdle, kAnnounced, kStaging, kReducing, kCollecting, kFinishing };
+
+// Where a rank is, in one word so that a timeout's report never tears: operation number, operation, phase.
+constexpr uint64_t pack_position(uint64_t seq, Op op, Phase phase) {
+  return seq << 16 | uint64_t{static_cast<uint8_t>(op)} << 8 | static_cast<uint8_t>(phase);
+}
+
+// Written by its rank, but for the bells.
+struct alignas(kLine) RankControl {
+  alignas(kLine) std::atomic<uint64_t> staged{0};
+  alignas(kLine) std::atomic<uint64_t> reduced{0};
+  alignas(kLine) std::atomic<uint64_t> done{0};
+  alignas(kLine) shm::Bell bell;   // rung when this rank published something, or when the group failed
+  alignas(kLine) shm::Bell inbox;  // rung by peers that moved a message ring of this rank
+  alignas(kLine) std::atomic<uint64_t> position{0};
+  std::atomic<Presence> presence{Presence::kAbsent};
+  std::atomic<int32_t> pid{0};
+  uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
+  uint16_t missing[254];
+  char failure[1024];  // what this rank has to say of the group's failure, written before the abort word names it
+  Slot slots[kSlots];
+};
+
+enum class Failure : uint8_t { kNone, kPeerLost, kTimeout, kMismatch, kAborted, kUnavailable };
+
+struct alignas(kLine) GroupHeader {
+  uint64_t magic = 0;
+  uint32_t size = 0;
+  alignas(kLine) std::atomic<uint64_t> abort{0};  // 0, or Failure | subject's rank << 8 | reporter's rank << 32
+};
+
+// A byte stream from one rank to another; counters only grow, positions are modulo the ring's size.
+struct alignas(kLine) RingControl {
+  alignas(kLine) std::atomic<uint64_t> written{0};  // by the sender
+  alignas(kLine) std::atomic<uint64_t> read{0};     // by the receiver
+};
+
+// Sizes and places, the same on all ranks because they follow from the group's size alone.
+struct Layout {
+  explicit Layout(int size)
+      : ranks(static_cast<size_t>(size)),
+        chunk(std::clamp<size_t>((size_t{256} << 10) / ranks / 4096 * 4096, size_t{16} << 10, size_t{128} << 10)),
+        one_shot(size_t{16} << 10),
+        ring(ranks <= 16 ? size_t{64} << 10 : size_t{16} << 10) {}
+
+  size_t ranks;
+  size_t chunk;     // bytes of one rank's slice in one turn; whole pages, so whole elements and cache lines
+  size_t one_shot;  // largest operation that is reduced by everybody for himself
+  size_t ring;      // bytes of a message ring
+
+  size_t turn_bytes() const { return ranks * chunk; }  // of one turn buffer
+  size_t staging_bytes() const { return shm::round_up(2 * one_shot + kTurnBuffers * turn_bytes(), 4096); }
+  size_t ring_bytes() const { return shm::round_up(sizeof(RingControl) + ring, 4096); }
+
+  size_t control_at(int rank) const { return sizeof(GroupHeader) + static_cast<size_t>(rank) * sizeof(RankControl); }
+  size_t staging_at(int rank) const {
+    return shm::round_up(control_at(static_cast<int>(ranks)), 4096) + static_cast<size_t>(rank) * staging_bytes();
+  }
+  size_t ring_at(int from, int to) const {
+    return staging_at(static_cast<int>(ranks)) +
+           (static_cast<size_t>(from) * ranks + static_cast<size_t>(to)) * ring_bytes();
+  }
+  size_t total() const { return ring_at(static_cast<int>(ranks), 0); }
+};
+
+}  // namespace muster::comm::shm_backend

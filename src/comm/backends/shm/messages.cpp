@@ -1,0 +1,329 @@
+#include "comm/backends/shm/messages.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/text.h"
+#include "base/thread.h"
+
+namespace muster::comm::shm_backend {
+namespace {
+
+constexpr std::chrono::nanoseconds kNap = std::chrono::milliseconds(50);
+
+// Copies between a ring (at `position`, wrapping) and flat memory.
+void ring_write(std::byte* ring, size_t size, uint64_t position, const std::byte* from, size_t bytes) {
+  if (bytes == 0) return;  // `from` may be null
+  const size_t at = position % size;
+  const size_t first = std::min(bytes, size - at);
+  std::memcpy(ring + at, from, first);
+  std::memcpy(ring, from + first, bytes - first);
+}
+void ring_read(const std::byte* ring, size_t size, uint64_t position, std::byte* to, size_t bytes) {
+  if (bytes == 0) return;
+  const size_t at = position % size;
+  const size_t first = std::min(bytes, size - at);
+  std::memcpy(to, ring + at, first);
+  std::memcpy(to + first, ring, bytes - first);
+}
+
+// "10 x Float".
+std::string show(const MessageHeader& header) {
+  const auto dtype = static_cast<c10::ScalarType>(header.dtype);
+  return text(header.bytes / c10::elementSize(dtype), " x ", c10::toString(dtype));
+}
+
+}  // namespace
+
+Messages::Messages(Channel& channel)
+    : channel_(channel),
+      sends_(channel.size()),
+      receives_(channel.size()),
+      incoming_(channel.size()),
+      aside_(channel.size()) {}
+
+Messages::~Messages() { stop(); }
+
+void Messages::run(const std::shared_ptr<Message>& message) {
+  channel_.check();
+  post(message);
+  while (!message->complete.load(std::memory_order_acquire)) {
+    if (progress()) continue;
+    if (shm::spin_until(channel_.spin(),
+                        [&] { return progress() || message->complete.load(std::memory_order_acquire); }))
+      continue;
+    wait_for_news(message->deadline, message.get());
+  }
+  if (message->error) std::rethrow_exception(message->error);
+}
+
+void Messages::submit(const std::shared_ptr<Message>& message) {
+  channel_.check();
+  post(message);
+  progress();
+  if (message->complete.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) thread_ = start_thread("muster-messages", [this] { work(); });
+  work_.notify_one();
+}
+
+void Messages::post(const std::shared_ptr<Message>& message) {
+  Completed completed;
+  {
+    const std::lock_guard lock(mutex_);
+    if (message->op == Op::kSend) {
+      channel_.commit_ring(message->peer);
+      sends_[message->peer].push_back(message);
+    } else if (!match_aside(message, completed)) {
+      receives_[message->peer].push_back(message);
+    }
+  }
+  report(completed);
+}
+
+bool Messages::progress() {
+  Completed completed;
+  bool moved = false;
+  {
+    const std::lock_guard lock(mutex_);
+    for (int peer = 0; peer < channel_.size(); ++peer) {
+      moved = (!sends_[peer].empty() && push(peer, completed)) || moved;
+      moved = (receiving(peer) && pull(peer, completed)) || moved;
+    }
+    if (completed.empty() && pending()) {
+      try {
+        channel_.check();
+        if (!moved || Clock::now() >= next_check_) check_peers();
+      } catch (...) {
+        fail_all(completed, std::current_exception());
+      }
+    }
+  }
+  report(completed);
+  return moved || !completed.empty();
+}
+
+// Without the lock: calls back, and wakes threads of this rank that sleep until one of these is complete.
+void Messages::report(const Completed& completed) {
+  if (completed.empty()) return;
+  for (const auto& message : completed)
+    if (message->on_complete) message->on_complete(message->error);
+  channel_.control(channel_.rank()).inbox.ring();
+}
+
+bool Messages::push(int peer, Completed& completed) {
+  RingControl& control = ring(channel_.rank(), peer);
+  std::byte* const data = ring_data(channel_.rank(), peer);
+  const size_t size = channel_.layout().ring;
+  bool moved = false;
+  while (!sends_[peer].empty()) {
+    Message& message = *sends_[peer].front();
+    const uint64_t written = control.written.load(std::memory_order_relaxed);
+    size_t room = size - (written - control.read.load(std::memory_order_acquire));
+    uint64_t position = written;
+    const auto put = [&](const std::byte* from, size_t bytes) {
+      const size_t now = std::min(bytes, room);
+      ring_write(data, size, position, from, now);
+      position += now;
+      room -= now;
+      message.moved += now;
+    };
+    if (message.moved < sizeof(MessageHeader))
+      put(reinterpret_cast<const std::byte*>(&message.header) + message.moved, sizeof(MessageHeader) - message.moved);
+    const uint64_t sent = message.moved - std::min<uint64_t>(message.moved, sizeof(MessageHeader));
+    if (message.moved >= sizeof(MessageHeader) && sent < message.header.bytes)
+      put(message.data + sent, message.header.bytes - sent);
+    if (position == written) break;
+    control.written.store(position, std::memory_order_release);
+    channel_.control(peer).inbox.ring();
+    moved = true;
+    if (message.moved < sizeof(MessageHeader) + message.header.bytes) break;
+    finish(sends_[peer].front(), completed);
+    sends_[peer].pop_front();
+  }
+  return moved;
+}
+
+bool Messages::pull(int peer, Completed& completed) {
+  RingControl& control = ring(peer, channel_.rank());
+  const std::byte* const data = ring_data(peer, channel_.rank());
+  const size_t size = channel_.layout().ring;
+  Incoming& in = incoming_[peer];
+  bool moved = false;
+  while (receiving(peer)) {
+    uint64_t position = control.read.load(std::memory_order_relaxed);
+    const uint64_t start = position;
+    size_t there = control.written.load(std::memory_order_acquire) - position;
+    const auto take = [&](std::byte* to, size_t bytes) {
+      const size_t now = std::min(bytes, there);
+      ring_read(data, size, position, to, now);
+      position += now;
+      there -= now;
+      return now;
+    };
+    if (in.header_bytes < sizeof(MessageHeader))
+      in.header_bytes +=
+          take(reinterpret_cast<std::byte*>(&in.header) + in.header_bytes, sizeof(MessageHeader) - in.header_bytes);
+    bool complete = false;
+    if (in.header_bytes == sizeof(MessageHeader)) {
+      if (!in.target && !in.aside) {
+        auto& waiting = receives_[peer];
+        const auto match = std::find_if(waiting.begin(), waiting.end(),
+                                        [&](const auto& receive) { return receive->header.tag == in.header.tag; });
+        if (match != waiting.end()) {
+          if (!fits(**match, in.header)) return true;  // progress() fails it, with the group
+          in.target = *match;
+          waiting.erase(match);
+        } else {
+          if (!put_aside(peer)) return true;  // progress() fails what waits, with the group
+        }
+      }
+      std::byte* const to = in.target ? in.target->data : in.aside->data();
+      in.data_bytes += take(to + in.data_bytes, in.header.bytes - in.data_bytes);
+      complete = in.data_bytes == in.header.bytes;
+    }
+    if (position != start) {
+      control.read.store(position, std::memory_order_release);
+      channel_.control(peer).inbox.ring();
+      moved = true;
+    }
+    if (!complete) break;
+    if (in.target) {
+      finish(in.target, completed);
+      in = Incoming{};
+    } else {
+      in = Incoming{};
+      // A receive for it may have come while it was put aside.
+      auto& waiting = receives_[peer];
+      const auto match = std::find_if(waiting.begin(), waiting.end(),
+                                      [&](const auto& receive) { return match_aside(receive, completed); });
+      if (match != waiting.end()) waiting.erase(match);
+    }
+    moved = true;
+  }
+  return moved;
+}
+
+bool Messages::put_aside(int peer) {
+  Incoming& in = incoming_[peer];
+  try {
+    in.aside = &aside_[peer].emplace_back(Aside{in.header, std::vector<std::byte>(in.header.bytes)}).data;
+    return true;
+  } catch (const std::exception&) {
+    channel_.fail(Failure::kUnavailable, channel_.rank(),
+                  text("rank ", channel_.rank(), " has no memory to put aside a message of ", in.header.bytes,
+                       " bytes from rank ", peer, " with tag ", in.header.tag, ", for which it has no receive"));
+    return false;
+  }
+}
+
+bool Messages::match_aside(const std::shared_ptr<Message>& receive, Completed& completed) {
+  auto& waiting = aside_[receive->peer];
+  const auto match = std::find_if(waiting.begin(), waiting.end(), [&](const Aside& aside) {
+    return aside.header.tag == receive->header.tag && &aside.data != incoming_[receive->peer].aside;
+  });
+  if (match == waiting.end()) return false;
+  if (!fits(*receive, match->header)) return false;
+  if (!match->data.empty()) std::memcpy(receive->data, match->data.data(), match->data.size());
+  waiting.erase(match);
+  finish(receive, completed);
+  return true;
+}
+
+// A message that does not fit its receive fails the group: the data cannot be delivered, and dropping it would hide the
+// error.
+bool Messages::fits(const Message& receive, const MessageHeader& header) {
+  if (header.bytes == receive.header.bytes && header.dtype == receive.header.dtype) return true;
+  channel_.fail(Failure::kMismatch, receive.peer,
+                text("recv on rank ", channel_.rank(), " expects ", show(receive.header), " (", receive.header.bytes,
+                     " bytes) with tag ", header.tag, ", but rank ", receive.peer, " sent ", show(header), " (",
+                     header.bytes, " bytes)"));
+  return false;
+}
+
+void Messages::finish(const std::shared_ptr<Message>& message, Completed& completed, std::exception_ptr error) {
+  message->error = std::move(error);
+  message->complete.store(true, std::memory_order_release);
+  completed.push_back(message);
+}
+
+void Messages::fail_all(Completed& completed, std::exception_ptr error) {
+  for (int peer = 0; peer < channel_.size(); ++peer) {
+    for (const auto& message : sends_[peer]) finish(message, completed, error);
+    for (const auto& message : receives_[peer]) finish(message, completed, error);
+    if (incoming_[peer].target) finish(incoming_[peer].target, completed, error);
+    sends_[peer].clear();
+    receives_[peer].clear();
+    incoming_[peer] = Incoming{};
+  }
+}
+
+// Is somebody gone, or a deadline past?
+void Messages::check_peers() {
+  next_check_ = Clock::now() + kNap;
+  for (int peer = 0; peer < channel_.size(); ++peer) {
+    std::vector<const Message*> waiting;
+    for (const auto& message : sends_[peer]) waiting.push_back(message.get());
+    for (const auto& message : receives_[peer]) waiting.push_back(message.get());
+    if (incoming_[peer].target) waiting.push_back(incoming_[peer].target.get());
+    if (waiting.empty()) continue;
+
+    // What it sent before it left still counts.
+    const bool left = channel_.left(peer);
+    const RingControl& from = ring(peer, channel_.rank());
+    const bool drained = from.written.load(std::memory_order_acquire) == from.read.load(std::memory_order_relaxed);
+    if (left && (drained || !receiving(peer))) {
+      channel_.fail(Failure::kPeerLost, peer,
+                    text("rank ", peer, " left group '", channel_.name(), "' while rank ", channel_.rank(),
+                         " waited to ", waiting.front()->op == Op::kSend ? "send to it" : "receive from it"));
+      channel_.throw_failure();
+    }
+    for (const Message* message : waiting) {
+      if (!message->deadline.passed()) continue;
+      channel_.fail(Failure::kTimeout, peer,
+                    text(to_string(message->op), " of ", show(message->header), " with tag ", message->header.tag,
+                         message->op == Op::kSend ? " to rank " : " from rank ", peer, " on rank ", channel_.rank(),
+                         " timed out (that rank's last collective: ", channel_.where(peer), ")"),
+                    {peer});
+      channel_.throw_failure();
+    }
+  }
+}
+
+bool Messages::pending() const {
+  for (int peer = 0; peer < channel_.size(); ++peer)
+    if (!sends_[peer].empty() || !receives_[peer].empty() || incoming_[peer].target) return true;
+  return false;
+}
+
+void Messages::wait_for_news(Deadline deadline, const Message* message) {
+  channel_.control(channel_.rank()).inbox.sleep(std::min(kNap, deadline.left()), [&] {
+    return progress() || (message && message->complete.load(std::memory_order_acquire));
+  });
+}
+
+void Messages::work() {
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      work_.wait(lock, [&] { return pending() || stop_; });
+      if (stop_ && !pending()) return;
+    }
+    if (!progress()) wait_for_news(Deadline::never(), nullptr);
+  }
+}
+
+void Messages::stop() {
+  Completed completed;
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+    work_.notify_one();
+    if (pending())
+      fail_all(completed, std::make_exception_ptr(Aborted(text("group '", channel_.name(), "' is closing"))));
+  }
+  report(completed);
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace muster::comm::shm_backend

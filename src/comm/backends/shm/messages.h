@@ -1,0 +1,110 @@
+// Messages between two ranks of a group: send and recv with tags.
+//
+// Each ordered pair of ranks has a ring in the segment: a byte stream from one to the other, {header, data} after
+// {header, data}. A sender writes as much as there is room; a small message is gone at once, a large one flows as its
+// receiver reads. Both ring the other's `inbox` bell.
+//
+// A receive takes the oldest message from its source with its tag. The message at the head of a ring that no receive
+// wants stays there, so nothing is buffered without bound, unless a receive waits for a later one with another tag;
+// then it is put aside in this rank's memory.
+//
+// Whoever waits makes progress for all pending messages of this rank; a thread of its own does so for asynchronous ones
+// that nobody waits for. Collectives do not pass through here, so a pending receive never holds up a collective or the
+// other way round.
+//
+// Thread-safety: all methods. Completion callbacks run without a lock held, in whichever thread completed the message.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "comm/backends/shm/channel.h"
+
+namespace muster::comm::shm_backend {
+
+struct MessageHeader {
+  uint64_t bytes = 0;
+  int32_t tag = 0;
+  uint8_t dtype = 0;
+  uint8_t reserved[3] = {};
+};
+
+struct Message {
+  Op op = Op::kSend;  // kSend or kRecv
+  int peer = 0;
+  MessageHeader header;
+  std::byte* data = nullptr;
+  Deadline deadline = Deadline::never();
+  std::function<void(std::exception_ptr)> on_complete;  // may be empty
+
+  // The rest belongs to Messages.
+  uint64_t moved = 0;  // bytes of header and data (send), or of data (recv)
+  std::atomic<bool> complete{false};
+  std::exception_ptr error;
+};
+
+class Messages {
+ public:
+  explicit Messages(Channel& channel);
+  ~Messages();
+
+  void run(const std::shared_ptr<Message>& message);  // returns when complete; throws its error
+  void submit(const std::shared_ptr<Message>& message);
+
+  // Fails what is pending (the channel must have failed or be stopping) and joins the thread.
+  void stop();
+
+ private:
+  // What is arriving from one source.
+  struct Incoming {
+    MessageHeader header;
+    size_t header_bytes = 0;                  // of the header, read so far
+    std::shared_ptr<Message> target;          // the receive that it goes to, once matched
+    std::vector<std::byte>* aside = nullptr;  // or the buffer that it is put aside in
+    uint64_t data_bytes = 0;
+  };
+  struct Aside {
+    MessageHeader header;
+    std::vector<std::byte> data;
+  };
+  using Completed = std::vector<std::shared_ptr<Message>>;
+
+  void post(const std::shared_ptr<Message>& message);
+  bool progress();  // moves what can be moved; whether anything was
+  bool push(int peer, Completed& completed);
+  bool pull(int peer, Completed& completed);
+  bool put_aside(int peer);
+  bool match_aside(const std::shared_ptr<Message>& receive, Completed& completed);
+  void finish(const std::shared_ptr<Message>& message, Completed& completed, std::exception_ptr error = nullptr);
+  bool fits(const Message& receive, const MessageHeader& header);
+  void report(const Completed& completed);
+  void fail_all(Completed& completed, std::exception_ptr error);
+  void check_peers();
+  bool receiving(int peer) const { return !receives_[peer].empty() || incoming_[peer].target || incoming_[peer].aside; }
+  bool pending() const;
+  void wait_for_news(Deadline deadline, const Message* message);
+  void work();
+  RingControl& ring(int from, int to) const { return *reinterpret_cast<RingControl*>(channel_.ring(from, to)); }
+  std::byte* ring_data(int from, int to) const { return channel_.ring(from, to) + sizeof(RingControl); }
+
+  Channel& channel_;
+  std::mutex mutex_;
+  std::vector<std::deque<std::shared_ptr<Message>>> sends_;    // by destination
+  std::vector<std::list<std::shared_ptr<Message>>> receives_;  // by source
+  std::vector<Incoming> incoming_;
+  std::vector<std::list<Aside>> aside_;
+  std::condition_variable work_;
+  Clock::time_point next_check_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace muster::comm::shm_backend

@@ -1,0 +1,242 @@
+#include "muster/comm/world.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "base/env.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "comm/environment.h"
+#include "comm/group_state.h"
+#include "muster/base/error.h"
+#include "shm/arena.h"
+#include "shm/exchange.h"
+#include "shm/peer_watch.h"
+
+namespace muster {
+
+struct World::State {
+  World* self = nullptr;
+  Placement placement;
+  WorldOptions options;
+  std::shared_ptr<Store> store;
+  std::string prefix;
+  std::shared_ptr<shm::Arena> arena;
+  std::unique_ptr<Heap> heap;
+  std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank
+  std::shared_ptr<shm::PeerWatch> watch = std::make_shared<shm::PeerWatch>();
+  std::vector<std::shared_ptr<Group::State>> groups;  // groups[0]: the default group
+  Group group;
+  uint64_t next_group = 0;
+  std::string cause;  // why this rank ends; empty: as intended
+  pid_t pid = ::getpid();
+
+  std::shared_ptr<Group::State> make_group(const std::string& name, const std::vector<int>& ranks);
+  void meet(Deadline deadline);
+  void leave();
+};
+
+namespace {
+
+thread_local World::State* current_world = nullptr;
+
+FaultPlan faults_of_environment() { return FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")); }
+
+size_t default_heap_capacity(const Placement& placement) {
+  // Address space, not memory: each rank maps every rank's heap, so the sum stays below what processors can address.
+  constexpr size_t kAddressSpace = size_t{32} << 40;
+  const auto ranks = static_cast<size_t>(placement.world_size);
+  return std::max<size_t>(std::min(shm::memory_total(), kAddressSpace / ranks), size_t{64} << 20);
+}
+
+}  // namespace
+
+// Exchanges the heaps; proves that all ranks share this host's memory.
+void World::State::meet(Deadline deadline) {
+  auto participants =
+      shm::exchange(*store, prefix + "/heaps", placement.rank, placement.world_size, {arena->fd()}, deadline);
+  for (auto& participant : participants) {
+    if (participant.fds.size() != 1)
+      throw Corrupt("a rank sent no heap", "Run the same version of Muster on all ranks");
+    heaps.push_back(shm::map_memfd(participant.fds[0].get()));
+  }
+}
+
+std::shared_ptr<Group::State> World::State::make_group(const std::string& name, const std::vector<int>& ranks) {
+  auto group = std::make_shared<Group::State>();
+  group->ranks = ranks;
+  const auto mine = std::find(ranks.begin(), ranks.end(), placement.rank);
+  if (mine != ranks.end()) {
+    group->rank = static_cast<int>(mine - ranks.begin());
+    comm::BackendContext context{.group_name = name,
+                                 .store_prefix = text(prefix, "/", name),
+                                 .rank = group->rank,
+                                 .size = static_cast<int>(ranks.size()),
+                                 .store = store.get(),
+                                 .timeout = options.timeout,
+                                 .faults = options.faults,
+                                 .arena = arena,
+                                 .watch = watch,
+                                 .local_threads = placement.local_world_size};
+    for (const int rank : ranks) context.heaps.push_back(heaps[static_cast<size_t>(rank)]);
+    group->backend = comm::create_backend(options.backend, context);
+    MUSTER_LOG(kInfo) << "rank " << placement.rank << ": group '" << name << "' of " << ranks.size()
+                      << " uses backend '" << group->backend->getBackendName() << "'";
+  }
+  groups.push_back(group);
+  return group;
+}
+
+void World::State::leave() {
+  // The default group last: it is the one whose peers learn why.
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group)
+    if ((*group)->backend) (*group)->backend->leave(cause);
+}
+
+World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options)
+    : state_(std::make_unique<State>()) {
+  if (placement.world_size < 1)
+    throw InvalidArgument(text("a world of ", placement.world_size, " ranks"), "Use 1 or more");
+  if (placement.rank < 0 || placement.rank >= placement.world_size)
+    throw InvalidArgument(text("rank ", placement.rank, " is outside a world of ", placement.world_size),
+                          text("Use 0 … ", placement.world_size - 1));
+  if (!store)
+    throw InvalidArgument("a World needs a store",
+                          "Use make_memory_store() for ranks that are threads, or connect_store()");
+  State& s = *state_;
+  s.self = this;
+  s.placement = placement;
+  s.options = options;
+  const FaultPlan more = faults_of_environment();
+  for (const Fault& fault : more.faults()) s.options.faults.add(fault);
+  s.store = std::move(store);
+  // A process may leave a job's World and make another: each is a world of its own in the store.
+  s.prefix = text("muster/world/", s.store->add(text("muster/worlds/", placement.rank), 1));
+  s.arena =
+      std::make_shared<shm::Arena>(options.heap_capacity ? options.heap_capacity : default_heap_capacity(placement));
+  s.heap = std::make_unique<Heap>(s.arena);
+  s.meet(Deadline::after(options.timeout));
+  std::vector<int> everybody(static_cast<size_t>(placement.world_size));
+  for (size_t i = 0; i < everybody.size(); ++i) everybody[i] = static_cast<int>(i);
+  s.group = Group(s.make_group("world", everybody));
+}
+
+World::World(World&& other) noexcept : state_(std::move(other.state_)) {
+  if (state_) state_->self = this;
+}
+
+World& World::operator=(World&& other) noexcept {
+  if (this != &other) {
+    World gone(std::move(*this));
+    state_ = std::move(other.state_);
+    if (state_) state_->self = this;
+  }
+  return *this;
+}
+
+World::~World() {
+  if (!state_) return;
+  if (current_world == state_.get()) current_world = nullptr;
+  if (state_->pid != ::getpid()) {
+    // A fork of the rank: the membership is the parent's, and so are the threads.
+    (void)state_.release();
+    return;
+  }
+  state_->leave();
+}
+
+int World::rank() const { return state_->placement.rank; }
+int World::world_size() const { return state_->placement.world_size; }
+int World::local_rank() const { return state_->placement.local_rank; }
+int World::local_world_size() const { return state_->placement.local_world_size; }
+int World::node_rank() const { return state_->placement.node_rank; }
+const Group& World::group() const { return state_->group; }
+Store& World::store() const { return *state_->store; }
+std::shared_ptr<Store> World::shared_store() const { return state_->store; }
+Heap& World::heap() const { return *state_->heap; }
+
+Group World::new_group(const std::vector<int>& ranks) {
+  if (ranks.empty()) throw InvalidArgument("a group needs at least one rank");
+  const std::set<int> unique(ranks.begin(), ranks.end());
+  if (unique.size() != ranks.size() || *unique.begin() < 0 || *unique.rbegin() >= world_size())
+    throw InvalidArgument(text("[", join(ranks), "] is not a set of ranks of a world of ", world_size()),
+                          text("Use each of 0 … ", world_size() - 1, " at most once"));
+  return Group(state_->make_group(text("group ", ++state_->next_group), ranks));
+}
+
+World* World::current_or_null() { return current_world ? current_world->self : nullptr; }
+
+World& World::current() {
+  if (World* const world = current_or_null()) return *world;
+  throw Aborted("this thread has no World", "Call muster::init() in it, or make a World current with World::Scope");
+}
+
+World::Scope::Scope(World& world) : previous_(std::exchange(current_world, world.state_.get())) {}
+World::Scope::~Scope() { current_world = static_cast<State*>(previous_); }
+
+World init(const WorldOptions& options) {
+  faults_of_environment();  // a mistake in them is found before anybody is waited for
+  comm::Job job = comm::join_job(Deadline::after(options.timeout));
+  World world(job.placement, std::move(job.store), options);
+  current_world = world.state_.get();
+  return world;
+}
+
+namespace {
+
+// Whether an exception only says that another rank has ended.
+bool is_echo(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    return e.code() == ErrorCode::kPeerLost || e.code() == ErrorCode::kAborted;
+  } catch (...) {
+    return false;
+  }
+}
+
+std::string what(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception that is not a std::exception";
+  }
+}
+
+}  // namespace
+
+void run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options) {
+  if (n < 1) throw InvalidArgument(text("run_threads with ", n, " threads"), "Use 1 or more");
+  const auto store = make_memory_store();
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < n; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        World world({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, options);
+        const World::Scope scope(world);
+        try {
+          fn(world);
+        } catch (...) {
+          errors[static_cast<size_t>(rank)] = std::current_exception();
+          world.state_->cause = what(errors[static_cast<size_t>(rank)]);
+        }
+      } catch (...) {
+        errors[static_cast<size_t>(rank)] = std::current_exception();
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  std::exception_ptr first;
+  for (const auto& error : errors)
+    if (error && (!first || (is_echo(first) && !is_echo(error)))) first = error;
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace muster
