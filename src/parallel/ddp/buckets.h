@@ -1,0 +1,55 @@
+// Buckets: flat tensors on the shared heap, each with the gradients of some parameters.
+//
+//   | grad of p0 | pad | grad of p1 | pad | … | used: one number a parameter |
+//
+// Gradients start on cache lines. `used` is 1 where this rank's backward() reached the parameter; reduced with the
+// gradients it becomes the share of ranks that did, so finding out who is unused costs no communication of its own.
+//
+// Thread-safety: none; one backward() at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "muster/comm/group.h"
+#include "muster/comm/heap.h"
+#include "muster/comm/work.h"
+
+namespace muster::ddp {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+struct Parameter {
+  std::string name;
+  at::Tensor tensor;
+  at::Tensor view;    // its gradient's place in the bucket
+  size_t bucket = 0;  // index
+  bool ready = false;
+};
+
+struct Bucket {
+  std::vector<size_t> parameters;  // indices
+  at::Tensor flat, used;
+  size_t pending = 0;
+  Work work;
+};
+
+// Cuts `order` into buckets of one dtype each and of at most `first_bytes` for the first, `bytes` for the others (a
+// larger parameter has a bucket of its own). Sets each parameter's view and bucket.
+std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
+                                 size_t first_bytes, size_t bytes, Heap& heap);
+
+std::vector<size_t> order_of(const std::vector<Bucket>& buckets);
+void mark_used(Bucket& bucket, const std::vector<Parameter>& parameters);
+
+// Mismatch, on every rank, naming the first thing that is not rank 0's: a tensor's name, dtype, shape, strides, whether
+// it is trained and with which earlier tensor it is shared; or `options`.
+void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options, const Group& group);
+void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group);
+
+}  // namespace muster::ddp

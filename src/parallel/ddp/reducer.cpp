@@ -1,0 +1,305 @@
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/world.h"
+#include "muster/parallel/ddp.h"
+#include "parallel/ddp/buckets.h"
+
+namespace muster::ddp {
+namespace {
+
+// Called by autograd when a parameter's gradient has been accumulated.
+class ReadyHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  using Pointer = std::unique_ptr<PostAccumulateGradHook>;
+
+  ReadyHook(const void* owner, std::function<void()> on_ready, Pointer before)
+      : owner_(owner), on_ready_(std::move(on_ready)), before_(std::move(before)) {}
+  void operator()(const torch::autograd::Variable& tensor) override {
+    if (before_) (*before_)(tensor);
+    on_ready_();
+  }
+
+  // Takes the owner's hook out of the chain that `head` begins; others' stay.
+  static void remove(Pointer& head, const void* owner) {
+    auto* const hook = dynamic_cast<ReadyHook*>(head.get());
+    if (!hook) return;
+    if (hook->owner_ == owner)
+      head = std::exchange(hook->before_, nullptr);
+    else
+      remove(hook->before_, owner);
+  }
+
+ private:
+  const void* const owner_;
+  const std::function<void()> on_ready_;
+  Pointer before_;  // the user's own, or another DistributedDataParallel's
+};
+
+}  // namespace
+
+struct Reducer::Impl : std::enable_shared_from_this<Reducer::Impl> {
+  std::shared_ptr<torch::nn::Module> module;
+  DdpOptions options;
+  Heap* heap = nullptr;
+  Group group;
+
+  std::vector<Parameter> parameters;  // trainable, in the module's order
+  std::vector<at::Tensor> buffers;
+  std::vector<Bucket> buckets;
+  std::vector<size_t> ready_order;  // parameters in the order that the first step's gradients came
+  bool rebuilt = false;
+
+  bool sync = true;
+  // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
+  // callback never ran, is told from one that still runs.
+  std::weak_ptr<void> running;
+  bool dirty = false;      // a backward() has begun and was neither finished nor abandoned
+  size_t next_bucket = 0;  // buckets are reduced in order, the same on all ranks
+
+  void build(const std::vector<size_t>& order, size_t first_bytes);
+  void on_ready(size_t index);
+  void adopt(Parameter& parameter);
+  void launch_ready_buckets();
+  void begin_backward();
+  void reduce_the_rest();
+  void finish_backward();
+  void abandon_backward();
+  void reset();
+  void rebuild_in_ready_order();
+  void report_unused(const std::vector<size_t>& some, const std::vector<size_t>& none) const;
+};
+
+Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) : impl_(std::make_shared<Impl>()) {
+  if (!module) throw InvalidArgument("DistributedDataParallel was given no module");
+  Impl& s = *impl_;
+  s.module = std::move(module);
+  s.options = std::move(options);
+  World& world = World::current();
+  s.heap = &world.heap();
+  s.group = s.options.group.resolved();
+  if (!s.group.is_member()) throw InvalidArgument("this rank is not a member of DistributedDataParallel's group");
+
+  std::vector<NamedTensor> all;
+  for (const auto& item : s.module->named_parameters()) {
+    all.push_back({item.key(), item.value()});
+    const bool shared = std::any_of(s.parameters.begin(), s.parameters.end(),
+                                    [&](const Parameter& other) { return other.tensor.is_same(item.value()); });
+    if (item.value().requires_grad() && !shared) s.parameters.push_back({.name = item.key(), .tensor = item.value()});
+  }
+  for (const auto& item : s.module->named_buffers()) {
+    all.push_back({item.key(), item.value()});
+    s.buffers.push_back(item.value());
+  }
+  require_same_on_all_ranks(all,
+                            text("bucket_bytes=", s.options.bucket_bytes,
+                                 " first_bucket_bytes=", s.options.first_bucket_bytes, " find_unused_parameters=",
+                                 s.options.find_unused_parameters, " broadcast_buffers=", s.options.broadcast_buffers),
+                            s.group);
+  if (s.parameters.empty())
+    throw InvalidArgument("the module has no parameter that requires a gradient",
+                          "Use it without DistributedDataParallel");
+  broadcast_from_first(all, s.group);
+
+  // Gradients tend to become ready from the last layer to the first.
+  std::vector<size_t> order(s.parameters.size());
+  std::iota(order.rbegin(), order.rend(), size_t{0});
+  s.build(order, s.options.first_bucket_bytes);
+
+  const std::weak_ptr<Impl> weak = impl_;
+  for (size_t i = 0; i < s.parameters.size(); ++i) {
+    auto& hooks = torch::autograd::impl::post_acc_grad_hooks(s.parameters[i].tensor);
+    const auto on_ready = [weak, i] {
+      if (const auto impl = weak.lock()) impl->on_ready(i);
+    };
+    torch::autograd::impl::set_post_acc_grad_hooks(s.parameters[i].tensor,
+                                                   std::make_unique<ReadyHook>(&s, on_ready, std::move(hooks)));
+  }
+}
+
+Reducer::~Reducer() {
+  // Gradients stay views of the buckets, which they keep alive.
+  for (auto& parameter : impl_->parameters)
+    ReadyHook::remove(torch::autograd::impl::post_acc_grad_hooks(parameter.tensor), impl_.get());
+}
+
+void Reducer::before_forward() {
+  Impl& s = *impl_;
+  if (s.dirty && s.running.expired()) s.abandon_backward();
+  if (s.sync && s.options.broadcast_buffers && s.module->is_training() && !s.buffers.empty()) {
+    std::vector<NamedTensor> named;
+    for (const auto& buffer : s.buffers) named.push_back({"", buffer});
+    broadcast_from_first(named, s.group);
+  }
+}
+
+bool Reducer::set_sync(bool on) { return std::exchange(impl_->sync, on); }
+
+std::vector<std::vector<std::string>> Reducer::bucket_names() const {
+  std::vector<std::vector<std::string>> names;
+  for (const auto& bucket : impl_->buckets) {
+    auto& list = names.emplace_back();
+    for (const size_t index : bucket.parameters) list.push_back(impl_->parameters[index].name);
+  }
+  return names;
+}
+
+// Lays the parameters out in buckets; gradients that exist move along.
+void Reducer::Impl::build(const std::vector<size_t>& order, size_t first_bytes) {
+  const at::NoGradGuard no_grad;
+  buckets = make_buckets(parameters, order, first_bytes, options.bucket_bytes, *heap);
+  for (auto& parameter : parameters) {
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (!grad.defined() || grad.is_sparse()) continue;
+    parameter.view.copy_(grad);
+    grad = parameter.view;
+  }
+}
+
+// Makes the gradient the parameter's view of its bucket. Autograd puts a tensor of its own there where .grad was
+// undefined (after zero_grad()); into a view that is in place it accumulates, and there is nothing to do.
+void Reducer::Impl::adopt(Parameter& parameter) {
+  at::Tensor& grad = parameter.tensor.mutable_grad();
+  if (!grad.defined() || grad.is_same(parameter.view)) return;
+  if (grad.layout() != at::kStrided)
+    throw InvalidArgument(text("the gradient of ", parameter.name, " is sparse"),
+                          "Create the embedding with sparse(false): DistributedDataParallel reduces dense gradients");
+  const at::NoGradGuard no_grad;
+  parameter.view.copy_(grad);
+  grad = parameter.view;
+}
+
+void Reducer::Impl::on_ready(size_t index) {
+  Parameter& parameter = parameters[index];
+  if (running.expired()) begin_backward();
+  adopt(parameter);
+  if (!sync || parameter.ready) return;  // a parameter used twice in a double backward is ready once
+  parameter.ready = true;
+  if (!rebuilt) ready_order.push_back(index);
+  Bucket& bucket = buckets[parameter.bucket];
+  if (--bucket.pending == 0) launch_ready_buckets();
+}
+
+void Reducer::Impl::begin_backward() {
+  if (dirty) abandon_backward();
+  dirty = true;
+  ready_order.clear();
+  const auto token = std::make_shared<char>();
+  running = token;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this(), token] { self->finish_backward(); });
+}
+
+void Reducer::Impl::launch_ready_buckets() {
+  for (; next_bucket < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) {
+    Bucket& bucket = buckets[next_bucket];
+    mark_used(bucket, parameters);
+    bucket.work = all_reduce_async(bucket.flat, {.op = ReduceOp::AVG, .group = group});
+  }
+}
+
+// Launches the buckets that are not complete. Every rank reduces every bucket in every backward(), whatever happens in
+// it, so that their collectives stay in step; parameters without a gradient contribute zeros.
+void Reducer::Impl::reduce_the_rest() {
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : parameters) {
+    if (parameter.ready) continue;
+    if (parameter.tensor.grad().defined())
+      adopt(parameter);
+    else
+      parameter.view.zero_();
+  }
+  for (auto& bucket : buckets) bucket.pending = 0;
+  launch_ready_buckets();
+}
+
+// A backward() threw on this rank. The other ranks wait for its buckets, and learn from `used` that not all gradients
+// are there.
+void Reducer::Impl::abandon_backward() {
+  if (sync) {
+    reduce_the_rest();
+    for (auto& bucket : buckets) bucket.work.wait();
+  }
+  reset();
+}
+
+// Runs when the engine has finished this backward().
+void Reducer::Impl::finish_backward() {
+  running.reset();
+  if (!sync) {
+    dirty = false;
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  reduce_the_rest();
+  std::vector<size_t> some, none;
+  for (auto& bucket : buckets) {
+    bucket.work.wait();
+    for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+      const size_t index = bucket.parameters[i];
+      Parameter& parameter = parameters[index];
+      const double share = bucket.used.select(0, static_cast<int64_t>(i)).item<double>();
+      if (share == 0) {
+        none.push_back(index);
+      } else {
+        if (share < 1) some.push_back(index);
+        parameter.tensor.mutable_grad() = parameter.view;
+      }
+    }
+  }
+  const bool complete = some.empty() && none.empty();
+  reset();
+  if (!rebuilt && complete) rebuild_in_ready_order();
+  if (!complete && !options.find_unused_parameters) report_unused(some, none);
+}
+
+void Reducer::Impl::reset() {
+  dirty = false;
+  running.reset();
+  next_bucket = 0;
+  for (auto& parameter : parameters) parameter.ready = false;
+  for (auto& bucket : buckets) {
+    bucket.pending = bucket.parameters.size();
+    bucket.work = Work();
+  }
+}
+
+// Rank 0's order is everybody's, so that buckets stay the same on all ranks.
+void Reducer::Impl::rebuild_in_ready_order() {
+  rebuilt = true;
+  const auto n = static_cast<int64_t>(ready_order.size());
+  at::Tensor order = at::zeros({n}, at::kLong);
+  std::copy(ready_order.begin(), ready_order.end(), order.mutable_data_ptr<int64_t>());
+  broadcast(order, 0, {.group = group});
+  const auto* const first = order.const_data_ptr<int64_t>();
+  std::vector<size_t> agreed(first, first + n);
+  if (agreed == order_of(buckets)) return;
+  build(agreed, options.first_bucket_bytes);
+}
+
+void Reducer::Impl::report_unused(const std::vector<size_t>& some, const std::vector<size_t>& none) const {
+  const auto names = [&](const std::vector<size_t>& indices) {
+    std::vector<std::string> list;
+    for (const size_t index : indices) list.push_back(parameters[index].name);
+    return join(list);
+  };
+  std::string message = "backward() left parameters without a gradient";
+  if (!none.empty()) message += text("; on all ranks: ", names(none));
+  if (!some.empty()) message += text("; on some ranks: ", names(some));
+  throw InvalidArgument(message,
+                        "Let forward() use them in every step, freeze them with set_requires_grad(false), or set "
+                        "DdpOptions::find_unused_parameters");
+}
+
+}  // namespace muster::ddp
