@@ -1,0 +1,79 @@
+// Starts the ranks of a job as processes of this host, watches them, prints what they print, and says why the job
+// failed. `muster run` is a thin main over launch_command(); muster::spawn() is one over launch_function().
+//
+//   auto outcome = muster::launch::launch_command({.ranks = 4, .command = {"./train", "--lr", "0.1"}});
+//   if (outcome.status != 0) std::cerr << outcome.cause;
+//
+// What a rank gets: MUSTER_STORE (the job's store, served here over a Unix socket; nothing listens on a network),
+// MUSTER_JOB_ID, torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …), OMP_NUM_THREADS = usable cores /
+// ranks unless set, a process group of its own, and of this process's descriptors only 0, 1 and 2. Rank 0 has this
+// process's standard input unless that is a terminal, which a process group in the background may not read; the other
+// ranks have /dev/null. Where standard error is a terminal, rank 0 also has MUSTER_TERMINAL=1 and COLUMNS.
+//
+// How it ends: a rank that ends with status 0 is done, and the job is done when all are. When one fails, the others get
+// SIGTERM at once and SIGKILL `grace` later, with everything that they started in their process groups. When this
+// process dies, even by SIGKILL, so do the ranks (PR_SET_PDEATHSIG), and with `own_process` all that they started.
+//
+// Errors, with nothing left running: InvalidArgument (number of ranks, a program that cannot be started), Unavailable
+// (no more processes or descriptors). A rank that fails is no error here but the outcome.
+//
+// Thread-safety: all of it; each call is a job of its own. The thread that calls must live until it returns, which is
+// when every rank has ended.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace muster::launch {
+
+inline constexpr int kMaxRanks = 4096;
+
+// Where the ranks' standard output and standard error go. They reach this process's own by whole lines, except
+// kInherit's standard output, which is this process's own descriptor.
+enum class RankOutput {
+  kPrefixed,   // each line after its rank: "[0] …"; a progress bar in place on a terminal, else its last state alone
+  kUnchanged,  // no byte added or dropped, unless on a terminal
+  kInherit,    // as kUnchanged, for standard error alone
+};
+
+struct LaunchOptions {
+  int ranks = 1;                     // 1 to kMaxRanks
+  std::vector<std::string> command;  // program and arguments; for launch_command() only
+  RankOutput output = RankOutput::kInherit;
+  std::chrono::milliseconds grace{700};        // from SIGTERM to SIGKILL after a rank failed
+  std::chrono::milliseconds stop_grace{5000};  // from a forwarded SIGINT, SIGTERM, SIGHUP or SIGQUIT to SIGKILL
+
+  // Variables for every rank, over those of this process and those above.
+  std::vector<std::pair<std::string, std::string>> env;
+
+  // This process is there for this job alone, as `muster run` is, and has one thread. Then it also forwards signals (a
+  // second SIGINT or SIGTERM kills at once), becomes a subreaper that at the end kills whatever the ranks left running,
+  // and keeps a guardian process beside them that does the same if this process is killed.
+  bool own_process = false;
+};
+
+struct Outcome {
+  int status = 0;              // for exit(3): 0, the first failing rank's status, or 128 + signal
+  int first_failed_rank = -1;  // -1: none failed, or the user ended the job
+  pid_t pid = 0;               // of that rank
+  int signal = 0;              // that killed that rank or by which the user ended the job; 0: none
+  std::string exception_type;  // of the exception that ended that rank, where its standard error has one
+  std::string exception_text;
+  std::vector<std::string> last_lines;  // of that rank's standard error; at most 20
+  std::string cause;                    // all that in words, several lines; empty where status is 0
+};
+
+Outcome launch_command(const LaunchOptions& options);
+
+// As launch_command(), but the ranks are forked from this process and run `body`: no program is started, and memory is
+// as it was here, in a copy. A rank ends with body's result as its status, without destructors of static objects; with
+// 1 and the lines that libstdc++ prints for an uncaught exception where one escapes. As after any fork(2), only the
+// calling thread goes on in the copy: locks that other threads hold now stay locked there.
+Outcome launch_function(int ranks, const std::function<int()>& body, LaunchOptions options = {});
+
+}  // namespace muster::launch

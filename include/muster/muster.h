@@ -1,0 +1,11 @@
+// Muster: distributed training for C++. This header brings all of it.
+#pragma once
+
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/fault_plan.h"
+#include "muster/comm/world.h"
+#include "muster/data/sampler.h"
+#include "muster/launch/spawn.h"
+#include "muster/parallel/ddp.h"
+#include "muster/store/store.h"

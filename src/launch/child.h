@@ -1,0 +1,47 @@
+// One rank's process: fork, make it a process of its own standing, then the program or the function.
+//
+// Between fork(2) and execve(2) only async-signal-safe calls are made; everything else is prepared before.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/types.h>
+
+#include <functional>
+#include <optional>
+#include <vector>
+
+namespace muster::launch {
+
+struct ChildPlan {
+  int rank = 0;
+  char** environment = nullptr;
+
+  // The program, or the function.
+  const char* path = nullptr;
+  char** arguments = nullptr;
+  const std::function<int()>* body = nullptr;
+
+  // What becomes 0, 1 and 2; -1: stays as it is.
+  int standard[3] = {-1, -1, -1};
+  std::vector<int> to_close;  // in a rank that runs a function; execve(2) closes them otherwise
+  int error_pipe = -1;        // gets an ExecError where execve(2) fails
+  int guardian_socket = -1;
+
+  sigset_t mask;                     // the rank's
+  bool default_signals = false;      // every disposition back to its default, except an ignored SIGHUP (nohup)
+  std::optional<rlimit> open_files;  // the rank's limit, where the launcher raised its own
+};
+
+// What a rank that could not start its program writes before it ends with kNotStarted. Written whole.
+struct ExecError {
+  int rank, error;
+};
+inline constexpr int kNotStarted = 127;
+
+// Returns the rank's process id, the leader of its process group. Unavailable where there are too many processes.
+pid_t start_rank(const ChildPlan& plan);
+
+}  // namespace muster::launch

@@ -1,0 +1,150 @@
+#include "launch/environment.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+
+#include "base/fd.h"
+#include "base/random.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster::launch {
+namespace {
+
+int free_port() {
+  UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  if (!socket || ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0)
+    return 29500;  // PyTorch's default. Without IPv4 nobody can use it, and Muster does not.
+  return ntohs(address.sin_port);
+}
+
+// The quota in cores of one cgroup, e.g. "150000 100000" → 1.5; 0 for "max" or none.
+double quota_of(const std::string& cgroup) {
+  std::ifstream file(cgroup + "/cpu.max");
+  double quota = 0, period = 0;
+  return file >> quota >> period && period > 0 ? quota / period : 0;
+}
+
+}  // namespace
+
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  // EINVAL: more cores than the set holds.
+  int cores = ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
+                                                            : static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
+  std::ifstream membership("/proc/self/cgroup");
+  for (std::string line; std::getline(membership, line);) {
+    if (!line.starts_with("0::")) continue;
+    for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
+      if (const double quota = quota_of("/sys/fs/cgroup" + path); quota > 0)
+        cores = std::min(cores, static_cast<int>(quota + 0.5));
+      if (path.rfind('/') == std::string::npos) break;
+    }
+  }
+  return std::max(cores, 1);
+}
+
+Job make_job(const LaunchOptions& options) {
+  Job job;
+  job.id = random_hex(16);
+  job.store_address = "unix:@muster-" + job.id;
+  job.ranks = options.ranks;
+  job.master_port = free_port();
+  const char* terminal_type = std::getenv("TERM");
+  job.terminal = ::isatty(STDERR_FILENO) && !(terminal_type && std::string(terminal_type) == "dumb");
+  winsize size{};
+  if (job.terminal && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0)
+    job.terminal_width = size.ws_col;
+  if (options.output == RankOutput::kPrefixed) job.terminal_width -= 4;  // "[0] "
+  job.terminal_width = std::max(job.terminal_width, 1);
+  return job;
+}
+
+Environment::Environment() {
+  for (char** variable = environ; variable && *variable; ++variable) variables_.emplace_back(*variable);
+}
+
+std::vector<std::string>::iterator Environment::find(const std::string& name) {
+  return std::find_if(variables_.begin(), variables_.end(), [&](const std::string& variable) {
+    return variable.starts_with(name) && variable.size() > name.size() && variable[name.size()] == '=';
+  });
+}
+
+void Environment::set(const std::string& name, const std::string& value) {
+  const auto found = find(name);
+  if (found != variables_.end()) {
+    *found = text(name, '=', value);
+  } else {
+    variables_.push_back(text(name, '=', value));
+  }
+}
+
+void Environment::unset(const std::string& name) {
+  if (const auto found = find(name); found != variables_.end()) variables_.erase(found);
+}
+
+bool Environment::has(const std::string& name) const {
+  return const_cast<Environment*>(this)->find(name) != variables_.end();
+}
+
+char** Environment::block() {
+  block_.clear();
+  for (auto& variable : variables_) block_.push_back(variable.data());
+  block_.push_back(nullptr);
+  return block_.data();
+}
+
+Environment job_environment(const Job& job, const LaunchOptions& options) {
+  Environment environment;
+  const auto ranks = text(job.ranks);
+  environment.set("MUSTER_STORE", job.store_address);
+  environment.set("MUSTER_JOB_ID", job.id);
+  // https://pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
+  environment.set("WORLD_SIZE", ranks);
+  environment.set("LOCAL_WORLD_SIZE", ranks);
+  environment.set("ROLE_WORLD_SIZE", ranks);
+  environment.set("ROLE_NAME", "default");
+  environment.set("GROUP_RANK", "0");
+  environment.set("GROUP_WORLD_SIZE", "1");
+  environment.set("NODE_RANK", "0");
+  environment.set("MASTER_ADDR", "127.0.0.1");
+  environment.set("MASTER_PORT", text(job.master_port));
+  environment.set("TORCHELASTIC_RUN_ID", job.id);
+  environment.set("TORCHELASTIC_RESTART_COUNT", "0");
+  environment.set("TORCHELASTIC_MAX_RESTARTS", "0");
+  environment.set("TORCHELASTIC_USE_AGENT_STORE", "False");  // rank 0 of a PyTorch script serves the TCPStore itself
+  if (!environment.has("OMP_NUM_THREADS"))
+    environment.set("OMP_NUM_THREADS", text(std::max(1, usable_cores() / job.ranks)));
+  environment.unset("MUSTER_TERMINAL");  // of a job around this one
+  for (const auto& [name, value] : options.env) environment.set(name, value);
+  return environment;
+}
+
+void set_rank(Environment& environment, const Job& job, int rank) {
+  environment.set("RANK", text(rank));
+  environment.set("LOCAL_RANK", text(rank));
+  environment.set("ROLE_RANK", text(rank));
+  if (!job.terminal) return;
+  if (rank == 0) {
+    environment.set("MUSTER_TERMINAL", "1");
+    environment.set("COLUMNS", text(job.terminal_width));
+  } else {
+    environment.unset("MUSTER_TERMINAL");
+  }
+}
+
+}  // namespace muster::launch

@@ -1,0 +1,37 @@
+// What a rank wrote last to its standard error, bounded, and the exception that it reported there.
+//
+// Knows the two lines that libstdc++ prints for an uncaught exception:
+//   terminate called after throwing an instance of 'std::runtime_error'
+//     what():  no such file
+//
+// Thread-safety: none.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <string_view>
+
+namespace muster::launch {
+
+class LastLines {
+ public:
+  static constexpr size_t kMaxLines = 20, kMaxLineBytes = 1000;
+
+  void feed(std::string_view bytes);
+  void finish();  // no more bytes: a last line without end is a line too
+
+  const std::deque<std::string>& lines() const { return lines_; }
+  const std::string& exception_type() const { return exception_type_; }  // empty: none was reported
+  const std::string& exception_text() const { return exception_text_; }
+
+ private:
+  void end_line();
+
+  std::deque<std::string> lines_;
+  std::string line_;       // so far; at most kMaxLineBytes
+  bool replaced_ = false;  // a '\r' came: the next byte starts the line anew
+  bool cut_ = false;
+  std::string exception_type_, exception_text_;
+};
+
+}  // namespace muster::launch

@@ -1,0 +1,113 @@
+#include "launch/outcome.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/text.h"
+
+namespace muster::launch {
+namespace {
+
+// Lower is more likely to be the cause.
+int order(const Failure& failure) {
+  if (failure.is_consequence()) return 2;
+  return failure.signal != 0 ? 0 : 1;
+}
+
+// What people want to know next.
+const char* meaning_of(int signal) {
+  switch (signal) {
+    case SIGKILL:
+      return "the system ran out of memory (see dmesg), or somebody killed it";
+    case SIGSEGV:
+      return "it used memory that is not its own: a bad pointer or index, or too deep a recursion";
+    case SIGBUS:
+      return "it used memory that cannot be there: a truncated mapped file, or /dev/shm or huge pages are full";
+    case SIGABRT:
+      return "it ended itself: an uncaught exception, a failed assertion, or a corrupted heap";
+    case SIGFPE:
+      return "an arithmetic error, such as a whole number divided by zero";
+    case SIGILL:
+      return "an instruction that this processor lacks; was it built for another machine?";
+    case SIGTRAP:
+      return "a breakpoint or failed check outside a debugger";
+    case SIGSYS:
+      return "a system call that a sandbox forbids";
+    case SIGPIPE:
+      return "it wrote to a pipe or socket whose reader went away";
+    case SIGXCPU:
+      return "it used more processor time than its limit (ulimit -t)";
+    case SIGXFSZ:
+      return "it wrote a larger file than its limit (ulimit -f)";
+    case SIGTERM:
+    case SIGINT:
+    case SIGHUP:
+    case SIGQUIT:
+      return "somebody ended this rank alone";
+    default:
+      return nullptr;
+  }
+}
+
+std::string verdict(const Failure& failure) {
+  if (failure.unknown) return "ended; its exit status was taken by another wait(2) in this process";
+  if (failure.signal == 0) {
+    // What shells and our own ranks use by convention (sysexits aside).
+    const char* meaning = failure.exit_status == 127 ? ": a shell's word for a command that it did not find" : "";
+    return text("exited with status ", failure.exit_status, meaning);
+  }
+  const char* meaning = meaning_of(failure.signal);
+  return text("killed by ", name_of_signal(failure.signal), failure.dumped_core ? ", core dumped" : "",
+              meaning ? ": " : "", meaning ? meaning : "");
+}
+
+}  // namespace
+
+bool Failure::is_consequence() const {
+  const auto& type = last_lines->exception_type();
+  return type == "muster::PeerLost" || type == "muster::Aborted";
+}
+
+const Failure& choose_cause(const std::vector<Failure>& failures) {
+  const auto last = std::find_if(failures.begin(), failures.end(),
+                                 [&](const Failure& failure) { return failure.when > failures[0].when + kSameTime; });
+  return *std::min_element(failures.begin(), last,
+                           [](const Failure& a, const Failure& b) { return order(a) < order(b); });
+}
+
+std::string name_of_signal(int signal) {
+  if (const char* name = ::sigabbrev_np(signal)) return text("SIG", name, " (", signal, ')');
+  return text("signal ", signal);
+}
+
+Outcome describe(const Failure& cause) {
+  Outcome outcome;
+  outcome.first_failed_rank = cause.rank;
+  outcome.pid = cause.pid;
+  outcome.signal = cause.signal;
+  outcome.status = cause.unknown ? 1 : cause.signal != 0 ? 128 + cause.signal : cause.exit_status;
+  const auto& tail = *cause.last_lines;
+  outcome.exception_type = tail.exception_type();
+  outcome.exception_text = tail.exception_text();
+  outcome.last_lines.assign(tail.lines().begin(), tail.lines().end());
+
+  outcome.cause = text("rank ", cause.rank, " (pid ", cause.pid, ") ", verdict(cause), '\n');
+  if (!outcome.exception_type.empty())
+    outcome.cause += text("  exception ", outcome.exception_type, outcome.exception_text.empty() ? "" : ": ",
+                          outcome.exception_text, '\n');
+  if (!outcome.last_lines.empty()) outcome.cause += "  its last lines on standard error:\n";
+  for (const auto& line : outcome.last_lines) outcome.cause += text("  | ", line, '\n');
+  return outcome;
+}
+
+Outcome describe_stop(int signal) {
+  Outcome outcome;
+  outcome.status = 128 + signal;
+  outcome.signal = signal;
+  outcome.cause = text("the job was ended by ", name_of_signal(signal), '\n');
+  return outcome;
+}
+
+}  // namespace muster::launch

@@ -1,0 +1,44 @@
+// Which of the ranks that failed is the cause, and how to say so.
+//
+// Thread-safety: values.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <vector>
+
+#include "launch/last_lines.h"
+#include "muster/base/deadline.h"
+#include "muster/launch/launcher.h"
+
+namespace muster::launch {
+
+struct Failure {
+  int rank = 0;
+  pid_t pid = 0;
+  int exit_status = 0;  // where signal is 0
+  int signal = 0;
+  bool dumped_core = false;
+  bool unknown = false;  // somebody else in this process took its exit status
+  Clock::time_point when;
+  const LastLines* last_lines = nullptr;  // of its standard error
+
+  // Whether the rank only says that another one went away: its exception is muster::PeerLost or muster::Aborted.
+  bool is_consequence() const;
+};
+
+// Failures this close together may have come to us in the wrong order.
+inline constexpr std::chrono::milliseconds kSameTime{50};
+
+// The cause among `failures`, which are in the order in which we learned of them; at least one. The first, unless a
+// better one came within kSameTime: deaths by a signal before exits, consequences last.
+const Failure& choose_cause(const std::vector<Failure>& failures);
+
+Outcome describe(const Failure& cause);
+Outcome describe_stop(int signal);  // the user ended the job
+
+// "SIGKILL (9)"
+std::string name_of_signal(int signal);
+
+}  // namespace muster::launch

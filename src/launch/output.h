@@ -1,0 +1,91 @@
+// From the ranks' pipes to the launcher's own output, line by line.
+//
+// RankStream cuts the bytes of one pipe into lines; Printer puts the lines of all pipes that go to one Sink one after
+// another. A '\r' ends a piece that the next piece is meant to overwrite, as progress bars do:
+//
+//   Style::kTerminal   The piece is a bar: drawn in place, taken away for a line of another rank and drawn again below.
+//                      A line without end yet (a prompt) is drawn in the same way.
+//   Style::kLog        Only the last piece before a '\n' is printed.
+//   Style::kUnchanged  A byte like any other.
+//
+// A line is printed when it is complete; one longer than kMaxLine in pieces of that size, each a line of its own (with
+// kUnchanged: without a line end added, so that it may be torn). What a pipe holds at its end without a '\n' gets one,
+// except with kUnchanged.
+//
+// Thread-safety: none.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+#include "launch/last_lines.h"
+#include "launch/pipe.h"
+#include "launch/sink.h"
+
+namespace muster::launch {
+
+enum class Style { kTerminal, kLog, kUnchanged };
+
+inline constexpr size_t kMaxLine = 64 * 1024;
+
+class Printer {
+ public:
+  explicit Printer(Sink& sink) : sink_(sink) {}
+
+  Sink& sink() const { return sink_; }
+
+  // A complete line of `owner`, in place of its bar where it has one.
+  void line(const void* owner, std::string_view prefix, std::string_view text, std::string_view end = "\n");
+  // The bar at the bottom of the terminal, cut to its width: the one whose owner drew last.
+  void bar(const void* owner, std::string_view prefix, std::string_view text);
+  // Draws the bar again after lines. Call it before the sink is flushed.
+  void settle();
+
+ private:
+  void clear();
+
+  Sink& sink_;
+  const void* bar_owner_ = nullptr;  // nullptr: there is no bar
+  std::string bar_;
+  bool bar_is_drawn_ = false;
+};
+
+class RankStream {
+ public:
+  RankStream() = default;
+  // `tail` gets a copy of the bytes; may be null.
+  RankStream(UniqueFd fd, Printer& printer, Style style, std::string prefix, LastLines* tail);
+
+  bool open() const { return static_cast<bool>(fd_); }
+  int fd() const { return fd_.get(); }
+  Printer& printer() const { return *printer_; }
+
+  // Reads what is there, up to `limit` bytes. Returns how many there were; closes the pipe at its end.
+  size_t read(size_t limit);
+  // Reads what is there and closes the pipe, whoever may still hold its other end.
+  void drain();
+  void close();
+
+ private:
+  void feed(std::string_view bytes);
+  void feed_unchanged(std::string_view bytes);
+  void append(std::string_view bytes);
+  void end_line();
+
+  UniqueFd fd_;
+  Printer* printer_ = nullptr;
+  Style style_ = Style::kLog;
+  std::string prefix_;
+  LastLines* tail_ = nullptr;
+  std::string line_;   // so far, since the last '\n' or '\r'
+  std::string piece_;  // the last one that a '\r' ended, unless a '\n' came since
+};
+
+// "[3] ", in the rank's colour where `colour`.
+std::string prefix_of(int rank, bool colour);
+
+// As much of `text` as fits into `columns`, taking UTF-8 and terminal escapes into account.
+std::string_view cut_to_columns(std::string_view text, int columns);
+
+}  // namespace muster::launch

@@ -1,0 +1,24 @@
+// Close-on-exec descriptors that are never 0, 1 or 2, so that a rank can put its own there without order mattering,
+// also where this process was started with some of them closed.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include "base/fd.h"
+
+namespace muster::launch {
+
+struct Pipe {
+  UniqueFd read, write;
+};
+
+struct SocketPair {
+  UniqueFd one, other;  // of messages, in both directions
+};
+
+Pipe make_pipe();               // Unavailable where there are too few descriptors
+SocketPair make_socket_pair();  // as above
+UniqueFd open_null(int flags);  // /dev/null
+void set_nonblocking(const UniqueFd& fd);
+
+}  // namespace muster::launch

@@ -1,0 +1,65 @@
+// The ranks as processes: signals to them, their ends, and nobody left behind.
+//
+// No rank is reaped before reap(), also when it has ended long before. So its process id, which is also its group's,
+// cannot come to belong to a stranger, and SIGKILL to the group is safe at any time, here and in the guardian.
+//
+// Thread-safety: none.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <vector>
+
+#include "base/fd.h"
+#include "launch/last_lines.h"
+#include "launch/output.h"
+#include "muster/base/deadline.h"
+
+namespace muster::launch {
+
+struct Rank {
+  int number = 0;
+  pid_t pid = 0;
+  UniqueFd pidfd;  // readable when it has ended
+  bool ended = false;
+  bool taken = false;    // somebody else in this process reaped it, so its id may be a stranger's now
+  LastLines last_lines;  // of its standard error
+  RankStream out, err;
+};
+
+class RankProcesses {
+ public:
+  RankProcesses() = default;
+  RankProcesses(const RankProcesses&) = delete;
+  RankProcesses& operator=(const RankProcesses&) = delete;
+  ~RankProcesses();  // ends and reaps what is left
+
+  // Takes over a process that was just started. Its Rank keeps its address.
+  Rank& add(std::unique_ptr<Rank> rank);
+
+  const std::vector<std::unique_ptr<Rank>>& all() const { return ranks_; }
+  bool all_ended() const;
+
+  void signal_groups(int signal) const;   // every process of every rank's group
+  void signal_leaders(int signal) const;  // the ranks themselves, those that have not ended
+  void reap();                            // those that have ended; afterwards only the destructor may follow
+
+ private:
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  bool reaped_ = false;
+};
+
+// The processes that this one, a subreaper, adopted when their parents ended: all children but those in `not_these`.
+class AdoptedProcesses {
+ public:
+  explicit AdoptedProcesses(std::vector<pid_t> not_these);
+  std::vector<pid_t> list() const;
+  void reap() const;                   // those that have ended
+  void kill(Deadline deadline) const;  // all of them, and what these leave to us in turn
+
+ private:
+  std::vector<pid_t> not_these_;  // sorted
+};
+
+}  // namespace muster::launch
