@@ -1,0 +1,188 @@
+// The contract of every collective of every backend: operation x dtype x reduce operation x number of ranks x size x
+// kind of tensor, blocking and asynchronous, against the reference of support/patterns.h, to the bit.
+
+#include <algorithm>
+#include <set>
+
+#include "comm/backends/shm/layout.h"
+#include "support/collective_cases.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+constexpr int kMostRanks = 5;
+
+// Sizes in elements: nothing, little, odd, and what lies on both sides of every border at which the way through memory
+// changes.
+std::vector<int64_t> sizes(int64_t item, int ranks) {
+  const comm::shm_backend::Layout layout(ranks);
+  const auto slot = static_cast<int64_t>(comm::shm_backend::kSlotPayload);
+  std::set<int64_t> counts = {0, 1, 2, 3, 5, 101, 12345};
+  for (const int64_t bytes : {int64_t{32}, slot / ranks, slot, static_cast<int64_t>(layout.one_shot)})
+    for (const int64_t beside : {-1, 0, 1})
+      if (beside == 1 || !kSanitized) counts.insert(bytes / item + beside);
+  return {counts.begin(), counts.end()};
+}
+
+// Turns of the pipeline: not quite one, one and a bit, more than there are buffers.
+std::vector<int64_t> large_sizes(int64_t item, int ranks, bool slices) {
+  const comm::shm_backend::Layout layout(ranks);
+  const auto turn = static_cast<int64_t>(slices ? layout.chunk : layout.turn_bytes()) / item;
+  const auto buffers = static_cast<int64_t>(comm::shm_backend::kTurnBuffers);
+  return {turn - 1, turn, turn + 1, buffers * turn, (buffers + 1) * turn + 1, (2 * buffers + 3) * turn + 77};
+}
+
+class Collectives : public CommContract {
+ protected:
+  void grid(std::string_view name) const {
+    const Collective& subject = collective(name);
+    const auto& types = subject.reduces ? reducible_types() : movable_types();
+    const std::vector<ReduceOp> ops =
+        subject.reduces ? std::vector<ReduceOp>(std::begin(kOps), std::end(kOps)) : std::vector{ReduceOp::SUM};
+    for (int n = 1; n <= kMostRanks; ++n)
+      run(n, [&](World& world) {
+        int64_t number = 0;  // the same on all ranks
+        const auto check = [&](at::ScalarType dtype, ReduceOp op, int64_t count) {
+          ++number;
+          const Case c{.world = world,
+                       .group = world.group(),
+                       .dtype = dtype,
+                       .op = op,
+                       .count = count,
+                       .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
+                       .root = static_cast<int>(number % n),
+                       .async = number % 2 == 1,
+                       .shift = number * 17};
+          SCOPED_TRACE(testing::Message() << name << " #" << number << ", " << c);
+          subject.start(c)();
+        };
+        int64_t pair = n;
+        for (const auto dtype : types)
+          for (const auto op : ops) {
+            const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+            // Kinds of tensor take turns, so that each meets each size and dtype sooner or later.
+            for (int repeat = 0; repeat < (kSanitized || subject.reduces ? 1 : 2); ++repeat)
+              for (const int64_t count : sizes(item, n)) check(dtype, op, count);
+            // Large ones take turns among dtypes and operations.
+            if (++pair % (kSanitized || subject.reduces ? 6 : 3) == 0)
+              for (const int64_t count : large_sizes(item, n, subject.slices)) check(dtype, op, count);
+            if (testing::Test::HasFailure()) return;  // a few are enough to look at
+          }
+      });
+  }
+};
+MUSTER_COMM_CONTRACT(Collectives);
+
+TEST_P(Collectives, AllReduce) { grid("all_reduce"); }
+TEST_P(Collectives, Reduce) { grid("reduce"); }
+TEST_P(Collectives, Broadcast) { grid("broadcast"); }
+TEST_P(Collectives, AllGather) { grid("all_gather"); }
+TEST_P(Collectives, AllGatherIntoTensor) { grid("all_gather_into_tensor"); }
+TEST_P(Collectives, ReduceScatter) { grid("reduce_scatter"); }
+TEST_P(Collectives, ReduceScatterTensor) { grid("reduce_scatter_tensor"); }
+TEST_P(Collectives, Gather) { grid("gather"); }
+TEST_P(Collectives, Scatter) { grid("scatter"); }
+TEST_P(Collectives, AllToAllSingle) { grid("all_to_all_single"); }
+TEST_P(Collectives, AllToAllSingleWithSplits) { grid("all_to_all_single with splits"); }
+TEST_P(Collectives, SendAndRecv) { grid("send and recv"); }
+
+// Everybody has come when anybody goes on.
+TEST_P(Collectives, Barrier) {
+  for (int n = 1; n <= kMostRanks; ++n)
+    run(n, [](World& world) {
+      for (int i = 1; i <= 50; ++i) {
+        world.store().add("came", 1);
+        if (i % 2)
+          barrier();
+        else
+          barrier_async().wait();
+        ASSERT_GE(world.store().add("came", 0), int64_t{i} * world.world_size());
+      }
+    });
+}
+
+// The same elements give the same bits, wherever they lie and whatever surrounds them.
+TEST_P(Collectives, BitsDependNeitherOnSizeNorOnPath) {
+  run(3, [](World& world) {
+    constexpr int64_t kMany = 700'001;
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      const at::Tensor all = tile(table_of(dtype, world.rank()), 0, kMany);
+      const TestTensor whole(world, world.rank(), Kind::kOrdinary, all);
+      all_reduce(whole);
+      for (const int64_t count : {int64_t{7}, int64_t{3000}, int64_t{60'000}})
+        for (const auto kind : kKinds) {
+          const int64_t begin = kMany - count - 11;
+          const TestTensor part(world, world.rank(), kind, all.narrow(0, begin, count).clone());
+          all_reduce(part);
+          ASSERT_EQ(difference(part, whole->narrow(0, begin, count)), "") << to_string(kind) << ", " << count;
+        }
+    }
+  });
+}
+
+// Many operations under way at once, of all collectives, waited for in another order than they were issued.
+TEST_P(Collectives, ManyInFlight) {
+  for (const int n : {2, 4})
+    run(n, [](World& world) {
+      for (int round = 0; round < (kSanitized ? 2 : 8); ++round) {
+        std::vector<Finish> under_way;
+        int64_t number = round;
+        for (const int64_t count : {1, 700, 9001, 90'000})
+          for (const auto& subject : collectives())
+            under_way.push_back(subject.start({.world = world,
+                                               .group = world.group(),
+                                               .dtype = number % 2 ? at::kFloat : at::kInt,
+                                               .count = count,
+                                               .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
+                                               .root = static_cast<int>(number % world.world_size()),
+                                               .async = number % 5 != 0,  // a blocking one takes its turn among them
+                                               .shift = ++number * 31}));
+        if (world.rank() % 2) std::reverse(under_way.begin(), under_way.end());
+        for (const auto& finish : under_way) finish();
+        ASSERT_FALSE(testing::Test::HasFailure());
+      }
+    });
+}
+
+TEST_P(Collectives, WorkTellsWhetherItIsComplete) {
+  run(2, [](World& world) {
+    EXPECT_TRUE(Work().is_completed());
+    Work().wait();
+    const TestTensor t(world, world.rank(), Kind::kOrdinary, tile(table_of(at::kFloat, world.rank()), 0, 10));
+    if (world.rank() == 0) {
+      Work work = all_reduce_async(t);
+      EXPECT_FALSE(work.is_completed());
+      EXPECT_FALSE(work.wait_for(std::chrono::milliseconds(0)));
+      EXPECT_FALSE(work.wait_for(std::chrono::milliseconds(20)));
+      world.store().set("go", "1");
+      EXPECT_TRUE(work.wait_for(std::chrono::seconds(30)));
+      EXPECT_TRUE(work.is_completed());
+      work.wait();
+      EXPECT_EQ(work.source_rank(), -1);
+    } else {
+      world.store().get("go", Deadline::after(std::chrono::seconds(30)));
+      all_reduce(t);
+    }
+    EXPECT_EQ(difference(t, reduced_table(at::kFloat, ReduceOp::SUM, 2), 0), "");
+  });
+}
+
+// Dropping a Work neither cancels nor waits, and the operation keeps its tensors.
+TEST_P(Collectives, DroppedWorkGoesOn) {
+  run(3, [](World& world) {
+    std::vector<at::Tensor> results;
+    for (int i = 0; i < 20; ++i) {
+      const TestTensor t(world, world.rank(), Kind::kHeap, tile(table_of(at::kDouble, world.rank()), i, 5000));
+      all_reduce_async(t);
+      if (i % 2) results.push_back(*t);
+    }
+    barrier();
+    for (size_t i = 0; i < results.size(); ++i)
+      EXPECT_EQ(difference(results[i], reduced_table(at::kDouble, ReduceOp::SUM, 3), static_cast<int64_t>(2 * i + 1)),
+                "");
+  });
+}
+
+}  // namespace
+}  // namespace muster::test

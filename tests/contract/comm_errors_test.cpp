@@ -1,0 +1,412 @@
+// What goes wrong, and what everybody is told: ranks that disagree, come late, leave; and a caller's own mistakes.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+
+#include <functional>
+
+#include "base/text.h"
+#include "muster/comm/collectives.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+class Errors : public CommContract {
+ protected:
+  static Deadline patience() { return Deadline::after(std::chrono::seconds(30)); }
+  static void say(World& world, const std::string& key) { world.store().set(key, "1"); }
+  static void hear(World& world, const std::string& key) { world.store().get(key, patience()); }
+
+  // Whether all of `ranks` have the same text.
+  static void expect_same(World& world, const std::string& key, const std::string& text, int ranks) {
+    world.store().set(muster::text(key, world.rank()), text);
+    for (int r = 0; r < ranks; ++r)
+      EXPECT_EQ(world.store().get(muster::text(key, r), patience()), text) << "on rank " << r;
+  }
+};
+MUSTER_COMM_CONTRACT(Errors);
+
+// --- ranks that disagree ---
+
+struct Disagreement {
+  const char* name;
+  std::function<void(World&)> call, other_call;  // ranks 0 and 2, and rank 1
+  std::vector<const char*> said;
+};
+
+std::vector<Disagreement> disagreements() {
+  const auto all_reduce_of = [](int64_t count, at::ScalarType dtype, ReduceOp op = ReduceOp::SUM) {
+    return [=](World&) { all_reduce(at::ones({count}, dtype), {.op = op}); };
+  };
+  const auto outputs = [](int n, int64_t count) {
+    return std::vector<at::Tensor>(static_cast<size_t>(n), at::ones({count}));
+  };
+  return {
+      {"operation",
+       all_reduce_of(10, at::kFloat),
+       [](World&) { broadcast(at::ones({10})); },
+       {"rank 0 called all_reduce of 10 x Float, SUM", "rank 1 called broadcast of 10 x Float, from rank 0"}},
+      {"skipped one",
+       [](World&) { barrier(), all_reduce(at::ones({10})); },
+       all_reduce_of(10, at::kFloat),
+       {"rank 0 called barrier", "rank 1 called all_reduce of 10 x Float"}},
+      {"count", all_reduce_of(10, at::kFloat), all_reduce_of(11, at::kFloat), {"10 x Float", "11 x Float"}},
+      {"count, one small and one large",
+       all_reduce_of(10, at::kFloat),
+       all_reduce_of(1'000'000, at::kFloat),
+       {"10 x Float", "1000000 x Float"}},
+      {"count, large",
+       all_reduce_of(1'000'001, at::kFloat),
+       all_reduce_of(1'000'000, at::kFloat),
+       {"1000001 x Float", "1000000 x Float"}},
+      {"nothing on one rank", all_reduce_of(10, at::kFloat), all_reduce_of(0, at::kFloat), {"10 x Float", "0 x Float"}},
+      {"dtype", all_reduce_of(10, at::kFloat), all_reduce_of(10, at::kInt), {"10 x Float", "10 x Int"}},
+      {"dtype of the same size",
+       all_reduce_of(4000, at::kHalf),
+       all_reduce_of(4000, at::kBFloat16),
+       {"Half", "BFloat16"}},
+      {"reduce operation", all_reduce_of(10, at::kFloat), all_reduce_of(10, at::kFloat, ReduceOp::MAX), {"SUM", "MAX"}},
+      {"root of broadcast",
+       [](World&) { broadcast(at::ones({10}), 0); },
+       [](World&) { broadcast(at::ones({10}), 1); },
+       {"broadcast of 10 x Float, from rank 0", "from rank 1"}},
+      {"root of reduce",
+       [](World&) { reduce(at::ones({10}), 0); },
+       [](World&) { reduce(at::ones({10}), 2); },
+       {"to rank 0", "to rank 2"}},
+      {"count of all_gather",
+       [=](World&) { all_gather(outputs(3, 5), at::ones({5})); },
+       [=](World&) { all_gather(outputs(3, 6), at::ones({6})); },
+       {"all_gather of 5 x Float", "all_gather of 6 x Float"}},
+      {"count of reduce_scatter",
+       [=](World&) { reduce_scatter(at::ones({5}), outputs(3, 5)); },
+       [=](World&) { reduce_scatter(at::ones({6}), outputs(3, 6)); },
+       {"reduce_scatter of 5 x Float", "reduce_scatter of 6 x Float"}},
+      {"count of gather",
+       [=](World& w) { gather(at::ones({5}), outputs(w.rank() == 0 ? 3 : 0, 5)); },
+       [](World&) { gather(at::ones({6}), {}); },
+       {"gather of 5 x Float", "gather of 6 x Float"}},
+      {"count of scatter",
+       [=](World& w) { scatter(at::ones({5}), outputs(w.rank() == 0 ? 3 : 0, 5)); },
+       [](World&) { scatter(at::ones({6}), {}); },
+       {"scatter of 5 x Float", "scatter of 6 x Float"}},
+      {"parts of all_to_all",
+       [](World&) { all_to_all_single(at::ones({6}), at::ones({6})); },
+       [](World&) {
+         all_to_all_single(at::ones({6}), at::ones({7}), {.output_splits = {2, 2, 2}, .input_splits = {3, 2, 2}});
+       },
+       {"rank 1 sends 12 bytes to rank 0, which expects 8"}},
+      {"large parts of all_to_all",
+       [](World&) { all_to_all_single(at::ones({600'000}), at::ones({600'000})); },
+       [](World&) { all_to_all_single(at::ones({600'003}), at::ones({600'003})); },
+       {"all_to_all", "800000", "800004"}},
+      {"dtype of all_to_all",
+       [](World&) { all_to_all_single(at::ones({6}), at::ones({6})); },
+       [](World&) { all_to_all_single(at::ones({6}, at::kInt), at::ones({6}, at::kInt)); },
+       {"Float", "Int"}},
+  };
+}
+
+TEST_P(Errors, MismatchNamesBothSidesOnEveryRank) {
+  for (const auto& each : disagreements())
+    for (const bool async : {false, true}) {
+      if (async && std::string(each.name) != "operation") continue;
+      run(3, [&](World& world) {
+        SCOPED_TRACE(each.name);
+        all_reduce(at::ones({3}));  // operation #0 is in order
+        const auto& call = world.rank() == 1 ? each.other_call : each.call;
+        const auto text = message_of<Mismatch>([&] {
+          if (async)
+            (world.rank() == 1 ? broadcast_async(at::ones({10})) : all_reduce_async(at::ones({10}))).wait();
+          else
+            call(world);
+        });
+        for (const char* part : each.said) EXPECT_CONTAINS(text, part);
+        expect_same(world, "mismatch", text, 3);
+        // The group stays broken, and says the same.
+        EXPECT_EQ(message_of<Mismatch>([] { barrier(); }), text);
+        EXPECT_EQ(message_of<Mismatch>([] { barrier_async().wait(); }), text);
+        EXPECT_EQ(message_of<Mismatch>([&] { send(at::ones({1}), 0); }), text);
+        // Other groups are not concerned.
+        all_reduce(at::ones({3}), {.group = world.new_group({0, 1, 2})});
+      });
+    }
+}
+
+// --- ranks that come late ---
+
+TEST_P(Errors, TimeoutNamesWhoIsMissing) {
+  const std::vector<std::pair<const char*, std::function<void(milliseconds)>>> calls = {
+      {"all_reduce of 10 x Float", [](milliseconds t) { all_reduce(at::ones({10}), {.timeout = t}); }},
+      {"all_reduce of 900000 x Float", [](milliseconds t) { all_reduce(at::ones({900'000}), {.timeout = t}); }},
+      {"all_reduce of 2 x Float", [](milliseconds t) { all_reduce_async(at::ones({2}), {.timeout = t}).wait(); }},
+      {"barrier", [](milliseconds t) { barrier({.timeout = t}); }},
+      {"broadcast", [](milliseconds t) { broadcast(at::ones({50'000}), 0, {.timeout = t}); }},
+  };
+  for (const auto& [said, call] : calls)
+    run(4, [&](World& world) {
+      SCOPED_TRACE(said);
+      constexpr milliseconds kTimeout{300};
+      broadcast(at::ones({3}), 2);
+      if (world.rank() % 2 == 0) {
+        const auto began = Clock::now();
+        try {
+          call(kTimeout);
+          ADD_FAILURE() << "no timeout";
+        } catch (const Timeout& timeout) {
+          EXPECT_EQ(timeout.missing(), (std::vector<int>{1, 3}));
+          const std::string text = timeout.what();
+          EXPECT_CONTAINS(text, said);
+          EXPECT_CONTAINS(text, "#1");
+          EXPECT_CONTAINS(text, "rank 1");
+          EXPECT_CONTAINS(text, "rank 3");
+          EXPECT_CONTAINS(text, "broadcast #0, finished");
+        }
+        EXPECT_GE(Clock::now() - began, kTimeout - milliseconds(50));  // another rank's may pass a little earlier
+        EXPECT_LE(Clock::now() - began, std::chrono::seconds(5));
+        say(world, text("timed out on ", world.rank()));
+        EXPECT_THROW(barrier(), Timeout);
+      } else {
+        hear(world, "timed out on 0");
+        hear(world, "timed out on 2");
+        EXPECT_THROW(call(milliseconds(0)), Timeout);
+      }
+    });
+}
+
+TEST_P(Errors, TheWorldsTimeoutIsTheDefault) {
+  WorldOptions options;
+  options.timeout = milliseconds(1500);
+  run(
+      2,
+      [](World& world) {
+        const auto began = Clock::now();
+        if (world.rank() == 1) return hear(world, "timed out");
+        EXPECT_THROW(barrier(), Timeout);
+        EXPECT_GE(Clock::now() - began, milliseconds(1400));
+        EXPECT_LE(Clock::now() - began, std::chrono::seconds(10));
+        say(world, "timed out");
+      },
+      options);
+}
+
+// --- ranks that leave ---
+
+TEST_P(Errors, ARankThatLeavesIsNamedAtOnce) {
+  const std::vector<std::function<void()>> calls = {[] { all_reduce(at::ones({10})); },
+                                                    [] { all_reduce(at::ones({900'000})); },
+                                                    [] { all_reduce_async(at::ones({1})).wait(); },
+                                                    [] { barrier(); },
+                                                    [] { recv(at::ones({1}), 1); },
+                                                    [] { irecv(at::ones({1}), 1).wait(); },
+                                                    [] { send(at::ones({100'000}), 1); }};
+  for (size_t i = 0; i < calls.size(); ++i)
+    run(3, [&](World& outer) {
+      SCOPED_TRACE(i);
+      Store& store = outer.store();
+      {
+        World world({.rank = outer.rank(), .world_size = 3, .local_rank = outer.rank(), .local_world_size = 3},
+                    outer.shared_store());
+        const World::Scope scope(world);
+        barrier();
+        if (world.rank() == 1) {
+          hear(outer, "0 waits");
+          hear(outer, "2 waits");
+          store.set("left at", text(Clock::now().time_since_epoch().count()));
+        } else {
+          say(outer, text(world.rank(), " waits"));
+          try {
+            calls[i]();
+            ADD_FAILURE() << "nothing was thrown";
+          } catch (const PeerLost& lost) {
+            const auto now = Clock::now().time_since_epoch().count();
+            const int64_t left_at = std::stoll(store.get("left at", patience()));
+            EXPECT_LE(now - left_at, (kSanitized ? 1000 : 100) * 1'000'000) << "ns until it was known";
+            EXPECT_EQ(lost.rank(), 1);
+            EXPECT_CONTAINS(lost.what(), "rank 1 left");
+          }
+          EXPECT_THROW(barrier(), PeerLost);
+        }
+      }
+      barrier();  // the other World is not concerned
+    });
+}
+
+TEST_P(Errors, ClosingAbortsWhatIsUnderWay) {
+  run(2, [](World& outer) {
+    if (outer.rank() == 1) {
+      World world({.rank = 1, .world_size = 2, .local_rank = 1, .local_world_size = 2}, outer.shared_store());
+      hear(outer, "closed");
+      return;
+    }
+    std::vector<Work> works;
+    {
+      World world({.rank = 0, .world_size = 2, .local_rank = 0, .local_world_size = 2}, outer.shared_store());
+      const World::Scope scope(world);
+      for (const int64_t count : {1, 900'000}) works.push_back(all_reduce_async(at::ones({count})));
+      works.push_back(irecv(at::ones({1}), 1));
+      works.push_back(isend(at::ones({900'000}), 1));
+    }
+    for (auto& work : works) {
+      EXPECT_TRUE(work.is_completed());
+      EXPECT_THROW(work.wait(), Aborted);
+      EXPECT_THROW(work.wait(), Aborted);
+    }
+    say(outer, "closed");
+  });
+}
+
+// --- the caller's mistakes ---
+
+TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
+  run(2, [](World& world) {
+    const int me = world.rank();
+    const at::Tensor ok = at::ones({4}), undefined, meta = at::empty({4}, at::TensorOptions(at::kMeta)),
+                     sparse = at::ones({4}).to_sparse(), flags = at::ones({4}, at::kBool),
+                     complex = at::ones({4}, at::kComplexFloat), three = at::ones({3}), ints = at::ones({4}, at::kInt),
+                     eight = at::ones({8}), expanded = at::ones({1}).expand({4}),
+                     overlapping = at::empty_strided({4}, {0}), eight_ints = at::ones({8}, at::kInt),
+                     scalar = at::ones({}), conjugate = at::ones({4}, at::kComplexFloat).conj();
+    struct Mistake {
+      const char* said;
+      std::function<void()> call;
+    };
+    const std::vector<Mistake> mistakes = {
+        {"undefined", [&] { all_reduce(undefined); }},
+        {"undefined", [&] { broadcast(undefined); }},
+        {"undefined",
+         [&] {
+           all_gather({ok, undefined}, ok);
+         }},
+        {"undefined",
+         [&] {
+           reduce_scatter(ok, {undefined, ok});
+         }},
+        {"undefined", [&] { all_to_all_single(undefined, ok); }},
+        {"undefined", [&] { all_to_all_single(ok, undefined); }},
+        {"undefined", [&] { send(undefined, 0); }},
+        {"meta", [&] { all_reduce(meta); }},
+        {"meta", [&] { all_gather_into_tensor(at::empty({8}, at::TensorOptions(at::kMeta)), ok); }},
+        {"meta", [&] { recv(meta, 0); }},
+        {"sparse", [&] { all_reduce(sparse); }},
+        {"sparse", [&] { broadcast(sparse); }},
+        {"sparse", [&] { isend(sparse, 0); }},
+        {"conjugate", [&] { broadcast(conjugate); }},
+        {"SUM is not defined here for tensors of Bool", [&] { all_reduce(flags); }},
+        {"MAX is not defined here for tensors of ComplexFloat", [&] { reduce(complex, 0, {.op = ReduceOp::MAX}); }},
+        {"not defined",
+         [&] {
+           reduce_scatter(flags, {flags, flags});
+         }},
+        {"not defined", [&] { all_reduce(ok, {.op = static_cast<ReduceOp>(9)}); }},
+        {"root 2 is outside a group of 2", [&] { broadcast(ok, 2); }},
+        {"root -1", [&] { reduce(ok, -1); }},
+        {"root 2", [&] { gather(ok, {}, 2); }},
+        {"root 7", [&] { scatter(ok, {}, 7); }},
+        {"rank 2 is outside a group of 2", [&] { send(ok, 2); }},
+        {"rank -1", [&] { irecv(ok, -1); }},
+        {"there are 3 outputs in a group of 2",
+         [&] {
+           all_gather({ok, ok, ok}, ok);
+         }},
+        {"0 outputs", [&] { all_gather({}, ok); }},
+        {"3 x Float where 4 x Float",
+         [&] {
+           all_gather({ok, three}, ok);
+         }},
+        {"4 x Int where 4 x Float",
+         [&] {
+           all_gather({ok, ints}, ok);
+         }},
+        {"4 x Float where 8 x Float", [&] { all_gather_into_tensor(ok, ok); }},
+        {"8 x Int where 8 x Float", [&] { all_gather_into_tensor(eight_ints, ok); }},
+        {"3 inputs",
+         [&] {
+           reduce_scatter(ok, {ok, ok, ok});
+         }},
+        {"3 x Float",
+         [&] {
+           reduce_scatter(ok, {ok, three});
+         }},
+        {"4 x Float where 8", [&] { reduce_scatter_tensor(ok, ok); }},
+        {me == 0 ? "0 outputs" : "which is not the root",
+         [&] {
+           gather(ok, me == 0 ? std::vector<at::Tensor>{} : std::vector{ok, ok});
+         }},
+        {me == 0 ? "3 x Float" : "which is not the root",
+         [&] {
+           gather(ok, {ok, three});
+         }},
+        {me == 0 ? "4 x Int" : "which is not the root",
+         [&] {
+           scatter(ok, {ok, ints});
+         }},
+        {"3 rows cannot be divided among 2", [&] { all_to_all_single(three, three); }},
+        {"cannot be divided", [&] { all_to_all_single(scalar, scalar); }},
+        {"different dtypes", [&] { all_to_all_single(ok, ints); }},
+        {"1 input splits for 2", [&] { all_to_all_single(ok, ok, {.input_splits = {4}}); }},
+        {"do not add up to its 4 rows",
+         [&] {
+           all_to_all_single(ok, ok, {.output_splits = {1, 2}});
+         }},
+        {"negative",
+         [&] {
+           all_to_all_single(ok, ok, {.output_splits = {5, -1}});
+         }},
+        {"add up",
+         [&] {
+           all_to_all_single(ok, ok, {.input_splits = {INT64_MAX, INT64_MAX}});
+         }},
+        {"one dimension",
+         [&] {
+           all_to_all_single(scalar, scalar, {.input_splits = {1, 0}});
+         }},
+        // Several elements in one place cannot hold several results.
+        {"overlap", [&] { all_reduce(expanded); }},
+        {"overlap", [&] { broadcast(overlapping); }},
+        {"overlap",
+         [&] {
+           all_gather({expanded, ok}, ok);
+         }},
+        {"overlap", [&] { recv(expanded, 0); }},
+        {"overlap", [&] { all_to_all_single(expanded, ok); }},
+    };
+    for (size_t i = 0; i < mistakes.size(); ++i) {
+      SCOPED_TRACE(testing::Message() << "mistake " << i << ": " << mistakes[i].said);
+      EXPECT_CONTAINS(message_of<InvalidArgument>(mistakes[i].call), mistakes[i].said);
+    }
+    // Nothing was sent: the group still works, and counts from the start.
+    all_reduce(ok);
+    EXPECT_TRUE((ok == 2).all().item<bool>());
+    EXPECT_EQ(world.group().stats().operations, 1u);
+    // What looks like a mistake and is none: an input may be expanded.
+    const at::Tensor both = at::zeros({8});
+    all_gather_into_tensor(both, expanded);
+    EXPECT_TRUE((both == 1).all().item<bool>());
+  });
+}
+
+// What a rank was told is what the others hear, too.
+TEST_P(Errors, AnExceptionInOneRankReachesTheOthersWithItsText) {
+  if (!as_threads()) GTEST_SKIP() << "of processes, the launcher tells; see launch_function_test.cpp";
+  std::vector<std::string> heard(3);
+  try {
+    run(3, [&](World& world) {
+      if (world.rank() == 1) throw std::runtime_error("the data ran out");
+      heard[static_cast<size_t>(world.rank())] = message_of<PeerLost>([] { barrier(); });
+      throw Aborted("an echo");
+    });
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "the data ran out");
+  }
+  for (const int rank : {0, 2}) EXPECT_CONTAINS(heard[static_cast<size_t>(rank)], "rank 1 ended: the data ran out");
+}
+
+}  // namespace
+}  // namespace muster::test

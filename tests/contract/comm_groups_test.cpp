@@ -1,0 +1,255 @@
+// Groups: some of the ranks, in any order, several at once.
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "support/collective_cases.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+class Groups : public CommContract {
+ protected:
+  static void use(World& world, const Group& group) {
+    int64_t number = 0;
+    for (const auto& subject : collectives())
+      for (const int64_t count : {3, 2000, 100'000}) {
+        ++number;
+        const Case c{.world = world,
+                     .group = group,
+                     .count = count,
+                     .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
+                     .root = static_cast<int>(number % group.size()),
+                     .async = number % 3 == 0,
+                     .shift = number * 41};
+        SCOPED_TRACE(testing::Message() << subject.name << ", " << c);
+        subject.start(c)();
+      }
+  }
+};
+MUSTER_COMM_CONTRACT(Groups);
+
+TEST_P(Groups, AnyRanksInAnyOrder) {
+  run(5, [](World& world) {
+    for (const std::vector<int>& ranks : std::vector<std::vector<int>>{{3, 1, 4}, {2}, {4, 3, 2, 1, 0}, {1, 0}}) {
+      const Group group = world.new_group(ranks);
+      const auto place = std::find(ranks.begin(), ranks.end(), world.rank());
+      EXPECT_EQ(group.ranks(), ranks);
+      EXPECT_EQ(group.size(), static_cast<int>(ranks.size()));
+      EXPECT_EQ(group.is_member(), place != ranks.end());
+      EXPECT_EQ(group.rank(), place == ranks.end() ? -1 : static_cast<int>(place - ranks.begin()));
+      for (size_t i = 0; i < ranks.size(); ++i) EXPECT_EQ(group.global_rank(static_cast<int>(i)), ranks[i]);
+      EXPECT_CONTAINS(message_of<InvalidArgument>([&] { group.global_rank(group.size()); }), "outside a group");
+      EXPECT_CONTAINS(message_of<InvalidArgument>([&] { group.global_rank(-1); }), "outside a group");
+      if (group.is_member()) {
+        use(world, group);
+      } else {
+        const at::Tensor t = at::ones({2});
+        EXPECT_CONTAINS(message_of<InvalidArgument>([&] { all_reduce(t, {.group = group}); }), "not a member");
+        EXPECT_CONTAINS(message_of<InvalidArgument>([&] { all_reduce_async(t, {.group = group}); }), "not a member");
+        EXPECT_CONTAINS(message_of<InvalidArgument>([&] { group.stats(); }), "not a member");
+        EXPECT_CONTAINS(message_of<InvalidArgument>([&] { group.c10d_backend(); }), "not a member");
+      }
+    }
+    use(world, world.group());
+  });
+}
+
+TEST_P(Groups, BadRanksAreInvalidArgument) {
+  run(2, [](World& world) {
+    for (const std::vector<int>& ranks : std::vector<std::vector<int>>{{}, {0, 0}, {0, 2}, {-1}})
+      EXPECT_THROW(world.new_group(ranks), InvalidArgument);
+    const Group group = world.new_group({0, 1});  // the ranks still agree about which group is the next
+    use(world, group);
+  });
+}
+
+TEST_P(Groups, TwoAtOnceFromTwoThreads) {
+  run(3, [](World& world) {
+    const Group forth = world.new_group({0, 1, 2}), back = world.new_group({2, 1, 0});
+    std::thread other([&] {
+      const World::Scope scope(world);
+      for (int i = 0; i < (kSanitized ? 1 : 5); ++i) use(world, back);
+    });
+    for (int i = 0; i < (kSanitized ? 1 : 5); ++i) use(world, forth);
+    other.join();
+  });
+}
+
+// One group from several threads: the order is the callers' business, but nothing breaks.
+TEST_P(Groups, OneFromTwoThreads) {
+  run(2, [](World& world) {
+    constexpr int kRounds = 200;
+    const auto work = [&] {
+      const World::Scope scope(world);
+      for (int i = 0; i < kRounds; ++i) {
+        const at::Tensor t = at::ones({300});
+        if (i % 3)
+          all_reduce(t);
+        else
+          all_reduce_async(t).wait();
+        ASSERT_EQ(t[299].item<float>(), 2);
+      }
+    };
+    std::thread other(work);
+    work();
+    other.join();
+    EXPECT_EQ(world.group().stats().operations, 2u * kRounds);
+  });
+}
+
+TEST_P(Groups, DefaultHandle) {
+  run(2, [](World& world) {
+    EXPECT_EQ(Group().rank(), world.rank());
+    EXPECT_EQ(Group().size(), 2);
+    EXPECT_EQ(Group().backend_name(), world.group().backend_name());
+    const Group mine = Group().resolved();
+    std::thread([&] {
+      EXPECT_THROW(Group().rank(), Aborted);
+      EXPECT_THROW(Group().resolved(), Aborted);
+      EXPECT_EQ(mine.rank(), world.rank());
+      all_reduce(at::ones({3}), {.group = mine});  // no World is current here
+    }).join();
+  });
+}
+
+TEST_P(Groups, Stats) {
+  run(2, [](World& world) {
+    const Group group = world.new_group({0, 1});
+    EXPECT_EQ(group.stats().operations, 0u);
+    EXPECT_EQ(group.stats().bytes, 0u);
+    const at::Tensor t = at::ones({100});
+    all_reduce(t, {.group = group});
+    all_reduce_async(t, {.group = group}).wait();
+    if (world.rank() == 0)
+      send(t, 1, {.group = group});
+    else
+      recv(t, 0, {.group = group});
+    barrier({.group = group});
+    EXPECT_EQ(group.stats().operations, 4u);
+    EXPECT_EQ(group.stats().bytes, 3 * 400u);
+    // Rank 0 waits for rank 1 for as long as rank 1 says.
+    const auto before = group.stats().blocked;
+    const auto pause = std::chrono::milliseconds(50);
+    if (world.rank() == 0) {
+      barrier({.group = group});
+      EXPECT_GE(group.stats().blocked - before, pause / 2);
+    } else {
+      Work().wait();
+      const auto until = Deadline::after(pause);
+      EXPECT_THROW(world.store().get("nobody sets this", until), Timeout);
+      barrier({.group = group});
+    }
+    EXPECT_EQ(world.group().stats().operations, 0u);
+  });
+}
+
+// A handle outlives its World, and is of no use then; not a crash.
+TEST_P(Groups, HandleOutlivesItsWorld) {
+  run(2, [](World& outer) {
+    Group kept, kept_default;
+    Work work;
+    {
+      World world({.rank = outer.rank(), .world_size = 2, .local_rank = outer.rank(), .local_world_size = 2},
+                  outer.shared_store());
+      kept = world.new_group({1, 0});
+      kept_default = world.group();
+      work = all_reduce_async(at::ones({3}), {.group = kept});
+      work.wait();
+      barrier({.group = kept_default});
+    }
+    EXPECT_EQ(kept.size(), 2);
+    EXPECT_EQ(kept.stats().operations, 1u);
+    for (const Group& group : {kept, kept_default}) {
+      EXPECT_THROW(all_reduce(at::ones({3}), {.group = group}), Aborted);
+      EXPECT_THROW(all_reduce_async(at::ones({3}), {.group = group}), Aborted);
+      EXPECT_THROW(send(at::ones({3}), 0, {.group = group}), Aborted);
+      EXPECT_THROW(irecv(at::ones({3}), 0, {.group = group}), Aborted);
+      EXPECT_THROW(barrier({.group = group}), Aborted);
+    }
+    work.wait();
+    barrier();
+  });
+}
+
+// The other way in: as c10d::Backend, for code that speaks c10d.
+TEST_P(Groups, SpeakC10d) {
+  run(2, [](World& world) {
+    const auto backend = world.group().c10d_backend();
+    const int rank = world.rank();
+    EXPECT_EQ(backend->getRank(), rank);
+    EXPECT_EQ(backend->getSize(), 2);
+    const auto mine = [&] { return at::full({4}, rank + 1.0); };
+    const auto is = [](const at::Tensor& t, double value) { return (t == value).all().item<bool>(); };
+
+    std::vector<at::Tensor> tensors = {mine()};
+    backend->allreduce(tensors, {})->wait();
+    EXPECT_TRUE(is(tensors[0], 3));
+    c10d::AllreduceOptions max;
+    max.reduceOp = c10d::ReduceOp::MAX;
+    tensors = {mine()};
+    backend->allreduce(tensors, max)->wait();
+    EXPECT_TRUE(is(tensors[0], 2));
+    max.reduceOp = c10d::ReduceOp::BXOR;
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { backend->allreduce(tensors, max); }), "not supported");
+
+    c10d::BroadcastOptions from_one;
+    from_one.rootRank = 1;
+    tensors = {mine()};
+    backend->broadcast(tensors, from_one)->wait();
+    EXPECT_TRUE(is(tensors[0], 2));
+    c10d::ReduceOptions to_one;
+    to_one.rootRank = 1;
+    tensors = {mine()};
+    backend->reduce(tensors, to_one)->wait();
+    EXPECT_TRUE(is(tensors[0], rank == 1 ? 3 : 1));
+
+    std::vector<at::Tensor> inputs = {mine()}, outputs = {at::zeros({4}), at::zeros({4})};
+    std::vector<std::vector<at::Tensor>> output_lists = {outputs};
+    backend->allgather(output_lists, inputs, {})->wait();
+    EXPECT_TRUE(is(outputs[0], 1) && is(outputs[1], 2));
+    at::Tensor all = at::zeros({8}), one = mine();
+    backend->_allgather_base(all, one, {})->wait();
+    EXPECT_TRUE(is(all.narrow(0, 0, 4), 1) && is(all.narrow(0, 4, 4), 2));
+    backend->_reduce_scatter_base(one, all, {})->wait();
+    EXPECT_TRUE(is(one, 2 * (rank + 1)));
+    std::vector<std::vector<at::Tensor>> input_lists = {{mine(), mine()}};
+    tensors = {at::zeros({4})};
+    backend->reduce_scatter(tensors, input_lists, {})->wait();
+    EXPECT_TRUE(is(tensors[0], 3));
+
+    std::vector<std::vector<at::Tensor>> gathered, scattered;
+    if (rank == 0)
+      gathered = {{at::zeros({4}), at::zeros({4})}}, scattered = {{at::full({4}, 7.0), at::full({4}, 8.0)}};
+    inputs = {mine()};
+    backend->gather(gathered, inputs, {})->wait();
+    if (rank == 0) {
+      EXPECT_TRUE(is(gathered[0][1], 2));
+    }
+    tensors = {at::zeros({4})};
+    backend->scatter(tensors, scattered, {})->wait();
+    EXPECT_TRUE(is(tensors[0], 7 + rank));
+
+    std::vector<int64_t> none;
+    at::Tensor in = mine(), out = at::zeros({4});
+    backend->alltoall_base(out, in, none, none, {})->wait();
+    EXPECT_TRUE(is(out.narrow(0, 0, 2), 1) && is(out.narrow(0, 2, 2), 2));
+    tensors = {mine()};
+    if (rank == 0)
+      backend->send(tensors, 1, 5)->wait();
+    else
+      backend->recv(tensors, 0, 5)->wait();
+    EXPECT_TRUE(is(tensors[0], 1));
+    backend->barrier({})->wait();
+    tensors = {mine(), mine()};
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { backend->allreduce(tensors, {}); }), "one tensor a rank");
+  });
+}
+
+}  // namespace
+}  // namespace muster::test

@@ -1,0 +1,287 @@
+// send and recv: tags, order, sizes, both directions, oneself, and what does not fit.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "muster/comm/collectives.h"
+#include "support/patterns.h"
+#include "support/ranks.h"
+#include "support/tensors.h"
+
+namespace muster::test {
+namespace {
+
+class Messages : public CommContract {
+ protected:
+  static at::Tensor number(int64_t value) { return at::full({1}, value, at::kLong); }
+  static void say(World& world, const std::string& key) { world.store().set(key, "1"); }
+  static void hear(World& world, const std::string& key) {
+    world.store().get(key, Deadline::after(std::chrono::seconds(30)));
+  }
+};
+MUSTER_COMM_CONTRACT(Messages);
+
+// From none to more than a ring holds, of each kind of tensor; the sender first, the receiver first.
+TEST_P(Messages, EverySize) {
+  run(2, [](World& world) {
+    int64_t shift = 0;
+    for (const int64_t bytes : {0, 1, 8, 31, 4096, 65'000, 65'512, 65'513, 65'536, 65'537, 200'003, 1 << 20})
+      for (const auto kind : kKinds) {
+        ++shift;
+        SCOPED_TRACE(testing::Message() << bytes << " bytes, " << to_string(kind));
+        const at::Tensor flat = tile(table_of(at::kByte, world.rank()), shift, bytes);
+        const TestTensor t(world, world.rank(), kind, flat);
+        if (world.rank() == static_cast<int>(shift % 2)) {
+          send(t, 1 - world.rank());
+          EXPECT_EQ(difference(t, flat), "");
+        } else {
+          recv(t, 1 - world.rank());
+          EXPECT_EQ(difference(t, table_of(at::kByte, 1 - world.rank()), shift), "");
+        }
+        EXPECT_TRUE(t.surroundings_intact());
+      }
+  });
+}
+
+TEST_P(Messages, ReceiverFirstAndSenderFirst) {
+  run(2, [](World& world) {
+    const at::Tensor large = at::ones({300'000});
+    if (world.rank() == 0) {
+      send(number(1), 1);  // buffered: nobody receives yet
+      Work first = isend(large, 1);
+      say(world, "sent");
+      hear(world, "waiting");
+      send(number(2), 1, {.tag = 3});
+      first.wait();
+    } else {
+      hear(world, "sent");
+      at::Tensor n = number(0), t = at::zeros({300'000});
+      recv(n, 0);
+      EXPECT_EQ(n.item<int64_t>(), 1);
+      Work early = irecv(n, 0, {.tag = 3});
+      EXPECT_FALSE(early.is_completed());
+      say(world, "waiting");
+      recv(t, 0);
+      early.wait();
+      EXPECT_EQ(n.item<int64_t>(), 2);
+      EXPECT_EQ(early.source_rank(), 0);
+      EXPECT_TRUE((t == 1).all().item<bool>());
+    }
+  });
+}
+
+TEST_P(Messages, TagsInAnyOrder) {
+  run(2, [](World& world) {
+    constexpr int kTags = 40;
+    const auto size_of = [](int tag) { return tag % 7 == 0 ? int64_t{50'000} : int64_t{tag + 1}; };
+    if (world.rank() == 0) {
+      std::vector<Work> sends;
+      for (int round = 0; round < 2; ++round)
+        for (int tag = 0; tag < kTags; ++tag)
+          sends.push_back(isend(at::full({size_of(tag)}, 100.0 * round + tag), 1, {.tag = tag}));
+      for (auto& work : sends) work.wait();
+    } else {
+      for (int round = 0; round < 2; ++round)  // with one tag in the order sent
+        for (int tag = kTags - 1; tag >= 0; --tag) {
+          at::Tensor t = at::zeros({size_of(tag)});
+          recv(t, 0, {.tag = tag});
+          EXPECT_TRUE((t == 100.0 * round + tag).all().item<bool>()) << "tag " << tag << ", round " << round;
+        }
+    }
+  });
+}
+
+TEST_P(Messages, ManySmallOnes) {
+  run(3, [](World& world) {
+    const int n = world.world_size(), me = world.rank();
+    constexpr int kMany = kSanitized ? 1000 : 20'000;
+    std::vector<Work> receives;
+    std::vector<at::Tensor> tensors;
+    for (int i = 0; i < 50; ++i) {
+      tensors.push_back(number(-1));
+      receives.push_back(irecv(tensors.back(), (me + 2) % n, {.tag = 1}));
+    }
+    for (int i = 0; i < kMany; ++i) {
+      Work sending = isend(number(i), (me + 1) % n);
+      at::Tensor t = number(-1);
+      recv(t, (me + n - 1) % n);
+      ASSERT_EQ(t.item<int64_t>(), i);
+      sending.wait();
+    }
+    for (int i = 0; i < 50; ++i) send(number(i), (me + 1) % n, {.tag = 1});
+    for (int i = 0; i < 50; ++i) {
+      receives[static_cast<size_t>(i)].wait();
+      EXPECT_EQ(tensors[static_cast<size_t>(i)].item<int64_t>(), i);
+    }
+  });
+}
+
+TEST_P(Messages, BothDirectionsAtOnce) {
+  run(4, [](World& world) {
+    constexpr int64_t kLarge = 500'000;
+    const int n = world.world_size(), me = world.rank();
+    std::vector<Work> works;
+    std::vector<at::Tensor> in;
+    for (int peer = 0; peer < n; ++peer) {  // oneself among them
+      in.push_back(at::zeros({kLarge}));
+      works.push_back(isend(at::full({kLarge}, 10.0 * me + peer), peer));
+    }
+    for (int peer = n - 1; peer >= 0; --peer) works.push_back(irecv(in[static_cast<size_t>(peer)], peer));
+    for (auto& work : works) work.wait();
+    for (int peer = 0; peer < n; ++peer)
+      EXPECT_TRUE((in[static_cast<size_t>(peer)] == 10.0 * peer + me).all().item<bool>()) << "from " << peer;
+  });
+}
+
+// Two ranks that both send first, more than is buffered: each waits for the other's receive, which another thread
+// posts.
+TEST_P(Messages, BlockingSendsInBothDirectionsWithReceivesInAnotherThread) {
+  run(2, [](World& world) {
+    constexpr int64_t kLarge = 300'000;
+    at::Tensor in = at::zeros({kLarge});
+    std::thread receiver([&] {
+      const World::Scope scope(world);
+      recv(in, 1 - world.rank());
+    });
+    send(at::full({kLarge}, 1.0 + world.rank()), 1 - world.rank());
+    receiver.join();
+    EXPECT_TRUE((in == 2.0 - world.rank()).all().item<bool>());
+  });
+}
+
+TEST_P(Messages, ToOneself) {
+  for (const int n : {1, 2})
+    run(n, [](World& world) {
+      const int me = world.rank();
+      send(number(7), me);  // small: buffered
+      at::Tensor t = number(0);
+      recv(t, me);
+      EXPECT_EQ(t.item<int64_t>(), 7);
+      at::Tensor in = at::zeros({200'000});
+      Work receive = irecv(in, me);
+      send(at::ones({200'000}), me);
+      receive.wait();
+      EXPECT_TRUE((in == 1).all().item<bool>());
+    });
+}
+
+// Neither holds up the other.
+TEST_P(Messages, BesideCollectives) {
+  run(2, [](World& world) {
+    at::Tensor late = number(0), t = at::ones({30'000});
+    Work receive = irecv(late, 1 - world.rank());
+    for (int i = 0; i < 20; ++i) all_reduce(t, {.op = ReduceOp::MAX});
+    EXPECT_FALSE(receive.is_completed());
+    barrier();  // nobody sends before both have looked
+    Work reduction;
+    if (world.rank() == 0) {
+      reduction = all_reduce_async(t, {.op = ReduceOp::MAX});
+      send(number(1), 1);
+      receive.wait();
+    } else {
+      receive.wait();
+      reduction = all_reduce_async(t, {.op = ReduceOp::MAX});
+      send(number(1), 0);
+    }
+    reduction.wait();
+    EXPECT_EQ(late.item<int64_t>(), 1);
+    barrier();
+  });
+}
+
+// What a rank sent before it left still arrives.
+TEST_P(Messages, OutliveTheirSender) {
+  run(2, [](World& outer) {
+    {
+      World world({.rank = outer.rank(), .world_size = 2, .local_rank = outer.rank(), .local_world_size = 2},
+                  outer.shared_store());
+      const World::Scope scope(world);
+      if (world.rank() == 0) {
+        for (int i = 0; i < 10; ++i) send(number(i), 1);
+      } else {
+        hear(world, "left");
+        for (int i = 0; i < 10; ++i) {
+          at::Tensor t = number(-1);
+          recv(t, 0);
+          EXPECT_EQ(t.item<int64_t>(), i);
+        }
+        try {
+          recv(number(-1), 0);
+          ADD_FAILURE() << "received from a rank that has left";
+        } catch (const PeerLost& lost) {
+          EXPECT_EQ(lost.rank(), 0);
+          EXPECT_CONTAINS(lost.what(), "left");
+        }
+      }
+    }
+    if (outer.rank() == 0) say(outer, "left");
+    barrier();
+  });
+}
+
+TEST_P(Messages, AnotherSizeOrDtypeIsMismatch) {
+  for (const bool dtype : {false, true})
+    for (const bool receiver_first : {false, true})
+      run(2, [=](World& world) {
+        SCOPED_TRACE(testing::Message() << (dtype ? "dtype" : "size")
+                                        << (receiver_first ? ", receiver first" : ", sender first"));
+        if (world.rank() == 0) {
+          if (receiver_first) hear(world, "waiting");
+          send(at::ones({10}), 1, {.tag = 4});
+          say(world, "sent");
+          hear(world, "seen");  // the sender of a buffered message has gone on; its next call says why
+          EXPECT_THROW(barrier(), Mismatch);
+        } else {
+          const at::Tensor t = dtype ? at::ones({10}, at::kInt) : at::ones({11});
+          if (!receiver_first) hear(world, "sent");
+          Work receive;
+          const auto text = message_of<Mismatch>([&] {
+            receive = irecv(t, 0, {.tag = 4});
+            say(world, "waiting");
+            receive.wait();
+          });
+          EXPECT_CONTAINS(text, "tag 4");
+          EXPECT_CONTAINS(text, "Float");
+          EXPECT_CONTAINS(text, dtype ? "Int" : "44 bytes");
+          EXPECT_CONTAINS(text, "40 bytes");
+          say(world, "seen");
+          EXPECT_THROW(recv(t, 0), Mismatch);
+        }
+      });
+}
+
+TEST_P(Messages, Timeouts) {
+  run(2, [](World& world) {
+    const auto began = Clock::now();
+    if (world.rank() == 0) {
+      EXPECT_CONTAINS(
+          message_of<Timeout>([&] { recv(at::ones({10}), 1, {.tag = 9, .timeout = std::chrono::milliseconds(300)}); }),
+          "recv of 10 x Float");
+      EXPECT_GE(Clock::now() - began, std::chrono::milliseconds(300));
+      EXPECT_LE(Clock::now() - began, std::chrono::seconds(5));
+      say(world, "timed out");
+    } else {
+      hear(world, "timed out");
+      EXPECT_CONTAINS(message_of<Timeout>([&] { send(at::ones({10}), 0); }), "timed out");
+    }
+  });
+  run(2, [](World& world) {
+    if (world.rank() == 0) {
+      Work patient = isend(at::ones({100'000}), 1);
+      // In the same queue, but with less patience.
+      EXPECT_THROW(send(at::ones({100'000}), 1, {.timeout = std::chrono::milliseconds(300)}), Timeout);
+      EXPECT_THROW(patient.wait(), Timeout);
+      say(world, "timed out");
+    } else {
+      hear(world, "timed out");
+    }
+  });
+}
+
+}  // namespace
+}  // namespace muster::test

@@ -1,0 +1,453 @@
+// World: how ranks find each other, from every launcher's environment; and the heap.
+
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <map>
+#include <thread>
+
+#include "base/fd.h"
+#include "base/text.h"
+#include "muster/comm/collectives.h"
+#include "support/forked.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+Deadline patience() { return Deadline::after(seconds(60)); }
+
+// --- the World itself ---
+
+TEST(World, PlacementIsChecked) {
+  const auto store = make_memory_store();
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 0, .world_size = 0}, store); }), "0 ranks");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 2, .world_size = 2}, store); }),
+                  "rank 2 is outside a world of 2");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = -1, .world_size = 2}, store); }), "rank -1");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 0, .world_size = 1}, nullptr); }), "store");
+  WorldOptions options;
+  options.backend = "carrier pigeon";
+  const auto unknown = message_of<InvalidArgument>([&] { World({}, store, options); });
+  EXPECT_CONTAINS(unknown, "carrier pigeon");
+  EXPECT_CONTAINS(unknown, "shm");
+  EXPECT_THROW(run_threads(0, [](World&) {}), InvalidArgument);
+}
+
+TEST(World, KnowsItsPlace) {
+  run_threads(3, [](World& world) {
+    EXPECT_EQ(world.world_size(), 3);
+    EXPECT_EQ(world.local_world_size(), 3);
+    EXPECT_EQ(world.local_rank(), world.rank());
+    EXPECT_EQ(world.node_rank(), 0);
+    EXPECT_EQ(&World::current(), &world);
+    EXPECT_EQ(world.group().ranks(), (std::vector<int>{0, 1, 2}));
+  });
+}
+
+TEST(World, TwoClaimsOfOneRankAreMismatchOrTimeout) {
+  WorldOptions options;
+  options.timeout = seconds(2);
+  const auto store = make_memory_store();
+  const auto join = [&](int rank, int size) {
+    try {
+      World({.rank = rank, .world_size = size}, store, options);
+      ADD_FAILURE() << "rank " << rank << " of " << size << " came in";
+    } catch (const Mismatch& error) {
+      EXPECT_CONTAINS(error.what(), "believes in a group of 2");
+    }
+  };
+  std::thread other([&] { join(1, 2); });
+  join(0, 3);
+  other.join();
+}
+
+TEST(World, TimeoutOfTheStartNamesWhoDidNotCome) {
+  WorldOptions options;
+  options.timeout = milliseconds(400);
+  const auto store = make_memory_store();
+  const auto join = [&](int rank) {
+    try {
+      World({.rank = rank, .world_size = 4}, store, options);
+      ADD_FAILURE() << "a world of four with two ranks";
+    } catch (const Timeout& timeout) {
+      EXPECT_EQ(timeout.missing(), (std::vector<int>{2, 3}));
+      EXPECT_CONTAINS(timeout.what(), "2, 3");
+    }
+  };
+  std::thread other([&] { join(1); });
+  join(0);
+  other.join();
+  EXPECT_CONTAINS(message_of<Timeout>([&] { World({.rank = 1, .world_size = 2}, make_memory_store(), options); }),
+                  "rank 0 did not come");
+}
+
+TEST(World, RunThreadsThrowsTheCauseAndNotTheEcho) {
+  for (const int culprit : {0, 1, 2})
+    EXPECT_EQ(message_of<std::runtime_error>([&] {
+                run_threads(3, [&](World& world) {
+                  if (world.rank() == culprit) throw std::runtime_error("the cause");
+                  barrier();
+                });
+              }),
+              "the cause");
+  // A rank that simply goes away is the cause of a PeerLost.
+  EXPECT_THROW(run_threads(2,
+                           [](World& world) {
+                             if (world.rank() == 0) barrier();
+                           }),
+               PeerLost);
+  try {
+    run_threads(2, [](World& world) {
+      if (world.rank() == 0) throw 42;
+      barrier();
+    });
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (int thrown) {
+    EXPECT_EQ(thrown, 42);
+  }
+}
+
+TEST(World, CurrentBelongsToAThread) {
+  EXPECT_EQ(World::current_or_null(), nullptr);
+  EXPECT_CONTAINS(message_of<Aborted>([] { World::current(); }), "no World");
+  EXPECT_THROW(barrier(), Aborted);
+  EXPECT_THROW(all_reduce(at::ones({1})), Aborted);
+  run_threads(1, [](World& world) {
+    std::thread([&] {
+      EXPECT_EQ(World::current_or_null(), nullptr);
+      {
+        const World::Scope scope(world);
+        EXPECT_EQ(&World::current(), &world);
+        run_threads(2, [&](World& inner) { EXPECT_EQ(&World::current(), &inner); });  // nested
+        {
+          World other({}, make_memory_store());
+          const World::Scope deeper(other);
+          EXPECT_EQ(&World::current(), &other);
+        }
+        EXPECT_EQ(&World::current(), &world);
+      }
+      EXPECT_EQ(World::current_or_null(), nullptr);
+    }).join();
+  });
+  EXPECT_EQ(World::current_or_null(), nullptr);
+}
+
+TEST(World, MovesAndCloses) {
+  World world = init();  // alone
+  EXPECT_EQ(world.world_size(), 1);
+  EXPECT_EQ(&World::current(), &world);
+  World moved = std::move(world);
+  EXPECT_EQ(&World::current(), &moved);
+  all_reduce(at::ones({3}));
+  barrier();
+  moved = init();  // the old one closes
+  EXPECT_EQ(&World::current(), &moved);
+  all_reduce(at::ones({3}));
+  { World gone = std::move(moved); }
+  EXPECT_EQ(World::current_or_null(), nullptr);
+}
+
+TEST(World, OneAfterAnotherLeavesNothing) {
+  const auto once = [] {
+    run_threads(3, [](World& world) {
+      at::Tensor t = world.heap().zeros({100'000});
+      all_reduce(t);
+      all_reduce_async(t).wait();
+      if (world.rank() == 0)
+        isend(t, 1).wait();
+      else if (world.rank() == 1)
+        irecv(t, 0).wait();
+      world.new_group({0, 2});
+    });
+  };
+  once();  // what is made once a process
+  const auto before = leftovers();
+  for (int i = 0; i < (kSanitized ? 5 : 50); ++i) once();
+  EXPECT_EQ(leftovers(), before);
+}
+
+TEST(World, ManyInOneProcessAtOnce) {
+  std::vector<std::thread> jobs;
+  for (int job = 0; job < 4; ++job)
+    jobs.emplace_back([job] {
+      run_threads(2, [&](World&) {
+        for (int i = 0; i < 50; ++i) {
+          const at::Tensor t = at::ones({2000}) * (job + 1);
+          all_reduce(t);
+          ASSERT_EQ(t[0].item<float>(), 2 * (job + 1));
+        }
+      });
+    });
+  for (auto& job : jobs) job.join();
+}
+
+// --- the heap ---
+
+TEST(Heap, GivesTensorsLikeAnyOther) {
+  run_threads(1, [](World& world) {
+    Heap& heap = world.heap();
+    const at::Tensor t = heap.zeros({3, 5}, at::kDouble);
+    EXPECT_EQ(t.sizes(), (at::IntArrayRef{3, 5}));
+    EXPECT_TRUE(t.is_contiguous());
+    EXPECT_EQ(t.sum().item<double>(), 0);
+    EXPECT_TRUE(heap.contains(t.const_data_ptr()));
+    EXPECT_TRUE(heap.contains(t[2].const_data_ptr()));
+    EXPECT_FALSE(heap.contains(at::ones({3}).const_data_ptr()));
+    EXPECT_FALSE(heap.contains(nullptr));
+    EXPECT_GE(heap.used(), t.nbytes());
+    EXPECT_GE(heap.committed(), heap.used());
+    EXPECT_GE(heap.capacity(), heap.committed());
+    EXPECT_EQ(heap.empty({}).dim(), 0);
+    EXPECT_EQ(heap.empty({0}).numel(), 0);
+    EXPECT_EQ(heap.zeros({7}, at::kBool).scalar_type(), at::kBool);
+    const c10::DataPtr raw = heap.allocate(100);  // as c10::Allocator
+    EXPECT_TRUE(heap.contains(raw.get()));
+    EXPECT_TRUE(heap.contains(heap.clone(t.const_data_ptr(), t.nbytes()).get()));
+  });
+}
+
+TEST(Heap, FreesAndUsesAgain) {
+  WorldOptions options;
+  options.heap_capacity = 8 << 20;
+  run_threads(
+      1,
+      [](World& world) {
+        Heap& heap = world.heap();
+        EXPECT_EQ(heap.used(), 0u);
+        for (int i = 0; i < 100; ++i) {
+          const at::Tensor a = heap.empty({1 << 20}, at::kByte), b = heap.empty({(1 << 20) + i * 100}, at::kByte);
+          EXPECT_GE(heap.used(), 2u << 20);
+        }
+        EXPECT_EQ(heap.used(), 0u);
+        EXPECT_LE(heap.committed(), 4u << 20);
+      },
+      options);
+}
+
+TEST(Heap, FullIsUnavailableWithTheFigures) {
+  WorldOptions options;
+  options.heap_capacity = 4 << 20;
+  run_threads(
+      1,
+      [](World& world) {
+        Heap& heap = world.heap();
+        EXPECT_EQ(heap.capacity(), 4u << 20);
+        {
+          const at::Tensor half = heap.empty({2 << 20}, at::kByte);
+          const auto text = message_of<Unavailable>([&] { heap.empty({3 << 20}, at::kByte); });
+          EXPECT_CONTAINS(text, "heap_capacity");
+          EXPECT_CONTAINS(text, "4194304");
+          const at::Tensor quarter = heap.empty({1 << 20}, at::kByte);  // still of use
+        }
+        const at::Tensor all = heap.empty({4 << 20}, at::kByte);  // the whole of it
+        EXPECT_THROW(heap.empty({1}, at::kByte), Unavailable);
+        EXPECT_THROW(heap.empty({int64_t{1} << 50}, at::kByte), Unavailable);
+      },
+      options);
+}
+
+TEST(Heap, TensorsOutliveTheWorld) {
+  std::vector<at::Tensor> kept(2);
+  run_threads(2, [&](World& world) {
+    at::Tensor t = world.heap().zeros({500'000});
+    t.fill_(world.rank() + 1);
+    all_reduce(t);
+    kept[static_cast<size_t>(world.rank())] = t;
+  });
+  for (auto& t : kept) {
+    EXPECT_TRUE((t == 3).all().item<bool>());
+    t.fill_(7);
+    EXPECT_TRUE((t == 7).all().item<bool>());
+  }
+}
+
+TEST(Heap, FromManyThreads) {
+  run_threads(1, [](World& world) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&, i] {
+        for (int64_t size = 1; size < 200'000; size += size / 3 + 1) {
+          const at::Tensor a = world.heap().empty({size}, at::kByte), b = world.heap().empty({2 * size}, at::kByte);
+          a.fill_(i);
+          b.fill_(i + 100);
+          ASSERT_TRUE((a == i).all().item<bool>() && (b == i + 100).all().item<bool>());
+        }
+      });
+    for (auto& thread : threads) thread.join();
+    EXPECT_EQ(world.heap().used(), 0u);
+  });
+}
+
+// --- init(): the environments of launchers, faked in forked processes ---
+
+using Environment = std::map<std::string, std::string>;
+
+void set_environment(const Environment& environment) {
+  for (const char* name :
+       {"MUSTER_STORE", "MUSTER_FAULTS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+        "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TORCHELASTIC_USE_AGENT_STORE"})
+    ::unsetenv(name);
+  for (const auto& [name, value] : environment) ::setenv(name.c_str(), value.c_str(), 1);
+}
+
+// n processes, each with the environment that `of` gives it, join and reduce. Twice: a process may leave a job and join
+// again.
+void expect_world(int n, const std::function<Environment(int)>& of) {
+  ForkedRanks ranks(n, [&](int rank) {
+    set_environment(of(rank));
+    WorldOptions options;
+    options.timeout = seconds(40);
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      World world = init(options);
+      EXPECT_EQ(world.rank(), rank);
+      EXPECT_EQ(world.world_size(), n);
+      EXPECT_EQ(world.local_world_size(), n);
+      const at::Tensor t = at::ones({3000}) * (rank + 1);
+      all_reduce(t);
+      EXPECT_EQ(t[2999].item<int>(), n * (n + 1) / 2);
+      barrier();  // whoever serves the store stays until all are through
+    }
+    return std::string();
+  });
+  for (const auto& end : ranks.wait_all(patience()))
+    EXPECT_TRUE(end.exited && end.status == 0) << end.said << ", signal " << end.signal;
+}
+
+std::string free_port() {
+  const UniqueFd fd(::socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  EXPECT_EQ(::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
+  EXPECT_EQ(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
+  return text(ntohs(address.sin_port));
+}
+
+TEST(InitFork, MusterRun) {
+  const ForkedJob job;
+  expect_world(3, [&](int rank) {
+    return Environment{{"MUSTER_STORE", job.address()},
+                       {"RANK", text(rank)},
+                       {"WORLD_SIZE", "3"},
+                       {"LOCAL_RANK", text(rank)},
+                       {"LOCAL_WORLD_SIZE", "3"}};
+  });
+}
+
+TEST(InitFork, EnvOverTcpStore) {
+  const std::string port = free_port();
+  expect_world(2, [&](int rank) {
+    return Environment{{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}, {"RANK", text(rank)}, {"WORLD_SIZE", "2"}};
+  });
+}
+
+TEST(InitFork, Mpirun) {
+  expect_world(3, [&](int rank) {
+    return Environment{{"OMPI_COMM_WORLD_RANK", text(rank)},
+                       {"OMPI_COMM_WORLD_SIZE", "3"},
+                       {"OMPI_COMM_WORLD_LOCAL_RANK", text(rank)},
+                       {"OMPI_COMM_WORLD_LOCAL_SIZE", "3"},
+                       {"PMIX_NAMESPACE", text("test-", ::getppid())}};
+  });
+  // Without PMIx the parent process names the job.
+  expect_world(2, [&](int rank) {
+    return Environment{{"OMPI_COMM_WORLD_RANK", text(rank)}, {"OMPI_COMM_WORLD_SIZE", "2"}};
+  });
+  expect_world(2, [&](int rank) { return Environment{{"PMI_RANK", text(rank)}, {"PMI_SIZE", "2"}}; });
+}
+
+TEST(InitFork, Srun) {
+  expect_world(2, [&](int rank) {
+    return Environment{{"SLURM_PROCID", text(rank)},  {"SLURM_STEP_NUM_TASKS", "2"},
+                       {"SLURM_STEP_ID", "0"},        {"SLURM_JOB_ID", text("test", ::getppid())},
+                       {"SLURM_LOCALID", text(rank)}, {"SLURM_STEP_NUM_NODES", "1"}};
+  });
+}
+
+TEST(InitFork, Alone) {
+  expect_world(1, [](int) { return Environment{}; });
+  // A batch script of Slurm without srun.
+  expect_world(1, [](int) { return Environment{{"SLURM_PROCID", "0"}, {"SLURM_JOB_ID", "7"}, {"SLURM_NTASKS", "8"}}; });
+}
+
+TEST(InitFork, WrongValuesAreInvalidArgumentNamingTheVariable) {
+  const Environment run = {{"MUSTER_STORE", "unix:@nobody"}, {"RANK", "0"}, {"WORLD_SIZE", "2"}};
+  const Environment env = {{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29555"}, {"RANK", "0"}, {"WORLD_SIZE", "2"}};
+  const Environment mpi = {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
+  const Environment slurm = {{"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_ID", "0"}};
+  struct Wrong {
+    Environment base;
+    std::string name, value;  // value "": unset
+    std::string said;
+  };
+  const std::vector<Wrong> table = {
+      {run, "RANK", "zero", "RANK is 'zero'"},
+      {run, "RANK", "", "RANK is not set"},
+      {run, "RANK", "2", "RANK"},
+      {run, "RANK", "-1", "RANK"},
+      {run, "RANK", "4294967296", "RANK"},
+      {run, "WORLD_SIZE", "", "WORLD_SIZE is not set"},
+      {run, "WORLD_SIZE", "0", "WORLD_SIZE"},
+      {run, "WORLD_SIZE", "2.5", "WORLD_SIZE is '2.5'"},
+      {run, "WORLD_SIZE", "4294967298", "WORLD_SIZE"},
+      {run, "LOCAL_RANK", "x", "LOCAL_RANK"},
+      {run, "MUSTER_FAULTS", "explode:rank=1", "explode"},
+      {env, "MASTER_PORT", "", "MASTER_PORT is not set"},
+      {env, "MASTER_PORT", "http", "MASTER_PORT"},
+      {env, "MASTER_PORT", "70000", "MASTER_PORT"},
+      {env, "WORLD_SIZE", "", "WORLD_SIZE"},
+      {mpi, "OMPI_COMM_WORLD_SIZE", "", "OMPI_COMM_WORLD_SIZE"},
+      {mpi, "OMPI_COMM_WORLD_RANK", "5", "OMPI_COMM_WORLD_RANK"},
+      {mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "1", "MASTER_ADDR"},
+      {slurm, "SLURM_PROCID", "9", "SLURM_PROCID"},
+      {slurm, "SLURM_STEP_NUM_TASKS", "none", "SLURM_STEP_NUM_TASKS"},
+  };
+  for (const auto& wrong : table) {
+    SCOPED_TRACE(wrong.name + "=" + wrong.value);
+    ForkedRanks rank(1, [&](int) {
+      Environment environment = wrong.base;
+      environment[wrong.name] = wrong.value;
+      set_environment(environment);
+      if (wrong.value.empty()) ::unsetenv(wrong.name.c_str());
+      WorldOptions options;
+      options.timeout = milliseconds(500);
+      return message_of<InvalidArgument>([&] { init(options); });
+    });
+    const auto end = rank.wait(0, patience());
+    EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+    EXPECT_CONTAINS(end.said, wrong.said);
+  }
+}
+
+TEST(InitFork, AStoreThatNobodyServesIsUnavailable) {
+  for (const Environment& environment :
+       {Environment{{"MUSTER_STORE", "unix:@muster-nobody"}, {"RANK", "0"}, {"WORLD_SIZE", "2"}},
+        Environment{{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", free_port()}, {"RANK", "1"}, {"WORLD_SIZE", "2"}},
+        Environment{{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}}}) {
+    SCOPED_TRACE(environment.begin()->first);
+    ForkedRanks rank(1, [&](int) {
+      set_environment(environment);
+      WorldOptions options;
+      options.timeout = milliseconds(700);
+      const auto began = Clock::now();
+      const auto said = message_of<Unavailable>([&] { init(options); });
+      EXPECT_LE(Clock::now() - began, seconds(15));
+      return said;
+    });
+    const auto end = rank.wait(0, patience());
+    EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+    EXPECT_CONTAINS(end.said, "nobody serves");
+  }
+}
+
+}  // namespace
+}  // namespace muster::test

@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+"""Test of ./dev: what it installs, which libtorch it takes, what it configures and builds, and what it says when it cannot.
+
+A copy of the script runs in a temporary checkout whose PATH begins with stand-ins for apt-get, dpkg-query, sudo, python3, cmake
+and ctest. They write down how they were called, so nothing is installed or built here.
+"""
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+STAND_INS = {
+    "dpkg-query": r'''for p in "$@"; do grep -qxF "$p" "$FAKE/installed" && echo "$p installed"; done; exit 1''',
+    "apt-get": r'''echo "apt-get $*" >>"$FAKE/log"
+[[ $1 != install || ! -e $FAKE/apt-fails ]] || { echo "E: Unable to locate" >&2; exit 100; }
+[[ $1 != install ]] || printf '%s\n' "$@" >>"$FAKE/installed"''',
+    "sudo": r'''[[ -e $FAKE/sudo-works ]] || { echo "sudo: a password is required" >&2; exit 1; }
+[[ $1 != -n ]] || shift
+exec "$@"''',
+    # Its torch is in the folder ../torch beside its own; pip puts one there.
+    "python3": r'''here=$(cd "$(dirname "$0")/.." && pwd)
+case "$*" in
+  *find_spec*) [[ -d $here/torch ]] && echo "$here/torch" ;;
+  *"import torch"*) [[ -d $here/torch && ! -e $here/torch/broken ]] ;;
+  *ensurepip*) exit 0 ;;
+  "-m pip --version") exit 0 ;;
+  "-m venv"*) echo "python3 $*" >>"$FAKE/log"; mkdir -p "${!#}/bin"; cp "$0" "${!#}/bin/python" ;;
+  "-m pip install"*)
+    echo "pip ${*:4}" >>"$FAKE/log"
+    [[ ! -e $FAKE/offline ]] || { echo "ERROR: no connection" >&2; exit 1; }
+    mkdir -p "$here/torch/share/cmake/Torch"; touch "$here/torch/share/cmake/Torch/TorchConfig.cmake"
+    echo 'set(PACKAGE_VERSION "2.13.0")' >"$here/torch/share/cmake/Torch/TorchConfigVersion.cmake" ;;
+  *) echo "python3 $*" >>"$FAKE/log" ;;
+esac''',
+    "cmake": r'''echo "cmake $*" >>"$FAKE/log"
+case $1 in
+  --preset) mkdir -p "build/$2"; touch "build/$2/build.ninja"; [[ ! -e $FAKE/configure-fails ]] ;;
+  --build) [[ ! -e $FAKE/build-fails ]] ;;
+esac''',
+    "ctest": r'''echo "ctest $*" >>"$FAKE/log"; [[ ! -e $FAKE/tests-fail ]]''',
+}
+
+
+class Dev(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        base = pathlib.Path(self.folder.name)
+        base.chmod(0o777)
+        self.checkout, self.fake = base / "checkout with spaces", base / "fake"
+        (self.fake / "bin").mkdir(parents=True)
+        self.checkout.mkdir()
+        for path in (self.checkout, self.fake):
+            path.chmod(0o777)
+        shutil.copy(ROOT / "dev", self.checkout)
+        shutil.copy(ROOT / "CMakePresets.json", self.checkout)
+        for name, body in STAND_INS.items():
+            path = self.fake / "bin" / name
+            path.write_text(f"#!/bin/bash\n{body}\n")
+            path.chmod(0o755)
+        self.log = self.fake / "log"
+        self.set_installed(re.findall(r"^  ([a-z0-9+-]+) +#", (ROOT / "dev").read_text(), re.M) + ["clang-format", "clang-tidy"])
+
+    def set_installed(self, packages):
+        path = self.fake / "installed"
+        path.write_text("".join(f"{p}\n" for p in packages))
+        path.chmod(0o666)
+
+    def make_torch(self, folder, version="2.13.0"):
+        cmake = folder / "share/cmake/Torch"
+        cmake.mkdir(parents=True)
+        (cmake / "TorchConfig.cmake").touch()
+        (cmake / "TorchConfigVersion.cmake").write_text(f'set(PACKAGE_VERSION "{version}")\n')
+        return cmake
+
+    def dev(self, *arguments, unprivileged=False, script=None, **environment):
+        """Runs ./dev; returns (status, what it printed, what the stand-ins wrote down)."""
+        self.log.write_text("")
+        self.log.chmod(0o666)
+        as_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if unprivileged and os.geteuid() == 0 else []
+        result = subprocess.run(
+            [*as_user, script or self.checkout / "dev", *arguments], text=True, timeout=60, cwd="/", stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={"PATH": f"{self.fake}/bin:/usr/bin:/bin", "FAKE": str(self.fake), "HOME": "/nonexistent"} | environment)
+        return result.returncode, result.stdout, self.log.read_text()
+
+    def test_help_lists_every_command(self):
+        for arguments in (["help"], ["--help"], []):
+            status, output, log = self.dev(*arguments)
+            self.assertEqual((status, log), (0, ""))
+            for command in ("demo", "test", "bench", "build", "lint", "fmt"):
+                self.assertRegex(output, rf"(?m)^  {command} ")
+
+    def test_unknown_command(self):
+        status, output, log = self.dev("tset")
+        self.assertEqual((status, log), (1, ""))
+        self.assertIn("there is no command 'tset'", output)
+
+    def test_missing_packages_without_root_or_sudo(self):
+        self.set_installed(["g++", "cmake"])
+        status, output, log = self.dev("build", unprivileged=True)
+        self.assertEqual((status, log), (1, ""), output)
+        command = re.search(r"^  apt-get update && apt-get install --no-install-recommends (.*)$", output, re.M)
+        self.assertIn("ninja-build", command[1].split())
+        self.assertNotIn("cmake", command[1].split())
+
+    def test_missing_packages_are_installed_once(self):
+        self.make_torch(self.fake / "torch")
+        (self.fake / "sudo-works").touch()
+        self.set_installed(["g++"])
+        status, output, log = self.dev("build", unprivileged=True)
+        self.assertEqual(status, 0, output)
+        self.assertRegex(log, r"apt-get update.*\napt-get install .*--no-install-recommends cmake ninja-build")
+        status, output, log = self.dev("build", unprivileged=True)
+        self.assertEqual(status, 0, output)
+        self.assertNotIn("apt-get", log)
+
+    def test_a_failing_apt_get(self):
+        (self.fake / "sudo-works").touch()
+        (self.fake / "apt-fails").touch()
+        self.set_installed([])
+        status, output, log = self.dev("build")
+        self.assertEqual(status, 1)
+        self.assertIn("apt-get could not install: g++", output)
+        self.assertNotIn("cmake --preset", log)
+
+    def test_demo_needs_the_data_set_unless_told_where_it_is(self):
+        self.make_torch(self.fake / "torch")
+        packages = (self.fake / "installed").read_text().split()
+        self.set_installed([p for p in packages if p != "dataset-fashion-mnist"])
+        status, output, _ = self.dev("demo", unprivileged=True)
+        self.assertEqual(status, 1)
+        self.assertIn("--no-install-recommends dataset-fashion-mnist\n", output)
+        for arguments in (["--data", "/tmp"], ["--data=/tmp"]):
+            _, output, log = self.dev("demo", *arguments, unprivileged=True)
+            self.assertIn("--target muster_command fashion_mnist", log, output)
+
+    def test_takes_libtorch_from_the_environment(self):
+        ours, pythons = self.make_torch(self.fake / "elsewhere"), self.make_torch(self.fake / "torch")
+        for environment in ({"Torch_DIR": str(ours)}, {"CMAKE_PREFIX_PATH": f"/nothing:{self.fake}/elsewhere"},
+                            {"CMAKE_PREFIX_PATH": str(ours.parent)}):
+            shutil.rmtree(self.checkout / "build", ignore_errors=True)
+            status, output, log = self.dev("build", **environment)
+            self.assertEqual(status, 0, output)
+            self.assertIn(f"-DTorch_DIR={ours}\n", log)
+            self.assertIn("Using libtorch 2.13.0", output)
+        status, output, log = self.dev("build")
+        self.assertIn(f"cmake --preset release --fresh -DTorch_DIR={pythons}\n", log)  # another libtorch: from the start
+
+    def test_leaves_an_old_libtorch_aside(self):
+        old, pythons = self.make_torch(self.fake / "old", "2.10.1"), self.make_torch(self.fake / "torch", "2.11.0")
+        status, output, log = self.dev("build", Torch_DIR=str(old))
+        self.assertEqual(status, 0, output)
+        self.assertIn("Leaving aside libtorch 2.10.1", output)
+        self.assertIn(f"-DTorch_DIR={pythons}\n", log)
+
+    def test_without_libtorch_pip_brings_exactly_one(self):
+        self.make_torch(self.fake / "torch")
+        (self.fake / "torch" / "broken").touch()
+        status, output, log = self.dev("build")
+        self.assertEqual(status, 0, output)
+        self.assertIn(f"python3 -m venv --clear {self.checkout}/.venv\n", log)
+        self.assertEqual(re.findall(r"(?m)^pip (.*)$", log), ["--disable-pip-version-check torch==2.13.0"])
+        self.assertIn(f"-DTorch_DIR={self.checkout}/.venv/torch/share/cmake/Torch\n", log)
+        status, output, log = self.dev("build")
+        self.assertEqual((status, re.findall(r"pip|venv|preset", log)), (0, []), output)
+
+    def test_offline_without_libtorch(self):
+        (self.fake / "offline").touch()
+        status, output, log = self.dev("build")
+        self.assertEqual(status, 1)
+        self.assertIn("pip could not install torch==2.13.0", output)
+        self.assertNotIn("--preset", log)
+
+    def test_configures_only_when_something_changed(self):
+        self.make_torch(self.fake / "torch")
+        self.assertIn("--preset release", self.dev("build")[2])
+        self.assertNotIn("--preset", self.dev("build", "some_target")[2])
+        with open(self.checkout / "CMakePresets.json", "a", encoding="utf-8") as presets:
+            presets.write("\n")
+        self.assertIn("--preset release --fresh", self.dev("build")[2])
+        self.assertIn("--preset debug", self.dev("build", PRESET="debug")[2])
+
+    def test_configures_again_after_a_failure(self):
+        self.make_torch(self.fake / "torch")
+        self.dev("build")
+        (self.fake / "configure-fails").touch()
+        (self.checkout / "CMakePresets.json").write_text("{}")
+        for _ in range(2):
+            status, output, log = self.dev("build")
+            self.assertEqual(status, 1)
+            self.assertIn("could not configure", output)
+            self.assertNotIn("--build", log)
+        (self.checkout / "CMakePresets.json").write_text((ROOT / "CMakePresets.json").read_text())  # as at first
+        (self.fake / "configure-fails").unlink()
+        self.assertIn("--preset release", self.dev("build")[2])
+
+    def test_runs_through_a_symbolic_link(self):
+        self.make_torch(self.fake / "torch")
+        link = self.fake / "link"
+        link.symlink_to(self.checkout / "dev")
+        status, output, log = self.dev("build", script=link)
+        self.assertEqual(status, 0, output)
+        self.assertIn(f"cmake --build {self.checkout}/build/release", log)
+
+    def test_a_build_that_fails_fails(self):
+        self.make_torch(self.fake / "torch")
+        (self.fake / "build-fails").touch()
+        for command in ("build", "demo", "test", "bench"):
+            status, output, log = self.dev(command)
+            self.assertEqual(status, 1, output)
+            self.assertIn("does not build", output)
+            self.assertNotIn("ctest", log)
+
+    def test_tests_of_all_trees_in_one_run(self):
+        self.make_torch(self.fake / "torch")
+        status, output, log = self.dev("test", "-R", "Store")
+        self.assertEqual(status, 0, output)
+        self.assertEqual(re.findall(r"--preset (\w+)", log), ["release", "asan", "tsan"])
+        self.assertRegex(log, r"(?m)^ctest --test-dir .* -R Store --label-exclude \^long\$$")
+        self.assertEqual((self.checkout / "build/CTestTestfile.cmake").read_text(), "subdirs(release)\nsubdirs(asan)\nsubdirs(tsan)\n")
+        _, _, log = self.dev("test", "--fast", "--long")
+        self.assertEqual((self.checkout / "build/CTestTestfile.cmake").read_text(), "subdirs(release)\n")
+        self.assertNotIn("label-exclude", log)
+        (self.fake / "tests-fail").touch()
+        self.assertNotEqual(self.dev("test")[0], 0)
+
+    def test_starts_with_standard_input_closed(self):
+        status = subprocess.run(["bash", "-c", '"$0" help <&- >/dev/null', self.checkout / "dev"], timeout=30, check=False).returncode
+        self.assertEqual(status, 0)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,333 @@
+// DistributedDataParallel on ranks that are threads: what it promises in its header, point by point.
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim/sgd.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include "muster/data/idx.h"
+#include "muster/muster.h"
+#include "support/sanitized.h"
+
+namespace muster {
+namespace {
+
+struct Net : torch::nn::Module {
+  torch::nn::Linear a = register_module("a", torch::nn::Linear(12, 33)),
+                    b = register_module("b", torch::nn::Linear(33, 17)),
+                    c = register_module("c", torch::nn::Linear(17, 5));
+  torch::Tensor forward(torch::Tensor x) { return c(torch::relu(b(torch::relu(a(x))))); }
+};
+
+// Rank r's part of the batch of one step, the same whoever asks.
+torch::Tensor batch(int rank, int step, int rows = 8) {
+  torch::manual_seed(1000 * step + rank);
+  return torch::randn({rows, 12});
+}
+
+std::vector<torch::Tensor> gradients(torch::nn::Module& module) {
+  std::vector<torch::Tensor> list;
+  for (const auto& parameter : module.parameters())
+    list.push_back(parameter.grad().defined() ? parameter.grad().clone() : torch::Tensor());
+  return list;
+}
+
+void expect_equal_on_all_ranks(const torch::Tensor& tensor, const World& world) {
+  const auto flat = tensor.contiguous().view(-1).view(torch::kByte);
+  auto all = torch::zeros({world.world_size(), flat.numel()}, torch::kByte);
+  all_gather_into_tensor(all, flat);
+  for (int r = 0; r < world.world_size(); ++r) EXPECT_TRUE(torch::equal(all[r], flat)) << "rank " << r;
+}
+
+// Modules are made from one seed at a time: libtorch's default generator is the process's.
+template <typename Module>
+std::shared_ptr<Module> make(uint64_t seed) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  torch::manual_seed(seed);
+  return std::make_shared<Module>();
+}
+torch::Tensor part(int rank, int step, int rows = 8) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return batch(rank, step, rows);
+}
+
+class DdpTest : public testing::Test {
+ protected:
+  void SetUp() override { at::set_num_threads(1); }
+};
+
+TEST_F(DdpTest, StartsFromRankZeroAndAveragesToTheBit) {
+  for (const int n : {1, 2, 3, 4}) {
+    SCOPED_TRACE(n);
+    run_threads(n, [n](World& world) {
+      auto net = make<Net>(7 + world.rank());  // different on each rank
+      const auto reference = make<Net>(7);     // what rank 0 started with
+      DistributedDataParallel ddp(net, {.bucket_bytes = 2048, .first_bucket_bytes = 512});
+      torch::optim::SGD optimizer(net->parameters(), 0.1), reference_optimizer(reference->parameters(), 0.1);
+      for (int step = 0; step < 4; ++step) {
+        optimizer.zero_grad(/*set_to_none=*/step % 2 == 0);
+        ddp(part(world.rank(), step)).square().mean().backward();
+        // One process with everybody's rows.
+        reference_optimizer.zero_grad();
+        std::vector<torch::Tensor> everybody;
+        for (int r = 0; r < n; ++r) everybody.push_back(part(r, step));
+        reference->forward(torch::cat(everybody)).square().mean().backward();
+        const auto ours = gradients(*net), expected = gradients(*reference);
+        for (size_t i = 0; i < ours.size(); ++i) {
+          expect_equal_on_all_ranks(ours[i], world);
+          EXPECT_TRUE(torch::allclose(ours[i], expected[i], 1e-4, 1e-6)) << "step " << step << ", parameter " << i;
+        }
+        optimizer.step();
+        reference_optimizer.step();
+      }
+      for (const auto& parameter : net->parameters()) expect_equal_on_all_ranks(parameter.detach(), world);
+    });
+  }
+}
+
+TEST_F(DdpTest, GradientsLiveOnTheHeapAndBucketsFollowTheOrderOfReadiness) {
+  // b is registered first but used last: the first guess at the order is wrong.
+  struct Crossed : torch::nn::Module {
+    torch::nn::Linear last = register_module("last", torch::nn::Linear(6, 6)),
+                      first = register_module("first", torch::nn::Linear(6, 6));
+    torch::Tensor forward(torch::Tensor x) { return last(torch::relu(first(x))); }
+  };
+  run_threads(2, [](World& world) {
+    auto net = make<Crossed>(1);
+    DistributedDataParallel ddp(net, {.bucket_bytes = 64, .first_bucket_bytes = 64});
+    const auto names = [&] {
+      std::vector<std::string> flat;
+      for (const auto& bucket : ddp.bucket_names()) flat.insert(flat.end(), bucket.begin(), bucket.end());
+      return flat;
+    };
+    EXPECT_EQ(names().front(), "first.bias");  // the module's order, backwards
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      ddp(torch::ones({2, 6})).sum().backward();
+      for (const auto& parameter : net->parameters())
+        EXPECT_TRUE(world.heap().contains(parameter.grad().const_data_ptr()));
+    }
+    EXPECT_EQ(names().front().substr(0, 4), "last");
+    EXPECT_EQ(names().back().substr(0, 5), "first");
+  });
+}
+
+TEST_F(DdpTest, ReducesWhileBackwardIsStillRunning) {
+  run_threads(2, [](World& world) {
+    auto net = make<Net>(3);
+    DistributedDataParallel ddp(net, {.bucket_bytes = 64, .first_bucket_bytes = 64});
+    ddp(part(world.rank(), 0)).sum().backward();
+    const auto before = world.group().stats().operations;
+    bool overlapped = false;
+    // Runs when backward comes to the first layer; the last layer's bucket must be reduced by then or while we wait
+    // here.
+    net->a->weight.register_hook([&](const torch::Tensor&) {
+      const auto deadline = Deadline::after(std::chrono::seconds(20));
+      while (world.group().stats().operations == before && !deadline.passed()) std::this_thread::yield();
+      overlapped = world.group().stats().operations > before;
+    });
+    ddp(part(world.rank(), 1)).sum().backward();
+    EXPECT_TRUE(overlapped);
+  });
+}
+
+TEST_F(DdpTest, NoSyncAccumulates) {
+  run_threads(2, [](World& world) {
+    auto net = make<Net>(3), alone = make<Net>(3);
+    DistributedDataParallel ddp(net);
+    for (int round = 0; round < 2; ++round) {
+      net->zero_grad();
+      alone->zero_grad();
+      const auto operations = world.group().stats().operations;
+      {
+        const auto guard = ddp.no_sync();
+        ddp(part(world.rank(), 0)).sum().backward();
+        ddp(part(world.rank(), 1)).sum().backward();
+      }
+      EXPECT_EQ(world.group().stats().operations, operations) << "no_sync() communicated";
+      ddp(part(world.rank(), 2)).sum().backward();
+      for (int r = 0; r < 2; ++r)
+        for (int step = 0; step < 3; ++step) (alone->forward(part(r, step)).sum() / 2).backward();
+      const auto ours = gradients(*net), expected = gradients(*alone);
+      for (size_t i = 0; i < ours.size(); ++i) {
+        EXPECT_TRUE(torch::allclose(ours[i], expected[i], 1e-4, 1e-5)) << i;
+        expect_equal_on_all_ranks(ours[i], world);
+      }
+    }
+  });
+}
+
+struct Branches : torch::nn::Module {
+  torch::nn::Linear left = register_module("left", torch::nn::Linear(12, 1)),
+                    right = register_module("right", torch::nn::Linear(12, 1)),
+                    nobody = register_module("nobody", torch::nn::Linear(12, 1));
+  torch::Tensor forward(torch::Tensor x, bool use_right) { return use_right ? right(x) : left(x); }
+};
+
+TEST_F(DdpTest, UnusedParametersAreNamedOnEveryRank) {
+  run_threads(2, [](World& world) {
+    auto net = make<Branches>(3);
+    DistributedDataParallel ddp(net);
+    const auto loss = ddp(part(world.rank(), 0), world.rank() == 1).sum();
+    try {
+      loss.backward();
+      ADD_FAILURE() << "backward() did not complain";
+    } catch (const InvalidArgument& error) {
+      const std::string what = error.what();
+      EXPECT_NE(what.find("on all ranks: nobody."), what.npos) << what;
+      EXPECT_NE(what.find("on some ranks: "), what.npos) << what;
+      EXPECT_NE(what.find("left.weight"), what.npos) << what;
+      EXPECT_NE(what.find("right.weight"), what.npos) << what;
+    }
+    barrier();  // the group has not suffered
+  });
+}
+
+TEST_F(DdpTest, UnusedParametersCountAsZeroWhereAllowed) {
+  run_threads(2, [](World& world) {
+    auto net = make<Branches>(3);
+    DistributedDataParallel ddp(net, {.find_unused_parameters = true});
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      const auto x = part(world.rank(), step);
+      ddp(x, world.rank() == 1).sum().backward();
+      EXPECT_FALSE(net->nobody->weight.grad().defined());
+      // d sum(W x) / dW is the sum of the rows; the other rank contributes zero.
+      EXPECT_TRUE(torch::allclose(net->left->weight.grad(), part(0, step).sum(0, true) / 2, 1e-5, 1e-6));
+      EXPECT_TRUE(torch::allclose(net->right->weight.grad(), part(1, step).sum(0, true) / 2, 1e-5, 1e-6));
+    }
+  });
+}
+
+TEST_F(DdpTest, BuffersFollowRankZero) {
+  struct WithBuffers : torch::nn::Module {
+    torch::nn::BatchNorm1d norm = register_module("norm", torch::nn::BatchNorm1d(12));
+    torch::Tensor forward(torch::Tensor x) { return norm(x); }
+  };
+  run_threads(2, [](World& world) {
+    auto net = make<WithBuffers>(1);
+    net->norm->running_mean.fill_(world.rank() + 1);
+    DistributedDataParallel ddp(net);
+    EXPECT_TRUE(net->norm->running_mean.eq(1).all().item<bool>());
+    for (int step = 0; step < 2; ++step) ddp(part(world.rank(), step)).sum().backward();
+    net->norm->running_var.fill_(world.rank());
+    ddp(part(world.rank(), 9));  // takes rank 0's before it adds this batch's
+    const auto before_batch = (net->norm->running_var - 0.1 * part(world.rank(), 9).var(0)) / 0.9;
+    EXPECT_TRUE(torch::allclose(before_batch, torch::zeros({12}), 1e-4, 1e-5));
+  });
+}
+
+TEST_F(DdpTest, DifferentModulesAreAMismatch) {
+  struct Sized : torch::nn::Module {
+    explicit Sized(int width) : layer(register_module("layer", torch::nn::Linear(4, width))) {}
+    torch::nn::Linear layer;
+    torch::Tensor forward(torch::Tensor x) { return layer(x); }
+  };
+  run_threads(3, [](World& world) {
+    try {
+      DistributedDataParallel ddp(std::make_shared<Sized>(world.rank() == 2 ? 6 : 5));
+      ADD_FAILURE() << "no Mismatch on rank " << world.rank();
+    } catch (const Mismatch& error) {
+      if (world.rank() != 2) return;
+      const std::string what = error.what();
+      EXPECT_NE(what.find("layer.weight Float [6, 4] where rank 0 has layer.weight Float [5, 4]"), what.npos) << what;
+    }
+  });
+}
+
+TEST_F(DdpTest, ModulesItCannotTrain) {
+  run_threads(1, [](World&) {
+    EXPECT_THROW(DistributedDataParallel<Net> ddp(std::shared_ptr<Net>{}), InvalidArgument);
+    auto frozen = make<Net>(1);
+    for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+    EXPECT_THROW(DistributedDataParallel ddp(frozen), InvalidArgument);
+  });
+}
+
+TEST_F(DdpTest, GradientsOutliveItAndItsHooksGoWithIt) {
+  run_threads(2, [](World& world) {
+    auto net = make<Net>(1);
+    {
+      DistributedDataParallel ddp(net);
+      ddp(part(world.rank(), 0)).sum().backward();
+    }
+    const auto averaged = gradients(*net);
+    net->forward(part(world.rank(), 1)).sum().backward();  // plain again: accumulates, without communication
+    EXPECT_FALSE(torch::equal(gradients(*net)[0], averaged[0]));
+  });
+}
+
+// On real data: two ranks with 64 samples each are one process with 128. In float64 the curves are equal in all that
+// matters; in float32 rounding differs (sums are taken in another order) and training amplifies it, so only the first
+// steps can be compared closely.
+TEST_F(DdpTest, TwoRanksEqualOneProcessOnFashionMnist) {
+  struct Small : torch::nn::Module {
+    torch::nn::Conv2d conv1 = register_module("conv1", torch::nn::Conv2d(1, 10, 5)),
+                      conv2 = register_module("conv2", torch::nn::Conv2d(10, 20, 5));
+    torch::nn::Linear fc1 = register_module("fc1", torch::nn::Linear(320, 50)),
+                      fc2 = register_module("fc2", torch::nn::Linear(50, 10));
+    torch::Tensor forward(torch::Tensor x) {
+      x = torch::relu(torch::max_pool2d(conv1(x), 2));
+      x = torch::relu(torch::max_pool2d(conv2(x), 2)).flatten(1);
+      return fc2(torch::relu(fc1(x)));
+    }
+  };
+  constexpr int64_t kBatch = 128, kTest = 2000;
+  constexpr int kSteps = test::kSanitized ? 10 : 60;
+  const auto train = load_fashion_mnist("/usr/share/datasets/fashion-mnist", FashionMnistPart::kTrain);
+  const auto test = load_fashion_mnist("/usr/share/datasets/fashion-mnist", FashionMnistPart::kTest);
+  const auto pixels = [](const torch::Tensor& images) { return images.unsqueeze(1).to(torch::kFloat) / 255; };
+  const auto x = pixels(train.images.narrow(0, 0, kSteps * kBatch)), y = train.labels.narrow(0, 0, kSteps * kBatch);
+  const auto test_x = pixels(test.images.narrow(0, 0, kTest)), test_y = test.labels.narrow(0, 0, kTest);
+
+  // Losses of each step (over the whole batch), then the test accuracy.
+  const auto run = [&](World& world, torch::Dtype dtype) {
+    const int64_t rows = kBatch / world.world_size();
+    auto net = make<Small>(5);
+    net->to(dtype);
+    DistributedDataParallel ddp(net);
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.5));
+    std::vector<double> curve;
+    for (int step = 0; step < kSteps; ++step) {
+      const int64_t begin = step * kBatch + world.rank() * rows;
+      optimizer.zero_grad();
+      auto loss =
+          torch::nn::functional::cross_entropy(ddp(x.narrow(0, begin, rows).to(dtype)), y.narrow(0, begin, rows));
+      loss.backward();
+      optimizer.step();
+      auto mean = loss.detach().clone();
+      all_reduce(mean, {.op = ReduceOp::AVG});
+      curve.push_back(mean.item<double>());
+    }
+    const torch::NoGradGuard no_grad;
+    const int64_t share = kTest / world.world_size(), begin = world.rank() * share;
+    auto correct =
+        net->forward(test_x.narrow(0, begin, share).to(dtype)).argmax(1).eq(test_y.narrow(0, begin, share)).sum();
+    all_reduce(correct);
+    curve.push_back(correct.item<double>() / kTest);
+    return curve;
+  };
+  for (const auto dtype : {torch::kDouble, torch::kFloat}) {
+    SCOPED_TRACE(dtype);
+    std::vector<double> one, two;
+    run_threads(1, [&](World& world) { one = run(world, dtype); });
+    run_threads(2, [&](World& world) {
+      auto curve = run(world, dtype);
+      if (world.rank() == 0) two = std::move(curve);
+    });
+    ASSERT_EQ(one.size(), two.size());
+    const bool exact = dtype == torch::kDouble;
+    for (size_t i = 0; i + 1 < one.size(); ++i)
+      EXPECT_NEAR(one[i], two[i], exact ? 1e-9 : i < 10 ? 1e-5 : 0.05) << "loss of step " << i;
+    EXPECT_NEAR(one.back(), two.back(), exact ? 0 : 0.02) << "test accuracy";
+    EXPECT_LT(two[two.size() - 2], two.front()) << "it learnt nothing";
+  }
+}
+
+}  // namespace
+}  // namespace muster

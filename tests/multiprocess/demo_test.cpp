@@ -1,0 +1,179 @@
+// The demo as a user runs it: `muster run -n 2 fashion_mnist`, on a small data set of its own, and with what users get
+// wrong.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <sstream>
+#include <string>
+
+namespace muster {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Outcome {
+  int status = -1;
+  std::string output;  // both streams
+};
+
+// Runs a shell's command line. Nothing here takes longer than a minute or two, even under load.
+Outcome shell(const std::string& command) {
+  Outcome outcome;
+  // timeout(1) ends a command that hangs, with status 124.
+  std::FILE* pipe = ::popen(("timeout -k 5 200 " + command + " 2>&1").c_str(), "r");
+  EXPECT_NE(pipe, nullptr);
+  if (pipe == nullptr) return outcome;
+  char buffer[4096];
+  while (const size_t got = std::fread(buffer, 1, sizeof buffer, pipe)) outcome.output.append(buffer, got);
+  const int status = ::pclose(pipe);
+  outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  return outcome;
+}
+
+void write(const fs::path& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
+
+std::string read(const fs::path& path) {
+  std::stringstream content;
+  content << std::ifstream(path).rdbuf();
+  return content.str();
+}
+
+std::string big_endian(uint32_t number) {
+  return {static_cast<char>(number >> 24), static_cast<char>(number >> 16), static_cast<char>(number >> 8),
+          static_cast<char>(number)};
+}
+
+// A folder with images that a network can learn in seconds: class c is a bright bar at row 2 c, among noise.
+class Demo : public testing::Test {
+ protected:
+  Demo() {
+    std::string pattern = (fs::temp_directory_path() / "demo-test-XXXXXX").string();
+    folder_ = ::mkdtemp(pattern.data());
+    write_part("train", 600);
+    write_part("t10k", 205);  // odd: the ranks have different shares
+  }
+  ~Demo() override { fs::remove_all(folder_); }
+
+  void write_part(const std::string& prefix, uint32_t count) {
+    std::mt19937 random(count);
+    std::string images(size_t{count} * 28 * 28, 0), labels(count, 0);
+    for (auto& pixel : images) pixel = static_cast<char>(random() % 64);
+    for (size_t i = 0; i < count; ++i) {
+      labels[i] = static_cast<char>(random() % 10);
+      const size_t row = 4 + 2 * static_cast<size_t>(labels[i]);
+      std::fill_n(images.begin() + static_cast<ptrdiff_t>((i * 28 + row) * 28), 28, static_cast<char>(220));
+    }
+    write(folder_ / (prefix + "-images-idx3-ubyte"),
+          std::string{0, 0, 8, 3} + big_endian(count) + big_endian(28) + big_endian(28) + images);
+    write(folder_ / (prefix + "-labels-idx1-ubyte"), std::string{0, 0, 8, 1} + big_endian(count) + labels);
+  }
+
+  Outcome demo(int ranks, const std::string& flags) {
+    return shell(std::string(MUSTER_COMMAND) + " run -n " + std::to_string(ranks) + " " + MUSTER_FASHION_MNIST +
+                 " --data " + folder_.string() + " --out " + (folder_ / "curves.svg").string() + " " + flags);
+  }
+  nlohmann::json trained(int ranks, const std::string& flags) {
+    const auto json = folder_ / ("result" + std::to_string(ranks) + ".json");
+    const auto outcome = demo(ranks, flags + " --json " + json.string());
+    EXPECT_EQ(outcome.status, 0) << outcome.output;
+    last_output_ = outcome.output;
+    return nlohmann::json::parse(read(json));
+  }
+  void expect_failure(const Outcome& outcome, const std::string& sentence) {
+    EXPECT_NE(outcome.status, 0) << outcome.output;
+    EXPECT_NE(outcome.status, 124) << "it hung: " << outcome.output;
+    EXPECT_LT(outcome.status, 128) << outcome.output;
+    EXPECT_NE(outcome.output.find(sentence), std::string::npos) << outcome.output;
+    EXPECT_FALSE(fs::exists(folder_ / "curves.svg"));
+  }
+
+  fs::path folder_;
+  std::string last_output_;
+};
+
+TEST_F(Demo, TrainsAndReports) {
+  const auto result = trained(2, "--epochs 6 --batch 60 --lr 0.05");
+  EXPECT_EQ(result["ranks"], 2);
+  EXPECT_EQ(result["test_images"], 205);  // each counted once
+  EXPECT_EQ(result["losses"].size(), 60u);
+  EXPECT_GT(result["accuracy"], 0.9) << last_output_;
+  EXPECT_GT(result["samples_per_s"], 0);
+  EXPECT_GE(result["communication_share"], 0);
+  EXPECT_LT(result["communication_share"], 1);
+  for (const auto* part :
+       {"test accuracy", "of 205 images, each counted once", "samples/s", "in communication", "curves.svg", "100%"}) {
+    EXPECT_NE(last_output_.find(part), std::string::npos) << part << " in " << last_output_;
+  }
+  EXPECT_EQ(last_output_.find("test accuracy"), last_output_.rfind("test accuracy"));  // from one rank only
+  const auto svg = read(folder_ / "curves.svg");
+  EXPECT_TRUE(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
+  EXPECT_NE(svg.find("2 ranks, 6 epochs of 600 images"), std::string::npos);
+}
+
+TEST_F(Demo, IsTheSameTrainingOnAnyNumberOfRanks) {
+  const std::string flags = "--epochs 2 --batch 60 --limit 480";
+  const auto one = trained(1, flags), two = trained(2, flags), three = trained(3, flags), again = trained(2, flags);
+  ASSERT_EQ(one["losses"].size(), 16u);
+  for (const auto* other : {&two, &three}) {
+    ASSERT_EQ((*other)["losses"].size(), 16u);
+    for (size_t i = 0; i < 16; ++i) {
+      EXPECT_NEAR(one["losses"][i].get<double>(), (*other)["losses"][i].get<double>(), 1e-3) << "step " << i;
+    }
+    EXPECT_EQ((*other)["test_images"], 205);
+  }
+  EXPECT_EQ(two["losses"], again["losses"]);  // and the same to the bit when run again
+  EXPECT_EQ(two["test_loss"], again["test_loss"]);
+}
+
+TEST_F(Demo, TrainsTheSmallNetToo) {
+  const auto result = trained(2, "--net small --epochs 1 --batch 64 --limit 128");
+  EXPECT_EQ(result["losses"].size(), 2u);
+}
+
+TEST_F(Demo, SaysWhatIsWrongWithItsFlags) {
+  expect_failure(demo(2, "--epoch-count 3"), "--epoch-count");
+  expect_failure(demo(2, "--epochs 0"), "--epochs");
+  expect_failure(demo(2, "--epochs many"), "--epochs");
+  expect_failure(demo(2, "--net huge"), "--net");
+  expect_failure(demo(2, "--batch 31"),
+                 "a batch of 31 images does not divide by 2 ranks. Give --batch a multiple of 2");
+  expect_failure(demo(2, "--json " + (folder_ / "none" / "a.json").string()),
+                 "its folder is not there or not writable");
+}
+
+TEST_F(Demo, SaysWhatIsWrongWithItsData) {
+  const auto images = folder_ / "train-images-idx3-ubyte";
+  const auto whole = read(images);
+  write(images, whole.substr(0, 1000));
+  expect_failure(demo(2, ""), "train-images-idx3-ubyte, byte 1000: the file ends here");
+  write(images, "not an image");
+  expect_failure(demo(2, ""), "not an idx file");
+  fs::remove(images);
+  expect_failure(demo(2, ""), "train-images-idx3-ubyte.gz is not there. The Debian package dataset-fashion-mnist");
+}
+
+TEST(FashionMnistDemo, LearnsFromTheRealImages) {
+  const fs::path data = "/usr/share/datasets/fashion-mnist";
+  if (!fs::exists(data)) GTEST_SKIP() << "needs the Debian package dataset-fashion-mnist";
+  const auto json = fs::temp_directory_path() / ("demo-test-" + std::to_string(::getpid()) + ".json");
+  const auto svg = fs::path(json).replace_extension("svg");
+  const auto outcome = shell(std::string(MUSTER_COMMAND) + " run -n 2 " + MUSTER_FASHION_MNIST +
+                             " --limit 512 --epochs 1 --batch 32 --json " + json.string() + " --out " + svg.string());
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  const auto result = nlohmann::json::parse(read(json));
+  EXPECT_EQ(result["losses"].size(), 16u);
+  EXPECT_EQ(result["test_images"], 512);
+  EXPECT_LT(result["losses"].back(), result["losses"].front());
+  fs::remove(json);
+  fs::remove(svg);
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,398 @@
+// Faults: a rank is killed, stopped, delayed or corrupted at each phase of each collective, or killed at any moment;
+// the others must be told who it was, in time, and nothing may hang or stay behind.
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <signal.h>
+
+#include <random>
+
+#include "base/text.h"
+#include "muster/comm/collectives.h"
+#include "support/forked.h"
+#include "support/patterns.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr int kRanks = 3, kVictim = 1;
+constexpr int64_t kInTime = milliseconds(100) / std::chrono::nanoseconds(1);
+constexpr int64_t kSmall = 5, kLarge = 300'000;
+
+Deadline patience() { return Deadline::after(seconds(60)); }
+
+// A collective as one call, which returns what this rank has from it.
+struct Call {
+  const char* name;
+  at::Tensor (*run)(World&, int64_t count);
+};
+
+at::Tensor mine(World& world, int64_t count) { return tile(table_of(at::kFloat, world.rank()), 0, count); }
+std::vector<at::Tensor> many(World& world, int64_t count) {
+  std::vector<at::Tensor> list;
+  for (int r = 0; r < world.world_size(); ++r) list.push_back(mine(world, count));
+  return list;
+}
+at::Tensor room(World& world, int64_t count) { return at::zeros({count * world.world_size()}); }
+
+// The victim is the root where it sends something, and is none where it is sent something.
+const std::vector<Call> kCalls = {
+    {"all_reduce",
+     [](World& w, int64_t n) {
+       const auto t = mine(w, n);
+       all_reduce(t);
+       return t;
+     }},
+    {"all_reduce on the heap",
+     [](World& w, int64_t n) {
+       const auto t = w.heap().empty({n}).copy_(mine(w, n));
+       all_reduce(t);
+       return t;
+     }},
+    {"all_reduce_async",
+     [](World& w, int64_t n) {
+       const auto t = mine(w, n);
+       all_reduce_async(t).wait();
+       return t;
+     }},
+    {"reduce",
+     [](World& w, int64_t n) {
+       const auto t = mine(w, n);
+       reduce(t, 0);
+       return t;
+     }},
+    {"broadcast",
+     [](World& w, int64_t n) {
+       const auto t = mine(w, n);
+       broadcast(t, kVictim);
+       return t;
+     }},
+    {"all_gather",
+     [](World& w, int64_t n) {
+       const auto t = room(w, n);
+       all_gather_into_tensor(t, mine(w, n));
+       return t;
+     }},
+    {"reduce_scatter",
+     [](World& w, int64_t n) {
+       const auto t = at::zeros({n});
+       reduce_scatter(t, many(w, n));
+       return t;
+     }},
+    {"gather",
+     [](World& w, int64_t n) {
+       const auto t = many(w, n);
+       gather(mine(w, n), w.rank() == 0 ? t : std::vector<at::Tensor>{}, 0);
+       return t[kVictim];
+     }},
+    {"scatter",
+     [](World& w, int64_t n) {
+       const auto t = at::zeros({n});
+       scatter(t, w.rank() == kVictim ? many(w, n) : std::vector<at::Tensor>{}, kVictim);
+       return t;
+     }},
+    {"all_to_all_single",
+     [](World& w, int64_t n) {
+       const auto t = room(w, n);
+       all_to_all_single(t, room(w, n) + 1 + w.rank());
+       return t;
+     }},
+};
+const Call kBarrier = {"barrier", [](World&, int64_t) {
+                         barrier();
+                         return at::Tensor();
+                       }};
+
+constexpr std::pair<FaultPhase, const char*> kPhases[] = {{FaultPhase::kStart, "start"},
+                                                          {FaultPhase::kPosted, "posted"},
+                                                          {FaultPhase::kMiddle, "middle"},
+                                                          {FaultPhase::kEnd, "end"}};
+
+WorldOptions with(Fault fault, milliseconds timeout = seconds(30)) {
+  WorldOptions options;
+  options.faults.add(std::move(fault));
+  options.timeout = timeout;
+  return options;
+}
+
+// Calls again and again until it is told that somebody is lost; returns who, in words, "" where it never is.
+std::string until_lost(World& world, const Call& call, int64_t count, std::atomic<int64_t>* started = nullptr) {
+  for (int i = 0; i < 1000; ++i) try {
+      if (started) *started = now_ns();
+      call.run(world, count);
+    } catch (const PeerLost& lost) {
+      EXPECT_THROW(barrier(), PeerLost);
+      return text("rank ", lost.rank(), ": ", lost.what());
+    }
+  return {};
+}
+
+template <typename Fn>
+void for_all_calls(Fn fn) {
+  for (const auto& [phase, phase_name] : kPhases)
+    for (const int64_t count : {kSmall, kLarge}) {
+      for (const auto& call : kCalls) {
+        SCOPED_TRACE(testing::Message() << call.name << ", " << count << " elements, phase " << phase_name);
+        fn(call, count, phase);
+      }
+      if (count == kSmall) {
+        SCOPED_TRACE(testing::Message() << "barrier, phase " << phase_name);
+        fn(kBarrier, count, phase);
+      }
+    }
+}
+
+// --- ranks as threads ---
+
+TEST(Fault, KillAtEachPhase) {
+  for_all_calls([](const Call& call, int64_t count, FaultPhase phase) {
+    run_threads(
+        kRanks,
+        [&](World& world) {
+          EXPECT_CONTAINS(until_lost(world, call, count), "rank 1: rank 1 ended: killed by its FaultPlan");
+        },
+        with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase}));
+  });
+}
+
+TEST(Fault, StopIsTimeoutNamingIt) {
+  for (const auto& [phase, name] : kPhases)
+    for (const int64_t count : {kSmall, kLarge}) {
+      SCOPED_TRACE(testing::Message() << name << ", " << count);
+      run_threads(
+          kRanks,
+          [&](World& world) {
+            const std::string said = message_of<Timeout>([&] {
+              for (int i = 0; i < 10; ++i) kCalls[0].run(world, count);
+            });
+            EXPECT_CONTAINS(said, "rank 1");
+            EXPECT_CONTAINS(said, "timed out");
+          },
+          with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase}, milliseconds(400)));
+    }
+}
+
+TEST(Fault, DelayDelays) {
+  constexpr milliseconds kDelay{60};
+  for (const auto& [phase, name] : kPhases) {
+    SCOPED_TRACE(name);
+    run_threads(
+        kRanks,
+        [&](World& world) {
+          for (int operation = 0; operation < 3; ++operation) {
+            const auto began = Clock::now();
+            const at::Tensor t = mine(world, kLarge);
+            all_reduce(t);
+            EXPECT_EQ(difference(t, reduced_table(at::kFloat, ReduceOp::SUM, kRanks), 0), "");
+            if (operation == 1 && world.rank() == kVictim) {
+              EXPECT_GE(Clock::now() - began, kDelay);
+            }
+          }
+        },
+        with({.action = FaultAction::kDelay, .rank = kVictim, .operation = 1, .phase = phase, .delay = kDelay}));
+  }
+}
+
+// So that a suite that compares results can be seen to fail.
+TEST(Fault, CorruptChangesTheResult) {
+  for (const int64_t count : {kSmall, int64_t{3000}, kLarge})
+    for (const auto& call : kCalls) {
+      SCOPED_TRACE(testing::Message() << call.name << ", " << count);
+      std::vector<at::Tensor> right(kRanks), wrong(kRanks);
+      const auto into = [&](std::vector<at::Tensor>& results) {
+        return [&](World& world) {
+          barrier();
+          results[static_cast<size_t>(world.rank())] = call.run(world, count).clone();
+          barrier();
+        };
+      };
+      run_threads(kRanks, into(right));
+      run_threads(kRanks, into(wrong), with({.action = FaultAction::kCorrupt, .rank = kVictim, .operation = 1}));
+      bool differs = false;
+      for (int r = 0; r < kRanks; ++r)
+        differs = differs || !at::equal(right[static_cast<size_t>(r)], wrong[static_cast<size_t>(r)]);
+      EXPECT_TRUE(differs);
+    }
+}
+
+TEST(Fault, ConcernsOnlyItsGroup) {
+  run_threads(
+      kRanks,
+      [](World& world) {
+        const Group first = world.new_group({2, 1, 0}), second = world.new_group({0, 1, 2});
+        for (int i = 0; i < 3; ++i) all_reduce(at::ones({3}), {.group = second});
+        for (int i = 0; i < 3; ++i) barrier();
+        all_reduce(at::ones({3}), {.group = first});
+        EXPECT_THROW(all_reduce(at::ones({3}), {.group = first}), PeerLost);
+        barrier();
+      },
+      with({.action = FaultAction::kKill, .rank = kVictim, .operation = 1, .group = "group 1"}));
+}
+
+TEST(FaultPlan, Parse) {
+  const auto plan = FaultPlan::parse(
+      "kill:rank=1,operation=5;delay:rank=0,operation=9,ms=200,phase=middle,group=group 2;stop:;corrupt:rank=3");
+  ASSERT_EQ(plan.faults().size(), 4u);
+  EXPECT_EQ(plan.faults()[0].action, FaultAction::kKill);
+  EXPECT_EQ(plan.faults()[0].rank, 1);
+  EXPECT_EQ(plan.faults()[0].operation, 5u);
+  EXPECT_EQ(plan.faults()[0].phase, FaultPhase::kStart);
+  EXPECT_EQ(plan.faults()[0].group, "world");
+  EXPECT_EQ(plan.faults()[1].action, FaultAction::kDelay);
+  EXPECT_EQ(plan.faults()[1].delay, milliseconds(200));
+  EXPECT_EQ(plan.faults()[1].phase, FaultPhase::kMiddle);
+  EXPECT_EQ(plan.faults()[1].group, "group 2");
+  EXPECT_EQ(plan.faults()[2].action, FaultAction::kStop);
+  EXPECT_EQ(plan.faults()[3].action, FaultAction::kCorrupt);
+  EXPECT_TRUE(FaultPlan::parse("").empty());
+  for (const char* bad : {"explode:rank=1", "kill", "kill:rank", "kill:rank=x", "kill:rank=1x", "kill:operation=-1",
+                          "kill:phase=late", "kill:when=now", "kill:rank=99999999999", ":rank=1", "delay:ms=1.5"})
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { FaultPlan::parse(bad); }), "is not a fault") << bad;
+}
+
+// --- ranks as processes ---
+
+// Survivors know within kInTime of the victim's last sign of life.
+void expect_in_time(const char* what, const std::vector<int64_t>& delays) {
+  const int64_t longest = *std::max_element(delays.begin(), delays.end());
+  std::cout << what << ": survivors knew within " << static_cast<double>(longest) / 1e6 << " ms (" << delays.size()
+            << " cases)\n";
+  EXPECT_LE(longest, kInTime) << what;
+}
+
+TEST(FaultProcess, KillAtEachPhase) {
+  const auto before = leftovers();
+  std::vector<int64_t> delays;
+  for_all_calls([&](const Call& call, int64_t count, FaultPhase phase) {
+    const ForkedJob job;
+    const SharedNumbers numbers(1 + kRanks);  // when the victim's last call began; when each survivor knew
+    ForkedRanks ranks(kRanks, [&](int rank) {
+      World world =
+          job.join(rank, kRanks, with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase}));
+      const World::Scope scope(world);
+      const auto said = until_lost(world, call, count, rank == kVictim ? &numbers[0] : nullptr);
+      numbers[static_cast<size_t>(1 + rank)] = now_ns();
+      return said;
+    });
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const auto end = ranks.wait(rank, patience());
+      if (rank == kVictim) {
+        EXPECT_EQ(end.signal, SIGKILL) << end.said;
+        continue;
+      }
+      EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
+      EXPECT_CONTAINS(end.said, text("rank 1: rank 1 (pid ", ranks.pid(kVictim), ") died"));
+      delays.push_back(numbers[static_cast<size_t>(1 + rank)] - numbers[0]);
+    }
+  });
+  expect_in_time("killed by FaultPlan", delays);
+  EXPECT_EQ(leftovers(), before);
+}
+
+TEST(FaultProcess, StopIsTimeoutNamingIt) {
+  const ForkedJob job;
+  ForkedRanks ranks(kRanks, [&](int rank) {
+    World world =
+        job.join(rank, kRanks,
+                 with({.action = FaultAction::kStop, .rank = kVictim, .operation = 1, .phase = FaultPhase::kPosted},
+                      milliseconds(1500)));
+    const World::Scope scope(world);
+    return message_of<Timeout>([&] {
+      for (int i = 0; i < 10; ++i) kCalls[0].run(world, kLarge);
+    });
+  });
+  for (const int rank : {0, 2}) {
+    const auto end = ranks.wait(rank, patience());
+    EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+    EXPECT_CONTAINS(end.said, text("rank 1 (pid ", ranks.pid(kVictim)));
+  }
+  ranks.signal(kVictim, SIGCONT);  // it goes on, and is told what happened
+  EXPECT_CONTAINS(ranks.wait(kVictim, patience()).said, "timed out");
+}
+
+// SIGKILL from outside, at any moment of a loop of all_reduce.
+TEST(FaultProcess, SigkillAtRandomMoments) {
+  constexpr int kTimes = 30;
+  const auto before = leftovers();
+  std::vector<int64_t> delays;
+  std::mt19937 random(20240607);
+  for (int time = 0; time < kTimes; ++time) {
+    SCOPED_TRACE(time);
+    const int victim = static_cast<int>(random() % kRanks);
+    const int64_t count = int64_t{1} << (random() % 21);
+    const Call& call = kCalls[random() % 3];
+    const ForkedJob job;
+    const SharedNumbers numbers(2 * kRanks);  // operations done; when each knew
+    ForkedRanks ranks(kRanks, [&](int rank) {
+      World world = job.join(rank, kRanks);
+      const World::Scope scope(world);
+      try {
+        for (;; ++numbers[static_cast<size_t>(rank)]) call.run(world, count);
+      } catch (const PeerLost& lost) {
+        numbers[static_cast<size_t>(kRanks + rank)] = now_ns();
+        return text("rank ", lost.rank(), ": ", lost.what());
+      }
+    });
+    for (int rank = 0; rank < kRanks; ++rank)
+      for (const auto deadline = patience(); numbers[static_cast<size_t>(rank)] < 3 && !deadline.passed();)
+        ::usleep(100);
+    ::usleep(static_cast<useconds_t>(random() % 5000));  // any moment: this is the test, not a synchronisation
+    const int64_t killed_at = now_ns();
+    ranks.signal(victim, SIGKILL);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const auto end = ranks.wait(rank, patience());
+      if (rank == victim) {
+        EXPECT_EQ(end.signal, SIGKILL) << end.said;
+        continue;
+      }
+      EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
+      EXPECT_CONTAINS(end.said, text("rank ", victim, ": rank ", victim, " (pid ", ranks.pid(victim), ") died"));
+      delays.push_back(numbers[static_cast<size_t>(kRanks + rank)] - killed_at);
+    }
+  }
+  expect_in_time("killed at random moments", delays);
+  EXPECT_EQ(leftovers(), before);
+}
+
+TEST(FaultProcess, MessagesFromAKilledRank) {
+  const std::vector<std::function<void()>> calls = {
+      [] { recv(at::ones({10}), kVictim); }, [] { irecv(at::ones({10}), kVictim).wait(); },
+      [] { send(at::ones({100'000}), kVictim); }, [] { isend(at::ones({100'000}), kVictim).wait(); }};
+  std::vector<int64_t> delays;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    SCOPED_TRACE(i);
+    const ForkedJob job;
+    const SharedNumbers numbers(1);
+    ForkedRanks ranks(2, [&](int rank) {
+      World world = job.join(rank, 2);
+      const World::Scope scope(world);
+      if (rank == kVictim) {
+        world.store().set("here", "1");
+        world.store().get("nobody sets this", patience());
+      }
+      world.store().get("here", patience());
+      world.store().set("waiting", "1");
+      try {
+        calls[i]();
+      } catch (const PeerLost& lost) {
+        numbers[0] = now_ns();
+        return std::string(lost.what());
+      }
+      return std::string("nothing was thrown");
+    });
+    job.store()->get("waiting", patience());
+    const int64_t killed_at = now_ns();
+    ranks.signal(kVictim, SIGKILL);
+    EXPECT_CONTAINS(ranks.wait(0, patience()).said, text("rank 1 (pid ", ranks.pid(kVictim), ") died"));
+    delays.push_back(numbers[0] - killed_at);
+  }
+  expect_in_time("messages", delays);
+}
+
+}  // namespace
+}  // namespace muster::test

@@ -1,0 +1,297 @@
+// What the tests of the launcher start as ranks: one program, whose first argument says how it behaves.
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <map>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/launch/launcher.h"
+#include "muster/store/store.h"
+
+namespace {
+
+using muster::Deadline;
+using muster::text;
+using Arguments = std::vector<std::string>;
+
+constexpr std::chrono::seconds kPatience{30};
+
+int number(const char* name) { return std::getenv(name) ? std::atoi(std::getenv(name)) : -1; }
+int rank() { return number("RANK"); }
+
+void say(const std::string& words) { std::cout << words << std::endl; }
+
+// Ends by itself should everything else fail, so that no test can leave it behind for good.
+int stay() {
+  ::poll(nullptr, 0, 60'000);
+  return 99;
+}
+
+// Waits until all ranks have come here.
+void meet(const std::string& where) {
+  auto store = muster::connect_store(std::getenv("MUSTER_STORE"), Deadline::after(kPatience));
+  if (store->add("count/" + where, 1) == number("WORLD_SIZE")) store->set("all/" + where, "");
+  store->wait({"all/" + where}, Deadline::after(kPatience));
+}
+
+int print_environment(const Arguments&) {
+  for (char** variable = environ; *variable; ++variable) say(*variable);
+  return 0;
+}
+
+int flood(const Arguments& arguments) {
+  const int lines = std::atoi(arguments.at(0).c_str());
+  const std::string padding(40 + rank(), static_cast<char>('a' + rank()));
+  for (int line = 0; line < lines; ++line) std::printf("%d %d %s\n", rank(), line, padding.c_str());
+  return 0;
+}
+
+// Writes its second argument, with \r and \n as they are in C, to standard output or, as "err", to standard error.
+int write_bytes(const Arguments& arguments) {
+  std::string bytes;
+  for (size_t at = 0; at < arguments.at(1).size(); ++at) {
+    const auto& from = arguments[1];
+    if (from[at] == '\\' && at + 1 < from.size()) {
+      bytes += from[++at] == 'n' ? '\n' : from[at] == 'r' ? '\r' : from[at] == '0' ? '\0' : from[at];
+    } else {
+      bytes += from[at];
+    }
+  }
+  const int fd = arguments[0] == "err" ? STDERR_FILENO : STDOUT_FILENO;
+  return ::write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()) ? 0 : 1;
+}
+
+int long_line(const Arguments& arguments) {
+  const int size = std::atoi(arguments.at(0).c_str());
+  for (int i = 0; i < size; ++i) std::putchar('a' + i % 26);
+  std::putchar('\n');
+  return 0;
+}
+
+int every_byte(const Arguments&) {
+  for (int i = 0; i < 4096; ++i) std::putchar((i * 37) & 255);
+  return 0;
+}
+
+// fail RANK STATUS: all meet, that rank prints 30 lines and exits, the others stay, with "stubborn" in spite of
+// SIGTERM.
+int fail(const Arguments& arguments) {
+  if (arguments.size() > 2) ::signal(SIGTERM, SIG_IGN);
+  meet("fail");
+  if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
+  for (int line = 0; line < 30; ++line) std::cerr << "trouble " << line << std::endl;
+  say("failing");
+  return std::atoi(arguments.at(1).c_str());
+}
+
+int throw_in_rank(const Arguments& arguments) {
+  meet("throw");
+  if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
+  throw std::runtime_error("the disk is full");
+}
+
+// Rank 0 throws PeerLost, and only when the launcher must have learned of that does rank 1 show that it was the cause.
+int echo_first(const Arguments&) {
+  meet("echo");
+  const auto parent = text("/proc/", ::getppid(), "/task/", ::getppid(), "/children");
+  if (rank() == 0) throw muster::PeerLost(1, 0, "rank 1 went away");
+  std::ifstream children(parent);
+  std::vector<pid_t> siblings;
+  for (pid_t child = 0; children >> child;) siblings.push_back(child);
+  for (const auto deadline = Deadline::after(kPatience); !deadline.passed(); ::poll(nullptr, 0, 1)) {
+    for (const pid_t sibling : siblings) {
+      std::ifstream stat(text("/proc/", sibling, "/stat"));
+      std::string line;
+      std::getline(stat, line);
+      if (line.find(") Z ") == std::string::npos) continue;
+      return 7;
+    }
+  }
+  return 98;
+}
+
+int die(const Arguments& arguments) {
+  meet("die");
+  if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
+  ::raise(std::atoi(arguments.at(1).c_str()));
+  return 0;
+}
+
+// Says which signals come; SIGUSR2 ends it well. With "stubborn", nothing but SIGUSR2 and SIGKILL ends it.
+int tell_signals(const Arguments& arguments) {
+  sigset_t all;
+  ::sigemptyset(&all);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGQUIT}) ::sigaddset(&all, signal);
+  ::sigprocmask(SIG_BLOCK, &all, nullptr);
+  meet("signals");
+  say("ready");
+  for (;;) {
+    const timespec patience{60, 0};
+    const int signal = ::sigtimedwait(&all, nullptr, &patience);
+    if (signal < 0) return 99;
+    say(text("got ", ::sigabbrev_np(signal)));
+    if (signal == SIGUSR2) return 0;
+    if (signal != SIGUSR1 && arguments.empty()) return 5;
+  }
+}
+
+// A child in the rank's group and one in a session of its own, which leaves a grandchild; then "end", "fail" or stay.
+int make_family(const Arguments& arguments) {
+  if (::fork() == 0) return stay();
+  if (::fork() == 0) {
+    ::setsid();
+    if (::fork() == 0) return stay();
+    return stay();
+  }
+  meet("family");
+  say("ready");
+  if (arguments.empty()) return stay();
+  return arguments[0] == "fail" && rank() == 0 ? 4 : 0;
+}
+
+std::set<std::string> socket_inodes(pid_t pid) {
+  std::set<std::string> inodes;
+  DIR* folder = ::opendir(text("/proc/", pid, "/fd").c_str());
+  while (const dirent* entry = folder ? ::readdir(folder) : nullptr) {
+    char target[64] = {};
+    if (::readlink(text("/proc/", pid, "/fd/", entry->d_name).c_str(), target, sizeof target - 1) < 0) continue;
+    const std::string name = target;
+    if (name.starts_with("socket:[")) inodes.insert(name.substr(8, name.size() - 9));
+  }
+  if (folder) ::closedir(folder);
+  return inodes;
+}
+
+// The launcher's sockets, and how many of them are of a network.
+int count_sockets(const Arguments&) {
+  meet("sockets");
+  const auto inodes = socket_inodes(::getppid());
+  int network = 0;
+  for (const char* table : {"tcp", "tcp6", "udp", "udp6", "raw", "raw6"}) {
+    std::ifstream file(text("/proc/net/", table));
+    for (std::string line; std::getline(file, line);) {
+      std::istringstream words(line);
+      const std::vector<std::string> columns{std::istream_iterator<std::string>(words), {}};
+      if (columns.size() > 9 && inodes.contains(columns[9])) ++network;
+    }
+  }
+  say(text("sockets ", inodes.empty() ? "none" : "some", ", network ", network));
+  return 0;
+}
+
+int list_descriptors(const Arguments&) {
+  for (int fd = 0; fd < 4096; ++fd)
+    if (::fcntl(fd, F_GETFD) >= 0) say(text("fd ", fd));
+  return 0;
+}
+
+int print_signal_state(const Arguments&) {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("Sig") || line.starts_with("ShdPnd")) say(line);
+  return 0;
+}
+
+int echo_input(const Arguments&) {
+  std::string line;
+  if (std::getline(std::cin, line)) {
+    say("read " + line);
+  } else {
+    say("no input");
+  }
+  return 0;
+}
+
+// A bar of rank 0 on the terminal; at SIGUSR1 a line of rank 1 over it; at SIGUSR2 the bar's last state.
+int bar_and_line(const Arguments&) {
+  const auto write = [](const char* bytes) {
+    if (::write(STDERR_FILENO, bytes, std::strlen(bytes)) < 0) std::abort();
+  };
+  sigset_t ours;
+  ::sigemptyset(&ours);
+  for (const int signal : {SIGUSR1, SIGUSR2}) ::sigaddset(&ours, signal);
+  ::sigprocmask(SIG_BLOCK, &ours, nullptr);
+  meet("blocked");
+  if (rank() == 0) write("\rbar 50%\x1b[K");
+  for (;;) {
+    const timespec patience{60, 0};
+    const int signal = ::sigtimedwait(&ours, nullptr, &patience);
+    if (signal < 0) return 99;
+    if (signal == SIGUSR1 && rank() == 1) say("a line");
+    if (signal == SIGUSR2 && rank() == 0) write("\rbar 100%\x1b[K\n");
+    if (signal == SIGUSR2) return 0;
+  }
+}
+
+// launch_function() with its output through this process, as a program with spawn() has it.
+int function_main(const Arguments& arguments) {
+  const auto& what = arguments.at(0);
+  muster::launch::LaunchOptions options;
+  if (what == "prefixed") options.output = muster::launch::RankOutput::kPrefixed;
+  std::cout << "before" << (what == "stay" ? "\n" : "");  // still in our buffer when the ranks are forked
+  const auto outcome = muster::launch::launch_function(
+      2,
+      [&] {
+        meet("function");
+        if (what == "stay") {
+          say("ready");
+          return stay();
+        }
+        std::cout << "out of " << rank() << "\n";
+        std::fprintf(stderr, "err of %d\n", rank());
+        return 0;
+      },
+      options);
+  say("after");
+  return outcome.status;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const rlimit no_core{};
+  ::setrlimit(RLIMIT_CORE, &no_core);
+  const std::map<std::string, int (*)(const Arguments&)> behaviours{
+      {"nothing", [](const Arguments&) { return 0; }},
+      {"environment", print_environment},
+      {"flood", flood},
+      {"write", write_bytes},
+      {"long-line", long_line},
+      {"every-byte", every_byte},
+      {"fail", fail},
+      {"throw", throw_in_rank},
+      {"echo-first", echo_first},
+      {"die", die},
+      {"signals", tell_signals},
+      {"family", make_family},
+      {"sockets", count_sockets},
+      {"descriptors", list_descriptors},
+      {"signal-state", print_signal_state},
+      {"input", echo_input},
+      {"bar", bar_and_line},
+      {"function", function_main},
+  };
+  const auto behaviour = behaviours.find(argc > 1 ? argv[1] : "");
+  if (behaviour == behaviours.end()) {
+    std::cerr << "launch_program: no such behaviour" << std::endl;
+    return 97;
+  }
+  return behaviour->second(Arguments(argv + 2, argv + argc));
+}

@@ -1,0 +1,519 @@
+// muster run as its users meet it: started as a program, watched from outside.
+#include <gmock/gmock.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <regex>
+
+#include "launch/outcome.h"
+#include "multiprocess/launch_support.h"
+
+namespace muster::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::ElementsAre;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::StartsWith;
+using ::testing::UnorderedElementsAre;
+
+using Words = std::vector<std::string>;
+
+// muster run OPTIONS… launch_program BEHAVIOUR…
+Words run_of(Words options, const Words& behaviour) {
+  Words command{MUSTER_COMMAND, "run"};
+  command.insert(command.end(), options.begin(), options.end());
+  command.push_back(MUSTER_LAUNCH_PROGRAM);
+  command.insert(command.end(), behaviour.begin(), behaviour.end());
+  return command;
+}
+
+class Launch : public ::testing::Test {
+ protected:
+  void TearDown() override {
+    EXPECT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty()) << "the job left processes behind";
+  }
+};
+
+TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
+  Process job(run_of({"-n", "3"}, {"environment"}), {.env = {"OMP_NUM_THREADS=7", "MUSTER_TERMINAL=1", "MINE=yes"}});
+  ASSERT_EQ(job.finish(), 0) << job.err;
+  std::map<std::string, std::map<std::string, std::string>> ranks;
+  for (const auto& line : lines_of(job.out)) {
+    const auto equals = line.find('=');
+    if (equals != std::string::npos) ranks[line.substr(0, 3)][line.substr(4, equals - 4)] = line.substr(equals + 1);
+  }
+  ASSERT_EQ(ranks.size(), 3u);
+  for (int rank = 0; rank < 3; ++rank) {
+    auto& env = ranks[text('[', rank, ']')];
+    for (const char* name : {"RANK", "LOCAL_RANK", "ROLE_RANK"}) EXPECT_EQ(env[name], text(rank)) << name;
+    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"}) EXPECT_EQ(env[name], "3") << name;
+    for (const char* name : {"GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"})
+      EXPECT_EQ(env[name], "0") << name;
+    EXPECT_EQ(env["GROUP_WORLD_SIZE"], "1");
+    EXPECT_EQ(env["ROLE_NAME"], "default");
+    EXPECT_EQ(env["MASTER_ADDR"], "127.0.0.1");
+    EXPECT_GT(std::stoi(env["MASTER_PORT"]), 1023);
+    EXPECT_THAT(env["MUSTER_STORE"], StartsWith("unix:@muster-"));
+    EXPECT_EQ(env["MUSTER_JOB_ID"].size(), 32u);
+    EXPECT_EQ(env["MUSTER_JOB_ID"], ranks["[0]"]["MUSTER_JOB_ID"]);
+    EXPECT_EQ(env["TORCHELASTIC_RUN_ID"], env["MUSTER_JOB_ID"]);
+    EXPECT_EQ(env["OMP_NUM_THREADS"], "7") << "the user's choice";
+    EXPECT_EQ(env["MINE"], "yes");
+    EXPECT_EQ(env.count("MUSTER_TERMINAL"), 0u) << "of a job around this one";
+  }
+}
+
+TEST_F(Launch, ThreadsAreSharedOutAmongTheRanks) {
+  Process job({MUSTER_COMMAND, "run", "-n", "1", "env", "-u", "OMP_NUM_THREADS", MUSTER_COMMAND, "run", "--no-prefix",
+               "-n", "64", MUSTER_LAUNCH_PROGRAM, "environment"});
+  ASSERT_EQ(job.finish(), 0) << job.err;
+  EXPECT_THAT(job.out, HasSubstr("OMP_NUM_THREADS=1\n"));  // or 64 ranks on more than 127 cores
+}
+
+TEST_F(Launch, LinesOfManyRanksStayWhole) {
+  constexpr int kLines = 25'000;
+  Process job(run_of({"-n", "4"}, {"flood", text(kLines)}));
+  ASSERT_EQ(job.finish(), 0) << job.err;
+  std::map<int, int> next;
+  for (const auto& line : lines_of(job.out)) {
+    int rank = -1;
+    ASSERT_EQ(std::sscanf(line.c_str(), "[%d]", &rank), 1) << line;
+    const std::string padding(static_cast<size_t>(40 + rank), static_cast<char>('a' + rank));
+    ASSERT_EQ(line, text('[', rank, "] ", rank, ' ', next[rank]++, ' ', padding));
+  }
+  for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(next[rank], kLines);
+}
+
+TEST_F(Launch, LinesStayWholeWhereBothOutputsAreOnePipe) {
+  Process job({MUSTER_COMMAND, "run", "-n", "2", "sh", "-c",
+               "i=0; while [ $i -lt 3000 ]; do echo out-out-out-out; echo err-err-err-err >&2; i=$((i+1)); done"},
+              {.one_pipe = true});
+  ASSERT_EQ(job.finish(), 0);
+  std::map<std::string, int> count;
+  for (const auto& line : lines_of(job.out)) ++count[line];
+  EXPECT_THAT(count,
+              UnorderedElementsAre(std::pair("[0] out-out-out-out", 3000), std::pair("[0] err-err-err-err", 3000),
+                                   std::pair("[1] out-out-out-out", 3000), std::pair("[1] err-err-err-err", 3000)));
+}
+
+TEST_F(Launch, OutputGoesWhereTheRankSentIt) {
+  Process job(run_of({"-n", "1"}, {"write", "err", "to err\\n"}));
+  EXPECT_EQ(job.finish(), 0);
+  EXPECT_EQ(job.out, "");
+  EXPECT_EQ(job.err, "[0] to err\n");
+}
+
+TEST_F(Launch, LinesInEveryShape) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"no end", "[0] no end\n"},
+      {"one\\ntwo", "[0] one\n[0] two\n"},
+      {"\\n\\n", "[0] \n[0] \n"},
+      {"\\r10%\\r20%\\r30%\\n", "[0] 30%\r\n"},  // a bar ends in its last state; what follows is as for "30%\r\n"
+      {"10%\\r20%\\rdone\\nnext\\n", "[0] done\n[0] next\n"},
+      {"10%\\r20%", "[0] 20%\n"},
+      {"10%\\r20%\\r", "[0] 20%\r\n"},
+      {"dos\\r\\nlines\\r\\n", "[0] dos\r\n[0] lines\r\n"},
+      {"", ""},
+  };
+  for (const auto& [written, printed] : cases) {
+    Process job(run_of({"-n", "1"}, {"write", "out", written}));
+    ASSERT_EQ(job.finish(), 0) << job.err;
+    EXPECT_EQ(job.out, std::string_view(written) == "\\r10%\\r20%\\r30%\\n" ? "[0] 30%\n" : printed) << written;
+    Process unchanged(run_of({"-n", "1", "--no-prefix"}, {"write", "out", written}));
+    Process alone({MUSTER_LAUNCH_PROGRAM, "write", "out", written});
+    ASSERT_EQ(unchanged.finish(), 0) << unchanged.err;
+    ASSERT_EQ(alone.finish(), 0);
+    EXPECT_EQ(unchanged.out, alone.out) << written;
+  }
+}
+
+TEST_F(Launch, AVeryLongLineIsPrintedInPieces) {
+  Process job(run_of({"-n", "2"}, {"long-line", "200000"}));
+  ASSERT_EQ(job.finish(), 0) << job.err;
+  std::map<std::string, std::string> whole;
+  const auto lines = lines_of(job.out);
+  EXPECT_EQ(lines.size(), 8u);
+  for (const auto& line : lines) whole[line.substr(0, 4)] += line.substr(4);
+  for (const auto& [rank, bytes] : whole) {
+    ASSERT_EQ(bytes.size(), 200'000u) << rank;
+    for (size_t i = 0; i < bytes.size(); ++i) ASSERT_EQ(bytes[i], static_cast<char>('a' + i % 26)) << rank << i;
+  }
+}
+
+TEST_F(Launch, AnyByteAndAnyLengthPassesUnchanged) {
+  for (const Words& behaviour : {Words{"every-byte"}, Words{"long-line", "1000000"}}) {
+    Words alone_command{MUSTER_LAUNCH_PROGRAM};
+    alone_command.insert(alone_command.end(), behaviour.begin(), behaviour.end());
+    Process alone(alone_command);
+    ASSERT_EQ(alone.finish(), 0);
+    Process job(run_of({"-n", "1", "--no-prefix"}, behaviour));
+    ASSERT_EQ(job.finish(), 0);
+    EXPECT_TRUE(job.out == alone.out) << job.out.size() << " and " << alone.out.size();
+  }
+  Process prefixed(run_of({"-n", "2"}, {"every-byte"}));
+  EXPECT_EQ(prefixed.finish(), 0);
+}
+
+TEST_F(Launch, OnATerminalABarIsDrawnInPlaceAndAgainBelowLines) {
+  Process job(run_of({"-n", "2"}, {"bar"}), {.terminal = true, .env = {"NO_COLOR=1", "TERM=xterm"}});
+  // The terminal turns \n into \r\n.
+  ASSERT_TRUE(job.read_until("\r[0] bar 50%\x1b[K"));
+  job.signal(SIGUSR1);
+  ASSERT_TRUE(job.read_until("\r\x1b[K[1] a line\r\n[0] bar 50%\x1b[K")) << job.out;
+  job.signal(SIGUSR2);
+  ASSERT_EQ(job.finish(), 0);
+  EXPECT_THAT(job.out, EndsWith("\r\x1b[K[0] bar 100%\x1b[K\r\n"));
+}
+
+TEST_F(Launch, OnATerminalRank0MayDrawAndPrefixesHaveColours) {
+  Process job(run_of({"-n", "2"}, {"environment"}), {.terminal = true, .env = {"TERM=xterm", "NO_COLOR="}});
+  ASSERT_EQ(job.finish(), 0);
+  EXPECT_THAT(job.out, HasSubstr("\x1b[36m[0]\x1b[0m MUSTER_TERMINAL=1\r\n"));
+  EXPECT_THAT(job.out, HasSubstr("\x1b[36m[0]\x1b[0m COLUMNS=76\r\n"));
+  EXPECT_THAT(job.out, HasSubstr("\x1b[33m[1]\x1b[0m RANK=1\r\n"));
+  EXPECT_THAT(job.out, Not(HasSubstr("\x1b[33m[1]\x1b[0m MUSTER_TERMINAL")));
+}
+
+TEST_F(Launch, ExitStatusIsThatOfTheFirstRankThatFails) {
+  for (const int status : {1, 3, 255}) {
+    Process job(run_of({"-n", "3"}, {"fail", "1", text(status)}));
+    EXPECT_EQ(job.finish(), status);
+    EXPECT_THAT(job.err, HasSubstr(text("exited with status ", status)));
+  }
+}
+
+TEST_F(Launch, TheCauseComesLastWithTheRanksLastLines) {
+  Process job(run_of({"-n", "3"}, {"fail", "2", "3"}));
+  EXPECT_EQ(job.finish(), 3);
+  std::string tail;
+  for (int line = 10; line < 30; ++line) tail += text("  | trouble ", line, '\n');
+  const auto report = job.err.substr(job.err.find("muster: "));
+  EXPECT_THAT(report, ContainsRegex("^muster: rank 2 \\(pid [0-9]+\\) exited with status 3\n"));
+  EXPECT_THAT(report, EndsWith("  its last lines on standard error:\n" + tail));
+  EXPECT_THAT(report, Not(HasSubstr("trouble 9")));
+}
+
+TEST_F(Launch, AnUncaughtExceptionIsNamed) {
+  Process job(run_of({"-n", "2"}, {"throw", "1"}));
+  EXPECT_EQ(job.finish(), 128 + SIGABRT);
+  EXPECT_THAT(job.err, ContainsRegex("\nmuster: rank 1 \\(pid [0-9]+\\) killed by SIGABRT \\(6\\): it ended itself.*\n"
+                                     "  exception std::runtime_error: the disk is full\n"));
+}
+
+TEST_F(Launch, ASignalIsNamedAndExplained) {
+  const std::pair<int, const char*> cases[] = {{SIGSEGV, "killed by SIGSEGV \\(11\\): .*memory that is not its own"},
+                                               {SIGKILL, "killed by SIGKILL \\(9\\): .*out of memory"},
+                                               {SIGABRT, "killed by SIGABRT \\(6\\): it ended itself"},
+                                               {SIGTERM, "killed by SIGTERM \\(15\\): somebody ended this rank alone"}};
+  for (const auto& [signal, words] : cases) {
+    Process job(run_of({"-n", "3"}, {"die", "1", text(signal)}));
+    EXPECT_EQ(job.finish(), 128 + signal);
+    EXPECT_THAT(job.err, ContainsRegex(text("^muster: rank 1 \\(pid [0-9]+\\) ", words)));
+  }
+}
+
+TEST_F(Launch, ARankThatOnlyLostItsPeerIsNotTheCause) {
+  Process job(run_of({"-n", "2"}, {"echo-first"}));
+  EXPECT_EQ(job.finish(), 7);
+  EXPECT_THAT(job.err, ContainsRegex("\nmuster: rank 1 \\(pid [0-9]+\\) exited with status 7"));
+}
+
+TEST_F(Launch, TheOthersAreGoneWithinASecond) {
+  for (const Words& behaviour : {Words{"fail", "0", "3"}, Words{"fail", "0", "3", "stubborn"}}) {
+    Process job(run_of({"-n", "3"}, behaviour));
+    ASSERT_TRUE(job.read_until("failing")) << job.err;
+    const auto failed = Clock::now();
+    EXPECT_EQ(job.finish(), 3);
+    EXPECT_LT(Clock::now() - failed, seconds(1));
+    EXPECT_THAT(job.err, ContainsRegex("muster: rank 0 \\(pid [0-9]+\\) exited with status 3"));
+  }
+}
+
+TEST_F(Launch, StopSignalsAreForwardedAndGiveTheStatus) {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
+    Process job(run_of({"-n", "2"}, {"signals"}));
+    ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
+    job.signal(signal);
+    EXPECT_EQ(job.finish(), 128 + signal);
+    for (const int rank : {0, 1})
+      EXPECT_THAT(job.out, HasSubstr(text('[', rank, "] got ", ::sigabbrev_np(signal), '\n')));
+    EXPECT_EQ(job.err, text("muster: the job was ended by SIG", ::sigabbrev_np(signal), " (", signal, ")\n"));
+  }
+}
+
+TEST_F(Launch, UserSignalsAreForwardedAndEndNothing) {
+  Process job(run_of({"-n", "2"}, {"signals"}));
+  ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
+  job.signal(SIGUSR1);
+  ASSERT_TRUE(job.read_until("[0] got USR1") && job.read_until("[1] got USR1"));
+  job.signal(SIGUSR2);
+  EXPECT_EQ(job.finish(), 0) << job.err;
+}
+
+TEST_F(Launch, ASecondStopSignalKillsAtOnce) {
+  Process job(run_of({"-n", "2", "--stop-grace", "60s"}, {"signals", "stubborn"}));
+  ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
+  job.signal(SIGINT);
+  ASSERT_TRUE(job.read_until("[0] got INT") && job.read_until("[1] got INT"));
+  const auto second = Clock::now();
+  job.signal(SIGINT);
+  EXPECT_EQ(job.finish(), 128 + SIGINT);
+  EXPECT_LT(Clock::now() - second, seconds(1));
+}
+
+TEST_F(Launch, StubbornRanksAreKilledAfterTheStopGrace) {
+  Process job(run_of({"-n", "2", "--stop-grace", "200ms"}, {"signals", "stubborn"}));
+  ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
+  const auto stopped = Clock::now();
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.finish(), 128 + SIGTERM);
+  EXPECT_GE(Clock::now() - stopped, milliseconds(200));
+  EXPECT_LT(Clock::now() - stopped, seconds(2));
+}
+
+TEST_F(Launch, NohupIsRespected) {
+  Process job(run_of({"-n", "1"}, {"signals"}), {.ignore = SIGHUP});
+  ASSERT_TRUE(job.read_until("[0] ready"));
+  job.signal(SIGHUP);
+  job.signal(SIGUSR2);
+  EXPECT_EQ(job.finish(), 0) << job.err;
+  EXPECT_THAT(job.out, Not(HasSubstr("HUP")));
+}
+
+TEST_F(Launch, SuspendingSuspendsTheRanks) {
+  Process job(run_of({"-n", "2"}, {"family"}));
+  ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready"));
+  const auto children = children_of(job.pid());
+  const auto all_are = [&](char state) {
+    for (const auto deadline = Deadline::after(seconds(5)); !deadline.passed(); ::poll(nullptr, 0, 1)) {
+      const auto ranks =
+          std::count_if(children.begin(), children.end(), [&](pid_t pid) { return state_of(pid) == state; });
+      if (ranks == (state == 'T' ? 2 : 3) && state_of(job.pid()) == state) return true;
+    }
+    return false;
+  };
+  ASSERT_EQ(children.size(), 3u) << "two ranks and the guardian";
+  job.signal(SIGTSTP);
+  EXPECT_TRUE(all_are('T'));
+  job.signal(SIGCONT);
+  EXPECT_TRUE(all_are('S'));
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.finish(), 128 + SIGTERM);
+}
+
+TEST_F(Launch, KillingTheLauncherLeavesNoProcess) {
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    Process job(run_of({"-n", "3"}, {"family"}));
+    for (const char* ready : {"[0] ready", "[1] ready", "[2] ready"}) ASSERT_TRUE(job.read_until(ready)) << job.err;
+    job.signal(SIGKILL);
+    EXPECT_EQ(job.wait(), 1000 + SIGKILL);
+    ASSERT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty());
+  }
+}
+
+TEST_F(Launch, KillingTheLauncherWhileItStartsLeavesNoProcess) {
+  for (int delay = 0; delay < 40; ++delay) {
+    Process job(run_of({"-n", "8"}, {"family"}));
+    ::poll(nullptr, 0, delay / 2);  // any moment is right; this spreads them
+    job.signal(SIGKILL);
+    EXPECT_EQ(job.wait(), 1000 + SIGKILL);
+    ASSERT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty()) << delay;
+  }
+}
+
+TEST_F(Launch, KillingTheLauncherOfAJobWithinAJobLeavesNoProcess) {
+  Process job({MUSTER_COMMAND, "run", "-n", "1", MUSTER_COMMAND, "run", "-n", "2", MUSTER_LAUNCH_PROGRAM, "family"});
+  ASSERT_TRUE(job.read_until("[0] [0] ready") && job.read_until("[0] [1] ready")) << job.err;
+  job.signal(SIGKILL);
+  EXPECT_EQ(job.wait(), 1000 + SIGKILL);
+  EXPECT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty());
+}
+
+TEST_F(Launch, WhatRanksLeaveRunningEndsWithTheJob) {
+  for (const auto& [how, status] : {std::pair("end", 0), std::pair("fail", 4)}) {
+    Process job(run_of({"-n", "2"}, {"family", how}));
+    EXPECT_EQ(job.finish(), status) << job.err;  // finish() needs the ends of pipes that those processes hold
+    EXPECT_TRUE(children_of(::getpid()).empty()) << how;
+  }
+}
+
+TEST_F(Launch, BadInputIsOneSentenceAndStatus2) {
+  const auto folder = std::filesystem::temp_directory_path() / text("muster-launch-", ::getpid());
+  std::filesystem::create_directory(folder);
+  const auto write = [&](const char* name, const char* content, mode_t mode) {
+    std::ofstream(folder / name) << content;
+    ::chmod((folder / name).c_str(), mode);
+  };
+  write("here", "#!/bin/sh\n", 0755);
+  write("plain", "#!/bin/sh\n", 0644);
+  write("no-interpreter", "echo started\n", 0755);
+  write("bad-interpreter", "#!/no/such/shell\necho started\n", 0755);
+  const std::pair<Words, const char*> cases[] = {
+      {{"-n", "0", "true"}, "-n 0 ranks cannot be run"},
+      {{"-n", "-3", "true"}, "-n -3 ranks cannot be run"},
+      {{"-n", "two", "true"}, "'two' is no whole number"},
+      {{"-n", "2x", "true"}, "'2x' is no whole number"},
+      {{"-n", "", "true"}, "'' is no whole number|number of ranks is missing"},
+      {{"-n", "4097", "true"}, "Use -n 1 to -n 4096"},
+      {{"-n", "99999999999999999999", "true"}, "Use -n 1 to -n 4096"},
+      {{"-n"}, "-n needs a value"},
+      {{"true"}, "number of ranks is missing"},
+      {{"-n", "2"}, "there is no program to run"},
+      {{"-n", "2", "--"}, "there is no program to run"},
+      {{"-n", "2", "--bogus", "true"}, "there is no option --bogus"},
+      {{"-n", "2", "-z", "true"}, "there is no option -z"},
+      {{"-n", "2", "--grace", "soon", "true"}, "'soon' is none"},
+      {{"-n", "2", "--grace", "-1", "true"}, "'-1' is none"},
+      {{"-n", "2", ""}, "program's name is empty"},
+      {{"-n", "2", "./nowhere"}, "there is no program './nowhere'"},
+      {{"-n", "2", "./here/it"}, "there is no program './here/it'"},
+      {{"-n", "2", "nowhere-at-all"}, "there is no program 'nowhere-at-all' in PATH"},
+      {{"-n", "2", "here"}, "Did you mean ./here\\?"},
+      {{"-n", "2", "/usr"}, "'/usr' is a folder"},
+      {{"-n", "2", "./plain"}, "'./plain' is not executable.*chmod"},
+      {{"-n", "2", "./no-interpreter"}, "neither a program for this machine nor a script with an interpreter"},
+      {{"-n", "64", "./bad-interpreter"}, "interpreter '/no/such/shell'.* is not there"},
+  };
+  for (const auto& [words, message] : cases) {
+    Words command{MUSTER_COMMAND, "run"};
+    command.insert(command.end(), words.begin(), words.end());
+    Process job(command, {.folder = folder.string()});
+    EXPECT_EQ(job.finish(), 2) << join(words, " ");
+    EXPECT_EQ(job.out, "");
+    EXPECT_THAT(job.err, AllOf(StartsWith("muster: "), ContainsRegex(message)));
+    EXPECT_EQ(lines_of(job.err).size(), 1u) << job.err;
+    EXPECT_TRUE(children_of(::getpid()).empty());
+  }
+  Process unknown({MUSTER_COMMAND, "frobnicate"});
+  EXPECT_EQ(unknown.finish(), 2);
+  EXPECT_THAT(unknown.err, HasSubstr("no command 'frobnicate'"));
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(Launch, OptionsAfterTheProgramAreTheProgrammes) {
+  for (const Words& words : {Words{"-n", "1", "echo", "-n", "2", "--grace", "--", "run"},
+                             Words{"-n1", "--grace=1s", "--", "echo", "-n", "2", "--grace", "--", "run"}}) {
+    Words command{MUSTER_COMMAND, "run"};
+    command.insert(command.end(), words.begin(), words.end());
+    Process job(command);
+    EXPECT_EQ(job.finish(), 0) << job.err;
+    EXPECT_EQ(job.out, "[0] 2 --grace -- run\n");
+  }
+}
+
+TEST_F(Launch, Rank0HasTheInputAndTheOthersHaveNone) {
+  Process job(run_of({"-n", "2"}, {"input"}), {.input = "hello\n", .has_input = true});
+  EXPECT_EQ(job.finish(), 0);
+  EXPECT_THAT(lines_of(job.out), UnorderedElementsAre("[0] read hello", "[1] no input"));
+  Process terminal(run_of({"-n", "2"}, {"input"}), {.terminal = true, .env = {"TERM=dumb"}});
+  EXPECT_EQ(terminal.finish(), 0) << "a rank that reads the terminal from the background would be stopped";
+}
+
+TEST_F(Launch, RanksGetNoOtherDescriptors) {
+  const UniqueFd leak(::open("/dev/null", O_RDONLY));  // not close-on-exec: the launcher has it, its ranks must not
+  ASSERT_GT(leak.get(), 2);
+  Process job(run_of({"-n", "3"}, {"descriptors"}));
+  ASSERT_EQ(job.finish(), 0);
+  auto lines = lines_of(job.out);
+  std::sort(lines.begin(), lines.end());
+  EXPECT_THAT(lines, ElementsAre("[0] fd 0", "[0] fd 1", "[0] fd 2", "[1] fd 0", "[1] fd 1", "[1] fd 2", "[2] fd 0",
+                                 "[2] fd 1", "[2] fd 2"));
+}
+
+TEST_F(Launch, RanksStartWithDefaultSignals) {
+  Process job(run_of({"-n", "1"}, {"signal-state"}), {.ignore = SIGINT});
+  ASSERT_EQ(job.finish(), 0);
+  for (const char* name : {"SigBlk", "SigIgn", "SigCgt"})
+    EXPECT_THAT(job.out, HasSubstr(text("[0] ", name, ":\t0000000000000000\n")));
+}
+
+TEST_F(Launch, NothingListensOnANetwork) {
+  Process job(run_of({"-n", "2"}, {"sockets"}));
+  ASSERT_EQ(job.finish(), 0);
+  EXPECT_THAT(lines_of(job.out), UnorderedElementsAre("[0] sockets some, network 0", "[1] sockets some, network 0"));
+}
+
+TEST_F(Launch, ManyRanksAndManyJobsAtOnce) {
+  Process one(run_of({"-n", "64"}, {"environment"})), other(run_of({"-n", "64"}, {"environment"}));
+  EXPECT_EQ(one.finish(), 0) << one.err;
+  EXPECT_EQ(other.finish(), 0) << other.err;
+  for (int rank = 0; rank < 64; ++rank)
+    for (const auto* out : {&one.out, &other.out}) EXPECT_THAT(*out, HasSubstr(text('[', rank, "] RANK=", rank, '\n')));
+}
+
+// Ends the ranks of a job after they wrote more than fits anywhere, since nobody reads: the launcher lives and sleeps.
+bool is_stalled_after_stop(Process& job) {
+  if (!job.read_until("[0] 0 ") || !job.read_until("[1] 1 ")) return false;
+  // From here on nobody reads. A rank that sleeps in each of many looks in a row waits for room in its pipe.
+  constexpr int kLooks = 50;
+  const auto count = [&](char state) {
+    const auto children = children_of(job.pid());
+    return std::count_if(children.begin(), children.end(), [=](pid_t pid) { return state_of(pid) == state; });
+  };
+  int looks = 0;
+  const auto deadline = Deadline::after(kPatience);
+  for (; looks < kLooks && !deadline.passed(); ::poll(nullptr, 0, 1)) looks = count('S') == 3 ? looks + 1 : 0;
+  if (looks < kLooks) return false;
+  job.signal(SIGTERM);
+  for (; !deadline.passed(); ::poll(nullptr, 0, 1))
+    if (count('Z') == 2 && state_of(job.pid()) == 'S') return true;
+  return false;
+}
+
+TEST_F(Launch, AStalledReaderHoldsUpTheOutputAndNotTheWatch) {
+  Process job(run_of({"-n", "2"}, {"flood", "100000000"}));
+  ASSERT_TRUE(is_stalled_after_stop(job));
+  EXPECT_EQ(job.finish(), 128 + SIGTERM);  // which reads on
+  const std::regex whole("\\[[01]\\] [01] [0-9]+ (a{40}|b{41})");
+  auto lines = lines_of(job.out);
+  ASSERT_GT(lines.size(), 1000u);
+  std::map<char, size_t> last;  // the line of each rank that its death may have cut short
+  for (size_t i = 0; i < lines.size(); ++i) last[lines[i].size() > 1 ? lines[i][1] : '?'] = i;
+  for (size_t i = 0; i < lines.size(); ++i)
+    ASSERT_TRUE(std::regex_match(lines[i], whole) || i == last['0'] || i == last['1']) << lines[i];
+}
+
+TEST_F(Launch, TheUserNeedNotWaitForAStalledReader) {
+  Process job(run_of({"-n", "2"}, {"flood", "100000000"}));
+  ASSERT_TRUE(is_stalled_after_stop(job));
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.wait(Deadline::after(seconds(5))), 128 + SIGTERM);
+}
+
+TEST_F(Launch, AReaderThatGoesAwayEndsTheRanks) {
+  Process job(run_of({"-n", "2"}, {"flood", "100000000"}));
+  ASSERT_TRUE(job.read_until("[0] 0 "));
+  job.close_output();
+  EXPECT_EQ(job.finish(), 128 + SIGPIPE);
+  EXPECT_THAT(job.err, HasSubstr("killed by SIGPIPE (13): it wrote to a pipe or socket whose reader went away"));
+}
+
+TEST_F(Launch, LostOutputIsAnError) {
+  Process job({"/bin/sh", "-c", text(MUSTER_COMMAND, " run -n 1 echo hello > /dev/full")});
+  EXPECT_EQ(job.finish(), 1);
+  EXPECT_THAT(job.err, HasSubstr("some output is lost, since it cannot be written: No space left on device"));
+}
+
+TEST_F(Launch, StartsInMilliseconds) {
+  std::vector<double> times;
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    const auto start = Clock::now();
+    Process job(run_of({"-n", "2"}, {"nothing"}));
+    ASSERT_EQ(job.finish(), 0);
+    times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+  }
+  std::nth_element(times.begin(), times.begin() + 10, times.end());
+  RecordProperty("median_ms", text(times[10]));
+  std::cout << "median of 20 runs: " << times[10] << " ms\n";
+  EXPECT_LE(times[10], 100);
+}
+
+}  // namespace
+}  // namespace muster::test

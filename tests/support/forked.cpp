@@ -1,0 +1,133 @@
+#include "support/forked.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+void write_all(int fd, const std::string& text) {
+  for (size_t at = 0; at < text.size();) {
+    const ssize_t written = ::write(fd, text.data() + at, text.size() - at);
+    if (written <= 0) return;
+    at += static_cast<size_t>(written);
+  }
+}
+
+[[noreturn]] void run_child(int rank, const std::function<std::string(int)>& body, int out) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  std::string said;
+  int status = 0;
+  try {
+    throwing_failed_checks([&] { said = body(rank); });
+  } catch (const std::exception& error) {
+    said = error.what();
+    status = 1;
+  }
+  write_all(out, said);
+  ::_exit(status);
+}
+
+}  // namespace
+
+ForkedRanks::ForkedRanks(int n, const std::function<std::string(int)>& body) : children_(static_cast<size_t>(n)) {
+  for (int rank = 0; rank < n; ++rank) {
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC) != 0) throw_errno("pipe2");
+    Child& child = children_[static_cast<size_t>(rank)];
+    child.out.reset(ends[0]);
+    const UniqueFd in(ends[1]);
+    child.pid = ::fork();
+    if (child.pid < 0) throw_errno("fork");
+    if (child.pid == 0) run_child(rank, body, in.get());
+  }
+}
+
+ForkedRanks::~ForkedRanks() {
+  for (auto& child : children_) {
+    if (child.reaped || child.pid < 0) continue;
+    ::kill(child.pid, SIGKILL);
+    ::waitpid(child.pid, nullptr, 0);
+  }
+}
+
+void ForkedRanks::signal(int rank, int number) const { ::kill(pid(rank), number); }
+
+ForkedRanks::End ForkedRanks::wait(int rank, Deadline deadline) {
+  Child& child = children_[static_cast<size_t>(rank)];
+  while (child.out) {  // until it ends, or says more than a pipe holds
+    pollfd item{child.out.get(), POLLIN, 0};
+    if (::poll(&item, 1, deadline.poll_ms()) <= 0) return child.end;
+    char buffer[4096];
+    const ssize_t got = ::read(child.out.get(), buffer, sizeof buffer);
+    if (got > 0)
+      child.end.said.append(buffer, static_cast<size_t>(got));
+    else
+      child.out.reset();
+  }
+  if (!child.reaped) {
+    int status = 0;
+    ::waitpid(child.pid, &status, 0);  // it has closed its pipe: it is ending
+    child.reaped = true;
+    child.end.exited = WIFEXITED(status);
+    if (child.end.exited)
+      child.end.status = WEXITSTATUS(status);
+    else
+      child.end.signal = WTERMSIG(status);
+  }
+  return child.end;
+}
+
+std::vector<ForkedRanks::End> ForkedRanks::wait_all(Deadline deadline) {
+  std::vector<End> ends;
+  for (int rank = 0; rank < static_cast<int>(children_.size()); ++rank) ends.push_back(wait(rank, deadline));
+  return ends;
+}
+
+World ForkedJob::join(int rank, int n, const WorldOptions& options) const {
+  return World({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n},
+               connect_store(address(), Deadline::after(std::chrono::seconds(20))), options);
+}
+
+SharedNumbers::SharedNumbers(size_t count) : bytes_(count * sizeof(std::atomic<int64_t>)) {
+  void* const memory = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw_errno("mmap");
+  numbers_ = static_cast<std::atomic<int64_t>*>(memory);  // zero bytes are zeros
+}
+SharedNumbers::~SharedNumbers() { ::munmap(numbers_, bytes_); }
+
+std::vector<std::string> leftovers() {
+  std::vector<std::string> found;
+  const auto look = [&](const std::filesystem::path& folder, auto wanted) {
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder, error))
+      if (wanted(entry.path().filename().string())) found.push_back(entry.path());
+  };
+  const auto ours = [](const std::string& name) { return name.find("muster") != std::string::npos; };
+  look("/dev/shm", ours);
+  look(testing::TempDir(), ours);
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code error;
+    const auto target = std::filesystem::read_symlink(entry.path(), error);
+    if (!error) found.push_back(text("descriptor of ", target.string()));
+  }
+  std::ifstream children(text("/proc/", ::getpid(), "/task/", ::getpid(), "/children"));
+  for (std::string pid; children >> pid;) found.push_back("child " + pid);
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+}  // namespace muster::test

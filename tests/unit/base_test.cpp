@@ -1,0 +1,183 @@
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <limits>
+#include <set>
+#include <string>
+
+#include "base/env.h"
+#include "base/fd.h"
+#include "base/random.h"
+#include "base/text.h"
+#include "base/wire.h"
+#include "muster/base/deadline.h"
+#include "muster/base/error.h"
+
+namespace muster {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+TEST(Error, SaysWhatAndWhatToDo) {
+  const InvalidArgument error("the world has no rank 7", "Pass a rank below 4");
+  EXPECT_STREQ(error.what(), "the world has no rank 7. Pass a rank below 4");
+  EXPECT_EQ(error.message(), "the world has no rank 7");
+  EXPECT_EQ(error.advice(), "Pass a rank below 4");
+  EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+  EXPECT_STREQ(Corrupt("short").what(), "short");
+}
+
+TEST(Error, KindsKnowWhoIsConcerned) {
+  const PeerLost lost(3, 1234, "rank 3 died");
+  EXPECT_EQ(lost.rank(), 3);
+  EXPECT_EQ(lost.pid(), 1234);
+  EXPECT_EQ(Timeout("late", {1, 2}).missing(), (std::vector<int>{1, 2}));
+  EXPECT_THROW(throw Timeout("late"), Error);
+}
+
+TEST(Error, EveryCodeHasItsName) {
+  std::set<std::string_view> names;
+  for (int code = 0; code <= static_cast<int>(ErrorCode::kRemote); ++code)
+    names.insert(to_string(static_cast<ErrorCode>(code)));
+  EXPECT_EQ(names.size(), 9u);
+  EXPECT_EQ(names.count("Error"), 0u);
+  EXPECT_EQ(to_string(ErrorCode::kPeerLost), "PeerLost");
+}
+
+TEST(Error, ErrnoBecomesText) {
+  try {
+    throw_errno(ENOENT, "open", "Create it");
+    FAIL();
+  } catch (const Unavailable& error) {
+    EXPECT_STREQ(error.what(), "open: No such file or directory. Create it");
+  }
+}
+
+TEST(Env, ParsesOrSaysWhichVariable) {
+  ::setenv("MUSTER_TEST_NUMBER", "-42", 1);
+  EXPECT_EQ(env_int("MUSTER_TEST_NUMBER"), -42);
+  EXPECT_EQ(require_env_int("MUSTER_TEST_NUMBER"), -42);
+  for (const char* bad : {"4x", "x", " 4", "4 ", "1.5", "99999999999999999999", "+4"}) {
+    ::setenv("MUSTER_TEST_NUMBER", bad, 1);
+    try {
+      env_int("MUSTER_TEST_NUMBER");
+      FAIL() << bad;
+    } catch (const InvalidArgument& error) {
+      EXPECT_NE(std::string(error.what()).find("MUSTER_TEST_NUMBER"), std::string::npos);
+    }
+  }
+  ::setenv("MUSTER_TEST_NUMBER", "", 1);
+  EXPECT_EQ(env_int("MUSTER_TEST_NUMBER"), std::nullopt);
+  ::unsetenv("MUSTER_TEST_NUMBER");
+  EXPECT_EQ(env_string("MUSTER_TEST_NUMBER"), std::nullopt);
+  EXPECT_THROW(require_env_int("MUSTER_TEST_NUMBER"), InvalidArgument);
+}
+
+TEST(Deadline, CountsDownToZero) {
+  const auto hour = Deadline::after(std::chrono::hours(1));
+  EXPECT_FALSE(hour.passed());
+  EXPECT_LE(hour.left(), std::chrono::hours(1));
+  EXPECT_GT(hour.left(), std::chrono::minutes(59));
+  EXPECT_EQ(hour.poll_ms(milliseconds(100)), 100);
+  const auto past = Deadline::after(milliseconds(-1));
+  EXPECT_TRUE(past.passed());
+  EXPECT_EQ(past.left(), nanoseconds::zero());
+  EXPECT_EQ(past.poll_ms(), 0);
+  EXPECT_TRUE(Deadline::after(nanoseconds::zero()).passed());
+  // Rounded up: a poll that is told 0 would spin until the deadline.
+  const auto short_one = Deadline::after(milliseconds(200));
+  EXPECT_GE(milliseconds(short_one.poll_ms()), short_one.left());
+}
+
+TEST(Deadline, NeverNeverPasses) {
+  EXPECT_TRUE(Deadline::never().is_never());
+  EXPECT_FALSE(Deadline::never().passed());
+  EXPECT_EQ(Deadline::never().left(), nanoseconds::max());
+  EXPECT_EQ(Deadline::never().poll_ms(milliseconds(7)), 7);
+  EXPECT_TRUE(Deadline::after(nanoseconds::max()).is_never());
+  EXPECT_FALSE(Deadline::after(std::chrono::hours(24 * 365 * 100)).passed());
+  EXPECT_TRUE(Deadline::after(nanoseconds::min() / 2).passed());
+}
+
+TEST(Wire, WhatIsPutIsGot) {
+  WireWriter out;
+  out.put(uint8_t{7}).put(int64_t{-1}).put(std::string_view("a\0b", 3)).put(std::string_view()).put(ErrorCode::kRemote);
+  WireReader in(out.bytes());
+  EXPECT_EQ(in.get<uint8_t>(), 7);
+  EXPECT_EQ(in.get<int64_t>(), -1);
+  EXPECT_EQ(in.get_string(), std::string_view("a\0b", 3));
+  EXPECT_EQ(in.get_string(), "");
+  EXPECT_FALSE(in.done());
+  EXPECT_THROW(in.expect_done(), Corrupt);
+  EXPECT_EQ(in.get<ErrorCode>(), ErrorCode::kRemote);
+  EXPECT_TRUE(in.done());
+  in.expect_done();
+}
+
+TEST(Wire, EveryShortMessageIsCorrupt) {
+  WireWriter out;
+  out.put(uint32_t{1}).put(std::string_view("value")).put(uint16_t{2});
+  const std::string whole = out.take();
+  for (size_t cut = 0; cut < whole.size(); ++cut) {
+    WireReader in(std::string_view(whole).substr(0, cut));
+    EXPECT_THROW(
+        {
+          in.get<uint32_t>();
+          in.get_string();
+          in.get<uint16_t>();
+        },
+        Corrupt)
+        << cut;
+  }
+}
+
+TEST(Wire, ALengthBeyondTheEndIsCorrupt) {
+  for (const uint32_t length : {6u, 0x7fffffffu, 0xffffffffu}) {
+    WireWriter out;
+    out.put(length).put(uint8_t{0}).put(uint32_t{0});
+    WireReader in(out.bytes());
+    EXPECT_THROW(in.get_string(), Corrupt) << length;
+  }
+}
+
+TEST(RandomHex, HasItsLengthAndDiffers) {
+  std::set<std::string> seen;
+  for (int i = 0; i < 100; ++i) {
+    const std::string hex = random_hex(16);
+    EXPECT_EQ(hex.size(), 32u);
+    EXPECT_EQ(hex.find_first_not_of("0123456789abcdef"), std::string::npos);
+    seen.insert(hex);
+  }
+  EXPECT_EQ(seen.size(), 100u);
+  EXPECT_EQ(random_hex(0), "");
+}
+
+TEST(UniqueFd, ClosesOnce) {
+  const auto is_open = [](int fd) { return ::fcntl(fd, F_GETFD) != -1; };
+  UniqueFd one(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  ASSERT_TRUE(one);
+  const int raw = one.get();
+  UniqueFd two(std::move(one));
+  EXPECT_FALSE(one);  // NOLINT(bugprone-use-after-move): empty is what it must be
+  EXPECT_EQ(two.get(), raw);
+  two = UniqueFd();
+  EXPECT_FALSE(is_open(raw));
+  UniqueFd three(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  const int released = three.release();
+  three.reset();
+  EXPECT_TRUE(is_open(released));
+  ::close(released);
+}
+
+TEST(Text, WritesAnything) {
+  EXPECT_EQ(text("rank ", 3, " of ", 4u, ": ", 0.5), "rank 3 of 4: 0.5");
+  EXPECT_EQ(join(std::vector<int>{1, 2, 3}), "1, 2, 3");
+  EXPECT_EQ(join(std::vector<int>{}), "");
+}
+
+}  // namespace
+}  // namespace muster
