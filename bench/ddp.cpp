@@ -1,0 +1,91 @@
+// Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--no-sync]. One JSON object.
+// The data are random, in Fashion-MNIST's shapes: the time of a step does not depend on them.
+#include <ATen/Parallel.h>
+#include <torch/nn.h>
+#include <torch/optim/sgd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+
+#include "muster/muster.h"
+
+namespace {
+
+struct Net : torch::nn::Module {
+  virtual torch::Tensor forward(torch::Tensor x) = 0;
+};
+
+struct Small final : Net {  // 21,840 parameters
+  torch::nn::Conv2d conv1 = register_module("conv1", torch::nn::Conv2d(1, 10, 5));
+  torch::nn::Conv2d conv2 = register_module("conv2", torch::nn::Conv2d(10, 20, 5));
+  torch::nn::Linear fc1 = register_module("fc1", torch::nn::Linear(320, 50)),
+                    fc2 = register_module("fc2", torch::nn::Linear(50, 10));
+  torch::Tensor forward(torch::Tensor x) override {
+    x = torch::relu(torch::max_pool2d(conv1(x), 2));
+    x = torch::relu(torch::max_pool2d(conv2(x), 2)).flatten(1);
+    return fc2(torch::relu(fc1(x)));
+  }
+};
+
+struct Wide final : Net {  // 25.5 million parameters, 102 MB of gradients
+  torch::nn::Linear a = register_module("a", torch::nn::Linear(784, 4096)),
+                    b = register_module("b", torch::nn::Linear(4096, 4096)),
+                    c = register_module("c", torch::nn::Linear(4096, 1320)),
+                    d = register_module("d", torch::nn::Linear(1320, 10));
+  torch::Tensor forward(torch::Tensor x) override {
+    return d(torch::relu(c(torch::relu(b(torch::relu(a(x.flatten(1))))))));
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string name = "small";
+  bool no_sync = false;
+  int steps = 200, batch = 64;
+  CLI::App app{"Data-parallel training over Muster"};
+  app.add_option("--net", name)->check(CLI::IsMember({"small", "wide"}));
+  app.add_option("--steps", steps);
+  app.add_option("--batch", batch);
+  app.add_flag("--no-sync", no_sync, "plain training, each rank for itself");
+  CLI11_PARSE(app, argc, argv);
+
+  at::set_num_threads(1);
+  auto world = muster::init();
+  torch::manual_seed(0);
+  std::shared_ptr<Net> net;
+  if (name == "small")
+    net = std::make_shared<Small>();
+  else
+    net = std::make_shared<Wide>();
+  std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
+  if (!no_sync) ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
+  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.5));
+  const auto x = torch::rand({8192, 1, 28, 28});
+  const auto y = torch::randint(10, {8192});
+
+  constexpr int kWarmup = 20;
+  std::chrono::steady_clock::time_point start;
+  for (int step = 0; step < steps + kWarmup; ++step) {
+    if (step == kWarmup) {
+      muster::barrier();
+      start = std::chrono::steady_clock::now();
+    }
+    const int64_t i = (step * world.world_size() + world.rank()) * batch % (x.size(0) - batch);
+    const auto input = x.narrow(0, i, batch), target = y.narrow(0, i, batch);
+    optimizer.zero_grad();
+    const auto output = ddp ? ddp->forward(input) : net->forward(input);
+    torch::nn::functional::cross_entropy(output, target).backward();
+    optimizer.step();
+  }
+  muster::barrier();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (world.rank() == 0)
+    std::printf(R"({"bench": "ddp", "net": "%s", "impl": "%s", "ranks": %d, "samples_per_s": %.1f, "blocked": %.4f})"
+                "\n",
+                name.c_str(), no_sync ? "muster-nosync" : "muster", world.world_size(),
+                steps * batch * world.world_size() / seconds,
+                std::chrono::duration<double>(world.group().stats().blocked).count() / seconds);
+}

@@ -1,0 +1,29 @@
+// How every benchmark here measures, the peers' programs included: a warm-up, then kRepeats means over n calls, of
+// which the best counts (the machine's noise only ever adds).
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+
+namespace bench {
+
+inline constexpr int kRepeats = 5;
+
+inline int calls_for(size_t bytes) { return bytes >= (size_t{1} << 22) ? 10 : bytes >= (size_t{1} << 18) ? 100 : 1000; }
+
+// Seconds a call. `align()` brings the ranks together before each repeat.
+template <typename Call, typename Align>
+double best_mean(int calls, Call call, Align align) {
+  double best = 1e30;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    call();
+    align();
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < calls; ++i) call();
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / calls);
+  }
+  return best;
+}
+
+}  // namespace bench

@@ -1,0 +1,72 @@
+"""PyTorch's DistributedDataParallel over Gloo. torchrun --nproc-per-node 2 ddp_torch.py --net small|wide [--no-sync].
+
+The same nets, data shapes, optimizer and steps as ../ddp.cpp. One JSON object.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5)
+        self.fc1, self.fc2 = nn.Linear(320, 50), nn.Linear(50, 10)
+
+    def forward(self, x):
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2)).flatten(1)
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = [784, 4096, 4096, 1320, 10]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return self.layers[-1](x)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--net", choices=["small", "wide"], default="small")
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--batch", type=int, default=64)
+parser.add_argument("--no-sync", action="store_true")
+args = parser.parse_args()
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = {"small": Small, "wide": Wide}[args.net]()
+model = net if args.no_sync else DistributedDataParallel(net, gradient_as_bucket_view=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+x, y = torch.rand(8192, 1, 28, 28), torch.randint(10, (8192,))
+WARMUP = 20
+for step in range(args.steps + WARMUP):
+    if step == WARMUP:
+        dist.barrier()
+        start = time.perf_counter()
+    i = (step * world + rank) * args.batch % (len(x) - args.batch)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x[i : i + args.batch]), y[i : i + args.batch]).backward()
+    optimizer.step()
+dist.barrier()
+seconds = time.perf_counter() - start
+if rank == 0:
+    impl = "pytorch-nosync" if args.no_sync else "pytorch"
+    row = {"bench": "ddp", "net": args.net, "impl": impl, "ranks": world, "samples_per_s": round(args.steps * args.batch * world / seconds, 1)}
+    print(json.dumps(row), flush=True)
+dist.destroy_process_group()

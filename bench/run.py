@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Runs Muster's benchmarks and the peers' in one go and prints them side by side.
+
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,ddp,launch] [--ranks 2] [--rounds 3]
+
+Every implementation runs `rounds` times, in turn with the others, so that a noisy minute hits all alike; of each row the best round counts. A peer that is
+not installed is left out, and the table says so. --json writes one object a line, after a first line about the machine.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+class Bench:
+    def __init__(self, args):
+        self.args = args
+        self.build = Path(args.build).resolve()
+        self.muster = self.build / "tools" / "muster"
+        self.missing = {}
+        # What muster run sets for its ranks goes for the peers as well.
+        self.env = dict(os.environ, OMP_NUM_THREADS="1")
+
+    def command(self, impl, *program):
+        """How `impl` starts a program on all ranks, or None where it is not here."""
+        n = str(self.args.ranks)
+        if impl == "muster":
+            return [str(self.muster), "run", "--no-prefix", "-n", n, *program]
+        if impl == "torchrun":
+            try:
+                import torch  # noqa: F401
+            except ImportError:
+                self.missing["pytorch"] = "PyTorch is not in this Python: pip install torch==2.13.0"
+                return None
+            return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n, *program]
+        if shutil.which("mpirun") is None:
+            self.missing["openmpi"] = "Open MPI is not installed: apt-get install openmpi-bin libopenmpi-dev"
+            return None
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        crowd = ["--oversubscribe"] if self.args.ranks > os.cpu_count() else ["--bind-to", "core"]
+        return ["mpirun", *root, *crowd, "-n", n, *program]
+
+    def rows(self, command):
+        if command is None:
+            return []
+        result = subprocess.run(command, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=900)
+        if result.returncode != 0:
+            sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
+        return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+    def all_reduce(self):
+        bin_dir = self.build / "bench"
+        commands = [
+            self.command("muster", str(bin_dir / "bench_collectives")),
+            self.command("mpirun", str(bin_dir / "peer_collectives_mpi")),
+            self.command("torchrun", str(HERE / "peers" / "collectives_gloo.py")),
+        ]
+        return self.rounds(commands, lambda row: (row["bytes"], row["impl"]), "us", min)
+
+    def ddp(self):
+        commands = []
+        for net, steps in (("small", 300), ("wide", 20)):
+            flags = ["--net", net, "--steps", str(steps)]
+            for no_sync in ([], ["--no-sync"]):
+                commands.append(self.command("muster", str(self.build / "bench" / "bench_ddp"), *flags, *no_sync))
+            for no_sync in ([], ["--no-sync"]):
+                commands.append(self.command("torchrun", str(HERE / "peers" / "ddp_torch.py"), *flags, *no_sync))
+        return self.rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
+
+    def launch(self):
+        empty = self.build / "bench" / "empty.py"
+        empty.write_text("")
+        rows = []
+        for impl, command, times in (
+            ("muster", self.command("muster", str(self.build / "bench" / "bench_nothing")), 20),
+            ("torchrun", self.command("torchrun", str(empty)), 3),
+        ):
+            if command is None:
+                continue
+            taken = []
+            for _ in range(times):
+                start = time.perf_counter()
+                subprocess.run(command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                taken.append((time.perf_counter() - start) * 1e3)
+            rows.append({"bench": "launch", "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(taken), 2)})
+        return rows
+
+    def rounds(self, commands, key, value, best):
+        found = {}
+        for _ in range(self.args.rounds):
+            for command in commands:
+                for row in self.rows(command):
+                    known = found.setdefault(key(row), row)
+                    if best(row[value], known[value]) == row[value]:
+                        found[key(row)] = row
+        return list(found.values())
+
+
+def table(title, headers, lines):
+    widths = [max(len(str(line[i])) for line in [headers, *lines]) for i in range(len(headers))]
+    print(f"\n{title}")
+    for line in [headers, ["-" * width for width in widths], *lines]:
+        print("  " + "  ".join(str(cell).rjust(width) for cell, width in zip(line, widths)))
+
+
+def size(n):
+    return f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" if n >= 1 << 10 else f"{n} B"
+
+
+def show_all_reduce(rows):
+    us = {(row["bytes"], row["impl"]): row["us"] for row in rows}
+    peers = [impl for impl in ("openmpi", "gloo") if any(key[1] == impl for key in us)]
+    lines = []
+    for n in sorted({key[0] for key in us}):
+        fastest = min((us[n, peer] for peer in peers), default=None)
+        cells = [size(n)] + [f"{us[n, impl]:.2f}" for impl in ("muster-heap", "muster", *peers)]
+        cells += [f"{fastest / us[n, impl]:.1f}x" if fastest else "" for impl in ("muster-heap", "muster")]
+        lines.append(cells)
+    table("all_reduce, float32, sum: microseconds a call, and how many times faster than the fastest peer",
+          ["size", "heap", "ordinary", *peers, "heap/peer", "ordinary/peer"], lines)
+
+
+def show_ddp(rows):
+    rate = {(row["net"], row["impl"]): row["samples_per_s"] for row in rows}
+    lines = []
+    for net in dict.fromkeys(key[0] for key in rate):
+        for name in ("muster", "pytorch"):
+            if (net, name) in rate:
+                with_sync, without = rate[net, name], rate[net, name + "-nosync"]
+                lines.append([net, name, f"{with_sync:.0f}", f"{without:.0f}", f"{100 * with_sync / without:.1f} %"])
+    table("data-parallel training: samples/s with and without synchronisation", ["net", "impl", "sync", "no sync", "kept"], lines)
+
+
+def show_launch(rows):
+    table("start and end of a job whose ranks do nothing: milliseconds, median", ["impl", "ms"], [[row["impl"], row["ms"]] for row in rows])
+
+
+def machine():
+    model = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "unknown")
+    return {"bench": "machine", "date": date.today().isoformat(), "cpu": model, "cores": os.cpu_count(), "kernel": platform.release()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", default=str(HERE.parent / "build" / "release"), help="where Muster was built")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there, one object a line")
+    parser.add_argument("--only", default="all_reduce,ddp,launch", help="which benchmarks, separated by commas")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    show = {"all_reduce": show_all_reduce, "ddp": show_ddp, "launch": show_launch}
+    chosen = args.only.split(",")
+    if unknown := [name for name in chosen if name not in show]:
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")
+    bench = Bench(args)
+    rows = [machine()]
+    print(f"{rows[0]['cpu']}, {rows[0]['cores']} cores, {args.ranks} ranks, best of {args.rounds} rounds")
+    for name in chosen:
+        found = getattr(bench, name)()
+        rows += found
+        show[name](found)
+    for impl, why in bench.missing.items():
+        print(f"\nleft out: {impl} ({why})")
+    if args.json:
+        Path(args.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"\nrows written to {args.json}")
+
+
+if __name__ == "__main__":
+    main()
