@@ -29,7 +29,7 @@ class Bench:
         self.muster = self.build / "tools" / "muster"
         self.missing = {}
         # What muster run sets for its ranks goes for the peers as well.
-        self.env = dict(os.environ, OMP_NUM_THREADS="1")
+        self.env = dict(os.environ, OMP_NUM_THREADS="1", MALLOC_TRIM_THRESHOLD_=str(1 << 30), MALLOC_MMAP_THRESHOLD_=str(32 << 20))
 
     def command(self, impl, *program):
         """How `impl` starts a program on all ranks, or None where it is not here."""

@@ -27,7 +27,7 @@ struct World::State {
   std::shared_ptr<Store> store;
   std::string prefix;
   std::shared_ptr<shm::Arena> arena;
-  std::unique_ptr<Heap> heap;
+  std::shared_ptr<Heap> heap;
   std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank
   std::shared_ptr<shm::PeerWatch> watch = std::make_shared<shm::PeerWatch>();
   std::vector<std::shared_ptr<Group::State>> groups;  // groups[0]: the default group
@@ -119,7 +119,7 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
   s.prefix = text("muster/world/", s.store->add(text("muster/worlds/", placement.rank), 1));
   s.arena =
       std::make_shared<shm::Arena>(options.heap_capacity ? options.heap_capacity : default_heap_capacity(placement));
-  s.heap = std::make_unique<Heap>(s.arena);
+  s.heap = std::make_shared<Heap>(s.arena);
   s.meet(Deadline::after(options.timeout));
   std::vector<int> everybody(static_cast<size_t>(placement.world_size));
   for (size_t i = 0; i < everybody.size(); ++i) everybody[i] = static_cast<int>(i);
@@ -159,6 +159,7 @@ const Group& World::group() const { return state_->group; }
 Store& World::store() const { return *state_->store; }
 std::shared_ptr<Store> World::shared_store() const { return state_->store; }
 Heap& World::heap() const { return *state_->heap; }
+std::shared_ptr<Heap> World::shared_heap() const { return state_->heap; }
 
 Group World::new_group(const std::vector<int>& ranks) {
   if (ranks.empty()) throw InvalidArgument("a group needs at least one rank");

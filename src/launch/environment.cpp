@@ -129,6 +129,11 @@ Environment job_environment(const Job& job, const LaunchOptions& options) {
   environment.set("TORCHELASTIC_USE_AGENT_STORE", "False");  // rank 0 of a PyTorch script serves the TCPStore itself
   if (!environment.has("OMP_NUM_THREADS"))
     environment.set("OMP_NUM_THREADS", text(std::max(1, usable_cores() / job.ranks)));
+  // A training step frees what the next one allocates again. As glibc comes, such memory may go back to the kernel at
+  // every step, page by page: up to a third of the time of a small network (bench/results). mallopt(3).
+  for (const auto& [name, bytes] : {std::pair("MALLOC_TRIM_THRESHOLD_", size_t{1} << 30),
+                                    std::pair("MALLOC_MMAP_THRESHOLD_", size_t{32} << 20)})  // the largest it accepts
+    if (!environment.has(name) && !environment.has("GLIBC_TUNABLES")) environment.set(name, text(bytes));
   environment.unset("MUSTER_TERMINAL");  // of a job around this one
   for (const auto& [name, value] : options.env) environment.set(name, value);
   return environment;

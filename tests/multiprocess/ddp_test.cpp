@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "muster/data/idx.h"
@@ -115,6 +116,79 @@ TEST_F(DdpTest, GradientsLiveOnTheHeapAndBucketsFollowTheOrderOfReadiness) {
     EXPECT_EQ(names().front().substr(0, 4), "last");
     EXPECT_EQ(names().back().substr(0, 5), "first");
   });
+}
+
+// Gradients of a megabyte and more: two of one shape (either may take the other's block), one in another layout, one
+// that a step does not use, and a user who keeps old gradients.
+TEST_F(DdpTest, LargeGradientsAreBornOnTheHeap) {
+  struct Large : torch::nn::Module {
+    torch::nn::Linear a = register_module("a", torch::nn::Linear(12, 600)),
+                      b = register_module("b", torch::nn::Linear(600, 600)),
+                      c = register_module("c", torch::nn::Linear(600, 600));
+    torch::Tensor d = register_parameter("d", torch::randn({500, 600}).div_(30).t().detach());  // not contiguous
+    torch::Tensor idle = register_parameter("idle", torch::zeros({1 << 18}));
+    torch::Tensor forward(torch::Tensor x, bool use_idle) {
+      x = torch::mm(c(torch::relu(b(torch::relu(a(x))))), d);
+      return use_idle ? x + idle.mean() : x;
+    }
+  };
+  for (const int n : {1, 2, 3}) {
+    SCOPED_TRACE(n);
+    run_threads(n, [n](World& world) {
+      const auto net = make<Large>(7), reference = make<Large>(7);
+      DistributedDataParallel ddp(net, {.find_unused_parameters = true});
+      EXPECT_EQ(ddp.bucket_names().size(), 5u);
+      torch::optim::SGD optimizer(net->parameters(), 0.01), reference_optimizer(reference->parameters(), 0.01);
+      int born = 0;  // what autograd computes, before DDP has touched it
+      net->b->weight.register_hook(
+          [&](const torch::Tensor& grad) { born += world.heap().contains(grad.const_data_ptr()); });
+      std::set<const void*> places;
+      size_t used = 0;
+      std::vector<torch::Tensor> kept, copies;
+      for (int step = 0; step < 9; ++step) {
+        SCOPED_TRACE(step);
+        const bool use_idle = step % 3 != 1;
+        optimizer.zero_grad(/*set_to_none=*/step % 4 != 3);
+        if (step % 4 == 2) {  // half of the gradient comes without communication
+          const auto no_sync = ddp.no_sync();
+          (ddp(part(world.rank(), 100 + step), use_idle).square().mean()).backward();
+        }
+        ddp(part(world.rank(), step), use_idle).square().mean().backward();
+        reference_optimizer.zero_grad();
+        for (int r = 0; r < n; ++r) {
+          if (step % 4 == 2) (reference->forward(part(r, 100 + step), use_idle).square().mean() / n).backward();
+          (reference->forward(part(r, step), use_idle).square().mean() / n).backward();
+        }
+        for (const auto& item : net->named_parameters()) {
+          const auto& expected = reference->named_parameters()[item.key()].grad();
+          const auto& ours = item.value().grad();
+          ASSERT_EQ(ours.defined() && ours.count_nonzero().item<int64_t>() != 0,
+                    expected.defined() && expected.count_nonzero().item<int64_t>() != 0)
+              << item.key();
+          if (!ours.defined()) continue;
+          EXPECT_TRUE(world.heap().contains(ours.const_data_ptr())) << item.key();
+          EXPECT_EQ(ours.strides(), item.value().strides()) << item.key();
+          expect_equal_on_all_ranks(ours, world);
+          const bool same = !expected.defined() || torch::allclose(ours, expected, 1e-4, 1e-6);
+          EXPECT_TRUE(same) << item.key();
+        }
+        for (size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(torch::equal(kept[i], copies[i])) << "an old gradient";
+        places.insert(net->b->weight.grad().const_data_ptr());
+        places.insert(net->c->weight.grad().const_data_ptr());
+        if (step == 1) used = world.heap().used();
+        if (step == 4) {
+          EXPECT_EQ(places.size(), 2u) << "gradients of later steps take the blocks of earlier ones";
+          EXPECT_EQ(world.heap().used(), used);
+          kept = {net->b->weight.grad(), net->d.grad()};
+          copies = {kept[0].clone(), kept[1].clone()};
+        }
+        optimizer.step();
+        reference_optimizer.step();
+        if (step == 4) optimizer.zero_grad();  // so that the next step's gradients are new tensors
+      }
+      EXPECT_GE(born, 5);
+    });
+  }
 }
 
 TEST_F(DdpTest, ReducesWhileBackwardIsStillRunning) {

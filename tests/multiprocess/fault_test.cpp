@@ -315,14 +315,15 @@ TEST(FaultProcess, StopIsTimeoutNamingIt) {
   EXPECT_CONTAINS(ranks.wait(kVictim, patience()).said, "timed out");
 }
 
-// SIGKILL from outside, at any moment of a loop of all_reduce.
+// SIGKILL from outside, at any moment of a loop of all_reduce: of one rank, or of the whole job from its start on.
 TEST(FaultProcess, SigkillAtRandomMoments) {
-  constexpr int kTimes = 30;
+  constexpr int kTimes = 200;
   const auto before = leftovers();
   std::vector<int64_t> delays;
   std::mt19937 random(20240607);
   for (int time = 0; time < kTimes; ++time) {
     SCOPED_TRACE(time);
+    const bool everybody = time % 4 == 3;
     const int victim = static_cast<int>(random() % kRanks);
     const int64_t count = int64_t{1} << (random() % 21);
     const Call& call = kCalls[random() % 3];
@@ -338,10 +339,18 @@ TEST(FaultProcess, SigkillAtRandomMoments) {
         return text("rank ", lost.rank(), ": ", lost.what());
       }
     });
+    if (everybody) {
+      ::usleep(static_cast<useconds_t>(random() % 30'000));  // any moment: this is the test, not a synchronisation
+      for (int rank = 0; rank < kRanks; ++rank) ranks.signal(rank, SIGKILL);
+      EXPECT_EQ(ranks.wait(0, patience()).signal, SIGKILL);
+      for (int rank = 1; rank < kRanks; ++rank)
+        ranks.wait(rank, patience());  // which rank 0's death may have ended first
+      continue;
+    }
     for (int rank = 0; rank < kRanks; ++rank)
       for (const auto deadline = patience(); numbers[static_cast<size_t>(rank)] < 3 && !deadline.passed();)
         ::usleep(100);
-    ::usleep(static_cast<useconds_t>(random() % 5000));  // any moment: this is the test, not a synchronisation
+    ::usleep(static_cast<useconds_t>(random() % 5000));
     const int64_t killed_at = now_ns();
     ranks.signal(victim, SIGKILL);
     for (int rank = 0; rank < kRanks; ++rank) {

@@ -42,7 +42,8 @@ class Launch : public ::testing::Test {
 };
 
 TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
-  Process job(run_of({"-n", "3"}, {"environment"}), {.env = {"OMP_NUM_THREADS=7", "MUSTER_TERMINAL=1", "MINE=yes"}});
+  Process job(run_of({"-n", "3"}, {"environment"}),
+              {.env = {"OMP_NUM_THREADS=7", "MALLOC_MMAP_THRESHOLD_=4096", "MUSTER_TERMINAL=1", "MINE=yes"}});
   ASSERT_EQ(job.finish(), 0) << job.err;
   std::map<std::string, std::map<std::string, std::string>> ranks;
   for (const auto& line : lines_of(job.out)) {
@@ -65,6 +66,8 @@ TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
     EXPECT_EQ(env["MUSTER_JOB_ID"], ranks["[0]"]["MUSTER_JOB_ID"]);
     EXPECT_EQ(env["TORCHELASTIC_RUN_ID"], env["MUSTER_JOB_ID"]);
     EXPECT_EQ(env["OMP_NUM_THREADS"], "7") << "the user's choice";
+    EXPECT_EQ(env["MALLOC_MMAP_THRESHOLD_"], "4096") << "the user's choice";
+    EXPECT_EQ(env["MALLOC_TRIM_THRESHOLD_"], "1073741824");
     EXPECT_EQ(env["MINE"], "yes");
     EXPECT_EQ(env.count("MUSTER_TERMINAL"), 0u) << "of a job around this one";
   }

@@ -126,6 +126,10 @@ std::vector<std::string> leftovers() {
   }
   std::ifstream children(text("/proc/", ::getpid(), "/task/", ::getpid(), "/children"));
   for (std::string pid; children >> pid;) found.push_back("child " + pid);
+  std::ifstream sockets("/proc/net/unix");
+  for (std::string line; std::getline(sockets, line);)
+    if (const auto name = line.find("@muster"); name != std::string::npos)
+      found.push_back("socket " + line.substr(name));
   std::sort(found.begin(), found.end());
   return found;
 }

@@ -81,7 +81,7 @@ inline int64_t now_ns() {
 }  // of the machine: the same in all its processes
 
 // What a test could leave behind: descriptors and children of this process, files of ours in /dev/shm and the temporary
-// folder.
+// folder, sockets of ours.
 std::vector<std::string> leftovers();
 
 }  // namespace muster::test

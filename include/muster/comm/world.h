@@ -65,6 +65,7 @@ class World {
   Store& store() const;
   std::shared_ptr<Store> shared_store() const;
   Heap& heap() const;
+  std::shared_ptr<Heap> shared_heap() const;
 
   // The World of the calling thread. current() throws Aborted where there is none.
   static World& current();

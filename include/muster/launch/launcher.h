@@ -6,9 +6,11 @@
 //
 // What a rank gets: MUSTER_STORE (the job's store, served here over a Unix socket; nothing listens on a network),
 // MUSTER_JOB_ID, torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …), OMP_NUM_THREADS = usable cores /
-// ranks unless set, a process group of its own, and of this process's descriptors only 0, 1 and 2. Rank 0 has this
-// process's standard input unless that is a terminal, which a process group in the background may not read; the other
-// ranks have /dev/null. Where standard error is a terminal, rank 0 also has MUSTER_TERMINAL=1 and COLUMNS.
+// ranks unless set, thresholds by which glibc's malloc keeps what a step frees for the next one unless set (programs
+// only: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_), a process group of its own, and of this process's descriptors
+// only 0, 1 and 2. Rank 0 has this process's standard input unless that is a terminal, which a process group in the
+// background may not read; the other ranks have /dev/null. Where standard error is a terminal, rank 0 also has
+// MUSTER_TERMINAL=1 and COLUMNS.
 //
 // How it ends: a rank that ends with status 0 is done, and the job is done when all are. When one fails, the others get
 // SIGTERM at once and SIGKILL `grace` later, with everything that they started in their process groups. When this

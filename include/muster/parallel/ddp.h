@@ -6,9 +6,11 @@
 //   optimizer.step();
 //
 // At construction parameters and buffers become those of rank 0. Gradients live in *buckets*: flat tensors on the
-// World's heap, of which each parameter's .grad is a view. A hook after each gradient's accumulation marks it ready; a
-// bucket whose gradients are all ready is all-reduced (AVG) at once, while backward goes on; backward() ends when all
-// buckets are done. The first step's order of readiness, on rank 0, becomes the order of the buckets from then on.
+// World's heap. Small ones share buckets, of which each parameter's .grad is a view; one of 1 MiB or more is a bucket
+// of its own, and is born there: autograd's allocations of exactly its size are served from the heap while backward
+// runs. A hook after each gradient's accumulation marks it ready; a bucket whose gradients are all ready is all-reduced
+// (AVG) at once, while backward goes on; backward() ends when all buckets are done. The first step's order of
+// readiness, on rank 0, becomes the order of the buckets from then on.
 //
 // backward() throws, on every rank alike, InvalidArgument naming parameters that got no gradient on some rank, unless
 // find_unused_parameters is set; then such a gradient counts as zero, and a parameter without gradient on all ranks
@@ -35,7 +37,7 @@ namespace muster {
 
 struct DdpOptions {
   Group group;                          // default: all ranks
-  size_t bucket_bytes = 25 << 20;       // a bucket is closed at this size
+  size_t bucket_bytes = 25 << 20;       // a bucket of small gradients is closed before it exceeds this
   size_t first_bucket_bytes = 1 << 20;  // the first one is smaller, so that communication starts early
   bool find_unused_parameters = false;
   bool broadcast_buffers = true;  // rank 0's buffers to all before each forward in training mode

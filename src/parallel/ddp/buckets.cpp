@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
 #include <cstring>
@@ -31,6 +32,15 @@ at::Tensor tensor_at(const at::Tensor& flat, int64_t offset, const at::Tensor& l
   return at::empty({0}, flat.options()).set_(flat.storage(), offset, like.sizes(), strides);
 }
 
+// The parameter's gradient is `grad`, at the beginning of a block.
+void use_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad) {
+  const int64_t total = padded(grad);
+  parameter.view = grad;
+  bucket.flat = at::from_blob(
+      grad.mutable_data_ptr(), {total + 1}, [storage = grad.storage()](void*) {}, grad.options());
+  bucket.used = bucket.flat.narrow(0, total, 1);
+}
+
 // What ranks must agree on, as text: "layer.weight Float [3, 4]", and more where it is not the usual.
 std::string signature(const std::vector<NamedTensor>& tensors, size_t index) {
   const auto& [name, tensor] = tensors[index];
@@ -45,49 +55,97 @@ std::string signature(const std::vector<NamedTensor>& tensors, size_t index) {
 }  // namespace
 
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
-                                 size_t first_bytes, size_t bytes, Heap& heap) {
-  std::vector<Bucket> buckets;
-  size_t filled = 0;
+                                 size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks) {
+  std::vector<Bucket> buckets, open;  // open: at most one of each dtype
+  const auto dtype_of = [&](const Bucket& b) { return parameters[b.parameters[0]].tensor.scalar_type(); };
+  const auto filled = [&](const Bucket& b) {
+    size_t sum = 0;
+    for (const size_t index : b.parameters) sum += parameters[index].tensor.nbytes();
+    return sum;
+  };
+  const auto close = [&](size_t i) {
+    buckets.push_back(std::move(open[i]));
+    open.erase(open.begin() + static_cast<std::ptrdiff_t>(i));
+  };
+  size_t limit = first_bytes;
   for (const size_t index : order) {
-    Parameter& parameter = parameters[index];
-    const size_t limit = buckets.size() <= 1 ? first_bytes : bytes;
-    const bool same_dtype = !buckets.empty() && parameters[buckets.back().parameters[0]].tensor.scalar_type() ==
-                                                    parameter.tensor.scalar_type();
-    if (!same_dtype || filled >= limit || filled + parameter.tensor.nbytes() > std::max(limit, bytes)) {
-      buckets.emplace_back();
-      filled = 0;
+    const at::Tensor& tensor = parameters[index].tensor;
+    if (tensor.nbytes() >= GradientBlocks::kLarge) {
+      buckets.push_back({.parameters = {index}, .large = true});
+      continue;
     }
-    buckets.back().parameters.push_back(index);
-    parameter.bucket = buckets.size() - 1;
-    filled += parameter.tensor.nbytes();
+    size_t i = 0;
+    while (i < open.size() && dtype_of(open[i]) != tensor.scalar_type()) ++i;
+    if (i < open.size() && filled(open[i]) + tensor.nbytes() > limit) {
+      close(i);
+      limit = bytes;
+      i = open.size();
+    }
+    if (i == open.size()) open.emplace_back();
+    open[i].parameters.push_back(index);
   }
-  for (Bucket& bucket : buckets) {
+  while (!open.empty()) close(0);
+
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    Bucket& bucket = buckets[b];
+    bucket.pending = bucket.parameters.size();
+    for (const size_t index : bucket.parameters) parameters[index].bucket = b;
+    if (bucket.large) {
+      Parameter& parameter = parameters[bucket.parameters[0]];
+      if (parameter.view.defined())
+        use_block(bucket, parameter, parameter.view);
+      else
+        give_block(bucket, parameter, blocks);
+      continue;
+    }
     int64_t total = 0;
     for (const size_t index : bucket.parameters) total += padded(parameters[index].tensor);
     const auto count = static_cast<int64_t>(bucket.parameters.size());
-    bucket.flat = heap.zeros({total + count}, parameters[bucket.parameters[0]].tensor.scalar_type());
+    bucket.flat = heap.zeros({total + count}, dtype_of(bucket));
     bucket.used = bucket.flat.narrow(0, total, count);
-    bucket.pending = bucket.parameters.size();
     int64_t offset = 0;
     for (const size_t index : bucket.parameters) {
       Parameter& parameter = parameters[index];
-      const at::Tensor& tensor = parameter.tensor;
-      parameter.view = tensor_at(bucket.flat, offset, tensor);
-      offset += padded(tensor);
+      parameter.view = tensor_at(bucket.flat, offset, parameter.tensor);
+      offset += padded(parameter.tensor);
     }
   }
   return buckets;
 }
 
-std::vector<size_t> order_of(const std::vector<Bucket>& buckets) {
-  std::vector<size_t> order;
-  for (const auto& bucket : buckets) order.insert(order.end(), bucket.parameters.begin(), bucket.parameters.end());
-  return order;
+bool adopt_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad, const GradientBlocks& blocks) {
+  const at::Tensor& like = parameter.tensor;
+  if (grad.scalar_type() != like.scalar_type() || grad.storage_offset() != 0 ||
+      grad.storage().nbytes() != like.nbytes() || grad.sizes() != like.sizes() ||
+      !grad.is_non_overlapping_and_dense() || !blocks.contains(grad.const_data_ptr()))
+    return false;
+  // Ranks must agree about the order of the elements in memory.
+  const bool as_parameter = like.is_non_overlapping_and_dense();
+  if (as_parameter ? grad.strides() != like.strides() : !grad.is_contiguous()) return false;
+  use_block(bucket, parameter, grad);
+  return true;
+}
+
+void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks) {
+  const at::Tensor& like = parameter.tensor;
+  const size_t bytes = like.nbytes();
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, blocks.take(bytes), nullptr, /*resizable=*/false);
+  const at::Tensor flat =
+      at::empty({0}, like.options().requires_grad(false)).set_(storage, 0, {like.numel()}, {int64_t{1}});
+  use_block(bucket, parameter, tensor_at(flat, 0, like));
+  parameter.view.zero_();
 }
 
 void mark_used(Bucket& bucket, const std::vector<Parameter>& parameters) {
-  for (size_t i = 0; i < bucket.parameters.size(); ++i)
-    bucket.used.select(0, static_cast<int64_t>(i)).fill_(parameters[bucket.parameters[i]].ready ? 1 : 0);
+  std::vector<float> marks;
+  for (const size_t index : bucket.parameters) marks.push_back(parameters[index].ready ? 1 : 0);
+  bucket.used.copy_(at::from_blob(marks.data(), {static_cast<int64_t>(marks.size())}, at::kFloat));
+}
+
+std::vector<float> shares_used(const Bucket& bucket) {
+  std::vector<float> shares(bucket.parameters.size());
+  at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat).copy_(bucket.used);
+  return shares;
 }
 
 void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options,

@@ -5,6 +5,9 @@
 // Gradients start on cache lines. `used` is 1 where this rank's backward() reached the parameter; reduced with the
 // gradients it becomes the share of ranks that did, so finding out who is unused costs no communication of its own.
 //
+// Small gradients share buckets, into which they are copied where autograd made them elsewhere. A large one (from
+// GradientBlocks::kLarge on) has a bucket of its own, whose memory is the block that it was born in.
+//
 // Thread-safety: none; one backward() at a time.
 #pragma once
 
@@ -16,6 +19,7 @@
 #include "muster/comm/group.h"
 #include "muster/comm/heap.h"
 #include "muster/comm/work.h"
+#include "parallel/ddp/gradient_blocks.h"
 
 namespace muster::ddp {
 
@@ -27,25 +31,31 @@ struct NamedTensor {
 struct Parameter {
   std::string name;
   at::Tensor tensor;
-  at::Tensor view;    // its gradient's place in the bucket
+  at::Tensor view;    // its gradient's place in the bucket; undefined while a large one is not born
   size_t bucket = 0;  // index
   bool ready = false;
 };
 
 struct Bucket {
   std::vector<size_t> parameters;  // indices
+  bool large = false;              // one parameter in a block
   at::Tensor flat, used;
   size_t pending = 0;
   Work work;
 };
 
-// Cuts `order` into buckets of one dtype each and of at most `first_bytes` for the first, `bytes` for the others (a
-// larger parameter has a bucket of its own). Sets each parameter's view and bucket.
+// Cuts `order` into buckets of one dtype each; those of small parameters have at most `first_bytes` (the first) or
+// `bytes`. A bucket's place in the list follows from its last parameter. Sets each parameter's view and bucket.
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
-                                 size_t first_bytes, size_t bytes, Heap& heap);
+                                 size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks);
 
-std::vector<size_t> order_of(const std::vector<Bucket>& buckets);
+// For a large bucket: `grad`, if it was born in a block, becomes the parameter's view; false where it was not.
+bool adopt_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad, const GradientBlocks& blocks);
+// A free block for a large bucket whose parameter has no view.
+void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks);
+
 void mark_used(Bucket& bucket, const std::vector<Parameter>& parameters);
+std::vector<float> shares_used(const Bucket& bucket);  // after the reduction: 0 to 1 for each parameter
 
 // Mismatch, on every rank, naming the first thing that is not rank 0's: a tensor's name, dtype, shape, strides, whether
 // it is trained and with which earlier tensor it is shared; or `options`.

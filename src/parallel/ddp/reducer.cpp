@@ -15,6 +15,7 @@
 #include "muster/comm/world.h"
 #include "muster/parallel/ddp.h"
 #include "parallel/ddp/buckets.h"
+#include "parallel/ddp/gradient_blocks.h"
 
 namespace muster::ddp {
 namespace {
@@ -52,7 +53,8 @@ class ReadyHook final : public torch::autograd::PostAccumulateGradHook {
 struct Reducer::Impl : std::enable_shared_from_this<Reducer::Impl> {
   std::shared_ptr<torch::nn::Module> module;
   DdpOptions options;
-  Heap* heap = nullptr;
+  std::shared_ptr<Heap> heap;
+  std::optional<GradientBlocks> blocks;
   Group group;
 
   std::vector<Parameter> parameters;  // trainable, in the module's order
@@ -64,7 +66,7 @@ struct Reducer::Impl : std::enable_shared_from_this<Reducer::Impl> {
   bool sync = true;
   // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
   // callback never ran, is told from one that still runs.
-  std::weak_ptr<void> running;
+  std::weak_ptr<GradientBlocks::Serving> running;
   bool dirty = false;      // a backward() has begun and was neither finished nor abandoned
   size_t next_bucket = 0;  // buckets are reduced in order, the same on all ranks
 
@@ -87,7 +89,8 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   s.module = std::move(module);
   s.options = std::move(options);
   World& world = World::current();
-  s.heap = &world.heap();
+  s.heap = world.shared_heap();
+  s.blocks.emplace(s.heap);
   s.group = s.options.group.resolved();
   if (!s.group.is_member()) throw InvalidArgument("this rank is not a member of DistributedDataParallel's group");
 
@@ -158,10 +161,11 @@ std::vector<std::vector<std::string>> Reducer::bucket_names() const {
 // Lays the parameters out in buckets; gradients that exist move along.
 void Reducer::Impl::build(const std::vector<size_t>& order, size_t first_bytes) {
   const at::NoGradGuard no_grad;
-  buckets = make_buckets(parameters, order, first_bytes, options.bucket_bytes, *heap);
+  buckets = make_buckets(parameters, order, first_bytes, options.bucket_bytes, *heap, *blocks);
   for (auto& parameter : parameters) {
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if (!grad.defined() || grad.is_sparse()) continue;
+    if (grad.is_same(parameter.view)) continue;
     parameter.view.copy_(grad);
     grad = parameter.view;
   }
@@ -176,6 +180,11 @@ void Reducer::Impl::adopt(Parameter& parameter) {
     throw InvalidArgument(text("the gradient of ", parameter.name, " is sparse"),
                           "Create the embedding with sparse(false): DistributedDataParallel reduces dense gradients");
   const at::NoGradGuard no_grad;
+  Bucket& bucket = buckets[parameter.bucket];
+  if (bucket.large) {
+    if (adopt_block(bucket, parameter, grad, *blocks)) return;
+    if (!parameter.view.defined()) give_block(bucket, parameter, *blocks);
+  }
   parameter.view.copy_(grad);
   grad = parameter.view;
 }
@@ -195,42 +204,52 @@ void Reducer::Impl::begin_backward() {
   if (dirty) abandon_backward();
   dirty = true;
   ready_order.clear();
-  const auto token = std::make_shared<char>();
+  for (Bucket& bucket : buckets) {  // blocks whose gradients are gone serve for the new ones
+    Parameter& first = parameters[bucket.parameters[0]];
+    if (!bucket.large || first.tensor.grad().defined()) continue;
+    first.view = bucket.flat = bucket.used = at::Tensor();
+  }
+  const auto token = std::make_shared<GradientBlocks::Serving>(*blocks);
   running = token;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this(), token] { self->finish_backward(); });
 }
 
+// The last bucket is complete when backward is all but over: it waits for finish_backward(), which needs no other
+// thread for it.
 void Reducer::Impl::launch_ready_buckets() {
-  for (; next_bucket < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) {
+  for (; next_bucket + 1 < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) {
     Bucket& bucket = buckets[next_bucket];
     mark_used(bucket, parameters);
     bucket.work = all_reduce_async(bucket.flat, {.op = ReduceOp::AVG, .group = group});
   }
 }
 
-// Launches the buckets that are not complete. Every rank reduces every bucket in every backward(), whatever happens in
-// it, so that their collectives stay in step; parameters without a gradient contribute zeros.
+// Reduces the buckets that are not complete, and waits for all. Every rank reduces every bucket in every backward(),
+// whatever happens in it, so that their collectives stay in step; parameters without a gradient contribute zeros.
 void Reducer::Impl::reduce_the_rest() {
   const at::NoGradGuard no_grad;
   for (auto& parameter : parameters) {
     if (parameter.ready) continue;
-    if (parameter.tensor.grad().defined())
+    if (parameter.tensor.grad().defined()) {
       adopt(parameter);
-    else
-      parameter.view.zero_();
+      continue;
+    }
+    Bucket& bucket = buckets[parameter.bucket];
+    if (!parameter.view.defined()) give_block(bucket, parameter, *blocks);
+    parameter.view.zero_();
   }
   for (auto& bucket : buckets) bucket.pending = 0;
   launch_ready_buckets();
+  mark_used(buckets.back(), parameters);
+  all_reduce(buckets.back().flat, {.op = ReduceOp::AVG, .group = group});
+  for (auto& bucket : buckets) bucket.work.wait();
 }
 
 // A backward() threw on this rank. The other ranks wait for its buckets, and learn from `used` that not all gradients
 // are there.
 void Reducer::Impl::abandon_backward() {
-  if (sync) {
-    reduce_the_rest();
-    for (auto& bucket : buckets) bucket.work.wait();
-  }
+  if (sync) reduce_the_rest();
   reset();
 }
 
@@ -245,17 +264,15 @@ void Reducer::Impl::finish_backward() {
   reduce_the_rest();
   std::vector<size_t> some, none;
   for (auto& bucket : buckets) {
-    bucket.work.wait();
-    for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+    const std::vector<float> shares = shares_used(bucket);
+    for (size_t i = 0; i < shares.size(); ++i) {
       const size_t index = bucket.parameters[i];
-      Parameter& parameter = parameters[index];
-      const double share = bucket.used.select(0, static_cast<int64_t>(i)).item<double>();
-      if (share == 0) {
+      if (shares[i] == 0) {
         none.push_back(index);
-      } else {
-        if (share < 1) some.push_back(index);
-        parameter.tensor.mutable_grad() = parameter.view;
+        continue;
       }
+      if (shares[i] < 1) some.push_back(index);
+      parameters[index].tensor.mutable_grad() = parameters[index].view;
     }
   }
   const bool complete = some.empty() && none.empty();
@@ -284,7 +301,6 @@ void Reducer::Impl::rebuild_in_ready_order() {
   broadcast(order, 0, {.group = group});
   const auto* const first = order.const_data_ptr<int64_t>();
   std::vector<size_t> agreed(first, first + n);
-  if (agreed == order_of(buckets)) return;
   build(agreed, options.first_bucket_bytes);
 }
 

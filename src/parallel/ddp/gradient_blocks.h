@@ -1,0 +1,59 @@
+// Large gradients are born where they are reduced.
+//
+// Autograd allocates a tensor for each gradient, and where .grad is undefined (after zero_grad()) that tensor becomes
+// .grad. Copying it into a bucket on the heap would cost as much as reducing it. So each large parameter has a block on
+// the heap, and while backward runs, an allocation of exactly a large parameter's size is served from these blocks:
+//
+//   backward begins     blocks whose gradients are gone are free; Serving starts in this thread
+//   gradient computed   its memory is a free block of its size; .grad is that tensor
+//   bucket launched     reduces the block in place
+//
+// Which block a gradient gets does not matter, nor whether a temporary of the same size takes one for a while: blocks
+// are memory like any other, and whatever comes from elsewhere is copied into a block. A block that the user still
+// holds (an old .grad) is not free.
+//
+// For this, the process's CPU allocator (c10::SetCPUAllocator) is replaced once by one that asks the calling thread's
+// Serving first and then the allocator that was there before.
+//
+// Thread-safety: blocks may be freed in any thread; the rest is for the thread of the reducer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+
+#include "muster/comm/heap.h"
+
+namespace muster::ddp {
+
+struct BlockPool;
+
+class GradientBlocks {
+ public:
+  static constexpr size_t kLarge = size_t{1} << 20;  // bytes of a gradient that has a block of its own
+  static constexpr size_t kSlack = 256;              // bytes that may be used behind a gradient in its block
+
+  explicit GradientBlocks(std::shared_ptr<Heap> heap);
+
+  // Memory for `bytes` and kSlack more; from the heap where no block is free.
+  c10::DataPtr take(size_t bytes);
+  bool contains(const void* data) const;  // whether a block begins there
+
+  // Serves this thread's allocations while it lives.
+  class Serving {
+   public:
+    explicit Serving(const GradientBlocks& blocks);
+    Serving(const Serving&) = delete;
+    Serving& operator=(const Serving&) = delete;
+    ~Serving();
+
+   private:
+    const std::shared_ptr<BlockPool> pool_;
+  };
+
+ private:
+  const std::shared_ptr<BlockPool> pool_;
+};
+
+}  // namespace muster::ddp
