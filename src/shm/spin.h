@@ -1,15 +1,20 @@
-// How long to spin before sleeping.
+// How a wait begins, before it sleeps.
 //
-// A peer that runs on another core answers in under a microsecond; a sleep and a wake-up cost ten. So a wait spins
-// first, for about as long as two sleeps cost, if there is a core for every rank; where ranks share cores, spinning
-// only keeps the peer from running.
+// A peer that runs on another core answers in under a microsecond; a sleep and a wake-up cost ten, and more in a
+// virtual machine whose core has gone idle. So a wait first spins, for about as long as two sleeps cost, if there is a
+// core for every rank; where ranks share cores, spinning only keeps the peer from running. Then it looks again and
+// again and yields the core in between: to whoever can run there, and for nothing where nobody wants it. Sleeping comes
+// last.
 #pragma once
+
+#include <sched.h>
 
 #include <chrono>
 
 namespace muster::shm {
 
 inline constexpr std::chrono::microseconds kSpin{20};
+inline constexpr std::chrono::microseconds kYield{1000};
 
 // Cores that this process may use: its affinity, bounded by the cgroup's cpu.max (version 2) or cfs quota (version 1).
 int usable_cores();
@@ -37,6 +42,20 @@ bool spin_until(std::chrono::nanoseconds limit, Condition condition) {
       cpu_relax();
     }
   } while (std::chrono::steady_clock::now() < end);
+  return condition();
+}
+
+// Yields the core until `condition()` holds, at most for `limit`; returns whether it does.
+template <typename Condition>
+bool yield_until(std::chrono::nanoseconds limit, Condition condition) {
+  if (limit <= limit.zero()) return condition();
+  for (const auto end = std::chrono::steady_clock::now() + limit; std::chrono::steady_clock::now() < end;) {
+    ::sched_yield();
+    for (int i = 0; i < 8; ++i) {
+      if (condition()) return true;
+      cpu_relax();
+    }
+  }
   return condition();
 }
 

@@ -207,7 +207,8 @@ void Channel::await_all(Counter which, uint64_t value) {
 
 template <typename Ready>
 void Channel::wait(int peer, Ready ready) {
-  if (shm::spin_until(options_.spin, [&] { return ready() || failed(); }) && ready()) [[likely]]
+  const auto over = [&] { return ready() || failed(); };
+  if ((shm::spin_until(options_.spin, over) || shm::yield_until(yield_, over)) && ready()) [[likely]]
     return;
   const auto began = Clock::now();
   shm::Bell& bell = control(peer).bell;

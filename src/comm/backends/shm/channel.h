@@ -128,6 +128,9 @@ class Channel {
   void leave(const std::string& cause = {});
 
   std::chrono::nanoseconds spin() const { return options_.spin; }
+  // How long the waits of the operations to come keep their core, when they have spun, by yielding it (spin.h): longer
+  // for a caller that blocks than for a thread beside one that computes.
+  void set_yield(std::chrono::nanoseconds limit) { yield_ = limit; }
   std::string where(int peer) const;  // "all_reduce #12, collecting": for timeouts
 
  private:
@@ -161,6 +164,7 @@ class Channel {
   Descriptor current_;
   Clock::time_point started_;
   Deadline deadline_ = Deadline::never();
+  std::chrono::nanoseconds yield_{0};
 
   std::mutex failure_mutex_;  // one fail() of this rank at a time
   bool reported_ = false;

@@ -187,6 +187,7 @@ void ShmBackend::run(const Operation& operation) {
     std::exception_ptr error;
     lane_.run([&] {
       try {
+        channel_.set_yield(shm::kYield);
         execute(operation, deadline);
       } catch (...) {
         error = std::current_exception();
@@ -221,6 +222,7 @@ c10::intrusive_ptr<c10d::Work> ShmBackend::submit(Operation operation) {
     channel_.check();
     lane_.submit([this, work, deadline] {
       try {
+        channel_.set_yield({});
         execute(work->operation(), deadline);
         work->complete();
       } catch (...) {
