@@ -14,11 +14,13 @@
 
 #include <chrono>
 #include <memory>
+#include <source_location>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "comm/op_kind.h"
 #include "muster/comm/fault_plan.h"
 #include "muster/comm/group.h"
 #include "muster/store/store.h"
@@ -31,36 +33,26 @@ class PeerWatch;
 
 namespace muster::comm {
 
-enum class OpKind : uint8_t {
-  kAllReduce,
-  kBroadcast,
-  kReduce,
-  kAllGather,
-  kReduceScatter,
-  kGather,
-  kScatter,
-  kAllToAll,
-  kBarrier,
-  kSend,
-  kRecv
-};
-std::string_view to_string(OpKind kind);
-
 // One operation. Which fields count depends on the kind:
 //   all_reduce, broadcast, reduce, send, recv   tensor
 //   all_gather, gather                          tensor = input; outputs: one a rank, or one for all
 //   reduce_scatter, scatter                     tensor = output; inputs: one a rank, or one for all
-//   all_to_all                                  inputs and outputs: one tensor each; splits in rows, empty for equal
-//   ones
+//   all_to_all                                  inputs and outputs: one a rank each; or one tensor each, cut by the
+//                                               splits (in rows, empty for equal ones)
+// Lists of all_gather and reduce_scatter may have parts of unequal sizes, the same list on all ranks.
 struct Operation {
   OpKind kind = OpKind::kBarrier;
   ReduceOp op = ReduceOp::SUM;
-  int peer = 0;  // root, source or destination: a rank in the group
+  int peer = 0;  // root, source or destination: a rank in the group; for recv also kAnySource
   int tag = 0;
   at::Tensor tensor;
   std::vector<at::Tensor> inputs, outputs;
   std::vector<int64_t> input_splits, output_splits;
+  double factor = 1;                     // of PREMUL_SUM; or
+  at::Tensor factor_tensor;              // of one element or of the tensor's shape
   std::chrono::milliseconds timeout{0};  // 0: the group's
+  OpKind part_of = OpKind::kNothing;     // set by backends that make one operation of several
+  std::source_location site = {};        // where the user called
 };
 
 class Backend : public c10d::Backend {
@@ -69,12 +61,15 @@ class Backend : public c10d::Backend {
 
   virtual void run(const Operation& operation) = 0;
   virtual c10::intrusive_ptr<c10d::Work> submit(Operation operation) = 0;
+  // Several collectives, one after another, as one piece of work; at least one.
+  virtual c10::intrusive_ptr<c10d::Work> submit_batch(std::vector<Operation> operations) = 0;
   virtual CommStats stats() const = 0;
   // This rank ends its membership; `cause` is not empty where it ends by an error, which peers then see. Operations
   // under way fail.
   virtual void leave(const std::string& cause) = 0;
 
-  // c10d's interface, in terms of submit().
+  // c10d's interface, in terms of these. Where the caller says that it will wait (asyncOp = false), the operation runs
+  // at once, on its thread.
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>&, const c10d::BroadcastOptions&) override;
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>&, const c10d::AllreduceOptions&) override;
   c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>&, const c10d::ReduceOptions&) override;
@@ -91,9 +86,26 @@ class Backend : public c10d::Backend {
                                                       const c10d::ReduceScatterOptions&) override;
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
                                                const c10d::AllToAllOptions&) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>&, const c10d::AllreduceOptions&) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>&,
+                                                     const c10d::AllreduceCoalescedOptions&) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>&, std::vector<at::Tensor>&,
+                                                     const c10d::AllgatherOptions&) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>&, std::vector<at::Tensor>&,
+                                                                 const c10d::AllgatherOptions&) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(std::vector<at::Tensor>&, std::vector<at::Tensor>&,
+                                                                 const c10d::ReduceScatterOptions&) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>&, std::vector<at::Tensor>&,
+                                          const c10d::AllToAllOptions&) override;
+  void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>&, int, int) override;
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>&, int, int) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>&, int) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override;
+
+ private:
+  c10::intrusive_ptr<c10d::Work> issue(Operation operation, bool async);
+  c10::intrusive_ptr<c10d::Work> issue_batch(std::vector<Operation> operations, bool async);
 };
 
 // What a backend's create function is given.

@@ -2,6 +2,7 @@
 // GPUs a process.
 #include "base/text.h"
 #include "comm/backend.h"
+#include "comm/operation_work.h"
 #include "muster/base/error.h"
 
 namespace muster::comm {
@@ -16,109 +17,182 @@ const T& only(const std::vector<T>& list, const char* what) {
   return list[0];
 }
 
-ReduceOp reduce_op(const c10d::ReduceOp& op) {
-  if (op.op_ > c10d::ReduceOp::MAX)
-    throw InvalidArgument(text("reduce operation number ", int{op.op_}, " is not supported"),
-                          "Use SUM, AVG, PRODUCT, MIN or MAX");
-  return static_cast<ReduceOp>(op.op_);
-}
 static_assert(static_cast<int>(ReduceOp::SUM) == c10d::ReduceOp::SUM &&
               static_cast<int>(ReduceOp::AVG) == c10d::ReduceOp::AVG &&
               static_cast<int>(ReduceOp::PRODUCT) == c10d::ReduceOp::PRODUCT &&
               static_cast<int>(ReduceOp::MIN) == c10d::ReduceOp::MIN &&
-              static_cast<int>(ReduceOp::MAX) == c10d::ReduceOp::MAX);
+              static_cast<int>(ReduceOp::MAX) == c10d::ReduceOp::MAX &&
+              static_cast<int>(ReduceOp::BAND) == c10d::ReduceOp::BAND &&
+              static_cast<int>(ReduceOp::BOR) == c10d::ReduceOp::BOR &&
+              static_cast<int>(ReduceOp::BXOR) == c10d::ReduceOp::BXOR &&
+              static_cast<int>(ReduceOp::PREMUL_SUM) == c10d::ReduceOp::PREMUL_SUM);
 
-std::chrono::milliseconds timeout(std::chrono::milliseconds given) {
-  return given == c10d::kUnsetTimeout ? std::chrono::milliseconds(0) : given;
+Operation with_op(Operation operation, const c10d::ReduceOp& op) {
+  if (op.op_ > c10d::ReduceOp::PREMUL_SUM)
+    throw InvalidArgument(text("there is no reduce operation number ", int{op.op_}));
+  operation.op = static_cast<ReduceOp>(op.op_);
+  if (const auto* const factor = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get())) {
+    operation.factor = factor->double_factor;
+    operation.factor_tensor = factor->tensor_factor;
+  }
+  return operation;
+}
+
+template <typename Options>
+Operation with_timeout(Operation operation, const Options& options) {
+  if (options.timeout != c10d::kUnsetTimeout) operation.timeout = options.timeout;
+  return operation;
+}
+
+Operation all_reduce_of(const at::Tensor& tensor, const c10d::AllreduceOptions& options) {
+  const bool sparse = tensor.defined() && tensor.layout() == at::kSparse;
+  return with_timeout(
+      with_op({.kind = sparse ? OpKind::kAllReduceSparse : OpKind::kAllReduce, .tensor = tensor}, options.reduceOp),
+      options);
+}
+
+Operation all_gather_of(const at::Tensor& input, Tensors outputs, const c10d::AllgatherOptions& options) {
+  return with_timeout({.kind = OpKind::kAllGather, .tensor = input, .outputs = std::move(outputs)}, options);
+}
+
+Operation reduce_scatter_of(const at::Tensor& output, Tensors inputs, const c10d::ReduceScatterOptions& options) {
+  return with_timeout(
+      with_op({.kind = OpKind::kReduceScatter, .tensor = output, .inputs = std::move(inputs)}, options.reduceOp),
+      options);
 }
 
 }  // namespace
 
-std::string_view to_string(OpKind kind) {
-  static constexpr std::string_view kNames[] = {"all_reduce",     "broadcast", "reduce",  "all_gather",
-                                                "reduce_scatter", "gather",    "scatter", "all_to_all",
-                                                "barrier",        "send",      "recv"};
-  return kNames[static_cast<size_t>(kind)];
+WorkPtr Backend::issue(Operation operation, bool async) {
+  if (async) return submit(std::move(operation));
+  run(operation);
+  return c10::make_intrusive<OperationWork>(getRank(), std::move(operation));
+}
+
+WorkPtr Backend::issue_batch(std::vector<Operation> operations, bool async) {
+  const WorkPtr work = submit_batch(std::move(operations));
+  if (!async) work->wait(kNoTimeout);
+  return work;
 }
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return submit({.kind = OpKind::kAllReduce,
-                 .op = reduce_op(options.reduceOp),
-                 .tensor = only(tensors, "allreduce"),
-                 .timeout = timeout(options.timeout)});
+  return issue(all_reduce_of(only(tensors, "allreduce"), options), options.asyncOp);
+}
+
+WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return allreduce(tensors, options);
+}
+
+WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  std::vector<Operation> operations;
+  for (const auto& tensor : tensors) operations.push_back(all_reduce_of(tensor, options));
+  return issue_batch(std::move(operations), options.asyncOp);
 }
 
 WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return submit({.kind = OpKind::kBroadcast,
-                 .peer = static_cast<int>(options.rootRank),
-                 .tensor = only(tensors, "broadcast"),
-                 .timeout = timeout(options.timeout)});
+  return issue(with_timeout({.kind = OpKind::kBroadcast,
+                             .peer = static_cast<int>(options.rootRank),
+                             .tensor = only(tensors, "broadcast")},
+                            options),
+               options.asyncOp);
 }
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return submit({.kind = OpKind::kReduce,
-                 .op = reduce_op(options.reduceOp),
-                 .peer = static_cast<int>(options.rootRank),
-                 .tensor = only(tensors, "reduce"),
-                 .timeout = timeout(options.timeout)});
+  return issue(with_timeout(with_op({.kind = OpKind::kReduce,
+                                     .peer = static_cast<int>(options.rootRank),
+                                     .tensor = only(tensors, "reduce")},
+                                    options.reduceOp),
+                            options),
+               options.asyncOp);
 }
 
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return submit({.kind = OpKind::kAllGather,
-                 .tensor = only(inputs, "allgather"),
-                 .outputs = only(outputs, "allgather"),
-                 .timeout = timeout(options.timeout)});
+  return issue(all_gather_of(only(inputs, "allgather"), only(outputs, "allgather"), options), options.asyncOp);
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
-  return submit(
-      {.kind = OpKind::kAllGather, .tensor = input, .outputs = {output}, .timeout = timeout(options.timeout)});
+  return issue(all_gather_of(input, {output}, options), options.asyncOp);
+}
+
+// outputs[r][i]: rank r's inputs[i].
+WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                     const c10d::AllgatherOptions& options) {
+  std::vector<Operation> operations;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Tensors parts;
+    for (const auto& of_rank : outputs) {
+      if (of_rank.size() != inputs.size())
+        throw InvalidArgument("allgather_coalesced needs as many outputs of each rank as there are inputs");
+      parts.push_back(of_rank[i]);
+    }
+    operations.push_back(all_gather_of(inputs[i], std::move(parts), options));
+  }
+  return issue_batch(std::move(operations), options.asyncOp);
+}
+
+WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::AllgatherOptions& options) {
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument("allgather_into_tensor_coalesced needs one output for each input");
+  std::vector<Operation> operations;
+  for (size_t i = 0; i < inputs.size(); ++i) operations.push_back(all_gather_of(inputs[i], {outputs[i]}, options));
+  return issue_batch(std::move(operations), options.asyncOp);
 }
 
 WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
   const bool root = getRank() == options.rootRank;
-  return submit({.kind = OpKind::kGather,
-                 .peer = static_cast<int>(options.rootRank),
-                 .tensor = only(inputs, "gather"),
-                 .outputs = root ? only(outputs, "gather") : Tensors{},
-                 .timeout = timeout(options.timeout)});
+  return issue(with_timeout({.kind = OpKind::kGather,
+                             .peer = static_cast<int>(options.rootRank),
+                             .tensor = only(inputs, "gather"),
+                             .outputs = root ? only(outputs, "gather") : Tensors{}},
+                            options),
+               options.asyncOp);
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
   const bool root = getRank() == options.rootRank;
-  return submit({.kind = OpKind::kScatter,
-                 .peer = static_cast<int>(options.rootRank),
-                 .tensor = only(outputs, "scatter"),
-                 .inputs = root ? only(inputs, "scatter") : Tensors{},
-                 .timeout = timeout(options.timeout)});
+  return issue(with_timeout({.kind = OpKind::kScatter,
+                             .peer = static_cast<int>(options.rootRank),
+                             .tensor = only(outputs, "scatter"),
+                             .inputs = root ? only(inputs, "scatter") : Tensors{}},
+                            options),
+               options.asyncOp);
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ReduceScatterOptions& options) {
-  return submit({.kind = OpKind::kReduceScatter,
-                 .op = reduce_op(options.reduceOp),
-                 .tensor = only(outputs, "reduce_scatter"),
-                 .inputs = only(inputs, "reduce_scatter"),
-                 .timeout = timeout(options.timeout)});
+  return issue(reduce_scatter_of(only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter"), options),
+               options.asyncOp);
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& options) {
-  return submit({.kind = OpKind::kReduceScatter,
-                 .op = reduce_op(options.reduceOp),
-                 .tensor = output,
-                 .inputs = {input},
-                 .timeout = timeout(options.timeout)});
+  return issue(reduce_scatter_of(output, {input}, options), options.asyncOp);
+}
+
+WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::ReduceScatterOptions& options) {
+  if (outputs.size() != inputs.size())
+    throw InvalidArgument("reduce_scatter_tensor_coalesced needs one output for each input");
+  std::vector<Operation> operations;
+  for (size_t i = 0; i < inputs.size(); ++i) operations.push_back(reduce_scatter_of(outputs[i], {inputs[i]}, options));
+  return issue_batch(std::move(operations), options.asyncOp);
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  return submit({.kind = OpKind::kAllToAll,
-                 .inputs = {input},
-                 .outputs = {output},
-                 .input_splits = input_splits,
-                 .output_splits = output_splits,
-                 .timeout = timeout(options.timeout)});
+  return issue(with_timeout({.kind = OpKind::kAllToAll,
+                             .inputs = {input},
+                             .outputs = {output},
+                             .input_splits = input_splits,
+                             .output_splits = output_splits},
+                            options),
+               options.asyncOp);
+}
+
+WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  return issue(with_timeout({.kind = OpKind::kAllToAll, .inputs = inputs, .outputs = outputs}, options),
+               options.asyncOp);
 }
 
 WorkPtr Backend::send(Tensors& tensors, int destination, int tag) {
@@ -129,8 +203,27 @@ WorkPtr Backend::recv(Tensors& tensors, int source, int tag) {
   return submit({.kind = OpKind::kRecv, .peer = source, .tag = tag, .tensor = only(tensors, "recv")});
 }
 
+WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  return submit({.kind = OpKind::kRecv, .peer = kAnySource, .tag = tag, .tensor = only(tensors, "recv")});
+}
+
 WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
-  return submit({.kind = OpKind::kBarrier, .timeout = timeout(options.timeout)});
+  return issue(with_timeout({.kind = OpKind::kBarrier}, options), options.asyncOp);
+}
+
+// PyTorch's words, for its users and tools look for them.
+void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  try {
+    issue(with_timeout({.kind = OpKind::kBarrier}, options), false);
+  } catch (const Timeout& timeout) {
+    std::vector<int> missing = timeout.missing();
+    if (!wait_all_ranks && missing.size() > 1) missing.resize(1);
+    const std::string limit =
+        options.timeout == c10d::kUnsetTimeout ? "the timeout" : text(options.timeout.count(), " ms");
+    throw Timeout(text("[Rank ", getRank(), "]: Rank", missing.size() == 1 ? " " : "s ", join(missing),
+                       " failed to pass monitoredBarrier in ", limit, ". ", timeout.what()),
+                  timeout.missing());
+  }
 }
 
 }  // namespace muster::comm

@@ -9,11 +9,26 @@ namespace {
 using comm::Operation;
 using comm::OpKind;
 
-void run(const Group& group, const Operation& operation) { group.backend().run(operation); }
-Work submit(const Group& group, Operation operation) { return Work(group.backend().submit(std::move(operation))); }
+void run(const Group& group, Operation operation, const Site& site) {
+  operation.site = site;
+  group.backend().run(operation);
+}
+Work submit(const Group& group, Operation operation, const Site& site) {
+  operation.site = site;
+  return Work(group.backend().submit(std::move(operation)));
+}
 
 Operation reduction(OpKind kind, const at::Tensor& tensor, const ReduceOptions& options, int peer = 0) {
-  return {.kind = kind, .op = options.op, .peer = peer, .tensor = tensor, .timeout = options.timeout};
+  return {.kind = kind,
+          .op = options.op,
+          .peer = peer,
+          .tensor = tensor,
+          .factor = options.factor,
+          .timeout = options.timeout};
+}
+Operation all_reduction(const at::Tensor& tensor, const ReduceOptions& options) {
+  const bool sparse = tensor.defined() && tensor.layout() == at::kSparse;
+  return reduction(sparse ? OpKind::kAllReduceSparse : OpKind::kAllReduce, tensor, options);
 }
 Operation movement(OpKind kind, const at::Tensor& tensor, const CollectiveOptions& options, int peer = 0) {
   return {.kind = kind, .peer = peer, .tensor = tensor, .timeout = options.timeout};
@@ -26,7 +41,7 @@ Operation with_inputs(Operation operation, std::vector<at::Tensor> inputs) {
   operation.inputs = std::move(inputs);
   return operation;
 }
-Operation all_to_all(const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options) {
+Operation all_to_all_operation(const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options) {
   return {.kind = OpKind::kAllToAll,
           .inputs = {input},
           .outputs = {output},
@@ -41,54 +56,94 @@ Operation message(OpKind kind, const at::Tensor& tensor, int peer, const Message
 }  // namespace
 
 // Each pair of functions: the same Operation, run or submitted.
-#define MUSTER_COLLECTIVE(name, parameters, operation)    \
-  void name parameters { run(options.group, operation); } \
-  Work name##_async parameters { return submit(options.group, operation); }
+#define MUSTER_COLLECTIVE(name, parameters, operation)          \
+  void name parameters { run(options.group, operation, site); } \
+  Work name##_async parameters { return submit(options.group, operation, site); }
 
-MUSTER_COLLECTIVE(all_reduce, (const at::Tensor& tensor, const ReduceOptions& options),
-                  reduction(OpKind::kAllReduce, tensor, options))
-MUSTER_COLLECTIVE(broadcast, (const at::Tensor& tensor, int src, const CollectiveOptions& options),
+MUSTER_COLLECTIVE(all_reduce, (const at::Tensor& tensor, const ReduceOptions& options, const Site& site),
+                  all_reduction(tensor, options))
+MUSTER_COLLECTIVE(broadcast, (const at::Tensor& tensor, int src, const CollectiveOptions& options, const Site& site),
                   movement(OpKind::kBroadcast, tensor, options, src))
-MUSTER_COLLECTIVE(reduce, (const at::Tensor& tensor, int dst, const ReduceOptions& options),
+MUSTER_COLLECTIVE(reduce, (const at::Tensor& tensor, int dst, const ReduceOptions& options, const Site& site),
                   reduction(OpKind::kReduce, tensor, options, dst))
 MUSTER_COLLECTIVE(all_gather,
-                  (const std::vector<at::Tensor>& outputs, const at::Tensor& input, const CollectiveOptions& options),
+                  (const std::vector<at::Tensor>& outputs, const at::Tensor& input, const CollectiveOptions& options,
+                   const Site& site),
                   with_outputs(movement(OpKind::kAllGather, input, options), outputs))
 MUSTER_COLLECTIVE(all_gather_into_tensor,
-                  (const at::Tensor& output, const at::Tensor& input, const CollectiveOptions& options),
+                  (const at::Tensor& output, const at::Tensor& input, const CollectiveOptions& options,
+                   const Site& site),
                   with_outputs(movement(OpKind::kAllGather, input, options), {output}))
 MUSTER_COLLECTIVE(reduce_scatter,
-                  (const at::Tensor& output, const std::vector<at::Tensor>& inputs, const ReduceOptions& options),
+                  (const at::Tensor& output, const std::vector<at::Tensor>& inputs, const ReduceOptions& options,
+                   const Site& site),
                   with_inputs(reduction(OpKind::kReduceScatter, output, options), inputs))
 MUSTER_COLLECTIVE(reduce_scatter_tensor,
-                  (const at::Tensor& output, const at::Tensor& input, const ReduceOptions& options),
+                  (const at::Tensor& output, const at::Tensor& input, const ReduceOptions& options, const Site& site),
                   with_inputs(reduction(OpKind::kReduceScatter, output, options), {input}))
 MUSTER_COLLECTIVE(gather,
                   (const at::Tensor& input, const std::vector<at::Tensor>& outputs, int dst,
-                   const CollectiveOptions& options),
+                   const CollectiveOptions& options, const Site& site),
                   with_outputs(movement(OpKind::kGather, input, options, dst), outputs))
 MUSTER_COLLECTIVE(scatter,
                   (const at::Tensor& output, const std::vector<at::Tensor>& inputs, int src,
-                   const CollectiveOptions& options),
+                   const CollectiveOptions& options, const Site& site),
                   with_inputs(movement(OpKind::kScatter, output, options, src), inputs))
 MUSTER_COLLECTIVE(all_to_all_single,
-                  (const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options),
-                  all_to_all(output, input, options))
-MUSTER_COLLECTIVE(barrier, (const CollectiveOptions& options),
+                  (const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options, const Site& site),
+                  all_to_all_operation(output, input, options))
+MUSTER_COLLECTIVE(all_to_all,
+                  (const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                   const CollectiveOptions& options, const Site& site),
+                  with_inputs(with_outputs(movement(OpKind::kAllToAll, {}, options), outputs), inputs))
+MUSTER_COLLECTIVE(barrier, (const CollectiveOptions& options, const Site& site),
                   (Operation{.kind = OpKind::kBarrier, .timeout = options.timeout}))
 #undef MUSTER_COLLECTIVE
 
-void send(const at::Tensor& tensor, int dst, const MessageOptions& options) {
-  run(options.group, message(OpKind::kSend, tensor, dst, options));
+void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const ReduceOptions& options, const Site& site) {
+  all_reduce_coalesced_async(tensors, options, site).wait();
 }
-void recv(const at::Tensor& tensor, int src, const MessageOptions& options) {
-  run(options.group, message(OpKind::kRecv, tensor, src, options));
+Work all_reduce_coalesced_async(const std::vector<at::Tensor>& tensors, const ReduceOptions& options,
+                                const Site& site) {
+  std::vector<Operation> operations;
+  for (const auto& tensor : tensors) {
+    operations.push_back(all_reduction(tensor, options));
+    operations.back().site = site;
+  }
+  return operations.empty() ? Work() : Work(options.group.backend().submit_batch(std::move(operations)));
+}
+
+void send(const at::Tensor& tensor, int dst, const MessageOptions& options) {
+  run(options.group, message(OpKind::kSend, tensor, dst, options), {});
+}
+int recv(const at::Tensor& tensor, int src, const MessageOptions& options) {
+  if (src == kAnySource) {
+    Work work = irecv(tensor, src, options);
+    work.wait();
+    return work.source_rank();
+  }
+  run(options.group, message(OpKind::kRecv, tensor, src, options), {});
+  return src;
 }
 Work isend(const at::Tensor& tensor, int dst, const MessageOptions& options) {
-  return submit(options.group, message(OpKind::kSend, tensor, dst, options));
+  return submit(options.group, message(OpKind::kSend, tensor, dst, options), {});
 }
 Work irecv(const at::Tensor& tensor, int src, const MessageOptions& options) {
-  return submit(options.group, message(OpKind::kRecv, tensor, src, options));
+  return submit(options.group, message(OpKind::kRecv, tensor, src, options), {});
+}
+
+std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& operations) {
+  std::vector<Work> works;
+  for (const auto& op : operations)
+    works.push_back(op.kind == P2POp::kSend ? isend(op.tensor, op.peer, op.options)
+                                            : irecv(op.tensor, op.peer, op.options));
+  return works;
+}
+
+void monitored_barrier(const CollectiveOptions& options, bool wait_all_ranks) {
+  c10d::BarrierOptions barrier;
+  if (options.timeout != kDefaultTimeout) barrier.timeout = options.timeout;
+  options.group.backend().monitoredBarrier(barrier, wait_all_ranks);
 }
 
 }  // namespace muster

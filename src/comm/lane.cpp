@@ -1,7 +1,5 @@
 #include "comm/lane.h"
 
-#include <future>
-
 #include "base/thread.h"
 
 namespace muster::comm {
@@ -14,12 +12,28 @@ void Lane::submit(Job job) {
 }
 
 void Lane::run_in_turn(const Job& job) {
-  std::promise<void> finished;
-  submit([&] {
-    job();
-    finished.set_value();
+  bool finished = false;  // guarded by the lane's lock
+  submit([&](bool by_waiter) {
+    job(by_waiter);
+    const std::lock_guard lock(mutex_);
+    finished = true;
   });
-  finished.get_future().wait();
+  drive([&] { return finished; });
+}
+
+void Lane::drive(const std::function<bool()>& done) {
+  std::unique_lock lock(mutex_);
+  while (!done()) {
+    if (busy_) {
+      ++drivers_;
+      turn_.wait(lock);
+      --drivers_;
+    } else if (!jobs_.empty()) {
+      run_first(lock, true);
+    } else {
+      return;
+    }
+  }
 }
 
 void Lane::stop() {
@@ -31,19 +45,29 @@ void Lane::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
+void Lane::run_first(std::unique_lock<std::mutex>& lock, bool by_waiter) {
+  Job job = std::move(jobs_.front());
+  jobs_.pop_front();
+  busy_ = true;
+  lock.unlock();
+  job(by_waiter);
+  job = nullptr;  // what it holds is released without the lock
+  lock.lock();
+  release();
+}
+
+void Lane::release() {
+  busy_ = false;
+  if (drivers_ > 0) turn_.notify_all();
+  if (!jobs_.empty() || stop_) wake_.notify_one();
+}
+
 void Lane::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return (!jobs_.empty() && !busy_) || (stop_ && jobs_.empty()); });
+    wake_.wait(lock, [this] { return !busy_ && (!jobs_.empty() || stop_); });
     if (jobs_.empty()) return;
-    Job job = std::move(jobs_.front());
-    jobs_.pop_front();
-    busy_ = true;
-    lock.unlock();
-    job();
-    job = nullptr;  // what it holds is released without the lock
-    lock.lock();
-    busy_ = false;
+    run_first(lock, false);
   }
 }
 

@@ -31,7 +31,7 @@ class Validator {
         break;
       case OpKind::kAllGather:
         check_tensor(op_.tensor, "input");
-        check_parts(op_.outputs, "output");
+        check_parts_of_any_size(op_.outputs, "output");
         break;
       case OpKind::kGather:
         check_peer("root");
@@ -45,21 +45,25 @@ class Validator {
         break;
       case OpKind::kReduceScatter:
         check_written(op_.tensor, "output");
-        check_parts(op_.inputs, "input");
+        check_parts_of_any_size(op_.inputs, "input");
         check_reduction();
         break;
       case OpKind::kAllToAll:
         check_all_to_all();
         break;
+      case OpKind::kAllReduceSparse:
+        check_sparse();
+        break;
       case OpKind::kSend:
       case OpKind::kRecv:
-        check_peer("rank");
+        if (op_.kind != OpKind::kRecv || op_.peer != kAnySource) check_peer("rank");
         if (op_.kind == OpKind::kSend)
           check_tensor(op_.tensor, "tensor");
         else
           check_written(op_.tensor, "tensor");
         break;
       case OpKind::kBarrier:
+      case OpKind::kNothing:
         break;
     }
   }
@@ -99,6 +103,21 @@ class Validator {
     if (!reduce_kernel(op_.tensor.scalar_type(), op_.op))
       fail("Convert it, e.g. with .to(at::kFloat)", to_string(op_.op), " is not defined here for tensors of ",
            c10::toString(op_.tensor.scalar_type()));
+    const at::Tensor& factor = op_.factor_tensor;
+    if (op_.op == ReduceOp::PREMUL_SUM && factor.defined() && factor.numel() != 1 &&
+        factor.sizes() != op_.tensor.sizes())
+      fail("Use one number, or one for each element", "the factor has ", factor.numel(), " elements");
+  }
+
+  void check_sparse() const {
+    const at::Tensor& tensor = op_.tensor;
+    if (!tensor.defined() || tensor.layout() != at::kSparse)
+      fail("Use the dense all_reduce, or .to_sparse()", "the tensor is not sparse in coordinate format");
+    if (!tensor.device().is_cpu())
+      fail("Move it with .cpu()", "the tensor is on ", tensor.device().str(), ", and backend '", backend_,
+           "' takes CPU tensors");
+    if (op_.op != ReduceOp::SUM && (op_.op != ReduceOp::AVG || !at::isFloatingType(tensor.scalar_type())))
+      fail("Use SUM", to_string(op_.op), " is not defined for sparse tensors of ", c10::toString(tensor.scalar_type()));
   }
 
   // One tensor a rank, each like op_.tensor, or one with room for all.
@@ -112,6 +131,14 @@ class Validator {
       fail(text("Give one tensor for each of the ", size_, " ranks, or one for all"), "there are ", parts.size(), " ",
            name, "s in a group of ", size_);
     for (const auto& part : parts) check_part(part, name, each);
+  }
+  // The same, but a list may have parts of unequal sizes, of which this rank's own is like op_.tensor.
+  void check_parts_of_any_size(const std::vector<at::Tensor>& parts, std::string_view name) const {
+    if (parts.size() != static_cast<size_t>(size_) || size_ == 1) return check_parts(parts, name);
+    for (size_t r = 0; r < parts.size(); ++r) {
+      const bool own = r == static_cast<size_t>(rank_);
+      check_part(parts[r], name, own || !parts[r].defined() ? op_.tensor.numel() : parts[r].numel());
+    }
   }
   void check_part(const at::Tensor& part, std::string_view name, int64_t numel) const {
     if (name == "output")
@@ -131,6 +158,22 @@ class Validator {
   }
 
   void check_all_to_all() const {
+    if (op_.inputs.size() == static_cast<size_t>(size_) && size_ > 1) {
+      if (op_.outputs.size() != op_.inputs.size())
+        fail("Give one input and one output a rank", "there are ", op_.outputs.size(), " outputs in a group of ",
+             size_);
+      for (size_t r = 0; r < op_.inputs.size(); ++r) {
+        check_tensor(op_.inputs[r], "input");
+        check_written(op_.outputs[r], "output");
+        for (const auto& tensor : {op_.inputs[r], op_.outputs[r]})
+          if (tensor.scalar_type() != op_.inputs[0].scalar_type())
+            fail("Use one dtype", "the tensors have different dtypes");
+      }
+      return;
+    }
+    if (op_.inputs.size() != 1 || op_.outputs.size() != 1)
+      fail("Give one input and one output a rank", "there are ", op_.inputs.size(), " inputs and ", op_.outputs.size(),
+           " outputs in a group of ", size_);
     check_tensor(op_.inputs.at(0), "input");
     check_written(op_.outputs.at(0), "output");
     if (op_.inputs[0].scalar_type() != op_.outputs[0].scalar_type())

@@ -38,8 +38,6 @@ class Collectives : public CommContract {
   void grid(std::string_view name) const {
     const Collective& subject = collective(name);
     const auto& types = subject.reduces ? reducible_types() : movable_types();
-    const std::vector<ReduceOp> ops =
-        subject.reduces ? std::vector<ReduceOp>(std::begin(kOps), std::end(kOps)) : std::vector{ReduceOp::SUM};
     for (int n = 1; n <= kMostRanks; ++n)
       run(n, [&](World& world) {
         int64_t number = 0;  // the same on all ranks
@@ -59,11 +57,15 @@ class Collectives : public CommContract {
         };
         int64_t pair = n;
         for (const auto dtype : types)
-          for (const auto op : ops) {
+          for (const auto op : subject.reduces ? ops_of(dtype) : std::vector{ReduceOp::SUM}) {
             const auto item = static_cast<int64_t>(c10::elementSize(dtype));
             // Kinds of tensor take turns, so that each meets each size and dtype sooner or later.
-            for (int repeat = 0; repeat < (kSanitized || subject.reduces ? 1 : 2); ++repeat)
-              for (const int64_t count : sizes(item, n)) check(dtype, op, count);
+            // Every size with the dtypes that most tensors have; with the others sizes take turns too, since the
+            // arithmetic of each has tests of its own (comm_values_test).
+            const bool common = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kLong;
+            int64_t turn = pair;
+            for (const int64_t count : sizes(item, n))
+              if (common || ++turn % 4 == 0) check(dtype, op, count);
             // Large ones take turns among dtypes and operations.
             if (++pair % (kSanitized || subject.reduces ? 6 : 3) == 0)
               for (const int64_t count : large_sizes(item, n, subject.slices)) check(dtype, op, count);

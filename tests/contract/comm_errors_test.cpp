@@ -293,15 +293,16 @@ TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
         {"meta", [&] { all_reduce(meta); }},
         {"meta", [&] { all_gather_into_tensor(at::empty({8}, at::TensorOptions(at::kMeta)), ok); }},
         {"meta", [&] { recv(meta, 0); }},
-        {"sparse", [&] { all_reduce(sparse); }},
+        {"MAX is not defined for sparse tensors", [&] { all_reduce(sparse, {.op = ReduceOp::MAX}); }},
         {"sparse", [&] { broadcast(sparse); }},
         {"sparse", [&] { isend(sparse, 0); }},
         {"conjugate", [&] { broadcast(conjugate); }},
-        {"SUM is not defined here for tensors of Bool", [&] { all_reduce(flags); }},
+        {"AVG is not defined here for tensors of Bool", [&] { all_reduce(flags, {.op = ReduceOp::AVG}); }},
+        {"BXOR is not defined here for tensors of Float", [&] { all_reduce(ok, {.op = ReduceOp::BXOR}); }},
         {"MAX is not defined here for tensors of ComplexFloat", [&] { reduce(complex, 0, {.op = ReduceOp::MAX}); }},
         {"not defined",
          [&] {
-           reduce_scatter(flags, {flags, flags});
+           reduce_scatter(flags, {flags, flags}, {.op = ReduceOp::AVG});
          }},
         {"not defined", [&] { all_reduce(ok, {.op = static_cast<ReduceOp>(9)}); }},
         {"root 2 is outside a group of 2", [&] { broadcast(ok, 2); }},
@@ -309,7 +310,8 @@ TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
         {"root 2", [&] { gather(ok, {}, 2); }},
         {"root 7", [&] { scatter(ok, {}, 7); }},
         {"rank 2 is outside a group of 2", [&] { send(ok, 2); }},
-        {"rank -1", [&] { irecv(ok, -1); }},
+        {"rank -1", [&] { isend(ok, kAnySource); }},
+        {"rank -2", [&] { irecv(ok, -2); }},
         {"there are 3 outputs in a group of 2",
          [&] {
            all_gather({ok, ok, ok}, ok);
@@ -317,7 +319,7 @@ TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
         {"0 outputs", [&] { all_gather({}, ok); }},
         {"3 x Float where 4 x Float",
          [&] {
-           all_gather({ok, three}, ok);
+           all_gather({three, three}, ok);
          }},
         {"4 x Int where 4 x Float",
          [&] {
@@ -331,7 +333,7 @@ TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
          }},
         {"3 x Float",
          [&] {
-           reduce_scatter(ok, {ok, three});
+           reduce_scatter(ok, {three, three});
          }},
         {"4 x Float where 8", [&] { reduce_scatter_tensor(ok, ok); }},
         {me == 0 ? "0 outputs" : "which is not the root",

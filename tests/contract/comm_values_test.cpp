@@ -7,6 +7,7 @@
 #include <ATen/ops/tensor.h>
 #include <hwy/targets.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -53,7 +54,11 @@ std::string wrong(const at::Tensor& actual, const at::Tensor& expected, ReduceOp
 template <typename T>
 std::vector<T> edges() {
   using Limits = std::numeric_limits<T>;
-  if constexpr (std::is_integral_v<T>)
+  if constexpr (c10::is_complex<T>::value)
+    return {T(0, 0), T(1, -1), T(0.1f, 3), T(-2.5f, 1e10f), T(3, -0.f)};
+  else if constexpr (std::is_same_v<T, bool>)
+    return {false, true};
+  else if constexpr (std::is_integral_v<T>)
     return {Limits::min(), static_cast<T>(Limits::min() + 1), static_cast<T>(-1), 0, 1, 2, 7, static_cast<T>(-7),
             Limits::max()};
   else
@@ -106,6 +111,18 @@ std::vector<at::Tensor> combinations(at::ScalarType dtype, int ranks) {
       return combinations<int16_t>(dtype, ranks);
     case at::kChar:
       return combinations<int8_t>(dtype, ranks);
+    case at::kUInt64:
+      return combinations<uint64_t>(dtype, ranks);
+    case at::kUInt32:
+      return combinations<uint32_t>(dtype, ranks);
+    case at::kUInt16:
+      return combinations<uint16_t>(dtype, ranks);
+    case at::kBool:
+      return combinations<bool>(dtype, ranks);
+    case at::kComplexFloat:
+      return combinations<c10::complex<float>>(dtype, ranks);
+    case at::kComplexDouble:
+      return combinations<c10::complex<double>>(dtype, ranks);
     default:
       return combinations<uint8_t>(dtype, ranks);
   }
@@ -121,7 +138,7 @@ TEST_P(Values, EdgesInEveryTier) {
         const auto by_rank = combinations(dtype, n);
         const at::Tensor& mine = by_rank[static_cast<size_t>(world.rank())];
         const int64_t count = mine.numel();
-        for (const auto op : kOps) {
+        for (const auto op : ops_of(dtype)) {
           const at::Tensor expected = reference(op, by_rank);
           at::Tensor first;
           // Little: one slot; repeated: one-shot, then turns, then the heap.
@@ -195,7 +212,7 @@ TEST(ReduceKernels, EveryInstructionSetGivesTheReference) {
     hwy::SetSupportedTargetsForTest(target);
     hwy::GetChosenTarget().DeInit();
     for (const auto dtype : reducible_types())
-      for (const auto op : kOps) {
+      for (const auto op : ops_of(dtype)) {
         const auto kernel = comm::reduce_kernel(dtype, op);
         ASSERT_NE(kernel, nullptr);
         for (const int n : {1, 2, 3, 6}) {
@@ -246,8 +263,15 @@ TEST(ReduceKernels, EveryInstructionSetGivesTheReference) {
 }
 
 TEST(ReduceKernels, NoneForWhatIsNotReduced) {
-  for (const auto dtype : {at::kBool, at::kComplexFloat, at::kComplexDouble})
-    for (const auto op : kOps) EXPECT_EQ(comm::reduce_kernel(dtype, op), nullptr);
+  for (const auto dtype : {at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kQInt8, at::ScalarType::Undefined})
+    for (const auto op : kAllOps) EXPECT_EQ(comm::reduce_kernel(dtype, op), nullptr);
+  for (const auto dtype : reducible_types())
+    for (const auto op : kAllOps) {
+      const auto& ops = ops_of(dtype);
+      const bool has = std::find(ops.begin(), ops.end(), op) != ops.end() ||
+                       (op == ReduceOp::PREMUL_SUM && !c10::isIntegralType(dtype, true));
+      EXPECT_EQ(comm::reduce_kernel(dtype, op) != nullptr, has) << c10::toString(dtype) << ", " << to_string(op);
+    }
 }
 
 }  // namespace

@@ -257,16 +257,18 @@ TEST(FaultPlan, Parse) {
 
 // --- ranks as processes ---
 
-// Survivors know within kInTime of the victim's last sign of life.
-void expect_in_time(const char* what, const std::vector<int64_t>& delays) {
+// Survivors know within kInTime of the victim's last sign of life, on a machine that lets them run.
+void expect_in_time(const char* what, const std::vector<int64_t>& delays, const Starvation& starvation) {
   const int64_t longest = *std::max_element(delays.begin(), delays.end());
-  std::cout << what << ": survivors knew within " << static_cast<double>(longest) / 1e6 << " ms (" << delays.size()
-            << " cases)\n";
-  EXPECT_LE(longest, kInTime) << what;
+  const auto ms = [](int64_t ns) { return static_cast<double>(ns) / 1e6; };
+  std::cout << what << ": survivors knew within " << ms(longest) << " ms (" << delays.size()
+            << " cases); the machine kept threads waiting for up to " << ms(starvation.longest_ns()) << " ms\n";
+  EXPECT_LE(longest, kInTime + 2 * starvation.longest_ns()) << what;
 }
 
 TEST(FaultProcess, KillAtEachPhase) {
   const auto before = leftovers();
+  const Starvation starvation;
   std::vector<int64_t> delays;
   for_all_calls([&](const Call& call, int64_t count, FaultPhase phase) {
     const ForkedJob job;
@@ -290,7 +292,7 @@ TEST(FaultProcess, KillAtEachPhase) {
       delays.push_back(numbers[static_cast<size_t>(1 + rank)] - numbers[0]);
     }
   });
-  expect_in_time("killed by FaultPlan", delays);
+  expect_in_time("killed by FaultPlan", delays, starvation);
   EXPECT_EQ(leftovers(), before);
 }
 
@@ -319,6 +321,7 @@ TEST(FaultProcess, StopIsTimeoutNamingIt) {
 TEST(FaultProcess, SigkillAtRandomMoments) {
   constexpr int kTimes = 200;
   const auto before = leftovers();
+  const Starvation starvation;
   std::vector<int64_t> delays;
   std::mt19937 random(20240607);
   for (int time = 0; time < kTimes; ++time) {
@@ -364,7 +367,7 @@ TEST(FaultProcess, SigkillAtRandomMoments) {
       delays.push_back(numbers[static_cast<size_t>(kRanks + rank)] - killed_at);
     }
   }
-  expect_in_time("killed at random moments", delays);
+  expect_in_time("killed at random moments", delays, starvation);
   EXPECT_EQ(leftovers(), before);
 }
 
@@ -372,6 +375,7 @@ TEST(FaultProcess, MessagesFromAKilledRank) {
   const std::vector<std::function<void()>> calls = {
       [] { recv(at::ones({10}), kVictim); }, [] { irecv(at::ones({10}), kVictim).wait(); },
       [] { send(at::ones({100'000}), kVictim); }, [] { isend(at::ones({100'000}), kVictim).wait(); }};
+  const Starvation starvation;
   std::vector<int64_t> delays;
   for (size_t i = 0; i < calls.size(); ++i) {
     SCOPED_TRACE(i);
@@ -400,7 +404,7 @@ TEST(FaultProcess, MessagesFromAKilledRank) {
     EXPECT_CONTAINS(ranks.wait(0, patience()).said, text("rank 1 (pid ", ranks.pid(kVictim), ") died"));
     delays.push_back(numbers[0] - killed_at);
   }
-  expect_in_time("messages", delays);
+  expect_in_time("messages", delays, starvation);
 }
 
 }  // namespace

@@ -109,6 +109,15 @@ SharedNumbers::SharedNumbers(size_t count) : bytes_(count * sizeof(std::atomic<i
 }
 SharedNumbers::~SharedNumbers() { ::munmap(numbers_, bytes_); }
 
+void Starvation::measure() {
+  while (!stop_) {
+    const int64_t began = now_ns();
+    ::usleep(1000);
+    const int64_t late = now_ns() - began - 1'000'000;
+    if (late > longest_) longest_ = late;
+  }
+}
+
 std::vector<std::string> leftovers() {
   std::vector<std::string> found;
   const auto look = [&](const std::filesystem::path& folder, auto wanted) {
@@ -126,10 +135,6 @@ std::vector<std::string> leftovers() {
   }
   std::ifstream children(text("/proc/", ::getpid(), "/task/", ::getpid(), "/children"));
   for (std::string pid; children >> pid;) found.push_back("child " + pid);
-  std::ifstream sockets("/proc/net/unix");
-  for (std::string line; std::getline(sockets, line);)
-    if (const auto name = line.find("@muster"); name != std::string::npos)
-      found.push_back("socket " + line.substr(name));
   std::sort(found.begin(), found.end());
   return found;
 }

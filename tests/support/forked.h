@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/fd.h"
@@ -17,6 +18,24 @@
 #include "muster/store/store.h"
 
 namespace muster::test {
+
+// How long the machine itself makes a thread wait beyond what it asked for, while this lives: what other programs take.
+class Starvation {
+ public:
+  Starvation() : thread_([this] { measure(); }) {}
+  ~Starvation() {
+    stop_ = true;
+    thread_.join();
+  }
+  int64_t longest_ns() const { return longest_; }
+
+ private:
+  void measure();  // allocates nothing and takes no lock, so that the process may fork meanwhile
+
+  std::atomic<bool> stop_{false};
+  std::atomic<int64_t> longest_{0};
+  std::thread thread_;
+};
 
 class ForkedRanks {
  public:
@@ -81,7 +100,7 @@ inline int64_t now_ns() {
 }  // of the machine: the same in all its processes
 
 // What a test could leave behind: descriptors and children of this process, files of ours in /dev/shm and the temporary
-// folder, sockets of ours.
+// folder. Abstract sockets and memfds are gone with the processes that have them.
 std::vector<std::string> leftovers();
 
 }  // namespace muster::test

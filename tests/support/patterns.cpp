@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "base/text.h"
+#include "support/sanitized.h"
 
 namespace muster::test {
 namespace {
@@ -31,8 +32,10 @@ T value_of(uint64_t bits) {
     return static_cast<T>(bits);
   else if constexpr (c10::is_complex<T>::value)
     return T(real(bits), real(mix(bits)));
+  else if constexpr (std::is_same_v<T, double>)
+    return real(bits);
   else
-    return static_cast<T>(real(bits));
+    return static_cast<T>(static_cast<float>(real(bits)));
 }
 
 template <typename Fn>
@@ -56,6 +59,16 @@ void for_type(at::ScalarType dtype, Fn fn) {
       return fn(int8_t{});
     case at::kByte:
       return fn(uint8_t{});
+    case at::kUInt16:
+      return fn(uint16_t{});
+    case at::kUInt32:
+      return fn(uint32_t{});
+    case at::kUInt64:
+      return fn(uint64_t{});
+    case at::kFloat8_e4m3fn:
+      return fn(c10::Float8_e4m3fn{});
+    case at::kFloat8_e5m2:
+      return fn(c10::Float8_e5m2{});
     case at::kBool:
       return fn(bool{});
     case at::kComplexFloat:
@@ -69,15 +82,19 @@ void for_type(at::ScalarType dtype, Fn fn) {
 
 template <typename T>
 T reduce_integers(ReduceOp op, const std::vector<T>& values) {
-  uint64_t sum = 0, product = 1;
+  uint64_t sum = 0, product = 1, conjunction = ~uint64_t{0}, disjunction = 0, difference = 0;
   for (const T value : values) {
     sum += static_cast<uint64_t>(value);
     product *= static_cast<uint64_t>(value);
+    conjunction &= static_cast<uint64_t>(value);
+    disjunction |= static_cast<uint64_t>(value);
+    difference ^= static_cast<uint64_t>(value);
   }
   switch (op) {
     case ReduceOp::SUM:
       return static_cast<T>(sum);
     case ReduceOp::AVG:
+      if (std::is_unsigned_v<T>) return static_cast<T>(sum / values.size());
       return static_cast<T>(static_cast<int64_t>(sum) / static_cast<int64_t>(values.size()));
     case ReduceOp::PRODUCT:
       return static_cast<T>(product);
@@ -85,8 +102,24 @@ T reduce_integers(ReduceOp op, const std::vector<T>& values) {
       return *std::min_element(values.begin(), values.end());
     case ReduceOp::MAX:
       return *std::max_element(values.begin(), values.end());
+    case ReduceOp::BAND:
+      return static_cast<T>(conjunction);
+    case ReduceOp::BOR:
+      return static_cast<T>(disjunction);
+    case ReduceOp::BXOR:
+      return static_cast<T>(difference);
+    case ReduceOp::PREMUL_SUM:
+      break;
   }
   throw std::logic_error("no such operation");
+}
+
+// Sums and maxima of booleans are "or", products and minima "and".
+bool reduce_booleans(ReduceOp op, const std::vector<uint8_t>& values) {
+  const bool all = std::all_of(values.begin(), values.end(), [](uint8_t v) { return v != 0; });
+  const bool any = std::any_of(values.begin(), values.end(), [](uint8_t v) { return v != 0; });
+  if (op == ReduceOp::BXOR) return std::count(values.begin(), values.end(), 1) % 2 == 1;
+  return op == ReduceOp::SUM || op == ReduceOp::MAX || op == ReduceOp::BOR ? any : all;
 }
 
 // One operation on two floats, computed in 64 bits and rounded once to 32, gives what 32-bit arithmetic must give: 53
@@ -111,6 +144,8 @@ T reduce_floats(ReduceOp op, const std::vector<T>& values) {
       case ReduceOp::MAX:
         result = std::isnan(result) || result > next ? result : next;
         break;
+      default:
+        throw std::logic_error("no operation on floats");
     }
   }
   if (op == ReduceOp::AVG) result = round(result / static_cast<double>(values.size()));
@@ -118,6 +153,27 @@ T reduce_floats(ReduceOp op, const std::vector<T>& values) {
     return result;
   else
     return static_cast<T>(static_cast<float>(result));
+}
+
+template <typename T>
+c10::complex<T> reduce_complex(ReduceOp op, const std::vector<c10::complex<T>>& values) {
+  if (op != ReduceOp::PRODUCT) {
+    std::vector<T> real, imaginary;
+    for (const auto& value : values) {
+      real.push_back(value.real());
+      imaginary.push_back(value.imag());
+    }
+    return {reduce_floats(op, real), reduce_floats(op, imaginary)};
+  }
+  const auto product = [](T a, T b) { return reduce_floats<T>(ReduceOp::PRODUCT, {a, b}); };
+  const auto sum = [](T a, T b) { return reduce_floats<T>(ReduceOp::SUM, {a, b}); };
+  c10::complex<T> result = values[0];
+  for (size_t r = 1; r < values.size(); ++r) {
+    const auto& next = values[r];
+    result = {sum(product(result.real(), next.real()), -product(result.imag(), next.imag())),
+              sum(product(result.real(), next.imag()), product(result.imag(), next.real()))};
+  }
+  return result;
 }
 
 template <typename Key, typename Make>
@@ -136,11 +192,13 @@ std::string show(const at::Tensor& flat, int64_t i) {
     if constexpr (c10::is_complex<T>::value)
       words = text(value.real(), " + ", value.imag(), "i");
     else if constexpr (sizeof(T) == 1)
-      words = text(int{value});
+      words = text(static_cast<float>(value));
     else if constexpr (std::is_integral_v<T>)
       words = text(value);
     else
-      words = text(std::hexfloat, static_cast<double>(value), std::defaultfloat, " (", static_cast<double>(value), ")");
+      words = std::is_same_v<T, double> ? text(std::hexfloat, static_cast<float>(value), std::defaultfloat)
+                                        : text(std::hexfloat, static_cast<float>(value), std::defaultfloat, " (",
+                                               static_cast<float>(value), ")");
   });
   return words;
 }
@@ -160,16 +218,31 @@ std::string first_difference(const at::Tensor& actual, const at::Tensor& expecte
 }  // namespace
 
 const std::vector<at::ScalarType>& reducible_types() {
-  static const std::vector<at::ScalarType> types = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
-                                                    at::kInt,    at::kShort, at::kChar,     at::kByte};
+  static const std::vector<at::ScalarType> types =
+      kSanitized ? std::vector{at::kFloat, at::kBFloat16, at::kLong, at::kBool, at::kComplexDouble}
+                 : std::vector{at::kDouble, at::kFloat, at::kBFloat16, at::kHalf,         at::kLong,
+                               at::kInt,    at::kShort, at::kChar,     at::kUInt64,       at::kUInt32,
+                               at::kUInt16, at::kByte,  at::kBool,     at::kComplexFloat, at::kComplexDouble};
   return types;
 }
 
 const std::vector<at::ScalarType>& movable_types() {
-  static const std::vector<at::ScalarType> types = {at::kDouble,       at::kFloat,        at::kBFloat16, at::kHalf,
-                                                    at::kLong,         at::kInt,          at::kByte,     at::kBool,
-                                                    at::kComplexFloat, at::kComplexDouble};
+  static const std::vector<at::ScalarType> types = [] {
+    auto list = reducible_types();
+    list.insert(list.end(), {at::kFloat8_e4m3fn, at::kFloat8_e5m2});
+    return list;
+  }();
   return types;
+}
+
+const std::vector<ReduceOp>& ops_of(at::ScalarType dtype) {
+  using enum ReduceOp;
+  static const std::vector<ReduceOp> floats = {SUM, AVG, PRODUCT, MIN, MAX}, complex = {SUM, AVG, PRODUCT},
+                                     integers = {SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR},
+                                     booleans = {SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR};
+  if (dtype == at::kBool) return booleans;
+  if (c10::isComplexType(dtype)) return complex;
+  return c10::isIntegralType(dtype, false) ? integers : floats;
 }
 
 const at::Tensor& table_of(at::ScalarType dtype, int rank) {
@@ -201,13 +274,18 @@ at::Tensor reference(ReduceOp op, const std::vector<at::Tensor>& by_rank) {
   at::Tensor result = at::empty({by_rank[0].numel()}, by_rank[0].scalar_type());
   for_type(result.scalar_type(), [&](auto sample) {
     using T = decltype(sample);
-    if constexpr (std::is_same_v<T, bool> || c10::is_complex<T>::value) {
+    if constexpr (std::is_same_v<T, c10::Float8_e4m3fn> || std::is_same_v<T, c10::Float8_e5m2>) {
       throw std::logic_error("this dtype is not reduced");
     } else {
-      std::vector<T> values(by_rank.size());
+      using Value = std::conditional_t<std::is_same_v<T, bool>, uint8_t, T>;  // vector<bool> is none
+      std::vector<Value> values(by_rank.size());
       for (int64_t i = 0; i < result.numel(); ++i) {
         for (size_t r = 0; r < values.size(); ++r) values[r] = by_rank[r].const_data_ptr<T>()[i];
-        if constexpr (std::is_integral_v<T>)
+        if constexpr (std::is_same_v<T, bool>)
+          result.mutable_data_ptr<T>()[i] = reduce_booleans(op, values);
+        else if constexpr (c10::is_complex<T>::value)
+          result.mutable_data_ptr<T>()[i] = reduce_complex(op, values);
+        else if constexpr (std::is_integral_v<T>)
           result.mutable_data_ptr<T>()[i] = reduce_integers(op, values);
         else
           result.mutable_data_ptr<T>()[i] = reduce_floats(op, values);

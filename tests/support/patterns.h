@@ -19,9 +19,14 @@ namespace muster::test {
 
 inline constexpr int64_t kPeriod = 4099;
 
-inline constexpr ReduceOp kOps[] = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX};
+// Under the sanitizers, which look at memory and threads and not at arithmetic, one of each width and kind.
 const std::vector<at::ScalarType>& reducible_types();
-const std::vector<at::ScalarType>& movable_types();  // these, bool and complex ones
+const std::vector<at::ScalarType>& movable_types();  // these and 8-bit floats
+// What a dtype can be reduced with (PREMUL_SUM has tests of its own).
+const std::vector<ReduceOp>& ops_of(at::ScalarType dtype);
+inline constexpr ReduceOp kAllOps[] = {ReduceOp::SUM, ReduceOp::AVG,  ReduceOp::PRODUCT,
+                                       ReduceOp::MIN, ReduceOp::MAX,  ReduceOp::BAND,
+                                       ReduceOp::BOR, ReduceOp::BXOR, ReduceOp::PREMUL_SUM};
 
 // What rank r contributes: kPeriod elements. Floats between -2 and 2; integers of any bits, so that sums and products
 // wrap.

@@ -4,12 +4,14 @@
 // (`…_async`, isend, irecv) that returns a Work at once. Without `.group` they run in the default group of the calling
 // thread's World.
 //
-// Tensors: dense CPU tensors of any dtype for movement; of float64, float32, bfloat16, float16, int64, int32, int16,
-// int8 or uint8 for reductions. Non-contiguous ones work, through one copy. Empty ones too. Tensors from World::heap()
-// take the path without copies. The bits of a result depend neither on the path nor on the rank: reductions add in rank
-// order 0 … N-1; bfloat16 and float16 accumulate in float32 and round once, to nearest even. AVG divides the sum by the
-// group's size, before rounding; for integers the sum is taken in 64 bits and the quotient truncated. MIN and MAX
-// propagate NaN.
+// Tensors: dense CPU tensors of any dtype for movement (8-bit floats too). Reductions: SUM, AVG, PRODUCT, MIN and MAX
+// of float64, float32, bfloat16, float16 and all integers; SUM, AVG and PRODUCT of complex; bitwise BAND, BOR and BXOR
+// of integers; of bool, all but AVG, where SUM and MAX are "or", PRODUCT and MIN "and"; PREMUL_SUM of floats and
+// complex (each rank's tensor is multiplied by its factor first). Non-contiguous tensors work, through one copy. Empty
+// ones too. Tensors from World::heap() take the path without copies. The bits of a result depend neither on the path
+// nor on the rank: reductions add in rank order 0 … N-1; bfloat16 and float16 accumulate in float32 and round once, to
+// nearest even. AVG divides the sum by the group's size, before rounding; for integers the sum is taken in 64 bits and
+// the quotient truncated. MIN and MAX propagate NaN.
 //
 // Errors, the same for all: InvalidArgument (before anything is sent: wrong device, layout, dtype, shape, root),
 // Mismatch (on every rank, when ranks disagree about operation, dtype, size, root or reduce op), PeerLost (a member
@@ -24,6 +26,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <source_location>
 #include <vector>
 
 #include "muster/comm/group.h"
@@ -32,6 +35,9 @@
 namespace muster {
 
 inline constexpr std::chrono::milliseconds kDefaultTimeout{0};  // "the World's timeout"
+
+// Where a function was called; a Mismatch names it on both sides. Leave it out.
+using Site = std::source_location;
 
 struct CollectiveOptions {
   Group group;
@@ -42,6 +48,7 @@ struct ReduceOptions {
   ReduceOp op = ReduceOp::SUM;
   Group group;
   std::chrono::milliseconds timeout = kDefaultTimeout;
+  double factor = 1;  // of PREMUL_SUM, this rank's
 };
 
 struct AllToAllOptions {
@@ -57,63 +64,101 @@ struct MessageOptions {
   std::chrono::milliseconds timeout = kDefaultTimeout;
 };
 
-// tensor := reduction of all ranks' tensors, on every rank. Same shape-independent size and dtype everywhere.
-void all_reduce(const at::Tensor& tensor, const ReduceOptions& options = {});
-Work all_reduce_async(const at::Tensor& tensor, const ReduceOptions& options = {});
+// tensor := reduction of all ranks' tensors, on every rank. Same shape-independent size and dtype everywhere. A sparse
+// tensor (COO; SUM or AVG) becomes the coalesced sum; it may have other indices on each rank.
+void all_reduce(const at::Tensor& tensor, const ReduceOptions& options = {}, const Site& site = Site::current());
+Work all_reduce_async(const at::Tensor& tensor, const ReduceOptions& options = {}, const Site& site = Site::current());
 
 // tensor := rank src's tensor.
-void broadcast(const at::Tensor& tensor, int src = 0, const CollectiveOptions& options = {});
-Work broadcast_async(const at::Tensor& tensor, int src = 0, const CollectiveOptions& options = {});
+void broadcast(const at::Tensor& tensor, int src = 0, const CollectiveOptions& options = {},
+               const Site& site = Site::current());
+Work broadcast_async(const at::Tensor& tensor, int src = 0, const CollectiveOptions& options = {},
+                     const Site& site = Site::current());
 
 // As all_reduce, but only rank dst's tensor receives the result; the others' keep what they hold.
-void reduce(const at::Tensor& tensor, int dst = 0, const ReduceOptions& options = {});
-Work reduce_async(const at::Tensor& tensor, int dst = 0, const ReduceOptions& options = {});
+void reduce(const at::Tensor& tensor, int dst = 0, const ReduceOptions& options = {},
+            const Site& site = Site::current());
+Work reduce_async(const at::Tensor& tensor, int dst = 0, const ReduceOptions& options = {},
+                  const Site& site = Site::current());
 
-// outputs[r] := rank r's input. One output a rank, each with the input's number of elements and dtype.
-void all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const CollectiveOptions& options = {});
+// outputs[r] := rank r's input. One output a rank, each with the dtype and number of elements of that rank's input.
+// Where these numbers differ between ranks, all ranks must give outputs of the same sizes.
+void all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const CollectiveOptions& options = {},
+                const Site& site = Site::current());
 Work all_gather_async(const std::vector<at::Tensor>& outputs, const at::Tensor& input,
-                      const CollectiveOptions& options = {});
+                      const CollectiveOptions& options = {}, const Site& site = Site::current());
 
 // output := all inputs one after another; output has size() times the input's elements.
-void all_gather_into_tensor(const at::Tensor& output, const at::Tensor& input, const CollectiveOptions& options = {});
+void all_gather_into_tensor(const at::Tensor& output, const at::Tensor& input, const CollectiveOptions& options = {},
+                            const Site& site = Site::current());
 Work all_gather_into_tensor_async(const at::Tensor& output, const at::Tensor& input,
-                                  const CollectiveOptions& options = {});
+                                  const CollectiveOptions& options = {}, const Site& site = Site::current());
 
-// output := reduction over the ranks of their inputs[rank()].
-void reduce_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, const ReduceOptions& options = {});
+// output := reduction over the ranks of their inputs[rank()]. Inputs may be of unequal sizes, the same on all ranks.
+void reduce_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, const ReduceOptions& options = {},
+                    const Site& site = Site::current());
 Work reduce_scatter_async(const at::Tensor& output, const std::vector<at::Tensor>& inputs,
-                          const ReduceOptions& options = {});
+                          const ReduceOptions& options = {}, const Site& site = Site::current());
 
 // The same with the inputs one after another in one tensor.
-void reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const ReduceOptions& options = {});
-Work reduce_scatter_tensor_async(const at::Tensor& output, const at::Tensor& input, const ReduceOptions& options = {});
+void reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const ReduceOptions& options = {},
+                           const Site& site = Site::current());
+Work reduce_scatter_tensor_async(const at::Tensor& output, const at::Tensor& input, const ReduceOptions& options = {},
+                                 const Site& site = Site::current());
 
 // On rank dst: outputs[r] := rank r's input. Elsewhere outputs is empty.
 void gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int dst = 0,
-            const CollectiveOptions& options = {});
+            const CollectiveOptions& options = {}, const Site& site = Site::current());
 Work gather_async(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int dst = 0,
-                  const CollectiveOptions& options = {});
+                  const CollectiveOptions& options = {}, const Site& site = Site::current());
 
 // output := rank src's inputs[rank()]. Elsewhere than on src, inputs is empty.
 void scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int src = 0,
-             const CollectiveOptions& options = {});
+             const CollectiveOptions& options = {}, const Site& site = Site::current());
 Work scatter_async(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int src = 0,
-                   const CollectiveOptions& options = {});
+                   const CollectiveOptions& options = {}, const Site& site = Site::current());
 
 // Part d of each rank's input goes to rank d; output := the parts received, in rank order.
-void all_to_all_single(const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options = {});
-Work all_to_all_single_async(const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options = {});
+void all_to_all_single(const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options = {},
+                       const Site& site = Site::current());
+Work all_to_all_single_async(const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options = {},
+                             const Site& site = Site::current());
+
+// outputs[s] := what rank s gives as inputs[rank()]. Sizes are free, as long as sender and receiver agree.
+void all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                const CollectiveOptions& options = {}, const Site& site = Site::current());
+Work all_to_all_async(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                      const CollectiveOptions& options = {}, const Site& site = Site::current());
+
+// all_reduce of each tensor, as one piece of work.
+void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const ReduceOptions& options = {},
+                          const Site& site = Site::current());
+Work all_reduce_coalesced_async(const std::vector<at::Tensor>& tensors, const ReduceOptions& options = {},
+                                const Site& site = Site::current());
 
 // One tensor from this rank to dst. A small message is buffered, and send returns at once; a large one waits for the
 // receiver. Messages between two ranks with one tag arrive in the order sent. Sender and receiver must agree in size
 // and dtype, else the receiver throws Mismatch.
 void send(const at::Tensor& tensor, int dst, const MessageOptions& options = {});
-void recv(const at::Tensor& tensor, int src, const MessageOptions& options = {});
+// recv returns the rank that the message came from: src; or, for kAnySource, any rank of the group, this one included.
+int recv(const at::Tensor& tensor, int src, const MessageOptions& options = {});
 Work isend(const at::Tensor& tensor, int dst, const MessageOptions& options = {});
 Work irecv(const at::Tensor& tensor, int src, const MessageOptions& options = {});
 
+// Several messages at once, in the order given.
+struct P2POp {
+  enum Kind { kSend, kRecv } kind;
+  at::Tensor tensor;
+  int peer;
+  MessageOptions options = {};
+};
+std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& operations);
+
 // Returns when every rank has called it.
-void barrier(const CollectiveOptions& options = {});
-Work barrier_async(const CollectiveOptions& options = {});
+void barrier(const CollectiveOptions& options = {}, const Site& site = Site::current());
+Work barrier_async(const CollectiveOptions& options = {}, const Site& site = Site::current());
+
+// A barrier whose Timeout names the ranks that did not come: all, or the first of them.
+void monitored_barrier(const CollectiveOptions& options = {}, bool wait_all_ranks = false);
 
 }  // namespace muster

@@ -24,12 +24,15 @@ class Backend;
 
 namespace muster {
 
+inline constexpr int kAnySource = -1;  // the source of a receive that takes what comes first
+
 class World;
 namespace comm {
 class Backend;
 }
 
-enum class ReduceOp : uint8_t { SUM, AVG, PRODUCT, MIN, MAX };  // numbered as c10d::ReduceOp
+// Numbered as c10d::ReduceOp. PREMUL_SUM: each rank's tensor times its factor, summed.
+enum class ReduceOp : uint8_t { SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM };
 std::string_view to_string(ReduceOp op);
 
 // What a group has done so far on this rank.

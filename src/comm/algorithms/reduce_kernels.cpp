@@ -23,6 +23,10 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+template <typename T>
+struct Complex {
+  T real, imaginary;
+};
 
 }  // namespace muster::comm
 #endif
@@ -72,7 +76,21 @@ struct Sum {
   }
 };
 
+// The product, rounded. GCC 12 fuses the multiplications and additions of complex numbers when it makes vectors of
+// them, -ffp-contract=off or not, and then some elements of a tensor would have other bits than others.
+template <typename T>
+HWY_INLINE T rounded_product(T a, T b) {
+  T product = a * b;
+  asm("" : "+m"(product));
+  return product;
+}
+
 struct Product {
+  template <typename T>
+  static HWY_INLINE Complex<T> combine(Complex<T> a, Complex<T> b) {
+    return {rounded_product(a.real, b.real) - rounded_product(a.imaginary, b.imaginary),
+            rounded_product(a.real, b.imaginary) + rounded_product(a.imaginary, b.real)};
+  }
   template <typename T>
   static HWY_INLINE T combine(T a, T b) {
     if constexpr (std::is_integral_v<T>) {
@@ -95,6 +113,25 @@ struct Max {
   template <typename T>
   static HWY_INLINE T combine(T a, T b) {
     return (a > b) | (a != a) ? a : b;
+  }
+};
+
+struct And {
+  template <typename T>
+  static HWY_INLINE T combine(T a, T b) {
+    return a & b;
+  }
+};
+struct Or {
+  template <typename T>
+  static HWY_INLINE T combine(T a, T b) {
+    return a | b;
+  }
+};
+struct Xor {
+  template <typename T>
+  static HWY_INLINE T combine(T a, T b) {
+    return a ^ b;
   }
 };
 
@@ -151,7 +188,8 @@ HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<con
                          size_t count) {
   constexpr bool kAverage = std::is_same_v<Op, Average>;
   // Averages of integers need room for the sum.
-  using Acc = std::conditional_t<kAverage && std::is_integral_v<T>, int64_t, typename Traits<T>::Accumulator>;
+  using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
+  using Acc = std::conditional_t<kAverage && std::is_integral_v<T>, Wide, typename Traits<T>::Accumulator>;
   constexpr size_t kBlock = kBlockBytes / sizeof(Acc);
   alignas(128) Acc accumulator[kBlock], widened[std::is_same_v<T, Acc> ? 1 : kBlock];
   const size_t n = sources.size();
@@ -198,8 +236,14 @@ HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<con
 
 }  // namespace
 
+// Sums of complex numbers are sums of twice as many real ones.
+template <typename T, typename Op>
+void reduce_parts(std::span<std::byte* const> destinations, std::span<const std::byte* const> sources, size_t count) {
+  reduce<T, Op>(destinations, sources, 2 * count);
+}
+
 template <typename T>
-ReduceKernel kernel_for(ReduceOp op) {
+ReduceKernel integer_kernel(ReduceOp op) {
   switch (op) {
     case ReduceOp::SUM:
       return &reduce<T, Sum>;
@@ -211,30 +255,101 @@ ReduceKernel kernel_for(ReduceOp op) {
       return &reduce<T, Min>;
     case ReduceOp::MAX:
       return &reduce<T, Max>;
+    case ReduceOp::BAND:
+      return &reduce<T, And>;
+    case ReduceOp::BOR:
+      return &reduce<T, Or>;
+    case ReduceOp::BXOR:
+      return &reduce<T, Xor>;
+    default:
+      return nullptr;
   }
-  return nullptr;
+}
+
+template <typename T>
+ReduceKernel float_kernel(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::SUM:
+    case ReduceOp::PREMUL_SUM:
+      return &reduce<T, Sum>;
+    case ReduceOp::AVG:
+      return &reduce<T, Average>;
+    case ReduceOp::PRODUCT:
+      return &reduce<T, Product>;
+    case ReduceOp::MIN:
+      return &reduce<T, Min>;
+    case ReduceOp::MAX:
+      return &reduce<T, Max>;
+    default:
+      return nullptr;
+  }
+}
+
+template <typename T>
+ReduceKernel complex_kernel(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::SUM:
+    case ReduceOp::PREMUL_SUM:
+      return &reduce_parts<T, Sum>;
+    case ReduceOp::AVG:
+      return &reduce_parts<T, Average>;
+    case ReduceOp::PRODUCT:
+      return &reduce<Complex<T>, Product>;
+    default:
+      return nullptr;
+  }
+}
+
+// Booleans are bytes that hold 0 or 1.
+ReduceKernel bool_kernel(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::SUM:
+    case ReduceOp::MAX:
+    case ReduceOp::BOR:
+      return &reduce<uint8_t, Or>;
+    case ReduceOp::PRODUCT:
+    case ReduceOp::MIN:
+    case ReduceOp::BAND:
+      return &reduce<uint8_t, And>;
+    case ReduceOp::BXOR:
+      return &reduce<uint8_t, Xor>;
+    default:
+      return nullptr;
+  }
 }
 
 ReduceKernel kernel(c10::ScalarType dtype, ReduceOp op) {
   switch (dtype) {
     case c10::ScalarType::Double:
-      return kernel_for<double>(op);
+      return float_kernel<double>(op);
     case c10::ScalarType::Float:
-      return kernel_for<float>(op);
+      return float_kernel<float>(op);
     case c10::ScalarType::BFloat16:
-      return kernel_for<BFloat16>(op);
+      return float_kernel<BFloat16>(op);
     case c10::ScalarType::Half:
-      return kernel_for<Float16>(op);
+      return float_kernel<Float16>(op);
+    case c10::ScalarType::ComplexDouble:
+      return complex_kernel<double>(op);
+    case c10::ScalarType::ComplexFloat:
+      return complex_kernel<float>(op);
     case c10::ScalarType::Long:
-      return kernel_for<int64_t>(op);
+      return integer_kernel<int64_t>(op);
     case c10::ScalarType::Int:
-      return kernel_for<int32_t>(op);
+      return integer_kernel<int32_t>(op);
     case c10::ScalarType::Short:
-      return kernel_for<int16_t>(op);
+      return integer_kernel<int16_t>(op);
     case c10::ScalarType::Char:
-      return kernel_for<int8_t>(op);
+      return integer_kernel<int8_t>(op);
+    case c10::ScalarType::UInt64:
+      return integer_kernel<uint64_t>(op);
+    case c10::ScalarType::UInt32:
+      return integer_kernel<uint32_t>(op);
+    case c10::ScalarType::UInt16:
+      return integer_kernel<uint16_t>(op);
     case c10::ScalarType::Byte:
-      return kernel_for<uint8_t>(op);
+      return integer_kernel<uint8_t>(op);
+    case c10::ScalarType::Bool:
+      return bool_kernel(op);
     default:
       return nullptr;
   }

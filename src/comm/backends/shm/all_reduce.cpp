@@ -12,7 +12,7 @@ namespace muster::comm::shm_backend {
 namespace {
 
 bool wants_result(const Channel& channel, const Call& call) {
-  return call.op != Op::kReduce || channel.rank() == call.root;
+  return call.op != OpKind::kReduce || channel.rank() == call.root;
 }
 
 // Everybody reduces everybody's contribution, which `contribution(rank)` finds.
@@ -60,7 +60,7 @@ void direct_tier(Channel& channel, const Call& call) {
     const Bytes slice =
         channel.heap(static_cast<int>(r)) + channel.descriptor(static_cast<int>(r)).heap_offset + offset;
     sources[r] = slice;
-    if (call.op != Op::kReduce || static_cast<int>(r) == call.root) destinations.push_back(slice);
+    if (call.op != OpKind::kReduce || static_cast<int>(r) == call.root) destinations.push_back(slice);
   }
   const uint64_t mark = channel.turn() + 1;
   channel.take_turns(1);

@@ -18,6 +18,8 @@ namespace {
 
 using std::chrono::nanoseconds;
 
+// How long a rank waits for its peers to say where they called an operation that does not match.
+constexpr nanoseconds kSiteTakes = std::chrono::milliseconds(200);
 // Longest sleep without a look at the deadline; wake-ups do not depend on it.
 constexpr nanoseconds kNap = std::chrono::milliseconds(50);
 
@@ -46,27 +48,21 @@ std::string seconds(nanoseconds duration) {
 }
 
 bool same(const Descriptor& a, const Descriptor& b) {
-  return a.op == b.op && a.dtype == b.dtype && a.redop == b.redop && a.root == b.root && a.count == b.count;
+  return a.op == b.op && a.dtype == b.dtype && a.redop == b.redop && a.root == b.root && a.count == b.count &&
+         a.part_of == b.part_of;
 }
 
 }  // namespace
 
-std::string_view to_string(Op op) {
-  static constexpr std::string_view kNames[] = {"nothing",    "all_reduce",     "broadcast", "reduce",
-                                                "all_gather", "reduce_scatter", "gather",    "scatter",
-                                                "all_to_all", "barrier",        "send",      "recv"};
-  const auto index = static_cast<size_t>(op);
-  return index < std::size(kNames) ? kNames[index] : "?";
-}
-
 std::string describe(const Descriptor& d) {
-  std::string words(to_string(d.op));
-  if (d.op == Op::kBarrier) return words;
+  std::string words(comm::to_string(d.op));
+  if (d.op == OpKind::kBarrier) return words;
   words += text(" of ", d.count, " x ", c10::toString(static_cast<c10::ScalarType>(d.dtype)));
-  if (d.op == Op::kAllReduce || d.op == Op::kReduce || d.op == Op::kReduceScatter)
+  if (d.op == OpKind::kAllReduce || d.op == OpKind::kReduce || d.op == OpKind::kReduceScatter)
     words += text(", ", muster::to_string(static_cast<ReduceOp>(d.redop)));
-  if (d.op == Op::kBroadcast || d.op == Op::kScatter) words += text(", from rank ", d.root);
-  if (d.op == Op::kReduce || d.op == Op::kGather) words += text(", to rank ", d.root);
+  if (d.op == OpKind::kBroadcast || d.op == OpKind::kScatter) words += text(", from rank ", d.root);
+  if (d.op == OpKind::kReduce || d.op == OpKind::kGather) words += text(", to rank ", d.root);
+  if (d.part_of != OpKind::kNothing) words += text(", part of ", comm::to_string(d.part_of));
   return words;
 }
 
@@ -138,7 +134,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   Slot& mine = slot(rank_, seq);
   mine.descriptor = descriptor;
   if (!payload.empty() && payload.data() != mine.payload) std::memcpy(mine.payload, payload.data(), payload.size());
-  if (descriptor.op != Op::kAllToAll) corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
+  if (descriptor.op != OpKind::kAllToAll) corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
   position(Phase::kAnnounced);
   mine.seq.store(seq, std::memory_order_release);
   control(rank_).bell.ring();
@@ -164,13 +160,47 @@ void Channel::compare(const Descriptor& mine, uint64_t seq) {
   for (int peer = 0; peer < size_; ++peer) equal = equal && same(slot(peer, seq).descriptor, mine);
   if (equal) [[likely]]
     return;
-  // Everybody sees the same descriptors, so everybody finds the same pair and says the same.
+  mismatch(seq);
+}
+
+// Everybody sees the same descriptors, so everybody finds the same pair and says the same. Only now do the ranks tell
+// each other where they called: operations that match pay nothing for it.
+void Channel::mismatch(uint64_t seq) {
+  RankControl& mine = control(rank_);
+  const std::string here =
+      *site_.file_name() == '\0'
+          ? std::string()
+          : text(std::string_view(site_.file_name()).substr(std::string_view(site_.file_name()).find_last_of('/') + 1),
+                 ':', site_.line());
+  const size_t length = std::min(here.size(), sizeof mine.site - 1);
+  std::memcpy(mine.site, here.data(), length);
+  mine.site[length] = '\0';
+  mine.site_of.store(seq, std::memory_order_release);
+  mine.bell.ring();
+
   int other = 1;
   while (other < size_ - 1 && same(slot(other, seq).descriptor, slot(0, seq).descriptor)) ++other;
+  const auto told = [&] {
+    return control(0).site_of.load(std::memory_order_acquire) == seq &&
+           control(other).site_of.load(std::memory_order_acquire) == seq;
+  };
+  for (const auto patience = Deadline::after(kSiteTakes); !told() && !failed() && !patience.passed();)
+    for (const int r : {0, other})
+      control(r).bell.sleep(std::min(kNap, patience.left()),
+                            [&] { return failed() || control(r).site_of.load(std::memory_order_acquire) == seq; });
   fail(Failure::kMismatch, other,
        text("operation #", seq - 1, " of group '", name(), "' is not the same on all ranks: rank 0 called ",
-            describe(slot(0, seq).descriptor), "; rank ", other, " called ", describe(slot(other, seq).descriptor)));
+            call_of(0, seq), "; rank ", other, " called ", call_of(other, seq)));
   throw_failure();
+}
+
+// "all_reduce of 100 x Float, SUM (train.cpp:17)".
+std::string Channel::call_of(int peer, uint64_t seq) const {
+  const RankControl& theirs = control(peer);
+  std::string words = describe(slot(peer, seq).descriptor);
+  if (theirs.site_of.load(std::memory_order_acquire) == seq && theirs.site[0] != '\0')
+    words += text(" (", std::string(theirs.site, strnlen(theirs.site, sizeof theirs.site)), ")");
+  return words;
 }
 
 // --- progress ---
@@ -364,7 +394,7 @@ void Channel::peer_left(int peer) {
 std::string Channel::where(int peer) const {
   const uint64_t position = control(peer).position.load(std::memory_order_relaxed);
   if (position == 0) return "no operation yet";
-  return text(to_string(static_cast<Op>(position >> 8 & 0xff)), " #", (position >> 16) - 1, ", ",
+  return text(comm::to_string(static_cast<OpKind>(position >> 8 & 0xff)), " #", (position >> 16) - 1, ", ",
               to_string(static_cast<Phase>(position & 0xff)));
 }
 

@@ -19,6 +19,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <source_location>
 #include <span>
 #include <string>
 #include <vector>
@@ -34,14 +35,9 @@
 
 namespace muster::comm::shm_backend {
 
-// Another rank's heap, mapped here.
-struct PeerHeap {
-  std::shared_ptr<shm::Mapping> mapping;
-};
-
 struct ChannelOptions {
-  std::string name = "world";   // for messages
-  std::vector<PeerHeap> heaps;  // by rank in the group; empty: no direct path
+  std::string name = "world";                        // for messages
+  std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by rank in the group; empty: no direct path
   FaultPlan faults;
   std::chrono::nanoseconds spin{0};
 };
@@ -91,7 +87,7 @@ class Channel {
   std::byte* turn_buffer(int peer, uint64_t turn) const {
     return staging(peer) + 2 * layout_.one_shot + (turn % kTurnBuffers) * layout_.turn_bytes();
   }
-  std::byte* heap(int peer) const { return options_.heaps[static_cast<size_t>(peer)].mapping->data(); }
+  std::byte* heap(int peer) const { return options_.heaps[static_cast<size_t>(peer)]->data(); }
   bool has_heaps() const { return !options_.heaps.empty(); }
   void commit_staging();  // before the first use of own staging
   RankControl& control(int peer) const { return *reinterpret_cast<RankControl*>(base() + layout_.control_at(peer)); }
@@ -128,9 +124,12 @@ class Channel {
   void leave(const std::string& cause = {});
 
   std::chrono::nanoseconds spin() const { return options_.spin; }
-  // How long the waits of the operations to come keep their core, when they have spun, by yielding it (spin.h): longer
-  // for a caller that blocks than for a thread beside one that computes.
-  void set_yield(std::chrono::nanoseconds limit) { yield_ = limit; }
+  // Of the operations to come: where the user called; and how long waits keep their core, when they have spun, by
+  // yielding it (spin.h): longer for a caller that blocks than for a thread beside one that computes.
+  void set_caller(const std::source_location& site, std::chrono::nanoseconds yield) {
+    site_ = site;
+    yield_ = yield;
+  }
   std::string where(int peer) const;  // "all_reduce #12, collecting": for timeouts
 
  private:
@@ -145,6 +144,8 @@ class Channel {
   bool shares_process() const;  // with another rank: ranks are threads
   void stand_still(std::chrono::nanoseconds duration);
   void compare(const Descriptor& mine, uint64_t seq);
+  [[noreturn]] void mismatch(uint64_t seq);
+  std::string call_of(int peer, uint64_t seq) const;
   void position(Phase phase);
   template <typename Ready>
   void wait(int peer, Ready ready);
@@ -165,13 +166,13 @@ class Channel {
   Clock::time_point started_;
   Deadline deadline_ = Deadline::never();
   std::chrono::nanoseconds yield_{0};
+  std::source_location site_;
 
   std::mutex failure_mutex_;  // one fail() of this rank at a time
   bool reported_ = false;
   std::atomic<bool> stopping_{false};
 };
 
-std::string_view to_string(Op op);
 std::string describe(const Descriptor& descriptor);  // "all_reduce of 100 x Float, SUM"
 
 }  // namespace muster::comm::shm_backend

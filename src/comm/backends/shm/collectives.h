@@ -28,7 +28,8 @@ namespace muster::comm::shm_backend {
 // What a collective needs to know beside its buffers. `count` and `item` describe the operation's unit: the whole
 // tensor for all_reduce, broadcast and reduce; one rank's part for the others.
 struct Call {
-  Op op = Op::kNone;
+  OpKind op = OpKind::kNothing;
+  OpKind part_of = OpKind::kNothing;
   size_t count = 0;  // elements
   size_t item = 1;   // bytes of one
   uint8_t dtype = 0;
@@ -45,14 +46,15 @@ struct Call {
             .root = static_cast<uint32_t>(root),
             .op = op,
             .dtype = dtype,
-            .redop = static_cast<uint8_t>(redop)};
+            .redop = static_cast<uint8_t>(redop),
+            .part_of = part_of};
   }
 };
 
 using Bytes = std::byte*;
 using ConstBytes = const std::byte*;
 
-// In place. For Op::kReduce only the root's data changes.
+// In place. For OpKind::kReduce only the root's data changes.
 void all_reduce(Channel& channel, const Call& call, Bytes data);
 void broadcast(Channel& channel, const Call& call, Bytes data);
 // outputs[r] of call.bytes() for each rank r, from inputs of call.bytes().

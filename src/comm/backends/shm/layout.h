@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "comm/op_kind.h"
 #include "shm/bell.h"
 #include "shm/mapping.h"
 
@@ -32,30 +33,15 @@ inline constexpr size_t kSlotPayload = 4096;
 inline constexpr size_t kTurnBuffers = 4;
 inline constexpr uint64_t kNotOnHeap = ~uint64_t{0};
 
-enum class Op : uint8_t {
-  kNone,
-  kAllReduce,
-  kBroadcast,
-  kReduce,
-  kAllGather,
-  kReduceScatter,
-  kGather,
-  kScatter,
-  kAllToAll,
-  kBarrier,
-  kSend,
-  kRecv
-};
-
-// What a rank says about an operation; all ranks' must agree, but for heap_offset.
+// What a rank says about an operation; all ranks' must agree, but for heap_offset and arrived.
 struct Descriptor {
   uint64_t count = 0;                 // elements of the operation's unit (see the Group functions)
   uint64_t heap_offset = kNotOnHeap;  // of the tensor in the rank's heap
   uint32_t root = 0;
-  Op op = Op::kNone;
-  uint8_t dtype = 0;  // c10::ScalarType
-  uint8_t redop = 0;  // ReduceOp
-  uint8_t reserved = 0;
+  OpKind op = OpKind::kNothing;
+  uint8_t dtype = 0;                  // c10::ScalarType
+  uint8_t redop = 0;                  // ReduceOp
+  OpKind part_of = OpKind::kNothing;  // the operation that is made of this one and others, if any
 };
 
 struct alignas(kLine) Slot {
@@ -70,7 +56,7 @@ enum class Presence : uint32_t { kAbsent, kHere, kLeft };
 enum class Phase : uint8_t { kIdle, kAnnounced, kStaging, kReducing, kCollecting, kFinishing };
 
 // Where a rank is, in one word so that a timeout's report never tears: operation number, operation, phase.
-constexpr uint64_t pack_position(uint64_t seq, Op op, Phase phase) {
+constexpr uint64_t pack_position(uint64_t seq, OpKind op, Phase phase) {
   return seq << 16 | uint64_t{static_cast<uint8_t>(op)} << 8 | static_cast<uint8_t>(phase);
 }
 
@@ -86,7 +72,9 @@ struct alignas(kLine) RankControl {
   std::atomic<int32_t> pid{0};
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
-  char failure[1024];  // what this rank has to say of the group's failure, written before the abort word names it
+  char failure[2048];  // what this rank has to say of the group's failure, written before the abort word names it
+  char site[256];      // where this rank called the operation that does not match, written before site_of names it
+  std::atomic<uint64_t> site_of{0};
   Slot slots[kSlots];
 };
 

@@ -38,7 +38,7 @@ std::string show(const MessageHeader& header) {
 Messages::Messages(Channel& channel)
     : channel_(channel),
       sends_(channel.size()),
-      receives_(channel.size()),
+      wanted_(channel.size()),
       incoming_(channel.size()),
       aside_(channel.size()) {}
 
@@ -71,11 +71,12 @@ void Messages::post(const std::shared_ptr<Message>& message) {
   Completed completed;
   {
     const std::lock_guard lock(mutex_);
-    if (message->op == Op::kSend) {
+    if (message->op == OpKind::kSend) {
       channel_.commit_ring(message->peer);
       sends_[message->peer].push_back(message);
     } else if (!match_aside(message, completed)) {
-      receives_[message->peer].push_back(message);
+      receives_.push_back(message);
+      add_wanted(message->peer, 1);
     }
   }
   report(completed);
@@ -107,7 +108,7 @@ bool Messages::progress() {
 void Messages::report(const Completed& completed) {
   if (completed.empty()) return;
   for (const auto& message : completed)
-    if (message->on_complete) message->on_complete(message->error);
+    if (message->on_complete) message->on_complete(*message);
   channel_.control(channel_.rank()).inbox.ring();
 }
 
@@ -167,15 +168,16 @@ bool Messages::pull(int peer, Completed& completed) {
     bool complete = false;
     if (in.header_bytes == sizeof(MessageHeader)) {
       if (!in.target && !in.aside) {
-        auto& waiting = receives_[peer];
-        const auto match = std::find_if(waiting.begin(), waiting.end(),
-                                        [&](const auto& receive) { return receive->header.tag == in.header.tag; });
-        if (match != waiting.end()) {
-          if (!fits(**match, in.header)) return true;  // progress() fails it, with the group
-          in.target = *match;
-          waiting.erase(match);
-        } else {
-          if (!put_aside(peer)) return true;  // progress() fails what waits, with the group
+        if (const auto receive = take_receive(peer, in.header.tag)) {
+          if (!fits(*receive, peer, in.header)) {  // progress() fails it, with the group
+            receives_.push_front(receive);
+            add_wanted(receive->peer, 1);
+            return true;
+          }
+          receive->peer = peer;
+          in.target = receive;
+        } else if (!put_aside(peer)) {
+          return true;  // progress() fails what waits, with the group
         }
       }
       std::byte* const to = in.target ? in.target->data : in.aside->data();
@@ -194,10 +196,13 @@ bool Messages::pull(int peer, Completed& completed) {
     } else {
       in = Incoming{};
       // A receive for it may have come while it was put aside.
-      auto& waiting = receives_[peer];
-      const auto match = std::find_if(waiting.begin(), waiting.end(),
-                                      [&](const auto& receive) { return match_aside(receive, completed); });
-      if (match != waiting.end()) waiting.erase(match);
+      const auto match = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
+        const int wanted = receive->peer;
+        if ((wanted != peer && wanted != kAnySource) || !match_aside_of(peer, receive, completed)) return false;
+        add_wanted(wanted, -1);
+        return true;
+      });
+      if (match != receives_.end()) receives_.erase(match);
     }
     moved = true;
   }
@@ -217,13 +222,32 @@ bool Messages::put_aside(int peer) {
   }
 }
 
+std::shared_ptr<Message> Messages::take_receive(int peer, int tag) {
+  const auto match = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
+    return (receive->peer == peer || receive->peer == kAnySource) && receive->header.tag == tag;
+  });
+  if (match == receives_.end()) return nullptr;
+  const std::shared_ptr<Message> receive = *match;
+  receives_.erase(match);
+  add_wanted(receive->peer, -1);
+  return receive;
+}
+
 bool Messages::match_aside(const std::shared_ptr<Message>& receive, Completed& completed) {
-  auto& waiting = aside_[receive->peer];
+  if (receive->peer != kAnySource) return match_aside_of(receive->peer, receive, completed);
+  for (int peer = 0; peer < channel_.size(); ++peer)
+    if (match_aside_of(peer, receive, completed)) return true;
+  return false;
+}
+
+bool Messages::match_aside_of(int peer, const std::shared_ptr<Message>& receive, Completed& completed) {
+  auto& waiting = aside_[peer];
   const auto match = std::find_if(waiting.begin(), waiting.end(), [&](const Aside& aside) {
-    return aside.header.tag == receive->header.tag && &aside.data != incoming_[receive->peer].aside;
+    return aside.header.tag == receive->header.tag && &aside.data != incoming_[peer].aside;
   });
   if (match == waiting.end()) return false;
-  if (!fits(*receive, match->header)) return false;
+  if (!fits(*receive, peer, match->header)) return false;
+  receive->peer = peer;
   if (!match->data.empty()) std::memcpy(receive->data, match->data.data(), match->data.size());
   waiting.erase(match);
   finish(receive, completed);
@@ -232,12 +256,12 @@ bool Messages::match_aside(const std::shared_ptr<Message>& receive, Completed& c
 
 // A message that does not fit its receive fails the group: the data cannot be delivered, and dropping it would hide the
 // error.
-bool Messages::fits(const Message& receive, const MessageHeader& header) {
+bool Messages::fits(const Message& receive, int peer, const MessageHeader& header) {
   if (header.bytes == receive.header.bytes && header.dtype == receive.header.dtype) return true;
-  channel_.fail(Failure::kMismatch, receive.peer,
+  channel_.fail(Failure::kMismatch, peer,
                 text("recv on rank ", channel_.rank(), " expects ", show(receive.header), " (", receive.header.bytes,
-                     " bytes) with tag ", header.tag, ", but rank ", receive.peer, " sent ", show(header), " (",
-                     header.bytes, " bytes)"));
+                     " bytes) with tag ", header.tag, ", but rank ", peer, " sent ", show(header), " (", header.bytes,
+                     " bytes)"));
   return false;
 }
 
@@ -250,12 +274,14 @@ void Messages::finish(const std::shared_ptr<Message>& message, Completed& comple
 void Messages::fail_all(Completed& completed, std::exception_ptr error) {
   for (int peer = 0; peer < channel_.size(); ++peer) {
     for (const auto& message : sends_[peer]) finish(message, completed, error);
-    for (const auto& message : receives_[peer]) finish(message, completed, error);
     if (incoming_[peer].target) finish(incoming_[peer].target, completed, error);
     sends_[peer].clear();
-    receives_[peer].clear();
     incoming_[peer] = Incoming{};
+    wanted_[peer] = 0;
   }
+  for (const auto& message : receives_) finish(message, completed, error);
+  receives_.clear();
+  wanted_of_any_ = 0;
 }
 
 // Is somebody gone, or a deadline past?
@@ -264,7 +290,9 @@ void Messages::check_peers() {
   for (int peer = 0; peer < channel_.size(); ++peer) {
     std::vector<const Message*> waiting;
     for (const auto& message : sends_[peer]) waiting.push_back(message.get());
-    for (const auto& message : receives_[peer]) waiting.push_back(message.get());
+    if (wanted_[peer] > 0)
+      for (const auto& message : receives_)
+        if (message->peer == peer) waiting.push_back(message.get());
     if (incoming_[peer].target) waiting.push_back(incoming_[peer].target.get());
     if (waiting.empty()) continue;
 
@@ -275,25 +303,50 @@ void Messages::check_peers() {
     if (left && (drained || !receiving(peer))) {
       channel_.fail(Failure::kPeerLost, peer,
                     text("rank ", peer, " left group '", channel_.name(), "' while rank ", channel_.rank(),
-                         " waited to ", waiting.front()->op == Op::kSend ? "send to it" : "receive from it"));
+                         " waited to ", waiting.front()->op == OpKind::kSend ? "send to it" : "receive from it"));
       channel_.throw_failure();
     }
     for (const Message* message : waiting) {
       if (!message->deadline.passed()) continue;
       channel_.fail(Failure::kTimeout, peer,
                     text(to_string(message->op), " of ", show(message->header), " with tag ", message->header.tag,
-                         message->op == Op::kSend ? " to rank " : " from rank ", peer, " on rank ", channel_.rank(),
+                         message->op == OpKind::kSend ? " to rank " : " from rank ", peer, " on rank ", channel_.rank(),
                          " timed out (that rank's last collective: ", channel_.where(peer), ")"),
                     {peer});
       channel_.throw_failure();
     }
   }
+  if (wanted_of_any_ > 0) check_receives_of_any();
+}
+
+// Receives from any source: lost when all others have left and nothing of theirs is on its way.
+void Messages::check_receives_of_any() {
+  bool somebody = channel_.size() == 1;
+  for (int peer = 0; peer < channel_.size(); ++peer) {
+    const RingControl& from = ring(peer, channel_.rank());
+    const bool drained = from.written.load(std::memory_order_acquire) == from.read.load(std::memory_order_relaxed);
+    somebody = somebody || (peer != channel_.rank() && (!channel_.left(peer) || !drained));
+  }
+  for (const auto& message : receives_) {
+    if (message->peer != kAnySource) continue;
+    if (!somebody) {
+      channel_.fail(Failure::kPeerLost, channel_.rank() == 0 ? 1 : 0,
+                    text("all other ranks left group '", channel_.name(), "' while rank ", channel_.rank(),
+                         " waited to receive from any of them"));
+      channel_.throw_failure();
+    }
+    if (!message->deadline.passed()) continue;
+    channel_.fail(Failure::kTimeout, channel_.rank() == 0 ? 1 : 0,
+                  text("recv of ", show(message->header), " with tag ", message->header.tag, " from any rank on rank ",
+                       channel_.rank(), " timed out"));
+    channel_.throw_failure();
+  }
 }
 
 bool Messages::pending() const {
   for (int peer = 0; peer < channel_.size(); ++peer)
-    if (!sends_[peer].empty() || !receives_[peer].empty() || incoming_[peer].target) return true;
-  return false;
+    if (!sends_[peer].empty() || incoming_[peer].target) return true;
+  return !receives_.empty();
 }
 
 void Messages::wait_for_news(Deadline deadline, const Message* message) {

@@ -4,9 +4,10 @@
 // {header, data}. A sender writes as much as there is room; a small message is gone at once, a large one flows as its
 // receiver reads. Both ring the other's `inbox` bell.
 //
-// A receive takes the oldest message from its source with its tag. The message at the head of a ring that no receive
-// wants stays there, so nothing is buffered without bound, unless a receive waits for a later one with another tag;
-// then it is put aside in this rank's memory.
+// A receive takes the oldest message from its source with its tag; one from any source takes what comes first. Receives
+// that want the same message get it in the order in which they were posted. The message at the head of a ring that no
+// receive wants stays there, so nothing is buffered without bound, unless a receive waits for a later one with another
+// tag; then it is put aside in this rank's memory.
 //
 // Whoever waits makes progress for all pending messages of this rank; a thread of its own does so for asynchronous ones
 // that nobody waits for. Collectives do not pass through here, so a pending receive never holds up a collective or the
@@ -38,12 +39,12 @@ struct MessageHeader {
 };
 
 struct Message {
-  Op op = Op::kSend;  // kSend or kRecv
-  int peer = 0;
+  OpKind op = OpKind::kSend;  // kSend or kRecv
+  int peer = 0;               // kAnySource becomes the source when the message has come
   MessageHeader header;
   std::byte* data = nullptr;
   Deadline deadline = Deadline::never();
-  std::function<void(std::exception_ptr)> on_complete;  // may be empty
+  std::function<void(const Message&)> on_complete;  // may be empty
 
   // The rest belongs to Messages.
   uint64_t moved = 0;  // bytes of header and data (send), or of data (recv)
@@ -83,12 +84,19 @@ class Messages {
   bool pull(int peer, Completed& completed);
   bool put_aside(int peer);
   bool match_aside(const std::shared_ptr<Message>& receive, Completed& completed);
+  bool match_aside_of(int peer, const std::shared_ptr<Message>& receive, Completed& completed);
+  // The first receive that wants a message from `peer` with `tag`, taken from the list; or null.
+  std::shared_ptr<Message> take_receive(int peer, int tag);
+  void add_wanted(int peer, int change) { (peer == kAnySource ? wanted_of_any_ : wanted_[peer]) += change; }
   void finish(const std::shared_ptr<Message>& message, Completed& completed, std::exception_ptr error = nullptr);
-  bool fits(const Message& receive, const MessageHeader& header);
+  bool fits(const Message& receive, int peer, const MessageHeader& header);
   void report(const Completed& completed);
   void fail_all(Completed& completed, std::exception_ptr error);
   void check_peers();
-  bool receiving(int peer) const { return !receives_[peer].empty() || incoming_[peer].target || incoming_[peer].aside; }
+  void check_receives_of_any();
+  bool receiving(int peer) const {
+    return wanted_[peer] + wanted_of_any_ > 0 || incoming_[peer].target || incoming_[peer].aside;
+  }
   bool pending() const;
   void wait_for_news(Deadline deadline, const Message* message);
   void work();
@@ -97,8 +105,10 @@ class Messages {
 
   Channel& channel_;
   std::mutex mutex_;
-  std::vector<std::deque<std::shared_ptr<Message>>> sends_;    // by destination
-  std::vector<std::list<std::shared_ptr<Message>>> receives_;  // by source
+  std::vector<std::deque<std::shared_ptr<Message>>> sends_;  // by destination
+  std::list<std::shared_ptr<Message>> receives_;             // in the order posted
+  std::vector<int> wanted_;                                  // how many of them are from each source
+  int wanted_of_any_ = 0;
   std::vector<Incoming> incoming_;
   std::vector<std::list<Aside>> aside_;
   std::condition_variable work_;

@@ -1,0 +1,208 @@
+#include "comm/lane_backend.h"
+
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+
+#include "base/text.h"
+#include "comm/validate.h"
+#include "muster/base/error.h"
+
+namespace muster::comm {
+namespace {
+
+bool unequal(const std::vector<at::Tensor>& parts) {
+  return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.numel() != parts[0].numel(); });
+}
+
+// An operation that is part of another.
+Operation part(const Operation& whole, OpKind kind, const at::Tensor& tensor, int peer) {
+  return {.kind = kind,
+          .op = whole.op,
+          .peer = peer,
+          .tensor = tensor,
+          .timeout = whole.timeout,
+          .part_of = whole.kind,
+          .site = whole.site};
+}
+
+at::Tensor scaled(const Operation& operation, const at::Tensor& tensor) {
+  return operation.factor_tensor.defined() ? at::mul(tensor, operation.factor_tensor)
+                                           : at::mul(tensor, operation.factor);
+}
+
+// Each rank's tensor times its factor. Only what the operation writes anyway is changed in place.
+Operation premultiplied(const Operation& operation, int rank) {
+  const at::NoGradGuard no_grad;
+  Operation sum = operation;
+  if (operation.kind == OpKind::kReduceScatter)
+    for (auto& input : sum.inputs) input = scaled(operation, input);
+  else if (operation.kind == OpKind::kReduce && rank != operation.peer)
+    sum.tensor = scaled(operation, operation.tensor);
+  else if (operation.factor_tensor.defined())
+    at::Tensor(sum.tensor).mul_(operation.factor_tensor);
+  else
+    at::Tensor(sum.tensor).mul_(operation.factor);
+  return sum;
+}
+
+}  // namespace
+
+LaneBackend::LaneBackend(const BackendContext& context, std::string name)
+    : Backend(context.rank, context.size),
+      name_(std::move(name)),
+      timeout_ms_(context.timeout.count()),
+      lane_(std::make_shared<Lane>("muster-" + context.group_name)) {}
+
+Deadline LaneBackend::deadline_for(const Operation& operation) const {
+  const auto own = operation.timeout;
+  return Deadline::after(own.count() > 0 ? own
+                                         : std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed)));
+}
+
+void LaneBackend::run(const Operation& operation) {
+  validate(operation, getRank(), getSize(), name_);
+  std::optional<at::RecordFunction> record;
+  if (profiling()) [[unlikely]] {
+    std::vector<c10::IValue> inputs;
+    for (const auto& tensor : tensors_of(operation)) inputs.emplace_back(tensor);
+    record.emplace(at::RecordScope::USER_SCOPE);
+    if (record->isActive())
+      record->before(profiling_title(operation.kind), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+  }
+  const auto began = Clock::now();
+  const Deadline deadline = deadline_for(operation);
+  if (is_message(operation.kind)) {
+    run_message(operation, deadline);
+    count(operation);
+  } else {
+    std::exception_ptr error;
+    lane_->run([&](bool by_waiter) {
+      try {
+        run_collective(operation, deadline, by_waiter);
+      } catch (...) {
+        error = std::current_exception();
+      }
+    });
+    if (error) std::rethrow_exception(error);
+  }
+  counters_->add_blocked(Clock::now() - began);
+}
+
+c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
+  validate(operation, getRank(), getSize(), name_);
+  if (!is_message(operation.kind)) return enqueue({std::move(operation)});
+  const Deadline deadline = deadline_for(operation);
+  auto work = c10::make_intrusive<OperationWork>(getRank(), counters_, nullptr, std::vector{std::move(operation)});
+  submit_message(work, deadline);
+  return work;
+}
+
+c10::intrusive_ptr<c10d::Work> LaneBackend::submit_batch(std::vector<Operation> operations) {
+  if (operations.empty()) throw InvalidArgument("a batch of operations is empty");
+  for (const auto& operation : operations) {
+    if (is_message(operation.kind)) throw InvalidArgument("a batch has messages; issue them one by one");
+    validate(operation, getRank(), getSize(), name_);
+  }
+  return enqueue(std::move(operations));
+}
+
+LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
+  check();
+  const Deadline deadline = deadline_for(operations[0]);
+  auto work = c10::make_intrusive<OperationWork>(getRank(), counters_, lane_, std::move(operations));
+  lane_->submit([this, work, deadline](bool by_waiter) {
+    try {
+      for (const auto& operation : work->operations()) run_collective(operation, deadline, by_waiter);
+      work->complete();
+    } catch (...) {
+      work->complete(std::current_exception());
+    }
+  });
+  return work;
+}
+
+void LaneBackend::run_collective(const Operation& operation, Deadline deadline, bool by_waiter) {
+  if (operation.kind == OpKind::kAllReduceSparse)
+    all_reduce_sparse(operation, deadline, by_waiter);
+  else if (operation.kind == OpKind::kAllGather && unequal(operation.outputs))
+    all_gather_unequal(operation, deadline, by_waiter);
+  else if (operation.kind == OpKind::kReduceScatter && unequal(operation.inputs))
+    reduce_scatter_unequal(operation, deadline, by_waiter);
+  else if (operation.op == ReduceOp::PREMUL_SUM)
+    execute(premultiplied(operation, getRank()), deadline, by_waiter);
+  else
+    execute(operation, deadline, by_waiter);
+  count(operation);
+}
+
+void LaneBackend::all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {
+  {
+    const at::NoGradGuard no_grad;
+    const at::Tensor& own = operation.outputs[static_cast<size_t>(getRank())];
+    at::Tensor(own).copy_(operation.tensor.reshape(own.sizes()));
+  }
+  for (int r = 0; r < getSize(); ++r)
+    execute(part(operation, OpKind::kBroadcast, operation.outputs[static_cast<size_t>(r)], r), deadline, by_waiter);
+}
+
+void LaneBackend::reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {
+  const Operation sum = operation.op == ReduceOp::PREMUL_SUM ? premultiplied(operation, getRank()) : operation;
+  for (int r = 0; r < getSize(); ++r) {
+    at::Tensor contribution = sum.inputs[static_cast<size_t>(r)];
+    if (r == getRank()) {
+      const at::NoGradGuard no_grad;
+      contribution = at::Tensor(sum.tensor).copy_(contribution.reshape(sum.tensor.sizes()));
+    }
+    execute(part(sum, OpKind::kReduce, contribution, r), deadline, by_waiter);
+  }
+}
+
+void LaneBackend::all_reduce_sparse(const Operation& operation, Deadline deadline, bool by_waiter) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor mine = operation.tensor.coalesce();
+  const auto gather = [&](const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
+    Operation gathering = part(operation, OpKind::kAllGather, input, 0);
+    gathering.outputs = outputs;
+    if (unequal(outputs))
+      all_gather_unequal(gathering, deadline, by_waiter);
+    else
+      execute(gathering, deadline, by_waiter);
+  };
+  // Everybody's shape: dimensions of each kind, elements, sizes. Tensors of different dimensions differ in its length.
+  std::vector<int64_t> shape = {mine.sparse_dim(), mine.dense_dim(), mine._nnz()};
+  shape.insert(shape.end(), mine.sizes().begin(), mine.sizes().end());
+  const auto length = static_cast<int64_t>(shape.size());
+  const auto n = static_cast<size_t>(getSize());
+  const at::Tensor own_shape = at::empty({length}, at::kLong), shapes = at::empty({getSize() * length}, at::kLong);
+  std::copy(shape.begin(), shape.end(), own_shape.mutable_data_ptr<int64_t>());
+  gather(own_shape, {shapes});
+  const int64_t* const all = shapes.const_data_ptr<int64_t>();
+  std::vector<at::Tensor> indices, values;
+  for (size_t r = 0; r < n; ++r) {
+    const int64_t* const theirs = all + static_cast<int64_t>(r) * length;
+    for (int64_t i = 0; i < length; ++i)
+      if (i != 2 && theirs[i] != all[i])
+        throw Mismatch(text("sparse all_reduce: rank ", r, "'s tensor has another shape than rank 0's (sizes ",
+                            join(at::IntArrayRef(theirs + 3, static_cast<size_t>(length - 3))), " instead of ",
+                            join(at::IntArrayRef(all + 3, static_cast<size_t>(length - 3))), ", ", theirs[0],
+                            " sparse dimensions instead of ", all[0], ")"),
+                       "Use tensors of one shape on all ranks");
+    std::vector<int64_t> value_sizes = mine._values().sizes().vec();
+    value_sizes[0] = theirs[2];
+    indices.push_back(at::empty({mine.sparse_dim(), theirs[2]}, at::kLong));
+    values.push_back(at::empty(value_sizes, mine._values().options()));
+  }
+  gather(mine._indices().contiguous(), indices);
+  gather(mine._values().contiguous(), values);
+  at::Tensor sum = at::_sparse_coo_tensor_unsafe(at::cat(indices, 1), at::cat(values, 0), mine.sizes()).coalesce();
+  if (operation.op == ReduceOp::AVG) sum._values().div_(getSize());
+  at::Tensor(operation.tensor).copy_(sum);
+}
+
+}  // namespace muster::comm

@@ -1,0 +1,66 @@
+// The part that backends share which execute operations themselves, in order, on their own threads: validation,
+// deadlines, the lane, works, counters; and the operations that are made of others:
+//
+//   all_gather with unequal parts        a broadcast from each rank
+//   reduce_scatter with unequal parts    a reduce to each rank
+//   PREMUL_SUM                           a multiplication, then the sum
+//   sparse all_reduce                    all_gather of shapes, indices and values, added in rank order
+//
+// So a backend implements execute() for the plain collectives, and messages.
+//
+// Thread-safety: as Backend.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "comm/backend.h"
+#include "comm/lane.h"
+#include "comm/operation_work.h"
+#include "muster/base/deadline.h"
+
+namespace muster::comm {
+
+class LaneBackend : public Backend {
+ public:
+  LaneBackend(const BackendContext& context, std::string name);
+
+  void run(const Operation& operation) final;
+  c10::intrusive_ptr<c10d::Work> submit(Operation operation) final;
+  c10::intrusive_ptr<c10d::Work> submit_batch(std::vector<Operation> operations) final;
+  CommStats stats() const final { return counters_->stats(); }
+
+  const std::string getBackendName() const override { return name_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
+  uint64_t getSequenceNumberForGroup() override { return counters_->operations.load(std::memory_order_relaxed); }
+  void setSequenceNumberForGroup() override {}  // numbers start at 0 on all ranks
+
+ protected:
+  using WorkPtr = c10::intrusive_ptr<OperationWork>;
+
+  // A collective, on the calling thread, which belongs to somebody who waits for it or is the lane's.
+  virtual void execute(const Operation& operation, Deadline deadline, bool by_waiter) = 0;
+  virtual void run_message(const Operation& operation, Deadline deadline) = 0;
+  // Calls work->complete() sooner or later.
+  virtual void submit_message(const WorkPtr& work, Deadline deadline) = 0;
+  // Throws the failure of a group that has failed.
+  virtual void check() const = 0;
+
+  void count(const Operation& operation) { counters_->count(operation); }
+  void stop_lane() { lane_->stop(); }  // in the destructor of what derives, before what execute() needs is gone
+  Deadline deadline_for(const Operation& operation) const;
+
+ private:
+  void run_collective(const Operation& operation, Deadline deadline, bool by_waiter);
+  void all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
+  void reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
+  void all_reduce_sparse(const Operation& operation, Deadline deadline, bool by_waiter);
+  WorkPtr enqueue(std::vector<Operation> operations);
+
+  const std::string name_;
+  std::atomic<int64_t> timeout_ms_;
+  const std::shared_ptr<OperationCounters> counters_ = std::make_shared<OperationCounters>();
+  const std::shared_ptr<Lane> lane_;
+};
+
+}  // namespace muster::comm

@@ -1,0 +1,37 @@
+// The operations that a backend knows, and their names in messages.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace muster::comm {
+
+enum class OpKind : uint8_t {
+  kNothing,
+  kAllReduce,
+  kBroadcast,
+  kReduce,
+  kAllGather,
+  kReduceScatter,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kSend,
+  kRecv,
+  kAllReduceSparse,
+};
+
+inline constexpr std::string_view kOpNames[] = {
+    "nothing", "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter",   "gather",
+    "scatter", "all_to_all", "barrier",   "send",   "recv",       "sparse all_reduce"};
+
+// "?" for a number that is none, as torn or foreign memory may hold.
+constexpr std::string_view to_string(OpKind kind) {
+  const auto index = static_cast<size_t>(kind);
+  return index < std::size(kOpNames) ? kOpNames[index] : "?";
+}
+
+constexpr bool is_message(OpKind kind) { return kind == OpKind::kSend || kind == OpKind::kRecv; }
+
+}  // namespace muster::comm

@@ -1,0 +1,64 @@
+// What a backend with a Lane gives back for asynchronous operations.
+//
+// Whoever waits for it without a limit runs it, and what is queued before it, if that has not begun (lane.h). Time
+// spent in wait() counts as time blocked in communication. Its future is made when somebody asks for one.
+//
+// Thread-safety: all methods.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "comm/backend.h"
+#include "comm/lane.h"
+
+namespace muster::comm {
+
+// Shared by a backend and its works, which may outlive it.
+struct OperationCounters {
+  std::atomic<uint64_t> operations{0}, bytes{0};
+  std::atomic<int64_t> blocked_ns{0};
+
+  void count(const Operation& operation);
+  void add_blocked(std::chrono::nanoseconds time) { blocked_ns.fetch_add(time.count(), std::memory_order_relaxed); }
+  CommStats stats() const;
+};
+
+class OperationWork final : public c10d::Work {
+ public:
+  // `lane` is null for messages.
+  OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<Lane> lane,
+                std::vector<Operation> operations);
+  // Of an operation that has completed.
+  OperationWork(int rank, Operation operation);
+
+  bool isCompleted() override { return done_.load(std::memory_order_acquire); }
+  bool wait(std::chrono::milliseconds timeout) override;
+  std::vector<at::Tensor> result() override;
+  int sourceRank() const override { return source_.load(std::memory_order_relaxed); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+  const std::vector<Operation>& operations() const { return operations_; }
+  void set_source(int rank) { source_.store(rank, std::memory_order_relaxed); }
+  void complete(std::exception_ptr error = nullptr);
+
+ private:
+  void mark_future();  // once, when done and when there is one
+
+  const std::shared_ptr<OperationCounters> counters_;
+  const std::shared_ptr<Lane> lane_;
+  const std::vector<Operation> operations_;
+  std::atomic<int> source_{-1};
+  std::atomic<bool> done_{false};
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
+  bool future_marked_ = false;
+};
+
+// "muster:all_reduce", as profilers show it; lives for ever.
+const char* profiling_title(OpKind kind);
+// The tensors whose shapes a profiler shows.
+std::vector<at::Tensor> tensors_of(const Operation& operation);
+// Whether a profiler listens.
+bool profiling();
+
+}  // namespace muster::comm
