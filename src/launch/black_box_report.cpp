@@ -233,7 +233,7 @@ std::string human_ranks(std::vector<int> ranks) {
 std::string describe_ranks(const JobBoxes& job) {
   if (job.ranks.empty()) return {};
   const auto& first = job.ranks.front().box;
-  const auto when = static_cast<time_t>((static_cast<int64_t>(job.taken_ns) + first.realtime_ahead) / 1'000'000'000);
+  const auto when = static_cast<time_t>((job.taken_ns + static_cast<uint64_t>(first.realtime_ahead)) / 1'000'000'000);
   tm local{};
   ::localtime_r(&when, &local);
   std::string out = text("job ", job.job, " on ", first.host, ", as of ", std::put_time(&local, "%F %T"), '\n');
