@@ -103,4 +103,17 @@ inline void copy_words(void* to, const void* from, size_t bytes) {
     at(target[i]).store(at(source[i]).load(std::memory_order_relaxed), std::memory_order_relaxed);
 }
 
+// Copies the record in `shared`; false where its words do not belong together. Tests call a writer in `between`.
+template <typename Between = void (*)()>
+bool read_whole(
+    const Record& shared, Record* record, Between between = [] {}) {
+  record->version = at(shared.version).load(std::memory_order_acquire);
+  for (auto word : {&Record::what, &Record::sequence, &Record::bytes, &Record::tag, &Record::posted_ns,
+                    &Record::start_ns, &Record::end_ns}) {
+    between();
+    record->*word = at(shared.*word).load(std::memory_order_acquire);
+  }
+  return (record->version & 1) == 0 && at(shared.version).load(std::memory_order_relaxed) == record->version;
+}
+
 }  // namespace muster::shm::black_box

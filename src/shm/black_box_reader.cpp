@@ -34,16 +34,6 @@ std::string name_of(const Names& names, size_t code, const char* kind) {
   return name.empty() ? text(kind, ' ', code) : name;
 }
 
-// The record in `shared`, if its words belong together.
-bool read_whole(const Record& shared, Record* record) {
-  const uint64_t version = at(shared.version).load(std::memory_order_acquire);
-  for (auto word : {&Record::what, &Record::sequence, &Record::bytes, &Record::tag, &Record::posted_ns,
-                    &Record::start_ns, &Record::end_ns})
-    record->*word = at(shared.*word).load(std::memory_order_acquire);
-  record->version = version;
-  return (version & 1) == 0 && at(shared.version).load(std::memory_order_relaxed) == version;
-}
-
 bool makes_sense(const Record& record, const What& what, const BlackBoxOperation& operation, size_t index) {
   const uint64_t step = record.version & kStepMask;
   const bool posted = operation.state == BlackBoxState::kPosted;
