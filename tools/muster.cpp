@@ -7,12 +7,14 @@
 #include <CLI/CLI.hpp>
 #include <charconv>
 #include <chrono>
+#include <iomanip>
 #include <iostream>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/text.h"
+#include "command_line.h"
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"
 
@@ -53,7 +55,7 @@ milliseconds parse_time(const std::string& option, const std::string& word) {
 }
 
 struct RunArguments {
-  std::string ranks, grace = "700ms", stop_grace = "5s";
+  std::string ranks, grace = "700ms", stop_grace = "5s", black_box;
   bool no_prefix = false;
 };
 
@@ -72,11 +74,14 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
   run.add_option("--stop-grace", arguments.stop_grace, "from the first Ctrl-C to SIGKILL")
       ->type_name("TIME")
       ->default_str("5s");
+  run.add_option("--black-box", arguments.black_box, "where a job that fails leaves what its ranks did last")
+      ->type_name("FILE");
   run.footer(
       "Each rank finds its place in RANK, WORLD_SIZE and torchrun's other variables; muster::init() reads them.\n"
       "The first rank that fails ends the job and gives the exit status. Rank 0 has the standard input, unless that is "
       "a\n"
-      "terminal. Everything that a rank started ends with the job.");
+      "terminal. Everything that a rank started ends with the job.\n"
+      "muster blackbox prints what the ranks did last.");
 }
 
 // Where the words for us end and PROGRAM begins: all after it is the program's, also what looks like an option of ours.
@@ -103,19 +108,7 @@ int run_command(std::vector<std::string> words) {
   std::vector<std::string> program(words.begin() + static_cast<ptrdiff_t>(index), words.end());
   if (!program.empty() && program.front() == "--") program.erase(program.begin());
   words.resize(index);
-  try {
-    run.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // CLI11 takes them last first
-  } catch (const CLI::CallForHelp&) {
-    std::cout << run.help();
-    return 0;
-  } catch (const CLI::ExtrasError&) {
-    throw InvalidArgument(text("there is no option ", run.remaining().front()), "See muster run --help");
-  } catch (const CLI::ArgumentMismatch&) {
-    throw InvalidArgument(text(words.empty() ? std::string() : words.back(), " needs a value"),
-                          "See muster run --help");
-  } catch (const CLI::ParseError& error) {
-    throw InvalidArgument(error.what(), "See muster run --help");
-  }
+  if (!muster::tools::parse(run, words, "muster run --help")) return 0;
   if (arguments.ranks.empty()) throw InvalidArgument("the number of ranks is missing", text("Use ", kUsage));
 
   muster::launch::LaunchOptions options;
@@ -123,6 +116,7 @@ int run_command(std::vector<std::string> words) {
   options.output = arguments.no_prefix ? muster::launch::RankOutput::kUnchanged : muster::launch::RankOutput::kPrefixed;
   options.grace = parse_time("--grace", arguments.grace);
   options.stop_grace = parse_time("--stop-grace", arguments.stop_grace);
+  options.black_box_file = arguments.black_box;
   options.own_process = true;
   if (program.empty()) throw InvalidArgument("there is no program to run", text("Use ", kUsage));
   options.command = std::move(program);
@@ -140,11 +134,13 @@ struct Subcommand {
 
 constexpr Subcommand kSubcommands[] = {
     {"run", "starts a program as the ranks of one job on this host", run_command},
+    {"blackbox", "prints what the ranks of a job did last, and who holds up whom", muster::tools::blackbox_command},
 };
 
 void print_help(std::ostream& out) {
   out << "Usage: muster COMMAND [ARGUMENTS...]\n\n";
-  for (const auto& command : kSubcommands) out << "  " << command.name << "   " << command.what << "\n";
+  for (const auto& command : kSubcommands)
+    out << "  " << std::left << std::setw(10) << command.name << command.what << "\n";
   out << "\nmuster COMMAND --help says more.\n";
 }
 

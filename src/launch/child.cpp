@@ -1,6 +1,7 @@
 #include "launch/child.h"
 
 #include <cxxabi.h>
+#include <fcntl.h>
 #include <linux/close_range.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -82,6 +83,7 @@ void use_default_signals() {
   if (plan.body) run_body(plan);
   // What the launcher was started with, and its own; not before the exec, since error_pipe is needed until then.
   ::close_range(STDERR_FILENO + 1, ~0u, CLOSE_RANGE_CLOEXEC);
+  if (plan.black_box >= 0) ::fcntl(plan.black_box, F_SETFD, 0);
   ::execve(plan.path, plan.arguments, plan.environment);
   const ExecError failure{plan.rank, errno};
   [[maybe_unused]] const ssize_t written = ::write(plan.error_pipe, &failure, sizeof failure);

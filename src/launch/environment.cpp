@@ -15,6 +15,7 @@
 #include "base/random.h"
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "shm/black_box.h"
 
 namespace muster::launch {
 namespace {
@@ -139,10 +140,11 @@ Environment job_environment(const Job& job, const LaunchOptions& options) {
   return environment;
 }
 
-void set_rank(Environment& environment, const Job& job, int rank) {
+void set_rank(Environment& environment, const Job& job, int rank, int black_box) {
   environment.set("RANK", text(rank));
   environment.set("LOCAL_RANK", text(rank));
   environment.set("ROLE_RANK", text(rank));
+  environment.set(shm::kBlackBoxVariable, text(black_box));
   if (!job.terminal) return;
   if (rank == 0) {
     environment.set("MUSTER_TERMINAL", "1");

@@ -36,9 +36,9 @@ class Environment {
   std::vector<char*> block_;
 };
 
-// What all ranks share; set_rank() then makes it one rank's.
+// What all ranks share; set_rank() then makes it one rank's, whose black box is the descriptor `black_box`.
 Environment job_environment(const Job& job, const LaunchOptions& options);
-void set_rank(Environment& environment, const Job& job, int rank);
+void set_rank(Environment& environment, const Job& job, int rank, int black_box);
 
 // Cores that this process may use: its affinity, bounded by the CPU quota of its cgroups (cgroup v2, cpu.max).
 int usable_cores();

@@ -2,6 +2,7 @@
 
 #include <signal.h>
 
+#include <filesystem>
 #include <iostream>
 
 #include "base/text.h"
@@ -24,6 +25,10 @@ void check(const LaunchOptions& options) {
         value.find('\0') != std::string::npos)
       throw InvalidArgument(text("'", name, "' with this value cannot be an environment variable"),
                             "Choose another name or value");
+  std::error_code error;
+  const auto folder = std::filesystem::path(options.black_box_file).parent_path();
+  if (!folder.empty() && !std::filesystem::is_directory(folder, error))
+    throw InvalidArgument(text("there is no folder '", folder.string(), "' for the black boxes"), "Make it first");
   struct sigaction action {};
   if (!options.own_process && ::sigaction(SIGCHLD, nullptr, &action) == 0 &&
       (action.sa_handler == SIG_IGN || (action.sa_flags & SA_NOCLDWAIT) != 0))

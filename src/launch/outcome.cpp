@@ -82,7 +82,13 @@ std::string name_of_signal(int signal) {
   return text("signal ", signal);
 }
 
-Outcome describe(const Failure& cause) {
+std::string end_of(const Failure& failure) {
+  if (failure.unknown) return "ended";
+  return failure.signal != 0 ? text("killed by ", name_of_signal(failure.signal))
+                             : text("exited with status ", failure.exit_status);
+}
+
+Outcome describe(const Failure& cause, std::vector<std::string> operations) {
   Outcome outcome;
   outcome.first_failed_rank = cause.rank;
   outcome.pid = cause.pid;
@@ -97,6 +103,9 @@ Outcome describe(const Failure& cause) {
   if (!outcome.exception_type.empty())
     outcome.cause += text("  exception ", outcome.exception_type, outcome.exception_text.empty() ? "" : ": ",
                           outcome.exception_text, '\n');
+  if (!operations.empty()) outcome.cause += "  its last operations:\n";
+  for (const auto& operation : operations) outcome.cause += text("  | ", operation, '\n');
+  outcome.last_operations = std::move(operations);
   if (!outcome.last_lines.empty()) outcome.cause += "  its last lines on standard error:\n";
   for (const auto& line : outcome.last_lines) outcome.cause += text("  | ", line, '\n');
   return outcome;

@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <string>
 #include <vector>
 
 #include "launch/last_lines.h"
@@ -35,8 +36,12 @@ inline constexpr std::chrono::milliseconds kSameTime{50};
 // better one came within kSameTime: deaths by a signal before exits, consequences last.
 const Failure& choose_cause(const std::vector<Failure>& failures);
 
-Outcome describe(const Failure& cause);
+// `operations`: the rank's last ones, in words.
+Outcome describe(const Failure& cause, std::vector<std::string> operations = {});
 Outcome describe_stop(int signal);  // the user ended the job
+
+// "exited with status 3", "killed by SIGKILL (9)"
+std::string end_of(const Failure& failure);
 
 // "SIGKILL (9)"
 std::string name_of_signal(int signal);

@@ -12,14 +12,14 @@ namespace {
 
 constexpr const char* kMoreDescriptors = "Use fewer ranks, or raise the limit of open files (ulimit -n)";
 
+}  // namespace
+
 UniqueFd above_standard(UniqueFd fd) {
   if (fd.get() > STDERR_FILENO) return fd;
   UniqueFd moved(::fcntl(fd.get(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   if (!moved) throw_errno("cannot make a descriptor", kMoreDescriptors);
   return moved;
 }
-
-}  // namespace
 
 Pipe make_pipe() {
   int ends[2];

@@ -16,9 +16,10 @@ struct SocketPair {
   UniqueFd one, other;  // of messages, in both directions
 };
 
-Pipe make_pipe();               // Unavailable where there are too few descriptors
-SocketPair make_socket_pair();  // as above
-UniqueFd open_null(int flags);  // /dev/null
+Pipe make_pipe();                      // Unavailable where there are too few descriptors
+SocketPair make_socket_pair();         // as above
+UniqueFd open_null(int flags);         // /dev/null
+UniqueFd above_standard(UniqueFd fd);  // itself, or a copy that is none of the three
 void set_nonblocking(const UniqueFd& fd);
 
 }  // namespace muster::launch

@@ -9,6 +9,7 @@
 #include <sys/types.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/fd.h"
@@ -24,6 +25,8 @@ struct Rank {
   UniqueFd pidfd;  // readable when it has ended
   bool ended = false;
   bool taken = false;    // somebody else in this process reaped it, so its id may be a stranger's now
+  std::string end;       // how it ended, in words; empty: not yet
+  UniqueFd black_box;    // shm/black_box.h
   LastLines last_lines;  // of its standard error
   RankStream out, err;
 };

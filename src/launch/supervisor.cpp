@@ -12,9 +12,11 @@
 
 #include "base/env.h"
 #include "base/text.h"
+#include "launch/black_box_report.h"
 #include "launch/program.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
+#include "shm/black_box.h"
 
 namespace muster::launch {
 namespace {
@@ -22,8 +24,9 @@ namespace {
 constexpr std::chrono::seconds kDeathTakes{10};   // after SIGKILL; longer only where a process hangs in the kernel
 constexpr std::chrono::seconds kReapInterval{1};  // adopted processes that ended cost a process id each until then
 constexpr size_t kReadAtOnce = 64 * 1024;         // from one pipe, before the others have their turn
+constexpr size_t kLastOperations = 3;             // of the failing rank, in the report
 constexpr size_t kReadAtEnd = 1024 * 1024;        // of a rank that ended: what a pipe may hold
-constexpr rlim_t kDescriptorsPerRank = 3, kOtherDescriptors = 64;
+constexpr rlim_t kDescriptorsPerRank = 4, kOtherDescriptors = 64;
 
 // Raises the soft limit of open files where `ranks` need it. The limit before, for the ranks.
 std::optional<rlimit> raise_open_files(int ranks) {
@@ -81,7 +84,6 @@ void Supervisor::start_ranks() {
   for (const auto& argument : options_.command) arguments.push_back(const_cast<char*>(argument.c_str()));
   arguments.push_back(nullptr);
   for (int number = 0; number < options_.ranks; ++number) {
-    set_rank(environment, job_, number);
     start_rank(number, environment, arguments, null);
   }
   exec_errors_.write.reset();
@@ -91,6 +93,8 @@ void Supervisor::start_rank(int number, Environment& environment, const std::vec
                             const UniqueFd& null) {
   auto rank = std::make_unique<Rank>();
   rank->number = number;
+  rank->black_box = above_standard(shm::create_black_box(number, options_.ranks, job_.id));
+  set_rank(environment, job_, number, rank->black_box.get());
 
   UniqueFd writers[2];
   const auto no_colour = env_string("NO_COLOR");
@@ -118,6 +122,7 @@ void Supervisor::start_rank(int number, Environment& environment, const std::vec
   plan.standard[0] = number == 0 && !::isatty(STDIN_FILENO) ? -1 : null.get();
   plan.standard[1] = writers[0].get();
   plan.standard[2] = writers[1].get();
+  plan.black_box = rank->black_box.get();
   plan.error_pipe = exec_errors_.write.get();
   plan.guardian_socket = guardian_.socket();
   plan.mask = signals_.original_mask();
@@ -132,7 +137,8 @@ void Supervisor::start_rank(int number, Environment& environment, const std::vec
     for (const auto& sink : sinks_)
       if (sink->own_fd() >= 0) plan.to_close.push_back(sink->own_fd());
     for (const auto& other : ranks_.all())
-      for (const int fd : {other->pidfd.get(), other->out.fd(), other->err.fd()}) plan.to_close.push_back(fd);
+      for (const int fd : {other->pidfd.get(), other->out.fd(), other->err.fd(), other->black_box.get()})
+        plan.to_close.push_back(fd);
     std::erase(plan.to_close, -1);
   }
   rank->pid = launch::start_rank(plan);
@@ -263,6 +269,7 @@ void Supervisor::handle_end(Rank& rank) {
     failure.dumped_core = info.si_code == CLD_DUMPED;
   }
   rank.ended = true;
+  rank.end = end_of(failure);
   for (RankStream* stream : {&rank.out, &rank.err})
     if (stream->open()) stream->read(kReadAtEnd);
 
@@ -332,10 +339,36 @@ void Supervisor::finish() {
     for (RankStream* stream : {&rank->out, &rank->err}) stream->drain();
 }
 
+// The last operations of a failing rank, as of its end; none where it had no World.
+std::vector<std::string> Supervisor::operations_of(const Failure& failure) const {
+  const auto& rank = *ranks_.all()[static_cast<size_t>(failure.rank)];
+  const auto when = static_cast<uint64_t>(failure.when.time_since_epoch() / std::chrono::nanoseconds(1));
+  try {
+    return last_operations(shm::read_black_box(rank.black_box.get()), when, kLastOperations);
+  } catch (const Error& error) {  // what the rank did to its own memory is no reason not to report its end
+    return {error.message()};
+  }
+}
+
+// Where the user asked for it. What is to be said about it.
+std::string Supervisor::save_black_boxes() const {
+  if (options_.black_box_file.empty()) return {};
+  std::vector<SavedBox> boxes;
+  for (const auto& rank : ranks_.all())
+    boxes.push_back({rank->black_box.get(), rank->end.empty() ? "does not end" : rank->end});
+  try {
+    write_black_boxes(options_.black_box_file, boxes);
+    return text("what the ranks did last: muster blackbox ", options_.black_box_file);
+  } catch (const Error& error) {
+    return error.message();
+  }
+}
+
 Outcome Supervisor::outcome() const {
   Outcome outcome;
   if (!failures_.empty()) {
-    outcome = describe(choose_cause(failures_));
+    const Failure& cause = choose_cause(failures_);
+    outcome = describe(cause, operations_of(cause));
   } else if (stop_signal_ != 0) {
     outcome = describe_stop(stop_signal_);
   }
@@ -350,6 +383,8 @@ Outcome Supervisor::outcome() const {
   for (const auto& sink : sinks_)
     if (sink->error() != 0 && sink->error() != EPIPE)
       add(text("some output is lost, since it cannot be written: ", std::generic_category().message(sink->error())));
+  if (outcome.status != 0)
+    if (const auto words = save_black_boxes(); !words.empty()) add(words);
   return outcome;
 }
 

@@ -59,6 +59,8 @@ class Supervisor {
   void kill_all();
   void finish();
   AdoptedProcesses adopted() const;
+  std::vector<std::string> operations_of(const Failure& failure) const;
+  std::string save_black_boxes() const;
   Outcome outcome() const;
 
   const LaunchOptions& options_;

@@ -9,6 +9,7 @@
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"
 #include "muster/store/store.h"
+#include "shm/black_box.h"
 
 namespace muster::test {
 namespace {
@@ -97,6 +98,28 @@ TEST_F(LaunchFunction, NamesASignal) {
   EXPECT_EQ(outcome.first_failed_rank, 0);
 }
 
+TEST_F(LaunchFunction, GivesTheLastOperationsOfTheFirstThatFails) {
+  const auto outcome = launch_function(2, [] {
+    const auto box = shm::open_black_box(rank(), 2);
+    const int world = box->group("world");
+    if (rank() == 1)
+      for (uint64_t i = 0; i < 9; ++i) {
+        const auto ticket = box->begin({.group = world, .operation = 4, .bytes = 16, .sequence = i});
+        if (i != 2) box->end(ticket, shm::BlackBoxState::kDone);
+      }
+    meet();
+    if (rank() == 1) ::raise(SIGKILL);
+    return stay();
+  });
+  EXPECT_EQ(outcome.signal, SIGKILL);
+  EXPECT_THAT(outcome.last_operations,
+              ElementsAre(MatchesRegex("operation 4 #2 of group 'world', 16 B, running for .*"),
+                          MatchesRegex("operation 4 #7 of group 'world', 16 B, done .* ago"),
+                          MatchesRegex("operation 4 #8 of group 'world', 16 B, done .* ago")));
+  EXPECT_THAT(outcome.cause,
+              HasSubstr("  its last operations:\n  | operation 4 #2 of group 'world', 16 B, running for "));
+}
+
 TEST_F(LaunchFunction, ChangesNothingInThisProcess) {
   sigset_t mask_before, mask_after;
   ::pthread_sigmask(SIG_SETMASK, nullptr, &mask_before);
@@ -116,7 +139,7 @@ TEST_F(LaunchFunction, ChangesNothingInThisProcess) {
     struct sigaction mine {};
     sigset_t mask;
     ::pthread_sigmask(SIG_SETMASK, nullptr, &mask);
-    if (descriptors_of_rank != descriptors_before) return 10;
+    if (descriptors_of_rank != descriptors_before + 1) return 10;  // its black box
     if (::sigismember(&mask, SIGPIPE) != ::sigismember(&mask_before, SIGPIPE)) return 11;
     ::sigaction(SIGPIPE, nullptr, &mine);
     return mine.sa_handler == before[SIGPIPE].sa_handler ? 0 : 12;

@@ -8,9 +8,10 @@
 // MUSTER_JOB_ID, torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …), OMP_NUM_THREADS = usable cores /
 // ranks unless set, thresholds by which glibc's malloc keeps what a step frees for the next one unless set (programs
 // only: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_), a process group of its own, and of this process's descriptors
-// only 0, 1 and 2. Rank 0 has this process's standard input unless that is a terminal, which a process group in the
-// background may not read; the other ranks have /dev/null. Where standard error is a terminal, rank 0 also has
-// MUSTER_TERMINAL=1 and COLUMNS.
+// only 0, 1, 2 and the one that MUSTER_BLACK_BOX numbers: the memory in which the rank notes its last operations, which
+// stays with this process when the rank dies. Rank 0 has this process's standard input unless that is a terminal, which
+// a process group in the background may not read; the other ranks have /dev/null. Where standard error is a terminal,
+// rank 0 also has MUSTER_TERMINAL=1 and COLUMNS.
 //
 // How it ends: a rank that ends with status 0 is done, and the job is done when all are. When one fails, the others get
 // SIGTERM at once and SIGKILL `grace` later, with everything that they started in their process groups. When this
@@ -50,6 +51,9 @@ struct LaunchOptions {
   std::chrono::milliseconds grace{700};        // from SIGTERM to SIGKILL after a rank failed
   std::chrono::milliseconds stop_grace{5000};  // from a forwarded SIGINT, SIGTERM, SIGHUP or SIGQUIT to SIGKILL
 
+  // A job that fails, or is stopped, leaves here what its ranks did last, for `muster blackbox FILE`. Empty: nowhere.
+  std::string black_box_file;
+
   // Variables for every rank, over those of this process and those above.
   std::vector<std::pair<std::string, std::string>> env;
 
@@ -66,8 +70,9 @@ struct Outcome {
   int signal = 0;              // that killed that rank or by which the user ended the job; 0: none
   std::string exception_type;  // of the exception that ended that rank, where its standard error has one
   std::string exception_text;
-  std::vector<std::string> last_lines;  // of that rank's standard error; at most 20
-  std::string cause;                    // all that in words, several lines; empty where status is 0
+  std::vector<std::string> last_lines;       // of that rank's standard error; at most 20
+  std::vector<std::string> last_operations;  // of that rank, e.g. "all_reduce #12 of group 'world', 4 KiB, running …"
+  std::string cause;                         // all that in words, several lines; empty where status is 0
 };
 
 Outcome launch_command(const LaunchOptions& options);

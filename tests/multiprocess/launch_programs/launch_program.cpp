@@ -18,12 +18,14 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"
 #include "muster/store/store.h"
+#include "shm/black_box.h"
 
 namespace {
 
@@ -198,7 +200,7 @@ int count_sockets(const Arguments&) {
 
 int list_descriptors(const Arguments&) {
   for (int fd = 0; fd < 4096; ++fd)
-    if (::fcntl(fd, F_GETFD) >= 0) say(text("fd ", fd));
+    if (::fcntl(fd, F_GETFD) >= 0) say(fd == number(muster::shm::kBlackBoxVariable) ? "black box" : text("fd ", fd));
   return 0;
 }
 
@@ -263,6 +265,34 @@ int function_main(const Arguments& arguments) {
   return outcome.status;
 }
 
+// black-box HOW: five all_reduces, and then
+//   stall   rank 0 waits in the sixth and for a message; the others receive in another group; all stay
+//   die     all are in the sixth, and the last rank is killed there
+//   alone   as stall, without other ranks
+//   end     no more
+int use_black_box(const Arguments& arguments) {
+  const auto& how = arguments.at(0);
+  const int size = number("WORLD_SIZE");
+  const auto box = muster::shm::open_black_box(rank(), size);
+  static constexpr std::string_view kOperations[] = {"all_reduce", "recv"}, kDtypes[] = {"Float"};
+  box->set_names(kOperations, kDtypes);
+  std::vector<int> ranks;
+  for (int other = 0; other < size; ++other) ranks.push_back(other);
+  const int world = box->group("world", ranks), pipe = box->group("pipe", ranks);
+  const auto all_reduce = [&](uint64_t sequence) {
+    return box->begin({.group = world, .bytes = 1'258'291, .sequence = sequence});
+  };
+  for (uint64_t sequence = 0; sequence < 5; ++sequence)
+    box->end(all_reduce(sequence), muster::shm::BlackBoxState::kDone);
+  if (how == "end") return 0;
+  if (how == "die" || rank() == 0) all_reduce(5);
+  if (how != "die") box->begin({.group = pipe, .operation = 1, .bytes = 8, .peer = rank() == 0 ? 1 : 0, .tag = 7});
+  if (how != "alone") meet("black-box");
+  say("ready");
+  if (how == "die" && rank() == size - 1) ::raise(SIGKILL);
+  return stay();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -287,6 +317,7 @@ int main(int argc, char** argv) {
       {"input", echo_input},
       {"bar", bar_and_line},
       {"function", function_main},
+      {"black-box", use_black_box},
   };
   const auto behaviour = behaviours.find(argc > 1 ? argv[1] : "");
   if (behaviour == behaviours.end()) {

@@ -1,0 +1,31 @@
+// What black boxes tell, in words: a table of operations by time, and for each group who holds up whom.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "launch/black_box_sources.h"
+
+namespace muster::launch {
+
+// The job and its ranks, a line each.
+std::string describe_ranks(const JobBoxes& job);
+
+// The last `each` operations of each rank, merged by the time at which they began.
+std::string operations_table(const JobBoxes& job, size_t each);
+
+// For each group: where its ranks are, and if they are not at the same collective, who has yet to come and what it does
+// instead.
+std::string verdict(const JobBoxes& job);
+
+// "all_reduce #12 of group 'world', 1.2 MiB, running for 3.1 s" for the last `count` operations of one rank, last last.
+std::vector<std::string> last_operations(const shm::BlackBoxSnapshot& box, uint64_t now_ns, size_t count);
+
+std::string human_bytes(uint64_t bytes);          // "512 B", "1.2 MiB"
+std::string human_time(uint64_t ns);              // "780 ns", "45.6 us", "12.3 ms", "3.1 s"
+std::string human_ranks(std::vector<int> ranks);  // "0-3, 5", sorted
+
+}  // namespace muster::launch

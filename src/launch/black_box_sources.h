@@ -1,0 +1,48 @@
+// Where black boxes come from: the processes that live on this host, and files.
+//
+// Live. Every process with a rank's box (the launcher, the rank) has a link /proc/<pid>/fd/… to its memfd, which its
+// user may open. So the boxes of a job are found by looking at all processes of this user.
+//
+// A file. `muster run --black-box FILE` writes, when a job fails:
+//   "MUSTERBX" | format | time (CLOCK_MONOTONIC, ns) | number of ranks |
+//   for each: rank's end in words (length, bytes) | number of words, words of the segment
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "shm/black_box_reader.h"
+
+namespace muster::launch {
+
+struct RankBox {
+  shm::BlackBoxSnapshot box;
+  std::string end;  // what has become of the rank: "running", "stopped", "killed by SIGKILL (9)", …
+};
+
+struct JobBoxes {
+  std::string job;
+  uint64_t taken_ns = 0;       // when they were read; CLOCK_MONOTONIC
+  std::vector<RankBox> ranks;  // by rank
+};
+
+// The boxes of the job whose id begins with `job`, or that process `pid` (launcher or rank) belongs to; with neither,
+// of the only job there is. InvalidArgument where there is no such job or more than one.
+JobBoxes find_black_boxes(const std::string& job, pid_t pid);
+
+// InvalidArgument where there is no such file, Corrupt where it is none of ours or cut short.
+JobBoxes read_black_boxes(const std::filesystem::path& file);
+
+struct SavedBox {
+  int fd;           // the memfd
+  std::string end;  // of the rank
+};
+// Whole or not at all. Unavailable where it cannot be written.
+void write_black_boxes(const std::filesystem::path& file, const std::vector<SavedBox>& boxes);
+
+}  // namespace muster::launch

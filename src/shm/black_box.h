@@ -1,0 +1,103 @@
+// BlackBox: the last 4,096 operations of one rank, in shared memory that outlives it.
+//
+//   box = open_black_box(rank, world_size)
+//   const int world = box->group("world");
+//   const auto ticket = box->begin({.group = world, .operation = 1, .bytes = 4096, .sequence = 12});
+//   …                                  the operation
+//   box->end(ticket, BlackBoxState::kDone);
+//
+// Whose memory. Under `muster run` and spawn() the launcher makes one memfd a rank before it starts the rank, keeps it,
+// and tells the rank its number in MUSTER_BLACK_BOX; so it survives whatever happens to the rank. Elsewhere a rank
+// makes its own, which ends with the process. Either can be found and read while it lives, through the links
+// /proc/<pid>/fd/… → /memfd:muster-black-box; there is no registry, and nothing to leak. black_box_reader.h reads it.
+//
+// What it costs: two readings of the clock and three atomic operations on the rank's own memory, for begin() and end()
+// together. No lock, no system call, no allocation. An entry is lost where 4,096 others come during it, under way or
+// not.
+//
+// Thread-safety: all methods, from any threads; start() and end() of one ticket not at once. Two BlackBoxes of one
+// memfd (the second World of a process) may be used like one.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/fd.h"
+#include "muster/base/error.h"
+#include "shm/mapping.h"
+
+namespace muster::shm {
+
+inline constexpr const char* kBlackBoxName = "muster-black-box";      // of the memfd
+inline constexpr const char* kBlackBoxVariable = "MUSTER_BLACK_BOX";  // the number of a descriptor
+inline constexpr uint64_t kNoSequence = ~uint64_t{0};                 // not a collective: no place in the order
+inline constexpr int kMoreGroups = 254, kNoGroup = 255;
+
+enum class BlackBoxState : uint8_t {
+  kPosted = 1,  // waits for its turn
+  kRunning,
+  kDone,
+  kFailed,
+  kTimedOut,
+  kPeerLost,
+  kAborted,
+};
+BlackBoxState state_of(const Error& error);
+
+struct BlackBoxEntry {
+  int group = kNoGroup;   // from BlackBox::group()
+  uint8_t operation = 0;  // an index into set_names()
+  uint8_t dtype = 0;      // the same
+  uint64_t bytes = 0;
+  uint64_t sequence = kNoSequence;  // the collective's number in its group, equal on all ranks of the group
+  int peer = -1;                    // root, or the other side of a message; by rank in the group
+  uint64_t tag = 0;
+  BlackBoxState state = BlackBoxState::kRunning;  // or kPosted
+};
+
+class BlackBox {
+ public:
+  // The box in `fd`, which must come from create_black_box() and may be closed afterwards. Corrupt where it does not.
+  static std::shared_ptr<BlackBox> open(int fd);
+
+  // The names of the codes, of which the first 32 operations and 64 dtypes are kept; the same each time it is called.
+  void set_names(std::span<const std::string_view> operations, std::span<const std::string_view> dtypes);
+
+  // A number for entries of this group; a new one each time. `ranks`: its members by their ranks in the World, where
+  // known, to tell groups of one name apart. When there have been 64, a group takes the number of one of the same name
+  // and members, or kMoreGroups.
+  int group(std::string_view name, std::span<const int> ranks = {});
+
+  // A new entry, which begins now. Returns its ticket.
+  uint64_t begin(const BlackBoxEntry& entry) noexcept;
+  // What was posted runs from now on; with its number where that is known only now.
+  void start(uint64_t ticket, uint64_t sequence = kNoSequence) noexcept;
+  void end(uint64_t ticket, BlackBoxState state) noexcept;
+
+  std::span<const std::byte> segment() const { return {mapping_->data(), mapping_->size()}; }
+
+ private:
+  friend std::shared_ptr<BlackBox> open_black_box(int rank, int world_size, bool thread_rank);
+  explicit BlackBox(std::shared_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {}
+
+  const std::shared_ptr<Mapping> mapping_;
+  UniqueFd own_;  // keeps a box of our own to be found under /proc
+};
+
+// A memfd for one rank's box, with its header: for the launcher, or a rank without one.
+UniqueFd create_black_box(int rank, int world_size, std::string_view job_id);
+
+// This rank's box: the launcher's where MUSTER_BLACK_BOX gives one for this rank that no other process has taken, else
+// one of its own. A rank that is a thread has always its own. InvalidArgument where the variable is no number,
+// Unavailable where there is no memory or descriptor.
+std::shared_ptr<BlackBox> open_black_box(int rank, int world_size, bool thread_rank = false);
+
+// Start time of a process in clock ticks since boot (proc(5), field 22 of stat), which with its pid names it for good.
+// 0 where there is no such process.
+uint64_t start_time_of(int pid);
+uint64_t monotonic_ns();
+
+}  // namespace muster::shm

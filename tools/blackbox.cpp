@@ -1,0 +1,83 @@
+// muster blackbox: what the ranks of a job did last, whether it runs, stands still or has ended.
+#include <sys/types.h>
+
+#include <charconv>
+#include <fstream>
+#include <limits>
+
+#include "command_line.h"
+#include "launch/black_box_report.h"
+#include "launch/black_box_sources.h"
+#include "launch/black_box_trace.h"
+
+namespace muster::tools {
+namespace {
+
+struct Arguments {
+  std::string job, pid, file, last = "10", perfetto;
+};
+
+void declare(CLI::App& app, Arguments& arguments) {
+  app.add_option("FILE", arguments.file, "what muster run --black-box FILE left of a job that failed")->type_name("");
+  app.add_option("--job", arguments.job, "the job on this host whose id begins so")->type_name("ID");
+  app.add_option("--pid", arguments.pid, "the job of this process, a rank or its muster run")->type_name("PID");
+  app.add_option("--last", arguments.last, "how many operations of each rank to print; 0: none")
+      ->type_name("N")
+      ->default_str("10");
+  app.add_option("--perfetto", arguments.perfetto, "write all of them there, as a trace for ui.perfetto.dev")
+      ->type_name("FILE");
+  app.footer(
+      "Without FILE, --job and --pid: the only job of this user that runs on this host.\n"
+      "Prints the operations of all ranks by the time at which they began, in seconds before now, and for each group\n"
+      "where its ranks are and who holds up whom.");
+}
+
+// A whole number from 0 to `most`.
+uint64_t parse_number(const std::string& option, const std::string& word, uint64_t most) {
+  uint64_t number = 0;
+  const char* end = word.data() + word.size();
+  const auto [stop, error] = std::from_chars(word.data(), end, number);
+  if (error != std::errc() || stop != end || number > most)
+    throw InvalidArgument(text(option, " takes a whole number of at most ", most, ", and '", word, "' is none"),
+                          text("Use for example ", option, " 100"));
+  return number;
+}
+
+launch::JobBoxes read(const Arguments& arguments) {
+  const int sources = !arguments.job.empty() + !arguments.pid.empty() + !arguments.file.empty();
+  if (sources > 1) throw InvalidArgument("FILE, --job and --pid name three different things", "Give one of them");
+  if (!arguments.file.empty()) {
+    try {
+      return launch::read_black_boxes(arguments.file);
+    } catch (const Corrupt& error) {
+      throw InvalidArgument(error.message(), error.advice());
+    }
+  }
+  const auto pid = arguments.pid.empty() ? 0 : parse_number("--pid", arguments.pid, std::numeric_limits<pid_t>::max());
+  return launch::find_black_boxes(arguments.job, static_cast<pid_t>(pid));
+}
+
+void write(const std::string& path, const std::string& bytes) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << bytes;
+  file.close();
+  if (!file) throw InvalidArgument(text("cannot write to '", path, "'"), "Choose another place with --perfetto");
+}
+
+}  // namespace
+
+int blackbox_command(std::vector<std::string> words) {
+  CLI::App app("Prints what the ranks of a job did last, and who holds up whom.", "muster blackbox");
+  Arguments arguments;
+  declare(app, arguments);
+  if (!parse(app, words, "muster blackbox --help")) return 0;
+  const auto last = parse_number("--last", arguments.last, 4096);
+  const auto job = read(arguments);
+  std::cout << launch::describe_ranks(job) << '\n';
+  if (last > 0) std::cout << launch::operations_table(job, last) << '\n';
+  std::cout << launch::verdict(job) << std::flush;
+  if (!arguments.perfetto.empty()) write(arguments.perfetto, launch::trace_json(job));
+  return 0;
+}
+
+}  // namespace muster::tools
