@@ -73,7 +73,8 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
       layout_(size),
       options_(std::move(options)),
       watch_(std::move(watch)),
-      ring_committed_(size, false) {
+      ring_committed_(size, false),
+      stragglers_(size) {
   if (rank == 0) {
     fd_ = shm::create_memfd("muster-group", layout_.total());
     // Control blocks first: small, and needed whatever happens. The rest is committed by its owners when they first use
@@ -133,6 +134,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   deadline_ = deadline;
   Slot& mine = slot(rank_, seq);
   mine.descriptor = descriptor;
+  mine.descriptor.arrived = cycles();
   if (!payload.empty() && payload.data() != mine.payload) std::memcpy(mine.payload, payload.data(), payload.size());
   if (descriptor.op != OpKind::kAllToAll) corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
   position(Phase::kAnnounced);
@@ -146,6 +148,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
     wait(peer, [&] { return theirs.seq.load(std::memory_order_acquire) >= seq; });
   }
   compare(descriptor, seq);
+  stragglers_.note([&](int r) { return slot(r, seq).descriptor.arrived; });
   fault(FaultPhase::kMiddle);
   return seq;
 }
