@@ -52,7 +52,7 @@ class LaneBackend : public Backend {
 
   void count(const Operation& operation) { counters_->count(operation); }
   void stop_lane() { lane_->stop(); }  // in the destructor of what derives, before what execute() needs is gone
-  Deadline deadline_for(const Operation& operation) const;
+  Deadline deadline_for(const Operation& operation, Clock::time_point now = Clock::now()) const;
 
  private:
   void run_collective(const Operation& operation, Deadline deadline, bool by_waiter);
@@ -62,8 +62,8 @@ class LaneBackend : public Backend {
   WorkPtr enqueue(std::vector<Operation> operations);
 
   // The black box. Tickets are of no meaning where there is none.
-  uint64_t log_begin(const Operation& operation, shm::BlackBoxState state) const;
-  void log_end(uint64_t ticket, const std::exception_ptr& error) const;
+  uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
+  void log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now = Clock::now()) const;
   void run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket);
 
   const std::string name_, group_name_;

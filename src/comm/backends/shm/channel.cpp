@@ -1,6 +1,7 @@
 #include "comm/backends/shm/channel.h"
 
 #include <c10/core/ScalarType.h>
+#include <sched.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -138,6 +139,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   if (!payload.empty() && payload.data() != mine.payload) std::memcpy(mine.payload, payload.data(), payload.size());
   if (descriptor.op != OpKind::kAllToAll) corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
   position(Phase::kAnnounced);
+  control(rank_).core.store(::sched_getcpu(), std::memory_order_relaxed);
   mine.seq.store(seq, std::memory_order_release);
   control(rank_).bell.ring();
   fault(FaultPhase::kPosted);
@@ -241,8 +243,14 @@ void Channel::await_all(Counter which, uint64_t value) {
 template <typename Ready>
 void Channel::wait(int peer, Ready ready) {
   const auto over = [&] { return ready() || failed(); };
-  if ((shm::spin_until(options_.spin, over) || shm::yield_until(yield_, over)) && ready()) [[likely]]
+  if (shm::spin_until(options_.spin, over) && ready()) [[likely]]
     return;
+  // A peer that shares this core, where there is one for each, must not find it yielded again and again: nothing then
+  // tells the scheduler that they would both run elsewhere (seen: two ranks on one core for minutes, the other idle).
+  // Whoever sleeps is woken on an idle one.
+  const bool crowded =
+      options_.spin.count() > 0 && control(peer).core.load(std::memory_order_relaxed) == ::sched_getcpu();
+  if (!crowded && shm::yield_until(yield_, over) && ready()) return;
   const auto began = Clock::now();
   shm::Bell& bell = control(peer).bell;
   for (;;) {

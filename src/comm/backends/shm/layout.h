@@ -69,6 +69,7 @@ struct alignas(kLine) RankControl {
   alignas(kLine) shm::Bell bell;   // rung when this rank published something, or when the group failed
   alignas(kLine) shm::Bell inbox;  // rung by peers that moved a message ring of this rank
   alignas(kLine) std::atomic<uint64_t> position{0};
+  std::atomic<int32_t> core{-1};  // on which it announced its last operation
   std::atomic<Presence> presence{Presence::kAbsent};
   std::atomic<int32_t> pid{0};
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
