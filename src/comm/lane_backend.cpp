@@ -55,14 +55,14 @@ Operation premultiplied(const Operation& operation, int rank) {
 
 LaneBackend::LaneBackend(const BackendContext& context, std::string name)
     : Backend(context.rank, context.size),
-      name_(std::move(name)),
+      name_(context.for_pytorch ? "muster" : std::move(name)),
       timeout_ms_(context.timeout.count()),
-      lane_(std::make_shared<Lane>("muster-" + context.group_name)) {}
+      lane_(std::make_shared<Lane>("muster-" + context.group_name)) {
+  for_pytorch_ = context.for_pytorch;
+}
 
 Deadline LaneBackend::deadline_for(const Operation& operation) const {
-  const auto own = operation.timeout;
-  return Deadline::after(own.count() > 0 ? own
-                                         : std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed)));
+  return Deadline::after(operation.timeout.count() > 0 ? operation.timeout : timeout());
 }
 
 void LaneBackend::run(const Operation& operation) {
@@ -98,7 +98,7 @@ c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
   validate(operation, getRank(), getSize(), name_);
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
   const Deadline deadline = deadline_for(operation);
-  auto work = c10::make_intrusive<OperationWork>(getRank(), counters_, nullptr, std::vector{std::move(operation)});
+  auto work = make_work(nullptr, {std::move(operation)});
   submit_message(work, deadline);
   return work;
 }
@@ -112,10 +112,17 @@ c10::intrusive_ptr<c10d::Work> LaneBackend::submit_batch(std::vector<Operation> 
   return enqueue(std::move(operations));
 }
 
+LaneBackend::WorkPtr LaneBackend::make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations) const {
+  const auto own = operations[0].timeout;
+  const std::optional<std::chrono::milliseconds> c10d_limit =
+      for_pytorch_ ? std::optional(own.count() > 0 ? own : timeout()) : std::nullopt;
+  return c10::make_intrusive<OperationWork>(getRank(), counters_, std::move(lane), std::move(operations), c10d_limit);
+}
+
 LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
   check();
   const Deadline deadline = deadline_for(operations[0]);
-  auto work = c10::make_intrusive<OperationWork>(getRank(), counters_, lane_, std::move(operations));
+  auto work = make_work(lane_, std::move(operations));
   lane_->submit([this, work, deadline](bool by_waiter) {
     try {
       for (const auto& operation : work->operations()) run_collective(operation, deadline, by_waiter);
