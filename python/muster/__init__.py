@@ -58,9 +58,18 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
     _muster.monitored_barrier(group._get_backend(_CPU), timeout, wait_all_ranks)
 
 
-def _create(options: dist.distributed_c10d._DistributedBackendOptions, _: object) -> torch._C._distributed_c10d.Backend:
-    return _muster.create_backend(options.store, options.group_rank, options.group_size, options.timeout,
-                                  options.group_id)
+def _create(options: dist.distributed_c10d._DistributedBackendOptions,
+            _: object) -> torch._C._distributed_c10d.Backend | dist.ProcessGroup:
+    """What torch.distributed calls for each group.
+
+    It may be given a whole process group instead of a backend, which then knows its name and sequence numbers; but only
+    for a group without another backend beside, and where nobody wants to wrap the backend.
+    """
+    config = sys._getframe(1).f_locals.get("backend_config")
+    alone = config is not None and set(config.get_device_backend_map().values()) == {"muster"}
+    wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL
+    create = _muster.create_process_group if alone and not wrapped else _muster.create_backend
+    return create(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
 
 
 def _leave() -> None:

@@ -83,6 +83,14 @@ class Memberships {
   std::vector<Weak> backends_;
 };
 
+class NamedProcessGroup final : public c10d::ProcessGroup {
+ public:
+  using c10d::ProcessGroup::ProcessGroup;
+  const std::string getBackendName() const override { return "muster"; }
+  void setSequenceNumberForGroup() override { getDefaultBackend()->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return getDefaultBackend()->getSequenceNumberForGroup(); }
+};
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
@@ -110,6 +118,15 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
   } catch (const Error&) {
     std::rethrow_exception(as_c10d_error(std::current_exception(), options.timeout));
   }
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                            int size, const ProcessGroupOptions& options) {
+  auto backend = create_process_group_backend(store, rank, size, options);
+  auto group = c10::make_intrusive<NamedProcessGroup>(store, rank, size);
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, std::move(backend));
+  return group;
 }
 
 void leave_process_groups(const std::string& cause) { Memberships::instance().leave(cause); }

@@ -13,6 +13,7 @@
 #include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace muster::comm {
@@ -25,6 +26,11 @@ struct ProcessGroupOptions {
 // Waits for all ranks. Throws c10::ValueError and c10::DistBackendError.
 c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                                int size, const ProcessGroupOptions& options = {});
+
+// A ProcessGroup for CPU tensors around such a backend. PyTorch's own class would call itself "custom" (in DDP's logging, in
+// messages), and would know no sequence numbers.
+c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                            int size, const ProcessGroupOptions& options = {});
 
 // For the end of the process: leaves all groups that are left. Peers who need this rank later hear `cause`, or that it
 // left. Does nothing in a fork.

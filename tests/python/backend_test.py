@@ -26,9 +26,9 @@ class Registration(unittest.TestCase):
     def test_names(self):
         def body(rank):
             group = dist.distributed_c10d._get_default_group()
-            return dist.get_backend(), group._get_backend(cpu()).name(), group._get_backend(cpu()).size()
+            return dist.get_backend(), group.name(), group._get_backend(cpu()).name(), group._get_backend(cpu()).size()
 
-        self.assertEqual(run(2, body), [("muster", "muster", 2)] * 2)
+        self.assertEqual(run(2, body), [("muster", "muster", "muster", 2)] * 2)
 
     def test_beside_another_backend(self):
         def body(rank):
