@@ -13,6 +13,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <source_location>
 #include <string>
@@ -72,6 +73,8 @@ class Backend : public c10d::Backend {
   // This rank ends its membership; `cause` is not empty where it ends by an error, which peers then see. Operations
   // under way fail.
   virtual void leave(const std::string& cause) = 0;
+  // That of operations which have none of their own.
+  virtual std::chrono::milliseconds timeout() const = 0;
 
   // c10d's interface, in terms of these. Where the caller says that it will wait (asyncOp = false), the operation runs
   // at once, on its thread.
@@ -108,7 +111,12 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>&, int) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override;
 
+ protected:
+  bool for_pytorch_ = false;  // c10d's interface throws c10d's errors
+
  private:
+  template <typename Call>
+  auto translated(std::chrono::milliseconds own_timeout, Call&& call);
   c10::intrusive_ptr<c10d::Work> issue(Operation operation, bool async);
   c10::intrusive_ptr<c10d::Work> issue_batch(std::vector<Operation> operations, bool async);
 };
@@ -128,6 +136,10 @@ struct BackendContext {
   std::shared_ptr<shm::BlackBox> black_box;  // may be null
   std::vector<int> global_ranks;             // of the members, for the black box
   int local_threads = 1;                     // ranks that compete for this host's cores
+  // For PyTorch's ProcessGroup (process_group.h): its name there is "muster", and what c10d's interface and works throw
+  // are c10d's errors.
+  bool for_pytorch = false;
+  std::function<void(const Backend*)> on_leave;  // called once, when the membership has ended; may be empty
 };
 
 struct BackendEntry {

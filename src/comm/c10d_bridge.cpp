@@ -2,6 +2,7 @@
 // GPUs a process.
 #include "base/text.h"
 #include "comm/backend.h"
+#include "comm/c10d_errors.h"
 #include "comm/operation_work.h"
 #include "muster/base/error.h"
 
@@ -63,14 +64,28 @@ Operation reduce_scatter_of(const at::Tensor& output, Tensors inputs, const c10d
 
 }  // namespace
 
+// Runs `call`; for PyTorch, what Muster throws becomes what PyTorch's users expect.
+template <typename Call>
+auto Backend::translated(std::chrono::milliseconds own_timeout, Call&& call) {
+  try {
+    return call();
+  } catch (const Error&) {
+    if (!for_pytorch_) throw;
+    std::rethrow_exception(as_c10d_error(std::current_exception(), own_timeout.count() > 0 ? own_timeout : timeout()));
+  }
+}
+
 WorkPtr Backend::issue(Operation operation, bool async) {
-  if (async) return submit(std::move(operation));
-  run(operation);
-  return c10::make_intrusive<OperationWork>(getRank(), std::move(operation));
+  const auto own_timeout = operation.timeout;
+  return translated(own_timeout, [&]() -> WorkPtr {
+    if (async) return submit(std::move(operation));
+    run(operation);
+    return c10::make_intrusive<OperationWork>(getRank(), std::move(operation));
+  });
 }
 
 WorkPtr Backend::issue_batch(std::vector<Operation> operations, bool async) {
-  const WorkPtr work = submit_batch(std::move(operations));
+  const WorkPtr work = translated(timeout(), [&] { return submit_batch(std::move(operations)); });
   if (!async) work->wait(kNoTimeout);
   return work;
 }
@@ -196,15 +211,15 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
 }
 
 WorkPtr Backend::send(Tensors& tensors, int destination, int tag) {
-  return submit({.kind = OpKind::kSend, .peer = destination, .tag = tag, .tensor = only(tensors, "send")});
+  return issue({.kind = OpKind::kSend, .peer = destination, .tag = tag, .tensor = only(tensors, "send")}, true);
 }
 
 WorkPtr Backend::recv(Tensors& tensors, int source, int tag) {
-  return submit({.kind = OpKind::kRecv, .peer = source, .tag = tag, .tensor = only(tensors, "recv")});
+  return issue({.kind = OpKind::kRecv, .peer = source, .tag = tag, .tensor = only(tensors, "recv")}, true);
 }
 
 WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  return submit({.kind = OpKind::kRecv, .peer = kAnySource, .tag = tag, .tensor = only(tensors, "recv")});
+  return issue({.kind = OpKind::kRecv, .peer = kAnySource, .tag = tag, .tensor = only(tensors, "recv")}, true);
 }
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
@@ -213,17 +228,19 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
 
 // PyTorch's words, for its users and tools look for them.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  try {
-    issue(with_timeout({.kind = OpKind::kBarrier}, options), false);
-  } catch (const Timeout& timeout) {
-    std::vector<int> missing = timeout.missing();
-    if (!wait_all_ranks && missing.size() > 1) missing.resize(1);
-    const std::string limit =
-        options.timeout == c10d::kUnsetTimeout ? "the timeout" : text(options.timeout.count(), " ms");
-    throw Timeout(text("[Rank ", getRank(), "]: Rank", missing.size() == 1 ? " " : "s ", join(missing),
-                       " failed to pass monitoredBarrier in ", limit, ". ", timeout.what()),
-                  timeout.missing());
-  }
+  const Operation barrier = with_timeout({.kind = OpKind::kBarrier}, options);
+  const auto limit = barrier.timeout.count() > 0 ? barrier.timeout : timeout();
+  translated(limit, [&] {
+    try {
+      run(barrier);
+    } catch (const Timeout& timeout) {
+      std::vector<int> missing = timeout.missing();
+      if (!wait_all_ranks && missing.size() > 1) missing.resize(1);
+      throw Timeout(text("[Rank ", getRank(), "]: Rank", missing.size() == 1 ? " " : "s ", join(missing),
+                         " failed to pass monitoredBarrier in ", limit.count(), " ms. ", timeout.what()),
+                    timeout.missing());
+    }
+  });
 }
 
 }  // namespace muster::comm

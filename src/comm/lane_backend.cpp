@@ -55,11 +55,12 @@ Operation premultiplied(const Operation& operation, int rank) {
 
 LaneBackend::LaneBackend(const BackendContext& context, std::string name)
     : Backend(context.rank, context.size),
-      name_(std::move(name)),
+      name_(context.for_pytorch ? "muster" : std::move(name)),
       group_name_(context.group_name),
       timeout_ms_(context.timeout.count()),
       lane_(std::make_shared<Lane>("muster-" + context.group_name)),
       black_box_(context.black_box) {
+  for_pytorch_ = context.for_pytorch;
   if (!black_box_) return;
   static const std::vector<std::string> dtypes = [] {
     std::vector<std::string> names;
@@ -120,9 +121,7 @@ void LaneBackend::run_logged(const Operation& operation, Deadline deadline, bool
 // --- operations ---
 
 Deadline LaneBackend::deadline_for(const Operation& operation, Clock::time_point now) const {
-  const auto own = operation.timeout;
-  return Deadline::after(own.count() > 0 ? own : std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed)),
-                         now);
+  return Deadline::after(operation.timeout.count() > 0 ? operation.timeout : timeout(), now);
 }
 
 void LaneBackend::run(const Operation& operation) {
@@ -166,7 +165,7 @@ c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
   const Deadline deadline = deadline_for(operation);
   const uint64_t ticket = log_begin(operation, shm::BlackBoxState::kRunning, Clock::now());
-  auto work = c10::make_intrusive<OperationWork>(getRank(), counters_, nullptr, std::vector{std::move(operation)});
+  auto work = make_work(nullptr, {std::move(operation)});
   work->on_complete([this, ticket](const std::exception_ptr& error) { log_end(ticket, error); });
   submit_message(work, deadline);
   return work;
@@ -181,13 +180,20 @@ c10::intrusive_ptr<c10d::Work> LaneBackend::submit_batch(std::vector<Operation> 
   return enqueue(std::move(operations));
 }
 
+LaneBackend::WorkPtr LaneBackend::make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations) const {
+  const auto own = operations[0].timeout;
+  const std::optional<std::chrono::milliseconds> c10d_limit =
+      for_pytorch_ ? std::optional(own.count() > 0 ? own : timeout()) : std::nullopt;
+  return c10::make_intrusive<OperationWork>(getRank(), counters_, std::move(lane), std::move(operations), c10d_limit);
+}
+
 LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
   check();
   const Deadline deadline = deadline_for(operations[0]);
   std::vector<uint64_t> tickets;
   for (const auto& operation : operations)
     tickets.push_back(log_begin(operation, shm::BlackBoxState::kPosted, Clock::now()));
-  auto work = c10::make_intrusive<OperationWork>(getRank(), counters_, lane_, std::move(operations));
+  auto work = make_work(lane_, std::move(operations));
   lane_->submit([this, work, deadline, tickets](bool by_waiter) {
     std::exception_ptr error;
     for (size_t i = 0; i < tickets.size(); ++i) {

@@ -31,6 +31,9 @@ class LaneBackend : public Backend {
   c10::intrusive_ptr<c10d::Work> submit_batch(std::vector<Operation> operations) final;
   CommStats stats() const final { return counters_->stats(); }
   const std::string& group_name() const final { return group_name_; }
+  std::chrono::milliseconds timeout() const final {
+    return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
+  }
 
   const std::string getBackendName() const override { return name_; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
@@ -59,6 +62,7 @@ class LaneBackend : public Backend {
   void all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void all_reduce_sparse(const Operation& operation, Deadline deadline, bool by_waiter);
+  WorkPtr make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations) const;
   WorkPtr enqueue(std::vector<Operation> operations);
 
   // The black box. Tickets are of no meaning where there is none.

@@ -6,7 +6,10 @@
 #include <array>
 #include <string>
 
+#include "base/text.h"
+#include "comm/c10d_errors.h"
 #include "muster/base/deadline.h"
+#include "muster/base/error.h"
 
 namespace muster::comm {
 namespace {
@@ -86,13 +89,14 @@ std::vector<at::Tensor> tensors_of(const Operation& operation) {
 bool profiling() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
 
 OperationWork::OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<Lane> lane,
-                             std::vector<Operation> operations)
+                             std::vector<Operation> operations, std::optional<std::chrono::milliseconds> c10d_limit)
     : c10d::Work(rank, operations.size() == 1 ? c10d_type(operations[0]) : c10d::OpType::COALESCED,
                  profiling() ? profiling_title(operations[0].kind) : nullptr,
                  profiling() ? std::make_optional(tensors_of(operations[0])) : std::nullopt),
       counters_(std::move(counters)),
       lane_(std::move(lane)),
-      operations_(std::move(operations)) {}
+      operations_(std::move(operations)),
+      c10d_limit_(c10d_limit) {}
 
 OperationWork::OperationWork(int rank, Operation operation)
     : c10d::Work(rank, c10d_type(operation)), operations_{std::move(operation)} {
@@ -112,8 +116,14 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
     const auto completed = [this] { return completed_; };
     if (timeout == kNoTimeout)
       cv_.wait(lock, completed);
-    else if (!cv_.wait_for(lock, timeout, completed))
-      return false;
+    else if (!cv_.wait_for(lock, timeout, completed)) {
+      if (!c10d_limit_) return false;
+      // c10d's own works throw.
+      std::rethrow_exception(
+          as_c10d_error(std::make_exception_ptr(
+                            Timeout(text("Operation timed out! ", to_string(operations_[0].kind), " is under way"))),
+                        timeout));
+    }
   }
   const std::lock_guard lock(mutex_);
   if (exception_) std::rethrow_exception(exception_);
@@ -132,6 +142,7 @@ std::vector<at::Tensor> OperationWork::result() {
 
 void OperationWork::complete(std::exception_ptr error) {
   if (on_complete_) on_complete_(error);
+  if (error && c10d_limit_) error = as_c10d_error(error, *c10d_limit_);
   finish(std::move(error));
   done_.store(true, std::memory_order_release);
   mark_future();

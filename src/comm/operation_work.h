@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 
 #include "comm/backend.h"
 #include "comm/lane.h"
@@ -26,9 +27,9 @@ struct OperationCounters {
 
 class OperationWork final : public c10d::Work {
  public:
-  // `lane` is null for messages.
+  // `lane` is null for messages. With `c10d_limit`, the timeout that holds, it throws c10d's errors.
   OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<Lane> lane,
-                std::vector<Operation> operations);
+                std::vector<Operation> operations, std::optional<std::chrono::milliseconds> c10d_limit);
   // Of an operation that has completed.
   OperationWork(int rank, Operation operation);
 
@@ -51,6 +52,7 @@ class OperationWork final : public c10d::Work {
   const std::shared_ptr<Lane> lane_;
   const std::vector<Operation> operations_;
   std::function<void(const std::exception_ptr&)> on_complete_;
+  const std::optional<std::chrono::milliseconds> c10d_limit_;
   std::atomic<int> source_{-1};
   std::atomic<bool> done_{false};
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_

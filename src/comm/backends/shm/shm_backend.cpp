@@ -1,5 +1,7 @@
 #include "comm/backends/shm/shm_backend.h"
 
+#include <unistd.h>
+
 #include "base/text.h"
 #include "comm/flatten.h"
 #include "shm/arena.h"
@@ -55,15 +57,19 @@ ShmBackend::ShmBackend(const BackendContext& context)
       channel_(*context.store, context.store_prefix, context.rank, context.size, channel_options(context),
                context.watch, Deadline::after(context.timeout)),
       arena_(context.arena),
+      pid_(::getpid()),
+      on_leave_(context.on_leave),
       messages_(channel_) {}
 
 ShmBackend::~ShmBackend() { leave({}); }
 
 void ShmBackend::leave(const std::string& cause) {
+  if (pid_ != ::getpid()) return;  // a fork: the membership is its parent's
   if (has_left_.exchange(true)) return;
   channel_.leave(cause);
   messages_.stop();
   stop_lane();
+  if (on_leave_) on_leave_(this);
 }
 
 void ShmBackend::abort() {

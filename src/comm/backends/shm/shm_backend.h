@@ -23,6 +23,7 @@ class ShmBackend final : public LaneBackend {
   void abort() override;
   const Stragglers* stragglers() const override { return &channel_.stragglers(); }
   void shutdown() override { leave({}); }
+  void release_resources() override { leave({}); }  // instead of the destructor, where weak references are left
 
  protected:
   void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
@@ -39,7 +40,9 @@ class ShmBackend final : public LaneBackend {
 
   Channel channel_;
   const std::shared_ptr<shm::Arena> arena_;
+  const pid_t pid_;
   std::atomic<bool> has_left_{false};
+  std::function<void(const Backend*)> on_leave_;
   std::mutex quarantine_mutex_;
   std::vector<at::Tensor> quarantine_;
   Messages messages_;

@@ -1,0 +1,50 @@
+"""Builds the extension by CMake, from the repository that this folder lies in; everything else is in pyproject.toml.
+
+Looks for torch at Torch_DIR, else in the Python for which pip runs. CMAKE_ARGS and CMAKE_BUILD_PARALLEL_LEVEL count.
+"""
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBE = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
+
+
+def torch_cmake_dir() -> str:
+    """The folder of TorchConfig.cmake."""
+    if os.environ.get("Torch_DIR"):
+        return os.environ["Torch_DIR"]
+    # pip builds in an environment without torch, which it makes by PYTHONPATH; behind it is the interpreter's own.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for env in (None, environment):
+        folder = subprocess.run([sys.executable, "-c", PROBE], env=env, text=True, capture_output=True).stdout.strip()
+        if folder:
+            return str(Path(folder) / "share" / "cmake" / "Torch")
+    sys.exit("muster: there is no torch in this Python. Install it first: muster is built for the torch that it finds.")
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = Path(self.build_temp).resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        options = [f"-DTorch_DIR={torch_cmake_dir()}", f"-DMUSTER_TORCH_PYTHON={sys.executable}", "-DCMAKE_BUILD_TYPE=Release",
+                   "-DMUSTER_BUILD_TESTS=OFF", "-DMUSTER_BUILD_BENCH=OFF", "-DMUSTER_BUILD_EXAMPLES=OFF",
+                   "-DMUSTER_BUILD_PYTHON=ON", "-DMUSTER_WERROR=OFF", "-DBUILD_SHARED_LIBS=OFF"]
+        generator = [] if "CMAKE_GENERATOR" in os.environ else ["-G", "Ninja"]
+        subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), *generator, *options,
+                        *shlex.split(os.environ.get("CMAKE_ARGS", ""))], check=True)
+        subprocess.run(["cmake", "--build", str(build), "--target", "_muster"], check=True)
+        built = build / "python" / "muster" / target.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.copy_file(str(built), str(target))
+
+
+setup(ext_modules=[Extension("muster._muster", sources=[])], cmdclass={"build_ext": CMakeBuild})

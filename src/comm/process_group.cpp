@@ -1,0 +1,134 @@
+#include "comm/process_group.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "base/env.h"
+#include "base/text.h"
+#include "comm/backend.h"
+#include "comm/c10d_errors.h"
+#include "muster/base/error.h"
+#include "muster/store/c10d_store.h"
+#include "shm/peer_watch.h"
+
+namespace muster::comm {
+namespace {
+
+// What this process is a member of. Never destroyed: the interpreter may drop groups after static destructors have run.
+class Memberships {
+ public:
+  static Memberships& instance() {
+    static auto* const memberships = new Memberships;
+    return *memberships;
+  }
+
+  std::shared_ptr<shm::PeerWatch> watch() {
+    const std::lock_guard lock(mutex_);
+    if (!watch_ || pid_ != ::getpid()) {
+      if (watch_) (void)new std::shared_ptr(std::move(watch_));  // its thread is the parent's
+      watch_ = std::make_shared<shm::PeerWatch>();
+      pid_ = ::getpid();
+    }
+    return watch_;
+  }
+
+  void add(const c10::intrusive_ptr<Backend>& backend) {
+    const std::lock_guard lock(mutex_);
+    backends_.emplace_back(backend);
+  }
+
+  void remove(const Backend* backend) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(backends_, [&](const auto& entry) { return entry._unsafe_get_target() == backend; });
+  }
+
+  void leave(const std::string& cause) {
+    std::vector<c10::intrusive_ptr<Backend>> alive;
+    {
+      const std::lock_guard lock(mutex_);
+      if (pid_ != ::getpid()) return;
+      alive = lock_all();
+    }
+    // The default group last: it is the one whose peers learn why.
+    for (auto backend = alive.rbegin(); backend != alive.rend(); ++backend) (*backend)->leave(cause);
+  }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<Backend>;
+
+  Memberships() {
+    ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                     [] {
+                       // One more reference to each for ever, so that nothing takes them apart.
+                       for (auto& backend : instance().lock_all()) (void)backend.release();
+                       instance().backends_.clear();
+                       instance().mutex_.unlock();
+                     });
+  }
+
+  std::vector<c10::intrusive_ptr<Backend>> lock_all() const {
+    std::vector<c10::intrusive_ptr<Backend>> alive;
+    for (const auto& entry : backends_)
+      if (auto backend = entry.lock()) alive.push_back(std::move(backend));
+    return alive;
+  }
+
+  std::mutex mutex_;
+  pid_t pid_ = 0;
+  std::shared_ptr<shm::PeerWatch> watch_;
+  std::vector<Weak> backends_;
+};
+
+class NamedProcessGroup final : public c10d::ProcessGroup {
+ public:
+  using c10d::ProcessGroup::ProcessGroup;
+  const std::string getBackendName() const override { return "muster"; }
+  void setSequenceNumberForGroup() override { getDefaultBackend()->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return getDefaultBackend()->getSequenceNumberForGroup(); }
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                               int size, const ProcessGroupOptions& options) {
+  try {
+    if (size < 1 || rank < 0 || rank >= size)
+      throw InvalidArgument(text("rank ", rank, " is outside a group of ", size));
+    const std::shared_ptr<Store> ours = from_c10d(store);
+    Memberships& memberships = Memberships::instance();
+    const BackendContext context{
+        .group_name = options.name,
+        .store_prefix = text("muster/group/", ours->add(text("muster/groups/", rank), 1)),
+        .rank = rank,
+        .size = size,
+        .store = ours.get(),
+        .timeout = options.timeout,
+        .faults = FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")),
+        .watch = memberships.watch(),
+        .local_threads = std::max(size, static_cast<int>(env_int("LOCAL_WORLD_SIZE").value_or(1))),
+        .for_pytorch = true,
+        .on_leave = [&memberships](const Backend* backend) { memberships.remove(backend); }};
+    auto backend = create_backend("auto", context);
+    memberships.add(backend);
+    return backend;
+  } catch (const Error&) {
+    std::rethrow_exception(as_c10d_error(std::current_exception(), options.timeout));
+  }
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                            int size, const ProcessGroupOptions& options) {
+  auto backend = create_process_group_backend(store, rank, size, options);
+  auto group = c10::make_intrusive<NamedProcessGroup>(store, rank, size);
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, std::move(backend));
+  return group;
+}
+
+void leave_process_groups(const std::string& cause) { Memberships::instance().leave(cause); }
+
+}  // namespace muster::comm

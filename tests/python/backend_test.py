@@ -1,0 +1,323 @@
+"""The backend itself: names, errors and their texts, timeouts, lost peers, the end of groups and processes, threads."""
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import muster
+from ranks import cpu, fork, raised, run, run_threads
+
+
+class Registration(unittest.TestCase):
+    def test_is_known_for_cpu(self):
+        self.assertTrue(dist.is_backend_available("muster"))
+        self.assertEqual(dist.Backend.backend_capability["muster"], ["cpu"])
+        self.assertEqual(dist.Backend.default_device_backend_map["cpu"], "gloo")
+
+    def test_names(self):
+        def body(rank):
+            group = dist.distributed_c10d._get_default_group()
+            return dist.get_backend(), group.name(), group._get_backend(cpu()).name(), group._get_backend(cpu()).size()
+
+        self.assertEqual(run(2, body), [("muster", "muster", "muster", 2)] * 2)
+
+    def test_beside_another_backend(self):
+        def body(rank):
+            gloo = dist.new_group(backend="gloo")
+            t = torch.ones(2)
+            dist.all_reduce(t)
+            dist.all_reduce(t, group=gloo)
+            return t.tolist()
+
+        self.assertEqual(run(2, body, backend="cpu:muster"), [[4.0, 4.0]] * 2)
+
+    def test_a_rank_outside_the_group_is_a_value_error(self):
+        def body(_):
+            return raised(ValueError, lambda: muster.create_backend(dist.HashStore(), 2, 2))
+
+        self.assertIn("rank 2 is outside a group of 2", fork(1, body)[0])
+
+
+class Errors(unittest.TestCase):
+    def test_wrong_arguments_are_value_errors_and_harm_nobody(self):
+        def body(rank):
+            t = torch.ones(3)
+            text = raised(ValueError, lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(3)))
+            later = raised(ValueError, lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2), async_op=True))
+            dist.all_reduce(t)
+            return text, later, t.tolist()
+
+        for text, later, values in run(2, body):
+            self.assertIn("reduce_scatter", text)
+            self.assertIn("all_gather", later)
+            self.assertEqual(values, [2.0] * 3)
+
+    def test_mismatch_says_what_each_rank_called(self):
+        def body(rank):
+            return raised(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(3 + rank)))
+
+        for text in run(2, body):
+            self.assertIn("rank 0 called all_reduce of 3 x Float, SUM", text)
+            self.assertIn("rank 1 called all_reduce of 4 x Float, SUM", text)
+
+    def test_is_a_runtime_error_from_wait_and_from_futures(self):
+        def body(rank):
+            work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+            first = raised(dist.DistBackendError, work.wait)
+            future = raised(dist.DistBackendError, work.get_future().wait)
+            again = raised(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))
+            return first, future, again
+
+        for texts in run(2, body):
+            for text in texts:
+                self.assertIn("not the same on all ranks", text)
+
+    def test_through_backward(self):
+        def body(rank):
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+            loss = model(torch.ones(1, 4)).sum()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return raised(dist.DistBackendError, loss.backward)
+
+        self.assertIn("rank 1 (pid", run(2, body)[0])
+
+
+class Timeouts(unittest.TestCase):
+    def test_text_and_time(self):
+        def body(rank):
+            began = time.monotonic()
+            text = raised(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(4))) if rank == 0 else ""
+            took = time.monotonic() - began
+            if rank == 1:
+                raised(dist.DistBackendError, dist.barrier) if time.sleep(1) is None else None
+            return text, took
+
+        text, took = run(2, body, timeout=0.4)[0]
+        self.assertIn(" Timed out waiting 400ms", text)
+        self.assertIn("waiting for rank 1 (pid", text)
+        self.assertTrue(0.3 < took < 2, took)
+
+    def test_of_one_operation(self):
+        def body(rank):
+            if rank == 1:
+                return raised(dist.DistBackendError, lambda: dist.barrier() if time.sleep(0.6) is None else None)
+            group = dist.distributed_c10d._get_default_group()
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(milliseconds=200)
+            return raised(RuntimeError, lambda: group.allreduce([torch.ones(1)], options).wait())
+
+        self.assertIn("Timed out waiting 200ms", run(2, body)[0])
+
+    def test_wait_with_a_limit_does_not_end_the_operation(self):
+        def body(rank):
+            group = dist.new_group(backend="gloo")
+            t = torch.ones(1)
+            if rank == 1:
+                dist.barrier(group)
+            work = dist.all_reduce(t, async_op=True)
+            text = ""
+            if rank == 0:
+                text = raised(dist.DistBackendError, lambda: work.wait(timedelta(milliseconds=100)))
+                dist.barrier(group)
+            work.wait()
+            return text, t.item()
+
+        (text, first), (_, second) = run(2, body)
+        self.assertIn("Operation timed out!", text)
+        self.assertEqual((first, second), (2.0, 2.0))
+
+    def test_of_a_rank_that_never_comes(self):
+        def body(_):
+            began = time.monotonic()
+            text = raised(dist.DistBackendError,
+                          lambda: muster.create_backend(dist.HashStore(), 0, 2, timedelta(milliseconds=300)))
+            return text, time.monotonic() - began
+
+        text, took = fork(1, body)[0]
+        self.assertIn("rank(s) 1 of 2 did not come", text)
+        self.assertLess(took, 2)
+
+    def test_monitored_barrier_names_the_missing(self):
+        def body(rank):
+            muster.monitored_barrier()
+            if rank in (1, 2):
+                time.sleep(0.8)
+                return ""
+            limit = timedelta(milliseconds=300)
+            return raised(dist.DistBackendError, lambda: muster.monitored_barrier(timeout=limit, wait_all_ranks=True))
+
+        texts = run(3, body, destroy=False)
+        self.assertIn("Ranks 1, 2 failed to pass monitoredBarrier in 300 ms", texts[0])
+        self.assertIn("[Rank 0]", texts[0])
+
+    def test_monitored_barrier_names_the_first_missing(self):
+        def body(rank):
+            if rank != 0:
+                time.sleep(0.5)
+                return ""
+            return raised(RuntimeError, lambda: muster.monitored_barrier(timeout=timedelta(milliseconds=200)))
+
+        self.assertIn("Rank 1 failed to pass monitoredBarrier", run(3, body, destroy=False)[0])
+
+    def test_monitored_barrier_refuses_a_timeout_of_nothing(self):
+        def body(rank):
+            return raised(ValueError, lambda: muster.monitored_barrier(timeout=timedelta(0)))
+
+        self.assertIn("above 0", run(1, body)[0])
+
+
+class Lost(unittest.TestCase):
+    def test_a_killed_rank_is_named_within_a_second(self):
+        def body(rank):
+            dist.barrier()
+            if rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            began = time.monotonic()
+            text = raised(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(1 << 20)))
+            return text, time.monotonic() - began
+
+        answers = run(4, body, destroy=False)
+        self.assertIsNone(answers[2])
+        for text, took in (answers[0], answers[1], answers[3]):
+            self.assertIn("rank 2 (pid", text)
+            self.assertIn("died", text)
+            self.assertLess(took, 1)
+
+    def test_a_receive_from_a_killed_rank(self):
+        def body(rank):
+            if rank == 1:
+                dist.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+            work = dist.irecv(torch.ones(1), 1)
+            dist.barrier()
+            return raised(dist.DistBackendError, work.wait)
+
+        self.assertIn("rank 1 (pid", run(2, body, destroy=False)[0])
+
+    def test_a_new_group_after_a_failure(self):
+        def body(rank):
+            group = dist.new_group([0, 1])
+            raised(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(1 + rank), group=group))
+            t = torch.ones(1)
+            dist.all_reduce(t)
+            dist.all_reduce(t, group=dist.new_group([0, 1]))
+            return t.item()
+
+        self.assertEqual(run(2, body), [4.0, 4.0])
+
+
+class Ends(unittest.TestCase):
+    def test_destroy_and_again_on_one_store(self):
+        def body(rank):
+            store = dist.FileStore(path, 2)
+            values = []
+            for _ in range(3):
+                dist.init_process_group("muster", store=store, rank=rank, world_size=2)
+                t = torch.ones(1)
+                dist.all_reduce(t)
+                values.append(t.item())
+                sub = dist.new_group([0, 1])
+                dist.all_reduce(t, group=sub)
+                dist.destroy_process_group(sub)
+                dist.destroy_process_group()
+            return values
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "store")
+            self.assertEqual(fork(2, body), [[2.0] * 3] * 2)
+
+    def test_a_destroyed_group_tells_those_who_need_it(self):
+        def body(rank):
+            if rank == 1:
+                dist.destroy_process_group()
+                return ""
+            return raised(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(1)))
+
+        self.assertIn("rank 1 left group", run(2, body, destroy=False)[0])
+
+    def test_a_fork_of_a_rank_does_not_end_its_membership(self):
+        def body(rank):
+            dist.barrier()
+            child = os.fork()
+            if child == 0:
+                dist.destroy_process_group()
+                muster._leave()
+                os._exit(0)
+            status = os.waitpid(child, 0)[1]
+            t = torch.ones(1)
+            dist.all_reduce(t)
+            return status, t.item()
+
+        for status, value in run(2, body):
+            self.assertEqual(value, 2.0)
+            self.assertEqual(status, 0)
+
+    SCRIPT = """
+import sys, torch, torch.distributed as dist, muster
+rank = int(sys.argv[2])
+dist.init_process_group("muster", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+group = dist.new_group([0, 1])
+t = torch.ones(4)
+work = dist.all_reduce(t, async_op=True)
+work.wait()
+work.get_future().then(lambda f: f.value())
+dist.all_reduce(t, group=group)
+if sys.argv[3] == "raise" and rank == 1:
+    raise ValueError("a mistake in training")
+if sys.argv[3] == "raise":
+    dist.all_reduce(t)
+print("value", t[0].item())
+"""
+
+    def pair(self, way):
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [subprocess.Popen([sys.executable, "-c", self.SCRIPT, f"{folder}/store", str(rank), way], text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+            return [(*rank.communicate(timeout=60), rank.returncode) for rank in ranks]
+
+    def test_exit_without_destroy_is_clean_and_quiet(self):
+        self.assertEqual(self.pair("quiet"), [("value 4.0\n", "", 0)] * 2)
+
+    def test_an_exception_ends_the_others_with_its_text(self):
+        (_, zero, zero_status), (_, one, one_status) = self.pair("raise")
+        self.assertEqual((zero_status, one_status), (1, 1))
+        self.assertIn("a mistake in training", one)
+        self.assertIn("DistBackendError", zero)
+        self.assertIn("rank 1 ended: ValueError: a mistake in training", zero)
+
+
+class Threads(unittest.TestCase):
+    def test_collectives_and_messages(self):
+        def body(rank, backend):
+            t = torch.full((5,), float(rank))
+            backend.allreduce([t]).wait()
+            got = torch.zeros(1)
+            work = backend.recv([got], (rank + 2) % 3, 0)
+            backend.send([torch.full((1,), float(rank))], (rank + 1) % 3, 0).wait()
+            work.wait()
+            return t.tolist(), got.item()
+
+        self.assertEqual(run_threads(3, body), [([3.0] * 5, 2.0), ([3.0] * 5, 0.0), ([3.0] * 5, 1.0)])
+
+    def test_a_thread_that_ends_is_missed(self):
+        def body(rank, backend):
+            if rank == 1:
+                del backend
+                return ""
+            return raised(dist.DistBackendError, lambda: backend.allreduce([torch.ones(1)]).wait())
+
+        self.assertIn("rank 1 left group", run_threads(2, body)[0])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

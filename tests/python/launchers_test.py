@@ -1,0 +1,54 @@
+"""Real processes: the example under torchrun and under `muster run`, and torch.multiprocessing's spawn with tcp://."""
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import muster  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = [str(ROOT / "python" / "examples" / "train_ddp.py"), "--steps", "20"]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def spawned(rank: int, port: int) -> None:
+    dist.init_process_group("muster", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    t = torch.full((3,), float(rank))
+    dist.all_reduce(t)
+    assert t.tolist() == [1.0] * 3
+    dist.destroy_process_group()
+
+
+class Launchers(unittest.TestCase):
+    def example(self, *command: str) -> None:
+        done = subprocess.run([*command, *EXAMPLE], text=True, capture_output=True, timeout=120,
+                              env=dict(os.environ, OMP_NUM_THREADS="1"))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("steps/s with muster on 2 processes", done.stdout)
+        self.assertNotIn("Traceback", done.stderr)
+
+    def test_torchrun(self):
+        self.example(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+    def test_muster_run(self):
+        self.example(os.environ["MUSTER_COMMAND"], "run", "-n", "2", sys.executable)
+
+    def test_spawn_with_tcp(self):
+        mp.spawn(spawned, args=(free_port(),), nprocs=2)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
