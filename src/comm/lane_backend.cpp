@@ -74,7 +74,7 @@ void LaneBackend::run(const Operation& operation) {
     record.emplace(at::RecordScope::USER_SCOPE);
     if (record->isActive()) {
       record->_setAsync();  // as c10d::Work does, so that all of a backend's events are of one kind
-      record->before(profiling_title(operation.kind), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+      record->before(profiling_title(operation), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
     }
   }
   const auto began = Clock::now();

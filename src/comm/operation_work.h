@@ -58,7 +58,7 @@ class OperationWork final : public c10d::Work {
 };
 
 // "muster:all_reduce", as profilers show it; lives for ever.
-const char* profiling_title(OpKind kind);
+const char* profiling_title(const Operation& operation);
 // The tensors whose shapes a profiler shows: what goes in, as with PyTorch's own backends.
 std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations);
 // Whether a profiler listens.

@@ -1,6 +1,6 @@
 """Runs PyTorch's own distributed tests, which come with it, on Muster's backend.
 
-    pytorch_tests.py [--ranks 3] [--fast] [--list] [PATTERN…]      PATTERN: part of a test's name
+    pytorch_tests.py [--ranks 4] [--fast] [--list] [PATTERN…]      PATTERN: part of a test's name
 
 They are the tests that PyTorch has for gloo on CPU tensors: torch/testing/_internal/distributed/distributed_test.py asks in
 many places whether the backend is gloo; here it is told that Muster's counts as gloo there. PyTorch starts new processes for
@@ -33,7 +33,7 @@ SECONDS = 40  # that a test may take
 NAME = "torch.testing._internal.distributed.distributed_test"
 
 # What cannot be as with gloo, and why. Regular expressions of whole names.
-EXCEPTIONS = {
+EXCEPTIONS: dict[str, str] = {
 }
 
 # For ctest: one of each kind, together under a minute.
@@ -96,12 +96,15 @@ def run_one(case: type, module: types.ModuleType, name: str, rank: int, ranks: i
     out = io.StringIO()
     try:
         test = case(name)
+        if getattr(getattr(case, name), "__unittest_skip__", False):
+            return "skipped", getattr(case, name).__unittest_skip_why__
         test.rank, test.file_name = rank, f"{folder}/{name}"
         module.Barrier.barrier_id = 0
         with contextlib.redirect_stderr(out):
             dist.init_process_group("muster", init_method=f"file://{folder}/{name}", rank=rank, world_size=ranks,
                                     timeout=timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(name, module.default_pg_timeout)))
             getattr(test, name)()
+            module.Barrier.sync()  # as PyTorch's: nobody leaves while another still tests
         return "passed", ""
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
@@ -191,7 +194,7 @@ class Crew:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("patterns", nargs="*")
-    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="say why tests were skipped")
