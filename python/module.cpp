@@ -1,5 +1,5 @@
-// The module muster._muster: what muster/__init__.py needs of C++. Only torch's own types cross the border, which torch's
-// Python registers.
+// The module muster._muster: what muster/__init__.py needs of C++. Only torch's own types cross the border, which
+// torch's Python registers.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 

@@ -117,9 +117,10 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
     else if (!cv_.wait_for(lock, timeout, completed)) {
       if (!c10d_limit_) return false;
       // c10d's own works throw.
-      std::rethrow_exception(as_c10d_error(
-          std::make_exception_ptr(Timeout(text("Operation timed out! ", to_string(operations_[0].kind), " is under way"))),
-          timeout));
+      std::rethrow_exception(
+          as_c10d_error(std::make_exception_ptr(
+                            Timeout(text("Operation timed out! ", to_string(operations_[0].kind), " is under way"))),
+                        timeout));
     }
   }
   const std::lock_guard lock(mutex_);

@@ -1,8 +1,9 @@
 // A backend for PyTorch's ProcessGroup, without a World: what torch.distributed asks for when a job says
 // init_process_group("muster"). It is called "muster" there, and what it throws are c10d's errors (c10d_errors.h).
 //
-// The ranks meet through the c10d::Store, which is not used afterwards. A store may be used for one group after another:
-// each time that a rank makes a group of it counts, so leftovers of the last one are not mistaken for the next.
+// The ranks meet through the c10d::Store, which is not used afterwards. A store may be used for one group after
+// another: each time that a rank makes a group of it counts, so leftovers of the last one are not mistaken for the
+// next.
 //
 // One watch over peers serves all of a process's groups. A fork of the process (a DataLoader's worker) holds copies of
 // its groups, which it cannot use and must not take apart: they are its parent's membership. They stay in memory there.
@@ -27,8 +28,8 @@ struct ProcessGroupOptions {
 c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                                int size, const ProcessGroupOptions& options = {});
 
-// A ProcessGroup for CPU tensors around such a backend. PyTorch's own class would call itself "custom" (in DDP's logging, in
-// messages), and would know no sequence numbers.
+// A ProcessGroup for CPU tensors around such a backend. PyTorch's own class would call itself "custom" (in DDP's
+// logging, in messages), and would know no sequence numbers.
 c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                             int size, const ProcessGroupOptions& options = {});
 
