@@ -1,28 +1,71 @@
-// All-reduce over Muster: muster run -n 2 bench_collectives. One JSON object a line.
+// Collectives over Muster: muster run -n 2 bench_collectives [--op NAME]… [--bytes N]…. One JSON object a line.
+//
+// `bytes` is the larger side of a rank: the tensor of all_reduce and broadcast, the output of all_gather, the input of
+// reduce_scatter and all_to_all. send_recv is a message there and one back.
 #include <ATen/Parallel.h>
 #include <ATen/ops/zeros.h>
 
+#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <functional>
 
 #include "measure.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
 
-int main() {
+namespace {
+
+using Tensor = at::Tensor;
+
+// What to call, on tensors of this size.
+std::function<void()> call_of(const std::string& op, int64_t count, muster::World& world, bool heap) {
+  const auto make = [&](int64_t n) { return heap ? world.heap().zeros({n}) : at::zeros({n}); };
+  const int64_t n = world.world_size(), part = std::max<int64_t>(1, count / n);
+  const Tensor whole = make(count);
+  if (op == "all_reduce") return [whole] { muster::all_reduce(whole); };
+  if (op == "broadcast") return [whole] { muster::broadcast(whole, 0); };
+  if (op == "barrier") return [] { muster::barrier(); };
+  if (op == "send_recv")
+    return [whole, rank = world.rank()] {
+      if (rank > 1) return;
+      if (rank == 0) muster::send(whole, 1);
+      muster::recv(whole, 1 - rank);
+      if (rank == 1) muster::send(whole, 0);
+    };
+  const Tensor all = make(part * n), mine = make(part), other = make(part * n);
+  if (op == "all_gather") return [all, mine] { muster::all_gather_into_tensor(all, mine); };
+  if (op == "reduce_scatter") return [all, mine] { muster::reduce_scatter_tensor(mine, all); };
+  return [all, other] { muster::all_to_all_single(other, all); };
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::vector<std::string> ops = {"all_reduce"};
+  std::vector<size_t> sizes;
+  CLI::App app{"Collectives over Muster"};
+  app.add_option("--op", ops)
+      ->check(CLI::IsMember(
+          {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier"}));
+  app.add_option("--bytes", sizes);
+  CLI11_PARSE(app, argc, argv);
+  if (sizes.empty())
+    for (size_t bytes = 16; bytes <= size_t{64} << 20; bytes = bytes == 16 ? 1 << 10 : bytes * 4)
+      sizes.push_back(bytes);
+
   at::set_num_threads(1);
   auto world = muster::init();
-  for (size_t bytes = 16; bytes <= size_t{64} << 20; bytes = bytes == 16 ? 1 << 10 : bytes * 4)
-    for (const bool heap : {false, true}) {
-      const auto count = static_cast<int64_t>(bytes / sizeof(float));
-      const at::Tensor tensor = heap ? world.heap().zeros({count}) : at::zeros({count});
-      const double seconds = bench::best_mean(
-          bench::calls_for(bytes), [&] { muster::all_reduce(tensor); }, [] { muster::barrier(); });
-      if (world.rank() == 0) {
-        std::printf(
-            R"({"bench": "all_reduce", "op": "all_reduce", "bytes": %zu, "ranks": %d, "impl": "%s", "us": %.3f})"
-            "\n",
-            bytes, world.world_size(), heap ? "muster-heap" : "muster", seconds * 1e6);
-        std::fflush(stdout);
+  for (const auto& op : ops)
+    for (const size_t bytes : sizes)
+      for (const bool heap : {false, true}) {
+        const auto call = call_of(op, static_cast<int64_t>(std::max<size_t>(1, bytes / sizeof(float))), world, heap);
+        const double seconds = bench::best_mean(bench::calls_for(bytes), call, [] { muster::barrier(); });
+        if (world.rank() == 0) {
+          std::printf(R"({"bench": "collectives", "op": "%s", "bytes": %zu, "ranks": %d, "impl": "%s", "us": %.3f})"
+                      "\n",
+                      op.c_str(), bytes, world.world_size(), heap ? "muster-heap" : "muster", seconds * 1e6);
+          std::fflush(stdout);
+        }
       }
-    }
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,ddp,launch] [--ranks 2] [--rounds 3]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch] [--ranks 2] [--rounds 3]
 
 Every implementation runs `rounds` times, in turn with the others, so that a noisy minute hits all alike; of each row the best round counts. A peer that is
 not installed is left out, and the table says so. --json writes one object a line, after a first line about the machine.
@@ -58,14 +58,22 @@ class Bench:
             sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
         return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
-    def all_reduce(self):
+    def collectives(self, ops, sizes):
         bin_dir = self.build / "bench"
+        plain = [*ops, "--", *map(str, sizes)]
         commands = [
-            self.command("muster", str(bin_dir / "bench_collectives")),
-            self.command("mpirun", str(bin_dir / "peer_collectives_mpi")),
-            self.command("torchrun", str(HERE / "peers" / "collectives_gloo.py")),
+            self.command("muster", str(bin_dir / "bench_collectives"), *(f"--op={op}" for op in ops), *(f"--bytes={n}" for n in sizes)),
+            self.command("mpirun", str(bin_dir / "peer_collectives_mpi"), *plain),
+            self.command("torchrun", str(HERE / "peers" / "collectives_gloo.py"), *plain),
         ]
-        return self.rounds(commands, lambda row: (row["bytes"], row["impl"]), "us", min)
+        return self.rounds(commands, lambda row: (row["op"], row["bytes"], row["impl"]), "us", min)
+
+    def all_reduce(self):
+        return self.collectives(["all_reduce"], [16, *(1 << shift for shift in range(10, 27, 2))])
+
+    def others(self):
+        rows = self.collectives(["broadcast", "all_gather", "reduce_scatter", "all_to_all"], [16, 4 << 10, 256 << 10, 4 << 20, 64 << 20])
+        return rows + self.collectives(["send_recv", "barrier"], [8])
 
     def ddp(self):
         commands = []
@@ -117,17 +125,17 @@ def size(n):
     return f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" if n >= 1 << 10 else f"{n} B"
 
 
-def show_all_reduce(rows):
-    us = {(row["bytes"], row["impl"]): row["us"] for row in rows}
-    peers = [impl for impl in ("openmpi", "gloo") if any(key[1] == impl for key in us)]
+def show_collectives(rows):
+    us = {(row["op"], row["bytes"], row["impl"]): row["us"] for row in rows}
+    peers = [impl for impl in ("openmpi", "gloo") if any(key[2] == impl for key in us)]
     lines = []
-    for n in sorted({key[0] for key in us}):
-        fastest = min((us[n, peer] for peer in peers), default=None)
-        cells = [size(n)] + [f"{us[n, impl]:.2f}" for impl in ("muster-heap", "muster", *peers)]
-        cells += [f"{fastest / us[n, impl]:.1f}x" if fastest else "" for impl in ("muster-heap", "muster")]
+    for op, n in dict.fromkeys(sorted((key[:2] for key in us), key=lambda key: (list(us).index((*key, "muster")), key[1]))):
+        fastest = min((us[op, n, peer] for peer in peers), default=None)
+        cells = [op, size(n)] + [f"{us[op, n, impl]:.2f}" for impl in ("muster-heap", "muster", *peers)]
+        cells += [f"{fastest / us[op, n, impl]:.1f}x" if fastest else "" for impl in ("muster-heap", "muster")]
         lines.append(cells)
-    table("all_reduce, float32, sum: microseconds a call, and how many times faster than the fastest peer",
-          ["size", "heap", "ordinary", *peers, "heap/peer", "ordinary/peer"], lines)
+    table("float32, sums: microseconds a call, and how many times faster than the fastest peer",
+          ["operation", "size", "heap", "ordinary", *peers, "heap/peer", "ordinary/peer"], lines)
 
 
 def show_ddp(rows):
@@ -154,11 +162,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default=str(HERE.parent / "build" / "release"), help="where Muster was built")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, one object a line")
-    parser.add_argument("--only", default="all_reduce,ddp,launch", help="which benchmarks, separated by commas")
+    parser.add_argument("--only", default="all_reduce,others,ddp,launch", help="which benchmarks, separated by commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_all_reduce, "ddp": show_ddp, "launch": show_launch}
+    show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")

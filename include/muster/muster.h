@@ -4,6 +4,7 @@
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/fault_plan.h"
+#include "muster/comm/functional.h"
 #include "muster/comm/world.h"
 #include "muster/data/sampler.h"
 #include "muster/launch/spawn.h"

@@ -28,11 +28,14 @@
 
 namespace muster::shm {
 class Arena;
+class BlackBox;
 class Mapping;
 class PeerWatch;
 }  // namespace muster::shm
 
 namespace muster::comm {
+
+class Stragglers;
 
 // One operation. Which fields count depends on the kind:
 //   all_reduce, broadcast, reduce, send, recv   tensor
@@ -65,6 +68,8 @@ class Backend : public c10d::Backend {
   // Several collectives, one after another, as one piece of work; at least one.
   virtual c10::intrusive_ptr<c10d::Work> submit_batch(std::vector<Operation> operations) = 0;
   virtual CommStats stats() const = 0;
+  virtual const std::string& group_name() const = 0;                // "world", "group 1"
+  virtual const Stragglers* stragglers() const { return nullptr; }  // null: this backend cannot tell
   // This rank ends its membership; `cause` is not empty where it ends by an error, which peers then see. Operations
   // under way fail.
   virtual void leave(const std::string& cause) = 0;
@@ -128,7 +133,9 @@ struct BackendContext {
   std::vector<std::shared_ptr<shm::Mapping>> heaps;
   std::shared_ptr<shm::Arena> arena;
   std::shared_ptr<shm::PeerWatch> watch;
-  int local_threads = 1;  // ranks that compete for this host's cores
+  std::shared_ptr<shm::BlackBox> black_box;  // may be null
+  std::vector<int> global_ranks;             // of the members, for the black box
+  int local_threads = 1;                     // ranks that compete for this host's cores
   // For PyTorch's ProcessGroup (process_group.h): its name there is "muster", and what c10d's interface and works throw
   // are c10d's errors.
   bool for_pytorch = false;

@@ -1,5 +1,6 @@
 #include "base/text.h"
 #include "comm/group_state.h"
+#include "comm/stragglers.h"
 #include "muster/base/error.h"
 #include "muster/comm/work.h"
 #include "muster/comm/world.h"
@@ -49,6 +50,16 @@ std::string_view Group::backend_name() const {
 }
 
 CommStats Group::stats() const { return backend().stats(); }
+
+std::vector<Straggler> Group::stragglers() const {
+  const auto* const known = backend().stragglers();
+  return known ? known->by_rank() : std::vector<Straggler>();
+}
+
+std::string Group::straggler_verdict(std::chrono::nanoseconds at_least) const {
+  const auto* const known = backend().stragglers();
+  return known ? known->verdict(backend().group_name(), at_least) : std::string();
+}
 
 c10::intrusive_ptr<c10d::Backend> Group::c10d_backend() const {
   backend();

@@ -56,13 +56,72 @@ Operation premultiplied(const Operation& operation, int rank) {
 LaneBackend::LaneBackend(const BackendContext& context, std::string name)
     : Backend(context.rank, context.size),
       name_(context.for_pytorch ? "muster" : std::move(name)),
+      group_name_(context.group_name),
       timeout_ms_(context.timeout.count()),
-      lane_(std::make_shared<Lane>("muster-" + context.group_name)) {
+      lane_(std::make_shared<Lane>("muster-" + context.group_name)),
+      black_box_(context.black_box) {
   for_pytorch_ = context.for_pytorch;
+  if (!black_box_) return;
+  static const std::vector<std::string> dtypes = [] {
+    std::vector<std::string> names;
+    for (int i = 0; i < static_cast<int>(c10::ScalarType::NumOptions); ++i)
+      names.emplace_back(c10::toString(static_cast<c10::ScalarType>(i)));
+    return names;
+  }();
+  black_box_->set_names(kOpNames, std::vector<std::string_view>(dtypes.begin(), dtypes.end()));
+  black_box_group_ = black_box_->group(context.group_name, context.global_ranks);
 }
 
-Deadline LaneBackend::deadline_for(const Operation& operation) const {
-  return Deadline::after(operation.timeout.count() > 0 ? operation.timeout : timeout());
+// --- the black box ---
+
+uint64_t LaneBackend::log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const {
+  if (!black_box_) return 0;
+  const at::Tensor& sample =
+      operation.tensor.defined() || operation.inputs.empty() ? operation.tensor : operation.inputs[0];
+  const bool message = is_message(operation.kind),
+             rooted = operation.kind == OpKind::kBroadcast || operation.kind == OpKind::kReduce ||
+                      operation.kind == OpKind::kGather || operation.kind == OpKind::kScatter;
+  return black_box_->begin(
+      {.group = black_box_group_,
+       .operation = static_cast<uint8_t>(operation.kind),
+       .dtype = static_cast<uint8_t>(sample.defined() ? sample.scalar_type() : at::kByte),
+       .bytes = bytes_of(operation),
+       .sequence = message || state == shm::BlackBoxState::kPosted ? shm::kNoSequence : next_sequence(),
+       .peer = message || rooted ? operation.peer : -1,
+       .tag = static_cast<uint64_t>(operation.tag),
+       .state = state},
+      static_cast<uint64_t>(now.time_since_epoch().count()));
+}
+
+void LaneBackend::log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now) const {
+  if (!black_box_) return;
+  auto state = shm::BlackBoxState::kDone;
+  if (error) {
+    state = shm::BlackBoxState::kFailed;
+    try {
+      std::rethrow_exception(error);
+    } catch (const Error& ours) {
+      state = shm::state_of(ours);
+    } catch (...) {
+    }
+  }
+  black_box_->end(ticket, state, static_cast<uint64_t>(now.time_since_epoch().count()));
+}
+
+void LaneBackend::run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket) {
+  try {
+    run_collective(operation, deadline, by_waiter);
+  } catch (...) {
+    log_end(ticket, std::current_exception());
+    throw;
+  }
+  log_end(ticket, nullptr);
+}
+
+// --- operations ---
+
+Deadline LaneBackend::deadline_for(const Operation& operation, Clock::time_point now) const {
+  return Deadline::after(operation.timeout.count() > 0 ? operation.timeout : timeout(), now);
 }
 
 void LaneBackend::run(const Operation& operation) {
@@ -77,30 +136,39 @@ void LaneBackend::run(const Operation& operation) {
       record->before(profiling_title(operation), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
     }
   }
+  // Two looks at the clock, for everything that wants to know the time: each costs a tenth of a small operation.
   const auto began = Clock::now();
-  const Deadline deadline = deadline_for(operation);
-  if (is_message(operation.kind)) {
-    run_message(operation, deadline);
-    count(operation);
-  } else {
-    std::exception_ptr error;
-    lane_->run([&](bool by_waiter) {
-      try {
-        run_collective(operation, deadline, by_waiter);
-      } catch (...) {
-        error = std::current_exception();
-      }
+  const Deadline deadline = deadline_for(operation, began);
+  uint64_t ticket = 0;
+  std::exception_ptr error;
+  const auto guarded = [&](auto&& body) {
+    ticket = log_begin(operation, shm::BlackBoxState::kRunning, began);
+    try {
+      body();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  if (is_message(operation.kind))
+    guarded([&] {
+      run_message(operation, deadline);
+      count(operation);
     });
-    if (error) std::rethrow_exception(error);
-  }
-  counters_->add_blocked(Clock::now() - began);
+  else
+    lane_->run([&](bool by_waiter) { guarded([&] { run_collective(operation, deadline, by_waiter); }); });
+  const auto ended = Clock::now();
+  log_end(ticket, error, ended);
+  counters_->add_blocked(ended - began);
+  if (error) std::rethrow_exception(error);
 }
 
 c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
   validate(operation, getRank(), getSize(), name_);
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
   const Deadline deadline = deadline_for(operation);
+  const uint64_t ticket = log_begin(operation, shm::BlackBoxState::kRunning, Clock::now());
   auto work = make_work(nullptr, {std::move(operation)});
+  work->on_complete([this, ticket](const std::exception_ptr& error) { log_end(ticket, error); });
   submit_message(work, deadline);
   return work;
 }
@@ -124,14 +192,25 @@ LaneBackend::WorkPtr LaneBackend::make_work(std::shared_ptr<Lane> lane, std::vec
 LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
   check();
   const Deadline deadline = deadline_for(operations[0]);
+  std::vector<uint64_t> tickets;
+  for (const auto& operation : operations)
+    tickets.push_back(log_begin(operation, shm::BlackBoxState::kPosted, Clock::now()));
   auto work = make_work(lane_, std::move(operations));
-  lane_->submit([this, work, deadline](bool by_waiter) {
-    try {
-      for (const auto& operation : work->operations()) run_collective(operation, deadline, by_waiter);
-      work->complete();
-    } catch (...) {
-      work->complete(std::current_exception());
+  lane_->submit([this, work, deadline, tickets](bool by_waiter) {
+    std::exception_ptr error;
+    for (size_t i = 0; i < tickets.size(); ++i) {
+      if (error) {  // of one before it in the batch
+        log_end(tickets[i], error);
+        continue;
+      }
+      if (black_box_) black_box_->start(tickets[i], next_sequence());
+      try {
+        run_logged(work->operations()[i], deadline, by_waiter, tickets[i]);
+      } catch (...) {
+        error = std::current_exception();
+      }
     }
+    work->complete(std::move(error));
   });
   return work;
 }

@@ -18,6 +18,7 @@
 #include "comm/lane.h"
 #include "comm/operation_work.h"
 #include "muster/base/deadline.h"
+#include "shm/black_box.h"
 
 namespace muster::comm {
 
@@ -29,6 +30,7 @@ class LaneBackend : public Backend {
   c10::intrusive_ptr<c10d::Work> submit(Operation operation) final;
   c10::intrusive_ptr<c10d::Work> submit_batch(std::vector<Operation> operations) final;
   CommStats stats() const final { return counters_->stats(); }
+  const std::string& group_name() const final { return group_name_; }
   std::chrono::milliseconds timeout() const final {
     return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
   }
@@ -48,10 +50,12 @@ class LaneBackend : public Backend {
   virtual void submit_message(const WorkPtr& work, Deadline deadline) = 0;
   // Throws the failure of a group that has failed.
   virtual void check() const = 0;
+  // The number, from 0, of the collective that execute() would do next, as its messages name it.
+  virtual uint64_t next_sequence() const = 0;
 
   void count(const Operation& operation) { counters_->count(operation); }
   void stop_lane() { lane_->stop(); }  // in the destructor of what derives, before what execute() needs is gone
-  Deadline deadline_for(const Operation& operation) const;
+  Deadline deadline_for(const Operation& operation, Clock::time_point now = Clock::now()) const;
 
  private:
   void run_collective(const Operation& operation, Deadline deadline, bool by_waiter);
@@ -61,10 +65,17 @@ class LaneBackend : public Backend {
   WorkPtr make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations) const;
   WorkPtr enqueue(std::vector<Operation> operations);
 
-  const std::string name_;
+  // The black box. Tickets are of no meaning where there is none.
+  uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
+  void log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now = Clock::now()) const;
+  void run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket);
+
+  const std::string name_, group_name_;
   std::atomic<int64_t> timeout_ms_;
   const std::shared_ptr<OperationCounters> counters_ = std::make_shared<OperationCounters>();
   const std::shared_ptr<Lane> lane_;
+  const std::shared_ptr<shm::BlackBox> black_box_;
+  int black_box_group_ = shm::kNoGroup;
 };
 
 }  // namespace muster::comm

@@ -49,14 +49,18 @@ c10d::OpType c10d_type(const Operation& operation) {
 
 }  // namespace
 
-void OperationCounters::count(const Operation& operation) {
+size_t bytes_of(const Operation& operation) {
   size_t size = 0;
   if (operation.kind == OpKind::kAllToAll)
     for (const auto& input : operation.inputs) size += input.nbytes();
   else if (operation.tensor.defined() && operation.tensor.layout() == at::kStrided)
     size = operation.tensor.nbytes();
+  return size;
+}
+
+void OperationCounters::count(const Operation& operation) {
   operations.fetch_add(1, std::memory_order_relaxed);
-  bytes.fetch_add(size, std::memory_order_relaxed);
+  bytes.fetch_add(bytes_of(operation), std::memory_order_relaxed);
 }
 
 CommStats OperationCounters::stats() const {
@@ -139,6 +143,7 @@ std::vector<at::Tensor> OperationWork::result() {
 }
 
 void OperationWork::complete(std::exception_ptr error) {
+  if (on_complete_) on_complete_(error);
   if (error && c10d_limit_) error = as_c10d_error(error, *c10d_limit_);
   finish(std::move(error));
   done_.store(true, std::memory_order_release);

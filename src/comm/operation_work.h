@@ -42,6 +42,8 @@ class OperationWork final : public c10d::Work {
 
   const std::vector<Operation>& operations() const { return operations_; }
   void set_source(int rank) { source_.store(rank, std::memory_order_relaxed); }
+  // Called first when it completes; set before anybody can complete it.
+  void on_complete(std::function<void(const std::exception_ptr&)> callback) { on_complete_ = std::move(callback); }
   void complete(std::exception_ptr error = nullptr);
 
  private:
@@ -50,6 +52,7 @@ class OperationWork final : public c10d::Work {
   const std::shared_ptr<OperationCounters> counters_;
   const std::shared_ptr<Lane> lane_;
   const std::vector<Operation> operations_;
+  std::function<void(const std::exception_ptr&)> on_complete_;
   const std::optional<std::chrono::milliseconds> c10d_limit_;
   std::atomic<int> source_{-1};
   std::atomic<bool> done_{false};
@@ -57,6 +60,8 @@ class OperationWork final : public c10d::Work {
   bool future_marked_ = false;
 };
 
+// Of this rank's payload.
+size_t bytes_of(const Operation& operation);
 // "muster:all_reduce", as profilers show it; lives for ever.
 const char* profiling_title(const Operation& operation);
 // The tensors whose shapes a profiler shows: what goes in, as with PyTorch's own backends.

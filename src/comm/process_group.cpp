@@ -13,6 +13,7 @@
 #include "comm/c10d_errors.h"
 #include "muster/base/error.h"
 #include "muster/store/c10d_store.h"
+#include "shm/black_box.h"
 #include "shm/peer_watch.h"
 
 namespace muster::comm {
@@ -34,6 +35,17 @@ class Memberships {
       pid_ = ::getpid();
     }
     return watch_;
+  }
+
+  // One for all groups of this process, which is one rank of its job.
+  std::shared_ptr<shm::BlackBox> black_box(int rank, int size) {
+    const std::lock_guard lock(mutex_);
+    if (!black_box_ || black_box_pid_ != ::getpid()) {
+      black_box_ = shm::open_black_box(static_cast<int>(env_int("RANK").value_or(rank)),
+                                       static_cast<int>(env_int("WORLD_SIZE").value_or(size)));
+      black_box_pid_ = ::getpid();
+    }
+    return black_box_;
   }
 
   void add(const c10::intrusive_ptr<Backend>& backend) {
@@ -80,6 +92,8 @@ class Memberships {
   std::mutex mutex_;
   pid_t pid_ = 0;
   std::shared_ptr<shm::PeerWatch> watch_;
+  pid_t black_box_pid_ = 0;
+  std::shared_ptr<shm::BlackBox> black_box_;
   std::vector<Weak> backends_;
 };
 
@@ -109,6 +123,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
         .timeout = options.timeout,
         .faults = FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")),
         .watch = memberships.watch(),
+        .black_box = memberships.black_box(rank, size),
         .local_threads = std::max(size, static_cast<int>(env_int("LOCAL_WORLD_SIZE").value_or(1))),
         .for_pytorch = true,
         .on_leave = [&memberships](const Backend* backend) { memberships.remove(backend); }};

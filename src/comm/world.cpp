@@ -15,6 +15,7 @@
 #include "comm/group_state.h"
 #include "muster/base/error.h"
 #include "shm/arena.h"
+#include "shm/black_box.h"
 #include "shm/exchange.h"
 #include "shm/peer_watch.h"
 
@@ -30,6 +31,7 @@ struct World::State {
   std::shared_ptr<Heap> heap;
   std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank
   std::shared_ptr<shm::PeerWatch> watch = std::make_shared<shm::PeerWatch>();
+  std::shared_ptr<shm::BlackBox> black_box;
   std::vector<std::shared_ptr<Group::State>> groups;  // groups[0]: the default group
   Group group;
   uint64_t next_group = 0;
@@ -82,6 +84,8 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
                                  .faults = options.faults,
                                  .arena = arena,
                                  .watch = watch,
+                                 .black_box = black_box,
+                                 .global_ranks = ranks,
                                  .local_threads = placement.local_world_size};
     for (const int rank : ranks) context.heaps.push_back(heaps[static_cast<size_t>(rank)]);
     group->backend = comm::create_backend(options.backend, context);
@@ -93,6 +97,12 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
 }
 
 void World::State::leave() {
+  if (placement.rank == 0 && !groups.empty() && groups[0]->backend) {
+    const std::string verdict = group.straggler_verdict(std::chrono::seconds(1));
+    if (!verdict.empty()) {
+      MUSTER_LOG(kWarning) << verdict;
+    }
+  }
   // The default group last: it is the one whose peers learn why.
   for (auto group = groups.rbegin(); group != groups.rend(); ++group)
     if ((*group)->backend) (*group)->backend->leave(cause);
@@ -117,6 +127,7 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
   s.store = std::move(store);
   // A process may leave a job's World and make another: each is a world of its own in the store.
   s.prefix = text("muster/world/", s.store->add(text("muster/worlds/", placement.rank), 1));
+  s.black_box = shm::open_black_box(placement.rank, placement.world_size, options.ranks_are_threads);
   s.arena =
       std::make_shared<shm::Arena>(options.heap_capacity ? options.heap_capacity : default_heap_capacity(placement));
   s.heap = std::make_shared<Heap>(s.arena);
@@ -216,12 +227,14 @@ std::string what(const std::exception_ptr& error) {
 void run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options) {
   if (n < 1) throw InvalidArgument(text("run_threads with ", n, " threads"), "Use 1 or more");
   const auto store = make_memory_store();
+  WorldOptions of_threads = options;
+  of_threads.ranks_are_threads = true;
   std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < n; ++rank)
     threads.emplace_back([&, rank] {
       try {
-        World world({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, options);
+        World world({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, of_threads);
         const World::Scope scope(world);
         try {
           fn(world);

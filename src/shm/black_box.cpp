@@ -205,8 +205,8 @@ int BlackBox::group(std::string_view name, std::span<const int> ranks) {
   return kMoreGroups;
 }
 
-uint64_t BlackBox::begin(const BlackBoxEntry& entry) noexcept {
-  const uint64_t now = monotonic_ns();
+uint64_t BlackBox::begin(const BlackBoxEntry& entry, uint64_t now) noexcept {
+  if (now == 0) now = monotonic_ns();
   Segment& segment = segment_of(*mapping_);
   const uint64_t ticket = at(segment.header.head).fetch_add(1, std::memory_order_relaxed);
   Record& record = segment.records[ticket % kRecords];
@@ -235,13 +235,13 @@ void BlackBox::start(uint64_t ticket, uint64_t sequence) noexcept {
   set(record.version, ticket << kStepBits | kStarted);
 }
 
-void BlackBox::end(uint64_t ticket, BlackBoxState state) noexcept {
+void BlackBox::end(uint64_t ticket, BlackBoxState state, uint64_t now) noexcept {
   Record& record = segment_of(*mapping_).records[ticket % kRecords];
   if (ticket == kNoTicket || !take(record, ticket, kEnding)) return;
   What what = unpack(at(record.what).load(std::memory_order_relaxed));
   what.state = static_cast<uint8_t>(state);
   set(record.what, pack(what));
-  set(record.end_ns, monotonic_ns());
+  set(record.end_ns, now != 0 ? now : monotonic_ns());
   set(record.version, ticket << kStepBits | kEnded);
 }
 

@@ -71,11 +71,12 @@ class BlackBox {
   // and members, or kMoreGroups.
   int group(std::string_view name, std::span<const int> ranks = {});
 
-  // A new entry, which begins now. Returns its ticket.
-  uint64_t begin(const BlackBoxEntry& entry) noexcept;
+  // A new entry, which begins now: at `now`, in monotonic_ns(), where the caller knows it; 0 to look. Returns its
+  // ticket.
+  uint64_t begin(const BlackBoxEntry& entry, uint64_t now = 0) noexcept;
   // What was posted runs from now on; with its number where that is known only now.
   void start(uint64_t ticket, uint64_t sequence = kNoSequence) noexcept;
-  void end(uint64_t ticket, BlackBoxState state) noexcept;
+  void end(uint64_t ticket, BlackBoxState state, uint64_t now = 0) noexcept;
 
   std::span<const std::byte> segment() const { return {mapping_->data(), mapping_->size()}; }
 

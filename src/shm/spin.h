@@ -30,11 +30,14 @@ inline void cpu_relax() {
 #endif
 }
 
-// Spins at most `limit` and returns whether `condition()` came to hold. The clock is read only every few pauses.
+// Spins at most `limit` and returns whether `condition()` came to hold. At first without a pause and without a look at
+// the clock, either of which may take as long as the peer's answer; then the clock is read only every few pauses.
 template <typename Condition>
 bool spin_until(std::chrono::nanoseconds limit, Condition condition) {
   if (condition()) return true;
   if (limit <= limit.zero()) return false;
+  for (int i = 0; i < 200; ++i)
+    if (condition()) return true;
   const auto end = std::chrono::steady_clock::now() + limit;
   do {
     for (int i = 0; i < 32; ++i) {

@@ -9,11 +9,14 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
-#include <numeric>
+#include <unistd.h>
+
+#include <filesystem>
 
 #include "base/text.h"
 #include "comm/backend.h"
 #include "muster/comm/collectives.h"
+#include "shm/black_box_reader.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
 
@@ -326,6 +329,67 @@ TEST_P(Forms, WaitersRunWhatTheyWaitFor) {
         EXPECT_TRUE(tensors[static_cast<size_t>(i)].eq(1 + 2 * i).all().item<bool>());
       }
     }
+  });
+}
+
+// Everybody knows who comes last, how often and by how much.
+TEST_P(Forms, StragglersAreNamed) {
+  run(3, [](World& world) {
+    EXPECT_EQ(world.group().straggler_verdict(), "");
+    constexpr int kTimes = 40;
+    for (int i = 0; i < kTimes; ++i) {
+      if (world.rank() == 2) ::usleep(5000);  // slow, which is what is measured
+      if (i % 2)
+        barrier();
+      else
+        all_reduce_async(at::ones({10'000})).wait();
+    }
+    const auto ranks = world.group().stragglers();
+    ASSERT_EQ(ranks.size(), 3u);
+    EXPECT_EQ(ranks[0].times_last + ranks[1].times_last + ranks[2].times_last, static_cast<uint64_t>(kTimes));
+    EXPECT_GE(ranks[2].times_last, static_cast<uint64_t>(kTimes * 3 / 4));
+    EXPECT_GE(ranks[2].late, milliseconds(kTimes * 5 / 2));
+    EXPECT_LE(ranks[2].late, std::chrono::seconds(60));
+    const auto verdict = world.group().straggler_verdict();
+    EXPECT_CONTAINS(verdict, "rank 2 came last to ");
+    EXPECT_CONTAINS(verdict, " of 40 collectives of group 'world'");
+  });
+}
+
+// Every operation is in the rank's black box, with its number, size and end.
+TEST_P(Forms, TheBlackBoxKnowsEveryOperation) {
+  run_threads_only(2, [](World& world) {
+    all_reduce(at::ones({100}));
+    auto work = broadcast_async(at::ones({5}, at::kDouble), 1);
+    work.wait();
+    const Group other = world.new_group({1, 0});
+    barrier({.group = other});
+    if (world.rank() == 0)
+      send(at::ones({3}), 1, {.tag = 4});
+    else
+      recv(at::ones({3}), 0, {.tag = 4});
+    EXPECT_THROW(all_reduce(at::ones({100 + world.rank()})), Mismatch);
+    // The box of this thread's rank: the one whose memory says so.
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code error;
+      if (std::filesystem::read_symlink(entry.path(), error).string().find(shm::kBlackBoxName) == std::string::npos)
+        continue;
+      const auto box = shm::read_black_box(std::stoi(entry.path().filename().string()));
+      if (box.rank != world.rank() || box.world_size != 2) continue;
+      std::vector<std::string> lines;
+      for (const auto& op : box.operations)
+        lines.push_back(text(
+            box.groups[static_cast<size_t>(op.group)].name, ": ", op.name, ' ', op.dtype, ' ', op.bytes, ' ', op.peer,
+            ' ', op.is_collective() ? text('#', op.sequence) : text("tag ", op.tag), ' ', shm::to_string(op.state)));
+      const int me = world.rank();
+      EXPECT_EQ(lines, (std::vector<std::string>{
+                           "world: all_reduce Float 400 -1 #0 done", "world: broadcast Double 40 1 #1 done",
+                           "group 1: barrier Byte 0 -1 #0 done",
+                           text("world: ", me == 0 ? "send" : "recv", " Float 12 ", 1 - me, " tag 4 done"),
+                           text("world: all_reduce Float ", 400 + 4 * me, " -1 #2 failed")}));
+      return;
+    }
+    ADD_FAILURE() << "no black box";
   });
 }
 

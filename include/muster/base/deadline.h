@@ -15,8 +15,7 @@ class Deadline {
   // Passes after `timeout`. A negative timeout has passed already; one too long for the clock (such as
   // milliseconds::max()) never passes.
   template <typename Rep, typename Period>
-  static Deadline after(std::chrono::duration<Rep, Period> timeout) {
-    const auto now = Clock::now();
+  static Deadline after(std::chrono::duration<Rep, Period> timeout, Clock::time_point now = Clock::now()) {
     // Compared in floating point: converting a long timeout to the clock's nanoseconds may overflow.
     const std::chrono::duration<double> room = Clock::time_point::max() - now, seconds = timeout;
     return Deadline(seconds >= room * 0.999 ? Clock::time_point::max()

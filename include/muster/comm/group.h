@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -42,6 +43,13 @@ struct CommStats {
   std::chrono::nanoseconds blocked{};  // time that callers spent waiting in blocking operations or in Work::wait()
 };
 
+// How often a rank was the last to come to a collective of its group, and how long all others waited for it alone.
+struct Straggler {
+  int rank = 0;  // in the group
+  uint64_t times_last = 0;
+  std::chrono::nanoseconds late{};
+};
+
 class Group {
  public:
   Group();  // stands for "the default group of the calling thread's World" wherever a Group is taken
@@ -60,6 +68,12 @@ class Group {
 
   std::string_view backend_name() const;  // "shm", …
   CommStats stats() const;
+  // One entry a rank, of the collectives that this rank took part in; empty for a backend that cannot tell.
+  std::vector<Straggler> stragglers() const;
+  // The same in a sentence, where one rank holds up the others: it comes last to two thirds of the collectives and
+  // costs `at_least` and more than a twentieth of the time since the group was made. Else "". Rank 0 says it for the
+  // default group when its World ends, where a second or more was lost.
+  std::string straggler_verdict(std::chrono::nanoseconds at_least = {}) const;
 
   // The backend itself, for code that speaks c10d. InvalidArgument where this rank is not a member.
   c10::intrusive_ptr<c10d::Backend> c10d_backend() const;

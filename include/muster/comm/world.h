@@ -40,6 +40,7 @@ struct WorldOptions {
   std::chrono::milliseconds timeout{300'000};  // of each operation that does not bring its own, and of the start
   size_t heap_capacity = 0;                    // bytes; 0: the host's memory
   FaultPlan faults;                            // for tests; MUSTER_FAULTS adds to it
+  bool ranks_are_threads = false;              // several ranks share this process; run_threads() sets it
 };
 
 class World {

@@ -74,6 +74,8 @@ void direct_tier(Channel& channel, const Call& call) {
 //   reduces     its own slice from all contributions, into staging        (reduced)
 //   copies out  the other ranks' reduced slices                           (done)
 // The three steps of successive turns overlap, so a rank that waits has usually been overtaken by what it waits for.
+// Three turns are under way at once, so with two buffers every rank would wait for the others (tests/model/turns.pml).
+static_assert(kTurnBuffers >= 3);
 class StagedPipeline {
  public:
   StagedPipeline(Channel& channel, const Call& call, Bytes data)

@@ -1,6 +1,7 @@
 #include "comm/backends/shm/channel.h"
 
 #include <c10/core/ScalarType.h>
+#include <sched.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -73,7 +74,8 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
       layout_(size),
       options_(std::move(options)),
       watch_(std::move(watch)),
-      ring_committed_(size, false) {
+      ring_committed_(size, false),
+      stragglers_(size) {
   if (rank == 0) {
     fd_ = shm::create_memfd("muster-group", layout_.total());
     // Control blocks first: small, and needed whatever happens. The rest is committed by its owners when they first use
@@ -133,9 +135,11 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   deadline_ = deadline;
   Slot& mine = slot(rank_, seq);
   mine.descriptor = descriptor;
+  mine.descriptor.arrived = cycles();
   if (!payload.empty() && payload.data() != mine.payload) std::memcpy(mine.payload, payload.data(), payload.size());
   if (descriptor.op != OpKind::kAllToAll) corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
   position(Phase::kAnnounced);
+  control(rank_).core.store(::sched_getcpu(), std::memory_order_relaxed);
   mine.seq.store(seq, std::memory_order_release);
   control(rank_).bell.ring();
   fault(FaultPhase::kPosted);
@@ -146,6 +150,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
     wait(peer, [&] { return theirs.seq.load(std::memory_order_acquire) >= seq; });
   }
   compare(descriptor, seq);
+  stragglers_.note([&](int r) { return slot(r, seq).descriptor.arrived; });
   fault(FaultPhase::kMiddle);
   return seq;
 }
@@ -238,8 +243,14 @@ void Channel::await_all(Counter which, uint64_t value) {
 template <typename Ready>
 void Channel::wait(int peer, Ready ready) {
   const auto over = [&] { return ready() || failed(); };
-  if ((shm::spin_until(options_.spin, over) || shm::yield_until(yield_, over)) && ready()) [[likely]]
+  if (shm::spin_until(options_.spin, over) && ready()) [[likely]]
     return;
+  // A peer that shares this core, where there is one for each, must not find it yielded again and again: nothing then
+  // tells the scheduler that they would both run elsewhere (seen: two ranks on one core for minutes, the other idle).
+  // Whoever sleeps is woken on an idle one.
+  const bool crowded =
+      options_.spin.count() > 0 && control(peer).core.load(std::memory_order_relaxed) == ::sched_getcpu();
+  if (!crowded && shm::yield_until(yield_, over) && ready()) return;
   const auto began = Clock::now();
   shm::Bell& bell = control(peer).bell;
   for (;;) {

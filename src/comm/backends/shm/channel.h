@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "comm/backends/shm/layout.h"
+#include "comm/stragglers.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
 #include "muster/comm/fault_plan.h"
@@ -130,6 +131,7 @@ class Channel {
     site_ = site;
     yield_ = yield;
   }
+  const Stragglers& stragglers() const { return stragglers_; }
   std::string where(int peer) const;  // "all_reduce #12, collecting": for timeouts
 
  private:
@@ -163,6 +165,7 @@ class Channel {
   // The operation under way; touched by its thread alone.
   uint64_t seq_ = 0, turn_ = 0;
   Descriptor current_;
+  Stragglers stragglers_;
   Clock::time_point started_;
   Deadline deadline_ = Deadline::never();
   std::chrono::nanoseconds yield_{0};

@@ -6,7 +6,7 @@
 // that are written often lie on lines of their own (128 bytes: processors fetch cache lines in pairs).
 //
 // Slots. Operation number s (from 1) of a rank is announced in slots[s % 2]: descriptor and, for small operations, the
-// data itself, then `seq` with release. So the flag travels with the data: one cache line for up to 32 bytes. Two slots
+// data itself, then `seq` with release. So the flag travels with the data: one cache line for up to 24 bytes. Two slots
 // suffice: every rank looks at everybody's descriptor of s before it announces s + 1, and so has finished with s - 1,
 // whose slot s + 1 takes.
 //
@@ -42,6 +42,7 @@ struct Descriptor {
   uint8_t dtype = 0;                  // c10::ScalarType
   uint8_t redop = 0;                  // ReduceOp
   OpKind part_of = OpKind::kNothing;  // the operation that is made of this one and others, if any
+  uint64_t arrived = 0;               // cycles()
 };
 
 struct alignas(kLine) Slot {
@@ -49,7 +50,7 @@ struct alignas(kLine) Slot {
   Descriptor descriptor;
   std::byte payload[kSlotPayload];
 };
-static_assert(offsetof(Slot, payload) == 32);
+static_assert(offsetof(Slot, payload) == 40);
 
 enum class Presence : uint32_t { kAbsent, kHere, kLeft };
 
@@ -68,6 +69,7 @@ struct alignas(kLine) RankControl {
   alignas(kLine) shm::Bell bell;   // rung when this rank published something, or when the group failed
   alignas(kLine) shm::Bell inbox;  // rung by peers that moved a message ring of this rank
   alignas(kLine) std::atomic<uint64_t> position{0};
+  std::atomic<int32_t> core{-1};  // on which it announced its last operation
   std::atomic<Presence> presence{Presence::kAbsent};
   std::atomic<int32_t> pid{0};
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room

@@ -21,6 +21,7 @@ class ShmBackend final : public LaneBackend {
 
   void leave(const std::string& cause) override;
   void abort() override;
+  const Stragglers* stragglers() const override { return &channel_.stragglers(); }
   void shutdown() override { leave({}); }
   void release_resources() override { leave({}); }  // instead of the destructor, where weak references are left
 
@@ -29,6 +30,7 @@ class ShmBackend final : public LaneBackend {
   void run_message(const Operation& operation, Deadline deadline) override;
   void submit_message(const WorkPtr& work, Deadline deadline) override;
   void check() const override { channel_.check(); }
+  uint64_t next_sequence() const override { return channel_.seq(); }
 
  private:
   void execute_on_bytes(const Operation& operation, Deadline deadline);

@@ -1,0 +1,48 @@
+// Collectives that autograd differentiates: each returns a new tensor, and its backward is the collective that carries
+// gradients the other way. To any order, since every backward is made of these functions.
+//
+//   auto y = muster::functional::all_reduce(x * w);       // y: the sum over ranks
+//   y.square().sum().backward();                          // w.grad: what this rank's w contributed, through all ranks'
+//   losses
+//
+// The gradient is that of the sum of all ranks' losses: what a rank's x changes in the others' results comes back to
+// it. All ranks must call backward(), and their graphs must have the same collectives in the same order.
+//
+//   forward                     backward
+//   all_reduce SUM, AVG         all_reduce SUM, AVG
+//   all_reduce MIN, MAX         all_reduce SUM, to the ranks that hold the extreme
+//   broadcast from src          reduce SUM to src; zero elsewhere
+//   reduce SUM, AVG to dst      broadcast from dst (the result elsewhere is zero)
+//   all_gather                  reduce_scatter SUM
+//   reduce_scatter SUM, AVG     all_gather
+//   all_to_all                  all_to_all with the splits exchanged
+//   send, recv                  recv, send
+//
+// Tensors, errors and thread-safety as muster/comm/collectives.h; InvalidArgument for a reduce operation that is not
+// differentiable here. Source: torch.distributed.nn.functional.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "muster/comm/collectives.h"
+
+namespace muster::functional {
+
+at::Tensor all_reduce(const at::Tensor& input, const ReduceOptions& options = {});
+at::Tensor broadcast(const at::Tensor& input, int src = 0, const CollectiveOptions& options = {});
+at::Tensor reduce(const at::Tensor& input, int dst = 0, const ReduceOptions& options = {});
+// Along dimension 0: size() times as many rows.
+at::Tensor all_gather(const at::Tensor& input, const CollectiveOptions& options = {});
+// Along dimension 0, which must be divisible by size(): this rank's part of the reduction.
+at::Tensor reduce_scatter(const at::Tensor& input, const ReduceOptions& options = {});
+// As all_to_all_single; the output has output_splits' rows, or as many as the input.
+at::Tensor all_to_all(const at::Tensor& input, const AllToAllOptions& options = {});
+
+// Sends `input`. The token returned is zero; add it to the loss (and to what is differentiated again), or nothing asks
+// for the gradient that the receiver sends back.
+[[nodiscard]] at::Tensor send(const at::Tensor& input, int dst, const MessageOptions& options = {});
+// A tensor like `like`, which is only looked at for its shape and dtype. Where `like` requires a gradient, it gets one
+// of zeros.
+at::Tensor recv(const at::Tensor& like, int src, const MessageOptions& options = {});
+
+}  // namespace muster::functional

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Proves the models of this folder with spin, and that spin finds what is wrong with their mutants. See README.md.
+# Exit status: 0 if all is as it must be, 1 if not, 77 if a tool is missing. CFLAGS go to the C compiler.
+set -euo pipefail
+export LC_ALL=C
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+need() {
+  command -v "$1" >/dev/null && return
+  echo "$1 is not installed; Debian has it in the package '$2'."
+  exit 77
+}
+need spin spin
+need cc gcc
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+surprises=0
+
+# run WHAT MODEL [NAME[=VALUE]…]: WHAT is "holds", or what must go wrong: "assert" (an assertion fails) or "stuck" (a
+# rank never ends). Anything else is a surprise, and what spin says of it is shown, with the run that it found.
+run() {
+  local what=$1 model=$2 began=$EPOCHREALTIME flags=() optimize=-O0 found states verdict=ok
+  shift 2
+  flags=("${@/#/-D}")
+  [[ $what == holds && " $* " == *" RANKS=3 "* ]] && optimize=-O1 # only there is it worth the compiler's time
+  rm -rf "${work:?}/run" && mkdir "$work/run" && cd "$work/run"
+  {
+    spin -P"cc -E -x c" "${flags[@]}" -a "$here/$model.pml" &&
+      cc "$optimize" -w -DMEMLIM=1900 ${CFLAGS:-} -o pan pan.c &&
+      ./pan -a -m20000 -w21
+  } >log 2>&1 || true
+
+  if ! grep -q 'errors: [0-9]' log; then
+    found=broken
+  elif grep -q 'errors: 0' log; then
+    found=holds
+    grep -qE 'Search not completed|max search depth|out of memory' log && found=incomplete
+  elif grep -q 'acceptance cycle' log; then
+    found=stuck
+  else
+    found=assert
+  fi
+  states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' log)
+  if [[ $found != "$what" ]]; then
+    verdict=BAD
+    surprises=$((surprises + 1))
+  fi
+  printf '%-3s %-6s %-10s %9s states %5.1f s  %s\n' "$verdict" "$model" "$found" "${states:--}" \
+    "$(awk "BEGIN { print $EPOCHREALTIME - $began }")" "$*"
+  [[ $verdict == ok ]] && return
+  if [[ -f $model.pml.trail ]]; then
+    spin -P"cc -E -x c" "${flags[@]}" -k "$model.pml.trail" -p -g "$here/$model.pml" >>log 2>&1 || true
+  fi
+  sed 's/^/    /' log
+}
+
+echo "The protocol:"
+run holds bell RANKS=2 ROUNDS=3
+run holds bell RANKS=2 ROUNDS=3 CRASH
+run holds bell RANKS=3 ROUNDS=3
+run holds bell RANKS=3 ROUNDS=2 CRASH
+
+run holds slots RANKS=2 OPS=5
+run holds slots RANKS=2 OPS=5 LEAVER
+run holds slots RANKS=2 OPS=5 LEAVER CRASH
+run holds slots RANKS=3 OPS=4
+run holds slots RANKS=3 OPS=4 LEAVER
+run holds slots RANKS=3 OPS=4 LEAVER CRASH
+
+run holds turns RANKS=2 OPS=2
+run holds turns RANKS=2 OPS=2 CRASH
+run holds turns RANKS=3 OPS=2 ONLY=PIPELINE
+run holds turns RANKS=3 OPS=2 BUFFERS=2
+run holds turns RANKS=3 OPS=1 BUFFERS=4
+run holds turns RANKS=3 OPS=1 ONLY=PIPELINE CRASH
+run holds turns RANKS=3 OPS=1 BUFFERS=2 CRASH
+
+echo "Mutants:"
+run stuck bell RANKS=2 MUTANT_NO_RING_FENCE
+run stuck bell RANKS=2 MUTANT_NO_SLEEP_FENCE
+run stuck bell RANKS=2 MUTANT_NO_RECHECK
+run stuck bell RANKS=2 MUTANT_SEEN_LATE
+run stuck bell RANKS=2 MUTANT_WAKE_FIRST
+run stuck bell RANKS=3 MUTANT_WAKE_ONE
+run stuck bell RANKS=2 MUTANT_FUTEX_TORN
+run stuck bell RANKS=2 CRASH MUTANT_SILENT_ABORT
+
+run assert slots RANKS=2 MUTANT_ONE_SLOT
+run assert slots RANKS=2 MUTANT_ONE_BUFFER
+run assert slots RANKS=2 MUTANT_FLAG_FIRST
+run stuck slots RANKS=2 MUTANT_SILENT_ANNOUNCE
+run assert slots RANKS=2 MUTANT_NO_LAST_LOOK
+run assert slots RANKS=3 CRASH MUTANT_NO_CHECK
+run stuck slots RANKS=2 CRASH MUTANT_SILENT_ABORT
+run stuck slots RANKS=2 LEAVER MUTANT_SILENT_LEAVE
+run stuck slots RANKS=2 LEAVER CRASH MUTANT_WATCH_IGNORES_LEFT
+
+run assert turns RANKS=2 MUTANT_NO_DONE
+run assert turns RANKS=2 MUTANT_DONE_FIRST
+run assert turns RANKS=2 MUTANT_FLAG_FIRST
+run assert turns RANKS=2 MUTANT_NO_ENTER
+run assert turns RANKS=2 MUTANT_ONE_SYNC
+run stuck turns RANKS=2 ONLY=PIPELINE BUFFERS=2
+
+echo "$SECONDS s, $surprises surprises"
+((surprises == 0))
