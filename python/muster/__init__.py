@@ -41,18 +41,21 @@ def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta =
     return _muster.create_backend(store, rank, size, timeout, name)
 
 
-def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | None = None,
+def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None,
                       wait_all_ranks: bool = False) -> None:
     """dist.monitored_barrier(), which itself accepts no backend but gloo: waits for all ranks of the group.
 
     Raises dist.DistBackendError, on every rank that came, naming the first rank that did not, or all of them
-    (wait_all_ranks). Without `timeout` that of the group holds. Afterwards the group has failed, as after any timeout.
+    (wait_all_ranks). `timeout` is a timedelta or seconds; without it that of the group holds. Afterwards the group has
+    failed, as after any timeout.
     """
     group = group or dist.distributed_c10d._get_default_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
     if timeout is None:
-        timeout = timedelta(0)  # the group's
+        timeout = timedelta(milliseconds=-1)  # c10d::kUnsetTimeout
     elif timeout <= timedelta(0):
         raise ValueError(f"monitored_barrier needs a timeout above 0, not {timeout}")
     _muster.monitored_barrier(group._get_backend(_CPU), timeout, wait_all_ranks)

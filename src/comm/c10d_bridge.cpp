@@ -1,5 +1,7 @@
 // c10d::Backend's interface in terms of Operation. c10d passes vectors that hold one tensor, for the days of several
 // GPUs a process.
+#include <span>
+
 #include "base/text.h"
 #include "comm/backend.h"
 #include "comm/c10d_errors.h"
@@ -226,19 +228,30 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   return issue(with_timeout({.kind = OpKind::kBarrier}, options), options.asyncOp);
 }
 
-// PyTorch's words, for its users and tools look for them.
+// PyTorch's words, for its users and tools look for them. Unlike gloo's, all ranks know who is missing.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const Operation barrier = with_timeout({.kind = OpKind::kBarrier}, options);
-  const auto limit = barrier.timeout.count() > 0 ? barrier.timeout : timeout();
+  const auto limit = options.timeout == c10d::kUnsetTimeout ? timeout() : options.timeout;
+  const auto failure = [&](std::span<const int> missing, const char* why) {
+    if (!wait_all_ranks && missing.size() > 1) missing = missing.first(1);
+    return text("[Rank ", getRank(), "]: Rank", missing.size() == 1 ? " " : "s ", join(missing),
+                " failed to pass monitoredBarrier in ", limit.count(), " ms",
+                getRank() == 0 ? ""
+                               : text("; Rank ", getRank(),
+                                      " successfully reached monitoredBarrier, but received errors while waiting for "
+                                      "send/recv from rank 0"),
+                ". ", why);
+  };
   translated(limit, [&] {
+    if (limit.count() <= 0)
+      throw Timeout(text("[Rank ", getRank(), "]: Rank ", getRank(), " timed out in monitoredBarrier after 0 ms"));
     try {
       run(barrier);
-    } catch (const Timeout& timeout) {
-      std::vector<int> missing = timeout.missing();
-      if (!wait_all_ranks && missing.size() > 1) missing.resize(1);
-      throw Timeout(text("[Rank ", getRank(), "]: Rank", missing.size() == 1 ? " " : "s ", join(missing),
-                         " failed to pass monitoredBarrier in ", limit.count(), " ms. ", timeout.what()),
-                    timeout.missing());
+    } catch (const Timeout& error) {
+      throw Timeout(failure(error.missing(), error.what()), error.missing());
+    } catch (const PeerLost& error) {
+      const int rank = error.rank();
+      throw PeerLost(rank, error.pid(), failure({&rank, 1}, error.what()));
     }
   });
 }

@@ -22,6 +22,8 @@ std::exception_ptr as_c10d_error(const std::exception_ptr& error, std::chrono::m
     return make<c10::ValueError>(e.what());
   } catch (const Timeout& e) {
     return make<c10::DistBackendError>(text("Muster: Timed out waiting ", limit.count(), "ms: ", e.what()));
+  } catch (const PeerLost& e) {
+    return make<c10::DistBackendError>(text("Muster: Connection closed by peer: ", e.what()));
   } catch (const Error& e) {
     return make<c10::DistBackendError>(text("Muster: ", e.what()));
   } catch (...) {

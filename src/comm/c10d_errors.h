@@ -3,7 +3,8 @@
 // own types rather than translated in the Python module, so they also pass through PyTorch's C++ (the autograd engine,
 // futures).
 //
-// A Timeout's text says "Timed out waiting 1000ms", by which PyTorch's tools recognise one.
+// Texts have the words by which tools recognise gloo's: "Timed out waiting 1000ms" for Timeout, "Connection closed by
+// peer" for PeerLost.
 //
 // Thread-safety: all functions.
 #pragma once

@@ -129,10 +129,12 @@ void LaneBackend::run(const Operation& operation) {
   std::optional<at::RecordFunction> record;
   if (profiling()) [[unlikely]] {
     std::vector<c10::IValue> inputs;
-    for (const auto& tensor : tensors_of(operation)) inputs.emplace_back(tensor);
+    for (const auto& tensor : profiled_inputs({&operation, 1})) inputs.emplace_back(tensor);
     record.emplace(at::RecordScope::USER_SCOPE);
-    if (record->isActive())
-      record->before(profiling_title(operation.kind), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+    if (record->isActive()) {
+      record->_setAsync();  // as c10d::Work does, so that all of a backend's events are of one kind
+      record->before(profiling_title(operation), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+    }
   }
   // Two looks at the clock, for everything that wants to know the time: each costs a tenth of a small operation.
   const auto began = Clock::now();

@@ -69,20 +69,22 @@ CommStats OperationCounters::stats() const {
           .blocked = std::chrono::nanoseconds(blocked_ns.load(std::memory_order_relaxed))};
 }
 
-const char* profiling_title(OpKind kind) {
+const char* profiling_title(const Operation& operation) {
+  if (operation.kind == OpKind::kRecv && operation.peer == kAnySource) return "muster:recvAnySource";
   static const auto titles = [] {
     std::array<std::string, std::size(kOpNames)> list;
     for (size_t i = 0; i < list.size(); ++i) list[i] = "muster:" + std::string(kOpNames[i]);
     return list;
   }();
-  return titles[static_cast<size_t>(kind)].c_str();
+  return titles[static_cast<size_t>(operation.kind)].c_str();
 }
 
-std::vector<at::Tensor> tensors_of(const Operation& operation) {
+std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations) {
   std::vector<at::Tensor> tensors;
-  if (operation.tensor.defined()) tensors.push_back(operation.tensor);
-  tensors.insert(tensors.end(), operation.inputs.begin(), operation.inputs.end());
-  tensors.insert(tensors.end(), operation.outputs.begin(), operation.outputs.end());
+  for (const auto& operation : operations) {
+    tensors.insert(tensors.end(), operation.inputs.begin(), operation.inputs.end());
+    if (operation.inputs.empty() && operation.tensor.defined()) tensors.push_back(operation.tensor);
+  }
   return tensors;
 }
 
@@ -91,8 +93,8 @@ bool profiling() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_
 OperationWork::OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<Lane> lane,
                              std::vector<Operation> operations, std::optional<std::chrono::milliseconds> c10d_limit)
     : c10d::Work(rank, operations.size() == 1 ? c10d_type(operations[0]) : c10d::OpType::COALESCED,
-                 profiling() ? profiling_title(operations[0].kind) : nullptr,
-                 profiling() ? std::make_optional(tensors_of(operations[0])) : std::nullopt),
+                 profiling() ? profiling_title(operations[0]) : nullptr,
+                 profiling() ? std::make_optional(profiled_inputs(operations)) : std::nullopt),
       counters_(std::move(counters)),
       lane_(std::move(lane)),
       operations_(std::move(operations)),

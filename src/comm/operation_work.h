@@ -9,6 +9,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "comm/backend.h"
 #include "comm/lane.h"
@@ -62,9 +63,9 @@ class OperationWork final : public c10d::Work {
 // Of this rank's payload.
 size_t bytes_of(const Operation& operation);
 // "muster:all_reduce", as profilers show it; lives for ever.
-const char* profiling_title(OpKind kind);
-// The tensors whose shapes a profiler shows.
-std::vector<at::Tensor> tensors_of(const Operation& operation);
+const char* profiling_title(const Operation& operation);
+// The tensors whose shapes a profiler shows: what goes in, as with PyTorch's own backends.
+std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations);
 // Whether a profiler listens.
 bool profiling();
 

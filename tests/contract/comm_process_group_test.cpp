@@ -1,0 +1,165 @@
+// The backend as PyTorch's ProcessGroup takes it: without a World, with c10d's names and errors.
+#include "comm/process_group.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "base/text.h"
+#include "support/ranks.h"
+
+namespace muster {
+namespace {
+
+using namespace std::chrono_literals;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using Body = std::function<void(int, const BackendPtr&)>;
+
+// The body in each of n threads, each with a backend; all of them on `store`.
+void run(int n, const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout, const Body& body) {
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < n; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank, comm::create_process_group_backend(store, rank, n, {.timeout = timeout, .name = "test"}));
+      } catch (...) {
+        errors[static_cast<size_t>(rank)] = std::current_exception();
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  for (const auto& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+void run(int n, const Body& body) { run(n, c10::make_intrusive<c10d::HashStore>(), 20s, body); }
+
+float all_reduced(const BackendPtr& backend, bool async = false) {
+  std::vector<at::Tensor> tensors = {at::ones({2})};
+  c10d::AllreduceOptions options;
+  options.asyncOp = async;
+  backend->allreduce(tensors, options)->wait();
+  return tensors[0][0].item<float>();
+}
+
+TEST(ProcessGroup, ReducesAndHasPyTorchsName) {
+  run(3, [](int, const BackendPtr& backend) {
+    EXPECT_EQ(backend->getBackendName(), "muster");
+    EXPECT_EQ(all_reduced(backend), 3);
+    EXPECT_EQ(all_reduced(backend, true), 3);
+  });
+}
+
+TEST(ProcessGroup, WrappedKnowsItsNameAndSequenceNumbers) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto group = comm::create_process_group(store, 0, 1, {.name = "test"});
+  EXPECT_EQ(group->getBackendName(), "muster");
+  EXPECT_EQ(group->getBackend(c10::DeviceType::CPU)->getBackendName(), "muster");
+  const auto before = group->getSequenceNumberForGroup();
+  all_reduced(group->getBackend(c10::DeviceType::CPU));
+  EXPECT_EQ(group->getSequenceNumberForGroup(), before + 1);
+}
+
+TEST(ProcessGroup, AStoreServesOneGroupAfterAnother) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (int i = 0; i < 3; ++i)
+    run(2, store, 20s, [](int, const BackendPtr& backend) { EXPECT_EQ(all_reduced(backend), 2); });
+}
+
+TEST(ProcessGroup, ThrowsC10dsErrors) {
+  run(2, [](int rank, const BackendPtr& backend) {
+    std::vector<at::Tensor> none, wrong = {at::ones({2 + rank})};
+    EXPECT_THROW(backend->allreduce(none, {}), c10::ValueError);
+    c10d::AllreduceOptions async;
+    async.asyncOp = true;
+    EXPECT_THROW(backend->allreduce(none, async), c10::ValueError);
+    const auto work = backend->allreduce(wrong, async);
+    EXPECT_CONTAINS(message_of<c10::DistBackendError>([&] { work->wait(); }), "not the same on all ranks");
+    EXPECT_THROW(work->getFuture()->waitAndThrow(), c10::DistBackendError);
+    EXPECT_THROW(all_reduced(backend), c10::DistBackendError);
+  });
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THROW(comm::create_process_group_backend(store, 2, 2), c10::ValueError);
+  EXPECT_CONTAINS(
+      message_of<c10::DistBackendError>([&] { comm::create_process_group_backend(store, 0, 2, {.timeout = 100ms}); }),
+      "Timed out waiting 100ms");
+}
+
+TEST(ProcessGroup, SaysWhoIsMissingInPyTorchsWords) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::atomic<int> failed{0};
+  run(3, store, 20s, [&](int rank, const BackendPtr& backend) {
+    c10d::BarrierOptions options;
+    options.timeout = 0ms;
+    EXPECT_CONTAINS(message_of<c10::DistBackendError>([&] { backend->monitoredBarrier(options, false); }),
+                    text("Rank ", rank, " timed out in monitoredBarrier"));
+    options.timeout = 200ms;
+    if (rank == 0) {
+      const auto words = message_of<c10::DistBackendError>([&] { backend->monitoredBarrier(options, true); });
+      EXPECT_CONTAINS(words, "Ranks 1, 2 failed to pass monitoredBarrier in 200 ms");
+      EXPECT_CONTAINS(words, " Timed out waiting 200ms");
+      failed = 1;
+      failed.notify_all();
+    }
+    failed.wait(0);
+  });
+}
+
+TEST(ProcessGroup, APeerThatEndsIsAClosedConnection) {
+  run(2, [](int rank, const BackendPtr& backend) {
+    if (rank == 1) return backend->shutdown();
+    const auto words = message_of<c10::DistBackendError>([&] { all_reduced(backend); });
+    EXPECT_CONTAINS(words, "Connection closed by peer");
+    EXPECT_CONTAINS(words, "rank 1 left group 'test'");
+  });
+}
+
+TEST(ProcessGroup, AnAsynchronousWaitWithALimitThrowsAndGoesOn) {
+  std::atomic<int> waited{0};
+  run(2, [&](int rank, const BackendPtr& backend) {
+    if (rank == 1) {
+      waited.wait(0);
+      EXPECT_EQ(all_reduced(backend), 2);
+      return;
+    }
+    std::vector<at::Tensor> tensors = {at::ones({2})};
+    const auto work = backend->allreduce(tensors, {});
+    EXPECT_CONTAINS(message_of<c10::DistBackendError>([&] { work->wait(50ms); }), "Operation timed out!");
+    waited = 1;
+    waited.notify_all();
+    work->wait();
+    EXPECT_EQ(tensors[0][0].item<float>(), 2);
+  });
+}
+
+TEST(ProcessGroup, LeavesAtTheEndWithTheCause) {
+  run(1, [](int, const BackendPtr& backend) {
+    comm::leave_process_groups("ValueError: a mistake");
+    EXPECT_THROW(all_reduced(backend), c10::DistBackendError);
+  });
+}
+
+// A fork holds a copy of a group that it must not take apart.
+TEST(ProcessGroup, ForkDoesNotEndItsParentsMembership) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  BackendPtr one = comm::create_process_group_backend(store, 0, 1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    one->shutdown();
+    comm::leave_process_groups("the child's end");
+    one.reset();
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(all_reduced(one), 1);
+}
+
+}  // namespace
+}  // namespace muster
