@@ -14,7 +14,7 @@
 #include "base/text.h"
 #include "support/ranks.h"
 
-namespace muster {
+namespace muster::test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -162,4 +162,4 @@ TEST(ProcessGroup, ForkDoesNotEndItsParentsMembership) {
 }
 
 }  // namespace
-}  // namespace muster
+}  // namespace muster::test
