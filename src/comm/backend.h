@@ -117,8 +117,11 @@ class Backend : public c10d::Backend {
  private:
   template <typename Call>
   auto translated(std::chrono::milliseconds own_timeout, Call&& call);
-  c10::intrusive_ptr<c10d::Work> issue(Operation operation, bool async);
-  c10::intrusive_ptr<c10d::Work> issue_batch(std::vector<Operation> operations, bool async);
+  // make() returns the operation, or a vector of them.
+  template <typename Make>
+  c10::intrusive_ptr<c10d::Work> issue(Make&& make, bool async);
+  template <typename Make>
+  c10::intrusive_ptr<c10d::Work> issue_batch(Make&& make, bool async);
 };
 
 // What a backend's create function is given.

@@ -77,7 +77,9 @@ auto Backend::translated(std::chrono::milliseconds own_timeout, Call&& call) {
   }
 }
 
-WorkPtr Backend::issue(Operation operation, bool async) {
+template <typename Make>
+WorkPtr Backend::issue(Make&& make, bool async) {
+  Operation operation = translated(timeout(), make);
   const auto own_timeout = operation.timeout;
   return translated(own_timeout, [&]() -> WorkPtr {
     if (async) return submit(std::move(operation));
@@ -86,14 +88,15 @@ WorkPtr Backend::issue(Operation operation, bool async) {
   });
 }
 
-WorkPtr Backend::issue_batch(std::vector<Operation> operations, bool async) {
-  const WorkPtr work = translated(timeout(), [&] { return submit_batch(std::move(operations)); });
+template <typename Make>
+WorkPtr Backend::issue_batch(Make&& make, bool async) {
+  const WorkPtr work = translated(timeout(), [&] { return submit_batch(make()); });
   if (!async) work->wait(kNoTimeout);
   return work;
 }
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return issue(all_reduce_of(only(tensors, "allreduce"), options), options.asyncOp);
+  return issue([&] { return all_reduce_of(only(tensors, "allreduce"), options); }, options.asyncOp);
 }
 
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -101,131 +104,174 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
 }
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<Operation> operations;
-  for (const auto& tensor : tensors) operations.push_back(all_reduce_of(tensor, options));
-  return issue_batch(std::move(operations), options.asyncOp);
+  return issue_batch(
+      [&] {
+        std::vector<Operation> operations;
+        for (const auto& tensor : tensors) operations.push_back(all_reduce_of(tensor, options));
+        return operations;
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return issue(with_timeout({.kind = OpKind::kBroadcast,
+  return issue(
+      [&] {
+        return with_timeout({.kind = OpKind::kBroadcast,
                              .peer = static_cast<int>(options.rootRank),
                              .tensor = only(tensors, "broadcast")},
-                            options),
-               options.asyncOp);
+                            options);
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return issue(with_timeout(with_op({.kind = OpKind::kReduce,
+  return issue(
+      [&] {
+        return with_timeout(with_op({.kind = OpKind::kReduce,
                                      .peer = static_cast<int>(options.rootRank),
                                      .tensor = only(tensors, "reduce")},
                                     options.reduceOp),
-                            options),
-               options.asyncOp);
+                            options);
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return issue(all_gather_of(only(inputs, "allgather"), only(outputs, "allgather"), options), options.asyncOp);
+  return issue([&] { return all_gather_of(only(inputs, "allgather"), only(outputs, "allgather"), options); },
+               options.asyncOp);
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
-  return issue(all_gather_of(input, {output}, options), options.asyncOp);
+  return issue([&] { return all_gather_of(input, {output}, options); }, options.asyncOp);
 }
 
 // outputs[r][i]: rank r's inputs[i].
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                      const c10d::AllgatherOptions& options) {
-  std::vector<Operation> operations;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    Tensors parts;
-    for (const auto& of_rank : outputs) {
-      if (of_rank.size() != inputs.size())
-        throw InvalidArgument("allgather_coalesced needs as many outputs of each rank as there are inputs");
-      parts.push_back(of_rank[i]);
-    }
-    operations.push_back(all_gather_of(inputs[i], std::move(parts), options));
-  }
-  return issue_batch(std::move(operations), options.asyncOp);
+  return issue_batch(
+      [&] {
+        std::vector<Operation> operations;
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          Tensors parts;
+          for (const auto& of_rank : outputs) {
+            if (of_rank.size() != inputs.size())
+              throw InvalidArgument("allgather_coalesced needs as many outputs of each rank as there are inputs");
+            parts.push_back(of_rank[i]);
+          }
+          operations.push_back(all_gather_of(inputs[i], std::move(parts), options));
+        }
+        return operations;
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& options) {
-  if (outputs.size() != inputs.size())
-    throw InvalidArgument("allgather_into_tensor_coalesced needs one output for each input");
-  std::vector<Operation> operations;
-  for (size_t i = 0; i < inputs.size(); ++i) operations.push_back(all_gather_of(inputs[i], {outputs[i]}, options));
-  return issue_batch(std::move(operations), options.asyncOp);
+  return issue_batch(
+      [&] {
+        if (outputs.size() != inputs.size())
+          throw InvalidArgument("allgather_into_tensor_coalesced needs one output for each input");
+        std::vector<Operation> operations;
+        for (size_t i = 0; i < inputs.size(); ++i)
+          operations.push_back(all_gather_of(inputs[i], {outputs[i]}, options));
+        return operations;
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
   const bool root = getRank() == options.rootRank;
-  return issue(with_timeout({.kind = OpKind::kGather,
+  return issue(
+      [&] {
+        return with_timeout({.kind = OpKind::kGather,
                              .peer = static_cast<int>(options.rootRank),
                              .tensor = only(inputs, "gather"),
                              .outputs = root ? only(outputs, "gather") : Tensors{}},
-                            options),
-               options.asyncOp);
+                            options);
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
   const bool root = getRank() == options.rootRank;
-  return issue(with_timeout({.kind = OpKind::kScatter,
+  return issue(
+      [&] {
+        return with_timeout({.kind = OpKind::kScatter,
                              .peer = static_cast<int>(options.rootRank),
                              .tensor = only(outputs, "scatter"),
                              .inputs = root ? only(inputs, "scatter") : Tensors{}},
-                            options),
-               options.asyncOp);
+                            options);
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ReduceScatterOptions& options) {
-  return issue(reduce_scatter_of(only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter"), options),
-               options.asyncOp);
+  return issue(
+      [&] { return reduce_scatter_of(only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter"), options); },
+      options.asyncOp);
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& options) {
-  return issue(reduce_scatter_of(output, {input}, options), options.asyncOp);
+  return issue([&] { return reduce_scatter_of(output, {input}, options); }, options.asyncOp);
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& options) {
-  if (outputs.size() != inputs.size())
-    throw InvalidArgument("reduce_scatter_tensor_coalesced needs one output for each input");
-  std::vector<Operation> operations;
-  for (size_t i = 0; i < inputs.size(); ++i) operations.push_back(reduce_scatter_of(outputs[i], {inputs[i]}, options));
-  return issue_batch(std::move(operations), options.asyncOp);
+  return issue_batch(
+      [&] {
+        if (outputs.size() != inputs.size())
+          throw InvalidArgument("reduce_scatter_tensor_coalesced needs one output for each input");
+        std::vector<Operation> operations;
+        for (size_t i = 0; i < inputs.size(); ++i)
+          operations.push_back(reduce_scatter_of(outputs[i], {inputs[i]}, options));
+        return operations;
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  return issue(with_timeout({.kind = OpKind::kAllToAll,
+  return issue(
+      [&] {
+        return with_timeout({.kind = OpKind::kAllToAll,
                              .inputs = {input},
                              .outputs = {output},
                              .input_splits = input_splits,
                              .output_splits = output_splits},
-                            options),
-               options.asyncOp);
+                            options);
+      },
+      options.asyncOp);
 }
 
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return issue(with_timeout({.kind = OpKind::kAllToAll, .inputs = inputs, .outputs = outputs}, options),
+  return issue([&] { return with_timeout({.kind = OpKind::kAllToAll, .inputs = inputs, .outputs = outputs}, options); },
                options.asyncOp);
 }
 
 WorkPtr Backend::send(Tensors& tensors, int destination, int tag) {
-  return issue({.kind = OpKind::kSend, .peer = destination, .tag = tag, .tensor = only(tensors, "send")}, true);
+  return issue(
+      [&] {
+        return Operation{.kind = OpKind::kSend, .peer = destination, .tag = tag, .tensor = only(tensors, "send")};
+      },
+      true);
 }
 
 WorkPtr Backend::recv(Tensors& tensors, int source, int tag) {
-  return issue({.kind = OpKind::kRecv, .peer = source, .tag = tag, .tensor = only(tensors, "recv")}, true);
+  return issue(
+      [&] { return Operation{.kind = OpKind::kRecv, .peer = source, .tag = tag, .tensor = only(tensors, "recv")}; },
+      true);
 }
 
 WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  return issue({.kind = OpKind::kRecv, .peer = kAnySource, .tag = tag, .tensor = only(tensors, "recv")}, true);
+  return issue(
+      [&] { return Operation{.kind = OpKind::kRecv, .peer = kAnySource, .tag = tag, .tensor = only(tensors, "recv")}; },
+      true);
 }
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
-  return issue(with_timeout({.kind = OpKind::kBarrier}, options), options.asyncOp);
+  return issue([&] { return with_timeout({.kind = OpKind::kBarrier}, options); }, options.asyncOp);
 }
 
 // PyTorch's words, for its users and tools look for them. Unlike gloo's, all ranks know who is missing.

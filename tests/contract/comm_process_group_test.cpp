@@ -14,7 +14,7 @@
 #include "base/text.h"
 #include "support/ranks.h"
 
-namespace muster {
+namespace muster::test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -163,4 +163,4 @@ TEST(ProcessGroup, ForkDoesNotEndItsParentsMembership) {
 }
 
 }  // namespace
-}  // namespace muster
+}  // namespace muster::test
