@@ -18,6 +18,7 @@ namespace muster::test {
 namespace {
 
 using namespace std::chrono_literals;
+using test::message_of;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using Body = std::function<void(int, const BackendPtr&)>;
 
