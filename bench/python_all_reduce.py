@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """torch.distributed.all_reduce from Python, with Muster and with gloo in the same processes, in turn.
 
-    PYTHONPATH=build/release/python bench/python_all_reduce.py [--ranks 2] [--rounds 5]
+    PYTHONPATH=build/release/python bench/python_all_reduce.py [--ranks 2] [--rounds 20]
 
 Prints one JSON object a line: bytes, backend, microseconds an operation on rank 0 (best round; blocking calls), and for Muster how
 many times faster it is.
@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 import muster  # noqa: F401
 
-SIZES = {16: 2000, 64 << 10: 500, 1 << 20: 100, 64 << 20: 5}  # bytes: calls a round
+SIZES = {16: 200, 64 << 10: 100, 1 << 20: 20, 64 << 20: 2}  # bytes: calls a round; short, so that some round is undisturbed
 
 
 def measure(rank: int, ranks: int, rounds: int, store: str) -> None:
@@ -52,7 +52,7 @@ def measure(rank: int, ranks: int, rounds: int, store: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, args=(args.ranks, args.rounds, f"{folder}/store"), nprocs=args.ranks)

@@ -17,16 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PROBE = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
 
 
-def torch_cmake_dir() -> str:
-    """The folder of TorchConfig.cmake."""
-    if os.environ.get("Torch_DIR"):
-        return os.environ["Torch_DIR"]
-    # pip builds in an environment without torch, which it makes by PYTHONPATH; behind it is the interpreter's own.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for env in (None, environment):
-        folder = subprocess.run([sys.executable, "-c", PROBE], env=env, text=True, capture_output=True).stdout.strip()
+def find_torch() -> tuple[str, dict[str, str]]:
+    """The folder of TorchConfig.cmake, and the environment in which this Python sees its torch.
+
+    pip builds in an environment without torch, which it makes by PYTHONPATH; behind it is the interpreter's own.
+    """
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for environment in (dict(os.environ), own):
+        folder = subprocess.run([sys.executable, "-c", PROBE], env=environment, text=True, capture_output=True).stdout.strip()
         if folder:
-            return str(Path(folder) / "share" / "cmake" / "Torch")
+            return os.environ.get("Torch_DIR") or str(Path(folder) / "share" / "cmake" / "Torch"), environment
     sys.exit("muster: there is no torch in this Python. Install it first: muster is built for the torch that it finds.")
 
 
@@ -35,13 +35,14 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         build = Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
-        options = [f"-DTorch_DIR={torch_cmake_dir()}", f"-DMUSTER_TORCH_PYTHON={sys.executable}", "-DCMAKE_BUILD_TYPE=Release",
+        torch_dir, environment = find_torch()
+        options = [f"-DTorch_DIR={torch_dir}", f"-DMUSTER_TORCH_PYTHON={sys.executable}", "-DCMAKE_BUILD_TYPE=Release",
                    "-DMUSTER_BUILD_TESTS=OFF", "-DMUSTER_BUILD_BENCH=OFF", "-DMUSTER_BUILD_EXAMPLES=OFF",
-                   "-DMUSTER_BUILD_PYTHON=ON", "-DMUSTER_WERROR=OFF", "-DBUILD_SHARED_LIBS=OFF"]
+                   "-DMUSTER_BUILD_PYTHON=ON", "-DMUSTER_REQUIRE_PYTHON=ON", "-DMUSTER_WERROR=OFF", "-DBUILD_SHARED_LIBS=OFF"]
         generator = [] if "CMAKE_GENERATOR" in os.environ else ["-G", "Ninja"]
         subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), *generator, *options,
-                        *shlex.split(os.environ.get("CMAKE_ARGS", ""))], check=True)
-        subprocess.run(["cmake", "--build", str(build), "--target", "_muster"], check=True)
+                        *shlex.split(os.environ.get("CMAKE_ARGS", ""))], env=environment, check=True)
+        subprocess.run(["cmake", "--build", str(build), "--target", "_muster"], env=environment, check=True)
         built = build / "python" / "muster" / target.name
         target.parent.mkdir(parents=True, exist_ok=True)
         self.copy_file(str(built), str(target))
