@@ -55,7 +55,7 @@ class OperationWork final : public c10d::Work {
   std::function<void(const std::exception_ptr&)> on_complete_;
   const std::optional<std::chrono::milliseconds> c10d_limit_;
   std::atomic<int> source_{-1};
-  std::atomic<bool> done_{false};  // what c10d::Work says under its lock, soon after
+  std::atomic<bool> done_{false};                   // what c10d::Work says under its lock, soon after
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
   bool future_marked_ = false;
 };
