@@ -165,7 +165,7 @@ class Dev(unittest.TestCase):
         status, output, log = self.dev("build")
         self.assertEqual(status, 0, output)
         self.assertIn(f"python3 -m venv --clear {self.checkout}/.venv\n", log)
-        self.assertEqual(re.findall(r"(?m)^pip (.*)$", log), ["--disable-pip-version-check torch==2.13.0"])
+        self.assertEqual(re.findall(r"(?m)^pip (.*)$", log), ["--disable-pip-version-check torch==2.13.0 numpy"])
         self.assertIn(f"-DTorch_DIR={self.checkout}/.venv/torch/share/cmake/Torch\n", log)
         status, output, log = self.dev("build")
         self.assertEqual((status, re.findall(r"pip|venv|preset", log)), (0, []), output)
@@ -174,7 +174,7 @@ class Dev(unittest.TestCase):
         (self.fake / "offline").touch()
         status, output, log = self.dev("build")
         self.assertEqual(status, 1)
-        self.assertIn("pip could not install torch==2.13.0", output)
+        self.assertIn("pip could not install torch==2.13.0 numpy", output)
         self.assertNotIn("--preset", log)
 
     def test_configures_only_when_something_changed(self):

@@ -19,6 +19,12 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+try:
+    import numpy  # noqa: F401
+except ImportError:
+    print("skipped: torch.distributed's object collectives need numpy (pip install numpy)")
+    sys.exit(77)
+
 import torch
 import torch.distributed as dist
 
