@@ -197,6 +197,9 @@ def main() -> int:
     if importlib.util.find_spec(NAME) is None:
         print("this PyTorch has no distributed_test")
         return 77
+    if importlib.util.find_spec("numpy") is None:
+        print("PyTorch's tests need numpy (pip install numpy)")
+        return 77
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with tempfile.TemporaryDirectory() as folder:
         for sub in ("barrier", "test_dir", "init_dir"):
