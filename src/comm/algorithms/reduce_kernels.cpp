@@ -243,7 +243,7 @@ void reduce_parts(std::span<std::byte* const> destinations, std::span<const std:
 }
 
 template <typename T>
-ReduceKernel integer_kernel(ReduceOp op) {
+ReduceKernel real_kernel(ReduceOp op) {
   switch (op) {
     case ReduceOp::SUM:
       return &reduce<T, Sum>;
@@ -255,6 +255,14 @@ ReduceKernel integer_kernel(ReduceOp op) {
       return &reduce<T, Min>;
     case ReduceOp::MAX:
       return &reduce<T, Max>;
+    default:
+      return nullptr;
+  }
+}
+
+template <typename T>
+ReduceKernel integer_kernel(ReduceOp op) {
+  switch (op) {
     case ReduceOp::BAND:
       return &reduce<T, And>;
     case ReduceOp::BOR:
@@ -262,27 +270,14 @@ ReduceKernel integer_kernel(ReduceOp op) {
     case ReduceOp::BXOR:
       return &reduce<T, Xor>;
     default:
-      return nullptr;
+      return real_kernel<T>(op);
   }
 }
 
+// The factors of PREMUL_SUM have been applied before.
 template <typename T>
 ReduceKernel float_kernel(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::SUM:
-    case ReduceOp::PREMUL_SUM:
-      return &reduce<T, Sum>;
-    case ReduceOp::AVG:
-      return &reduce<T, Average>;
-    case ReduceOp::PRODUCT:
-      return &reduce<T, Product>;
-    case ReduceOp::MIN:
-      return &reduce<T, Min>;
-    case ReduceOp::MAX:
-      return &reduce<T, Max>;
-    default:
-      return nullptr;
-  }
+  return real_kernel<T>(op == ReduceOp::PREMUL_SUM ? ReduceOp::SUM : op);
 }
 
 template <typename T>
