@@ -1,6 +1,5 @@
 #include "comm/backends/shm/channel.h"
 
-#include <c10/core/ScalarType.h>
 #include <sched.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -48,24 +47,7 @@ std::string seconds(nanoseconds duration) {
   return std::move(out).str();
 }
 
-bool same(const Descriptor& a, const Descriptor& b) {
-  return a.op == b.op && a.dtype == b.dtype && a.redop == b.redop && a.root == b.root && a.count == b.count &&
-         a.part_of == b.part_of;
-}
-
 }  // namespace
-
-std::string describe(const Descriptor& d) {
-  std::string words(comm::to_string(d.op));
-  if (d.op == OpKind::kBarrier) return words;
-  words += text(" of ", d.count, " x ", c10::toString(static_cast<c10::ScalarType>(d.dtype)));
-  if (d.op == OpKind::kAllReduce || d.op == OpKind::kReduce || d.op == OpKind::kReduceScatter)
-    words += text(", ", muster::to_string(static_cast<ReduceOp>(d.redop)));
-  if (d.op == OpKind::kBroadcast || d.op == OpKind::kScatter) words += text(", from rank ", d.root);
-  if (d.op == OpKind::kReduce || d.op == OpKind::kGather) words += text(", to rank ", d.root);
-  if (d.part_of != OpKind::kNothing) words += text(", part of ", comm::to_string(d.part_of));
-  return words;
-}
 
 Channel::Channel(Store& store, const std::string& prefix, int rank, int size, ChannelOptions options,
                  std::shared_ptr<shm::PeerWatch> watch, Deadline deadline)
@@ -110,11 +92,11 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
         if (left(r))
           ring_everybody();
         else
-          fail(Failure::kPeerLost, r, text("rank ", r, " (pid ", dead, ") died"));
+          lose(r, text("rank ", shown(r), " (pid ", dead, ") died"));
       }
     });
   } catch (const std::exception& error) {
-    fail(Failure::kUnavailable, rank, text("rank ", rank, " cannot watch its peers: ", error.what()));
+    fail(Failure::kUnavailable, rank, text("rank ", shown(rank), " cannot watch its peers: ", error.what()));
     throw;
   }
 }
@@ -124,7 +106,7 @@ Channel::~Channel() { leave(); }
 // --- one operation ---
 
 void Channel::position(Phase phase) {
-  control(rank_).position.store(pack_position(seq_, current_.op, phase), std::memory_order_relaxed);
+  control(rank_).position.store(pack_position(seq_, current_.call.op, phase), std::memory_order_relaxed);
 }
 
 uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte> payload, Deadline deadline) {
@@ -137,7 +119,8 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   mine.descriptor = descriptor;
   mine.descriptor.arrived = cycles();
   if (!payload.empty() && payload.data() != mine.payload) std::memcpy(mine.payload, payload.data(), payload.size());
-  if (descriptor.op != OpKind::kAllToAll) corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
+  if (descriptor.call.op != OpKind::kAllToAll)
+    corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
   position(Phase::kAnnounced);
   control(rank_).core.store(::sched_getcpu(), std::memory_order_relaxed);
   mine.seq.store(seq, std::memory_order_release);
@@ -162,7 +145,7 @@ void Channel::leave_op() {
 
 void Channel::compare(const Descriptor& mine, uint64_t seq) {
   bool equal = true;
-  for (int peer = 0; peer < size_; ++peer) equal = equal && same(slot(peer, seq).descriptor, mine);
+  for (int peer = 0; peer < size_; ++peer) equal = equal && slot(peer, seq).descriptor.call == mine.call;
   if (equal) [[likely]]
     return;
   mismatch(seq);
@@ -172,11 +155,7 @@ void Channel::compare(const Descriptor& mine, uint64_t seq) {
 // each other where they called: operations that match pay nothing for it.
 void Channel::mismatch(uint64_t seq) {
   RankControl& mine = control(rank_);
-  const std::string here =
-      *site_.file_name() == '\0'
-          ? std::string()
-          : text(std::string_view(site_.file_name()).substr(std::string_view(site_.file_name()).find_last_of('/') + 1),
-                 ':', site_.line());
+  const std::string here = describe(site_);
   const size_t length = std::min(here.size(), sizeof mine.site - 1);
   std::memcpy(mine.site, here.data(), length);
   mine.site[length] = '\0';
@@ -184,7 +163,7 @@ void Channel::mismatch(uint64_t seq) {
   mine.bell.ring();
 
   int other = 1;
-  while (other < size_ - 1 && same(slot(other, seq).descriptor, slot(0, seq).descriptor)) ++other;
+  while (other < size_ - 1 && slot(other, seq).descriptor.call == slot(0, seq).descriptor.call) ++other;
   const auto told = [&] {
     return control(0).site_of.load(std::memory_order_acquire) == seq &&
            control(other).site_of.load(std::memory_order_acquire) == seq;
@@ -193,16 +172,15 @@ void Channel::mismatch(uint64_t seq) {
     for (const int r : {0, other})
       control(r).bell.sleep(std::min(kNap, patience.left()),
                             [&] { return failed() || control(r).site_of.load(std::memory_order_acquire) == seq; });
-  fail(Failure::kMismatch, other,
-       text("operation #", seq - 1, " of group '", name(), "' is not the same on all ranks: rank 0 called ",
-            call_of(0, seq), "; rank ", other, " called ", call_of(other, seq)));
+  fail(Failure::kMismatch, shown(other),
+       describe_mismatch(seq - 1, name(), shown(0), call_of(0, seq), shown(other), call_of(other, seq)));
   throw_failure();
 }
 
 // "all_reduce of 100 x Float, SUM (train.cpp:17)".
 std::string Channel::call_of(int peer, uint64_t seq) const {
   const RankControl& theirs = control(peer);
-  std::string words = describe(slot(peer, seq).descriptor);
+  std::string words = describe(slot(peer, seq).descriptor.call);
   if (theirs.site_of.load(std::memory_order_acquire) == seq && theirs.site[0] != '\0')
     words += text(" (", std::string(theirs.site, strnlen(theirs.site, sizeof theirs.site)), ")");
   return words;
@@ -335,7 +313,11 @@ void Channel::corrupt_on_order(std::span<std::byte> contribution, uint64_t seq) 
 
 // --- failure ---
 
-void Channel::fail(Failure reason, int subject, const std::string& what, const std::vector<int>& missing) {
+void Channel::lose(int rank, const std::string& what) {
+  fail(Failure::kPeerLost, shown(rank), what, {}, control(rank).pid.load(std::memory_order_relaxed));
+}
+
+void Channel::fail(Failure reason, int subject, const std::string& what, const std::vector<int>& missing, int pid) {
   {
     const std::lock_guard lock(failure_mutex_);
     if (!reported_) {
@@ -344,6 +326,7 @@ void Channel::fail(Failure reason, int subject, const std::string& what, const s
       const size_t length = std::min(what.size(), sizeof mine.failure - 1);
       std::memcpy(mine.failure, what.data(), length);
       mine.failure[length] = '\0';
+      mine.lost_pid = pid;
       mine.missing_count = static_cast<uint32_t>(std::min(missing.size(), std::size(mine.missing)));
       std::copy_n(missing.begin(), mine.missing_count, mine.missing);
       uint64_t nobody = 0;
@@ -359,22 +342,21 @@ void Channel::fail(Failure reason, int subject, const std::string& what, const s
 
 void Channel::throw_failure() const {
   const uint64_t word = header().abort.load(std::memory_order_acquire);
-  if (word == 0) throw Aborted(text("group '", name(), "' is closing on rank ", rank_));
+  if (word == 0) throw Aborted(text("group '", name(), "' is closing on rank ", shown(rank_)));
   const int subject = static_cast<int>(word >> 8 & 0xffff);
   const auto reporter = static_cast<int>(word >> 32 & 0xffff);
   const RankControl& block = control(reporter);
   const std::string what(block.failure, strnlen(block.failure, sizeof block.failure));
-  const std::string seen = text(" [seen by rank ", rank_, ", its last: ", where(rank_), "]");
+  const std::string seen = text(" [seen by rank ", shown(rank_), ", its last: ", where(rank_), "]");
   switch (static_cast<Failure>(word & 0xff)) {
     case Failure::kPeerLost:
-      throw PeerLost(subject, control(subject).pid.load(std::memory_order_relaxed), what + seen,
-                     "Look at its last lines on standard error");
+      throw PeerLost(subject, block.lost_pid, what + seen, "Look at its last lines on standard error");
     case Failure::kTimeout:
       throw Timeout(what + seen,
                     {block.missing, block.missing + std::min<size_t>(block.missing_count, std::size(block.missing))},
                     "Look whether the missing rank hangs, or raise the timeout");
     case Failure::kMismatch:
-      throw Mismatch(what, "Call the same operations in the same order, with equal sizes and dtypes, on all ranks");
+      throw Mismatch(what, kMismatchAdvice);
     case Failure::kUnavailable:
       throw Unavailable(what + seen);
     default:
@@ -385,20 +367,22 @@ void Channel::throw_failure() const {
 void Channel::timed_out(const Descriptor& descriptor, uint64_t seq, nanoseconds waited,
                         const std::vector<int>& missing) {
   std::vector<std::string> reports;
-  for (const int r : missing)
-    reports.push_back(
-        text("rank ", r, " (pid ", control(r).pid.load(std::memory_order_relaxed), "; its last: ", where(r), ")"));
-  fail(Failure::kTimeout, missing.empty() ? 0 : missing.front(),
-       text(describe(descriptor), " (#", seq - 1, " of group '", name(), "') on rank ", rank_, " timed out after ",
-            seconds(waited), ", waiting for ", join(reports)),
-       missing);
+  std::vector<int> shown_missing;
+  for (const int r : missing) {
+    shown_missing.push_back(shown(r));
+    reports.push_back(text("rank ", shown(r), " (pid ", control(r).pid.load(std::memory_order_relaxed),
+                           "; its last: ", where(r), ")"));
+  }
+  fail(Failure::kTimeout, missing.empty() ? 0 : shown_missing.front(),
+       text(describe(descriptor.call), " (#", seq - 1, " of group '", name(), "') on rank ", shown(rank_),
+            " timed out after ", seconds(waited), ", waiting for ", join(reports)),
+       shown_missing);
   throw_failure();
 }
 
 void Channel::peer_left(int peer) {
-  fail(Failure::kPeerLost, peer,
-       text("rank ", peer, " left group '", name(), "' (its last: ", where(peer), ") while rank ", rank_,
-            " waited for it in ", describe(current_), " (#", seq_ - 1, ")"));
+  lose(peer, text("rank ", shown(peer), " left group '", name(), "' (its last: ", where(peer), ") while rank ",
+                  shown(rank_), " waited for it in ", describe(current_.call), " (#", seq_ - 1, ")"));
   throw_failure();
 }
 
@@ -420,7 +404,7 @@ void Channel::leave(const std::string& cause) {
   stopping_.store(true, std::memory_order_release);
   watch_->unsubscribe(subscription_);
   if (!cause.empty()) {
-    fail(Failure::kPeerLost, rank_, text("rank ", rank_, " ended: ", cause));
+    lose(rank_, text("rank ", shown(rank_), " ended: ", cause));
     return;
   }
   control(rank_).presence.store(Presence::kLeft, std::memory_order_release);

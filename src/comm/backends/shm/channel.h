@@ -41,6 +41,7 @@ struct ChannelOptions {
   std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by rank in the group; empty: no direct path
   FaultPlan faults;
   std::chrono::nanoseconds spin{0};
+  std::vector<int> shown_ranks;  // what messages and errors call the ranks; empty: as they are
 };
 
 class Channel {
@@ -53,6 +54,9 @@ class Channel {
   int rank() const { return rank_; }
   int size() const { return size_; }
   const std::string& name() const { return options_.name; }
+  int shown(int rank) const {
+    return options_.shown_ranks.empty() ? rank : options_.shown_ranks[static_cast<size_t>(rank)];
+  }
   const Layout& layout() const { return layout_; }
 
   // --- one operation ---
@@ -115,8 +119,10 @@ class Channel {
       throw_failure();
   }
   [[noreturn]] void throw_failure() const;
-  // Makes the group fail for everybody, unless it has failed already.
-  void fail(Failure reason, int subject, const std::string& text, const std::vector<int>& missing = {});
+  // Makes the group fail for everybody, unless it has failed already. `subject`, of process `pid`, and `missing` are
+  // ranks as they are shown.
+  void fail(Failure reason, int subject, const std::string& text, const std::vector<int>& missing = {}, int pid = 0);
+  void lose(int rank, const std::string& text);  // fail() for a member that is lost
   [[noreturn]] void timed_out(const Descriptor& descriptor, uint64_t seq, std::chrono::nanoseconds waited,
                               const std::vector<int>& missing);
   bool left(int peer) const { return control(peer).presence.load(std::memory_order_acquire) == Presence::kLeft; }
@@ -175,7 +181,5 @@ class Channel {
   bool reported_ = false;
   std::atomic<bool> stopping_{false};
 };
-
-std::string describe(const Descriptor& descriptor);  // "all_reduce of 100 x Float, SUM"
 
 }  // namespace muster::comm::shm_backend

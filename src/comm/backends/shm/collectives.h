@@ -22,6 +22,7 @@
 
 #include "comm/algorithms/reduce_kernels.h"
 #include "comm/backends/shm/channel.h"
+#include "comm/byte_parts.h"
 
 namespace muster::comm::shm_backend {
 
@@ -38,21 +39,21 @@ struct Call {
   int root = 0;
   uint64_t heap_offset = kNotOnHeap;
   Deadline deadline = Deadline::never();
+  const CallDescriptor* announced = nullptr;  // Operation::announced, if there is one
 
   size_t bytes() const { return count * item; }
   Descriptor descriptor() const {
-    return {.count = count,
-            .heap_offset = heap_offset,
-            .root = static_cast<uint32_t>(root),
-            .op = op,
-            .dtype = dtype,
-            .redop = static_cast<uint8_t>(redop),
-            .part_of = part_of};
+    if (announced) [[unlikely]]
+      return {.call = *announced, .heap_offset = heap_offset};
+    return {.call = {.count = count,
+                     .root = static_cast<uint32_t>(root),
+                     .op = op,
+                     .dtype = dtype,
+                     .redop = static_cast<uint8_t>(redop),
+                     .part_of = part_of},
+            .heap_offset = heap_offset};
   }
 };
-
-using Bytes = std::byte*;
-using ConstBytes = const std::byte*;
 
 // In place. For OpKind::kReduce only the root's data changes.
 void all_reduce(Channel& channel, const Call& call, Bytes data);

@@ -20,7 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/op_kind.h"
+#include "comm/descriptor.h"
 #include "shm/bell.h"
 #include "shm/mapping.h"
 
@@ -33,15 +33,10 @@ inline constexpr size_t kSlotPayload = 4096;
 inline constexpr size_t kTurnBuffers = 4;
 inline constexpr uint64_t kNotOnHeap = ~uint64_t{0};
 
-// What a rank says about an operation; all ranks' must agree, but for heap_offset and arrived.
+// What a rank says about an operation; heap_offset and arrived are its own, the rest must be the same on all.
 struct Descriptor {
-  uint64_t count = 0;                 // elements of the operation's unit (see the Group functions)
+  CallDescriptor call;
   uint64_t heap_offset = kNotOnHeap;  // of the tensor in the rank's heap
-  uint32_t root = 0;
-  OpKind op = OpKind::kNothing;
-  uint8_t dtype = 0;                  // c10::ScalarType
-  uint8_t redop = 0;                  // ReduceOp
-  OpKind part_of = OpKind::kNothing;  // the operation that is made of this one and others, if any
   uint64_t arrived = 0;               // cycles()
 };
 
@@ -72,6 +67,7 @@ struct alignas(kLine) RankControl {
   std::atomic<int32_t> core{-1};  // on which it announced its last operation
   std::atomic<Presence> presence{Presence::kAbsent};
   std::atomic<int32_t> pid{0};
+  int32_t lost_pid{0};     // of a lost rank: its process
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
   char failure[2048];  // what this rank has to say of the group's failure, written before the abort word names it

@@ -215,9 +215,9 @@ bool Messages::put_aside(int peer) {
     in.aside = &aside_[peer].emplace_back(Aside{in.header, std::vector<std::byte>(in.header.bytes)}).data;
     return true;
   } catch (const std::exception&) {
-    channel_.fail(Failure::kUnavailable, channel_.rank(),
-                  text("rank ", channel_.rank(), " has no memory to put aside a message of ", in.header.bytes,
-                       " bytes from rank ", peer, " with tag ", in.header.tag, ", for which it has no receive"));
+    channel_.fail(Failure::kUnavailable, shown(channel_.rank()),
+                  text("rank ", shown(channel_.rank()), " has no memory to put aside a message of ", in.header.bytes,
+                       " bytes from rank ", shown(peer), " with tag ", in.header.tag, ", for which it has no receive"));
     return false;
   }
 }
@@ -258,10 +258,10 @@ bool Messages::match_aside_of(int peer, const std::shared_ptr<Message>& receive,
 // error.
 bool Messages::fits(const Message& receive, int peer, const MessageHeader& header) {
   if (header.bytes == receive.header.bytes && header.dtype == receive.header.dtype) return true;
-  channel_.fail(Failure::kMismatch, peer,
-                text("recv on rank ", channel_.rank(), " expects ", show(receive.header), " (", receive.header.bytes,
-                     " bytes) with tag ", header.tag, ", but rank ", peer, " sent ", show(header), " (", header.bytes,
-                     " bytes)"));
+  channel_.fail(Failure::kMismatch, shown(peer),
+                text("recv on rank ", shown(channel_.rank()), " expects ", show(receive.header), " (",
+                     receive.header.bytes, " bytes) with tag ", header.tag, ", but rank ", shown(peer), " sent ",
+                     show(header), " (", header.bytes, " bytes)"));
   return false;
 }
 
@@ -301,18 +301,19 @@ void Messages::check_peers() {
     const RingControl& from = ring(peer, channel_.rank());
     const bool drained = from.written.load(std::memory_order_acquire) == from.read.load(std::memory_order_relaxed);
     if (left && (drained || !receiving(peer))) {
-      channel_.fail(Failure::kPeerLost, peer,
-                    text("rank ", peer, " left group '", channel_.name(), "' while rank ", channel_.rank(),
-                         " waited to ", waiting.front()->op == OpKind::kSend ? "send to it" : "receive from it"));
+      channel_.lose(
+          peer, text("rank ", shown(peer), " left group '", channel_.name(), "' while rank ", shown(channel_.rank()),
+                     " waited to ", waiting.front()->op == OpKind::kSend ? "send to it" : "receive from it"));
       channel_.throw_failure();
     }
     for (const Message* message : waiting) {
       if (!message->deadline.passed()) continue;
-      channel_.fail(Failure::kTimeout, peer,
-                    text(to_string(message->op), " of ", show(message->header), " with tag ", message->header.tag,
-                         message->op == OpKind::kSend ? " to rank " : " from rank ", peer, " on rank ", channel_.rank(),
-                         " timed out (that rank's last collective: ", channel_.where(peer), ")"),
-                    {peer});
+      channel_.fail(
+          Failure::kTimeout, shown(peer),
+          text(to_string(message->op), " of ", show(message->header), " with tag ", message->header.tag,
+               message->op == OpKind::kSend ? " to rank " : " from rank ", shown(peer), " on rank ",
+               shown(channel_.rank()), " timed out (that rank's last collective: ", channel_.where(peer), ")"),
+          {shown(peer)});
       channel_.throw_failure();
     }
   }
@@ -330,15 +331,14 @@ void Messages::check_receives_of_any() {
   for (const auto& message : receives_) {
     if (message->peer != kAnySource) continue;
     if (!somebody) {
-      channel_.fail(Failure::kPeerLost, channel_.rank() == 0 ? 1 : 0,
-                    text("all other ranks left group '", channel_.name(), "' while rank ", channel_.rank(),
-                         " waited to receive from any of them"));
+      channel_.lose(channel_.rank() == 0 ? 1 : 0, text("all other ranks left group '", channel_.name(), "' while rank ",
+                                                       shown(channel_.rank()), " waited to receive from any of them"));
       channel_.throw_failure();
     }
     if (!message->deadline.passed()) continue;
-    channel_.fail(Failure::kTimeout, channel_.rank() == 0 ? 1 : 0,
+    channel_.fail(Failure::kTimeout, shown(channel_.rank() == 0 ? 1 : 0),
                   text("recv of ", show(message->header), " with tag ", message->header.tag, " from any rank on rank ",
-                       channel_.rank(), " timed out"));
+                       shown(channel_.rank()), " timed out"));
     channel_.throw_failure();
   }
 }

@@ -101,6 +101,7 @@ class Messages {
   void wait_for_news(Deadline deadline, const Message* message);
   void work();
   RingControl& ring(int from, int to) const { return *reinterpret_cast<RingControl*>(channel_.ring(from, to)); }
+  int shown(int rank) const { return channel_.shown(rank); }
   std::byte* ring_data(int from, int to) const { return channel_.ring(from, to) + sizeof(RingControl); }
 
   Channel& channel_;

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <string>
 
+#include "base/text.h"
 #include "comm/backends/shm/collectives.h"
 #include "comm/backends/shm/turns.h"
 
@@ -210,10 +210,10 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
     std::memcpy(theirs.data(), channel.payload(static_cast<int>(peer)), table);
     longest = std::max(longest, *std::max_element(theirs.begin(), theirs.end()));
     if (theirs[me] != parts.receive[peer]) {
-      channel.fail(Failure::kMismatch, static_cast<int>(peer),
-                   "all_to_all: rank " + std::to_string(peer) + " sends " + std::to_string(theirs[me]) +
-                       " bytes to rank " + std::to_string(me) + ", which expects " +
-                       std::to_string(parts.receive[peer]));
+      const int to = channel.shown(channel.rank()), from = channel.shown(static_cast<int>(peer));
+      channel.fail(Failure::kMismatch, from,
+                   text("all_to_all: rank ", from, " sends ", theirs[me], " bytes to rank ", to, ", which expects ",
+                        parts.receive[peer]));
       channel.throw_failure();
     }
   }

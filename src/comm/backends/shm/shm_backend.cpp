@@ -9,45 +9,12 @@
 namespace muster::comm::shm_backend {
 namespace {
 
-Bytes bytes_of(const at::Tensor& tensor) { return static_cast<Bytes>(tensor.mutable_data_ptr()); }
-
-// One pointer a rank, from one tensor a rank or from one tensor for all.
-template <typename Pointer>
-std::vector<Pointer> parts(const std::vector<at::Tensor>& tensors, size_t ranks, size_t bytes_each) {
-  std::vector<Pointer> pointers;
-  if (tensors.empty()) return pointers;
-  for (size_t r = 0; r < ranks; ++r)
-    pointers.push_back(tensors.size() == 1 && ranks > 1 ? bytes_of(tensors[0]) + r * bytes_each : bytes_of(tensors[r]));
-  return pointers;
-}
-
-// One side of an all_to_all: where each rank's part begins and how long it is.
-template <typename Pointer>
-void cut(const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& splits, size_t ranks,
-         std::vector<Pointer>& pointers, std::vector<uint64_t>& sizes) {
-  if (tensors.size() == ranks && ranks > 1) {
-    for (const auto& tensor : tensors) {
-      pointers.push_back(bytes_of(tensor));
-      sizes.push_back(tensor.nbytes());
-    }
-    return;
-  }
-  const at::Tensor& tensor = tensors[0];
-  const auto total = static_cast<uint64_t>(tensor.nbytes());
-  const uint64_t row = splits.empty() || tensor.size(0) == 0 ? 0 : total / static_cast<uint64_t>(tensor.size(0));
-  Bytes at = bytes_of(tensor);
-  for (size_t r = 0; r < ranks; ++r) {
-    pointers.push_back(at);
-    sizes.push_back(splits.empty() ? total / ranks : static_cast<uint64_t>(splits[r]) * row);
-    at += sizes.back();
-  }
-}
-
 ChannelOptions channel_options(const BackendContext& context) {
   return {.name = context.group_name,
           .heaps = context.heaps,
           .faults = context.faults,
-          .spin = shm::spin_for(context.local_threads)};
+          .spin = shm::spin_for(context.local_threads),
+          .shown_ranks = context.shown_ranks};
 }
 
 }  // namespace
@@ -73,7 +40,33 @@ void ShmBackend::leave(const std::string& cause) {
 }
 
 void ShmBackend::abort() {
-  channel_.fail(Failure::kAborted, getRank(), text("rank ", getRank(), " aborted group '", channel_.name(), "'"));
+  const int rank = channel_.shown(getRank());
+  channel_.fail(Failure::kAborted, rank, text("rank ", rank, " aborted group '", channel_.name(), "'"));
+}
+
+void ShmBackend::fail(const Error& cause) {
+  int subject = getRank(), pid = 0;
+  std::vector<int> missing;
+  Failure reason = Failure::kUnavailable;
+  switch (cause.code()) {
+    case ErrorCode::kPeerLost: {
+      const auto& lost = dynamic_cast<const PeerLost&>(cause);
+      reason = Failure::kPeerLost, subject = lost.rank(), pid = lost.pid();
+      break;
+    }
+    case ErrorCode::kTimeout:
+      reason = Failure::kTimeout, missing = dynamic_cast<const Timeout&>(cause).missing();
+      break;
+    case ErrorCode::kMismatch:
+      reason = Failure::kMismatch;
+      break;
+    case ErrorCode::kAborted:
+      reason = Failure::kAborted;
+      break;
+    default:
+      break;
+  }
+  channel_.fail(reason, subject, cause.message(), missing, pid);
 }
 
 uint64_t ShmBackend::heap_offset(const at::Tensor& tensor) const {
@@ -121,7 +114,7 @@ std::shared_ptr<Message> ShmBackend::make_message(const Operation& operation, co
   message->header.bytes = tensor.nbytes();
   message->header.tag = operation.tag;
   message->header.dtype = static_cast<uint8_t>(tensor.scalar_type());
-  message->data = bytes_of(tensor);
+  message->data = data_of(tensor);
   message->deadline = deadline;
   return message;
 }
@@ -136,8 +129,9 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
     // Whatever stops one rank in the middle (no memory, say) stops the group: the others would wait, or pair this
     // operation with the next.
     if (!channel_.failed())
-      channel_.fail(Failure::kUnavailable, getRank(),
-                    text("rank ", getRank(), " failed in ", to_string(operation.kind), ": ", error.what()));
+      channel_.fail(
+          Failure::kUnavailable, channel_.shown(getRank()),
+          text("rank ", channel_.shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
     // A peer that has not noticed yet may still write into tensors on the heap: their memory must not become another's.
     const std::lock_guard lock(quarantine_mutex_);
     if (operation.tensor.defined() && arena_ && arena_->contains(operation.tensor.const_data_ptr()))
@@ -153,7 +147,8 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
             .part_of = operation.part_of,
             .redop = operation.op,
             .root = operation.peer,
-            .deadline = deadline};
+            .deadline = deadline,
+            .announced = operation.announced ? &*operation.announced : nullptr};
   const auto unit_is = [&](const at::Tensor& unit) {
     call.count = static_cast<size_t>(unit.numel());
     call.item = unit.element_size();
@@ -169,14 +164,14 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
       unit_is(tensor);
       call.heap_offset = heap_offset(tensor);
       reduces();
-      all_reduce(channel_, call, bytes_of(tensor));
+      all_reduce(channel_, call, data_of(tensor));
       break;
     }
     case OpKind::kBroadcast: {
       const at::Tensor tensor =
           getRank() == operation.peer ? flat.input(operation.tensor) : flat.output(operation.tensor);
       unit_is(tensor);
-      shm_backend::broadcast(channel_, call, bytes_of(tensor));
+      shm_backend::broadcast(channel_, call, data_of(tensor));
       break;
     }
     case OpKind::kAllGather:
@@ -184,11 +179,11 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
       const at::Tensor input = flat.input(operation.tensor);
       unit_is(input);
       const auto outputs = flat.outputs(operation.outputs);
-      const auto pointers = parts<Bytes>(outputs, n, call.bytes());
+      const auto pointers = parts_of<Bytes>(outputs, n, call.bytes());
       if (operation.kind == OpKind::kGather)
-        shm_backend::gather(channel_, call, pointers, bytes_of(input));
+        shm_backend::gather(channel_, call, pointers, data_of(input));
       else
-        all_gather(channel_, call, pointers, bytes_of(input));
+        all_gather(channel_, call, pointers, data_of(input));
       break;
     }
     case OpKind::kReduceScatter:
@@ -196,12 +191,12 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
       const at::Tensor output = flat.output(operation.tensor);
       unit_is(output);
       const auto inputs = flat.inputs(operation.inputs);
-      const auto pointers = parts<ConstBytes>(inputs, n, call.bytes());
+      const auto pointers = parts_of<ConstBytes>(inputs, n, call.bytes());
       if (operation.kind == OpKind::kScatter) {
-        shm_backend::scatter(channel_, call, bytes_of(output), pointers);
+        shm_backend::scatter(channel_, call, data_of(output), pointers);
       } else {
         reduces();
-        shm_backend::reduce_scatter(channel_, call, bytes_of(output), pointers);
+        shm_backend::reduce_scatter(channel_, call, data_of(output), pointers);
       }
       break;
     }

@@ -21,6 +21,7 @@ class ShmBackend final : public LaneBackend {
 
   void leave(const std::string& cause) override;
   void abort() override;
+  void fail(const Error& cause) override;
   const Stragglers* stragglers() const override { return &channel_.stragglers(); }
   void shutdown() override { leave({}); }
   void release_resources() override { leave({}); }  // instead of the destructor, where weak references are left

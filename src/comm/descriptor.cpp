@@ -1,0 +1,48 @@
+#include "comm/descriptor.h"
+
+#include <c10/core/ScalarType.h>
+
+#include "base/text.h"
+#include "comm/backend.h"
+
+namespace muster::comm {
+
+CallDescriptor descriptor_of(const Operation& operation) {
+  if (operation.announced) return *operation.announced;
+  CallDescriptor call{.root = static_cast<uint32_t>(operation.peer),
+                      .op = operation.kind,
+                      .redop = static_cast<uint8_t>(operation.op),
+                      .part_of = operation.part_of};
+  const at::Tensor& unit = operation.kind == OpKind::kAllToAll ? operation.inputs[0] : operation.tensor;
+  if (unit.defined()) {
+    call.dtype = static_cast<uint8_t>(unit.scalar_type());
+    if (operation.kind != OpKind::kAllToAll) call.count = static_cast<uint64_t>(unit.numel());
+  }
+  return call;
+}
+
+std::string describe(const CallDescriptor& call) {
+  std::string words(to_string(call.op));
+  if (call.op == OpKind::kBarrier) return words;
+  words += text(" of ", call.count, " x ", c10::toString(static_cast<c10::ScalarType>(call.dtype)));
+  if (call.op == OpKind::kAllReduce || call.op == OpKind::kReduce || call.op == OpKind::kReduceScatter)
+    words += text(", ", muster::to_string(static_cast<ReduceOp>(call.redop)));
+  if (call.op == OpKind::kBroadcast || call.op == OpKind::kScatter) words += text(", from rank ", call.root);
+  if (call.op == OpKind::kReduce || call.op == OpKind::kGather) words += text(", to rank ", call.root);
+  if (call.part_of != OpKind::kNothing) words += text(", part of ", to_string(call.part_of));
+  return words;
+}
+
+std::string describe(const std::source_location& site) {
+  if (*site.file_name() == '\0') return {};
+  const std::string_view file(site.file_name());
+  return text(file.substr(file.find_last_of('/') + 1), ':', site.line());
+}
+
+std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
+                              const std::string& b_called) {
+  return text("operation #", number, " of group '", group, "' is not the same on all ranks: rank ", a, " called ",
+              a_called, "; rank ", b, " called ", b_called);
+}
+
+}  // namespace muster::comm

@@ -1,0 +1,40 @@
+// What ranks say to each other about a collective before they begin it: all must say the same.
+//
+// Thread-safety: values and pure functions.
+#pragma once
+
+#include <cstdint>
+#include <source_location>
+#include <string>
+
+#include "comm/op_kind.h"
+
+namespace muster::comm {
+
+struct Operation;
+
+// Lies in shared memory and in messages, so it has no padding.
+struct CallDescriptor {
+  uint64_t count = 0;  // elements of the operation's unit: the tensor, or one rank's part; 0 for all_to_all, whose
+                       // parts may differ
+  uint32_t root = 0;
+  OpKind op = OpKind::kNothing;
+  uint8_t dtype = 0;                  // c10::ScalarType
+  uint8_t redop = 0;                  // ReduceOp
+  OpKind part_of = OpKind::kNothing;  // the operation that is made of this one and others, if any
+
+  friend bool operator==(const CallDescriptor&, const CallDescriptor&) = default;
+};
+static_assert(sizeof(CallDescriptor) == 16);
+
+CallDescriptor descriptor_of(const Operation& operation);  // Operation::announced, where there is one
+
+std::string describe(const CallDescriptor& call);        // "all_reduce of 100 x Float, SUM"
+std::string describe(const std::source_location& site);  // "train.cpp:17"; "" for one that is not known
+// "operation #3 of group 'world' is not the same on all ranks: …", of two ranks and what each called.
+std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
+                              const std::string& b_called);
+inline constexpr const char* kMismatchAdvice =
+    "Call the same operations in the same order, with equal sizes and dtypes, on all ranks";
+
+}  // namespace muster::comm

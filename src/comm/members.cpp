@@ -1,0 +1,103 @@
+#include "comm/members.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+
+#include "base/env.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "shm/exchange.h"
+
+namespace muster::comm {
+
+std::string host_identity() {
+  if (const auto given = env_string("MUSTER_HOST")) return *given;
+  std::array<char, 64> space{};
+  const auto length = ::readlink("/proc/self/ns/net", space.data(), space.size());
+  return text(shm::boot_id(), '/', std::string(space.data(), static_cast<size_t>(std::max<ssize_t>(length, 0))));
+}
+
+namespace {
+
+// What rank 0 makes of everybody's word: a list of hosts and pids, or why there is none.
+constexpr std::string_view kComplete = "all", kMissing = "missing", kMismatch = "mismatch";
+
+std::string verdict(Store& store, const std::vector<std::string>& keys, int size, Deadline deadline) {
+  std::vector<std::string> hosts;
+  std::ostringstream list;
+  list << kComplete << ' ' << size;
+  for (size_t r = 0; r < keys.size(); ++r) {
+    std::istringstream said;
+    try {
+      said.str(store.get(keys[r], deadline));
+    } catch (const Timeout&) {
+      std::ostringstream missing;
+      missing << kMissing;
+      for (size_t other = r; other < keys.size(); ++other)
+        if (!store.try_get(keys[other])) missing << ' ' << other;
+      return missing.str();
+    }
+    int their_size = 0;
+    pid_t pid = 0;
+    std::string host;
+    said >> their_size >> pid >> host;
+    if (their_size != size)
+      return text(kMismatch, " rank ", r, " believes in a group of ", their_size, ", rank 0 in one of ", size);
+    auto at = std::find(hosts.begin(), hosts.end(), host);
+    if (at == hosts.end()) at = hosts.insert(hosts.end(), host);
+    list << ' ' << at - hosts.begin() << ' ' << pid;
+  }
+  return list.str();
+}
+
+}  // namespace
+
+// Rank 0 collects what each says and posts one list, so that N ranks make 3N requests, not N².
+std::vector<Member> meet_members(Store& store, const std::string& prefix, int rank, int size, const std::string& host,
+                                 Deadline deadline) {
+  if (size == 1) return {{.host = 0, .pid = ::getpid()}};
+  const auto key = [&](int r) { return text(prefix, "/member/", r); };
+  const std::string all_key = prefix + "/members",
+                    advice = "Start every rank with the same world size and its own rank";
+  store.set(key(rank), text(size, ' ', ::getpid(), ' ', host));
+  if (rank == 0) {
+    std::vector<std::string> keys;
+    for (int r = 0; r < size; ++r) keys.push_back(key(r));
+    store.set(all_key, verdict(store, keys, size, deadline));
+  }
+  std::string said;
+  try {
+    // A little longer than rank 0 waits for the others, to hear from it who did not come.
+    said =
+        store.get(all_key, deadline.is_never() ? deadline : Deadline::after(deadline.left() + std::chrono::seconds(1)));
+  } catch (const Timeout&) {
+    throw Timeout("the group did not come together: rank 0 did not come", {0}, "Look whether it started");
+  }
+  std::istringstream list(said);
+  std::string kind;
+  list >> kind;
+  if (kind == kMissing) {
+    std::vector<int> missing;
+    for (int r = 0; list >> r;) missing.push_back(r);
+    throw Timeout(text("the group did not come together: rank(s) ", join(missing), " of ", size, " did not come"),
+                  missing, "Look whether they started");
+  }
+  if (kind == kMismatch) throw Mismatch(said.substr(kind.size() + 1), advice);
+  int their_size = 0;
+  list >> their_size;
+  if (their_size != size)
+    throw Mismatch(text("rank ", rank, " believes in a group of ", size, ", rank 0 in one of ", their_size), advice);
+  std::vector<Member> members(static_cast<size_t>(size));
+  for (auto& member : members) list >> member.host >> member.pid;
+  if (!list) throw Corrupt("rank 0's list of the group's ranks cannot be read");
+  return members;
+}
+
+bool on_one_host(const std::vector<Member>& members) {
+  return std::all_of(members.begin(), members.end(), [&](const Member& m) { return m.host == members[0].host; });
+}
+
+}  // namespace muster::comm

@@ -1,0 +1,32 @@
+// Who the ranks of a group are: on which host, and which process. They tell each other through the store when a World
+// or a group begins.
+//
+// Thread-safety: all functions.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+#include "muster/base/deadline.h"
+#include "muster/store/store.h"
+
+namespace muster::comm {
+
+struct Member {
+  int host = 0;   // hosts are numbered in the order of their first ranks
+  pid_t pid = 0;  // 0: unknown
+};
+
+// This host's name for itself: the kernel's boot and the network namespace, in which shared memory can be handed
+// around; or MUSTER_HOST, by which tests and containers make several hosts of one.
+std::string host_identity();
+
+// Every rank calls it, with its host's identity. By rank. Timeout names the ranks that did not come.
+std::vector<Member> meet_members(Store& store, const std::string& prefix, int rank, int size, const std::string& host,
+                                 Deadline deadline);
+
+bool on_one_host(const std::vector<Member>& members);
+
+}  // namespace muster::comm
