@@ -32,3 +32,12 @@ find_package(ZLIB QUIET)  # ZLIB::ZLIB
 if(NOT ZLIB_FOUND)
   message(FATAL_ERROR "Muster needs zlib: apt-get install zlib1g-dev")
 endif()
+
+# What backends need, if they are to be had: Gloo's headers (the library is libtorch's), an MPI, libtorch's NCCL.
+get_target_property(torch_definitions Muster::torch INTERFACE_COMPILE_DEFINITIONS)
+if("USE_C10D_GLOO" IN_LIST torch_definitions)
+  find_path(MUSTER_GLOO_INCLUDE gloo/context.h)
+endif()
+if("USE_C10D_NCCL" IN_LIST torch_definitions)
+  set(MUSTER_HAS_NCCL TRUE)
+endif()

@@ -15,13 +15,17 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <source_location>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "comm/descriptor.h"
+#include "comm/members.h"
 #include "comm/op_kind.h"
+#include "muster/base/error.h"
 #include "muster/comm/fault_plan.h"
 #include "muster/comm/group.h"
 #include "muster/store/store.h"
@@ -52,11 +56,13 @@ struct Operation {
   at::Tensor tensor;
   std::vector<at::Tensor> inputs, outputs;
   std::vector<int64_t> input_splits, output_splits;
-  double factor = 1;                     // of PREMUL_SUM; or
-  at::Tensor factor_tensor;              // of one element or of the tensor's shape
-  std::chrono::milliseconds timeout{0};  // 0: the group's
-  OpKind part_of = OpKind::kNothing;     // set by backends that make one operation of several
-  std::source_location site = {};        // where the user called
+  double factor = 1;                        // of PREMUL_SUM; or
+  at::Tensor factor_tensor;                 // of one element or of the tensor's shape
+  std::chrono::milliseconds timeout{0};     // 0: the group's
+  OpKind part_of = OpKind::kNothing;        // set by backends that make one operation of several
+  std::optional<CallDescriptor> announced;  // what the ranks compare, where it is not the operation itself: the whole
+                                            // of which this is a step
+  std::source_location site = {};           // where the user called
 };
 
 class Backend : public c10d::Backend {
@@ -73,6 +79,8 @@ class Backend : public c10d::Backend {
   // This rank ends its membership; `cause` is not empty where it ends by an error, which peers then see. Operations
   // under way fail.
   virtual void leave(const std::string& cause) = 0;
+  // Makes the group fail with `cause` on all its ranks, unless it has failed already.
+  virtual void fail(const Error& cause) = 0;
   // That of operations which have none of their own.
   virtual std::chrono::milliseconds timeout() const = 0;
 
@@ -129,7 +137,7 @@ struct BackendContext {
   std::string group_name = "world";
   std::string store_prefix;  // unique to the group
   int rank = 0, size = 1;
-  Store* store = nullptr;
+  std::shared_ptr<Store> store;
   std::chrono::milliseconds timeout{300'000};
   FaultPlan faults;
   // The World's, for backends in shared memory: heaps by rank in this group (may be empty), the own arena, the watch.
@@ -138,6 +146,9 @@ struct BackendContext {
   std::shared_ptr<shm::PeerWatch> watch;
   std::shared_ptr<shm::BlackBox> black_box;  // may be null
   std::vector<int> global_ranks;             // of the members, for the black box
+  std::vector<Member> members;               // by rank in this group; empty: all on this host
+  std::vector<int> shown_ranks;              // what messages and errors call the ranks; empty: as they are
+  std::string inner;                         // of hierarchical: the backend between hosts
   int local_threads = 1;                     // ranks that compete for this host's cores
   // For PyTorch's ProcessGroup (process_group.h): its name there is "muster", and what c10d's interface and works throw
   // are c10d's errors.
@@ -148,14 +159,19 @@ struct BackendContext {
 struct BackendEntry {
   std::string_view name;
   c10::intrusive_ptr<Backend> (*create)(const BackendContext&);
-  std::string (*why_not)();  // empty: works here; else what is missing and what brings it
+  std::string (*why_not)();     // empty: works here; else what is missing and what brings it
+  bool maps_heaps = false;      // takes BackendContext::heaps
+  bool needs_peers = true;      // false: a rank works alone, whatever the size of its world, and data does not move
+  bool needs_launcher = false;  // works only in processes that its own launcher started (mpirun)
 };
 
-// All backends that are compiled in, best first.
+// All backends that are compiled in.
 const std::vector<BackendEntry>& backends();
 
-// By name, or the first that works for "auto". InvalidArgument for an unknown name (listing the known), Unavailable for
-// one that does not work here.
-c10::intrusive_ptr<Backend> create_backend(const std::string& name, const BackendContext& context);
+// By name; "auto" is shm for members on one host and hierarchical for more; "hierarchical:mpi" says what is used
+// between hosts. InvalidArgument for an unknown name (listing the known).
+const BackendEntry& find_backend(const std::string& name, bool one_host);
+// The same, ready. Unavailable for one that does not work here.
+c10::intrusive_ptr<Backend> create_backend(const std::string& name, BackendContext context);
 
 }  // namespace muster::comm

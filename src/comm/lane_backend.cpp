@@ -28,6 +28,7 @@ Operation part(const Operation& whole, OpKind kind, const at::Tensor& tensor, in
           .tensor = tensor,
           .timeout = whole.timeout,
           .part_of = whole.kind,
+          .announced = whole.announced,
           .site = whole.site};
 }
 

@@ -114,16 +114,18 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
       throw InvalidArgument(text("rank ", rank, " is outside a group of ", size));
     const std::shared_ptr<Store> ours = from_c10d(store);
     Memberships& memberships = Memberships::instance();
-    const BackendContext context{
+    const std::string prefix = text("muster/group/", ours->add(text("muster/groups/", rank), 1));
+    BackendContext context{
         .group_name = options.name,
-        .store_prefix = text("muster/group/", ours->add(text("muster/groups/", rank), 1)),
+        .store_prefix = prefix,
         .rank = rank,
         .size = size,
-        .store = ours.get(),
+        .store = ours,
         .timeout = options.timeout,
         .faults = FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")),
         .watch = memberships.watch(),
         .black_box = memberships.black_box(rank, size),
+        .members = meet_members(*ours, prefix, rank, size, host_identity(), Deadline::after(options.timeout)),
         .local_threads = std::max(size, static_cast<int>(env_int("LOCAL_WORLD_SIZE").value_or(1))),
         .for_pytorch = true,
         .on_leave = [&memberships](const Backend* backend) { memberships.remove(backend); }};

@@ -13,6 +13,7 @@
 #include "base/text.h"
 #include "comm/environment.h"
 #include "comm/group_state.h"
+#include "comm/members.h"
 #include "muster/base/error.h"
 #include "shm/arena.h"
 #include "shm/black_box.h"
@@ -29,7 +30,8 @@ struct World::State {
   std::string prefix;
   std::shared_ptr<shm::Arena> arena;
   std::shared_ptr<Heap> heap;
-  std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank
+  std::vector<comm::Member> members;                 // by global rank
+  std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank; null for those of other hosts
   std::shared_ptr<shm::PeerWatch> watch = std::make_shared<shm::PeerWatch>();
   std::shared_ptr<shm::BlackBox> black_box;
   std::vector<std::shared_ptr<Group::State>> groups;  // groups[0]: the default group
@@ -58,14 +60,27 @@ size_t default_heap_capacity(const Placement& placement) {
 
 }  // namespace
 
-// Exchanges the heaps; proves that all ranks share this host's memory.
+// The ranks tell each other who they are; those of one host exchange their heaps.
 void World::State::meet(Deadline deadline) {
-  auto participants =
-      shm::exchange(*store, prefix + "/heaps", placement.rank, placement.world_size, {arena->fd()}, deadline);
-  for (auto& participant : participants) {
-    if (participant.fds.size() != 1)
+  const auto n = static_cast<size_t>(placement.world_size), me = static_cast<size_t>(placement.rank);
+  heaps.resize(n);
+  if (!comm::find_backend(options.backend, true).needs_peers) {
+    members.resize(n);
+    return;
+  }
+  members = comm::meet_members(*store, prefix, placement.rank, placement.world_size,
+                               options.hosts.empty() ? comm::host_identity() : options.hosts.at(me), deadline);
+  if (!comm::find_backend(options.backend, comm::on_one_host(members)).maps_heaps) return;
+  std::vector<size_t> here;
+  for (size_t r = 0; r < n; ++r)
+    if (members[r].host == members[me].host) here.push_back(r);
+  const auto place = std::find(here.begin(), here.end(), me) - here.begin();
+  auto participants = shm::exchange(*store, text(prefix, "/heaps/", members[me].host), static_cast<int>(place),
+                                    static_cast<int>(here.size()), {arena->fd()}, deadline);
+  for (size_t i = 0; i < here.size(); ++i) {
+    if (participants[i].fds.size() != 1)
       throw Corrupt("a rank sent no heap", "Run the same version of Muster on all ranks");
-    heaps.push_back(shm::map_memfd(participant.fds[0].get()));
+    heaps[here[i]] = shm::map_memfd(participants[i].fds[0].get());
   }
 }
 
@@ -79,7 +94,7 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
                                  .store_prefix = text(prefix, "/", name),
                                  .rank = group->rank,
                                  .size = static_cast<int>(ranks.size()),
-                                 .store = store.get(),
+                                 .store = store,
                                  .timeout = options.timeout,
                                  .faults = options.faults,
                                  .arena = arena,
@@ -87,10 +102,17 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
                                  .black_box = black_box,
                                  .global_ranks = ranks,
                                  .local_threads = placement.local_world_size};
-    for (const int rank : ranks) context.heaps.push_back(heaps[static_cast<size_t>(rank)]);
+    std::set<int> hosts;
+    for (const int rank : ranks) {
+      context.heaps.push_back(heaps[static_cast<size_t>(rank)]);
+      context.members.push_back(members[static_cast<size_t>(rank)]);
+      hosts.insert(context.members.back().host);
+    }
     group->backend = comm::create_backend(options.backend, context);
-    MUSTER_LOG(kInfo) << "rank " << placement.rank << ": group '" << name << "' of " << ranks.size()
-                      << " uses backend '" << group->backend->getBackendName() << "'";
+    MUSTER_LOG(kInfo) << "rank " << placement.rank << ": group '" << name << "' of " << ranks.size() << " ranks on "
+                      << hosts.size() << (hosts.size() == 1 ? " host" : " hosts") << " uses backend '"
+                      << group->backend->getBackendName() << "'"
+                      << (options.backend == "auto" ? ", as auto chose" : "");
   }
   groups.push_back(group);
   return group;

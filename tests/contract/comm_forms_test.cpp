@@ -203,6 +203,8 @@ TEST_P(Forms, PremultipliedSum) {
 }
 
 TEST_P(Forms, ReceiveFromAnybody) {
+  if (GetParam().backend == "hierarchical")
+    GTEST_SKIP() << "InvalidArgument there: see Hosts.ReceiveFromAnybodyIsRefused";
   run(4, [](World& world) {
     if (world.rank() != 0) {
       send(at::full({3}, world.rank(), at::kFloat), 0, {.tag = 7});
@@ -273,14 +275,15 @@ TEST_P(Forms, MismatchNamesBothCallSites) {
 
 TEST_P(Forms, MonitoredBarrierNamesTheMissing) {
   for (const bool all : {false, true})
-    run(4, [all](World& world) {
+    run(4, [this, all](World& world) {
       monitored_barrier();
       if (world.rank() >= 2) {  // until the others have given up
         EXPECT_THROW(while (true) recv(at::zeros({1}), 0), Timeout);
         return;
       }
       EXPECT_CONTAINS(message_of<Timeout>([&] { monitored_barrier({.timeout = milliseconds(300)}, all); }),
-                      all ? "Ranks 2, 3 failed to pass monitoredBarrier in 300 ms"
+                      all && GetParam().backend != "hierarchical"
+                          ? "Ranks 2, 3 failed to pass monitoredBarrier in 300 ms"
                           : "Rank 2 failed to pass monitoredBarrier in 300 ms");
     });
 }
@@ -337,6 +340,7 @@ TEST_P(Forms, WaitersRunWhatTheyWaitFor) {
 
 // Everybody knows who comes last, how often and by how much.
 TEST_P(Forms, StragglersAreNamed) {
+  if (GetParam().backend != "shm") GTEST_SKIP() << "only ranks that share memory share a clock";
   run(3, [](World& world) {
     EXPECT_EQ(world.group().straggler_verdict(), "");
     constexpr int kTimes = 40;

@@ -22,6 +22,8 @@ class Groups : public CommContract {
         ++number;
         const Case c{.world = world,
                      .group = group,
+                     // Over hosts, sums are not taken in the order of a group's ranks, whatever that is.
+                     .dtype = group.backend_name() == "hierarchical" ? at::kLong : at::kFloat,
                      .count = count,
                      .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
                      .root = static_cast<int>(number % group.size()),

@@ -17,7 +17,8 @@ std::vector<std::string> lines_of_ranks(const std::string& out) {
   return lines;
 }
 
-const std::vector<std::string> kTwoRanks = {"rank 0 of 2, local 0 of 2, sum 3", "rank 1 of 2, local 1 of 2, sum 3"};
+const std::vector<std::string> kTwoRanks = {"rank 0 of 2, local 0 of 2, sum 3, backend shm",
+                                            "rank 1 of 2, local 1 of 2, sum 3, backend shm"};
 
 bool runs(std::vector<std::string> command) { return Process(std::move(command)).finish() == 0; }
 
@@ -46,7 +47,7 @@ TEST(LaunchersProcess, Mpirun) {
 TEST(LaunchersProcess, Alone) {
   Process job({"/usr/bin/env", "-u", "SLURM_PROCID", MUSTER_WORLD_PROGRAM});
   ASSERT_EQ(job.finish(), 0) << job.err;
-  EXPECT_EQ(lines_of_ranks(job.out), std::vector<std::string>{"rank 0 of 1, local 0 of 1, sum 1"});
+  EXPECT_EQ(lines_of_ranks(job.out), std::vector<std::string>{"rank 0 of 1, local 0 of 1, sum 1, backend shm"});
 }
 
 }  // namespace

@@ -36,10 +36,18 @@ struct Placement {
 };
 
 struct WorldOptions {
-  std::string backend = "auto";                // "shm" or "auto"
+  // "shm"           ranks of one host, in its shared memory
+  // "gloo"          libtorch's Gloo: ranks anywhere that TCP reaches
+  // "mpi"           ranks that mpirun or srun started, over MPI
+  // "nccl"          libtorch's NCCL, for CUDA tensors
+  // "hierarchical"  shm inside each host, gloo between the first ranks of the hosts; "hierarchical:mpi": mpi between
+  // them "fake"          this rank alone plays a world of any size, and no data moves: for dry runs "auto"          shm
+  // on one host, hierarchical over several; the log says which
+  std::string backend = "auto";
   std::chrono::milliseconds timeout{300'000};  // of each operation that does not bring its own, and of the start
   size_t heap_capacity = 0;                    // bytes; 0: the host's memory
   FaultPlan faults;                            // for tests; MUSTER_FAULTS adds to it
+  std::vector<std::string> hosts;              // by rank, for tests: who shares a host; empty: each finds out
   bool ranks_are_threads = false;              // several ranks share this process; run_threads() sets it
 };
 

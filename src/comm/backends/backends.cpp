@@ -1,6 +1,11 @@
 // The table of backends. A new one is a folder here and a row below.
 #include "base/text.h"
 #include "comm/backend.h"
+#include "comm/backends/fake/fake_backend.h"
+#include "comm/backends/gloo/gloo_backend.h"
+#include "comm/backends/hierarchical/hierarchical_backend.h"
+#include "comm/backends/mpi/mpi_backend.h"
+#include "comm/backends/nccl/nccl_backend.h"
 #include "comm/backends/shm/shm_backend.h"
 #include "muster/base/error.h"
 
@@ -8,23 +13,43 @@ namespace muster::comm {
 
 const std::vector<BackendEntry>& backends() {
   static const std::vector<BackendEntry> table = {
-      {"shm", &shm_backend::create, &shm_backend::why_not},
+      {.name = "shm", .create = &shm_backend::create, .why_not = &shm_backend::why_not, .maps_heaps = true},
+      {.name = "hierarchical",
+       .create = &hierarchical_backend::create,
+       .why_not = &hierarchical_backend::why_not,
+       .maps_heaps = true},
+      {.name = "gloo", .create = &gloo_backend::create, .why_not = &gloo_backend::why_not},
+      {.name = "mpi", .create = &mpi_backend::create, .why_not = &mpi_backend::why_not, .needs_launcher = true},
+      {.name = "nccl", .create = &nccl_backend::create, .why_not = &nccl_backend::why_not},
+      {.name = "fake", .create = &fake_backend::create, .why_not = &fake_backend::why_not, .needs_peers = false},
   };
   return table;
 }
 
-c10::intrusive_ptr<Backend> create_backend(const std::string& name, const BackendContext& context) {
-  std::vector<std::string> reasons;
-  for (const auto& entry : backends()) {
-    if (name != "auto" && name != entry.name) continue;
-    const std::string reason = entry.why_not();
-    if (reason.empty()) return entry.create(context);
-    reasons.push_back(text(entry.name, ": ", reason));
-  }
-  if (!reasons.empty()) throw Unavailable(text("no backend works here (", join(reasons, "; "), ")"));
+namespace {
+
+std::string base_name(const std::string& name, bool one_host) {
+  if (name == "auto") return one_host ? "shm" : "hierarchical";
+  return name.substr(0, name.find(':'));
+}
+
+}  // namespace
+
+const BackendEntry& find_backend(const std::string& name, bool one_host) {
+  const std::string wanted = base_name(name, one_host);
+  for (const auto& entry : backends())
+    if (entry.name == wanted) return entry;
   std::vector<std::string_view> names;
   for (const auto& entry : backends()) names.push_back(entry.name);
   throw InvalidArgument(text("there is no backend '", name, "'"), text("Use auto or one of: ", join(names)));
+}
+
+c10::intrusive_ptr<Backend> create_backend(const std::string& name, BackendContext context) {
+  const BackendEntry& entry = find_backend(name, on_one_host(context.members));
+  if (const std::string reason = entry.why_not(); !reason.empty())
+    throw Unavailable(text("backend '", entry.name, "' does not work here: ", reason));
+  if (const auto colon = name.find(':'); colon != std::string::npos) context.inner = name.substr(colon + 1);
+  return entry.create(context);
 }
 
 }  // namespace muster::comm

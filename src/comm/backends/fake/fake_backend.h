@@ -1,0 +1,39 @@
+// The fake backend: this rank alone plays a world of any size. No data moves and nobody is waited for, so a program's
+// shapes, memory and order of operations can be tried for 1,024 ranks on a laptop. Results are as if every rank held
+// what this one holds, and reductions had one contribution: finite numbers of the right shape, and of no other meaning.
+//
+// Operations are validated, counted, profiled and written into the black box as on any backend.
+#pragma once
+
+#include "comm/lane_backend.h"
+
+namespace muster::comm::fake_backend {
+
+class FakeBackend final : public LaneBackend {
+ public:
+  explicit FakeBackend(const BackendContext& context);
+  ~FakeBackend() override { leave({}); }
+
+  void leave(const std::string& cause) override;
+  void fail(const Error& cause) override;
+  void abort() override;
+  void shutdown() override { leave({}); }
+
+ protected:
+  void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
+  void run_message(const Operation& operation, Deadline deadline) override;
+  void submit_message(const WorkPtr& work, Deadline deadline) override;
+  void check() const override;
+  uint64_t next_sequence() const override { return sequence_; }
+
+ private:
+  std::atomic<uint64_t> sequence_{0};
+  mutable std::mutex mutex_;
+  std::exception_ptr failure_;
+  const std::function<void(const Backend*)> on_leave_;
+};
+
+c10::intrusive_ptr<Backend> create(const BackendContext& context);
+std::string why_not();
+
+}  // namespace muster::comm::fake_backend

@@ -1,0 +1,239 @@
+#include "comm/backends/gloo/gloo_backend.h"
+
+#ifdef MUSTER_HAS_GLOO
+
+#include <ATen/ops/from_blob.h>
+#include <netdb.h>
+#include <sys/socket.h>
+
+#include <cstring>
+#include <limits>
+#include <set>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "base/env.h"
+#include "base/fd.h"
+#include "base/text.h"
+#include "base/thread.h"
+#include "comm/mailbox.h"
+#include "comm/wire_backend.h"
+#include "muster/store/c10d_store.h"
+
+namespace muster::comm::gloo_backend {
+namespace {
+
+using std::chrono::milliseconds;
+using Gloo = c10d::ProcessGroupGloo;
+
+// The group of connections, and the transfers that wait for them. Gloo has no call that closes connections: they end
+// with their last owner, and every transfer is one; so close() gives up the group and aborts the transfers.
+struct Connections {
+  std::mutex mutex;
+  c10::intrusive_ptr<Gloo> gloo;  // null when closed
+  std::set<c10d::Work*> waiting;
+
+  void close() {
+    c10::intrusive_ptr<Gloo> gone;  // destroyed without the lock
+    const std::lock_guard lock(mutex);
+    gone = std::move(gloo);
+    for (c10d::Work* const work : waiting) work->abort();
+  }
+};
+
+// A short message as it travels.
+struct Frame {
+  WireTag tag;
+  uint16_t bytes = 0;
+  std::byte data[kShortMessage] = {};
+};
+
+class GlooTransfer final : public Wire::Transfer {
+ public:
+  // With the lock held.
+  GlooTransfer(std::shared_ptr<Connections> connections, c10::intrusive_ptr<c10d::Work> work, int peer,
+               std::unique_ptr<Frame> frame)
+      : frame_(std::move(frame)), connections_(std::move(connections)), work_(std::move(work)), peer_(peer) {
+    connections_->waiting.insert(work_.get());
+  }
+  ~GlooTransfer() override {
+    const std::lock_guard lock(connections_->mutex);
+    connections_->waiting.erase(work_.get());
+  }
+
+  // Gloo breaks all connections of a group when a wait for one of them runs into its timeout.
+  int wait(Deadline deadline) override {
+    // "No timeout" would be the group's to Gloo.
+    const milliseconds left = deadline.is_never()
+                                  ? milliseconds(std::chrono::hours(24 * 365))
+                                  : milliseconds(std::max(1, deadline.poll_ms(milliseconds(1'000'000'000))));
+    bool completed = false;
+    try {
+      completed = work_->wait(left);
+    } catch (const std::exception& error) {
+      if (deadline.passed()) throw Timeout("");
+      throw WireBroken(error.what());
+    }
+    if (!completed) throw WireBroken("the group is closed");
+    return peer_;
+  }
+
+ private:
+  const std::unique_ptr<Frame> frame_;  // what is sent, where it is not the caller's memory
+  const std::shared_ptr<Connections> connections_;
+  const c10::intrusive_ptr<c10d::Work> work_;
+  const int peer_;
+};
+
+// Gloo's receives cannot be asked whether they are complete, and its timeouts break connections. So a thread for each
+// peer receives the short messages and puts them into a mailbox, where the rest of the wire waits for them; it also
+// notices when the connection ends.
+class GlooWire final : public Wire {
+ public:
+  GlooWire(c10::intrusive_ptr<Gloo> gloo, int rank, int size)
+      : rank_(rank), mailbox_(std::make_shared<Mailbox>(static_cast<size_t>(size - 1))) {
+    connections_->gloo = std::move(gloo);
+    for (int peer = 0; peer < size; ++peer)
+      if (peer != rank) threads_.push_back(start_thread("muster-mail", [this, peer] { receive_short_messages(peer); }));
+  }
+  ~GlooWire() override {
+    close();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) override {
+    if (peer == rank_) {
+      mailbox_->deliver(rank_, tag, data, bytes);
+      return std::make_unique<Delivered>(rank_);
+    }
+    if (is_short(tag)) {
+      auto frame = std::make_unique<Frame>();
+      frame->tag = tag;
+      frame->bytes = static_cast<uint16_t>(bytes);
+      std::memcpy(frame->data, data, bytes);
+      std::byte* const bytes_of_frame = reinterpret_cast<std::byte*>(frame.get());
+      return post(peer, bytes_of_frame, sizeof(Frame), std::move(frame),
+                  [&](Gloo& gloo, auto& tensors) { return gloo.send(tensors, peer, kShort); });
+    }
+    return post(peer, const_cast<std::byte*>(data), bytes, nullptr,
+                [&](Gloo& gloo, auto& tensors) { return gloo.send(tensors, peer, number(tag)); });
+  }
+  std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data, size_t bytes) override {
+    if (is_short(tag) || peer == rank_) return mailbox_->receive(peer, tag, data, bytes);
+    return post(peer, data, bytes, nullptr,
+                [&](Gloo& gloo, auto& tensors) { return gloo.recv(tensors, peer, number(tag)); });
+  }
+  void close() override {
+    connections_->close();
+    mailbox_->close(kAnySource, "the group is closed");
+  }
+
+ private:
+  struct Delivered final : Transfer {
+    explicit Delivered(int rank) : rank(rank) {}
+    int wait(Deadline) override { return rank; }
+    const int rank;
+  };
+
+  static constexpr int kShort = std::numeric_limits<int>::max();  // the tag of all short messages
+  static bool is_short(WireTag tag) { return tag.kind == WireKind::kMessage || tag.kind == WireKind::kReady; }
+  static int number(WireTag tag) { return static_cast<int>(static_cast<uint32_t>(tag.kind) * kWireTags + tag.value); }
+
+  template <typename Call>
+  std::unique_ptr<GlooTransfer> post(int peer, std::byte* data, size_t bytes, std::unique_ptr<Frame> frame, Call call) {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> tensors = {at::from_blob(data, {static_cast<int64_t>(bytes)}, at::kByte)};
+    const std::lock_guard lock(connections_->mutex);
+    if (!connections_->gloo) throw WireBroken("the group is closed");
+    try {
+      return std::make_unique<GlooTransfer>(connections_, call(*connections_->gloo, tensors), peer, std::move(frame));
+    } catch (const std::exception& error) {
+      throw WireBroken(error.what());
+    }
+  }
+
+  void receive_short_messages(int peer) {
+    try {
+      for (;;) {
+        Frame frame;
+        post(peer, reinterpret_cast<std::byte*>(&frame), sizeof frame, nullptr, [&](Gloo& gloo, auto& tensors) {
+          return gloo.recv(tensors, peer, kShort);
+        })->wait(Deadline::never());
+        mailbox_->deliver(peer, frame.tag, frame.data, std::min<size_t>(frame.bytes, sizeof frame.data));
+      }
+    } catch (const std::exception& error) {
+      mailbox_->close(peer, error.what());
+    }
+  }
+
+  const int rank_;
+  const std::shared_ptr<Connections> connections_ = std::make_shared<Connections>();
+  const std::shared_ptr<Mailbox> mailbox_;
+  std::vector<std::thread> threads_;
+};
+
+// The address of this host on the way to `target`; "" where there is none. Connecting a datagram socket sends nothing.
+std::string address_towards(const std::string& target) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_DGRAM;
+  if (::getaddrinfo(target.c_str(), "9", &hints, &found) != 0) return {};
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, &::freeaddrinfo);
+  for (const addrinfo* entry = found; entry; entry = entry->ai_next) {
+    const UniqueFd fd(::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (!fd || ::connect(fd.get(), entry->ai_addr, entry->ai_addrlen) != 0) continue;
+    sockaddr_storage own{};
+    socklen_t length = sizeof own;
+    std::array<char, NI_MAXHOST> name{};
+    if (::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
+        ::getnameinfo(reinterpret_cast<sockaddr*>(&own), length, name.data(), name.size(), nullptr, 0,
+                      NI_NUMERICHOST) == 0)
+      return name.data();
+  }
+  return {};
+}
+
+std::shared_ptr<::gloo::transport::Device> device_for(const BackendContext& context) {
+  if (const auto interface = env_string("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*interface);
+  if (const auto master = env_string("MASTER_ADDR"))
+    if (const auto address = address_towards(*master); !address.empty()) return Gloo::createDeviceForHostname(address);
+  const bool may_be_far = !on_one_host(context.members) && !env_string("MUSTER_HOST");
+  return may_be_far ? Gloo::createDefaultDevice() : Gloo::createDeviceForHostname("127.0.0.1");
+}
+
+}  // namespace
+
+c10::intrusive_ptr<Backend> create(const BackendContext& context) {
+  const auto options = Gloo::Options::create(context.timeout);
+  options->threads = 1;  // for Gloo's collectives, which are not used
+  try {
+    options->devices = {device_for(context)};
+    const auto store = to_c10d(make_prefix_store(context.store, context.store_prefix + "/gloo"));
+    store->setTimeout(context.timeout);
+    auto gloo = c10::make_intrusive<Gloo>(store, context.rank, context.size, options);
+    return c10::make_intrusive<WireBackend>(context, "gloo",
+                                            std::make_unique<GlooWire>(std::move(gloo), context.rank, context.size));
+  } catch (const c10::Error& error) {
+    throw Unavailable(
+        text("Gloo could not connect the ranks of group '", context.group_name, "': ", error.what_without_backtrace()),
+        "Look at the other ranks, or name the interface in GLOO_SOCKET_IFNAME");
+  } catch (const ::gloo::Exception& error) {
+    throw Unavailable(text("Gloo could not connect the ranks of group '", context.group_name, "': ", error.what()),
+                      "Look at the other ranks, or name the interface in GLOO_SOCKET_IFNAME");
+  }
+}
+
+std::string why_not() { return {}; }
+
+}  // namespace muster::comm::gloo_backend
+
+#else
+
+namespace muster::comm::gloo_backend {
+
+c10::intrusive_ptr<Backend> create(const BackendContext&) { throw Unavailable(why_not()); }
+std::string why_not() {
+  return "Muster was built without Gloo's headers: apt-get install libgloo-dev, and build again";
+}
+
+}  // namespace muster::comm::gloo_backend
+
+#endif

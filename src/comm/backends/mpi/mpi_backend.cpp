@@ -1,0 +1,58 @@
+#include "comm/backends/mpi/mpi_backend.h"
+
+#include <dlfcn.h>
+
+#include <filesystem>
+#include <mutex>
+
+#include "base/env.h"
+#include "base/text.h"
+#include "comm/backends/mpi/mpi_wire.h"
+#include "comm/wire_backend.h"
+
+namespace muster::comm::mpi_backend {
+namespace {
+
+struct Plugin {
+  MakeWire make_wire = nullptr;
+  std::string problem;
+};
+
+// Beside the library that this code is in, else wherever the loader looks.
+Plugin load() {
+  constexpr const char* kFile = "libmuster_mpi.so";
+  Dl_info here{};
+  std::string path = kFile;
+  if (::dladdr(reinterpret_cast<void*>(&load), &here) != 0 && here.dli_fname) {
+    const auto beside = std::filesystem::path(here.dli_fname).parent_path() / kFile;
+    std::error_code ignored;
+    if (std::filesystem::exists(beside, ignored)) path = beside.string();
+  }
+  void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);  // global: MPI loads parts of its own
+  if (!library)
+    return {nullptr, text("libmuster_mpi.so is not here (", ::dlerror(),
+                          "): install an MPI (apt-get install libopenmpi-dev) and build Muster again")};
+  void* const symbol = ::dlsym(library, kMakeWire);
+  if (!symbol) return {nullptr, "libmuster_mpi.so is of another version of Muster: build it again"};
+  return {reinterpret_cast<MakeWire>(symbol), {}};
+}
+
+const Plugin& plugin() {
+  static const Plugin loaded = load();  // stays until the process ends
+  return loaded;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<Backend> create(const BackendContext& context) {
+  if (!plugin().make_wire) throw Unavailable(plugin().problem);
+  return c10::make_intrusive<WireBackend>(context, "mpi", plugin().make_wire(context));
+}
+
+std::string why_not() {
+  if (!env_string("OMPI_COMM_WORLD_RANK") && !env_string("PMI_RANK") && !env_string("PMIX_RANK"))
+    return "this process was not started by mpirun or by srun with PMI";
+  return plugin().problem;
+}
+
+}  // namespace muster::comm::mpi_backend

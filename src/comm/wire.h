@@ -1,0 +1,62 @@
+// Wire: messages between the ranks of a group that have no memory in common. The one thing that a library or protocol
+// must bring for Muster to make a backend of it (wire_backend.h).
+//
+// A message is bytes with a kind and a tag. A receive takes the oldest message from its peer with the same kind and
+// tag, and has room for its bytes: the protocol above sees to that. Messages of different kinds never meet. No message
+// is empty.
+//
+//   kAnnouncement, kData   of collectives: every send has its receive soon, in the same order, and never to oneself
+//   kMessage, kReady       of at most kShortMessage bytes: a send completes whether or not the receive is there, as
+//                          long as the peer's process runs; also to oneself; receives of kMessage from any source
+//   kPayload               the receive is there before the send; also to oneself
+//
+// Thread-safety: send(), receive() and close() from any thread; a Transfer belongs to one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+
+#include "muster/base/deadline.h"
+
+namespace muster::comm {
+
+// A transfer that failed for no reason of its own: a connection is gone, or the wire is closed. Who or what is to blame
+// is found by the backend.
+struct WireBroken : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+enum class WireKind : uint8_t { kAnnouncement, kData, kMessage, kReady, kPayload };
+inline constexpr int kWireKinds = 5;
+inline constexpr size_t kShortMessage = 256;
+inline constexpr uint32_t kWireTags = uint32_t{1} << 28;  // tags are below
+
+struct WireTag {
+  WireKind kind = WireKind::kData;
+  uint32_t value = 0;
+  friend bool operator==(WireTag, WireTag) = default;
+};
+
+class Wire {
+ public:
+  // Destroyed without wait() only after close().
+  class Transfer {
+   public:
+    virtual ~Transfer() = default;
+    // Until the memory may be used again. Returns the peer. Timeout (without text; the wire may be broken by one of
+    // kAnnouncement, kData and kPayload) or WireBroken. Once.
+    virtual int wait(Deadline deadline) = 0;
+  };
+
+  virtual ~Wire() = default;
+  // The memory must stay until the transfer has been waited for, or the Wire is destroyed.
+  virtual std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) = 0;
+  virtual std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data,
+                                            size_t bytes) = 0;  // kAnySource too
+  // Ends it: what waits and what comes later gets WireBroken, here and, soon, on peers that wait for this rank.
+  virtual void close() = 0;
+};
+
+}  // namespace muster::comm

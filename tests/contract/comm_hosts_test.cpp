@@ -1,0 +1,257 @@
+// Ranks on several hosts (faked on one machine, and as network namespaces), and the fake backend.
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include "base/text.h"
+#include "comm/backend.h"
+#include "multiprocess/launch_support.h"
+#include "support/collective_cases.h"
+#include "support/forked.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+Deadline patience() { return Deadline::after(seconds(60)); }
+
+WorldOptions on_hosts(std::vector<std::string> hosts, std::string backend = "auto") {
+  WorldOptions options;
+  options.backend = std::move(backend);
+  options.hosts = std::move(hosts);
+  options.timeout = seconds(60);
+  return options;
+}
+
+// --- several hosts ---
+
+TEST(Hosts, AutoIsShmOnOneAndHierarchicalOverSeveral) {
+  run_threads(2, [](World& world) { EXPECT_EQ(world.group().backend_name(), "shm"); });
+  run_threads(
+      4,
+      [](World& world) {
+        EXPECT_EQ(world.group().backend_name(), "hierarchical");
+        const Group inside = world.new_group({0, 1}), across = world.new_group({3, 0});
+        if (world.rank() < 2) {
+          EXPECT_EQ(inside.backend_name(), "shm");
+        }
+        for (const auto& group : {inside, across})
+          if (group.is_member()) {
+            const at::Tensor t = at::full({5000}, world.rank() + 1.0);
+            all_reduce(t, {.group = group});
+            EXPECT_EQ(t[4999].item<double>(), group.ranks()[0] + group.ranks()[1] + 2);
+          }
+      },
+      on_hosts({"a", "a", "b", "b"}));
+}
+
+// Every collective, whole numbers (so that the order of sums does not matter), every root, and hosts of all kinds.
+TEST(Hosts, EveryCollectiveOnEveryShape) {
+  const std::vector<std::vector<std::string>> shapes = {
+      {"a", "a", "b", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b"}, {"a", "b", "c"}, {"a", "b", "b", "c", "a"}};
+  for (const auto& hosts : shapes)
+    run_threads(
+        static_cast<int>(hosts.size()),
+        [&](World& world) {
+          int64_t number = 0;
+          for (const auto& subject : collectives())
+            for (const int64_t count : {0, 1, 5, 3000, 70'000})
+              for (int root = 0; root < world.world_size(); ++root) {
+                ++number;
+                const Case c{.world = world,
+                             .group = world.group(),
+                             .dtype = number % 2 ? at::kLong : at::kInt,
+                             .op = subject.reduces ? ops_of(at::kLong)[static_cast<size_t>(number) % 4] : ReduceOp::SUM,
+                             .count = count,
+                             .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
+                             .root = root,
+                             .async = number % 3 == 0,
+                             .shift = number * 17};
+                SCOPED_TRACE(testing::Message() << join(hosts) << ": " << subject.name << ", " << c);
+                subject.start(c)();
+              }
+        },
+        on_hosts(hosts));
+}
+
+// Floats: the same bits on every rank, and in a second run; near to the sum in the order of ranks.
+TEST(Hosts, FloatsHaveTheSameBitsEverywhere) {
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kComplexFloat})
+    for (const auto op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT})
+      run_threads(
+          5,
+          [&](World& world) {
+            SCOPED_TRACE(testing::Message() << c10::toString(dtype) << ", " << to_string(op));
+            at::Tensor before;
+            for (const int64_t count : {3, 40'000, 40'000}) {
+              const at::Tensor t = tile(table_of(dtype, world.rank()), 0, count);
+              all_reduce(t, {.op = op});
+              const at::Tensor all = at::zeros({5 * count}, dtype);
+              all_gather_into_tensor(all, t);
+              for (int r = 0; r < 5; ++r) ASSERT_TRUE(at::equal(all.narrow(0, r * count, count), t)) << "rank " << r;
+              if (before.defined() && before.numel() == count) {
+                EXPECT_TRUE(at::equal(before, t)) << "another run, other bits";
+              }
+              before = t;
+              const auto wide = dtype == at::kComplexFloat ? at::kComplexDouble : at::kDouble;
+              const double off =
+                  (t.to(wide) - tile(reduced_table(dtype, op, 5), 0, count).to(wide)).abs().max().item<double>();
+              EXPECT_LE(off, dtype == at::kBFloat16 ? 0.25 : dtype == at::kHalf ? 0.03 : 1e-4);
+            }
+          },
+          on_hosts({"a", "b", "a", "b", "b"}));
+}
+
+TEST(Hosts, ReceiveFromAnybodyIsRefused) {
+  run_threads(
+      2,
+      [](World& world) {
+        const at::Tensor t = at::zeros({1});
+        EXPECT_CONTAINS(message_of<InvalidArgument>([&] { recv(t, kAnySource); }), "Name the source");
+        EXPECT_CONTAINS(message_of<InvalidArgument>([&] { send(t, 1 - world.rank(), {.tag = -1}); }), "negative");
+        barrier();  // and the group is as good as before
+      },
+      on_hosts({"a", "b"}));
+}
+
+// --- the loss of a rank between hosts ---
+
+struct Loss {
+  std::string backend;
+  std::vector<std::string> hosts;
+  int victim;
+};
+void PrintTo(const Loss& loss, std::ostream* out) { *out << loss.backend << ", rank " << loss.victim; }
+
+class HostsFork : public testing::TestWithParam<Loss> {};
+INSTANTIATE_TEST_SUITE_P(Comm, HostsFork,
+                         testing::Values(Loss{"gloo", {}, 0}, Loss{"gloo", {}, 2},
+                                         Loss{"gloo", {"a", "b", "c", "d"}, 1},  // nobody sees the process itself
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 3},    // no leader
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 2},    // a leader
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 0}));  // the first
+
+TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
+  const Loss& loss = GetParam();
+  constexpr int kRanks = 4;
+  for (const bool asleep : {false, true}) {  // killed in a collective that the others wait in, or outside of any
+    const ForkedJob job;
+    SharedNumbers started(kRanks), told(kRanks);
+    ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
+      World world = job.join(rank, kRanks, on_hosts(loss.hosts, loss.backend));
+      const World::Scope scope(world);
+      barrier();
+      started[static_cast<size_t>(rank)] = 1;
+      if (rank == loss.victim && asleep)
+        for (;;) ::pause();
+      try {
+        for (;;) all_reduce(at::ones({2000}));
+      } catch (const PeerLost& lost) {
+        told[static_cast<size_t>(rank)] = now_ns();
+        EXPECT_EQ(lost.rank(), loss.victim) << lost.what();
+        EXPECT_CONTAINS(lost.what(), text("rank ", loss.victim));
+        EXPECT_THROW(barrier(), PeerLost);
+      }
+      return {};
+    });
+    while (started[0] + started[1] + started[2] + started[3] < kRanks) ::usleep(1000);
+    const int64_t killed = now_ns();
+    ranks.signal(loss.victim, SIGKILL);
+    for (int r = 0; r < kRanks; ++r) {
+      const auto end = ranks.wait(r, patience());
+      if (r == loss.victim) continue;
+      EXPECT_TRUE(end.exited && end.status == 0) << "rank " << r << ": " << end.said << ", signal " << end.signal;
+      EXPECT_LE(told[static_cast<size_t>(r)] - killed, milliseconds(3000) / std::chrono::nanoseconds(1));
+    }
+  }
+}
+
+// --- network namespaces ---
+
+bool can_make_namespaces() {
+  return Process({"/bin/sh", "-c", "ip netns add muster-probe && ip netns delete muster-probe"}).finish() == 0;
+}
+
+TEST(HostsProcess, NetworkNamespaces) {
+  if (!can_make_namespaces()) GTEST_SKIP() << "needs ip(8) (apt-get install iproute2) and the right to make namespaces";
+  const std::string one = text("muster-", ::getpid(), "-a"), two = text("muster-", ::getpid(), "-b");
+  const auto shell = [](const std::string& script) { return Process({"/bin/sh", "-ec", script}).finish(); };
+  struct Cleaner {
+    std::string script;
+    ~Cleaner() { Process({"/bin/sh", "-c", script}).finish(); }
+  } cleaner{text("ip netns delete ", one, "; ip netns delete ", two)};
+  ASSERT_EQ(shell(text("ip netns add ", one, "; ip netns add ", two, "; ip -n ", one,
+                       " link add mu0 type veth peer name mu0 netns ", two, "; ip -n ", one,
+                       " addr add 10.213.7.1/24 dev mu0; ip -n ", two, " addr add 10.213.7.2/24 dev mu0; ip -n ", one,
+                       " link set mu0 up; ip -n ", two, " link set mu0 up; ip -n ", one, " link set lo up; ip -n ", two,
+                       " link set lo up")),
+            0);
+  const auto start = [&](const std::string& space, int rank) {
+    return std::make_unique<Process>(
+        std::vector<std::string>{"/usr/bin/env", "ip", "netns", "exec", space, MUSTER_WORLD_PROGRAM},
+        Process::Options{.env = {text("RANK=", rank), "WORLD_SIZE=3", text("LOCAL_RANK=", rank % 2),
+                                 text("LOCAL_WORLD_SIZE=", rank < 2 ? 2 : 1), "MASTER_ADDR=10.213.7.1",
+                                 "MASTER_PORT=29571"}});
+  };
+  const auto zero = start(one, 0), second = start(one, 1), far = start(two, 2);
+  for (const auto& [process, line] : {std::pair{&zero, "rank 0 of 3, local 0 of 2, sum 6, backend hierarchical"},
+                                      std::pair{&second, "rank 1 of 3, local 1 of 2, sum 6, backend hierarchical"},
+                                      std::pair{&far, "rank 2 of 3, local 0 of 1, sum 6, backend hierarchical"}}) {
+    EXPECT_EQ((*process)->finish(Deadline::after(seconds(60))), 0) << (*process)->err;
+    EXPECT_CONTAINS((*process)->out, line);
+  }
+}
+
+// --- the fake backend ---
+
+TEST(Fake, OneRankPlaysAThousand) {
+  constexpr int kRanks = 1000, kMe = 7;
+  WorldOptions options;
+  options.backend = "fake";
+  World world({.rank = kMe, .world_size = kRanks}, make_memory_store(), options);
+  const World::Scope scope(world);
+  EXPECT_EQ(world.group().backend_name(), "fake");
+  const at::Tensor t = at::full({3}, 2.0);
+  all_reduce(t);
+  broadcast(t, 999);
+  EXPECT_TRUE(t.eq(2).all().item<bool>());
+  const at::Tensor all = at::zeros({3 * kRanks});
+  all_gather_into_tensor(all, t);
+  EXPECT_TRUE(all.eq(2).all().item<bool>());
+  const at::Tensor mine = at::zeros({3});
+  reduce_scatter_tensor(mine, all + 1);
+  EXPECT_TRUE(mine.eq(3).all().item<bool>());
+  const at::Tensor mixed = at::zeros({kRanks});
+  all_to_all_single(mixed, at::ones({kRanks}));
+  EXPECT_TRUE(mixed.eq(1).all().item<bool>());
+  barrier();
+  send(t, 3);
+  EXPECT_EQ(recv(t, kAnySource), 0);
+  all_reduce_async(t).wait();
+  EXPECT_EQ(world.group().stats().operations, 9u);
+  // A mistake is one here as well.
+  EXPECT_THROW(broadcast(t, kRanks), InvalidArgument);
+  EXPECT_THROW(all_gather_into_tensor(at::zeros({5}), t), InvalidArgument);
+  const Group some = world.new_group({7, 999});
+  all_reduce(t, {.group = some});
+  EXPECT_EQ(some.rank(), 0);
+  EXPECT_FALSE(world.new_group({1, 2}).is_member());
+}
+
+TEST(Backends, TheTableNamesEachOnce) {
+  for (const auto& entry : comm::backends()) {
+    EXPECT_EQ(&comm::find_backend(std::string(entry.name), true), &entry);
+    if (const auto reason = entry.why_not(); !reason.empty()) {
+      WorldOptions options;
+      options.backend = std::string(entry.name);
+      EXPECT_CONTAINS(message_of<Unavailable>([&] { World({}, make_memory_store(), options); }), reason);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace muster::test
