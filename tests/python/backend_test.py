@@ -250,6 +250,7 @@ class Ends(unittest.TestCase):
             dist.barrier()
             child = os.fork()
             if child == 0:
+                dist.group.WORLD.abort()
                 dist.destroy_process_group()
                 muster._leave()
                 os._exit(0)

@@ -73,6 +73,7 @@ void ShmBackend::leave(const std::string& cause) {
 }
 
 void ShmBackend::abort() {
+  if (pid_ != ::getpid()) return;
   channel_.fail(Failure::kAborted, getRank(), text("rank ", getRank(), " aborted group '", channel_.name(), "'"));
 }
 
