@@ -31,6 +31,22 @@ class Registration(unittest.TestCase):
 
         self.assertEqual(run(2, body), [("muster", "muster", "muster", 2)] * 2)
 
+    def test_names_with_devices(self):
+        config = dist.distributed_c10d.BackendConfig(dist.Backend("cpu:muster,cuda:nccl"))
+        self.assertEqual(config.get_device_backend_map(), {"cpu": "muster", "cuda": "nccl"})
+
+        def body(rank):
+            ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+            t = torch.ones(1)
+            dist.all_reduce(t)
+            group = dist.distributed_c10d._get_default_group()
+            return dist.get_backend(), group._get_backend(cpu()).name(), ddp._get_ddp_logging_data()["backend_name"], t.item()
+
+        self.assertEqual(run(2, body, backend="cpu:muster"), [("cpu:muster", "muster", "muster", 2.0)] * 2)
+        mixed = "cpu:muster,cuda:gloo"  # gloo in the place of NCCL, which builds for CPUs lack
+        for whole, name, _, value in run(2, body, backend=mixed):
+            self.assertEqual((whole, name, value), (mixed, "muster", 2.0))
+
     def test_beside_another_backend(self):
         def body(rank):
             gloo = dist.new_group(backend="gloo")
