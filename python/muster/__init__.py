@@ -9,7 +9,7 @@ Importing it registers the backend:
 
 Everything else is PyTorch's own interface. README.md says what to expect of it.
 
-Thread-safety: as torch.distributed; create_backend() and the backends that it returns from any thread.
+Thread-safety: as torch.distributed; create_backend(), create_process_group() and what they return from any thread.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except ImportError as error:
     raise ImportError(f"Muster's module does not fit this Python or its torch ({torch.__version__}): {error}. "
                       "Install it again with this Python.") from error
 
-__all__ = ["create_backend", "monitored_barrier"]
+__all__ = ["create_backend", "create_process_group", "monitored_barrier"]
 
 _CPU = torch.device("cpu")
 
@@ -39,6 +39,16 @@ def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta =
     process. `name` appears in messages. Raises ValueError, and dist.DistBackendError where a rank does not come in time.
     """
     return _muster.create_backend(store, rank, size, timeout, name)
+
+
+def create_process_group(store: dist.Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=5),
+                         name: str = "world") -> dist.ProcessGroup:
+    """As create_backend(), with a process group around it, of which torch.distributed knows nothing.
+
+    For processes that outlive their group, as torchft's do: after abort() they make another, of another size. Each needs
+    a store of its own, or a dist.PrefixStore. The group's abort() ends what is under way on all ranks, by an error.
+    """
+    return _muster.create_process_group(store, rank, size, timeout, name)
 
 
 def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None,

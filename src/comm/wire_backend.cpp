@@ -154,6 +154,7 @@ void WireBackend::leave(const std::string& cause) {
 void WireBackend::abort() { fail(Aborted(text("rank ", shown(getRank()), " aborted group '", group_name(), "'"))); }
 
 void WireBackend::fail(const Error& cause) {
+  if (pid_ != ::getpid()) return;
   settle(read_failure(write_failure(cause)));
   wire_->close();
 }

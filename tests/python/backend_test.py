@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 from datetime import timedelta
@@ -29,6 +30,22 @@ class Registration(unittest.TestCase):
             return dist.get_backend(), group.name(), group._get_backend(cpu()).name(), group._get_backend(cpu()).size()
 
         self.assertEqual(run(2, body), [("muster", "muster", "muster", 2)] * 2)
+
+    def test_names_with_devices(self):
+        config = dist.distributed_c10d.BackendConfig(dist.Backend("cpu:muster,cuda:nccl"))
+        self.assertEqual(config.get_device_backend_map(), {"cpu": "muster", "cuda": "nccl"})
+
+        def body(rank):
+            ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+            t = torch.ones(1)
+            dist.all_reduce(t)
+            group = dist.distributed_c10d._get_default_group()
+            return dist.get_backend(), group._get_backend(cpu()).name(), ddp._get_ddp_logging_data()["backend_name"], t.item()
+
+        self.assertEqual(run(2, body, backend="cpu:muster"), [("cpu:muster", "muster", "muster", 2.0)] * 2)
+        mixed = "cpu:muster,cuda:gloo"  # gloo in the place of NCCL, which builds for CPUs lack
+        for whole, name, _, value in run(2, body, backend=mixed):
+            self.assertEqual((whole, name, value), (mixed, "muster", 2.0))
 
     def test_beside_another_backend(self):
         def body(rank):
@@ -204,6 +221,38 @@ class Lost(unittest.TestCase):
 
         self.assertIn("rank 1 (pid", run(2, body, destroy=False)[0])
 
+    def test_abort_ends_what_is_under_way_on_all_ranks(self):
+        def body(rank):
+            group = dist.new_group([0, 1])
+            if rank == 0:
+                work = dist.all_reduce(torch.ones(1), group=group, async_op=True)  # in which rank 1 takes no part
+                aborting = threading.Timer(0.2, group.abort)
+                aborting.start()
+                text = raised(dist.DistBackendError, work.wait)
+                aborting.join()
+            else:
+                text = raised(dist.DistBackendError, lambda: dist.recv(torch.ones(1), 0, group=group))
+            t = torch.ones(1)
+            dist.all_reduce(t)
+            return text, t.item()
+
+        for text, value in run(2, body):
+            self.assertIn("rank 0 aborted group", text)
+            self.assertEqual(value, 2.0)
+
+    def test_abort_spoils_nothing_that_peers_have_yet_to_finish(self):
+        def body(rank):
+            store, values = dist.PrefixStore("abort", dist.distributed_c10d._get_default_store()), []
+            for i in range(50):
+                group = muster.create_process_group(dist.PrefixStore(str(i), store), rank, 2)
+                t = torch.ones(1 << (i % 20))
+                group.allreduce(t).wait()
+                values.append(t.sum().item() / t.numel())
+                group.abort()
+            return values
+
+        self.assertEqual(run(2, body), [[2.0] * 50] * 2)
+
     def test_a_new_group_after_a_failure(self):
         def body(rank):
             group = dist.new_group([0, 1])
@@ -250,6 +299,7 @@ class Ends(unittest.TestCase):
             dist.barrier()
             child = os.fork()
             if child == 0:
+                dist.group.WORLD.abort()
                 dist.destroy_process_group()
                 muster._leave()
                 os._exit(0)

@@ -40,6 +40,7 @@ void ShmBackend::leave(const std::string& cause) {
 }
 
 void ShmBackend::abort() {
+  if (pid_ != ::getpid()) return;  // a fork, as above
   const int rank = channel_.shown(getRank());
   channel_.fail(Failure::kAborted, rank, text("rank ", rank, " aborted group '", channel_.name(), "'"));
 }
