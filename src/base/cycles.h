@@ -38,4 +38,24 @@ class CycleLength {
   uint64_t began_cycles_ = cycles();
 };
 
+// Clock::now() by way of cycles(), at a third of its cost: the clock itself is read once in ten milliseconds and
+// thread, and in between counted on from there. Off by less than a microsecond, and may step back by as much.
+class FastClock {
+ public:
+  static Clock::time_point now() {
+    thread_local FastClock mine;
+    const uint64_t passed = cycles() - mine.cycles_;
+    if (passed >= mine.span_) [[unlikely]]
+      return mine.look();
+    return mine.time_ + std::chrono::nanoseconds(static_cast<int64_t>(static_cast<double>(passed) * mine.cycle_ns_));
+  }
+
+ private:
+  Clock::time_point look();
+
+  uint64_t cycles_ = 0, span_ = 0;  // counted on for `span_` after cycles_, when it was time_
+  Clock::time_point time_;
+  double cycle_ns_ = 0;
+};
+
 }  // namespace muster

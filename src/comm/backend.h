@@ -65,9 +65,24 @@ struct Operation {
   std::source_location site = {};           // where the user called
 };
 
+// A blocking collective of one tensor, or of one in and one out, equal parts and no extras: what an Operation says,
+// without the cost of making one.
+struct SmallCall {
+  OpKind kind = OpKind::kBarrier;  // kNothing: no small call after all
+  ReduceOp op = ReduceOp::SUM;
+  int peer = 0;
+  const at::Tensor* tensor = nullptr;  // as Operation's; of an all_to_all, the output
+  const at::Tensor* other = nullptr;   // the output of an all_gather, the input of a reduce_scatter or an all_to_all
+  std::chrono::milliseconds timeout{0};
+  const std::source_location& site;
+};
+
 class Backend : public c10d::Backend {
  public:
   using c10d::Backend::Backend;
+
+  // Does it, where it is small and plain; false: call run() instead, which also finds mistakes.
+  virtual bool run_small(const SmallCall&) { return false; }
 
   virtual void run(const Operation& operation) = 0;
   virtual c10::intrusive_ptr<c10d::Work> submit(Operation operation) = 0;

@@ -9,9 +9,16 @@ namespace {
 using comm::Operation;
 using comm::OpKind;
 
-void run(const Group& group, Operation operation, const Site& site) {
+void run(comm::Backend& backend, Operation operation, const Site& site) {
   operation.site = site;
-  group.backend().run(operation);
+  backend.run(operation);
+}
+void run(const Group& group, Operation operation, const Site& site) {
+  run(group.backend(), std::move(operation), site);
+}
+comm::SmallCall small(OpKind kind, const at::Tensor& tensor, const at::Tensor* other, std::chrono::milliseconds timeout,
+                      const Site& site, int peer = 0, ReduceOp op = ReduceOp::SUM) {
+  return {.kind = kind, .op = op, .peer = peer, .tensor = &tensor, .other = other, .timeout = timeout, .site = site};
 }
 Work submit(const Group& group, Operation operation, const Site& site) {
   operation.site = site;
@@ -55,32 +62,45 @@ Operation message(OpKind kind, const at::Tensor& tensor, int peer, const Message
 
 }  // namespace
 
-// Each pair of functions: the same Operation, run or submitted.
+// Each pair of functions: the same Operation, run or submitted. Small ones are tried without one first.
 #define MUSTER_COLLECTIVE(name, parameters, operation)          \
   void name parameters { run(options.group, operation, site); } \
   Work name##_async parameters { return submit(options.group, operation, site); }
+#define MUSTER_SMALL_COLLECTIVE(name, parameters, small, operation) \
+  void name parameters {                                            \
+    comm::Backend& backend = options.group.backend();               \
+    if (!backend.run_small(small)) run(backend, operation, site);   \
+  }                                                                 \
+  Work name##_async parameters { return submit(options.group, operation, site); }
 
-MUSTER_COLLECTIVE(all_reduce, (const at::Tensor& tensor, const ReduceOptions& options, const Site& site),
-                  all_reduction(tensor, options))
-MUSTER_COLLECTIVE(broadcast, (const at::Tensor& tensor, int src, const CollectiveOptions& options, const Site& site),
-                  movement(OpKind::kBroadcast, tensor, options, src))
-MUSTER_COLLECTIVE(reduce, (const at::Tensor& tensor, int dst, const ReduceOptions& options, const Site& site),
-                  reduction(OpKind::kReduce, tensor, options, dst))
+MUSTER_SMALL_COLLECTIVE(all_reduce, (const at::Tensor& tensor, const ReduceOptions& options, const Site& site),
+                        (small(OpKind::kAllReduce, tensor, nullptr, options.timeout, site, 0, options.op)),
+                        all_reduction(tensor, options))
+MUSTER_SMALL_COLLECTIVE(broadcast,
+                        (const at::Tensor& tensor, int src, const CollectiveOptions& options, const Site& site),
+                        (small(OpKind::kBroadcast, tensor, nullptr, options.timeout, site, src)),
+                        movement(OpKind::kBroadcast, tensor, options, src))
+MUSTER_SMALL_COLLECTIVE(reduce, (const at::Tensor& tensor, int dst, const ReduceOptions& options, const Site& site),
+                        (small(OpKind::kReduce, tensor, nullptr, options.timeout, site, dst, options.op)),
+                        reduction(OpKind::kReduce, tensor, options, dst))
 MUSTER_COLLECTIVE(all_gather,
                   (const std::vector<at::Tensor>& outputs, const at::Tensor& input, const CollectiveOptions& options,
                    const Site& site),
                   with_outputs(movement(OpKind::kAllGather, input, options), outputs))
-MUSTER_COLLECTIVE(all_gather_into_tensor,
-                  (const at::Tensor& output, const at::Tensor& input, const CollectiveOptions& options,
-                   const Site& site),
-                  with_outputs(movement(OpKind::kAllGather, input, options), {output}))
+MUSTER_SMALL_COLLECTIVE(all_gather_into_tensor,
+                        (const at::Tensor& output, const at::Tensor& input, const CollectiveOptions& options,
+                         const Site& site),
+                        (small(OpKind::kAllGather, input, &output, options.timeout, site)),
+                        with_outputs(movement(OpKind::kAllGather, input, options), {output}))
 MUSTER_COLLECTIVE(reduce_scatter,
                   (const at::Tensor& output, const std::vector<at::Tensor>& inputs, const ReduceOptions& options,
                    const Site& site),
                   with_inputs(reduction(OpKind::kReduceScatter, output, options), inputs))
-MUSTER_COLLECTIVE(reduce_scatter_tensor,
-                  (const at::Tensor& output, const at::Tensor& input, const ReduceOptions& options, const Site& site),
-                  with_inputs(reduction(OpKind::kReduceScatter, output, options), {input}))
+MUSTER_SMALL_COLLECTIVE(reduce_scatter_tensor,
+                        (const at::Tensor& output, const at::Tensor& input, const ReduceOptions& options,
+                         const Site& site),
+                        (small(OpKind::kReduceScatter, output, &input, options.timeout, site, 0, options.op)),
+                        with_inputs(reduction(OpKind::kReduceScatter, output, options), {input}))
 MUSTER_COLLECTIVE(gather,
                   (const at::Tensor& input, const std::vector<at::Tensor>& outputs, int dst,
                    const CollectiveOptions& options, const Site& site),
@@ -89,15 +109,20 @@ MUSTER_COLLECTIVE(scatter,
                   (const at::Tensor& output, const std::vector<at::Tensor>& inputs, int src,
                    const CollectiveOptions& options, const Site& site),
                   with_inputs(movement(OpKind::kScatter, output, options, src), inputs))
-MUSTER_COLLECTIVE(all_to_all_single,
-                  (const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options, const Site& site),
-                  all_to_all_operation(output, input, options))
+MUSTER_SMALL_COLLECTIVE(
+    all_to_all_single,
+    (const at::Tensor& output, const at::Tensor& input, const AllToAllOptions& options, const Site& site),
+    (small(options.input_splits.empty() && options.output_splits.empty() ? OpKind::kAllToAll : OpKind::kNothing, output,
+           &input, options.timeout, site)),
+    all_to_all_operation(output, input, options))
 MUSTER_COLLECTIVE(all_to_all,
                   (const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
                    const CollectiveOptions& options, const Site& site),
                   with_inputs(with_outputs(movement(OpKind::kAllToAll, {}, options), outputs), inputs))
-MUSTER_COLLECTIVE(barrier, (const CollectiveOptions& options, const Site& site),
-                  (Operation{.kind = OpKind::kBarrier, .timeout = options.timeout}))
+MUSTER_SMALL_COLLECTIVE(barrier, (const CollectiveOptions& options, const Site& site),
+                        (comm::SmallCall{.timeout = options.timeout, .site = site}),
+                        (Operation{.kind = OpKind::kBarrier, .timeout = options.timeout}))
+#undef MUSTER_SMALL_COLLECTIVE
 #undef MUSTER_COLLECTIVE
 
 void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const ReduceOptions& options, const Site& site) {

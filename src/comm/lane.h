@@ -9,6 +9,7 @@
 // the channel has failed) and joins the thread.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -31,17 +32,20 @@ class Lane {
   // Runs `job` in its turn, on this thread, and returns when it has run.
   template <typename Function>
   void run(Function&& job) {
-    std::unique_lock lock(mutex_);
-    if (busy_ || !jobs_.empty()) {
-      lock.unlock();
-      run_in_turn(job);
-      return;
-    }
-    busy_ = true;
-    lock.unlock();
+    if (!try_take()) return run_in_turn(job);
     job(true);
-    lock.lock();
-    release();
+    give_back();
+  }
+
+  // The lane for the calling thread, if it is free and nobody waits; then give_back().
+  bool try_take() {
+    uint32_t free = 0;
+    return state_.compare_exchange_strong(free, kBusy, std::memory_order_acquire, std::memory_order_relaxed);
+  }
+  void give_back() {
+    uint32_t mine = kBusy;
+    if (!state_.compare_exchange_strong(mine, 0, std::memory_order_release, std::memory_order_relaxed)) [[unlikely]]
+      give_back_to_others();
   }
 
   // Runs what is queued, in turn and on this thread, until done() or until nothing is queued; sleeps while another
@@ -51,16 +55,25 @@ class Lane {
   void stop();
 
  private:
+  // Whoever finds 0 takes the lane without the lock. kWanted: somebody waits for it, or jobs are queued; then it is
+  // taken and given back under the lock alone.
+  static constexpr uint32_t kBusy = 1, kWanted = 2;
+
   void run_in_turn(const Job& job);
   void run_first(std::unique_lock<std::mutex>& lock, bool by_waiter);
-  void release();  // the lane is free for the next job
+  void give_back_to_others();
+  bool busy() const { return (state_.load(std::memory_order_acquire) & kBusy) != 0; }
+  void want() { state_.fetch_or(kWanted, std::memory_order_relaxed); }
+  bool idle_but_wanted() const { return state_.load(std::memory_order_acquire) == kWanted; }
+  void release();  // with the lock, of a lane that is busy or wanted: it is free for the next job
   void work();
 
   const std::string name_;
+  std::atomic<uint32_t> state_{0};
   std::mutex mutex_;
   std::condition_variable wake_, turn_;  // of the progress thread; of those in drive()
   std::deque<Job> jobs_;
-  bool busy_ = false, stop_ = false;
+  bool stop_ = false;
   int drivers_ = 0;
   std::thread thread_;
 };

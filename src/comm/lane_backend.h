@@ -14,6 +14,7 @@
 #include <atomic>
 #include <memory>
 
+#include "base/cycles.h"
 #include "comm/backend.h"
 #include "comm/lane.h"
 #include "comm/operation_work.h"
@@ -37,7 +38,7 @@ class LaneBackend : public Backend {
 
   const std::string getBackendName() const override { return name_; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
-  uint64_t getSequenceNumberForGroup() override { return counters_->operations.load(std::memory_order_relaxed); }
+  uint64_t getSequenceNumberForGroup() override { return counters_->completed(); }
   void setSequenceNumberForGroup() override {}  // numbers start at 0 on all ranks
 
  protected:
@@ -53,6 +54,27 @@ class LaneBackend : public Backend {
   // The number, from 0, of the collective that execute() would do next, as its messages name it.
   virtual uint64_t next_sequence() const = 0;
 
+  // The frame of a small call: its turn in the lane, the black box, the counters. `body(deadline)` runs it. False, and
+  // nothing has been done, where the lane is busy or a profiler looks.
+  template <typename Body>
+  bool run_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
+    if (profiling() || !lane_->try_take()) return false;
+    const auto began = FastClock::now();
+    const uint64_t ticket = log_begin(call, dtype, bytes, began);
+    std::exception_ptr error;
+    try {
+      body(Deadline::after(call.timeout.count() > 0 ? call.timeout : timeout(), began));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const auto ended = FastClock::now();
+    log_end(ticket, error, ended);
+    if (!error) counters_->count_in_lane(bytes, ended - began);
+    lane_->give_back();
+    if (error) std::rethrow_exception(error);
+    return true;
+  }
+
   void count(const Operation& operation) { counters_->count(operation); }
   void stop_lane() { lane_->stop(); }  // in the destructor of what derives, before what execute() needs is gone
   Deadline deadline_for(const Operation& operation, Clock::time_point now = Clock::now()) const;
@@ -67,6 +89,17 @@ class LaneBackend : public Backend {
 
   // The black box. Tickets are of no meaning where there is none.
   uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
+  uint64_t log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point now) const {
+    if (!black_box_) return 0;
+    const bool rooted = call.kind == OpKind::kBroadcast || call.kind == OpKind::kReduce;
+    return black_box_->begin({.group = black_box_group_,
+                              .operation = static_cast<uint8_t>(call.kind),
+                              .dtype = static_cast<uint8_t>(dtype),
+                              .bytes = bytes,
+                              .sequence = next_sequence(),
+                              .peer = rooted ? call.peer : -1},
+                             static_cast<uint64_t>(now.time_since_epoch().count()));
+  }
   void log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now = Clock::now()) const;
   void run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket);
 

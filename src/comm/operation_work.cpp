@@ -64,9 +64,10 @@ void OperationCounters::count(const Operation& operation) {
 }
 
 CommStats OperationCounters::stats() const {
-  return {.operations = operations.load(std::memory_order_relaxed),
-          .bytes = bytes.load(std::memory_order_relaxed),
-          .blocked = std::chrono::nanoseconds(blocked_ns.load(std::memory_order_relaxed))};
+  return {.operations = completed(),
+          .bytes = bytes.load(std::memory_order_relaxed) + lane_bytes.load(std::memory_order_relaxed),
+          .blocked = std::chrono::nanoseconds(blocked_ns.load(std::memory_order_relaxed) +
+                                              lane_blocked_ns.load(std::memory_order_relaxed))};
 }
 
 const char* profiling_title(const Operation& operation) {

@@ -21,9 +21,27 @@ struct OperationCounters {
   std::atomic<uint64_t> operations{0}, bytes{0};
   std::atomic<int64_t> blocked_ns{0};
 
+  // Of operations in the lane, one at a time: no locked instruction.
+  std::atomic<uint64_t> lane_operations{0}, lane_bytes{0};
+  std::atomic<int64_t> lane_blocked_ns{0};
+
   void count(const Operation& operation);
+  void count_in_lane(uint64_t size, std::chrono::nanoseconds blocked) {
+    add(lane_operations, uint64_t{1});
+    add(lane_bytes, size);
+    add(lane_blocked_ns, int64_t{blocked.count()});
+  }
+  uint64_t completed() const {
+    return operations.load(std::memory_order_relaxed) + lane_operations.load(std::memory_order_relaxed);
+  }
   void add_blocked(std::chrono::nanoseconds time) { blocked_ns.fetch_add(time.count(), std::memory_order_relaxed); }
   CommStats stats() const;
+
+ private:
+  template <typename Number>
+  static void add(std::atomic<Number>& sum, Number value) {
+    sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
+  }
 };
 
 class OperationWork final : public c10d::Work {

@@ -8,6 +8,7 @@
 #include <set>
 #include <thread>
 
+#include "base/cycles.h"
 #include "base/env.h"
 #include "base/log.h"
 #include "base/text.h"
@@ -142,6 +143,7 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
                           "Use make_memory_store() for ranks that are threads, or connect_store()");
   State& s = *state_;
   s.self = this;
+  FastClock::now();  // from here on it learns how long a cycle is
   s.placement = placement;
   s.options = options;
   const FaultPlan more = faults_of_environment();

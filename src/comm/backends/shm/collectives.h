@@ -18,7 +18,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "comm/algorithms/reduce_kernels.h"
 #include "comm/backends/shm/channel.h"
@@ -68,9 +67,9 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
 
 // send[d] bytes from inputs[d] go to rank d; receive[s] bytes from rank s to outputs[s].
 struct AllToAllParts {
-  std::vector<ConstBytes> inputs;
-  std::vector<Bytes> outputs;
-  std::vector<uint64_t> send, receive;
+  std::span<const ConstBytes> inputs;
+  std::span<const Bytes> outputs;
+  std::span<const uint64_t> send, receive;
 };
 void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts);
 void barrier(Channel& channel, const Call& call);

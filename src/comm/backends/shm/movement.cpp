@@ -1,11 +1,13 @@
 // Collectives that move data: broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier.
 //
 // All follow one scheme. Each rank *contributes* some bytes for others to read. Where every rank's contribution fits
-// into its slot, it travels with the announcement. Else it goes through staging in turns: stage, say so, read what
-// others staged, say done.
+// into its slot, it travels with the announcement. Else, if all that contribute have it on the heap, the others read it
+// there. Else it goes through staging in turns: stage, say so, read what others staged, say done.
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "base/text.h"
 #include "comm/backends/shm/collectives.h"
@@ -21,6 +23,15 @@ void copy_bytes(Bytes to, ConstBytes from, size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
 
+// How much of `bytes` a turn takes, of `most` that it could: a few turns for a small operation, so that its steps
+// overlap, and never so much that the staged data leaves the second-level cache before the others read it.
+size_t piece_of(size_t bytes, size_t most) {
+  static const size_t kMost = std::getenv("P") ? std::stoul(std::getenv("P")) : size_t{64} << 10;
+  static const size_t kDiv = std::getenv("D") ? std::stoul(std::getenv("D")) : 4;
+  constexpr size_t kLeast = size_t{16} << 10, kPage = 4096;
+  return std::min(most, std::clamp(shm::round_up(bytes / kDiv, kPage), kLeast, kMost));
+}
+
 // One piece of `whole` bytes in turn i.
 struct Piece {
   Piece(size_t whole, size_t per_turn, uint64_t i)
@@ -28,17 +39,43 @@ struct Piece {
   size_t begin, length;
 };
 
+// Whether all those whose contribution is read have it on the heap: the root alone, or everybody.
+bool on_heap(const Channel& channel, int root = -1) {
+  if (!channel.has_heaps()) return false;
+  for (int r = root < 0 ? 0 : root; r < (root < 0 ? channel.size() : root + 1); ++r)
+    if (channel.descriptor(r).heap_offset == kNotOnHeap) return false;
+  return true;
+}
+
+// Contributions are read where they are; announcing said that they are there. `read(peer, data)` on ranks with `takes`,
+// for the root or for every other rank.
+template <typename Read>
+void directly(Channel& channel, int root, bool takes, Read read) {
+  const uint64_t mark = channel.turn() + 1;
+  channel.take_turns(1);
+  const auto data_of_rank = [&](int r) -> ConstBytes { return channel.heap(r) + channel.descriptor(r).heap_offset; };
+  if (root >= 0) {
+    if (channel.rank() != root) read(root, data_of_rank(root));
+  } else {
+    for (int step = 1; takes && step < channel.size(); ++step) {
+      const int peer = (channel.rank() + step) % channel.size();
+      read(peer, data_of_rank(peer));
+    }
+  }
+  channel.publish(Channel::Counter::kDone, mark);
+  if (root < 0 || channel.rank() == root) channel.await_all(Channel::Counter::kDone, mark);
+}
+
 // The root's `bytes` to everybody: `take(rank's data, offset, length)` for each piece on every rank but the root.
 template <typename Stage, typename Take>
-void from_root(Channel& channel, const Call& call, uint64_t turns, Stage stage, Take take) {
+void from_root(Channel& channel, const Call& call, uint64_t turns, size_t other_part, Stage stage, Take take) {
   Turns pipeline(channel, turns);
   for (uint64_t i = 0; i < turns; ++i) {
     if (channel.rank() == call.root) {
       Bytes const own = pipeline.stage(i);
       stage(own, i);
       channel.corrupt({own, 1}, channel.seq());
-      channel.corrupt({own + channel.layout().chunk, channel.size() > 1 ? size_t{1} : 0},
-                      channel.seq());  // another rank's part of a scatter
+      channel.corrupt({own + other_part, channel.size() > 1 ? size_t{1} : 0}, channel.seq());
       pipeline.staged(i);
     } else {
       pipeline.await_staged(call.root, i);
@@ -76,9 +113,13 @@ void broadcast(Channel& channel, const Call& call, Bytes data) {
     if (!root) copy_bytes(data, channel.payload(call.root), call.bytes());
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
-    const size_t per_turn = channel.layout().turn_bytes();
+    if (on_heap(channel, call.root)) {
+      directly(channel, call.root, !root, [&](int, ConstBytes from) { copy_bytes(data, from, call.bytes()); });
+      return channel.leave_op();
+    }
+    const size_t per_turn = piece_of(call.bytes(), channel.layout().turn_bytes());
     from_root(
-        channel, call, turns_for(call.bytes(), per_turn),
+        channel, call, turns_for(call.bytes(), per_turn), 0,
         [&](Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), per_turn, i);
           copy_bytes(buffer, data + piece.begin, piece.length);
@@ -103,7 +144,12 @@ void gather_parts(Channel& channel, const Call& call, std::span<const Bytes> out
       if (peer != channel.rank()) copy_bytes(outputs[static_cast<size_t>(peer)], channel.payload(peer), call.bytes());
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
-    const size_t per_turn = channel.layout().turn_bytes();
+    if (on_heap(channel)) {
+      directly(channel, -1, takes,
+               [&](int peer, ConstBytes from) { copy_bytes(outputs[static_cast<size_t>(peer)], from, call.bytes()); });
+      return channel.leave_op();
+    }
+    const size_t per_turn = piece_of(call.bytes(), channel.layout().turn_bytes());
     from_all(
         channel, turns_for(call.bytes(), per_turn), takes,
         [&](Bytes buffer, uint64_t i) {
@@ -144,9 +190,14 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
     if (!root) copy_bytes(output, channel.payload(call.root) + me * call.bytes(), call.bytes());
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
-    const size_t chunk = channel.layout().chunk;
+    if (on_heap(channel, call.root)) {
+      directly(channel, call.root, !root,
+               [&](int, ConstBytes from) { copy_bytes(output, from + me * call.bytes(), call.bytes()); });
+      return channel.leave_op();
+    }
+    const size_t chunk = piece_of(call.bytes(), channel.layout().chunk);
     from_root(
-        channel, call, turns_for(call.bytes(), chunk),
+        channel, call, turns_for(call.bytes(), chunk), chunk,
         [&](Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), chunk, i);
           for (size_t r = 0; r < n; ++r)
@@ -163,7 +214,9 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
 void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<const ConstBytes> inputs) {
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
-  std::vector<ConstBytes> sources(n);
+  std::array<ConstBytes, 64> few;  // the common case makes no allocation
+  std::vector<ConstBytes> many(n > few.size() ? n : 0);
+  const std::span<ConstBytes> sources = many.empty() ? std::span(few).first(n) : std::span(many);
   const auto reduce = [&](size_t begin, size_t bytes) {
     const std::array<Bytes, 1> destination = {output + begin};
     call.kernel(destination, sources, bytes / call.item);
@@ -175,7 +228,15 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
     reduce(0, call.bytes());
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
-    const size_t chunk = channel.layout().chunk;  // a multiple of every item
+    if (on_heap(channel)) {
+      for (size_t r = 0; r < n; ++r)
+        sources[r] =
+            channel.heap(static_cast<int>(r)) + channel.descriptor(static_cast<int>(r)).heap_offset + me * call.bytes();
+      reduce(0, call.bytes());
+      directly(channel, -1, false, [](int, ConstBytes) {});
+      return channel.leave_op();
+    }
+    const size_t chunk = piece_of(call.bytes(), channel.layout().chunk);  // a multiple of every item
     const uint64_t turns = turns_for(call.bytes(), chunk);
     Turns pipeline(channel, turns);
     for (uint64_t i = 0; i < turns; ++i) {
@@ -196,33 +257,76 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
   channel.leave_op();
 }
 
-// The parts' sizes travel with the announcement, and both ends compare them.
+// The announcement carries two tables, of what the rank sends to each and of what it expects from each, and everybody
+// compares all of them. It carries the parts as well, where all that a rank sends fits into its slot.
 void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) {
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
   const size_t table = n * sizeof(uint64_t);
-  if (table > kSlotPayload) throw InvalidArgument("all_to_all is limited to groups of 512 ranks");
-  std::memcpy(channel.own_payload(), parts.send.data(), table);
-  channel.enter(call.descriptor(), {channel.own_payload(), table}, call.deadline);
-  uint64_t longest = 0;
-  std::vector<uint64_t> theirs(n);
-  for (size_t peer = 0; peer < n; ++peer) {
-    std::memcpy(theirs.data(), channel.payload(static_cast<int>(peer)), table);
-    longest = std::max(longest, *std::max_element(theirs.begin(), theirs.end()));
-    if (theirs[me] != parts.receive[peer]) {
-      const int to = channel.shown(channel.rank()), from = channel.shown(static_cast<int>(peer));
-      channel.fail(Failure::kMismatch, from,
-                   text("all_to_all: rank ", from, " sends ", theirs[me], " bytes to rank ", to, ", which expects ",
-                        parts.receive[peer]));
-      channel.throw_failure();
+  if (2 * table > kSlotPayload) throw InvalidArgument("all_to_all is limited to groups of 256 ranks");
+  const auto fits = [&](uint64_t total) { return total <= kSlotPayload - 2 * table; };
+  Bytes const own = channel.own_payload();
+  std::memcpy(own, parts.send.data(), table);
+  std::memcpy(own + table, parts.receive.data(), table);
+  uint64_t sent = 0;
+  for (const uint64_t size : parts.send) sent += size;
+  if (fits(sent))
+    for (size_t r = 0, at = 2 * table; r < n; at += parts.send[r], ++r)
+      copy_bytes(own + at, parts.inputs[r], parts.send[r]);
+  channel.enter(call.descriptor(), {own, 2 * table + (fits(sent) ? sent : 0)}, call.deadline);
+
+  const auto entry = [&](size_t rank, size_t index) {
+    uint64_t size = 0;
+    std::memcpy(&size, channel.payload(static_cast<int>(rank)) + index * sizeof size, sizeof size);
+    return size;
+  };
+  for (size_t from = 0; from < n; ++from)
+    for (size_t to = 0; to < n; ++to)
+      if (const uint64_t size = entry(from, to), expected = entry(to, n + from); size != expected) [[unlikely]] {
+        const int sender = channel.shown(static_cast<int>(from)), receiver = channel.shown(static_cast<int>(to));
+        channel.fail(Failure::kMismatch, sender,
+                     text("all_to_all: rank ", sender, " sends ", size, " bytes to rank ", receiver, ", which expects ",
+                          expected));
+        channel.throw_failure();
+      }
+  struct Theirs {
+    uint64_t before = 0, total = 0, longest = 0;  // before: this rank's part
+  };
+  const auto look = [&](size_t peer) {
+    Theirs theirs;
+    for (size_t r = 0; r < n; ++r) {
+      const uint64_t size = entry(peer, r);
+      if (r < me) theirs.before += size;
+      theirs.total += size;
+      theirs.longest = std::max(theirs.longest, size);
     }
+    return theirs;
+  };
+  uint64_t longest = 0;  // of the parts that are staged
+  for (size_t peer = 0; peer < n; ++peer) {
+    const Theirs theirs = look(peer);
+    if (!fits(theirs.total))
+      longest = std::max(longest, theirs.longest);
+    else if (peer != me)
+      copy_bytes(parts.outputs[peer], channel.payload(static_cast<int>(peer)) + 2 * table + theirs.before,
+                 parts.receive[peer]);
   }
   copy_bytes(parts.outputs[me], parts.inputs[me], parts.send[me]);
-  const size_t chunk = channel.layout().chunk;
-  if (n > 1)
+  if (n > 1 && longest > 0 && on_heap(channel)) {
+    directly(channel, -1, true, [&](int peer, ConstBytes from) {
+      const Theirs theirs = look(static_cast<size_t>(peer));
+      if (!fits(theirs.total))
+        copy_bytes(parts.outputs[static_cast<size_t>(peer)], from + theirs.before,
+                   parts.receive[static_cast<size_t>(peer)]);
+    });
+    return channel.leave_op();
+  }
+  const size_t chunk = piece_of(longest, channel.layout().chunk);
+  if (n > 1 && longest > 0)
     from_all(
         channel, turns_for(longest, chunk), true,
         [&](Bytes buffer, uint64_t i) {
+          if (fits(sent)) return;
           for (size_t r = 0; r < n; ++r) {
             const Piece piece(parts.send[r], chunk, i);
             if (r != me) copy_bytes(buffer + r * chunk, parts.inputs[r] + piece.begin, piece.length);
@@ -230,8 +334,9 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
           channel.corrupt({buffer + (me == 0 ? chunk : 0), 1}, channel.seq());
         },
         [&](int peer, ConstBytes buffer, uint64_t i) {
-          const Piece piece(parts.receive[static_cast<size_t>(peer)], chunk, i);
-          copy_bytes(parts.outputs[static_cast<size_t>(peer)] + piece.begin, buffer + me * chunk, piece.length);
+          const auto from = static_cast<size_t>(peer);
+          const Piece piece(fits(look(from).total) ? 0 : parts.receive[from], chunk, i);
+          copy_bytes(parts.outputs[from] + piece.begin, buffer + me * chunk, piece.length);
         });
   channel.leave_op();
 }

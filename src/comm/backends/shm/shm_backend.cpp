@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <array>
+
 #include "base/text.h"
 #include "comm/flatten.h"
 #include "shm/arena.h"
@@ -141,6 +143,100 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
   }
 }
 
+namespace {
+
+// Whether a tensor's bytes are its elements in order: what all but a few are.
+bool plain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous() &&
+         !tensor.is_neg() && !tensor.is_conj();
+}
+
+}  // namespace
+
+// Whatever is not plainly right goes the long way, which finds out what is wrong with it.
+bool ShmBackend::run_small(const SmallCall& small) {
+  static constexpr size_t kMost = 64;  // ranks
+  const auto n = static_cast<size_t>(getSize());
+  Call call{.op = small.kind, .redop = small.op, .root = small.peer};
+  const at::Tensor* const tensor = small.tensor;
+  at::ScalarType dtype = at::kByte;
+  if (small.kind == OpKind::kNothing) return false;
+  if (small.kind != OpKind::kBarrier) {
+    if (n > kMost || !tensor || !plain(*tensor) || (small.other && !plain(*small.other))) return false;
+    dtype = tensor->scalar_type();
+    call.count = static_cast<size_t>(tensor->numel());
+    call.item = tensor->element_size();
+    call.dtype = static_cast<uint8_t>(dtype);
+    if (small.peer < 0 || small.peer >= getSize()) return false;
+  }
+  const bool reduces =
+      small.kind == OpKind::kAllReduce || small.kind == OpKind::kReduce || small.kind == OpKind::kReduceScatter;
+  if (reduces) {
+    call.kernel = small.op == ReduceOp::PREMUL_SUM ? nullptr : reduce_kernel(dtype, small.op);
+    if (!call.kernel) return false;
+  }
+  size_t contribution = call.bytes();
+  if (small.other) {
+    const bool parts_here =
+        small.kind == OpKind::kAllToAll;  // `tensor` has all parts, not one; and two tables go along
+    if (small.other->scalar_type() != dtype) return false;
+    if (parts_here) {
+      if (call.count % n != 0 || (tensor->dim() > 0 && tensor->size(0) % getSize() != 0) ||
+          small.other->sizes() != tensor->sizes())
+        return false;
+      contribution += 2 * n * sizeof(uint64_t);
+    } else if (static_cast<size_t>(small.other->numel()) != call.count * n) {
+      return false;
+    }
+    if (small.kind == OpKind::kReduceScatter) contribution *= n;
+  }
+  if (contribution > kSlotPayload) return false;
+
+  const auto run = [&](Deadline deadline) {
+    call.deadline = deadline;
+    channel_.set_caller(small.site, shm::kYield);
+    const auto each = [&](Bytes data, size_t bytes, auto& pointers) {
+      for (size_t r = 0; r < n; ++r) pointers[r] = data + r * bytes;
+    };
+    switch (small.kind) {
+      case OpKind::kAllReduce:
+      case OpKind::kReduce:
+        return all_reduce(channel_, call, data_of(*tensor));
+      case OpKind::kBroadcast:
+        return shm_backend::broadcast(channel_, call, data_of(*tensor));
+      case OpKind::kAllGather: {
+        std::array<Bytes, kMost> outputs;
+        each(data_of(*small.other), call.bytes(), outputs);
+        return all_gather(channel_, call, std::span(outputs).first(n), data_of(*tensor));
+      }
+      case OpKind::kReduceScatter: {
+        std::array<ConstBytes, kMost> inputs;
+        each(data_of(*small.other), call.bytes(), inputs);
+        return shm_backend::reduce_scatter(channel_, call, data_of(*tensor), std::span(inputs).first(n));
+      }
+      case OpKind::kAllToAll: {
+        std::array<Bytes, kMost> outputs;
+        std::array<ConstBytes, kMost> inputs;
+        std::array<uint64_t, kMost> sizes;
+        const size_t part = call.bytes() / n;
+        each(data_of(*tensor), part, outputs);
+        each(data_of(*small.other), part, inputs);
+        sizes.fill(part);
+        call.count = 0;
+        const std::span<const uint64_t> all_sizes = std::span(sizes).first(n);
+        return all_to_all(channel_, call,
+                          {.inputs = std::span(inputs).first(n),
+                           .outputs = std::span(outputs).first(n),
+                           .send = all_sizes,
+                           .receive = all_sizes});
+      }
+      default:
+        return shm_backend::barrier(channel_, call);
+    }
+  };
+  return run_framed(small, dtype, call.bytes(), run);
+}
+
 void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline) {
   const auto n = static_cast<size_t>(getSize());
   Flatten flat;
@@ -172,6 +268,7 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
       const at::Tensor tensor =
           getRank() == operation.peer ? flat.input(operation.tensor) : flat.output(operation.tensor);
       unit_is(tensor);
+      call.heap_offset = heap_offset(tensor);
       shm_backend::broadcast(channel_, call, data_of(tensor));
       break;
     }
@@ -179,6 +276,7 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
     case OpKind::kGather: {
       const at::Tensor input = flat.input(operation.tensor);
       unit_is(input);
+      call.heap_offset = heap_offset(input);
       const auto outputs = flat.outputs(operation.outputs);
       const auto pointers = parts_of<Bytes>(outputs, n, call.bytes());
       if (operation.kind == OpKind::kGather)
@@ -192,6 +290,7 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
       const at::Tensor output = flat.output(operation.tensor);
       unit_is(output);
       const auto inputs = flat.inputs(operation.inputs);
+      if (inputs.size() == 1) call.heap_offset = heap_offset(inputs[0]);
       const auto pointers = parts_of<ConstBytes>(inputs, n, call.bytes());
       if (operation.kind == OpKind::kScatter) {
         shm_backend::scatter(channel_, call, data_of(output), pointers);
@@ -205,10 +304,15 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
       const auto inputs = flat.inputs(operation.inputs), outputs = flat.outputs(operation.outputs);
       unit_is(inputs[0]);
       call.count = 0;  // parts may differ; all_to_all compares them
-      AllToAllParts parts;
-      cut(inputs, operation.input_splits, n, parts.inputs, parts.send);
-      cut(outputs, operation.output_splits, n, parts.outputs, parts.receive);
-      all_to_all(channel_, call, parts);
+      // Where peers read it while this rank writes its output, these must be different memory.
+      if (inputs.size() == 1 && outputs.size() == 1 && !outputs[0].is_alias_of(inputs[0]))
+        call.heap_offset = heap_offset(inputs[0]);
+      std::vector<ConstBytes> from;
+      std::vector<Bytes> to;
+      std::vector<uint64_t> send, receive;
+      cut(inputs, operation.input_splits, n, from, send);
+      cut(outputs, operation.output_splits, n, to, receive);
+      all_to_all(channel_, call, {.inputs = from, .outputs = to, .send = send, .receive = receive});
       break;
     }
     case OpKind::kBarrier:

@@ -19,6 +19,7 @@ class ShmBackend final : public LaneBackend {
   explicit ShmBackend(const BackendContext& context);
   ~ShmBackend() override;
 
+  bool run_small(const SmallCall& call) override;
   void leave(const std::string& cause) override;
   void abort() override;
   void fail(const Error& cause) override;
