@@ -65,8 +65,8 @@ struct Operation {
   std::source_location site = {};           // where the user called
 };
 
-// A blocking collective of one tensor, or of one in and one out, equal parts and no extras: what an Operation says,
-// without the cost of making one.
+// A blocking collective of one tensor, or of one in and one out, equal parts and no extras, or a message: what an
+// Operation says, without the cost of making one.
 struct SmallCall {
   OpKind kind = OpKind::kBarrier;  // kNothing: no small call after all
   ReduceOp op = ReduceOp::SUM;
@@ -75,6 +75,7 @@ struct SmallCall {
   const at::Tensor* other = nullptr;   // the output of an all_gather, the input of a reduce_scatter or an all_to_all
   std::chrono::milliseconds timeout{0};
   const std::source_location& site;
+  int tag = 0;
 };
 
 class Backend : public c10d::Backend {

@@ -138,7 +138,17 @@ Work all_reduce_coalesced_async(const std::vector<at::Tensor>& tensors, const Re
   return operations.empty() ? Work() : Work(options.group.backend().submit_batch(std::move(operations)));
 }
 
+namespace {
+
+bool small_message(OpKind kind, const at::Tensor& tensor, int peer, const MessageOptions& options) {
+  return options.group.backend().run_small(
+      {.kind = kind, .peer = peer, .tensor = &tensor, .timeout = options.timeout, .site = {}, .tag = options.tag});
+}
+
+}  // namespace
+
 void send(const at::Tensor& tensor, int dst, const MessageOptions& options) {
+  if (small_message(OpKind::kSend, tensor, dst, options)) return;
   run(options.group, message(OpKind::kSend, tensor, dst, options), {});
 }
 int recv(const at::Tensor& tensor, int src, const MessageOptions& options) {
@@ -147,6 +157,7 @@ int recv(const at::Tensor& tensor, int src, const MessageOptions& options) {
     work.wait();
     return work.source_rank();
   }
+  if (small_message(OpKind::kRecv, tensor, src, options)) return src;
   run(options.group, message(OpKind::kRecv, tensor, src, options), {});
   return src;
 }

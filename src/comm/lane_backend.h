@@ -75,6 +75,20 @@ class LaneBackend : public Backend {
     return true;
   }
 
+  // The same for a message, which needs no lane: `body()` returns whether it has done it.
+  template <typename Body>
+  bool run_message_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
+    if (profiling()) return false;
+    const auto began = FastClock::now();
+    if (!body()) return false;
+    const auto ended = FastClock::now();
+    log_end(log_begin(call, dtype, bytes, began), nullptr, ended);
+    counters_->operations.fetch_add(1, std::memory_order_relaxed);
+    counters_->bytes.fetch_add(bytes, std::memory_order_relaxed);
+    counters_->add_blocked(ended - began);
+    return true;
+  }
+
   void count(const Operation& operation) { counters_->count(operation); }
   void stop_lane() { lane_->stop(); }  // in the destructor of what derives, before what execute() needs is gone
   Deadline deadline_for(const Operation& operation, Clock::time_point now = Clock::now()) const;
@@ -91,13 +105,15 @@ class LaneBackend : public Backend {
   uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
   uint64_t log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point now) const {
     if (!black_box_) return 0;
-    const bool rooted = call.kind == OpKind::kBroadcast || call.kind == OpKind::kReduce;
+    const bool message = is_message(call.kind),
+               rooted = message || call.kind == OpKind::kBroadcast || call.kind == OpKind::kReduce;
     return black_box_->begin({.group = black_box_group_,
                               .operation = static_cast<uint8_t>(call.kind),
                               .dtype = static_cast<uint8_t>(dtype),
                               .bytes = bytes,
-                              .sequence = next_sequence(),
-                              .peer = rooted ? call.peer : -1},
+                              .sequence = message ? shm::kNoSequence : next_sequence(),
+                              .peer = rooted ? call.peer : -1,
+                              .tag = static_cast<uint64_t>(call.tag)},
                              static_cast<uint64_t>(now.time_since_epoch().count()));
   }
   void log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now = Clock::now()) const;

@@ -57,6 +57,50 @@ void Messages::run(const std::shared_ptr<Message>& message) {
   if (message->error) std::rethrow_exception(message->error);
 }
 
+bool Messages::send_now(int peer, const MessageHeader& header, const std::byte* data) {
+  channel_.check();
+  const std::lock_guard lock(mutex_);
+  if (!sends_[peer].empty()) return false;
+  channel_.commit_ring(peer);
+  RingControl& control = ring(channel_.rank(), peer);
+  const size_t size = channel_.layout().ring;
+  const uint64_t written = control.written.load(std::memory_order_relaxed),
+                 end = written + sizeof header + header.bytes;
+  if (end - control.read.load(std::memory_order_acquire) > size) return false;
+  std::byte* const to = ring_data(channel_.rank(), peer);
+  ring_write(to, size, written, reinterpret_cast<const std::byte*>(&header), sizeof header);
+  ring_write(to, size, written + sizeof header, data, header.bytes);
+  control.written.store(end, std::memory_order_release);
+  channel_.control(peer).inbox.ring();
+  return true;
+}
+
+bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* data) {
+  channel_.check();
+  RingControl& control = ring(peer, channel_.rank());
+  const auto there = [&] {
+    return control.written.load(std::memory_order_acquire) != control.read.load(std::memory_order_relaxed);
+  };
+  if (!shm::spin_until(channel_.spin(), there)) return false;
+  const std::lock_guard lock(mutex_);
+  if (!receives_.empty() || !aside_[peer].empty() || incoming_[peer].header_bytes > 0 || incoming_[peer].target)
+    return false;
+  const uint64_t position = control.read.load(std::memory_order_relaxed);
+  const uint64_t bytes = control.written.load(std::memory_order_acquire) - position;
+  const std::byte* const from = ring_data(peer, channel_.rank());
+  const size_t size = channel_.layout().ring;
+  MessageHeader header;
+  if (bytes < sizeof header) return false;
+  ring_read(from, size, position, reinterpret_cast<std::byte*>(&header), sizeof header);
+  if (header.tag != wanted.tag || header.bytes != wanted.bytes || header.dtype != wanted.dtype ||
+      bytes < sizeof header + header.bytes)
+    return false;
+  ring_read(from, size, position + sizeof header, data, header.bytes);
+  control.read.store(position + sizeof header + header.bytes, std::memory_order_release);
+  channel_.control(peer).inbox.ring();
+  return true;
+}
+
 void Messages::submit(const std::shared_ptr<Message>& message) {
   channel_.check();
   post(message);

@@ -58,6 +58,11 @@ class Messages {
   ~Messages();
 
   void run(const std::shared_ptr<Message>& message);  // returns when complete; throws its error
+  // The same for a small message, where nothing is in its way: the ring has room for it, or soon holds the one that is
+  // wanted and no other receive could want it. Else false, and nothing has been done.
+  static constexpr uint64_t kSmall = 4096;  // bytes
+  bool send_now(int peer, const MessageHeader& header, const std::byte* data);
+  bool receive_now(int peer, const MessageHeader& wanted, std::byte* data);
   void submit(const std::shared_ptr<Message>& message);
 
   // Fails what is pending (the channel must have failed or be stopping) and joins the thread.

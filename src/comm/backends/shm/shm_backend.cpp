@@ -169,6 +169,14 @@ bool ShmBackend::run_small(const SmallCall& small) {
     call.dtype = static_cast<uint8_t>(dtype);
     if (small.peer < 0 || small.peer >= getSize()) return false;
   }
+  if (is_message(small.kind)) {
+    if (call.bytes() > Messages::kSmall) return false;
+    const MessageHeader header{.bytes = call.bytes(), .tag = small.tag, .dtype = call.dtype};
+    return run_message_framed(small, dtype, call.bytes(), [&] {
+      return small.kind == OpKind::kSend ? messages_.send_now(small.peer, header, data_of(*tensor))
+                                         : messages_.receive_now(small.peer, header, data_of(*tensor));
+    });
+  }
   const bool reduces =
       small.kind == OpKind::kAllReduce || small.kind == OpKind::kReduce || small.kind == OpKind::kReduceScatter;
   if (reduces) {
