@@ -41,7 +41,8 @@ struct WireTag {
 
 class Wire {
  public:
-  // Destroyed without wait() only after close().
+  // Destroyed unfinished only after close(), or after wait() has thrown; the wire is of no more use then. Either way the
+  // memory is the caller's again when the destructor returns.
   class Transfer {
    public:
     virtual ~Transfer() = default;
@@ -51,7 +52,7 @@ class Wire {
   };
 
   virtual ~Wire() = default;
-  // The memory must stay until the transfer has been waited for, or the Wire is destroyed.
+  // The memory must stay until the transfer has been waited for, or is destroyed.
   virtual std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) = 0;
   virtual std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data,
                                             size_t bytes) = 0;  // kAnySource too

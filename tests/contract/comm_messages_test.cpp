@@ -96,6 +96,36 @@ TEST_P(Messages, TagsInAnyOrder) {
   });
 }
 
+TEST_P(Messages, WaitedForInReverse) {
+  run(2, [](World& world) {
+    constexpr int kMany = 20;
+    const auto size_of = [](int i) { return i % 3 == 0 ? int64_t{60'000} : int64_t{1} + i; };
+    std::vector<Work> works;
+    std::vector<at::Tensor> tensors;
+    for (int i = 0; i < kMany; ++i) {
+      tensors.push_back(world.rank() == 0 ? at::full({size_of(i)}, i, at::kFloat) : at::zeros({size_of(i)}));
+      works.push_back(world.rank() == 0 ? isend(tensors.back(), 1) : irecv(tensors.back(), 0));
+    }
+    for (int i = kMany - 1; i >= 0; --i) {
+      works[static_cast<size_t>(i)].wait();
+      EXPECT_TRUE(tensors[static_cast<size_t>(i)].eq(i).all().item<bool>()) << i;
+    }
+  });
+}
+
+// Neither end of an asynchronous message calls anything of comm while it moves.
+TEST_P(Messages, MoveWhileBothEndsCompute) {
+  run(2, [](World& world) {
+    const at::Tensor t = world.rank() == 0 ? at::ones({2 << 20}) : at::zeros({2 << 20});
+    Work work = world.rank() == 0 ? isend(t, 1) : irecv(t, 0);
+    const auto patience = Deadline::after(std::chrono::seconds(20));
+    while (!work.is_completed() && !patience.passed()) std::this_thread::yield();
+    EXPECT_TRUE(work.is_completed());
+    work.wait();
+    EXPECT_TRUE(t.eq(1).all().item<bool>());
+  });
+}
+
 TEST_P(Messages, ManySmallOnes) {
   run(3, [](World& world) {
     const int n = world.world_size(), me = world.rank();

@@ -109,7 +109,7 @@ Engine::Engine(const WireSite& site) : pid_(::getpid()) {
   int key = MPI_KEYVAL_INVALID;
   MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, &at_finalize, &key, this);
   MPI_Comm_set_attr(MPI_COMM_SELF, key, this);  // MPI_Finalize begins by deleting it
-  const SignalsBlocked blocked;  // they are for the program's own threads
+  const SignalsBlocked blocked;                 // they are for the program's own threads
   thread_ = std::thread([this] { run_thread(); });
   pthread_setname_np(thread_.native_handle(), "muster-mpi");
 }
@@ -165,7 +165,6 @@ std::shared_ptr<Circle> Engine::join(const WireSite& site) {
   circle->spin = site.spin;
   circle->timeout = site.timeout;
   circle->peers.resize(static_cast<size_t>(site.size));
-  if (site.size == 1) return circle;
 
   // Who is who in MPI_COMM_WORLD. When all have said so, all are about to make the communicators.
   int own = 0;
@@ -225,7 +224,7 @@ void Engine::say(Circle& circle, int peer, int tag, std::vector<uint64_t> words)
 void Engine::close(Lock&, Circle& circle) {
   if (circle.closed) return;
   circle.closed = true;
-  if (circle.size == 1 || problem()) return wake(circle);
+  if (problem()) return wake(circle);
   for (Request* const request : std::vector(circle.unfinished.begin(), circle.unfinished.end())) test(*request);
   for (int r = 0; r < circle.size; ++r) {
     if (r == circle.rank) continue;
@@ -305,8 +304,7 @@ void Engine::look(bool thoroughly) {
     handles_.resize(n), statuses_.resize(n), indices_.resize(n);
     for (size_t i = 0; i < n; ++i) handles_[i] = waiting_[i]->handle_;
     int done = 0;
-    const int error =
-        MPI_Testsome(static_cast<int>(n), handles_.data(), &done, indices_.data(), statuses_.data());
+    const int error = MPI_Testsome(static_cast<int>(n), handles_.data(), &done, indices_.data(), statuses_.data());
     if (error == MPI_SUCCESS || error == MPI_ERR_IN_STATUS)
       for (int i = 0; done != MPI_UNDEFINED && i < done; ++i) {
         const auto place = static_cast<size_t>(indices_[static_cast<size_t>(i)]);
@@ -389,7 +387,9 @@ void Engine::abandon(Lock& lock, Request& request) {
     hear(circle);
     if (request.sending_) {
       const auto& peer = circle.peers[static_cast<size_t>(request.peer_)];
-      const auto settled = [&](bool it_is, Clock::time_point since) { return it_is && Clock::now() - since >= kLateEnd; };
+      const auto settled = [&](bool it_is, Clock::time_point since) {
+        return it_is && Clock::now() - since >= kLateEnd;
+      };
       if (settled(peer.gone, peer.gone_at) || settled(peer.acknowledged, peer.acknowledged_at)) break;
     }
     if (answer.passed()) {

@@ -20,8 +20,8 @@
 // thread above, so this takes some ten milliseconds. A peer that does not answer in 2 s is dead or stopped, and might
 // yet write into memory that is not the transfer's any more: MPI is not called again in this process then.
 //
-// The end. MPI_Finalize runs when the process exits with status 0, if Muster initialised MPI; it waits for all processes
-// of the job, as MPI has it. A process that fails leaves it out, whereupon mpirun ends the job.
+// The end. MPI_Finalize runs when the process exits with status 0, if Muster initialised MPI; it waits for all
+// processes of the job, as MPI has it. A process that fails leaves it out, whereupon mpirun ends the job.
 //
 // Thread-safety: all members, except where a Lock is an argument: with it held.
 #pragma once
@@ -139,7 +139,7 @@ class Engine {
   const pid_t pid_;
   std::mutex mutex_;
   std::atomic<int> wanting_{0};  // threads that want the mutex, besides who drives
-  bool ours_ = false;  // MPI was initialised here
+  bool ours_ = false;            // MPI was initialised here
   bool finalized_ = false, poisoned_ = false;
 
   std::vector<Request*> waiting_;
@@ -186,7 +186,7 @@ class Request final : public Wire::Transfer {
   MPI_Request handle_ = MPI_REQUEST_NULL;
   bool posted_ = false, done_ = false;  // done without having been posted: it never came to that
   int error_ = MPI_SUCCESS, source_ = -1;
-  Clock::time_point began_;                                       // to wait
+  Clock::time_point began_;                                  // to wait
   Clock::time_point look_again_ = Clock::time_point::max();  // whether it is hopeless, though nothing has happened
   std::condition_variable changed_;
 };

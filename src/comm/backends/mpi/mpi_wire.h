@@ -16,8 +16,8 @@ namespace muster::comm::mpi_backend {
 struct WireSite {
   int rank = 0, size = 1;
   std::string group_name;
-  std::string prefix;              // unique to the group; of keys in the store, under which members tell their MPI ranks
-  Store* store = nullptr;          // used only while the wire is made
+  std::string prefix;      // unique to the group; of keys in the store, under which members tell their MPI ranks
+  Store* store = nullptr;  // used only while the wire is made
   Deadline deadline = Deadline::never();  // for that
   std::chrono::nanoseconds spin{0};       // how long a wait may spin before it yields
   // Throw Timeout("") and Unavailable(what, advice): Muster's errors are made by Muster.
@@ -27,7 +27,8 @@ struct WireSite {
 
 inline constexpr const char* kMakeWire = "muster_make_mpi_wire_1";
 
-// Every member of the group calls it. The caller owns the result. Timeout where members do not come; Unavailable where
+// Every member of the group calls it. The first call in a process initialises MPI, which waits for all processes of the
+// job, and knows no deadline. The caller owns the result. Timeout where members do not come; Unavailable where
 // MPI cannot serve several threads, has ended, or joins other processes.
 using MakeWire = Wire* (*)(const WireSite& site);
 
