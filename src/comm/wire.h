@@ -41,8 +41,7 @@ struct WireTag {
 
 class Wire {
  public:
-  // Destroyed unfinished only after close(), or after wait() has thrown; the wire is of no more use then. Either way the
-  // memory is the caller's again when the destructor returns.
+  // Destroyed unfinished only after close(), or when wait() has thrown. The memory is the caller's again then.
   class Transfer {
    public:
     virtual ~Transfer() = default;

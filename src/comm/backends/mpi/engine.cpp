@@ -373,24 +373,32 @@ bool Engine::await(Lock& lock, Request& request, Deadline deadline) {
 
 void Engine::abandon(Lock& lock, Request& request) {
   Circle& circle = *request.circle_;
-  close(lock, circle);
   const auto forget = [&] {
     circle.stained = true;
     circle.unfinished.erase(&request);
     request.done_ = true;
   };
   if (problem()) return forget();
-  if (!request.done_ && !request.sending_) MPI_Cancel(&request.handle_);
+  test(request);
+  if (!request.done_ && !request.sending_) {
+    MPI_Cancel(&request.handle_);
+    test(request);
+  }
+  if (request.done_) return;
+  close(lock, circle);  // which tells the peer
+  const auto began = Clock::now();
+  const bool own = request.peer_ == circle.rank;
   for (const auto answer = Deadline::after(kAnswer); !problem();) {
     test(request);
     if (request.done_) return;
     hear(circle);
     if (request.sending_) {
       const auto& peer = circle.peers[static_cast<size_t>(request.peer_)];
-      const auto settled = [&](bool it_is, Clock::time_point since) {
+      const auto settled = [](bool it_is, Clock::time_point since) {
         return it_is && Clock::now() - since >= kLateEnd;
       };
-      if (settled(peer.gone, peer.gone_at) || settled(peer.acknowledged, peer.acknowledged_at)) break;
+      if (settled(peer.gone, peer.gone_at) || settled(peer.acknowledged, peer.acknowledged_at) || settled(own, began))
+        break;
     }
     if (answer.passed()) {
       poisoned_ = true;
@@ -450,6 +458,7 @@ void Request::finish(const MPI_Status& status, int error) {
 const char* Request::refused() const {
   if (const char* const problem = engine_.problem()) return problem;
   if (circle_->closed) return kClosed;
+  if (peer_ == circle_->rank) return nullptr;
   uint64_t sent = 0, received = 0;
   for (int r = 0; r < circle_->size; ++r) {
     const auto& peer = circle_->peers[static_cast<size_t>(r)];

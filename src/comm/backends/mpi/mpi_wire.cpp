@@ -1,4 +1,4 @@
-// The Wire on MPI: libmuster_mpi.so. Four communicators of a group, one for each kind of message, and tags as they are.
+// The Wire on MPI: libmuster_mpi.so. A communicator of a group for each kind of message, and tags as they are.
 #include "comm/backends/mpi/mpi_wire.h"
 
 #include <limits>
@@ -86,20 +86,10 @@ class MpiWire final : public Wire {
   const std::shared_ptr<Circle> circle_;
 };
 
-// Of a group of one, which needs no MPI.
-class NoWire final : public Wire {
- public:
-  std::unique_ptr<Transfer> send(int, WireTag, const std::byte*, size_t) override { throw WireBroken("nobody is there"); }
-  std::unique_ptr<Transfer> receive(int, WireTag, std::byte*, size_t) override { throw WireBroken("nobody is there"); }
-  void close() override {}
-};
-
 }  // namespace muster::comm::mpi_backend
 
 extern "C" __attribute__((visibility("default"))) muster::comm::Wire* muster_make_mpi_wire_1(
     const muster::comm::mpi_backend::WireSite& site) {
-  using namespace muster::comm::mpi_backend;
-  if (site.size == 1) return new NoWire;
-  return new MpiWire(site);
+  return new muster::comm::mpi_backend::MpiWire(site);
 }
 static_assert(std::is_same_v<decltype(&muster_make_mpi_wire_1), muster::comm::mpi_backend::MakeWire>);

@@ -12,7 +12,8 @@
 
 namespace muster::comm::mpi_backend {
 
-// A group, seen from one of its members. The members need not be all processes of the job, nor in MPI's order.
+// A group of two or more, seen from one of its members. The members need not be all processes of the job, nor in MPI's
+// order.
 struct WireSite {
   int rank = 0, size = 1;
   std::string group_name;
