@@ -226,10 +226,9 @@ TEST_P(Messages, BesideCollectives) {
 
 // What a rank sent before it left still arrives.
 TEST_P(Messages, OutliveTheirSender) {
-  run(2, [](World& outer) {
+  run(2, [this](World& outer) {
     {
-      World world({.rank = outer.rank(), .world_size = 2, .local_rank = outer.rank(), .local_world_size = 2},
-                  outer.shared_store());
+      World world = world_beside(outer);
       const World::Scope scope(world);
       if (world.rank() == 0) {
         for (int i = 0; i < 10; ++i) send(number(i), 1);

@@ -124,6 +124,13 @@ void CommContract::run_threads_only(int n, const std::function<void(World&)>& bo
   run_threads(n, body, options_for(GetParam(), n, std::move(options)));
 }
 
+World CommContract::world_beside(World& outer) const {
+  const int rank = outer.rank(), n = outer.world_size();
+  return {{.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n},
+          outer.shared_store(),
+          options_for(GetParam(), n)};
+}
+
 void throwing_failed_checks(const std::function<void()>& body) {
   constexpr int kEnough = 5;
   testing::TestPartResultArray results;

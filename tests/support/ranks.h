@@ -46,6 +46,8 @@ class CommContract : public testing::TestWithParam<Setup> {
   // started fewer.
   void run(int n, const std::function<void(World&)>& body, WorldOptions options = {}) const;
   void run_threads_only(int n, const std::function<void(World&)>& body, WorldOptions options = {}) const;
+  // In the body of run(): another world of the same ranks, with the same backend.
+  World world_beside(World& outer) const;
   bool as_threads() const { return GetParam().ranks == RanksAre::kThreads; }
 };
 
