@@ -175,6 +175,7 @@ std::shared_ptr<Circle> Engine::join(const WireSite& site) {
   const char* job = std::getenv("PMIX_NAMESPACE");
   if (!job) job = std::getenv("SLURM_JOB_ID");
   std::vector<std::string> keys;
+  keys.reserve(static_cast<size_t>(site.size));
   for (int r = 0; r < site.size; ++r) keys.push_back(text(site.prefix, "/mpi/", r));
   site.store->set(keys[static_cast<size_t>(site.rank)], text(own, ' ', job ? job : ""));
   site.store->wait(keys, site.deadline);
