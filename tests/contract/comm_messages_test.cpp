@@ -5,9 +5,15 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <string>
 #include <thread>
 
+#include "base/fd.h"
 #include "muster/comm/collectives.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
@@ -250,6 +256,34 @@ TEST_P(Messages, OutliveTheirSender) {
     }
     if (outer.rank() == 0) say(outer, "left");
     barrier();
+  });
+}
+
+// The others go on when a rank has left and its process has ended.
+TEST_P(Messages, OfOthersWhenARankHasEnded) {
+  run(3, [this](World& world) {
+    barrier();
+    if (world.rank() == 2) {
+      world.store().set("pid of 2", std::to_string(::getpid()));
+      return;
+    }
+    const auto pid =
+        static_cast<pid_t>(std::stol(world.store().get("pid of 2", Deadline::after(std::chrono::seconds(30)))));
+    if (GetParam().ranks == RanksAre::kProcesses)
+      if (const UniqueFd process(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))); process) {
+        pollfd end{.fd = process.get(), .events = POLLIN};
+        EXPECT_EQ(::poll(&end, 1, 20'000), 1);
+      }
+    for (const auto end = Deadline::after(std::chrono::milliseconds(100)); world.rank() == 0;) {
+      const bool last = end.passed();
+      send(number(last), 1);
+      recv(number(0), 1);
+      if (last) break;
+    }
+    for (at::Tensor last = number(0); world.rank() == 1 && last.item<int64_t>() == 0;) {
+      recv(last, 0);
+      send(last, 0);
+    }
   });
 }
 
