@@ -78,6 +78,7 @@ Engine& Engine::get(const WireSite& site) {
   static Engine* engine = nullptr;
   const std::lock_guard lock(mutex);
   if (!engine) engine = new Engine(site);
+  const Lock mine = engine->lock();
   if (const char* const problem = engine->problem()) site.unavailable(problem, "Start the job again");
   return *engine;
 }

@@ -15,10 +15,11 @@
 // vain. Who waits for more than that gets WireBroken; what was sent before still arrives.
 //
 // Memory. MPI may touch the memory of a transfer until it is complete, and a send cannot be taken back. A Transfer that
-// is destroyed unfinished therefore waits: a receive is cancelled, or completes if its message has begun to arrive; a
-// send until its peer has acknowledged the goodbye, after which the peer matches it no more. Peers answer from the
-// thread above, so this takes some ten milliseconds. A peer that does not answer in 2 s is dead or stopped, and might
-// yet write into memory that is not the transfer's any more: MPI is not called again in this process then.
+// is destroyed unfinished is a receive that can be cancelled, or it closes the wire and waits: for the end of a message
+// that has begun to arrive; for the peer's acknowledgement of the goodbye, after which the peer matches the send no
+// more. Peers answer from the thread above, so this takes some ten milliseconds. A peer that does not answer in 2 s is
+// dead or stopped, and might yet write into memory that is not the transfer's any more: MPI is not called again in this
+// process then.
 //
 // The end. MPI_Finalize runs when the process exits with status 0, if Muster initialised MPI; it waits for all
 // processes of the job, as MPI has it. A process that fails leaves it out, whereupon mpirun ends the job.
