@@ -240,6 +240,11 @@ c10::intrusive_ptr<Backend> create(const BackendContext& context) {
     const auto store = to_c10d(make_prefix_store(context.store, context.store_prefix + "/gloo"));
     store->setTimeout(context.timeout);
     auto gloo = c10::make_intrusive<Gloo>(store, context.rank, context.size, options);
+    // A rank may be connected, and leave, while another is still connecting: that would look like a broken connection.
+    std::vector<std::string> connected;
+    for (int r = 0; r < context.size; ++r) connected.push_back(text(context.store_prefix, "/gloo connected/", r));
+    context.store->set(connected[static_cast<size_t>(context.rank)], "1");
+    context.store->wait(connected, Deadline::after(context.timeout));
     return c10::make_intrusive<WireBackend>(context, "gloo",
                                             std::make_unique<GlooWire>(std::move(gloo), context.rank, context.size));
   } catch (const c10::Error& error) {
