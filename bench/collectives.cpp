@@ -1,4 +1,5 @@
-// Collectives over Muster: muster run -n 2 bench_collectives [--op NAME]… [--bytes N]…. One JSON object a line.
+// Collectives over Muster: muster run -n 2 bench_collectives [--op NAME]… [--bytes N]… [--backend NAME].
+// One JSON object a line.
 //
 // `bytes` is the larger side of a rank: the tensor of all_reduce and broadcast, the output of all_gather, the input of
 // reduce_scatter and all_to_all. send_recv is a message there and one back.
@@ -44,18 +45,20 @@ std::function<void()> call_of(const std::string& op, int64_t count, muster::Worl
 int main(int argc, char** argv) {
   std::vector<std::string> ops = {"all_reduce"};
   std::vector<size_t> sizes;
+  muster::WorldOptions options;
   CLI::App app{"Collectives over Muster"};
   app.add_option("--op", ops)
       ->check(CLI::IsMember(
           {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier"}));
   app.add_option("--bytes", sizes);
+  app.add_option("--backend", options.backend);
   CLI11_PARSE(app, argc, argv);
   if (sizes.empty())
     for (size_t bytes = 16; bytes <= size_t{64} << 20; bytes = bytes == 16 ? 1 << 10 : bytes * 4)
       sizes.push_back(bytes);
 
   at::set_num_threads(1);
-  auto world = muster::init();
+  auto world = muster::init(options);
   for (const auto& op : ops)
     for (const size_t bytes : sizes)
       for (const bool heap : {false, true}) {

@@ -41,3 +41,7 @@ endif()
 if("USE_C10D_NCCL" IN_LIST torch_definitions)
   set(MUSTER_HAS_NCCL TRUE)
 endif()
+if(NOT MUSTER_SANITIZE)  # its tests are jobs of processes
+  set(MPI_CXX_SKIP_MPICXX ON)  # the functions of C
+  find_package(MPI 3.0 COMPONENTS CXX QUIET)
+endif()

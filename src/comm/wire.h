@@ -41,7 +41,7 @@ struct WireTag {
 
 class Wire {
  public:
-  // Destroyed without wait() only after close().
+  // Destroyed unfinished only after close(), or when wait() has thrown. The memory is the caller's again then.
   class Transfer {
    public:
     virtual ~Transfer() = default;
@@ -51,7 +51,7 @@ class Wire {
   };
 
   virtual ~Wire() = default;
-  // The memory must stay until the transfer has been waited for, or the Wire is destroyed.
+  // The memory must stay until the transfer has been waited for, or is destroyed.
   virtual std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) = 0;
   virtual std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data,
                                             size_t bytes) = 0;  // kAnySource too

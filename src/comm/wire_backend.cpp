@@ -107,13 +107,24 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
   for (const pid_t pid : pids)
     if (pid > 0) watched.push_back(pid);
   subscription_ = watch_->subscribe(watched, [this, pids](pid_t dead) {
-    {
+    bool lost = false;
+    for (size_t r = 0; r < pids.size(); ++r) {
+      // A process may end that has left the group; who waits for its rank nevertheless hears that from the wire.
+      if (pids[r] != dead || has_left(static_cast<int>(r))) continue;
       const std::lock_guard lock(state_mutex_);
-      for (size_t r = 0; r < pids.size(); ++r)
-        if (pids[r] == dead) dead_.insert(static_cast<int>(r));
+      dead_.insert(static_cast<int>(r));
+      lost = true;
     }
-    wire_->close();
+    if (lost) wire_->close();
   });
+}
+
+bool WireBackend::has_left(int rank) const {
+  try {
+    return store_->try_get(key(text("left/", rank))).has_value();
+  } catch (const std::exception&) {
+    return false;  // the store has gone with its rank
+  }
 }
 
 WireBackend::~WireBackend() { leave({}); }

@@ -93,6 +93,7 @@ class WireBackend final : public LaneBackend {
   // Makes `error` the group's failure, unless it has one already; returns the one that it has.
   std::exception_ptr settle(const std::exception_ptr& error);
   std::exception_ptr settled_elsewhere() const;
+  bool has_left(int rank) const;
   int shown(int rank) const {
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
   }

@@ -214,8 +214,7 @@ TEST_P(Errors, ARankThatLeavesIsNamedAtOnce) {
       SCOPED_TRACE(i);
       Store& store = outer.store();
       {
-        World world({.rank = outer.rank(), .world_size = 3, .local_rank = outer.rank(), .local_world_size = 3},
-                    outer.shared_store());
+        World world = world_beside(outer);
         const World::Scope scope(world);
         barrier();
         if (world.rank() == 1) {
@@ -242,15 +241,15 @@ TEST_P(Errors, ARankThatLeavesIsNamedAtOnce) {
 }
 
 TEST_P(Errors, ClosingAbortsWhatIsUnderWay) {
-  run(2, [](World& outer) {
+  run(2, [this](World& outer) {
     if (outer.rank() == 1) {
-      World world({.rank = 1, .world_size = 2, .local_rank = 1, .local_world_size = 2}, outer.shared_store());
+      World world = world_beside(outer);
       hear(outer, "closed");
       return;
     }
     std::vector<Work> works;
     {
-      World world({.rank = 0, .world_size = 2, .local_rank = 0, .local_world_size = 2}, outer.shared_store());
+      World world = world_beside(outer);
       const World::Scope scope(world);
       for (const int64_t count : {1, 900'000}) works.push_back(all_reduce_async(at::ones({count})));
       works.push_back(irecv(at::ones({1}), 1));

@@ -153,12 +153,11 @@ TEST_P(Groups, Stats) {
 
 // A handle outlives its World, and is of no use then; not a crash.
 TEST_P(Groups, HandleOutlivesItsWorld) {
-  run(2, [](World& outer) {
+  run(2, [this](World& outer) {
     Group kept, kept_default;
     Work work;
     {
-      World world({.rank = outer.rank(), .world_size = 2, .local_rank = outer.rank(), .local_world_size = 2},
-                  outer.shared_store());
+      World world = world_beside(outer);
       kept = world.new_group({1, 0});
       kept_default = world.group();
       work = all_reduce_async(at::ones({3}), {.group = kept});

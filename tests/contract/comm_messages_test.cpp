@@ -5,9 +5,15 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <string>
 #include <thread>
 
+#include "base/fd.h"
 #include "muster/comm/collectives.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
@@ -93,6 +99,36 @@ TEST_P(Messages, TagsInAnyOrder) {
           EXPECT_TRUE((t == 100.0 * round + tag).all().item<bool>()) << "tag " << tag << ", round " << round;
         }
     }
+  });
+}
+
+TEST_P(Messages, WaitedForInReverse) {
+  run(2, [](World& world) {
+    constexpr int kMany = 20;
+    const auto size_of = [](int i) { return i % 3 == 0 ? int64_t{60'000} : int64_t{1} + i; };
+    std::vector<Work> works;
+    std::vector<at::Tensor> tensors;
+    for (int i = 0; i < kMany; ++i) {
+      tensors.push_back(world.rank() == 0 ? at::full({size_of(i)}, i, at::kFloat) : at::zeros({size_of(i)}));
+      works.push_back(world.rank() == 0 ? isend(tensors.back(), 1) : irecv(tensors.back(), 0));
+    }
+    for (int i = kMany - 1; i >= 0; --i) {
+      works[static_cast<size_t>(i)].wait();
+      EXPECT_TRUE(tensors[static_cast<size_t>(i)].eq(i).all().item<bool>()) << i;
+    }
+  });
+}
+
+// Neither end of an asynchronous message calls anything of comm while it moves.
+TEST_P(Messages, MoveWhileBothEndsCompute) {
+  run(2, [](World& world) {
+    const at::Tensor t = world.rank() == 0 ? at::ones({2 << 20}) : at::zeros({2 << 20});
+    Work work = world.rank() == 0 ? isend(t, 1) : irecv(t, 0);
+    const auto patience = Deadline::after(std::chrono::seconds(20));
+    while (!work.is_completed() && !patience.passed()) std::this_thread::yield();
+    EXPECT_TRUE(work.is_completed());
+    work.wait();
+    EXPECT_TRUE(t.eq(1).all().item<bool>());
   });
 }
 
@@ -196,10 +232,9 @@ TEST_P(Messages, BesideCollectives) {
 
 // What a rank sent before it left still arrives.
 TEST_P(Messages, OutliveTheirSender) {
-  run(2, [](World& outer) {
+  run(2, [this](World& outer) {
     {
-      World world({.rank = outer.rank(), .world_size = 2, .local_rank = outer.rank(), .local_world_size = 2},
-                  outer.shared_store());
+      World world = world_beside(outer);
       const World::Scope scope(world);
       if (world.rank() == 0) {
         for (int i = 0; i < 10; ++i) send(number(i), 1);
@@ -221,6 +256,34 @@ TEST_P(Messages, OutliveTheirSender) {
     }
     if (outer.rank() == 0) say(outer, "left");
     barrier();
+  });
+}
+
+// The others go on when a rank has left and its process has ended.
+TEST_P(Messages, OfOthersWhenARankHasEnded) {
+  run(3, [this](World& world) {
+    barrier();
+    if (world.rank() == 2) {
+      world.store().set("pid of 2", std::to_string(::getpid()));
+      return;
+    }
+    const auto pid =
+        static_cast<pid_t>(std::stol(world.store().get("pid of 2", Deadline::after(std::chrono::seconds(30)))));
+    if (GetParam().ranks == RanksAre::kProcesses)
+      if (const UniqueFd process(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))); process) {
+        pollfd end{.fd = process.get(), .events = POLLIN};
+        EXPECT_EQ(::poll(&end, 1, 20'000), 1);
+      }
+    for (const auto end = Deadline::after(std::chrono::milliseconds(100)); world.rank() == 0;) {
+      const bool last = end.passed();
+      send(number(last), 1);
+      recv(number(0), 1);
+      if (last) break;
+    }
+    for (at::Tensor last = number(0); world.rank() == 1 && last.item<int64_t>() == 0;) {
+      recv(last, 0);
+      send(last, 0);
+    }
   });
 }
 

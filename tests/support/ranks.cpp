@@ -5,7 +5,10 @@
 
 #include <stdexcept>
 
+#include "base/env.h"
+#include "base/text.h"
 #include "comm/backend.h"
+#include "comm/environment.h"
 #include "muster/launch/spawn.h"
 
 namespace muster::test {
@@ -19,12 +22,48 @@ struct OneThreadARank final : testing::Environment {
 [[maybe_unused]] testing::Environment* const kOneThreadARank =
     testing::AddGlobalTestEnvironment(std::make_unique<OneThreadARank>().release());
 
+// The first n processes of mpirun's job run the body, in a world that has a part of the job's store for itself. Nobody
+// goes on before all of them have said how it went.
+void run_launched(int n, const std::function<void(World&)>& body, const WorldOptions& options) {
+  const auto patience = [] { return Deadline::after(std::chrono::minutes(4)); };
+  static const comm::Job job = [&] {
+    comm::Job mine = comm::join_job(patience());
+    // MPI begins in all processes of a job at once, and tests have worlds of some.
+    const World everybody(mine.placement, mine.store, options);
+    return mine;
+  }();
+  static int number = 0;
+  const auto& [rank, processes, local_rank, local_processes, node] = job.placement;
+  if (n > processes) GTEST_SKIP() << "needs " << n << " ranks, and mpirun has started " << processes;
+  const auto store = make_prefix_store(job.store, text("test/", ++number));
+  if (rank < n) {
+    std::string failure;
+    try {
+      World world({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, options);
+      const World::Scope scope(world);
+      throwing_failed_checks([&] { body(world); });
+    } catch (const std::exception& error) {
+      failure = text("rank ", rank, ": ", error.what());
+    }
+    store->set(text("ended/", rank), failure);
+  }
+  std::string failures;
+  for (int r = 0; r < n; ++r) failures += store->get(text("ended/", r), patience());
+  if (!failures.empty()) throw std::runtime_error(failures);
+}
+
 }  // namespace
+
+bool under_mpirun() { return env_string("OMPI_COMM_WORLD_RANK") || env_string("PMI_RANK"); }
 
 std::vector<Setup> all_setups() {
   std::vector<Setup> setups;
   for (const auto& entry : comm::backends()) {
-    if (!entry.needs_peers || entry.needs_launcher || entry.name == "nccl") continue;  // these have tests of their own
+    if (!entry.needs_peers || entry.name == "nccl") continue;  // these have tests of their own
+    if (entry.needs_launcher) {
+      if (under_mpirun()) setups.push_back({std::string(entry.name), RanksAre::kLaunched});
+      continue;
+    }
     for (const auto ranks : {RanksAre::kThreads, RanksAre::kProcesses})
       setups.push_back({std::string(entry.name), ranks});
   }
@@ -43,13 +82,27 @@ WorldOptions options_for(const Setup& setup, int n, WorldOptions options) {
   return options;
 }
 
-std::string setup_name(const testing::TestParamInfo<Setup>& info) {
-  return info.param.backend + (info.param.ranks == RanksAre::kThreads ? "_threads" : "_processes");
+namespace {
+
+const char* name_of(RanksAre ranks) {
+  switch (ranks) {
+    case RanksAre::kThreads:
+      return "threads";
+    case RanksAre::kProcesses:
+      return "processes";
+    case RanksAre::kLaunched:
+      break;
+  }
+  return "launched";
 }
 
-void PrintTo(const Setup& setup, std::ostream* out) {
-  *out << setup.backend << (setup.ranks == RanksAre::kThreads ? ", ranks as threads" : ", ranks as processes");
+}  // namespace
+
+std::string setup_name(const testing::TestParamInfo<Setup>& info) {
+  return info.param.backend + "_" + name_of(info.param.ranks);
 }
+
+void PrintTo(const Setup& setup, std::ostream* out) { *out << setup.backend << ", ranks: " << name_of(setup.ranks); }
 
 void CommContract::SetUp() {
   for (const auto& entry : comm::backends())
@@ -59,13 +112,23 @@ void CommContract::SetUp() {
 
 void CommContract::run(int n, const std::function<void(World&)>& body, WorldOptions options) const {
   if (as_threads()) return run_threads_only(n, body, std::move(options));
+  if (GetParam().ranks == RanksAre::kLaunched)
+    return run_launched(n, body, options_for(GetParam(), n, std::move(options)));
   spawn(
       n, [&](World& world) { throwing_failed_checks([&] { body(world); }); },
       options_for(GetParam(), n, std::move(options)));
 }
 
 void CommContract::run_threads_only(int n, const std::function<void(World&)>& body, WorldOptions options) const {
+  if (GetParam().ranks == RanksAre::kLaunched) GTEST_SKIP() << "needs ranks that are threads";
   run_threads(n, body, options_for(GetParam(), n, std::move(options)));
+}
+
+World CommContract::world_beside(World& outer) const {
+  const int rank = outer.rank(), n = outer.world_size();
+  return {{.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n},
+          outer.shared_store(),
+          options_for(GetParam(), n)};
 }
 
 void throwing_failed_checks(const std::function<void()>& body) {

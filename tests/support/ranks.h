@@ -1,7 +1,9 @@
-// Runs the body of a test as the ranks of a job: as threads of this process, or as processes forked from it.
+// Runs the body of a test as the ranks of a job: as threads of this process, as processes forked from it, or, where
+// mpirun has started this program several times, as those processes.
 //
-// Checks (EXPECT_…, ASSERT_…) work in both. In a process they are collected and thrown, so that they fail the test in
-// the parent, with their text.
+// Checks (EXPECT_…, ASSERT_…) work in all. In a process they are collected and thrown, so that they fail the test in
+// the parent, with their text; or in every process of mpirun's job. These run the same tests in the same order, and end
+// each together.
 //
 // Thread-safety: call from the test's own thread.
 #pragma once
@@ -18,7 +20,7 @@
 
 namespace muster::test {
 
-enum class RanksAre { kThreads, kProcesses };
+enum class RanksAre { kThreads, kProcesses, kLaunched };
 
 // A backend and how its ranks run. Every contract test of comm runs for all of them.
 struct Setup {
@@ -26,7 +28,8 @@ struct Setup {
   RanksAre ranks = RanksAre::kThreads;
 };
 
-// Each backend of comm::backends(), as threads and as processes: a new backend joins by itself.
+// Each backend of comm::backends(), as threads and as processes: a new backend joins by itself. Those that need a
+// launcher are there only under mpirun.
 std::vector<Setup> all_setups();
 std::string setup_name(const testing::TestParamInfo<Setup>& info);
 void PrintTo(const Setup& setup, std::ostream* out);
@@ -39,14 +42,19 @@ class CommContract : public testing::TestWithParam<Setup> {
  protected:
   void SetUp() override;
 
-  // The body in each of n ranks, each with its World; throws what the first of them threw.
+  // The body in each of n ranks, each with its World; throws what the first of them threw. Skips where mpirun has
+  // started fewer.
   void run(int n, const std::function<void(World&)>& body, WorldOptions options = {}) const;
   void run_threads_only(int n, const std::function<void(World&)>& body, WorldOptions options = {}) const;
+  // In the body of run(): another world of the same ranks, with the same backend.
+  World world_beside(World& outer) const;
   bool as_threads() const { return GetParam().ranks == RanksAre::kThreads; }
 };
 
 #define MUSTER_COMM_CONTRACT(suite) \
   INSTANTIATE_TEST_SUITE_P(Comm, suite, testing::ValuesIn(muster::test::all_setups()), muster::test::setup_name)
+
+bool under_mpirun();
 
 // Runs `body` with this thread's failed checks collected, and throws them as one std::runtime_error; for forked
 // processes.

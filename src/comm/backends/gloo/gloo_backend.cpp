@@ -4,8 +4,10 @@
 
 #include <ATen/ops/from_blob.h>
 #include <netdb.h>
+#include <pthread.h>
 #include <sys/socket.h>
 
+#include <csignal>
 #include <cstring>
 #include <limits>
 #include <set>
@@ -38,6 +40,33 @@ struct Connections {
     gone = std::move(gloo);
     for (c10d::Work* const work : waiting) work->abort();
   }
+};
+
+// Gloo writes to its sockets such that a connection which the peer has closed raises SIGPIPE, which by default ends the
+// process without a word. (Python ignores it.) Blocked while Gloo runs on the caller's thread, and in the threads that
+// Gloo starts meanwhile.
+class NoBrokenPipe {
+ public:
+  NoBrokenPipe() {
+    sigemptyset(&pipe_);
+    sigaddset(&pipe_, SIGPIPE);
+    sigset_t pending;
+    sigpending(&pending);
+    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
+    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
+  }
+  ~NoBrokenPipe() {
+    if (sigismember(&before_, SIGPIPE) == 1) return;
+    const timespec at_once{};
+    if (!was_pending_) ::sigtimedwait(&pipe_, nullptr, &at_once);
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  NoBrokenPipe(const NoBrokenPipe&) = delete;
+  NoBrokenPipe& operator=(const NoBrokenPipe&) = delete;
+
+ private:
+  sigset_t pipe_, before_;
+  bool was_pending_ = false;
 };
 
 // A short message as it travels.
@@ -141,6 +170,7 @@ class GlooWire final : public Wire {
   template <typename Call>
   std::unique_ptr<GlooTransfer> post(int peer, std::byte* data, size_t bytes, std::unique_ptr<Frame> frame, Call call) {
     const at::NoGradGuard no_grad;
+    const NoBrokenPipe no_broken_pipe;
     std::vector<at::Tensor> tensors = {at::from_blob(data, {static_cast<int64_t>(bytes)}, at::kByte)};
     const std::lock_guard lock(connections_->mutex);
     if (!connections_->gloo) throw WireBroken("the group is closed");
@@ -204,11 +234,17 @@ std::shared_ptr<::gloo::transport::Device> device_for(const BackendContext& cont
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {
   const auto options = Gloo::Options::create(context.timeout);
   options->threads = 1;  // for Gloo's collectives, which are not used
+  const NoBrokenPipe no_broken_pipe;
   try {
     options->devices = {device_for(context)};
     const auto store = to_c10d(make_prefix_store(context.store, context.store_prefix + "/gloo"));
     store->setTimeout(context.timeout);
     auto gloo = c10::make_intrusive<Gloo>(store, context.rank, context.size, options);
+    // A rank may be connected, and leave, while another is still connecting: that would look like a broken connection.
+    std::vector<std::string> connected;
+    for (int r = 0; r < context.size; ++r) connected.push_back(text(context.store_prefix, "/gloo connected/", r));
+    context.store->set(connected[static_cast<size_t>(context.rank)], "1");
+    context.store->wait(connected, Deadline::after(context.timeout));
     return c10::make_intrusive<WireBackend>(context, "gloo",
                                             std::make_unique<GlooWire>(std::move(gloo), context.rank, context.size));
   } catch (const c10::Error& error) {

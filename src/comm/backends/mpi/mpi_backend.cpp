@@ -8,7 +8,9 @@
 #include "base/env.h"
 #include "base/text.h"
 #include "comm/backends/mpi/mpi_wire.h"
+#include "comm/mailbox.h"
 #include "comm/wire_backend.h"
+#include "shm/spin.h"
 
 namespace muster::comm::mpi_backend {
 namespace {
@@ -18,7 +20,8 @@ struct Plugin {
   std::string problem;
 };
 
-// Beside the library that this code is in, else wherever the loader looks.
+// Beside the program or library that this code is in, else wherever the loader looks: Muster's CMake targets give
+// programs a run path to it.
 Plugin load() {
   constexpr const char* kFile = "libmuster_mpi.so";
   Dl_info here{};
@@ -31,7 +34,7 @@ Plugin load() {
   void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);  // global: MPI loads parts of its own
   if (!library)
     return {nullptr, text("libmuster_mpi.so is not here (", ::dlerror(),
-                          "): install an MPI (apt-get install libopenmpi-dev) and build Muster again")};
+                          "): install an MPI (apt-get install libopenmpi-dev), and build Muster again")};
   void* const symbol = ::dlsym(library, kMakeWire);
   if (!symbol) return {nullptr, "libmuster_mpi.so is of another version of Muster: build it again"};
   return {reinterpret_cast<MakeWire>(symbol), {}};
@@ -42,11 +45,44 @@ const Plugin& plugin() {
   return loaded;
 }
 
+// Of a rank alone, which needs no MPI: the messages to itself.
+class OwnWire final : public Wire {
+ public:
+  ~OwnWire() override { close(); }
+  std::unique_ptr<Transfer> send(int, WireTag tag, const std::byte* data, size_t bytes) override {
+    mailbox_->deliver(0, tag, data, bytes);
+    return std::make_unique<Delivered>();
+  }
+  std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data, size_t bytes) override {
+    return mailbox_->receive(peer, tag, data, bytes);
+  }
+  void close() override { mailbox_->close(kAnySource, "the group is closed"); }
+
+ private:
+  struct Delivered final : Transfer {
+    int wait(Deadline) override { return 0; }
+  };
+  const std::shared_ptr<Mailbox> mailbox_ = std::make_shared<Mailbox>(0);
+};
+
 }  // namespace
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {
   if (!plugin().make_wire) throw Unavailable(plugin().problem);
-  return c10::make_intrusive<WireBackend>(context, "mpi", plugin().make_wire(context));
+  if (context.size == 1) return c10::make_intrusive<WireBackend>(context, "mpi", std::make_unique<OwnWire>());
+  static_assert(kAnySource < 0);  // as the library takes it
+  const WireSite site{
+      .rank = context.rank,
+      .size = context.size,
+      .group_name = context.group_name,
+      .prefix = context.store_prefix,
+      .store = context.store.get(),
+      .deadline = Deadline::after(context.timeout),
+      .spin = shm::spin_for(context.local_threads),
+      .timeout = [] { throw Timeout(""); },
+      .unavailable = [](const std::string& what, const std::string& advice) { throw Unavailable(what, advice); }};
+  std::unique_ptr<Wire> wire(plugin().make_wire(site));
+  return c10::make_intrusive<WireBackend>(context, "mpi", std::move(wire));
 }
 
 std::string why_not() {

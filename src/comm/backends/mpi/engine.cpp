@@ -1,0 +1,497 @@
+#include "comm/backends/mpi/engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <functional>
+
+#include "base/text.h"
+
+namespace muster::comm::mpi_backend {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr int kGoodbye = 0, kAcknowledgement = 1;  // tags of the control communicator
+constexpr size_t kMostAbandoned = 400;             // tags in a goodbye, which MPI buffers; beyond:
+constexpr uint32_t kEverything = ~uint32_t{0};
+
+// What a peer sent before its goodbye may arrive a little after it: whole messages, and the ends of transfers of which
+// this rank knows.
+constexpr milliseconds kLateMessage{500}, kLateEnd{30};
+// For a peer to answer while memory is in MPI's hands.
+constexpr milliseconds kAnswer{2000};
+// Between two looks of the thread.
+constexpr milliseconds kOften{1}, kSeldom{20};
+constexpr const char *kClosed = "the group is closed", *kGone = "the peer has left the group";
+constexpr unsigned kLooks = 32;  // of a waiter, for each that asks for goodbyes
+
+struct SignalsBlocked {
+  sigset_t before;
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+};
+
+void wait_until(std::condition_variable& condition, Lock& lock, Clock::time_point until) {
+  if (until == Clock::time_point::max())
+    condition.wait(lock);
+  else
+    condition.wait_until(lock, until);
+}
+
+}  // namespace
+
+std::string describe(int mpi_error) {
+  char text[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  MPI_Error_string(mpi_error, text, &length);
+  return {text, static_cast<size_t>(length)};
+}
+
+bool Circle::all_gone() const {
+  for (int r = 0; r < size; ++r)
+    if (r != rank && !peers[static_cast<size_t>(r)].gone) return false;
+  return true;
+}
+
+Backoff::Step Backoff::next() {
+  const auto since = Clock::now() - began_;
+  if (since < spin_) return Step::kSpin;
+  if (since < spin_ + kYield) return Step::kYield;
+  nap_ = std::min(nap_ * 2, kLongest);
+  return Step::kNap;
+}
+
+// --- the process's MPI ---
+
+Engine& Engine::get(const WireSite& site) {
+  static std::mutex mutex;
+  static Engine* engine = nullptr;
+  const std::lock_guard lock(mutex);
+  if (!engine) engine = new Engine(site);
+  const Lock mine = engine->lock();
+  if (const char* const problem = engine->problem()) site.unavailable(problem, "Start the job again");
+  return *engine;
+}
+
+Engine::Engine(const WireSite& site) : pid_(::getpid()) {
+  int initialized = 0, finalized = 0, level = MPI_THREAD_SINGLE;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  if (finalized) site.unavailable("MPI has been finalized in this process", "Finalize it when no World is left");
+  if (initialized) {
+    MPI_Query_thread(&level);
+  } else {
+    if (const int error = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level); error != MPI_SUCCESS)
+      site.unavailable("MPI could not be initialised", "Look at what it says on standard error");
+    ours_ = true;
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+  }
+  if (level < MPI_THREAD_SERIALIZED)
+    site.unavailable("MPI serves only one thread in this process",
+                     initialized ? "Initialise it by MPI_Init_thread with MPI_THREAD_MULTIPLE, or leave that to Muster"
+                                 : "Use an MPI that was built for threads");
+  int* most = nullptr;
+  int known = 0;
+  MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &known);
+  if (!known || *most < static_cast<int>(kWireTags - 1))
+    site.unavailable(text("this MPI has tags up to ", known ? *most : 0, ", and Muster needs ", kWireTags - 1),
+                     "Use another MPI or backend");
+  ::on_exit(&at_exit, this);
+  int key = MPI_KEYVAL_INVALID;
+  MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, &at_finalize, &key, this);
+  MPI_Comm_set_attr(MPI_COMM_SELF, key, this);  // MPI_Finalize begins by deleting it
+  const SignalsBlocked blocked;                 // they are for the program's own threads
+  thread_ = std::thread([this] { run_thread(); });
+  pthread_setname_np(thread_.native_handle(), "muster-mpi");
+}
+
+void Engine::stop() {
+  {
+    const Lock mine = lock();
+    finalized_ = true;
+    for (const auto& circle : circles_) wake(*circle);
+    thread_wakes_.notify_one();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+int Engine::at_finalize(MPI_Comm, int, void* engine, void*) {
+  static_cast<Engine*>(engine)->stop();
+  return MPI_SUCCESS;
+}
+
+void Engine::at_exit(int status, void* engine) {
+  auto& self = *static_cast<Engine*>(engine);
+  if (!self.owns()) return;
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized) return;
+  if (status == 0 && self.ours_ && !self.poisoned_)
+    MPI_Finalize();
+  else
+    self.stop();
+}
+
+bool Engine::owns() const { return pid_ == ::getpid(); }
+
+const char* Engine::problem() const {
+  if (poisoned_)
+    return "a rank did not answer while a message was under way, so that MPI is not used any more in this process";
+  return finalized_ ? "MPI has been finalized in this process" : nullptr;
+}
+
+Lock Engine::lock() {
+  ++wanting_;
+  Lock mine(mutex_);
+  --wanting_;
+  return mine;
+}
+
+// --- groups ---
+
+std::shared_ptr<Circle> Engine::join(const WireSite& site) {
+  auto circle = std::make_shared<Circle>();
+  circle->rank = site.rank;
+  circle->size = site.size;
+  circle->spin = site.spin;
+  circle->timeout = site.timeout;
+  circle->peers.resize(static_cast<size_t>(site.size));
+
+  // Who is who in MPI_COMM_WORLD. When all have said so, all are about to make the communicators.
+  int own = 0;
+  {
+    const Lock mine = lock();
+    MPI_Comm_rank(MPI_COMM_WORLD, &own);
+  }
+  const char* job = std::getenv("PMIX_NAMESPACE");
+  if (!job) job = std::getenv("SLURM_JOB_ID");
+  std::vector<std::string> keys;
+  keys.reserve(static_cast<size_t>(site.size));
+  for (int r = 0; r < site.size; ++r) keys.push_back(text(site.prefix, "/mpi/", r));
+  site.store->set(keys[static_cast<size_t>(site.rank)], text(own, ' ', job ? job : ""));
+  site.store->wait(keys, site.deadline);
+  std::vector<int> ranks;
+  std::string first;
+  for (const auto& key : keys) {
+    const std::string said = site.store->get(key, site.deadline);
+    const std::string theirs = said.substr(said.find(' '));
+    if (first.empty()) first = theirs;
+    if (theirs != first)
+      site.unavailable(text("the ranks of group '", site.group_name, "' were started by more than one mpirun"),
+                       "Start all of them by one");
+    ranks.push_back(std::stoi(said));
+  }
+  if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size())
+    site.unavailable(text("group '", site.group_name, "' has several ranks in one process, and MPI knows processes"),
+                     "Use backend shm for ranks that are threads");
+
+  const Lock mine = lock();
+  if (const char* const why = problem()) site.unavailable(why, {});
+  const auto check = [&](int error) {
+    if (error != MPI_SUCCESS)
+      site.unavailable(text("MPI made no communicator for group '", site.group_name, "': ", describe(error)), {});
+  };
+  MPI_Group all = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
+  check(MPI_Comm_group(MPI_COMM_WORLD, &all));
+  check(MPI_Group_incl(all, site.size, ranks.data(), &members));
+  const int tag = static_cast<int>(std::hash<std::string>{}(site.prefix) % kWireTags);  // groups made at the same time
+  check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &circle->control));
+  MPI_Group_free(&members);
+  MPI_Group_free(&all);
+  MPI_Comm_set_errhandler(circle->control, MPI_ERRORS_RETURN);  // the copies inherit it
+  for (auto& comm : circle->comms) check(MPI_Comm_dup(circle->control, &comm));
+  circles_.push_back(circle);
+  thread_wakes_.notify_one();
+  return circle;
+}
+
+void Engine::say(Circle& circle, int peer, int tag, std::vector<uint64_t> words) {
+  circle.notes.push_back({std::move(words)});
+  auto& note = circle.notes.back();
+  MPI_Isend(note.words.data(), static_cast<int>(note.words.size()), MPI_UINT64_T, peer, tag, circle.control,
+            &note.request);
+  posted_ = true;
+}
+
+void Engine::close(Lock&, Circle& circle) {
+  if (circle.closed) return;
+  circle.closed = true;
+  if (problem()) return wake(circle);
+  for (Request* const request : std::vector(circle.unfinished.begin(), circle.unfinished.end())) test(*request);
+  for (int r = 0; r < circle.size; ++r) {
+    if (r == circle.rank) continue;
+    auto& peer = circle.peers[static_cast<size_t>(r)];
+    std::vector<uint64_t> words = {peer.sent};
+    for (const Request* const request : circle.unfinished)
+      if (request->sending_ && request->peer_ == r) words.push_back(request->code_);
+    if (words.size() > kMostAbandoned) words.assign({peer.sent, kEverything});
+    peer.asked = words.size() > 1;
+    say(circle, r, kGoodbye, std::move(words));
+  }
+  wake(circle);
+}
+
+void Engine::hear(Circle& circle) {
+  for (;;) {
+    int there = 0, length = 0;
+    MPI_Status status;
+    if (MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, circle.control, &there, &status) != MPI_SUCCESS || !there) return;
+    MPI_Get_count(&status, MPI_UINT64_T, &length);
+    std::vector<uint64_t> words(static_cast<size_t>(length));
+    MPI_Recv(words.data(), length, MPI_UINT64_T, status.MPI_SOURCE, status.MPI_TAG, circle.control, MPI_STATUS_IGNORE);
+    auto& peer = circle.peers[static_cast<size_t>(status.MPI_SOURCE)];
+    if (status.MPI_TAG == kAcknowledgement) {
+      peer.acknowledged = true;
+      peer.acknowledged_at = Clock::now();
+    } else {
+      peer.gone = true;
+      peer.gone_at = Clock::now();
+      peer.sent_to_us = words.at(0);
+      for (size_t i = 1; i < words.size(); ++i) peer.abandoned.insert(static_cast<uint32_t>(words[i]));
+      // From here on no receive is posted that could match those (MpiWire::receive).
+      if (words.size() > 1) say(circle, status.MPI_SOURCE, kAcknowledgement, {});
+    }
+    wake(circle);
+  }
+}
+
+void Engine::wake(const Circle& circle) {
+  for (Request* const request : waiting_)
+    if (request->circle_.get() == &circle) request->changed_.notify_one();
+}
+
+// Whether nothing of it is under way any more, here or on its way here. Frees its communicators then: all members come
+// to that point.
+bool Engine::finished(Circle& circle) {
+  if (!circle.closed || !circle.unfinished.empty() || !circle.all_gone()) return false;
+  for (const auto& peer : circle.peers)
+    if (peer.asked && !peer.acknowledged) return false;
+  for (auto& note : circle.notes) {
+    int sent = 0;
+    MPI_Test(&note.request, &sent, MPI_STATUS_IGNORE);
+    if (!sent) return false;
+  }
+  if (circle.stained) return true;
+  for (auto& comm : circle.comms) MPI_Comm_free(&comm);
+  MPI_Comm_free(&circle.control);
+  return true;
+}
+
+// --- progress ---
+
+void Engine::test(Request& request) {
+  if (request.done_) return;
+  int done = 0;
+  MPI_Status status;
+  const int error = MPI_Test(&request.handle_, &done, &status);
+  if (done || error != MPI_SUCCESS) request.finish(status, error);
+}
+
+void Engine::look(bool thoroughly) {
+  if (problem()) return;
+  if (waiting_.size() == 1) {
+    test(*waiting_[0]);
+  } else if (!waiting_.empty()) {
+    const size_t n = waiting_.size();
+    handles_.resize(n), statuses_.resize(n), indices_.resize(n);
+    for (size_t i = 0; i < n; ++i) handles_[i] = waiting_[i]->handle_;
+    int done = 0;
+    const int error = MPI_Testsome(static_cast<int>(n), handles_.data(), &done, indices_.data(), statuses_.data());
+    if (error == MPI_SUCCESS || error == MPI_ERR_IN_STATUS)
+      for (int i = 0; done != MPI_UNDEFINED && i < done; ++i) {
+        const auto place = static_cast<size_t>(indices_[static_cast<size_t>(i)]);
+        const MPI_Status& status = statuses_[static_cast<size_t>(i)];
+        waiting_[place]->handle_ = handles_[place];
+        waiting_[place]->finish(status, error == MPI_SUCCESS ? MPI_SUCCESS : status.MPI_ERROR);
+        if (waiting_[place] != driver_) waiting_[place]->changed_.notify_one();
+      }
+  }
+  if (!thoroughly && ++looks_ % kLooks != 0) return;
+  for (const auto& circle : circles_) hear(*circle);
+  circles_.remove_if([this](const auto& circle) { return finished(*circle); });
+}
+
+// Between two looks of the driver.
+void Engine::pause(Lock& lock, Request& request, Backoff& backoff, Clock::time_point until) {
+  const auto step = backoff.next();
+  if (step == Backoff::Step::kNap) {
+    driver_naps_ = true;
+    request.changed_.wait_until(lock, std::min(until, Clock::now() + backoff.nap()));
+    if (driver_ == &request) driver_naps_ = false;
+    return;
+  }
+  if (step == Backoff::Step::kSpin && wanting_ == 0) return;
+  lock.unlock();
+  int tries = 0;
+  do ::sched_yield();
+  while (wanting_ != 0 && ++tries < 1000);
+  lock.lock();
+}
+
+bool Engine::await(Lock& lock, Request& request, Deadline deadline) {
+  if (!request.done_ && !problem()) test(request);
+  if (request.done_) return true;
+  struct Place {  // among those who wait
+    Engine& engine;
+    Request& request;
+    Place(Engine& engine, Request& request) : engine(engine), request(request) { engine.waiting_.push_back(&request); }
+    ~Place() {
+      auto& waiting = engine.waiting_;
+      waiting.erase(std::find(waiting.begin(), waiting.end(), &request));
+      if (engine.driver_ == &request) engine.driver_ = nullptr;
+      if (!engine.driver_ && !waiting.empty()) waiting.front()->changed_.notify_one();
+    }
+  } const place(*this, request);
+  request.began_ = Clock::now();
+  Backoff backoff(request.circle_->spin);
+  while (!request.done_) {
+    if (const char* const why = request.hopeless()) throw WireBroken(why);
+    if (deadline.passed()) return false;
+    const auto until = std::min(deadline.when(), request.look_again_);
+    if (!driver_ || (driver_ != &request && driver_naps_)) {
+      driver_ = &request;
+      driver_naps_ = false;
+      backoff.reset();
+    }
+    if (driver_ != &request) {
+      wait_until(request.changed_, lock, until);
+      continue;
+    }
+    look(backoff.naps());
+    if (!request.done_) pause(lock, request, backoff, until);
+  }
+  return true;
+}
+
+void Engine::abandon(Lock& lock, Request& request) {
+  Circle& circle = *request.circle_;
+  const auto forget = [&] {
+    circle.stained = true;
+    circle.unfinished.erase(&request);
+    request.done_ = true;
+  };
+  if (problem()) return forget();
+  test(request);
+  if (!request.done_ && !request.sending_) {
+    MPI_Cancel(&request.handle_);
+    test(request);
+  }
+  if (request.done_) return;
+  close(lock, circle);  // which tells the peer
+  const auto began = Clock::now();
+  const bool own = request.peer_ == circle.rank;
+  for (const auto answer = Deadline::after(kAnswer); !problem();) {
+    test(request);
+    if (request.done_) return;
+    hear(circle);
+    if (request.sending_) {
+      const auto& peer = circle.peers[static_cast<size_t>(request.peer_)];
+      const auto settled = [](bool it_is, Clock::time_point since) {
+        return it_is && Clock::now() - since >= kLateEnd;
+      };
+      if (settled(peer.gone, peer.gone_at) || settled(peer.acknowledged, peer.acknowledged_at) || settled(own, began))
+        break;
+    }
+    if (answer.passed()) {
+      poisoned_ = true;
+      for (const auto& other : circles_) wake(*other);
+    }
+    lock.unlock();
+    std::this_thread::sleep_for(microseconds(100));
+    lock = this->lock();
+  }
+  forget();
+}
+
+void Engine::run_thread() {
+  Lock mine = lock();
+  auto interval = kOften;
+  while (!finalized_) {
+    if (circles_.empty())
+      thread_wakes_.wait(mine);
+    else
+      thread_wakes_.wait_for(mine, interval);
+    interval = std::exchange(posted_, false) ? kOften : std::min(interval * 2, kSeldom);
+    if (!driver_) look(true);
+  }
+}
+
+// --- transfers ---
+
+int Request::wait(Deadline deadline) {
+  bool complete = false;
+  {
+    Lock lock = engine_.lock();
+    complete = engine_.await(lock, *this, deadline);
+  }
+  if (!complete) circle_->timeout();
+  if (error_ != MPI_SUCCESS) throw WireBroken(describe(error_));
+  return source_;
+}
+
+Request::~Request() {
+  if (!posted_ || !engine_.owns()) return;
+  Lock lock = engine_.lock();
+  if (!done_) engine_.abandon(lock, *this);
+}
+
+void Request::finish(const MPI_Status& status, int error) {
+  done_ = true;
+  error_ = error;
+  circle_->unfinished.erase(this);
+  int cancelled = 0;
+  if (error == MPI_SUCCESS && !sending_) MPI_Test_cancelled(&status, &cancelled);
+  if (error != MPI_SUCCESS || cancelled) return;
+  source_ = sending_ ? peer_ : status.MPI_SOURCE;
+  auto& peer = circle_->peers[static_cast<size_t>(source_)];
+  ++(sending_ ? peer.sent : peer.received);
+}
+
+const char* Request::refused() const {
+  if (const char* const problem = engine_.problem()) return problem;
+  if (circle_->closed) return kClosed;
+  if (peer_ == circle_->rank) return nullptr;
+  uint64_t sent = 0, received = 0;
+  for (int r = 0; r < circle_->size; ++r) {
+    const auto& peer = circle_->peers[static_cast<size_t>(r)];
+    if (r == circle_->rank || (peer_ >= 0 && r != peer_)) continue;
+    if (peer.gone && (sending_ || peer.abandoned.count(code_) || peer.abandoned.count(kEverything))) return kGone;
+    sent += peer.gone ? peer.sent_to_us : ~uint64_t{0} / 2;
+    received += peer.received;
+  }
+  return !sending_ && received >= sent ? kGone : nullptr;
+}
+
+const char* Request::hopeless() {
+  look_again_ = Clock::time_point::max();
+  if (const char* const problem = engine_.problem()) return problem;
+  if (circle_->closed) return kClosed;
+  const bool anybody = peer_ < 0;
+  if (anybody ? !circle_->all_gone() : !circle_->peers[static_cast<size_t>(peer_)].gone) return nullptr;
+  uint64_t sent = 0, received = 0;
+  Clock::time_point since = began_;
+  bool in_vain = sending_;
+  for (int r = 0; r < circle_->size; ++r) {
+    if (r == circle_->rank || (!anybody && r != peer_)) continue;
+    const auto& peer = circle_->peers[static_cast<size_t>(r)];
+    sent += peer.sent_to_us;
+    received += peer.received;
+    since = std::max(since, peer.gone_at);
+    in_vain = in_vain || peer.abandoned.count(code_) || peer.abandoned.count(kEverything);
+  }
+  if (!sending_ && received >= sent) return kGone;
+  look_again_ = since + (in_vain ? kLateEnd : kLateMessage);
+  return Clock::now() >= look_again_ ? kGone : nullptr;
+}
+
+}  // namespace muster::comm::mpi_backend

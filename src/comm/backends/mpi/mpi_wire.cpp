@@ -1,0 +1,95 @@
+// The Wire on MPI: libmuster_mpi.so. A communicator of a group for each kind of message, and tags as they are.
+#include "comm/backends/mpi/mpi_wire.h"
+
+#include <limits>
+#include <type_traits>
+
+#include "comm/backends/mpi/engine.h"
+
+namespace muster::comm::mpi_backend {
+namespace {
+
+// So many bytes as MPI counts them: in ints. More than that is one item of a type that is made for it.
+class Extent {
+ public:
+  explicit Extent(size_t bytes) {
+    if (bytes <= static_cast<size_t>(std::numeric_limits<int>::max())) {
+      count_ = static_cast<int>(bytes);
+      return;
+    }
+    constexpr size_t kBlock = size_t{1} << 20;
+    MPI_Datatype blocks = MPI_DATATYPE_NULL;
+    MPI_Type_vector(static_cast<int>(bytes / kBlock), kBlock, kBlock, MPI_BYTE, &blocks);
+    const int lengths[] = {1, static_cast<int>(bytes % kBlock)};
+    const MPI_Aint places[] = {0, static_cast<MPI_Aint>(bytes - bytes % kBlock)};
+    const MPI_Datatype types[] = {blocks, MPI_BYTE};
+    MPI_Type_create_struct(2, lengths, places, types, &type_);
+    MPI_Type_free(&blocks);
+    MPI_Type_commit(&type_);
+  }
+  ~Extent() {
+    if (type_ != MPI_BYTE) MPI_Type_free(&type_);  // transfers under way keep it
+  }
+  Extent(const Extent&) = delete;
+  Extent& operator=(const Extent&) = delete;
+  MPI_Datatype type() const { return type_; }
+  int count() const { return count_; }
+
+ private:
+  MPI_Datatype type_ = MPI_BYTE;
+  int count_ = 1;
+};
+
+}  // namespace
+
+class MpiWire final : public Wire {
+ public:
+  explicit MpiWire(const WireSite& site) : engine_(Engine::get(site)), circle_(engine_.join(site)) {}
+  ~MpiWire() override { close(); }
+
+  std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) override {
+    return post(true, peer, tag, [&](MPI_Comm comm, MPI_Request* request) {
+      const Extent extent(bytes);
+      return MPI_Isend(data, extent.count(), extent.type(), peer, static_cast<int>(tag.value), comm, request);
+    });
+  }
+
+  std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data, size_t bytes) override {
+    return post(false, peer, tag, [&](MPI_Comm comm, MPI_Request* request) {
+      const Extent extent(bytes);
+      return MPI_Irecv(data, extent.count(), extent.type(), peer < 0 ? MPI_ANY_SOURCE : peer,
+                       static_cast<int>(tag.value), comm, request);
+    });
+  }
+
+  void close() override {
+    if (!engine_.owns()) return;
+    Lock lock = engine_.lock();
+    engine_.close(lock, *circle_);
+  }
+
+ private:
+  template <typename Call>
+  std::unique_ptr<Transfer> post(bool sending, int peer, WireTag tag, Call call) {
+    auto request = std::make_unique<Request>(engine_, circle_, sending, peer, tag);
+    const Lock lock = engine_.lock();
+    if (const char* const why = request->refused()) throw WireBroken(why);
+    const int error = call(circle_->comms[static_cast<size_t>(tag.kind)], &request->handle_);
+    if (error != MPI_SUCCESS) throw WireBroken(describe(error));
+    request->posted_ = true;
+    circle_->unfinished.insert(request.get());
+    engine_.posted();
+    return request;
+  }
+
+  Engine& engine_;
+  const std::shared_ptr<Circle> circle_;
+};
+
+}  // namespace muster::comm::mpi_backend
+
+extern "C" __attribute__((visibility("default"))) muster::comm::Wire* muster_make_mpi_wire_1(
+    const muster::comm::mpi_backend::WireSite& site) {
+  return new muster::comm::mpi_backend::MpiWire(site);
+}
+static_assert(std::is_same_v<decltype(&muster_make_mpi_wire_1), muster::comm::mpi_backend::MakeWire>);
