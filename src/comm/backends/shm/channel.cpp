@@ -122,7 +122,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   if (descriptor.call.op != OpKind::kAllToAll)
     corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
   position(Phase::kAnnounced);
-  if (seq % 8 == 1) control(rank_).core.store(::sched_getcpu(), std::memory_order_relaxed);
+  control(rank_).core.store(::sched_getcpu(), std::memory_order_relaxed);
   mine.seq.store(seq, std::memory_order_release);
   control(rank_).bell.ring();
   fault(FaultPhase::kPosted);

@@ -29,7 +29,8 @@ namespace muster::comm::shm_backend {
 inline constexpr uint64_t kMagic = 0x31726574'73756d00;  // "\0muster1"
 inline constexpr size_t kLine = 128;
 inline constexpr size_t kSlots = 2;
-inline constexpr size_t kSlotPayload = 4096;
+inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
+inline constexpr size_t kSlotTables = 1024;   // beside it: what an all_to_all of up to 64 ranks says of its parts
 inline constexpr size_t kTurnBuffers = 4;
 inline constexpr uint64_t kNotOnHeap = ~uint64_t{0};
 
@@ -43,7 +44,7 @@ struct Descriptor {
 struct alignas(kLine) Slot {
   std::atomic<uint64_t> seq{0};
   Descriptor descriptor;
-  std::byte payload[kSlotPayload];
+  std::byte payload[kSlotPayload + kSlotTables];
 };
 static_assert(offsetof(Slot, payload) == 40);
 

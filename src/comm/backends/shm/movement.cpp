@@ -5,9 +5,7 @@
 // there. Else it goes through staging in turns: stage, say so, read what others staged, say done.
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <cstring>
-#include <string>
 
 #include "base/text.h"
 #include "comm/backends/shm/collectives.h"
@@ -21,15 +19,6 @@ uint64_t turns_for(size_t bytes, size_t per_turn) { return (bytes + per_turn - 1
 // memcpy with null pointers is undefined even for no bytes, and empty tensors have them.
 void copy_bytes(Bytes to, ConstBytes from, size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
-}
-
-// How much of `bytes` a turn takes, of `most` that it could: a few turns for a small operation, so that its steps
-// overlap, and never so much that the staged data leaves the second-level cache before the others read it.
-size_t piece_of(size_t bytes, size_t most) {
-  static const size_t kMost = std::getenv("P") ? std::stoul(std::getenv("P")) : size_t{64} << 10;
-  static const size_t kDiv = std::getenv("D") ? std::stoul(std::getenv("D")) : 4;
-  constexpr size_t kLeast = size_t{16} << 10, kPage = 4096;
-  return std::min(most, std::clamp(shm::round_up(bytes / kDiv, kPage), kLeast, kMost));
 }
 
 // One piece of `whole` bytes in turn i.
@@ -117,7 +106,7 @@ void broadcast(Channel& channel, const Call& call, Bytes data) {
       directly(channel, call.root, !root, [&](int, ConstBytes from) { copy_bytes(data, from, call.bytes()); });
       return channel.leave_op();
     }
-    const size_t per_turn = piece_of(call.bytes(), channel.layout().turn_bytes());
+    const size_t per_turn = channel.layout().turn_bytes();
     from_root(
         channel, call, turns_for(call.bytes(), per_turn), 0,
         [&](Bytes buffer, uint64_t i) {
@@ -149,7 +138,7 @@ void gather_parts(Channel& channel, const Call& call, std::span<const Bytes> out
                [&](int peer, ConstBytes from) { copy_bytes(outputs[static_cast<size_t>(peer)], from, call.bytes()); });
       return channel.leave_op();
     }
-    const size_t per_turn = piece_of(call.bytes(), channel.layout().turn_bytes());
+    const size_t per_turn = channel.layout().turn_bytes();
     from_all(
         channel, turns_for(call.bytes(), per_turn), takes,
         [&](Bytes buffer, uint64_t i) {
@@ -195,7 +184,7 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
                [&](int, ConstBytes from) { copy_bytes(output, from + me * call.bytes(), call.bytes()); });
       return channel.leave_op();
     }
-    const size_t chunk = piece_of(call.bytes(), channel.layout().chunk);
+    const size_t chunk = channel.layout().chunk;
     from_root(
         channel, call, turns_for(call.bytes(), chunk), chunk,
         [&](Bytes buffer, uint64_t i) {
@@ -236,7 +225,7 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
       directly(channel, -1, false, [](int, ConstBytes) {});
       return channel.leave_op();
     }
-    const size_t chunk = piece_of(call.bytes(), channel.layout().chunk);  // a multiple of every item
+    const size_t chunk = channel.layout().chunk;  // a multiple of every item
     const uint64_t turns = turns_for(call.bytes(), chunk);
     Turns pipeline(channel, turns);
     for (uint64_t i = 0; i < turns; ++i) {
@@ -263,8 +252,9 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
   const size_t table = n * sizeof(uint64_t);
-  if (2 * table > kSlotPayload) throw InvalidArgument("all_to_all is limited to groups of 256 ranks");
-  const auto fits = [&](uint64_t total) { return total <= kSlotPayload - 2 * table; };
+  constexpr size_t kRoom = kSlotPayload + kSlotTables;
+  if (2 * table > kRoom) throw InvalidArgument("all_to_all is limited to groups of 320 ranks");
+  const auto fits = [&](uint64_t total) { return total <= kRoom - 2 * table; };
   Bytes const own = channel.own_payload();
   std::memcpy(own, parts.send.data(), table);
   std::memcpy(own + table, parts.receive.data(), table);
@@ -321,7 +311,7 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
     });
     return channel.leave_op();
   }
-  const size_t chunk = piece_of(longest, channel.layout().chunk);
+  const size_t chunk = channel.layout().chunk;
   if (n > 1 && longest > 0)
     from_all(
         channel, turns_for(longest, chunk), true,

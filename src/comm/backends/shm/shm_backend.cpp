@@ -192,7 +192,7 @@ bool ShmBackend::run_small(const SmallCall& small) {
       if (call.count % n != 0 || (tensor->dim() > 0 && tensor->size(0) % getSize() != 0) ||
           small.other->sizes() != tensor->sizes())
         return false;
-      contribution += 2 * n * sizeof(uint64_t);
+      if (2 * n * sizeof(uint64_t) > kSlotTables) return false;
     } else if (static_cast<size_t>(small.other->numel()) != call.count * n) {
       return false;
     }
