@@ -154,24 +154,15 @@ void Channel::compare(const Descriptor& mine, uint64_t seq) {
 // Everybody sees the same descriptors, so everybody finds the same pair and says the same. Only now do the ranks tell
 // each other where they called: operations that match pay nothing for it.
 void Channel::mismatch(uint64_t seq) {
-  RankControl& mine = control(rank_);
-  const std::string here = describe(site_);
-  const size_t length = std::min(here.size(), sizeof mine.site - 1);
-  std::memcpy(mine.site, here.data(), length);
-  mine.site[length] = '\0';
-  mine.site_of.store(seq, std::memory_order_release);
-  mine.bell.ring();
+  tell_site(seq);
+  control(rank_).bell.ring();
 
   int other = 1;
   while (other < size_ - 1 && slot(other, seq).descriptor.call == slot(0, seq).descriptor.call) ++other;
-  const auto told = [&] {
-    return control(0).site_of.load(std::memory_order_acquire) == seq &&
-           control(other).site_of.load(std::memory_order_acquire) == seq;
-  };
+  const auto told = [&] { return site_told(0, seq) && site_told(other, seq); };
   for (const auto patience = Deadline::after(kSiteTakes); !told() && !failed() && !patience.passed();)
     for (const int r : {0, other})
-      control(r).bell.sleep(std::min(kNap, patience.left()),
-                            [&] { return failed() || control(r).site_of.load(std::memory_order_acquire) == seq; });
+      control(r).bell.sleep(std::min(kNap, patience.left()), [&] { return failed() || site_told(r, seq); });
   fail(Failure::kMismatch, shown(other),
        describe_mismatch(seq - 1, name(), shown(0), call_of(0, seq), shown(other), call_of(other, seq)));
   throw_failure();
@@ -179,11 +170,20 @@ void Channel::mismatch(uint64_t seq) {
 
 // "all_reduce of 100 x Float, SUM (train.cpp:17)".
 std::string Channel::call_of(int peer, uint64_t seq) const {
-  const RankControl& theirs = control(peer);
-  std::string words = describe(slot(peer, seq).descriptor.call);
-  if (theirs.site_of.load(std::memory_order_acquire) == seq && theirs.site[0] != '\0')
-    words += text(" (", std::string(theirs.site, strnlen(theirs.site, sizeof theirs.site)), ")");
-  return words;
+  const std::string call = describe(slot(peer, seq).descriptor.call), site = site_of(peer, seq);
+  return site.empty() ? call : text(call, " (", site, ")");
+}
+
+void Channel::tell_site(uint64_t seq) {
+  auto& mine = control(rank_).sites[seq % kSlots];
+  describe(site_, mine.text);
+  mine.of.store(seq, std::memory_order_release);
+}
+
+std::string Channel::site_of(int peer, uint64_t seq) const {
+  const auto& theirs = control(peer).sites[seq % kSlots];
+  if (!site_told(peer, seq)) return {};
+  return {theirs.text, strnlen(theirs.text, sizeof theirs.text)};
 }
 
 // --- progress ---

@@ -137,6 +137,10 @@ class Channel {
     site_ = site;
     yield_ = yield;
   }
+  // Lets the peers read where this rank called operation `seq`. Before enter(), by an operation that compares more than
+  // descriptors; the others tell it when they find that they do not match.
+  void tell_site(uint64_t seq);
+  std::string site_of(int peer, uint64_t seq) const;  // "train.cpp:17"; "" where it is not known
   const Stragglers& stragglers() const { return stragglers_; }
   std::string where(int peer) const;  // "all_reduce #12, collecting": for timeouts
 
@@ -154,6 +158,9 @@ class Channel {
   void compare(const Descriptor& mine, uint64_t seq);
   [[noreturn]] void mismatch(uint64_t seq);
   std::string call_of(int peer, uint64_t seq) const;
+  bool site_told(int peer, uint64_t seq) const {
+    return control(peer).sites[seq % kSlots].of.load(std::memory_order_acquire) == seq;
+  }
   void position(Phase phase);
   template <typename Ready>
   void wait(int peer, Ready ready);

@@ -71,8 +71,10 @@ struct alignas(kLine) RankControl {
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
   char failure[2048];  // what this rank has to say of the group's failure, written before the abort word names it
-  char site[256];      // where this rank called the operation that does not match, written before site_of names it
-  std::atomic<uint64_t> site_of{0};
+  struct Site {
+    std::atomic<uint64_t> of{0};  // the operation
+    char text[120];               // where this rank called it, written before
+  } sites[kSlots];                // only told where operations do not match, or may not; safe as slots are
   Slot slots[kSlots];
 };
 

@@ -203,6 +203,7 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
   const size_t table = n * sizeof(uint64_t);
   if (table > kSlotPayload) throw InvalidArgument("all_to_all is limited to groups of 512 ranks");
   std::memcpy(channel.own_payload(), parts.send.data(), table);
+  channel.tell_site(channel.next_seq());
   channel.enter(call.descriptor(), {channel.own_payload(), table}, call.deadline);
   uint64_t longest = 0;
   std::vector<uint64_t> theirs(n);
@@ -210,9 +211,12 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
     std::memcpy(theirs.data(), channel.payload(static_cast<int>(peer)), table);
     longest = std::max(longest, *std::max_element(theirs.begin(), theirs.end()));
     if (theirs[me] != parts.receive[peer]) {
-      const int to = channel.shown(channel.rank()), from = channel.shown(static_cast<int>(peer));
-      channel.fail(Failure::kMismatch, from,
-                   text("all_to_all: rank ", from, " sends ", theirs[me], " bytes to rank ", to, ", which expects ",
+      const auto side = [&](size_t rank) {
+        const std::string site = channel.site_of(static_cast<int>(rank), channel.seq());
+        return text("rank ", channel.shown(static_cast<int>(rank)), site.empty() ? "" : text(" (", site, ")"));
+      };
+      channel.fail(Failure::kMismatch, channel.shown(static_cast<int>(peer)),
+                   text("all_to_all: ", side(peer), " sends ", theirs[me], " bytes to ", side(me), ", which expects ",
                         parts.receive[peer]));
       channel.throw_failure();
     }
