@@ -10,6 +10,7 @@
 
 #include "base/text.h"
 #include "muster/comm/collectives.h"
+#include "support/fault_calls.h"
 #include "support/forked.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
@@ -20,98 +21,11 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr int kRanks = 3, kVictim = 1;
-constexpr int64_t kInTime = milliseconds(100) / std::chrono::nanoseconds(1);
+constexpr int kRanks = 3;
+constexpr int64_t kInTime = milliseconds(50) / std::chrono::nanoseconds(1);
 constexpr int64_t kSmall = 5, kLarge = 300'000;
 
 Deadline patience() { return Deadline::after(seconds(60)); }
-
-// A collective as one call, which returns what this rank has from it.
-struct Call {
-  const char* name;
-  at::Tensor (*run)(World&, int64_t count);
-};
-
-at::Tensor mine(World& world, int64_t count) { return tile(table_of(at::kFloat, world.rank()), 0, count); }
-std::vector<at::Tensor> many(World& world, int64_t count) {
-  std::vector<at::Tensor> list;
-  for (int r = 0; r < world.world_size(); ++r) list.push_back(mine(world, count));
-  return list;
-}
-at::Tensor room(World& world, int64_t count) { return at::zeros({count * world.world_size()}); }
-
-// The victim is the root where it sends something, and is none where it is sent something.
-const std::vector<Call> kCalls = {
-    {"all_reduce",
-     [](World& w, int64_t n) {
-       const auto t = mine(w, n);
-       all_reduce(t);
-       return t;
-     }},
-    {"all_reduce on the heap",
-     [](World& w, int64_t n) {
-       const auto t = w.heap().empty({n}).copy_(mine(w, n));
-       all_reduce(t);
-       return t;
-     }},
-    {"all_reduce_async",
-     [](World& w, int64_t n) {
-       const auto t = mine(w, n);
-       all_reduce_async(t).wait();
-       return t;
-     }},
-    {"reduce",
-     [](World& w, int64_t n) {
-       const auto t = mine(w, n);
-       reduce(t, 0);
-       return t;
-     }},
-    {"broadcast",
-     [](World& w, int64_t n) {
-       const auto t = mine(w, n);
-       broadcast(t, kVictim);
-       return t;
-     }},
-    {"all_gather",
-     [](World& w, int64_t n) {
-       const auto t = room(w, n);
-       all_gather_into_tensor(t, mine(w, n));
-       return t;
-     }},
-    {"reduce_scatter",
-     [](World& w, int64_t n) {
-       const auto t = at::zeros({n});
-       reduce_scatter(t, many(w, n));
-       return t;
-     }},
-    {"gather",
-     [](World& w, int64_t n) {
-       const auto t = many(w, n);
-       gather(mine(w, n), w.rank() == 0 ? t : std::vector<at::Tensor>{}, 0);
-       return t[kVictim];
-     }},
-    {"scatter",
-     [](World& w, int64_t n) {
-       const auto t = at::zeros({n});
-       scatter(t, w.rank() == kVictim ? many(w, n) : std::vector<at::Tensor>{}, kVictim);
-       return t;
-     }},
-    {"all_to_all_single",
-     [](World& w, int64_t n) {
-       const auto t = room(w, n);
-       all_to_all_single(t, room(w, n) + 1 + w.rank());
-       return t;
-     }},
-};
-const Call kBarrier = {"barrier", [](World&, int64_t) {
-                         barrier();
-                         return at::Tensor();
-                       }};
-
-constexpr std::pair<FaultPhase, const char*> kPhases[] = {{FaultPhase::kStart, "start"},
-                                                          {FaultPhase::kPosted, "posted"},
-                                                          {FaultPhase::kMiddle, "middle"},
-                                                          {FaultPhase::kEnd, "end"}};
 
 WorldOptions with(Fault fault, milliseconds timeout = seconds(30)) {
   WorldOptions options;

@@ -129,8 +129,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
 
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    const Slot& theirs = slot(peer, seq);
-    wait(peer, [&] { return theirs.seq.load(std::memory_order_acquire) >= seq; });
+    wait({peer, Awaited::kAnnounced, seq}, slot(peer, seq).seq);
   }
   compare(descriptor, seq);
   stragglers_.note([&](int r) { return slot(r, seq).descriptor.arrived; });
@@ -209,8 +208,8 @@ void Channel::publish(Counter which, uint64_t value) {
 }
 
 void Channel::await(int peer, Counter which, uint64_t value) {
-  const auto& theirs = counter(peer, which);
-  wait(peer, [&] { return theirs.load(std::memory_order_acquire) >= value; });
+  static constexpr Awaited::Event kEvents[] = {Awaited::kStaged, Awaited::kReduced, Awaited::kDone};
+  wait({peer, kEvents[static_cast<size_t>(which)], value}, counter(peer, which));
 }
 
 void Channel::await_all(Counter which, uint64_t value) {
@@ -218,8 +217,35 @@ void Channel::await_all(Counter which, uint64_t value) {
     if (peer != rank_) await(peer, which, value);
 }
 
-template <typename Ready>
-void Channel::wait(int peer, Ready ready) {
+std::atomic<uint64_t>& Channel::word_of(const Awaited& awaited) const {
+  switch (awaited.event) {
+    case Awaited::kAnnounced:
+      return slot(awaited.peer, awaited.value).seq;
+    case Awaited::kStaged:
+      return counter(awaited.peer, Counter::kStaged);
+    case Awaited::kReduced:
+      return counter(awaited.peer, Counter::kReduced);
+    case Awaited::kDone:
+      break;
+  }
+  return counter(awaited.peer, Counter::kDone);
+}
+
+// `peer`, or, where that one waits for another itself, that other: a chain of waits ends with a rank that does not
+// wait, or that has what it waits for and does not move.
+int Channel::who_holds_up(int peer) const {
+  for (int steps = 0; steps < size_; ++steps) {
+    const Awaited theirs = Awaited::unpack(control(peer).awaits.load(std::memory_order_acquire));
+    if (theirs.peer < 0 || theirs.peer >= size_ || theirs.peer == rank_) break;
+    if (word_of(theirs).load(std::memory_order_acquire) >= theirs.value) break;
+    peer = theirs.peer;
+  }
+  return peer;
+}
+
+void Channel::wait(const Awaited& awaited, const std::atomic<uint64_t>& word) {
+  const int peer = awaited.peer;
+  const auto ready = [&word, value = awaited.value] { return word.load(std::memory_order_acquire) >= value; };
   const auto over = [&] { return ready() || failed(); };
   if (shm::spin_until(options_.spin, over) && ready()) [[likely]]
     return;
@@ -230,6 +256,13 @@ void Channel::wait(int peer, Ready ready) {
       options_.spin.count() > 0 && control(peer).core.load(std::memory_order_relaxed) == ::sched_getcpu();
   if (!crowded && shm::yield_until(yield_, over) && ready()) return;
   const auto began = Clock::now();
+  struct Told {
+    explicit Told(std::atomic<uint64_t>& word, const Awaited& what) : awaits(word) {
+      awaits.store(what.pack(), std::memory_order_release);
+    }
+    ~Told() { awaits.store(0, std::memory_order_relaxed); }
+    std::atomic<uint64_t>& awaits;
+  } const told(control(rank_).awaits, awaited);
   shm::Bell& bell = control(peer).bell;
   for (;;) {
     bell.sleep(std::min(kNap, deadline_.left()), [&] { return ready() || failed() || left(peer); });
@@ -240,10 +273,12 @@ void Channel::wait(int peer, Ready ready) {
       peer_left(peer);
     }
     if (deadline_.passed()) {
-      // Whoever has not come as far as the one waited for is missing as well.
+      // Whoever has not come to this operation is missing as well.
+      const int culprit = who_holds_up(peer);
       std::vector<int> missing;
       for (int r = 0; r < size_; ++r)
-        if (r == peer || (r != rank_ && slot(r, seq_).seq.load(std::memory_order_acquire) < seq_)) missing.push_back(r);
+        if (r == culprit || (r != rank_ && slot(r, seq_).seq.load(std::memory_order_acquire) < seq_))
+          missing.push_back(r);
       timed_out(current_, seq_, Clock::now() - began, missing);
     }
   }

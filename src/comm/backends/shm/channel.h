@@ -162,8 +162,9 @@ class Channel {
     return control(peer).sites[seq % kSlots].of.load(std::memory_order_acquire) == seq;
   }
   void position(Phase phase);
-  template <typename Ready>
-  void wait(int peer, Ready ready);
+  std::atomic<uint64_t>& word_of(const Awaited& awaited) const;
+  void wait(const Awaited& awaited, const std::atomic<uint64_t>& word);  // `word` is word_of(awaited)
+  int who_holds_up(int peer) const;
 
   const int rank_, size_;
   const Layout layout_;
