@@ -171,13 +171,18 @@ TEST(FaultPlan, Parse) {
 
 // --- ranks as processes ---
 
-// Survivors know within kInTime of the victim's last sign of life, on a machine that lets them run.
-void expect_in_time(const char* what, const std::vector<int64_t>& delays, const Starvation& starvation) {
-  const int64_t longest = *std::max_element(delays.begin(), delays.end());
+// Survivors know within kInTime of the victim's last sign of life, on a machine that lets them run: half of them as it
+// is, and all of them but for what it keeps the three threads waiting that have a part in it, one after another (the
+// victim's, the watch, the survivor's own).
+void expect_in_time(const char* what, std::vector<int64_t> delays, const Starvation& starvation) {
+  std::sort(delays.begin(), delays.end());
+  const int64_t longest = delays.back(), median = delays[delays.size() / 2];
   const auto ms = [](int64_t ns) { return static_cast<double>(ns) / 1e6; };
-  std::cout << what << ": survivors knew within " << ms(longest) << " ms (" << delays.size()
-            << " cases); the machine kept threads waiting for up to " << ms(starvation.longest_ns()) << " ms\n";
-  EXPECT_LE(longest, kInTime + 2 * starvation.longest_ns()) << what;
+  std::cout << what << ": survivors knew within " << ms(longest) << " ms, half of them within " << ms(median) << " ms ("
+            << delays.size() << " cases); the machine kept threads waiting for up to " << ms(starvation.longest_ns())
+            << " ms\n";
+  EXPECT_LE(median, kInTime) << what;
+  EXPECT_LE(longest, kInTime + 3 * starvation.longest_ns()) << what;
 }
 
 TEST(FaultProcess, KillAtEachPhase) {
