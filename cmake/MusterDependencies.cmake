@@ -21,6 +21,7 @@ endfunction()
 muster_require_header(ASIO asio.hpp libasio-dev)
 muster_require_header(CLI11 CLI/CLI.hpp libcli11-dev)
 muster_require_header(JSON nlohmann/json.hpp nlohmann-json3-dev)
+muster_require_header(MSGPACK msgpack.hpp libmsgpack-cxx-dev)  # of muster/comm/objects.h alone, which says so where it is not there
 
 find_package(hwy CONFIG QUIET)  # hwy::hwy
 if(NOT hwy_FOUND)

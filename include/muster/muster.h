@@ -1,4 +1,5 @@
-// Muster: distributed training for C++. This header brings all of it.
+// Muster: distributed training for C++. This header brings all of it but muster/comm/objects.h, which needs
+// msgpack-cxx.
 #pragma once
 
 #include "muster/base/error.h"

@@ -2,6 +2,10 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
+#include <charconv>
+#include <iterator>
+
 #include "base/text.h"
 #include "comm/backend.h"
 
@@ -34,9 +38,22 @@ std::string describe(const CallDescriptor& call) {
 }
 
 std::string describe(const std::source_location& site) {
-  if (*site.file_name() == '\0') return {};
-  const std::string_view file(site.file_name());
-  return text(file.substr(file.find_last_of('/') + 1), ':', site.line());
+  char words[256];
+  describe(site, words);
+  return words;
+}
+
+void describe(const std::source_location& site, std::span<char> to) {
+  std::string_view file(site.file_name());
+  file.remove_prefix(file.find_last_of('/') + 1);
+  char line[16];  // ":4294967295"
+  line[0] = ':';
+  const std::string_view number(line,
+                                static_cast<size_t>(std::to_chars(line + 1, std::end(line), site.line()).ptr - line));
+  const size_t taken = file.empty() ? 0 : number.size(), room = to.size() - 1 - taken;
+  file = file.substr(0, room);
+  const auto end = std::copy(file.begin(), file.end(), to.begin());
+  *std::copy_n(number.begin(), taken, end) = '\0';
 }
 
 std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,

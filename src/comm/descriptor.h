@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <source_location>
+#include <span>
 #include <string>
 
 #include "comm/op_kind.h"
@@ -29,8 +30,9 @@ static_assert(sizeof(CallDescriptor) == 16);
 
 CallDescriptor descriptor_of(const Operation& operation);  // Operation::announced, where there is one
 
-std::string describe(const CallDescriptor& call);        // "all_reduce of 100 x Float, SUM"
-std::string describe(const std::source_location& site);  // "train.cpp:17"; "" for one that is not known
+std::string describe(const CallDescriptor& call);                     // "all_reduce of 100 x Float, SUM"
+std::string describe(const std::source_location& site);               // "train.cpp:17"; "" for one that is not known
+void describe(const std::source_location& site, std::span<char> to);  // the same, cut where it does not fit, with '\0'
 // "operation #3 of group 'world' is not the same on all ranks: …", of two ranks and what each called.
 std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
                               const std::string& b_called);

@@ -52,6 +52,11 @@ struct WireBackend::Announcement {
   char site[88] = {};
   uint64_t payload_bytes = 0;
   std::array<std::byte, kInline> payload{};
+
+  std::string at() const {  // " (train.cpp:17)", or nothing where that is not known
+    const std::string_view known(site, ::strnlen(site, sizeof site));
+    return known.empty() ? std::string() : text(" (", known, ")");
+  }
 };
 
 struct WireBackend::MessageHeader {
@@ -383,8 +388,7 @@ void WireBackend::announce(const Operation& operation, std::span<const std::byte
                            const std::vector<uint64_t>& parts) {
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
   Announcement mine{.number = sequence_++, .call = descriptor_of(operation), .payload_bytes = payload.size()};
-  const std::string site = describe(operation.site);
-  std::memcpy(mine.site, site.data(), std::min(site.size(), sizeof mine.site - 1));
+  describe(operation.site, mine.site);
   if (!payload.empty()) std::memcpy(mine.payload.data(), payload.data(), payload.size());
   std::vector<Announcement> sent(n, mine);
   for (size_t r = 0; r < parts.size(); ++r) sent[r].part = parts[r];
@@ -397,11 +401,7 @@ void WireBackend::announce(const Operation& operation, std::span<const std::byte
   }
   transfers.wait();
   // Everybody sees the same announcements, so everybody finds the same pair and says the same.
-  const auto called = [&](size_t r) {
-    const Announcement& theirs = announcements_[r];
-    const std::string_view at(theirs.site, ::strnlen(theirs.site, sizeof theirs.site));
-    return at.empty() ? describe(theirs.call) : text(describe(theirs.call), " (", at, ")");
-  };
+  const auto called = [&](size_t r) { return text(describe(announcements_[r].call), announcements_[r].at()); };
   for (size_t r = 1; r < n; ++r)
     if (announcements_[r].call != announcements_[0].call)
       throw Mismatch(
@@ -561,8 +561,9 @@ void WireBackend::all_to_all(const Operation& operation, Deadline deadline) {
   announce(operation, {}, deadline, sizes);
   for (size_t r = 0; r < n; ++r)
     if (announcements_[r].part != expected[r])
-      throw Mismatch(text("all_to_all: rank ", shown(static_cast<int>(r)), " sends ", announcements_[r].part,
-                          " bytes to rank ", shown(getRank()), ", which expects ", expected[r]),
+      throw Mismatch(text("all_to_all: rank ", shown(static_cast<int>(r)), announcements_[r].at(), " sends ",
+                          announcements_[r].part, " bytes to rank ", shown(getRank()), announcements_[me].at(),
+                          ", which expects ", expected[r]),
                      kMismatchAdvice);
   copy_bytes(outputs[me], inputs[me], sizes[me]);
   Transfers transfers(*wire_, deadline);

@@ -46,6 +46,19 @@ std::vector<Disagreement> disagreements() {
   const auto outputs = [](int n, int64_t count) {
     return std::vector<at::Tensor>(static_cast<size_t>(n), at::ones({count}));
   };
+  const auto uneven = [](const std::vector<int64_t>& counts) {
+    std::vector<at::Tensor> list;
+    for (const int64_t count : counts) list.push_back(at::ones({count}));
+    return list;
+  };
+  const auto all_gather_of = [=](std::vector<int64_t> counts) {
+    return [=](World& w) { all_gather(uneven(counts), at::ones({counts[static_cast<size_t>(w.rank())]})); };
+  };
+  const auto reduce_scatter_of = [=](std::vector<int64_t> counts, ReduceOp op = ReduceOp::SUM) {
+    return [=](World& w) {
+      reduce_scatter(at::ones({counts[static_cast<size_t>(w.rank())]}), uneven(counts), {.op = op});
+    };
+  };
   return {
       {"operation",
        all_reduce_of(10, at::kFloat),
@@ -55,6 +68,15 @@ std::vector<Disagreement> disagreements() {
        [](World&) { barrier(), all_reduce(at::ones({10})); },
        all_reduce_of(10, at::kFloat),
        {"rank 0 called barrier", "rank 1 called all_reduce of 10 x Float"}},
+      {"order",
+       [](World&) { all_reduce(at::ones({10})), reduce(at::ones({10}), 2); },
+       [](World&) { reduce(at::ones({10}), 2), all_reduce(at::ones({10})); },
+       {"rank 0 called all_reduce of 10 x Float", "rank 1 called reduce of 10 x Float, SUM, to rank 2"}},
+      {"all_reduce and barrier", all_reduce_of(10, at::kFloat), [](World&) { barrier(); }, {"rank 1 called barrier"}},
+      {"two that move the same bytes",
+       [=](World& w) { gather(at::ones({5}), outputs(w.rank() == 0 ? 3 : 0, 5)); },
+       [=](World&) { all_gather(outputs(3, 5), at::ones({5})); },
+       {"rank 0 called gather of 5 x Float", "rank 1 called all_gather of 5 x Float"}},
       {"count", all_reduce_of(10, at::kFloat), all_reduce_of(11, at::kFloat), {"10 x Float", "11 x Float"}},
       {"count, one small and one large",
        all_reduce_of(10, at::kFloat),
@@ -71,6 +93,18 @@ std::vector<Disagreement> disagreements() {
        all_reduce_of(4000, at::kBFloat16),
        {"Half", "BFloat16"}},
       {"reduce operation", all_reduce_of(10, at::kFloat), all_reduce_of(10, at::kFloat, ReduceOp::MAX), {"SUM", "MAX"}},
+      {"reduce operation of reduce",
+       [](World&) { reduce(at::ones({10}), 0, {.op = ReduceOp::MIN}); },
+       [](World&) { reduce(at::ones({10}), 0, {.op = ReduceOp::PRODUCT}); },
+       {"MIN, to rank 0", "PRODUCT, to rank 0"}},
+      {"reduce operation of reduce_scatter",
+       reduce_scatter_of({5, 5, 5}),
+       reduce_scatter_of({5, 5, 5}, ReduceOp::MAX),
+       {"reduce_scatter of 5 x Float, SUM", "reduce_scatter of 5 x Float, MAX"}},
+      {"sum with and without factors",
+       all_reduce_of(10, at::kFloat),
+       [](World&) { all_reduce(at::ones({10}), {.op = ReduceOp::PREMUL_SUM, .factor = 0.5}); },
+       {"rank 0 called all_reduce of 10 x Float, SUM", "rank 1 called all_reduce of 10 x Float, PREMUL_SUM"}},
       {"root of broadcast",
        [](World&) { broadcast(at::ones({10}), 0); },
        [](World&) { broadcast(at::ones({10}), 1); },
@@ -79,6 +113,44 @@ std::vector<Disagreement> disagreements() {
        [](World&) { reduce(at::ones({10}), 0); },
        [](World&) { reduce(at::ones({10}), 2); },
        {"to rank 0", "to rank 2"}},
+      {"root of gather",
+       [=](World& w) { gather(at::ones({5}), outputs(w.rank() == 0 ? 3 : 0, 5), 0); },
+       [=](World&) { gather(at::ones({5}), outputs(3, 5), 1); },
+       {"gather of 5 x Float, to rank 0", "gather of 5 x Float, to rank 1"}},
+      {"root of scatter",
+       [=](World& w) { scatter(at::ones({5}), outputs(w.rank() == 0 ? 3 : 0, 5), 0); },
+       [=](World&) { scatter(at::ones({5}), outputs(3, 5), 1); },
+       {"scatter of 5 x Float, from rank 0", "scatter of 5 x Float, from rank 1"}},
+      {"count of broadcast",
+       [](World&) { broadcast(at::ones({10})); },
+       [](World&) { broadcast(at::ones({20})); },
+       {"broadcast of 10 x Float", "broadcast of 20 x Float"}},
+      {"count of reduce",
+       [](World&) { reduce(at::ones({10'000})); },
+       [](World&) { reduce(at::ones({20'000})); },
+       {"reduce of 10000 x Float", "reduce of 20000 x Float"}},
+      {"dtype of broadcast",
+       [](World&) { broadcast(at::ones({10})); },
+       [](World&) { broadcast(at::ones({10}, at::kInt)); },
+       {"broadcast of 10 x Float", "broadcast of 10 x Int"}},
+      {"dtype of all_gather",
+       [=](World&) { all_gather(outputs(3, 5), at::ones({5})); },
+       [](World&) { all_gather(std::vector<at::Tensor>(3, at::ones({5}, at::kInt)), at::ones({5}, at::kInt)); },
+       {"all_gather of 5 x Float", "all_gather of 5 x Int"}},
+      {"count in a list of all_gather",
+       all_gather_of({5, 6, 7}),
+       all_gather_of({5, 8, 7}),
+       {"broadcast of 6 x Float, from rank 1, part of all_gather",
+        "broadcast of 8 x Float, from rank 1, part of all_gather"}},
+      {"equal and unequal lists of all_gather",
+       all_gather_of({5, 6, 7}),
+       all_gather_of({6, 6, 6}),
+       {"broadcast of 5 x Float, from rank 0, part of all_gather", "all_gather of 6 x Float"}},
+      {"count in a list of reduce_scatter",
+       reduce_scatter_of({5, 6, 7}),
+       reduce_scatter_of({5, 6, 8}),
+       {"reduce of 7 x Float, SUM, to rank 2, part of reduce_scatter",
+        "reduce of 8 x Float, SUM, to rank 2, part of reduce_scatter"}},
       {"count of all_gather",
        [=](World&) { all_gather(outputs(3, 5), at::ones({5})); },
        [=](World&) { all_gather(outputs(3, 6), at::ones({6})); },
@@ -100,7 +172,7 @@ std::vector<Disagreement> disagreements() {
        [](World&) {
          all_to_all_single(at::ones({6}), at::ones({7}), {.output_splits = {2, 2, 2}, .input_splits = {3, 2, 2}});
        },
-       {"rank 1 sends 12 bytes to rank 0, which expects 8"}},
+       {"rank 1 (comm_errors_test.cpp:", " sends 12 bytes to rank 0 (comm_errors_test.cpp:", "which expects 8"}},
       {"large parts of all_to_all",
        [](World&) { all_to_all_single(at::ones({600'000}), at::ones({600'000})); },
        [](World&) { all_to_all_single(at::ones({600'003}), at::ones({600'003})); },
@@ -110,6 +182,12 @@ std::vector<Disagreement> disagreements() {
        [](World&) { all_to_all_single(at::ones({6}, at::kInt), at::ones({6}, at::kInt)); },
        {"Float", "Int"}},
   };
+}
+
+int times_in(const std::string& text, std::string_view part) {
+  int times = 0;
+  for (size_t at = 0; (at = text.find(part, at)) != std::string::npos; at += part.size()) ++times;
+  return times;
 }
 
 TEST_P(Errors, MismatchNamesBothSidesOnEveryRank) {
@@ -127,6 +205,7 @@ TEST_P(Errors, MismatchNamesBothSidesOnEveryRank) {
             call(world);
         });
         for (const char* part : each.said) EXPECT_CONTAINS(text, part);
+        EXPECT_EQ(times_in(text, "(comm_errors_test.cpp:"), 2) << text;  // where both called
         expect_same(world, "mismatch", text, 3);
         // The group stays broken, and says the same.
         EXPECT_EQ(message_of<Mismatch>([] { barrier(); }), text);

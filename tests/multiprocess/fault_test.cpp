@@ -6,10 +6,13 @@
 #include <ATen/ops/zeros.h>
 #include <signal.h>
 
+#include <optional>
 #include <random>
+#include <thread>
 
 #include "base/text.h"
 #include "muster/comm/collectives.h"
+#include "support/fault_calls.h"
 #include "support/forked.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
@@ -20,98 +23,11 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr int kRanks = 3, kVictim = 1;
-constexpr int64_t kInTime = milliseconds(100) / std::chrono::nanoseconds(1);
+constexpr int kRanks = 3;
+constexpr int64_t kInTime = milliseconds(50) / std::chrono::nanoseconds(1);
 constexpr int64_t kSmall = 5, kLarge = 300'000;
 
 Deadline patience() { return Deadline::after(seconds(60)); }
-
-// A collective as one call, which returns what this rank has from it.
-struct Call {
-  const char* name;
-  at::Tensor (*run)(World&, int64_t count);
-};
-
-at::Tensor mine(World& world, int64_t count) { return tile(table_of(at::kFloat, world.rank()), 0, count); }
-std::vector<at::Tensor> many(World& world, int64_t count) {
-  std::vector<at::Tensor> list;
-  for (int r = 0; r < world.world_size(); ++r) list.push_back(mine(world, count));
-  return list;
-}
-at::Tensor room(World& world, int64_t count) { return at::zeros({count * world.world_size()}); }
-
-// The victim is the root where it sends something, and is none where it is sent something.
-const std::vector<Call> kCalls = {
-    {"all_reduce",
-     [](World& w, int64_t n) {
-       const auto t = mine(w, n);
-       all_reduce(t);
-       return t;
-     }},
-    {"all_reduce on the heap",
-     [](World& w, int64_t n) {
-       const auto t = w.heap().empty({n}).copy_(mine(w, n));
-       all_reduce(t);
-       return t;
-     }},
-    {"all_reduce_async",
-     [](World& w, int64_t n) {
-       const auto t = mine(w, n);
-       all_reduce_async(t).wait();
-       return t;
-     }},
-    {"reduce",
-     [](World& w, int64_t n) {
-       const auto t = mine(w, n);
-       reduce(t, 0);
-       return t;
-     }},
-    {"broadcast",
-     [](World& w, int64_t n) {
-       const auto t = mine(w, n);
-       broadcast(t, kVictim);
-       return t;
-     }},
-    {"all_gather",
-     [](World& w, int64_t n) {
-       const auto t = room(w, n);
-       all_gather_into_tensor(t, mine(w, n));
-       return t;
-     }},
-    {"reduce_scatter",
-     [](World& w, int64_t n) {
-       const auto t = at::zeros({n});
-       reduce_scatter(t, many(w, n));
-       return t;
-     }},
-    {"gather",
-     [](World& w, int64_t n) {
-       const auto t = many(w, n);
-       gather(mine(w, n), w.rank() == 0 ? t : std::vector<at::Tensor>{}, 0);
-       return t[kVictim];
-     }},
-    {"scatter",
-     [](World& w, int64_t n) {
-       const auto t = at::zeros({n});
-       scatter(t, w.rank() == kVictim ? many(w, n) : std::vector<at::Tensor>{}, kVictim);
-       return t;
-     }},
-    {"all_to_all_single",
-     [](World& w, int64_t n) {
-       const auto t = room(w, n);
-       all_to_all_single(t, room(w, n) + 1 + w.rank());
-       return t;
-     }},
-};
-const Call kBarrier = {"barrier", [](World&, int64_t) {
-                         barrier();
-                         return at::Tensor();
-                       }};
-
-constexpr std::pair<FaultPhase, const char*> kPhases[] = {{FaultPhase::kStart, "start"},
-                                                          {FaultPhase::kPosted, "posted"},
-                                                          {FaultPhase::kMiddle, "middle"},
-                                                          {FaultPhase::kEnd, "end"}};
 
 WorldOptions with(Fault fault, milliseconds timeout = seconds(30)) {
   WorldOptions options;
@@ -121,9 +37,8 @@ WorldOptions with(Fault fault, milliseconds timeout = seconds(30)) {
 }
 
 // Calls again and again until it is told that somebody is lost; returns who, in words, "" where it never is.
-std::string until_lost(World& world, const Call& call, int64_t count, std::atomic<int64_t>* started = nullptr) {
+std::string until_lost(World& world, const Call& call, int64_t count) {
   for (int i = 0; i < 1000; ++i) try {
-      if (started) *started = now_ns();
       call.run(world, count);
     } catch (const PeerLost& lost) {
       EXPECT_THROW(barrier(), PeerLost);
@@ -257,13 +172,32 @@ TEST(FaultPlan, Parse) {
 
 // --- ranks as processes ---
 
-// Survivors know within kInTime of the victim's last sign of life, on a machine that lets them run.
-void expect_in_time(const char* what, const std::vector<int64_t>& delays, const Starvation& starvation) {
-  const int64_t longest = *std::max_element(delays.begin(), delays.end());
+// A process's signs of life: ends with it, at the same moment.
+class Pulse {
+ public:
+  explicit Pulse(std::atomic<int64_t>& last) {
+    last = now_ns();
+    thread_ = std::jthread([&last](const std::stop_token& stop) {
+      for (; !stop.stop_requested(); ::usleep(200)) last = now_ns();
+    });
+  }
+
+ private:
+  std::jthread thread_;
+};
+
+// Survivors know within kInTime of the victim's last sign of life, on a machine that lets them run: half of them as it
+// is, and all of them but for what it keeps the three threads waiting that have a part in it, one after another (the
+// victim's, the watch, the survivor's own).
+void expect_in_time(const char* what, std::vector<int64_t> delays, const Starvation& starvation) {
+  std::sort(delays.begin(), delays.end());
+  const int64_t longest = delays.back(), median = delays[delays.size() / 2];
   const auto ms = [](int64_t ns) { return static_cast<double>(ns) / 1e6; };
-  std::cout << what << ": survivors knew within " << ms(longest) << " ms (" << delays.size()
-            << " cases); the machine kept threads waiting for up to " << ms(starvation.longest_ns()) << " ms\n";
-  EXPECT_LE(longest, kInTime + 2 * starvation.longest_ns()) << what;
+  std::cout << what << ": survivors knew within " << ms(longest) << " ms, half of them within " << ms(median) << " ms ("
+            << delays.size() << " cases); the machine kept threads waiting for up to " << ms(starvation.longest_ns())
+            << " ms\n";
+  EXPECT_LE(median, kInTime) << what;
+  EXPECT_LE(longest, kInTime + 3 * starvation.longest_ns()) << what;
 }
 
 TEST(FaultProcess, KillAtEachPhase) {
@@ -272,12 +206,14 @@ TEST(FaultProcess, KillAtEachPhase) {
   std::vector<int64_t> delays;
   for_all_calls([&](const Call& call, int64_t count, FaultPhase phase) {
     const ForkedJob job;
-    const SharedNumbers numbers(1 + kRanks);  // when the victim's last call began; when each survivor knew
+    const SharedNumbers numbers(1 + kRanks);  // when the victim was last seen alive; when each survivor knew
     ForkedRanks ranks(kRanks, [&](int rank) {
       World world =
           job.join(rank, kRanks, with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase}));
       const World::Scope scope(world);
-      const auto said = until_lost(world, call, count, rank == kVictim ? &numbers[0] : nullptr);
+      std::optional<Pulse> pulse;
+      if (rank == kVictim) pulse.emplace(numbers[0]);
+      const auto said = until_lost(world, call, count);
       numbers[static_cast<size_t>(1 + rank)] = now_ns();
       return said;
     });

@@ -40,6 +40,11 @@ TEST(Tutorial, Groups) {
                                       }));
 }
 
+TEST(Tutorial, Objects) {
+  EXPECT_EQ(run_example("objects", 2),
+            (std::vector<std::string>{"rank 0 is fine, its last loss 1", "rank 1 is busy, its last loss 0.1"}));
+}
+
 // It learns, and on two ranks what it learns on one.
 TEST(Tutorial, AverageGradients) {
   double first[2], last[2];

@@ -153,13 +153,19 @@ void HierarchicalBackend::execute(const Operation& operation, Deadline deadline,
 
 void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline deadline) {
   const at::NoGradGuard no_grad;
+  const auto local_barrier = [&] {
+    local_->run(step(operation, OpKind::kBarrier, {}, 0, Deadline::after(deadline.left() + kSlack)));
+  };
+  const auto leaders_barrier = [&] {
+    if (leads()) leaders_->run(step(operation, OpKind::kBarrier, {}, 0, deadline));
+  };
   const auto directly = [&] {
+    // A rank that calls something else waits in its host's group or in the leaders': there the two must meet.
+    local_barrier();
+    leaders_barrier();
     Operation whole = operation;
     whole.timeout = step(operation, operation.kind, {}, 0, deadline).timeout;
     all_->run(whole);
-  };
-  const auto local_barrier = [&] {
-    local_->run(step(operation, OpKind::kBarrier, {}, 0, Deadline::after(deadline.left() + kSlack)));
   };
   switch (operation.kind) {
     case OpKind::kAllReduce:
@@ -173,7 +179,7 @@ void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline 
       return needs_all_at_once(operation) ? directly() : reduce_scatter(operation, deadline);
     case OpKind::kBarrier:
       local_barrier();
-      if (leads()) leaders_->run(step(operation, OpKind::kBarrier, {}, 0, deadline));
+      leaders_barrier();
       return local_barrier();
     default:
       return directly();

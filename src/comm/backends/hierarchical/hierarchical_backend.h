@@ -6,7 +6,8 @@
 //   reduce_scatter           summed in each host, parts exchanged between leaders, scattered in each host
 //   barrier                  in each host, between leaders, in each host
 //   gather, scatter,         directly between ranks, over a third group of all of them: each byte has one
-//   all_to_all               destination, so there is nothing to save
+//   all_to_all               destination, so there is nothing to save; after a barrier as above, since ranks that call
+//                            different operations must not wait for each other in different groups
 //   messages                 in a host through its memory; between hosts over that third group
 //
 // A receive from any source would have to listen to two wires at once; it is InvalidArgument.

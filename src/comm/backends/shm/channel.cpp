@@ -129,8 +129,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
 
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    const Slot& theirs = slot(peer, seq);
-    wait(peer, [&] { return theirs.seq.load(std::memory_order_acquire) >= seq; });
+    wait({peer, Awaited::kAnnounced, seq}, slot(peer, seq).seq);
   }
   compare(descriptor, seq);
   stragglers_.note([&](int r) { return slot(r, seq).descriptor.arrived; });
@@ -154,36 +153,35 @@ void Channel::compare(const Descriptor& mine, uint64_t seq) {
 // Everybody sees the same descriptors, so everybody finds the same pair and says the same. Only now do the ranks tell
 // each other where they called: operations that match pay nothing for it.
 void Channel::mismatch(uint64_t seq) {
-  RankControl& mine = control(rank_);
-  const std::string here = describe(site_);
-  const size_t length = std::min(here.size(), sizeof mine.site - 1);
-  std::memcpy(mine.site, here.data(), length);
-  mine.site[length] = '\0';
-  mine.site_of.store(seq, std::memory_order_release);
-  mine.bell.ring();
-
   int other = 1;
   while (other < size_ - 1 && slot(other, seq).descriptor.call == slot(0, seq).descriptor.call) ++other;
-  const auto told = [&] {
-    return control(0).site_of.load(std::memory_order_acquire) == seq &&
-           control(other).site_of.load(std::memory_order_acquire) == seq;
-  };
-  for (const auto patience = Deadline::after(kSiteTakes); !told() && !failed() && !patience.passed();)
-    for (const int r : {0, other})
-      control(r).bell.sleep(std::min(kNap, patience.left()),
-                            [&] { return failed() || control(r).site_of.load(std::memory_order_acquire) == seq; });
+  tell_sites(0, other);
   fail(Failure::kMismatch, shown(other),
        describe_mismatch(seq - 1, name(), shown(0), call_of(0, seq), shown(other), call_of(other, seq)));
   throw_failure();
 }
 
+void Channel::tell_sites(int a, int b) {
+  auto& mine = control(rank_).sites[seq_ % kSlots];
+  describe(site_, mine.text);
+  mine.of.store(seq_, std::memory_order_release);
+  control(rank_).bell.ring();
+  const auto told = [&] { return site_told(a, seq_) && site_told(b, seq_); };
+  for (const auto patience = Deadline::after(kSiteTakes); !told() && !failed() && !patience.passed();)
+    for (const int r : {a, b})
+      control(r).bell.sleep(std::min(kNap, patience.left()), [&] { return failed() || site_told(r, seq_); });
+}
+
 // "all_reduce of 100 x Float, SUM (train.cpp:17)".
 std::string Channel::call_of(int peer, uint64_t seq) const {
-  const RankControl& theirs = control(peer);
-  std::string words = describe(slot(peer, seq).descriptor.call);
-  if (theirs.site_of.load(std::memory_order_acquire) == seq && theirs.site[0] != '\0')
-    words += text(" (", std::string(theirs.site, strnlen(theirs.site, sizeof theirs.site)), ")");
-  return words;
+  const std::string call = describe(slot(peer, seq).descriptor.call), site = site_of(peer, seq);
+  return site.empty() ? call : text(call, " (", site, ")");
+}
+
+std::string Channel::site_of(int peer, uint64_t seq) const {
+  const auto& theirs = control(peer).sites[seq % kSlots];
+  if (!site_told(peer, seq)) return {};
+  return {theirs.text, strnlen(theirs.text, sizeof theirs.text)};
 }
 
 // --- progress ---
@@ -209,8 +207,8 @@ void Channel::publish(Counter which, uint64_t value) {
 }
 
 void Channel::await(int peer, Counter which, uint64_t value) {
-  const auto& theirs = counter(peer, which);
-  wait(peer, [&] { return theirs.load(std::memory_order_acquire) >= value; });
+  static constexpr Awaited::Event kEvents[] = {Awaited::kStaged, Awaited::kReduced, Awaited::kDone};
+  wait({peer, kEvents[static_cast<size_t>(which)], value}, counter(peer, which));
 }
 
 void Channel::await_all(Counter which, uint64_t value) {
@@ -218,8 +216,35 @@ void Channel::await_all(Counter which, uint64_t value) {
     if (peer != rank_) await(peer, which, value);
 }
 
-template <typename Ready>
-void Channel::wait(int peer, Ready ready) {
+std::atomic<uint64_t>& Channel::word_of(const Awaited& awaited) const {
+  switch (awaited.event) {
+    case Awaited::kAnnounced:
+      return slot(awaited.peer, awaited.value).seq;
+    case Awaited::kStaged:
+      return counter(awaited.peer, Counter::kStaged);
+    case Awaited::kReduced:
+      return counter(awaited.peer, Counter::kReduced);
+    case Awaited::kDone:
+      break;
+  }
+  return counter(awaited.peer, Counter::kDone);
+}
+
+// `peer`, or, where that one waits for another itself, that other: a chain of waits ends with a rank that does not
+// wait, or that has what it waits for and does not move.
+int Channel::who_holds_up(int peer) const {
+  for (int steps = 0; steps < size_; ++steps) {
+    const Awaited theirs = Awaited::unpack(control(peer).awaits.load(std::memory_order_acquire));
+    if (theirs.peer < 0 || theirs.peer >= size_ || theirs.peer == rank_) break;
+    if (word_of(theirs).load(std::memory_order_acquire) >= theirs.value) break;
+    peer = theirs.peer;
+  }
+  return peer;
+}
+
+void Channel::wait(const Awaited& awaited, const std::atomic<uint64_t>& word) {
+  const int peer = awaited.peer;
+  const auto ready = [&word, value = awaited.value] { return word.load(std::memory_order_acquire) >= value; };
   const auto over = [&] { return ready() || failed(); };
   if (shm::spin_until(options_.spin, over) && ready()) [[likely]]
     return;
@@ -230,6 +255,13 @@ void Channel::wait(int peer, Ready ready) {
       options_.spin.count() > 0 && control(peer).core.load(std::memory_order_relaxed) == ::sched_getcpu();
   if (!crowded && shm::yield_until(yield_, over) && ready()) return;
   const auto began = Clock::now();
+  struct Told {
+    explicit Told(std::atomic<uint64_t>& word, const Awaited& what) : awaits(word) {
+      awaits.store(what.pack(), std::memory_order_release);
+    }
+    ~Told() { awaits.store(0, std::memory_order_relaxed); }
+    std::atomic<uint64_t>& awaits;
+  } const told(control(rank_).awaits, awaited);
   shm::Bell& bell = control(peer).bell;
   for (;;) {
     bell.sleep(std::min(kNap, deadline_.left()), [&] { return ready() || failed() || left(peer); });
@@ -240,10 +272,12 @@ void Channel::wait(int peer, Ready ready) {
       peer_left(peer);
     }
     if (deadline_.passed()) {
-      // Whoever has not come as far as the one waited for is missing as well.
+      // Whoever has not come to this operation is missing as well.
+      const int culprit = who_holds_up(peer);
       std::vector<int> missing;
       for (int r = 0; r < size_; ++r)
-        if (r == peer || (r != rank_ && slot(r, seq_).seq.load(std::memory_order_acquire) < seq_)) missing.push_back(r);
+        if (r == culprit || (r != rank_ && slot(r, seq_).seq.load(std::memory_order_acquire) < seq_))
+          missing.push_back(r);
       timed_out(current_, seq_, Clock::now() - began, missing);
     }
   }

@@ -137,6 +137,10 @@ class Channel {
     site_ = site;
     yield_ = yield;
   }
+  // The ranks tell each other where they called the operation under way, which does not match between `a` and `b`: every
+  // rank has found the same pair. Returns when both have, or after a moment.
+  void tell_sites(int a, int b);
+  std::string site_of(int peer, uint64_t seq) const;  // "train.cpp:17"; "" where it is not known
   const Stragglers& stragglers() const { return stragglers_; }
   std::string where(int peer) const;  // "all_reduce #12, collecting": for timeouts
 
@@ -154,9 +158,13 @@ class Channel {
   void compare(const Descriptor& mine, uint64_t seq);
   [[noreturn]] void mismatch(uint64_t seq);
   std::string call_of(int peer, uint64_t seq) const;
+  bool site_told(int peer, uint64_t seq) const {
+    return control(peer).sites[seq % kSlots].of.load(std::memory_order_acquire) == seq;
+  }
   void position(Phase phase);
-  template <typename Ready>
-  void wait(int peer, Ready ready);
+  std::atomic<uint64_t>& word_of(const Awaited& awaited) const;
+  void wait(const Awaited& awaited, const std::atomic<uint64_t>& word);  // `word` is word_of(awaited)
+  int who_holds_up(int peer) const;
 
   const int rank_, size_;
   const Layout layout_;

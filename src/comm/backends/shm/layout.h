@@ -57,6 +57,19 @@ constexpr uint64_t pack_position(uint64_t seq, OpKind op, Phase phase) {
   return seq << 16 | uint64_t{static_cast<uint8_t>(op)} << 8 | static_cast<uint8_t>(phase);
 }
 
+// What a rank waits for: that a peer announces operation `value`, or that a counter of it comes to `value`.
+struct Awaited {
+  enum Event : uint8_t { kAnnounced, kStaged, kReduced, kDone };
+  int peer = -1;  // -1: nothing
+  Event event = kAnnounced;
+  uint64_t value = 0;
+
+  uint64_t pack() const { return value << 18 | uint64_t{event} << 16 | static_cast<uint64_t>(peer + 1); }
+  static Awaited unpack(uint64_t word) {
+    return {static_cast<int>(word & 0xffff) - 1, static_cast<Event>(word >> 16 & 3), word >> 18};
+  }
+};
+
 // Written by its rank, but for the bells.
 struct alignas(kLine) RankControl {
   alignas(kLine) std::atomic<uint64_t> staged{0};
@@ -65,6 +78,8 @@ struct alignas(kLine) RankControl {
   alignas(kLine) shm::Bell bell;   // rung when this rank published something, or when the group failed
   alignas(kLine) shm::Bell inbox;  // rung by peers that moved a message ring of this rank
   alignas(kLine) std::atomic<uint64_t> position{0};
+  std::atomic<uint64_t> awaits{
+      0};                         // what it sleeps for (Awaited), or 0: so that a timeout finds who holds up all others
   std::atomic<int32_t> core{-1};  // on which it announced its last operation
   std::atomic<Presence> presence{Presence::kAbsent};
   std::atomic<int32_t> pid{0};
@@ -72,8 +87,10 @@ struct alignas(kLine) RankControl {
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
   char failure[2048];  // what this rank has to say of the group's failure, written before the abort word names it
-  char site[256];      // where this rank called the operation that does not match, written before site_of names it
-  std::atomic<uint64_t> site_of{0};
+  struct Site {
+    std::atomic<uint64_t> of{0};  // the operation
+    char text[120];               // where this rank called it, written before
+  } sites[kSlots];                // only told where operations do not match; safe as slots are
   Slot slots[kSlots];
 };
 

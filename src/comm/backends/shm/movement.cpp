@@ -273,9 +273,13 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
   for (size_t from = 0; from < n; ++from)
     for (size_t to = 0; to < n; ++to)
       if (const uint64_t size = entry(from, to), expected = entry(to, n + from); size != expected) [[unlikely]] {
-        const int sender = channel.shown(static_cast<int>(from)), receiver = channel.shown(static_cast<int>(to));
-        channel.fail(Failure::kMismatch, sender,
-                     text("all_to_all: rank ", sender, " sends ", size, " bytes to rank ", receiver, ", which expects ",
+        channel.tell_sites(static_cast<int>(from), static_cast<int>(to));
+        const auto side = [&](size_t rank) {
+          const std::string site = channel.site_of(static_cast<int>(rank), channel.seq());
+          return text("rank ", channel.shown(static_cast<int>(rank)), site.empty() ? "" : text(" (", site, ")"));
+        };
+        channel.fail(Failure::kMismatch, channel.shown(static_cast<int>(from)),
+                     text("all_to_all: ", side(from), " sends ", size, " bytes to ", side(to), ", which expects ",
                           expected));
         channel.throw_failure();
       }

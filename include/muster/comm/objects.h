@@ -1,0 +1,232 @@
+// Collectives and messages of objects: settings, metrics, names, state dictionaries.
+//
+//   struct Report { std::string host; double loss; std::vector<int64_t> sizes; at::Tensor histogram;
+//                   MSGPACK_DEFINE(host, loss, sizes, histogram); };
+//   const auto reports = muster::gather_object(Report{…});   // on rank 0 one a rank, elsewhere none
+//
+// An object is anything that msgpack-cxx packs: numbers, bool, enums (MSGPACK_ADD_ENUM), strings, byte strings,
+// std::vector, array, map, set, tuple, pair, optional, unique_ptr, structs with MSGPACK_DEFINE; and at::Tensor, alone
+// or inside of these. Tensors: dense and on the CPU, of any dtype but quantized ones and any shape, undefined ones too;
+// what arrives is contiguous, has memory of its own and asks for no gradient. A type must own its data (no string_view)
+// and have a default constructor. A single string or byte string may have 4 GiB, as msgpack has it; tensors and the
+// whole are limited by memory alone, which a rank needs twice: for the object and for its bytes.
+//
+// Each call is two collectives (or messages): the sizes, then the bytes. `.timeout` holds for each. Objects are copied
+// several times on the way; for data of weight send tensors (collectives.h).
+//
+// Errors: as collectives.h. InvalidArgument, before anything is sent: a tensor that does not fit the above, a list of
+// the wrong length, an object that msgpack cannot pack. Corrupt: what came does not parse as T, because the ranks named
+// different types; the message names both. The operation is over then, and the group works on. Unavailable: no memory
+// for what comes; it breaks the group, as the other ranks would wait. What an object's own pack or unpack functions
+// throw passes through.
+//
+// Thread-safety: see group.h; of two threads that send objects to one rank, each needs a tag of its own.
+// Source: torch.distributed, broadcast_object_list, all_gather_object, gather_object, scatter_object_list,
+// send_object_list, recv_object_list, with one object of any type, a vector too, in place of their lists.
+//
+// This header brings all of msgpack-cxx (Debian: libmsgpack-cxx-dev), so no other of Muster's includes it.
+#pragma once
+
+#if !__has_include(<msgpack.hpp>)
+#error "muster/comm/objects.h needs <msgpack.hpp>: apt-get install libmsgpack-cxx-dev"
+#endif
+#ifndef MSGPACK_NO_BOOST
+#define MSGPACK_NO_BOOST  // it needs Boost only for Boost's own types
+#endif
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <msgpack.hpp>
+#include <string>
+#include <string_view>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include "muster/comm/collectives.h"
+
+namespace muster {
+namespace detail {
+
+// A packed object: the name of its type as the sender has it, for messages, and what msgpack makes of it.
+class PackedObject {
+ public:
+  explicit PackedObject(const std::type_info& type);
+  void write(const char* data, size_t size) { bytes_.append(data, size); }  // msgpack's idea of a stream
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+// One that came from another rank.
+struct ReceivedObject {
+  at::Tensor bytes;  // kByte
+  int from = 0;      // a rank in the group
+
+  std::string_view packed() const;                                                     // Corrupt where there is none
+  [[noreturn]] void is_not(const std::type_info& wanted, std::string_view why) const;  // Corrupt
+};
+
+// Both steps of each operation, on bytes.
+ReceivedObject broadcast_bytes(const PackedObject* mine, int src, const CollectiveOptions& options, const Site& site);
+std::vector<ReceivedObject> all_gather_bytes(const PackedObject& mine, const CollectiveOptions& options,
+                                             const Site& site);
+std::vector<ReceivedObject> gather_bytes(const PackedObject& mine, int dst, const CollectiveOptions& options,
+                                         const Site& site);
+ReceivedObject scatter_bytes(const std::vector<PackedObject>& parts, int src, const CollectiveOptions& options,
+                             const Site& site);
+void send_bytes(const PackedObject& object, int dst, const MessageOptions& options);
+ReceivedObject recv_bytes(int src, const MessageOptions& options);
+void check_scattered(size_t objects, int src, const Group& group);
+
+at::Tensor packable(const at::Tensor& tensor);  // contiguous; InvalidArgument
+// Undefined where these are no tensor of `bytes` bytes.
+at::Tensor tensor_like(int64_t dtype, const std::vector<int64_t>& sizes, uint64_t bytes);
+inline constexpr size_t kTensorPiece = size_t{1} << 30;  // a byte string of msgpack has at most 4 GiB
+
+[[noreturn]] void cannot_pack(const std::type_info& type, std::string_view why);
+
+template <typename T>
+PackedObject pack_object(const T& object) {
+  PackedObject packed(typeid(T));
+  try {
+    msgpack::pack(packed, object);
+  } catch (const msgpack::container_size_overflow& error) {
+    cannot_pack(typeid(T), error.what());
+  }
+  return packed;
+}
+
+template <typename T>
+T unpack_object(const ReceivedObject& received) {
+  const std::string_view bytes = received.packed();
+  try {
+    // Nothing has more elements than there are bytes: a wrong length is found before memory is taken for it.
+    const msgpack::unpack_limit limit(bytes.size(), bytes.size(), bytes.size(), bytes.size(), bytes.size());
+    const auto refer = [](msgpack::type::object_type, std::size_t, void*) { return true; };  // `bytes` stays
+    size_t end = 0;
+    const msgpack::object_handle handle = msgpack::unpack(bytes.data(), bytes.size(), end, refer, nullptr, limit);
+    if (end == bytes.size()) return handle.get().as<T>();
+  } catch (const msgpack::type_error&) {
+    received.is_not(typeid(T), "its parts are of other kinds");
+  } catch (const msgpack::unpack_error& error) {
+    received.is_not(typeid(T), error.what());
+  }
+  received.is_not(typeid(T), "bytes are left over");
+}
+
+template <typename T>
+std::vector<T> unpack_objects(const std::vector<ReceivedObject>& received) {
+  std::vector<T> objects;
+  objects.reserve(received.size());
+  for (const auto& each : received) objects.push_back(unpack_object<T>(each));
+  return objects;
+}
+
+}  // namespace detail
+
+// Rank src's object, on every rank; what the others give is not looked at.
+template <typename T>
+T broadcast_object(const T& object, int src = 0, const CollectiveOptions& options = {},
+                   const Site& site = Site::current()) {
+  if (options.group.rank() != src)
+    return detail::unpack_object<T>(detail::broadcast_bytes(nullptr, src, options, site));
+  const auto packed = detail::pack_object(object);
+  detail::broadcast_bytes(&packed, src, options, site);
+  return object;
+}
+
+// Every rank's object, in rank order, on every rank.
+template <typename T>
+std::vector<T> all_gather_object(const T& object, const CollectiveOptions& options = {},
+                                 const Site& site = Site::current()) {
+  return detail::unpack_objects<T>(detail::all_gather_bytes(detail::pack_object(object), options, site));
+}
+
+// Every rank's object, in rank order, on rank dst; nothing elsewhere.
+template <typename T>
+std::vector<T> gather_object(const T& object, int dst = 0, const CollectiveOptions& options = {},
+                             const Site& site = Site::current()) {
+  return detail::unpack_objects<T>(detail::gather_bytes(detail::pack_object(object), dst, options, site));
+}
+
+// Rank src's objects[rank()]. src gives one a rank, the others none: scatter_object<T>({}, src).
+template <typename T>
+T scatter_object(const std::vector<T>& objects, int src = 0, const CollectiveOptions& options = {},
+                 const Site& site = Site::current()) {
+  detail::check_scattered(objects.size(), src, options.group);
+  std::vector<detail::PackedObject> parts;
+  for (const auto& object : objects) parts.push_back(detail::pack_object(object));
+  return detail::unpack_object<T>(detail::scatter_bytes(parts, src, options, site));
+}
+
+// One object from this rank to dst, and from src. They are messages: sizes and bytes have the tag of `options`, and
+// other messages with it must not come in between. `source` receives the rank that it came from, where src is
+// kAnySource.
+template <typename T>
+void send_object(const T& object, int dst, const MessageOptions& options = {}) {
+  detail::send_bytes(detail::pack_object(object), dst, options);
+}
+template <typename T>
+T recv_object(int src, const MessageOptions& options = {}, int* source = nullptr) {
+  const auto received = detail::recv_bytes(src, options);
+  if (source) *source = received.from;
+  return detail::unpack_object<T>(received);
+}
+
+}  // namespace muster
+
+// A tensor is an array: dtype, sizes, and its elements in byte strings; an undefined one is nil.
+namespace msgpack {
+MSGPACK_API_VERSION_NAMESPACE(MSGPACK_DEFAULT_API_NS) {
+  namespace adaptor {
+
+  template <>
+  struct pack<at::Tensor> {
+    template <typename Stream>
+    packer<Stream>& operator()(packer<Stream>& out, const at::Tensor& tensor) const {
+      if (!tensor.defined()) return out.pack_nil();
+      const at::Tensor flat = muster::detail::packable(tensor);
+      const size_t bytes = flat.nbytes(),
+                   pieces = (bytes + muster::detail::kTensorPiece - 1) / muster::detail::kTensorPiece;
+      out.pack_array(static_cast<uint32_t>(2 + pieces));
+      out.pack(static_cast<int64_t>(flat.scalar_type()));
+      out.pack(flat.sizes().vec());
+      const char* const data = static_cast<const char*>(flat.const_data_ptr());
+      for (size_t at = 0; at < bytes; at += muster::detail::kTensorPiece) {
+        const auto piece = static_cast<uint32_t>(std::min(bytes - at, muster::detail::kTensorPiece));
+        out.pack_bin(piece);
+        out.pack_bin_body(data + at, piece);
+      }
+      return out;
+    }
+  };
+
+  template <>
+  struct convert<at::Tensor> {
+    const msgpack::object& operator()(const msgpack::object& in, at::Tensor& tensor) const {
+      if (in.is_nil()) {
+        tensor = at::Tensor();
+        return in;
+      }
+      if (in.type != msgpack::type::ARRAY || in.via.array.size < 2) throw msgpack::type_error();
+      const auto* const parts = in.via.array.ptr;
+      uint64_t bytes = 0;
+      for (uint32_t i = 2; i < in.via.array.size; ++i) {
+        if (parts[i].type != msgpack::type::BIN) throw msgpack::type_error();
+        bytes += parts[i].via.bin.size;
+      }
+      tensor = muster::detail::tensor_like(parts[0].as<int64_t>(), parts[1].as<std::vector<int64_t>>(), bytes);
+      if (!tensor.defined()) throw msgpack::type_error();
+      char* to = static_cast<char*>(tensor.mutable_data_ptr());
+      for (uint32_t i = 2; i < in.via.array.size; ++i)
+        to = std::copy_n(parts[i].via.bin.ptr, parts[i].via.bin.size, to);
+      return in;
+    }
+  };
+
+  }  // namespace adaptor
+}
+}  // namespace msgpack
