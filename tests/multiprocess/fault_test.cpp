@@ -6,7 +6,9 @@
 #include <ATen/ops/zeros.h>
 #include <signal.h>
 
+#include <optional>
 #include <random>
+#include <thread>
 
 #include "base/text.h"
 #include "muster/comm/collectives.h"
@@ -35,9 +37,8 @@ WorldOptions with(Fault fault, milliseconds timeout = seconds(30)) {
 }
 
 // Calls again and again until it is told that somebody is lost; returns who, in words, "" where it never is.
-std::string until_lost(World& world, const Call& call, int64_t count, std::atomic<int64_t>* started = nullptr) {
+std::string until_lost(World& world, const Call& call, int64_t count) {
   for (int i = 0; i < 1000; ++i) try {
-      if (started) *started = now_ns();
       call.run(world, count);
     } catch (const PeerLost& lost) {
       EXPECT_THROW(barrier(), PeerLost);
@@ -171,6 +172,20 @@ TEST(FaultPlan, Parse) {
 
 // --- ranks as processes ---
 
+// A process's signs of life: ends with it, at the same moment.
+class Pulse {
+ public:
+  explicit Pulse(std::atomic<int64_t>& last) {
+    last = now_ns();
+    thread_ = std::jthread([&last](const std::stop_token& stop) {
+      for (; !stop.stop_requested(); ::usleep(200)) last = now_ns();
+    });
+  }
+
+ private:
+  std::jthread thread_;
+};
+
 // Survivors know within kInTime of the victim's last sign of life, on a machine that lets them run: half of them as it
 // is, and all of them but for what it keeps the three threads waiting that have a part in it, one after another (the
 // victim's, the watch, the survivor's own).
@@ -191,12 +206,14 @@ TEST(FaultProcess, KillAtEachPhase) {
   std::vector<int64_t> delays;
   for_all_calls([&](const Call& call, int64_t count, FaultPhase phase) {
     const ForkedJob job;
-    const SharedNumbers numbers(1 + kRanks);  // when the victim's last call began; when each survivor knew
+    const SharedNumbers numbers(1 + kRanks);  // when the victim was last seen alive; when each survivor knew
     ForkedRanks ranks(kRanks, [&](int rank) {
       World world =
           job.join(rank, kRanks, with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase}));
       const World::Scope scope(world);
-      const auto said = until_lost(world, call, count, rank == kVictim ? &numbers[0] : nullptr);
+      std::optional<Pulse> pulse;
+      if (rank == kVictim) pulse.emplace(numbers[0]);
+      const auto said = until_lost(world, call, count);
       numbers[static_cast<size_t>(1 + rank)] = now_ns();
       return said;
     });
