@@ -137,8 +137,8 @@ class Channel {
     site_ = site;
     yield_ = yield;
   }
-  // The ranks tell each other where they called the operation under way, which does not match between `a` and `b`: every
-  // rank has found the same pair. Returns when both have, or after a moment.
+  // The ranks tell each other where they called the operation under way, which does not match between `a` and `b`:
+  // every rank has found the same pair. Returns when both have, or after a moment.
   void tell_sites(int a, int b);
   std::string site_of(int peer, uint64_t seq) const;  // "train.cpp:17"; "" where it is not known
   const Stragglers& stragglers() const { return stragglers_; }

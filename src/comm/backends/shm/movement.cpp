@@ -278,9 +278,9 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
           const std::string site = channel.site_of(static_cast<int>(rank), channel.seq());
           return text("rank ", channel.shown(static_cast<int>(rank)), site.empty() ? "" : text(" (", site, ")"));
         };
-        channel.fail(Failure::kMismatch, channel.shown(static_cast<int>(from)),
-                     text("all_to_all: ", side(from), " sends ", size, " bytes to ", side(to), ", which expects ",
-                          expected));
+        channel.fail(
+            Failure::kMismatch, channel.shown(static_cast<int>(from)),
+            text("all_to_all: ", side(from), " sends ", size, " bytes to ", side(to), ", which expects ", expected));
         channel.throw_failure();
       }
   struct Theirs {
