@@ -19,6 +19,16 @@ namespace {
 
 using Tensor = at::Tensor;
 
+// What an all_reduce on the heap of two ranks does to memory, without another rank: reads two halves of a tensor, writes
+// their sum into both.
+void sum_into_both(const Tensor& a, const Tensor& b) {
+  auto* const left = a.mutable_data_ptr<float>();
+  auto* const right = b.mutable_data_ptr<float>();
+  const int64_t count = a.numel();
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) left[i] = right[i] = left[i] + right[i];
+}
+
 // What to call, on tensors of this size.
 std::function<void()> call_of(const std::string& op, int64_t count, muster::World& world, bool heap) {
   const auto make = [&](int64_t n) { return heap ? world.heap().zeros({n}) : at::zeros({n}); };
@@ -27,6 +37,7 @@ std::function<void()> call_of(const std::string& op, int64_t count, muster::Worl
   if (op == "all_reduce") return [whole] { muster::all_reduce(whole); };
   if (op == "broadcast") return [whole] { muster::broadcast(whole, 0); };
   if (op == "barrier") return [] { muster::barrier(); };
+  if (op == "floor") return [a = make(part), b = make(part)] { sum_into_both(a, b); };
   if (op == "send_recv")
     return [whole, rank = world.rank()] {
       if (rank > 1) return;
@@ -49,7 +60,8 @@ int main(int argc, char** argv) {
   CLI::App app{"Collectives over Muster"};
   app.add_option("--op", ops)
       ->check(CLI::IsMember(
-          {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier"}));
+          {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier",
+           "floor"}));
   app.add_option("--bytes", sizes);
   app.add_option("--backend", options.backend);
   CLI11_PARSE(app, argc, argv);
@@ -62,12 +74,13 @@ int main(int argc, char** argv) {
   for (const auto& op : ops)
     for (const size_t bytes : sizes)
       for (const bool heap : {false, true}) {
+        if (op == "floor" && !heap) continue;
         const auto call = call_of(op, static_cast<int64_t>(std::max<size_t>(1, bytes / sizeof(float))), world, heap);
         const double seconds = bench::best_mean(bench::calls_for(bytes), call, [] { muster::barrier(); });
         if (world.rank() == 0) {
           std::printf(R"({"bench": "collectives", "op": "%s", "bytes": %zu, "ranks": %d, "impl": "%s", "us": %.3f})"
                       "\n",
-                      op.c_str(), bytes, world.world_size(), heap ? "muster-heap" : "muster", seconds * 1e6);
+                      op.c_str(), bytes, world.world_size(), op == "floor" ? "floor" : heap ? "muster-heap" : "muster", seconds * 1e6);
           std::fflush(stdout);
         }
       }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch] [--ranks 2] [--rounds 3]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,crowd] [--ranks 2] [--rounds 3]
 
 Every implementation runs `rounds` times, in turn with the others, so that a noisy minute hits all alike; of each row the best round counts. A peer that is
 not installed is left out, and the table says so. --json writes one object a line, after a first line about the machine.
@@ -31,9 +31,10 @@ class Bench:
         # What muster run sets for its ranks goes for the peers as well.
         self.env = dict(os.environ, OMP_NUM_THREADS="1", MALLOC_TRIM_THRESHOLD_=str(1 << 30), MALLOC_MMAP_THRESHOLD_=str(32 << 20))
 
-    def command(self, impl, *program):
+    def command(self, impl, *program, ranks=None):
         """How `impl` starts a program on all ranks, or None where it is not here."""
-        n = str(self.args.ranks)
+        ranks = ranks or self.args.ranks
+        n = str(ranks)
         if impl == "muster":
             return [str(self.muster), "run", "--no-prefix", "-n", n, *program]
         if impl == "torchrun":
@@ -47,8 +48,9 @@ class Bench:
             self.missing["openmpi"] = "Open MPI is not installed: apt-get install openmpi-bin libopenmpi-dev"
             return None
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        crowd = ["--oversubscribe"] if self.args.ranks > os.cpu_count() else ["--bind-to", "core"]
-        return ["mpirun", *root, *crowd, "-n", n, *program]
+        crowded = ranks > os.cpu_count()
+        place = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"] if crowded else ["--bind-to", "core"]
+        return ["mpirun", *root, *place, "-n", n, *program]
 
     def rows(self, command):
         if command is None:
@@ -69,7 +71,20 @@ class Bench:
         return self.rounds(commands, lambda row: (row["op"], row["bytes"], row["impl"]), "us", min)
 
     def all_reduce(self):
-        return self.collectives(["all_reduce"], [16, *(1 << shift for shift in range(10, 27, 2))])
+        sizes = [16, *(1 << shift for shift in range(10, 27, 2))]
+        floor = self.command("muster", str(self.build / "bench" / "bench_collectives"), "--op=floor", *(f"--bytes={n}" for n in sizes))
+        return self.collectives(["all_reduce"], sizes) + self.rounds([floor], lambda row: row["bytes"], "us", min)
+
+    def crowd(self):
+        """More ranks than cores. Gloo is left out: it has no part in the goal, and takes minutes."""
+        ops, sizes, rows = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"], [16, 4 << 10, 256 << 10, 4 << 20], []
+        for ranks in (4, 8):
+            commands = [
+                self.command("muster", str(self.build / "bench" / "bench_collectives"), *(f"--op={op}" for op in ops), *(f"--bytes={n}" for n in sizes), ranks=ranks),
+                self.command("mpirun", str(self.build / "bench" / "peer_collectives_mpi"), *ops, "--", *map(str, sizes), ranks=ranks),
+            ]
+            rows += self.rounds(commands, lambda row: (row["op"], row["bytes"], row["impl"]), "us", min)
+        return rows
 
     def others(self):
         rows = self.collectives(["broadcast", "all_gather", "reduce_scatter", "all_to_all"], [16, 4 << 10, 256 << 10, 4 << 20, 64 << 20])
@@ -125,7 +140,15 @@ def size(n):
     return f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" if n >= 1 << 10 else f"{n} B"
 
 
+def show_crowd(rows):
+    for ranks in sorted({row["ranks"] for row in rows}):
+        print(f"\n{ranks} ranks")
+        show_collectives([row for row in rows if row["ranks"] == ranks])
+
+
 def show_collectives(rows):
+    floor = {row["bytes"]: row["us"] for row in rows if row["op"] == "floor"}
+    rows = [row for row in rows if row["op"] != "floor"]
     us = {(row["op"], row["bytes"], row["impl"]): row["us"] for row in rows}
     peers = [impl for impl in ("openmpi", "gloo") if any(key[2] == impl for key in us)]
     lines = []
@@ -136,6 +159,9 @@ def show_collectives(rows):
         lines.append(cells)
     table("float32, sums: microseconds a call, and how many times faster than the fastest peer",
           ["operation", "size", "heap", "ordinary", *peers, "heap/peer", "ordinary/peer"], lines)
+    if floor:
+        table("the same memory traffic without a peer: microseconds, and the share of it in the time on the heap", ["size", "floor", "share"],
+              [[size(n), f"{floor[n]:.2f}", f"{100 * floor[n] / us['all_reduce', n, 'muster-heap']:.0f} %"] for n in sorted(floor)])
 
 
 def show_ddp(rows):
@@ -166,7 +192,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch}
+    show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "crowd": show_crowd}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")

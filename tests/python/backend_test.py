@@ -346,6 +346,29 @@ print("value", t[0].item())
         self.assertIn("rank 1 ended: ValueError: a mistake in training", zero)
 
 
+class Hosts(unittest.TestCase):
+    def test_ranks_on_several_hosts(self):
+        """Faked: ranks with different values of MUSTER_HOST do not share memory."""
+        def body(rank):
+            os.environ["MUSTER_HOST"] = "aab"[rank]
+            dist.init_process_group("muster", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3,
+                                    timeout=timedelta(seconds=30))
+            t, parts, objects = torch.full((4000,), float(rank)), [torch.zeros(2) for _ in range(3)], [None] * 3
+            dist.all_reduce(t)
+            dist.all_gather(parts, torch.full((2,), float(rank)))
+            dist.all_gather_object(objects, {"rank": rank})
+            if rank == 2:
+                dist.send(t, 0)
+            elif rank == 0:
+                dist.recv(t, 2)
+            dist.barrier()
+            dist.destroy_process_group()
+            return t[-1].item(), [part[0].item() for part in parts], objects
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.assertEqual(fork(3, body), [(3.0, [0.0, 1.0, 2.0], [{"rank": r} for r in range(3)])] * 3)
+
+
 class Threads(unittest.TestCase):
     def test_collectives_and_messages(self):
         def body(rank, backend):
