@@ -175,7 +175,11 @@ std::string Channel::call_of(int peer, uint64_t seq) const {
 
 void Channel::tell_site(uint64_t seq) {
   auto& mine = control(rank_).sites[seq % kSlots];
-  describe(site_, mine.text);
+  auto& told = told_[seq % kSlots];
+  if (told.file_name() != site_.file_name() || told.line() != site_.line()) {  // else it stands there already
+    describe(site_, mine.text);
+    told = site_;
+  }
   mine.of.store(seq, std::memory_order_release);
 }
 
@@ -243,12 +247,10 @@ int Channel::who_holds_up(int peer) const {
   return peer;
 }
 
-void Channel::wait(const Awaited& awaited, const std::atomic<uint64_t>& word) {
+void Channel::wait_longer(const Awaited& awaited, const std::atomic<uint64_t>& word) {
   const int peer = awaited.peer;
   const auto ready = [&word, value = awaited.value] { return word.load(std::memory_order_acquire) >= value; };
   const auto over = [&] { return ready() || failed(); };
-  if (shm::spin_until(options_.spin, over) && ready()) [[likely]]
-    return;
   // A peer that shares this core, where there is one for each, must not find it yielded again and again: nothing then
   // tells the scheduler that they would both run elsewhere (seen: two ranks on one core for minutes, the other idle).
   // Whoever sleeps is woken on an idle one.
