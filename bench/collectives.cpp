@@ -19,8 +19,8 @@ namespace {
 
 using Tensor = at::Tensor;
 
-// What an all_reduce on the heap of two ranks does to memory, without another rank: reads two halves of a tensor, writes
-// their sum into both.
+// What an all_reduce on the heap of two ranks does to memory, without another rank: reads two halves of a tensor,
+// writes their sum into both.
 void sum_into_both(const Tensor& a, const Tensor& b) {
   auto* const left = a.mutable_data_ptr<float>();
   auto* const right = b.mutable_data_ptr<float>();
@@ -60,8 +60,7 @@ int main(int argc, char** argv) {
   CLI::App app{"Collectives over Muster"};
   app.add_option("--op", ops)
       ->check(CLI::IsMember(
-          {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier",
-           "floor"}));
+          {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier", "floor"}));
   app.add_option("--bytes", sizes);
   app.add_option("--backend", options.backend);
   CLI11_PARSE(app, argc, argv);
@@ -80,7 +79,11 @@ int main(int argc, char** argv) {
         if (world.rank() == 0) {
           std::printf(R"({"bench": "collectives", "op": "%s", "bytes": %zu, "ranks": %d, "impl": "%s", "us": %.3f})"
                       "\n",
-                      op.c_str(), bytes, world.world_size(), op == "floor" ? "floor" : heap ? "muster-heap" : "muster", seconds * 1e6);
+                      op.c_str(), bytes, world.world_size(),
+                      op == "floor" ? "floor"
+                      : heap        ? "muster-heap"
+                                    : "muster",
+                      seconds * 1e6);
           std::fflush(stdout);
         }
       }

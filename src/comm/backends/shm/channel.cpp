@@ -242,12 +242,10 @@ int Channel::who_holds_up(int peer) const {
   return peer;
 }
 
-void Channel::wait(const Awaited& awaited, const std::atomic<uint64_t>& word) {
+void Channel::wait_longer(const Awaited& awaited, const std::atomic<uint64_t>& word) {
   const int peer = awaited.peer;
   const auto ready = [&word, value = awaited.value] { return word.load(std::memory_order_acquire) >= value; };
   const auto over = [&] { return ready() || failed(); };
-  if (shm::spin_until(options_.spin, over) && ready()) [[likely]]
-    return;
   // A peer that shares this core, where there is one for each, must not find it yielded again and again: nothing then
   // tells the scheduler that they would both run elsewhere (seen: two ranks on one core for minutes, the other idle).
   // Whoever sleeps is woken on an idle one.

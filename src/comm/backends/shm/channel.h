@@ -163,7 +163,14 @@ class Channel {
   }
   void position(Phase phase);
   std::atomic<uint64_t>& word_of(const Awaited& awaited) const;
-  void wait(const Awaited& awaited, const std::atomic<uint64_t>& word);  // `word` is word_of(awaited)
+  // `word` is word_of(awaited). A peer that is about to come is met in the first lines, which are part of the caller.
+  void wait(const Awaited& awaited, const std::atomic<uint64_t>& word) {
+    const auto ready = [&] { return word.load(std::memory_order_acquire) >= awaited.value; };
+    if (shm::spin_until(options_.spin, [&] { return ready() || failed(); }) && ready()) [[likely]]
+      return;
+    wait_longer(awaited, word);
+  }
+  void wait_longer(const Awaited& awaited, const std::atomic<uint64_t>& word);
   int who_holds_up(int peer) const;
 
   const int rank_, size_;
