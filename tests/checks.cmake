@@ -9,7 +9,9 @@ set(MUSTER_TEST_PREFIX "")
 set(MUSTER_TEST_FILTER "")
 if(MUSTER_SANITIZE)
   set(MUSTER_TEST_PREFIX asan/)
-  set(MUSTER_TEST_FILTER "-*Process*:*process*:*Fork*:*AnotherUser*")
+  # And the grid of all sizes and dtypes runs there for shm alone: gloo's part of it is libtorch's, which is not instrumented.
+  set(MUSTER_TEST_FILTER
+      "-*Process*:*process*:*Fork*:*AnotherUser*:Comm/Collectives.*gloo*:Comm/Collectives.*hier*:Comm/Values.*gloo*:Comm/Values.*hier*:Hosts.Every*")
 endif()
 if(MUSTER_SANITIZE STREQUAL "thread")
   set(MUSTER_TEST_PREFIX tsan/)
