@@ -40,7 +40,12 @@ if("USE_C10D_GLOO" IN_LIST torch_definitions)
   find_path(MUSTER_GLOO_INCLUDE gloo/context.h)
 endif()
 if("USE_C10D_NCCL" IN_LIST torch_definitions)
-  set(MUSTER_HAS_NCCL TRUE)
+  find_path(MUSTER_NCCL_INCLUDE nccl.h)
+  find_path(MUSTER_CUDA_INCLUDE cusparse.h HINTS ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES include)
+  find_library(MUSTER_TORCH_CUDA torch_cuda PATHS ${Torch_DIR}/../../../lib NO_DEFAULT_PATH)
+  if(MUSTER_NCCL_INCLUDE AND MUSTER_CUDA_INCLUDE AND MUSTER_TORCH_CUDA)
+    set(MUSTER_HAS_NCCL TRUE)
+  endif()
 endif()
 if(NOT MUSTER_SANITIZE)  # its tests are jobs of processes
   set(MPI_CXX_SKIP_MPICXX ON)  # the functions of C

@@ -15,9 +15,13 @@ using Nccl = c10d::ProcessGroupNCCL;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 c10d::ReduceOp reduce_op(const Operation& operation) {
-  if (operation.op != ReduceOp::PREMUL_SUM) return c10d::ReduceOp(static_cast<c10d::ReduceOp::RedOpType>(operation.op));
-  return operation.factor_tensor.defined() ? c10d::makeNCCLPreMulSum(operation.factor_tensor)
-                                           : c10d::makeNCCLPreMulSum(operation.factor);
+  c10d::ReduceOp op(static_cast<c10d::ReduceOp::RedOpType>(operation.op));
+  if (operation.op == ReduceOp::PREMUL_SUM) {
+    using Factor = c10d::NCCLPreMulSumSupplement;
+    op.supplement_ = operation.factor_tensor.defined() ? c10::make_intrusive<Factor>(operation.factor_tensor)
+                                                       : c10::make_intrusive<Factor>(operation.factor);
+  }
+  return op;
 }
 
 class NcclBackend final : public Backend {
@@ -156,7 +160,9 @@ std::string why_not() { return at::globalContext().hasCUDA() ? std::string() : "
 namespace muster::comm::nccl_backend {
 
 c10::intrusive_ptr<Backend> create(const BackendContext&) { throw Unavailable(why_not()); }
-std::string why_not() { return "this libtorch was built without CUDA; take one with it, and build again"; }
+std::string why_not() {
+  return "Muster was built without NCCL: take a libtorch with CUDA, have nccl.h and CUDA's headers, and build again";
+}
 
 }  // namespace muster::comm::nccl_backend
 
