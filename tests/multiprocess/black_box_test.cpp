@@ -206,7 +206,8 @@ TEST_F(BlackBoxCommand, AJobThatTheUserStopsLeavesAFileAndOneThatEndsWellNone) {
   Process no_muster({MUSTER_COMMAND, "run", "-n", "2", "--black-box", path("none"), "false"});
   EXPECT_EQ(no_muster.finish(), 1);
   EXPECT_THAT(no_muster.err, Not(HasSubstr("last operations")));
-  EXPECT_THAT(look({path("none")}), ContainsRegex("rank 0 of 2 +exited with status 1 +0 operations"));
+  EXPECT_THAT(look({path("none")}),
+              ContainsRegex("rank . of 2 +exited with status 1 +0 operations"));  // the first; the other may be ended
 
   std::filesystem::create_directory(path("folder"));
   Process unwritable(job_of(2, "die", {"--black-box", path("folder")}));

@@ -64,7 +64,7 @@ void from_root(Channel& channel, const Call& call, uint64_t turns, size_t other_
       Bytes const own = pipeline.stage(i);
       stage(own, i);
       channel.corrupt({own, 1}, channel.seq());
-      channel.corrupt({own + other_part, channel.size() > 1 ? size_t{1} : 0}, channel.seq());
+      if (other_part > 0) channel.corrupt({own + other_part, channel.size() > 1 ? size_t{1} : 0}, channel.seq());
       pipeline.staged(i);
     } else {
       pipeline.await_staged(call.root, i);
@@ -263,6 +263,7 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
   if (fits(sent))
     for (size_t r = 0, at = 2 * table; r < n; at += parts.send[r], ++r)
       copy_bytes(own + at, parts.inputs[r], parts.send[r]);
+  if (fits(sent)) channel.corrupt({own + 2 * table, sent}, channel.next_seq());
   channel.enter(call.descriptor(), {own, 2 * table + (fits(sent) ? sent : 0)}, call.deadline);
 
   const auto entry = [&](size_t rank, size_t index) {
