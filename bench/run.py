@@ -188,6 +188,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default=str(HERE.parent / "build" / "release"), help="where Muster was built")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, one object a line")
+    parser.add_argument("--picture", metavar="FILE", help="with --json: draw all_reduce's time over size there (bench/plot.py)")
     parser.add_argument("--only", default="all_reduce,others,ddp,launch", help="which benchmarks, separated by commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -208,6 +209,8 @@ def main():
     if args.json:
         Path(args.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"\nrows written to {args.json}")
+        if args.picture:
+            subprocess.run([sys.executable, str(HERE / "plot.py"), args.json, args.picture], check=True)
 
 
 if __name__ == "__main__":
