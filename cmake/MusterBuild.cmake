@@ -1,8 +1,10 @@
 # How Muster's own targets are compiled. An outside project that uses Muster inherits none of it.
 find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
-  # The sloppiness that precompiled headers need; see ccache's manual, "Precompiled headers".
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
+  # Precompiled headers need this sloppiness (ccache's manual, "Precompiled headers"). The base directory lets one checkout
+  # use what another has compiled (the manual, "Compiling in different directories"): paths below it are compared as
+  # relative ones. A compiler option that names a place of the checkout would defeat this; folders of headers do not.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1
       CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CCACHE_PROGRAM})
 endif()
 

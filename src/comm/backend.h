@@ -65,6 +65,8 @@ struct Operation {
   std::source_location site = {};           // where the user called
 };
 
+CallDescriptor descriptor_of(const Operation& operation);  // Operation::announced, if there is one
+
 // A blocking collective of one tensor, or of one in and one out, equal parts and no extras, or a message: what an
 // Operation says, without the cost of making one.
 struct SmallCall {

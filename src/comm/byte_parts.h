@@ -9,10 +9,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace muster::comm {
+#include "comm/bytes.h"
 
-using Bytes = std::byte*;
-using ConstBytes = const std::byte*;
+namespace muster::comm {
 
 inline Bytes data_of(const at::Tensor& tensor) { return static_cast<Bytes>(tensor.mutable_data_ptr()); }
 

@@ -7,23 +7,18 @@
 #include <iterator>
 
 #include "base/text.h"
-#include "comm/backend.h"
+#include "muster/comm/group.h"
 
-namespace muster::comm {
+namespace muster {
 
-CallDescriptor descriptor_of(const Operation& operation) {
-  if (operation.announced) return *operation.announced;
-  CallDescriptor call{.root = static_cast<uint32_t>(operation.peer),
-                      .op = operation.kind,
-                      .redop = static_cast<uint8_t>(operation.op),
-                      .part_of = operation.part_of};
-  const at::Tensor& unit = operation.kind == OpKind::kAllToAll ? operation.inputs[0] : operation.tensor;
-  if (unit.defined()) {
-    call.dtype = static_cast<uint8_t>(unit.scalar_type());
-    if (operation.kind != OpKind::kAllToAll) call.count = static_cast<uint64_t>(unit.numel());
-  }
-  return call;
+std::string_view to_string(ReduceOp op) {
+  static constexpr std::string_view kNames[] = {"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
+                                                "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
+  const auto index = static_cast<size_t>(op);
+  return index < std::size(kNames) ? kNames[index] : "unknown";
 }
+
+namespace comm {
 
 std::string describe(const CallDescriptor& call) {
   std::string words(to_string(call.op));
@@ -62,4 +57,5 @@ std::string describe_mismatch(uint64_t number, const std::string& group, int a, 
               a_called, "; rank ", b, " called ", b_called);
 }
 
-}  // namespace muster::comm
+}  // namespace comm
+}  // namespace muster

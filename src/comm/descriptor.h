@@ -12,8 +12,6 @@
 
 namespace muster::comm {
 
-struct Operation;
-
 // Lies in shared memory and in messages, so it has no padding.
 struct CallDescriptor {
   uint64_t count = 0;  // elements of the operation's unit: the tensor, or one rank's part; 0 for all_to_all, whose
@@ -27,8 +25,6 @@ struct CallDescriptor {
   friend bool operator==(const CallDescriptor&, const CallDescriptor&) = default;
 };
 static_assert(sizeof(CallDescriptor) == 16);
-
-CallDescriptor descriptor_of(const Operation& operation);  // Operation::announced, where there is one
 
 std::string describe(const CallDescriptor& call);                     // "all_reduce of 100 x Float, SUM"
 std::string describe(const std::source_location& site);               // "train.cpp:17"; "" for one that is not known

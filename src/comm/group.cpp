@@ -7,13 +7,6 @@
 
 namespace muster {
 
-std::string_view to_string(ReduceOp op) {
-  static constexpr std::string_view kNames[] = {"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
-                                                "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
-  const auto index = static_cast<size_t>(op);
-  return index < std::size(kNames) ? kNames[index] : "unknown";
-}
-
 Group::Group() = default;
 Group::Group(const Group&) = default;
 Group::Group(Group&&) noexcept = default;

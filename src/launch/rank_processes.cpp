@@ -12,11 +12,6 @@
 #include "muster/base/error.h"
 
 namespace muster::launch {
-namespace {
-
-constexpr std::chrono::seconds kDeathTakes{10};  // after SIGKILL; longer only where it hangs in the kernel
-
-}  // namespace
 
 Rank& RankProcesses::add(std::unique_ptr<Rank> rank) {
   ranks_.push_back(std::move(rank));

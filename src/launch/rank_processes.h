@@ -8,6 +8,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,6 +19,9 @@
 #include "muster/base/deadline.h"
 
 namespace muster::launch {
+
+// How long a process may take to end after SIGKILL. Only one that hangs in the kernel takes longer.
+inline constexpr std::chrono::seconds kDeathTakes{10};
 
 struct Rank {
   int number = 0;

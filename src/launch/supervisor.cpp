@@ -21,7 +21,6 @@
 namespace muster::launch {
 namespace {
 
-constexpr std::chrono::seconds kDeathTakes{10};   // after SIGKILL; longer only where a process hangs in the kernel
 constexpr std::chrono::seconds kReapInterval{1};  // adopted processes that ended cost a process id each until then
 constexpr size_t kReadAtOnce = 64 * 1024;         // from one pipe, before the others have their turn
 constexpr size_t kLastOperations = 3;             // of the failing rank, in the report

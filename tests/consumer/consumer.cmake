@@ -1,7 +1,7 @@
 # Builds and runs the project in this folder as an outside user would, from nothing.
 #
 #   cmake -D WAY=find_package|add_subdirectory -D COMPONENT=core|muster -D MUSTER_SOURCE_DIR=… -D MUSTER_BINARY_DIR=…
-#         -D WORK_DIR=… -D COMPILER=… -D CCACHE=… -D TORCH_DIR=… -P consumer.cmake
+#         -D WORK_DIR=… -D COMPILER=… -D LAUNCHER=… -D TORCH_DIR=… -P consumer.cmake
 cmake_minimum_required(VERSION 3.25)
 
 file(REMOVE_RECURSE ${WORK_DIR})
@@ -20,6 +20,7 @@ endfunction()
 
 set(configure ${CMAKE_COMMAND} -G Ninja -S ${CMAKE_CURRENT_LIST_DIR} -B ${WORK_DIR}/build -D COMPONENT=${COMPONENT}
               -D CMAKE_CXX_COMPILER=${COMPILER})
+set(ENV{CMAKE_CXX_COMPILER_LAUNCHER} "${LAUNCHER}")  # a list, which would fall apart among the arguments
 if(WAY STREQUAL "find_package")
   # Installed in one place and used from another: nothing in the package may say where it was built or first installed.
   run(${CMAKE_COMMAND} --install ${MUSTER_BINARY_DIR} --prefix ${WORK_DIR}/staged)
@@ -28,9 +29,6 @@ if(WAY STREQUAL "find_package")
   list(APPEND configure -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix)
 else()
   list(APPEND configure -D MUSTER_SOURCE_DIR=${MUSTER_SOURCE_DIR})
-  if(CCACHE)
-    list(APPEND configure -D CMAKE_CXX_COMPILER_LAUNCHER=${CCACHE})
-  endif()
 endif()
 
 if(WAY STREQUAL "find_package" AND COMPONENT STREQUAL "muster")

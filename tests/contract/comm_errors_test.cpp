@@ -9,6 +9,7 @@
 
 #include "base/text.h"
 #include "muster/comm/collectives.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -18,7 +19,6 @@ using std::chrono::milliseconds;
 
 class Errors : public CommContract {
  protected:
-  static Deadline patience() { return Deadline::after(std::chrono::seconds(30)); }
   static void say(World& world, const std::string& key) { world.store().set(key, "1"); }
   static void hear(World& world, const std::string& key) { world.store().get(key, patience()); }
 

@@ -12,12 +12,11 @@
 #include "multiprocess/launch_support.h"
 #include "support/collective_cases.h"
 #include "support/forked.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {
 namespace {
-
-Deadline patience() { return Deadline::after(seconds(60)); }
 
 WorldOptions on_hosts(std::vector<std::string> hosts, std::string backend = "auto") {
   WorldOptions options;
@@ -192,7 +191,7 @@ TEST(HostsProcess, NetworkNamespaces) {
             0);
   const auto start = [&](const std::string& space, int rank) {
     return std::make_unique<Process>(
-        std::vector<std::string>{"/usr/bin/env", "ip", "netns", "exec", space, MUSTER_WORLD_PROGRAM},
+        std::vector<std::string>{"/usr/bin/env", "ip", "netns", "exec", space, kWorldProgram},
         Process::Options{.env = {text("RANK=", rank), "WORLD_SIZE=3", text("LOCAL_RANK=", rank % 2),
                                  text("LOCAL_WORLD_SIZE=", rank < 2 ? 2 : 1), "MASTER_ADDR=10.213.7.1",
                                  "MASTER_PORT=29571"}});

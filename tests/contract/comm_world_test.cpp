@@ -14,6 +14,7 @@
 #include "base/text.h"
 #include "muster/comm/collectives.h"
 #include "support/forked.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -21,8 +22,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-Deadline patience() { return Deadline::after(seconds(60)); }
 
 // --- the World itself ---
 

@@ -21,6 +21,7 @@
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
+#include "support/patience.h"
 
 namespace muster {
 
@@ -38,7 +39,7 @@ struct StoreKind {
 inline std::string store_kind_name(const testing::TestParamInfo<StoreKind>& info) { return info.param.name; }
 inline void PrintTo(const StoreKind& kind, std::ostream* out) { *out << kind.name; }
 
-inline Deadline soon() { return Deadline::after(std::chrono::seconds(30)); }
+inline Deadline soon() { return test::patience(); }
 inline Deadline in_ms(int ms) { return Deadline::after(std::chrono::milliseconds(ms)); }
 
 // Runs fn(0) … fn(n - 1) at once, each on a thread; rethrows what one of them threw.

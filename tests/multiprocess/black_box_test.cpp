@@ -23,9 +23,9 @@ using ::testing::StartsWith;
 using Words = std::vector<std::string>;
 
 Words job_of(int ranks, const std::string& how, Words options = {}) {
-  Words command{MUSTER_COMMAND, "run", "-n", text(ranks)};
+  Words command{kMusterCommand, "run", "-n", text(ranks)};
   command.insert(command.end(), options.begin(), options.end());
-  for (const auto& word : {std::string(MUSTER_LAUNCH_PROGRAM), std::string("black-box"), how}) command.push_back(word);
+  for (const auto& word : {std::string(kLaunchProgram), std::string("black-box"), how}) command.push_back(word);
   return command;
 }
 
@@ -61,7 +61,7 @@ class BlackBoxCommand : public ::testing::Test {
 
   // What `muster blackbox words…` prints; it must succeed.
   static std::string look(const Words& words) {
-    Words command{MUSTER_COMMAND, "blackbox"};
+    Words command{kMusterCommand, "blackbox"};
     command.insert(command.end(), words.begin(), words.end());
     Process looker(command);
     EXPECT_EQ(looker.finish(), 0) << looker.err;
@@ -108,8 +108,7 @@ TEST_F(BlackBoxCommand, ReadsAJobThatStandsStillFromOutside) {
   EXPECT_THAT(look({"--pid", text(job.pid()), "--last", "0"}), Not(HasSubstr("seconds")));
 
   ::kill(ranks.at(1), SIGSTOP);
-  for (const auto deadline = Deadline::after(kPatience); state_of(ranks.at(1)) != 'T' && !deadline.passed();)
-    ::poll(nullptr, 0, 1);
+  for (const auto deadline = patience(); state_of(ranks.at(1)) != 'T' && !deadline.passed();) ::poll(nullptr, 0, 1);
   EXPECT_THAT(look({"--pid", text(job.pid())}), HasSubstr("=> rank 1 (stopped) is in recv"));
   ::kill(ranks.at(1), SIGCONT);
   job.signal(SIGTERM);
@@ -119,7 +118,7 @@ TEST_F(BlackBoxCommand, ReadsAJobThatStandsStillFromOutside) {
 TEST_F(BlackBoxCommand, AsksWhichOfSeveralJobs) {
   Process one(job_of(1, "stall")), other(job_of(1, "stall"));
   ASSERT_TRUE(all_ready(one, 1) && all_ready(other, 1));
-  Process looker({MUSTER_COMMAND, "blackbox"});
+  Process looker({kMusterCommand, "blackbox"});
   EXPECT_EQ(looker.finish(), 2);
   EXPECT_THAT(looker.err, StartsWith("muster: several jobs run here: "));
   for (const auto* job : {&one, &other})
@@ -131,20 +130,19 @@ TEST_F(BlackBoxCommand, AsksWhichOfSeveralJobs) {
 }
 
 TEST_F(BlackBoxCommand, ReadsARankWithoutALauncher) {
-  Process rank({MUSTER_LAUNCH_PROGRAM, "black-box", "alone"}, {.env = {"RANK=0", "WORLD_SIZE=1"}});
+  Process rank({kLaunchProgram, "black-box", "alone"}, {.env = {"RANK=0", "WORLD_SIZE=1"}});
   ASSERT_TRUE(rank.read_until("ready"));
   const auto out = look({"--pid", text(rank.pid())});
   EXPECT_THAT(out, ContainsRegex(text("rank 0 of 1  pid ", rank.pid(), "  running  7 operations\n")));
   EXPECT_THAT(out, HasSubstr("=> all are in all_reduce #5: nobody is missing"));
   rank.signal(SIGKILL);
   EXPECT_EQ(rank.wait(), 1000 + SIGKILL);
-  Process looker({MUSTER_COMMAND, "blackbox", "--pid", text(rank.pid())});
+  Process looker({kMusterCommand, "blackbox", "--pid", text(rank.pid())});
   EXPECT_EQ(looker.finish(), 2) << "its box went with it";
 }
 
 TEST_F(BlackBoxCommand, TheBoxReachesAProgramThroughAShell) {
-  Process job(
-      {MUSTER_COMMAND, "run", "-n", "1", "/bin/sh", "-c", text(MUSTER_LAUNCH_PROGRAM, " black-box stall; exit $?")});
+  Process job({kMusterCommand, "run", "-n", "1", "/bin/sh", "-c", text(kLaunchProgram, " black-box stall; exit $?")});
   ASSERT_TRUE(all_ready(job, 1));
   EXPECT_THAT(look({"--pid", text(job.pid())}), ContainsRegex("rank 0 of 1  pid [0-9]+  running  7 operations"));
   job.signal(SIGKILL);
@@ -203,7 +201,7 @@ TEST_F(BlackBoxCommand, AJobThatTheUserStopsLeavesAFileAndOneThatEndsWellNone) {
   EXPECT_EQ(well.err, "");
   EXPECT_FALSE(std::filesystem::exists(path("well")));
 
-  Process no_muster({MUSTER_COMMAND, "run", "-n", "2", "--black-box", path("none"), "false"});
+  Process no_muster({kMusterCommand, "run", "-n", "2", "--black-box", path("none"), "false"});
   EXPECT_EQ(no_muster.finish(), 1);
   EXPECT_THAT(no_muster.err, Not(HasSubstr("last operations")));
   EXPECT_THAT(look({path("none")}),
@@ -261,7 +259,7 @@ TEST_F(BlackBoxCommand, BadInputIsOneSentenceAndStatus2) {
       {{"--bogus"}, "there is no option --bogus"},
   };
   for (const auto& [words, message] : cases) {
-    Words command{MUSTER_COMMAND, "blackbox"};
+    Words command{kMusterCommand, "blackbox"};
     command.insert(command.end(), words.begin(), words.end());
     Process looker(command);
     EXPECT_EQ(looker.finish(), 2) << join(words, " ");

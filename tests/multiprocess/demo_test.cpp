@@ -13,10 +13,15 @@
 #include <sstream>
 #include <string>
 
+#include "support/idx_bytes.h"
+#include "support/places.h"
+
 namespace muster {
 namespace {
 
 namespace fs = std::filesystem;
+using test::kFashionMnist;
+using test::kMusterCommand;
 
 struct Outcome {
   int status = -1;
@@ -45,11 +50,6 @@ std::string read(const fs::path& path) {
   return content.str();
 }
 
-std::string big_endian(uint32_t number) {
-  return {static_cast<char>(number >> 24), static_cast<char>(number >> 16), static_cast<char>(number >> 8),
-          static_cast<char>(number)};
-}
-
 // A folder with images that a network can learn in seconds: class c is a bright bar at row 2 c, among noise.
 class Demo : public testing::Test {
  protected:
@@ -70,14 +70,13 @@ class Demo : public testing::Test {
       const size_t row = 4 + 2 * static_cast<size_t>(labels[i]);
       std::fill_n(images.begin() + static_cast<ptrdiff_t>((i * 28 + row) * 28), 28, static_cast<char>(220));
     }
-    write(folder_ / (prefix + "-images-idx3-ubyte"),
-          std::string{0, 0, 8, 3} + big_endian(count) + big_endian(28) + big_endian(28) + images);
-    write(folder_ / (prefix + "-labels-idx1-ubyte"), std::string{0, 0, 8, 1} + big_endian(count) + labels);
+    write(folder_ / (prefix + "-images-idx3-ubyte"), test::idx({count, 28, 28}, images));
+    write(folder_ / (prefix + "-labels-idx1-ubyte"), test::idx({count}, labels));
   }
 
   Outcome demo(int ranks, const std::string& flags) {
-    return shell(std::string(MUSTER_COMMAND) + " run -n " + std::to_string(ranks) + " " + MUSTER_FASHION_MNIST +
-                 " --data " + folder_.string() + " --out " + (folder_ / "curves.svg").string() + " " + flags);
+    return shell(std::string(kMusterCommand) + " run -n " + std::to_string(ranks) + " " + kFashionMnist + " --data " +
+                 folder_.string() + " --out " + (folder_ / "curves.svg").string() + " " + flags);
   }
   nlohmann::json trained(int ranks, const std::string& flags) {
     const auto json = folder_ / ("result" + std::to_string(ranks) + ".json");
@@ -164,7 +163,7 @@ TEST(FashionMnistDemo, LearnsFromTheRealImages) {
   if (!fs::exists(data)) GTEST_SKIP() << "needs the Debian package dataset-fashion-mnist";
   const auto json = fs::temp_directory_path() / ("demo-test-" + std::to_string(::getpid()) + ".json");
   const auto svg = fs::path(json).replace_extension("svg");
-  const auto outcome = shell(std::string(MUSTER_COMMAND) + " run -n 2 " + MUSTER_FASHION_MNIST +
+  const auto outcome = shell(std::string(kMusterCommand) + " run -n 2 " + kFashionMnist +
                              " --limit 512 --epochs 1 --batch 32 --json " + json.string() + " --out " + svg.string());
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   const auto result = nlohmann::json::parse(read(json));

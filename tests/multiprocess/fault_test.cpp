@@ -14,6 +14,7 @@
 #include "muster/comm/collectives.h"
 #include "support/fault_calls.h"
 #include "support/forked.h"
+#include "support/patience.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
 
@@ -26,8 +27,6 @@ using std::chrono::seconds;
 constexpr int kRanks = 3;
 constexpr int64_t kInTime = milliseconds(50) / std::chrono::nanoseconds(1);
 constexpr int64_t kSmall = 5, kLarge = 300'000;
-
-Deadline patience() { return Deadline::after(seconds(60)); }
 
 WorldOptions with(Fault fault, milliseconds timeout = seconds(30)) {
   WorldOptions options;

@@ -33,10 +33,10 @@ int stay() {
 
 // All ranks have come here when it returns.
 std::shared_ptr<Store> meet() {
-  auto store = connect_store(std::getenv("MUSTER_STORE"), Deadline::after(kPatience));
+  auto store = connect_store(std::getenv("MUSTER_STORE"), patience());
   store->set(text("here/", rank()), "");
   for (int other = 0; other < std::atoi(std::getenv("WORLD_SIZE")); ++other)
-    store->wait({text("here/", other)}, Deadline::after(kPatience));
+    store->wait({text("here/", other)}, patience());
   return store;
 }
 
@@ -172,8 +172,7 @@ TEST_F(LaunchFunction, RunsInSeveralThreadsAtOnce) {
 }
 
 TEST_F(LaunchFunction, OutputIsNotDuplicatedAndMayHavePrefixes) {
-  Process plain({MUSTER_LAUNCH_PROGRAM, "function", "plain"}),
-      prefixed({MUSTER_LAUNCH_PROGRAM, "function", "prefixed"});
+  Process plain({kLaunchProgram, "function", "plain"}), prefixed({kLaunchProgram, "function", "prefixed"});
   EXPECT_EQ(plain.finish(), 0);
   EXPECT_THAT(plain.out, ::testing::StartsWith("before"));
   EXPECT_THAT(lines_of(plain.out.substr(6)), UnorderedElementsAre("out of 0", "out of 1", "after"));
@@ -184,7 +183,7 @@ TEST_F(LaunchFunction, OutputIsNotDuplicatedAndMayHavePrefixes) {
 }
 
 TEST_F(LaunchFunction, RanksDieWithThisProcess) {
-  Process program({MUSTER_LAUNCH_PROGRAM, "function", "stay"});
+  Process program({kLaunchProgram, "function", "stay"});
   ASSERT_TRUE(program.read_until("ready"));
   program.signal(SIGKILL);
   EXPECT_EQ(program.wait(), 1000 + SIGKILL);

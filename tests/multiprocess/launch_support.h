@@ -21,13 +21,14 @@
 #include "base/fd.h"
 #include "base/text.h"
 #include "muster/base/deadline.h"
+#include "support/patience.h"
+#include "support/places.h"
 
 namespace muster::test {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-inline constexpr seconds kPatience{30};
 // Milliseconds, but on an overloaded machine a process may wait seconds for its turn to die.
 inline constexpr seconds kDeathTakes{10};
 
@@ -58,21 +59,21 @@ class Process {
   void signal(int number) const { ::kill(pid_, number); }
 
   // Reads until standard output (with a terminal: either) has `words`; false where it ends or time runs out before.
-  bool read_until(const std::string& words, Deadline deadline = Deadline::after(kPatience)) {
+  bool read_until(const std::string& words, Deadline deadline = patience()) {
     while (out.find(words) == std::string::npos)
       if (!read_some(deadline)) return false;
     return true;
   }
 
   // Reads everything and waits for its end. Exit status, or 1000 + signal; -1 where time runs out.
-  int finish(Deadline deadline = Deadline::after(kPatience)) {
+  int finish(Deadline deadline = patience()) {
     while (read_some(deadline)) {
     }
     return wait(deadline);
   }
 
   // Waits without reading.
-  int wait(Deadline deadline = Deadline::after(kPatience)) {
+  int wait(Deadline deadline = patience()) {
     while (!ended_) {
       const pid_t got = ::waitpid(pid_, &raw_status_, WNOHANG);
       ended_ = got == pid_;

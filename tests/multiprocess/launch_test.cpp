@@ -26,9 +26,9 @@ using Words = std::vector<std::string>;
 
 // muster run OPTIONS… launch_program BEHAVIOUR…
 Words run_of(Words options, const Words& behaviour) {
-  Words command{MUSTER_COMMAND, "run"};
+  Words command{kMusterCommand, "run"};
   command.insert(command.end(), options.begin(), options.end());
-  command.push_back(MUSTER_LAUNCH_PROGRAM);
+  command.push_back(kLaunchProgram);
   command.insert(command.end(), behaviour.begin(), behaviour.end());
   return command;
 }
@@ -73,8 +73,8 @@ TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
 }
 
 TEST_F(Launch, ThreadsAreSharedOutAmongTheRanks) {
-  Process job({MUSTER_COMMAND, "run", "-n", "1", "env", "-u", "OMP_NUM_THREADS", MUSTER_COMMAND, "run", "--no-prefix",
-               "-n", "64", MUSTER_LAUNCH_PROGRAM, "environment"});
+  Process job({kMusterCommand, "run", "-n", "1", "env", "-u", "OMP_NUM_THREADS", kMusterCommand, "run", "--no-prefix",
+               "-n", "64", kLaunchProgram, "environment"});
   ASSERT_EQ(job.finish(), 0) << job.err;
   EXPECT_THAT(job.out, HasSubstr("OMP_NUM_THREADS=1\n"));  // or 64 ranks on more than 127 cores
 }
@@ -94,7 +94,7 @@ TEST_F(Launch, LinesOfManyRanksStayWhole) {
 }
 
 TEST_F(Launch, LinesStayWholeWhereBothOutputsAreOnePipe) {
-  Process job({MUSTER_COMMAND, "run", "-n", "2", "sh", "-c",
+  Process job({kMusterCommand, "run", "-n", "2", "sh", "-c",
                "i=0; while [ $i -lt 3000 ]; do echo out-out-out-out; echo err-err-err-err >&2; i=$((i+1)); done"},
               {.one_pipe = true});
   ASSERT_EQ(job.finish(), 0);
@@ -129,7 +129,7 @@ TEST_F(Launch, LinesInEveryShape) {
     ASSERT_EQ(job.finish(), 0) << job.err;
     EXPECT_EQ(job.out, std::string_view(written) == "\\r10%\\r20%\\r30%\\n" ? "[0] 30%\n" : printed) << written;
     Process unchanged(run_of({"-n", "1", "--no-prefix"}, {"write", "out", written}));
-    Process alone({MUSTER_LAUNCH_PROGRAM, "write", "out", written});
+    Process alone({kLaunchProgram, "write", "out", written});
     ASSERT_EQ(unchanged.finish(), 0) << unchanged.err;
     ASSERT_EQ(alone.finish(), 0);
     EXPECT_EQ(unchanged.out, alone.out) << written;
@@ -151,7 +151,7 @@ TEST_F(Launch, AVeryLongLineIsPrintedInPieces) {
 
 TEST_F(Launch, AnyByteAndAnyLengthPassesUnchanged) {
   for (const Words& behaviour : {Words{"every-byte"}, Words{"long-line", "1000000"}}) {
-    Words alone_command{MUSTER_LAUNCH_PROGRAM};
+    Words alone_command{kLaunchProgram};
     alone_command.insert(alone_command.end(), behaviour.begin(), behaviour.end());
     Process alone(alone_command);
     ASSERT_EQ(alone.finish(), 0);
@@ -331,7 +331,7 @@ TEST_F(Launch, KillingTheLauncherWhileItStartsLeavesNoProcess) {
 }
 
 TEST_F(Launch, KillingTheLauncherOfAJobWithinAJobLeavesNoProcess) {
-  Process job({MUSTER_COMMAND, "run", "-n", "1", MUSTER_COMMAND, "run", "-n", "2", MUSTER_LAUNCH_PROGRAM, "family"});
+  Process job({kMusterCommand, "run", "-n", "1", kMusterCommand, "run", "-n", "2", kLaunchProgram, "family"});
   ASSERT_TRUE(job.read_until("[0] [0] ready") && job.read_until("[0] [1] ready")) << job.err;
   job.signal(SIGKILL);
   EXPECT_EQ(job.wait(), 1000 + SIGKILL);
@@ -384,7 +384,7 @@ TEST_F(Launch, BadInputIsOneSentenceAndStatus2) {
       {{"-n", "64", "./bad-interpreter"}, "interpreter '/no/such/shell'.* is not there"},
   };
   for (const auto& [words, message] : cases) {
-    Words command{MUSTER_COMMAND, "run"};
+    Words command{kMusterCommand, "run"};
     command.insert(command.end(), words.begin(), words.end());
     Process job(command, {.folder = folder.string()});
     EXPECT_EQ(job.finish(), 2) << join(words, " ");
@@ -393,7 +393,7 @@ TEST_F(Launch, BadInputIsOneSentenceAndStatus2) {
     EXPECT_EQ(lines_of(job.err).size(), 1u) << job.err;
     EXPECT_TRUE(children_of(::getpid()).empty());
   }
-  Process unknown({MUSTER_COMMAND, "frobnicate"});
+  Process unknown({kMusterCommand, "frobnicate"});
   EXPECT_EQ(unknown.finish(), 2);
   EXPECT_THAT(unknown.err, HasSubstr("no command 'frobnicate'"));
   std::filesystem::remove_all(folder);
@@ -402,7 +402,7 @@ TEST_F(Launch, BadInputIsOneSentenceAndStatus2) {
 TEST_F(Launch, OptionsAfterTheProgramAreTheProgrammes) {
   for (const Words& words : {Words{"-n", "1", "echo", "-n", "2", "--grace", "--", "run"},
                              Words{"-n1", "--grace=1s", "--", "echo", "-n", "2", "--grace", "--", "run"}}) {
-    Words command{MUSTER_COMMAND, "run"};
+    Words command{kMusterCommand, "run"};
     command.insert(command.end(), words.begin(), words.end());
     Process job(command);
     EXPECT_EQ(job.finish(), 0) << job.err;
@@ -462,7 +462,7 @@ bool is_stalled_after_stop(Process& job) {
     return std::count_if(children.begin(), children.end(), [=](pid_t pid) { return state_of(pid) == state; });
   };
   int looks = 0;
-  const auto deadline = Deadline::after(kPatience);
+  const auto deadline = patience();
   for (; looks < kLooks && !deadline.passed(); ::poll(nullptr, 0, 1)) looks = count('S') == 3 ? looks + 1 : 0;
   if (looks < kLooks) return false;
   job.signal(SIGTERM);
@@ -500,7 +500,7 @@ TEST_F(Launch, AReaderThatGoesAwayEndsTheRanks) {
 }
 
 TEST_F(Launch, LostOutputIsAnError) {
-  Process job({"/bin/sh", "-c", text(MUSTER_COMMAND, " run -n 1 echo hello > /dev/full")});
+  Process job({"/bin/sh", "-c", text(kMusterCommand, " run -n 1 echo hello > /dev/full")});
   EXPECT_EQ(job.finish(), 1);
   EXPECT_THAT(job.err, HasSubstr("some output is lost, since it cannot be written: No space left on device"));
 }

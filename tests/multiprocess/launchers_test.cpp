@@ -23,29 +23,29 @@ const std::vector<std::string> kTwoRanks = {"rank 0 of 2, local 0 of 2, sum 3, b
 bool runs(std::vector<std::string> command) { return Process(std::move(command)).finish() == 0; }
 
 TEST(LaunchersProcess, MusterRun) {
-  Process job({MUSTER_COMMAND, "run", "-n", "2", MUSTER_WORLD_PROGRAM});
+  Process job({kMusterCommand, "run", "-n", "2", kWorldProgram});
   ASSERT_EQ(job.finish(), 0) << job.err;
   EXPECT_EQ(lines_of_ranks(job.out), kTwoRanks);
 }
 
 TEST(LaunchersProcess, Torchrun) {
-  if (!runs({MUSTER_PYTHON, "-c", "import torch.distributed.run"}))
-    GTEST_SKIP() << MUSTER_PYTHON << " has no torch: this libtorch comes without torchrun (pip install torch==2.13.0)";
-  Process job({MUSTER_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
-               MUSTER_WORLD_PROGRAM});
+  if (!runs({kPython, "-c", "import torch.distributed.run"}))
+    GTEST_SKIP() << kPython << " has no torch: this libtorch comes without torchrun (pip install torch==2.13.0)";
+  Process job(
+      {kPython, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", kWorldProgram});
   ASSERT_EQ(job.finish(Deadline::after(seconds(90))), 0) << job.err;
   EXPECT_EQ(lines_of_ranks(job.out), kTwoRanks);
 }
 
 TEST(LaunchersProcess, Mpirun) {
   if (!runs({"/bin/sh", "-c", "command -v mpirun"})) GTEST_SKIP() << "no mpirun here: apt-get install openmpi-bin";
-  Process job({"/usr/bin/env", "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", MUSTER_WORLD_PROGRAM});
+  Process job({"/usr/bin/env", "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", kWorldProgram});
   ASSERT_EQ(job.finish(Deadline::after(seconds(90))), 0) << job.err;
   EXPECT_EQ(lines_of_ranks(job.out), kTwoRanks);
 }
 
 TEST(LaunchersProcess, Alone) {
-  Process job({"/usr/bin/env", "-u", "SLURM_PROCID", MUSTER_WORLD_PROGRAM});
+  Process job({"/usr/bin/env", "-u", "SLURM_PROCID", kWorldProgram});
   ASSERT_EQ(job.finish(), 0) << job.err;
   EXPECT_EQ(lines_of_ranks(job.out), std::vector<std::string>{"rank 0 of 1, local 0 of 1, sum 1, backend shm"});
 }

@@ -23,6 +23,7 @@
 #include "support/collective_cases.h"
 #include "support/fault_calls.h"
 #include "support/forked.h"
+#include "support/patience.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
 
@@ -33,7 +34,6 @@ using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 using std::chrono::seconds;
 
-Deadline patience() { return Deadline::after(seconds(100)); }
 double in_ms(int64_t ns) { return static_cast<double>(ns) / 1e6; }
 
 // Everybody's last word, checked.

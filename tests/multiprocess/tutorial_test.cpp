@@ -11,7 +11,7 @@ namespace {
 // Standard output of an example on n ranks, its lines sorted.
 std::vector<std::string> run_example(const std::string& name, int ranks) {
   Process job(
-      {MUSTER_COMMAND, "run", "--no-prefix", "-n", std::to_string(ranks), text(MUSTER_EXAMPLES, "/tutorial_", name)});
+      {kMusterCommand, "run", "--no-prefix", "-n", std::to_string(ranks), text(kExamplesFolder, "/tutorial_", name)});
   EXPECT_EQ(job.finish(Deadline::after(seconds(90))), 0) << job.err;
   std::vector<std::string> lines;
   std::istringstream stream(job.out);

@@ -20,7 +20,7 @@ std::shared_ptr<TestTensor> tensor(const Case& c, const at::Tensor& table, int64
 std::shared_ptr<TestTensor> output(const Case& c, int64_t count) {
   return tensor(c, table_of(c.dtype, 100), c.shift + 1, count);
 }
-const at::Tensor& mine(const Case& c) { return table_of(c.dtype, c.group.rank()); }
+const at::Tensor& input_of(const Case& c) { return table_of(c.dtype, c.group.rank()); }
 
 std::vector<std::shared_ptr<TestTensor>> outputs(const Case& c, int n) {
   std::vector<std::shared_ptr<TestTensor>> list;
@@ -29,7 +29,7 @@ std::vector<std::shared_ptr<TestTensor>> outputs(const Case& c, int n) {
 }
 std::vector<std::shared_ptr<TestTensor>> inputs_for_all(const Case& c) {
   std::vector<std::shared_ptr<TestTensor>> list;
-  for (int r = 0; r < c.group.size(); ++r) list.push_back(tensor(c, mine(c), shift_for(c, r), c.count));
+  for (int r = 0; r < c.group.size(); ++r) list.push_back(tensor(c, input_of(c), shift_for(c, r), c.count));
   return list;
 }
 std::vector<at::Tensor> tensors(const std::vector<std::shared_ptr<TestTensor>>& list) {
@@ -55,7 +55,7 @@ Work issue(const Case& c, Blocking blocking, Async async) {
       c, [&] { call(__VA_ARGS__); }, [&] { return call##_async(__VA_ARGS__); })
 
 Finish start_all_reduce(const Case& c) {
-  const auto t = tensor(c, mine(c), c.shift, c.count);
+  const auto t = tensor(c, input_of(c), c.shift, c.count);
   Work work = ISSUE(all_reduce, *t, {.op = c.op, .group = c.group});
   return [=]() mutable {
     work.wait();
@@ -64,19 +64,19 @@ Finish start_all_reduce(const Case& c) {
 }
 
 Finish start_reduce(const Case& c) {
-  const auto t = tensor(c, mine(c), c.shift, c.count);
+  const auto t = tensor(c, input_of(c), c.shift, c.count);
   Work work = ISSUE(reduce, *t, c.root, {.op = c.op, .group = c.group});
   return [=]() mutable {
     work.wait();
     if (c.group.rank() == c.root)
       expect(*t, reduced_table(c.dtype, c.op, c.group.size()), c.shift, "the root's tensor");
     else
-      expect(*t, mine(c), c.shift, "another's tensor");
+      expect(*t, input_of(c), c.shift, "another's tensor");
   };
 }
 
 Finish start_broadcast(const Case& c) {
-  const auto t = c.group.rank() == c.root ? tensor(c, mine(c), c.shift, c.count) : output(c, c.count);
+  const auto t = c.group.rank() == c.root ? tensor(c, input_of(c), c.shift, c.count) : output(c, c.count);
   Work work = ISSUE(broadcast, *t, c.root, {.group = c.group});
   return [=]() mutable {
     work.wait();
@@ -85,18 +85,18 @@ Finish start_broadcast(const Case& c) {
 }
 
 Finish start_all_gather(const Case& c) {
-  const auto in = tensor(c, mine(c), c.shift, c.count);
+  const auto in = tensor(c, input_of(c), c.shift, c.count);
   const auto out = outputs(c, c.group.size());
   Work work = ISSUE(all_gather, tensors(out), *in, {.group = c.group});
   return [=]() mutable {
     work.wait();
     for (int r = 0; r < c.group.size(); ++r) expect(*out[r], table_of(c.dtype, r), c.shift, "an output");
-    expect(*in, mine(c), c.shift, "the input");
+    expect(*in, input_of(c), c.shift, "the input");
   };
 }
 
 Finish start_all_gather_into_tensor(const Case& c) {
-  const auto in = tensor(c, mine(c), c.shift, c.count);
+  const auto in = tensor(c, input_of(c), c.shift, c.count);
   const auto out = output(c, c.count * c.group.size());
   Work work = ISSUE(all_gather_into_tensor, *out, *in, {.group = c.group});
   return [=]() mutable {
@@ -106,7 +106,7 @@ Finish start_all_gather_into_tensor(const Case& c) {
       EXPECT_EQ(difference(flat.narrow(0, r * c.count, c.count), table_of(c.dtype, r), c.shift), "")
           << "part of rank " << r;
     EXPECT_TRUE(out->surroundings_intact());
-    expect(*in, mine(c), c.shift, "the input");
+    expect(*in, input_of(c), c.shift, "the input");
   };
 }
 
@@ -117,13 +117,13 @@ Finish start_reduce_scatter(const Case& c) {
   return [=]() mutable {
     work.wait();
     expect(*out, reduced_table(c.dtype, c.op, c.group.size()), shift_for(c, c.group.rank()), "the output");
-    for (int r = 0; r < c.group.size(); ++r) expect(*in[r], mine(c), shift_for(c, r), "an input");
+    for (int r = 0; r < c.group.size(); ++r) expect(*in[r], input_of(c), shift_for(c, r), "an input");
   };
 }
 
 Finish start_reduce_scatter_tensor(const Case& c) {
   std::vector<at::Tensor> parts;
-  for (int r = 0; r < c.group.size(); ++r) parts.push_back(tile(mine(c), shift_for(c, r), c.count));
+  for (int r = 0; r < c.group.size(); ++r) parts.push_back(tile(input_of(c), shift_for(c, r), c.count));
   const at::Tensor all = at::cat(parts);
   const auto in = std::make_shared<TestTensor>(c.world, c.group.rank(), c.kind, all);
   const auto out = output(c, c.count);
@@ -136,14 +136,14 @@ Finish start_reduce_scatter_tensor(const Case& c) {
 }
 
 Finish start_gather(const Case& c) {
-  const auto in = tensor(c, mine(c), c.shift, c.count);
+  const auto in = tensor(c, input_of(c), c.shift, c.count);
   const auto out = outputs(c, c.group.rank() == c.root ? c.group.size() : 0);
   Work work = ISSUE(gather, *in, tensors(out), c.root, {.group = c.group});
   return [=]() mutable {
     work.wait();
     for (size_t r = 0; r < out.size(); ++r)
       expect(*out[r], table_of(c.dtype, static_cast<int>(r)), c.shift, "an output");
-    expect(*in, mine(c), c.shift, "the input");
+    expect(*in, input_of(c), c.shift, "the input");
   };
 }
 
@@ -155,19 +155,20 @@ Finish start_scatter(const Case& c) {
   return [=]() mutable {
     work.wait();
     expect(*out, table_of(c.dtype, c.root), shift_for(c, c.group.rank()), "the output");
-    for (int r = 0; r < static_cast<int>(in.size()); ++r) expect(*in[r], mine(c), shift_for(c, r), "an input");
+    for (int r = 0; r < static_cast<int>(in.size()); ++r) expect(*in[r], input_of(c), shift_for(c, r), "an input");
   };
 }
 
 // Rank r sends rows(r, d) rows of kWidth elements to rank d. Some parts are empty.
-Finish all_to_all(const Case& c, int64_t width, const std::function<int64_t(int, int)>& rows, bool give_splits) {
+Finish start_all_to_all_of(const Case& c, int64_t width, const std::function<int64_t(int, int)>& rows,
+                           bool give_splits) {
   const int n = c.group.size(), me = c.group.rank();
   AllToAllOptions options{.group = c.group};
   std::vector<at::Tensor> parts;
   int64_t received = 0;
   std::vector<int64_t> from;
   for (int r = 0; r < n; ++r) {
-    parts.push_back(tile(mine(c), shift_for(c, r), rows(me, r) * width));
+    parts.push_back(tile(input_of(c), shift_for(c, r), rows(me, r) * width));
     from.push_back(rows(r, me));
     received += from.back();
     if (give_splits) {
@@ -198,18 +199,18 @@ Finish all_to_all(const Case& c, int64_t width, const std::function<int64_t(int,
 }
 
 Finish start_all_to_all(const Case& c) {
-  return all_to_all(
+  return start_all_to_all_of(
       c, 1, [&](int, int) { return c.count; }, false);
 }
 Finish start_all_to_all_with_splits(const Case& c) {
-  return all_to_all(
+  return start_all_to_all_of(
       c, 3, [&](int from, int to) { return (from + 2 * to) % 4 == 1 ? 0 : c.count / 3 + from + 2 * to; }, true);
 }
 
 // Each rank to the next one, at once.
 Finish start_send_recv(const Case& c) {
   const int n = c.group.size(), me = c.group.rank();
-  const auto out = tensor(c, mine(c), c.shift, c.count), in = output(c, c.count);
+  const auto out = tensor(c, input_of(c), c.shift, c.count), in = output(c, c.count);
   const MessageOptions options{.tag = static_cast<int>(c.shift % 100), .group = c.group};
   const int next = (me + 1) % n, before = (me + n - 1) % n;
   Work receive = irecv(*in, before, options), sending;
@@ -221,7 +222,7 @@ Finish start_send_recv(const Case& c) {
     receive.wait();
     sending.wait();
     expect(*in, table_of(c.dtype, before), c.shift, "what was received");
-    expect(*out, mine(c), c.shift, "what was sent");
+    expect(*out, input_of(c), c.shift, "what was sent");
   };
 }
 

@@ -15,22 +15,13 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "support/idx_bytes.h"
 
 namespace muster {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string big_endian(uint32_t number) {
-  return {static_cast<char>(number >> 24), static_cast<char>(number >> 16), static_cast<char>(number >> 8),
-          static_cast<char>(number)};
-}
-
-std::string idx(const std::vector<uint32_t>& shape, const std::string& data, char type = 8) {
-  std::string bytes{0, 0, type, static_cast<char>(shape.size())};
-  for (const auto length : shape) bytes += big_endian(length);
-  return bytes + data;
-}
+using test::idx;
 
 std::string gzip(const std::string& bytes) {
   z_stream stream{};

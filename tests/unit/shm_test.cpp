@@ -26,6 +26,7 @@
 #include "shm/mapping.h"
 #include "shm/peer_watch.h"
 #include "shm/spin.h"
+#include "support/patience.h"
 #include "support/sanitized.h"
 
 namespace muster::shm {
@@ -34,7 +35,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-Deadline soon() { return Deadline::after(seconds(30)); }
+Deadline soon() { return test::patience(); }
 
 // --- mapping ---
 

@@ -20,8 +20,6 @@ using std::chrono::nanoseconds;
 
 // How long a rank waits for its peers to say where they called an operation that does not match.
 constexpr nanoseconds kSiteTakes = std::chrono::milliseconds(200);
-// Longest sleep without a look at the deadline; wake-ups do not depend on it.
-constexpr nanoseconds kNap = std::chrono::milliseconds(50);
 
 std::string_view to_string(Phase phase) {
   switch (phase) {

@@ -36,6 +36,9 @@
 
 namespace muster::comm::shm_backend {
 
+// The longest sleep without a look at the deadline. Wake-ups do not depend on it.
+inline constexpr std::chrono::nanoseconds kNap = std::chrono::milliseconds(50);
+
 struct ChannelOptions {
   std::string name = "world";                        // for messages
   std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by rank in the group; empty: no direct path

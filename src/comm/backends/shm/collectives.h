@@ -21,7 +21,7 @@
 
 #include "comm/algorithms/reduce_kernels.h"
 #include "comm/backends/shm/channel.h"
-#include "comm/byte_parts.h"
+#include "comm/bytes.h"
 
 namespace muster::comm::shm_backend {
 

@@ -1,5 +1,7 @@
 #include "comm/backends/shm/messages.h"
 
+#include <c10/core/ScalarType.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -8,8 +10,6 @@
 
 namespace muster::comm::shm_backend {
 namespace {
-
-constexpr std::chrono::nanoseconds kNap = std::chrono::milliseconds(50);
 
 // Copies between a ring (at `position`, wrapping) and flat memory.
 void ring_write(std::byte* ring, size_t size, uint64_t position, const std::byte* from, size_t bytes) {

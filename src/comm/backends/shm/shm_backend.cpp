@@ -5,6 +5,7 @@
 #include <array>
 
 #include "base/text.h"
+#include "comm/byte_parts.h"
 #include "comm/flatten.h"
 #include "shm/arena.h"
 

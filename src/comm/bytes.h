@@ -1,0 +1,11 @@
+// The memory of tensors, for code that knows no tensors.
+#pragma once
+
+#include <cstddef>
+
+namespace muster::comm {
+
+using Bytes = std::byte*;
+using ConstBytes = const std::byte*;
+
+}  // namespace muster::comm

@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Asks a gtest program for its tests and makes tests of ctest of them: one for each suite, not one for each test.
+
+    discover.py PROGRAM OUTPUT.cmake [--prefix asan/] [--labels "comm"] [--filter "-*Fork*"] [--alone PATTERNS] [--full PATTERNS]
+                [--timeout SECONDS] [--environment NAME=VALUE]…
+
+A process that loads libtorch takes a third of a second to start, and many tests take less. A suite with named parameters,
+such as a backend's name, becomes one test of ctest for each of them: "Comm/Errors/gloo_threads".
+
+Patterns are gtest's, separated by colons. ctest runs nothing else beside tests that match --alone. Those that match --full
+have the label `full`: `./dev test` leaves them out. A suite that has tests of several of these kinds becomes a test of ctest for
+each: "Comm/Errors/gloo_threads", "Comm/Errors/gloo_threads.alone", "Comm/Errors/gloo_threads.full".
+"""
+
+import argparse
+import fnmatch
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def matches(name, patterns):
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split(":") if pattern)
+
+
+def tests_of(program, pattern):
+    """Yields (suite, test) for each test of the program, without the comments that gtest prints behind parameters."""
+    listing = subprocess.run([program, "--gtest_list_tests", f"--gtest_filter={pattern or '*'}"], check=True, timeout=120,
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True).stdout
+    suite = None
+    for line in listing.splitlines():
+        name = line.split("#", 1)[0].rstrip()
+        if name.startswith("  "):
+            yield suite, name.strip()
+        elif name.endswith("."):
+            suite = name[:-1]
+
+
+def entry_of(suite, test):
+    """The test of ctest that a test belongs to: its suite, and the name of its parameter if it has one that is not a number."""
+    parameter = test.rpartition("/")[2] if "/" in test else ""
+    return suite if not parameter or re.fullmatch(r"\d+", parameter) else f"{suite}/{parameter}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program")
+    parser.add_argument("output", type=Path)
+    for option in ("--prefix", "--labels", "--filter", "--alone", "--full"):
+        parser.add_argument(option, default="")
+    parser.add_argument("--timeout", type=int, required=True)
+    parser.add_argument("--environment", action="append", default=[])
+    args = parser.parse_args()
+
+    entries = {}
+    for suite, test in tests_of(args.program, args.filter):
+        name = f"{suite}.{test}"
+        kind = ".full" if matches(name, args.full) else ".alone" if matches(name, args.alone) else ""
+        entries.setdefault((entry_of(suite, test) + kind, kind), []).append(name)
+    if not entries:
+        sys.exit(f"{args.program} has no tests that match '{args.filter}'")
+
+    lines = []
+    for (entry, kind), names in entries.items():
+        entry = args.prefix + entry
+        properties = {"TIMEOUT": str(args.timeout), "LABELS": args.labels + (";full" if kind == ".full" else "")}
+        if kind and any(matches(name, args.alone) for name in names):
+            properties["RUN_SERIAL"] = "TRUE"
+        if args.environment:
+            properties["ENVIRONMENT"] = ";".join(args.environment)
+        words = " ".join(f'{key} "{value}"' for key, value in properties.items())
+        lines.append(f'add_test("{entry}" "{args.program}" "--gtest_filter={":".join(names)}")')
+        lines.append(f'set_tests_properties("{entry}" PROPERTIES {words})')
+    args.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
