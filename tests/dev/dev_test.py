@@ -165,7 +165,7 @@ class Dev(unittest.TestCase):
         status, output, log = self.dev("build")
         self.assertEqual(status, 0, output)
         self.assertIn(f"python3 -m venv --clear {self.checkout}/.venv\n", log)
-        self.assertEqual(re.findall(r"(?m)^pip (.*)$", log), ["--disable-pip-version-check torch==2.13.0 numpy"])
+        self.assertEqual(re.findall(r"(?m)^pip (.*)$", log), ["--disable-pip-version-check --no-compile torch==2.13.0 numpy"])
         self.assertIn(f"-DTorch_DIR={self.checkout}/.venv/torch/share/cmake/Torch\n", log)
         status, output, log = self.dev("build")
         self.assertEqual((status, re.findall(r"pip|venv|preset", log)), (0, []), output)
@@ -217,16 +217,24 @@ class Dev(unittest.TestCase):
             self.assertIn("does not build", output)
             self.assertNotIn("ctest", log)
 
-    def test_tests_of_all_trees_in_one_run(self):
+    def test_the_gate_is_one_run_over_two_trees(self):
         self.make_torch(self.fake / "torch")
         status, output, log = self.dev("test", "-R", "Store")
         self.assertEqual(status, 0, output)
-        self.assertEqual(re.findall(r"--preset (\w+)", log), ["release", "asan", "tsan"])
-        self.assertRegex(log, r"(?m)^ctest --test-dir .* -R Store --label-exclude \^long\$$")
+        self.assertEqual(re.findall(r"--preset (\w+)", log), ["release", "tsan"])
+        self.assertEqual(len(re.findall(r"(?m)^cmake --build .* --target gate$", log)), 2, log)
+        self.assertRegex(log, r"(?m)^ctest --test-dir .* -R Store --label-exclude \^full\$ --repeat until-pass:2$")
+        self.assertEqual((self.checkout / "build/CTestTestfile.cmake").read_text(), "subdirs(release)\nsubdirs(tsan)\n")
+
+    def test_full_builds_all_trees_leaves_nothing_out_and_repeats_nothing(self):
+        self.make_torch(self.fake / "torch")
+        status, output, log = self.dev("test", "--full")
+        self.assertEqual(status, 0, output)
         self.assertEqual((self.checkout / "build/CTestTestfile.cmake").read_text(), "subdirs(release)\nsubdirs(asan)\nsubdirs(tsan)\n")
-        _, _, log = self.dev("test", "--fast", "--long")
-        self.assertEqual((self.checkout / "build/CTestTestfile.cmake").read_text(), "subdirs(release)\n")
-        self.assertNotIn("label-exclude", log)
+        self.assertNotRegex(log, "--target|label-exclude|--repeat")
+
+    def test_a_test_that_fails_fails(self):
+        self.make_torch(self.fake / "torch")
         (self.fake / "tests-fail").touch()
         self.assertNotEqual(self.dev("test")[0], 0)
 

@@ -1,5 +1,5 @@
-// Where the build has put what tests run. The definitions are in a file of the build (places.cpp.in), so that the objects of
-// all tests are the same wherever the checkout lies, and ccache serves all checkouts with them.
+// Where the build has put what tests run. The definitions are in a file of the build (places.cpp.in), so that the
+// objects of all tests are the same wherever the checkout lies, and ccache serves all checkouts with them.
 #pragma once
 
 namespace muster::test {
