@@ -55,7 +55,7 @@ milliseconds parse_time(const std::string& option, const std::string& word) {
 }
 
 struct RunArguments {
-  std::string ranks, grace = "700ms", stop_grace = "5s", black_box;
+  std::string ranks, settle = "50ms", grace = "700ms", stop_grace = "5s", black_box;
   bool no_prefix = false;
 };
 
@@ -68,6 +68,9 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
   run.formatter(std::make_shared<RunHelp>());
   run.add_option("-n,--ranks", arguments.ranks, "how many processes of PROGRAM to start")->type_name("RANKS");
   run.add_flag("--no-prefix", arguments.no_prefix, "print the ranks' output as it is, without [RANK] before each line");
+  run.add_option("--settle", arguments.settle, "from the end of a rank that only lost another to SIGTERM for all")
+      ->type_name("TIME")
+      ->default_str("50ms");
   run.add_option("--grace", arguments.grace, "from a rank's failure to SIGKILL for the others")
       ->type_name("TIME")
       ->default_str("700ms");
@@ -114,6 +117,7 @@ int run_command(std::vector<std::string> words) {
   muster::launch::LaunchOptions options;
   options.ranks = parse_ranks(arguments.ranks);
   options.output = arguments.no_prefix ? muster::launch::RankOutput::kUnchanged : muster::launch::RankOutput::kPrefixed;
+  options.settle = parse_time("--settle", arguments.settle);
   options.grace = parse_time("--grace", arguments.grace);
   options.stop_grace = parse_time("--stop-grace", arguments.stop_grace);
   options.black_box_file = arguments.black_box;

@@ -18,7 +18,7 @@ void check(const LaunchOptions& options) {
   if (options.ranks > kMaxRanks)
     throw InvalidArgument(text(options.ranks, " ranks are more than one host can run"),
                           text("Use at most ", kMaxRanks));
-  if (options.grace.count() < 0 || options.stop_grace.count() < 0)
+  if (options.settle.count() < 0 || options.grace.count() < 0 || options.stop_grace.count() < 0)
     throw InvalidArgument("a grace time is negative", "Use 0 or more milliseconds");
   for (const auto& [name, value] : options.env)
     if (name.empty() || name.find_first_of(std::string_view("=\0", 2)) != std::string::npos ||

@@ -70,9 +70,9 @@ bool Failure::is_consequence() const {
   return type == "muster::PeerLost" || type == "muster::Aborted";
 }
 
-const Failure& choose_cause(const std::vector<Failure>& failures) {
+const Failure& choose_cause(const std::vector<Failure>& failures, std::chrono::milliseconds settle) {
   const auto last = std::find_if(failures.begin(), failures.end(),
-                                 [&](const Failure& failure) { return failure.when > failures[0].when + kSameTime; });
+                                 [&](const Failure& failure) { return failure.when > failures[0].when + settle; });
   return *std::min_element(failures.begin(), last,
                            [](const Failure& a, const Failure& b) { return order(a) < order(b); });
 }

@@ -29,12 +29,9 @@ struct Failure {
   bool is_consequence() const;
 };
 
-// Failures this close together may have come to us in the wrong order.
-inline constexpr std::chrono::milliseconds kSameTime{50};
-
 // The cause among `failures`, which are in the order in which we learned of them; at least one. The first, unless a
-// better one came within kSameTime: deaths by a signal before exits, consequences last.
-const Failure& choose_cause(const std::vector<Failure>& failures);
+// better one came within `settle` (LaunchOptions): deaths by a signal before exits, consequences last.
+const Failure& choose_cause(const std::vector<Failure>& failures, std::chrono::milliseconds settle);
 
 // `operations`: the rank's last ones, in words.
 Outcome describe(const Failure& cause, std::vector<std::string> operations = {});

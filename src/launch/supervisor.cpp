@@ -280,7 +280,7 @@ void Supervisor::handle_end(Rank& rank) {
   if (!failure.is_consequence()) {
     terminate();
   } else if (settle_at_.is_never()) {
-    settle_at_ = Deadline::after(kSameTime);
+    settle_at_ = Deadline::after(options_.settle);
   }
 }
 
@@ -366,7 +366,7 @@ std::string Supervisor::save_black_boxes() const {
 Outcome Supervisor::outcome() const {
   Outcome outcome;
   if (!failures_.empty()) {
-    const Failure& cause = choose_cause(failures_);
+    const Failure& cause = choose_cause(failures_, options_.settle);
     outcome = describe(cause, operations_of(cause));
   } else if (stop_signal_ != 0) {
     outcome = describe_stop(stop_signal_);

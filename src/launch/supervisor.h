@@ -2,7 +2,7 @@
 //
 //   running ──a rank fails──▶ SIGTERM to all groups ──grace──▶ SIGKILL to all groups ──▶ finished
 //      │                         ▲
-//      ├──with PeerLost──kSameTime: the rank that it is about may show why it went
+//      ├──with PeerLost──settle: the rank that it is about may show why it went
 //      ├──the user's SIGINT, SIGTERM …, forwarded──▶ waiting ──stop_grace, or a second one──▶ SIGKILL ──▶ finished
 //      └──all ranks end well──▶ finished
 //

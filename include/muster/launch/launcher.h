@@ -48,6 +48,9 @@ struct LaunchOptions {
   int ranks = 1;                     // 1 to kMaxRanks
   std::vector<std::string> command;  // program and arguments; for launch_command() only
   RankOutput output = RankOutput::kInherit;
+  // From the end of a rank that only says that another one was lost, to SIGTERM for the others: so long may the one
+  // that it is about take to show why it went. Failures this close together may be learned of in the wrong order.
+  std::chrono::milliseconds settle{50};
   std::chrono::milliseconds grace{700};        // from SIGTERM to SIGKILL after a rank failed
   std::chrono::milliseconds stop_grace{5000};  // from a forwarded SIGINT, SIGTERM, SIGHUP or SIGQUIT to SIGKILL
 
