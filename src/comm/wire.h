@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 
@@ -55,6 +56,10 @@ class Wire {
   virtual std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) = 0;
   virtual std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data,
                                             size_t bytes) = 0;  // kAnySource too
+  // Calls fn(peer), once for each peer from which nothing more comes: it has closed its wire, or its connection broke.
+  // On a thread of the wire, or of whoever calls it: fn does little, and nothing with the wire. Set once, before the
+  // first transfer; not called any more when close() has returned.
+  virtual void on_gone(std::function<void(int peer)> fn) = 0;
   // Ends it: what waits and what comes later gets WireBroken, here and, soon, on peers that wait for this rank.
   virtual void close() = 0;
 };

@@ -22,8 +22,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long a rank whose wire broke waits for the others' word about the cause.
-constexpr milliseconds kGrace{500};
+// How long a rank whose wire broke waits for the word of ranks on other hosts; who has said nothing then is lost.
+constexpr milliseconds kGrace{3000};
+// The same for ranks that certainly live: their word will come, but a busy machine may take its time.
+constexpr milliseconds kPatience{30000};
 constexpr milliseconds kLook{2};  // between two looks at the store
 // Scratch memory of a reduction, at most.
 constexpr size_t kBlock = size_t{32} << 20;
@@ -102,6 +104,14 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
       numbers_(static_cast<size_t>(context.size)) {
   for (int step = 1; step < getSize(); ++step) others_.push_back((getRank() + step) % getSize());
   static_assert(sizeof(Announcement) == 256 && sizeof(MessageHeader) == 256);
+  wire_->on_gone([this](int peer) {
+    {
+      const std::lock_guard lock(state_mutex_);
+      gone_.insert(peer);
+      if (left_) return;
+    }
+    wait_on_a_thread([this, peer] { look_after(peer); });
+  });
   if (!watch_ || members_.empty()) return;
   // Processes of this host are watched: their end is known at once, and for sure.
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
@@ -116,12 +126,73 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
     for (size_t r = 0; r < pids.size(); ++r) {
       // A process may end that has left the group; who waits for its rank nevertheless hears that from the wire.
       if (pids[r] != dead || has_left(static_cast<int>(r))) continue;
-      const std::lock_guard lock(state_mutex_);
-      dead_.insert(static_cast<int>(r));
+      {
+        const std::lock_guard lock(state_mutex_);
+        dead_.insert(static_cast<int>(r));
+      }
       lost = true;
+      say(text("died/", r));  // to ranks on other hosts
     }
-    if (lost) wire_->close();
+    if (!lost) return;
+    say_broke(false);
+    wire_->close();
   });
+}
+
+// The wire to `peer` has ended. Where it left as ranks do, that concerns only who waits for it, and finds out by that.
+// Otherwise the group has failed, and who waits for others must hear of it, too.
+void WireBackend::look_after(int peer) {
+  try {
+    for (const auto grace = Deadline::after(kGrace); !grace.passed(); std::this_thread::sleep_for(kLook)) {
+      {
+        const std::lock_guard lock(state_mutex_);
+        if (left_ || failure_ || explaining_) return;
+      }
+      if (store_->try_get(key(text("left/", peer)))) return;
+      if (settled_elsewhere() || store_->try_get(key(text("broke/", peer)))) break;
+    }
+  } catch (const std::exception&) {
+    return;  // the store has gone, perhaps with a rank that left; who waits in vain finds out by himself
+  }
+  // An operation under way speaks for itself: it may have timed out, which broke the connections, and say so next.
+  if (under_way_ == 0) say_broke(false);
+  wire_->close();
+}
+
+// Said before the own wire is closed, so that those who see it end know that this rank lives. That it timed out is said
+// by explain() and stays said, whatever look_after() sees of this rank's own broken connections.
+void WireBackend::say_broke(bool timed_out) {
+  try {
+    const std::string broke = key(text("broke/", getRank())), far = text(sequence_.load());
+    if (timed_out)
+      store_->set(broke, far + " timed out");
+    else
+      store_->compare_set(broke, std::nullopt, far);
+  } catch (const std::exception&) {  // explain() finds out that the store has gone
+  }
+}
+
+void WireBackend::say(const std::string& fact) {
+  try {
+    store_->set(key(fact), "1");
+  } catch (const std::exception&) {  // explain() finds out that the store has gone
+  }
+}
+
+bool WireBackend::has_died(int r) const {
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (dead_.count(r)) return true;
+  }
+  return store_->try_get(key(text("died/", r))).has_value();
+}
+
+// Whether rank `r` runs for certain: its process is on this host, watched, and has not ended.
+bool WireBackend::lives(int r) const {
+  if (!watch_ || members_.empty()) return false;
+  const auto member = static_cast<size_t>(r), me = static_cast<size_t>(getRank());
+  const std::lock_guard lock(state_mutex_);
+  return members_[member].host == members_[me].host && members_[member].pid > 0 && !dead_.count(r);
 }
 
 bool WireBackend::has_left(int rank) const {
@@ -205,6 +276,11 @@ std::exception_ptr WireBackend::settle(const std::exception_ptr& error) {
 
 template <typename Fn, typename What>
 void WireBackend::guarded(Fn&& fn, What&& what, int peer, Clock::time_point began) {
+  struct UnderWay {
+    std::atomic<int>& count;
+    explicit UnderWay(std::atomic<int>& of) : count(of) { ++count; }
+    ~UnderWay() { --count; }
+  } const under_way(under_way_);
   try {
     fn();
   } catch (const WireBroken& broken) {
@@ -228,12 +304,15 @@ void WireBackend::guarded(Fn&& fn, What&& what, int peer, Clock::time_point bega
 void WireBackend::explain(const std::string& what, bool timed_out, const std::string& symptom, int peer,
                           Clock::time_point began) {
   const auto waited = Clock::now() - began;
+  std::set<int> gone;  // whose wire had ended before this rank closed its own
   {
     // What this rank knows already: it has left, the group had failed before, or another of its threads is finding out.
     std::unique_lock lock(state_mutex_);
     if (std::exchange(explaining_, true)) explained_.wait(lock, [this] { return failure_ != nullptr; });
     if (failure_) std::rethrow_exception(failure_);
+    gone = gone_;
   }
+  say_broke(timed_out);
   wire_->close();
   const int n = getSize(), me = getRank();
   const auto name = [&](int r) {
@@ -246,42 +325,36 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
                                             text(name(r), how, " [", what, " on rank ", shown(me), "]"),
                                             "Look at its last lines on standard error"));
   };
-  bool another_timed_out = false;  // whose closing is what this rank saw, and who will say so
   std::exception_ptr cause;
   const uint64_t mine = sequence_;
   std::vector<std::optional<uint64_t>> said(static_cast<size_t>(n));  // how far each rank was when its wire broke
   said[static_cast<size_t>(me)] = mine;
+  const auto silent = [&](int r) { return !said[static_cast<size_t>(r)]; };
   try {
-    store_->set(key(text("broke/", me)), text(mine, timed_out ? " timed out" : ""));
-    const auto grace = Deadline::after(kGrace), patience = Deadline::after(2 * kGrace);
-    for (;;) {
+    const auto grace = Deadline::after(kGrace), patience = Deadline::after(kPatience);
+    for (;; std::this_thread::sleep_for(kLook)) {
       if ((cause = settled_elsewhere())) break;
-      bool all = true;
-      for (int r = 0; r < n; ++r) {
-        if (said[static_cast<size_t>(r)]) continue;
-        {
-          const std::lock_guard lock(state_mutex_);
-          if (dead_.count(r)) {
-            cause = lost(r, " died");
-            break;
-          }
-        }
-        if (store_->try_get(key(text("left/", r))) && !timed_out) {
+      bool another_timed_out = false;  // whose closing is what this rank saw, and who will say so
+      bool all = true, word_comes = false;
+      for (int r = 0; r < n && !cause; ++r) {
+        if (r == me) continue;
+        if (has_died(r)) {
+          cause = lost(r, " died");
+        } else if (store_->try_get(key(text("left/", r))) && silent(r) && !timed_out) {
           cause = std::make_exception_ptr(PeerLost(
               shown(r), pid_of(r),
               text("rank ", shown(r), " left group '", group_name(), "' while rank ", shown(me), " waited in ", what)));
-          break;
-        }
-        if (const auto far = store_->try_get(key(text("broke/", r)))) {
+        } else if (const auto far = store_->try_get(key(text("broke/", r)))) {
           said[static_cast<size_t>(r)] = std::stoull(*far);
           another_timed_out = another_timed_out || far->ends_with(" timed out");
         } else {
           all = false;
+          word_comes = word_comes || (gone.count(r) && lives(r));
         }
       }
       if (cause || patience.passed()) break;
-      if ((all || grace.passed()) && (timed_out || !another_timed_out)) break;
-      std::this_thread::sleep_for(kLook);
+      // Who timed out knows whom it waited for, and needs no more than a moment's news of how far they are.
+      if (timed_out ? all || grace.passed() : !another_timed_out && !word_comes && (all || grace.passed())) break;
     }
   } catch (const std::exception& gone) {
     cause = lost(0, text(" is gone, and with it the store (", gone.what(), ")"));
@@ -291,6 +364,12 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
     for (int r = 0; r < n; ++r)
       if (peer >= 0 ? r == peer : !said[static_cast<size_t>(r)] || *said[static_cast<size_t>(r)] < mine)
         missing.push_back(r);
+    // Where some have not even announced this operation, all waited for them, and not for who is slow to speak.
+    const auto came = [&](int r) {
+      const Announcement& last = announcements_[static_cast<size_t>(r)];
+      return last.call.op != OpKind::kNothing && last.number + 1 == mine;
+    };
+    if (timed_out && peer < 0 && !std::all_of(missing.begin(), missing.end(), came)) std::erase_if(missing, came);
     std::vector<std::string> names;
     std::vector<int> shown_missing;
     for (const int r : missing) {
@@ -304,11 +383,15 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
       cause = std::make_exception_ptr(Timeout(
           text(what, " on rank ", shown(me), " timed out after ", seconds(waited), ", waiting for ", join(names)),
           shown_missing, "Look whether the missing rank hangs, or raise the timeout"));
-    else if (missing.empty())
-      cause = std::make_exception_ptr(
-          Unavailable(text("the connections of group '", group_name(), "' broke in ", what, ": ", symptom)));
-    else
-      cause = lost(missing.front(), text(" is lost: ", symptom));
+    else {  // the one whose wire ended without a word; else one that said nothing; who has spoken or runs is not lost
+      const auto lost_one = [&](int r) { return silent(r) && !lives(r); };
+      auto who = std::find_if(missing.begin(), missing.end(), [&](int r) { return lost_one(r) && gone.count(r); });
+      if (who == missing.end()) who = std::find_if(missing.begin(), missing.end(), lost_one);
+      cause = who != missing.end()
+                  ? lost(*who, text(" is lost: ", symptom))
+                  : std::make_exception_ptr(Unavailable(
+                        text("the connections of group '", group_name(), "' broke in ", what, ": ", symptom)));
+    }
   }
   std::rethrow_exception(settle(cause));
 }
@@ -691,7 +774,11 @@ void WireBackend::submit_message(const WorkPtr& work, Deadline deadline) {
 
 // A wire's transfers can only be waited for, one by one; so each message under way has a thread.
 void WireBackend::wait_on_a_thread(std::function<void()> job) {
-  const std::lock_guard lock(threads_mutex_);
+  std::unique_lock lock(threads_mutex_);
+  if (stop_threads_) {  // the wire is closed: nothing waits for long
+    lock.unlock();
+    return job();
+  }
   jobs_.push_back(std::move(job));
   job_.notify_one();
   if (idle_ >= jobs_.size()) return;

@@ -12,8 +12,19 @@
 // header with a receive, says that it is ready, and then the payload travels; until then nothing waits in the wire.
 //
 // Failure. The first rank that knows a cause (its deadline passed, a peer's process died, ranks disagree) writes it to
-// the store, once for the group, and closes its wire; what breaks thereby on others makes them look there. A rank that
-// says nothing within kGrace is the one that is lost. After that the group fails for good, with that error, everywhere.
+// the store, once for the group, and closes its wire. A connection that ends is only a hint, for it may be the closing
+// of a rank that knows more. So whoever sees one first says in the store that its own wire broke, and how far it was
+// (broke/<rank>), and then looks there for the cause:
+//
+//   cause          somebody has found it: that is it
+//   died/<rank>    a rank on the same host saw that process end
+//   left/<rank>    it left in order
+//   broke/<rank>   it runs; "timed out" if it will write the cause
+//
+// A rank on this host that still runs is never lost: its word comes. A rank elsewhere that says nothing within kGrace
+// is the one that is lost. After that the group fails for good, with that error, everywhere. A rank that is in no
+// operation when a peer's connection ends does the same (look_after), so that those who wait for it hear of the failure
+// too.
 //
 // Thread-safety: as Backend.
 #pragma once
@@ -94,6 +105,11 @@ class WireBackend final : public LaneBackend {
   std::exception_ptr settle(const std::exception_ptr& error);
   std::exception_ptr settled_elsewhere() const;
   bool has_left(int rank) const;
+  bool has_died(int rank) const;
+  bool lives(int rank) const;
+  void look_after(int peer);
+  void say(const std::string& fact);
+  void say_broke(bool timed_out);
   int shown(int rank) const {
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
   }
@@ -119,8 +135,9 @@ class WireBackend final : public LaneBackend {
   mutable std::mutex state_mutex_;
   std::exception_ptr failure_;
   std::condition_variable explained_;
+  std::atomic<int> under_way_{0};  // operations in guarded()
   bool explaining_ = false, left_ = false;
-  std::set<int> dead_;
+  std::set<int> dead_, gone_;  // processes that ended; ranks whose wire has ended
 
   std::mutex threads_mutex_;  // threads that wait for messages, kept for the next
   std::condition_variable job_;

@@ -151,7 +151,16 @@ class GlooWire final : public Wire {
     return post(peer, data, bytes, nullptr,
                 [&](Gloo& gloo, auto& tensors) { return gloo.recv(tensors, peer, number(tag)); });
   }
+  void on_gone(std::function<void(int)> fn) override {
+    const std::lock_guard lock(gone_mutex_);
+    on_gone_ = std::move(fn);
+    for (const int peer : gone_) on_gone_(peer);
+  }
   void close() override {
+    {
+      const std::lock_guard lock(gone_mutex_);
+      on_gone_ = {};
+    }
     connections_->close();
     mailbox_->close(kAnySource, "the group is closed");
   }
@@ -193,11 +202,17 @@ class GlooWire final : public Wire {
     } catch (const std::exception& error) {
       mailbox_->close(peer, error.what());
     }
+    const std::lock_guard lock(gone_mutex_);
+    gone_.push_back(peer);
+    if (on_gone_) on_gone_(peer);
   }
 
   const int rank_;
   const std::shared_ptr<Connections> connections_ = std::make_shared<Connections>();
   const std::shared_ptr<Mailbox> mailbox_;
+  std::mutex gone_mutex_;
+  std::vector<int> gone_;
+  std::function<void(int)> on_gone_;
   std::vector<std::thread> threads_;
 };
 

@@ -260,6 +260,7 @@ void Engine::hear(Circle& circle) {
       for (size_t i = 1; i < words.size(); ++i) peer.abandoned.insert(static_cast<uint32_t>(words[i]));
       // From here on no receive is posted that could match those (MpiWire::receive).
       if (words.size() > 1) say(circle, status.MPI_SOURCE, kAcknowledgement, {});
+      if (circle.on_gone && !circle.closed) circle.on_gone(status.MPI_SOURCE);
     }
     wake(circle);
   }

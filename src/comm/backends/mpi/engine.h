@@ -33,6 +33,7 @@
 #include <array>
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -74,7 +75,8 @@ struct Circle {
   std::chrono::nanoseconds spin{0};
   void (*timeout)() = nullptr;
   std::vector<Peer> peers;
-  std::set<Request*> unfinished;  // posted and not complete
+  std::set<Request*> unfinished;          // posted and not complete
+  std::function<void(int peer)> on_gone;  // may be empty
   bool closed = false;
   bool stained = false;  // MPI still has a request of it: the communicators are not freed
 

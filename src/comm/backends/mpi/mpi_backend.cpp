@@ -56,6 +56,7 @@ class OwnWire final : public Wire {
   std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data, size_t bytes) override {
     return mailbox_->receive(peer, tag, data, bytes);
   }
+  void on_gone(std::function<void(int)>) override {}  // there is no peer
   void close() override { mailbox_->close(kAnySource, "the group is closed"); }
 
  private:

@@ -62,9 +62,17 @@ class MpiWire final : public Wire {
     });
   }
 
+  void on_gone(std::function<void(int)> fn) override {
+    const Lock lock = engine_.lock();
+    circle_->on_gone = std::move(fn);
+    for (int r = 0; r < circle_->size; ++r)
+      if (circle_->peers[static_cast<size_t>(r)].gone) circle_->on_gone(r);
+  }
+
   void close() override {
     if (!engine_.owns()) return;
     Lock lock = engine_.lock();
+    circle_->on_gone = {};
     engine_.close(lock, *circle_);
   }
 
