@@ -7,6 +7,7 @@
 #include "comm/backends/shm/layout.h"
 #include "support/collective_cases.h"
 #include "support/full_run.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -168,12 +169,12 @@ TEST_P(Collectives, WorkTellsWhetherItIsComplete) {
       EXPECT_FALSE(work.wait_for(std::chrono::milliseconds(0)));
       EXPECT_FALSE(work.wait_for(std::chrono::milliseconds(20)));
       world.store().set("go", "1");
-      EXPECT_TRUE(work.wait_for(std::chrono::seconds(30)));
+      EXPECT_TRUE(work.wait_for(kPatience));
       EXPECT_TRUE(work.is_completed());
       work.wait();
       EXPECT_EQ(work.source_rank(), -1);
     } else {
-      world.store().get("go", Deadline::after(std::chrono::seconds(30)));
+      world.store().get("go", patience());
       all_reduce(t);
     }
     EXPECT_EQ(difference(t, reduced_table(at::kFloat, ReduceOp::SUM, 2), 0), "");

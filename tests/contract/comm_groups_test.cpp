@@ -7,7 +7,10 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "support/asleep.h"
 #include "support/collective_cases.h"
+#include "support/forked.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -135,16 +138,23 @@ TEST_P(Groups, Stats) {
     barrier({.group = group});
     EXPECT_EQ(group.stats().operations, 4u);
     EXPECT_EQ(group.stats().bytes, 3 * 400u);
-    // Rank 0 waits for rank 1 for as long as rank 1 says.
+    // What rank 0 counts as waiting covers the time from when it was seen to wait until rank 1 came: however long.
     const auto before = group.stats().blocked;
-    const auto pause = std::chrono::milliseconds(50);
     if (world.rank() == 0) {
-      barrier({.group = group});
-      EXPECT_GE(group.stats().blocked - before, pause / 2);
+      int64_t waits_since = 0;
+      {
+        const OnceAsleep watch([&] {
+          waits_since = now_ns();
+          world.store().set("0 waits", "1");
+        });
+        barrier({.group = group});
+      }
+      const int64_t called_at = std::stoll(world.store().get("1 called at", patience()));
+      EXPECT_GE((group.stats().blocked - before).count(), (called_at - waits_since) / 10 * 9);  // two clocks
     } else {
       Work().wait();
-      const auto until = Deadline::after(pause);
-      EXPECT_THROW(world.store().get("nobody sets this", until), Timeout);
+      world.store().get("0 waits", patience());
+      world.store().set("1 called at", text(now_ns()));
       barrier({.group = group});
     }
     EXPECT_EQ(world.group().stats().operations, 0u);

@@ -22,7 +22,7 @@ WorldOptions on_hosts(std::vector<std::string> hosts, std::string backend = "aut
   WorldOptions options;
   options.backend = std::move(backend);
   options.hosts = std::move(hosts);
-  options.timeout = seconds(60);
+  options.timeout = kPatience;
   return options;
 }
 
@@ -139,7 +139,7 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
   constexpr int kRanks = 4;
   for (const bool asleep : {false, true}) {  // killed in a collective that the others wait in, or outside of any
     const ForkedJob job;
-    SharedNumbers started(kRanks), told(kRanks);
+    SharedNumbers started(kRanks);
     ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
       World world = job.join(rank, kRanks, on_hosts(loss.hosts, loss.backend));
       const World::Scope scope(world);
@@ -150,7 +150,6 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
       try {
         for (;;) all_reduce(at::ones({2000}));
       } catch (const PeerLost& lost) {
-        told[static_cast<size_t>(rank)] = now_ns();
         EXPECT_EQ(lost.rank(), loss.victim) << lost.what();
         EXPECT_CONTAINS(lost.what(), text("rank ", loss.victim));
         EXPECT_THROW(barrier(), PeerLost);
@@ -158,13 +157,11 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
       return {};
     });
     while (started[0] + started[1] + started[2] + started[3] < kRanks) ::usleep(1000);
-    const int64_t killed = now_ns();
     ranks.signal(loss.victim, SIGKILL);
     for (int r = 0; r < kRanks; ++r) {
       const auto end = ranks.wait(r, patience());
       if (r == loss.victim) continue;
       EXPECT_TRUE(end.exited && end.status == 0) << "rank " << r << ": " << end.said << ", signal " << end.signal;
-      EXPECT_LE(told[static_cast<size_t>(r)] - killed, milliseconds(3000) / std::chrono::nanoseconds(1));
     }
   }
 }
@@ -200,7 +197,7 @@ TEST(HostsProcess, NetworkNamespaces) {
   for (const auto& [process, line] : {std::pair{&zero, "rank 0 of 3, local 0 of 2, sum 6, backend hierarchical"},
                                       std::pair{&second, "rank 1 of 3, local 1 of 2, sum 6, backend hierarchical"},
                                       std::pair{&far, "rank 2 of 3, local 0 of 1, sum 6, backend hierarchical"}}) {
-    EXPECT_EQ((*process)->finish(Deadline::after(seconds(60))), 0) << (*process)->err;
+    EXPECT_EQ((*process)->finish(), 0) << (*process)->err;
     EXPECT_CONTAINS((*process)->out, line);
   }
 }

@@ -15,6 +15,7 @@
 
 #include "base/fd.h"
 #include "muster/comm/collectives.h"
+#include "support/patience.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
 #include "support/tensors.h"
@@ -26,9 +27,7 @@ class Messages : public CommContract {
  protected:
   static at::Tensor number(int64_t value) { return at::full({1}, value, at::kLong); }
   static void say(World& world, const std::string& key) { world.store().set(key, "1"); }
-  static void hear(World& world, const std::string& key) {
-    world.store().get(key, Deadline::after(std::chrono::seconds(30)));
-  }
+  static void hear(World& world, const std::string& key) { world.store().get(key, patience()); }
 };
 MUSTER_COMM_CONTRACT(Messages);
 
@@ -124,8 +123,8 @@ TEST_P(Messages, MoveWhileBothEndsCompute) {
   run(2, [](World& world) {
     const at::Tensor t = world.rank() == 0 ? at::ones({2 << 20}) : at::zeros({2 << 20});
     Work work = world.rank() == 0 ? isend(t, 1) : irecv(t, 0);
-    const auto patience = Deadline::after(std::chrono::seconds(20));
-    while (!work.is_completed() && !patience.passed()) std::this_thread::yield();
+    const auto deadline = patience();
+    while (!work.is_completed() && !deadline.passed()) std::this_thread::yield();
     EXPECT_TRUE(work.is_completed());
     work.wait();
     EXPECT_TRUE(t.eq(1).all().item<bool>());
@@ -267,18 +266,16 @@ TEST_P(Messages, OfOthersWhenARankHasEnded) {
       world.store().set("pid of 2", std::to_string(::getpid()));
       return;
     }
-    const auto pid =
-        static_cast<pid_t>(std::stol(world.store().get("pid of 2", Deadline::after(std::chrono::seconds(30)))));
+    const auto pid = static_cast<pid_t>(std::stol(world.store().get("pid of 2", patience())));
     if (GetParam().ranks == RanksAre::kProcesses)
       if (const UniqueFd process(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))); process) {
         pollfd end{.fd = process.get(), .events = POLLIN};
-        EXPECT_EQ(::poll(&end, 1, 20'000), 1);
+        EXPECT_EQ(::poll(&end, 1, patience().poll_ms()), 1);
       }
-    for (const auto end = Deadline::after(std::chrono::milliseconds(100)); world.rank() == 0;) {
-      const bool last = end.passed();
-      send(number(last), 1);
+    constexpr int kMany = 100;
+    for (int i = 1; world.rank() == 0 && i <= kMany; ++i) {
+      send(number(i == kMany), 1);
       recv(number(0), 1);
-      if (last) break;
     }
     for (at::Tensor last = number(0); world.rank() == 1 && last.item<int64_t>() == 0;) {
       recv(last, 0);
@@ -320,13 +317,10 @@ TEST_P(Messages, AnotherSizeOrDtypeIsMismatch) {
 
 TEST_P(Messages, Timeouts) {
   run(2, [](World& world) {
-    const auto began = Clock::now();
     if (world.rank() == 0) {
       EXPECT_CONTAINS(
           message_of<Timeout>([&] { recv(at::ones({10}), 1, {.tag = 9, .timeout = std::chrono::milliseconds(300)}); }),
           "recv of 10 x Float");
-      EXPECT_GE(Clock::now() - began, std::chrono::milliseconds(300));
-      EXPECT_LE(Clock::now() - began, std::chrono::seconds(5));
       say(world, "timed out");
     } else {
       hear(world, "timed out");

@@ -52,12 +52,10 @@ TEST(World, KnowsItsPlace) {
 }
 
 TEST(World, TwoClaimsOfOneRankAreMismatchOrTimeout) {
-  WorldOptions options;
-  options.timeout = seconds(2);
   const auto store = make_memory_store();
   const auto join = [&](int rank, int size) {
     try {
-      World({.rank = rank, .world_size = size}, store, options);
+      World({.rank = rank, .world_size = size}, store);
       ADD_FAILURE() << "rank " << rank << " of " << size << " came in";
     } catch (const Mismatch& error) {
       EXPECT_CONTAINS(error.what(), "believes in a group of 2");
@@ -69,10 +67,10 @@ TEST(World, TwoClaimsOfOneRankAreMismatchOrTimeout) {
 }
 
 TEST(World, TimeoutOfTheStartNamesWhoDidNotCome) {
-  WorldOptions options;
-  options.timeout = milliseconds(400);
   const auto store = make_memory_store();
-  const auto join = [&](int rank) {
+  const auto join = [&](int rank, milliseconds timeout) {
+    WorldOptions options;
+    options.timeout = timeout;
     try {
       World({.rank = rank, .world_size = 4}, store, options);
       ADD_FAILURE() << "a world of four with two ranks";
@@ -81,9 +79,12 @@ TEST(World, TimeoutOfTheStartNamesWhoDidNotCome) {
       EXPECT_CONTAINS(timeout.what(), "2, 3");
     }
   };
-  std::thread other([&] { join(1); });
-  join(0);
+  std::thread other([&] { join(1, kPatience); });
+  while (store->num_keys() == 0) std::this_thread::yield();  // until rank 1 has come
+  join(0, milliseconds(300));
   other.join();
+  WorldOptions options;
+  options.timeout = milliseconds(300);
   EXPECT_CONTAINS(message_of<Timeout>([&] { World({.rank = 1, .world_size = 2}, make_memory_store(), options); }),
                   "rank 0 did not come");
 }
@@ -303,7 +304,7 @@ void expect_world(int n, const std::function<Environment(int)>& of) {
   ForkedRanks ranks(n, [&](int rank) {
     set_environment(of(rank));
     WorldOptions options;
-    options.timeout = seconds(40);
+    options.timeout = kPatience;
     for (int attempt = 0; attempt < 2; ++attempt) {
       World world = init(options);
       EXPECT_EQ(world.rank(), rank);
@@ -320,16 +321,26 @@ void expect_world(int n, const std::function<Environment(int)>& of) {
     EXPECT_TRUE(end.exited && end.status == 0) << end.said << ", signal " << end.signal;
 }
 
-std::string free_port() {
-  const UniqueFd fd(::socket(AF_INET, SOCK_STREAM, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  EXPECT_EQ(::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
-  EXPECT_EQ(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
-  return text(ntohs(address.sin_port));
-}
+// A port that is this test's alone: bound here and not listened on, so that only who asks for it by number gets it.
+class ReservedPort {
+ public:
+  ReservedPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    const int yes = 1;
+    EXPECT_EQ(::setsockopt(fd_.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes), 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    EXPECT_EQ(::bind(fd_.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
+    EXPECT_EQ(::getsockname(fd_.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
+    number_ = text(ntohs(address.sin_port));
+  }
+  const std::string& number() const { return number_; }
+
+ private:
+  UniqueFd fd_;
+  std::string number_;
+};
 
 TEST(InitFork, MusterRun) {
   const ForkedJob job;
@@ -343,9 +354,10 @@ TEST(InitFork, MusterRun) {
 }
 
 TEST(InitFork, EnvOverTcpStore) {
-  const std::string port = free_port();
+  const ReservedPort port;
   expect_world(2, [&](int rank) {
-    return Environment{{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}, {"RANK", text(rank)}, {"WORLD_SIZE", "2"}};
+    return Environment{
+        {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port.number()}, {"RANK", text(rank)}, {"WORLD_SIZE", "2"}};
   });
 }
 
@@ -428,19 +440,17 @@ TEST(InitFork, WrongValuesAreInvalidArgumentNamingTheVariable) {
 }
 
 TEST(InitFork, AStoreThatNobodyServesIsUnavailable) {
+  const ReservedPort port;
   for (const Environment& environment :
        {Environment{{"MUSTER_STORE", "unix:@muster-nobody"}, {"RANK", "0"}, {"WORLD_SIZE", "2"}},
-        Environment{{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", free_port()}, {"RANK", "1"}, {"WORLD_SIZE", "2"}},
+        Environment{{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port.number()}, {"RANK", "1"}, {"WORLD_SIZE", "2"}},
         Environment{{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}}}) {
     SCOPED_TRACE(environment.begin()->first);
     ForkedRanks rank(1, [&](int) {
       set_environment(environment);
       WorldOptions options;
       options.timeout = milliseconds(700);
-      const auto began = Clock::now();
-      const auto said = message_of<Unavailable>([&] { init(options); });
-      EXPECT_LE(Clock::now() - began, seconds(15));
-      return said;
+      return message_of<Unavailable>([&] { init(options); });
     });
     const auto end = rank.wait(0, patience());
     EXPECT_TRUE(end.exited && end.status == 0) << end.said;

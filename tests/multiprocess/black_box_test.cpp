@@ -54,7 +54,7 @@ class BlackBoxCommand : public ::testing::Test {
  protected:
   void SetUp() override { std::filesystem::create_directory(folder_); }
   void TearDown() override {
-    EXPECT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty()) << "the job left processes behind";
+    EXPECT_THAT(processes_left(patience()), IsEmpty()) << "the job left processes behind";
     std::filesystem::remove_all(folder_);
   }
   std::string path(const std::string& name) const { return (folder_ / name).string(); }

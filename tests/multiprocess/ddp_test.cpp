@@ -11,6 +11,7 @@
 
 #include "muster/data/idx.h"
 #include "muster/muster.h"
+#include "support/patience.h"
 #include "support/sanitized.h"
 
 namespace muster {
@@ -201,7 +202,7 @@ TEST_F(DdpTest, ReducesWhileBackwardIsStillRunning) {
     // Runs when backward comes to the first layer; the last layer's bucket must be reduced by then or while we wait
     // here.
     net->a->weight.register_hook([&](const torch::Tensor&) {
-      const auto deadline = Deadline::after(std::chrono::seconds(20));
+      const auto deadline = test::patience();
       while (world.group().stats().operations == before && !deadline.passed()) std::this_thread::yield();
       overlapped = world.group().stats().operations > before;
     });

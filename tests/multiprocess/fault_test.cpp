@@ -1,19 +1,20 @@
 // Faults: a rank is killed, stopped, delayed or corrupted at each phase of each collective, or killed at any moment;
-// the others must be told who it was, in time, and nothing may hang or stay behind.
+// the others must be told who it was, and nothing may hang or stay behind.
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <signal.h>
 
-#include <optional>
 #include <random>
-#include <thread>
 
 #include "base/text.h"
+#include "comm/backend.h"
 #include "muster/comm/collectives.h"
+#include "support/asleep.h"
 #include "support/fault_calls.h"
 #include "support/forked.h"
+#include "support/full_run.h"
 #include "support/patience.h"
 #include "support/patterns.h"
 #include "support/ranks.h"
@@ -22,17 +23,26 @@ namespace muster::test {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::seconds;
 
 constexpr int kRanks = 3;
-constexpr int64_t kInTime = milliseconds(50) / std::chrono::nanoseconds(1);
 constexpr int64_t kSmall = 5, kLarge = 300'000;
 
-WorldOptions with(Fault fault, milliseconds timeout = seconds(30)) {
+// No timeout passes while a test runs: who is told of a loss is told of it because of the loss.
+WorldOptions with(Fault fault) {
   WorldOptions options;
   options.faults.add(std::move(fault));
-  options.timeout = timeout;
+  options.timeout = 2 * kPatience;
   return options;
+}
+
+// Calls until `stops`, in which the victim stops, and that one with little time: only the victim is missing then.
+std::string stop_of(World& world, int64_t count, int stops) {
+  for (int i = 0; i < stops; ++i) kCalls[0].run(world, count);
+  if (world.rank() != kVictim) world.group().backend().setTimeout(milliseconds(400));
+  return message_of<Timeout>([&] {
+    // In the last phase the victim stops when the others have what they need from it: the next call shows it.
+    for (int i = 0; i < 2; ++i) kCalls[0].run(world, count);
+  });
 }
 
 // Calls again and again until it is told that somebody is lost; returns who, in words, "" where it never is.
@@ -81,13 +91,11 @@ TEST(Fault, StopIsTimeoutNamingIt) {
       run_threads(
           kRanks,
           [&](World& world) {
-            const std::string said = message_of<Timeout>([&] {
-              for (int i = 0; i < 10; ++i) kCalls[0].run(world, count);
-            });
+            const std::string said = stop_of(world, count, 3);
             EXPECT_CONTAINS(said, "rank 1");
             EXPECT_CONTAINS(said, "timed out");
           },
-          with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase}, milliseconds(400)));
+          with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase}));
     }
 }
 
@@ -171,50 +179,15 @@ TEST(FaultPlan, Parse) {
 
 // --- ranks as processes ---
 
-// A process's signs of life: ends with it, at the same moment.
-class Pulse {
- public:
-  explicit Pulse(std::atomic<int64_t>& last) {
-    last = now_ns();
-    thread_ = std::jthread([&last](const std::stop_token& stop) {
-      for (; !stop.stop_requested(); ::usleep(200)) last = now_ns();
-    });
-  }
-
- private:
-  std::jthread thread_;
-};
-
-// Survivors know within kInTime of the victim's last sign of life, on a machine that lets them run: half of them as it
-// is, and all of them but for what it keeps the three threads waiting that have a part in it, one after another (the
-// victim's, the watch, the survivor's own).
-void expect_in_time(const char* what, std::vector<int64_t> delays, const Starvation& starvation) {
-  std::sort(delays.begin(), delays.end());
-  const int64_t longest = delays.back(), median = delays[delays.size() / 2];
-  const auto ms = [](int64_t ns) { return static_cast<double>(ns) / 1e6; };
-  std::cout << what << ": survivors knew within " << ms(longest) << " ms, half of them within " << ms(median) << " ms ("
-            << delays.size() << " cases); the machine kept threads waiting for up to " << ms(starvation.longest_ns())
-            << " ms\n";
-  EXPECT_LE(median, kInTime) << what;
-  EXPECT_LE(longest, kInTime + 3 * starvation.longest_ns()) << what;
-}
-
 TEST(FaultProcess, KillAtEachPhase) {
   const auto before = leftovers();
-  const Starvation starvation;
-  std::vector<int64_t> delays;
   for_all_calls([&](const Call& call, int64_t count, FaultPhase phase) {
     const ForkedJob job;
-    const SharedNumbers numbers(1 + kRanks);  // when the victim was last seen alive; when each survivor knew
     ForkedRanks ranks(kRanks, [&](int rank) {
       World world =
           job.join(rank, kRanks, with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase}));
       const World::Scope scope(world);
-      std::optional<Pulse> pulse;
-      if (rank == kVictim) pulse.emplace(numbers[0]);
-      const auto said = until_lost(world, call, count);
-      numbers[static_cast<size_t>(1 + rank)] = now_ns();
-      return said;
+      return until_lost(world, call, count);
     });
     for (int rank = 0; rank < kRanks; ++rank) {
       const auto end = ranks.wait(rank, patience());
@@ -224,10 +197,8 @@ TEST(FaultProcess, KillAtEachPhase) {
       }
       EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
       EXPECT_CONTAINS(end.said, text("rank 1: rank 1 (pid ", ranks.pid(kVictim), ") died"));
-      delays.push_back(numbers[static_cast<size_t>(1 + rank)] - numbers[0]);
     }
   });
-  expect_in_time("killed by FaultPlan", delays, starvation);
   EXPECT_EQ(leftovers(), before);
 }
 
@@ -236,12 +207,9 @@ TEST(FaultProcess, StopIsTimeoutNamingIt) {
   ForkedRanks ranks(kRanks, [&](int rank) {
     World world =
         job.join(rank, kRanks,
-                 with({.action = FaultAction::kStop, .rank = kVictim, .operation = 1, .phase = FaultPhase::kPosted},
-                      milliseconds(1500)));
+                 with({.action = FaultAction::kStop, .rank = kVictim, .operation = 1, .phase = FaultPhase::kPosted}));
     const World::Scope scope(world);
-    return message_of<Timeout>([&] {
-      for (int i = 0; i < 10; ++i) kCalls[0].run(world, kLarge);
-    });
+    return stop_of(world, kLarge, 1);
   });
   for (const int rank : {0, 2}) {
     const auto end = ranks.wait(rank, patience());
@@ -254,26 +222,23 @@ TEST(FaultProcess, StopIsTimeoutNamingIt) {
 
 // SIGKILL from outside, at any moment of a loop of all_reduce: of one rank, or of the whole job from its start on.
 TEST(FaultProcess, SigkillAtRandomMoments) {
-  constexpr int kTimes = 200;
+  const int times = full_run() ? 200 : 60;
   const auto before = leftovers();
-  const Starvation starvation;
-  std::vector<int64_t> delays;
   std::mt19937 random(20240607);
-  for (int time = 0; time < kTimes; ++time) {
+  for (int time = 0; time < times; ++time) {
     SCOPED_TRACE(time);
     const bool everybody = time % 4 == 3;
     const int victim = static_cast<int>(random() % kRanks);
     const int64_t count = int64_t{1} << (random() % 21);
     const Call& call = kCalls[random() % 3];
     const ForkedJob job;
-    const SharedNumbers numbers(2 * kRanks);  // operations done; when each knew
+    const SharedNumbers numbers(kRanks);  // operations done
     ForkedRanks ranks(kRanks, [&](int rank) {
       World world = job.join(rank, kRanks);
       const World::Scope scope(world);
       try {
         for (;; ++numbers[static_cast<size_t>(rank)]) call.run(world, count);
       } catch (const PeerLost& lost) {
-        numbers[static_cast<size_t>(kRanks + rank)] = now_ns();
         return text("rank ", lost.rank(), ": ", lost.what());
       }
     });
@@ -289,7 +254,6 @@ TEST(FaultProcess, SigkillAtRandomMoments) {
       for (const auto deadline = patience(); numbers[static_cast<size_t>(rank)] < 3 && !deadline.passed();)
         ::usleep(100);
     ::usleep(static_cast<useconds_t>(random() % 5000));
-    const int64_t killed_at = now_ns();
     ranks.signal(victim, SIGKILL);
     for (int rank = 0; rank < kRanks; ++rank) {
       const auto end = ranks.wait(rank, patience());
@@ -299,10 +263,8 @@ TEST(FaultProcess, SigkillAtRandomMoments) {
       }
       EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
       EXPECT_CONTAINS(end.said, text("rank ", victim, ": rank ", victim, " (pid ", ranks.pid(victim), ") died"));
-      delays.push_back(numbers[static_cast<size_t>(kRanks + rank)] - killed_at);
     }
   }
-  expect_in_time("killed at random moments", delays, starvation);
   EXPECT_EQ(leftovers(), before);
 }
 
@@ -310,12 +272,9 @@ TEST(FaultProcess, MessagesFromAKilledRank) {
   const std::vector<std::function<void()>> calls = {
       [] { recv(at::ones({10}), kVictim); }, [] { irecv(at::ones({10}), kVictim).wait(); },
       [] { send(at::ones({100'000}), kVictim); }, [] { isend(at::ones({100'000}), kVictim).wait(); }};
-  const Starvation starvation;
-  std::vector<int64_t> delays;
   for (size_t i = 0; i < calls.size(); ++i) {
     SCOPED_TRACE(i);
     const ForkedJob job;
-    const SharedNumbers numbers(1);
     ForkedRanks ranks(2, [&](int rank) {
       World world = job.join(rank, 2);
       const World::Scope scope(world);
@@ -324,22 +283,18 @@ TEST(FaultProcess, MessagesFromAKilledRank) {
         world.store().get("nobody sets this", patience());
       }
       world.store().get("here", patience());
-      world.store().set("waiting", "1");
+      const OnceAsleep watch([&] { world.store().set("waiting", "1"); });
       try {
         calls[i]();
       } catch (const PeerLost& lost) {
-        numbers[0] = now_ns();
         return std::string(lost.what());
       }
       return std::string("nothing was thrown");
     });
     job.store()->get("waiting", patience());
-    const int64_t killed_at = now_ns();
     ranks.signal(kVictim, SIGKILL);
     EXPECT_CONTAINS(ranks.wait(0, patience()).said, text("rank 1 (pid ", ranks.pid(kVictim), ") died"));
-    delays.push_back(numbers[0] - killed_at);
   }
-  expect_in_time("messages", delays, starvation);
 }
 
 }  // namespace

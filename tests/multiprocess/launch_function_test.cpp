@@ -187,7 +187,7 @@ TEST_F(LaunchFunction, RanksDieWithThisProcess) {
   ASSERT_TRUE(program.read_until("ready"));
   program.signal(SIGKILL);
   EXPECT_EQ(program.wait(), 1000 + SIGKILL);
-  EXPECT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty());
+  EXPECT_THAT(processes_left(patience()), IsEmpty());
 }
 
 TEST_F(LaunchFunction, RefusesWhatCannotWork) {
@@ -196,6 +196,7 @@ TEST_F(LaunchFunction, RefusesWhatCannotWork) {
   EXPECT_THROW(launch_function(launch::kMaxRanks + 1, nothing), InvalidArgument);
   EXPECT_THROW(launch_function(1, {}), InvalidArgument);
   EXPECT_THROW(launch_function(1, nothing, {.grace = milliseconds(-1)}), InvalidArgument);
+  EXPECT_THROW(launch_function(1, nothing, {.settle = milliseconds(-1)}), InvalidArgument);
   EXPECT_THROW(launch_function(1, nothing, {.env = {{"A=B", "c"}}}), InvalidArgument);
   ::signal(SIGCHLD, SIG_IGN);
   EXPECT_THROW(launch_function(1, nothing), InvalidArgument);
@@ -216,23 +217,24 @@ class RootCause : public ::testing::Test {
             .when = Clock::time_point(milliseconds(1000 + ms)),
             .last_lines = &lines};
   }
+  static Failure cause_of(const std::vector<Failure>& failures) { return choose_cause(failures, milliseconds(50)); }
   LastLines peer_lost_, aborted_, other_, silent_;
 };
 
 TEST_F(RootCause, IsTheFirstOfEqualOnes) {
-  EXPECT_EQ(choose_cause({at(0, 4, 0, silent_), at(1, 2, 0, silent_)}).rank, 4);
-  EXPECT_EQ(choose_cause({at(0, 4, SIGABRT, other_), at(1, 2, SIGSEGV, silent_)}).rank, 4);
+  EXPECT_EQ(cause_of({at(0, 4, 0, silent_), at(1, 2, 0, silent_)}).rank, 4);
+  EXPECT_EQ(cause_of({at(0, 4, SIGABRT, other_), at(1, 2, SIGSEGV, silent_)}).rank, 4);
 }
 
 TEST_F(RootCause, IsADeathBySignalBeforeAnExit) {
-  EXPECT_EQ(choose_cause({at(0, 4, 0, silent_), at(20, 2, SIGKILL, silent_)}).rank, 2);
-  EXPECT_EQ(choose_cause({at(0, 4, 0, silent_), at(51, 2, SIGKILL, silent_)}).rank, 4) << "too late";
+  EXPECT_EQ(cause_of({at(0, 4, 0, silent_), at(20, 2, SIGKILL, silent_)}).rank, 2);
+  EXPECT_EQ(cause_of({at(0, 4, 0, silent_), at(51, 2, SIGKILL, silent_)}).rank, 4) << "too late";
 }
 
 TEST_F(RootCause, IsAConsequenceOnlyWhereThereIsNothingElse) {
-  EXPECT_EQ(choose_cause({at(0, 0, SIGABRT, peer_lost_), at(9, 1, SIGABRT, aborted_), at(10, 2, 0, silent_)}).rank, 2);
-  EXPECT_EQ(choose_cause({at(0, 0, SIGABRT, peer_lost_), at(9, 1, SIGABRT, aborted_)}).rank, 0);
-  EXPECT_EQ(choose_cause({at(0, 0, SIGABRT, peer_lost_), at(99, 2, 0, silent_)}).rank, 0) << "too late";
+  EXPECT_EQ(cause_of({at(0, 0, SIGABRT, peer_lost_), at(9, 1, SIGABRT, aborted_), at(10, 2, 0, silent_)}).rank, 2);
+  EXPECT_EQ(cause_of({at(0, 0, SIGABRT, peer_lost_), at(9, 1, SIGABRT, aborted_)}).rank, 0);
+  EXPECT_EQ(cause_of({at(0, 0, SIGABRT, peer_lost_), at(99, 2, 0, silent_)}).rank, 0) << "too late";
 }
 
 TEST(LastLines, AreBoundedAndKnowBars) {

@@ -29,9 +29,6 @@ namespace muster::test {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// Milliseconds, but on an overloaded machine a process may wait seconds for its turn to die.
-inline constexpr seconds kDeathTakes{10};
-
 class Process {
  public:
   struct Options {

@@ -35,9 +35,7 @@ Words run_of(Words options, const Words& behaviour) {
 
 class Launch : public ::testing::Test {
  protected:
-  void TearDown() override {
-    EXPECT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty()) << "the job left processes behind";
-  }
+  void TearDown() override { EXPECT_THAT(processes_left(patience()), IsEmpty()) << "the job left processes behind"; }
 };
 
 TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
@@ -222,18 +220,17 @@ TEST_F(Launch, ASignalIsNamedAndExplained) {
 }
 
 TEST_F(Launch, ARankThatOnlyLostItsPeerIsNotTheCause) {
-  Process job(run_of({"-n", "2"}, {"echo-first"}));
+  Process job(run_of({"-n", "2", "--settle", "600s"}, {"echo-first"}));
   EXPECT_EQ(job.finish(), 7);
   EXPECT_THAT(job.err, ContainsRegex("\nmuster: rank 1 \\(pid [0-9]+\\) exited with status 7"));
 }
 
-TEST_F(Launch, TheOthersAreGoneWithinASecond) {
-  for (const Words& behaviour : {Words{"fail", "0", "3"}, Words{"fail", "0", "3", "stubborn"}}) {
-    Process job(run_of({"-n", "3"}, behaviour));
-    ASSERT_TRUE(job.read_until("failing")) << job.err;
-    const auto failed = Clock::now();
+// Left to themselves, the others would stay longer than the test waits.
+TEST_F(Launch, TheOthersAreEnded) {
+  for (const auto& [behaviour, grace] : {std::pair(Words{"fail", "0", "3"}, "600s"),                 // by SIGTERM
+                                         std::pair(Words{"fail", "0", "3", "stubborn"}, "50ms")}) {  // by SIGKILL
+    Process job(run_of({"-n", "3", "--grace", grace}, behaviour));
     EXPECT_EQ(job.finish(), 3);
-    EXPECT_LT(Clock::now() - failed, seconds(1));
     EXPECT_THAT(job.err, ContainsRegex("muster: rank 0 \\(pid [0-9]+\\) exited with status 3"));
   }
 }
@@ -260,24 +257,19 @@ TEST_F(Launch, UserSignalsAreForwardedAndEndNothing) {
 }
 
 TEST_F(Launch, ASecondStopSignalKillsAtOnce) {
-  Process job(run_of({"-n", "2", "--stop-grace", "60s"}, {"signals", "stubborn"}));
+  Process job(run_of({"-n", "2", "--stop-grace", "600s"}, {"signals", "stubborn"}));
   ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
   job.signal(SIGINT);
   ASSERT_TRUE(job.read_until("[0] got INT") && job.read_until("[1] got INT"));
-  const auto second = Clock::now();
   job.signal(SIGINT);
   EXPECT_EQ(job.finish(), 128 + SIGINT);
-  EXPECT_LT(Clock::now() - second, seconds(1));
 }
 
 TEST_F(Launch, StubbornRanksAreKilledAfterTheStopGrace) {
   Process job(run_of({"-n", "2", "--stop-grace", "200ms"}, {"signals", "stubborn"}));
   ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
-  const auto stopped = Clock::now();
   job.signal(SIGTERM);
   EXPECT_EQ(job.finish(), 128 + SIGTERM);
-  EXPECT_GE(Clock::now() - stopped, milliseconds(200));
-  EXPECT_LT(Clock::now() - stopped, seconds(2));
 }
 
 TEST_F(Launch, NohupIsRespected) {
@@ -294,7 +286,7 @@ TEST_F(Launch, SuspendingSuspendsTheRanks) {
   ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready"));
   const auto children = children_of(job.pid());
   const auto all_are = [&](char state) {
-    for (const auto deadline = Deadline::after(seconds(5)); !deadline.passed(); ::poll(nullptr, 0, 1)) {
+    for (const auto deadline = patience(); !deadline.passed(); ::poll(nullptr, 0, 1)) {
       const auto ranks =
           std::count_if(children.begin(), children.end(), [&](pid_t pid) { return state_of(pid) == state; });
       if (ranks == (state == 'T' ? 2 : 3) && state_of(job.pid()) == state) return true;
@@ -316,7 +308,7 @@ TEST_F(Launch, KillingTheLauncherLeavesNoProcess) {
     for (const char* ready : {"[0] ready", "[1] ready", "[2] ready"}) ASSERT_TRUE(job.read_until(ready)) << job.err;
     job.signal(SIGKILL);
     EXPECT_EQ(job.wait(), 1000 + SIGKILL);
-    ASSERT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty());
+    ASSERT_THAT(processes_left(patience()), IsEmpty());
   }
 }
 
@@ -326,7 +318,7 @@ TEST_F(Launch, KillingTheLauncherWhileItStartsLeavesNoProcess) {
     ::poll(nullptr, 0, delay / 2);  // any moment is right; this spreads them
     job.signal(SIGKILL);
     EXPECT_EQ(job.wait(), 1000 + SIGKILL);
-    ASSERT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty()) << delay;
+    ASSERT_THAT(processes_left(patience()), IsEmpty()) << delay;
   }
 }
 
@@ -335,7 +327,7 @@ TEST_F(Launch, KillingTheLauncherOfAJobWithinAJobLeavesNoProcess) {
   ASSERT_TRUE(job.read_until("[0] [0] ready") && job.read_until("[0] [1] ready")) << job.err;
   job.signal(SIGKILL);
   EXPECT_EQ(job.wait(), 1000 + SIGKILL);
-  EXPECT_THAT(processes_left(Deadline::after(kDeathTakes)), IsEmpty());
+  EXPECT_THAT(processes_left(patience()), IsEmpty());
 }
 
 TEST_F(Launch, WhatRanksLeaveRunningEndsWithTheJob) {
@@ -488,7 +480,7 @@ TEST_F(Launch, TheUserNeedNotWaitForAStalledReader) {
   Process job(run_of({"-n", "2"}, {"flood", "100000000"}));
   ASSERT_TRUE(is_stalled_after_stop(job));
   job.signal(SIGTERM);
-  EXPECT_EQ(job.wait(Deadline::after(seconds(5))), 128 + SIGTERM);
+  EXPECT_EQ(job.wait(), 128 + SIGTERM);
 }
 
 TEST_F(Launch, AReaderThatGoesAwayEndsTheRanks) {
@@ -503,20 +495,6 @@ TEST_F(Launch, LostOutputIsAnError) {
   Process job({"/bin/sh", "-c", text(kMusterCommand, " run -n 1 echo hello > /dev/full")});
   EXPECT_EQ(job.finish(), 1);
   EXPECT_THAT(job.err, HasSubstr("some output is lost, since it cannot be written: No space left on device"));
-}
-
-TEST_F(Launch, StartsInMilliseconds) {
-  std::vector<double> times;
-  for (int repeat = 0; repeat < 20; ++repeat) {
-    const auto start = Clock::now();
-    Process job(run_of({"-n", "2"}, {"nothing"}));
-    ASSERT_EQ(job.finish(), 0);
-    times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
-  }
-  std::nth_element(times.begin(), times.begin() + 10, times.end());
-  RecordProperty("median_ms", text(times[10]));
-  std::cout << "median of 20 runs: " << times[10] << " ms\n";
-  EXPECT_LE(times[10], 100);
 }
 
 }  // namespace

@@ -7,12 +7,11 @@
 #include "base/text.h"
 #include "comm/backend.h"
 #include "muster/comm/collectives.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {
 namespace {
-
-using std::chrono::milliseconds;
 
 class Mpi : public CommContract {
  protected:
@@ -24,13 +23,11 @@ class Mpi : public CommContract {
   static WorldOptions mpi() {
     WorldOptions options;
     options.backend = "mpi";
-    options.timeout = std::chrono::seconds(30);
+    options.timeout = kPatience;
     return options;
   }
   static void say(World& world, const std::string& key) { world.store().set(key, "1"); }
-  static void hear(World& world, const std::string& key) {
-    world.store().get(key, Deadline::after(std::chrono::seconds(30)));
-  }
+  static void hear(World& world, const std::string& key) { world.store().get(key, patience()); }
 };
 class MpiLarge : public Mpi {};
 
@@ -80,7 +77,7 @@ TEST_P(Mpi, RanksAsThreadsAreUnavailable) {
   });
 }
 
-// A rank leaves whose messages nobody has received: that takes no longer than usual, its memory is its own again, and
+// A rank leaves whose messages nobody has received: it does not wait for them, its memory is its own again, and
 // the others learn of it, those that come late too.
 TEST_P(Mpi, LeavesWithMessagesUnderWay) {
   constexpr int64_t kLarge = 8 << 20;
@@ -97,23 +94,17 @@ TEST_P(Mpi, LeavesWithMessagesUnderWay) {
             receiving = irecv(at::ones({kLarge}), 2);
           }
           if (!late) hear(outer, "1 waits"), hear(outer, "2 waits");
-          const auto began = Clock::now();
           world.group().backend().leave({});
-          EXPECT_LE(Clock::now() - began, milliseconds(1500));
           say(outer, "left");
           EXPECT_THROW(sending.wait(), Aborted);
           EXPECT_THROW(receiving.wait(), Aborted);
         } else {
           if (late) hear(outer, "left");
           say(outer, text(world.rank(), " waits"));
-          const auto began = Clock::now();
           if (world.rank() == 1)
             EXPECT_THROW(recv(at::zeros({1}), 0, {.tag = 1}), PeerLost);  // which was never sent
           else
             EXPECT_THROW(send(at::zeros({kLarge}), 0, {.tag = 1}), PeerLost);  // which nobody receives
-          if (late) {
-            EXPECT_LE(Clock::now() - began, milliseconds(1500));
-          }
         }
       }
       barrier();

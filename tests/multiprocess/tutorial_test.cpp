@@ -12,7 +12,7 @@ namespace {
 std::vector<std::string> run_example(const std::string& name, int ranks) {
   Process job(
       {kMusterCommand, "run", "--no-prefix", "-n", std::to_string(ranks), text(kExamplesFolder, "/tutorial_", name)});
-  EXPECT_EQ(job.finish(Deadline::after(seconds(90))), 0) << job.err;
+  EXPECT_EQ(job.finish(), 0) << job.err;
   std::vector<std::string> lines;
   std::istringstream stream(job.out);
   for (std::string line; std::getline(stream, line);) lines.push_back(line);

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import unittest
@@ -13,15 +12,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import muster  # noqa: F401
+from ports import ReservedPort
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = [str(ROOT / "python" / "examples" / "train_ddp.py"), "--steps", "20"]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def spawned(rank: int, port: int) -> None:
@@ -34,7 +28,7 @@ def spawned(rank: int, port: int) -> None:
 
 class Launchers(unittest.TestCase):
     def example(self, *command: str) -> None:
-        done = subprocess.run([*command, *EXAMPLE], text=True, capture_output=True, timeout=120,
+        done = subprocess.run([*command, *EXAMPLE], text=True, capture_output=True, timeout=600,
                               env=dict(os.environ, OMP_NUM_THREADS="1"))
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("steps/s with muster on 2 processes", done.stdout)
@@ -47,7 +41,8 @@ class Launchers(unittest.TestCase):
         self.example(os.environ["MUSTER_COMMAND"], "run", "-n", "2", sys.executable)
 
     def test_spawn_with_tcp(self):
-        mp.spawn(spawned, args=(free_port(),), nprocs=2)
+        with ReservedPort() as port:
+            mp.spawn(spawned, args=(port,), nprocs=2)
 
 
 if __name__ == "__main__":

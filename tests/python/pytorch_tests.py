@@ -29,14 +29,16 @@ import unittest
 from datetime import timedelta
 from pathlib import Path
 
+from ports import ReservedPort
+
 SECONDS = 40  # that a test may take
 NAME = "torch.testing._internal.distributed.distributed_test"
 
 
-def load(ranks: int, folder: str) -> types.ModuleType:
+def load(ranks: int, folder: str, port: int) -> types.ModuleType:
     """PyTorch's module, with Muster wherever it says gloo of the backend under test."""
     os.environ.update(BACKEND="muster", WORLD_SIZE=str(ranks), TEMP_DIR=folder, OMP_NUM_THREADS="1",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29512", INIT_METHOD=f"file://{folder}/init")
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), INIT_METHOD=f"file://{folder}/init")
     if importlib.util.find_spec("expecttest") is None:  # of which these tests use nothing
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
@@ -201,10 +203,10 @@ def main() -> int:
         print("PyTorch's tests need numpy (pip install numpy)")
         return 77
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ReservedPort() as port:
         for sub in ("barrier", "test_dir", "init_dir"):
             os.mkdir(f"{folder}/{sub}")
-        module = load(args.ranks, folder)
+        module = load(args.ranks, folder, port)
         case = prepare(module)
         names = [name for name in unittest.TestLoader().getTestCaseNames(case)
                  if "cuda" not in name and "nccl" not in name

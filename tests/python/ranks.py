@@ -32,7 +32,7 @@ import muster
 
 torch.set_num_threads(1)  # no threads here that forks would miss
 
-LIMIT = 30.0  # seconds that a test's ranks may take
+LIMIT = 600.0  # seconds that a test's ranks may take, and so of every wait: only a hang reaches it
 
 
 class RankFailed(AssertionError):
@@ -89,7 +89,7 @@ def _read(pipe: int, until: float) -> tuple[bool, Any] | None:
             data += more
 
 
-def run(n: int, body: Callable[[int], Any], backend: str = "muster", timeout: float = 30.0, destroy: bool = True) -> list[Any]:
+def run(n: int, body: Callable[[int], Any], backend: str = "muster", timeout: float = LIMIT, destroy: bool = True) -> list[Any]:
     """As fork(), with a process group around the body."""
     with tempfile.TemporaryDirectory() as folder:
 
@@ -104,7 +104,7 @@ def run(n: int, body: Callable[[int], Any], backend: str = "muster", timeout: fl
         return fork(n, with_group)
 
 
-def run_threads(n: int, body: Callable[[int, Any], Any], timeout: float = 30.0) -> list[Any]:
+def run_threads(n: int, body: Callable[[int, Any], Any], timeout: float = LIMIT) -> list[Any]:
     """body(rank, backend) in n threads of a fork, each with a backend of its own."""
 
     def rank_threads(_: int) -> list[Any]:
@@ -126,6 +126,17 @@ def run_threads(n: int, body: Callable[[int, Any], Any], timeout: float = 30.0) 
         return answers
 
     return fork(1, rank_threads)[0]
+
+
+def say(key: str) -> None:
+    """Tells the other ranks of a run() that something has happened."""
+    dist.distributed_c10d._get_default_store().set(key, "1")
+
+
+def hear(key: str) -> str:
+    """Waits until some rank says so."""
+    dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=LIMIT))
+    return key
 
 
 def raised(kind: type[BaseException], call: Callable[[], Any]) -> str:

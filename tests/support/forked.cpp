@@ -14,6 +14,7 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -99,7 +100,7 @@ std::vector<ForkedRanks::End> ForkedRanks::wait_all(Deadline deadline) {
 
 World ForkedJob::join(int rank, int n, const WorldOptions& options) const {
   return World({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n},
-               connect_store(address(), Deadline::after(std::chrono::seconds(20))), options);
+               connect_store(address(), patience()), options);
 }
 
 SharedNumbers::SharedNumbers(size_t count) : bytes_(count * sizeof(std::atomic<int64_t>)) {
@@ -109,25 +110,33 @@ SharedNumbers::SharedNumbers(size_t count) : bytes_(count * sizeof(std::atomic<i
 }
 SharedNumbers::~SharedNumbers() { ::munmap(numbers_, bytes_); }
 
-void Starvation::measure() {
-  while (!stop_) {
-    const int64_t began = now_ns();
-    ::usleep(1000);
-    const int64_t late = now_ns() - began - 1'000'000;
-    if (late > longest_) longest_ = late;
+namespace {
+
+// TMPDIR of this process and its children.
+class OwnTemporaryFolder {
+ public:
+  OwnTemporaryFolder() : path_(testing::TempDir() + "muster-test-XXXXXX") {
+    if (::mkdtemp(path_.data()) == nullptr) throw_errno("mkdtemp");
+    ::setenv("TMPDIR", path_.c_str(), 1);
   }
-}
+  OwnTemporaryFolder(const OwnTemporaryFolder&) = delete;
+  OwnTemporaryFolder& operator=(const OwnTemporaryFolder&) = delete;
+  ~OwnTemporaryFolder() {
+    std::error_code error;
+    std::filesystem::remove_all(path_, error);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+}  // namespace
 
 std::vector<std::string> leftovers() {
+  static const OwnTemporaryFolder folder;
   std::vector<std::string> found;
-  const auto look = [&](const std::filesystem::path& folder, auto wanted) {
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder, error))
-      if (wanted(entry.path().filename().string())) found.push_back(entry.path());
-  };
-  const auto ours = [](const std::string& name) { return name.find("muster") != std::string::npos; };
-  look("/dev/shm", ours);
-  look(testing::TempDir(), ours);
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path())) found.push_back(entry.path());
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code error;
     const auto target = std::filesystem::read_symlink(entry.path(), error);

@@ -9,7 +9,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/fd.h"
@@ -18,24 +17,6 @@
 #include "muster/store/store.h"
 
 namespace muster::test {
-
-// How long the machine itself makes a thread wait beyond what it asked for, while this lives: what other programs take.
-class Starvation {
- public:
-  Starvation() : thread_([this] { measure(); }) {}
-  ~Starvation() {
-    stop_ = true;
-    thread_.join();
-  }
-  int64_t longest_ns() const { return longest_; }
-
- private:
-  void measure();  // allocates nothing and takes no lock, so that the process may fork meanwhile
-
-  std::atomic<bool> stop_{false};
-  std::atomic<int64_t> longest_{0};
-  std::thread thread_;
-};
 
 class ForkedRanks {
  public:
@@ -99,8 +80,8 @@ inline int64_t now_ns() {
   return Clock::now().time_since_epoch().count();
 }  // of the machine: the same in all its processes
 
-// What a test could leave behind: descriptors and children of this process, files of ours in /dev/shm and the temporary
-// folder. Abstract sockets and memfds are gone with the processes that have them.
+// What a test could leave behind: descriptors and children of this process, and files in its temporary folder, which it
+// has for itself from the first call on. Abstract sockets and memfds are gone with the processes that have them.
 std::vector<std::string> leftovers();
 
 }  // namespace muster::test

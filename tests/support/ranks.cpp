@@ -10,6 +10,7 @@
 #include "comm/backend.h"
 #include "comm/environment.h"
 #include "muster/launch/spawn.h"
+#include "support/patience.h"
 
 namespace muster::test {
 namespace {
@@ -72,7 +73,7 @@ std::vector<Setup> all_setups() {
 
 WorldOptions options_for(const Setup& setup, int n, WorldOptions options) {
   options.backend = setup.backend;
-  if (options.timeout == WorldOptions().timeout) options.timeout = std::chrono::seconds(60);
+  if (options.timeout == WorldOptions().timeout) options.timeout = kPatience;
   // All ranks but the last on one host: then sums inside it and between hosts are taken in the order of ranks, and
   // results must have the bits that they have on any backend.
   if (setup.backend == "hierarchical" && options.hosts.empty()) {

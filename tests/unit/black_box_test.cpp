@@ -357,39 +357,5 @@ TEST(BlackBoxFork, SurvivesItsRankAndIsHandedOn) {
   EXPECT_EQ(read.begun, 3u);
 }
 
-// The least of many batches: what else runs on the machine only adds.
-template <typename Fn>
-double least_ns(Fn fn) {
-  constexpr int kBatches = 200, kEach = 1000;
-  double least = 1e9;
-  for (int batch = 0; batch < kBatches; ++batch) {
-    const uint64_t began = monotonic_ns();
-    for (int i = 0; i < kEach; ++i) fn();
-    least = std::min(least, static_cast<double>(monotonic_ns() - began) / kEach);
-  }
-  return least;
-}
-
-TEST(BlackBox, CostsAHundredNanosecondsAtMost) {
-  const Box box;
-  const int group = box.box->group("world");
-  uint64_t sequence = 0;
-  const double clock = least_ns([] {
-    volatile uint64_t now = monotonic_ns();
-    (void)now;
-  });
-  const double both = least_ns([&] {
-    box.box->end(box.box->begin({.group = group, .operation = 1, .bytes = 4096, .sequence = sequence++}), State::kDone);
-  });
-  RecordProperty("begin_and_end_ns", text(both));
-  std::cout << "begin() and end(): " << both << " ns, of which the clock takes 2 x " << clock << " ns\n";
-#ifdef __OPTIMIZE__
-  // Machines differ in what a reading of the clock costs; the rest is ours.
-  if (!test::kSanitized) {
-    EXPECT_LE(both - 2 * clock, 50);
-  }
-#endif
-}
-
 }  // namespace
 }  // namespace muster::shm

@@ -26,31 +26,32 @@
 #include "muster/launch/launcher.h"
 #include "muster/store/store.h"
 #include "shm/black_box.h"
+#include "support/patience.h"
 
 namespace {
 
 using muster::Deadline;
 using muster::text;
+namespace test = muster::test;
 using Arguments = std::vector<std::string>;
-
-constexpr std::chrono::seconds kPatience{30};
 
 int number(const char* name) { return std::getenv(name) ? std::atoi(std::getenv(name)) : -1; }
 int rank() { return number("RANK"); }
 
 void say(const std::string& words) { std::cout << words << std::endl; }
 
-// Ends by itself should everything else fail, so that no test can leave it behind for good.
+// Ends by itself should everything else fail, so that no test can leave it behind for good: after its test has.
+constexpr int kStays = 2 * std::chrono::seconds(test::kPatience) / std::chrono::seconds(1);
 int stay() {
-  ::poll(nullptr, 0, 60'000);
+  ::poll(nullptr, 0, kStays * 1000);
   return 99;
 }
 
 // Waits until all ranks have come here.
 void meet(const std::string& where) {
-  auto store = muster::connect_store(std::getenv("MUSTER_STORE"), Deadline::after(kPatience));
+  auto store = muster::connect_store(std::getenv("MUSTER_STORE"), test::patience());
   if (store->add("count/" + where, 1) == number("WORLD_SIZE")) store->set("all/" + where, "");
-  store->wait({"all/" + where}, Deadline::after(kPatience));
+  store->wait({"all/" + where}, test::patience());
 }
 
 int print_environment(const Arguments&) {
@@ -117,7 +118,7 @@ int echo_first(const Arguments&) {
   std::ifstream children(parent);
   std::vector<pid_t> siblings;
   for (pid_t child = 0; children >> child;) siblings.push_back(child);
-  for (const auto deadline = Deadline::after(kPatience); !deadline.passed(); ::poll(nullptr, 0, 1)) {
+  for (const auto deadline = test::patience(); !deadline.passed(); ::poll(nullptr, 0, 1)) {
     for (const pid_t sibling : siblings) {
       std::ifstream stat(text("/proc/", sibling, "/stat"));
       std::string line;
@@ -145,8 +146,8 @@ int tell_signals(const Arguments& arguments) {
   meet("signals");
   say("ready");
   for (;;) {
-    const timespec patience{60, 0};
-    const int signal = ::sigtimedwait(&all, nullptr, &patience);
+    const timespec long_enough{kStays, 0};
+    const int signal = ::sigtimedwait(&all, nullptr, &long_enough);
     if (signal < 0) return 99;
     say(text("got ", ::sigabbrev_np(signal)));
     if (signal == SIGUSR2) return 0;
@@ -233,8 +234,8 @@ int bar_and_line(const Arguments&) {
   meet("blocked");
   if (rank() == 0) write("\rbar 50%\x1b[K");
   for (;;) {
-    const timespec patience{60, 0};
-    const int signal = ::sigtimedwait(&ours, nullptr, &patience);
+    const timespec long_enough{kStays, 0};
+    const int signal = ::sigtimedwait(&ours, nullptr, &long_enough);
     if (signal < 0) return 99;
     if (signal == SIGUSR1 && rank() == 1) say("a line");
     if (signal == SIGUSR2 && rank() == 0) write("\rbar 100%\x1b[K\n");
