@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,crowd] [--ranks 2] [--rounds 3]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,crowd,fault,idle,memory] [--ranks 2] [--rounds 3]
 
 Every implementation runs `rounds` times, in turn with the others, so that a noisy minute hits all alike; of each row the best round counts. A peer that is
-not installed is left out, and the table says so. --json writes one object a line, after a first line about the machine.
+not installed is left out, and the table says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object a line, after a first line about the machine.
 """
 
 import argparse
@@ -118,6 +118,18 @@ class Bench:
             rows.append({"bench": "launch", "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(taken), 2)})
         return rows
 
+    def bounds(self, name):
+        return self.rows([str(self.build / "bench" / "bench_bounds"), name])
+
+    def fault(self):
+        return self.bounds("fault")
+
+    def idle(self):
+        return self.bounds("idle")
+
+    def memory(self):
+        return self.bounds("memory")
+
     def rounds(self, commands, key, value, best):
         found = {}
         for _ in range(self.args.rounds):
@@ -179,6 +191,12 @@ def show_launch(rows):
     table("start and end of a job whose ranks do nothing: milliseconds, median", ["impl", "ms"], [[row["impl"], row["ms"]] for row in rows])
 
 
+def show_bounds(rows):
+    lines = [[row["what"], row["ranks"], f"{row['typical']:.3g}", f"{row['worst']:.3g}", f"{row['bound']:.3g}", row["unit"], "yes" if row["typical"] <= row["bound"] else "NO"]
+             for row in rows]
+    table(f"{rows[0]['bench']}: what Muster promises, and what was measured", ["what", "ranks", "typical", "worst", "bound", "unit", "kept"], lines)
+
+
 def machine():
     model = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "unknown")
     return {"bench": "machine", "date": date.today().isoformat(), "cpu": model, "cores": os.cpu_count(), "kernel": platform.release()}
@@ -189,11 +207,12 @@ def main():
     parser.add_argument("--build", default=str(HERE.parent / "build" / "release"), help="where Muster was built")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, one object a line")
     parser.add_argument("--picture", metavar="FILE", help="with --json: draw all_reduce's time over size there (bench/plot.py)")
-    parser.add_argument("--only", default="all_reduce,others,ddp,launch", help="which benchmarks, separated by commas")
+    parser.add_argument("--only", default="all_reduce,others,ddp,launch,fault,idle,memory", help="which benchmarks, separated by commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "crowd": show_crowd}
+    show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "crowd": show_crowd,
+            "fault": show_bounds, "idle": show_bounds, "memory": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")
