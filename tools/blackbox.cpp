@@ -1,7 +1,6 @@
 // muster blackbox: what the ranks of a job did last, whether it runs, stands still or has ended.
 #include <sys/types.h>
 
-#include <charconv>
 #include <fstream>
 #include <limits>
 
@@ -13,11 +12,11 @@
 namespace muster::tools {
 namespace {
 
-struct Arguments {
+struct BlackBoxArguments {
   std::string job, pid, file, last = "10", perfetto;
 };
 
-void declare(CLI::App& app, Arguments& arguments) {
+void declare_black_box(CLI::App& app, BlackBoxArguments& arguments) {
   app.add_option("FILE", arguments.file, "what muster run --black-box FILE left of a job that failed")->type_name("");
   app.add_option("--job", arguments.job, "the job on this host whose id begins so")->type_name("ID");
   app.add_option("--pid", arguments.pid, "the job of this process, a rank or its muster run")->type_name("PID");
@@ -29,21 +28,15 @@ void declare(CLI::App& app, Arguments& arguments) {
   app.footer(
       "Without FILE, --job and --pid: the only job of this user that runs on this host.\n"
       "Prints the operations of all ranks by the time at which they began, in seconds before now, and for each group\n"
-      "where its ranks are and who holds up whom.");
+      "where its ranks are and who holds up whom.\n"
+      "\n"
+      "Examples:\n"
+      "  muster blackbox\n"
+      "  muster blackbox --job 3fa2 --last 100\n"
+      "  muster blackbox failed.boxes --perfetto trace.json");
 }
 
-// A whole number from 0 to `most`.
-uint64_t parse_number(const std::string& option, const std::string& word, uint64_t most) {
-  uint64_t number = 0;
-  const char* end = word.data() + word.size();
-  const auto [stop, error] = std::from_chars(word.data(), end, number);
-  if (error != std::errc() || stop != end || number > most)
-    throw InvalidArgument(text(option, " takes a whole number of at most ", most, ", and '", word, "' is none"),
-                          text("Use for example ", option, " 100"));
-  return number;
-}
-
-launch::JobBoxes read(const Arguments& arguments) {
+launch::JobBoxes read(const BlackBoxArguments& arguments) {
   const int sources = !arguments.job.empty() + !arguments.pid.empty() + !arguments.file.empty();
   if (sources > 1) throw InvalidArgument("FILE, --job and --pid name three different things", "Give one of them");
   if (!arguments.file.empty()) {
@@ -68,8 +61,8 @@ void write(const std::string& path, const std::string& bytes) {
 
 int blackbox_command(std::vector<std::string> words) {
   CLI::App app("Prints what the ranks of a job did last, and who holds up whom.", "muster blackbox");
-  Arguments arguments;
-  declare(app, arguments);
+  BlackBoxArguments arguments;
+  declare_black_box(app, arguments);
   if (!parse(app, words, "muster blackbox --help")) return 0;
   const auto last = parse_number("--last", arguments.last, 4096);
   const auto job = read(arguments);

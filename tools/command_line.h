@@ -2,6 +2,8 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <charconv>
+#include <cstdint>
 #include <iostream>
 #include <string>
 #include <vector>
@@ -30,6 +32,25 @@ inline bool parse(CLI::App& app, const std::vector<std::string>& words, const st
   }
 }
 
+// A whole number from 0 to `most`.
+inline uint64_t parse_number(const std::string& option, const std::string& word, uint64_t most) {
+  uint64_t number = 0;
+  const char* end = word.data() + word.size();
+  const auto [stop, error] = std::from_chars(word.data(), end, number);
+  if (error != std::errc() || stop != end || number > most)
+    throw InvalidArgument(text(option, " takes a whole number of at most ", most, ", and '", word, "' is none"),
+                          text("Use for example ", option, " 100"));
+  return number;
+}
+
+// Of standard output; 0 where it is no terminal. ps.cpp
+int terminal_columns();
+int terminal_rows();
+
 int blackbox_command(std::vector<std::string> words);  // blackbox.cpp
+int secret_command(std::vector<std::string> words);    // secret.cpp
+int doctor_command(std::vector<std::string> words);    // doctor.cpp
+int ps_command(std::vector<std::string> words);        // ps.cpp
+int top_command(std::vector<std::string> words);       // top.cpp
 
 }  // namespace muster::tools

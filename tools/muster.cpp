@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "base/env.h"
 #include "base/text.h"
 #include "command_line.h"
 #include "muster/base/error.h"
@@ -54,10 +55,61 @@ milliseconds parse_time(const std::string& option, const std::string& word) {
   return milliseconds(number);
 }
 
+muster::launch::Pin parse_pin(const std::string& word) {
+  using muster::launch::Pin;
+  if (word == "auto") return Pin::kAuto;
+  if (word == "none") return Pin::kNone;
+  if (word == "cores") return Pin::kCores;
+  throw InvalidArgument(text("--pin takes auto, none or cores, and not '", word, "'"), "Use for example --pin cores");
+}
+
+// "2", or "1:4" for any number from 1 to 4.
+void parse_hosts(const std::string& word, muster::launch::HostOptions* hosts) {
+  const auto number = [&](const std::string& digits) {
+    int value = 0;
+    const auto [stop, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+    if (error != std::errc() || stop != digits.data() + digits.size() || value < 1)
+      throw InvalidArgument(text("--nnodes takes a number of hosts or MIN:MAX, and '", word, "' is neither"),
+                            "Use for example --nnodes 2 or --nnodes 1:4");
+    return value;
+  };
+  const auto colon = word.find(':');
+  hosts->least = number(word.substr(0, colon));
+  hosts->most = colon == std::string::npos ? hosts->least : number(word.substr(colon + 1));
+}
+
 struct RunArguments {
-  std::string ranks, settle = "50ms", grace = "700ms", stop_grace = "5s", black_box;
-  bool no_prefix = false;
+  std::string ranks, settle = "50ms", grace = "700ms", stop_grace = "5s", black_box, log_dir, error_file, pin = "auto";
+  bool no_prefix = false, tee = false, redirect = false, verbose = false;
+  int max_restarts = 0;
+  std::string hosts = "1", rendezvous, secret_file, job, address, meet = "300s", patience = "5s";
+  int node = -1;
 };
+
+// Where a scheduler numbers the launchers, so do we; -1 where none does. srun numbers those of its step, of which
+// several may be on one host. A step of another size is only a part of the job, or the launchers are not its tasks, as
+// in a batch script: then its numbers are not the job's, and hosts get theirs as they come.
+int scheduled_node(int hosts) {
+  const auto number = [](const char* name) { return static_cast<int>(muster::env_int(name).value_or(-1)); };
+  if (number("SLURM_STEP_NUM_TASKS") == hosts) return number("SLURM_PROCID");
+  if (number("SLURM_STEP_NUM_NODES") == hosts) return number("SLURM_NODEID");
+  return number("JOB_COMPLETION_INDEX");
+}
+
+std::optional<muster::launch::HostOptions> hosts_of(const RunArguments& arguments) {
+  muster::launch::HostOptions hosts;
+  parse_hosts(arguments.hosts, &hosts);
+  if (hosts.most == 1 && arguments.rendezvous.empty()) return std::nullopt;
+  hosts.node = arguments.node;
+  if (hosts.node < 0) hosts.node = scheduled_node(hosts.most);
+  hosts.rendezvous = arguments.rendezvous;
+  hosts.secret_file = arguments.secret_file;
+  hosts.job = arguments.job;
+  hosts.address = arguments.address;
+  hosts.timeout = parse_time("--rdzv-timeout", arguments.meet);
+  hosts.patience = parse_time("--rdzv-patience", arguments.patience);
+  return hosts;
+}
 
 // CLI11 does not know of PROGRAM, since it sees only the words before it.
 struct RunHelp : CLI::Formatter {
@@ -79,12 +131,49 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
       ->default_str("5s");
   run.add_option("--black-box", arguments.black_box, "where a job that fails leaves what its ranks did last")
       ->type_name("FILE");
+  run.add_option("--error-file", arguments.error_file, "where a job that fails says why, as JSON")->type_name("FILE");
+  run.add_option("--log-dir", arguments.log_dir, "write what rank N prints to DIR/rank_N.out and DIR/rank_N.err")
+      ->type_name("DIR");
+  run.add_flag("--tee", arguments.tee, "with --log-dir: print it here too (the default)");
+  run.add_flag("--redirect", arguments.redirect, "with --log-dir: print nothing of it here");
+  run.add_option("--pin", arguments.pin,
+                 "keep each rank on cores of its own; auto: where the cores are this job's alone")
+      ->type_name("auto|none|cores")
+      ->default_str("auto");
+  run.add_flag("-v,--verbose", arguments.verbose, "say where each rank runs, and how remote calls reach the others");
+  run.add_option("--max-restarts", arguments.max_restarts, "how often the job starts again after a rank failed")
+      ->type_name("TIMES")
+      ->default_str("0");
+  run.add_option("--nnodes", arguments.hosts, "how many hosts, with a muster run on each; MIN:MAX for as many as come")
+      ->type_name("HOSTS")
+      ->default_str("1");
+  run.add_option("--node-rank", arguments.node, "this host's number, from 0; as they come where none is given")
+      ->type_name("NUMBER");
+  run.add_option("--rdzv", arguments.rendezvous,
+                 "HOST:PORT of one of them, where they meet; or a store: tls://, etcd://")
+      ->type_name("ADDRESS");
+  run.add_option("--secret-file", arguments.secret_file, "what the hosts know each other by: see muster secret")
+      ->type_name("FILE");
+  run.add_option("--rdzv-timeout", arguments.meet, "how long to wait there for the others")
+      ->type_name("TIME")
+      ->default_str("300s");
+  run.add_option("--rdzv-patience", arguments.patience, "with a host that gives no sign of life; then it is lost")
+      ->type_name("TIME")
+      ->default_str("5s");
+  run.add_option("--job-id", arguments.job, "tells jobs apart that meet in one store")->type_name("NAME");
+  run.add_option("--host", arguments.address, "this host's address for the others, where the one found is wrong")
+      ->type_name("ADDRESS");
   run.footer(
       "Each rank finds its place in RANK, WORLD_SIZE and torchrun's other variables; muster::init() reads them.\n"
       "The first rank that fails ends the job and gives the exit status. Rank 0 has the standard input, unless that is "
       "a\n"
       "terminal. Everything that a rank started ends with the job.\n"
-      "muster blackbox prints what the ranks did last.");
+      "muster blackbox prints what the ranks did last, muster top what they do.\n"
+      "\n"
+      "Examples:\n"
+      "  muster run -n 2 ./train --lr 0.1\n"
+      "  muster run -n 8 --black-box failed.boxes -- python train.py\n"
+      "  muster run -n 4 --log-dir logs --redirect ./train");
 }
 
 // Where the words for us end and PROGRAM begins: all after it is the program's, also what looks like an option of ours.
@@ -121,11 +210,24 @@ int run_command(std::vector<std::string> words) {
   options.grace = parse_time("--grace", arguments.grace);
   options.stop_grace = parse_time("--stop-grace", arguments.stop_grace);
   options.black_box_file = arguments.black_box;
+  options.error_file = arguments.error_file;
+  options.max_restarts = arguments.max_restarts;
+  options.hosts = hosts_of(arguments);
   options.own_process = true;
+  options.verbose = arguments.verbose;
+  options.pin = parse_pin(arguments.pin);
+  if (arguments.log_dir.empty() && (arguments.tee || arguments.redirect))
+    throw InvalidArgument(text(arguments.tee ? "--tee" : "--redirect", " says nothing without a folder"),
+                          "Use it with --log-dir DIR");
+  if (arguments.tee && arguments.redirect)
+    throw InvalidArgument("--tee and --redirect contradict each other", "Give one of them");
+  options.log_folder = arguments.log_dir;
+  options.log_files_only = arguments.redirect;
   if (program.empty()) throw InvalidArgument("there is no program to run", text("Use ", kUsage));
   options.command = std::move(program);
 
   const auto outcome = muster::launch::launch_command(options);
+  if (!outcome.warnings.empty()) std::cerr << "muster: " << outcome.warnings << std::flush;
   if (!outcome.cause.empty()) std::cerr << "muster: " << outcome.cause << std::flush;
   return outcome.status;
 }
@@ -139,6 +241,10 @@ struct Subcommand {
 constexpr Subcommand kSubcommands[] = {
     {"run", "starts a program as the ranks of one job on this host", run_command},
     {"blackbox", "prints what the ranks of a job did last, and who holds up whom", muster::tools::blackbox_command},
+    {"secret", "makes the secret with which the hosts of a job know each other", muster::tools::secret_command},
+    {"ps", "lists the jobs of this user on this host", muster::tools::ps_command},
+    {"top", "shows what the ranks of a job do: step, speed, time in communication, memory", muster::tools::top_command},
+    {"doctor", "says what this machine offers to a job, and what to change", muster::tools::doctor_command},
 };
 
 void print_help(std::ostream& out) {

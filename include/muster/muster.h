@@ -6,6 +6,7 @@
 #include "muster/comm/collectives.h"
 #include "muster/comm/fault_plan.h"
 #include "muster/comm/functional.h"
+#include "muster/comm/report_progress.h"
 #include "muster/comm/world.h"
 #include "muster/data/sampler.h"
 #include "muster/launch/spawn.h"

@@ -1,11 +1,18 @@
-// Random bytes from the kernel (getrandom(2)), for names and nonces that nobody can guess.
+// Random bytes from the kernel (getrandom(2)), for secrets, names and nonces that nobody can guess.
+//
+// Thread-safety: all functions.
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string>
 
 namespace muster {
 
+void random_bytes(std::span<unsigned char> bytes);
 std::string random_hex(size_t bytes);  // 2 * bytes hexadecimal digits
+
+// Two lower-case digits a byte.
+std::string to_hex(std::span<const unsigned char> bytes);
 
 }  // namespace muster

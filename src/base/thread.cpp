@@ -2,23 +2,9 @@
 
 #include <pthread.h>
 
-#include <csignal>
+#include "base/signals_blocked.h"
 
 namespace muster {
-namespace {
-
-struct SignalsBlocked {
-  sigset_t before;
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
-};
-
-}  // namespace
-
 std::thread start_thread(const std::string& name, std::function<void()> body) {
   const SignalsBlocked blocked;  // inherited by the new thread; undone here also where there can be no more threads
   std::thread thread(std::move(body));

@@ -37,11 +37,21 @@ int first_of(std::initializer_list<const char*> names, int otherwise) {
   return otherwise;
 }
 
+// Of the pods of a Kubernetes Indexed Job, which gives no more than that.
+constexpr const char* kPodIndex = "JOB_COMPLETION_INDEX";
+
 // The variables of torchrun, which muster run sets as well.
 Placement torchrun_placement() {
   Placement p;
-  p.rank = require_int("RANK");
   p.world_size = require_int("WORLD_SIZE");
+  if (!env_string("RANK") && env_string(kPodIndex)) {  // a pod for each rank
+    p.rank = require_int(kPodIndex);
+    p.local_rank = 0;
+    p.local_world_size = 1;
+    p.node_rank = p.rank;
+    return p;
+  }
+  p.rank = require_int("RANK");
   p.local_rank = env_or("LOCAL_RANK", p.rank);
   p.local_world_size = env_or("LOCAL_WORLD_SIZE", p.world_size);
   p.node_rank = first_of({"GROUP_RANK", "NODE_RANK"}, 0);
@@ -140,15 +150,16 @@ void check(const Placement& p, const char* rank, const char* world_size) {
 Job join_job(Deadline deadline) {
   Job job;
   Placement& p = job.placement;
-  if (const auto address = env_string("MUSTER_STORE")) {
+  if (env_string("MUSTER_STORE")) {
     job.started_by = "muster run";
     p = torchrun_placement();
     check(p, "RANK", "WORLD_SIZE");
-    job.store = connect_store(*address, deadline);
-  } else if (env_string("MASTER_ADDR") && env_string("RANK")) {
-    job.started_by = "env://";
+    job.store = connect_job_store(deadline);
+  } else if (env_string("MASTER_ADDR") && (env_string("RANK") || env_string(kPodIndex))) {
+    const bool pods = !env_string("RANK");
+    job.started_by = pods ? "an Indexed Job" : "env://";
     p = torchrun_placement();
-    check(p, "RANK", "WORLD_SIZE");
+    check(p, pods ? kPodIndex : "RANK", "WORLD_SIZE");
     job.store = tcp_store(p, deadline);
   } else if (env_string("OMPI_COMM_WORLD_RANK")) {
     job.started_by = "mpirun";

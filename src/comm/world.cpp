@@ -5,17 +5,22 @@
 #include <algorithm>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
+#include <typeindex>
 
+#include "base/crash_report.h"
 #include "base/cycles.h"
 #include "base/env.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "comm/environment.h"
 #include "comm/group_state.h"
-#include "comm/members.h"
+#include "comm/thread_pool.h"
+#include "comm/world_parts.h"
 #include "muster/base/error.h"
+#include "muster/comm/report_progress.h"
 #include "shm/arena.h"
 #include "shm/black_box.h"
 #include "shm/exchange.h"
@@ -23,20 +28,18 @@
 
 namespace muster {
 
-struct World::State {
+struct World::State : World::Parts {
   World* self = nullptr;
-  Placement placement;
-  WorldOptions options;
   std::shared_ptr<Store> store;
-  std::string prefix;
-  std::shared_ptr<shm::Arena> arena;
   std::shared_ptr<Heap> heap;
-  std::vector<comm::Member> members;                 // by global rank
   std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank; null for those of other hosts
-  std::shared_ptr<shm::PeerWatch> watch = std::make_shared<shm::PeerWatch>();
   std::shared_ptr<shm::BlackBox> black_box;
+  std::mutex groups_mutex;                            // guards what abort() needs, the next two
   std::vector<std::shared_ptr<Group::State>> groups;  // groups[0]: the default group
+  std::optional<std::string> aborted;                 // why
   Group group;
+  mutable std::mutex components_mutex;
+  std::vector<std::pair<std::type_index, std::shared_ptr<void>>> components;
   uint64_t next_group = 0;
   std::string cause;  // why this rank ends; empty: as intended
   pid_t pid = ::getpid();
@@ -73,11 +76,16 @@ void World::State::meet(Deadline deadline) {
                                options.hosts.empty() ? comm::host_identity() : options.hosts.at(me), deadline);
   if (!comm::find_backend(options.backend, comm::on_one_host(members)).maps_heaps) return;
   std::vector<size_t> here;
-  for (size_t r = 0; r < n; ++r)
-    if (members[r].host == members[me].host) here.push_back(r);
+  std::vector<pid_t> pids;
+  for (size_t r = 0; r < n; ++r) {
+    if (members[r].host != members[me].host) continue;
+    here.push_back(r);
+    pids.push_back(members[r].pid);
+  }
   const auto place = std::find(here.begin(), here.end(), me) - here.begin();
   auto participants = shm::exchange(*store, text(prefix, "/heaps/", members[me].host), static_cast<int>(place),
-                                    static_cast<int>(here.size()), {arena->fd()}, deadline);
+                                    static_cast<int>(here.size()), {arena->fd()}, deadline,
+                                    {.pids = pids, .shown = {here.begin(), here.end()}});
   for (size_t i = 0; i < here.size(); ++i) {
     if (participants[i].fds.size() != 1)
       throw Corrupt("a rank sent no heap", "Run the same version of Muster on all ranks");
@@ -115,7 +123,13 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
                       << group->backend->getBackendName() << "'"
                       << (options.backend == "auto" ? ", as auto chose" : "");
   }
-  groups.push_back(group);
+  std::optional<std::string> why;
+  {
+    const std::lock_guard lock(groups_mutex);
+    groups.push_back(group);
+    why = aborted;
+  }
+  if (why && group->backend) group->backend->fail(Aborted(*why));
   return group;
 }
 
@@ -141,6 +155,7 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
   if (!store)
     throw InvalidArgument("a World needs a store",
                           "Use make_memory_store() for ranks that are threads, or connect_store()");
+  comm::renew_thread_pool();
   State& s = *state_;
   s.self = this;
   FastClock::now();  // from here on it learns how long a cycle is
@@ -182,7 +197,42 @@ World::~World() {
     (void)state_.release();
     return;
   }
+  for (;;) {
+    std::shared_ptr<void> last;  // ends without the lock
+    {
+      const std::lock_guard lock(state_->components_mutex);
+      if (state_->components.empty()) break;
+      last = std::move(state_->components.back().second);
+      state_->components.pop_back();
+    }
+  }
   state_->leave();
+}
+
+const World::Parts& World::parts() const { return *state_; }
+
+void World::attach(const std::type_info& type, std::shared_ptr<void> component) {
+  if (find(type)) throw InvalidArgument("the World has one of these already");
+  const std::lock_guard lock(state_->components_mutex);
+  state_->components.emplace_back(type, std::move(component));
+}
+
+std::shared_ptr<void> World::find(const std::type_info& type) const {
+  const std::lock_guard lock(state_->components_mutex);
+  for (const auto& [known, component] : state_->components)
+    if (known == type) return component;
+  return nullptr;
+}
+
+void World::detach(const std::type_info& type) {
+  std::shared_ptr<void> gone;  // ends without the lock
+  const std::lock_guard lock(state_->components_mutex);
+  for (auto it = state_->components.begin(); it != state_->components.end(); ++it)
+    if (it->first == type) {
+      gone = std::move(it->second);
+      state_->components.erase(it);
+      return;
+    }
 }
 
 int World::rank() const { return state_->placement.rank; }
@@ -191,6 +241,26 @@ int World::local_rank() const { return state_->placement.local_rank; }
 int World::local_world_size() const { return state_->placement.local_world_size; }
 int World::node_rank() const { return state_->placement.node_rank; }
 const Group& World::group() const { return state_->group; }
+
+void World::abort(const std::string& why) noexcept {
+  try {
+    std::vector<std::shared_ptr<Group::State>> groups;
+    {
+      const std::lock_guard lock(state_->groups_mutex);
+      state_->aborted = why;
+      groups = state_->groups;
+    }
+    const Aborted error(why);
+    for (const auto& group : groups) try {
+        if (group->backend) group->backend->fail(error);
+      } catch (const std::exception& failed) {
+        MUSTER_LOG(kError) << "rank " << state_->placement.rank << " cannot abort a group: " << failed.what();
+      }
+  } catch (const std::exception& error) {
+    MUSTER_LOG(kError) << "rank " << state_->placement.rank << " cannot abort its groups: " << error.what();
+  }
+}
+
 Store& World::store() const { return *state_->store; }
 std::shared_ptr<Store> World::shared_store() const { return state_->store; }
 Heap& World::heap() const { return *state_->heap; }
@@ -213,11 +283,22 @@ World& World::current() {
 }
 
 World::Scope::Scope(World& world) : previous_(std::exchange(current_world, world.state_.get())) {}
+World::Scope::Scope(const Parts& world)
+    : previous_(std::exchange(current_world, static_cast<State*>(const_cast<Parts*>(&world)))) {}
 World::Scope::~Scope() { current_world = static_cast<State*>(previous_); }
+
+void report_progress(const TrainingProgress& progress) noexcept {
+  if (!current_world || !current_world->black_box) return;
+  const auto told = [](int64_t number) {
+    return number < 0 ? std::nullopt : std::optional(static_cast<uint64_t>(number));
+  };
+  current_world->black_box->report(told(progress.step), told(progress.samples));
+}
 
 World init(const WorldOptions& options) {
   faults_of_environment();  // a mistake in them is found before anybody is waited for
   comm::Job job = comm::join_job(Deadline::after(options.timeout));
+  if (job.started_by == "muster run") install_crash_report();  // its launcher finds the names
   World world(job.placement, std::move(job.store), options);
   current_world = world.state_.get();
   return world;

@@ -31,9 +31,9 @@ constexpr const char* kWhereFrom =
     "of the same files elsewhere with --data DIR";
 
 // A file as a stream of its unpacked bytes. zlib passes a file through as it is if it does not begin like gzip.
-class Bytes {
+class FileBytes {
  public:
-  explicit Bytes(const std::filesystem::path& path) : path_(path) {
+  explicit FileBytes(const std::filesystem::path& path) : path_(path) {
     // O_NONBLOCK: opening a FIFO that nobody writes must not hang.
     UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
     if (!fd) throw_errno(text("cannot open ", path.string()), "Check its name and permissions");
@@ -89,7 +89,7 @@ class Bytes {
   size_t offset_ = 0;
 };
 
-std::vector<int64_t> read_shape(Bytes& bytes) {
+std::vector<int64_t> read_shape(FileBytes& bytes) {
   std::array<uint8_t, 4> magic{};
   if (const auto got = bytes.read(magic); got < magic.size())
     bytes.corrupt(got, "an idx file begins with 4 bytes, this ends here");
@@ -134,7 +134,7 @@ at::Tensor read_either(const std::filesystem::path& folder, const std::string& n
 }  // namespace
 
 at::Tensor read_idx(const std::filesystem::path& path) {
-  Bytes bytes(path);
+  FileBytes bytes(path);
   const auto shape = read_shape(bytes);
   size_t elements = 1;
   for (const auto length : shape) elements *= static_cast<size_t>(length);

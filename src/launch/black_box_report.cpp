@@ -5,10 +5,10 @@
 #include <iomanip>
 #include <map>
 #include <set>
-#include <sstream>
 #include <tuple>
 
 #include "base/text.h"
+#include "launch/text_table.h"
 
 namespace muster::launch {
 namespace {
@@ -20,12 +20,6 @@ using shm::BlackBoxState;
 constexpr size_t kMostNamed = 8;  // ranks or messages, before it becomes unreadable
 
 uint64_t between(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }
-
-std::string fixed(double number, int digits) {
-  std::ostringstream out;
-  out << std::fixed << std::setprecision(digits) << number;
-  return std::move(out).str();
-}
 
 // "all_reduce #12", "send (peer 1, tag 7)"
 std::string name_of(const BlackBoxOperation& operation) {
@@ -48,28 +42,6 @@ std::string state_of(const BlackBoxOperation& operation, uint64_t now_ns) {
 
 std::string size_of(const BlackBoxOperation& operation) {
   return operation.bytes == 0 ? "" : ", " + human_bytes(operation.bytes);
-}
-
-// Columns aligned, all but the last two to the right edge where they are numbers.
-std::string aligned(const std::vector<std::vector<std::string>>& rows, const std::vector<bool>& right) {
-  const auto width_of = [](const std::string& cell) {  // in characters, of UTF-8
-    return static_cast<size_t>(
-        std::count_if(cell.begin(), cell.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));
-  };
-  std::vector<size_t> widths(right.size());
-  for (const auto& row : rows)
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], width_of(row[i]));
-  std::string out;
-  for (const auto& row : rows) {
-    std::string line;
-    for (size_t i = 0; i < row.size(); ++i) {
-      const std::string padding(widths[i] - width_of(row[i]), ' ');
-      line += (i == 0 ? "" : "  ") + (right[i] ? padding + row[i] : row[i] + padding);
-    }
-    line.erase(line.find_last_not_of(' ') + 1);
-    out += line + '\n';
-  }
-  return out;
 }
 
 // One rank in one group.
@@ -238,7 +210,7 @@ std::string describe_ranks(const JobBoxes& job) {
   ::localtime_r(&when, &local);
   std::string out = text("job ", job.job, " on ", first.host, ", as of ", std::put_time(&local, "%F %T"), '\n');
   std::vector<std::vector<std::string>> rows;
-  for (const auto& [box, end] : job.ranks)
+  for (const auto& [box, end, holders] : job.ranks)
     rows.push_back(
         {text("  rank ", box.rank, " of ", box.world_size), box.pid == 0 ? "" : text("pid ", box.pid), end,
          text(box.begun, " operations", box.unreadable == 0 ? "" : text(", ", box.unreadable, " unreadable"))});

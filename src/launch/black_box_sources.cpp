@@ -112,6 +112,22 @@ JobBoxes sorted(JobBoxes job) {
 
 }  // namespace
 
+std::vector<JobBoxes> find_jobs() {
+  std::map<std::string, JobBoxes> jobs;
+  for (auto& [box, holders] : find_all()) {
+    auto& job = jobs[box.job];
+    job.job = box.job;
+    auto end = state_of_process(box);
+    job.ranks.push_back({std::move(box), std::move(end), {holders.begin(), holders.end()}});
+  }
+  std::vector<JobBoxes> all;
+  for (auto& [id, job] : jobs) {
+    job.taken_ns = shm::monotonic_ns();
+    all.push_back(sorted(std::move(job)));
+  }
+  return all;
+}
+
 JobBoxes find_black_boxes(const std::string& job, pid_t pid) {
   auto found = find_all();
   std::set<std::string> jobs;
@@ -141,7 +157,7 @@ JobBoxes find_black_boxes(const std::string& job, pid_t pid) {
   for (auto& [box, holders] : found)
     if (box.job == boxes.job) {
       auto end = state_of_process(box);
-      boxes.ranks.push_back({std::move(box), std::move(end)});
+      boxes.ranks.push_back({std::move(box), std::move(end), {holders.begin(), holders.end()}});
     }
   boxes.taken_ns = shm::monotonic_ns();
   return sorted(std::move(boxes));
@@ -166,7 +182,7 @@ JobBoxes read_black_boxes(const std::filesystem::path& path) {
       const auto segment = reader.get_string();
       std::vector<uint64_t> words(segment.size() / sizeof(uint64_t));  // aligned
       std::memcpy(words.data(), segment.data(), words.size() * sizeof(uint64_t));
-      boxes.ranks.push_back({shm::read_black_box(std::as_bytes(std::span(words))), std::move(end)});
+      boxes.ranks.push_back({shm::read_black_box(std::as_bytes(std::span(words))), std::move(end), {}});
     }
     reader.expect_done();
     if (boxes.ranks.empty()) throw Corrupt("it holds no rank");
@@ -193,6 +209,10 @@ void write_black_boxes(const std::filesystem::path& path, const std::vector<Save
     ::unlink(part.c_str());
     throw_errno(reason, text("cannot write the black boxes to '", path.string(), "'"));
   }
+}
+
+void clear_black_boxes(const std::filesystem::path& path) {
+  if (!path.empty()) ::unlink(path.c_str());
 }
 
 }  // namespace muster::launch

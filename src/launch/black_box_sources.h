@@ -22,7 +22,8 @@ namespace muster::launch {
 
 struct RankBox {
   shm::BlackBoxSnapshot box;
-  std::string end;  // what has become of the rank: "running", "stopped", "killed by SIGKILL (9)", …
+  std::string end;             // what has become of the rank: "running", "stopped", "killed by SIGKILL (9)", …
+  std::vector<pid_t> holders;  // processes that have the box open, sorted; of a file: none
 };
 
 struct JobBoxes {
@@ -30,6 +31,9 @@ struct JobBoxes {
   uint64_t taken_ns = 0;       // when they were read; CLOCK_MONOTONIC
   std::vector<RankBox> ranks;  // by rank
 };
+
+// All jobs of this user on this host that have a box, by id.
+std::vector<JobBoxes> find_jobs();
 
 // The boxes of the job whose id begins with `job`, or that process `pid` (launcher or rank) belongs to; with neither,
 // of the only job there is. InvalidArgument where there is no such job or more than one.
@@ -44,5 +48,6 @@ struct SavedBox {
 };
 // Whole or not at all. Unavailable where it cannot be written.
 void write_black_boxes(const std::filesystem::path& file, const std::vector<SavedBox>& boxes);
+void clear_black_boxes(const std::filesystem::path& file);  // what was written there; nothing where there is no name
 
 }  // namespace muster::launch

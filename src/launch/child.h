@@ -26,6 +26,7 @@ struct ChildPlan {
 
   // What becomes 0, 1 and 2; -1: stays as it is.
   int standard[3] = {-1, -1, -1};
+  const std::vector<unsigned long>* affinity = nullptr;  // a mask for sched_setaffinity(2); null: as it is
   std::vector<int> to_close;  // in a rank that runs a function; execve(2) closes them otherwise
   int black_box = -1;         // stays open in the program
   int error_pipe = -1;        // gets an ExecError where execve(2) fails

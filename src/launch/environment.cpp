@@ -14,23 +14,13 @@
 #include "base/fd.h"
 #include "base/random.h"
 #include "base/text.h"
+#include "launch/elastic_words.h"
 #include "muster/base/error.h"
 #include "shm/black_box.h"
+#include "shm/spin.h"
 
 namespace muster::launch {
 namespace {
-
-int free_port() {
-  UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  if (!socket || ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-      ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0)
-    return 29500;  // PyTorch's default. Without IPv4 nobody can use it, and Muster does not.
-  return ntohs(address.sin_port);
-}
 
 // The quota in cores of one cgroup, e.g. "150000 100000" → 1.5; 0 for "max" or none.
 double quota_of(const std::string& cgroup) {
@@ -40,6 +30,18 @@ double quota_of(const std::string& cgroup) {
 }
 
 }  // namespace
+
+int free_port(const std::string& where) {
+  UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  socklen_t size = sizeof address;
+  if (!socket || ::inet_pton(AF_INET, where.c_str(), &address.sin_addr) != 1 ||
+      ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0)
+    return 29500;  // PyTorch's default. Without IPv4 nobody can use it, and Muster does not.
+  return ntohs(address.sin_port);
+}
 
 int usable_cores() {
   cpu_set_t set;
@@ -62,8 +64,9 @@ int usable_cores() {
 Job make_job(const LaunchOptions& options) {
   Job job;
   job.id = random_hex(16);
-  job.store_address = "unix:@muster-" + job.id;
-  job.ranks = options.ranks;
+  job.run = job.id;
+  job.store_address = job.launcher_address = "unix:@muster-" + job.id;
+  job.ranks = job.world_size = options.ranks;
   job.master_port = free_port();
   const char* terminal_type = std::getenv("TERM");
   job.terminal = ::isatty(STDERR_FILENO) && !(terminal_type && std::string(terminal_type) == "dumb");
@@ -102,6 +105,12 @@ bool Environment::has(const std::string& name) const {
   return const_cast<Environment*>(this)->find(name) != variables_.end();
 }
 
+std::string Environment::get(const std::string& name) const {
+  auto* self = const_cast<Environment*>(this);
+  const auto found = self->find(name);
+  return found == self->variables_.end() ? "" : found->substr(name.size() + 1);
+}
+
 char** Environment::block() {
   block_.clear();
   for (auto& variable : variables_) block_.push_back(variable.data());
@@ -111,22 +120,28 @@ char** Environment::block() {
 
 Environment job_environment(const Job& job, const LaunchOptions& options) {
   Environment environment;
-  const auto ranks = text(job.ranks);
+  const auto ranks = text(job.world_size);
   environment.set("MUSTER_STORE", job.store_address);
+  environment.set(kLauncherVariable, job.launcher_address);
+  if (!job.secret.empty()) environment.set("MUSTER_SECRET", job.secret);
+  if (job.store_prefix.empty())
+    environment.unset("MUSTER_STORE_PREFIX");  // of a job around this one
+  else
+    environment.set("MUSTER_STORE_PREFIX", job.store_prefix);
   environment.set("MUSTER_JOB_ID", job.id);
   // https://pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
   environment.set("WORLD_SIZE", ranks);
-  environment.set("LOCAL_WORLD_SIZE", ranks);
+  environment.set("LOCAL_WORLD_SIZE", text(job.ranks));
   environment.set("ROLE_WORLD_SIZE", ranks);
   environment.set("ROLE_NAME", "default");
-  environment.set("GROUP_RANK", "0");
-  environment.set("GROUP_WORLD_SIZE", "1");
-  environment.set("NODE_RANK", "0");
-  environment.set("MASTER_ADDR", "127.0.0.1");
+  environment.set("GROUP_RANK", text(job.node));
+  environment.set("GROUP_WORLD_SIZE", text(job.nodes));
+  environment.set("NODE_RANK", text(job.node));
+  environment.set("MASTER_ADDR", job.master_address);
   environment.set("MASTER_PORT", text(job.master_port));
-  environment.set("TORCHELASTIC_RUN_ID", job.id);
-  environment.set("TORCHELASTIC_RESTART_COUNT", "0");
-  environment.set("TORCHELASTIC_MAX_RESTARTS", "0");
+  environment.set("TORCHELASTIC_RUN_ID", job.run);
+  environment.set("TORCHELASTIC_RESTART_COUNT", text(job.restarts));
+  environment.set("TORCHELASTIC_MAX_RESTARTS", text(options.max_restarts));
   environment.set("TORCHELASTIC_USE_AGENT_STORE", "False");  // rank 0 of a PyTorch script serves the TCPStore itself
   if (!environment.has("OMP_NUM_THREADS"))
     environment.set("OMP_NUM_THREADS", text(std::max(1, usable_cores() / job.ranks)));
@@ -135,14 +150,16 @@ Environment job_environment(const Job& job, const LaunchOptions& options) {
   for (const auto& [name, bytes] : {std::pair("MALLOC_TRIM_THRESHOLD_", size_t{1} << 30),
                                     std::pair("MALLOC_MMAP_THRESHOLD_", size_t{32} << 20)})  // the largest it accepts
     if (!environment.has(name) && !environment.has("GLIBC_TUNABLES")) environment.set(name, text(bytes));
-  environment.unset("MUSTER_TERMINAL");  // of a job around this one
+  for (const char* name : {"MUSTER_TERMINAL", kEpochVariable, shm::kJobCoresVariable})  // of a job around this one
+    environment.unset(name);
   for (const auto& [name, value] : options.env) environment.set(name, value);
   return environment;
 }
 
-void set_rank(Environment& environment, const Job& job, int rank, int black_box) {
+void set_rank(Environment& environment, const Job& job, int local_rank, int black_box) {
+  const int rank = job.first_rank + local_rank;
   environment.set("RANK", text(rank));
-  environment.set("LOCAL_RANK", text(rank));
+  environment.set("LOCAL_RANK", text(local_rank));
   environment.set("ROLE_RANK", text(rank));
   environment.set(shm::kBlackBoxVariable, text(black_box));
   if (!job.terminal) return;

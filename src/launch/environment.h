@@ -11,15 +11,27 @@
 namespace muster::launch {
 
 struct Job {
-  std::string id, store_address;
-  int ranks = 1;
-  int master_port = 0;      // for scripts that bring their own TCPStore; nothing listens there now
+  std::string id;   // of what this launcher starts
+  std::string run;  // the same on all hosts
+  std::string store_address;
+  std::string launcher_address;  // the store of this launcher alone; on one host the job's
+  std::string secret;            // for that; empty: it needs none
+  std::string store_prefix;      // of the keys that the ranks use there; empty: all
+  int ranks = 1;                 // here
+  int first_rank = 0, world_size = 1;
+  int node = 0, nodes = 1;
+  int restarts = 0;  // of the job after failures, the same on all hosts
+  // For scripts that bring their own TCPStore; nothing listens there now.
+  std::string master_address = "127.0.0.1";
+  int master_port = 0;
   bool terminal = false;    // whether standard error is a terminal that rank 0 may draw on
   int terminal_width = 80;  // for a rank's own text
 };
 
 // A fresh id and store name, and a free port.
 Job make_job(const LaunchOptions& options);
+// At an IPv4 address of this host; nobody has it now. 29500, which is PyTorch's, where there is no such address.
+int free_port(const std::string& address = "127.0.0.1");
 
 // "NAME=value" strings and the array of pointers to them that execve(2) takes.
 class Environment {
@@ -28,7 +40,8 @@ class Environment {
   void set(const std::string& name, const std::string& value);
   void unset(const std::string& name);
   bool has(const std::string& name) const;
-  char** block();  // valid until the next change
+  std::string get(const std::string& name) const;  // empty where it is not set
+  char** block();                                  // valid until the next change
 
  private:
   std::vector<std::string>::iterator find(const std::string& name);
@@ -36,9 +49,9 @@ class Environment {
   std::vector<char*> block_;
 };
 
-// What all ranks share; set_rank() then makes it one rank's, whose black box is the descriptor `black_box`.
+// What all ranks here share; set_rank() then makes it one rank's, whose black box is the descriptor `black_box`.
 Environment job_environment(const Job& job, const LaunchOptions& options);
-void set_rank(Environment& environment, const Job& job, int rank, int black_box);
+void set_rank(Environment& environment, const Job& job, int local_rank, int black_box);
 
 // Cores that this process may use: its affinity, bounded by the CPU quota of its cgroups (cgroup v2, cpu.max).
 int usable_cores();

@@ -26,7 +26,7 @@
 namespace muster::launch {
 namespace {
 
-constexpr pid_t kGoodbye = 0, kReady = -1;
+constexpr pid_t kGoodbye = 0, kReady = -1, kForget = -2;
 constexpr std::chrono::seconds kStartTakes{10};  // far less, unless the machine is overloaded
 constexpr std::chrono::seconds kGoodbyeTakes{2};
 constexpr int kMaxRounds = 1000;  // of killing, a millisecond apart
@@ -88,8 +88,15 @@ bool hear(int socket, pid_t* record) {
   detach(socket);
   say(socket.get(), kReady);
   std::vector<pid_t> groups;
-  for (pid_t record = 0; hear(socket.get(), &record); groups.push_back(record))
+  for (pid_t record = 0; hear(socket.get(), &record);) {
     if (record == kGoodbye) ::_exit(0);
+    if (record == kForget)
+      groups.clear();
+    else if (record < kForget)
+      std::erase(groups, -record);
+    else
+      groups.push_back(record);
+  }
   const auto entry = "MUSTER_JOB_ID=" + job_id;
   for (const pid_t group : groups) ::kill(-group, SIGKILL);
   for (int round = 0; round < kMaxRounds && kill_by_environment(entry) > 0; ++round) ::poll(nullptr, 0, 1);
@@ -122,6 +129,14 @@ Guardian Guardian::start(const std::string& job_id) {
 
 void Guardian::announce(int socket) {
   if (socket >= 0) say(socket, ::getpid());
+}
+
+void Guardian::forget() {
+  if (pid_ != 0) say(socket_.get(), kForget);  // it reads that before the end of file, so before it kills anybody
+}
+
+void Guardian::forget(pid_t rank) {
+  if (pid_ != 0) say(socket_.get(), -rank);
 }
 
 void Guardian::say_goodbye() {

@@ -6,6 +6,8 @@
 //
 //   a process id   A rank wrote its own, before it does anything else, so no rank is unknown to the guardian.
 //                  From now on the process group of that rank is the guardian's to kill.
+//   -2             All ranks so far have ended, and will be reaped: they are forgotten. The job goes on with others.
+//   -<process id>  That rank has, and another takes its place.
 //   0              The launcher's goodbye: all ranks have ended, and it will reap the first now. The guardian exits.
 //   end of file    The launcher was killed: SIGKILL to every group, and to every process that has this job's id in its
 //                  environment, until there is none. Then the guardian exits.
@@ -38,6 +40,10 @@ class Guardian {
 
   // In a rank, between fork and exec. Async-signal-safe.
   static void announce(int socket);
+
+  // All ranks so far have ended and may be reaped when this returns.
+  void forget();
+  void forget(pid_t rank);  // this one
 
   // Ends it and waits until it is gone. Nothing where there is none.
   void say_goodbye();

@@ -7,6 +7,7 @@ namespace {
 
 constexpr std::string_view kThrown = "terminate called after throwing an instance of '";
 constexpr std::string_view kWhat = "  what():  ";
+constexpr std::string_view kFault = "muster: SIG", kInThread = ", in thread ";
 
 }  // namespace
 
@@ -42,9 +43,16 @@ void LastLines::end_line() {
   } else if (line.starts_with(kWhat) && !exception_type_.empty()) {
     exception_text_ = line.substr(kWhat.size());
   }
-  if (cut_) line_ += "…";
-  lines_.push_back(std::move(line_));
-  if (lines_.size() > kMaxLines) lines_.pop_front();
+  if (line.starts_with(kFault) && line.find(kInThread) != std::string_view::npos) {
+    fault_ = line.substr(kFault.size() - 3);
+    stack_.clear();
+  } else if (line.starts_with(kStackLine) && !fault_.empty()) {
+    if (stack_.size() < kMaxFrames) stack_.emplace_back(line.substr(kStackLine.size()));
+  } else {
+    if (cut_) line_ += "…";
+    lines_.push_back(std::move(line_));
+    if (lines_.size() > kMaxLines) lines_.pop_front();
+  }
   line_.clear();
   replaced_ = cut_ = false;
 }

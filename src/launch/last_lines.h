@@ -3,6 +3,9 @@
 // Knows the two lines that libstdc++ prints for an uncaught exception:
 //   terminate called after throwing an instance of 'std::runtime_error'
 //     what():  no such file
+// and those of a fault (base/crash_report.h), which are kept apart from the lines:
+//   muster: SIGSEGV (11) at address 0x0, in thread 4711 'train'
+//   muster: stack: ./train +0x1234
 //
 // Thread-safety: none.
 #pragma once
@@ -10,12 +13,15 @@
 #include <deque>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace muster::launch {
 
+inline constexpr std::string_view kStackLine = "muster: stack: ";  // how the lines of a stack begin
+
 class LastLines {
  public:
-  static constexpr size_t kMaxLines = 20, kMaxLineBytes = 1000;
+  static constexpr size_t kMaxLines = 20, kMaxLineBytes = 1000, kMaxFrames = 100;
 
   void feed(std::string_view bytes);
   void finish();  // no more bytes: a last line without end is a line too
@@ -23,6 +29,8 @@ class LastLines {
   const std::deque<std::string>& lines() const { return lines_; }
   const std::string& exception_type() const { return exception_type_; }  // empty: none was reported
   const std::string& exception_text() const { return exception_text_; }
+  const std::string& fault() const { return fault_; }               // "SIGSEGV (11) at address 0x0, …"; empty: none
+  const std::vector<std::string>& stack() const { return stack_; }  // "./train +0x1234", the failing frame first
 
  private:
   void end_line();
@@ -32,6 +40,8 @@ class LastLines {
   bool replaced_ = false;  // a '\r' came: the next byte starts the line anew
   bool cut_ = false;
   std::string exception_type_, exception_text_;
+  std::string fault_;
+  std::vector<std::string> stack_;
 };
 
 }  // namespace muster::launch

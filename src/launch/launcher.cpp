@@ -7,11 +7,27 @@
 
 #include "base/text.h"
 #include "launch/program.h"
+#include "launch/rendezvous.h"
 #include "launch/supervisor.h"
 #include "muster/base/error.h"
 
 namespace muster::launch {
 namespace {
+
+void check(const HostOptions& hosts) {
+  if (hosts.least < 1 || hosts.most < hosts.least)
+    throw InvalidArgument(text("from ", hosts.least, " to ", hosts.most, " hosts make no job"),
+                          "Use 1 or more, and not more for the least than for the most");
+  if (hosts.rendezvous.empty())
+    throw InvalidArgument("several hosts have no place to meet", "Name a store (rendezvous, --rdzv)");
+  if (hosts.patience < 2 * kBeat)
+    throw InvalidArgument(text("a host gives a sign of life every ", kBeat.count(), " ms, which a patience of ",
+                               hosts.patience.count(), " ms may miss"),
+                          "Use 1s or more");
+  if (hosts.node >= hosts.most)
+    throw InvalidArgument(text("node ", hosts.node, " is outside a job of ", hosts.most, " hosts"),
+                          text("Use 0 to ", hosts.most - 1));
+}
 
 void check(const LaunchOptions& options) {
   if (options.ranks < 1) throw InvalidArgument(text(options.ranks, " ranks make no job"), "Use 1 or more");
@@ -25,6 +41,8 @@ void check(const LaunchOptions& options) {
         value.find('\0') != std::string::npos)
       throw InvalidArgument(text("'", name, "' with this value cannot be an environment variable"),
                             "Choose another name or value");
+  if (options.max_restarts < 0) throw InvalidArgument("max_restarts is negative", "Use 0 or more");
+  if (options.hosts) check(*options.hosts);
   std::error_code error;
   const auto folder = std::filesystem::path(options.black_box_file).parent_path();
   if (!folder.empty() && !std::filesystem::is_directory(folder, error))
@@ -47,6 +65,8 @@ Outcome launch_command(const LaunchOptions& options) {
 Outcome launch_function(int ranks, const std::function<int()>& body, LaunchOptions options) {
   options.ranks = ranks;
   check(options);
+  if (options.max_restarts > 0 || options.hosts)
+    throw InvalidArgument("a function runs once, on one host", "Start a program to have restarts or several hosts");
   if (!body) throw InvalidArgument("there is no function to run", "Give one");
   // Or each rank would print again what is still in our buffers.
   std::cout.flush();

@@ -6,6 +6,8 @@
 #include <cstring>
 
 #include "base/text.h"
+#include "launch/symbols.h"
+#include "launch/text_table.h"
 
 namespace muster::launch {
 namespace {
@@ -58,7 +60,7 @@ std::string verdict(const Failure& failure) {
     const char* meaning = failure.exit_status == 127 ? ": a shell's word for a command that it did not find" : "";
     return text("exited with status ", failure.exit_status, meaning);
   }
-  const char* meaning = meaning_of(failure.signal);
+  const char* meaning = failure.killer.empty() ? meaning_of(failure.signal) : failure.killer.c_str();
   return text("killed by ", name_of_signal(failure.signal), failure.dumped_core ? ", core dumped" : "",
               meaning ? ": " : "", meaning ? meaning : "");
 }
@@ -67,13 +69,23 @@ std::string verdict(const Failure& failure) {
 
 bool Failure::is_consequence() const {
   const auto& type = last_lines->exception_type();
-  return type == "muster::PeerLost" || type == "muster::Aborted";
+  const auto& words = last_lines->exception_text();
+  const bool no_store =
+      type == "muster::Unavailable" && words.starts_with("the store ") && words.find(" went away") != std::string::npos;
+  // A peer was lost, and without the store nobody could say which.
+  const bool no_names = type == "muster::Unavailable" && words.starts_with("the connections of group ");
+  return type == "muster::PeerLost" || type == "muster::Aborted" || no_store || no_names;
 }
 
-const Failure& choose_cause(const std::vector<Failure>& failures, std::chrono::milliseconds settle) {
-  const auto last = std::find_if(failures.begin(), failures.end(),
-                                 [&](const Failure& failure) { return failure.when > failures[0].when + settle; });
-  return *std::min_element(failures.begin(), last,
+const Failure& choose_cause(const std::vector<Failure>& failures, std::chrono::nanoseconds settle,
+                            std::chrono::nanoseconds echo) {
+  const auto until = [&](Clock::time_point when) {
+    return std::find_if(failures.begin(), failures.end(), [&](const Failure& failure) { return failure.when > when; });
+  };
+  const auto end = until(failures[0].when + echo);
+  const auto first =
+      std::find_if(failures.begin(), end, [](const Failure& failure) { return !failure.is_consequence(); });
+  return *std::min_element(failures.begin(), until((first != end ? first->when : failures[0].when) + settle),
                            [](const Failure& a, const Failure& b) { return order(a) < order(b); });
 }
 
@@ -103,6 +115,14 @@ Outcome describe(const Failure& cause, std::vector<std::string> operations) {
   if (!outcome.exception_type.empty())
     outcome.cause += text("  exception ", outcome.exception_type, outcome.exception_text.empty() ? "" : ": ",
                           outcome.exception_text, '\n');
+  if (!cause.error.empty()) outcome.cause += text("  error ", printable(cause.error), '\n');
+  if (!tail.fault().empty()) {
+    std::vector<Frame> frames;
+    for (const auto& frame : tail.stack()) frames.push_back(parse_frame(frame));
+    outcome.stack = name_frames(frames);
+    outcome.cause += text("  ", printable(tail.fault()), frames.empty() ? "" : "; its stack:", '\n');
+    for (const auto& frame : outcome.stack) outcome.cause += text("  | ", printable(frame), '\n');
+  }
   if (!operations.empty()) outcome.cause += "  its last operations:\n";
   for (const auto& operation : operations) outcome.cause += text("  | ", operation, '\n');
   outcome.last_operations = std::move(operations);

@@ -24,14 +24,19 @@ struct Failure {
   bool unknown = false;  // somebody else in this process took its exit status
   Clock::time_point when;
   const LastLines* last_lines = nullptr;  // of its standard error
+  std::string killer;                     // who sent SIGKILL, in words; empty: not known
+  std::string error;                      // what it wrote to its error file; empty: nothing
 
-  // Whether the rank only says that another one went away: its exception is muster::PeerLost or muster::Aborted.
+  // Whether the rank only says that another one, or the job's store, went away: its exception is muster::PeerLost,
+  // muster::Aborted, or muster::Unavailable about the store.
   bool is_consequence() const;
 };
 
 // The cause among `failures`, which are in the order in which we learned of them; at least one. The first, unless a
 // better one came within `settle` (LaunchOptions): deaths by a signal before exits, consequences last.
-const Failure& choose_cause(const std::vector<Failure>& failures, std::chrono::milliseconds settle);
+// `echo`: how long before its cause a consequence may come; more over several hosts.
+const Failure& choose_cause(const std::vector<Failure>& failures, std::chrono::nanoseconds settle,
+                            std::chrono::nanoseconds echo);
 
 // `operations`: the rank's last ones, in words.
 Outcome describe(const Failure& cause, std::vector<std::string> operations = {});

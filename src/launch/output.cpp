@@ -85,6 +85,8 @@ void RankStream::close() {
 
 void RankStream::feed(std::string_view bytes) {
   if (tail_) tail_->feed(bytes);
+  if (log_) log_->append(bytes);
+  if (log_only_) return;
   if (style_ == Style::kUnchanged) return feed_unchanged(bytes);
   while (!bytes.empty()) {
     const size_t size = std::min(bytes.find_first_of("\r\n"), bytes.size());
@@ -126,6 +128,11 @@ void RankStream::append(std::string_view bytes) {
 }
 
 void RankStream::end_line() {
+  if (tail_ && std::string_view(line_).starts_with(kStackLine)) {
+    line_.clear();
+    piece_.clear();
+    return;
+  }
   if (line_.empty() && !piece_.empty()) {
     // The end of a bar, or a line that ends in "\r\n", whose '\r' a log keeps.
     printer_->line(this, prefix_, piece_, style_ == Style::kLog ? "\r\n" : "\n");

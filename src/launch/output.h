@@ -12,15 +12,20 @@
 // kUnchanged: without a line end added, so that it may be torn). What a pipe holds at its end without a '\n' gets one,
 // except with kUnchanged.
 //
+// The addresses that a rank writes when it dies of a fault (base/crash_report.h) are not printed, except with
+// kUnchanged: the report has the failing rank's with names, and those of the others, who only lost it, help nobody.
+//
 // Thread-safety: none.
 #pragma once
 
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "launch/last_lines.h"
 #include "launch/pipe.h"
+#include "launch/rank_logs.h"
 #include "launch/sink.h"
 
 namespace muster::launch {
@@ -57,6 +62,14 @@ class RankStream {
   // `tail` gets a copy of the bytes; may be null.
   RankStream(UniqueFd fd, Printer& printer, Style style, std::string prefix, LastLines* tail);
 
+  // A copy of every byte goes to `file`, or, with `only`, all go there and none to the printer. Null: as it is.
+  void log_to(LogFile* file, bool only) {
+    log_ = file;
+    log_only_ = file && only;
+  }
+
+  void set_prefix(std::string prefix) { prefix_ = std::move(prefix); }
+
   bool open() const { return static_cast<bool>(fd_); }
   int fd() const { return fd_.get(); }
   Printer& printer() const { return *printer_; }
@@ -78,6 +91,8 @@ class RankStream {
   Style style_ = Style::kLog;
   std::string prefix_;
   LastLines* tail_ = nullptr;
+  LogFile* log_ = nullptr;
+  bool log_only_ = false;
   std::string line_;   // so far, since the last '\n' or '\r'
   std::string piece_;  // the last one that a '\r' ended, unless a '\n' came since
 };

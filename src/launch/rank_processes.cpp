@@ -6,21 +6,34 @@
 
 #include <algorithm>
 #include <fstream>
+#include <utility>
 
 #include "base/text.h"
 #include "launch/pidfd.h"
 #include "muster/base/error.h"
 
 namespace muster::launch {
+void RankProcesses::watch(Rank& rank) {
+  rank.pidfd = open_pidfd(rank.pid);
+  if (!rank.pidfd)
+    throw_errno(text("cannot watch rank ", rank.number),
+                "Use fewer ranks, or raise the limit of open files (ulimit -n)");
+}
 
 Rank& RankProcesses::add(std::unique_ptr<Rank> rank) {
   ranks_.push_back(std::move(rank));
-  Rank& added = *ranks_.back();
-  added.pidfd = open_pidfd(added.pid);
-  if (!added.pidfd)
-    throw_errno(text("cannot watch rank ", added.number),
-                "Use fewer ranks, or raise the limit of open files (ulimit -n)");
-  return added;
+  watch(*ranks_.back());
+  return *ranks_.back();
+}
+
+Rank& RankProcesses::replace(size_t index, std::unique_ptr<Rank> rank) {
+  auto& place = ranks_[index];
+  ::waitpid(place->pid, nullptr, WNOHANG);
+  place->pidfd.reset();
+  place->black_box.reset();
+  replaced_.push_back(std::exchange(place, std::move(rank)));
+  watch(*place);
+  return *place;
 }
 
 bool RankProcesses::all_ended() const {

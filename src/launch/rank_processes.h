@@ -24,14 +24,17 @@ namespace muster::launch {
 inline constexpr std::chrono::seconds kDeathTakes{10};
 
 struct Rank {
-  int number = 0;
+  int number = 0;  // in the job
   pid_t pid = 0;
   UniqueFd pidfd;  // readable when it has ended
   bool ended = false;
-  bool taken = false;    // somebody else in this process reaped it, so its id may be a stranger's now
-  std::string end;       // how it ended, in words; empty: not yet
-  UniqueFd black_box;    // shm/black_box.h
-  LastLines last_lines;  // of its standard error
+  bool well = false;       // and with status 0
+  bool replaces = false;   // another, which was lost, and has not been called away from run() since
+  bool taken = false;      // somebody else in this process reaped it, so its id may be a stranger's now
+  std::string end;         // how it ended, in words; empty: not yet
+  std::string error_path;  // where it may write its own error file; empty: nowhere
+  UniqueFd black_box;      // shm/black_box.h
+  LastLines last_lines;    // of its standard error
   RankStream out, err;
 };
 
@@ -45,6 +48,9 @@ class RankProcesses {
   // Takes over a process that was just started. Its Rank keeps its address.
   Rank& add(std::unique_ptr<Rank> rank);
 
+  // Reaps one that has ended, to whose place another comes. The old Rank keeps its address, too, but is none of all().
+  Rank& replace(size_t index, std::unique_ptr<Rank> rank);
+
   const std::vector<std::unique_ptr<Rank>>& all() const { return ranks_; }
   bool all_ended() const;
 
@@ -53,7 +59,9 @@ class RankProcesses {
   void reap();                            // those that have ended; afterwards only the destructor may follow
 
  private:
-  std::vector<std::unique_ptr<Rank>> ranks_;
+  static void watch(Rank& rank);
+
+  std::vector<std::unique_ptr<Rank>> ranks_, replaced_;
   bool reaped_ = false;
 };
 

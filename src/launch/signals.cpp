@@ -10,6 +10,8 @@
 namespace muster::launch {
 namespace {
 
+constexpr int kOfWrites[] = {SIGPIPE, SIGXFSZ};
+
 bool is_ignored(int signal) {
   struct sigaction action {};
   return ::sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
@@ -29,17 +31,18 @@ Signals::Signals(bool forward) {
     fd_.reset(::signalfd(-1, &blocked, SFD_CLOEXEC | SFD_NONBLOCK));
     if (!fd_) throw_errno("signalfd");
   }
-  ::sigaddset(&blocked, SIGPIPE);
+  for (const int signal : kOfWrites) ::sigaddset(&blocked, signal);
   ::pthread_sigmask(SIG_BLOCK, &blocked, &original_mask_);
 }
 
 Signals::~Signals() {
-  if (!::sigismember(&original_mask_, SIGPIPE)) {  // one of our own writes' must not strike the caller now
-    sigset_t pipe;
-    ::sigemptyset(&pipe);
-    ::sigaddset(&pipe, SIGPIPE);
+  for (const int signal : kOfWrites) {
+    if (::sigismember(&original_mask_, signal)) continue;  // one of our own writes' must not strike the caller now
+    sigset_t that;
+    ::sigemptyset(&that);
+    ::sigaddset(&that, signal);
     const timespec now{};
-    while (::sigtimedwait(&pipe, nullptr, &now) > 0) {
+    while (::sigtimedwait(&that, nullptr, &now) > 0) {
     }
   }
   ::pthread_sigmask(SIG_SETMASK, &original_mask_, nullptr);

@@ -1,6 +1,7 @@
 // The launcher's signals while it launches: blocked, and read from a descriptor beside all others.
 //
-// SIGPIPE is always blocked (a reader of our output that goes away is an error of write(2), not our death). With
+// SIGPIPE and SIGXFSZ are always blocked (a reader of our output that goes away, or a file that may not grow, is an
+// error of write(2), not our death). With
 // `forward`, so are the signals that the launcher passes on to the ranks, and SIGCHLD. SIGHUP stays ignored where it
 // was, as nohup(1) wants it.
 //

@@ -12,25 +12,31 @@
 
 #include "base/env.h"
 #include "base/text.h"
-#include "launch/black_box_report.h"
+#include "base/verbose.h"
+#include "launch/black_box_sources.h"
+#include "launch/elastic_words.h"
+#include "launch/error_file.h"
+#include "launch/pidfd.h"
 #include "launch/program.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
 #include "shm/black_box.h"
+#include "shm/spin.h"
 
 namespace muster::launch {
 namespace {
 
-constexpr std::chrono::seconds kReapInterval{1};  // adopted processes that ended cost a process id each until then
-constexpr size_t kReadAtOnce = 64 * 1024;         // from one pipe, before the others have their turn
-constexpr size_t kLastOperations = 3;             // of the failing rank, in the report
-constexpr size_t kReadAtEnd = 1024 * 1024;        // of a rank that ended: what a pipe may hold
-constexpr rlim_t kDescriptorsPerRank = 4, kOtherDescriptors = 64;
+constexpr std::chrono::seconds kReapInterval{1};    // adopted processes that ended cost a process id each until then
+constexpr std::chrono::seconds kOtherHostTakes{1};  // to tell that one of its ranks failed
+constexpr size_t kReadAtOnce = 64 * 1024;           // from one pipe, before the others have their turn
+constexpr size_t kReadAtEnd = 1024 * 1024;          // of a rank that ended: what a pipe may hold
+constexpr rlim_t kDescriptorsPerRank = 4, kLogsPerRank = 2, kOtherDescriptors = 64;
 
 // Raises the soft limit of open files where `ranks` need it. The limit before, for the ranks.
-std::optional<rlimit> raise_open_files(int ranks) {
+std::optional<rlimit> raise_open_files(int ranks, bool logs) {
   rlimit before{};
-  const rlim_t needed = kDescriptorsPerRank * static_cast<rlim_t>(ranks) + kOtherDescriptors;
+  const rlim_t each = kDescriptorsPerRank + (logs ? kLogsPerRank : 0);
+  const rlim_t needed = each * static_cast<rlim_t>(ranks) + kOtherDescriptors;
   if (::getrlimit(RLIMIT_NOFILE, &before) != 0 || before.rlim_cur >= needed) return std::nullopt;
   rlimit raised = before;
   raised.rlim_cur = std::min(needed, before.rlim_max);
@@ -38,6 +44,12 @@ std::optional<rlimit> raise_open_files(int ranks) {
     throw Unavailable(text(ranks, " ranks need ", needed, " open files, and the limit is ", before.rlim_max),
                       "Use fewer ranks, or raise the limit (ulimit -Hn)");
   return before;
+}
+
+// Where a rank may draw in place.
+bool is_terminal(const Printer& printer) {
+  const char* type = std::getenv("TERM");
+  return printer.sink().is_terminal() && !(type && std::string_view(type) == "dumb");
 }
 
 }  // namespace
@@ -54,74 +66,189 @@ Supervisor::Supervisor(const LaunchOptions& options, std::string path, const std
       job_(make_job(options)),
       signals_(options.own_process),
       earlier_children_(options.own_process ? AdoptedProcesses({}).list() : std::vector<pid_t>()),
-      open_files_(options.own_process ? raise_open_files(options.ranks) : std::nullopt),
+      open_files_(options.own_process ? raise_open_files(options.ranks, !options.log_folder.empty()) : std::nullopt),
+      placement_(place(options.ranks, options.pin)),
       guardian_(options.own_process ? Guardian::start(job_.id) : Guardian()) {}
 
 Outcome Supervisor::run() {
   if (options_.own_process) ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   open_outputs();
-  start_ranks();
-  const auto store = serve_store(std::string_view(job_.store_address).substr(std::string_view("unix:").size()));
-  watch();
+  if (options_.hosts && !join_hosts()) meeting_ = true;
+  while (stop_signal_ == 0 && !now_.hosts_error && (!hosts_ || meet())) {
+    try {
+      run_attempt();
+    } catch (const std::exception& error) {  // no more processes or descriptors: the other hosts need not wait
+      if (hosts_)
+        hosts_->end({.kind = EpochEnd::Kind::kFailed,
+                     .node = job_.node,
+                     .status = 1,
+                     .cause = text(error.what(), '\n'),
+                     .last = true});
+      throw;
+    }
+    if (!goes_on()) break;
+  }
+  // Ranks that were kept hear of the end at once, while the rendezvous may still wait for a store that is silent.
+  auto leaving = std::move(hosts_);
+  if (leaving) leaving->leave();
+  end_kept();
+  leaving.reset();
+  hosts_server_.reset();
   guardian_.say_goodbye();
-  ranks_.reap();
-  if (exec_error_) throw_exec_error(path_, exec_error_->error);
-  return outcome();
+  ranks_->reap();
+  if (now_.exec_error) throw_exec_error(path_, now_.exec_error->error);
+  Outcome last = outcome();
+  if (last.status == 0) clear_black_boxes(options_.black_box_file);  // of an attempt that failed
+  if (const auto words = save_error(last); !words.empty()) last.cause += words + '\n';
+  return last;
 }
+
+// One attempt, from the first rank's start to the last one's end.
+void Supervisor::run_attempt() {
+  now_.failures.clear();  // of ranks that were kept, while the hosts met
+  start_ranks();
+  if (!store_) store_ = serve_store(std::string_view(job_.launcher_address).substr(std::string_view("unix:").size()));
+  watch();
+  if (!kept_) store_.reset();
+}
+
+// Whether there is to be another attempt; then nothing of this one is left.
+bool Supervisor::goes_on() {
+  if (stop_signal_ != 0 || now_.exec_error || now_.hosts_error || now_.abandoned) return false;
+  if (now_.end && now_.end->last) return false;
+  const bool counts = !now_.end || now_.end->kind == EpochEnd::Kind::kFailed ||
+                      (now_.end->kind == EpochEnd::Kind::kLost && options_.hosts->least == options_.hosts->most);
+  if (counts && (job_.restarts >= max_restarts_ || cause().status == 0)) return false;
+  if (counts) ++job_.restarts;
+  const std::string why = kept_ ? cause().cause : outcome().cause;  // which saves the black boxes, for now
+  const std::string count = counts ? text(" (", job_.restarts, " of ", max_restarts_, ")\n") : "\n";
+  // Not where we ended them: they may have saved what they have, and are not through.
+  done_ = !kept_ && now_.end && now_.end->kind == EpochEnd::Kind::kRoom && (!now_.terminated || now_.too_late) &&
+          all_well();
+  if (!done_)
+    say(kept_    ? text("muster: ", why, "muster: the other ranks stay, and the hosts meet again", count)
+        : counts ? text("muster: ", why, "muster: the job starts again", count)
+                 : text("muster: ", why, "muster: the hosts that are left or new meet again", count));
+  if (!kept_) {
+    epoch_ = 0;
+    guardian_.forget();
+    ranks_->reap();
+    ranks_ = std::make_unique<RankProcesses>();
+  }
+  now_ = Attempt();
+  first_attempt_ = false;
+  job_.master_port = free_port();  // the one before may linger
+  if (hosts_) hosts_->meet_again(job_.restarts, job_.master_port, kept_ ? line_ : -1, done_);
+  return true;
+}
+
+// Ranks that waited for the hosts to meet, which will not be.
+void Supervisor::end_kept() {
+  if (!std::exchange(kept_, false)) return;
+  if (stop_signal_ == 0) {
+    terminate();
+  } else {
+    give_stop();
+    ranks_->signal_groups(stop_signal_);
+    now_.kill_at = Deadline::after(options_.stop_grace);
+  }
+  watch();
+}
+
+// A line of ours, between those of the ranks.
+void Supervisor::say(const std::string& lines) {
+  printers_.back()->line(this, {}, lines, {});
+  flush_outputs();
+}
+
+// --- the ranks ---
 
 void Supervisor::open_outputs() {
   sinks_.push_back(std::make_unique<Sink>(STDOUT_FILENO));
   if (!Sink::same_stream(STDOUT_FILENO, STDERR_FILENO)) sinks_.push_back(std::make_unique<Sink>(STDERR_FILENO));
   for (const auto& sink : sinks_) printers_.push_back(std::make_unique<Printer>(*sink));
+  logs_ = RankLogs(options_.log_folder, options_.log_files_only);
+  if (!options_.error_file.empty()) check_error_file(options_.error_file);
+  clear_black_boxes(options_.black_box_file);  // of a job before
+}
+
+// What all ranks of this host share.
+Environment Supervisor::rank_environment() const {
+  auto environment = job_environment(job_, options_);
+  if (options_.verbose) environment.set(kVerboseVariable, "1");
+  if (!placement_.pinned()) return environment;
+  const auto set_by_user = std::any_of(options_.env.begin(), options_.env.end(),
+                                       [](const auto& variable) { return variable.first == "OMP_NUM_THREADS"; });
+  if (!env_string("OMP_NUM_THREADS") && !set_by_user) environment.set("OMP_NUM_THREADS", text(placement_.threads));
+  environment.set(shm::kJobCoresVariable, text(placement_.cores));
+  return environment;
 }
 
 void Supervisor::start_ranks() {
   if (!body_) exec_errors_ = make_pipe();
   const UniqueFd null = open_null(O_RDONLY);
-  auto environment = job_environment(job_, options_);
+  oom_ = OomWatch();
+  for (int local = 0; local < options_.ranks; ++local) logs_.open(job_.first_rank + local, first_attempt_);
+  auto environment = rank_environment();
+  if (kept_) {
+    start_missing();
+  } else {
+    // Where others are in the job already, these find their epoch.
+    if (epoch_ != std::max(line_, 0)) environment.set(kEpochVariable, text(epoch_));
+    for (int local = 0; local < options_.ranks; ++local) ranks_->add(start_rank(local, environment, null));
+  }
+  exec_errors_.write.reset();
+  if (options_.verbose) say_placement(environment);
+}
+
+// What stands before each line that a rank prints there.
+std::string Supervisor::prefix_for(const Printer& printer, int number) const {
+  if (options_.output != RankOutput::kPrefixed) return {};
+  return prefix_of(number, is_terminal(printer) && !env_string("NO_COLOR"));
+}
+
+std::unique_ptr<Rank> Supervisor::start_rank(int local, Environment& environment, const UniqueFd& null) {
   std::vector<char*> arguments;
   for (const auto& argument : options_.command) arguments.push_back(const_cast<char*>(argument.c_str()));
   arguments.push_back(nullptr);
-  for (int number = 0; number < options_.ranks; ++number) {
-    start_rank(number, environment, arguments, null);
-  }
-  exec_errors_.write.reset();
-}
-
-void Supervisor::start_rank(int number, Environment& environment, const std::vector<char*>& arguments,
-                            const UniqueFd& null) {
   auto rank = std::make_unique<Rank>();
-  rank->number = number;
-  rank->black_box = above_standard(shm::create_black_box(number, options_.ranks, job_.id));
-  set_rank(environment, job_, number, rank->black_box.get());
+  const int number = rank->number = job_.first_rank + local;
+  rank->black_box = above_standard(shm::create_black_box(number, job_.world_size, job_.id));
+  set_rank(environment, job_, local, rank->black_box.get());
+  if (!options_.error_file.empty()) {
+    rank->error_path = new_error_path(number);
+    environment.set(kRankErrorVariable, rank->error_path);
+  }
 
   UniqueFd writers[2];
-  const auto no_colour = env_string("NO_COLOR");
   const auto connect = [&](RankStream& stream, UniqueFd& writer, Printer& printer, LastLines* last_lines) {
-    const char* type = std::getenv("TERM");
-    const bool terminal = printer.sink().is_terminal() && !(type && std::string_view(type) == "dumb");
     const bool prefixed = options_.output == RankOutput::kPrefixed;
+    const Style style = is_terminal(printer) ? Style::kTerminal : prefixed ? Style::kLog : Style::kUnchanged;
     Pipe pipe = make_pipe();
     writer = std::move(pipe.write);
-    stream = RankStream(std::move(pipe.read), printer,
-                        terminal   ? Style::kTerminal
-                        : prefixed ? Style::kLog
-                                   : Style::kUnchanged,
-                        prefixed ? prefix_of(number, terminal && !no_colour) : std::string(), last_lines);
+    stream = RankStream(std::move(pipe.read), printer, style, prefix_for(printer, number), last_lines);
   };
-  if (options_.output != RankOutput::kInherit) connect(rank->out, writers[0], *printers_.front(), nullptr);
+  if (options_.output != RankOutput::kInherit || logs_.out(number))
+    connect(rank->out, writers[0], *printers_.front(), nullptr);
   connect(rank->err, writers[1], *printers_.back(), &rank->last_lines);
+  rank->out.log_to(logs_.out(number), logs_.files_only());
+  rank->err.log_to(logs_.err(number), logs_.files_only());
 
   ChildPlan plan;
   plan.rank = number;
   plan.environment = environment.block();
   plan.path = path_.c_str();
-  plan.arguments = const_cast<char**>(arguments.data());
+  plan.arguments = arguments.data();
   plan.body = body_;
   plan.standard[0] = number == 0 && !::isatty(STDIN_FILENO) ? -1 : null.get();
   plan.standard[1] = writers[0].get();
   plan.standard[2] = writers[1].get();
   plan.black_box = rank->black_box.get();
+  std::vector<unsigned long> affinity;
+  if (placement_.pinned()) {
+    affinity = mask_of(placement_.ranks[static_cast<size_t>(local)].processors);
+    plan.affinity = &affinity;
+  }
   plan.error_pipe = exec_errors_.write.get();
   plan.guardian_socket = guardian_.socket();
   plan.mask = signals_.original_mask();
@@ -135,21 +262,36 @@ void Supervisor::start_rank(int number, Environment& environment, const std::vec
                      signals_.fd(), rank->out.fd(),   rank->err.fd()};
     for (const auto& sink : sinks_)
       if (sink->own_fd() >= 0) plan.to_close.push_back(sink->own_fd());
-    for (const auto& other : ranks_.all())
+    for (const auto& other : ranks_->all())
       for (const int fd : {other->pidfd.get(), other->out.fd(), other->err.fd(), other->black_box.get()})
         plan.to_close.push_back(fd);
+    for (const int fd : logs_.descriptors()) plan.to_close.push_back(fd);
+    for (const auto& name : placement_.names) plan.to_close.push_back(name.get());
     std::erase(plan.to_close, -1);
   }
   rank->pid = launch::start_rank(plan);
-  ranks_.add(std::move(rank));
+  return rank;
+}
+
+void Supervisor::say_placement(const Environment& environment) {
+  const auto threads = environment.get("OMP_NUM_THREADS");
+  auto& printer = *printers_.back();
+  if (!placement_.pinned()) printer.line(this, "muster: ", text("ranks are not pinned: ", placement_.why));
+  for (size_t local = 0; local < ranks_->all().size(); ++local) {
+    const auto& rank = ranks_->all()[local];
+    const auto where =
+        placement_.pinned() ? text("processors ", name_of(placement_.ranks[local].processors)) : "any processor";
+    printer.line(
+        this, "muster: ", text("rank ", rank->number, ": pid ", rank->pid, ", ", where, ", ", threads, " OMP threads"));
+  }
 }
 
 void Supervisor::watch() {
   for (;;) {
-    if (ranks_.all_ended() && !finished_) finish();
+    if (ranks_->all_ended() && !now_.finished) finish();
     flush_outputs();
-    if (abandoned_) return;
-    if (finished_ && std::all_of(sinks_.begin(), sinks_.end(), [](const auto& sink) { return sink->empty(); })) return;
+    if (now_.finished) tell_hosts();
+    if (kept_ || now_.abandoned || over()) return;
     wait_for_events();
     handle_events();
     handle_deadlines();
@@ -164,8 +306,9 @@ void Supervisor::wait_for_events() {
     watched_.push_back({kind, rank});
   };
   if (signals_.fd() >= 0) add(signals_.fd(), POLLIN, Watched::kSignals);
+  if (hosts_ && !now_.end && !now_.hosts_error) add(hosts_->events_fd(), POLLIN, Watched::kHosts);
   if (exec_errors_.read) add(exec_errors_.read.get(), POLLIN, Watched::kExecErrors);
-  for (const auto& rank : ranks_.all()) {
+  for (const auto& rank : ranks_->all()) {
     // Output before ends, so that what a rank printed is printed before what we say about it.
     const auto add_stream = [&](const RankStream& stream, decltype(Watched::kind) kind) {
       if (stream.open() && !stream.printer().sink().full()) add(stream.fd(), POLLIN, kind, rank.get());
@@ -177,8 +320,8 @@ void Supervisor::wait_for_events() {
   for (const auto& sink : sinks_)
     if (!sink->empty()) add(sink->poll_fd(), POLLOUT, Watched::kSink);
 
-  const Deadline* next = &settle_at_;
-  for (const Deadline* other : {&kill_at_, &abandon_at_, &reap_at_})
+  const Deadline* next = &now_.settle_at;
+  for (const Deadline* other : {&now_.kill_at, &now_.abandon_at, &reap_at_})
     if (other->when() < next->when()) next = other;
   const int timeout = next->is_never() ? -1 : next->poll_ms();
   if (::poll(polled_.data(), polled_.size(), timeout) < 0) {
@@ -198,14 +341,17 @@ void Supervisor::handle_events() {
       case Watched::kExecErrors:
         handle_exec_errors();
         break;
+      case Watched::kHosts:
+        if (!meeting_) handle_hosts();
+        break;
       case Watched::kEnd:
         handle_end(*rank);
         break;
-      case Watched::kOut:
-        rank->out.read(kReadAtOnce);
+      case Watched::kOut:  // or closed, where the rank was replaced a moment ago
+        if (rank->out.open()) rank->out.read(kReadAtOnce);
         break;
       case Watched::kErr:
-        rank->err.read(kReadAtOnce);
+        if (rank->err.open()) rank->err.read(kReadAtOnce);
         break;
       case Watched::kSink:
         break;  // flush_outputs() follows anyway
@@ -221,31 +367,34 @@ void Supervisor::handle_signals() {
         break;
       case SIGUSR1:
       case SIGUSR2:
-        ranks_.signal_leaders(signal);
+        ranks_->signal_leaders(signal);
         break;
       case SIGTSTP:
-        ranks_.signal_groups(SIGTSTP);
+        ranks_->signal_groups(SIGTSTP);
         ::raise(SIGSTOP);  // returns when the shell continues us
-        ranks_.signal_groups(SIGCONT);
+        ranks_->signal_groups(SIGCONT);
         break;
       default:
-        if (finished_) {
-          abandoned_ = true;  // only a slow reader of our output is left, and the user does not want to wait for it
+        if (now_.finished && (!hosts_ || now_.end || stop_signal_ != 0)) {
+          now_.abandoned = true;  // only a slow reader of our output is left, and the user does not want to wait for it
+          if (hosts_) hosts_->stop(signal);  // where the others are to meet again
         } else if (stop_signal_ != 0) {
           kill_all();
         } else {
-          stop_signal_ = signal;
-          ranks_.signal_groups(signal);
-          if (!terminated_) kill_at_ = Deadline::after(options_.stop_grace);
+          handle_stop(signal);
+          if (hosts_) hosts_->stop(signal);
         }
     }
   }
 }
 
 void Supervisor::handle_deadlines() {
-  if (settle_at_.passed()) terminate();
-  if (kill_at_.passed()) kill_all();
-  if (abandon_at_.passed()) abandoned_ = true;
+  if (now_.settle_at.passed()) terminate();
+  if (now_.kill_at.passed()) {
+    if (stop_signal_ != 0) now_.late = names_of_running();
+    kill_all();
+  }
+  if (now_.abandon_at.passed()) now_.abandoned = true;
   if (reap_at_.passed()) {
     reap_at_ = Deadline::never();
     adopted().reap();
@@ -273,15 +422,27 @@ void Supervisor::handle_end(Rank& rank) {
     if (stream->open()) stream->read(kReadAtEnd);
 
   const bool failed = failure.unknown || failure.signal != 0 || failure.exit_status != 0;
-  const bool by_us = (terminated_ && failure.signal == SIGTERM) || (killed_ && failure.signal == SIGKILL);
-  if (!failed || by_us || stop_signal_ != 0) return;
-  failures_.push_back(failure);
-  if (terminated_) return;
-  if (!failure.is_consequence()) {
+  rank.well = !failed || (stop_signal_ != 0 && failure.signal == stop_signal_ && is_on_its_way(rank));
+  const bool by_us = (now_.terminated && failure.signal == SIGTERM) || (now_.killed && failure.signal == SIGKILL);
+  if (!failed || by_us || stop_signal_ != 0 || replace(rank, failure)) return;
+  // The cause that a consequence waits for comes in time where this thread gets to see it late.
+  if (!now_.settle_at.is_never()) failure.when = std::min(failure.when, now_.failures.front().when + echo());
+  now_.failures.push_back(failure);
+  if (now_.terminated || meeting_) return;
+  if (hosts_ && others_stay(&rank)) {
+    tell_hosts();
+  } else if (!failure.is_consequence()) {
     terminate();
-  } else if (settle_at_.is_never()) {
-    settle_at_ = Deadline::after(options_.settle);
+  } else if (now_.settle_at.is_never()) {
+    // The host of the rank that went first will say so; or it is gone itself, and will be missed.
+    now_.settle_at = Deadline::after(echo());
   }
+}
+
+// How long before its cause a consequence may come.
+std::chrono::nanoseconds Supervisor::echo() const {
+  if (job_.nodes == 1) return options_.settle;
+  return options_.hosts->patience + kOtherHostTakes;
 }
 
 void Supervisor::handle_exec_errors() {
@@ -289,8 +450,9 @@ void Supervisor::handle_exec_errors() {
   pollfd ready{exec_errors_.read.get(), POLLIN, 0};
   if (::poll(&ready, 1, 0) <= 0) return;
   ExecError error{};
-  if (::read(exec_errors_.read.get(), &error, sizeof error) == sizeof error) {
-    exec_error_ = error;
+  // While the hosts meet, it is the next attempt that starts the program again, and sees.
+  if (::read(exec_errors_.read.get(), &error, sizeof error) == sizeof error && !meeting_) {
+    now_.exec_error = error;
     kill_all();
   }
   exec_errors_.read.reset();  // all have started their program, or the first that did not has told
@@ -302,89 +464,47 @@ void Supervisor::flush_outputs() {
     printer->sink().flush();
     if (printer->sink().error() != EPIPE) continue;
     // Whoever read our output went away (muster run … | head): the ranks learn of it as if they wrote there themselves.
-    for (const auto& rank : ranks_.all())
+    for (const auto& rank : ranks_->all())
       for (RankStream* stream : {&rank->out, &rank->err})
         if (stream->open() && &stream->printer() == printer.get()) stream->close();
   }
 }
 
 void Supervisor::terminate() {
-  settle_at_ = Deadline::never();
-  terminated_ = true;
-  ranks_.signal_groups(SIGTERM);
-  if (stop_signal_ == 0) kill_at_ = Deadline::after(options_.grace);
+  now_.settle_at = Deadline::never();
+  const auto& all = ranks_->all();
+  if (!now_.terminated)
+    now_.too_late = std::all_of(all.begin(), all.end(), [](const auto& rank) {
+      return rank->ended || await_end(rank->pidfd, Deadline::after(std::chrono::seconds(0)));
+    });
+  now_.terminated = true;
+  give_stop();
+  ranks_->signal_groups(SIGTERM);
+  tell_hosts();
+  if (stop_signal_ == 0) now_.kill_at = Deadline::after(options_.grace);
 }
 
 void Supervisor::kill_all() {
-  settle_at_ = kill_at_ = Deadline::never();
-  if (!killed_) abandon_at_ = Deadline::after(kDeathTakes);
-  killed_ = true;
-  ranks_.signal_groups(SIGKILL);
+  now_.settle_at = now_.kill_at = Deadline::never();
+  if (!now_.killed) now_.abandon_at = Deadline::after(kDeathTakes);
+  now_.killed = true;
+  ranks_->signal_groups(SIGKILL);
 }
 
 AdoptedProcesses Supervisor::adopted() const {
   auto others = earlier_children_;
   others.push_back(guardian_.pid());
-  for (const auto& rank : ranks_.all()) others.push_back(rank->pid);
+  for (const auto& rank : ranks_->all()) others.push_back(rank->pid);
   return AdoptedProcesses(std::move(others));
 }
 
 void Supervisor::finish() {
-  finished_ = true;
-  settle_at_ = kill_at_ = abandon_at_ = Deadline::never();
-  ranks_.signal_groups(SIGKILL);  // what the ranks left running in them
+  now_.finished = true;
+  now_.settle_at = now_.kill_at = now_.abandon_at = Deadline::never();
+  ranks_->signal_groups(SIGKILL);  // what the ranks left running in them
   if (options_.own_process) adopted().kill(Deadline::after(kDeathTakes));
-  for (const auto& rank : ranks_.all())
+  for (const auto& rank : ranks_->all())
     for (RankStream* stream : {&rank->out, &rank->err}) stream->drain();
-}
-
-// The last operations of a failing rank, as of its end; none where it had no World.
-std::vector<std::string> Supervisor::operations_of(const Failure& failure) const {
-  const auto& rank = *ranks_.all()[static_cast<size_t>(failure.rank)];
-  const auto when = static_cast<uint64_t>(failure.when.time_since_epoch() / std::chrono::nanoseconds(1));
-  try {
-    return last_operations(shm::read_black_box(rank.black_box.get()), when, kLastOperations);
-  } catch (const Error& error) {  // what the rank did to its own memory is no reason not to report its end
-    return {error.message()};
-  }
-}
-
-// Where the user asked for it. What is to be said about it.
-std::string Supervisor::save_black_boxes() const {
-  if (options_.black_box_file.empty()) return {};
-  std::vector<SavedBox> boxes;
-  for (const auto& rank : ranks_.all())
-    boxes.push_back({rank->black_box.get(), rank->end.empty() ? "does not end" : rank->end});
-  try {
-    write_black_boxes(options_.black_box_file, boxes);
-    return text("what the ranks did last: muster blackbox ", options_.black_box_file);
-  } catch (const Error& error) {
-    return error.message();
-  }
-}
-
-Outcome Supervisor::outcome() const {
-  Outcome outcome;
-  if (!failures_.empty()) {
-    const Failure& cause = choose_cause(failures_, options_.settle);
-    outcome = describe(cause, operations_of(cause));
-  } else if (stop_signal_ != 0) {
-    outcome = describe_stop(stop_signal_);
-  }
-  const auto add = [&](const std::string& line) {
-    outcome.cause += line + '\n';
-    if (outcome.status == 0) outcome.status = 1;
-  };
-  for (const auto& rank : ranks_.all())
-    if (!rank->ended)
-      add(text("rank ", rank->number, " (pid ", rank->pid,
-               ") does not end, not even by SIGKILL: it hangs in the kernel"));
-  for (const auto& sink : sinks_)
-    if (sink->error() != 0 && sink->error() != EPIPE)
-      add(text("some output is lost, since it cannot be written: ", std::generic_category().message(sink->error())));
-  if (outcome.status != 0)
-    if (const auto words = save_black_boxes(); !words.empty()) add(words);
-  return outcome;
 }
 
 }  // namespace muster::launch

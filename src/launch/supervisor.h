@@ -8,7 +8,16 @@
 //
 //   finished: SIGKILL to what is left in the groups, the rest of the pipes read and written, the cause chosen
 //
-// The store is served from after the last fork(2) to the end: no rank holds its socket, no copy of its thread's locks.
+// That is one attempt. A job has several, where it may start again after a failure; and where launchers of several
+// hosts run it together, each attempt is an epoch of their rendezvous: it begins with its plan, and what ends it on one
+// host ends it on all.
+//
+// Ranks in muster::elastic::run() say so (elastic_words.h), and stay. On one host, only a rank that failed is started
+// anew, within the attempt. Over several, an attempt then ends without the end of its ranks: while the launchers meet,
+// the ranks wait (`kept_`); the next attempt starts what is missing, and tells all their places.
+//
+// The store of a job of functions is served from after the last fork(2) to the end: no rank holds its socket, no copy
+// of its thread's locks. Programs may be started beside it: between fork and exec nothing takes a lock.
 //
 // Thread-safety: none; one thread runs it.
 #pragma once
@@ -19,14 +28,19 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "launch/child.h"
 #include "launch/environment.h"
 #include "launch/guardian.h"
+#include "launch/oom_watch.h"
 #include "launch/outcome.h"
+#include "launch/placement.h"
+#include "launch/rank_logs.h"
 #include "launch/rank_processes.h"
+#include "launch/rendezvous.h"
 #include "launch/signals.h"
 #include "muster/launch/launcher.h"
 
@@ -38,15 +52,37 @@ class Supervisor {
   Supervisor(const LaunchOptions& options, std::string path);
   Supervisor(const LaunchOptions& options, const std::function<int()>& body);
 
-  // Starts the ranks and returns when all have ended. Once only.
+  // Starts the ranks, again where they may, and returns when all have ended. Once only.
   Outcome run();
 
  private:
   Supervisor(const LaunchOptions& options, std::string path, const std::function<int()>* body);
 
   void open_outputs();
+  bool join_hosts();
+  void say_silence(const std::string& why);
+  bool meet();
+  void run_attempt();
+  bool goes_on();
   void start_ranks();
-  void start_rank(int number, Environment& environment, const std::vector<char*>& arguments, const UniqueFd& null);
+  std::unique_ptr<Rank> start_rank(int local, Environment& environment, const UniqueFd& null);
+  std::optional<std::string> mark_of(size_t local) const;
+  bool others_stay(const Rank* rank) const;
+  bool call(size_t local);
+  bool replace(const Rank& rank, const Failure& failure);
+  void fill_place(int local, Environment& environment, const UniqueFd& null);
+  void give_words();
+  void give_stop();
+  bool is_on_its_way(const Rank& rank) const;
+  bool keep();
+  void give_up_kept();
+  void start_missing();
+  void renumber(Rank& rank, int number);
+  void end_kept();
+  std::string new_error_path(int number);
+  std::string prefix_for(const Printer& printer, int number) const;
+  Environment rank_environment() const;
+  void say_placement(const Environment& environment);
   void watch();
   void wait_for_events();
   void handle_events();
@@ -54,6 +90,12 @@ class Supervisor {
   void handle_deadlines();
   void handle_end(Rank& rank);
   void handle_exec_errors();
+  std::chrono::nanoseconds echo() const;
+  void handle_hosts();
+  void handle_stop(int signal);
+  void tell_hosts();
+  bool over() const;
+  void say(const std::string& lines);
   void flush_outputs();
   void terminate();
   void kill_all();
@@ -61,36 +103,67 @@ class Supervisor {
   AdoptedProcesses adopted() const;
   std::vector<std::string> operations_of(const Failure& failure) const;
   std::string save_black_boxes() const;
+  Outcome cause() const;
+  bool all_well() const;
+  std::string why_apart() const;
+  std::string names_of_running() const;
+  Outcome described(Failure failure) const;
+  std::string save_error(const Outcome& outcome) const;
   Outcome outcome() const;
 
   const LaunchOptions& options_;
   const std::string path_;
   const std::function<int()>* const body_;
-  const Job job_;
+  Job job_;
+  OomWatch oom_;                               // since this attempt began
   Signals signals_;                            // before all that may raise SIGPIPE
   const std::vector<pid_t> earlier_children_;  // of a shell that started jobs and then exec'ed us: none of our business
   const std::optional<rlimit> open_files_;     // the limit before we raised it, for the ranks
+  const Placement placement_;
   Guardian guardian_;
   std::vector<std::unique_ptr<Sink>> sinks_;  // one, or two: standard output and error
   std::vector<std::unique_ptr<Printer>> printers_;
+  RankLogs logs_;
+  std::unique_ptr<StoreServer> hosts_server_;  // where this launcher serves the others
+  std::unique_ptr<Rendezvous> hosts_;          // where there are several
+  std::unique_ptr<StoreServer> store_;         // of this launcher alone
   Pipe exec_errors_;
-  RankProcesses ranks_;  // after the guardian, so that it is still there when the last rank ends
+  std::unique_ptr<RankProcesses> ranks_ =
+      std::make_unique<RankProcesses>();  // after the guardian, so that it is still there when the last rank ends
 
   struct Watched {
-    enum { kSignals, kExecErrors, kEnd, kOut, kErr, kSink } kind;
+    enum { kSignals, kExecErrors, kEnd, kOut, kErr, kSink, kHosts } kind;
     Rank* rank;
   };
   std::vector<pollfd> polled_;
   std::vector<Watched> watched_;
 
-  std::vector<Failure> failures_;  // by themselves, not by us
-  std::optional<ExecError> exec_error_;
+  // Of this attempt.
+  struct Attempt {
+    std::vector<Failure> failures;  // by themselves, not by us
+    std::optional<ExecError> exec_error;
+    std::optional<EpochEnd> end;     // of all hosts
+    std::exception_ptr hosts_error;  // why they cannot go on together
+    bool terminated = false, killed = false, finished = false, abandoned = false;
+    bool too_late = false;                    // terminated, when all had ended by themselves
+    bool told = false;                        // the other hosts, how it went here
+    std::string late;                         // the ranks that had not ended when the user's patience had, in words
+    Deadline settle_at = Deadline::never();   // then terminate()
+    Deadline kill_at = Deadline::never();     // then kill_all()
+    Deadline abandon_at = Deadline::never();  // then those that SIGKILL did not end are left alone
+  };
+  Attempt now_;
+  bool store_comes_again_ = false;  // that of the hosts, where it has been away
+  bool first_attempt_ = true;       // of this launcher
+  bool meeting_ = false;            // with the other hosts, before an attempt
+  bool kept_ = false;               // the ranks of the attempt before live, for the next one
+  bool done_ = false;               // all ranks here had ended well when the attempt before made room for another host
+  int epoch_ = 0;                   // as elastic_words.h counts them
+  int line_ = -1;        // over several hosts: the epoch since which there have always been ranks that were kept
   int stop_signal_ = 0;  // the first by which the user ended the job
-  bool terminated_ = false, killed_ = false, finished_ = false, abandoned_ = false;
-  Deadline settle_at_ = Deadline::never();   // then terminate()
-  Deadline kill_at_ = Deadline::never();     // then kill_all()
-  Deadline abandon_at_ = Deadline::never();  // then those that SIGKILL did not end are left alone
-  Deadline reap_at_ = Deadline::never();     // then adopted processes that ended are reaped
+  std::set<std::string> error_paths_;  // that ranks were given
+  int max_restarts_ = options_.max_restarts;
+  Deadline reap_at_ = Deadline::never();  // then adopted processes that ended are reaped
 };
 
 }  // namespace muster::launch

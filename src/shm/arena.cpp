@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "base/fork_count.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 
@@ -19,6 +20,7 @@ constexpr size_t kStep = 1 << 20;  // memory is committed in steps of this
 
 Arena::Arena(size_t capacity)
     : capacity_(round_up(std::max(capacity, kStep), kStep)),
+      forks_(fork_count()),
       fd_(create_memfd("muster-heap", capacity_)),
       mapping_(map_memfd(fd_.get())) {}
 
@@ -33,6 +35,7 @@ size_t Arena::committed() const {
 }
 
 void* Arena::allocate(size_t bytes) {
+  if (fork_count() != forks_) throw Aborted("the heap belongs to the process that this one was forked from");
   // Large runs start and end on pages, so that two ranks' copies never share one and trim() finds whole pages.
   const size_t size = round_up(std::max<size_t>(bytes, 1), bytes >= kLarge ? page_size() : kAlignment);
   const size_t alignment = bytes >= kLarge ? page_size() : kAlignment;
@@ -56,6 +59,7 @@ void* Arena::allocate(size_t bytes) {
 }
 
 void Arena::free(void* address) {
+  if (fork_count() != forks_) return;  // and the lock may be held by a thread that is not here
   const std::lock_guard lock(mutex_);
   const auto block = live_.find(offset_of(address));
   if (block == live_.end()) return;  // not ours: cannot happen through Heap

@@ -27,6 +27,8 @@ class Arena {
 
   explicit Arena(size_t capacity);
 
+  // In a process that was forked from the owner, allocate() throws Aborted and free() does nothing.
+  //
   // At least `bytes`, aligned to kAlignment (to a page from 64 KiB on). Unavailable where the arena or the host is
   // full.
   void* allocate(size_t bytes);
@@ -56,6 +58,7 @@ class Arena {
   void trim();
 
   const size_t capacity_;
+  const int forks_;  // a fork of the process has a copy of the tables, but no memory of its own behind them
   UniqueFd fd_;
   std::shared_ptr<Mapping> mapping_;
   mutable std::mutex mutex_;

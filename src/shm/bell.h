@@ -30,13 +30,19 @@ struct Bell {
   std::atomic<uint32_t> word{0};
   std::atomic<uint32_t> waiters{0};
 
-  // Steps 2 to 5. The values must have been stored before.
-  void ring() {
+  // Steps 2 to 5. The values must have been stored before. Whether anybody waits.
+  bool ring() {
     full_fence();
-    if (waiters.load(std::memory_order_relaxed) != 0) {
-      word.fetch_add(1, std::memory_order_release);
-      futex_wake_all(word);
-    }
+    if (static_cast<int32_t>(waiters.load(std::memory_order_relaxed)) <= 0)
+      return false;  // who hushes it takes some away
+    wake();
+    return true;
+  }
+
+  // Steps 4 and 5, whoever is counted as waiting.
+  void wake() {
+    word.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake_all(word);
   }
 
   // Steps a to e, once: sleeps at most `limit` unless `condition()` holds, and returns whether it does.

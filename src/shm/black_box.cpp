@@ -145,6 +145,13 @@ UniqueFd create_black_box(int rank, int world_size, std::string_view job_id) {
   return fd;
 }
 
+void renumber_black_box(int fd, int rank, int world_size) {
+  const auto box = BlackBox::open(fd);
+  Header& header = segment_of(*box->mapping_).header;
+  set(header.rank, static_cast<uint64_t>(rank));
+  set(header.world_size, static_cast<uint64_t>(world_size));
+}
+
 std::shared_ptr<BlackBox> BlackBox::open(int fd) {
   if (!is_black_box(fd))
     throw Corrupt(text("descriptor ", fd, " is no black box, or that of another version of Muster"));
@@ -243,6 +250,18 @@ void BlackBox::end(uint64_t ticket, BlackBoxState state, uint64_t now) noexcept 
   set(record.what, pack(what));
   set(record.end_ns, now != 0 ? now : monotonic_ns());
   set(record.version, ticket << kStepBits | kEnded);
+}
+
+void BlackBox::report(std::optional<uint64_t> step, std::optional<uint64_t> samples) noexcept {
+  Training& training = segment_of(*mapping_).header.training;
+  const uint64_t now = monotonic_ns();
+  uint64_t never = 0;
+  if (at(training.started_ns).load(std::memory_order_relaxed) == 0)
+    at(training.started_ns).compare_exchange_strong(never, now, std::memory_order_relaxed);
+  if (step) set(training.step_plus_1, *step + 1);
+  if (samples) set(training.samples_plus_1, *samples + 1);
+  at(training.reports).fetch_add(1, std::memory_order_relaxed);
+  set(training.reported_ns, now);
 }
 
 }  // namespace muster::shm

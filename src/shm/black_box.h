@@ -11,6 +11,8 @@
 // makes its own, which ends with the process. Either can be found and read while it lives, through the links
 // /proc/<pid>/fd/… → /memfd:muster-black-box; there is no registry, and nothing to leak. black_box_reader.h reads it.
 //
+// Beside the operations it holds how far the training is, if the program reports it: `muster top` shows that.
+//
 // What it costs: two readings of the clock and three atomic operations on the rank's own memory, for begin() and end()
 // together. No lock, no system call, no allocation. An entry is lost where 4,096 others come during it, under way or
 // not.
@@ -21,6 +23,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -78,10 +81,15 @@ class BlackBox {
   void start(uint64_t ticket, uint64_t sequence = kNoSequence) noexcept;
   void end(uint64_t ticket, BlackBoxState state, uint64_t now = 0) noexcept;
 
+  // How far the training is: steps done, and samples that the whole job has trained on. What is not given stays as it
+  // was. A reading of the clock and a few stores.
+  void report(std::optional<uint64_t> step, std::optional<uint64_t> samples) noexcept;
+
   std::span<const std::byte> segment() const { return {mapping_->data(), mapping_->size()}; }
 
  private:
   friend std::shared_ptr<BlackBox> open_black_box(int rank, int world_size, bool thread_rank);
+  friend void renumber_black_box(int fd, int rank, int world_size);
   explicit BlackBox(std::shared_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {}
 
   const std::shared_ptr<Mapping> mapping_;
@@ -90,6 +98,9 @@ class BlackBox {
 
 // A memfd for one rank's box, with its header: for the launcher, or a rank without one.
 UniqueFd create_black_box(int rank, int world_size, std::string_view job_id);
+
+// For a rank that stays while others come and go: its next World has this place. Whoever has the old place may go on.
+void renumber_black_box(int fd, int rank, int world_size);
 
 // This rank's box: the launcher's where MUSTER_BLACK_BOX gives one for this rank that no other process has taken, else
 // one of its own. A rank that is a thread has always its own. InvalidArgument where the variable is no number,

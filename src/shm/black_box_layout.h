@@ -1,6 +1,6 @@
 // What a black box looks like: one memfd a rank, all words of 64 bits, little-endian.
 //
-//   | Header: who, names, groups, head | Record x 4096 |
+//   | Header: who, names, groups, how far the training is, head | Record x 4096 |
 //
 // A record is claimed by fetch_add on `head`; ticket t lies in records[t % 4096] until ticket t + 4096 comes. Its first
 // word says what state the other seven are in:
@@ -18,6 +18,9 @@
 // A writer that finds a record in another writer's hands, or in a later ticket's, gives up its entry: nobody waits, and
 // it takes 4096 operations within the few nanoseconds of a write for that to happen.
 //
+// How far the training is are five words, each right by itself: a reader may find the step of one report beside the
+// samples of the next.
+//
 // Thread-safety: of the words, as above; `at()` and `copy_words()` make each access atomic.
 #pragma once
 
@@ -29,7 +32,7 @@
 namespace muster::shm::black_box {
 
 inline constexpr uint64_t kMagic = 0x584f424b43414c42;  // "BLACKBOX"
-inline constexpr uint64_t kFormat = 1;
+inline constexpr uint64_t kFormat = 2;
 inline constexpr size_t kRecords = 4096, kGroups = 64, kOperationNames = 32, kDtypeNames = 64;
 
 inline constexpr uint64_t kStepBits = 3, kStepMask = 7;
@@ -66,6 +69,15 @@ struct Group {
 };
 static_assert(sizeof(Group) == 64);
 
+// 0: never told. Written by whoever reports, read by whoever looks.
+struct Training {
+  uint64_t started_ns;   // the first report; CLOCK_MONOTONIC
+  uint64_t reported_ns;  // the last one
+  uint64_t step_plus_1;
+  uint64_t samples_plus_1;
+  uint64_t reports;
+};
+
 // Strings are cut to fit and padded with zeros; one that fills its field has no zero at its end.
 struct alignas(128) Header {
   uint64_t magic, format;
@@ -79,6 +91,7 @@ struct alignas(128) Header {
   char dtypes[kDtypeNames][16];
   Group groups[kGroups];
   alignas(128) uint64_t group_count;  // may exceed kGroups
+  alignas(128) Training training;     // on a line of its own: a watcher that looks at it delays no operation
   alignas(128) uint64_t head;         // the next ticket
 };
 

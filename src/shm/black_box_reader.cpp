@@ -61,6 +61,15 @@ void read_groups(const Header& header, BlackBoxSnapshot* box, std::vector<int>* 
   }
 }
 
+BlackBoxTraining read_training(const Header& shared) {
+  Training words;
+  copy_words(&words, &shared.training, sizeof words);
+  BlackBoxTraining training{.started_ns = words.started_ns, .reported_ns = words.reported_ns, .reports = words.reports};
+  if (words.step_plus_1 != 0) training.step = words.step_plus_1 - 1;
+  if (words.samples_plus_1 != 0) training.samples = words.samples_plus_1 - 1;
+  return training;
+}
+
 struct ReadOnly {
   void* data = MAP_FAILED;
   size_t size = 0;
@@ -102,7 +111,9 @@ BlackBoxSnapshot read_black_box(std::span<const std::byte> bytes) {
   box.pid_start = header->owner_start;
   box.host = string_of(header->host);
   box.job = string_of(header->job);
+  box.created_ns = header->created_ns;
   box.realtime_ahead = header->realtime_ahead;
+  box.training = read_training(segment.header);
 
   for (size_t index = 0; index < kRecords; ++index) {
     Record record;

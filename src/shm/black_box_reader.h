@@ -9,6 +9,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -36,12 +37,21 @@ struct BlackBoxGroup {
   uint64_t size = 0, members = 0;
 };
 
+// How far the rank says that it is.
+struct BlackBoxTraining {
+  std::optional<uint64_t> step, samples;     // nullopt: not told
+  uint64_t started_ns = 0, reported_ns = 0;  // the first and the last report; 0: there was none
+  uint64_t reports = 0;
+};
+
 struct BlackBoxSnapshot {
   int rank = 0, world_size = 0;
   pid_t pid = 0;  // 0: the rank has not come to make a World
   uint64_t pid_start = 0;
   std::string host, job;
+  uint64_t created_ns = 0;  // when the launcher, or else the rank, made the box; CLOCK_MONOTONIC
   int64_t realtime_ahead = 0;
+  BlackBoxTraining training;
   std::vector<BlackBoxGroup> groups;
   uint64_t begun = 0;                         // operations in all
   std::vector<BlackBoxOperation> operations;  // by ticket; at most 4,096

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -25,7 +26,9 @@ constexpr size_t kMaxMessage = 64 << 10;
 constexpr size_t kFdsPerMessage = 128;  // the kernel's SCM_MAX_FD is 253
 constexpr int kMaxFdsEach = 16;
 
-enum class Reply : uint8_t { kWelcome, kTimeout, kMismatch };
+constexpr std::chrono::milliseconds kLook{200};  // between looks at the board while others are waited for
+
+enum class Reply : uint8_t { kWelcome, kTimeout, kMismatch, kLost, kGaveUp };
 
 sockaddr_un abstract_address(const std::string& name, socklen_t* length) {
   sockaddr_un address{};
@@ -52,6 +55,48 @@ bool wait_for(int fd, short events, Deadline deadline) {
     if (ready < 0 && errno != EINTR) throw_errno("poll");
   }
 }
+
+// A rank whose process id is known, held by a pidfd: the launcher reaps none before the end, so that one which has died
+// meanwhile is found, too. Who is not found (another pid namespace) is not watched.
+struct Peer {
+  pid_t pid = 0;
+  UniqueFd pidfd;
+
+  Peer() = default;
+  explicit Peer(pid_t id) : pid(id) {
+    if (pid > 0 && pid != ::getpid()) pidfd.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  }
+  bool dead() const {
+    pollfd end{pidfd.get(), POLLIN, 0};
+    return pidfd && ::poll(&end, 1, 0) > 0;
+  }
+};
+
+Peer peer_of(const KnownRanks& known, int rank) {
+  const auto at = static_cast<size_t>(rank);
+  return at < known.pids.size() ? Peer(known.pids[at]) : Peer();
+}
+
+PeerLost lost(const KnownRanks& known, int rank, pid_t pid) {
+  return PeerLost(known.called(rank), pid,
+                  text("rank ", known.called(rank), " (pid ", pid, ") died while the group came together"),
+                  "Look at its standard error");
+}
+
+// The first of those whose process ids are known that has died.
+void throw_if_one_died(const KnownRanks& known) {
+  for (int rank = 0; static_cast<size_t>(rank) < known.pids.size(); ++rank)
+    if (const auto peer = peer_of(known, rank); peer.dead()) throw lost(known, rank, peer.pid);
+}
+
+Timeout not_come(const KnownRanks& known, std::vector<int> missing, int size) {
+  for (int& rank : missing) rank = known.called(rank);
+  return Timeout(text("the group did not come together: rank(s) ", join(missing), " of ",
+                      known.shown.empty() ? std::to_string(size) : join(known.shown), " did not come"),
+                 missing, "Look whether they started, and at their standard error");
+}
+
+Deadline earlier(Deadline a, Deadline b) { return b.when() < a.when() ? b : a; }
 
 ucred credentials(int fd) {
   ucred peer{};
@@ -135,8 +180,12 @@ UniqueFd duplicate(int fd) {
 
 class Hub {
  public:
-  Hub(const NoticeBoard& board, const std::string& prefix, int size, const std::vector<int>& fds, Deadline deadline)
-      : size_(size),
+  Hub(const NoticeBoard& board, const std::string& prefix, int size, const std::vector<int>& fds, Deadline deadline,
+      const KnownRanks& known)
+      : board_(board),
+        known_(known),
+        key_(prefix + "/hub"),
+        size_(size),
         deadline_(deadline),
         nonce_(random_hex(16)),
         listener_(make_socket()),
@@ -150,12 +199,13 @@ class Hub {
     if (::listen(listener_.get(), std::min(size, 1024)) != 0) throw_errno("listening on a Unix socket");
     participants_[0].pid = ::getpid();
     for (const int fd : fds) participants_[0].fds.push_back(duplicate(fd));
-    board.post(prefix + "/hub", WireWriter().put(boot_id()).put(name).put(nonce_).bytes());
+    for (int rank = 0; rank < size; ++rank) peers_.push_back(peer_of(known, rank));
+    board_.post(key_, WireWriter().put(boot_id()).put(name).put(nonce_).bytes());
   }
 
   std::vector<Participant> run() {
     while (std::any_of(sockets_.begin() + 1, sockets_.end(), [](const auto& socket) { return !socket; })) {
-      if (!wait_for(listener_.get(), POLLIN, deadline_)) give_up();
+      await_one();
       admit();
     }
     welcome();
@@ -163,6 +213,45 @@ class Hub {
   }
 
  private:
+  // Until somebody connects. Whoever died without having done so will not come.
+  void await_one() {
+    for (auto look = Deadline::after(kLook);;) {
+      std::vector<pollfd> items{{listener_.get(), POLLIN, 0}};
+      for (int rank = 1; rank < size_; ++rank)
+        if (!sockets_[rank] && peers_[rank].pidfd) items.push_back({peers_[rank].pidfd.get(), POLLIN, 0});
+      const int ready = ::poll(items.data(), items.size(), earlier(deadline_, look).poll_ms());
+      if (ready < 0 && errno != EINTR) throw_errno("poll");
+      if (ready > 0 && items[0].revents != 0) return;
+      for (int rank = 1; rank < size_ && ready > 0; ++rank) {
+        if (sockets_[rank] || !peers_[rank].dead()) continue;
+        if (wait_for(listener_.get(), POLLIN, Deadline::after(std::chrono::milliseconds(0)))) return;  // its last deed
+        tell(
+            WireWriter().put(Reply::kLost).put(static_cast<int32_t>(rank)).put(static_cast<int32_t>(peers_[rank].pid)));
+        throw lost(known_, rank, peers_[rank].pid);
+      }
+      if (deadline_.passed()) give_up();
+      if (!look.passed()) continue;
+      look = Deadline::after(kLook);
+      if (board_.look) look_at_board();
+    }
+  }
+
+  // What it finds may end this rank's wait, and so that of the others.
+  void look_at_board() {
+    try {
+      board_.look(key_);
+    } catch (const Error& error) {
+      tell(WireWriter().put(Reply::kGaveUp).put(std::string_view(error.message())));
+      throw;
+    }
+  }
+
+  // To all who have come.
+  void tell(const WireWriter& reply) const {
+    for (const auto& socket : sockets_)
+      if (socket) send_message(socket.get(), reply.bytes(), {}, Deadline::after(std::chrono::milliseconds(100)));
+  }
+
   // Takes one connection; one that is not a rank of ours is dropped.
   void admit() {
     UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -173,8 +262,7 @@ class Hub {
     const ucred peer = credentials(socket.get());
     if (peer.uid != ::geteuid()) return;
     // A peer of ours writes right after it connects; a silent stranger of the same user costs at most this.
-    if (!wait_for(socket.get(), POLLIN, std::min(deadline_, Deadline::after(std::chrono::seconds(2)), &Hub::earlier)))
-      return;
+    if (!wait_for(socket.get(), POLLIN, earlier(deadline_, Deadline::after(std::chrono::seconds(2))))) return;
     auto message = receive_message(socket.get());
     if (!message) return;
     int32_t rank = 0, size = 0;
@@ -226,28 +314,35 @@ class Hub {
       if (!sockets_[rank]) missing.push_back(rank);
     reply.put(Reply::kTimeout).put(static_cast<uint32_t>(missing.size()));
     for (const int rank : missing) reply.put(static_cast<int32_t>(rank));
-    for (const auto& socket : sockets_)
-      if (socket) send_message(socket.get(), reply.bytes(), {}, Deadline::after(std::chrono::milliseconds(100)));
-    throw Timeout(text("the group did not come together: rank(s) ", join(missing), " of ", size_, " did not come"),
-                  missing, "Look whether they started, and at their standard error");
+    tell(reply);
+    throw not_come(known_, std::move(missing), size_);
   }
 
-  static bool earlier(const Deadline& a, const Deadline& b) { return a.when() < b.when(); }
-
+  const NoticeBoard& board_;
+  const KnownRanks& known_;
+  const std::string key_;
   const int size_;
   const Deadline deadline_;
   const std::string nonce_;
   UniqueFd listener_;
   std::vector<Participant> participants_;
   std::vector<UniqueFd> sockets_;
+  std::vector<Peer> peers_;
 };
 
 // A rank waits a little longer than the hub, whose answer knows who is missing.
 Deadline with_slack(Deadline deadline) {
-  return deadline.is_never() ? deadline : Deadline::after(deadline.left() + std::chrono::milliseconds(500));
+  return deadline.is_never() ? deadline : Deadline::after(deadline.left() + std::chrono::seconds(2));
 }
 
-UniqueFd connect_to_hub(const std::string& name, Deadline deadline) {
+// The hub has left: perhaps since it saw, before it could tell this rank, that another had died.
+[[noreturn]] void throw_hub_left(const KnownRanks& known) {
+  throw_if_one_died(known);
+  throw PeerLost(known.called(0), 0, text("rank ", known.called(0), " went away while the group came together"),
+                 "Look at its standard error");
+}
+
+UniqueFd connect_to_hub(const std::string& name, Deadline deadline, const KnownRanks& known) {
   socklen_t length;
   const auto address = abstract_address(name, &length);
   UniqueFd socket = make_socket();
@@ -256,6 +351,9 @@ UniqueFd connect_to_hub(const std::string& name, Deadline deadline) {
       ::poll(nullptr, 0, 1);
       continue;
     }
+    const int error = errno;
+    if (error == ECONNREFUSED) throw_if_one_died(known);  // it has left already
+    errno = error;
     if (errno != EINTR)
       throw_errno("reaching rank 0 over shared memory's Unix socket",
                   "Ranks must be on one host and in one network namespace; look whether rank 0 still runs");
@@ -265,47 +363,69 @@ UniqueFd connect_to_hub(const std::string& name, Deadline deadline) {
   return socket;
 }
 
-Message next_message(int socket, Deadline deadline) {
-  if (!wait_for(socket, POLLIN, deadline))
-    throw Timeout("rank 0 did not answer while the group came together", {0}, "Look at rank 0's standard error");
+// The hub's own end shows at its socket.
+Message next_message(int socket, Deadline deadline, const KnownRanks& known, const std::function<void()>& look) {
+  while (!wait_for(socket, POLLIN, earlier(deadline, Deadline::after(kLook))) && !deadline.passed()) look();
+  if (!wait_for(socket, POLLIN, Deadline::after(std::chrono::milliseconds(0))))
+    throw Timeout(text("rank ", known.called(0), " did not answer while the group came together"), {known.called(0)},
+                  "Look at its standard error");
   auto message = receive_message(socket);
-  if (!message)
-    throw PeerLost(0, 0, "rank 0 went away while the group came together", "Look at rank 0's standard error");
+  if (!message) throw_hub_left(known);
   return std::move(*message);
 }
 
-std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& prefix, int rank, int size,
-                                  const std::vector<int>& fds, Deadline deadline) {
-  std::string invitation;
-  try {
-    invitation = board.read(prefix + "/hub", deadline);
-  } catch (const Timeout&) {
-    throw Timeout("the group did not come together: rank 0 did not come", {0}, "Look whether it started");
+std::string await_invitation(const NoticeBoard& board, const std::string& key, Deadline deadline,
+                             const KnownRanks& known) {
+  const Peer hub = peer_of(known, 0);
+  for (;;) {
+    const bool dead = hub.dead();  // before the look: it may have written it and died
+    try {
+      return board.read(
+          key, hub.pidfd ? earlier(deadline, Deadline::after(dead ? std::chrono::milliseconds(0) : kLook)) : deadline);
+    } catch (const Timeout&) {
+      if (dead) throw lost(known, 0, hub.pid);
+      if (deadline.passed())
+        throw Timeout(text("the group did not come together: rank ", known.called(0), " did not come"),
+                      {known.called(0)}, "Look whether it started");
+    }
   }
+}
+
+std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& prefix, int rank, int size,
+                                  const std::vector<int>& fds, Deadline deadline, const KnownRanks& known) {
+  const std::string key = prefix + "/hub";
+  const auto look = [&] {
+    if (board.look) board.look(key);
+  };
+  const std::string invitation = await_invitation(board, key, deadline, known);
   WireReader reader(invitation);
   const std::string boot(reader.get_string()), name(reader.get_string()), nonce(reader.get_string());
   if (boot != boot_id())
-    throw Unavailable(
-        text("rank ", rank, " and rank 0 are on different hosts, and shared memory joins only ranks of one host"),
-        "Use another backend between hosts");
+    throw Unavailable(text("rank ", known.called(rank), " and rank ", known.called(0),
+                           " are on different hosts, and shared memory joins only ranks of one host"),
+                      "Use another backend between hosts");
   deadline = with_slack(deadline);
-  const UniqueFd socket = connect_to_hub(name, deadline);
+  const UniqueFd socket = connect_to_hub(name, deadline, known);
   const auto hello = WireWriter().put(nonce).put(static_cast<int32_t>(rank)).put(static_cast<int32_t>(size)).take();
-  if (!send_message(socket.get(), hello, fds, deadline))
-    throw PeerLost(0, 0, "rank 0 went away while the group came together");
+  if (!send_message(socket.get(), hello, fds, deadline)) throw_hub_left(known);
 
-  Message table = next_message(socket.get(), deadline);
+  Message table = next_message(socket.get(), deadline, known, look);
   WireReader answer(table.bytes);
   switch (answer.get<Reply>()) {
     case Reply::kWelcome:
       break;
     case Reply::kMismatch:
       throw Mismatch(std::string(answer.get_string()), "Start every rank with the same world size and its own rank");
+    case Reply::kGaveUp:
+      throw Aborted(text("rank 0 gave up while the group came together: ", answer.get_string()));
+    case Reply::kLost: {
+      const auto peer = answer.get<int32_t>(), pid = answer.get<int32_t>();
+      throw lost(known, peer, pid);
+    }
     case Reply::kTimeout: {
       std::vector<int> missing(std::min<uint32_t>(answer.get<uint32_t>(), 1u << 16));
       for (int& peer : missing) peer = answer.get<int32_t>();
-      throw Timeout(text("the group did not come together: rank(s) ", join(missing), " of ", size, " did not come"),
-                    missing, "Look whether they started, and at their standard error");
+      throw not_come(known, std::move(missing), size);
     }
   }
   std::vector<Participant> participants(static_cast<size_t>(size));
@@ -322,7 +442,7 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
   std::vector<UniqueFd> all;
   const size_t total = std::accumulate(counts.begin(), counts.end(), size_t{0});
   while (all.size() < total) {
-    Message more = next_message(socket.get(), deadline);
+    Message more = next_message(socket.get(), deadline, known, look);
     if (more.fds.empty()) throw Corrupt("rank 0 sent fewer descriptors than it said");
     std::move(more.fds.begin(), more.fds.end(), std::back_inserter(all));
   }
@@ -341,7 +461,7 @@ std::string boot_id() {
 }
 
 std::vector<Participant> exchange(const NoticeBoard& board, const std::string& prefix, int rank, int size,
-                                  const std::vector<int>& fds, Deadline deadline) {
+                                  const std::vector<int>& fds, Deadline deadline, const KnownRanks& known) {
   if (size < 1 || rank < 0 || rank >= size) throw InvalidArgument(text("rank ", rank, " is outside a group of ", size));
   if (fds.size() > kMaxFdsEach) throw InvalidArgument("too many descriptors for one rank");
   if (size == 1) {
@@ -350,8 +470,8 @@ std::vector<Participant> exchange(const NoticeBoard& board, const std::string& p
     for (const int fd : fds) alone[0].fds.push_back(duplicate(fd));
     return alone;
   }
-  if (rank == 0) return Hub(board, prefix, size, fds, deadline).run();
-  return join_hub(board, prefix, rank, size, fds, deadline);
+  if (rank == 0) return Hub(board, prefix, size, fds, deadline, known).run();
+  return join_hub(board, prefix, rank, size, fds, deadline, known);
 }
 
 }  // namespace muster::shm

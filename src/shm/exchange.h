@@ -10,8 +10,10 @@
 // Same host is what this proves: the boot id is equal, the socket can be reached, and a descriptor arrives. Ranks of
 // another host, or of another network namespace, get Unavailable.
 //
-// Errors: Timeout names the ranks that did not come, on all ranks that did; PeerLost, a hub that died; Mismatch, ranks
-// that disagree about the group's size. Nothing is left behind in any case but a key in the store.
+// Errors: Timeout names the ranks that did not come, on all ranks that did; PeerLost, a rank that died: the hub, or one
+// of those whose process ids are known beforehand, which a pidfd then tells at once; Mismatch, ranks that disagree
+// about the group's size; whatever the store throws (the World of an epoch that is over is not waited for). Nothing is
+// left behind in any case but a key in the store.
 //
 // Thread-safety: exchange() may run in several threads at once for different (prefix, rank).
 #pragma once
@@ -36,20 +38,32 @@ struct Participant {
 struct NoticeBoard {
   std::function<void(const std::string& key, const std::string& value)> post;
   std::function<std::string(const std::string& key, Deadline deadline)> read;  // waits for it; Timeout
+  std::function<void(const std::string& key)> look = {};  // now and then while others are waited for; may throw
+};
+
+// What is known of the ranks beforehand.
+struct KnownRanks {
+  std::vector<pid_t> pids = {};  // 0 of those that are not known; or empty
+  std::vector<int> shown = {};   // as errors call them, where the group's ranks are some of a job's; or empty
+  int called(int rank) const {
+    const auto at = static_cast<size_t>(rank);
+    return at < shown.size() ? shown[at] : rank;
+  }
 };
 
 // Gives `fds` and returns what each rank gave; the entry of the own rank holds duplicates of the own descriptors.
 std::vector<Participant> exchange(const NoticeBoard& board, const std::string& prefix, int rank, int size,
-                                  const std::vector<int>& fds, Deadline deadline);
+                                  const std::vector<int>& fds, Deadline deadline, const KnownRanks& known = {});
 
 // The same for anything with set() and get(), as a Store has.
 template <typename Store>
 requires requires(Store& store, std::string key, Deadline deadline) { store.get(key, deadline); }
 std::vector<Participant> exchange(Store& store, const std::string& prefix, int rank, int size,
-                                  const std::vector<int>& fds, Deadline deadline) {
+                                  const std::vector<int>& fds, Deadline deadline, const KnownRanks& known = {}) {
   const NoticeBoard board{[&](const auto& key, const auto& value) { store.set(key, value); },
-                          [&](const auto& key, Deadline until) { return store.get(key, until); }};
-  return exchange(board, prefix, rank, size, fds, deadline);
+                          [&](const auto& key, Deadline until) { return store.get(key, until); },
+                          [&](const auto& key) { store.try_get(key); }};
+  return exchange(board, prefix, rank, size, fds, deadline, known);
 }
 
 // The kernel's random identity of this boot: equal for processes of one host.

@@ -7,6 +7,8 @@
 #include <string>
 #include <thread>
 
+#include "base/env.h"
+
 namespace muster::shm {
 namespace {
 
@@ -31,6 +33,8 @@ int usable_cores() {
   CPU_ZERO(&set);
   int cores = static_cast<int>(std::thread::hardware_concurrency());
   if (::sched_getaffinity(0, sizeof set, &set) == 0) cores = CPU_COUNT(&set);
+  if (const auto told = env_int(kJobCoresVariable); told && *told > 0 && *told <= 1 << 20)
+    cores = static_cast<int>(*told);
   return std::max(1, std::min(cores, static_cast<int>(std::min(cgroup_cpus() + 0.5, 1e6))));
 }
 

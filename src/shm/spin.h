@@ -16,7 +16,12 @@ namespace muster::shm {
 inline constexpr std::chrono::microseconds kSpin{20};
 inline constexpr std::chrono::microseconds kYield{1000};
 
-// Cores that this process may use: its affinity, bounded by the cgroup's cpu.max (version 2) or cfs quota (version 1).
+// Set by a launcher that pins each rank to cores of its own: how many the ranks have together. A rank's own affinity
+// says nothing of that: one core for each of eight ranks would look like eight ranks on one core.
+inline constexpr const char* kJobCoresVariable = "MUSTER_JOB_CORES";
+
+// Cores that this process, with the other ranks, may use: its affinity, or what the launcher says; bounded by the
+// cgroup's cpu.max (version 2) or cfs quota (version 1).
 int usable_cores();
 
 // kSpin if `threads` busy threads have a core each, else zero.

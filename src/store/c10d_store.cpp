@@ -61,7 +61,10 @@ class FromC10d final : public Store {
 
   void set(std::string_view key, std::string_view value) override {
     const std::string name(key);
-    translated("set a key", [&] { base_->set(name, to_bytes(value)); });
+    translated("set a key", [&] {
+      base_->set(name, to_bytes(value));
+      base_->check({name});  // TCPStore's set() only sends; its server answers in order, so this answer says it is done
+    });
     note(name, std::string(value));
   }
 

@@ -1,12 +1,15 @@
 #include <utility>
 
+#include "base/env.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
+#include "store/erase_all.h"
+#include "store/outage.h"
 
 namespace muster {
 namespace {
 
-class PrefixStore final : public Store {
+class PrefixStore final : public Store, public store::EraseAll, public store::Outage {
  public:
   PrefixStore(std::shared_ptr<Store> base, std::string prefix)
       : base_(std::move(base)), prefix_(std::move(prefix) + "/") {}
@@ -30,6 +33,9 @@ class PrefixStore final : public Store {
   }
   bool erase(std::string_view key) override { return base_->erase(full(key)); }
   int64_t num_keys() override { return base_->num_keys(); }
+  void erase_all(std::string_view prefix) override { store::erase_all(*base_, full(prefix)); }
+  bool comes_again() const override { return store::comes_again(*base_); }
+  void set_call_timeout(std::chrono::milliseconds timeout) override { store::set_call_timeout(*base_, timeout); }
 
  private:
   std::string full(std::string_view key) const { return prefix_ + std::string(key); }
@@ -43,6 +49,15 @@ class PrefixStore final : public Store {
 std::shared_ptr<Store> make_prefix_store(std::shared_ptr<Store> base, std::string prefix) {
   if (!base) throw InvalidArgument("make_prefix_store needs a store, and was given none");
   return std::make_shared<PrefixStore>(std::move(base), std::move(prefix));
+}
+
+std::shared_ptr<Store> connect_job_store(Deadline deadline) {
+  const auto address = env_string("MUSTER_STORE");
+  if (!address)
+    throw InvalidArgument("no launcher told this process of a store (MUSTER_STORE)", "Start it with muster run");
+  auto store = connect_store(*address, deadline);
+  const auto prefix = env_string("MUSTER_STORE_PREFIX");
+  return prefix ? make_prefix_store(std::move(store), *prefix) : store;
 }
 
 }  // namespace muster

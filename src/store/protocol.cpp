@@ -1,6 +1,7 @@
 #include "store/protocol.h"
 
 #include <chrono>
+#include <cstring>
 
 #include "base/text.h"
 #include "base/wire.h"
@@ -32,14 +33,21 @@ Deadline deadline_of(uint64_t wait_ms) {
   return Deadline::after(std::chrono::milliseconds(wait_ms));
 }
 
-std::string encode(const Request& request) {
+std::string encode(const Request& request) { return frame(request).substr(sizeof(uint32_t)); }
+
+std::string frame(const Request& request) {
   WireWriter out;
+  out.put(uint32_t{0});  // the length, once it is known
   out.put(kProtocolVersion).put(request.op).put(request.number).put(request.wait_ms);
+  out.put(request.client).put(request.call).put(request.server);
   out.put(static_cast<uint32_t>(request.keys.size()));
   for (const auto& key : request.keys) out.put(std::string_view(key));
   put_optional(out, request.expected);
   out.put(request.value);
-  return out.take();
+  std::string bytes = out.take();
+  const auto size = static_cast<uint32_t>(bytes.size() - sizeof(uint32_t));
+  std::memcpy(bytes.data(), &size, sizeof size);
+  return bytes;
 }
 
 Request decode_request(std::string_view body) {
@@ -51,6 +59,9 @@ Request decode_request(std::string_view body) {
   if (request.op > kLastOp) throw Corrupt(text("a request for an unknown operation ", static_cast<int>(request.op)));
   request.number = in.get<int64_t>();
   request.wait_ms = in.get<uint64_t>();
+  request.client = in.get<uint64_t>();
+  request.call = in.get<uint64_t>();
+  request.server = in.get<uint64_t>();
   const auto num_keys = in.get<uint32_t>();
   for (uint32_t i = 0; i < num_keys; ++i) request.keys.emplace_back(in.get_string());
   request.expected = get_optional(in);
@@ -64,7 +75,7 @@ Request decode_request(std::string_view body) {
 std::string encode(const Reply& reply) {
   WireWriter out;
   out.put(static_cast<uint8_t>(reply.error ? 1 + static_cast<int>(*reply.error) : 0));
-  out.put(std::string_view(reply.message)).put(std::string_view(reply.advice)).put(reply.number);
+  out.put(std::string_view(reply.message)).put(std::string_view(reply.advice)).put(reply.number).put(reply.server);
   put_optional(out, reply.value);
   return out.take();
 }
@@ -78,6 +89,7 @@ Reply decode_reply(std::string_view body) {
   reply.message = in.get_string();
   reply.advice = in.get_string();
   reply.number = in.get<int64_t>();
+  reply.server = in.get<uint64_t>();
   reply.value = get_optional(in);
   in.expect_done();
   return reply;

@@ -51,13 +51,20 @@ bool waits(Op op) { return op == Op::kGet || op == Op::kWait || op == Op::kWatch
 
 }  // namespace
 
-std::optional<Reply> answer(SharedTable& table, const Request& request) {
+std::optional<Reply> answer(SharedTable& table, Answers* answers, const Request& request) {
+  if (answers) {
+    if (auto known = answers->refusal(request)) return known;
+    if (auto known = answers->recall(request)) return known;
+  }
   if (!waits(request.op)) {
+    Reply reply;
     try {
-      return checked(do_answer(table, request));
+      reply = checked(do_answer(table, request));
     } catch (const Error& error) {
-      return error_reply(error);
+      reply = error_reply(error);
     }
+    if (answers) answers->keep(request, reply);
+    return reply;
   }
   const Want want = want_of(request);
   if (auto found = table.find(want, nullptr)) return reply_to(request, *std::move(found));

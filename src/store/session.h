@@ -34,14 +34,15 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "store/answers.h"
 #include "store/mailbox.h"
 #include "store/protocol.h"
 #include "store/shared_table.h"
 
 namespace muster::store {
 
-// Answers a request that waits for nothing; nullopt for one that waits.
-std::optional<Reply> answer(SharedTable& table, const Request& request);
+// Answers a request that waits for nothing, and one that `answers`, if any, has had before; nullopt for one that waits.
+std::optional<Reply> answer(SharedTable& table, Answers* answers, const Request& request);
 // What a waiting request waits for, and the reply once it is found.
 Want want_of(const Request& request);
 Reply reply_to(const Request& request, SharedTable::Versioned found);
@@ -50,11 +51,13 @@ template <typename Stream>
 struct Session {
   enum class State { kReading, kWaiting, kWriting };
 
-  Session(Stream connected, std::string client, std::shared_ptr<SharedTable> table, std::shared_ptr<Mailbox> mailbox)
+  Session(Stream connected, std::string client, std::shared_ptr<SharedTable> table, std::shared_ptr<Mailbox> mailbox,
+          std::shared_ptr<Answers> answers = nullptr)
       : stream(std::move(connected)),
         peer(std::move(client)),
         table(std::move(table)),
         mailbox(std::move(mailbox)),
+        answers(std::move(answers)),
         bell(stream.get_executor()) {}
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -73,6 +76,7 @@ struct Session {
   std::string peer;  // for the log
   std::shared_ptr<SharedTable> table;
   std::shared_ptr<Mailbox> mailbox;
+  std::shared_ptr<Answers> answers;  // null where connections are not cut, so that nothing is sent again
   asio::steady_timer bell;
   State state = State::kReading;
   bool gone = false;
@@ -106,13 +110,14 @@ asio::awaitable<std::string> read_body(Stream& stream) {
 }
 
 template <typename Stream>
-asio::awaitable<void> write_reply(Stream& stream, Reply reply) {
+asio::awaitable<void> write_reply(Session<Stream>& session, Reply reply) {
+  if (session.answers) reply.server = session.answers->server();
   const std::string body = encode(reply);
   const auto size = static_cast<uint32_t>(body.size());
   std::array<asio::const_buffer, 2> parts;
   parts[0] = asio::buffer(&size, sizeof size);
   parts[1] = asio::buffer(body);
-  co_await asio::async_write(stream, parts, asio::use_awaitable);
+  co_await asio::async_write(session.stream, parts, asio::use_awaitable);
 }
 
 // `body` is what `request` points into.
@@ -142,7 +147,7 @@ asio::awaitable<void> finish(std::shared_ptr<Session<Stream>> session, std::stri
   if (session->gone) co_return;
   session->state = Session<Stream>::State::kWriting;
   try {
-    co_await write_reply(session->stream, *std::move(reply));
+    co_await write_reply(*session, *std::move(reply));
     session->state = Session<Stream>::State::kReading;
     session->bell.cancel();
   } catch (const std::exception&) {
@@ -163,8 +168,8 @@ asio::awaitable<void> serve_requests(std::shared_ptr<Session<Stream>> session) {
       co_await session->bell.async_wait(asio::redirect_error(asio::use_awaitable, ignored));
     }
     Request request = decode_request(body);
-    if (auto reply = answer(*session->table, request)) {
-      co_await write_reply(session->stream, *std::move(reply));
+    if (auto reply = answer(*session->table, session->answers.get(), request)) {
+      co_await write_reply(*session, *std::move(reply));
       continue;
     }
     session->state = State::kWaiting;

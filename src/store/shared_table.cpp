@@ -4,8 +4,7 @@
 #include <condition_variable>
 #include <utility>
 
-#include "base/text.h"
-#include "store/quote.h"
+#include "store/late.h"
 
 namespace muster::store {
 namespace {
@@ -22,12 +21,7 @@ class ThreadWaiter final : public Waiter {
   // Whether woken before the deadline; the next call waits for the next wake.
   bool wait(Deadline deadline) {
     std::unique_lock lock(mutex_);
-    const auto woken = [this] { return woken_; };
-    if (deadline.is_never()) {
-      changed_.wait(lock, woken);
-    } else {
-      changed_.wait_until(lock, deadline.when(), woken);
-    }
+    deadline.wait(changed_, lock, [this] { return woken_; });
     return std::exchange(woken_, false);
   }
 
@@ -157,19 +151,14 @@ SharedTable::Versioned SharedTable::wait_for(const Want& want, Deadline deadline
 }
 
 Timeout SharedTable::timed_out(const Want& want) const {
-  static constexpr size_t kMaxNamed = 16;
+  if (want.above) return did_not_change(want.keys.at(0));
   std::vector<std::string> missing;
   {
     std::lock_guard lock(mutex_);
     for (const auto& key : want.keys)
-      if (lacks(want, key, nullptr)) missing.push_back(quote(key));
+      if (lacks(want, key, nullptr)) missing.push_back(key);
   }
-  const size_t more = missing.size() > kMaxNamed ? missing.size() - kMaxNamed : 0;
-  missing.resize(missing.size() - more);
-  const std::string names = join(missing) + (more ? text(" and ", more, " more") : "");
-  if (want.above) return Timeout(text("the store's key ", names, " did not change in time"));
-  return Timeout(text("nobody set the store's ", missing.size() > 1 ? "keys " : "key ", names, " in time"), {},
-                 "A rank that sets them may have failed or not have started; look at its output");
+  return nobody_set(missing);
 }
 
 }  // namespace muster::store

@@ -29,7 +29,7 @@ UnixAddress::UnixAddress(std::string_view name) : name_(name) {
 UnixAddress UnixAddress::parse(std::string_view address) {
   if (!address.starts_with(kUnixScheme))
     throw InvalidArgument(muster::text(quote(address), " is not the address of a store"),
-                          "Pass what StoreServer::address() returned, e.g. 'unix:@muster-…'");
+                          "Pass what StoreServer::address() returned: 'unix:@muster-…' or 'tls://host:port'");
   return UnixAddress(address.substr(kUnixScheme.size()));
 }
 

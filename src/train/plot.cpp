@@ -7,9 +7,9 @@
 #include <sstream>
 #include <string_view>
 
+#include "base/atomic_file.h"
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "train/atomic_file.h"
 #include "train/axis.h"
 
 namespace muster {
@@ -308,6 +308,6 @@ std::string to_svg(const Chart& chart) {
   return std::move(out).str();
 }
 
-void write_svg(const std::filesystem::path& path, const Chart& chart) { train::write_file(path, to_svg(chart)); }
+void write_svg(const std::filesystem::path& path, const Chart& chart) { write_file(path, to_svg(chart)); }
 
 }  // namespace muster

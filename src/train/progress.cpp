@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "muster/comm/report_progress.h"
 #include "muster/comm/world.h"
 
 namespace muster {
@@ -120,6 +121,7 @@ void Progress::set_label(std::string label) {
 
 void Progress::advance(int64_t units, std::optional<double> loss) {
   done_ += units;
+  report_progress({.step = ++steps_, .samples = done_});
   if (loss)
     loss_ = loss_ && std::isfinite(*loss_) && std::isfinite(*loss) ? kKeep * *loss_ + (1 - kKeep) * *loss : *loss;
   if (!active_) return;

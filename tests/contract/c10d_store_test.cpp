@@ -53,16 +53,12 @@ struct RoundTripUnderTest : StoreUnderTest {
   std::shared_ptr<Store> base = make_memory_store();
 };
 
-template <typename T>
-std::unique_ptr<StoreUnderTest> make() {
-  return std::make_unique<T>();
-}
-
 INSTANTIATE_TEST_SUITE_P(C10d, StoreContract,
-                         testing::Values(StoreKind{"hash", make<HashUnderTest>},
-                                         StoreKind{"prefix", make<PrefixedUnderTest>},
-                                         StoreKind{"file", make<FileUnderTest>}, StoreKind{"tcp", make<TcpUnderTest>},
-                                         StoreKind{"round_trip", make<RoundTripUnderTest>}),
+                         testing::Values(StoreKind{"hash", make_store<HashUnderTest>},
+                                         StoreKind{"prefix", make_store<PrefixedUnderTest>},
+                                         StoreKind{"file", make_store<FileUnderTest>},
+                                         StoreKind{"tcp", make_store<TcpUnderTest>},
+                                         StoreKind{"round_trip", make_store<RoundTripUnderTest>}),
                          store_kind_name);
 
 Bytes bytes(std::string_view string) { return {string.begin(), string.end()}; }

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <regex>
 
-#include "multiprocess/launch_support.h"
+#include "multiprocess/job_test.h"
 
 namespace muster::test {
 namespace {
@@ -20,19 +20,11 @@ using ::testing::IsEmpty;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-using Words = std::vector<std::string>;
-
 Words job_of(int ranks, const std::string& how, Words options = {}) {
   Words command{kMusterCommand, "run", "-n", text(ranks)};
   command.insert(command.end(), options.begin(), options.end());
   for (const auto& word : {std::string(kLaunchProgram), std::string("black-box"), how}) command.push_back(word);
   return command;
-}
-
-bool all_ready(Process& job, int ranks) {
-  for (int rank = 0; rank < ranks; ++rank)
-    if (!job.read_until(text('[', rank, "] ready"))) return false;
-  return true;
 }
 
 std::string variable_of(pid_t pid, const std::string& name) {
@@ -50,15 +42,8 @@ std::map<int, pid_t> ranks_of(pid_t launcher) {
   return ranks;
 }
 
-class BlackBoxCommand : public ::testing::Test {
+class BlackBoxCommand : public JobFolderTest {
  protected:
-  void SetUp() override { std::filesystem::create_directory(folder_); }
-  void TearDown() override {
-    EXPECT_THAT(processes_left(patience()), IsEmpty()) << "the job left processes behind";
-    std::filesystem::remove_all(folder_);
-  }
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
-
   // What `muster blackbox words…` prints; it must succeed.
   static std::string look(const Words& words) {
     Words command{kMusterCommand, "blackbox"};
@@ -75,9 +60,6 @@ class BlackBoxCommand : public ::testing::Test {
     EXPECT_EQ(job.finish(), 128 + SIGKILL);
     return job.err;
   }
-
- private:
-  const std::filesystem::path folder_ = std::filesystem::temp_directory_path() / text("muster-black-box-", ::getpid());
 };
 
 TEST_F(BlackBoxCommand, ReadsAJobThatStandsStillFromOutside) {
@@ -196,10 +178,16 @@ TEST_F(BlackBoxCommand, AJobThatTheUserStopsLeavesAFileAndOneThatEndsWellNone) {
   EXPECT_THAT(look({path("stalled")}), HasSubstr("=> rank 1 has not begun all_reduce #5, for which rank 0 waits\n"
                                                  "  => rank 1 (killed by SIGINT (2)) is in recv"));
 
+  std::ofstream(path("well")) << "of a job before";
   Process well(job_of(2, "end", {"--black-box", path("well")}));
   EXPECT_EQ(well.finish(), 0) << well.err;
   EXPECT_EQ(well.err, "");
   EXPECT_FALSE(std::filesystem::exists(path("well")));
+
+  Process at_last(run_of({"-n", "2", "--max-restarts", "1", "--black-box", path("at-last")}, {"fail-until", "1", "0"}));
+  EXPECT_EQ(at_last.finish(), 0) << at_last.err;
+  EXPECT_THAT(at_last.err, HasSubstr("the job starts again (1 of 1)"));
+  EXPECT_FALSE(std::filesystem::exists(path("at-last")));
 
   Process no_muster({kMusterCommand, "run", "-n", "2", "--black-box", path("none"), "false"});
   EXPECT_EQ(no_muster.finish(), 1);

@@ -207,6 +207,9 @@ class RootCause : public ::testing::Test {
  protected:
   RootCause() {
     peer_lost_.feed("terminate called after throwing an instance of 'muster::PeerLost'\n  what():  rank 1 is gone\n");
+    unnamed_.feed(
+        "terminate called after throwing an instance of 'muster::Unavailable'\n  what():  the connections of group "
+        "'world' broke in all_reduce #3: closed. Which rank is lost is not known: no etcd\n");
     aborted_.feed("terminate called after throwing an instance of 'muster::Aborted'\n");
     other_.feed("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n");
   }
@@ -217,8 +220,10 @@ class RootCause : public ::testing::Test {
             .when = Clock::time_point(milliseconds(1000 + ms)),
             .last_lines = &lines};
   }
-  static Failure cause_of(const std::vector<Failure>& failures) { return choose_cause(failures, milliseconds(50)); }
-  LastLines peer_lost_, aborted_, other_, silent_;
+  static Failure cause_of(const std::vector<Failure>& failures) {
+    return choose_cause(failures, milliseconds(50), milliseconds(50));
+  }
+  LastLines peer_lost_, unnamed_, aborted_, other_, silent_;
 };
 
 TEST_F(RootCause, IsTheFirstOfEqualOnes) {
@@ -235,6 +240,11 @@ TEST_F(RootCause, IsAConsequenceOnlyWhereThereIsNothingElse) {
   EXPECT_EQ(cause_of({at(0, 0, SIGABRT, peer_lost_), at(9, 1, SIGABRT, aborted_), at(10, 2, 0, silent_)}).rank, 2);
   EXPECT_EQ(cause_of({at(0, 0, SIGABRT, peer_lost_), at(9, 1, SIGABRT, aborted_)}).rank, 0);
   EXPECT_EQ(cause_of({at(0, 0, SIGABRT, peer_lost_), at(99, 2, 0, silent_)}).rank, 0) << "too late";
+}
+
+TEST_F(RootCause, IsNoLossThatASilentStoreCouldNotName) {
+  EXPECT_EQ(cause_of({at(0, 0, SIGABRT, unnamed_), at(10, 1, 0, silent_)}).rank, 1);
+  EXPECT_TRUE(at(0, 0, SIGABRT, unnamed_).is_consequence());
 }
 
 TEST(LastLines, AreBoundedAndKnowBars) {

@@ -80,6 +80,9 @@ class Process {
     return WIFEXITED(raw_status_) ? WEXITSTATUS(raw_status_) : 1000 + WTERMSIG(raw_status_);
   }
 
+  // Reads what comes next, of either; false where both have ended or time runs out.
+  bool read_some_more(Deadline deadline = patience()) { return read_some(deadline); }
+
   void close_output() { out_.reset(); }
 
   std::string out, err;

@@ -8,7 +8,7 @@
 #include <regex>
 
 #include "launch/outcome.h"
-#include "multiprocess/launch_support.h"
+#include "multiprocess/job_test.h"
 
 namespace muster::test {
 namespace {
@@ -22,21 +22,7 @@ using ::testing::Not;
 using ::testing::StartsWith;
 using ::testing::UnorderedElementsAre;
 
-using Words = std::vector<std::string>;
-
-// muster run OPTIONS… launch_program BEHAVIOUR…
-Words run_of(Words options, const Words& behaviour) {
-  Words command{kMusterCommand, "run"};
-  command.insert(command.end(), options.begin(), options.end());
-  command.push_back(kLaunchProgram);
-  command.insert(command.end(), behaviour.begin(), behaviour.end());
-  return command;
-}
-
-class Launch : public ::testing::Test {
- protected:
-  void TearDown() override { EXPECT_THAT(processes_left(patience()), IsEmpty()) << "the job left processes behind"; }
-};
+class Launch : public JobTest {};
 
 TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
   Process job(run_of({"-n", "3"}, {"environment"}),
@@ -247,6 +233,14 @@ TEST_F(Launch, StopSignalsAreForwardedAndGiveTheStatus) {
   }
 }
 
+TEST_F(Launch, RanksThatEndWellUponAStopSignalMakeAJobThatDid) {
+  Process job(run_of({"-n", "2"}, {"signals", "well"}));
+  ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.finish(), 0);
+  EXPECT_EQ(job.err, "");
+}
+
 TEST_F(Launch, UserSignalsAreForwardedAndEndNothing) {
   Process job(run_of({"-n", "2"}, {"signals"}));
   ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
@@ -270,6 +264,8 @@ TEST_F(Launch, StubbornRanksAreKilledAfterTheStopGrace) {
   ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
   job.signal(SIGTERM);
   EXPECT_EQ(job.finish(), 128 + SIGTERM);
+  EXPECT_THAT(job.err, AllOf(HasSubstr("rank 0, rank 1 had not ended 200 ms later and was killed"),
+                             HasSubstr("--stop-grace gives it more time")));
 }
 
 TEST_F(Launch, NohupIsRespected) {
@@ -334,7 +330,7 @@ TEST_F(Launch, WhatRanksLeaveRunningEndsWithTheJob) {
   for (const auto& [how, status] : {std::pair("end", 0), std::pair("fail", 4)}) {
     Process job(run_of({"-n", "2"}, {"family", how}));
     EXPECT_EQ(job.finish(), status) << job.err;  // finish() needs the ends of pipes that those processes hold
-    EXPECT_TRUE(children_of(::getpid()).empty()) << how;
+    EXPECT_THAT(processes_left(Deadline::after(seconds(3))), IsEmpty()) << how;
   }
 }
 

@@ -28,6 +28,14 @@ TEST(LaunchersProcess, MusterRun) {
   EXPECT_EQ(lines_of_ranks(job.out), kTwoRanks);
 }
 
+TEST(LaunchersProcess, AFaultUnderMusterRunHasAStack) {
+  Process job({kMusterCommand, "run", "-n", "2", kWorldProgram, "crash"});
+  EXPECT_EQ(job.finish(), 128 + SIGSEGV);
+  EXPECT_NE(job.err.find("[1] muster: SIGSEGV (11) at address 0x0, in thread "), std::string::npos) << job.err;
+  EXPECT_NE(job.err.find("; its stack:\n  | (anonymous namespace)::follow(int const volatile*)"), std::string::npos)
+      << job.err;
+}
+
 TEST(LaunchersProcess, Torchrun) {
   if (!runs({kPython, "-c", "import torch.distributed.run"}))
     GTEST_SKIP() << kPython << " has no torch: this libtorch comes without torchrun (pip install torch==2.13.0)";

@@ -10,5 +10,6 @@ extern const char* const kWorldProgram;    // a small World, for the tests of la
 extern const char* const kExamplesFolder;  // with the programs of the tutorial
 extern const char* const kFashionMnist;    // the demo
 extern const char* const kPython;          // whose torch this libtorch is; "" if it has none
+extern const char* const kSourceFolder;    // of the checkout
 
 }  // namespace muster::test

@@ -46,6 +46,27 @@ class Variable {
   ~Variable() { ::unsetenv(kBlackBoxVariable); }
 };
 
+TEST(BlackBox, KeepsHowFarTheTrainingIs) {
+  const Box box;
+  EXPECT_EQ(box.read().training.reports, 0u);
+  EXPECT_EQ(box.read().training.step, std::nullopt);
+  const uint64_t before = monotonic_ns();
+  box.box->report(0, 64);
+  auto training = box.read().training;
+  EXPECT_EQ(training.step, 0u) << "step 0 is a step";
+  EXPECT_EQ(training.samples, 64u);
+  EXPECT_GE(training.started_ns, before);
+  EXPECT_GE(training.reported_ns, training.started_ns);
+  const uint64_t started = training.started_ns;
+  box.box->report(std::nullopt, 128);
+  box.box->report(7, std::nullopt);
+  training = box.read().training;
+  EXPECT_EQ(training.step, 7u);
+  EXPECT_EQ(training.samples, 128u);
+  EXPECT_EQ(training.started_ns, started);
+  EXPECT_EQ(training.reports, 3u);
+}
+
 TEST(BlackBox, KeepsWhatWasWritten) {
   const Box box;
   box.box->set_names(kOperations, kDtypes);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -283,6 +284,8 @@ TEST(Exchange, TimeoutNamesWhoDidNotComeOnAllRanks) {
       ADD_FAILURE();
     } catch (const Timeout& timeout) {
       EXPECT_EQ(timeout.missing(), (std::vector<int>{2, 3}));
+    } catch (const Error& error) {
+      ADD_FAILURE() << error.what();
     }
   };
   // Rank 1 has all the time. It waits for rank 0's word of where they meet, and then, when it has come there, again.
@@ -302,6 +305,68 @@ TEST(Exchange, TimeoutNamesWhoDidNotComeOnAllRanks) {
   } catch (const Timeout& timeout) {
     EXPECT_EQ(timeout.missing(), std::vector<int>{0});
   }
+}
+
+// A rank that has come so far that the others know its process id, and no further.
+TEST(ExchangeProcess, WhoeverDiesMeanwhileIsToldAtOnceOnAllRanks) {
+  for (const int victim : {0, 1}) {
+    const pid_t other = ::fork();
+    if (other == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      for (;;) ::pause();
+    }
+    const auto store = make_memory_store();
+    std::vector<pid_t> pids(3, ::getpid());
+    pids[static_cast<size_t>(victim)] = other;
+    std::thread killer([&] {
+      store->wait({"one waits"}, soon());
+      ::kill(other, SIGKILL);
+    });
+    at_once(3, [&](int rank) {
+      if (rank == victim) return;
+      store->set("one waits", "");
+      try {
+        exchange(*store, "meeting", rank, 3, {}, Deadline::never(), {.pids = pids, .shown = {4, 7, 9}});
+        ADD_FAILURE();
+      } catch (const PeerLost& lost) {
+        EXPECT_EQ(lost.rank(), victim == 0 ? 4 : 7) << lost.what();
+      }
+    });
+    killer.join();
+    ::waitpid(other, nullptr, 0);
+  }
+}
+
+// As the store of an epoch that is over does.
+TEST(Exchange, WhatTheStoreThrowsEndsTheWait) {
+  const auto store = make_memory_store();
+  const NoticeBoard board{[&](const auto& key, const auto& value) { store->set(key, value); },
+                          [&](const auto& key, Deadline until) { return store->get(key, until); },
+                          [](const auto&) { throw Aborted("the epoch is over"); }};
+  EXPECT_THROW(exchange(board, "meeting", 0, 2, {}, Deadline::never()), Aborted);
+}
+
+TEST(Exchange, WhyRankZeroGivesUpIsToldToThoseWhoHaveCome) {
+  const auto store = make_memory_store();
+  NoticeBoard board{[&](const auto& key, const auto& value) { store->set(key, value); },
+                    [&](const auto& key, Deadline until) { return store->get(key, until); }};
+  std::atomic<bool> has_come{false};
+  NoticeBoard others = board;
+  others.look = [&](const auto&) { has_come = true; };  // looks only when it has sent its greeting
+  int looks = 0;
+  board.look = [&](const auto&) {
+    if (has_come && ++looks == 3) throw Aborted("the epoch is over");
+  };
+  std::thread hub([&] { EXPECT_THROW(exchange(board, "meeting", 0, 3, {}, Deadline::never()), Aborted); });
+  std::string told;
+  try {
+    exchange(others, "meeting", 1, 3, {}, Deadline::after(std::chrono::seconds(60)));  // rank 2 never comes
+  } catch (const Error& error) {
+    told = error.what();
+  }
+  hub.join();
+  EXPECT_NE(told.find("rank 0 gave up"), std::string::npos) << told;
+  EXPECT_NE(told.find("the epoch is over"), std::string::npos) << told;
 }
 
 TEST(Exchange, DisagreementIsMismatchOnAllRanks) {

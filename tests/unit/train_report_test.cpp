@@ -17,9 +17,14 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/text.h"
 #include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/report_progress.h"
+#include "muster/comm/world.h"
 #include "muster/train/plot.h"
 #include "muster/train/progress.h"
+#include "shm/black_box_reader.h"
 #include "train/axis.h"
 
 namespace muster {
@@ -200,6 +205,47 @@ TEST_F(ProgressBar, FitsEveryWidthAndIsSilentWhereTold) {
   bar.finish();
   EXPECT_EQ(bar.done(), 100);
   EXPECT_EQ(read_available(pipe_.out.get()), "");
+}
+
+// What the black boxes of this process say, as `muster top` finds them; by rank.
+std::vector<shm::BlackBoxTraining> reported(int ranks) {
+  std::vector<shm::BlackBoxTraining> all(static_cast<size_t>(ranks));
+  for (int fd = 0; fd < 1024; ++fd) {
+    char target[64] = {};
+    if (::readlink(text("/proc/self/fd/", fd).c_str(), target, sizeof target - 1) < 0 ||
+        std::string(target).find(shm::kBlackBoxName) == std::string::npos)
+      continue;
+    const auto box = shm::read_black_box(fd);
+    if (box.world_size == ranks) all.at(static_cast<size_t>(box.rank)) = box.training;
+  }
+  return all;
+}
+
+TEST(ReportProgress, ReachesTheRanksBlackBox) {
+  report_progress({.step = 1});  // without a World: nothing happens
+  run_threads(2, [](World& world) {
+    const auto mine = [&] { return reported(2).at(static_cast<size_t>(world.rank())); };
+    EXPECT_EQ(mine().reports, 0u);
+    report_progress({.step = 10 + world.rank(), .samples = 640});
+    EXPECT_EQ(mine().step, static_cast<uint64_t>(10 + world.rank()));
+    EXPECT_EQ(mine().samples, 640u);
+    report_progress({.samples = 700});
+    EXPECT_EQ(mine().step, static_cast<uint64_t>(10 + world.rank())) << "as it was";
+    EXPECT_EQ(mine().samples, 700u);
+    barrier();  // the other looks at this rank's box too
+  });
+}
+
+TEST(ReportProgress, ProgressDoesItOnEveryRank) {
+  const UniqueFd null(::open("/dev/null", O_WRONLY | O_CLOEXEC));
+  run_threads(2, [&](World& world) {
+    Progress bar(1000, {.fd = null.get()});
+    for (int step = 0; step < 3; ++step) bar.advance(64, 0.5);
+    const auto mine = reported(2).at(static_cast<size_t>(world.rank()));
+    EXPECT_EQ(mine.step, 3u);
+    EXPECT_EQ(mine.samples, 192u);
+    barrier();  // the other looks at this rank's box too
+  });
 }
 
 TEST_F(ProgressBar, CopesWithStrangeNumbers) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 namespace muster {
 
@@ -37,6 +38,13 @@ class Deadline {
     return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(nanos).count());
   }
   Clock::time_point when() const { return when_; }
+  // condition.wait_until() that knows never(): whether `over` was true in time. Wakes spuriously as that does.
+  template <typename Condition, typename Lock, typename Predicate>
+  bool wait(Condition& condition, Lock& lock, Predicate over) const {
+    if (!is_never()) return condition.wait_until(lock, when_, std::move(over));
+    condition.wait(lock, std::move(over));  // a wait until the clock's last moment overflows in some libraries
+    return true;
+  }
 
  private:
   explicit Deadline(Clock::time_point when) : when_(when) {}

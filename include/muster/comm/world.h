@@ -12,13 +12,15 @@
 // Destroying a World says good-bye to the peers: a peer that still waits for this rank gets PeerLost ("left"), and
 // operations of this rank that are under way fail with Aborted. It does not wait for anybody and throws nothing.
 //
-// Thread-safety: const methods, from any thread; construction, move and destruction, from one.
+// Thread-safety: const methods and abort(), from any thread; construction, move and destruction, from one.
 #pragma once
 
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
+#include <typeinfo>
+#include <utility>
 #include <vector>
 
 #include "muster/comm/fault_plan.h"
@@ -40,9 +42,9 @@ struct WorldOptions {
   // "gloo"          libtorch's Gloo: ranks anywhere that TCP reaches
   // "mpi"           ranks that mpirun or srun started, over MPI
   // "nccl"          libtorch's NCCL, for CUDA tensors
-  // "hierarchical"  shm inside each host, gloo between the first ranks of the hosts; "hierarchical:mpi": mpi between
-  // them "fake"          this rank alone plays a world of any size, and no data moves: for dry runs "auto"          shm
-  // on one host, hierarchical over several; the log says which
+  // "hierarchical"  shm inside each host, gloo between the first ranks of the hosts; "hierarchical:mpi": mpi there
+  // "fake"          this rank alone plays a world of any size, and no data moves: for dry runs
+  // "auto"          shm on one host, hierarchical over several; the log says which
   std::string backend = "auto";
   std::chrono::milliseconds timeout{300'000};  // of each operation that does not bring its own, and of the start
   size_t heap_capacity = 0;                    // bytes; 0: the host's memory
@@ -71,6 +73,10 @@ class World {
   // the same ranks and in the same order of calls; those that are not in it get a handle with is_member() == false.
   Group new_group(const std::vector<int>& ranks);
 
+  // Ends what this World can do: operations of all its groups, under way or to come, throw Aborted with `why`, on all
+  // ranks that notice. For whoever knows that its peers are gone before they do.
+  void abort(const std::string& why) noexcept;
+
   Store& store() const;
   std::shared_ptr<Store> shared_store() const;
   Heap& heap() const;
@@ -80,10 +86,15 @@ class World {
   static World& current();
   static World* current_or_null();
 
+  struct State;
+  struct Parts;  // src/comm/world_parts.h: what the layers above build on
+  const Parts& parts() const;
+
   // Makes a World current in this thread for a while, e.g. in a thread that the program started itself.
   class Scope {
    public:
     explicit Scope(World& world);
+    explicit Scope(const Parts& world);
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
     ~Scope();
@@ -92,9 +103,26 @@ class World {
     void* previous_;
   };
 
-  struct State;
+  // What a layer above keeps with a World (the RPC agent), at most one of each type. It ends before the World's groups
+  // do, what was attached last first. find() is null where there is none.
+  template <typename T>
+  void attach(std::shared_ptr<T> component) {
+    attach(typeid(T), std::move(component));
+  }
+  template <typename T>
+  std::shared_ptr<T> find() const {
+    return std::static_pointer_cast<T>(find(typeid(T)));
+  }
+  template <typename T>
+  void detach() {
+    detach(typeid(T));
+  }
 
  private:
+  void attach(const std::type_info& type, std::shared_ptr<void> component);
+  std::shared_ptr<void> find(const std::type_info& type) const;
+  void detach(const std::type_info& type);
+
   friend World init(const WorldOptions&);
   friend void run_threads(int, const std::function<void(World&)>&, const WorldOptions&);
   std::unique_ptr<State> state_;
@@ -103,6 +131,7 @@ class World {
 // Joins the job that the environment describes, and makes the World current in this thread. In this order:
 //   MUSTER_STORE with RANK, WORLD_SIZE …     muster run, spawn()
 //   MASTER_ADDR, MASTER_PORT, RANK, …        torchrun and anything else that speaks env://
+//   …, JOB_COMPLETION_INDEX for RANK         a Kubernetes Indexed Job with a rank in each pod
 //   OMPI_COMM_WORLD_RANK, …                  mpirun (Open MPI); PMI_RANK, … (MPICH)
 //   SLURM_PROCID, SLURM_NTASKS, …            srun
 //   nothing of these                         a world of one

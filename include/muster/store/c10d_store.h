@@ -7,6 +7,8 @@
 //   bridge never lets it wait: get(), wait() and watch() ask again and again, after 1 ms at first, then after an eighth
 //   of the time waited so far, 50 ms at most. A wait ends at most an eighth later than it could, and no thread blocks
 //   another.
+// - set. TCPStore's returns when it has sent, so another client might not see the value yet. The bridge asks whether it
+//   is there, which the server answers after it.
 // - Versions. c10d has none. The bridge counts the changes that it makes itself and, for keys that are watched, those
 //   that it sees when it asks. So a version has a meaning only for the bridge that gave it; of several changes by
 //   others between two looks one is seen; a value that was changed and changed back was not changed. The last state is

@@ -4,8 +4,9 @@
 // never passes through it. Keys and values are byte strings. Every key has a version, which grows with each change of
 // the key, also when it is erased and set again.
 //
-// Implementations: MemoryStore (ranks that are threads), UnixStoreClient (ranks of one host; the launcher serves),
-// PrefixStore (a part of another store), and from_c10d() (anything that libtorch has, e.g. torchrun's TCPStore).
+// Implementations: in memory (ranks that are threads), served over a Unix-domain socket (ranks of one host; the
+// launcher serves) or over TLS (ranks of several), in etcd, a part of another store (make_prefix_store), and
+// from_c10d() (anything that libtorch has, e.g. torchrun's TCPStore). docs/rendezvous.md compares them.
 //
 // Errors: Timeout when a deadline passes; Unavailable when nobody serves the store or the server went away.
 // Thread-safety: every method may be called from any thread at any time; a thread that waits does not block the others.
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "muster/base/deadline.h"
+#include "muster/base/secret.h"
 
 namespace muster {
 
@@ -68,22 +70,38 @@ std::shared_ptr<Store> make_memory_store();
 // The keys of `base` that start with "<prefix>/". Prefixes nest. num_keys() counts all of base's keys.
 std::shared_ptr<Store> make_prefix_store(std::shared_ptr<Store> base, std::string prefix);
 
-// Connects to a server at an address as StoreServer::address() gives it ("unix:@name" or "unix:/path"). Retries until
-// `deadline` while nobody serves there (the server may still be starting), then Unavailable. Unauthorized where the
-// server belongs to another user.
-std::shared_ptr<Store> connect_store(std::string_view address, Deadline deadline);
+// Connects to a store by its address:
+//
+//   unix:@name, unix:/path      a server of the same user on this host
+//   tls://host:port             a server that knows the same secret; a name, an IPv4 address or [an IPv6 address]
+//   etcd://host:port,…/prefix   an etcd, 3.4 or later: its members, and where its keys begin
+//
+// Retries until `deadline` while nobody serves there (the server may still be starting), then Unavailable. Unauthorized
+// where the server belongs to another user or does not know the secret. `secret`: that of the job, for tls; without
+// one it is MUSTER_SECRET's.
+std::shared_ptr<Store> connect_store(std::string_view address, Deadline deadline,
+                                     const std::optional<Secret>& secret = std::nullopt);
 
-// Serves a store over a Unix-domain socket to processes of the same user until destroyed. Destruction fails all
+// The store of the job for which a launcher started this process: at MUSTER_STORE, the keys under MUSTER_STORE_PREFIX
+// where that is set. InvalidArgument where MUSTER_STORE is not set; else as connect_store().
+std::shared_ptr<Store> connect_job_store(Deadline deadline);
+
+// Serves a store to processes of the same user, or to whoever knows the secret, until destroyed. Destruction fails all
 // clients' waits with Unavailable. No thread of the caller is needed.
 class StoreServer {
  public:
   virtual ~StoreServer() = default;
-  virtual const std::string& address() const = 0;  // "unix:@muster-…", to hand to connect_store()
+  virtual const std::string& address() const = 0;  // "unix:@muster-…", "tls://host:port", to hand to connect_store()
   virtual std::shared_ptr<Store> local() = 0;      // the same table, without the socket; valid after the server too
 };
 
 // name: empty for a fresh unguessable name in the abstract namespace; "@name" for a chosen abstract one; "/path" for a
-// socket in the file system (made with mode 0600, removed at the end). Unavailable where the name is taken.
-std::unique_ptr<StoreServer> serve_store(std::string_view name = {});
+// socket in the file system (made with mode 0600, removed at the end); "tls://host:port" for TLS at an address of this
+// host ([::] or 0.0.0.0 for all of them; port 0 for a free one, which address() names). Unavailable where the name is
+// taken.
+//
+// Over TLS, who does not know the secret is refused in the handshake, before any byte of the store's protocol is read.
+std::unique_ptr<StoreServer> serve_store(std::string_view name = {},
+                                         const std::optional<Secret>& secret = std::nullopt);
 
 }  // namespace muster

@@ -1,4 +1,4 @@
-// A progress bar for the whole job, drawn by rank 0; on the other ranks every call does nothing.
+// A progress bar for the whole job, drawn by rank 0; on the other ranks nothing is drawn.
 //
 //   muster::Progress bar(epochs * images);
 //   bar.set_label("epoch 3/10");
@@ -11,6 +11,8 @@
 // one, the bar is redrawn in place, at most ten times a second; elsewhere it is a line for each tenth of the way. Each
 // drawing is one write(2), so other output cannot tear it. The width is COLUMNS, else the terminal's; what does not fit
 // is left out, the bar first.
+//
+// On every rank, each advance() is also a step for `muster top` (muster/comm/report_progress.h).
 //
 // advance() costs nanoseconds between two drawings. Nothing here throws: a bar that cannot be drawn is no reason to
 // lose a training.
@@ -64,7 +66,7 @@ class Progress {
   ProgressOptions options_;
   bool active_ = false, terminal_ = false, unicode_ = false, on_line_ = false;
   int width_ = 80, bar_width_ = 40;
-  int64_t total_, done_ = 0, next_tenth_ = 1;
+  int64_t total_, done_ = 0, steps_ = 0, next_tenth_ = 1;
   std::string label_;
   std::optional<double> loss_;
   Clock::time_point start_, drawn_;

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -19,8 +20,10 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
+#include "base/crash_report.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"
@@ -49,7 +52,7 @@ int stay() {
 
 // Waits until all ranks have come here.
 void meet(const std::string& where) {
-  auto store = muster::connect_store(std::getenv("MUSTER_STORE"), test::patience());
+  auto store = muster::connect_job_store(test::patience());
   if (store->add("count/" + where, 1) == number("WORLD_SIZE")) store->set("all/" + where, "");
   store->wait({"all/" + where}, test::patience());
 }
@@ -104,6 +107,51 @@ int fail(const Arguments& arguments) {
   return std::atoi(arguments.at(1).c_str());
 }
 
+// fail-until ATTEMPT RANK: all meet; before that attempt the rank exits with status 3, the others stay; then all end
+// well.
+int fail_until(const Arguments& arguments) {
+  const int attempt = number("TORCHELASTIC_RESTART_COUNT");
+  meet("fail-until");
+  say(text("attempt ", attempt, " of rank ", rank(), " of ", number("WORLD_SIZE")));
+  meet("said");
+  if (attempt >= std::atoi(arguments.at(0).c_str())) return 0;
+  if (rank() != std::atoi(arguments.at(1).c_str())) return stay();
+  std::cerr << "no luck in attempt " << attempt << std::endl;
+  return 3;
+}
+
+// wait-for FILE [RANK]: all meet, say so, and end well when the file is there; with RANK, that one then exits with
+// status 3, and the others stay.
+int wait_for_file(const Arguments& arguments) {
+  meet("wait-for");
+  say(text("rank ", rank(), " of ", number("WORLD_SIZE"), " waits on node ", number("GROUP_RANK"), " of ",
+           number("GROUP_WORLD_SIZE")));
+  for (const auto deadline = test::patience(); !deadline.passed(); ::poll(nullptr, 0, 5))
+    if (::access(arguments.at(0).c_str(), F_OK) == 0)
+      return arguments.size() == 1 ? 0 : rank() == std::atoi(arguments[1].c_str()) ? 3 : stay();
+  return 99;
+}
+
+// count-until FILE: all meet and then add to one sum, without a pause but those of the store, until the file is there;
+// fails unless each has counted once.
+int count_until(const Arguments& arguments) {
+  const auto store = muster::connect_job_store(test::patience());
+  meet("count-until");
+  say(text("rank ", rank(), " counts"));
+  int64_t own = 0;
+  for (const auto deadline = test::patience(); ::access(arguments.at(0).c_str(), F_OK) != 0; ++own) {
+    if (deadline.passed()) return 99;
+    store->add("sum", 1);
+    ::poll(nullptr, 0, 1);
+  }
+  store->add("own", own);
+  meet("counted");
+  const auto all = store->add("own", 0), sum = store->add("sum", 0);
+  say(text("rank ", rank(), " sees ", sum, " of ", all));
+  meet("seen");
+  return sum == all ? 0 : 98;
+}
+
 int throw_in_rank(const Arguments& arguments) {
   meet("throw");
   if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
@@ -137,7 +185,91 @@ int die(const Arguments& arguments) {
   return 0;
 }
 
-// Says which signals come; SIGUSR2 ends it well. With "stubborn", nothing but SIGUSR2 and SIGKILL ends it.
+// Neither inlined nor specialised, and with names that a stack shows.
+__attribute__((noipa)) int follow_bad_pointer(volatile int* pointer) { return *pointer + 1; }
+__attribute__((noipa)) int divide(int by) { return 7 / by; }
+__attribute__((noipa)) int recurse(int depth) {
+  volatile char room[4096];
+  room[0] = static_cast<char>(depth);
+  return depth < 0 ? 0 : recurse(depth + 1) + room[0];
+}
+
+// crash RANK HOW: all meet, and that rank dies of a fault, with last words.
+int crash(const Arguments& arguments) {
+  muster::install_crash_report();
+  meet("crash");
+  if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
+  std::cerr << "a line before" << std::endl;
+  const auto& how = arguments.at(1);
+  if (how == "segv") return follow_bad_pointer(nullptr);
+  if (how == "fpe") return divide(0);
+  if (how == "overflow") return recurse(0);
+  if (how == "abort") std::abort();
+  if (how == "throw") throw std::runtime_error("the disk is full");
+  if (how == "ill") __builtin_trap();
+  if (how == "jump") return reinterpret_cast<int (*)()>(0x10)();
+  if (how == "bus") {
+    const int fd = ::memfd_create("bus", MFD_CLOEXEC);
+    if (::ftruncate(fd, 4096) != 0) return 98;
+    auto* page = static_cast<volatile int*>(::mmap(nullptr, 4096, PROT_READ, MAP_SHARED, fd, 0));
+    if (::ftruncate(fd, 0) != 0) return 98;
+    return follow_bad_pointer(page);
+  }
+  if (how == "thread") std::thread([] { follow_bad_pointer(nullptr); }).join();
+  if (how == "sent") ::kill(::getpid(), SIGSEGV);
+  if (how == "both") {  // at once, in several threads
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) threads.emplace_back([] { follow_bad_pointer(nullptr); });
+    for (auto& thread : threads) thread.join();
+  }
+  return 97;
+}
+
+// campaign FAULT RANK MICROSECONDS: all meet and use the store; that rank, after that time, brings the fault about.
+int campaign(const Arguments& arguments) {
+  muster::install_crash_report();
+  const std::string& fault = arguments.at(0);
+  const bool victim = rank() == std::atoi(arguments.at(1).c_str());
+  const auto store = muster::connect_job_store(test::patience());
+  meet("campaign");
+  const auto when = Deadline::after(std::chrono::microseconds(std::atoi(arguments.at(2).c_str())));
+  while (!victim || !when.passed()) {
+    store->add("steps", 1);
+    if (fault == "stop" && !victim)
+      store->get("a word of the rank that stands still", Deadline::after(std::chrono::milliseconds(300)));
+  }
+  if (fault == "kill") ::raise(SIGKILL);
+  if (fault == "term") ::raise(SIGTERM);
+  if (fault == "stop") ::raise(SIGSTOP);
+  if (fault == "throw") throw std::runtime_error("the disk is full");
+  if (fault == "exit") return 3;
+  if (fault == "segv") return follow_bad_pointer(nullptr);
+  if (fault == "overflow") return recurse(0);
+  if (fault == "abort") std::abort();
+  if (fault == "full") {  // of what it may write
+    const rlimit limit{4096, 4096};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+    const int fd = ::memfd_create("full", MFD_CLOEXEC);
+    const std::string page(8192, 'x');
+    while (::write(fd, page.data(), page.size()) >= 0) {
+    }
+  }
+  if (fault == "launcher-kill") ::kill(::getppid(), SIGKILL);
+  if (fault == "launcher-term") ::kill(::getppid(), SIGTERM);
+  return stay();
+}
+
+// error RANK: that rank writes its error file, as Python's record() does, and fails.
+int write_error(const Arguments& arguments) {
+  meet("error");
+  if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
+  std::ofstream(std::getenv("TORCHELASTIC_ERROR_FILE"))
+      << R"({"message": {"message": "RuntimeError: no more paper", "extraInfo": {"timestamp": "1"}}})";
+  return 1;
+}
+
+// Says which signals come; SIGUSR2 ends it well; with "well", so do the others. With "stubborn", nothing but SIGUSR2
+// and SIGKILL ends it.
 int tell_signals(const Arguments& arguments) {
   sigset_t all;
   ::sigemptyset(&all);
@@ -150,7 +282,7 @@ int tell_signals(const Arguments& arguments) {
     const int signal = ::sigtimedwait(&all, nullptr, &long_enough);
     if (signal < 0) return 99;
     say(text("got ", ::sigabbrev_np(signal)));
-    if (signal == SIGUSR2) return 0;
+    if (signal == SIGUSR2 || (signal != SIGUSR1 && !arguments.empty() && arguments[0] == "well")) return 0;
     if (signal != SIGUSR1 && arguments.empty()) return 5;
   }
 }
@@ -248,6 +380,7 @@ int function_main(const Arguments& arguments) {
   const auto& what = arguments.at(0);
   muster::launch::LaunchOptions options;
   if (what == "prefixed") options.output = muster::launch::RankOutput::kPrefixed;
+  if (what == "logs") options.log_folder = arguments.at(1);
   std::cout << "before" << (what == "stay" ? "\n" : "");  // still in our buffer when the ranks are forked
   const auto outcome = muster::launch::launch_function(
       2,
@@ -271,6 +404,7 @@ int function_main(const Arguments& arguments) {
 //   die     all are in the sixth, and the last rank is killed there
 //   alone   as stall, without other ranks
 //   end     no more
+//   train   no more, and reports 3 steps of 64 samples; all stay
 int use_black_box(const Arguments& arguments) {
   const auto& how = arguments.at(0);
   const int size = number("WORLD_SIZE");
@@ -286,6 +420,12 @@ int use_black_box(const Arguments& arguments) {
   for (uint64_t sequence = 0; sequence < 5; ++sequence)
     box->end(all_reduce(sequence), muster::shm::BlackBoxState::kDone);
   if (how == "end") return 0;
+  if (how == "train") {
+    for (uint64_t step = 1; step <= 3; ++step) box->report(step, step * 64);
+    meet("black-box");
+    say("ready");
+    return stay();
+  }
   if (how == "die" || rank() == 0) all_reduce(5);
   if (how != "die") box->begin({.group = pipe, .operation = 1, .bytes = 8, .peer = rank() == 0 ? 1 : 0, .tag = 7});
   if (how != "alone") meet("black-box");
@@ -307,9 +447,15 @@ int main(int argc, char** argv) {
       {"long-line", long_line},
       {"every-byte", every_byte},
       {"fail", fail},
+      {"fail-until", fail_until},
+      {"wait-for", wait_for_file},
+      {"count-until", count_until},
       {"throw", throw_in_rank},
       {"echo-first", echo_first},
       {"die", die},
+      {"campaign", campaign},
+      {"crash", crash},
+      {"error", write_error},
       {"signals", tell_signals},
       {"family", make_family},
       {"sockets", count_sockets},

@@ -1,0 +1,23 @@
+#include "comm/thread_pool.h"
+
+#include <ATen/Parallel.h>
+
+#include <mutex>
+#include <thread>
+
+#include "base/fork_count.h"
+
+namespace muster::comm {
+
+void renew_thread_pool() {
+  static std::mutex mutex;
+  static int renewed = 0;
+  const int forks = fork_count();
+  if (forks == 0) return;
+  const std::lock_guard lock(mutex);
+  if (renewed == forks) return;
+  std::thread([] { at::get_num_threads(); }).join();  // what a thread has asked once it does not ask again
+  renewed = forks;
+}
+
+}  // namespace muster::comm

@@ -1,0 +1,102 @@
+#include "launch/error_file.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster::launch {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::streamsize kMost = 1 << 20;  // bytes of a rank's own file
+
+// null where there is no file, or none of JSON.
+json read_rank_error(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string bytes(static_cast<size_t>(kMost), '\0');
+  file.read(bytes.data(), kMost);
+  bytes.resize(static_cast<size_t>(file.gcount()));
+  auto document = json::parse(bytes, nullptr, false);
+  return document.is_discarded() ? json(nullptr) : document;
+}
+
+void remove_rank_errors(const std::set<std::string>& paths) {
+  for (const auto& path : paths) clear_rank_error(path);
+}
+
+}  // namespace
+
+std::string rank_error_path(const std::string& error_file, int rank) {
+  std::error_code error;  // ranks may have another working folder
+  const auto whole = std::filesystem::absolute(error_file, error);
+  return text(error ? error_file : whole.string(), ".rank_", rank);
+}
+
+void check_error_file(const std::string& error_file) {
+  std::error_code error;
+  const auto folder = std::filesystem::path(error_file).parent_path();
+  if ((!folder.empty() && !std::filesystem::is_directory(folder, error)) ||
+      std::filesystem::is_directory(error_file, error))
+    throw InvalidArgument(text("cannot make the file '", error_file, "' for the job's error"),
+                          "Choose another name, in a folder that is there");
+  ::unlink(error_file.c_str());
+}
+
+void clear_rank_error(const std::string& path) { ::unlink(path.c_str()); }
+
+void clear_error_file(const std::string& error_file, const std::set<std::string>& paths) {
+  ::unlink(error_file.c_str());
+  remove_rank_errors(paths);
+}
+
+std::optional<std::string> rank_error(const std::string& path) {
+  // {"message": {"message": "RuntimeError: …", "extraInfo": {…}}}, or {"message": "…"}
+  json document = read_rank_error(path);
+  for (int depth = 0; depth < 2 && document.is_object() && document.contains("message"); ++depth)
+    document = json(document["message"]);
+  if (!document.is_string()) return std::nullopt;
+  return document.get<std::string>();
+}
+
+void write_error_file(const std::string& error_file, const Outcome& outcome, const std::string& job,
+                      const std::string& own, const std::set<std::string>& paths) {
+  char host[256] = {};
+  ::gethostname(host, sizeof host - 1);
+  const json document{
+      {"job", job},
+      {"host", host},
+      {"time", static_cast<int64_t>(::time(nullptr))},
+      {"status", outcome.status},
+      {"rank", outcome.first_failed_rank < 0 ? json(nullptr) : json(outcome.first_failed_rank)},
+      {"pid", outcome.pid == 0 ? json(nullptr) : json(outcome.pid)},
+      {"signal", outcome.signal == 0 ? json(nullptr) : json(outcome.signal)},
+      {"exception", outcome.exception_type.empty()
+                        ? json(nullptr)
+                        : json{{"type", outcome.exception_type}, {"text", outcome.exception_text}}},
+      {"stack", outcome.stack},
+      {"last_lines", outcome.last_lines},
+      {"last_operations", outcome.last_operations},
+      {"cause", outcome.cause},
+      {"rank_error", read_rank_error(own)},
+  };
+  const auto part = error_file + ".part";
+  std::ofstream file(part, std::ios::binary | std::ios::trunc);
+  file << document.dump(2, ' ', false, json::error_handler_t::replace) << '\n';
+  file.close();
+  const bool whole = file && ::rename(part.c_str(), error_file.c_str()) == 0;
+  const int reason = errno;
+  if (!whole) ::unlink(part.c_str());
+  remove_rank_errors(paths);
+  if (!whole) throw_errno(reason, text("cannot write the job's error to '", error_file, "'"));
+}
+
+}  // namespace muster::launch

@@ -1,0 +1,96 @@
+#include "launch/oom_watch.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+#include <sstream>
+#include <string_view>
+
+#include "base/fd.h"
+#include "base/text.h"
+#include "launch/black_box_report.h"
+
+namespace muster::launch {
+namespace {
+
+constexpr const char* kWhatToDo = "use less memory in each rank (a smaller batch), or fewer ranks";
+constexpr int kMostRecords = 100'000;  // of the kernel's log
+
+// The number after `name` in a file of "name number" lines.
+std::optional<uint64_t> counter(const std::filesystem::path& path, const std::string& name) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string key;
+    uint64_t value = 0;
+    if (words >> key >> value && key == name) return value;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+OomWatch::OomWatch(std::filesystem::path root) : root_(std::move(root)), system_(kills_of_system()) {
+  std::ifstream membership(root_ / "proc/self/cgroup");
+  for (std::string line; std::getline(membership, line);) {
+    if (!line.starts_with("0::/")) continue;
+    for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
+      const auto folder = root_ / ("sys/fs/cgroup" + path);
+      groups_.push_back({folder, counter(folder / "memory.events", "oom_kill")});
+      if (path.rfind('/') == std::string::npos) break;
+    }
+  }
+}
+
+std::optional<uint64_t> OomWatch::kills_of_system() const { return counter(root_ / "proc/vmstat", "oom_kill"); }
+
+// "…: Killed process 4711 (train) total-vm:…"; each read(2) gives one record.
+bool OomWatch::in_kernel_log(pid_t pid) const {
+  const UniqueFd log(::open((root_ / "dev/kmsg").c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  if (!log) return false;
+  const auto wanted = text("Killed process ", pid, ' ');
+  char record[8192];
+  for (int i = 0; i < kMostRecords; ++i) {
+    const ssize_t size = ::read(log.get(), record, sizeof record);
+    if (size == 0 || (size < 0 && errno != EPIPE && errno != EINTR)) break;  // EPIPE: records were overwritten
+    if (size > 0 && std::string_view(record, static_cast<size_t>(size)).find(wanted) != std::string_view::npos)
+      return true;
+  }
+  return false;
+}
+
+OomWatch::Verdict OomWatch::about(pid_t pid) const {
+  Verdict verdict;
+  for (const auto& group : groups_) {
+    if (!group.kills) continue;
+    verdict.known = true;
+    const auto now = counter(group.folder / "memory.events", "oom_kill");
+    if (!now || *now <= *group.kills) continue;
+    // Of the groups that count the kill, the one with a limit is the one that is used up.
+    std::string limit;
+    for (const auto& around : groups_) {
+      uint64_t bytes = 0;
+      std::ifstream file(around.folder / "memory.max");
+      if (limit.empty() && file >> bytes) limit = human_bytes(bytes);
+    }
+    verdict.killed = true;
+    verdict.words = text("the kernel's out-of-memory killer ended it",
+                         limit.empty() ? "" : text(", since its cgroup has used up its ", limit), "; ", kWhatToDo,
+                         limit.empty() ? "" : ", or raise memory.max");
+    return verdict;
+  }
+  const auto now = kills_of_system();
+  const bool system_kill = now && system_ && *now > *system_;
+  if (system_kill || in_kernel_log(pid)) {
+    verdict.known = verdict.killed = true;
+    verdict.words = text("the system ran out of memory, and the kernel's out-of-memory killer ended it; ", kWhatToDo);
+    return verdict;
+  }
+  verdict.known = verdict.known || (now && system_);
+  if (verdict.known) verdict.words = "somebody killed it; the system did not run out of memory";
+  return verdict;
+}
+
+}  // namespace muster::launch

@@ -1,0 +1,24 @@
+// What /proc tells about a process, for tables; a process that has ended meanwhile gives the empty value.
+//
+// Thread-safety: all of it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <string>
+
+namespace muster::launch {
+
+pid_t parent_of(pid_t pid);              // 0: there is no such process
+std::string command_of(pid_t pid);       // its words, separated by spaces and fit to print
+char process_state(pid_t pid);           // 'R', 'S', 'T', 'Z' … as in proc(5); 0: there is no such process
+std::string state_in_words(char state);  // "running", "stopped", "gone"
+
+struct ProcessMemory {
+  uint64_t resident = 0;  // bytes in memory, shared ones included
+  uint64_t shared = 0;    // of these, memory shared with other processes: the ranks' heaps, /dev/shm; no files
+};
+ProcessMemory memory_of(pid_t pid);
+
+}  // namespace muster::launch

@@ -1,0 +1,68 @@
+#include "launch/text_table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <iomanip>
+#include <sstream>
+
+#include "base/text.h"
+
+namespace muster::launch {
+
+std::string aligned(const std::vector<std::vector<std::string>>& rows, const std::vector<bool>& right) {
+  const auto width_of = [](const std::string& cell) {  // in characters, of UTF-8
+    return static_cast<size_t>(
+        std::count_if(cell.begin(), cell.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));
+  };
+  std::vector<size_t> widths(right.size());
+  for (const auto& row : rows)
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], width_of(row[i]));
+  std::string out;
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      const std::string padding(widths[i] - width_of(row[i]), ' ');
+      line += (i == 0 ? "" : "  ") + (right[i] ? padding + row[i] : row[i] + padding);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    out += line + '\n';
+  }
+  return out;
+}
+
+std::string fixed(double number, int digits) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(digits) << number;
+  return std::move(out).str();
+}
+
+std::string with_commas(double number) {
+  auto digits = fixed(std::isfinite(number) ? number : 0, 0);
+  const int first = digits.starts_with('-') ? 1 : 0;
+  for (auto at = static_cast<int>(digits.size()) - 3; at > first; at -= 3)
+    digits.insert(static_cast<size_t>(at), 1, ',');
+  return digits;
+}
+
+std::string clock_time(double seconds) {
+  const auto whole = static_cast<int64_t>(std::clamp(std::round(seconds), 0.0, 1e10));
+  const auto days = whole / 86400, hours = whole / 3600 % 24, minutes = whole / 60 % 60;
+  char buffer[64];
+  if (whole >= 3600)
+    std::snprintf(buffer, sizeof buffer, "%d:%02d:%02d", static_cast<int>(hours), static_cast<int>(minutes),
+                  static_cast<int>(whole % 60));
+  else
+    std::snprintf(buffer, sizeof buffer, "%d:%02d", static_cast<int>(minutes), static_cast<int>(whole % 60));
+  return days == 0 ? std::string(buffer) : text(days, "d ", buffer);
+}
+
+std::string printable(std::string_view words) {
+  std::string out(words);
+  std::replace_if(
+      out.begin(), out.end(), [](unsigned char byte) { return byte < ' ' || byte == 0x7f; }, ' ');
+  return out;
+}
+
+}  // namespace muster::launch

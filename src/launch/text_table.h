@@ -1,0 +1,25 @@
+// Words in columns.
+//
+// Thread-safety: pure functions.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace muster::launch {
+
+// A line for each row, two spaces between columns, each as wide as its widest cell; `right`: those that end at their
+// right edge, as numbers do. Rows are as long as `right`.
+std::string aligned(const std::vector<std::vector<std::string>>& rows, const std::vector<bool>& right);
+
+// "3.1"
+std::string fixed(double number, int digits);
+// "12,345"
+std::string with_commas(double number);
+// "12:31", "3:00:12", "5d 3:00:12"
+std::string clock_time(double seconds);
+// Without what could upset a terminal; UTF-8 passes.
+std::string printable(std::string_view words);
+
+}  // namespace muster::launch

@@ -1,0 +1,43 @@
+// A client's connection to a store's server.
+//
+// A Connection moves bytes and never waits; ServedStore (served_store.h) waits for it with poll(2). The base class is a
+// plain socket; TlsConnection puts TLS between.
+//
+// Thread-safety: belongs to one thread at a time.
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include "base/fd.h"
+
+namespace muster::store {
+
+class Connection {
+ public:
+  static constexpr ssize_t kGone = -1;  // the other side is
+
+  explicit Connection(UniqueFd socket) : socket_(std::move(socket)) {}
+  virtual ~Connection() = default;
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  // How many bytes were moved; 0: none until fd() is ready for `*events`; or kGone.
+  virtual ssize_t send_some(std::string_view bytes, short* events);
+  virtual ssize_t receive_some(std::span<char> to, short* events);
+  // Whether receive_some() has bytes that were taken from the socket already.
+  virtual bool has_received() const { return false; }
+
+  int fd() const { return socket_.get(); }
+  bool is_mine() const { return pid_ == ::getpid(); }  // opened by this process, not by its parent
+
+ private:
+  UniqueFd socket_;
+  pid_t pid_ = ::getpid();
+};
+
+}  // namespace muster::store

@@ -1,0 +1,229 @@
+// A store in an etcd, which survives the loss of any host as long as a majority of etcd's members lives.
+//
+// Keys lie below a prefix. A version is the revision of etcd's at which the key last changed. A value is stored with a
+// token of 16 characters before it that names the writing: a request that is sent again, because an endpoint died or
+// was too slow, may find that its first sending has had its effect, and the token says so. So add() and compare_set()
+// count once, whatever happens to etcd's members; a set() or erase() that is sent again may come after another's
+// change.
+//
+// A wait looks, and then watches from the revision at which it looked, so no change is missed. It looks again every few
+// seconds, and after each failure.
+//
+// Thread-safety: as Store.
+
+#include <algorithm>
+#include <atomic>
+#include <charconv>
+#include <chrono>
+#include <functional>
+#include <utility>
+
+#include "base/random.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "store/addresses.h"
+#include "store/erase_all.h"
+#include "store/etcd_client.h"
+#include "store/late.h"
+#include "store/outage.h"
+#include "store/quote.h"
+#include "store/table.h"
+
+namespace muster::store {
+namespace {
+
+using std::chrono::milliseconds;
+constexpr milliseconds kLook{2000};     // that a wait begins or ends with
+constexpr milliseconds kQuestion{200};  // whether etcd is back, of a thread that would leave a note (CallsBy)
+constexpr size_t kTokenSize = 16;
+constexpr std::string_view kDefaultPrefix = "muster";
+
+std::string make_token() { return random_hex(kTokenSize / 2); }
+
+std::string_view token_of(std::string_view stored) { return stored.substr(0, kTokenSize); }
+
+std::string value_of(std::string_view key, std::string_view stored) {
+  if (stored.size() < kTokenSize)
+    throw Corrupt(text("etcd's key ", quote(key), " holds what no store of Muster has put there"),
+                  "Use another prefix in the address: etcd://host:port/prefix");
+  return std::string(stored.substr(kTokenSize));
+}
+
+class EtcdStore final : public Store, public EraseAll, public Outage {
+ public:
+  EtcdStore(std::vector<TcpAddress> endpoints, std::string prefix, Deadline deadline)
+      : client_(std::move(endpoints)), prefix_(std::move(prefix) + "/") {
+    try {
+      client_.look(prefix_, deadline);
+    } catch (const Unavailable& error) {
+      throw Unavailable(text("nobody serves the store at ", kEtcdScheme, client_.names(), ": ", error.message()),
+                        error.advice());
+    }
+  }
+
+  void set(std::string_view key, std::string_view value) override {
+    client_.put(full(key), make_token() + std::string(value), call_deadline());
+  }
+
+  std::string get(std::string_view key, Deadline deadline) override {
+    auto value = wait_for(key, deadline);
+    if (!value) throw nobody_set({std::string(key)});
+    return *std::move(value);
+  }
+
+  std::optional<std::string> try_get(std::string_view key) override {
+    const auto looked = client_.look(full(key), call_deadline());
+    return looked.entry ? std::optional(value_of(key, looked.entry->value)) : std::nullopt;
+  }
+
+  void wait(const std::vector<std::string>& keys, Deadline deadline) override {
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (wait_for(keys[i], deadline)) continue;
+      std::vector<std::string> missing{keys[i]};
+      for (size_t k = i + 1; k < keys.size(); ++k)
+        if (!client_.look(full(keys[k]), Deadline::after(kLook)).entry) missing.push_back(keys[k]);
+      throw nobody_set(missing);
+    }
+  }
+
+  int64_t add(std::string_view key, int64_t delta) override {
+    int64_t sum = 0;
+    change(key, [&](const std::optional<std::string>& now) {
+      Table table;  // knows how to add, and what cannot be added to
+      if (now) table.set(key, *now);
+      sum = table.add(key, delta);
+      return std::optional(std::to_string(sum));
+    });
+    return sum;
+  }
+
+  Exchanged compare_set(std::string_view key, const std::optional<std::string>& expected,
+                        std::string_view desired) override {
+    Exchanged exchanged;
+    change(key, [&](const std::optional<std::string>& now) {
+      exchanged = {now == expected, now};
+      return now == expected ? std::optional<std::string>(desired) : std::nullopt;
+    });
+    if (exchanged.stored) exchanged.value = desired;
+    return exchanged;
+  }
+
+  Versioned watch(std::string_view key, uint64_t after, Deadline deadline) override {
+    const auto above = static_cast<int64_t>(std::min<uint64_t>(after, INT64_MAX - 1));
+    auto looked = client_.look(full(key), look_deadline(deadline));
+    if (looked.entry && looked.entry->revision > above) return versioned(key, *looked.entry);
+    // A key that is not there and was: its end may lie between `after` and now. One that nobody has seen begins now.
+    int64_t from = !looked.entry && above > 0 ? above + 1 : looked.revision + 1;
+    for (;;) {
+      const auto watched = client_.watch(full(key), from, deadline);
+      if (watched.end == EtcdClient::Watched::End::kEvent)
+        return {watched.event.value ? std::optional(value_of(key, *watched.event.value)) : std::nullopt,
+                static_cast<uint64_t>(watched.event.revision)};
+      if (watched.end == EtcdClient::Watched::End::kCompacted && watched.compacted_to > above) {
+        // What happened in between is forgotten; the last state is not.
+        looked = client_.look(full(key), look_deadline(deadline));
+        if (looked.entry && looked.entry->revision > above) return versioned(key, *looked.entry);
+        if (!looked.entry && above > 0) return {std::nullopt, static_cast<uint64_t>(watched.compacted_to)};
+        from = looked.revision + 1;
+      }
+      if (deadline.passed()) throw did_not_change(std::string(key));
+      client_.look(full(key), look_deadline(deadline));  // leaves an endpoint that is cut off
+    }
+  }
+
+  bool erase(std::string_view key) override { return client_.erase(full(key), call_deadline()); }
+  void erase_all(std::string_view prefix) override { client_.erase_all(full(prefix), call_deadline()); }
+  int64_t num_keys() override { return client_.count(prefix_, call_deadline()); }
+
+  bool comes_again() const override { return true; }
+  void set_call_timeout(milliseconds timeout) override { call_timeout_ = timeout; }
+
+ private:
+  Deadline call_deadline() const {
+    const auto deadline = CallsBy::of_this_thread(Deadline::after(call_timeout_.load()));
+    const bool only_ask = client_.was_silent() && CallsBy::is_for_note() && deadline.left() > kQuestion;
+    return only_ask ? Deadline::after(kQuestion) : deadline;
+  }
+  // What is there needs no time.
+  Deadline look_deadline(Deadline deadline) const {
+    return deadline.is_never()
+               ? call_deadline()
+               : Deadline::after(std::min<std::chrono::nanoseconds>(deadline.left(), call_timeout_.load()) + kLook);
+  }
+  static Versioned versioned(std::string_view key, const EtcdClient::Entry& entry) {
+    return {value_of(key, entry.value), static_cast<uint64_t>(entry.revision)};
+  }
+  std::string full(std::string_view key) const { return prefix_ + std::string(key); }
+
+  // The value, once there is one; nullopt where the deadline passed.
+  std::optional<std::string> wait_for(std::string_view key, Deadline deadline) {
+    for (;;) {
+      const auto looked = client_.look(full(key), look_deadline(deadline));
+      if (looked.entry) return value_of(key, looked.entry->value);
+      if (deadline.passed()) return std::nullopt;
+      const auto watched = client_.watch(full(key), looked.revision + 1, deadline);
+      if (watched.end == EtcdClient::Watched::End::kEvent && watched.event.value)
+        return value_of(key, *watched.event.value);
+    }
+  }
+
+  // Stores what `decide` makes of the value now, unless that is nothing; asks it again where another was faster.
+  void change(std::string_view key,
+              const std::function<std::optional<std::string>(const std::optional<std::string>&)>& decide) {
+    const Deadline deadline = call_deadline();
+    const std::string name = full(key);
+    auto now = client_.look(name, deadline);
+    for (;;) {
+      const auto desired = decide(now.entry ? std::optional(value_of(key, now.entry->value)) : std::nullopt);
+      if (!desired) return;
+      const std::string token = make_token();
+      auto swapped = client_.swap(name, now.entry ? now.entry->revision : 0, token + *desired, deadline);
+      if (swapped.stored) return;
+      if (!swapped.surely_once && was_stored(name, now.revision, token, deadline)) return;
+      if (deadline.passed())
+        throw Timeout(text("the store's key ", quote(key), " is changed by others all the time"), {},
+                      "Look whether etcd is overloaded");
+      now = std::move(swapped.now);
+    }
+  }
+
+  // Whether the first change of the key after `revision` is the one with our token: no other can have passed the guard.
+  bool was_stored(const std::string& name, int64_t revision, std::string_view token, Deadline deadline) {
+    for (;;) {
+      const auto watched = client_.watch(name, revision + 1, deadline);
+      if (watched.end == EtcdClient::Watched::End::kEvent)
+        return watched.event.value && token_of(*watched.event.value) == token;
+      if (watched.end == EtcdClient::Watched::End::kCompacted || deadline.passed())
+        throw Unavailable("etcd went away in the middle of a change, and does not say whether that was made",
+                          "Look at etcd's members");
+    }
+  }
+
+  EtcdClient client_;
+  const std::string prefix_;
+  std::atomic<milliseconds> call_timeout_{kCallTimeout};
+};
+
+}  // namespace
+
+std::shared_ptr<Store> connect_etcd(std::string_view address, Deadline deadline) {
+  std::string_view rest = address.substr(kEtcdScheme.size());
+  std::string prefix(kDefaultPrefix);
+  if (const size_t slash = rest.find('/'); slash != std::string_view::npos) {
+    prefix = rest.substr(slash + 1);
+    rest = rest.substr(0, slash);
+    while (prefix.ends_with('/')) prefix.pop_back();
+    if (prefix.empty()) prefix = kDefaultPrefix;
+  }
+  std::vector<TcpAddress> endpoints;
+  for (;;) {
+    const size_t comma = std::min(rest.find(','), rest.size());
+    endpoints.push_back(TcpAddress::parse(rest.substr(0, comma), address));
+    if (endpoints.back().port == 0) throw InvalidArgument(text(quote(address), " has port 0"), "etcd's own is 2379");
+    if (comma == rest.size()) break;
+    rest.remove_prefix(comma + 1);
+  }
+  return std::make_shared<EtcdStore>(std::move(endpoints), std::move(prefix), deadline);
+}
+
+}  // namespace muster::store

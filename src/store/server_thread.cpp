@@ -1,0 +1,37 @@
+#include "store/server_thread.h"
+
+#include <unistd.h>
+
+#include "base/text.h"
+#include "base/thread.h"
+#include "muster/base/error.h"
+
+namespace muster::store {
+
+ServerThread::ServerThread()
+    : pid_(::getpid()), io_(std::make_unique<asio::io_context>(1)), mailbox_(std::make_shared<Mailbox>(*io_)) {}
+
+bool ServerThread::is_mine() const { return ::getpid() == pid_; }
+
+void ServerThread::start() {
+  try {
+    thread_ = start_thread("muster-store", [io = io_.get()] { io->run(); });
+  } catch (const std::system_error& error) {
+    throw Unavailable(text("cannot start the store server's thread: ", error.what()));
+  }
+}
+
+void ServerThread::stop() {
+  if (!io_) return;
+  if (!is_mine()) {
+    if (thread_.joinable()) thread_.detach();
+    static_cast<void>(io_.release());
+    return;
+  }
+  mailbox_->close();
+  io_->stop();
+  if (thread_.joinable()) thread_.join();
+  io_.reset();  // destroys the coroutines, and with them the sessions, which closes their connections
+}
+
+}  // namespace muster::store

@@ -1,0 +1,524 @@
+// Jobs that start again, and jobs of several launchers. The launchers' hosts are one host here, and meet in a store
+// that the test serves; launchers on hosts of their own are in hosts_test.cpp.
+#include <gmock/gmock.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <thread>
+
+#include "launch/environment.h"
+#include "multiprocess/job_test.h"
+#include "muster/store/store.h"
+#include "support/etcd.h"
+#include "support/seccomp.h"
+#include "support/stolen.h"
+
+namespace muster::test {
+namespace {
+
+// In ten seconds of a machine of one's own.
+void expect_recovered(Clock::time_point killed, const Stolen& stolen) {
+  const std::chrono::duration<double> took = Clock::now() - killed;
+  const double had = 1 - stolen.share();
+  std::cout << "survivors ran again after " << took.count() << " s, with " << 100 * had << " % of the processors\n";
+  EXPECT_LT(took * had, seconds(10));
+}
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+class Restarts : public JobTest {};
+
+TEST_F(Restarts, AJobStartsAgainUntilItEndsWell) {
+  Process job(run_of({"-n", "3", "--max-restarts", "5"}, {"fail-until", "2", "1"}));
+  EXPECT_EQ(job.finish(), 0) << job.err;
+  for (const int attempt : {0, 1, 2})
+    for (const int rank : {0, 1, 2})
+      EXPECT_THAT(job.out, HasSubstr(text("attempt ", attempt, " of rank ", rank, " of 3\n")));
+  EXPECT_THAT(job.err, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("exited with status 3"),
+                             HasSubstr("| no luck in attempt 1"), HasSubstr("the job starts again (2 of 5)")));
+}
+
+TEST_F(Restarts, AfterTheLastOneTheJobFailsWithItsCause) {
+  Process job(run_of({"-n", "2", "--max-restarts", "2"}, {"fail-until", "9", "0"}));
+  EXPECT_EQ(job.finish(), 3);
+  EXPECT_THAT(job.err, AllOf(HasSubstr("the job starts again (1 of 2)"), HasSubstr("the job starts again (2 of 2)"),
+                             Not(HasSubstr("(3 of 2)"))));
+  const auto last = job.err.substr(job.err.rfind("muster: "));
+  EXPECT_THAT(last, AllOf(HasSubstr("rank 0"), HasSubstr("exited with status 3"), HasSubstr("no luck in attempt 2")));
+}
+
+TEST_F(Restarts, AUserWhoEndsTheJobEndsIt) {
+  Process job(run_of({"-n", "2", "--max-restarts", "100"}, {"wait-for", "/does/not/exist"}));
+  ASSERT_TRUE(job.read_until("rank 0 of 2 waits") && job.read_until("rank 1 of 2 waits"));
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.finish(), 128 + SIGTERM) << job.err;
+  EXPECT_THAT(job.err, AllOf(HasSubstr("ended by SIGTERM"), Not(HasSubstr("starts again"))));
+}
+
+TEST_F(Restarts, AProgramThatIsNotThereIsNotTriedAgain) {
+  Process job({kMusterCommand, "run", "-n", "2", "--max-restarts", "5", "/etc/hostname"});
+  EXPECT_EQ(job.finish(), 2);
+  EXPECT_THAT(job.err, Not(HasSubstr("starts again")));
+}
+
+TEST_F(Restarts, AJobOfOneRankStartsAgainAsAWhole) {
+  Process job(run_of({"-n", "1", "--max-restarts", "2"}, {"fail-until", "2", "0"}));
+  EXPECT_EQ(job.finish(), 0) << job.err;
+  EXPECT_THAT(job.err, AllOf(HasSubstr("the job starts again (2 of 2)"), Not(HasSubstr("others stay"))));
+}
+
+// Launchers that meet in one store.
+class Hosts : public Restarts {
+ protected:
+  Process& start(const Words& options, const Words& behaviour) {
+    Words all{"--rdzv", server_->address()};
+    all.insert(all.end(), options.begin(), options.end());
+    return *launchers_.emplace_back(std::make_unique<Process>(run_of(all, behaviour)));
+  }
+
+  std::unique_ptr<StoreServer> server_ = serve_store();
+  std::vector<std::unique_ptr<Process>> launchers_;
+};
+
+// None of them is given up, however busy the machine is.
+class HostsMeet : public Hosts {
+ protected:
+  Process& start(Words options, const Words& behaviour) {
+    options.insert(options.end(), {"--rdzv-patience", "600s"});
+    return Hosts::start(options, behaviour);
+  }
+};
+
+TEST_F(HostsMeet, RanksAreNumberedThroughAllHosts) {
+  Process& second = start({"--nnodes", "2", "--node-rank", "1", "-n", "1"}, {"environment"});
+  Process& first = start({"--nnodes", "2", "--node-rank", "0", "-n", "2"}, {"environment"});
+  EXPECT_EQ(first.finish(), 0) << first.err;
+  EXPECT_EQ(second.finish(), 0) << second.err;
+  for (const int rank : {0, 1})
+    EXPECT_THAT(
+        first.out,
+        AllOf(HasSubstr(text('[', rank, "] RANK=", rank, '\n')),
+              HasSubstr(text('[', rank, "] LOCAL_RANK=", rank, '\n')), HasSubstr(text('[', rank, "] WORLD_SIZE=3\n")),
+              HasSubstr(text('[', rank, "] LOCAL_WORLD_SIZE=2\n")), HasSubstr(text('[', rank, "] GROUP_RANK=0\n"))));
+  EXPECT_THAT(second.out,
+              AllOf(HasSubstr("[2] RANK=2\n"), HasSubstr("[2] LOCAL_RANK=0\n"), HasSubstr("[2] WORLD_SIZE=3\n"),
+                    HasSubstr("[2] GROUP_RANK=1\n"), HasSubstr("[2] GROUP_WORLD_SIZE=2\n")));
+  const auto run_id = [](const std::string& out) {
+    const auto at = out.find("TORCHELASTIC_RUN_ID=");
+    return out.substr(at, out.find('\n', at) - at);
+  };
+  EXPECT_EQ(run_id(first.out), run_id(second.out));
+}
+
+TEST_F(HostsMeet, AFailureOnOneIsTheEndOfAllAndAllSayWhy) {
+  Process& first = start({"--nnodes", "3", "--node-rank", "0", "-n", "1"}, {"fail-until", "9", "2"});
+  Process& second = start({"--nnodes", "3", "--node-rank", "1", "-n", "1"}, {"fail-until", "9", "2"});
+  Process& third = start({"--nnodes", "3", "--node-rank", "2", "-n", "1"}, {"fail-until", "9", "2"});
+  for (Process* launcher : {&first, &second, &third}) {
+    EXPECT_EQ(launcher->finish(), 3) << launcher->err;
+    EXPECT_THAT(launcher->err,
+                AllOf(HasSubstr("rank 2 (pid "), HasSubstr("exited with status 3"), HasSubstr("no luck in attempt 0")));
+  }
+  EXPECT_THAT(first.err, HasSubstr("on node 2: rank 2"));
+}
+
+TEST_F(HostsMeet, TheyStartAgainTogether) {
+  Process& first =
+      start({"--nnodes", "2", "--node-rank", "0", "-n", "2", "--max-restarts", "3"}, {"fail-until", "2", "2"});
+  Process& second =
+      start({"--nnodes", "2", "--node-rank", "1", "-n", "2", "--max-restarts", "3"}, {"fail-until", "2", "2"});
+  EXPECT_EQ(first.finish(), 0) << first.err;
+  EXPECT_EQ(second.finish(), 0) << second.err;
+  EXPECT_THAT(first.out, HasSubstr("attempt 2 of rank 1 of 4"));
+  EXPECT_THAT(second.out, HasSubstr("attempt 2 of rank 3 of 4"));
+}
+
+TEST_F(Hosts, WhoeverDoesNotComeIsTold) {
+  Process& alone = start({"--nnodes", "2", "-n", "1", "--rdzv-timeout", "300ms"}, {"nothing"});
+  EXPECT_EQ(alone.finish(), 1);
+  EXPECT_THAT(alone.err, HasSubstr("1 of 2 agents came within 300 ms"));
+}
+
+TEST_F(HostsMeet, ASignalToOneLauncherEndsAll) {
+  Process& first = start({"--nnodes", "2", "-n", "1"}, {"wait-for", "/does/not/exist"});
+  Process& second = start({"--nnodes", "2", "-n", "1"}, {"wait-for", "/does/not/exist"});
+  ASSERT_TRUE(first.read_until("waits on node") && second.read_until("waits on node"));
+  first.signal(SIGTERM);
+  EXPECT_EQ(first.finish(), 128 + SIGTERM);
+  EXPECT_EQ(second.finish(), 128 + SIGTERM);
+  EXPECT_THAT(second.err, HasSubstr("the job was ended by SIGTERM"));
+}
+
+TEST_F(Hosts, ALauncherThatIsKilledIsMissedAndTheOthersGoOn) {
+  const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
+  std::filesystem::remove(file);
+  const Words options{"--nnodes", "2:3", "-n", "1", "--rdzv-patience", "3s"};
+  Process& first = start(options, {"wait-for", file});
+  Process& second = start(options, {"wait-for", file});
+  Process& third = start(options, {"wait-for", file});
+  for (Process* launcher : {&first, &second, &third}) ASSERT_TRUE(launcher->read_until("of 3 waits on node"));
+  third.signal(SIGKILL);
+  const auto killed = Clock::now();
+  const Stolen stolen;
+  ASSERT_TRUE(first.read_until("of 2 waits on node") && second.read_until("of 2 waits on node")) << first.err;
+  expect_recovered(killed, stolen);
+  std::ofstream(file).close();
+  EXPECT_EQ(first.finish(), 0) << first.err;
+  EXPECT_EQ(second.finish(), 0) << second.err;
+  std::filesystem::remove(file);
+}
+
+TEST_F(Hosts, OneMoreComesIntoARunningJob) {
+  const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
+  std::filesystem::remove(file);
+  const Words options{"--nnodes", "1:2", "-n", "1"};
+  Process& first = start(options, {"wait-for", file});
+  ASSERT_TRUE(first.read_until("rank 0 of 1 waits on node 0 of 1")) << first.err;
+  Process& second = start({"--nnodes", "1:2", "-n", "1", "--grace", "5s"}, {"wait-for", file});
+  ASSERT_TRUE(first.read_until("rank 0 of 2 waits on node 0 of 2")) << first.err;
+  ASSERT_TRUE(second.read_until("rank 1 of 2 waits on node 1 of 2")) << second.err;
+  std::ofstream(file).close();
+  EXPECT_EQ(first.finish(), 0) << first.err;
+  EXPECT_EQ(second.finish(), 0) << second.err;
+  std::filesystem::remove(file);
+}
+
+// Room for one more is no restart, and how often a launcher has met the others is nobody's business.
+TEST_F(Hosts, AllRanksKnowHowOftenTheJobHasStartedAgain) {
+  const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
+  std::filesystem::remove(file);
+  const Words program{"/bin/sh", "-c",
+                      text("echo restarts: $TORCHELASTIC_RESTART_COUNT of $WORLD_SIZE; while ! test -e ", file,
+                           "; do sleep 0.05; done")};
+  const auto run = [&] {
+    return launchers_
+        .emplace_back(std::make_unique<Process>(
+            run_program({"--rdzv", server_->address(), "--nnodes", "1:2", "-n", "1"}, program)))
+        .get();
+  };
+  Process* const first = run();
+  ASSERT_TRUE(first->read_until("restarts: 0 of 1")) << first->err;
+  Process* const second = run();
+  EXPECT_TRUE(first->read_until("restarts: 0 of 2")) << first->out << first->err;
+  EXPECT_TRUE(second->read_until("restarts: 0 of 2")) << second->out << second->err;
+  std::ofstream(file).close();
+  for (Process* launcher : {first, second}) EXPECT_EQ(launcher->finish(), 0) << launcher->err;
+  std::filesystem::remove(file);
+}
+
+// Ranks that end well because they were asked to make room are not done.
+TEST_F(Hosts, OneMoreDoesNotEndAJobWhoseRanksEndWellWhenTheyAreAskedTo) {
+  const Words options{"--nnodes", "1:2", "-n", "1"};
+  Process& first = start(options, {"signals", "well"});
+  ASSERT_TRUE(first.read_until("ready")) << first.err;
+  Process& second = start(options, {"signals", "well"});
+  ASSERT_TRUE(second.read_until("ready")) << second.err;  // both are, since they meet before
+  ASSERT_TRUE(first.read_until("[0] got TERM")) << first.err;
+  first.signal(SIGTERM);
+  for (Process* launcher : {&first, &second}) EXPECT_EQ(launcher->finish(), 0) << launcher->err;
+}
+
+TEST_F(Hosts, AStopIsFinalOnAllOfThem) {
+  const Words options{"--nnodes", "2", "-n", "1", "--max-restarts", "9"};
+  Process& first = start(options, {"wait-for", "/does/not/exist"});
+  Process& second = start(options, {"wait-for", "/does/not/exist"});
+  ASSERT_TRUE(first.read_until("waits on node") && second.read_until("waits on node"));
+  second.signal(SIGTERM);
+  for (Process* launcher : {&first, &second}) {
+    EXPECT_EQ(launcher->finish(), 128 + SIGTERM);
+    EXPECT_THAT(launcher->err, AllOf(HasSubstr("ended by SIGTERM"), Not(HasSubstr("again"))));
+  }
+}
+
+// The time for which a process has had a processor.
+double seconds_of_work(pid_t pid) {
+  std::ifstream file(text("/proc/", pid, "/stat"));
+  std::string word;
+  double user = 0, system = 0;
+  for (int field = 1; field < 14; ++field) file >> word;  // its name has no blank
+  file >> user >> system;
+  return (user + system) / static_cast<double>(::sysconf(_SC_CLK_TCK));
+}
+
+// Of three, one is lost; the others wait for another in its place.
+TEST_F(Hosts, AStopWhileTheyMeetAgainIsFinalOnAllOfThem) {
+  const Words options{"--nnodes", "3", "-n", "1", "--max-restarts", "9", "--rdzv-patience", "2s"};
+  for (int i = 0; i < 3; ++i) start(options, {"wait-for", "/does/not/exist"});
+  for (const auto& launcher : launchers_) ASSERT_TRUE(launcher->read_until("waits on node")) << launcher->err;
+  Process &first = *launchers_[0], &second = *launchers_[1];
+  launchers_[2]->signal(SIGKILL);
+  for (Process* launcher : {&first, &second})
+    while (launcher->err.find("starts again (1 of 9)") == std::string::npos)
+      ASSERT_TRUE(launcher->read_some_more()) << launcher->err;
+  const double before = seconds_of_work(first.pid());
+  EXPECT_EQ(first.wait(Deadline::after(seconds(3))), -1) << "two are not three";
+  EXPECT_LT(seconds_of_work(first.pid()) - before, 0.6) << "it does not wait but asks and asks";
+  first.signal(SIGTERM);
+  for (Process* launcher : {&first, &second}) {
+    EXPECT_EQ(launcher->finish(), 128 + SIGTERM) << launcher->err;
+    EXPECT_THAT(launcher->err, HasSubstr("ended by SIGTERM"));
+  }
+}
+
+TEST_F(Hosts, ASignalToOneIsForwardedToTheRanksOfAll) {
+  const Words options{"--nnodes", "2", "-n", "1"};
+  Process& first = start(options, {"signals", "well"});
+  Process& second = start(options, {"signals", "well"});
+  ASSERT_TRUE(first.read_until("ready") && second.read_until("ready"));
+  first.signal(SIGTERM);
+  for (Process* launcher : {&first, &second}) {
+    EXPECT_EQ(launcher->finish(), 0) << launcher->err;
+    EXPECT_THAT(launcher->out, HasSubstr("got TERM"));
+  }
+}
+
+TEST_F(Hosts, AProgramThatOneOfThemLacksIsTheEndOfAll) {
+  const auto program = std::filesystem::temp_directory_path() / text("muster-no-program-", ::getpid());
+  std::ofstream(program) << "nothing to run\n";
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  Process& first = start({"--nnodes", "2", "-n", "1", "--max-restarts", "9"}, {"wait-for", "/does/not/exist"});
+  Process second({kMusterCommand, "run", "--rdzv", server_->address(), "--nnodes", "2", "-n", "1", "--max-restarts",
+                  "9", program.string()});
+  EXPECT_EQ(second.finish(), 2);
+  EXPECT_NE(first.finish(), 0);
+  EXPECT_THAT(first.err, AllOf(HasSubstr("cannot be started"), Not(HasSubstr("starts again"))));
+  std::filesystem::remove(program);
+}
+
+TEST_F(Hosts, OneThatStoodStillIsMissedAndSaysSo) {
+  const Words options{"--nnodes", "2", "-n", "1", "--rdzv-patience", "2s"};
+  Process& first = start(options, {"wait-for", "/does/not/exist"});
+  Process& second = start(options, {"wait-for", "/does/not/exist"});
+  ASSERT_TRUE(first.read_until("waits on node") && second.read_until("waits on node"));
+  second.signal(SIGSTOP);
+  EXPECT_EQ(first.finish(), 1);
+  EXPECT_THAT(first.err, HasSubstr("gave no sign of life"));
+  second.signal(SIGCONT);
+  EXPECT_EQ(second.finish(), 1);
+  EXPECT_THAT(second.err, HasSubstr("gave no sign of life"));
+}
+
+TEST_F(Hosts, WhoeverGaveUpWaitingLeavesNoSeatTaken) {
+  Process& gone = start({"--nnodes", "2", "-n", "1", "--rdzv-timeout", "200ms"}, {"nothing"});
+  EXPECT_EQ(gone.finish(), 1);
+  Process& killed = start({"--nnodes", "2", "-n", "1"}, {"nothing"});
+  EXPECT_EQ(killed.wait(Deadline::after(milliseconds(300))), -1) << "one alone is not two";
+  killed.signal(SIGKILL);
+  killed.wait();
+  Process& first = start({"--nnodes", "2", "-n", "1"}, {"fail-until", "0", "0"});
+  Process& second = start({"--nnodes", "2", "-n", "1"}, {"fail-until", "0", "0"});
+  EXPECT_EQ(first.finish(), 0) << first.err;
+  EXPECT_EQ(second.finish(), 0) << second.err;
+  EXPECT_THAT(first.out + second.out, AllOf(HasSubstr("rank 0 of 2"), HasSubstr("rank 1 of 2")));
+}
+
+TEST_F(Hosts, ASpareEndsWithTheJob) {
+  const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
+  std::filesystem::remove(file);
+  const Words options{"--nnodes", "1:2", "-n", "1"};
+  Process& first = start(options, {"wait-for", file});
+  Process& second = start(options, {"wait-for", file});
+  ASSERT_TRUE(first.read_until("of 2 waits on node") && second.read_until("of 2 waits on node"));
+  Process& spare = start(options, {"wait-for", file});
+  EXPECT_EQ(spare.wait(Deadline::after(milliseconds(700))), -1) << "it waits for a place";
+  std::ofstream(file).close();
+  for (Process* launcher : {&first, &second, &spare}) EXPECT_EQ(launcher->finish(), 0) << launcher->err;
+  EXPECT_THAT(spare.out, IsEmpty());
+  EXPECT_THAT(spare.err, HasSubstr("the job has ended without this host"));
+  std::filesystem::remove(file);
+}
+
+TEST_F(Hosts, ASpareOfAJobThatFailsSaysWhy) {
+  const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
+  std::filesystem::remove(file);
+  const Words options{"--nnodes", "1", "-n", "1"};
+  Process& only = start(options, {"wait-for", file, "0"});
+  ASSERT_TRUE(only.read_until("of 1 waits on node")) << only.err;
+  Process& spare = start(options, {"wait-for", file, "0"});
+  EXPECT_EQ(spare.wait(Deadline::after(milliseconds(700))), -1) << "it waits for a place";
+  std::ofstream(file).close();
+  for (Process* launcher : {&only, &spare}) EXPECT_EQ(launcher->finish(), 3) << launcher->err;
+  EXPECT_THAT(spare.err, AllOf(HasSubstr("the job has ended without this host"), HasSubstr("on node 0: rank 0 (pid ")));
+  std::filesystem::remove(file);
+}
+
+// It comes when the ranks have ended, and the launcher has not noticed yet.
+TEST_F(Hosts, WhoeverComesWhenTheRanksHaveJustEndedIsToldSo) {
+  const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
+  std::filesystem::remove(file);
+  const Words options{"--nnodes", "1:2", "-n", "1"};
+  Process& first = start(options, {"wait-for", file});
+  ASSERT_TRUE(first.read_until("rank 0 of 1 waits on node 0 of 1")) << first.err;
+  const auto children = children_of(first.pid());  // the rank, and the guardian
+  first.signal(SIGSTOP);
+  std::ofstream(file).close();
+  const auto one_ended = [&] {
+    return std::any_of(children.begin(), children.end(), [](pid_t child) { return state_of(child) == 'Z'; });
+  };
+  for (const auto patience = Deadline::after(kPatience); !one_ended();) {
+    ASSERT_FALSE(patience.passed());
+    ::poll(nullptr, 0, 1);
+  }
+  Process& late = start({"--nnodes", "1:2", "-n", "1", "--grace", "20s"}, {"wait-for", file});
+  server_->local()->get("agents/0/end", Deadline::after(kPatience));  // which makes room for it
+  first.signal(SIGCONT);
+  EXPECT_EQ(first.finish(), 0) << first.err;
+  EXPECT_EQ(late.finish(), 0) << late.err;
+  EXPECT_EQ(first.out.find("waits on node"), first.out.rfind("waits on node")) << "it ran once more: " << first.out;
+  EXPECT_EQ(first.err, "");
+  EXPECT_THAT(late.out, IsEmpty());
+  EXPECT_THAT(late.err, HasSubstr("the job has ended without this host"));
+  std::filesystem::remove(file);
+}
+
+TEST_F(Restarts, WhoeverWaitsForAStoreThatNobodyServesCanBeStopped) {
+  Process job(run_of({"--nnodes", "2", "--rdzv", "unix:@nobody-serves-this", "-n", "1"}, {"nothing"}));
+  for (const auto patience = Deadline::after(kPatience); children_of(job.pid()).empty(); ::poll(nullptr, 0, 1))
+    ASSERT_FALSE(patience.passed());  // its guardian, which comes after it has taken its signals
+  EXPECT_EQ(job.wait(Deadline::after(milliseconds(300))), -1);
+  job.signal(SIGINT);
+  EXPECT_EQ(job.finish(Deadline::after(seconds(10))), 128 + SIGINT) << job.err;
+}
+
+// No launcher is needed by the others where the store is an etcd.
+TEST_F(Restarts, AnyLauncherMayBeKilledWhereTheyMeetInAnEtcd) {
+  if (!Etcd::is_installed()) GTEST_SKIP() << "etcd is not installed: apt-get install etcd-server";
+  const Etcd etcd(1);
+  const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
+  std::filesystem::remove(file);
+  // A job for each victim, all at once: they spend their time on waiting for the dead.
+  std::vector<std::vector<std::unique_ptr<Process>>> jobs(3);
+  for (size_t victim = 0; victim < 3; ++victim)
+    for (const char* node : {"0", "1", "2"})
+      jobs[victim].push_back(
+          std::make_unique<Process>(run_of({"--nnodes", "2:3", "--node-rank", node, "--rdzv", etcd.address("jobs"),
+                                            "--rdzv-patience", "3s", "--job-id", text("victim-", victim), "-n", "1"},
+                                           {"wait-for", file})));
+  for (const auto& nodes : jobs)
+    for (const auto& node : nodes) ASSERT_TRUE(node->read_until("of 3 waits on node")) << node->err;
+  const auto killed = Clock::now();
+  const Stolen stolen;
+  for (size_t victim = 0; victim < 3; ++victim) jobs[victim][victim]->signal(SIGKILL);
+  const auto survivors = [&](const auto& check) {
+    for (size_t victim = 0; victim < 3; ++victim)
+      for (size_t node = 0; node < 3; ++node) {
+        SCOPED_TRACE(text("node ", node, ", of which ", victim, " was killed"));
+        if (node != victim) check(*jobs[victim][node]);
+      }
+  };
+  survivors([](Process& node) { EXPECT_TRUE(node.read_until("of 2 waits on node")) << node.err; });
+  expect_recovered(killed, stolen);
+  std::ofstream(file).close();
+  survivors([](Process& node) { EXPECT_EQ(node.finish(), 0) << node.err; });
+  std::filesystem::remove(file);
+}
+
+// A job leaves one key, by which who comes too late learns that it has ended.
+TEST_F(Restarts, NothingButItsEndIsLeftOfAJobInAnEtcd) {
+  if (!Etcd::is_installed()) GTEST_SKIP() << "etcd is not installed: apt-get install etcd-server";
+  const Etcd etcd(1);
+  const auto run = [&](const char* status) {
+    return std::make_unique<Process>(
+        run_of({"--nnodes", "2", "--rdzv", etcd.address("jobs"), "--job-id", "j", "-n", "1", "--max-restarts", "2"},
+               {"fail-until", status, "1"}));
+  };
+  const auto first = run("2"), second = run("2");
+  EXPECT_EQ(first->finish(), 0) << first->err;
+  EXPECT_EQ(second->finish(), 0) << second->err;
+  EXPECT_EQ(connect_store(etcd.address("jobs"), Deadline::after(seconds(10)))->num_keys(), 1);
+  const auto late = run("0");
+  EXPECT_EQ(late->finish(), 0) << late->err;
+  EXPECT_THAT(late->err, HasSubstr("the job has ended without this host"));
+}
+
+// Over the network, as on hosts of their own.
+TEST_F(Restarts, LaunchersMeetOverTlsAtOneOfThem) {
+  const auto folder = std::filesystem::temp_directory_path() / text("muster-secret-", ::getpid());
+  std::filesystem::create_directory(folder);
+  const std::string secret = (folder / "secret").string();
+  Process make({kMusterCommand, "secret", secret});
+  ASSERT_EQ(make.finish(), 0) << make.err;
+  const auto port = launch::free_port();
+  const auto run = [&](const char* node, const Words& more, const Words& behaviour) {
+    Words options{"--nnodes", "2", "--node-rank", node, "--rdzv", text("localhost:", port), "-n", "2"};
+    options.insert(options.end(), more.begin(), more.end());
+    return std::make_unique<Process>(run_of(options, behaviour));
+  };
+  const auto second = run("1", {"--secret-file", secret, "--max-restarts", "2"}, {"fail-until", "1", "3"});
+  const auto first = run("0", {"--secret-file", secret, "--max-restarts", "2"}, {"fail-until", "1", "3"});
+  EXPECT_EQ(first->finish(), 0) << first->err;
+  EXPECT_EQ(second->finish(), 0) << second->err;
+  EXPECT_THAT(second->out, HasSubstr("attempt 1 of rank 3 of 4"));
+
+  const auto without = run("0", {}, {"nothing"});
+  EXPECT_EQ(without->finish(), 2);
+  EXPECT_THAT(without->err, HasSubstr("muster secret FILE"));
+  std::filesystem::remove_all(folder);
+}
+
+// The calling thread, and what it starts, have no IPv6 from now on; false where they still have.
+bool has_no_ipv6() {
+  sock_filter code[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+                        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_socket, 0, 3),
+                        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args)),  // the family's low half
+                        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AF_INET6, 0, 1),
+                        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAFNOSUPPORT),
+                        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+  return test::filter_calls(code);
+}
+
+TEST_F(Restarts, AHostWithoutIPv6ServesTheOthersToo) {
+  const Process::Options secret{.env = {"MUSTER_SECRET=0123456789abcdef0123456789abcdef"}};
+  const auto address = text("127.0.0.1:", launch::free_port());
+  bool without = false;
+  std::thread([&] {  // the filter is this thread's, and the launcher ends with it
+    if (!(without = has_no_ipv6())) return;
+    Process job(run_of({"--nnodes", "1", "--node-rank", "0", "--rdzv", address, "-n", "1"}, {"nothing"}), secret);
+    EXPECT_EQ(job.finish(), 0) << job.err;
+  })
+      .join();
+  if (!without) GTEST_SKIP() << "no filter of system calls here";
+}
+
+TEST_F(Restarts, WhyALauncherCannotServeTheOthersIsSaid) {
+  const UniqueFd taken(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  socklen_t size = sizeof address;
+  ASSERT_EQ(::bind(taken.get(), reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(::getsockname(taken.get(), reinterpret_cast<sockaddr*>(&address), &size), 0);
+  Process job(run_of({"--nnodes", "2", "--rdzv", text("127.0.0.1:", ntohs(address.sin_port)), "--rdzv-timeout", "300ms",
+                      "-n", "1"},
+                     {"nothing"}),
+              {.env = {"MUSTER_SECRET=0123456789abcdef0123456789abcdef"}});
+  EXPECT_EQ(job.finish(), 1);
+  EXPECT_THAT(job.err, AllOf(HasSubstr("nobody serves the store at"), HasSubstr("Address already in use")));
+}
+
+TEST_F(Hosts, WithoutTheirStoreTheyEnd) {
+  const Words options{"--nnodes", "2", "-n", "1"};
+  Process& first = start(options, {"wait-for", "/does/not/exist"});
+  Process& second = start(options, {"wait-for", "/does/not/exist"});
+  ASSERT_TRUE(first.read_until("waits on node") && second.read_until("waits on node"));
+  server_.reset();
+  for (Process* launcher : {&first, &second}) {
+    EXPECT_EQ(launcher->finish(), 1);
+    EXPECT_THAT(launcher->err, HasSubstr("the hosts cannot go on together"));
+  }
+}
+
+}  // namespace
+}  // namespace muster::test

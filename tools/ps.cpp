@@ -1,0 +1,36 @@
+// muster ps: the jobs of this user on this host.
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include "command_line.h"
+#include "launch/jobs.h"
+
+namespace muster::tools {
+
+int terminal_columns() {
+  winsize size{};
+  return ::isatty(STDOUT_FILENO) && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
+int terminal_rows() {
+  winsize size{};
+  return ::isatty(STDOUT_FILENO) && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_row : 0;
+}
+
+int ps_command(std::vector<std::string> words) {
+  CLI::App app("Lists the jobs of this user that run on this host.", "muster ps");
+  bool json = false;
+  app.add_flag("--json", json, "for programs: an array of jobs");
+  app.footer(
+      "A job that stands still, or has ranks that are stopped or gone, says so.\n"
+      "\n"
+      "Examples:\n"
+      "  muster ps\n"
+      "  muster ps --json | jq -r '.[].launcher'");
+  if (!parse(app, words, "muster ps --help")) return 0;
+  const auto jobs = launch::running_jobs();
+  std::cout << (json ? launch::jobs_json(jobs) : launch::jobs_table(jobs, terminal_columns())) << std::flush;
+  return 0;
+}
+
+}  // namespace muster::tools
