@@ -59,3 +59,4 @@ if(NOT MUSTER_SANITIZE)  # its tests are jobs of processes
   set(MPI_CXX_SKIP_MPICXX ON)  # the functions of C
   find_package(MPI 3.0 COMPONENTS CXX QUIET)
 endif()
+find_package(ucx CONFIG QUIET)  # ucx::ucp, ucx::ucs, for the ucx transport (libucx-dev); there is none where it is not found

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Asks a gtest program for its tests and makes tests of ctest of them: one for each suite, not one for each test.
 
-    discover.py PROGRAM OUTPUT.cmake [--prefix asan/] [--labels "comm"] [--filter "-*Fork*"] [--alone PATTERNS] [--full PATTERNS]
+    discover.py PROGRAM OUTPUT.cmake [--prefix asan/] [--labels "comm"] [--filter "-*Fork*"] [--alone PATTERNS] [--full PATTERNS] [--each PATTERNS]
                 [--timeout SECONDS] [--environment NAME=VALUE]…
 
 A process that loads libtorch takes a third of a second to start, and many tests take less. A suite with named parameters,
@@ -9,7 +9,8 @@ such as a backend's name, becomes one test of ctest for each of them: "Comm/Erro
 
 Patterns are gtest's, separated by colons. ctest runs nothing else beside tests that match --alone. Those that match --full
 have the label `full`: `./dev test` leaves them out. A suite that has tests of several of these kinds becomes a test of ctest for
-each: "Comm/Errors/gloo_threads", "Comm/Errors/gloo_threads.alone", "Comm/Errors/gloo_threads.full".
+each: "Comm/Errors/gloo_threads", "Comm/Errors/gloo_threads.alone", "Comm/Errors/gloo_threads.full". Each test that matches
+--each has a process of its own, and its own name.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program")
     parser.add_argument("output", type=Path)
-    for option in ("--prefix", "--labels", "--filter", "--alone", "--full"):
+    for option in ("--prefix", "--labels", "--filter", "--alone", "--full", "--each"):
         parser.add_argument(option, default="")
     parser.add_argument("--timeout", type=int, required=True)
     parser.add_argument("--environment", action="append", default=[])
@@ -57,7 +58,8 @@ def main():
     for suite, test in tests_of(args.program, args.filter):
         name = f"{suite}.{test}"
         kind = ".full" if matches(name, args.full) else ".alone" if matches(name, args.alone) else ""
-        entries.setdefault((entry_of(suite, test) + kind, kind), []).append(name)
+        entry = name if matches(name, args.each) else entry_of(suite, test)
+        entries.setdefault((entry + kind, kind), []).append(name)
     if not entries:
         sys.exit(f"{args.program} has no tests that match '{args.filter}'")
 

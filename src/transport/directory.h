@@ -1,0 +1,18 @@
+// Where workers leave and find each other's addresses: the job's store, of which this layer needs to know no more.
+//
+// Thread-safety: as what it is made of.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "muster/base/deadline.h"
+
+namespace muster::transport {
+
+struct Directory {
+  std::function<void(const std::string& key, const std::string& value)> post;
+  std::function<std::string(const std::string& key, Deadline deadline)> read;  // waits for it; Timeout
+};
+
+}  // namespace muster::transport

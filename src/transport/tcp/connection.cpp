@@ -1,0 +1,303 @@
+#include "transport/tcp/connection.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "transport/piece.h"
+
+namespace muster::transport {
+namespace {
+
+constexpr size_t kAtOnce = 256 * 1024;  // what a caller writes itself before it leaves the rest to the thread
+constexpr size_t kTurn = 1024 * 1024;   // what the thread writes to one peer before it looks at the others
+constexpr size_t kBuffer = 64 * 1024;   // for what is read and is not large
+constexpr size_t kDirect = 16 * 1024;   // pieces with this much missing are read into directly
+constexpr size_t kMaxParts = 64;
+
+std::vector<std::byte>& buffer_of_thread() {
+  thread_local std::vector<std::byte> buffer(kBuffer);
+  return buffer;
+}
+
+}  // namespace
+
+Connection::Connection(PeerInfo peer, std::unique_ptr<Stream> stream, const Limits& limits, Poller& poller)
+    : peer_(std::move(peer)),
+      limits_(limits),
+      poller_(poller),
+      stream_(std::move(stream)),
+      last_written_(Clock::now()),
+      parser_(limits),
+      last_heard_(Clock::now()) {}
+
+void Connection::throw_lost() const { throw PeerLost(peer_.rank, peer_.pid, cause_); }
+
+void Connection::send(Message message) {
+  if (message.body.size() > limits_.body || message.pieces.size() > limits_.pieces || message.bytes() > limits_.bytes)
+    throw InvalidArgument(text("a message of ", message.bytes(), " bytes (body ", message.body.size(), ") in ",
+                               message.pieces.size(), " pieces to ", peer_.name, " is above the limits: ",
+                               limits_.bytes, " bytes (body ", limits_.body, "), ", limits_.pieces, " pieces"),
+                          "Send it in several messages");
+  Outgoing frame(std::move(message));
+  std::vector<Outgoing::Lent> lent;  // its owners end without the lock
+  std::unique_lock lock(mutex_);
+  if (refuses_) throw_lost();
+  if (broken_) return;  // as if it were lost on its way: the receiver is about to hear why
+  append(std::move(frame), kAtOnce);
+  keep_last(lock, lent);
+}
+
+// What is left of the frame that has just been appended is copied where it is lent. Without the lock: that takes time.
+// What it is copied from does not change meanwhile, so it is all the same from where the thread writes it.
+void Connection::keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgoing::Lent>& lent) {
+  if (queue_.empty()) return;
+  lent = queue_.back().lent();
+  if (lent.empty()) return;
+  const uint64_t number = added_;
+  lock.unlock();
+  size_t bytes = 0;
+  for (const auto& one : lent) bytes += one.where.iov_len;
+  Piece copy;
+  try {
+    copy = make_piece(bytes);
+  } catch (const std::bad_alloc&) {
+    // A part of it is written, and the rest cannot be kept: nothing can follow.
+    lock.lock();
+    if (!broken_) stream_->no_more();
+    stop_writing();
+    settle();
+    throw;
+  }
+  std::byte* at = copy.data;
+  for (const auto& one : lent) {
+    std::memcpy(at, one.where.iov_base, one.where.iov_len);
+    at += one.where.iov_len;
+  }
+  lock.lock();
+  const uint64_t behind = added_ - number;
+  if (behind < queue_.size()) queue_[queue_.size() - 1 - behind].keep(lent, copy);
+}
+
+// mutex_ held.
+void Connection::append(Outgoing frame, size_t enough) {
+  const bool was_empty = queue_.empty() && stream_->unsent() == 0;
+  queued_ += frame.bytes();
+  queue_.push_back(std::move(frame));
+  ++added_;
+  if (was_empty) write_some(enough);
+  settle();
+}
+
+bool Connection::write_some(size_t enough) {
+  if (!stream_->flush()) {
+    stop_writing();
+    return false;
+  }
+  size_t taken = 0;
+  while (!queue_.empty() && stream_->unsent() == 0 && taken < enough) {
+    std::array<iovec, kMaxParts> parts;
+    size_t n = 0, offered = 0;
+    for (auto frame = queue_.begin(); frame != queue_.end() && n < parts.size(); ++frame)
+      for (const iovec& part : frame->rest()) {
+        if (n == parts.size()) break;
+        offered += part.iov_len;
+        parts[n++] = part;
+      }
+    const ssize_t result = stream_->write({parts.data(), n}, enough - taken);
+    if (result == Stream::kGone) {
+      stop_writing();
+      return false;
+    }
+    if (result == 0) break;
+    last_written_ = Clock::now();
+    auto written = static_cast<size_t>(result);
+    taken += written;
+    queued_ -= written;
+    while (written > 0) {
+      const size_t part = std::min(written, queue_.front().bytes());
+      queue_.front().taken(part);
+      written -= part;
+      if (queue_.front().bytes() == 0) queue_.pop_front();
+    }
+    if (static_cast<size_t>(result) < offered && taken < enough) break;  // the socket is full
+  }
+  return true;
+}
+
+void Connection::stop_writing() {
+  broken_ = true;
+  queue_.clear();
+  queued_ = 0;
+}
+
+// What follows from how much is left to write: the backlog, whom that wakes, and whether the thread minds the socket.
+void Connection::settle() {
+  const size_t left = broken_ ? 0 : queued_ + stream_->unsent();
+  const bool less = left < backlog_.exchange(left, std::memory_order_acq_rel);
+  if (less && waiting_ > 0) room_.notify_all();
+  if (left == 0 && leaving_ && !said_ && !ended_) {
+    said_ = true;
+    stream_->no_more();
+  }
+  if (watched_ && (left > 0) != wants_room_) {
+    wants_room_ = left > 0;
+    poller_.change(stream_->fd(), wants_room_ ? EPOLLIN | EPOLLOUT : EPOLLIN, static_cast<uint64_t>(peer_.rank));
+  }
+}
+
+void Connection::wait_below(size_t bytes, Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  ++waiting_;
+  const bool in_time =
+      deadline.wait(room_, lock, [&] { return refuses_ || backlog_.load(std::memory_order_relaxed) <= bytes; });
+  --waiting_;
+  if (refuses_) throw_lost();
+  if (!in_time)
+    throw Timeout(text(peer_.name, " has not taken what was sent to it in time: ", backlog(),
+                       " bytes wait, and at most ", bytes, " should"),
+                  {peer_.rank}, "It may be stopped or overloaded, or the network between slow");
+}
+
+void Connection::stop_sending() {
+  const std::lock_guard lock(mutex_);
+  if (refuses_) return;
+  refuses_ = true;
+  cause_ = text("this worker has closed its connection with ", peer_.name);
+  room_.notify_all();
+}
+
+void Connection::say_goodbye() {
+  const std::lock_guard lock(mutex_);
+  if (ended_ || leaving_) return;
+  leaving_ = true;
+  if (!broken_) append(Outgoing(FrameKind::kGoodbye), kAtOnce);
+}
+
+void Connection::start(Receiver& receiver) {
+  {
+    const std::lock_guard lock(mutex_);
+    last_heard_ = Clock::now();
+    watched_ = true;
+    wants_room_ = backlog() > 0;
+    poller_.add(stream_->fd(), wants_room_ ? EPOLLIN | EPOLLOUT : EPOLLIN, static_cast<uint64_t>(peer_.rank));
+  }
+  read_some(receiver);  // what came in one record with the greeting: the socket says nothing of it any more
+}
+
+void Connection::on_ready(uint32_t events, Receiver& receiver) {
+  if (ended_) return;
+  if (events & EPOLLOUT) {
+    const std::lock_guard lock(mutex_);
+    if (!broken_) write_some(kTurn);
+    settle();
+  }
+  if (events & ~static_cast<uint32_t>(EPOLLOUT)) read_some(receiver);
+}
+
+void Connection::read_some(Receiver& receiver) {
+  auto& buffer = buffer_of_thread();
+  bool fetch = true;
+  for (;;) {
+    auto room = parser_.room();
+    if (room.size() < kDirect) room = {};
+    ssize_t n = stream_->read(room, buffer, fetch);
+    fetch = false;
+    if (n == 0) return;
+    if (n == Stream::kGone) return end(text("its connection ", stream_->why()), receiver);
+    last_heard_ = Clock::now();
+    try {
+      const size_t direct = std::min(static_cast<size_t>(n), room.size());
+      if (direct > 0 && parser_.filled(direct) && !on_frame(receiver)) return;
+      if (!take(std::span<const std::byte>(buffer).first(static_cast<size_t>(n) - direct), receiver)) return;
+    } catch (const std::bad_alloc&) {
+      return end("it sent a message for which there is no memory here", receiver);
+    } catch (const Error& error) {
+      return end(text("it broke the protocol: ", error.message()), receiver);
+    }
+  }
+}
+
+// Whether the connection goes on.
+bool Connection::take(std::span<const std::byte> bytes, Receiver& receiver) {
+  while (!bytes.empty() && parser_.take(bytes))
+    if (!on_frame(receiver)) return false;
+  return true;
+}
+
+bool Connection::on_frame(Receiver& receiver) {
+  switch (parser_.kind()) {
+    case FrameKind::kMessage:
+      try {
+        receiver.on_message(peer_.rank, parser_.body(), parser_.pieces());
+      } catch (const std::exception& error) {  // against its contract
+        MUSTER_LOG(kError) << "transport: the receiver of a message of " << peer_.name << " threw: " << error.what();
+      }
+      break;
+    case FrameKind::kHeartbeat:
+      break;
+    case FrameKind::kGoodbye:
+      end(text(peer_.name, " left"), receiver, true);
+      return false;
+  }
+  return !ended_;
+}
+
+void Connection::tick(Clock::time_point now, bool all_read, Receiver& receiver) {
+  if (ended_) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!broken_ && now - last_written_ >= peer_.beat && !leaving_) {
+      if (backlog() == 0) append(Outgoing(FrameKind::kHeartbeat), kAtOnce);
+    }
+  }
+  if (watched_ && all_read && now - last_heard_ >= peer_.heartbeat)
+    end(text("nothing was heard of it for ",
+             std::chrono::duration_cast<std::chrono::milliseconds>(now - last_heard_).count(),
+             " ms: it, its host or the network between is stopped or overloaded"),
+        receiver);
+}
+
+void Connection::end(const std::string& cause, Receiver& receiver, bool said_goodbye) {
+  if (ended_) return;
+  // What answers our own good-bye is no news; a good-bye that crossed it is.
+  bool answer = false;
+  {
+    const std::lock_guard lock(mutex_);
+    answer = leaving_ && !said_goodbye;
+  }
+  const std::string whole = said_goodbye ? cause : text(peer_.name, " is lost: ", cause);
+  close(whole);
+  if (answer) return;
+  try {
+    receiver.on_lost(peer_.rank, whole);
+  } catch (const std::exception& error) {
+    MUSTER_LOG(kError) << "transport: the receiver of the end of " << peer_.name << " threw: " << error.what();
+  }
+}
+
+void Connection::close(const std::string& cause) {
+  std::deque<Outgoing> dropped;  // their owners end without the lock
+  {
+    const std::lock_guard lock(mutex_);
+    if (ended_) return;
+    ended_ = true;
+    broken_ = true;
+    if (!refuses_) cause_ = cause;
+    refuses_ = true;
+    dropped.swap(queue_);
+    queued_ = 0;
+    backlog_.store(0, std::memory_order_release);
+    if (watched_) poller_.remove(stream_->fd());
+    watched_ = false;
+    stream_->end();
+    room_.notify_all();
+  }
+}
+
+}  // namespace muster::transport

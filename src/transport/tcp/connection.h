@@ -1,0 +1,103 @@
+// One peer: what is on its way to it, and what comes from it.
+//
+// A caller's send() writes at once, from its own thread, if nothing waits before it; what the socket does not take then
+// waits for the transport's thread, which writes it when the socket is ready again. What waits in memory that the
+// caller may write to again is copied before send() returns; the thread writes on meanwhile. Reading, heartbeats and
+// the end are that thread's alone.
+//
+// The end is one event, whatever brought it: the peer's good-bye, the end of its connection, silence, a frame that is
+// none. What the peer sent before is delivered first, also where our own writing has failed already: a failed write
+// only stops the writing, and reading finds the end.
+//
+// Thread-safety: send(), backlog() and wait_below() from any thread; all else belongs to the transport's.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "muster/base/deadline.h"
+#include "transport/tcp/frame.h"
+#include "transport/tcp/poller.h"
+#include "transport/tcp/stream.h"
+#include "transport/transport.h"
+
+namespace muster::transport {
+
+struct PeerInfo {
+  int rank = 0, pid = 0;
+  std::string name;                     // "worker1 (pid 7)"
+  std::chrono::milliseconds heartbeat;  // it is lost after so much silence
+  std::chrono::milliseconds beat;       // and hears from us in at most this
+};
+
+class Connection {
+ public:
+  Connection(PeerInfo peer, std::unique_ptr<Stream> stream, const Limits& limits, Poller& poller);
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  void send(Message message);
+  size_t backlog() const { return backlog_.load(std::memory_order_acquire); }
+  void wait_below(size_t bytes, Deadline deadline);
+  // From now on send() throws PeerLost: this worker has left.
+  void stop_sending();
+
+  // Begins to read, and to mind silence.
+  void start(Receiver& receiver);
+  void on_ready(uint32_t events, Receiver& receiver);
+  // Heartbeats; and silence, unless something that came before `now` may not have been read yet.
+  void tick(Clock::time_point now, bool all_read, Receiver& receiver);
+  // Says good-bye after all that was sent.
+  void say_goodbye();
+  bool has_ended() const { return ended_; }
+  std::chrono::milliseconds beat() const { return peer_.beat; }
+  // Closes, without a word to the receiver.
+  void close(const std::string& cause);
+
+ private:
+  void append(Outgoing frame, size_t enough);
+  void keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgoing::Lent>& lent);
+  bool write_some(size_t enough);  // mutex_ held; whether the connection still takes bytes
+  void settle();                   // mutex_ held: after writing
+  void stop_writing();             // mutex_ held
+  void read_some(Receiver& receiver);
+  bool take(std::span<const std::byte> bytes, Receiver& receiver);
+  bool on_frame(Receiver& receiver);
+  void end(const std::string& cause, Receiver& receiver, bool said_goodbye = false);
+  [[noreturn]] void throw_lost() const;
+
+  const PeerInfo peer_;
+  const Limits limits_;
+  Poller& poller_;
+  const std::unique_ptr<Stream> stream_;
+
+  // The writers', under the lock.
+  mutable std::mutex mutex_;
+  std::condition_variable room_;
+  int waiting_ = 0;
+  std::deque<Outgoing> queue_;
+  uint64_t added_ = 0;  // frames, ever: those of queue_ are the last of them
+  size_t queued_ = 0;
+  std::atomic<size_t> backlog_{0};
+  bool broken_ = false;   // nothing can be written any more
+  bool leaving_ = false;  // the good-bye is the last of the queue
+  bool said_ = false;     // and it is written
+  bool refuses_ = false;  // send() throws, because of cause_
+  bool watched_ = false, wants_room_ = false;
+  Clock::time_point last_written_;
+  std::string cause_;
+
+  // The transport's thread's.
+  FrameParser parser_;
+  Clock::time_point last_heard_;
+  bool ended_ = false;
+};
+
+}  // namespace muster::transport

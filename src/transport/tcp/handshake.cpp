@@ -1,0 +1,111 @@
+#include "transport/tcp/handshake.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "store/tcp_address.h"
+
+namespace muster::transport {
+
+Handshake::Handshake(std::unique_ptr<Stream> stream, const Hello& mine, const HelloKey& own)
+    : stream_(std::move(stream)), state_(State::kConnecting), dials_(true), own_(own), out_(mine.bytes()) {}
+
+Handshake::Handshake(std::unique_ptr<Stream> stream, Judge judge)
+    : stream_(std::move(stream)), state_(State::kTls), dials_(false), judge_(std::move(judge)) {}
+
+uint32_t Handshake::events() const {
+  if (state_ == State::kConnecting) return EPOLLOUT;
+  const bool has_more = stream_->unsent() > 0 || (state_ == State::kTalking && written_ < out_.size());
+  return has_more ? EPOLLIN | EPOLLOUT : EPOLLIN;
+}
+
+bool Handshake::is_connected() {
+  int error = 0;
+  socklen_t size = sizeof error;
+  if (::getsockopt(fd(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+  if (error != 0) throw Unavailable(std::generic_category().message(error));
+  const auto peer = store::SocketAddress::of_peer(fd());
+  if (peer.family() == AF_UNSPEC) return false;
+  // Where nobody listens at a port that the kernel also gives to clients, a socket may come to connect to itself.
+  if (peer == store::SocketAddress::of(fd())) throw Unavailable("nobody listens there");
+  return true;
+}
+
+bool Handshake::write_out() {
+  while (written_ < out_.size()) {
+    const iovec rest{out_.data() + written_, out_.size() - written_};
+    const ssize_t n = stream_->write({&rest, 1}, rest.iov_len);
+    if (n == Stream::kGone) throw Unavailable("its connection was closed");
+    if (n == 0) return false;
+    written_ += static_cast<size_t>(n);
+  }
+  if (!stream_->flush()) throw Unavailable("its connection was closed");
+  return stream_->unsent() == 0;
+}
+
+// Reads exactly a greeting: what follows it is not ours.
+bool Handshake::read_greeting() {
+  std::array<std::byte, kHelloBytes> buffer;
+  for (bool fetch = true; in_.size() < kHelloBytes;) {
+    const ssize_t n = stream_->read({}, std::span(buffer).first(kHelloBytes - in_.size()), fetch);
+    if (n == Stream::kGone) throw Unavailable(text("its connection ", stream_->why()));
+    if (n == 0 && !fetch) return false;
+    if (n == 0) return false;
+    in_.append(reinterpret_cast<const char*>(buffer.data()), static_cast<size_t>(n));
+  }
+  stream_->keep();
+  other_ = Hello::parse(in_);
+  return true;
+}
+
+void Handshake::check_answer() const {
+  if (!same_key(other_.key, own_)) throw Unauthorized("it answered for another job");
+  switch (other_.verdict) {
+    case Verdict::kWelcome:
+      return;
+    case Verdict::kOtherVersion:
+      throw Mismatch(text("it speaks version ", other_.version, " of the protocol, and this worker ", kProtocolVersion),
+                     "All workers of a job must be of the same Muster");
+    case Verdict::kOtherSize:
+      throw Mismatch(text("its job has ", other_.size, " workers, and this worker's has another number"));
+    case Verdict::kNotExpected:
+      break;
+  }
+  throw Mismatch("it does not expect this worker");
+}
+
+bool Handshake::step() {
+  if (state_ == State::kConnecting) {
+    if (!is_connected()) return false;
+    state_ = State::kTls;
+  }
+  if (state_ == State::kTls) {
+    if (!stream_->shake_hands()) return false;
+    state_ = State::kTalking;
+  }
+  if (dials_) {
+    if (!write_out() || !read_greeting()) return false;
+    check_answer();
+    return true;
+  }
+  if (!heard_) {
+    if (!read_greeting()) return false;
+    heard_ = true;
+    out_ = judge_(other_).bytes();
+  }
+  if (!write_out()) return false;
+  const auto verdict = Hello::parse(out_).verdict;
+  if (verdict != Verdict::kWelcome)
+    throw Mismatch(text("worker ", other_.rank, " of ", other_.size, ", protocol ", other_.version,
+                        ", is none that this worker expects"));
+  return true;
+}
+
+}  // namespace muster::transport

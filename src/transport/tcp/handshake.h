@@ -1,0 +1,56 @@
+// The beginning of one connection, from either side: TCP's own, TLS, and the greetings (hello.h). Never waits.
+//
+// Until TLS has proved that the other side knows the key, no byte of its greeting is read.
+//
+// Thread-safety: belongs to one thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "transport/tcp/hello.h"
+#include "transport/tcp/stream.h"
+
+namespace muster::transport {
+
+class Handshake {
+ public:
+  // Of a greeting makes the answer; Unauthorized where there shall be none.
+  using Judge = std::function<Hello(const Hello&)>;
+
+  // The side that connects: says `mine`, and takes an answer with key `own`. `stream` may still be connecting.
+  Handshake(std::unique_ptr<Stream> stream, const Hello& mine, const HelloKey& own);
+  // The side that accepts.
+  Handshake(std::unique_ptr<Stream> stream, Judge judge);
+
+  // Goes on as far as it goes without waiting; whether it is done. Unauthorized where the other side does not know the
+  // key, Mismatch where it is another version or the like, Corrupt where it says what is no greeting, Unavailable where
+  // it is gone.
+  bool step();
+  uint32_t events() const;  // of epoll: what to wait for before the next step
+  int fd() const { return stream_->fd(); }
+  const Hello& other() const { return other_; }  // once done
+  std::unique_ptr<Stream> take_stream() { return std::move(stream_); }
+
+ private:
+  enum class State { kConnecting, kTls, kTalking };
+
+  bool is_connected();
+  bool write_out();
+  bool read_greeting();
+  void check_answer() const;
+
+  std::unique_ptr<Stream> stream_;
+  State state_;
+  const bool dials_;
+  Judge judge_;
+  HelloKey own_{};
+  std::string out_, in_;
+  size_t written_ = 0;
+  bool heard_ = false;
+  Hello other_;
+};
+
+}  // namespace muster::transport

@@ -1,0 +1,59 @@
+// Who is who: what workers leave in the directory, and the first words on a connection.
+//
+//   entry   text: "muster1 <key> <port> <address>…"; the key is 16 random bytes that this worker made, in hexadecimal.
+//           Port 0: nobody connects with this worker.
+//   hello   52 bytes, each way: magic u8[8], version u32, verdict u32, rank u32, to u32, size u32, pid u32,
+//           heartbeat u32 (ms), key u8[16]
+//
+// Who connects says the key of whom it wants, who accepts answers with the key of whom it has got. So both have read
+// the job's directory, and have reached the worker they mean and not one of an earlier job at the same port. Between
+// hosts that comes on top of TLS, whose key is the proof; on one host without a secret it is what keeps other users
+// out, since they cannot read the directory.
+//
+// Thread-safety: values and functions.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace muster::transport {
+
+using HelloKey = std::array<unsigned char, 16>;
+HelloKey make_hello_key();
+
+struct Entry {
+  HelloKey key{};
+  uint16_t port = 0;
+  std::vector<std::string> addresses;  // in the order in which to try them
+
+  std::string text() const;
+  static Entry parse(std::string_view text);  // Corrupt
+};
+
+inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr size_t kHelloBytes = 52;
+
+enum class Verdict : uint32_t { kWelcome, kOtherVersion, kOtherSize, kNotExpected };
+
+struct Hello {
+  uint32_t version = kProtocolVersion;
+  Verdict verdict = Verdict::kWelcome;  // of an answer
+  uint32_t rank = 0, to = 0, size = 0, pid = 0;
+  uint32_t heartbeat_ms = 0;
+  HelloKey key{};
+
+  std::string bytes() const;
+  // Corrupt where it is none; later versions may have more behind it, but not less.
+  static Hello parse(std::string_view bytes);
+};
+
+// In constant time, so that a key cannot be guessed byte by byte.
+bool same_key(const HelloKey& one, const HelloKey& other);
+
+// The addresses of this host by which others may reach it, those of real interfaces first.
+std::vector<std::string> own_addresses();
+
+}  // namespace muster::transport

@@ -1,0 +1,46 @@
+#include "transport/ucx/fabric_library.h"
+
+#include <dlfcn.h>
+#include <signal.h>
+
+#include <array>
+
+#include "base/plugin.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster::transport::ucx {
+namespace {
+
+// UCX takes signals of crashes when it is loaded, as its environment says. They are the program's, and the launcher's
+// (base/crash_report.h).
+Plugin load() {
+  constexpr std::array kCrashes{SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV};
+  std::array<struct sigaction, kCrashes.size()> handlers;
+  for (size_t i = 0; i < kCrashes.size(); ++i) ::sigaction(kCrashes[i], nullptr, &handlers[i]);
+  auto plugin = load_plugin("libmuster_ucx.so", kMakeFabric, RTLD_LOCAL, "install UCX (apt-get install libucx-dev)");
+  for (size_t i = 0; i < kCrashes.size(); ++i) ::sigaction(kCrashes[i], &handlers[i], nullptr);
+  return plugin;
+}
+
+const Plugin& plugin() {
+  static const Plugin loaded = load();
+  return loaded;
+}
+
+}  // namespace
+
+std::string why_not() { return plugin().problem; }
+
+std::unique_ptr<Fabric> make_ucx_fabric(const Settings& settings, FabricEvents& events) {
+  const auto make = reinterpret_cast<MakeFabric>(plugin().function);
+  if (!make) throw Unavailable(text("there is no ucx transport: ", plugin().problem));
+  std::string problem;
+  std::unique_ptr<Fabric> fabric(make(settings, events, problem));
+  if (!fabric)
+    throw Unavailable(text("UCX cannot serve: ", problem),
+                      "Look at what UCX_TLS and UCX_NET_DEVICES say; UCX_LOG_LEVEL=info says more");
+  return fabric;
+}
+
+}  // namespace muster::transport::ucx

@@ -1,0 +1,331 @@
+// The thread of the ucx transport.
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "shm/spin.h"
+#include "transport/peers.h"
+#include "transport/ucx/fabric_transport.h"
+
+namespace muster::transport::ucx {
+namespace {
+
+constexpr milliseconds kMeetingTick{20}, kLongestTick{250};
+constexpr milliseconds kLastWords{50};  // to say that we are gone, where the deadline of close() has passed
+constexpr int kMostLogged = 16;         // packets of nobody
+constexpr int kMostProgress = 64;       // of one turn
+
+}  // namespace
+
+// --- events of the fabric, with the lock ---
+
+Peer* UcxTransport::sender_of(const Header& header) {
+  if (header.from >= peers_.size() || !peers_[header.from] || header.key != key_) return nullptr;
+  return peers_[header.from].get();
+}
+
+// Whether the packet is of a peer, and has been taken.
+template <typename Take>
+bool UcxTransport::accept(std::span<const std::byte> bytes, const Take& take) {
+  Peer* peer = nullptr;
+  try {
+    const Header header = Header::parse(bytes);
+    peer = sender_of(header);
+    if (!peer) throw Corrupt("it is for another job's worker, or from one that is none");
+    peer->last_heard = Clock::now();
+    if (peer->ended || !peer->broken.empty()) return false;
+    peer->out.on_taken(header.taken);
+    take(*peer, header);
+    return true;
+  } catch (const std::bad_alloc&) {
+    if (peer) peer->fail("it sent a message for which there is no memory here");
+  } catch (const std::exception& error) {
+    const auto* const ours = dynamic_cast<const Error*>(&error);
+    const std::string what = ours ? ours->message() : error.what();
+    if (peer) {
+      peer->fail(text("it broke the protocol: ", what));
+    } else if (dropped_++ < kMostLogged) {
+      MUSTER_LOG(kWarning) << "transport: " << worker_name(options_.names, options_.rank)
+                           << " dropped a packet that came over UCX: " << what;
+    }
+  }
+  return false;
+}
+
+void UcxTransport::on_arrival(std::span<const std::byte> header, std::span<const std::byte> data) {
+  accept(header, [&](Peer& peer, const Header& head) {
+    if (head.kind == Kind::kHello) {
+      if (!std::exchange(peer.hello, true)) peer.out.push_note(Kind::kWelcome);
+    } else if (head.kind == Kind::kWelcome) {
+      peer.welcome = true;
+    } else if (head.kind == Kind::kReady) {
+      peer.ready = true;
+    } else if (head.kind == Kind::kGone) {
+      peer.fail("it closed its connections");
+    } else if (head.kind != Kind::kAck) {
+      peer.in.on_arrival(head, data);
+    }
+  });
+}
+
+void UcxTransport::on_offer(std::span<const std::byte> header, size_t bytes, Offer* offer) {
+  bool is_held = false;
+  accept(header, [&](Peer& peer, const Header& head) {
+    is_held = true;  // by the flow, whatever it finds
+    peer.in.on_offer(head, bytes, offer);
+  });
+  if (!is_held) strays_.push_back(offer);
+}
+
+void UcxTransport::on_broken(int rank, const char* error) {
+  peers_[static_cast<size_t>(rank)]->fail(text("the way to it broke: ", error));
+}
+
+// --- the thread ---
+
+milliseconds UcxTransport::tick_every() const {
+  if (!started_) return kMeetingTick;
+  milliseconds shortest = options_.heartbeat;
+  for (const auto& peer : peers_)
+    if (peer) shortest = std::min(shortest, peer->beat * 4);
+  return std::clamp(shortest / 8, milliseconds(1), kLongestTick);
+}
+
+// What follows for a peer from what has come, with the lock. `quiet`: nothing is left unread.
+void UcxTransport::settle(Peer& peer, bool quiet) {
+  if (!peer.ended) {
+    if (peer.broken.empty()) peer.in.fetch(*fabric_);
+    if (!peer.in.failure().empty()) peer.fail(peer.in.failure());
+    while (started_ && !peer.left) {
+      auto taken = peer.in.take();
+      if (!taken) break;
+      peer.left = taken->goodbye;
+      news_.push_back({&peer, std::move(*taken)});
+    }
+    if (quiet && peer.died) peer.fail("its process died");
+    if (started_ && !peer.left && !peer.broken.empty()) news_.push_back({&peer, {}, true});
+  } else if (!peer.broken.empty()) {
+    fabric_->disconnect(peer.rank);
+  }
+  pump(peer);
+  if (peer.waiting > 0) peer.room.notify_all();
+}
+
+// With the lock: what is not needed any more goes where it ends without it.
+void collect(Peer& peer, std::vector<Outflow::Spent>& spent) {
+  auto some = peer.out.spent();
+  if (!some.first.empty() || !some.second.empty()) spent.push_back(std::move(some));
+}
+
+// The steps before the start. All have said hello and been answered; what UCX itself has sent to make its ways is out
+// of its hands; all know that. So nobody leaves while another's ways are still being made, which UCX 1.13 does not
+// bear.
+void UcxTransport::connect_on() {
+  const auto is_here = [](const auto& peer) { return !peer || peer->is_here(); };
+  if (!flush_.begun && std::all_of(peers_.begin(), peers_.end(), is_here)) {
+    flush_.begun = true;
+    State state = State::kUnderWay;
+    const char* const error = fabric_->flush(flush_, state);
+    flush_.done = error || state == State::kDone;
+  }
+  if (flush_.done && !std::exchange(said_ready_, true))
+    for (const auto& peer : peers_) {
+      if (!peer) continue;
+      peer->out.push_note(Kind::kReady);
+      pump(*peer);
+    }
+  changed_.notify_all();
+}
+
+// Looks at the fabric once, and delivers; returns whether there was anything.
+bool UcxTransport::turn() {
+  std::vector<News> news;
+  std::vector<Outflow::Spent> spent;
+  int found = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    while (found < kMostProgress && fabric_->progress()) ++found;
+    saturated_ = found == kMostProgress;
+    for (Offer* stray : std::exchange(strays_, {})) fabric_->refuse(stray);
+    for (const auto& peer : peers_) {
+      if (!peer) continue;
+      settle(*peer, found == 0);
+      collect(*peer, spent);
+    }
+    if (!started_) connect_on();
+    news.swap(news_);
+  }
+  for (News& one : news) deliver(one);
+  return found > 0 || !news.empty();
+}
+
+void UcxTransport::deliver(News& news) {
+  Peer& peer = *news.peer;
+  if (news.lost) return lose(peer);
+  if (!news.message.goodbye) {
+    try {
+      receiver_.on_message(peer.rank, news.message.body, news.message.pieces);
+    } catch (const std::exception& error) {  // against its contract
+      MUSTER_LOG(kError) << "transport: the receiver of a message of " << peer.name << " threw: " << error.what();
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    peer.delivered = news.message.number;
+    peer.owed += news.message.cost;
+    if (peer.owed >= kAcknowledged || news.message.goodbye) peer.out.push_note(Kind::kAck);
+  }
+  if (news.message.goodbye) lose(peer);
+}
+
+// The end of a peer: it left, or is lost.
+void UcxTransport::lose(Peer& peer) {
+  std::vector<Outflow::Spent> spent;
+  bool answer = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (peer.ended) return;
+    peer.ended = true;
+    // Whose end answers our own goodbye is no news; a goodbye that crossed it is.
+    answer = want_close_ && !peer.left;
+    const std::string cause = peer.left ? text(peer.name, " left") : text(peer.name, " is lost: ", peer.broken);
+    if (!peer.refuses) peer.cause = cause;
+    peer.refuses = true;
+    peer.in.close(*fabric_);
+    peer.out.close();
+    // To one that left, the acknowledgement is still to go.
+    if (!peer.left) fabric_->disconnect(peer.rank);
+    pump(peer);
+    collect(peer, spent);
+    peer.room.notify_all();
+  }
+  if (answer) return;
+  try {
+    receiver_.on_lost(peer.rank, peer.cause);
+  } catch (const std::exception& error) {
+    MUSTER_LOG(kError) << "transport: the receiver of the end of " << peer.name << " threw: " << error.what();
+  }
+}
+
+// Heartbeats and silence.
+void UcxTransport::tick(Clock::time_point now) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& peer : peers_) {
+    if (!peer || peer->ended || !peer->broken.empty()) continue;
+    if (now - peer->last_sent >= peer->beat && peer->is_here()) {
+      peer->out.push_note(Kind::kAck);
+      pump(*peer);
+    }
+    const auto silence = now - peer->last_heard;
+    if (started_ && !saturated_ && silence >= options_.heartbeat)
+      peer->fail(text("nothing was heard of it for ", std::chrono::duration_cast<milliseconds>(silence).count(),
+                      " ms: it, its host or the fabric between is stopped or overloaded"));
+  }
+}
+
+// Says goodbye where that was asked for, and whether all have had it.
+void UcxTransport::obey() {
+  if (!want_close_) return;
+  const std::lock_guard lock(mutex_);
+  const bool first = !std::exchange(said_goodbye_, true);
+  bool ended = true;
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    if (first && !peer->ended) {
+      peer->out.push_goodbye();
+      pump(*peer);
+    }
+    ended = ended && (peer->out.is_done() || (peer->ended && !peer->left) || !peer->broken.empty());
+  }
+  if (!ended) return;
+  all_ended_ = true;
+  changed_.notify_all();
+}
+
+void UcxTransport::sleep(std::chrono::nanoseconds limit) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!fabric_->arm()) return;
+    sleeping_ = true;  // from now on, who sends rings
+  }
+  pollfd wait[2] = {{fabric_->event_fd(), POLLIN, 0}, {bell_.get(), POLLIN, 0}};
+  const auto left = std::chrono::ceil<milliseconds>(limit);
+  ::poll(wait, 2, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+  uint64_t count = 0;
+  if (wait[1].revents) [[maybe_unused]]
+    const auto n = ::read(bell_.get(), &count, sizeof count);
+  const std::lock_guard lock(mutex_);
+  sleeping_ = false;
+}
+
+// Whether there was anything within the time that it may take.
+bool UcxTransport::spin() {
+  if (options_.spin <= options_.spin.zero()) return false;
+  for (const auto end = Clock::now() + options_.spin; Clock::now() < end; shm::cpu_relax())
+    if (want_close_ || want_stop_ || turn()) return true;
+  return false;
+}
+
+void UcxTransport::run() {
+  auto next_tick = Clock::now();
+  while (!want_stop_) {
+    try {
+      const auto before = Clock::now();
+      const bool busy = turn();
+      obey();
+      // Silence is judged as of a time after which there was a look at the fabric: where this process itself was
+      // stopped, or had no core, what came meanwhile has been read by now.
+      if (before >= next_tick) {
+        tick(before);
+        next_tick = before + tick_every();
+        continue;
+      }
+      if (!busy && !spin()) sleep(next_tick - before);
+    } catch (const std::exception& error) {
+      MUSTER_LOG(kError) << "transport: " << error.what();
+    }
+  }
+  finish();
+}
+
+// --- the end ---
+
+// Tells those who have not had all that nothing more comes, and ends the fabric; or keeps it, where not everybody has
+// said goodbye or has had ours.
+void UcxTransport::finish() {
+  std::vector<Outflow::Spent> spent;
+  const std::lock_guard lock(mutex_);
+  const auto has_parted = [&](const auto& peer) {
+    return !peer || (peer->out.is_done() && (peer->left || (said_goodbye_ && peer->broken.empty())));
+  };
+  const bool all_parted = started_ && std::all_of(peers_.begin(), peers_.end(), has_parted);
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    peer->in.close(*fabric_);
+    const bool had_all = peer->ended || peer->out.is_done();
+    peer->out.close();
+    if (!had_all && peer->is_here()) peer->out.push_note(Kind::kGone);
+    pump(*peer);
+    peer->ended = true;
+    if (!peer->refuses) peer->cause = "this worker has closed its connections";
+    peer->refuses = true;
+    peer->room.notify_all();
+  }
+  const auto is_waiting = [](const auto& peer) { return peer && peer->broken.empty() && peer->out.has_packets(); };
+  for (const auto limit = Clock::now() + kLastWords;
+       Clock::now() < limit && std::any_of(peers_.begin(), peers_.end(), is_waiting);)
+    fabric_->progress();
+  for (Offer* stray : std::exchange(strays_, {})) fabric_->refuse(stray);
+  if (!all_parted) return abandon();
+  fabric_.reset();
+  for (const auto& peer : peers_)
+    if (peer) collect(*peer, spent);
+}
+
+}  // namespace muster::transport::ucx

@@ -1,0 +1,265 @@
+#include "transport/ucx/ucx_transport.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "base/fd.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "base/thread.h"
+#include "muster/base/error.h"
+#include "transport/peers.h"
+#include "transport/ucx/fabric_library.h"
+#include "transport/ucx/fabric_transport.h"
+
+namespace muster::transport {
+namespace ucx {
+namespace {
+
+constexpr std::chrono::seconds kFlush{2};  // of a destructor
+
+std::string entry_key(const UcxOptions& options, int rank) { return text(options.prefix, "ucx/", rank); }
+
+UcxOptions checked(UcxOptions options) {
+  options.peers = checked_peers(options.rank, options.size, std::move(options.peers), options.heartbeat);
+  return options;
+}
+
+}  // namespace
+
+UcxTransport::UcxTransport(const UcxOptions& options, Receiver& receiver)
+    : options_(checked(options)),
+      receiver_(receiver),
+      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      peers_(static_cast<size_t>(options_.size)) {
+  if (!bell_) throw_errno("cannot make an eventfd");
+  FabricEvents& events = *this;
+  fabric_ = options_.fabric ? options_.fabric(events) : make_ucx_fabric(options_.settings, events);
+  MUSTER_LOG(kInfo) << "transport: " << worker_name(options_.names, options_.rank) << " uses " << fabric_->version()
+                    << ", without authentication and encryption";
+}
+
+UcxTransport::~UcxTransport() { is_mine() ? close(Deadline::after(kFlush)) : leak(); }
+
+// In a forked child thread and fabric are the parent's; nothing of them may be touched.
+void UcxTransport::leak() {
+  if (thread_.joinable()) thread_.detach();
+  abandon();
+}
+
+// Keeps the fabric, and what it may still touch, for ever, in a list, so that a leak checker sees who holds it. UCX
+// 1.13 ends the program (an assertion of its own) where a worker ends that still has a message to send with which ways
+// are made; that it has none is known only where all was exchanged to the goodbyes.
+void UcxTransport::abandon() {
+  struct Kept {
+    std::unique_ptr<Fabric> fabric;
+    std::vector<std::shared_ptr<Peer>> peers;
+    Kept* next;
+  };
+  static std::atomic<Kept*> all{nullptr};  // no lock: a forked child may be here
+  auto* const kept = new Kept{std::move(fabric_), peers_, all.load()};
+  while (!all.compare_exchange_weak(kept->next, kept)) {
+  }
+}
+
+Peer& UcxTransport::to(int peer) const {
+  if (peer < 0 || peer >= options_.size || !peers_[static_cast<size_t>(peer)])
+    throw InvalidArgument(text("worker ", peer, " is no peer of ", worker_name(options_.names, options_.rank)));
+  return *peers_[static_cast<size_t>(peer)];
+}
+
+void UcxTransport::ring() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto n = ::write(bell_.get(), &one, sizeof one);  // full: it is awake anyway
+}
+
+// --- coming together ---
+
+void UcxTransport::look_up(const Directory& directory, Deadline deadline) {
+  const auto key_of = [&](int rank) { return entry_key(options_, rank); };
+  const auto take = [&](int rank, const std::string& written) {
+    auto entry = Entry::parse(written);
+    const std::string name = worker_name(options_.names, rank);
+    if (entry.size != options_.size)
+      throw Mismatch(text(name, " belongs to a job of ", entry.size, " workers, this one to one of ", options_.size));
+    auto peer = std::make_shared<Peer>(rank, options_.rank, entry.key, options_.limits);
+    peer->pid = entry.pid;
+    peer->name = text(name, " (pid ", entry.pid, ")");
+    peer->beat = std::min(options_.heartbeat, milliseconds(entry.heartbeat_ms)) / 4;
+    peer->address = std::move(entry.address);
+    peers_[static_cast<size_t>(rank)] = std::move(peer);
+  };
+  read_entries(directory, options_.peers, options_.names, key_of, take, deadline);
+}
+
+void UcxTransport::watch() {
+  if (!options_.watch) return;
+  std::vector<pid_t> pids;
+  for (const int rank : options_.local) pids.push_back(to(rank).pid);
+  watched_ = options_.watch->subscribe(std::move(pids), [this](pid_t pid) {
+    for (const int rank : options_.local)
+      if (Peer& peer = to(rank); peer.pid == pid) peer.died = true;
+    ring();
+  });
+  watches_ = true;
+}
+
+void UcxTransport::meet(const Directory& directory, Deadline deadline) {
+  directory.post(
+      entry_key(options_, options_.rank),
+      Entry{key_, options_.size, static_cast<int>(pid_), options_.heartbeat.count(), fabric_->address()}.text());
+  look_up(directory, deadline);
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    peer->last_heard = peer->last_sent = Clock::now();
+    if (const char* error = fabric_->connect(peer->rank, peer->address)) {
+      const std::string name = peer->name;
+      abandon();
+      throw Unavailable(text("UCX finds no way to ", name, ": ", error),
+                        "Look at what UCX_TLS and UCX_NET_DEVICES say on both hosts; UCX_LOG_LEVEL=info says more");
+    }
+    peer->out.push_note(Kind::kHello);
+  }
+  watch();
+  try {
+    thread_ = start_thread("muster-ucx", [this] { run(); });
+  } catch (const std::system_error& error) {
+    throw Unavailable(text("cannot start the transport's thread: ", error.what()));
+  }
+  wait_for_all(deadline);
+}
+
+std::string UcxTransport::describe_missing(std::vector<int>& missing) const {
+  std::vector<std::string> words;
+  for (const auto& peer : peers_) {
+    if (!peer || peer->ready) continue;
+    missing.push_back(peer->rank);
+    words.push_back(peer->name);
+  }
+  return join(words);
+}
+
+void UcxTransport::wait_for_all(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  const auto is_ready = [](const auto& peer) { return !peer || peer->ready; };
+  const auto has_failed = [](const auto& peer) { return peer && !peer->ready && !peer->broken.empty(); };
+  const auto over = [&] {
+    return (flush_.done && std::all_of(peers_.begin(), peers_.end(), is_ready)) ||
+           std::any_of(peers_.begin(), peers_.end(), has_failed);
+  };
+  const bool in_time = deadline.wait(changed_, lock, over);
+  const auto failed = std::find_if(peers_.begin(), peers_.end(), has_failed);
+  if (failed != peers_.end())
+    throw Unavailable(text("UCX cannot connect with ", (*failed)->name, ": ", (*failed)->broken),
+                      "Look whether it still runs, and at what UCX_TLS and UCX_NET_DEVICES say on both hosts");
+  if (!in_time) {
+    std::vector<int> missing;
+    const std::string names = describe_missing(missing);
+    throw Timeout(text("workers have not connected in time: ", names), missing,
+                  "Look whether they have failed, and whether the fabric reaches them");
+  }
+  // Not waited for: a receiver may wait, in its first call, for this to have returned.
+  started_ = true;
+  ring();
+}
+
+// --- sending ---
+
+void UcxTransport::send(int rank, Message message) {
+  Peer& peer = to(rank);
+  const Limits& limits = options_.limits;
+  if (message.body.size() > limits.body || message.pieces.size() > limits.pieces || message.bytes() > limits.bytes)
+    throw InvalidArgument(text("a message of ", message.bytes(), " bytes (body ", message.body.size(), ") in ",
+                               message.pieces.size(), " pieces to ", peer.name, " is above the limits: ", limits.bytes,
+                               " bytes (body ", limits.body, "), ", limits.pieces, " pieces"),
+                          "Send it in several messages");
+  Frame frame = pack(message);  // copies, which takes time: without the lock
+  Outflow::Spent spent;         // ends without the lock
+  bool wake = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (peer.refuses) throw_lost(peer);
+    if (!peer.broken.empty()) return;  // as if it were lost on its way: the receiver is about to hear why
+    peer.out.push(std::move(message), std::move(frame));
+    pump(peer);
+    spent = peer.out.spent();
+    wake = sleeping_ && (peer.out.has_packets() || !peer.broken.empty());
+  }
+  if (wake) ring();
+}
+
+// Sends what may go now; with the lock.
+void UcxTransport::pump(Peer& peer) {
+  if (!peer.broken.empty()) return;
+  const uint64_t before = peer.out.posted();
+  const char* const error = peer.out.pump(*fabric_, peer.delivered);
+  if (error) peer.fail(text("the way to it broke: ", error));
+  if (peer.out.posted() == before) return;
+  peer.last_sent = Clock::now();
+  peer.told = peer.delivered;
+  peer.owed = 0;
+}
+
+void UcxTransport::wait_below(int rank, size_t bytes, Deadline deadline) {
+  Peer& peer = to(rank);
+  std::unique_lock lock(mutex_);
+  ++peer.waiting;
+  const bool in_time = deadline.wait(peer.room, lock, [&] { return peer.refuses || peer.out.backlog() <= bytes; });
+  --peer.waiting;
+  if (peer.refuses) throw_lost(peer);
+  if (!in_time)
+    throw Timeout(text(peer.name, " has not taken what was sent to it in time: ", peer.out.backlog(), " bytes wait"),
+                  {rank}, "Look whether it is busy or stopped");
+}
+
+// --- the end ---
+
+void UcxTransport::close(Deadline flush) {
+  if (!is_mine()) return;
+  const auto stop_sending = [this] {
+    for (const auto& peer : peers_) {
+      if (!peer) continue;
+      if (!peer->refuses) peer->cause = "this worker has left";
+      peer->refuses = true;
+    }
+    want_close_ = true;
+  };
+  if (std::this_thread::get_id() == thread_.get_id()) {
+    // The thread cannot wait for itself: the goodbyes are said, and the destructor does the rest.
+    const std::lock_guard lock(mutex_);
+    return stop_sending();
+  }
+  const std::lock_guard one(closing_);
+  if (thread_.joinable()) {
+    {
+      std::unique_lock lock(mutex_);
+      if (started_) {
+        stop_sending();
+        ring();
+        flush.wait(changed_, lock, [this] { return all_ended_; });
+      }
+    }
+    want_stop_ = true;
+    ring();
+    thread_.join();
+  }
+  if (std::exchange(watches_, false)) options_.watch->unsubscribe(watched_);
+}
+
+}  // namespace ucx
+
+std::unique_ptr<Transport> make_ucx_transport(const UcxOptions& options, const Directory& directory, Receiver& receiver,
+                                              Deadline deadline) {
+  auto transport = std::make_unique<ucx::UcxTransport>(options, receiver);
+  transport->meet(directory, deadline);
+  return transport;
+}
+
+}  // namespace muster::transport

@@ -1,0 +1,611 @@
+// The TCP transport: the contract, plain and under TLS; who is refused, what that costs; and peers that die.
+
+#include <gmock/gmock.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <cstring>
+#include <fstream>
+#include <future>
+#include <utility>
+
+#include "contract/transport_contract.h"
+#include "muster/base/error.h"
+#include "muster/store/store.h"
+#include "store/tcp_address.h"
+#include "support/served.h"
+#include "transport/tcp/frame.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/hello.h"
+#include "transport/tcp/meeting.h"
+#include "transport/tcp/poller.h"
+#include "transport/tcp/stream.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace muster::test {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+using transport::Entry;
+using transport::FrameKind;
+using transport::Hello;
+using transport::Limits;
+using transport::Message;
+using transport::Outgoing;
+using transport::Piece;
+using transport::Receiver;
+using transport::TcpOptions;
+using transport::Transport;
+
+TcpOptions options_of(size_t rank, size_t size, const std::optional<Secret>& secret) {
+  TcpOptions options;
+  options.rank = static_cast<int>(rank);
+  options.size = static_cast<int>(size);
+  options.secret = secret;
+  options.prefix = "test/";
+  options.heartbeat = std::chrono::seconds(60);  // receivers of the contract block, and sanitizers are slow
+  return options;
+}
+
+std::vector<std::unique_ptr<Transport>> make_mesh(const std::vector<Receiver*>& receivers, const Limits& limits,
+                                                  const std::optional<Secret>& secret) {
+  const auto store = make_memory_store();
+  std::vector<std::unique_ptr<Transport>> made(receivers.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < made.size(); ++rank)
+    threads.emplace_back([&, rank] {
+      auto options = options_of(rank, made.size(), secret);
+      options.limits = limits;
+      made[rank] = transport::make_tcp_transport(options, directory_of(store), *receivers[rank], in_time());
+    });
+  for (auto& thread : threads) thread.join();
+  return made;
+}
+
+INSTANTIATE_TEST_SUITE_P(Tcp, TransportContract,
+                         testing::Values(TransportKind{"tcp",
+                                                       [](const auto& receivers, const Limits& limits) {
+                                                         return make_mesh(receivers, limits, std::nullopt);
+                                                       }},
+                                         TransportKind{"tls",
+                                                       [](const auto& receivers, const Limits& limits) {
+                                                         return make_mesh(receivers, limits, Secret::generate());
+                                                       }}),
+                         transport_kind_name);
+
+// --- peers that keep to no protocol ---
+
+size_t resident_bytes() {
+  std::ifstream in("/proc/self/statm");
+  size_t all = 0, resident = 0;
+  in >> all >> resident;
+  return resident * static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+// Rank 1 of 2 (or more), by hand; rank 0 is a transport. Plain TCP: what is in the frames does not depend on TLS.
+class ByHand : public testing::Test {
+ protected:
+  ByHand() {
+    limits.bytes = size_t{16} << 30;
+    limits.body = 1 << 20;
+    limits.pieces = 1000;
+  }
+  ~ByHand() override { socket.reset(); }  // so that rank 0 need not wait for an answer to its good-bye
+
+  // Rank 0 begins to wait for its peers.
+  void begin(const std::optional<Secret>& secret = std::nullopt) {
+    auto options = options_of(0, ranks, secret);
+    options.names = {"alice", "bob"};
+    options.limits = limits;
+    options.heartbeat = heartbeat;
+    made_ = std::async(std::launch::async,
+                       [=, this] { return make_tcp_transport(options, directory_of(store), receiver, in_time()); });
+    entry = Entry::parse(store->get("test/tcp/0", in_time()));
+  }
+  void post_own() { store->set("test/tcp/1", Entry{own, 1, {"127.0.0.1"}}.text()); }
+  UniqueFd dial() const {
+    int error = 0;
+    const auto found = store::resolve({"127.0.0.1", entry.port}, in_time());
+    return store::dial_tcp(found.addresses.at(0), in_time(), &error);
+  }
+  Hello hello() const {
+    Hello mine;
+    mine.rank = 1;
+    mine.to = 0;
+    mine.size = static_cast<uint32_t>(ranks);
+    mine.pid = 4711;
+    mine.heartbeat_ms = 60'000;
+    mine.key = entry.key;
+    return mine;
+  }
+  // Becomes rank 1.
+  void join() {
+    begin();
+    post_own();
+    join_now();
+  }
+  void join_now() {
+    socket = dial();
+    write(hello().bytes());
+    ASSERT_EQ(read(transport::kHelloBytes).size(), transport::kHelloBytes);
+    transport = made_.get();
+  }
+  void write(std::string_view bytes) const {
+    while (!bytes.empty()) {
+      const ssize_t n = ::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (n < 0 && errno != EAGAIN) return;
+      if (n > 0) bytes.remove_prefix(static_cast<size_t>(n));
+      pollfd one{socket.get(), POLLOUT, 0};
+      if (n < 0 && ::poll(&one, 1, 20'000) <= 0) return;
+    }
+  }
+  std::string read(size_t size) const {
+    std::string bytes;
+    while (bytes.size() < size) {
+      pollfd one{socket.get(), POLLIN, 0};
+      if (::poll(&one, 1, 20'000) <= 0) break;
+      std::array<char, 4096> some{};
+      const ssize_t n = ::recv(socket.get(), some.data(), std::min(some.size(), size - bytes.size()), 0);
+      if (n <= 0) break;
+      bytes.append(some.data(), static_cast<size_t>(n));
+    }
+    return bytes;
+  }
+  static std::string header(uint8_t kind, uint32_t pieces, uint64_t body, std::vector<uint64_t> table = {}) {
+    std::string bytes(8, '\0');
+    bytes[0] = static_cast<char>(kind);
+    std::memcpy(bytes.data() + 4, &pieces, sizeof pieces);
+    bytes.append(reinterpret_cast<const char*>(&body), sizeof body);
+    bytes.append(reinterpret_cast<const char*>(table.data()), table.size() * sizeof(uint64_t));
+    return bytes;
+  }
+  size_t ranks = 2;
+  Limits limits;
+  milliseconds heartbeat{60'000};
+  const std::shared_ptr<Store> store = make_memory_store();
+  Recorder receiver;
+  const transport::HelloKey own = transport::make_hello_key();
+  Entry entry;
+  UniqueFd socket;
+  std::unique_ptr<Transport> transport;
+  std::future<std::unique_ptr<Transport>> made_;
+};
+
+TEST_F(ByHand, ItsMessagesCome) {
+  join();
+  write(header(1, 2, 5, {3, 0}) + "helloabc");
+  const auto got = receiver.take(1);
+  EXPECT_EQ(got.at(0).body, "hello");
+  ASSERT_EQ(got.at(0).pieces.size(), 2U);
+  EXPECT_EQ(std::memcmp(got.at(0).pieces[0].data, "abc", 3), 0);
+  write(header(2, 0, 0) + header(3, 0, 0));
+  EXPECT_EQ(receiver.cause(1), "bob (pid 4711) left");
+}
+
+TEST_F(ByHand, ABrokenFrameIsItsEnd) {
+  struct Case {
+    std::string bytes, cause;
+  };
+  const std::vector<Case> cases = {
+      {header(0, 0, 0), "kind 0"},
+      {header(9, 0, 0), "kind 9"},
+      {"GET / HTTP/1.1\r\n\r\n", "kind 71"},
+      {header(2, 1, 0), "with contents"},
+      {header(3, 0, 1), "with contents"},
+      {header(1, 1001, 0), "1001 pieces; at most 1000"},
+      {header(1, 0xffffffff, 0), "pieces; at most 1000"},
+      {header(1, 0, (1 << 20) + 1), "body of 1048577 bytes"},
+      {header(1, 0, ~uint64_t{0}), "body of 18446744073709551615 bytes"},
+      {header(1, 1, 10, {(uint64_t{16} << 30) - 9}), "bytes that are allowed"},
+      {header(1, 2, 10, {uint64_t{15} << 30, uint64_t{2} << 30}), "bytes that are allowed"},
+      {header(1, 2, 10, {5, ~uint64_t{0}}), "bytes that are allowed"},
+  };
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.cause);
+    receiver.forget();
+    join();
+    write(header(1, 0, 2) + "ok" + one.bytes);
+    EXPECT_EQ(receiver.take(1).at(0).body, "ok");
+    EXPECT_THAT(receiver.cause(1), HasSubstr("bob (pid 4711) is lost: it broke the protocol"));
+    EXPECT_THAT(receiver.cause(1), HasSubstr(one.cause));
+    EXPECT_THROW(transport->send(1, {}), PeerLost);
+    EXPECT_EQ(read(1), "") << "the connection is open";
+    transport.reset();
+    store->erase("test/tcp/0");
+    store->erase("test/tcp/1");
+  }
+}
+
+TEST_F(ByHand, ClaimedSizesTakeNoMemory) {
+  join();
+  const size_t before = resident_bytes();
+  write(header(1, 2, 0, {uint64_t{8} << 30, uint64_t{7} << 30}) + std::string(1 << 20, 'x'));
+  // The bytes are there when what is behind them in the kernel's queue has been taken: nothing is left unread.
+  EXPECT_TRUE(eventually([&] {
+    int unread = 1;
+    return ::ioctl(socket.get(), TIOCOUTQ, &unread) == 0 && unread == 0;
+  }));
+  transport->send(1, {"ping", {}});
+  EXPECT_EQ(read(transport::kFrameHeader + 4).substr(transport::kFrameHeader), "ping");
+  EXPECT_LT(resident_bytes(), before + (size_t{24} << 20));
+  socket.reset();
+  EXPECT_THAT(receiver.cause(1), HasSubstr("its connection was"));
+  EXPECT_EQ(receiver.num_got(), 0U);
+}
+
+TEST_F(ByHand, SilenceIsTheEnd) {
+  heartbeat = milliseconds(kSanitized ? 1000 : 200);
+  const auto begin = Clock::now();
+  join();
+  EXPECT_THAT(receiver.cause(1), HasSubstr("nothing was heard of it for"));
+  EXPECT_GE(Clock::now() - begin, heartbeat);
+  EXPECT_LT(Clock::now() - begin, heartbeat + std::chrono::seconds(5));
+}
+
+TEST_F(ByHand, ItHearsHeartbeats) {
+  heartbeat = milliseconds(kSanitized ? 8000 : 4000);
+  join();
+  // Its own keep it alive, one and a half times the interval long.
+  for (const auto end = Clock::now() + heartbeat * 3 / 2; Clock::now() < end;) {
+    EXPECT_EQ(read(transport::kFrameHeader), header(2, 0, 0));
+    write(header(2, 0, 0));
+  }
+  EXPECT_FALSE(receiver.is_lost(1));
+}
+
+// More of them than one look at the sockets tells of, at every look.
+TEST_F(ByHand, BusyPeersHearHeartbeatsTooHoweverManyTheyAre) {
+  heartbeat = milliseconds(kSanitized ? 8000 : 2000);
+  ranks = transport::Poller::kMostEvents + 3;
+  std::vector<UniqueFd> peers(1);  // by rank
+  std::vector<int> sockets(1);
+  std::atomic<bool> over{false};
+  const std::string message = header(1, 0, 0);
+  int held = 0;
+  // Who is heard speaks again when the next one is heard: all but one have something to read, always.
+  receiver.on = [&](int peer, std::string_view, std::vector<Piece>&) {
+    if (over) return;
+    const auto of = static_cast<size_t>(std::exchange(held, peer));
+    if (of > 0) ::send(sockets[of], message.data(), message.size(), MSG_NOSIGNAL);
+  };
+  begin();
+  for (size_t rank = 1; rank < ranks; ++rank)
+    store->set("test/tcp/" + std::to_string(rank), Entry{own, 1, {"127.0.0.1"}}.text());
+  for (size_t rank = 1; rank < ranks; ++rank) {
+    socket = dial();
+    Hello mine = hello();
+    mine.rank = static_cast<uint32_t>(rank);
+    write(mine.bytes());
+    ASSERT_EQ(read(transport::kHelloBytes).size(), transport::kHelloBytes);
+    sockets.push_back(socket.get());
+    peers.push_back(std::move(socket));
+  }
+  transport = made_.get();
+  for (size_t rank = 1; rank < ranks; ++rank) ::send(sockets[rank], message.data(), message.size(), MSG_NOSIGNAL);
+  socket = std::move(peers.back());
+  EXPECT_EQ(read(transport::kFrameHeader), header(2, 0, 0));
+  for (size_t rank = 1; rank < ranks; ++rank) EXPECT_FALSE(receiver.is_lost(static_cast<int>(rank)));
+  over = true;
+  for (size_t rank = 1; rank < ranks; ++rank) ::shutdown(sockets[rank], SHUT_RDWR);
+  transport.reset();  // before what its receiver uses
+}
+
+TEST_F(ByHand, AResetIsTheEndAtOnce) {
+  join();
+  const linger hard{1, 0};
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
+  socket.reset();
+  EXPECT_THAT(receiver.cause(1), HasSubstr("bob (pid 4711) is lost: its connection was reset"));
+}
+
+TEST_F(ByHand, GreetingsAreChecked) {
+  testing::internal::CaptureStderr();
+  begin();
+  post_own();
+  std::vector<std::pair<Hello, bool>> wrong;  // and whether there is an answer
+  for (const int what : {0, 1, 2, 3, 4}) {
+    Hello mine = hello();
+    if (what == 0) mine.key = own;
+    if (what == 1) mine.version = 2;
+    if (what == 2) mine.size = 3;
+    if (what == 3) mine.rank = 0;
+    if (what == 4) mine.to = 1;
+    wrong.emplace_back(mine, what != 0);
+  }
+  for (const auto& [mine, answered] : wrong) {
+    socket = dial();
+    write(mine.bytes());
+    const std::string answer = read(transport::kHelloBytes);
+    ASSERT_EQ(answer.size(), answered ? transport::kHelloBytes : 0);
+    if (answered) {
+      EXPECT_NE(Hello::parse(answer).verdict, transport::Verdict::kWelcome);
+    }
+    EXPECT_EQ(read(1), "") << "the connection is open";
+  }
+  socket = dial();
+  write(std::string(transport::kHelloBytes, 'x'));
+  EXPECT_EQ(read(1), "");
+  join_now();
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(log, HasSubstr("alice refused a connection from 127.0.0.1 (it wants a worker of another job)"));
+  EXPECT_EQ(log.find("refused"), log.rfind("refused a")) << log;  // once
+}
+
+TEST_F(ByHand, WithoutASecretItListensOnLoopbackOnly) {
+  const auto reaches = [&](const std::string& host) {
+    int error = 0;
+    const auto found = store::resolve({host, entry.port}, in_time());
+    return static_cast<bool>(store::dial_tcp(found.addresses.at(0), in_time(), &error));
+  };
+  testing::internal::CaptureStderr();  // that it refused who says nothing
+  begin();
+  EXPECT_EQ(entry.addresses, std::vector<std::string>{"127.0.0.1"});
+  EXPECT_TRUE(reaches("127.0.0.1"));
+  EXPECT_FALSE(reaches("127.0.0.2"));  // which one who listens at all addresses has too
+  post_own();
+  join_now();
+  testing::internal::GetCapturedStderr();
+}
+
+TEST_F(ByHand, StrangersTakeLittleAndHoldNobodyUp) {
+  for (const bool tls : {false, true}) {
+    SCOPED_TRACE(tls ? "tls" : "plain");
+    store->erase("test/tcp/0");
+    store->erase("test/tcp/1");
+    testing::internal::CaptureStderr();
+    const Secret secret = Secret::generate();
+    begin(tls ? std::optional(secret) : std::nullopt);
+    post_own();
+    const size_t before = open_fds(), memory = resident_bytes();
+    std::vector<UniqueFd> strangers;
+    for (int i = 0; i < 150; ++i) {  // they say nothing, and never will
+      strangers.push_back(dial());
+      ASSERT_TRUE(strangers.back());
+    }
+    for (int i = 0; i < 20; ++i) {
+      socket = dial();
+      write(std::string(1000, static_cast<char>(i * 13)));
+    }
+    EXPECT_LE(open_fds(), before + strangers.size() + 1 + transport::kMaxHandshakes);
+    EXPECT_LT(resident_bytes(), memory + (size_t{64} << 20));
+    strangers.clear();
+    socket.reset();
+    // The right one comes, and is let in.
+    const transport::TlsPair keys(secret.derive("muster rpc"));
+    auto stream = tls ? transport::make_tls_stream(dial(), keys.client, store::TlsContext::Side::kClient)
+                      : transport::make_plain_stream(dial());
+    transport::Handshake handshake(std::move(stream), hello(), own);
+    EXPECT_TRUE(eventually([&] { return handshake.step(); }));
+    transport = made_.get();
+    transport->send(1, {"hi", {}});
+    stream = handshake.take_stream();
+    std::array<std::byte, transport::kFrameHeader + 2> got{};
+    EXPECT_TRUE(eventually([&] { return stream->read({}, got, true) == static_cast<ssize_t>(got.size()); }));
+    EXPECT_EQ(got.back(), std::byte{'i'});
+    EXPECT_TRUE(eventually([&] { return !dial(); })) << "the port is open though all have come";
+    stream.reset();
+    EXPECT_THAT(receiver.cause(1), HasSubstr("its connection was closed"));
+    transport.reset();
+    EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("refused a connection from 127.0.0.1"));
+    receiver.forget();
+    EXPECT_TRUE(eventually([&] { return open_fds() < before; })) << open_fds() << " descriptors, before " << before;
+  }
+}
+
+// --- the stream under it ---
+
+struct StreamPair {
+  StreamPair(const Secret& secret, size_t records_per_key) : keys(secret) {
+    const UniqueFd listening = store::listen_tcp({"127.0.0.1", 0});
+    const auto where = store::SocketAddress::of(listening.get());
+    int error = 0;
+    using Side = store::TlsContext::Side;
+    ends[0] = transport::make_tls_stream(store::dial_tcp(where, in_time(), &error), keys.client, Side::kClient,
+                                         records_per_key);
+    ends[1] = transport::make_tls_stream(UniqueFd(::accept(listening.get(), nullptr, nullptr)), keys.server,
+                                         Side::kServer, records_per_key);
+  }
+  bool shake_hands() {
+    bool done[2] = {false, false};
+    return eventually([&] {
+      for (int i = 0; i < 2; ++i) done[i] = done[i] || ends[i]->shake_hands();
+      return done[0] && done[1];
+    });
+  }
+  transport::TlsPair keys;
+  std::unique_ptr<transport::Stream> ends[2];
+};
+
+TEST(TcpTlsStream, BytesComeAlsoWhereKeysChange) {
+  for (const size_t records : {size_t{1}, size_t{3}, transport::kRecordsPerKey}) {
+    StreamPair pair(Secret::generate(), records);
+    ASSERT_TRUE(pair.shake_hands());
+    std::string sent(3'000'000, '\0'), got;
+    for (size_t i = 0; i < sent.size(); ++i) sent[i] = static_cast<char>(i * 7 + i / 255);
+    std::thread writer([&] {
+      size_t at = 0;
+      EXPECT_TRUE(eventually([&] {
+        while (at < sent.size()) {  // two small parts, which share a record, and a large one
+          const size_t left = sent.size() - at, small = std::min<size_t>(left / 2, 100);
+          const iovec parts[] = {{sent.data() + at, small},
+                                 {sent.data() + at + small, small},
+                                 {sent.data() + at + 2 * small, left - 2 * small}};
+          const ssize_t n = pair.ends[0]->write(parts, left);
+          if (n < 0) return true;
+          at += static_cast<size_t>(n);
+          if (n == 0 || pair.ends[0]->unsent() > 0) return !pair.ends[0]->flush();
+        }
+        return pair.ends[0]->flush() && pair.ends[0]->unsent() == 0;
+      }));
+      EXPECT_EQ(at, sent.size());
+    });
+    std::vector<std::byte> buffer(10'000);
+    EXPECT_TRUE(eventually([&] {
+      bool fetch = true;
+      for (ssize_t n = 1; n > 0; fetch = false) {
+        n = pair.ends[1]->read({}, buffer, fetch);
+        EXPECT_GE(n, 0) << pair.ends[1]->why();
+        if (n > 0) got.append(reinterpret_cast<const char*>(buffer.data()), static_cast<size_t>(n));
+      }
+      return got.size() >= sent.size();
+    })) << got.size();
+    writer.join();
+    EXPECT_TRUE(got == sent);
+  }
+}
+
+TEST(TcpTlsStream, AChangedByteIsTheEnd) {
+  StreamPair pair(Secret::generate(), transport::kRecordsPerKey);
+  ASSERT_TRUE(pair.shake_hands());
+  const std::string garbage =
+      std::string("\x17\x03\x03\x00\x20", 5) + std::string(32, 'x');  // a record that nobody sealed
+  ASSERT_EQ(::send(pair.ends[0]->fd(), garbage.data(), garbage.size(), 0), static_cast<ssize_t>(garbage.size()));
+  std::vector<std::byte> buffer(1000);
+  EXPECT_TRUE(eventually([&] { return pair.ends[1]->read({}, buffer, true) == transport::Stream::kGone; }));
+  EXPECT_THAT(pair.ends[1]->why(), HasSubstr("broke TLS"));
+}
+
+// --- coming together ---
+
+TEST(TcpMeeting, WithoutTheSecretThereIsNone) {
+  testing::internal::CaptureStderr();
+  const auto store = make_memory_store();
+  Recorder receivers[2];
+  std::string outcome[2];
+  std::thread ranks[2];
+  for (size_t rank = 0; rank < 2; ++rank)
+    ranks[rank] = std::thread([&, rank] {
+      try {
+        make_tcp_transport(options_of(rank, 2, Secret::generate()), directory_of(store), receivers[rank],
+                           rank == 0 ? Deadline::after(std::chrono::seconds(8)) : in_time());
+        outcome[rank] = "connected";
+      } catch (const Unauthorized& error) {
+        outcome[rank] = std::string("Unauthorized: ") + error.what();
+      } catch (const Timeout& error) {
+        outcome[rank] = std::string("Timeout: ") + error.what();
+      }
+    });
+  for (auto& rank : ranks) rank.join();
+  EXPECT_THAT(outcome[1], HasSubstr("Unauthorized: worker 0 at "));
+  EXPECT_THAT(outcome[0], HasSubstr("Timeout: workers have not connected in time: worker 1"));
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("transport: worker 0 refused a connection from"));
+}
+
+// One that speaks TLS and one that does not, either way round.
+TEST(TcpMeeting, WhoHasNoSecretIsKeptOut) {
+  for (const size_t without : {size_t{0}, size_t{1}}) {
+    SCOPED_TRACE(without);
+    testing::internal::CaptureStderr();
+    const auto store = make_memory_store();
+    Recorder receivers[2];
+    std::thread ranks[2];
+    for (size_t rank = 0; rank < 2; ++rank)
+      ranks[rank] = std::thread([&, rank] {
+        auto options = options_of(rank, 2, rank == without ? std::nullopt : std::optional(Secret::generate()));
+        options.host = "127.0.0.1";
+        EXPECT_THROW(
+            make_tcp_transport(options, directory_of(store), receivers[rank], Deadline::after(std::chrono::seconds(5))),
+            Timeout);
+      });
+    for (auto& rank : ranks) rank.join();
+    EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("worker 0 refused a connection from 127.0.0.1"));
+  }
+}
+
+TEST(TcpMeeting, JobsOfAnotherSizeDoNotMeet) {
+  testing::internal::CaptureStderr();
+  const auto store = make_memory_store();
+  Recorder receivers[2];
+  std::thread first([&] {
+    auto options = options_of(0, 3, std::nullopt);
+    options.peers = {1};
+    EXPECT_THROW(
+        make_tcp_transport(options, directory_of(store), receivers[0], Deadline::after(std::chrono::seconds(8))),
+        Timeout);
+  });
+  EXPECT_THROW(make_tcp_transport(options_of(1, 2, std::nullopt), directory_of(store), receivers[1], in_time()),
+               Mismatch);
+  first.join();
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("worker 1 of 2"));
+}
+
+TEST(TcpMeeting, WhoDoesNotComeIsNamed) {
+  const auto store = make_memory_store();
+  Recorder receiver;
+  auto options = options_of(1, 4, std::nullopt);
+  options.names = {"zero", "one", "two", "three"};
+  store->set("test/tcp/2", Entry{transport::make_hello_key(), 0, {}}.text());
+  try {
+    make_tcp_transport(options, directory_of(store), receiver, Deadline::after(milliseconds(200)));
+    ADD_FAILURE() << "it connected";
+  } catch (const Timeout& error) {
+    EXPECT_EQ(error.missing(), (std::vector<int>{0, 3}));
+    EXPECT_THAT(error.message(), HasSubstr("zero, three"));
+  }
+}
+
+// Rank 0, by hand: the greeting and the first message are one record of TLS.
+TEST(TcpMeeting, AMessageInOneRecordWithTheGreetingComesAtOnce) {
+  const Secret secret = Secret::generate();
+  const transport::TlsPair keys(secret.derive("muster rpc"));
+  const auto store = make_memory_store();
+  const UniqueFd listening = store::listen_tcp({"127.0.0.1", 0});
+  const transport::HelloKey own = transport::make_hello_key();
+  store->set("test/tcp/0", Entry{own, store::SocketAddress::of(listening.get()).port(), {"127.0.0.1"}}.text());
+  Recorder receiver;
+  Gate gate;
+  std::atomic<bool> came{false};
+  receiver.on = [&](int, std::string_view body, std::vector<Piece>&) {
+    gate.pass();  // as a receiver may that needs the transport
+    EXPECT_EQ(body, "first");
+    came = true;
+  };
+  auto made = std::async(std::launch::async, [&] {
+    auto transport = make_tcp_transport(options_of(1, 2, secret), directory_of(store), receiver, in_time());
+    gate.open();
+    return transport;
+  });
+  pollfd one{listening.get(), POLLIN, 0};
+  ASSERT_EQ(::poll(&one, 1, 20'000), 1);
+  const auto stream = transport::make_tls_stream(UniqueFd(::accept(listening.get(), nullptr, nullptr)), keys.server,
+                                                 store::TlsContext::Side::kServer);
+  ASSERT_TRUE(eventually([&] { return stream->shake_hands(); }));
+  std::array<std::byte, transport::kHelloBytes> greeting{};
+  ASSERT_TRUE(eventually([&] { return stream->read({}, greeting, true) == static_cast<ssize_t>(greeting.size()); }));
+  Hello answer = Hello::parse({reinterpret_cast<const char*>(greeting.data()), greeting.size()});
+  EXPECT_TRUE(transport::same_key(answer.key, own));
+  answer.key = Entry::parse(store->get("test/tcp/1", in_time())).key;
+  std::swap(answer.rank, answer.to);
+  std::string bytes = answer.bytes();
+  Outgoing frame(Message{"first", {}});
+  for (const iovec& part : frame.rest()) bytes.append(static_cast<const char*>(part.iov_base), part.iov_len);
+  const iovec all{bytes.data(), bytes.size()};
+  EXPECT_EQ(stream->write({&all, 1}, bytes.size()), static_cast<ssize_t>(bytes.size()));
+  const auto transport = made.get();
+  EXPECT_TRUE(eventually([&] { return came.load(); }));
+  stream->end();
+  receiver.cause(0);
+}
+
+TEST(TcpMeeting, SomeMayMeetWithoutTheOthers) {
+  const auto store = make_memory_store();
+  Recorder receivers[2];
+  std::unique_ptr<Transport> made[2];
+  std::thread ranks[2];
+  for (size_t i = 0; i < 2; ++i)
+    ranks[i] = std::thread([&, i] {
+      auto options = options_of(i == 0 ? 2 : 5, 7, std::nullopt);
+      options.peers = {i == 0 ? 5 : 2};
+      made[i] = make_tcp_transport(options, directory_of(store), receivers[i], in_time());
+    });
+  for (auto& rank : ranks) rank.join();
+  made[0]->send(5, {"x", {}});
+  EXPECT_EQ(receivers[1].take(1).at(0).peer, 2);
+  EXPECT_THROW(made[0]->send(3, {"x", {}}), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace muster::test
