@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,crowd,fault,idle,memory] [--ranks 2] [--rounds 3]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,recovery,snapshot,crowd,fault,idle,memory] [--ranks 2] [--rounds 3]
 
 Every implementation runs `rounds` times, in turn with the others, so that a noisy minute hits all alike; of each row the best round counts. A peer that is
 not installed is left out, and the table says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object a line, after a first line about the machine.
@@ -118,6 +118,62 @@ class Bench:
             rows.append({"bench": "launch", "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(taken), 2)})
         return rows
 
+    def snapshot(self):
+        command = self.command("muster", str(self.build / "bench" / "bench_snapshot"))
+        return self.rounds([command], lambda row: (row["op"], row["impl"]), "us", min)
+
+    def launch(self):
+        empty = self.build / "bench" / "empty.py"
+        empty.write_text("")
+        rows = []
+        for impl, command, times in (
+            ("muster", self.command("muster", str(self.build / "bench" / "bench_nothing")), 20),
+            ("torchrun", self.command("torchrun", str(empty)), 3),
+        ):
+            if command is None:
+                continue
+            taken = []
+            for _ in range(times):
+                start = time.perf_counter()
+                subprocess.run(command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                taken.append((time.perf_counter() - start) * 1e3)
+            rows.append({"bench": "launch", "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(taken), 2)})
+        return rows
+
+    def recovery(self):
+        """From the start of a job, and from the death of a rank, to an all_reduce of all."""
+        program, script = str(self.build / "bench" / "bench_recovery"), str(HERE / "peers" / "recovery_torch.py")
+        run = [str(self.muster), "run", "--no-prefix", "--max-restarts", "1", "-n", str(self.args.ranks)]
+        torchrun = self.command("torchrun", script)
+        cases = [("load", "muster", [program, "load"], 5), ("restart", "muster", [*run, program, "restart"], 5), ("elastic", "muster", [*run, program, "elastic"], 5)]
+        if torchrun:
+            cases.append(("restart", "torchrun", [*torchrun[:-1], "--max-restarts", "5", "--monitor-interval", "0.1", script], 2))
+        rows = []
+        for what, impl, command, times in cases:
+            taken = {}
+            for _ in range(times):
+                start = time.clock_gettime(time.CLOCK_MONOTONIC)
+                try:
+                    result = subprocess.run(command, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60)
+                except subprocess.TimeoutExpired:
+                    if impl == "muster":
+                        raise
+                    self.missing[f"a run of {impl}"] = "it hung in its restart for a minute"
+                    continue
+                if result.returncode != 0:
+                    sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
+                ended = time.clock_gettime(time.CLOCK_MONOTONIC)
+                events = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+                first, kill = ([event["t"] for event in events if event["event"] == name] for name in ("first", "kill"))
+                if what == "load":
+                    taken.setdefault("load", []).append(ended - start)
+                elif what == "restart":
+                    taken.setdefault("start", []).append(first[0] - start)
+                if kill:
+                    taken.setdefault(what, []).append(first[-1] - kill[0])
+            rows += [{"bench": "recovery", "what": name, "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(values) * 1e3, 1)} for name, values in taken.items()]
+        return rows
+
     def bounds(self, name):
         return self.rows([str(self.build / "bench" / "bench_bounds"), name])
 
@@ -191,6 +247,17 @@ def show_launch(rows):
     table("start and end of a job whose ranks do nothing: milliseconds, median", ["impl", "ms"], [[row["impl"], row["ms"]] for row in rows])
 
 
+def show_recovery(rows):
+    words = {"load": "a program that only loads libtorch", "start": "start of the job to the first all_reduce", "restart": "death of a rank to an all_reduce of all, started again",
+             "elastic": "death of a rank to the next step, the others kept"}
+    table("start and recovery: milliseconds, median", ["what", "impl", "ms"], [[words[row["what"]], row["impl"], row["ms"]] for row in rows])
+
+
+def show_snapshot(rows):
+    table("snapshots of 100 MB of parameters and 100 MB of SGD's momentum, and a step() without one: milliseconds", ["operation", "impl", "ms"],
+          [[row["op"], row["impl"], f"{row['us'] / 1e3:.4g}"] for row in rows])
+
+
 def show_bounds(rows):
     lines = [[row["what"], row["ranks"], f"{row['typical']:.3g}", f"{row['worst']:.3g}", f"{row['bound']:.3g}", row["unit"], "yes" if row["typical"] <= row["bound"] else "NO"]
              for row in rows]
@@ -207,12 +274,12 @@ def main():
     parser.add_argument("--build", default=str(HERE.parent / "build" / "release"), help="where Muster was built")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, one object a line")
     parser.add_argument("--picture", metavar="FILE", help="with --json: draw all_reduce's time over size there (bench/plot.py)")
-    parser.add_argument("--only", default="all_reduce,others,ddp,launch,fault,idle,memory", help="which benchmarks, separated by commas")
+    parser.add_argument("--only", default="all_reduce,others,ddp,launch,recovery,fault,idle,memory", help="which benchmarks, separated by commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "crowd": show_crowd,
-            "fault": show_bounds, "idle": show_bounds, "memory": show_bounds}
+            "recovery": show_recovery, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")

@@ -24,6 +24,7 @@ muster_require_header(JSON nlohmann/json.hpp nlohmann-json3-dev)
 muster_require_header(CURL curl/curl.h libcurl4-openssl-dev)  # the library is loaded by who uses etcd (store/http.h)
 muster_require_header(ELFUTILS elfutils/libdwfl.h libdw-dev)  # the library is loaded when a rank has died of a fault
 muster_require_header(HWLOC hwloc.h libhwloc-dev)  # as well: when ranks are pinned to cores
+muster_require_header(XXHASH xxhash.h libxxhash-dev)
 muster_require_header(MSGPACK msgpack.hpp libmsgpack-cxx-dev)  # of muster/comm/objects.h alone, which says so where it is not there
 
 find_package(OpenSSL 3.0 QUIET)  # OpenSSL::SSL, OpenSSL::Crypto

@@ -10,7 +10,7 @@
 
 Flags parse_flags(int argc, char** argv) {
   Flags flags;
-  std::string out = flags.out, data = flags.data, json;
+  std::string out = flags.out, data = flags.data, json, snapshot;
   CLI::App app("Trains a convolutional network on Fashion-MNIST, on as many processes as `muster run -n N` starts.",
                "fashion_mnist");
   app.add_option("--data", data, "folder with the four idx files")->type_name("DIR")->capture_default_str();
@@ -34,6 +34,12 @@ Flags parse_flags(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--out", out, "picture of the curves")->type_name("FILE.svg")->capture_default_str();
   app.add_option("--json", json, "the numbers as well")->type_name("FILE");
+  app.add_option("--snapshot", snapshot, "save into this folder, and go on from what is in it")->type_name("DIR");
+  app.add_option("--every", flags.every, "steps between snapshots; 0: only when asked to stop (SIGTERM)")
+      ->check(CLI::Range(0, 1000000000))
+      ->capture_default_str();
+  app.add_flag("--elastic", flags.elastic,
+               "ranks that are left go on when one is lost, as muster run --max-restarts replaces it");
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
@@ -45,6 +51,7 @@ Flags parse_flags(int argc, char** argv) {
   flags.data = data;
   flags.out = out;
   flags.json = json;
+  flags.snapshot = snapshot;
   flags.net = nets.at(net);
   return flags;
 }

@@ -15,7 +15,10 @@ struct Flags {
   NetKind net = NetKind::kDemo;
   int64_t limit = 0;  // 0: all images
   std::filesystem::path out = "fashion_mnist.svg";
-  std::filesystem::path json;  // empty: none
+  std::filesystem::path json;      // empty: none
+  std::filesystem::path snapshot;  // folder to go on from and to save in; empty: none
+  int64_t every = 100;             // steps between snapshots
+  bool elastic = false;            // ranks that are left go on when one is lost
 };
 
 // Throws muster::InvalidArgument with one sentence for what cannot be; prints the help and exits for --help.

@@ -11,7 +11,6 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
-#include <utility>
 
 namespace {
 
@@ -41,39 +40,108 @@ void Tally::add(const torch::Tensor& output, const torch::Tensor& target, double
   images_ += target.numel();
 }
 
+torch::Tensor Tally::numbers() const {
+  return torch::tensor({loss_, static_cast<double>(correct_), static_cast<double>(images_)}, torch::kDouble);
+}
+
+void Tally::set(const torch::Tensor& numbers) {
+  const auto* number = numbers.const_data_ptr<double>();
+  loss_ = number[0];
+  correct_ = static_cast<int64_t>(number[1]);
+  images_ = static_cast<int64_t>(number[2]);
+}
+
+void Tally::add(const Tally& other) {
+  loss_ += other.loss_;
+  correct_ += other.correct_;
+  images_ += other.images_;
+}
+
+Score Tally::own_score() const {
+  const auto images = static_cast<double>(images_);
+  return {.loss = loss_ / images, .accuracy = static_cast<double>(correct_) / images, .images = images_};
+}
+
 Score Tally::score() const {
-  auto sums = torch::tensor({loss_, static_cast<double>(correct_), static_cast<double>(images_)}, torch::kDouble);
+  auto sums = numbers();
   muster::all_reduce(sums);
-  const auto* sum = sums.const_data_ptr<double>();
-  return {.loss = sum[0] / sum[2], .accuracy = sum[1] / sum[2], .images = static_cast<int64_t>(sum[2])};
+  Tally all;
+  all.set(sums);
+  return all.own_score();
 }
 
 void History::begin_epoch() {
-  epoch_losses_.clear();
-  tally_ = {};
-  blocked_before_ = world_.group().stats().blocked;
+  blocked_before_ = world_->group().stats().blocked;
   began_ = Clock::now();
 }
 
 void History::step(const torch::Tensor& output, const torch::Tensor& target, double loss) {
-  tally_.add(output, target, loss);
-  epoch_losses_.push_back(loss);
+  images_ += target.numel() * ranks_;
+  if (!together_) {
+    tally_.add(output, target, loss);
+    epoch_losses_.push_back(loss);
+    return;
+  }
+  Tally step;
+  step.add(output, target, loss);
+  auto sums = step.numbers();
+  muster::all_reduce(sums);
+  step.set(sums);
+  tally_.add(step);
+  epoch_losses_.push_back(step.own_score().loss);
 }
 
 void History::end_epoch() {
   time_ += Clock::now() - began_;
   // One collective an epoch, not one a step, brings the losses together. Its last element is the time blocked.
-  epoch_losses_.push_back(std::chrono::duration<double>(world_.group().stats().blocked - blocked_before_).count());
+  epoch_losses_.push_back(std::chrono::duration<double>(world_->group().stats().blocked - blocked_before_).count());
   auto means = torch::tensor(epoch_losses_, torch::kDouble);
-  muster::all_reduce(means, {.op = muster::ReduceOp::AVG});
+  if (!together_) muster::all_reduce(means, {.op = muster::ReduceOp::AVG});
   const auto* begin = means.const_data_ptr<double>();
   step_losses_.insert(step_losses_.end(), begin, begin + means.numel() - 1);
   blocked_ += begin[means.numel() - 1];
-  train_.push_back(tally_.score());
-  images_ += train_.back().images;
+  train_.push_back(together_ ? tally_.own_score() : tally_.score());
+  epoch_losses_.clear();
+  tally_ = {};
 }
 
 void History::test(const Score& score) { test_.push_back(score); }
+
+void History::save(torch::serialize::OutputArchive& archive) const {
+  const auto scores = [](const std::vector<Score>& of) {
+    std::vector<double> numbers;
+    for (const auto& score : of)
+      numbers.insert(numbers.end(), {score.loss, score.accuracy, static_cast<double>(score.images)});
+    return torch::IValue(numbers);
+  };
+  archive.write("step losses", torch::IValue(step_losses_));
+  archive.write("epoch losses", torch::IValue(epoch_losses_));
+  archive.write("train", scores(train_));
+  archive.write("test", scores(test_));
+  archive.write("tally", tally_.numbers());
+}
+
+void History::load(torch::serialize::InputArchive& archive) {
+  const auto numbers = [&](const char* key) {
+    torch::IValue value;
+    archive.read(key, value);
+    return value.toDoubleVector();
+  };
+  const auto scores = [&](const char* key) {
+    std::vector<Score> list;
+    const auto all = numbers(key);
+    for (size_t i = 0; i + 3 <= all.size(); i += 3)
+      list.push_back({.loss = all[i], .accuracy = all[i + 1], .images = static_cast<int64_t>(all[i + 2])});
+    return list;
+  };
+  step_losses_ = numbers("step losses");
+  epoch_losses_ = numbers("epoch losses");
+  train_ = scores("train");
+  test_ = scores("test");
+  torch::Tensor tally;
+  archive.read("tally", tally);
+  tally_.set(tally);
+}
 
 void History::write_curves(const Flags& flags) const {
   const auto epochs = static_cast<double>(train_.size());
@@ -113,10 +181,10 @@ void History::write_curves(const Flags& flags) const {
                            .x_min = 0};
   if (test_.back().loss < 0.5) losses.y_max = 1;  // the fall in the first steps would flatten all the rest
 
-  const int ranks = world_.world_size();
+  const int ranks = ranks_;
   std::ostringstream about;
   about << ranks << " rank" << plural(ranks) << ", " << flags.epochs << " epoch" << plural(flags.epochs) << " of "
-        << with_commas(static_cast<double>(images_) / epochs) << " images in batches of " << flags.batch << ", "
+        << with_commas(static_cast<double>(train_.back().images)) << " images in batches of " << flags.batch << ", "
         << format("%.0f", seconds()) << " s of training at " << with_commas(images_per_second()) << " images/s";
   muster::write_svg(flags.out,
                     {.title = format("Fashion-MNIST: %.2f %% of the test images right", 100 * test_.back().accuracy),
@@ -125,7 +193,7 @@ void History::write_curves(const Flags& flags) const {
 }
 
 void History::write_json(const Flags& flags) const {
-  nlohmann::json json{{"ranks", world_.world_size()},
+  nlohmann::json json{{"ranks", ranks_},
                       {"epochs", flags.epochs},
                       {"batch", flags.batch},
                       {"seed", flags.seed},
@@ -149,7 +217,7 @@ void History::write_json(const Flags& flags) const {
 }
 
 std::string History::table(const Flags& flags) const {
-  const int ranks = world_.world_size();
+  const int ranks = ranks_;
   const auto& test = test_.back();
   std::ostringstream out;
   out << "\n  test accuracy       " << format("%.2f %%", 100 * test.accuracy) << "   of "

@@ -3,20 +3,21 @@
 //   muster run -n 2 fashion_mnist
 //
 // What makes it distributed are the lines with muster:: in run(). Every rank runs the same program on its share of each
-// batch.
+// batch. elastic.cpp has the same training for ranks that come and go.
 #include <muster/muster.h>
 #include <muster/train/progress.h>
 #include <torch/data/dataloader.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
-#include <unistd.h>
 
-#include <cstdlib>
+#include <algorithm>
 #include <iostream>
+#include <optional>
 #include <string>
-#include <thread>
 
+#include "elastic.h"
+#include "evaluate.h"
 #include "flags.h"
 #include "history.h"
 #include "images.h"
@@ -27,43 +28,12 @@ namespace {
 
 using torch::nn::functional::cross_entropy;
 
-// The test images are split over the ranks, none is counted twice, and every rank gets the score of all.
-template <typename Loader>
-Score evaluate(torch::nn::Sequential& net, Loader& loader) {
-  torch::NoGradGuard no_grad;
-  net->eval();
-  Tally tally;
-  for (auto& batch : loader) {
-    const auto output = net->forward(batch.data);
-    tally.add(output, batch.target, cross_entropy(output, batch.target).template item<double>());
-  }
-  return tally.score();
-}
-
-// What would fail only after the training, found before it.
-void check(const Flags& flags, const muster::World& world) {
-  const int ranks = world.world_size();
-  if (flags.batch % ranks != 0) {
-    throw muster::InvalidArgument(
-        "a batch of " + std::to_string(flags.batch) + " images does not divide by " + std::to_string(ranks) + " ranks",
-        "Give --batch a multiple of " + std::to_string(ranks));
-  }
-  if (world.rank() != 0) return;
-  for (const auto& file : {flags.out, flags.json}) {
-    const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
-    if (!file.empty() && ::access(folder.c_str(), W_OK) != 0) {
-      throw muster::Unavailable("cannot write " + file.string() + ": its folder is not there or not writable",
-                                "Make the folder or name another");
-    }
-  }
-}
-
 void run(const Flags& flags) {
+  std::optional<muster::StopSignal> stop;  // also where it comes before the snapshot is there
+  if (!flags.snapshot.empty()) stop.emplace();
   auto world = muster::init();
   check(flags, world);
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) {  // share the cores among the ranks of this host
-    at::set_num_threads(std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / world.local_world_size()));
-  }
+  share_cores(world);
 
   Images train_images(flags.data, muster::FashionMnistPart::kTrain, flags.limit);
   Images test_images(flags.data, muster::FashionMnistPart::kTest, flags.limit);
@@ -82,8 +52,22 @@ void run(const Flags& flags) {
   OneCycle schedule(sgd, flags.lr, flags.epochs * steps);
 
   muster::Progress bar(flags.epochs * static_cast<int64_t>(sampler.size()) * world.world_size());
-  History history(world);
-  for (int epoch = 0; epoch < flags.epochs; ++epoch) {
+  History history;
+  history.join(world);
+
+  // Where an earlier run was stopped or died, this one goes on.
+  std::optional<muster::Snapshot> snapshot;
+  int64_t step = 0;
+  if (!flags.snapshot.empty()) {
+    snapshot.emplace(muster::SnapshotOptions{.folder = flags.snapshot, .every = flags.every});
+    snapshot->add("model", net).add("optimizer", sgd).add("schedule", schedule);
+    snapshot->add("sampler", sampler).add("history", history);
+    step = snapshot->restore();
+    if (snapshot->stop_here(step)) return;
+    bar.advance(std::min(step * flags.batch, flags.epochs * static_cast<int64_t>(sampler.size()) * world.world_size()));
+  }
+  // An epoch whose last step was the last before the snapshot still lacks its end.
+  for (auto epoch = static_cast<int>(std::max<int64_t>(step - 1, 0) / steps); epoch < flags.epochs; ++epoch) {
     bar.set_label("epoch " + std::to_string(epoch + 1) + "/" + std::to_string(flags.epochs));
     sampler.set_epoch(epoch);
     net->train();
@@ -97,6 +81,7 @@ void run(const Flags& flags) {
       schedule.step();
       history.step(output, batch.target, loss.item<double>());
       bar.advance(batch.target.numel() * world.world_size(), loss.item<double>());
+      if (snapshot && snapshot->step(++step)) return;  // asked to stop, and saved
     }
     history.end_epoch();
     history.test(evaluate(net, *test_loader));
@@ -113,7 +98,8 @@ void run(const Flags& flags) {
 
 int main(int argc, char** argv) {
   try {
-    run(parse_flags(argc, argv));
+    const Flags flags = parse_flags(argc, argv);
+    flags.elastic ? run_elastic(flags) : run(flags);
     return 0;
   } catch (const c10::Error& error) {
     std::cerr << "fashion_mnist: " + std::string(error.what_without_backtrace()) + "\n";

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/serialize/archive.h>
 
 #include <cmath>
 #include <numbers>
@@ -14,6 +15,15 @@ class OneCycle : public torch::optim::LRScheduler {
   OneCycle(torch::optim::Optimizer& optimizer, double highest, int64_t steps)
       : LRScheduler(optimizer), highest_(highest), steps_(static_cast<double>(steps)) {
     step();
+  }
+
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("step", torch::IValue(int64_t{step_count_}));
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    torch::IValue step;
+    archive.read("step", step);
+    step_count_ = static_cast<unsigned>(step.toInt());
   }
 
  protected:

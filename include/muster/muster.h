@@ -3,6 +3,8 @@
 #pragma once
 
 #include "muster/base/error.h"
+#include "muster/checkpoint/snapshot.h"
+#include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/fault_plan.h"
 #include "muster/comm/functional.h"

@@ -16,6 +16,7 @@
 #include "comm/failure_note.h"
 #include "comm/flatten.h"
 #include "shm/peer_watch.h"
+#include "store/outage.h"
 
 namespace muster::comm {
 namespace {
@@ -26,7 +27,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kGrace{3000};
 // The same for ranks that certainly live: their word will come, but a busy machine may take its time.
 constexpr milliseconds kPatience{30000};
-constexpr milliseconds kLook{2};  // between two looks at the store
+constexpr milliseconds kNotes{5000};     // for a look at the store that does not answer, or a word to it
+constexpr milliseconds kFarewell{1000};  // for a rank's word that it leaves; much less than a launcher's --stop-grace
+constexpr milliseconds kLook{2};         // between two looks at the store
 // Scratch memory of a reduction, at most.
 constexpr size_t kBlock = size_t{32} << 20;
 
@@ -148,6 +151,7 @@ void WireBackend::look_after(int peer) {
         const std::lock_guard lock(state_mutex_);
         if (left_ || failure_ || explaining_) return;
       }
+      const store::CallsBy soon(Deadline::after(kNotes));
       if (store_->try_get(key(text("left/", peer)))) return;
       if (settled_elsewhere() || store_->try_get(key(text("broke/", peer)))) break;
     }
@@ -163,6 +167,7 @@ void WireBackend::look_after(int peer) {
 // by explain() and stays said, whatever look_after() sees of this rank's own broken connections.
 void WireBackend::say_broke(bool timed_out) {
   try {
+    const store::CallsBy soon(Deadline::after(kNotes));
     const std::string broke = key(text("broke/", getRank())), far = text(sequence_.load());
     if (timed_out)
       store_->set(broke, far + " timed out");
@@ -174,6 +179,7 @@ void WireBackend::say_broke(bool timed_out) {
 
 void WireBackend::say(const std::string& fact) {
   try {
+    const store::CallsBy soon(Deadline::after(kNotes));
     store_->set(key(fact), "1");
   } catch (const std::exception&) {  // explain() finds out that the store has gone
   }
@@ -197,6 +203,7 @@ bool WireBackend::lives(int r) const {
 
 bool WireBackend::has_left(int rank) const {
   try {
+    const store::CallsBy soon(Deadline::after(kNotes));
     return store_->try_get(key(text("left/", rank))).has_value();
   } catch (const std::exception&) {
     return false;  // the store has gone with its rank
@@ -219,6 +226,7 @@ void WireBackend::leave(const std::string& cause) {
   }
   if (watch_ && subscription_) watch_->unsubscribe(subscription_);
   try {
+    const store::CallsBy soon(Deadline::after(kFarewell));
     if (!cause.empty())
       store_->compare_set(key("cause"), std::nullopt,
                           write_failure(PeerLost(shown(getRank()), static_cast<int>(pid_),
@@ -262,6 +270,7 @@ std::exception_ptr WireBackend::settle(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const Error& ours) {
     try {
+      const store::CallsBy soon(Deadline::after(kNotes));
       const auto kept = store_->compare_set(key("cause"), std::nullopt, write_failure(ours));
       if (!kept.stored && kept.value) result = read_failure(*kept.value);
     } catch (const std::exception&) {  // the store has gone with its rank: everybody keeps what he has seen
@@ -333,6 +342,7 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
   try {
     const auto grace = Deadline::after(kGrace), patience = Deadline::after(kPatience);
     for (;; std::this_thread::sleep_for(kLook)) {
+      const store::CallsBy soon(Deadline::after(kNotes));
       if ((cause = settled_elsewhere())) break;
       bool another_timed_out = false;  // whose closing is what this rank saw, and who will say so
       bool all = true, word_comes = false;
@@ -356,8 +366,15 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
       // Who timed out knows whom it waited for, and needs no more than a moment's news of how far they are.
       if (timed_out ? all || grace.passed() : !another_timed_out && !word_comes && (all || grace.passed())) break;
     }
-  } catch (const std::exception& gone) {
-    cause = lost(0, text(" is gone, and with it the store (", gone.what(), ")"));
+  } catch (const std::exception& silent) {
+    if (!store::comes_again(*store_)) cause = lost(0, text(" is gone, and with it the store (", silent.what(), ")"));
+    // Of one that nobody here serves, its absence says nothing of any rank. What is known without it:
+    const std::lock_guard lock(state_mutex_);
+    if (!cause && !dead_.empty()) cause = lost(*dead_.begin(), " died");
+    if (!cause && !timed_out && peer < 0 && n > 2)
+      cause = std::make_exception_ptr(
+          Unavailable(text("the connections of group '", group_name(), "' broke in ", what, ": ", symptom,
+                           ". Which rank is lost is not known: ", silent.what())));
   }
   if (!cause) {
     std::vector<int> missing;

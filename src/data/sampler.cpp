@@ -45,6 +45,14 @@ struct DistributedSampler::State {
     }
   }
 
+  // The next reset() begins there.
+  void resume(uint64_t at_epoch, size_t at_index) {
+    epoch = wanted_epoch = at_epoch;
+    index = at_index;
+    begun = false;
+    resumed = true;
+  }
+
   // Of the rank that has most.
   size_t longest() const { return pad ? size() : (dataset_size + replicas - 1) / replicas; }
 
@@ -106,6 +114,12 @@ DistributedSampler::DistributedSampler(size_t size, const DistributedSamplerOpti
 }
 
 void DistributedSampler::set_epoch(uint64_t epoch) { state_->wanted_epoch = epoch; }
+void DistributedSampler::seek(uint64_t epoch, size_t index) {
+  if (index > state_->size())
+    throw InvalidArgument(text("DistributedSampler: sample ", index, " of ", state_->size()),
+                          "Seek within the samples of this rank");
+  state_->resume(epoch, index);
+}
 uint64_t DistributedSampler::epoch() const { return state_->wanted_epoch; }
 size_t DistributedSampler::size() const { return state_->size(); }
 size_t DistributedSampler::index() const { return state_->index; }
@@ -157,10 +171,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   if (index < 0 || static_cast<size_t>(index) > state.longest()) {
     throw Corrupt(text("the saved DistributedSampler is at sample ", index, " of ", state.longest()));
   }
-  state.epoch = state.wanted_epoch = static_cast<uint64_t>(epoch);
-  state.index = std::min(static_cast<size_t>(index), state.size());
-  state.begun = false;
-  state.resumed = true;
+  state.resume(static_cast<uint64_t>(epoch), std::min(static_cast<size_t>(index), state.size()));
 }
 
 }  // namespace muster

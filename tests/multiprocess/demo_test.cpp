@@ -1,6 +1,7 @@
 // The demo as a user runs it: `muster run -n 2 fashion_mnist`, on a small data set of its own, and with what users get
 // wrong.
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 
@@ -19,9 +21,9 @@
 namespace muster {
 namespace {
 
+using test::kFashionMnist, test::kMusterCommand;
+
 namespace fs = std::filesystem;
-using test::kFashionMnist;
-using test::kMusterCommand;
 
 struct Outcome {
   int status = -1;
@@ -74,10 +76,11 @@ class Demo : public testing::Test {
     write(folder_ / (prefix + "-labels-idx1-ubyte"), test::idx({count}, labels));
   }
 
-  Outcome demo(int ranks, const std::string& flags) {
-    return shell(std::string(kMusterCommand) + " run -n " + std::to_string(ranks) + " " + kFashionMnist + " --data " +
-                 folder_.string() + " --out " + (folder_ / "curves.svg").string() + " " + flags);
+  std::string command(int ranks, const std::string& flags) const {
+    return std::string(kMusterCommand) + " run -n " + std::to_string(ranks) + " " + kFashionMnist + " --data " +
+           folder_.string() + " --out " + (folder_ / "curves.svg").string() + " " + flags;
   }
+  Outcome demo(int ranks, const std::string& flags) { return shell(command(ranks, flags)); }
   nlohmann::json trained(int ranks, const std::string& flags) {
     const auto json = folder_ / ("result" + std::to_string(ranks) + ".json");
     const auto outcome = demo(ranks, flags + " --json " + json.string());
@@ -118,7 +121,7 @@ TEST_F(Demo, TrainsAndReports) {
 
 TEST_F(Demo, IsTheSameTrainingOnAnyNumberOfRanks) {
   const std::string flags = "--epochs 2 --batch 60 --limit 480";
-  const auto one = trained(1, flags), two = trained(2, flags), three = trained(3, flags), again = trained(2, flags);
+  const auto one = trained(1, flags), two = trained(2, flags), three = trained(3, flags);
   ASSERT_EQ(one["losses"].size(), 16u);
   for (const auto* other : {&two, &three}) {
     ASSERT_EQ((*other)["losses"].size(), 16u);
@@ -127,8 +130,67 @@ TEST_F(Demo, IsTheSameTrainingOnAnyNumberOfRanks) {
     }
     EXPECT_EQ((*other)["test_images"], 205);
   }
-  EXPECT_EQ(two["losses"], again["losses"]);  // and the same to the bit when run again
-  EXPECT_EQ(two["test_loss"], again["test_loss"]);
+}
+
+TEST_F(Demo, GoesOnToTheBitWhereItWasKilledOrStopped) {
+  const std::string flags = "--epochs 12 --batch 60 --limit 480";  // 96 steps
+  const auto whole = trained(2, flags);
+  ASSERT_EQ(whole["losses"].size(), 96u);
+  const auto snapshots = folder_ / "snapshots";
+  const auto resuming = flags + " --every 10 --snapshot " + snapshots.string();
+
+  const auto killed = shell("env MUSTER_FAULTS=kill:rank=1,operation=80 " + command(2, resuming));
+  EXPECT_EQ(killed.status, 128 + SIGKILL) << killed.output;
+  ASSERT_TRUE(fs::exists(snapshots)) << killed.output;
+
+  // As a scheduler would stop it: when the next snapshot is there.
+  const auto names = [&] {
+    std::set<std::string> all;
+    for (const auto& entry : fs::directory_iterator(snapshots)) all.insert(entry.path().filename().string());
+    return all;
+  };
+  const auto before = names();
+  ASSERT_FALSE(before.empty());
+  // Should the script be late, the job waits for it half-way, for less than its --stop-grace.
+  write(folder_ / "stop.sh", "env MUSTER_FAULTS=delay:rank=0,operation=150,ms=3000 " + command(2, resuming) +
+                                 " & job=$!\nwhile [ -e " + (snapshots / *before.begin()).string() +
+                                 " ]; do sleep 0.01; done\nkill -TERM $job\nwait $job\n");
+  const auto stopped = shell("sh " + (folder_ / "stop.sh").string());
+  EXPECT_EQ(stopped.status, 0) << stopped.output;
+  EXPECT_NE(stopped.output.find("rank 0: saved step "), std::string::npos) << stopped.output;
+  EXPECT_NE(stopped.output.find(" in " + snapshots.string() + "; run again to go on"), std::string::npos);
+
+  const auto resumed = trained(2, resuming);
+  EXPECT_EQ(resumed["losses"], whole["losses"]);
+  EXPECT_EQ(resumed["test_loss"], whole["test_loss"]);
+  EXPECT_EQ(resumed["train_accuracy"], whole["train_accuracy"]);
+}
+
+// With --long, since the real images' training, below, shows it too. The replacement dies at the same operation of its
+// World again, and so does each after it.
+TEST_F(Demo, AnElasticTrainingHasTheLossesOfAnUndisturbedOneThoughRanksAreKilled) {
+  const std::string flags = "--elastic --epochs 8 --batch 60 --limit 480";  // 64 steps
+  const auto quiet = trained(2, flags);
+  ASSERT_EQ(quiet["losses"].size(), 64u);
+  EXPECT_LT(quiet["losses"].back(), quiet["losses"].front());
+  const unsigned seed = std::random_device()();
+  std::mt19937 random(seed);
+  for (const int victim : {1, 0}) {
+    const auto operation = 30 + random() % 100;  // three a step
+    SCOPED_TRACE("seed " + std::to_string(seed) + ": rank " + std::to_string(victim) + " dies in operation " +
+                 std::to_string(operation));
+    const auto json = folder_ / "killed.json";
+    auto words = command(2, flags + " --json " + json.string());
+    words.replace(words.find("run "), 4, "run --max-restarts 20 ");
+    const auto killed = shell("env MUSTER_FAULTS=kill:rank=" + std::to_string(victim) +
+                              ",operation=" + std::to_string(operation) + " " + words);
+    ASSERT_EQ(killed.status, 0) << killed.output;
+    EXPECT_NE(killed.output.find("is started again, and the others stay"), std::string::npos) << killed.output;
+    const auto result = nlohmann::json::parse(read(json));
+    EXPECT_EQ(result["losses"], quiet["losses"]);
+    EXPECT_EQ(result["test_loss"], quiet["test_loss"]);
+    EXPECT_EQ(result["train_accuracy"], quiet["train_accuracy"]);
+  }
 }
 
 TEST_F(Demo, TrainsTheSmallNetToo) {
@@ -137,13 +199,13 @@ TEST_F(Demo, TrainsTheSmallNetToo) {
 }
 
 TEST_F(Demo, SaysWhatIsWrongWithItsFlags) {
-  expect_failure(demo(2, "--epoch-count 3"), "--epoch-count");
+  expect_failure(demo(1, "--epoch-count 3"), "--epoch-count");
   expect_failure(demo(2, "--epochs 0"), "--epochs");
-  expect_failure(demo(2, "--epochs many"), "--epochs");
-  expect_failure(demo(2, "--net huge"), "--net");
+  expect_failure(demo(1, "--epochs many"), "--epochs");
+  expect_failure(demo(1, "--net huge"), "--net");
   expect_failure(demo(2, "--batch 31"),
                  "a batch of 31 images does not divide by 2 ranks. Give --batch a multiple of 2");
-  expect_failure(demo(2, "--json " + (folder_ / "none" / "a.json").string()),
+  expect_failure(demo(1, "--json " + (folder_ / "none" / "a.json").string()),
                  "its folder is not there or not writable");
 }
 
@@ -153,9 +215,35 @@ TEST_F(Demo, SaysWhatIsWrongWithItsData) {
   write(images, whole.substr(0, 1000));
   expect_failure(demo(2, ""), "train-images-idx3-ubyte, byte 1000: the file ends here");
   write(images, "not an image");
-  expect_failure(demo(2, ""), "not an idx file");
+  expect_failure(demo(1, ""), "not an idx file");
   fs::remove(images);
-  expect_failure(demo(2, ""), "train-images-idx3-ubyte.gz is not there. The Debian package dataset-fashion-mnist");
+  expect_failure(demo(1, ""), "train-images-idx3-ubyte.gz is not there. The Debian package dataset-fashion-mnist");
+}
+
+TEST(FashionMnistDemo, GoesOnToTheBitFromTheRealImagesThoughARankIsKilled) {
+  if (!fs::exists("/usr/share/datasets/fashion-mnist"))
+    GTEST_SKIP() << "needs the Debian package dataset-fashion-mnist";
+  const auto json = fs::temp_directory_path() / ("demo-test-" + std::to_string(::getpid()) + ".json");
+  const auto svg = fs::path(json).replace_extension("svg");
+  const std::string kQuiet = "A=0";
+  const auto train = [&](const std::string& environment) {
+    const auto outcome =
+        shell("env " + environment + " " + kMusterCommand + " run -n 2 --max-restarts 20 " + kFashionMnist +
+              " --elastic --limit 960 --epochs 1 --batch 32 --json " + json.string() + " --out " + svg.string());
+    EXPECT_EQ(outcome.status, 0) << outcome.output;
+    EXPECT_EQ(outcome.output.find("started again") != std::string::npos, environment != kQuiet) << outcome.output;
+    return nlohmann::json::parse(read(json));
+  };
+  const auto quiet = train(kQuiet);
+  ASSERT_EQ(quiet["losses"].size(), 30u);
+  const auto chance = std::random_device()();
+  const auto fault = "MUSTER_FAULTS=kill:rank=" + std::to_string(chance % 2) +
+                     ",operation=" + std::to_string(30 + chance / 2 % 40);  // three in each of 30 steps
+  SCOPED_TRACE(fault);
+  const auto killed = train(fault);
+  for (const auto* part : {"losses", "test_loss", "train_accuracy"}) EXPECT_EQ(killed[part], quiet[part]) << part;
+  fs::remove(json);
+  fs::remove(svg);
 }
 
 TEST(FashionMnistDemo, LearnsFromTheRealImages) {

@@ -6,6 +6,7 @@ namespace muster::test {
 
 extern const char* const kMusterCommand;   // the program muster
 extern const char* const kLaunchProgram;   // what the ranks of launch_tests run
+extern const char* const kElasticProgram;  // the same, with training
 extern const char* const kWorldProgram;    // a small World, for the tests of launchers
 extern const char* const kExamplesFolder;  // with the programs of the tutorial
 extern const char* const kFashionMnist;    // the demo

@@ -256,6 +256,21 @@ void load(DistributedSampler& sampler, const std::string& bytes) {
 
 const DistributedSamplerOptions kSecondOfTwo{.num_replicas = 2, .rank = 1, .seed = 9};
 
+TEST(DistributedSampler, SeeksWhateverTheLoaderDrawsAhead) {
+  for (const size_t workers : {0, 2}) {
+    DistributedSampler sampler(50, kSecondOfTwo);
+    auto loader = torch::data::make_data_loader(Echo(50), sampler, torch::data::DataLoaderOptions(4).workers(workers));
+    const auto whole = epoch_of(sampler, 2);
+    sampler.seek(2, 8);
+    EXPECT_EQ(sampler.epoch(), 2u);
+    EXPECT_EQ(all_of(*loader), Indices(whole.begin() + 8, whole.end())) << workers << " workers";
+    EXPECT_EQ(all_of(*loader), whole);  // only the first iteration is a rest
+    sampler.seek(2, 25);
+    EXPECT_TRUE(all_of(*loader).empty());
+    EXPECT_THROW(sampler.seek(0, 26), InvalidArgument);
+  }
+}
+
 TEST(DistributedSampler, ResumesInTheMiddleOfAnEpoch) {
   DistributedSampler first(50, kSecondOfTwo);
   auto loader = torch::data::make_data_loader(Echo(50), first, 4);

@@ -19,14 +19,16 @@
 // handle that the user keeps is how to reach the loader's: set_epoch(), save(), load(). Hence one sampler serves one
 // loader at a time.
 //
-//   set_epoch() takes effect when the loader's next iteration begins (begin() calls reset()); one under way keeps its
-//   order. save() stores the epoch under way and the place reached in it. A loader with workers runs ahead of the loop:
-//   it may have drawn
-//       max_jobs batches more than the loop has seen.
-//   load() makes the next iteration go on at that place, unless set_epoch() has meanwhile asked for another epoch than
-//   the
-//       saved one. The iterations after it are whole. A sampler saved after its last batch has nothing left:
-//       set_epoch() to go on.
+// set_epoch() takes effect when the loader's next iteration begins (begin() calls reset()); one under way keeps its
+// order. save() stores the epoch under way and the place reached in it: what next() has given out. A loader without
+// workers draws a batch when the loop asks for it, so that is where the loop is; one with workers runs ahead and has
+// drawn up to max_jobs batches more. load() makes the next iteration go on at that place, unless set_epoch() has
+// meanwhile asked for another epoch than the saved one; the iterations after it are whole. A sampler saved after its
+// last batch has nothing left: set_epoch() to go on.
+//
+// A loop that counts its own steps can say itself where to go on, whatever its loader draws ahead:
+//
+//   sampler.seek(step / steps_per_epoch, step % steps_per_epoch * batch_size);
 //
 // Thread-safety: a handle and its copies together, one thread at a time (a loader draws its indices in the thread that
 // iterates). Source: torch.utils.data.distributed.DistributedSampler.
@@ -60,6 +62,10 @@ class DistributedSampler final : public torch::data::samplers::Sampler<> {
   // From the next reset() on. Sampler is what it was until then.
   void set_epoch(uint64_t epoch);
   uint64_t epoch() const;  // the one last set
+
+  // The next iteration is of this epoch, from its sample `index` of this rank on, as after load(). InvalidArgument for
+  // an index above size().
+  void seek(uint64_t epoch, size_t index);
 
   size_t size() const;   // samples of this rank in an epoch
   size_t index() const;  // samples that next() has given out in the epoch under way

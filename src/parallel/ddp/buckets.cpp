@@ -122,6 +122,10 @@ bool adopt_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad, c
   // Ranks must agree about the order of the elements in memory.
   const bool as_parameter = like.is_non_overlapping_and_dense();
   if (as_parameter ? grad.strides() != like.strides() : !grad.is_contiguous()) return false;
+  // Autograd takes a tensor that nobody else holds; if it is a view, others may still hold and read its memory. Once
+  // accumulated, .grad is the only tensor on memory that is nobody else's: also where backward gave a view, as for the
+  // weight of a Linear, whose base nobody else held.
+  if (grad.storage().use_count() != 1) return false;
   use_block(bucket, parameter, grad);
   return true;
 }
@@ -138,7 +142,7 @@ void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks) {
 
 void mark_used(Bucket& bucket, const std::vector<Parameter>& parameters) {
   std::vector<float> marks;
-  for (const size_t index : bucket.parameters) marks.push_back(parameters[index].ready ? 1 : 0);
+  for (const size_t index : bucket.parameters) marks.push_back(parameters[index].used ? 1 : 0);
   bucket.used.copy_(at::from_blob(marks.data(), {static_cast<int64_t>(marks.size())}, at::kFloat));
 }
 

@@ -2,11 +2,13 @@
 //
 //   | grad of p0 | pad | grad of p1 | pad | … | used: one number a parameter |
 //
-// Gradients start on cache lines. `used` is 1 where this rank's backward() reached the parameter; reduced with the
-// gradients it becomes the share of ranks that did, so finding out who is unused costs no communication of its own.
+// Gradients start on cache lines. `used` is 1 where this rank's backward() reached the parameter, or one in no_sync()
+// before it did; reduced with the gradients it becomes the share of ranks that did, so finding out who is unused costs
+// no communication of its own.
 //
 // Small gradients share buckets, into which they are copied where autograd made them elsewhere. A large one (from
-// GradientBlocks::kLarge on) has a bucket of its own, whose memory is the block that it was born in.
+// GradientBlocks::kLarge on) has a bucket of its own, whose memory is the block that it was born in, if nobody else can
+// reach that: else what backward has yet to read would become the average.
 //
 // Thread-safety: none; one backward() at a time.
 #pragma once
@@ -34,6 +36,7 @@ struct Parameter {
   at::Tensor view;    // its gradient's place in the bucket; undefined while a large one is not born
   size_t bucket = 0;  // index
   bool ready = false;
+  bool used = false;  // its gradient has something that was not reduced yet; ready implies it
 };
 
 struct Bucket {
@@ -49,7 +52,8 @@ struct Bucket {
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
                                  size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks);
 
-// For a large bucket: `grad`, if it was born in a block, becomes the parameter's view; false where it was not.
+// For a large bucket: `grad`, if it was born in a block that nobody else can reach, becomes the parameter's view; false
+// where it does not.
 bool adopt_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad, const GradientBlocks& blocks);
 // A free block for a large bucket whose parameter has no view.
 void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks);

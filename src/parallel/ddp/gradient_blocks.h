@@ -9,7 +9,8 @@
 //   bucket launched     reduces the block in place
 //
 // Which block a gradient gets does not matter, nor whether a temporary of the same size takes one for a while: blocks
-// are memory like any other, and whatever comes from elsewhere is copied into a block. A block that the user still
+// are memory like any other, and whatever comes from elsewhere is copied into a block. So is what was born in one that
+// others still read: the gradient of x + p.unsqueeze(0) is that of x and, as a view, p's. A block that the user still
 // holds (an old .grad) is not free.
 //
 // For this, the process's CPU allocator (c10::SetCPUAllocator) is replaced once by one that asks the calling thread's

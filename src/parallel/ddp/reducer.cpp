@@ -61,7 +61,8 @@ struct Reducer::Impl : std::enable_shared_from_this<Reducer::Impl> {
   std::vector<size_t> ready_order;  // parameters in the order that the first step's gradients came
   bool rebuilt = false;
 
-  bool sync = true;
+  bool sync = true;    // what the next backward() will do
+  bool synced = true;  // what the last one to begin does
   // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
   // callback never ran, is told from one that still runs.
   std::weak_ptr<GradientBlocks::Serving> running;
@@ -191,7 +192,8 @@ void Reducer::Impl::on_ready(size_t index) {
   Parameter& parameter = parameters[index];
   if (running.expired()) begin_backward();
   adopt(parameter);
-  if (!sync || parameter.ready) return;  // a parameter used twice in a double backward is ready once
+  parameter.used = true;
+  if (!synced || parameter.ready) return;  // a parameter used twice in a double backward is ready once
   parameter.ready = true;
   if (!rebuilt) ready_order.push_back(index);
   Bucket& bucket = buckets[parameter.bucket];
@@ -201,6 +203,7 @@ void Reducer::Impl::on_ready(size_t index) {
 void Reducer::Impl::begin_backward() {
   if (dirty) abandon_backward();
   dirty = true;
+  synced = sync;
   ready_order.clear();
   for (Bucket& bucket : buckets) {  // blocks whose gradients are gone serve for the new ones
     Parameter& first = parameters[bucket.parameters[0]];
@@ -233,6 +236,7 @@ void Reducer::Impl::reduce_the_rest() {
       adopt(parameter);
       continue;
     }
+    parameter.used = false;  // what no_sync() left was thrown away since
     Bucket& bucket = buckets[parameter.bucket];
     if (!parameter.view.defined()) give_block(bucket, parameter, *blocks);
     parameter.view.zero_();
@@ -244,17 +248,20 @@ void Reducer::Impl::reduce_the_rest() {
   for (auto& bucket : buckets) bucket.work.wait();
 }
 
-// A backward() threw on this rank. The other ranks wait for its buckets, and learn from `used` that not all gradients
-// are there.
+// A backward() threw on this rank. The other ranks, if it was not in no_sync(), wait for its buckets, and learn from
+// `used` that not all gradients are there, whatever no_sync() has left before.
 void Reducer::Impl::abandon_backward() {
-  if (sync) reduce_the_rest();
+  if (synced) {
+    for (auto& parameter : parameters) parameter.used = parameter.ready;
+    reduce_the_rest();
+  }
   reset();
 }
 
 // Runs when the engine has finished this backward().
 void Reducer::Impl::finish_backward() {
   running.reset();
-  if (!sync) {
+  if (!synced) {
     dirty = false;
     return;
   }
@@ -283,7 +290,10 @@ void Reducer::Impl::reset() {
   dirty = false;
   running.reset();
   next_bucket = 0;
-  for (auto& parameter : parameters) parameter.ready = false;
+  for (auto& parameter : parameters) {
+    parameter.ready = false;
+    if (synced) parameter.used = false;
+  }
   for (auto& bucket : buckets) {
     bucket.pending = bucket.parameters.size();
     bucket.work = Work();

@@ -1,0 +1,76 @@
+// How long until the first all_reduce, from the start of a job and after the death of a rank; for bench/run.py, which
+// knows when it started us, and reads the times (CLOCK_MONOTONIC, seconds) that the ranks print.
+//
+//   bench_recovery load      nothing: what it takes to load libtorch
+//   bench_recovery restart   rank 1 kills itself after the first all_reduce, in the first attempt: all start again
+//   bench_recovery elastic   rank 1 kills itself in the tenth step: only it starts again
+#include <ATen/ops/ones.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <string>
+
+#include "muster/comm/collectives.h"
+#include "muster/comm/world.h"
+#include "muster/train/elastic.h"
+
+namespace {
+
+double now() {
+  timespec time{};
+  ::clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+void tell(const char* event) {
+  std::printf("{\"event\": \"%s\", \"t\": %.6f}\n", event, now());
+  std::fflush(stdout);
+}
+
+void die() {
+  tell("kill");
+  ::raise(SIGKILL);
+}
+
+int restart() {
+  const auto world = muster::init();
+  const at::Tensor t = at::ones({16});
+  muster::all_reduce(t);
+  if (world.rank() == 0) tell("first");
+  if (std::string(std::getenv("TORCHELASTIC_RESTART_COUNT")) != "0") return 0;
+  muster::barrier();
+  if (world.rank() == 1) die();
+  for (;;) muster::all_reduce(t);
+}
+
+int elastic() {
+  torch::nn::Linear net(64, 64);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  muster::elastic::TrainingState state(*net, sgd);
+  bool told = false;
+  muster::elastic::run(state, [&](muster::World& world) -> muster::elastic::Step {
+    return [&state, &told, rank = world.rank()] {
+      const bool first_process = !std::getenv("MUSTER_EPOCH");
+      if (state.step() == 10 && rank == 1 && first_process) die();
+      muster::all_reduce(at::ones({16}));
+      if (state.step() == 10 && rank == 0 && !told) {
+        tell("first");
+        told = true;
+      }
+      return state.step() < 12;
+    };
+  });
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  if (mode == "load") return 0;
+  return mode == "restart" ? restart() : elastic();
+}

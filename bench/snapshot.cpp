@@ -1,0 +1,82 @@
+// What a snapshot costs: saving and restoring 100 MB of parameters, with SGD's momentum as much again, and step() when
+// there is nothing to do. Beside it torch::save of the same, which has no checksums, syncs nothing and replaces
+// nothing.
+//
+//     muster run --no-prefix -n 2 bench_snapshot [FOLDER]
+#include <muster/checkpoint/snapshot.h>
+#include <muster/comm/collectives.h>
+#include <muster/comm/world.h>
+#include <torch/nn/module.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <string>
+
+#include "measure.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Parameters : torch::nn::Module {
+  Parameters() {
+    for (int i = 0; i < 25; ++i)
+      register_parameter(std::string("p").append(std::to_string(i)), torch::rand({1000, 1000}));
+  }
+};
+
+void report(const muster::World& world, const std::string& op, const std::string& impl, double seconds) {
+  if (world.rank() == 0)
+    std::printf(R"({"bench": "snapshot", "op": "%s", "impl": "%s", "ranks": %d, "us": %.2f})"
+                "\n",
+                op.c_str(), impl.c_str(), world.world_size(), seconds * 1e6);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  auto world = muster::init();
+  const fs::path folder = fs::path(argc > 1 ? argv[1] : fs::temp_directory_path()) / "muster-bench-snapshot";
+  const auto align = [] { muster::barrier(); };
+  auto net = std::make_shared<Parameters>();
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (const auto& parameter : net->parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+  sgd.step();
+
+  for (const bool momentum : {false, true}) {
+    for (const bool sharded : {false, true}) {
+      const std::string what = momentum ? "+momentum" : "", impl = sharded ? "muster-sharded" : "muster";
+      muster::Snapshot snapshot({.folder = folder / (impl + what), .sharded = sharded});
+      snapshot.add("model", net);
+      if (momentum) snapshot.add("optimizer", sgd);
+      int64_t steps = snapshot.restore();
+      report(world, "save" + what, impl,
+             bench::best_mean(
+                 2, [&] { snapshot.save(++steps); }, align));
+      report(world, "restore" + what, impl,
+             bench::best_mean(
+                 2, [&] { snapshot.restore(); }, align));
+      if (!sharded && !momentum)
+        report(world, "step", impl,
+               bench::best_mean(
+                   10'000, [&] { (void)snapshot.step(++steps); }, align));
+    }
+    const auto save = [&] {
+      torch::serialize::OutputArchive archive, state(archive.compilation_unit());
+      net->save(archive);
+      if (momentum) {
+        sgd.save(state);
+        archive.write("optimizer", state);
+      }
+      archive.save_to((folder / "torch").string());
+    };
+    if (world.rank() == 0)
+      report(world, momentum ? "save+momentum" : "save", "torch-unsynced", bench::best_mean(2, save, [] {}));
+    muster::barrier();
+  }
+  muster::barrier();
+  std::error_code ignored;
+  if (world.rank() == 0) fs::remove_all(folder, ignored);
+}

@@ -1,0 +1,166 @@
+#include "checkpoint/folder.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "base/atomic_file.h"
+#include "base/text.h"
+#include "muster/base/deadline.h"
+#include "muster/base/error.h"
+
+namespace muster::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kEnding = ".snapshot";
+constexpr std::chrono::seconds kDying{2};  // a process that was killed
+
+// A name taken apart.
+struct Name {
+  int64_t steps = 0;
+  int rank = -1;  // of a shard
+  bool temporary = false;
+};
+
+bool skip(std::string_view& rest, std::string_view word) {
+  if (!rest.starts_with(word)) return false;
+  rest.remove_prefix(word.size());
+  return true;
+}
+
+template <typename Number>
+bool number(std::string_view& rest, Number& value) {
+  const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), value);
+  // Only what we write ourselves: "step-007" is somebody else's.
+  if (error != std::errc() || value < 0 || (rest[0] == '0' && end != rest.data() + 1) || rest[0] == '-') return false;
+  rest.remove_prefix(static_cast<size_t>(end - rest.data()));
+  return true;
+}
+
+std::string_view mark(std::string_view& rest) {
+  const auto length = std::min(rest.find_first_not_of("0123456789abcdef"), rest.size());
+  const auto found = rest.substr(0, length);
+  rest.remove_prefix(length);
+  return found;
+}
+
+std::optional<Name> parse(std::string_view rest) {
+  Name name;
+  int world_size = 0;
+  if (!skip(rest, "step-") || !number(rest, name.steps)) return std::nullopt;
+  if (skip(rest, ".shard-")) {
+    if (!number(rest, name.rank) || !skip(rest, "-of-") || !number(rest, world_size)) return std::nullopt;
+    if (!skip(rest, ".") || mark(rest).empty()) return std::nullopt;
+  }
+  if (!skip(rest, kEnding)) return std::nullopt;
+  if (skip(rest, ".")) {
+    name.temporary = true;
+    if (mark(rest).empty() || !skip(rest, kTemporaryEnding)) return std::nullopt;
+  }
+  if (!rest.empty()) return std::nullopt;
+  return name;
+}
+
+// What of the folder is ours.
+std::vector<std::pair<std::string, Name>> list(const fs::path& path, std::error_code& error) {
+  std::vector<std::pair<std::string, Name>> names;
+  fs::directory_iterator entry(path, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    std::string file = entry->path().filename().string();
+    if (const auto name = parse(file)) names.emplace_back(std::move(file), *name);
+  }
+  return names;
+}
+
+// Removing is tidying: what cannot be removed is in nobody's way but the disk's.
+void remove_where(const fs::path& path, const std::function<bool(const std::string&, const Name&)>& wanted) noexcept {
+  try {
+    std::error_code error;
+    for (const auto& [file, name] : list(path, error))
+      if (wanted(file, name)) fs::remove(path / file, error);
+  } catch (...) {  // no memory
+  }
+}
+
+}  // namespace
+
+Folder::Folder(fs::path path) : path_(std::move(path)) {
+  std::error_code error;
+  fs::create_directories(path_, error);
+  if (error || !fs::is_directory(path_, error))
+    throw_errno(error ? error.value() : ENOTDIR, text("cannot make the folder ", path_.string()),
+                "Name one that may be written to");
+}
+
+void Folder::claim() {
+  if (lock_) return;
+  // Of this process: flock(2) would tell two descriptors of one process apart. State of the process, as locks are.
+  static std::mutex mutex;
+  static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<UniqueFd>> held;
+  const std::lock_guard lock(mutex);
+  const auto fd = std::make_shared<UniqueFd>(::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct stat about {};
+  if (!*fd || ::fstat(fd->get(), &about) != 0) return;  // what is wrong with it shows when it is used
+  auto& ours = held[{about.st_dev, about.st_ino}];
+  if ((lock_ = ours.lock())) return;
+  for (const auto patience = Deadline::after(kDying); ::flock(fd->get(), LOCK_EX | LOCK_NB) != 0;) {
+    if (errno == EINTR) continue;
+    if (errno != EWOULDBLOCK) return;
+    if (patience.passed())
+      throw Unavailable(text("another job has its snapshots in ", path_.string(), " now"),
+                        "Name another folder, or end that job first");
+    ::poll(nullptr, 0, 10);
+  }
+  ours = lock_ = fd;
+}
+
+fs::path Folder::snapshot(int64_t steps) const { return path_ / text("step-", steps, kEnding); }
+
+fs::path Folder::shard(int64_t steps, int rank, int world_size, const std::string& mark) const {
+  return path_ / text("step-", steps, ".shard-", rank, "-of-", world_size, ".", mark, kEnding);
+}
+
+std::vector<int64_t> Folder::snapshots() const {
+  std::vector<int64_t> steps;
+  std::error_code error;
+  for (const auto& [file, name] : list(path_, error))
+    if (name.rank < 0 && !name.temporary) steps.push_back(name.steps);
+  if (error) throw_errno(error.value(), text("cannot read the folder ", path_.string()));
+  std::sort(steps.begin(), steps.end(), std::greater<>());
+  return steps;
+}
+
+void Folder::remove_snapshot(int64_t steps) const noexcept {
+  std::error_code error;
+  fs::remove(snapshot(steps), error);
+}
+
+void Folder::remove_shards(int rank, int world_size, const std::set<std::string>& keep,
+                           const std::set<int64_t>& keep_steps) const noexcept {
+  remove_where(path_, [&](const std::string& file, const Name& name) {
+    const bool ours = name.rank == rank || (rank == 0 && name.rank >= world_size);
+    return ours && !name.temporary && !keep.contains(file) && !keep_steps.contains(name.steps);
+  });
+}
+
+void Folder::remove_temporaries(int rank, int world_size) const noexcept {
+  remove_where(path_, [&](const std::string&, const Name& name) {
+    return name.temporary && (name.rank == rank || (rank == 0 && (name.rank < 0 || name.rank >= world_size)));
+  });
+}
+
+}  // namespace muster::checkpoint

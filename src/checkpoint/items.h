@@ -1,0 +1,43 @@
+// The things that can be in a snapshot, each as entries and back.
+//
+// Thread-safety: none. Items refer to what the user owns.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "checkpoint/archive.h"
+#include "checkpoint/entry.h"
+
+namespace muster::checkpoint {
+
+class Item {
+ public:
+  virtual ~Item() = default;
+  // Names, kinds and orders; tensors may share memory with the item.
+  virtual Entries save() = 0;
+  // InvalidArgument where load() could not take these; nothing changes.
+  virtual void check(const Entries&) const {}
+  virtual void load(const Entries& entries) = 0;
+  // Whether load() can still find something wrong. Such items are loaded before the others.
+  virtual bool may_refuse() const { return false; }
+};
+
+std::unique_ptr<Item> make_item(torch::nn::Module& module);
+std::unique_ptr<Item> make_item(torch::optim::Optimizer& optimizer);
+std::unique_ptr<Item> make_item(at::Generator generator);
+std::unique_ptr<Item> make_item(at::Tensor& tensor);
+std::unique_ptr<Item> make_item(int64_t& number);
+std::unique_ptr<Item> make_item(double& number);
+std::unique_ptr<Item> make_item(std::map<std::string, int64_t>& numbers);
+std::unique_ptr<Item> make_item(std::map<std::string, double>& numbers);
+std::unique_ptr<Item> make_item(SaveFn save, LoadFn load);
+
+}  // namespace muster::checkpoint

@@ -1,0 +1,246 @@
+#include "checkpoint/save.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/log.h"
+#include "base/random.h"
+#include "base/text.h"
+#include "checkpoint/container.h"
+
+namespace muster::checkpoint {
+namespace {
+
+// An entry on its way to rank 0.
+struct Packed {
+  std::string item, name, kind;
+  int rank = kShared;
+  int64_t order = 0;
+  at::Tensor tensor;
+  MSGPACK_DEFINE(item, name, kind, rank, order, tensor);
+};
+
+// What a rank has to say before rank 0 may go on.
+struct Part {
+  Problem problem;
+  uint64_t layout = 0;          // a checksum of what must be the same on all ranks
+  std::vector<Packed> entries;  // in one file
+  std::string file;             // of a shard
+  uint64_t bytes = 0, sum = 0;
+  MSGPACK_DEFINE(problem, layout, entries, file, bytes, sum);
+};
+
+// What rank 0 says at the end.
+struct Verdict {
+  Problem problem;
+  bool in_use = false;           // the new shards, though there is a problem
+  bool known = false;            // which shards have to stay:
+  std::set<std::string> keep;    // these
+  std::set<int64_t> keep_steps;  // and all those of these snapshots
+  MSGPACK_DEFINE(problem, in_use, known, keep, keep_steps);
+};
+
+Entries entries_of(const Items& items, bool per_rank, int rank) {
+  Entries all;
+  for (const auto& [name, is_per_rank, item] : items) {
+    if (is_per_rank != per_rank) continue;
+    for (auto& entry : item->save()) {
+      entry.item = name;
+      entry.rank = per_rank ? rank : kShared;
+      all.push_back(std::move(entry));
+    }
+  }
+  return all;
+}
+
+uint64_t layout_of(const Items& items, const Entries& shared) {
+  std::string all;
+  for (const auto& item : items) all += text(item.name, '\0', item.per_rank, '\n');
+  for (const auto& entry : shared)
+    all += text(entry.item, '/', entry.name, ' ', entry.kind, ' ', c10::toString(entry.tensor.scalar_type()), ' ',
+                join(entry.tensor.sizes()), '\n');
+  return checksum(all);
+}
+
+// Which rank writes each of the shared entries: the largest first, each to who has least so far. Buffers, which
+// data-parallel training keeps equal only before a forward, and all that is small are rank 0's.
+std::vector<int> deal(const Entries& shared, int ranks) {
+  constexpr size_t kSmall = 64 * 1024;
+  std::vector<int> owners(shared.size(), 0);
+  std::vector<size_t> load(static_cast<size_t>(ranks), 0), large;
+  for (size_t i = 0; i < shared.size(); ++i) {
+    const auto& entry = shared[i];
+    if (entry.kind != "buffer" && entry.tensor.nbytes() >= kSmall) {
+      large.push_back(i);
+    } else {
+      load[0] += entry.tensor.nbytes();
+    }
+  }
+  std::stable_sort(large.begin(), large.end(),
+                   [&](size_t a, size_t b) { return shared[a].tensor.nbytes() > shared[b].tensor.nbytes(); });
+  for (const size_t i : large) {
+    const auto least = std::min_element(load.begin(), load.end());
+    owners[i] = static_cast<int>(least - load.begin());
+    *least += shared[i].tensor.nbytes();
+  }
+  return owners;
+}
+
+// The first that has one, or a difference between the ranks.
+Problem problem_among(const std::vector<Part>& parts) {
+  for (size_t r = 0; r < parts.size(); ++r)
+    if (Problem problem = parts[r].problem) {
+      problem.message = text("rank ", r, ": ", problem.message);
+      return problem;
+    }
+  for (size_t r = 1; r < parts.size(); ++r)
+    if (parts[r].layout != parts[0].layout)
+      return {static_cast<int>(ErrorCode::kMismatch),
+              text("rank ", r, " and rank 0 have added different things to the snapshot"),
+              "Add the same names and shapes in the same order; what differs between ranks, as .per_rank"};
+  return {};
+}
+
+void check_folder(Job& job) {
+  job.folder.claim();
+  if (job.folder_is_known) return;
+  if (const auto there = job.folder.snapshots(); !there.empty())
+    throw InvalidArgument(
+        text(job.folder.path().string(), " has a snapshot of step ", there.front(), " that nobody has asked for"),
+        "Call restore() before the training to go on from it, or name another folder");
+  job.folder_is_known = true;
+}
+
+// Rank 0, when the new snapshot is there.
+void remove_old(const Job& job, const SaveOptions& options, Verdict& verdict) {
+  std::vector<int64_t> keep{options.steps};
+  for (const int64_t steps : job.folder.snapshots()) {
+    if (steps == options.steps) continue;
+    if (static_cast<int>(keep.size()) < options.keep && !options.refused.contains(steps)) {
+      keep.push_back(steps);
+    } else {
+      job.folder.remove_snapshot(steps);
+    }
+  }
+  for (const int64_t steps : keep) {
+    try {
+      for (const auto& shard : read_about(job.folder.snapshot(steps)).shards) verdict.keep.insert(shard.file);
+    } catch (const Error&) {
+      verdict.keep_steps.insert(steps);  // it is not known which they are
+    }
+  }
+}
+
+// Whether the manifest refers to this shard, or may. Where writing it has failed, its rename may have gone well.
+bool may_refer_to(const std::filesystem::path& manifest, const std::string& shard) {
+  bool refers = true;  // where there is no telling
+  problem_of([&] {
+    std::vector<Shard> shards;
+    if (std::filesystem::exists(manifest)) shards = read_about(manifest).shards;
+    refers = std::any_of(shards.begin(), shards.end(), [&](const Shard& other) { return other.file == shard; });
+  });
+  return refers;
+}
+
+// The end of both ways: rank 0 writes what makes it the snapshot.
+Verdict conclude(const Job& job, const SaveOptions& options, const std::function<void(Verdict&)>& write) {
+  Verdict verdict;
+  if (job.rank == 0) {
+    write(verdict);
+    if (!verdict.problem) {
+      const Problem left = problem_of([&] { remove_old(job, options, verdict); });
+      verdict.known = !left;
+      if (left) {
+        MUSTER_LOG(kWarning) << "older snapshots stay in " << job.folder.path().string()
+                             << " until the next one is saved: " << left.what();
+      }
+    }
+  }
+  verdict = broadcast_object(verdict, 0, job.collective);
+  if (verdict.known) job.folder.remove_shards(job.rank, job.size, verdict.keep, verdict.keep_steps);
+  return verdict;
+}
+
+Problem save_whole(Job& job, const Items& items, const SaveOptions& options) {
+  Part mine;
+  mine.layout = layout_of(items, {});
+  mine.problem = problem_of([&] {
+    for (auto& entry : entries_of(items, true, job.rank))
+      mine.entries.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
+  });
+  const auto parts = gather_object(mine, 0, job.collective);
+  const auto verdict = conclude(job, options, [&](Verdict& said) {
+    said.problem = problem_among(parts);
+    if (said.problem) return;
+    said.problem = problem_of([&] {
+      check_folder(job);
+      Entries all = entries_of(items, false, 0);
+      for (const auto& part : parts)
+        for (const auto& entry : part.entries)
+          all.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
+      write_container(job.folder.snapshot(options.steps), {.steps = options.steps, .world_size = job.size}, all);
+    });
+  });
+  return verdict.problem;
+}
+
+Problem save_sharded(Job& job, const Items& items, const SaveOptions& options) {
+  const auto mark = broadcast_object(random_hex(4), 0, job.collective);
+  const auto path = job.folder.shard(options.steps, job.rank, job.size, mark);
+  Part mine;
+  mine.problem = problem_of([&] {
+    if (job.rank == 0) check_folder(job);
+    const Entries shared = entries_of(items, false, 0);
+    mine.layout = layout_of(items, shared);
+    const auto owners = deal(shared, job.size);
+    Entries all;
+    for (size_t i = 0; i < shared.size(); ++i)
+      if (owners[i] == job.rank) all.push_back(shared[i]);
+    for (auto& entry : entries_of(items, true, job.rank)) all.push_back(std::move(entry));
+    const Shard shard =
+        write_container(path, {.steps = options.steps, .world_size = job.size, .rank = job.rank, .shards = {}}, all);
+    mine.file = shard.file;
+    mine.bytes = shard.bytes;
+    mine.sum = shard.sum;
+  });
+  const auto parts = all_gather_object(mine, job.collective);
+  Verdict verdict;
+  verdict.problem = problem_among(parts);
+  if (!verdict.problem) {
+    verdict = conclude(job, options, [&](Verdict& said) {
+      const auto manifest = job.folder.snapshot(options.steps);
+      said.problem = problem_of([&] {
+        About about{.steps = options.steps, .world_size = job.size};
+        for (const auto& part : parts) about.shards.push_back({part.file, part.bytes, part.sum});
+        write_container(manifest, about, {});
+      });
+      said.in_use = said.problem && may_refer_to(manifest, mine.file);
+    });
+  }
+  std::error_code ignored;
+  if (verdict.problem && !verdict.in_use) std::filesystem::remove(path, ignored);  // nothing refers to it
+  return verdict.problem;
+}
+
+}  // namespace
+
+Problem save(Job& job, const Items& items, const SaveOptions& options) {
+  return options.sharded ? save_sharded(job, items, options) : save_whole(job, items, options);
+}
+
+void say_stopped(int rank, int64_t steps, const std::filesystem::path& folder) {
+  const auto line = steps > 0
+                        ? text("rank ", rank, ": saved step ", steps, " in ", folder.string(), "; run again to go on\n")
+                        : text("rank ", rank, ": asked to stop before the first step; there is nothing to save\n");
+  // Nothing can be done about a failed write to standard error.
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+}
+
+}  // namespace muster::checkpoint

@@ -1,0 +1,189 @@
+#include "muster/checkpoint/snapshot.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "checkpoint/job.h"
+#include "checkpoint/restore.h"
+#include "checkpoint/save.h"
+#include "muster/base/error.h"
+#include "muster/checkpoint/stop_signal.h"
+#include "muster/comm/collectives.h"
+
+namespace muster {
+
+struct Snapshot::Impl {
+  SnapshotOptions options;
+  checkpoint::Job job;
+  checkpoint::Items items;
+  std::optional<StopSignal> signal;
+  std::atomic<bool> asked{false};
+  std::set<int64_t> refused;
+  std::optional<int64_t> newest;                     // snapshot known to be whole
+  at::Tensor agreement = at::empty({3}, at::kLong);  // whether to stop, the steps, and these negated
+
+  explicit Impl(SnapshotOptions given);
+  void add(std::string name, std::optional<bool> per_rank, bool default_per_rank,
+           std::unique_ptr<checkpoint::Item> item);
+  bool stop() const noexcept { return asked || (signal && signal->requested()); }
+  bool any_rank_stops(int64_t steps);
+  checkpoint::Problem save(int64_t steps);
+};
+
+namespace {
+
+SnapshotOptions checked(SnapshotOptions options) {
+  if (options.folder.empty()) throw InvalidArgument("a snapshot needs a folder", "Set .folder");
+  if (options.every < 0)
+    throw InvalidArgument(text("a snapshot every ", options.every, " steps"), "Use 1 or more, or 0 for none");
+  if (options.keep < 1) throw InvalidArgument(text("keep ", options.keep, " snapshots"), "Keep at least 1");
+  options.group = options.group.resolved();
+  if (!options.group.is_member())
+    throw InvalidArgument("this rank is not in the snapshot's group", "Make the Snapshot on the group's ranks only");
+  return options;
+}
+
+}  // namespace
+
+Snapshot::Impl::Impl(SnapshotOptions given)
+    : options(checked(std::move(given))),
+      job{.folder = checkpoint::Folder(options.folder),
+          .collective = {.group = options.group, .timeout = options.timeout},
+          .rank = options.group.rank(),
+          .size = options.group.size()} {
+  if (options.on_sigterm) signal.emplace();
+  if (options.default_generator)
+    add("default generator", std::nullopt, true, checkpoint::make_item(at::detail::getDefaultCPUGenerator()));
+}
+
+void Snapshot::Impl::add(std::string name, std::optional<bool> per_rank, bool default_per_rank,
+                         std::unique_ptr<checkpoint::Item> item) {
+  if (name.empty() || name.find('/') != std::string::npos)
+    throw InvalidArgument(text("'", name, "' is no name for a part of a snapshot"), "Use one without a slash");
+  for (const auto& other : items)
+    if (other.name == name)
+      throw InvalidArgument(text("the snapshot has a '", name, "' already"), "Give each part a name of its own");
+  items.push_back({std::move(name), per_rank.value_or(default_per_rank), std::move(item)});
+}
+
+// One all_reduce answers both questions: is anybody asked to stop, and are all at the same step?
+bool Snapshot::Impl::any_rank_stops(int64_t steps) {
+  if (job.size == 1) return stop();
+  auto* const values = agreement.mutable_data_ptr<int64_t>();
+  values[0] = stop();
+  values[1] = steps;
+  values[2] = -steps;
+  all_reduce(agreement, {.op = ReduceOp::MAX, .group = job.collective.group});
+  if (values[1] != -values[2])
+    throw Mismatch(text("the ranks are at different steps, from ", -values[2], " to ", values[1],
+                        ", and this one (rank ", job.rank, ") is at ", steps),
+                   "Call step() with the same number on all ranks");
+  return values[0] != 0;
+}
+
+checkpoint::Problem Snapshot::Impl::save(int64_t steps) {
+  const auto problem = checkpoint::save(
+      job, items, {.steps = steps, .sharded = options.sharded, .keep = options.keep, .refused = refused});
+  if (!problem) {
+    newest = steps;
+    refused.clear();
+  }
+  return problem;
+}
+
+Snapshot::Snapshot(SnapshotOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
+Snapshot::Snapshot(Snapshot&&) noexcept = default;
+Snapshot& Snapshot::operator=(Snapshot&&) noexcept = default;
+Snapshot::~Snapshot() = default;
+
+Snapshot& Snapshot::add(std::string name, torch::nn::Module& module, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, false, checkpoint::make_item(module));
+  return *this;
+}
+Snapshot& Snapshot::add(std::string name, torch::optim::Optimizer& optimizer, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, false, checkpoint::make_item(optimizer));
+  return *this;
+}
+Snapshot& Snapshot::add(std::string name, at::Generator& generator, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(generator));
+  return *this;
+}
+Snapshot& Snapshot::add(std::string name, at::Tensor& tensor, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(tensor));
+  return *this;
+}
+Snapshot& Snapshot::add(std::string name, int64_t& number, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(number));
+  return *this;
+}
+Snapshot& Snapshot::add(std::string name, double& number, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(number));
+  return *this;
+}
+Snapshot& Snapshot::add(std::string name, std::map<std::string, int64_t>& numbers, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(numbers));
+  return *this;
+}
+Snapshot& Snapshot::add(std::string name, std::map<std::string, double>& numbers, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(numbers));
+  return *this;
+}
+Snapshot& Snapshot::add_archivable(std::string name, std::function<void(torch::serialize::OutputArchive&)> save,
+                                   std::function<void(torch::serialize::InputArchive&)> load,
+                                   SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(std::move(save), std::move(load)));
+  return *this;
+}
+
+int64_t Snapshot::restore() {
+  auto restored = checkpoint::restore(impl_->job, impl_->items);
+  impl_->job.folder_is_known = true;
+  impl_->refused = std::move(restored.refused);
+  if (restored.steps > 0) impl_->newest = restored.steps;
+  return restored.steps;
+}
+
+bool Snapshot::step(int64_t steps) {
+  Impl& s = *impl_;
+  if (steps < 1) throw InvalidArgument(text("step() after ", steps, " steps"), "Count from 1");
+  const bool stop = s.any_rank_stops(steps);
+  if (!stop && (s.options.every == 0 || steps % s.options.every != 0)) return false;
+  if (const auto problem = s.save(steps)) {
+    if (stop || !problem.is(ErrorCode::kUnavailable)) throw_problem(problem);
+    if (s.job.rank == 0) {
+      MUSTER_LOG(kError) << "no snapshot of step " << steps << ": " << problem.what() << ". The training goes on; "
+                         << (s.newest ? text("the newest snapshot is that of step ", *s.newest) : "there is none yet");
+    }
+  }
+  if (stop && s.job.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
+  return stop;
+}
+
+bool Snapshot::stop_here(int64_t steps) {
+  Impl& s = *impl_;
+  if (steps < 0) throw InvalidArgument(text("stop_here() after ", steps, " steps"), "Count from 0");
+  if (!s.any_rank_stops(steps)) return false;
+  if (steps > 0)
+    if (const auto problem = s.save(steps)) throw_problem(problem);
+  if (s.job.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
+  return true;
+}
+
+void Snapshot::save(int64_t steps) {
+  if (steps < 1) throw InvalidArgument(text("a snapshot after ", steps, " steps"), "Count from 1");
+  Impl& s = *impl_;
+  s.any_rank_stops(steps);  // for its Mismatch
+  if (const auto problem = s.save(steps)) throw_problem(problem);
+}
+
+void Snapshot::request_stop() noexcept { impl_->asked = true; }
+bool Snapshot::stop_requested() const noexcept { return impl_->stop(); }
+
+}  // namespace muster

@@ -1,0 +1,18 @@
+// Bytes of any number from one rank to all.
+//
+// Thread-safety: as collectives.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "muster/comm/collectives.h"
+
+namespace muster::comm {
+
+// The first `count` bytes of rank root's tensor (kByte; the others' may be undefined), on all ranks; in pieces, so that
+// no single operation is large. Every rank knows the count. Errors: those of broadcast().
+at::Tensor broadcast_bytes(const at::Tensor& bytes, int64_t count, int root, const CollectiveOptions& options = {});
+
+}  // namespace muster::comm
