@@ -122,24 +122,6 @@ class Bench:
         command = self.command("muster", str(self.build / "bench" / "bench_snapshot"))
         return self.rounds([command], lambda row: (row["op"], row["impl"]), "us", min)
 
-    def launch(self):
-        empty = self.build / "bench" / "empty.py"
-        empty.write_text("")
-        rows = []
-        for impl, command, times in (
-            ("muster", self.command("muster", str(self.build / "bench" / "bench_nothing")), 20),
-            ("torchrun", self.command("torchrun", str(empty)), 3),
-        ):
-            if command is None:
-                continue
-            taken = []
-            for _ in range(times):
-                start = time.perf_counter()
-                subprocess.run(command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                taken.append((time.perf_counter() - start) * 1e3)
-            rows.append({"bench": "launch", "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(taken), 2)})
-        return rows
-
     def recovery(self):
         """From the start of a job, and from the death of a rank, to an all_reduce of all."""
         program, script = str(self.build / "bench" / "bench_recovery"), str(HERE / "peers" / "recovery_torch.py")

@@ -7,15 +7,18 @@
 
 namespace muster::tools {
 
-int terminal_columns() {
+namespace {
+
+// Zeros where standard output is no terminal.
+winsize terminal_size() {
   winsize size{};
-  return ::isatty(STDOUT_FILENO) && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+  return ::isatty(STDOUT_FILENO) && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size : winsize{};
 }
 
-int terminal_rows() {
-  winsize size{};
-  return ::isatty(STDOUT_FILENO) && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_row : 0;
-}
+}  // namespace
+
+int terminal_columns() { return terminal_size().ws_col; }
+int terminal_rows() { return terminal_size().ws_row; }
 
 int ps_command(std::vector<std::string> words) {
   CLI::App app("Lists the jobs of this user that run on this host.", "muster ps");
