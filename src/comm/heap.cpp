@@ -39,6 +39,7 @@ at::Tensor Heap::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 at::Tensor Heap::zeros(at::IntArrayRef sizes, at::ScalarType dtype) { return empty(sizes, dtype).zero_(); }
 
+bool Heap::allocated(const c10::DataPtr& data) { return data.get_deleter() == &free_block; }
 bool Heap::contains(const void* address) const { return arena_->contains(address); }
 size_t Heap::used() const { return arena_->used(); }
 size_t Heap::committed() const { return arena_->committed(); }

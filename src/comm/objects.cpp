@@ -193,30 +193,4 @@ ReceivedObject recv_bytes(int src, const MessageOptions& options) {
   return {bytes, from};
 }
 
-// --- tensors ---
-
-at::Tensor packable(const at::Tensor& tensor) {
-  if (!tensor.device().is_cpu())
-    throw InvalidArgument(text("a tensor of an object is on ", tensor.device().str()), "Move it with .cpu()");
-  if (tensor.layout() != at::kStrided)
-    throw InvalidArgument("a tensor of an object is sparse", "Call .to_dense() first");
-  if (tensor.is_quantized()) throw InvalidArgument("a tensor of an object is quantized", "Call .dequantize() first");
-  const at::NoGradGuard no_grad;
-  return tensor.detach().resolve_conj().resolve_neg().contiguous();
-}
-
-at::Tensor tensor_like(int64_t dtype, const std::vector<int64_t>& sizes, uint64_t bytes) {
-  if (dtype < 0 || dtype >= static_cast<int64_t>(at::ScalarType::NumOptions)) return {};
-  uint64_t numel = 1;
-  for (const int64_t size : sizes)
-    if (size < 0 || __builtin_mul_overflow(numel, static_cast<uint64_t>(size), &numel)) return {};
-  try {
-    const auto type = static_cast<at::ScalarType>(dtype);
-    if (const uint64_t item = c10::elementSize(type); numel > UINT64_MAX / item || numel * item != bytes) return {};
-    return at::empty(sizes, type);
-  } catch (const c10::Error&) {  // no dtype that a dense tensor has
-    return {};
-  }
-}
-
 }  // namespace muster::detail

@@ -31,8 +31,9 @@ class Heap final : public c10::Allocator {
   at::Tensor zeros(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
 
   bool contains(const void* address) const;
-  size_t used() const;       // bytes in live allocations
-  size_t committed() const;  // bytes that the kernel has been asked for
+  static bool allocated(const c10::DataPtr& data);  // whether `data` came from a Heap, any
+  size_t used() const;                              // bytes in live allocations
+  size_t committed() const;                         // bytes that the kernel has been asked for
   size_t capacity() const;
 
   // c10::Allocator, for code that takes one.

@@ -24,20 +24,12 @@
 // Source: torch.distributed, broadcast_object_list, all_gather_object, gather_object, scatter_object_list,
 // send_object_list, recv_object_list, with one object of any type, a vector too, in place of their lists.
 //
-// This header brings all of msgpack-cxx (Debian: libmsgpack-cxx-dev), so no other of Muster's includes it.
+// This header brings all of msgpack-cxx (Debian: libmsgpack-cxx-dev), so muster/muster.h leaves it out.
 #pragma once
 
-#if !__has_include(<msgpack.hpp>)
-#error "muster/comm/objects.h needs <msgpack.hpp>: apt-get install libmsgpack-cxx-dev"
-#endif
-#ifndef MSGPACK_NO_BOOST
-#define MSGPACK_NO_BOOST  // it needs Boost only for Boost's own types
-#endif
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <msgpack.hpp>
 #include <string>
 #include <string_view>
 #include <typeinfo>
@@ -45,6 +37,7 @@
 #include <vector>
 
 #include "muster/comm/collectives.h"
+#include "muster/comm/tensor_msgpack.h"
 
 namespace muster {
 namespace detail {
@@ -80,11 +73,6 @@ ReceivedObject scatter_bytes(const std::vector<PackedObject>& parts, int src, co
 void send_bytes(const PackedObject& object, int dst, const MessageOptions& options);
 ReceivedObject recv_bytes(int src, const MessageOptions& options);
 void check_scattered(size_t objects, int src, const Group& group);
-
-at::Tensor packable(const at::Tensor& tensor);  // contiguous; InvalidArgument
-// Undefined where these are no tensor of `bytes` bytes.
-at::Tensor tensor_like(int64_t dtype, const std::vector<int64_t>& sizes, uint64_t bytes);
-inline constexpr size_t kTensorPiece = size_t{1} << 30;  // a byte string of msgpack has at most 4 GiB
 
 [[noreturn]] void cannot_pack(const std::type_info& type, std::string_view why);
 
@@ -177,56 +165,3 @@ T recv_object(int src, const MessageOptions& options = {}, int* source = nullptr
 }
 
 }  // namespace muster
-
-// A tensor is an array: dtype, sizes, and its elements in byte strings; an undefined one is nil.
-namespace msgpack {
-MSGPACK_API_VERSION_NAMESPACE(MSGPACK_DEFAULT_API_NS) {
-  namespace adaptor {
-
-  template <>
-  struct pack<at::Tensor> {
-    template <typename Stream>
-    packer<Stream>& operator()(packer<Stream>& out, const at::Tensor& tensor) const {
-      if (!tensor.defined()) return out.pack_nil();
-      const at::Tensor flat = muster::detail::packable(tensor);
-      const size_t bytes = flat.nbytes(),
-                   pieces = (bytes + muster::detail::kTensorPiece - 1) / muster::detail::kTensorPiece;
-      out.pack_array(static_cast<uint32_t>(2 + pieces));
-      out.pack(static_cast<int64_t>(flat.scalar_type()));
-      out.pack(flat.sizes().vec());
-      const char* const data = static_cast<const char*>(flat.const_data_ptr());
-      for (size_t at = 0; at < bytes; at += muster::detail::kTensorPiece) {
-        const auto piece = static_cast<uint32_t>(std::min(bytes - at, muster::detail::kTensorPiece));
-        out.pack_bin(piece);
-        out.pack_bin_body(data + at, piece);
-      }
-      return out;
-    }
-  };
-
-  template <>
-  struct convert<at::Tensor> {
-    const msgpack::object& operator()(const msgpack::object& in, at::Tensor& tensor) const {
-      if (in.is_nil()) {
-        tensor = at::Tensor();
-        return in;
-      }
-      if (in.type != msgpack::type::ARRAY || in.via.array.size < 2) throw msgpack::type_error();
-      const auto* const parts = in.via.array.ptr;
-      uint64_t bytes = 0;
-      for (uint32_t i = 2; i < in.via.array.size; ++i) {
-        if (parts[i].type != msgpack::type::BIN) throw msgpack::type_error();
-        bytes += parts[i].via.bin.size;
-      }
-      tensor = muster::detail::tensor_like(parts[0].as<int64_t>(), parts[1].as<std::vector<int64_t>>(), bytes);
-      if (!tensor.defined()) throw msgpack::type_error();
-      char* to = static_cast<char*>(tensor.mutable_data_ptr());
-      for (uint32_t i = 2; i < in.via.array.size; ++i)
-        to = std::copy_n(parts[i].via.bin.ptr, parts[i].via.bin.size, to);
-      return in;
-    }
-  };
-
-  }  // namespace adaptor
-}
-}  // namespace msgpack
