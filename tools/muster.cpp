@@ -140,7 +140,7 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
                  "keep each rank on cores of its own; auto: where the cores are this job's alone")
       ->type_name("auto|none|cores")
       ->default_str("auto");
-  run.add_flag("-v,--verbose", arguments.verbose, "say where each rank runs");
+  run.add_flag("-v,--verbose", arguments.verbose, "say where each rank runs, and how remote calls reach the others");
   run.add_option("--max-restarts", arguments.max_restarts, "how often the job starts again after a rank failed")
       ->type_name("TIMES")
       ->default_str("0");

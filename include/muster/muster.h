@@ -1,5 +1,5 @@
-// Muster: distributed training for C++. This header brings all of it but muster/comm/objects.h, which needs
-// msgpack-cxx.
+// Muster: distributed training for C++. This header brings all of it but muster/comm/objects.h, muster/rpc/,
+// muster/autograd/, muster/optim/distributed_optimizer.h and muster/remote/, which need msgpack-cxx.
 #pragma once
 
 #include "muster/base/error.h"

@@ -71,6 +71,13 @@ std::vector<Setup> all_setups() {
   return setups;
 }
 
+std::vector<Setup> rpc_setups() {
+  std::vector<Setup> setups;
+  for (const char* backend : {"shm", "hierarchical"})
+    for (const auto ranks : {RanksAre::kThreads, RanksAre::kProcesses}) setups.push_back({backend, ranks});
+  return setups;
+}
+
 WorldOptions options_for(const Setup& setup, int n, WorldOptions options) {
   options.backend = setup.backend;
   if (options.timeout == WorldOptions().timeout) options.timeout = kPatience;

@@ -31,6 +31,8 @@ struct Setup {
 // Each backend of comm::backends(), as threads and as processes: a new backend joins by itself. Those that need a
 // launcher are there only under mpirun.
 std::vector<Setup> all_setups();
+// For what needs no backend's collectives: calls between ranks of one host, and of faked hosts over TCP.
+std::vector<Setup> rpc_setups();
 std::string setup_name(const testing::TestParamInfo<Setup>& info);
 void PrintTo(const Setup& setup, std::ostream* out);
 
@@ -53,6 +55,9 @@ class CommContract : public testing::TestWithParam<Setup> {
 
 #define MUSTER_COMM_CONTRACT(suite) \
   INSTANTIATE_TEST_SUITE_P(Comm, suite, testing::ValuesIn(muster::test::all_setups()), muster::test::setup_name)
+
+#define MUSTER_RPC_CONTRACT(prefix, suite) \
+  INSTANTIATE_TEST_SUITE_P(prefix, suite, testing::ValuesIn(muster::test::rpc_setups()), muster::test::setup_name)
 
 bool under_mpirun();
 

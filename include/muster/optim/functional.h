@@ -1,0 +1,200 @@
+// Functional optimizers: a step takes the gradients as an argument, not from .grad.
+//
+//   optim::Adam adam({.lr = 1e-3, .weight_decay = 0.1});
+//   adam.step(parameters, gradients);          // a gradient that is undefined: that parameter stays as it is
+//
+// So each context (autograd/context.h), thread or micro-batch may have gradients of its own. The arithmetic, the names
+// and the defaults of the options are those of Python's torch.optim; where C++'s torch::optim differs (Adagrad's eps,
+// AdamW's decay), Python's count. What is kept of a parameter begins with its first gradient.
+//
+// Your own: a class derived from FunctionalOptimizer with an update() of one parameter (docs/optim.md has one), or any
+// class with step(), lr(), set_lr() and Options: the concept Optimizer below.
+//
+// Complex parameters are treated as pairs of real ones, and so is what is kept of them. Sparse gradients: SGD without
+// momentum and weight decay, and Adagrad; the others throw InvalidArgument.
+//
+// Errors: InvalidArgument, before anything has changed: options out of their range (from the constructor), lists of
+// different lengths, a gradient of another shape than its parameter, a sparse one where there must be none.
+//
+// Thread-safety: there is no lock around the arithmetic. Two step() of one optimizer may run at once if no parameter is
+// in both; an own mutex guards only the list of what is kept. The same parameter in two steps at once is HogWild: no
+// crash on its side, but who comes last wins, element by element, and what is kept of it may be of either; give each
+// thread an optimizer of its own, or lock. state() and load_state() must not run beside a step() of their parameters.
+// lr() and set_lr(): any time; a step() that runs goes on with what it began with.
+// Source: torch.optim (single-tensor algorithms; Adam and AdamW of dense floats and doubles on the CPU:
+// fused=True); torch.distributed.optim._functional_*.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <atomic>
+#include <concepts>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace muster::optim {
+
+// Whatever can step. O(options), with O::Options.
+template <typename O>
+concept Optimizer = requires(O& optimizer, const O& same, at::TensorList parameters, at::TensorList gradients,
+                             double lr) {
+  typename O::Options;
+  requires std::constructible_from<O, typename O::Options>;
+  optimizer.step(parameters, gradients);
+  optimizer.set_lr(lr);
+  { same.lr() } -> std::convertible_to<double>;
+};
+
+// What is kept of one parameter.
+struct ParameterState {
+  int64_t step = 0;                  // how many there were, this one included
+  std::array<at::Tensor, 3> kept{};  // in the order of the optimizer's names
+};
+
+class FunctionalOptimizer {
+ public:
+  using State = std::map<std::string, at::Tensor>;
+
+  virtual ~FunctionalOptimizer() = default;
+  FunctionalOptimizer(const FunctionalOptimizer&) = delete;
+  FunctionalOptimizer& operator=(const FunctionalOptimizer&) = delete;
+
+  // One gradient for each parameter. Gradients are not changed.
+  void step(at::TensorList parameters, at::TensorList gradients);
+
+  double lr() const { return lr_.load(std::memory_order_relaxed); }
+  void set_lr(double lr);  // InvalidArgument: below 0, or not finite
+
+  // What is kept of these parameters, under "<index>.<PyTorch's name>": "0.step", "0.exp_avg"; parameters that never
+  // had a gradient have nothing. The tensors are copies.
+  State state(at::TensorList parameters) const;
+  // Instead of what was kept of these parameters. InvalidArgument, before anything has changed: a name that this
+  // optimizer does not have, a tensor of another shape than the parameter's, one without its step.
+  void load_state(at::TensorList parameters, const State& state);
+
+ protected:
+  // `names`: of what is kept, at most three.
+  FunctionalOptimizer(double lr, std::vector<std::string> names);
+
+  // One parameter, without a tape; real, and of the gradient's shape. `state.step` counts this one already. The
+  // gradient must not change: it may be a context's own.
+  virtual void update(double lr, at::Tensor& parameter, const at::Tensor& gradient, ParameterState& state) const = 0;
+
+  struct Item {
+    at::Tensor parameter, gradient;
+    ParameterState* state;  // its step does not count this one yet
+  };
+  // All of one step(). Those that libtorch's fused kernels can take are done many at once; here, by update_one() each.
+  virtual void update_all(double lr, std::vector<Item>& items) const;
+  void update_one(double lr, Item& item) const;
+  virtual bool takes_sparse() const { return false; }
+
+ private:
+  struct Known {
+    at::Tensor parameter;  // so that no other can be at its address
+    ParameterState state;
+  };
+  Known& known(const at::Tensor& parameter);  // with the lock
+
+  std::atomic<double> lr_;
+  const std::vector<std::string> names_;
+  mutable std::mutex mutex_;  // guards the table, not what is in it
+  std::unordered_map<const at::TensorImpl*, std::unique_ptr<Known>> table_;
+};
+
+// kFields: for who writes options down or sends them (distributed_optimizer.h).
+struct SGDOptions {
+  double lr = 1e-3, momentum = 0, dampening = 0, weight_decay = 0;
+  bool nesterov = false, maximize = false;
+  static constexpr auto kFields =
+      std::make_tuple(&SGDOptions::lr, &SGDOptions::momentum, &SGDOptions::dampening, &SGDOptions::weight_decay,
+                      &SGDOptions::nesterov, &SGDOptions::maximize);
+};
+struct AdagradOptions {
+  double lr = 1e-2, lr_decay = 0, weight_decay = 0, initial_accumulator_value = 0, eps = 1e-10;
+  bool maximize = false;
+  static constexpr auto kFields =
+      std::make_tuple(&AdagradOptions::lr, &AdagradOptions::lr_decay, &AdagradOptions::weight_decay,
+                      &AdagradOptions::initial_accumulator_value, &AdagradOptions::eps, &AdagradOptions::maximize);
+};
+struct AdamOptions {
+  double lr = 1e-3;
+  std::pair<double, double> betas{0.9, 0.999};
+  double eps = 1e-8, weight_decay = 0;
+  bool amsgrad = false, maximize = false;
+  static constexpr auto kFields =
+      std::make_tuple(&AdamOptions::lr, &AdamOptions::betas, &AdamOptions::eps, &AdamOptions::weight_decay,
+                      &AdamOptions::amsgrad, &AdamOptions::maximize);
+};
+struct AdamWOptions {
+  double lr = 1e-3;
+  std::pair<double, double> betas{0.9, 0.999};
+  double eps = 1e-8, weight_decay = 1e-2;
+  bool amsgrad = false, maximize = false;
+  static constexpr auto kFields =
+      std::make_tuple(&AdamWOptions::lr, &AdamWOptions::betas, &AdamWOptions::eps, &AdamWOptions::weight_decay,
+                      &AdamWOptions::amsgrad, &AdamWOptions::maximize);
+};
+struct AdadeltaOptions {
+  double lr = 1.0, rho = 0.9, eps = 1e-6, weight_decay = 0;
+  bool maximize = false;
+  static constexpr auto kFields = std::make_tuple(&AdadeltaOptions::lr, &AdadeltaOptions::rho, &AdadeltaOptions::eps,
+                                                  &AdadeltaOptions::weight_decay, &AdadeltaOptions::maximize);
+};
+struct RMSpropOptions {
+  double lr = 1e-2, alpha = 0.99, eps = 1e-8, weight_decay = 0, momentum = 0;
+  bool centered = false, maximize = false;
+  static constexpr auto kFields =
+      std::make_tuple(&RMSpropOptions::lr, &RMSpropOptions::alpha, &RMSpropOptions::eps, &RMSpropOptions::weight_decay,
+                      &RMSpropOptions::momentum, &RMSpropOptions::centered, &RMSpropOptions::maximize);
+};
+struct AdamaxOptions {
+  double lr = 2e-3;
+  std::pair<double, double> betas{0.9, 0.999};
+  double eps = 1e-8, weight_decay = 0;
+  bool maximize = false;
+  static constexpr auto kFields = std::make_tuple(&AdamaxOptions::lr, &AdamaxOptions::betas, &AdamaxOptions::eps,
+                                                  &AdamaxOptions::weight_decay, &AdamaxOptions::maximize);
+};
+struct RpropOptions {
+  double lr = 1e-2;  // the size of the first steps; later ones do not know it
+  std::pair<double, double> etas{0.5, 1.2}, step_sizes{1e-6, 50};
+  bool maximize = false;
+  static constexpr auto kFields =
+      std::make_tuple(&RpropOptions::lr, &RpropOptions::etas, &RpropOptions::step_sizes, &RpropOptions::maximize);
+};
+
+#define MUSTER_OPTIMIZER(NAME, SPARSE, ...)                                                                          \
+  class NAME final : public FunctionalOptimizer {                                                                    \
+   public:                                                                                                           \
+    using Options = NAME##Options;                                                                                   \
+    explicit NAME(Options options = {});                                                                             \
+    const Options& options() const { return options_; } /* lr: the first one */                                      \
+                                                                                                                     \
+   private:                                                                                                          \
+    void update(double lr, at::Tensor& parameter, const at::Tensor& gradient, ParameterState& state) const override; \
+    bool takes_sparse() const override { return SPARSE; }                                                            \
+    __VA_ARGS__                                                                                                      \
+    Options options_;                                                                                                \
+  }
+#define MUSTER_FUSED void update_all(double lr, std::vector<Item>& items) const override;
+MUSTER_OPTIMIZER(SGD, options_.momentum == 0 && options_.weight_decay == 0);
+MUSTER_OPTIMIZER(Adagrad, options_.weight_decay == 0);
+MUSTER_OPTIMIZER(Adam, false, MUSTER_FUSED);
+MUSTER_OPTIMIZER(AdamW, false, MUSTER_FUSED);
+MUSTER_OPTIMIZER(Adadelta, false);
+MUSTER_OPTIMIZER(RMSprop, false);
+MUSTER_OPTIMIZER(Adamax, false);
+MUSTER_OPTIMIZER(Rprop, false);
+#undef MUSTER_FUSED
+#undef MUSTER_OPTIMIZER
+
+}  // namespace muster::optim

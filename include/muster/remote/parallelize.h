@@ -1,0 +1,90 @@
+// A function made parallel once, and then called like any other.
+//
+//   at::Tensor loss_of_part(rpc::ModuleState model, at::Tensor batch);
+//   const auto loss = muster::parallelize<&loss_of_part>();                 // by rows, and the mean
+//   …
+//   at::Tensor value = loss(model, batch);
+//
+//   const auto inner_loop = muster::parallelize<&one_task>(
+//       {.partitioner = dim_partitioner(0, {.exclusive = true, .keepdim = false}), .reducer = mean_reducer});
+//
+//   parallelize<&f>()                                   batch_partitioner, mean_reducer (f returns nothing: no reducer)
+//   parallelize<&f>({.partitioner = …})                 a std::vector of the results
+//   parallelize<&f>({.partitioner = …, .reducer = …})   the reducer's result; parallelize<&f, U>, if it is not f's type
+//   each with .timeout = … as last
+//
+// Returns a function object: its call is that of remote_sync_call<&f> with these options, and of parallelize_async()'s
+// that of remote_async_call<&f>. It may be made before there is a World, as a global for example.
+//
+// Errors: as remote_call.h; InvalidArgument for options that contradict each other, when it is made. Thread-safety: the
+// object may be called by several threads at once.
+// Source: torchopt.distributed: parallelize, parallelize_async, parallelize_sync.
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "muster/remote/remote_call.h"
+
+namespace muster {
+
+// Without a partitioner and reducer; and with a partitioner alone. (MapReduceOptions: with a reducer.)
+struct ParallelOptions {
+  std::optional<std::chrono::milliseconds> timeout = {};
+};
+template <auto F>
+struct ParallelMapOptions {
+  PartitionerOf<F> partitioner;
+  std::optional<std::chrono::milliseconds> timeout = {};
+};
+
+namespace detail {
+
+template <typename How, auto F, typename U, typename Options>
+class Parallel {
+ public:
+  explicit Parallel(Options options) : options_(std::move(options)) {}
+  template <typename... A>
+  auto operator()(A&&... arguments) const {
+    return RemoteCall<How, F, U>()(std::forward<A>(arguments)..., options_);
+  }
+
+ private:
+  Options options_;
+};
+
+template <template <auto, typename> typename Way, auto F, typename U>
+class Parallelize {
+  template <typename Options>
+  using With = Parallel<Way<F, U>, F, U, Options>;
+  static constexpr bool kVoid = std::is_void_v<rpc::result_of<F>>;
+  using Default = std::conditional_t<kVoid, MapOptions<F>, MapReduceOptions<F, U>>;
+
+ public:
+  With<Default> operator()(ParallelOptions options = {}) const {
+    if constexpr (kVoid) {
+      return With<Default>({.timeout = options.timeout});
+    } else {
+      return With<Default>({.reducer = mean_reducer, .timeout = options.timeout});
+    }
+  }
+  With<MapOptions<F>> operator()(ParallelMapOptions<F> options) const {
+    return With<MapOptions<F>>({.partitioner = std::move(options.partitioner), .timeout = options.timeout});
+  }
+  With<MapReduceOptions<F, U>> operator()(MapReduceOptions<F, U> options) const {
+    return With<MapReduceOptions<F, U>>(std::move(options));
+  }
+};
+
+}  // namespace detail
+
+template <auto F, typename U = rpc::result_of<F>>
+inline constexpr detail::Parallelize<detail::SyncCall, F, U> parallelize{};
+template <auto F, typename U = rpc::result_of<F>>
+inline constexpr detail::Parallelize<detail::SyncCall, F, U> parallelize_sync{};
+template <auto F, typename U = rpc::result_of<F>>
+inline constexpr detail::Parallelize<detail::AsyncCall, F, U> parallelize_async{};
+
+}  // namespace muster

@@ -1,0 +1,205 @@
+// The templates of remote_call.h; include that one.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <memory>
+
+#include "muster/remote/remote_call.h"
+
+namespace muster::detail {
+
+// The same error, of the same kind, that says which part it is of.
+std::exception_ptr error_of_part(const std::exception_ptr& error, size_t part, size_t parts);
+
+template <typename R>
+using PartCalls = std::vector<rpc::Future<R>>;
+
+template <typename R>
+void cancel_all(const PartCalls<R>& calls) {
+  for (const auto& call : calls) call.cancel();
+}
+
+template <auto F, typename... A>
+PartCalls<rpc::result_of<F>> start_parts(std::vector<RemotePart<A...>> parts,
+                                         std::optional<std::chrono::milliseconds> timeout) {
+  std::vector<rpc::To> workers;  // all are looked up before anything is sent
+  workers.reserve(parts.size());
+  for (const auto& part : parts) workers.push_back(part.worker.to({.timeout = timeout}));
+  PartCalls<rpc::result_of<F>> calls;
+  calls.reserve(parts.size());
+  try {
+    for (size_t part = 0; part < parts.size(); ++part)
+      calls.push_back(std::apply([&](A&... each) { return rpc::async<F>(workers[part], std::move(each)...); },
+                                 parts[part].arguments));
+  } catch (...) {
+    cancel_all(calls);
+    std::rethrow_exception(error_of_part(std::current_exception(), calls.size(), parts.size()));
+  }
+  return calls;
+}
+
+// Complete when all calls have succeeded or one has failed.
+template <typename R>
+rpc::Future<void> when_over(const PartCalls<R>& calls) {
+  struct Countdown {
+    Countdown(size_t count, rpc::Waits* waits) : left(count), over(waits) {}
+    std::atomic<size_t> left;
+    rpc::Promise<void> over;
+  };
+  if (calls.empty()) return rpc::make_ready_future();
+  const auto countdown = std::make_shared<Countdown>(calls.size(), calls[0].state().waits());
+  for (const auto& call : calls)
+    call.then([countdown](const rpc::Future<R>& done) {
+      if (done.state().error() || countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+        countdown->over.try_set_value();
+    });
+  return countdown->over.future();
+}
+
+// Waits for that in this thread, which fetches short answers by itself; longer ones cost a thread's wake-up each.
+template <typename R>
+void wait_until_over(const PartCalls<R>& calls) {
+  const auto soon = Deadline::after(std::chrono::milliseconds(1));
+  for (const auto& call : calls) {
+    if (!call.state().wait(soon)) return when_over(calls).wait();
+    if (call.state().error()) return;
+  }
+}
+
+// The results, once it is over. On an error: it is thrown, and nobody waits for the other parts any more.
+template <typename R>
+PartResults<R> take_results(PartCalls<R>& calls) {
+  for (size_t part = 0; part < calls.size(); ++part) {
+    if (!calls[part].done() || !calls[part].state().error()) continue;
+    cancel_all(calls);
+    std::rethrow_exception(error_of_part(calls[part].state().error(), part, calls.size()));
+  }
+  PartResults<R> results;
+  results.reserve(calls.size());
+  for (auto& call : calls) {
+    if constexpr (std::is_void_v<R>) {
+      results.emplace_back();
+    } else {
+      results.push_back(std::move(call).get());
+    }
+  }
+  return results;
+}
+
+template <auto F, typename U>
+struct SyncCall {
+  using Mapped = MapResult<F>;
+  using Reduced = U;
+
+  template <typename Finish>
+  static auto run(std::vector<rpc::Future<rpc::result_of<F>>> calls, Finish finish) {
+    wait_until_over(calls);
+    return finish(take_results(calls));
+  }
+};
+
+template <auto F, typename U>
+struct AsyncCall {
+  using Mapped = rpc::Future<MapResult<F>>;
+  using Reduced = rpc::Future<U>;
+
+  template <typename Finish>
+  static auto run(std::vector<rpc::Future<rpc::result_of<F>>> calls, Finish finish) {
+    auto result = when_over(calls).then(
+        [calls, finish = std::move(finish), state = at::ThreadLocalState()](const rpc::Future<void>&) mutable {
+          const at::ThreadLocalStateGuard guard(state);
+          return finish(take_results(calls));
+        });
+    // Whoever cancels the result cancels the parts; when it has failed, the parts that still run.
+    result.then([calls](const auto&) { cancel_all(calls); });
+    return result;
+  }
+};
+
+// An argument on its way to a parameter whose held type is P: what rpc::async converts, this does.
+template <typename P>
+struct Given {
+  P value;
+  template <typename A>
+  requires(!std::same_as<std::remove_cvref_t<A>, Given> &&
+           (std::is_convertible_v<A&&, P> || requires(A && given) { P(std::begin(given), std::end(given)); }))
+      Given(A&& given)
+      : value(make(std::forward<A>(given))) {}
+
+ private:
+  template <typename A>
+  static P make(A&& given) {
+    if constexpr (std::is_convertible_v<A&&, P>) {
+      return std::forward<A>(given);
+    } else {
+      return P(std::begin(given), std::end(given));
+    }
+  }
+};
+
+// The call operators of remote_sync_call<F, U>, with the types that F has: only so can options be written in braces.
+// How is SyncCall or AsyncCall.
+template <typename How, auto F, typename U, typename... P>
+class RemoteCall<How, F, U, std::tuple<P...>> {
+  static_assert(std::is_void_v<rpc::object_of<F>>,
+                "this function is called on an object: call it through the object's RRef");
+  static_assert((std::copy_constructible<P> && ...),
+                "the arguments are copied to each part, and one of these can only be moved: use rpc::async, or a "
+                "shared_ptr");
+
+  // Whether the first ones of A are arguments: as many as there are parameters.
+  template <typename A, size_t... I>
+  static constexpr bool fit(std::index_sequence<I...>) {
+    if constexpr (sizeof...(I) == sizeof...(P))
+      return (std::is_convertible_v<std::tuple_element_t<I, A>, Given<P>> && ...);
+    return false;
+  }
+  template <typename Last>
+  static constexpr bool is_options = std::same_as<std::remove_cvref_t<Last>, MapOptions<F>> ||
+                                     std::same_as<std::remove_cvref_t<Last>, MapReduceOptions<F, U>>;
+  template <typename... A>
+  static constexpr size_t count() {  // without options
+    if constexpr (sizeof...(A) == 0) {
+      return 0;
+    } else {
+      return sizeof...(A) - is_options<std::tuple_element_t<sizeof...(A) - 1, std::tuple<A...>>>;
+    }
+  }
+  template <typename... A>
+  static constexpr bool fits = fit<std::tuple<A...>>(std::make_index_sequence<count<A...>()>());
+
+ public:
+  typename How::Mapped operator()(Given<P>... arguments) const {
+    return map({std::move(arguments.value)...}, MapOptions<F>());
+  }
+  typename How::Mapped operator()(Given<P>... arguments, MapOptions<F> options) const {
+    return map({std::move(arguments.value)...}, options);
+  }
+  typename How::Reduced operator()(Given<P>... arguments, MapReduceOptions<F, U> options) const {
+    return How::run(start_parts<F>(options.partitioner({std::move(arguments.value)...}), options.timeout),
+                    [reducer = std::move(options.reducer)](PartResults<rpc::result_of<F>>&& results) -> U {
+                      return reducer(std::move(results));
+                    });
+  }
+  template <typename... A>
+  requires(!fits<A...>) void operator()(A&&...) const {
+    static_assert(count<A...>() == sizeof...(P),
+                  "the call has more or fewer arguments than the function. Options come last, in braces: "
+                  "{.partitioner = …, .reducer = …, .timeout = …}");
+    static_assert(count<A...>() != sizeof...(P), "an argument is not of its parameter's type, nor converts to it");
+  }
+
+ private:
+  static typename How::Mapped map(std::tuple<P...>&& arguments, const MapOptions<F>& options) {
+    return How::run(start_parts<F>(options.partitioner(std::move(arguments)), options.timeout),
+                    [](PartResults<rpc::result_of<F>>&& results) -> MapResult<F> {
+                      if constexpr (!std::is_void_v<MapResult<F>>) return std::move(results);
+                    });
+  }
+};
+
+}  // namespace muster::detail

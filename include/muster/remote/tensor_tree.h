@@ -1,0 +1,119 @@
+// The tensors in a value: those that a partitioner splits and a reducer combines.
+//
+//   at::Tensor                                                            itself
+//   vector, deque, list, array, pair, tuple, optional, map and
+//   unordered_map (the values), shared_ptr of what has tensors            those inside
+//   a struct with a member  auto tree() { return std::tie(data, target); }
+//                                                                         those of the members that it names
+//   Whole<T>, any other struct, all else                                  none: it is one thing
+//
+// So a struct that is sent by MSGPACK_DEFINE, a rpc::ModuleState for example, stays whole unless it says tree().
+// Whole<T> keeps a tensor or container whole where a function gets one besides the batch:
+//
+//   at::Tensor loss(muster::Whole<std::vector<at::Tensor>> parameters, at::Tensor batch);
+//
+// Thread-safety: functions of their arguments. Source: torchopt.pytree, of whose nodes these are C++'s.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <concepts>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "muster/rpc/serialize.h"
+
+namespace muster {
+
+// A value that goes to every part as it is.
+template <typename T>
+struct Whole {
+  T value{};
+
+  Whole() = default;
+  Whole(T given) : value(std::move(given)) {}
+  operator const T&() const { return value; }
+  const T& operator*() const { return value; }
+  const T* operator->() const { return &value; }
+  MSGPACK_DEFINE(value);
+};
+template <typename T>
+inline constexpr bool rpc::is_sendable<Whole<T>> = rpc::is_sendable<T>;
+
+namespace detail {
+
+template <typename T>
+concept HasTree = requires(T& value) {
+  std::tuple_size<std::remove_cvref_t<decltype(value.tree())>>::value;
+};
+
+// What kind of node T is.
+// clang-format off
+template <typename T> inline constexpr bool is_sequence = false;
+template <typename T> inline constexpr bool is_sequence<std::vector<T>> = true;
+template <typename T> inline constexpr bool is_sequence<std::deque<T>> = true;
+template <typename T> inline constexpr bool is_sequence<std::list<T>> = true;
+template <typename T> inline constexpr bool is_map = false;
+template <typename K, typename V, typename C> inline constexpr bool is_map<std::map<K, V, C>> = true;
+template <typename K, typename V, typename H, typename E> inline constexpr bool is_map<std::unordered_map<K, V, H, E>> = true;
+template <typename T> inline constexpr bool is_tuple = false;
+template <typename A, typename B> inline constexpr bool is_tuple<std::pair<A, B>> = true;
+template <typename... T> inline constexpr bool is_tuple<std::tuple<T...>> = true;
+template <typename T, size_t N> inline constexpr bool is_tuple<std::array<T, N>> = true;
+template <typename T> inline constexpr bool is_box = false;  // holds one or none
+template <typename T> inline constexpr bool is_box<std::optional<T>> = true;
+template <typename T> inline constexpr bool is_box<std::shared_ptr<T>> = true;
+template <typename T> inline constexpr bool is_shared = false;
+template <typename T> inline constexpr bool is_shared<std::shared_ptr<T>> = true;
+
+template <typename T> struct HasTensors : std::false_type {};
+template <> struct HasTensors<at::Tensor> : std::true_type {};
+template <HasTree T> struct HasTensors<T> : std::true_type {};
+template <typename T> requires is_sequence<T> struct HasTensors<T> : HasTensors<typename T::value_type> {};
+template <typename T> requires is_map<T> struct HasTensors<T> : HasTensors<typename T::mapped_type> {};
+template <typename T> struct HasTensors<std::optional<T>> : HasTensors<T> {};
+template <typename T> struct HasTensors<std::shared_ptr<T>> : HasTensors<std::remove_const_t<T>> {};
+template <typename T, size_t N> struct HasTensors<std::array<T, N>> : HasTensors<T> {};
+template <typename A, typename B> struct HasTensors<std::pair<A, B>> : std::disjunction<HasTensors<A>, HasTensors<B>> {};
+template <typename... T> struct HasTensors<std::tuple<T...>> : std::disjunction<HasTensors<T>...> {};
+// clang-format on
+
+// Calls fn(at::Tensor&) for each defined tensor. What a shared_ptr points to is copied first, so that who shares it
+// keeps his.
+template <typename T, typename Fn>
+void for_each_tensor(T& value, Fn&& fn) {
+  if constexpr (!HasTensors<T>::value) {
+    return;
+  } else if constexpr (std::same_as<T, at::Tensor>) {
+    if (value.defined()) fn(value);
+  } else if constexpr (is_sequence<T>) {
+    for (auto& each : value) for_each_tensor(each, fn);
+  } else if constexpr (is_map<T>) {
+    for (auto& [key, each] : value) for_each_tensor(each, fn);
+  } else if constexpr (is_box<T>) {
+    if (!value) return;
+    if constexpr (is_shared<T>) {
+      auto mine = std::make_shared<std::remove_cvref_t<decltype(*value)>>(*value);
+      for_each_tensor(*mine, fn);
+      value = std::move(mine);
+    } else {
+      for_each_tensor(*value, fn);
+    }
+  } else if constexpr (is_tuple<T>) {
+    std::apply([&](auto&... each) { (for_each_tensor(each, fn), ...); }, value);
+  } else {
+    std::apply([&](auto&... each) { (for_each_tensor(each, fn), ...); }, value.tree());
+  }
+}
+
+}  // namespace detail
+}  // namespace muster

@@ -1,0 +1,62 @@
+// Where this worker stands in the job: TorchOpt's names for what World and rpc::worker_info() know.
+//
+//   torch::Device device(torch::kCUDA, muster::get_local_rank());
+//   if (muster::get_rank() == 0) …                          // on_rank.h has it as a wrapper of functions
+//   int ps = muster::get_worker_id("ps");
+//
+// They work in any thread that has a World: that of auto_init_rpc() or muster::init(), those of run_threads(), and
+// handlers of remote calls, which learn about the worker that they run on.
+//
+// Errors: Aborted where the thread has no World; of names, InvalidArgument (says which there are) and Aborted (RPC is
+// not running). Thread-safety: all functions; WorldInfo and WorkerId are values.
+// Source: torchopt.distributed.world. Its barrier is muster::barrier() (muster/comm/collectives.h).
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "muster/rpc/call.h"
+
+namespace muster {
+
+struct WorldInfo {
+  int world_rank = 0, world_size = 1;
+  int local_rank = 0, local_world_size = 1;  // among the workers of its host
+  std::string worker_name;                   // as others call it; "worker<rank>" while RPC is not running
+
+  int rank() const { return world_rank; }
+  bool is_world_leader() const { return world_rank == 0; }
+  bool is_local_leader() const { return local_rank == 0; }
+};
+
+WorldInfo get_world_info();
+int get_world_rank();
+int get_rank();  // the same
+int get_world_size();
+int get_local_rank();
+int get_local_world_size();
+std::string get_worker_name();
+bool is_world_leader();
+bool is_local_leader();
+
+// A worker by number or by name. A name is looked up when it is used, so one may be written down before RPC runs.
+class WorkerId {
+ public:
+  WorkerId(int rank) : id_(rank) {}
+  WorkerId(const char* name) : id_(std::string(name)) {}
+  WorkerId(std::string_view name) : id_(std::string(name)) {}
+  WorkerId(std::string name) : id_(std::move(name)) {}
+  WorkerId(const rpc::WorkerInfo& worker) : id_(worker.id) {}
+
+  rpc::To to(const rpc::CallOptions& options = {}) const;  // InvalidArgument: there is no such worker
+
+ private:
+  std::variant<int, std::string> id_;
+};
+
+int get_worker_id();  // this worker's
+int get_worker_id(const WorkerId& worker);
+
+}  // namespace muster

@@ -1,0 +1,368 @@
+// Futures: results that come later, from another worker or from this process.
+//
+//   auto y = rpc::async<&forward>("worker1", x);          // Future<at::Tensor>
+//   auto loss = y.then([](Future<at::Tensor> y) { return y.get().sum(); });
+//   if (!loss.wait_for(5s)) loss.cancel();
+//   at::Tensor here = co_await y;                         // in a Task (task.h)
+//
+// A Future is a handle; copies stand for the same result. It is completed once, with a value or an error, by whoever
+// comes first: the answer, the timeout of the call, the loss of the worker, cancel(). Those who come later learn that
+// they came too late.
+//
+//   get()              waits, and returns a copy, or throws the error; any number of times. std::move(future).get()
+//                      moves the value out, for all handles: only for one who does not share it.
+//   wait, wait_for     return when it is complete (wait_for: whether it is); never throw the error.
+//   then(fn)           calls fn(Future<T>), when it is complete: in this thread and at once if it is already; else
+//   where
+//                      the agent runs continuations, or in the completing thread if the future is not of a call. What
+//                      fn returns or throws completes the future that then() returned.
+//   cancel()           completes it with Aborted, if it is not complete, and asks the callee to stop. Returns whether
+//   it
+//                      did. A future from then(), when_all() or when_any() is cancelled by itself, not what it waits
+//                      for.
+//   when_all           the values of all, or the first error as soon as there is one.
+//   when_any           the index of the first that is complete, with value or error.
+//
+// A Promise that is destroyed without a value completes its future with Aborted, so waits end. A future of a call is
+// completed by the call's timeout at the latest.
+//
+// How it works: one allocation; a word with bits claimed, ready and sleepers, and a stack of continuations that is
+// closed on completion, both atomic. Completing costs two atomic operations and a third for the continuations; a system
+// call only if somebody sleeps. No lock is held while a continuation runs. Continuations that become due while one runs
+// in the same thread wait for it to end (no recursion), or for it to block in wait() or get().
+//
+// Thread-safety: everything from any thread, but for the value itself: get() of a copy while another thread moves it
+// out is a race of the program's own.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <coroutine>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "muster/base/deadline.h"
+#include "muster/base/error.h"
+
+namespace muster::rpc {
+
+namespace detail {
+class FutureState;
+}
+
+// Who makes progress for a future that is not complete: the agent, for the futures of its calls and for those made of
+// them. It must live until all futures that it was given to are complete, and must complete them also if nobody waits.
+class Waits {
+ public:
+  // Returns when `state` is done or the deadline has passed, and whether it is done. The state may be one without
+  // Waits that a thread of the agent waits for (WaitsOfThread).
+  virtual bool wait(detail::FutureState& state, Deadline deadline) = 0;
+  // Runs a continuation, or resumes a coroutine, where it may block: now or later. Must not throw, nor drop it.
+  virtual void run(std::function<void()> continuation) = 0;
+  // `state` has just been completed with Aborted by its user. Called for derived states (then, when_all) too.
+  virtual void cancel(detail::FutureState& state) = 0;
+
+ protected:
+  ~Waits() = default;
+};
+
+namespace detail {
+
+// What happens when a state is complete. Belongs to itself: run() is called once, and may destroy it.
+class Continuation {
+ public:
+  virtual void run() noexcept = 0;
+
+ protected:
+  ~Continuation() = default;
+
+ private:
+  friend class FutureState;
+  friend class Turns;
+  Continuation* next_ = nullptr;
+};
+
+// The shared part, without the value. To complete one: claim(), store value or error, publish().
+class FutureState {
+ public:
+  explicit FutureState(Waits* waits = nullptr) : waits_(waits) {}
+  FutureState(const FutureState&) = delete;
+  FutureState& operator=(const FutureState&) = delete;
+  virtual ~FutureState() = default;
+
+  bool done() const noexcept { return word_.load(std::memory_order_acquire) & kReady; }
+  // Whether the caller is the one who completes it. He must then call publish(), and hold a reference until it returns.
+  bool claim() noexcept { return !(word_.fetch_or(kClaimed, std::memory_order_acq_rel) & kClaimed); }
+  bool claimed() const noexcept { return word_.load(std::memory_order_acquire) & kClaimed; }
+  void set_error(std::exception_ptr error) noexcept { error_ = std::move(error); }  // between claim() and publish()
+  void publish() noexcept;
+
+  bool try_set_error(std::exception_ptr error) noexcept {
+    if (!claim()) return false;
+    set_error(std::move(error));
+    publish();
+    return true;
+  }
+  const std::exception_ptr& error() const noexcept { return error_; }  // once done(); null: there is a value
+
+  bool wait(Deadline deadline);           // by way of waits(), else of the thread's
+  bool sleep(Deadline deadline);          // in this thread, on a futex: what wait() does without either
+  bool add(Continuation& then) noexcept;  // false: it is done; `then` was not taken
+  bool cancel();
+  Waits* waits() const noexcept { return waits_; }
+
+  void retain() noexcept { references_.fetch_add(1, std::memory_order_relaxed); }
+  void release() noexcept {
+    if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+
+ private:
+  static constexpr uint32_t kClaimed = 1, kReady = 2, kSleepers = 4;
+  static Continuation* closed() noexcept { return reinterpret_cast<Continuation*>(1); }
+
+  std::atomic<uint32_t> word_{0};
+  std::atomic<uint32_t> references_{0};
+  std::atomic<Continuation*> continuations_{nullptr};
+  Waits* const waits_;
+  std::exception_ptr error_;
+};
+
+// By way of what this thread waits for futures that have no Waits of their own: an agent's threads have one, so that a
+// handler gives up its place whatever it waits for.
+class WaitsOfThread {
+ public:
+  explicit WaitsOfThread(Waits* waits) noexcept;
+  ~WaitsOfThread();
+  WaitsOfThread(const WaitsOfThread&) = delete;
+  WaitsOfThread& operator=(const WaitsOfThread&) = delete;
+
+ private:
+  Waits* before_;
+};
+
+template <typename S>
+class StateRef {  // intrusive: an agent can keep the pointer in a table and rebuild the handle
+ public:
+  StateRef() = default;
+  explicit StateRef(S* state) noexcept : state_(state) {
+    if (state_) state_->retain();
+  }
+  StateRef(const StateRef& other) noexcept : StateRef(other.state_) {}
+  StateRef(StateRef&& other) noexcept : state_(std::exchange(other.state_, nullptr)) {}
+  template <typename Derived>
+  requires std::is_convertible_v<Derived*, S*> StateRef(const StateRef<Derived>& other)
+  noexcept : StateRef(other.get()) {}
+  StateRef& operator=(StateRef other) noexcept {
+    std::swap(state_, other.state_);
+    return *this;
+  }
+  ~StateRef() {
+    if (state_) state_->release();
+  }
+  S* get() const noexcept { return state_; }
+  S* operator->() const noexcept { return state_; }
+  S& operator*() const noexcept { return *state_; }
+  explicit operator bool() const noexcept { return state_ != nullptr; }
+
+ private:
+  S* state_ = nullptr;
+};
+
+template <typename T>
+using NotVoid = std::conditional_t<std::is_void_v<T>, std::monostate, T>;
+
+// With the value. An agent may derive from it, to keep what belongs to the call in the same allocation.
+template <typename T>
+class FutureStateOf : public FutureState {
+ public:
+  using FutureState::FutureState;
+
+  // Completes it with what make() returns or throws; false, and make() is not called: it was claimed before.
+  template <typename Make>
+  bool try_set_from(Make&& make) noexcept {
+    if (!claim()) return false;
+    set_from(std::forward<Make>(make));
+    return true;
+  }
+  // The same for one who has claimed it.
+  template <typename Make>
+  void set_from(Make&& make) noexcept {
+    try {
+      if constexpr (std::is_void_v<T>) {
+        std::forward<Make>(make)();
+        value_.emplace();
+      } else {
+        value_.emplace(std::forward<Make>(make)());
+      }
+    } catch (...) {
+      set_error(std::current_exception());
+    }
+    publish();
+  }
+  NotVoid<T>& value() {  // once done(); throws the error
+    if (error()) std::rethrow_exception(error());
+    return *value_;
+  }
+
+ private:
+  std::optional<NotVoid<T>> value_;
+};
+
+// What belongs to the running call and not to the thread: a coroutine has it again after each co_await, and keeps it.
+struct CallContext {
+  std::shared_ptr<void> call;  // for rpc::this_call(): the agent's own; it may outlive the call
+  bool grad_mode = true;       // libtorch's
+
+  static CallContext here();  // the thread's
+  class Scope;                // makes one the thread's
+};
+class CallContext::Scope {
+ public:
+  explicit Scope(CallContext context) noexcept;
+  ~Scope();
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+
+ private:
+  CallContext before_;
+};
+const std::shared_ptr<void>& current_call() noexcept;
+
+[[noreturn]] void throw_empty_future();
+
+template <typename T, bool kTake>
+class FutureAwaiter;
+
+}  // namespace detail
+
+template <typename T>
+class Future {
+ public:
+  using Value = T;
+  using State = detail::FutureStateOf<T>;
+
+  Future() = default;  // of nothing: valid() is false, all else throws InvalidArgument
+  explicit Future(detail::StateRef<State> state) : state_(std::move(state)) {}
+
+  bool valid() const noexcept { return static_cast<bool>(state_); }
+  bool done() const { return state().done(); }
+  void wait() const { state().wait(Deadline::never()); }
+  template <typename Rep, typename Period>
+  bool wait_for(std::chrono::duration<Rep, Period> timeout) const {
+    return state().wait(Deadline::after(timeout));
+  }
+
+  T get() const& {
+    wait();
+    if constexpr (std::is_void_v<T>) {
+      state().value();
+    } else {
+      static_assert(std::is_copy_constructible_v<T>, "this value can only be moved: std::move(future).get()");
+      return state().value();
+    }
+  }
+  T get() && {
+    const Future self = std::move(*this);
+    self.wait();
+    if constexpr (std::is_void_v<T>) {
+      self.state().value();
+    } else {
+      return std::move(self.state().value());
+    }
+  }
+  bool cancel() const { return state().cancel(); }
+
+  template <typename F>
+  auto then(F&& function) const -> Future<std::invoke_result_t<std::decay_t<F>&, Future<T>>>;
+
+  detail::FutureAwaiter<T, false> operator co_await() const& { return detail::FutureAwaiter<T, false>(*this); }
+  detail::FutureAwaiter<T, true> operator co_await() && { return detail::FutureAwaiter<T, true>(std::move(*this)); }
+
+  // For those who complete or wait for it by themselves.
+  State& state() const {
+    if (!state_) detail::throw_empty_future();
+    return *state_;
+  }
+
+ private:
+  detail::StateRef<State> state_;
+};
+
+// The other end of a future that this process completes. Not copied; may be moved to another thread.
+template <typename T>
+class Promise {
+ public:
+  explicit Promise(Waits* waits = nullptr) : state_(new detail::FutureStateOf<T>(waits)) {}
+  Promise(Promise&&) noexcept = default;
+  Promise& operator=(Promise&& other) noexcept {
+    if (this != &other) {
+      abandon();
+      state_ = std::move(other.state_);
+    }
+    return *this;
+  }
+  ~Promise() { abandon(); }
+
+  Future<T> future() const { return Future<T>(state_); }
+  // Whether it won: nobody had completed or cancelled it before. May be called by several threads.
+  template <typename... V>
+  bool try_set_value(V&&... value) {
+    return state_->try_set_from([&]() -> T {
+      if constexpr (!std::is_void_v<T>) return T(std::forward<V>(value)...);
+    });
+  }
+  bool try_set_error(std::exception_ptr error) { return state_->try_set_error(std::move(error)); }
+  template <typename E>
+  requires(!std::is_same_v<std::decay_t<E>, std::exception_ptr>) bool try_set_error(E&& error) {
+    return try_set_error(std::make_exception_ptr(std::forward<E>(error)));
+  }
+  bool cancelled() const noexcept { return state_->claimed(); }  // before this Promise set anything
+
+ private:
+  void abandon() noexcept {
+    if (state_ && !state_->claimed())
+      state_->try_set_error(std::make_exception_ptr(Aborted("a future's promise was destroyed before it had a value")));
+  }
+  detail::StateRef<detail::FutureStateOf<T>> state_;
+};
+
+template <typename T>
+Future<std::decay_t<T>> make_ready_future(T&& value) {
+  Promise<std::decay_t<T>> promise;
+  promise.try_set_value(std::forward<T>(value));
+  return promise.future();
+}
+inline Future<void> make_ready_future() {
+  Promise<void> promise;
+  promise.try_set_value();
+  return promise.future();
+}
+template <typename T>
+Future<T> make_failed_future(std::exception_ptr error) {
+  Promise<T> promise;
+  promise.try_set_error(std::move(error));
+  return promise.future();
+}
+
+// Of T: a vector of the values, or nothing for Future<void>.
+template <typename T>
+Future<std::conditional_t<std::is_void_v<T>, void, std::vector<detail::NotVoid<T>>>> when_all(
+    std::vector<Future<T>> futures);
+// A tuple of the values; std::monostate for a Future<void>.
+template <typename... T>
+Future<std::tuple<detail::NotVoid<T>...>> when_all(Future<T>... futures);
+// InvalidArgument if there are none.
+template <typename T>
+Future<size_t> when_any(std::vector<Future<T>> futures);
+
+}  // namespace muster::rpc
+
+#include "muster/rpc/future_impl.h"  // IWYU pragma: export

@@ -1,0 +1,43 @@
+// Modules and optimizers as arguments of calls: their state, as named tensors.
+//
+//   at::Tensor evaluate(rpc::ModuleState state, at::Tensor x) { Net net; rpc::load(net, state); return net.forward(x);
+//   } rpc::sync<&evaluate>("worker1", rpc::state_of(*net), x);
+//
+// The tensors of a state are the module's own, not copies, until it is sent. A header of its own because it needs
+// libtorch's modules, which take seconds to compile.
+//
+// Errors: load() throws Mismatch before it changes anything, naming what is missing, left over or of another shape.
+// Thread-safety: as the module's.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "muster/rpc/serialize.h"
+
+namespace muster::rpc {
+
+// Parameters and buffers by their dotted names, in the module's order. Undefined buffers stay so.
+struct ModuleState {
+  std::vector<std::pair<std::string, at::Tensor>> parameters, buffers;
+  bool training = true;
+  MSGPACK_DEFINE(parameters, buffers, training);
+};
+
+// What libtorch itself saves of an optimizer: options, counters and the tensors of its state, as an archive's bytes.
+struct OptimizerState {
+  std::string archive;
+  MSGPACK_DEFINE(archive);
+};
+
+ModuleState state_of(const torch::nn::Module& module);
+void load(torch::nn::Module& module, const ModuleState& state);  // copies into the module's tensors
+
+OptimizerState state_of(const torch::optim::Optimizer& optimizer);
+void load(torch::optim::Optimizer& optimizer, const OptimizerState& state);
+
+}  // namespace muster::rpc

@@ -1,0 +1,96 @@
+// What the nodes of this layer share. libtorch holds nodes by c10::intrusive_ptr from 2.13 on, by std::shared_ptr
+// before.
+//
+// Thread-safety: functions of their arguments.
+#pragma once
+
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace muster::autograd {
+
+using at::Tensor;
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+using NodePtr = decltype(Edge::function);
+inline constexpr bool kNodesAreShared = std::is_same_v<NodePtr, std::shared_ptr<Node>>;
+
+namespace detail {
+template <typename T, bool kShared>
+struct PointerTo {
+  using strong = c10::intrusive_ptr<T>;
+  using weak = c10::weak_intrusive_ptr<T>;
+};
+template <typename T>
+struct PointerTo<T, true> {
+  using strong = std::shared_ptr<T>;
+  using weak = std::weak_ptr<T>;
+};
+}  // namespace detail
+
+template <typename T>
+using PtrTo = typename detail::PointerTo<T, kNodesAreShared>::strong;
+template <typename T>
+using WeakPtrTo = typename detail::PointerTo<T, kNodesAreShared>::weak;
+
+template <typename T, typename... A>
+PtrTo<T> make_node(A&&... arguments) {
+  if constexpr (kNodesAreShared) {
+    return PtrTo<T>(new T(std::forward<A>(arguments)...), [](T* node) { deleteNode(node); });
+  } else {
+    return PtrTo<T>::make(std::forward<A>(arguments)...);
+  }
+}
+
+template <typename T>
+PtrTo<T> pointer_to(T* node) {
+  if constexpr (kNodesAreShared) {
+    return std::static_pointer_cast<T>(node->getptr());
+  } else {
+    return PtrTo<T>::reclaim_copy(node);
+  }
+}
+
+// A gradient as the edge's node wants it: it came by the CPU (sendable()). Differentiable.
+inline Tensor placed(Tensor gradient, const Edge& to) {
+  if (!gradient.defined() || !to.is_valid()) return gradient;
+  const at::Device device = to.function->input_metadata(to.input_nr).device();
+  return gradient.device() == device ? gradient : gradient.to(gradient.options().device(device));
+}
+
+// As it can be sent: sparse gradients are made dense; and by the CPU, since it may take other ways than its tensor did,
+// for which there is no map: from the callee on its own account, or by a third worker. Differentiable.
+inline Tensor sendable(Tensor gradient) {
+  if (!gradient.defined()) return gradient;
+  if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
+  return gradient.is_cpu() ? gradient : gradient.to(gradient.options().device(at::kCPU));
+}
+
+// Of a tensor's dtype and shape, on the CPU; without memory for its elements.
+Tensor on_host(const Tensor& like);
+
+// What Node itself does, in those versions of libtorch that have it.
+template <typename Base, typename T>
+void release_resources_of(T& node) {
+  if constexpr (requires { node.Base::release_resources(); }) node.Base::release_resources();
+}
+
+// All nodes that can be reached from `edges`, each once, in an order that the graph alone determines; or some of them,
+// more than `most`.
+std::vector<Node*> reachable(const edge_list& edges, size_t most = SIZE_MAX);
+
+// A node without edges that gets nothing. Calls have an edge to it: asking the engine for its gradient makes the engine
+// run them all, also those with no other way to what is asked for.
+const Edge& sink();
+
+}  // namespace muster::autograd

@@ -1,0 +1,72 @@
+// One run of libtorch's engine that this layer has started, and what the nodes of this layer need to know of it while
+// they run. A run that a user starts, loss.backward(), has none: its nodes ask the engine itself.
+//
+// The engine is given a seed node as its root. When it runs, it notes which of the engine's tasks this pass is: other
+// nodes find the pass by the task that they run in, whatever thread that is.
+//
+// Where leaves get their gradients:
+//   kAccumulate   in .grad, by libtorch's own nodes with all their hooks: as backward() does
+//   kContext      in the context's map (context.h); no .grad is touched
+//   kNone         nowhere: as grad() does. The engine goes only where an argument is wanted
+//
+// A run that fails, ours or the user's: libtorch leaves what it has not run in the thread's queue, until the thread's
+// next run comes across it. That holds graphs, and these hold objects of other workers. So every node of this layer
+// that runs sees to it that the rest goes with the run: leave_nothing_if_this_run_fails(). (A user's run that fails
+// before any of our nodes has run is libtorch's alone: docs/autograd.md.)
+//
+// Thread-safety: current_pass() and the members of a Pass under its mutex from any thread of the engine; run() is a
+// function of its arguments.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <vector>
+
+#include "autograd/node.h"
+#include "autograd/path.h"
+
+namespace muster::autograd {
+
+class ContextState;
+class ReceiveNode;
+
+enum class Leaves { kAccumulate, kContext, kNone };
+
+struct Pass {
+  Leaves leaves = Leaves::kAccumulate;
+  std::shared_ptr<ContextState> context;  // of calls that are made; with kContext, also where gradients go
+  Path path;                              // with kContext: their place in the order of sums
+  const std::vector<PtrTo<ReceiveNode>>* slots = nullptr;  // whose gradients the pass gives back
+  bool keep_graph = false;
+  bool create_graph = false;
+
+  std::unordered_set<const ReceiveNode*> collects;  // run() fills it from the slots
+  std::mutex mutex;
+  std::map<const ReceiveNode*, Tensor> collected;
+};
+
+Pass* current_pass();  // of the engine's task that this thread runs; null: it is none of ours
+
+// Runs the engine from `roots`, with these gradients. Gives back the gradients of pass.slots, undefined where there are
+// none, and where `wanted` (if there is one) is 0.
+variable_list run(Pass& pass, const edge_list& roots, const variable_list& gradients,
+                  const std::vector<uint8_t>* wanted = nullptr);
+
+// Of the engine's task that this thread runs. What the queue has of it goes before the error reaches whoever began it.
+void leave_nothing_if_this_run_fails();
+
+// Of a run in a handler: if its call was made in a context, the run is in it, at the call's place in the order of sums.
+void enter_context_of_call(Pass& pass);
+
+// As the nodes of calls see the run that they are part of.
+struct Run {
+  bool accumulates;  // leaves get their gradients, here and on other workers
+  bool keeps_graph;
+  std::shared_ptr<ContextState> context;  // of the pass; null: none
+  int task;
+};
+Run current_run();
+
+}  // namespace muster::autograd

@@ -1,0 +1,104 @@
+#include "autograd/small_graph.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <typeinfo>
+#include <utility>
+
+namespace muster::autograd {
+namespace {
+
+namespace engine = torch::autograd;
+
+// Whether it is one of those that libtorch generates for its operators, and so does nothing but compute.
+bool is_of_an_operator(const Node& node) {
+  constexpr std::string_view kGenerated = "N5torch8autograd9generated";  // the namespace, as the ABI writes it
+  return std::string_view(typeid(node).name()).starts_with(kGenerated);
+}
+
+bool has_hooks(Node& node) {
+  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.retains_grad_hooks().empty() ||
+         !node.post_hooks().empty() || node.tensor_post_acc_grad_hooks();
+}
+
+bool is_on_cpu(const Node& node) {
+  for (uint32_t i = 0; i < node.num_inputs(); ++i)
+    if (!node.input_metadata(i).device().is_cpu()) return false;
+  return true;
+}
+
+}  // namespace
+
+SmallGraph::Step& SmallGraph::step_of(const Node* node) {
+  return steps_[static_cast<size_t>(std::find(nodes_.begin(), nodes_.end(), node) - nodes_.begin())];
+}
+
+std::optional<SmallGraph> SmallGraph::of(const edge_list& roots, const std::function<bool(Node&)>& ends) {
+  // Within a run of the engine, a hook say, nodes would ask what that one wants of them.
+  if (engine::get_current_graph_task_id() >= 0 || engine::AnomalyMode::is_enabled() || at::hasCallbacks()) return {};
+  SmallGraph graph;
+  graph.nodes_ = reachable(roots, kMostNodes);
+  if (graph.nodes_.size() > kMostNodes) return {};
+  for (Node* const node : graph.nodes_) {
+    const bool known = is_of_an_operator(*node) || dynamic_cast<engine::AccumulateGrad*>(node) || ends(*node);
+    if (!known || has_hooks(*node) || !is_on_cpu(*node)) return {};
+    graph.steps_.push_back({.inputs = variable_list(node->num_inputs())});
+  }
+  const auto count = [&](const edge_list& edges) {
+    for (const Edge& edge : edges)
+      if (edge.is_valid()) ++graph.step_of(edge.function.get()).missing;
+  };
+  count(roots);
+  for (const Node* const node : graph.nodes_) count(node->next_edges());
+  return graph;
+}
+
+void SmallGraph::give(const Edge& edge, Tensor gradient) {
+  Step& step = step_of(edge.function.get());
+  --step.missing;
+  if (!gradient.defined()) return;
+  Tensor& sum = step.inputs[edge.input_nr];
+  if (!sum.defined()) {
+    sum = std::move(gradient);
+  } else {
+    sum = sum.is_sparse() || sum.is_sparse_csr() ? at::add(gradient, sum) : at::add(sum, gradient);
+  }
+}
+
+void SmallGraph::run(const edge_list& roots, variable_list gradients, bool keep_graph,
+                     const std::function<bool(Node&, variable_list&)>& take) {
+  const at::AutoGradMode no_grad(false);
+  engine::validate_outputs(roots, gradients, [](const std::string& what) { return what; });
+  for (size_t i = 0; i < roots.size(); ++i) give(roots[i], std::move(gradients[i]));
+  for (size_t left = nodes_.size(); left > 0; --left) {
+    size_t next = nodes_.size();
+    for (size_t i = 0; i < nodes_.size(); ++i)
+      if (steps_[i].missing == 0 && (next == nodes_.size() || nodes_[i]->sequence_nr() > nodes_[next]->sequence_nr()))
+        next = i;
+    Node* const node = nodes_[next];
+    steps_[next].missing = -1;
+    variable_list inputs = std::move(steps_[next].inputs);
+    const edge_list& edges = node->next_edges();
+    variable_list outputs(edges.size());
+    if (!take(*node, inputs)) {
+      if (!keep_graph) node->will_release_variables();
+      outputs = (*node)(std::move(inputs));
+      if (!keep_graph) node->release_variables();
+      engine::validate_outputs(
+          edges, outputs, [&](const std::string& what) { return "Function " + node->name() + " returned an " + what; });
+    }
+    for (size_t i = 0; i < edges.size(); ++i)
+      if (edges[i].is_valid()) give(edges[i], std::move(outputs[i]));
+  }
+}
+
+}  // namespace muster::autograd

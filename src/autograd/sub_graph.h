@@ -1,0 +1,45 @@
+// The callee's part of a call's graph: from its results back to its arguments. An object of the callee's worker that
+// the caller's node (call_node.h) holds a reference to: it goes when that node or its worker does, or when its context
+// ends.
+//
+// backward() is called by that node, as any remote call. If the caller records gradients of gradients, it is recorded
+// itself: its results have a graph that leads to its own arguments (the gradients) and to those of the first call, and
+// so on, to any order.
+//
+// Errors of backward(): those of libtorch's engine; c10::Error with libtorch's own text for a graph that has been used
+// up; Aborted if the context has ended. Thread-safety: all methods; several backward() may run at the same time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "autograd/node.h"
+#include "autograd/receive_node.h"
+
+namespace muster::autograd {
+
+class SubGraph {
+ public:
+  SubGraph(edge_list results, std::vector<PtrTo<ReceiveNode>> slots, std::shared_ptr<void> counted)
+      : results_(std::move(results)), slots_(std::move(slots)), counted_(std::move(counted)) {}
+
+  // The arguments that the results depend on, of this call and of others.
+  const std::vector<PtrTo<ReceiveNode>>& slots() const { return slots_; }
+
+  // Gradients of the results (undefined ones count as zero); gives those of the slots where `wanted`.
+  std::vector<Tensor> backward(std::vector<Tensor> gradients, std::vector<uint8_t> wanted, bool accumulate,
+                               bool keep_graph);
+  void end();  // its context has ended: lets go of the graph
+
+ private:
+  enum class State { kThere, kUsed, kEnded };
+  std::mutex mutex_;
+  State state_ = State::kThere;
+  edge_list results_;
+  std::vector<PtrTo<ReceiveNode>> slots_;
+  std::shared_ptr<void> counted_;
+};
+
+}  // namespace muster::autograd

@@ -1,0 +1,72 @@
+// What this layer adds to every remote call (rpc/interceptor.h), and what it keeps for an agent.
+//
+// A call that has tensors which ask for gradients, made where gradients are recorded:
+//
+//   caller                                                    callee
+//   keeps Arguments: the edges of these tensors; sends
+//   a reference to them along                           ──>   the tensors come from ReceiveNodes, which hold the
+//   reference
+//                                                             the function runs
+//   the results come from PrefetchNode and CallNode,    <──   if results ask for gradients: keeps a SubGraph, sends a
+//   which holds the reference; its edges go to the            reference to it, and which arguments they depend on
+//   arguments that the results depend on
+//
+// An argument in that list is the caller's own (of this call, or of an earlier one whose result stayed there:
+// rpc::remote, or in an object), or another worker's: then the caller has a ReceiveNode for it too.
+//
+// On the wire: Header::context has the context's id and kRecorded; the note of a call has its path, that of a result
+// the list (tape.cpp). Both are checked as they are read: Corrupt.
+//
+// Thread-safety: all methods.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "autograd/arguments.h"
+#include "autograd/context.h"
+#include "autograd/path.h"
+#include "autograd/receive_node.h"
+#include "rpc/agent.h"
+#include "rpc/interceptor.h"
+
+namespace muster::autograd {
+
+// Of a call that came with a context or with arguments that ask for gradients: IncomingCall::above.
+struct Received {
+  std::shared_ptr<ContextState> context;
+  Path path;
+  std::atomic<uint32_t> calls{0};  // that its handler has made in the context
+};
+std::shared_ptr<Received> current_received();  // of the call that this thread serves; may be null
+
+class Tape final : public rpc::Interceptor {
+ public:
+  explicit Tape(rpc::Agent& agent);
+
+  std::shared_ptr<void> outgoing(int to, rpc::Payload& payload, uint64_t& context) override;
+  void returned(const std::shared_ptr<void>& sent, int from, uint64_t context, rpc::Payload& payload) override;
+  std::shared_ptr<void> incoming(const rpc::IncomingCall& call, rpc::Payload& payload) override;
+  void returning(const rpc::IncomingCall& call, rpc::Payload& payload, uint64_t& context) override;
+  void lost(int worker) override;
+  void close() override { contexts_.close(); }
+
+  Contexts& contexts() { return contexts_; }
+  Path path_in(ContextState& context) const;  // of the next call that this thread makes in it
+  Census census() const;
+
+ private:
+  using Count = std::shared_ptr<std::atomic<size_t>>;
+  static std::shared_ptr<void> counted(const Count& count);
+
+  rpc::Agent& agent_;
+  Contexts contexts_;
+  ReceiveNodes receive_nodes_;
+  const Count sub_graphs_ = std::make_shared<std::atomic<size_t>>(0);
+  const Count arguments_ = std::make_shared<std::atomic<size_t>>(0);
+};
+
+Tape& tape_of(rpc::Agent& agent);
+
+}  // namespace muster::autograd

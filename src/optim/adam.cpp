@@ -1,0 +1,152 @@
+// Adam, AdamW, Adamax. Source: torch/optim/adam.py, adamw.py, adamax.py; the order of the operations is theirs, so that
+// the bits are, too. Where libtorch's fused kernels can take Adam and AdamW, the bits are those of fused=True.
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <cmath>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "muster/optim/functional.h"
+#include "optim/fused.h"
+#include "optim/options.h"
+
+namespace muster::optim {
+namespace {
+
+using at::Tensor;
+
+template <typename Options>
+Options checked(Options options) {
+  check_betas(options.betas.first, options.betas.second);
+  at_least("eps", options.eps, 0);
+  at_least("weight_decay", options.weight_decay, 0);
+  return options;
+}
+
+template <typename Options>
+void step_of_adam(const Options& options, bool decoupled, double lr, Tensor& parameter, Tensor gradient,
+                  ParameterState& state) {
+  if (options.maximize) gradient = -gradient;
+  if (options.weight_decay != 0) {
+    if (decoupled)
+      parameter.mul_(1 - lr * options.weight_decay);
+    else
+      gradient = gradient.add(parameter, options.weight_decay);
+  }
+  auto& [average, squares, most] = state.kept;
+  if (!average.defined()) average = at::zeros_like(parameter);
+  if (!squares.defined()) squares = at::zeros_like(parameter);
+  const auto [beta1, beta2] = options.betas;
+  average.lerp_(gradient, 1 - beta1);
+  squares.mul_(beta2).addcmul_(gradient, gradient, 1 - beta2);
+  const double step = static_cast<double>(state.step);
+  const double correction1 = 1 - std::pow(beta1, step), correction2 = std::sqrt(1 - std::pow(beta2, step));
+  if (options.amsgrad) {
+    if (!most.defined()) most = at::zeros_like(parameter);
+    at::maximum_out(most, most, squares);
+  }
+  const Tensor below = (options.amsgrad ? most : squares).sqrt().div_(correction2).add_(options.eps);
+  parameter.addcdiv_(average, below, -lr / correction1);
+}
+
+// Those of one dtype whose next step has the same number: what the kernel takes at once.
+struct Group {
+  std::vector<Tensor> parameters, gradients, averages, squares, most, steps;
+  std::vector<ParameterState*> states;  // whose step has been counted and not been taken
+};
+
+// What the kernel has written. It does not say so itself, and a graph that has kept the values of before must notice.
+void mark_written(const std::vector<Tensor>& tensors) {
+  for (const Tensor& tensor : tensors)
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+// Gives each item that the kernel can take to a group, the others to `alone`, in their order; then the groups to
+// `fused`. When something throws, each item has stepped as a whole or not at all.
+template <typename Options, typename Items, typename Alone, typename Fused>
+void step_of_all(const Options& options, double lr, Items& items, const Alone& alone, const Fused& fused) {
+  std::map<std::pair<at::ScalarType, int64_t>, Group> groups;
+  struct Uncount {
+    decltype(groups)& all;
+    ~Uncount() {
+      for (auto& [key, group] : all)
+        for (ParameterState* const state : group.states) --state->step;
+    }
+  } const uncount{groups};
+  for (auto& item : items) {
+    const Tensor& parameter = item.parameter;
+    const auto kept_fits = [&](const Tensor& kept) { return !kept.defined() || fits(parameter, kept); };
+    auto& [average, squares, most] = item.state->kept;
+    if (!fusible(parameter, item.gradient) || !kept_fits(average) || !kept_fits(squares) || !kept_fits(most)) {
+      alone(item);
+      continue;
+    }
+    if (!average.defined()) average = at::zeros_like(parameter);
+    if (!squares.defined()) squares = at::zeros_like(parameter);
+    if (options.amsgrad && !most.defined()) most = at::zeros_like(parameter);
+    const int64_t step = item.state->step + 1;  // a parameter that is here twice has two
+    Group& group = groups[{parameter.scalar_type(), step}];
+    group.states.push_back(item.state);
+    item.state->step = step;
+    // One for all: the kernel only reads it. As Python's, of floats.
+    group.steps.push_back(group.steps.empty() ? at::scalar_tensor(step, at::kFloat) : group.steps.front());
+    group.parameters.push_back(parameter);
+    group.gradients.push_back(item.gradient);
+    group.averages.push_back(average);
+    group.squares.push_back(squares);
+    if (options.amsgrad) group.most.push_back(most);
+  }
+  for (auto& [key, group] : groups) {
+    fused(group.parameters, group.gradients, group.averages, group.squares, group.most, group.steps, lr,
+          options.betas.first, options.betas.second, options.weight_decay, options.eps, options.amsgrad,
+          options.maximize);
+    group.states.clear();
+    for (const auto* written : {&group.parameters, &group.averages, &group.squares, &group.most})
+      mark_written(*written);
+  }
+}
+
+}  // namespace
+
+Adam::Adam(Options options)
+    : FunctionalOptimizer(options.lr, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), options_(checked(options)) {}
+void Adam::update(double lr, Tensor& parameter, const Tensor& gradient, ParameterState& state) const {
+  step_of_adam(options_, false, lr, parameter, gradient, state);
+}
+void Adam::update_all(double lr, std::vector<Item>& items) const {
+  step_of_all(
+      options_, lr, items, [&](Item& item) { update_one(lr, item); },
+      [](const auto&... all) { at::_fused_adam_(all...); });
+}
+
+AdamW::AdamW(Options options)
+    : FunctionalOptimizer(options.lr, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), options_(checked(options)) {}
+void AdamW::update(double lr, Tensor& parameter, const Tensor& gradient, ParameterState& state) const {
+  step_of_adam(options_, true, lr, parameter, gradient, state);
+}
+void AdamW::update_all(double lr, std::vector<Item>& items) const {
+  step_of_all(
+      options_, lr, items, [&](Item& item) { update_one(lr, item); },
+      [](const auto&... all) { at::_fused_adamw_(all...); });
+}
+
+Adamax::Adamax(Options options) : FunctionalOptimizer(options.lr, {"exp_avg", "exp_inf"}), options_(checked(options)) {}
+void Adamax::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
+  Tensor gradient = options_.maximize ? -given : given;
+  if (options_.weight_decay != 0) gradient = gradient.add(parameter, options_.weight_decay);
+  auto& [average, norm, unused] = state.kept;
+  if (!average.defined()) average = at::zeros_like(parameter);
+  if (!norm.defined()) norm = at::zeros_like(parameter);
+  const auto [beta1, beta2] = options_.betas;
+  average.lerp_(gradient, 1 - beta1);
+  norm.mul_(beta2);
+  at::maximum_out(norm, norm, gradient.abs().add_(options_.eps));
+  parameter.addcdiv_(average, norm, -lr / (1 - std::pow(beta1, static_cast<double>(state.step))));
+}
+
+}  // namespace muster::optim

@@ -1,0 +1,135 @@
+// What all functional optimizers have in common: the table of what is kept, its names, and the checks.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/view_as_real.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <set>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/optim/functional.h"
+#include "optim/options.h"
+
+namespace muster::optim {
+namespace {
+
+using at::Tensor;
+
+Tensor as_real(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor; }
+
+void check(at::TensorList parameters, at::TensorList gradients, bool sparse) {
+  if (parameters.size() != gradients.size())
+    throw InvalidArgument(text("step() got ", gradients.size(), " gradients for ", parameters.size(), " parameters"),
+                          "An undefined tensor stands for a gradient that there is not.");
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    if (!parameters[i].defined()) throw InvalidArgument(text("parameter ", i, " is undefined"));
+    if (parameters[i].sizes() != gradients[i].sizes())
+      throw InvalidArgument(
+          text("parameter ", i, " is of shape ", parameters[i].sizes(), " and its gradient of ", gradients[i].sizes()));
+    if (parameters[i].is_complex() != gradients[i].is_complex())
+      throw InvalidArgument(text("of parameter ", i, " and its gradient only one is complex"));
+    if (gradients[i].is_sparse() && (!sparse || parameters[i].is_complex()))
+      throw InvalidArgument(text("the gradient of parameter ", i, " is sparse"),
+                            "Sparse gradients: SGD without momentum and weight decay, Adagrad without weight decay.");
+  }
+}
+
+}  // namespace
+
+FunctionalOptimizer::FunctionalOptimizer(double lr, std::vector<std::string> names)
+    : lr_(at_least("lr", lr, 0)), names_(std::move(names)) {
+  if (names_.size() > std::tuple_size_v<decltype(ParameterState::kept)>)
+    throw InvalidArgument("an optimizer keeps at most three tensors of a parameter");
+}
+
+void FunctionalOptimizer::set_lr(double lr) { lr_.store(at_least("lr", lr, 0), std::memory_order_relaxed); }
+
+FunctionalOptimizer::Known& FunctionalOptimizer::known(const Tensor& parameter) {
+  auto& place = table_[parameter.unsafeGetTensorImpl()];
+  if (!place) place = std::make_unique<Known>(Known{parameter, {}});
+  return *place;
+}
+
+void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradients) {
+  check(parameters, gradients, takes_sparse());
+  const at::NoGradGuard no_grad;
+  const double lr = this->lr();
+  std::vector<Item> items;
+  items.reserve(parameters.size());
+  {
+    const std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < parameters.size(); ++i)
+      if (gradients[i].defined())
+        items.push_back({as_real(parameters[i]), as_real(gradients[i]), &known(parameters[i]).state});
+  }
+  update_all(lr, items);
+}
+
+void FunctionalOptimizer::update_all(double lr, std::vector<Item>& items) const {
+  for (Item& item : items) update_one(lr, item);
+}
+
+void FunctionalOptimizer::update_one(double lr, Item& item) const {
+  ++item.state->step;
+  update(lr, item.parameter, item.gradient, *item.state);
+}
+
+FunctionalOptimizer::State FunctionalOptimizer::state(at::TensorList parameters) const {
+  const at::NoGradGuard no_grad;
+  State all;
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto found = table_.find(parameters[i].unsafeGetTensorImpl());
+    if (found == table_.end()) continue;
+    const ParameterState& state = found->second->state;
+    all[text(i, ".step")] = at::scalar_tensor(state.step, at::kLong);
+    for (size_t k = 0; k < names_.size(); ++k)
+      if (state.kept[k].defined()) all[text(i, ".", names_[k])] = state.kept[k].clone();
+  }
+  return all;
+}
+
+void FunctionalOptimizer::load_state(at::TensorList parameters, const State& state) {
+  const at::NoGradGuard no_grad;
+  std::map<size_t, ParameterState> read;
+  std::set<size_t> with_step;
+  for (const auto& [name, tensor] : state) {
+    size_t i = 0;
+    const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), i);
+    const std::string rest(end, name.data() + name.size());
+    const auto which = std::find_if(names_.begin(), names_.end(), [&](const auto& one) { return rest == "." + one; });
+    if (error != std::errc() || i >= parameters.size() || (rest != ".step" && which == names_.end()))
+      throw InvalidArgument(
+          text("this optimizer of ", parameters.size(), " parameters keeps no '", name, "'"),
+          "It keeps of each, after its place and a point: " + join(names_) + (names_.empty() ? "step." : ", step."));
+    const bool is_step = rest == ".step";
+    const auto expected = is_step ? std::vector<int64_t>{} : as_real(parameters[i]).sizes().vec();
+    if (!tensor.defined() || (tensor.sizes() != expected && !(is_step && tensor.numel() == 1)))
+      throw InvalidArgument(text("'", name, "' is of shape ", tensor.defined() ? text(tensor.sizes()) : "no tensor",
+                                 " and must be of ", at::IntArrayRef(expected)));
+    if (is_step) {
+      read[i].step = tensor.to(at::kLong).item<int64_t>();
+      with_step.insert(i);
+    } else {
+      read[i].kept[static_cast<size_t>(which - names_.begin())] =
+          tensor.to(as_real(parameters[i]).options(), /*non_blocking=*/false, /*copy=*/true);
+    }
+  }
+  for (const auto& [i, one] : read)
+    if (!with_step.contains(i)) throw InvalidArgument(text("'", i, ".step' is missing"));
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto found = read.find(i);
+    const std::lock_guard lock(mutex_);
+    if (found != read.end()) {
+      known(parameters[i]).state = std::move(found->second);
+    } else {
+      table_.erase(parameters[i].unsafeGetTensorImpl());
+    }
+  }
+}
+
+}  // namespace muster::optim

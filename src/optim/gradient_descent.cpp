@@ -1,0 +1,149 @@
+// SGD, Adagrad, Adadelta, RMSprop, Rprop. Source: torch/optim/sgd.py and so on; the order of the operations is theirs,
+// so that the bits are, too.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "muster/optim/functional.h"
+#include "optim/options.h"
+
+namespace muster::optim {
+namespace {
+
+using at::Tensor;
+
+SGDOptions checked(SGDOptions options) {
+  at_least("momentum", options.momentum, 0);
+  at_least("weight_decay", options.weight_decay, 0);
+  if (options.nesterov && (options.momentum <= 0 || options.dampening != 0))
+    throw InvalidArgument("nesterov needs a momentum above 0 and a dampening of 0");
+  return options;
+}
+AdagradOptions checked(AdagradOptions options) {
+  at_least("lr_decay", options.lr_decay, 0);
+  at_least("weight_decay", options.weight_decay, 0);
+  at_least("initial_accumulator_value", options.initial_accumulator_value, 0);
+  at_least("eps", options.eps, 0);
+  return options;
+}
+AdadeltaOptions checked(AdadeltaOptions options) {
+  require(options.rho >= 0 && options.rho <= 1, "rho", options.rho, "from 0 to 1");
+  at_least("eps", options.eps, 0);
+  at_least("weight_decay", options.weight_decay, 0);
+  return options;
+}
+RMSpropOptions checked(RMSpropOptions options) {
+  at_least("alpha", options.alpha, 0);
+  at_least("eps", options.eps, 0);
+  at_least("weight_decay", options.weight_decay, 0);
+  at_least("momentum", options.momentum, 0);
+  return options;
+}
+RpropOptions checked(RpropOptions options) {
+  require(options.etas.first > 0 && options.etas.first < 1, "etas.first", options.etas.first, "above 0 and below 1");
+  require(options.etas.second > 1, "etas.second", options.etas.second, "above 1");
+  require(options.step_sizes.first <= options.step_sizes.second, "step_sizes.first", options.step_sizes.first,
+          "no more than step_sizes.second");
+  return options;
+}
+
+// The gradient that counts: of what is to fall, with the decay.
+Tensor downhill(const Tensor& gradient, bool maximize, double weight_decay, const Tensor& parameter) {
+  const Tensor used = maximize ? -gradient : gradient;
+  return weight_decay != 0 ? used.add(parameter, weight_decay) : used;
+}
+
+Tensor& begun(Tensor& kept, const Tensor& like) {
+  if (!kept.defined()) kept = at::zeros_like(like);
+  return kept;
+}
+
+}  // namespace
+
+SGD::SGD(Options options) : FunctionalOptimizer(options.lr, {"momentum_buffer"}), options_(checked(options)) {}
+void SGD::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
+  Tensor gradient = downhill(given, options_.maximize, options_.weight_decay, parameter);
+  if (options_.momentum != 0) {
+    Tensor& buffer = state.kept[0];
+    if (!buffer.defined())
+      buffer = gradient.detach().clone();
+    else
+      buffer.mul_(options_.momentum).add_(gradient, 1 - options_.dampening);
+    gradient = options_.nesterov ? gradient.add(buffer, options_.momentum) : buffer;
+  }
+  parameter.add_(gradient, -lr);
+}
+
+Adagrad::Adagrad(Options options) : FunctionalOptimizer(options.lr, {"sum"}), options_(checked(options)) {}
+void Adagrad::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
+  Tensor& sum = state.kept[0];
+  if (!sum.defined()) sum = at::full_like(parameter, options_.initial_accumulator_value);
+  Tensor gradient = downhill(given, options_.maximize, options_.weight_decay, parameter);
+  const double now = lr / (1 + static_cast<double>(state.step - 1) * options_.lr_decay);
+  if (!gradient.is_sparse()) {
+    sum.addcmul_(gradient, gradient, 1);
+    parameter.addcdiv_(gradient, sum.sqrt().add_(options_.eps), -now);
+    return;
+  }
+  gradient = gradient.coalesce();  // an index that is there twice must be squared once
+  const Tensor indices = gradient._indices(), values = gradient._values();
+  if (values.numel() == 0) return;
+  const auto sparse = [&](const Tensor& of) { return at::_sparse_coo_tensor_unsafe(indices, of, gradient.sizes()); };
+  sum.add_(sparse(values.pow(2)));
+  const Tensor roots = sum.sparse_mask(gradient)._values().sqrt().add_(options_.eps);
+  parameter.add_(sparse(values / roots), -now);
+}
+
+Adadelta::Adadelta(Options options)
+    : FunctionalOptimizer(options.lr, {"square_avg", "acc_delta"}), options_(checked(options)) {}
+void Adadelta::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
+  const Tensor gradient = downhill(given, options_.maximize, options_.weight_decay, parameter);
+  Tensor &squares = begun(state.kept[0], parameter), &deltas = begun(state.kept[1], parameter);
+  squares.mul_(options_.rho).addcmul_(gradient, gradient, 1 - options_.rho);
+  const Tensor root = squares.add(options_.eps).sqrt_();
+  const Tensor delta = deltas.add(options_.eps).sqrt_().div_(root).mul_(gradient);
+  deltas.mul_(options_.rho).addcmul_(delta, delta, 1 - options_.rho);
+  parameter.add_(delta, -lr);
+}
+
+RMSprop::RMSprop(Options options)
+    : FunctionalOptimizer(options.lr, {"square_avg", "momentum_buffer", "grad_avg"}), options_(checked(options)) {}
+void RMSprop::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
+  const Tensor gradient = downhill(given, options_.maximize, options_.weight_decay, parameter);
+  Tensor& squares = begun(state.kept[0], parameter);
+  squares.mul_(options_.alpha).addcmul_(gradient, gradient, 1 - options_.alpha);
+  Tensor below;
+  if (options_.centered) {
+    Tensor& average = begun(state.kept[2], parameter);
+    average.lerp_(gradient, 1 - options_.alpha);
+    below = squares.addcmul(average, average, -1).sqrt_();
+  } else {
+    below = squares.sqrt();
+  }
+  below.add_(options_.eps);
+  if (options_.momentum > 0) {
+    Tensor& buffer = begun(state.kept[1], parameter);
+    buffer.mul_(options_.momentum).addcdiv_(gradient, below);
+    parameter.add_(buffer, -lr);
+  } else {
+    parameter.addcdiv_(gradient, below, -lr);
+  }
+}
+
+Rprop::Rprop(Options options) : FunctionalOptimizer(options.lr, {"prev", "step_size"}), options_(checked(options)) {}
+void Rprop::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
+  Tensor gradient = options_.maximize ? -given : given;
+  Tensor &before = begun(state.kept[0], parameter), &size = state.kept[1];
+  if (!size.defined()) size = at::full_like(parameter, lr);
+  const Tensor product = gradient.mul(before);
+  const Tensor turned = product.lt(0);
+  Tensor factor = at::full_like(parameter, 1.0);
+  factor.masked_fill_(product.gt(0), options_.etas.second).masked_fill_(turned, options_.etas.first);
+  size.mul_(factor).clamp_(options_.step_sizes.first, options_.step_sizes.second);
+  gradient = gradient.masked_fill(turned, 0);  // where it turned there is no step, and the next one begins anew
+  parameter.addcmul_(gradient.sign(), size, -1);
+  before.copy_(gradient);
+}
+
+}  // namespace muster::optim

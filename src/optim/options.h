@@ -1,0 +1,26 @@
+// Checks of options. InvalidArgument names the option, its value and what it must be. Thread-safety: functions of their
+// arguments.
+#pragma once
+
+#include <cmath>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster::optim {
+
+inline void require(bool fine, const char* name, double value, const char* what) {
+  if (!fine) throw InvalidArgument(text(name, " is ", value, " and must be ", what));
+}
+
+inline double at_least(const char* name, double value, double least) {
+  require(std::isfinite(value) && value >= least, name, value, "a finite number, not below 0");
+  return value;
+}
+
+inline void check_betas(double beta1, double beta2) {
+  require(beta1 >= 0 && beta1 < 1, "betas.first", beta1, "at least 0 and below 1");
+  require(beta2 >= 0 && beta2 < 1, "betas.second", beta2, "at least 0 and below 1");
+}
+
+}  // namespace muster::optim

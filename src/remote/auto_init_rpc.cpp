@@ -1,0 +1,32 @@
+#include "muster/remote/auto_init_rpc.h"
+
+#include "base/log.h"
+#include "muster/comm/collectives.h"
+
+namespace muster::detail {
+
+RpcSession::RpcSession(const AutoInitOptions& options) : shutdown_timeout_(options.shutdown_timeout) {
+  if (!World::current_or_null()) world_.emplace(init(options.world));
+  rpc::Options rpc = options.rpc;
+  if (options.worker_name) rpc.name = options.worker_name(get_world_info());
+  rpc::init(rpc);
+  rpc_.on = true;
+  if (options.worker_init) options.worker_init();
+  barrier();
+}
+
+void RpcSession::finish() {
+  rpc_.on = false;  // a shutdown that fails has ended it too
+  rpc::shutdown(rpc::Shutdown::kGraceful, shutdown_timeout_);
+}
+
+RpcSession::Running::~Running() {
+  if (!on) return;
+  try {
+    rpc::shutdown(rpc::Shutdown::kAbrupt);
+  } catch (const std::exception& error) {
+    MUSTER_LOG(kWarning) << "the end of RPC: " << error.what();
+  }
+}
+
+}  // namespace muster::detail

@@ -1,0 +1,40 @@
+// Calls of an agent that is at hand, not the current World's: for threads that have none, such as libtorch's engine's.
+//
+// Thread-safety: all functions. Errors: as call.h.
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <utility>
+
+#include "muster/rpc/call.h"
+#include "rpc/agent.h"
+#include "rpc/reference.h"
+
+namespace muster::rpc::detail {
+
+struct Callee {
+  Callee(int worker) : worker(worker) {}
+  Callee(int worker, std::chrono::milliseconds timeout) : worker(worker), timeout(timeout) {}
+  int worker;
+  std::optional<std::chrono::milliseconds> timeout;  // 0: none
+};
+
+template <auto F, typename... A>
+Future<result_of<F>> call_on(Agent& agent, Callee callee, A&&... args) {
+  StateRef<CallState<result_of<F>>> state(new CallState<result_of<F>>(agent.waits()));
+  agent.call(callee.worker, {.function = &function_of<F>(), .timeout = callee.timeout},
+             pack_for<arguments_of<F>>(std::forward<A>(args)...), *state);
+  return Future<result_of<F>>(state);
+}
+
+// Of an object.
+template <auto F, typename... A>
+Future<result_of<F>> call_on(Agent& agent, const Reference& object, A&&... args) {
+  StateRef<CallState<result_of<F>>> state(new CallState<result_of<F>>(agent.waits()));
+  agent.call(object.owner, {.function = &function_of<F>(), .object = object.object},
+             pack_for<arguments_of<F>>(std::forward<A>(args)...), *state);
+  return Future<result_of<F>>(state);
+}
+
+}  // namespace muster::rpc::detail

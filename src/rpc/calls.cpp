@@ -1,0 +1,295 @@
+// The calls that go out: made, waited for, cancelled, too late.
+#include "rpc/agent.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/cycles.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "rpc/tensor_table.h"
+
+namespace muster::rpc {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// A message this large asks whether the way is full before it goes.
+constexpr size_t kLarge = 64 << 10;
+// Between looks at what rings no bell.
+constexpr milliseconds kLook{50};
+int64_t ticks(Clock::time_point time) { return nanoseconds(time.time_since_epoch()).count(); }
+
+}  // namespace
+
+PeerLost Agent::lost_error(int rank) const {
+  const Peer& lost = peer(rank);
+  return {rank, lost.pid, text("worker \"", workers_[static_cast<size_t>(rank)].name, "\" is lost: ", lost.cause)};
+}
+
+// Waits while as many calls are under way to the worker as may be.
+void Agent::wait_for_room(int to, Deadline deadline) {
+  Peer& there = peer(to);
+  const auto room = [&] {
+    return there.outstanding.load(std::memory_order_acquire) < options_.max_calls || there.lost.load() ||
+           closing_.load();
+  };
+  if (room()) return;
+  if (!executor_->wait(
+          room, [&](nanoseconds limit) { there.room.sleep(limit, room); }, deadline))
+    throw Timeout(text("worker \"", workers_[static_cast<size_t>(to)].name, "\" has not answered ",
+                       there.outstanding.load(), " calls; no more can be made"));
+}
+
+// Waits while as many bytes are. The thread may be one of the pool: others take its place meanwhile.
+void Agent::wait_for_backlog(int to, Deadline deadline) {
+  transport::Transport& way = *peer(to).way.load(std::memory_order_acquire);
+  const auto room = [&] { return closing_.load() || peer(to).lost.load() || way.backlog(to) <= options_.max_backlog; };
+  const auto sleep = [&](nanoseconds limit) {
+    try {
+      way.wait_below(to, options_.max_backlog, Deadline::after(std::min<nanoseconds>(limit, kLook)));
+    } catch (const Error&) {
+      // Its deadline, or the worker is lost: room() knows.
+    }
+  };
+  if (!room() && !executor_->wait(room, sleep, deadline))
+    throw Timeout(text("worker \"", workers_[static_cast<size_t>(to)].name,
+                       "\" does not take what was sent to it: ", way.backlog(to), " bytes wait"));
+}
+
+void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::PendingCall& call) {
+  check_fork();
+  Peer& there = peer(to);
+  const milliseconds timeout = spec.timeout.value_or(options_.timeout);
+  const auto deadline = timeout > milliseconds(0) ? Deadline::after(timeout, FastClock::now()) : Deadline::never();
+  wait_for_room(to, deadline);
+  Header header{.kind = Kind::kCall,
+                .flags = static_cast<uint8_t>((spec.store ? kStore : 0) | (c10::GradMode::is_enabled() ? 0 : kNoGrad)),
+                .timeout_ms = static_cast<uint32_t>(std::clamp<int64_t>(timeout.count(), 0, UINT32_MAX)),
+                .call = next_call_.fetch_add(1, std::memory_order_relaxed),
+                .function = spec.function->id,
+                .object = spec.object,
+                .result = spec.result};
+  call.sent = interceptor_->outgoing(to, payload, header.context);
+  call.to = to;
+  call.id = header.call;
+  call.function = spec.function;
+  call.deadline = deadline;
+  bool lost = false, closing = false;
+  {
+    const std::lock_guard lock(pending_mutex_);
+    lost = there.lost.load(std::memory_order_acquire);
+    closing = closing_.load();
+    if (!lost && !closing) {
+      pending_.emplace(header.call, Pending{detail::StateRef<detail::FutureState>(&call.state()), &call});
+      there.outstanding.fetch_add(1, std::memory_order_relaxed);
+      made_.fetch_add(1, std::memory_order_seq_cst);
+    }
+  }
+  if (closing) call.state().try_set_error(std::make_exception_ptr(Aborted("this worker's RPC has been shut down")));
+  if (lost) call.state().try_set_error(std::make_exception_ptr(lost_error(to)));
+  if (lost || closing) return call.sent.reset();
+  if (!deadline.is_never()) {
+    const int64_t due = ticks(deadline.when());
+    int64_t next = next_tick_.load(std::memory_order_relaxed);
+    bool sooner = false;
+    while (due < next && !(sooner = next_tick_.compare_exchange_weak(next, due))) {
+    }
+    if (sooner) executor_->call_on_tick();
+  }
+  try {
+    send(to, header, std::move(payload), deadline);
+  } catch (const PeerLost&) {
+    const Active active(*this);
+    if (Pending mine = take_pending(header.call, to)) mine.fail(std::current_exception());
+  } catch (...) {
+    take_pending(header.call, to);
+    throw;
+  }
+}
+
+// A call to that worker is answered, or was never sent: there is room for another. None if it was given up before.
+Agent::Pending Agent::take_pending(uint64_t call, int to) {
+  Pending mine;
+  Peer& there = peer(to);
+  {
+    const std::lock_guard lock(pending_mutex_);
+    const auto it = pending_.find(call);
+    if (it == pending_.end()) {
+      if (there.given_up.erase(call) == 0) return {};
+    } else {
+      if (it->second.call->to != to) return {};
+      mine = std::move(it->second);
+      pending_.erase(it);
+    }
+  }
+  if (there.outstanding.fetch_sub(1, std::memory_order_acq_rel) >= options_.max_calls) there.room.ring();
+  changed();
+  return mine;
+}
+
+// Nobody waits for it any more, but the callee has it yet: it counts until it is answered.
+Agent::Pending Agent::give_up(uint64_t call) {
+  Pending mine;
+  {
+    const std::lock_guard lock(pending_mutex_);
+    const auto it = pending_.find(call);
+    if (it == pending_.end()) return {};
+    peer(it->second.call->to).given_up.insert(call);
+    mine = std::move(it->second);
+    pending_.erase(it);
+  }
+  changed();
+  return mine;
+}
+
+// What is said of a tensor on a device that the map of its call does not have.
+InvalidArgument Agent::not_mapped(int to, const Header& header, const Payload& payload, size_t tensor) const {
+  const std::string device = payload.tensors[tensor].device().str();
+  const std::string &me = self().name, &there = workers_[static_cast<size_t>(to)].name;
+  if (header.kind != Kind::kCall)
+    return InvalidArgument(
+        text("the result has a tensor on ", device, " of worker \"", me, "\", which is not mapped for calls from \"",
+             there, '"'),
+        text("Map it in worker \"", there, "\", rpc::Options::device_maps[\"", me, "\"], or return .cpu()"));
+  const Function* const function = find_function(header.function);
+  const auto number = detail::argument_with(payload.body, tensor);
+  return InvalidArgument(
+      text("argument ", number ? std::to_string(*number) : "?", " of ", function ? function->name : "a function",
+           " has a tensor on ", device, ", which is not mapped for worker \"", there, '"'),
+      text("Map it in rpc::Options::device_maps[\"", there, "\"], or send .cpu()"));
+}
+
+// Header, payload, references and tensors, as one message.
+void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
+  transport::Transport* const way = peer(to).way.load(std::memory_order_acquire);
+  if (!way) throw Unavailable("there is no way to the worker yet");
+  if (payload.body.size() > UINT32_MAX || payload.refs.size() > UINT16_MAX)
+    throw InvalidArgument("arguments or a result of more than 4 GiB besides tensors, or with more than 65,535 RRefs");
+  header.payload = static_cast<uint32_t>(payload.body.size());
+  header.refs = static_cast<uint16_t>(payload.refs.size());
+  if (!payload.note.empty()) header.token = payload.note.size();
+  std::string table;
+  transport::Message message;
+  if (!payload.tensors.empty()) try {
+      detail::write_tensors(payload.tensors, table, message.pieces, places(to, header.kind == Kind::kCall));
+    } catch (const detail::WithoutPlace& error) {
+      throw not_mapped(to, header, payload, error.tensor);
+    }
+  message.body.reserve(sizeof header + payload.body.size() + payload.note.size() +
+                       payload.refs.size() * sizeof(RefRecord) + table.size());
+  append_pod(message.body, header);
+  message.body += payload.body;
+  message.body += payload.note;
+  if (message.bytes() >= kLarge && !Executor::polls()) wait_for_backlog(to, deadline);
+  const auto records = hand_on(to, payload);
+  for (const RefRecord& record : records) append_pod(message.body, record);
+  message.body += table;
+  message.can_wait = header.kind == Kind::kRelease && executor_ && executor_->polls_as_leader();
+  const size_t bytes = message.bytes();
+  try {
+    way->send(to, std::move(message));
+  } catch (const PeerLost&) {
+    throw;  // the owners hear of that by themselves
+  } catch (...) {
+    take_back(to, records);
+    throw;
+  }
+  peer(to).sent.fetch_add(bytes, std::memory_order_relaxed);
+  if (header.kind == Kind::kCall) peer(to).calls.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Agent::send_quietly(int to, Header header) {
+  try {
+    send(to, header, {});
+  } catch (const Error&) {
+    // Lost: on_lost() says what there is to say.
+  }
+}
+
+// --- waiting and deadlines ---
+
+bool Agent::wait(detail::FutureState& state, Deadline deadline) {
+  if (forked()) return state.sleep(deadline);
+  return executor_->wait([&] { return state.done(); }, [&](nanoseconds limit) { state.sleep(Deadline::after(limit)); },
+                         deadline);
+}
+
+void Agent::wait_unless_closing(detail::FutureState& state) {
+  check_fork();
+  const auto done = [&] { return state.done() || closing_.load(); };
+  // close() does not know this state: look from time to time.
+  const auto sleep = [&](nanoseconds limit) { state.sleep(Deadline::after(std::min<nanoseconds>(limit, kLook))); };
+  executor_->wait(done, sleep, Deadline::never());
+  if (!state.done()) throw Aborted("this worker's RPC has been shut down");
+}
+
+void Agent::run(std::function<void()> continuation) {
+  if (!executor_->post(continuation)) continuation();  // the pool is gone
+}
+
+bool Proxy::wait(detail::FutureState& state, Deadline deadline) {
+  if (const auto agent = agent_.lock()) return agent->wait(state, deadline);
+  return state.sleep(deadline);
+}
+void Proxy::run(std::function<void()> continuation) {
+  if (const auto agent = agent_.lock()) return agent->run(std::move(continuation));
+  continuation();
+}
+void Proxy::cancel(detail::FutureState& state) {
+  if (const auto agent = agent_.lock()) agent->cancel(state);
+}
+
+// The state is complete, with Aborted. One of a call is told to the callee; one that was derived has none.
+void Agent::cancel(detail::FutureState& state) {
+  const auto* const call = dynamic_cast<detail::PendingCall*>(&state);
+  if (!call || forked()) return;
+  const Active active(*this);
+  if (const Pending mine = give_up(call->id)) send_quietly(call->to, {.kind = Kind::kCancel, .call = call->id});
+}
+
+std::exception_ptr Agent::late_error(const detail::PendingCall& call) const {
+  return std::make_exception_ptr(Timeout(text("worker \"", workers_[static_cast<size_t>(call.to)].name,
+                                              "\" did not answer ", call.function->name, " in time"),
+                                         {call.to}));
+}
+
+Clock::time_point Agent::next_tick() const {
+  const int64_t next = next_tick_.load(std::memory_order_seq_cst);
+  return next == kNever ? Clock::time_point::max() : Clock::time_point(nanoseconds(next));
+}
+
+void Agent::tick(Clock::time_point now) {
+  next_tick_.store(kNever, std::memory_order_relaxed);
+  std::vector<uint64_t> late;
+  int64_t next = kNever;
+  {
+    const std::lock_guard lock(pending_mutex_);
+    for (const auto& [id, pending] : pending_) {
+      const Deadline deadline = pending.call->deadline;
+      if (deadline.is_never()) continue;
+      if (deadline.when() <= now) {
+        late.push_back(id);
+      } else {
+        next = std::min(next, ticks(deadline.when()));
+      }
+    }
+  }
+  int64_t known = next_tick_.load(std::memory_order_relaxed);
+  while (next < known && !next_tick_.compare_exchange_weak(known, next)) {
+  }
+  if (next != kNever) executor_->call_on_tick();  // who looked meanwhile has seen none
+  const Active active(*this);
+  for (const uint64_t id : late) {
+    Pending pending = give_up(id);
+    if (!pending) continue;
+    // First: who hears of the timeout may know that the call is told to stop before anything that comes after.
+    send_quietly(pending.call->to, {.kind = Kind::kCancel, .call = id});
+    pending.fail(late_error(*pending.call));
+  }
+}
+
+}  // namespace muster::rpc

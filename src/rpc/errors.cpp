@@ -1,0 +1,82 @@
+#include <cxxabi.h>
+
+#include <typeinfo>
+
+#include "base/text.h"
+#include "base/wire.h"
+#include "muster/rpc/function.h"
+#include "muster/rpc/remote_error.h"
+
+namespace muster::rpc {
+namespace {
+
+// Of each text; the three together stay below what a thread that delivers messages may have to wait for.
+constexpr size_t kLongest = size_t{16} << 10;
+
+void cut(std::string& text) {
+  if (text.size() <= kLongest) return;
+  text.resize(kLongest);
+  text += "…";
+}
+
+std::string line(const std::string& worker, const std::string& function, const std::string& type,
+                 const std::string& message) {
+  std::string line = text("worker \"", worker, "\" in ", function, ": ", type);
+  if (!message.empty()) line += ": " + message;
+  return line;
+}
+
+}  // namespace
+
+RemoteError::RemoteError(std::string worker, std::string function, std::string type, std::string remote_message,
+                         std::string advice)
+    : Remote(line(worker, function, type, remote_message), std::move(advice)),
+      worker_(std::move(worker)),
+      function_(std::move(function)),
+      type_(std::move(type)),
+      remote_message_(std::move(remote_message)) {}
+
+namespace detail {
+
+ErrorReply describe(const std::exception_ptr& error) {
+  ErrorReply reply;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& caught) {
+    reply = {type_name(typeid(caught)), caught.message(), caught.advice()};
+  } catch (const std::exception& caught) {
+    reply = {type_name(typeid(caught)), caught.what(), {}};
+  } catch (...) {
+    const std::type_info* const type = abi::__cxa_current_exception_type();
+    reply.type = type ? type_name(*type) : "an unknown exception";
+    reply.message = "(no std::exception)";
+  }
+  cut(reply.type);
+  cut(reply.message);
+  cut(reply.advice);
+  return reply;
+}
+
+std::string encode(const ErrorReply& reply) {
+  WireWriter writer;
+  writer.put(std::string_view(reply.type)).put(std::string_view(reply.message)).put(std::string_view(reply.advice));
+  return writer.take();
+}
+
+ErrorReply decode_error(std::string_view bytes) {
+  WireReader reader(bytes);
+  ErrorReply reply;
+  reply.type = reader.get_string();
+  reply.message = reader.get_string();
+  reply.advice = reader.get_string();
+  reader.expect_done();
+  return reply;
+}
+
+std::exception_ptr remote_error(std::string worker, std::string function, ErrorReply reply) {
+  return std::make_exception_ptr(RemoteError(std::move(worker), std::move(function), std::move(reply.type),
+                                             std::move(reply.message), std::move(reply.advice)));
+}
+
+}  // namespace detail
+}  // namespace muster::rpc

@@ -1,0 +1,313 @@
+// What comes in: requests and their handlers, replies, the word of references and of the end, losses.
+#include "rpc/agent.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
+#include <utility>
+
+#include "base/cycles.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/rpc/remote_error.h"
+#include "rpc/tensor_table.h"
+
+namespace muster::rpc {
+namespace {
+
+Header header_of(std::string_view& body) {
+  const auto header = read_pod<Header>(body);
+  if (header.payload > body.size()) throw Corrupt("a message of the agent is shorter than it says");
+  return header;
+}
+
+}  // namespace
+
+// A request whose turn has come.
+class Agent::CallJob final : public Job {
+ public:
+  CallJob(Agent& agent, std::shared_ptr<IncomingCall> call, std::shared_ptr<void> object)
+      : agent_(agent), call_(std::move(call)), object_(std::move(object)) {}
+  void run() noexcept override { agent_.run_handler(call_, std::move(object_)); }
+
+ private:
+  Agent& agent_;
+  std::shared_ptr<IncomingCall> call_;
+  std::shared_ptr<void> object_;
+};
+
+// What nobody holds any more. Where it is the user's its end may call and wait, which who delivers a message must not.
+class Agent::GarbageJob final : public Job {
+ public:
+  explicit GarbageJob(Objects::Garbage garbage) : garbage_(std::move(garbage)) {}
+  void run() noexcept override { garbage_.nodes.clear(); }
+
+ private:
+  Objects::Garbage garbage_;
+};
+
+void Agent::discard(Objects::Garbage garbage) {
+  if (garbage.has_users) executor_->post(std::make_unique<GarbageJob>(std::move(garbage)));
+}
+
+void Agent::on_message(int from, std::string_view body, std::vector<transport::Piece>& pieces) {
+  // Whoever polls reads what comes for others too: its inference mode is not theirs.
+  std::optional<c10::InferenceMode> normal;
+  if (c10::InferenceMode::is_enabled()) normal.emplace(false);
+  size_t bytes = body.size();
+  for (const transport::Piece& piece : pieces) bytes += piece.bytes;
+  peer(from).received.fetch_add(bytes, std::memory_order_relaxed);
+  try {
+    const Header header = header_of(body);
+    switch (header.kind) {
+      case Kind::kCall:
+        return on_call(from, header, body, pieces);
+      case Kind::kReply:
+      case Kind::kError:
+        return on_reply(from, header, body, pieces);
+      case Kind::kCancel:
+        return on_cancel(from, header);
+      case Kind::kAddHolder:
+        return objects_.add_transit(header.object, from, header.worker, header.token);
+      case Kind::kHolds:
+        return objects_.received(header.object, header.worker, header.token, from);
+      case Kind::kRelease:
+        return discard(objects_.release(header.object, from));
+      case Kind::kDrained:
+        return discard(objects_.drained(from, header.worker));
+      case Kind::kNotSent:
+        return discard(objects_.drop_transit(header.object, from, header.worker, header.token));
+      case Kind::kIdle: {
+        {
+          const std::lock_guard lock(state_mutex_);
+          peer(from).idle[header.token] = header.call;
+        }
+        bell_.ring();
+        return;
+      }
+    }
+    throw Corrupt("a message of an unknown kind");
+  } catch (const std::exception& error) {
+    MUSTER_LOG(kError) << "rpc: a message of worker \"" << workers_[static_cast<size_t>(from)].name
+                       << "\" was dropped: " << error.what();
+  } catch (...) {
+    MUSTER_LOG(kError) << "rpc: a message of worker \"" << workers_[static_cast<size_t>(from)].name
+                       << "\" was dropped: reading it threw what is no std::exception";
+  }
+}
+
+// Takes payload, references and tensors apart. `rest` has begun with the payload.
+Payload Agent::read(int from, const Header& header, std::string_view& rest, std::vector<transport::Piece>& pieces) {
+  Payload payload;
+  rest.remove_prefix(header.payload);
+  if (header.kind == Kind::kCall || header.kind == Kind::kReply) {
+    if (header.token > rest.size()) throw Corrupt("a message of the agent is shorter than it says");
+    payload.note = rest.substr(0, header.token);
+    rest.remove_prefix(header.token);
+  }
+  for (int i = 0; i < header.refs; ++i) {
+    const auto record = read_pod<RefRecord>(rest);
+    find(record.owner);
+    if (record.owner == from) {
+      // It has counted this hold before it sent the reference.
+    } else if (record.owner == self_) {
+      objects_.add_hold(record.object, self_);  // whoever sent it holds it yet: it lets go on the same way, later
+    } else {
+      send_quietly(record.owner,
+                   {.kind = Kind::kHolds, .object = record.object, .token = record.token, .worker = from});
+    }
+    payload.refs.push_back(hold(record.owner, record.object));
+  }
+  if (!rest.empty()) {
+    WireReader table(rest);
+    payload.tensors = detail::read_tensors(table, pieces, places(from, header.kind != Kind::kCall));
+  }
+  return payload;
+}
+
+void Agent::on_call(int from, const Header& header, std::string_view rest, std::vector<transport::Piece>& pieces) {
+  auto call = std::make_shared<IncomingCall>();
+  call->agent = shared_from_this();
+  call->caller = from;
+  call->header = header;
+  if (header.timeout_ms != 0)
+    call->deadline = Deadline::after(std::chrono::milliseconds(header.timeout_ms), FastClock::now());
+  {
+    const std::lock_guard lock(running_mutex_);
+    peer(from).running.emplace(header.call, call);
+  }
+  if (closing_.load()) call->cancelled.store(true, std::memory_order_release);  // close() may have been past it
+  if ((header.flags & kStore) && from != self_ && creator_of(header.result) == from)
+    objects_.expect(header.result, from);
+  try {
+    const std::string_view body = rest.substr(0, header.payload);
+    Payload payload = read(from, header, rest, pieces);
+    call->function = find_function(header.function);
+    if (!call->function)
+      throw InvalidArgument(text("worker \"", self().name, "\" has no such function"),
+                            "Run the same program, or one that names this function, in both workers");
+    if ((header.object == 0) != (call->function->object_type == nullptr))
+      throw InvalidArgument("a function of an object, called on none, or the other way round");
+    if ((header.flags & kStore) && (!call->function->stored_type || creator_of(header.result) != from))
+      throw InvalidArgument("the result of this call cannot be kept as an object");
+    if (header.context != 0) call->above = interceptor_->incoming(*call, payload);
+    PayloadReader reader{body, payload.tensors, &payload.refs};
+    call->invocation = call->function->decode(reader);
+  } catch (...) {
+    return fail(call, std::current_exception());
+  }
+  const auto post = [this](std::shared_ptr<IncomingCall> ready, std::shared_ptr<void> object) {
+    IncomingCall& mine = *ready;
+    if (!executor_->post(std::make_unique<CallJob>(*this, std::move(ready), std::move(object)))) forget(mine);
+  };
+  if (header.object == 0) return post(call, nullptr);
+  const bool there = objects_.when_ready(header.object, [this, call, post](StoredObject stored) {
+    if (stored.error) return fail(call, stored.error);
+    if (*call->function->object_type != *stored.type)
+      return fail(call, std::make_exception_ptr(
+                            InvalidArgument("the remote object is not of the type that the function is called on")));
+    post(call, std::move(stored.value));
+  });
+  if (!there) fail(call, std::make_exception_ptr(Aborted("the remote object is gone")));
+}
+
+// A call that waits for its turn needs its arguments no more. It is answered then, not now: until it is, its caller
+// makes no other in its place, so there are never more of them here than it may make. What is to be stored is left
+// alone: should the caller be lost it is made all the same.
+void Agent::on_cancel(int from, const Header& header) {
+  std::shared_ptr<IncomingCall> call;
+  {
+    const std::lock_guard lock(running_mutex_);
+    const auto it = peer(from).running.find(header.call);
+    if (it == peer(from).running.end()) return;
+    call = it->second;
+  }
+  call->cancelled.store(true, std::memory_order_release);
+  if (!(call->header.flags & kStore) && !call->taken.exchange(true)) call->invocation.reset();
+}
+
+void Agent::run_handler(const std::shared_ptr<IncomingCall>& call, std::shared_ptr<void> object) {
+  // Where nobody waits for the result there is none; but an object that the call was to make must come to an end. Where
+  // its creator is lost it is made all the same: others may hold it already.
+  const bool orphan = (call->header.flags & kStore) && peer(call->caller).lost.load() && !closing_.load();
+  const bool dropped = call->taken.exchange(true);
+  if (dropped || (call->cancelled.load(std::memory_order_acquire) && !orphan) || call->deadline.passed())
+    return fail(call, std::make_exception_ptr(Aborted("the call was cancelled before it began")));
+  const detail::CallContext::Scope scope({.call = call, .grad_mode = !(call->header.flags & kNoGrad)});
+  Invocation& invocation = *call->invocation;
+  void* const target = object.get();
+  invocation.run(target, (call->header.flags & kStore) != 0, [call, object = std::move(object)](Outcome&& outcome) {
+    call->agent->finish(call, std::move(outcome));
+  });
+}
+
+void Agent::finish(const std::shared_ptr<IncomingCall>& call, Outcome outcome) {
+  if (outcome.error) return fail(call, outcome.error);
+  const bool store = call->header.flags & kStore;
+  if (store && !outcome.object)
+    return fail(call,
+                std::make_exception_ptr(InvalidArgument("a function whose result is to be kept returned nothing")));
+  if (store) {
+    objects_.set(call->header.result, {.value = std::move(outcome.object), .type = outcome.type});
+    outcome.value = {};
+  }
+  std::exception_ptr unsendable;
+  try {
+    if (!closing_.load()) {
+      Header header{.kind = Kind::kReply, .call = call->header.call};
+      if (!outcome.value.tensors.empty() && !(call->header.flags & kNoGrad))
+        interceptor_->returning(*call, outcome.value, header.context);
+      send(call->caller, header, std::move(outcome.value));
+    }
+  } catch (const PeerLost&) {
+  } catch (...) {
+    unsendable = std::current_exception();
+  }
+  if (unsendable) send_error(*call, unsendable);
+  forget(*call);
+}
+
+void Agent::fail(const std::shared_ptr<IncomingCall>& call, std::exception_ptr error) {
+  if (call->header.flags & kStore) objects_.set(call->header.result, {.error = error});
+  send_error(*call, error);
+  forget(*call);
+}
+
+void Agent::send_error(const IncomingCall& call, const std::exception_ptr& error) {
+  if (closing_.load()) return;  // the caller gets PeerLost
+  try {
+    Payload payload;
+    payload.body = detail::encode(detail::describe(error));
+    send(call.caller, {.kind = Kind::kError, .call = call.header.call}, std::move(payload));
+  } catch (const Error&) {
+    // Nobody is there to be told.
+  }
+}
+
+void Agent::forget(const IncomingCall& call) {
+  {
+    const std::lock_guard lock(running_mutex_);
+    peer(call.caller).running.erase(call.header.call);
+  }
+  changed();
+}
+
+void Agent::on_reply(int from, const Header& header, std::string_view rest, std::vector<transport::Piece>& pieces) {
+  const Active active(*this);
+  Pending pending = take_pending(header.call, from);  // none: it comes too late
+  const std::string_view body = rest.substr(0, header.payload);
+  try {
+    const auto sent = pending ? std::exchange(pending.call->sent, nullptr) : nullptr;
+    Payload payload = read(from, header, rest, pieces);  // also if it is too late: it may bring references
+    if (!pending) {
+    } else if (header.kind == Kind::kReply) {
+      if (header.context != 0) interceptor_->returned(sent, from, header.context, payload);
+      PayloadReader reader{body, payload.tensors, &payload.refs};
+      pending.call->succeed(reader);
+    } else if (pending.call->deadline.passed()) {
+      pending.fail(late_error(*pending.call));  // the function heard of the deadline before this worker looked
+    } else {
+      pending.fail(detail::remote_error(workers_[static_cast<size_t>(from)].name, pending.call->function->name,
+                                        detail::decode_error(body)));
+    }
+  } catch (...) {
+    if (pending) pending.fail(std::current_exception());
+  }
+}
+
+void Agent::on_lost(int rank, const std::string& cause) {
+  const Active active(*this);
+  Peer& gone = peer(rank);
+  std::vector<Pending> failed;
+  {
+    const std::lock_guard lock(pending_mutex_);
+    gone.cause = cause;
+    gone.lost.store(true, std::memory_order_release);
+    for (auto it = pending_.begin(); it != pending_.end();) {
+      const auto next = std::next(it);
+      if (it->second.call->to == rank) {
+        failed.push_back(std::move(it->second));
+        pending_.erase(it);
+      }
+      it = next;
+    }
+    gone.given_up.clear();
+  }
+  gone.outstanding.store(0, std::memory_order_release);
+  gone.room.ring();
+  const auto error = std::make_exception_ptr(lost_error(rank));
+  for (Pending& pending : failed) pending.fail(error);
+  {
+    const std::lock_guard lock(running_mutex_);
+    for (auto& [id, call] : gone.running) call->cancelled.store(true, std::memory_order_release);
+  }
+  interceptor_->lost(rank);
+  discard(objects_.lost(rank));
+  for (const auto& worker : workers_)
+    if (worker.id != self_ && worker.id != rank && !peer(worker.id).lost.load())
+      send_quietly(worker.id, {.kind = Kind::kDrained, .worker = rank});
+  bell_.ring();
+}
+
+}  // namespace muster::rpc

@@ -1,0 +1,20 @@
+// Ways: which transport goes to which worker.
+//
+// Thread-safety: values and functions.
+#pragma once
+
+#include <string>
+
+namespace muster::rpc {
+
+struct Ways {
+  bool shm = true;          // to workers of the same host
+  std::string far = "tcp";  // to the others: tcp, ucx; empty: there may be none
+
+  std::string text() const;  // as parse() takes it; the same for the same ways
+  // Of Options::transport: auto, shm, tcp, ucx, "shm,tcp" or "shm,ucx". For auto, what MUSTER_RPC_TRANSPORT says, if it
+  // is set. InvalidArgument for anything else.
+  static Ways parse(const std::string& transport);
+};
+
+}  // namespace muster::rpc

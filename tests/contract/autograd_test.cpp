@@ -1,0 +1,702 @@
+// Gradients through remote calls equal local ones, to any order; and what is kept for them goes.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "muster/autograd/context.h"
+#include "muster/comm/collectives.h"
+#include "muster/rpc/call.h"
+#include "muster/rpc/remote_error.h"
+#include "muster/rpc/rref.h"
+#include "muster/rpc/worker.h"
+#include "support/patience.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+using namespace std::chrono_literals;
+using at::Tensor;
+using rpc::RRef;
+using Tensors = std::vector<Tensor>;
+
+struct Counts : autograd::Census {
+  MSGPACK_DEFINE(sub_graphs, arguments, contexts);
+};
+Counts taken() { return Counts{autograd::census()}; }
+size_t owned() { return rpc::census().owned_objects; }
+
+class Autograd : public CommContract {
+ protected:
+  // The body in worker 0, while the others serve; checks that nothing is left on any of them.
+  void trainer(int n, const std::function<void()>& body) const {
+    run(n, [&](World& world) {
+      rpc::init();
+      if (world.rank() == 0) body();
+      nothing_is_left();
+      rpc::shutdown();
+    });
+  }
+  static void nothing_is_left() {
+    if (World::current().rank() != 0) return;
+    for (const auto& worker : rpc::all_workers()) {
+      const auto end = patience();  // references let go by message
+      autograd::Census left;
+      size_t objects = 0;
+      do {
+        left = rpc::sync<&taken>(worker);
+        objects = rpc::sync<&owned>(worker);
+      } while ((left.sub_graphs || left.arguments || left.contexts || objects) && !end.passed());
+      EXPECT_EQ(left.sub_graphs, 0u) << worker.name;
+      EXPECT_EQ(left.arguments, 0u) << worker.name;
+      EXPECT_EQ(left.contexts, 0u) << worker.name;
+      EXPECT_EQ(objects, 0u) << worker.name;
+    }
+  }
+};
+
+Tensor leaf(std::vector<double> values) { return at::tensor(values, at::kDouble).set_requires_grad(true); }
+Tensor random_leaf(at::IntArrayRef sizes, uint64_t seed) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  return at::randn(sizes, generator, at::kDouble).set_requires_grad(true);
+}
+void expect_close(const Tensor& a, const Tensor& b, double within = 1e-12) {
+  ASSERT_TRUE(a.defined() && b.defined());
+  EXPECT_TRUE(at::allclose(a, b, 0, within)) << "differ by " << (a - b).abs().max().item<double>();
+}
+
+// --- what is called ---
+
+Tensor smooth(const Tensor& x, const Tensor& y) { return (x * y).sin() + x.pow(3) * y.exp(); }
+Tensor smooth_there(int worker, const Tensor& x, const Tensor& y) {
+  return rpc::sync<&smooth>(worker, x * 2, y).tanh() + y;
+}
+Tensor triple(const Tensor& x) { return x * x * x; }
+
+struct Linear {
+  explicit Linear(uint64_t seed) : weight(random_leaf({3, 3}, seed)) {}
+  Tensor forward(const Tensor& x) { return x.matmul(weight).tanh(); }
+  Tensor grad() { return weight.grad(); }
+  Tensor value() { return weight.detach(); }
+  Tensor context_grad() { return autograd::gradient(weight); }
+  Tensor weight;
+};
+
+// Local and remote results of the same function, and their derivatives up to `order`, of random directions.
+using Function = std::function<Tensor(const Tensors&)>;
+void expect_derivatives(const Function& local, const Function& remote, const Tensors& inputs, int order) {
+  const auto derivatives = [&](const Function& function) {
+    Tensors all, last{function(inputs)};
+    for (int i = 0; i <= order; ++i) {
+      all.insert(all.end(), last.begin(), last.end());
+      if (i == order) break;
+      Tensor scalar = at::zeros({}, at::kDouble);
+      for (const Tensor& one : last) scalar = scalar + (one * one.detach().cos()).sum();
+      last = torch::autograd::grad({scalar}, inputs, {}, true, true);
+    }
+    return all;
+  };
+  const Tensors here = derivatives(local), there = derivatives(remote);
+  ASSERT_EQ(here.size(), there.size());
+  for (size_t i = 0; i < here.size(); ++i) expect_close(here[i], there[i]);
+}
+
+// The gradient against finite differences.
+void expect_gradient(const Function& function, Tensors inputs) {
+  const Tensors gradients = torch::autograd::grad({function(inputs).sum()}, inputs, {}, {}, true);
+  const at::NoGradGuard no_grad;
+  constexpr double kStep = 1e-6;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Tensor flat = inputs[i].detach().reshape(-1);
+    for (int64_t k = 0; k < flat.numel(); ++k) {
+      const auto at_offset = [&](double offset) {
+        Tensors moved = inputs;
+        moved[i] = flat.clone().index_put_({at::tensor(k)}, flat[k] + offset).reshape(inputs[i].sizes());
+        const at::AutoGradMode grad(true);  // a gradient is itself computed by one
+        for (Tensor& one : moved) one = one.detach().set_requires_grad(true);
+        return function(moved).sum().item<double>();
+      };
+      const double numeric = (at_offset(kStep) - at_offset(-kStep)) / (2 * kStep);
+      EXPECT_NEAR(gradients[i].reshape(-1)[k].item<double>(), numeric, 1e-5 * std::max(1.0, std::abs(numeric)));
+    }
+  }
+}
+
+// --- one call ---
+
+TEST_P(Autograd, BackwardIsLikeLocal) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, -2, 3}), y = leaf({0.5, 0.25, -1});
+    rpc::sync<&smooth>(1, x, y).sum().backward();
+    const Tensor x1 = leaf({1, -2, 3}), y1 = leaf({0.5, 0.25, -1});
+    smooth(x1, y1).sum().backward();
+    expect_close(x.grad(), x1.grad());
+    expect_close(y.grad(), y1.grad());
+  });
+}
+
+TEST_P(Autograd, DerivativesOfThreeOrders) {
+  trainer(3, [] {
+    const Tensors inputs{leaf({0.3, -0.2, 0.9}), leaf({0.5, 0.25, -0.1})};
+    const auto local = [](const Tensors& in) { return smooth(in[0], in[1]); };
+    for (const int to : {1, 0})
+      expect_derivatives(
+          local, [to](const Tensors& in) { return rpc::sync<&smooth>(to, in[0], in[1]); }, inputs, 3);
+    // Nested: 0 calls 1, which calls 2, or 0 again.
+    const auto nested = [](const Tensors& in) { return smooth(in[0] * 2, in[1]).tanh() + in[1]; };
+    for (const int to : {2, 0})
+      expect_derivatives(
+          nested, [to](const Tensors& in) { return rpc::sync<&smooth_there>(1, to, in[0], in[1]); }, inputs, 3);
+    // Four at a time, whose results meet.
+    const auto four = [](const auto& call) {
+      return [call](const Tensors& in) {
+        std::vector<rpc::Future<Tensor>> parts;
+        for (int i = 0; i < 4; ++i) parts.push_back(call(i % 3, in[0] * (i + 1), in[1]));
+        Tensor sum = parts[0].get();
+        for (int i = 1; i < 4; ++i) sum = sum * 0.5 + parts[i].get();
+        return sum;
+      };
+    };
+    expect_derivatives(four([](int, Tensor x, Tensor y) { return rpc::make_ready_future(smooth(x, y)); }),
+                       four([](int to, Tensor x, Tensor y) { return rpc::async<&smooth>(to, x, y); }), inputs, 3);
+  });
+}
+
+TEST_P(Autograd, FiniteDifferencesAgree) {
+  trainer(3, [] {
+    const Tensors inputs{leaf({0.3, -0.2}), leaf({0.5, 0.25})};
+    const auto one = [](const Tensors& in) { return rpc::sync<&smooth>(1, in[0], in[1]); };
+    const auto nested = [](const Tensors& in) { return rpc::sync<&smooth_there>(1, 2, in[0], in[1]); };
+    const auto four = [](const Tensors& in) {
+      std::vector<rpc::Future<Tensor>> parts;
+      for (int i = 0; i < 4; ++i) parts.push_back(rpc::async<&smooth>(1 + i % 2, in[0] * i, in[1]));
+      Tensor sum = at::zeros({2}, at::kDouble);
+      for (auto& part : parts) sum = sum + part.get();
+      return sum;
+    };
+    const auto derivative = [](const Function& function) {
+      return [function](const Tensors& in) {
+        const auto gradients = torch::autograd::grad({function(in).sum()}, in, {}, true, true);
+        return gradients[0] * gradients[1];
+      };
+    };
+    for (const Function& function : {Function(one), Function(nested), Function(four)}) {
+      expect_gradient(function, inputs);
+      expect_gradient(derivative(function), inputs);
+    }
+    expect_gradient(derivative(derivative(one)), inputs);
+  });
+}
+
+TEST_P(Autograd, ParametersThereGetTheirGradients) {
+  trainer(2, [] {
+    const auto model = rpc::remote<Linear>(1, uint64_t{7});
+    Linear local(7);
+    const Tensor x = random_leaf({2, 3}, 1), x1 = x.detach().clone().set_requires_grad(true);
+    for (int step = 0; step < 2; ++step) {  // they add up
+      model.sync<&Linear::forward>(x).sum().backward();
+      local.forward(x1).sum().backward();
+    }
+    expect_close(model.sync<&Linear::grad>(), local.weight.grad());
+    expect_close(x.grad(), x1.grad());
+    // An argument that asks for none.
+    model.sync<&Linear::forward>(x.detach()).sum().backward();
+    local.forward(x1.detach()).sum().backward();
+    expect_close(model.sync<&Linear::grad>(), local.weight.grad());
+    // grad() leaves them alone.
+    const auto y = model.sync<&Linear::forward>(x);
+    expect_close(torch::autograd::grad({y.sum()}, {x})[0], torch::autograd::grad({local.forward(x1).sum()}, {x1})[0]);
+    expect_close(model.sync<&Linear::grad>(), local.weight.grad());
+  });
+}
+
+// Backward of a sum gives one tensor for both arguments.
+Tensor sum_of(const Tensor& x, const Tensor& y) { return x + y; }
+TEST_P(Autograd, GradientsOfOneCallDoNotShareMemory) {
+  trainer(2, [] {
+    for (const int to : {1, 0}) {
+      const Tensor x = leaf({1, 2}), y = leaf({3, 4});
+      for (const double factor : {2.0, 5.0}) (rpc::sync<&sum_of>(to, x, y) * factor).sum().backward();
+      expect_close(x.grad(), at::full({2}, 7.0, at::kDouble));
+      expect_close(y.grad(), at::full({2}, 7.0, at::kDouble));
+      x.grad().zero_();
+      expect_close(y.grad(), at::full({2}, 7.0, at::kDouble));
+    }
+    // Of gradients too.
+    const auto parts = [](const Tensors& in) { return Tensors{in[0].sin() * in[1].exp(), in[0] * in[1].cos()}; };
+    const auto sum = [&](const Tensors& in) { return sum_of(parts(in)[0], parts(in)[1]); };
+    const auto sum_there = [&](const Tensors& in) { return rpc::sync<&sum_of>(1, parts(in)[0], parts(in)[1]); };
+    expect_derivatives(sum, sum_there, {leaf({0.3, -0.2}), leaf({0.5, 0.25})}, 3);
+  });
+}
+
+// --- what PyTorch's tape does besides ---
+
+std::tuple<Tensor, int, std::string, Tensor, Tensor> several(Tensor x, Tensor numbers, std::string word) {
+  return {x * 2, 5, word, x.exp(), numbers + 1};
+}
+Tensor uses_first(const Tensor& x, const Tensor&) { return x * 3; }
+Tensor in_place(Tensor x) {
+  x.mul_(2);
+  return x * x;
+}
+bool records() { return at::GradMode::is_enabled(); }
+rpc::Task<bool> records_after_a_wait(int back) {
+  co_await rpc::async<&records>(back);
+  co_return at::GradMode::is_enabled();
+}
+
+TEST_P(Autograd, OutputsOfOtherKindsAndUnusedOnes) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2});
+    const auto [twice, five, word, exp, numbers] = rpc::sync<&several>(1, x, at::tensor({1, 2}), "w");
+    EXPECT_EQ(five, 5);
+    EXPECT_EQ(word, "w");
+    EXPECT_FALSE(numbers.requires_grad());
+    twice.sum().backward();  // exp is not used
+    expect_close(x.grad(), at::tensor({2.0, 2.0}, at::kDouble));
+  });
+}
+
+TEST_P(Autograd, UnusedArguments) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2}), y = leaf({3, 4});
+    const Tensor z = rpc::sync<&uses_first>(1, x, y).sum();
+    EXPECT_THROW(torch::autograd::grad({z}, {y}, {}, true), c10::Error);
+    const auto gradients = torch::autograd::grad({z}, {x, y}, {}, {}, false, true);
+    expect_close(gradients[0], at::tensor({3.0, 3.0}, at::kDouble));
+    EXPECT_FALSE(gradients[1].defined());
+  });
+}
+
+TEST_P(Autograd, GradModeTravels) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2});
+    EXPECT_TRUE(rpc::sync<&records>(1));
+    EXPECT_TRUE(rpc::sync<&records_after_a_wait>(1, 0));
+    {
+      const at::NoGradGuard no_grad;
+      EXPECT_FALSE(rpc::sync<&triple>(1, x).requires_grad());
+      EXPECT_FALSE(rpc::sync<&records>(1));
+      EXPECT_FALSE(rpc::sync<&records_after_a_wait>(1, 0));
+      EXPECT_FALSE(at::GradMode::is_enabled());
+    }
+    EXPECT_FALSE(rpc::sync<&triple>(1, x.detach()).requires_grad());
+  });
+}
+
+TEST_P(Autograd, InPlaceUpdates) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2});
+    Tensor y = x * 1;
+    const Tensor z = rpc::sync<&in_place>(1, y);  // of its own copy
+    expect_close(y.detach(), x.detach());
+    y.mul_(5);  // after the call: it took what was there
+    (z.sum() + y.sum()).backward();
+    expect_close(x.grad(), 8 * x.detach() + 5);
+    // Of a result.
+    Tensor w = rpc::sync<&triple>(1, x);
+    w.add_(1).mul_(2);
+    expect_close(torch::autograd::grad({w.sum()}, {x})[0], 6 * x.detach() * x.detach());
+  });
+}
+
+TEST_P(Autograd, HooksRunAndMayChangeGradients) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2}).clone().detach().set_requires_grad(true);
+    const Tensor y = rpc::sync<&triple>(1, x);
+    int seen = 0;
+    y.register_hook([&](Tensor gradient) {
+      ++seen;
+      return gradient * 10;
+    });
+    x.register_hook([&](Tensor gradient) {
+      ++seen;
+      return gradient + 1;
+    });
+    y.sum().backward();
+    EXPECT_EQ(seen, 2);
+    expect_close(x.grad(), 30 * x.detach() * x.detach() + 1);
+  });
+}
+
+struct Tenfold : torch::autograd::FunctionPostHook {
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    torch::autograd::variable_list tenfold;
+    for (const Tensor& output : outputs) tenfold.push_back(output.defined() ? output * 10 : output);
+    return tenfold;
+  }
+};
+
+TEST_P(Autograd, HooksOfTheNodeMayChangeGradientsToo) {
+  trainer(2, [] {
+    const auto model = rpc::remote<Linear>(1, uint64_t{7});
+    Linear local(7);
+    const Tensor x = random_leaf({2, 3}, 1), x1 = x.detach().clone().set_requires_grad(true);
+    const Tensor y = model.sync<&Linear::forward>(x);
+    y.grad_fn()->add_post_hook(std::make_unique<Tenfold>());
+    y.sum().backward();
+    (local.forward(x1).sum() * 10).backward();
+    expect_close(x.grad(), x1.grad());
+    expect_close(model.sync<&Linear::grad>(), local.weight.grad());  // once
+  });
+}
+
+TEST_P(Autograd, FailedPassesLeaveNothing) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2});
+    const Tensor z = x * 2;
+    z.register_hook([](Tensor) -> Tensor { throw std::runtime_error("no"); });
+    const Tensor y = rpc::sync<&triple>(1, x), bad = (z * y).sum();
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_THROW(bad.backward({}, true, true), std::runtime_error);
+      torch::autograd::backward({y.sum()}, {}, true, true, {y});  // ends at the call's result
+    }
+  });
+}
+
+// A run that is none of ours, the user's loss.backward(), fails there: libtorch keeps what it has not run for this
+// thread's next run, which does not come before the end.
+TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
+  static constexpr auto fails = [](const Tensor& x) {
+    const Tensor y = x * 2;
+    y.register_hook([](Tensor) -> Tensor { throw std::out_of_range("in a hook"); });
+    return y;
+  };
+  const auto more = [](const Tensor& x) { return rpc::sync<&triple>(1, x).sum(); };
+  trainer(2, [&] {  // there: the other calls' parts of the graph have not run when it fails
+    const Tensor x = leaf({1, 2});
+    const Tensor loss = more(x.exp()) + rpc::sync<fails>(1, x.sin()).sum() + more(rpc::sync<fails>(1, x.cos()));
+    EXPECT_THROW(loss.backward(), rpc::RemoteError);
+  });
+  trainer(2, [&] {  // here, in what stands beside calls and behind one
+    const Tensor x = leaf({1, 2});
+    const Tensor y = more(x.exp());
+    const Tensor bad = more(x.sin()).mul(2);
+    bad.register_hook([](Tensor) -> Tensor { throw std::out_of_range("here"); });
+    const Tensor loss = more(y * y) + bad * more(x.cos());
+    EXPECT_THROW(loss.backward(), std::out_of_range);
+  });
+  trainer(2, [&] {  // in a handler, whose run finds arguments of this worker
+    const Tensor x = leaf({1, 2});
+    static constexpr auto runs = [](const Tensor& x) {
+      const Tensor inner = x.detach().set_requires_grad(true);
+      (rpc::sync<&triple>(0, x).sum() + rpc::sync<fails>(0, inner).sum() + rpc::sync<&triple>(0, inner).sum())
+          .backward();
+    };
+    EXPECT_THROW(rpc::sync<runs>(1, x), rpc::RemoteError);
+  });
+}
+
+// Where it fails before it has come to any call, none of our nodes can see to that, but the thread's next run does; and
+// one in a context begins with a node of ours.
+TEST_P(Autograd, AFailureBeforeTheFirstCallLeavesNothingToTheNextRun) {
+  const auto fails = [] {
+    const Tensor x = leaf({1, 2});
+    const Tensor y = rpc::sync<&triple>(1, x).sum().exp(), bad = x.sum().sin();
+    bad.register_hook([](Tensor) -> Tensor { throw std::out_of_range("here"); });
+    return y.exp() + bad;
+  };
+  trainer(2, [&] {
+    EXPECT_THROW(fails().backward(), std::out_of_range);
+    leaf({1}).exp().backward();
+  });
+  trainer(2, [&] {
+    autograd::Context context;
+    EXPECT_THROW(autograd::backward(context, {fails()}), std::out_of_range);
+    context.end();
+  });
+}
+
+TEST_P(Autograd, RetainedAndUsedUp) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2});
+    const Tensor y = rpc::sync<&triple>(1, x).sum();
+    y.backward({}, true);
+    y.backward();
+    expect_close(x.grad(), 6 * x.detach() * x.detach());
+    EXPECT_CONTAINS(message_of<c10::Error>([&] { y.backward(); }), "backward through the graph a second time");
+    // The same where another call has used it up there.
+    const auto kept = rpc::remote<&triple>(1, x);
+    const Tensor one = kept.to_here().sum(), other = kept.to_here().sum();
+    one.backward();
+    EXPECT_CONTAINS(message_of<c10::Error>([&] { other.backward(); }), "backward through the graph a second time");
+  });
+}
+
+TEST_P(Autograd, ErrorsOfBackwardName) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2});
+    static constexpr auto throws = [](Tensor x) {
+      Tensor y = x * 2;
+      y.register_hook([](Tensor) -> Tensor { throw std::out_of_range("in a hook"); });
+      return y;
+    };
+    const Tensor y = rpc::sync<throws>(1, x).sum();
+    EXPECT_CONTAINS(message_of<rpc::RemoteError>([&] { y.backward(); }), "in a hook");
+    EXPECT_FALSE(x.grad().defined());
+  });
+}
+
+TEST_P(Autograd, FromManyThreads) {
+  trainer(2, [] {
+    const auto model = rpc::remote<Linear>(1, uint64_t{3});
+    const Tensor x = random_leaf({2, 3}, 5);
+    const Tensor y = model.sync<&Linear::forward>(x).sum();
+    const Tensor expected = torch::autograd::grad({y}, {x}, {}, true)[0];
+    World& world = World::current();
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&] {
+        const World::Scope scope(world);
+        for (int k = 0; k < 10; ++k) y.backward({}, true);
+      });
+    for (auto& thread : threads) thread.join();
+    expect_close(x.grad(), 40 * expected, 1e-10);
+  });
+}
+
+// --- values that stay, and third workers ---
+
+struct Keeper {
+  void put(Tensor x) { kept = x * 2; }
+  Tensor get() { return kept.exp(); }
+  Tensor kept;
+};
+Tensor use_there(RRef<Tensor> rref, Tensor y) { return rref.to_here() * y; }
+double loss_there(Tensor x, double factor) {  // runs backward by itself
+  const Tensor loss = (x * x * factor).sum();
+  loss.backward();
+  return loss.item<double>();
+}
+
+TEST_P(Autograd, ThroughWhatStaysThere) {
+  trainer(3, [] {
+    const Tensor x = leaf({0.1, 0.2}), y = leaf({3, 4});
+    const auto kept = rpc::remote<&triple>(1, x);
+    rpc::sync<&use_there>(2, kept, y).sum().backward({}, true);  // 0 → 2 → 1, whose argument is 0's
+    expect_close(x.grad(), 3 * x.detach().square() * y.detach());
+    expect_close(y.grad(), x.detach().pow(3));
+    const auto keeper = rpc::remote<Keeper>(2);
+    keeper.sync<&Keeper::put>(x);  // the state of an object
+    const Tensor got = keeper.sync<&Keeper::get>();
+    expect_close(torch::autograd::grad({got.sum()}, {x})[0], 2 * (2 * x.detach()).exp());
+    keeper.sync<&Keeper::put>(Tensor(y.detach()));  // lets go
+  });
+}
+
+// Worker 0's argument, worker 1's value, and worker 2 that runs backward: it ends in worker 0's .grad.
+double backward_of(RRef<Tensor> rref) {
+  const Tensor value = rref.to_here();
+  (value.sum() + value.sum()).backward();
+  return value.sum().item<double>();
+}
+
+TEST_P(Autograd, AThirdWorkerRunsBackward) {
+  trainer(3, [] {
+    const Tensor x = leaf({0.1, 0.2}), scaled = x * 2;
+    const auto kept = rpc::remote<&triple>(1, scaled);
+    rpc::sync<&backward_of>(2, kept);
+    expect_close(x.grad(), 2 * 6 * (2 * x.detach()).square());
+  });
+}
+
+TEST_P(Autograd, AHandlerMayRunBackward) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2});
+    rpc::sync<&loss_there>(1, x, 3.0);
+    expect_close(x.grad(), 6 * x.detach());  // as if it had been called here
+  });
+}
+
+// --- at the same time ---
+
+// Whose backward passes wait for one another: one after the other they never come.
+Tensor four_meet_backward(Tensor x) {
+  Tensor y = x * 2;
+  y.register_hook([](Tensor gradient) {
+    Store& store = World::current().store();
+    store.add("backward", 1);
+    for (const auto end = patience(); store.add("backward", 0) < 4; std::this_thread::sleep_for(1ms))
+      if (end.passed()) throw std::runtime_error("the others did not come");
+    return gradient;
+  });
+  return y;
+}
+
+TEST_P(Autograd, IndependentCallsRunBackwardSideBySide) {
+  trainer(5, [] {
+    const Tensor x = leaf({1, 2});
+    Tensor sum = at::zeros({2}, at::kDouble);
+    for (int i = 1; i <= 4; ++i) sum = sum + rpc::sync<&four_meet_backward>(i, x);
+    sum.sum().backward();
+    expect_close(x.grad(), at::full({2}, 8.0, at::kDouble));
+  });
+}
+
+// --- contexts ---
+
+TEST_P(Autograd, AContextKeepsGradientsApart) {
+  trainer(3, [] {
+    const auto model = rpc::remote<Linear>(1, uint64_t{7});
+    Linear local(7), mine(8), mine_local(8);
+    const Tensor x = random_leaf({2, 3}, 1);
+    {
+      autograd::Context context;
+      const Tensor y = mine.forward(model.sync<&Linear::forward>(x)).sum();
+      autograd::backward(context, {y});
+      mine_local.forward(local.forward(x.detach().set_requires_grad(true))).sum().backward();
+      EXPECT_FALSE(x.grad().defined());
+      EXPECT_FALSE(mine.weight.grad().defined());
+      expect_close(context.gradient(mine.weight), mine_local.weight.grad());
+      EXPECT_TRUE(context.gradient(x).defined());
+      EXPECT_EQ(context.gradients().size(), 2u);
+      context.gradient(mine.weight).zero_();  // a tensor of the caller's own
+      expect_close(model.sync<&Linear::context_grad>(), local.weight.grad());
+      {
+        autograd::Context other;  // of its own
+        EXPECT_FALSE(model.sync<&Linear::context_grad>().defined());
+      }
+      expect_close(model.sync<&Linear::context_grad>(), local.weight.grad());
+      context.end();
+      EXPECT_THROW(context.gradients(), Aborted);
+    }
+    EXPECT_FALSE(model.sync<&Linear::grad>().defined());
+    EXPECT_THROW(model.sync<&Linear::context_grad>(), rpc::RemoteError);  // in none
+  });
+}
+
+TEST_P(Autograd, AContextKeepsNoTensorOfTheCallers) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2}), y = leaf({3, 4});
+    autograd::Context context;
+    Tensor gradient = at::empty({2}, at::kDouble);  // one for both passes
+    for (const double value : {1.0, 10.0}) {
+      gradient.fill_(value);
+      autograd::backward(context, {rpc::sync<&triple>(1, x) + y}, {gradient});
+    }
+    gradient.zero_();
+    expect_close(context.gradient(x), 11 * 3 * x.detach().square());
+    expect_close(context.gradient(y), at::full({2}, 11.0, at::kDouble));
+    context.end();
+  });
+}
+
+TEST_P(Autograd, TheEndOfAContextEndsItsGraphs) {
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2});
+    Tensor y;
+    {
+      autograd::Context context;
+      y = rpc::sync<&triple>(1, x).sum();
+      context.end();
+      const auto end = patience();
+      while (rpc::sync<[] { return autograd::census().contexts; }>(1) != 0 && !end.passed()) {
+      }
+      EXPECT_EQ(rpc::sync<[] { return autograd::census().contexts; }>(1), 0u);
+    }
+    EXPECT_THROW(y.backward(), Aborted);
+  });
+}
+
+TEST_P(Autograd, AContextOfATimeThatIsOverIsNoOther) {
+  run(2, [](World& world) {
+    rpc::init();
+    std::optional<autograd::Context> old;
+    if (world.rank() == 0) {
+      old.emplace();
+      rpc::sync<&triple>(1, leaf({1}));
+    }
+    rpc::shutdown();
+    rpc::init();
+    if (world.rank() == 0) {
+      EXPECT_THROW(rpc::sync<&triple>(1, leaf({1})), Aborted);  // the old one is still this thread's
+      std::optional<autograd::Context> context(std::in_place);
+      EXPECT_EQ(context->id(), old->id());
+      const auto model = rpc::remote<Linear>(1, uint64_t{7});
+      autograd::backward(*context, {model.sync<&Linear::forward>(random_leaf({1, 3}, 1)).sum()});
+      EXPECT_TRUE(model.sync<&Linear::context_grad>().defined());
+      context.reset();
+    }
+    old.reset();
+    rpc::shutdown();
+  });
+}
+
+// A handler's own context, and calls that belong to none.
+int own_context(int back) {
+  autograd::Context mine;
+  rpc::sync<&triple>(back, leaf({1}));
+  return 0;
+}
+TEST_P(Autograd, AHandlersOwnContextEndsEverywhere) {
+  trainer(3, [] {
+    autograd::Context context;
+    for (int i = 0; i < 3; ++i) rpc::sync<&own_context>(1, 2);
+    context.end();
+  });
+}
+
+// Three workers at once, in one context each: the sums have the same bits in every round, whoever is late.
+std::vector<double> sums_of(int rounds) {
+  std::vector<double> sums;
+  for (int round = 0; round < rounds; ++round) {
+    autograd::Context context;
+    Linear model(5);
+    std::vector<rpc::Future<Tensor>> parts;
+    auto self = rpc::make_rref(std::make_shared<Linear>(5));
+    static constexpr auto part = [](RRef<Linear> model, int64_t seed, int late) {
+      if (late) std::this_thread::sleep_for(std::chrono::milliseconds(late));
+      return model.sync<&Linear::forward>(at::full({1, 3}, 0.1 * static_cast<double>(seed), at::kDouble));
+    };
+    for (int i = 1; i <= 6; ++i) parts.push_back(rpc::async<part>(i % 3, self, int64_t{i}, (i * (round + 1)) % 4));
+    Tensor loss = at::zeros({}, at::kDouble);
+    for (auto& one : parts) loss = loss + one.get().sum();
+    autograd::backward(context, {loss});
+    const Tensor gradient = context.gradient(self.local_value()->weight);
+    for (const double* it = gradient.data_ptr<double>(); it != gradient.data_ptr<double>() + 9; ++it)
+      sums.push_back(*it);
+  }
+  return sums;
+}
+
+TEST_P(Autograd, SumsHaveTheSameBitsInEveryRound) {
+  trainer(3, [] {
+    const std::vector<double> sums = sums_of(6);
+    for (size_t i = 9; i < sums.size(); ++i) EXPECT_EQ(sums[i], sums[i % 9]) << "round " << i / 9;
+  });
+}
+
+TEST_P(Autograd, ContextsOfAllWorkersAtOnce) {
+  run(3, [](World& world) {
+    rpc::init();
+    const auto model = rpc::remote<Linear>((world.rank() + 1) % 3, uint64_t{9});
+    Linear local(9);
+    for (int step = 0; step < 20; ++step) {
+      autograd::Context context;
+      const Tensor x = random_leaf({2, 3}, static_cast<uint64_t>(100 * world.rank() + step));
+      autograd::backward(context, {model.sync<&Linear::forward>(x).sum()});
+      local.weight.mutable_grad() = Tensor();
+      local.forward(x.detach()).sum().backward();
+      expect_close(model.sync<&Linear::context_grad>(), local.weight.grad());
+    }
+    barrier();
+    rpc::shutdown();
+  });
+}
+
+MUSTER_RPC_CONTRACT(Rpc, Autograd);
+
+}  // namespace
+}  // namespace muster::test

@@ -1,0 +1,696 @@
+// Remote calls: one suite, over shared memory and (between faked hosts) over TCP, between threads and processes.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/verbose.h"
+#include "muster/comm/collectives.h"
+#include "muster/rpc/call.h"
+#include "muster/rpc/remote_error.h"
+#include "muster/rpc/rref.h"
+#include "muster/rpc/this_call.h"
+#include "muster/rpc/traffic.h"
+#include "muster/rpc/worker.h"
+#include "support/patience.h"
+#include "support/ranks.h"
+#include "support/ucx.h"
+
+namespace muster::test {
+namespace {
+
+using namespace std::chrono_literals;
+using at::Tensor;
+using rpc::Future;
+using rpc::RRef;
+
+class Rpc : public CommContract {
+ protected:
+  // The body in each of n workers; RPC is shut down gracefully behind it.
+  void serve(int n, const std::function<void(World&)>& body, rpc::Options options = {}) const {
+    run(n, [&](World& world) {
+      rpc::init(options);
+      body(world);
+      rpc::shutdown();
+    });
+  }
+};
+
+// --- what is called ---
+
+int add(int a, int b) { return a + b; }
+Tensor echo(Tensor x) { return x; }
+Tensor twice(const Tensor& x) { return x * 2; }
+void nothing() {}
+std::string caller() { return rpc::this_call().caller().name; }
+void fails_at_length() { throw std::runtime_error(std::string(1 << 20, 'x')); }
+int fails(int) { throw std::out_of_range("no such key"); }
+// Blocks its thread, as users' functions do, until somebody says go.
+int held(int number) {
+  World::current().store().get("go" + std::to_string(number), patience());
+  return number;
+}
+int begins(int number) {
+  World::current().store().set("begun" + std::to_string(number), "");
+  return held(number);
+}
+// How many have begun when `all` have; fewer where they run one after another.
+int meets(int all) {
+  Store& store = World::current().store();
+  store.add("begun", 1);
+  for (const auto end = patience(); store.add("begun", 0) < all && !end.passed();) std::this_thread::sleep_for(1ms);
+  held(0);
+  return static_cast<int>(store.add("begun", 0));
+}
+// Calls itself on the next worker, `depth` times.
+int down(int depth) {
+  const int next = (rpc::worker_info().id + 1) % static_cast<int>(rpc::all_workers().size());
+  return depth == 0 ? 0 : 1 + rpc::sync<&down>(next, depth - 1);
+}
+rpc::Task<int> down_waiting(int depth) {
+  const int next = (rpc::worker_info().id + 1) % static_cast<int>(rpc::all_workers().size());
+  if (depth == 0) co_return 0;
+  co_return 1 + co_await rpc::async<&down_waiting>(next, depth - 1);
+}
+// These wait in their thread, for futures that have no Waits.
+rpc::Task<int> add_at(int worker, int n) { co_return co_await rpc::async<&add>(worker, n, 1); }
+int waits_for_a_task(int n) { return rpc::start(add_at(rpc::this_call().caller().id, n)).get(); }
+int waits_for_both(int n) {
+  const auto sum = rpc::async<&add>(rpc::this_call().caller().id, n, 0);
+  const auto both = rpc::when_all(sum, rpc::make_ready_future(1)).get();
+  return std::get<0>(both) + std::get<1>(both);
+}
+int waits_for_a_thread(int number) {
+  World& world = World::current();
+  rpc::Promise<int> promise;
+  const std::jthread other([&] {
+    const World::Scope scope(world);
+    try {
+      promise.try_set_value(held(number));
+    } catch (...) {
+      promise.try_set_error(std::current_exception());
+    }
+  });
+  return promise.future().get();
+}
+// Whether what it has made due runs before it ends. The call has no timeout: one wakes a thread that would run it.
+bool waits_for_what_it_cancels(int worker, int number) {
+  const auto ran = std::make_shared<std::promise<void>>();
+  const auto call = rpc::async<&begins>({worker, {.timeout = 0ms}}, number);
+  call.then([ran](const Future<int>&) { ran->set_value(); });
+  World::current().store().get("begun" + std::to_string(number), patience());
+  call.cancel();
+  return ran->get_future().wait_for(kPatience) == std::future_status::ready;
+}
+
+struct Counter {
+  explicit Counter(int start = 0) : value(start) {
+    if (start < 0) throw std::invalid_argument("a counter starts at 0");
+  }
+  int add(int n) {
+    const std::lock_guard lock(mutex);
+    return value += n;
+  }
+  int get() const { return value; }
+  std::mutex mutex;
+  int value;
+};
+int bump(Counter& counter, int n) { return counter.add(n); }
+int bump_through(RRef<Counter> counter) { return counter.sync<&Counter::add>(1); }
+RRef<Counter> pass_on(RRef<Counter> counter) { return counter; }
+int hand_to(int worker, RRef<Counter> counter) { return rpc::sync<&bump_through>(worker, counter); }
+
+// Its end calls who has held it, and waits for the answer.
+struct Farewell {
+  explicit Farewell(int holder) : to(holder) {}
+  Farewell(const Farewell&) = delete;
+  Farewell& operator=(const Farewell&) = delete;
+  ~Farewell() {
+    std::string end = "said";
+    try {
+      rpc::sync<&nothing>(to);
+    } catch (const std::exception& error) {
+      end = error.what();
+    }
+    World::current().store().set("farewell", end);
+  }
+  int holder() const { return to; }
+  int to;
+};
+
+// Whether `condition` comes true.
+template <typename Condition>
+bool soon(Condition condition) {
+  for (const auto end = patience(); !end.passed();) {
+    if (condition()) return true;
+    std::this_thread::yield();
+  }
+  return false;
+}
+
+// --- calls ---
+
+TEST_P(Rpc, CallsByNameAndRank) {
+  run(3, [](World& world) {
+    rpc::init({.name = world.rank() == 0 ? "trainer" : "ps" + std::to_string(world.rank())});
+    EXPECT_EQ(rpc::all_workers().size(), 3u);
+    EXPECT_EQ(rpc::worker_info("ps2").id, 2);
+    for (int to = 0; to < 3; ++to) EXPECT_EQ(rpc::sync<&add>(to, 1, to), 1 + to);  // itself too
+    EXPECT_EQ(rpc::sync<&caller>("ps1"), rpc::worker_info().name);
+    rpc::sync<&nothing>("trainer");
+    EXPECT_EQ(rpc::sync<[](std::string a, std::vector<int> b) { return a + std::to_string(b.size()); }>(
+                  "ps1", "x", std::vector{1, 2}),
+              "x2");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::sync<&add>("nobody", 1, 2); }), "\"ps1\"");
+    EXPECT_THROW(rpc::sync<&add>(3, 1, 2), InvalidArgument);
+    rpc::shutdown();
+    EXPECT_FALSE(rpc::is_running());
+    EXPECT_THROW(rpc::sync<&add>(1, 1, 2), Aborted);
+    rpc::init();  // again
+    EXPECT_EQ(rpc::sync<&add>("worker1", 1, 2), 3);
+    rpc::shutdown();
+  });
+}
+
+TEST_P(Rpc, SaysWhichWayCallsGo) {
+  if (!as_threads()) return;  // their standard error is another
+  ::setenv(kVerboseVariable, "1", 1);
+  testing::internal::CaptureStderr();
+  serve(2, [](World&) {});
+  const std::string said = testing::internal::GetCapturedStderr();
+  ::unsetenv(kVerboseVariable);
+  EXPECT_CONTAINS(said, GetParam().backend == "shm" ? R"(rpc: "worker1" calls "worker0", "worker1" over shm)"
+                                                    : R"(rpc: "worker1" calls "worker1" over shm; "worker0" over tcp)");
+}
+
+TEST_P(Rpc, WorkersAreKnownAfterTheEnd) {
+  run(2, [](World& world) {
+    rpc::init();
+    const rpc::WorkerInfo& me = rpc::worker_info();
+    const auto& all = rpc::all_workers();
+    rpc::shutdown();
+    EXPECT_EQ(me.id, world.rank());
+    EXPECT_EQ(all.at(1).name, "worker1");
+  });
+}
+
+// It fits what the thread that delivers may send without waiting.
+TEST_P(Rpc, ALongErrorIsCut) {
+  serve(2, [](World& world) {
+    const auto text = message_of<rpc::RemoteError>([&] { rpc::sync<&fails_at_length>(1 - world.rank()); });
+    EXPECT_CONTAINS(text, "xxx…");
+    EXPECT_LT(text.size(), size_t{20} << 10);
+  });
+}
+
+TEST_P(Rpc, TwoWorkersOfOneName) {
+  run(2, [](World&) { EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::init({.name = "a"}); }), "\"a\""); });
+}
+
+TEST_P(Rpc, TensorsOfAllSizes) {
+  serve(2, [](World& world) {
+    const int to = 1 - world.rank();
+    for (const int64_t n : {0, 1, 100, 2047, 2048, 2049, 5000, 100'000, 3'000'000}) {
+      const Tensor x = at::rand({n});
+      const Tensor y = rpc::sync<&twice>(to, x);
+      EXPECT_TRUE(at::equal(y, x * 2)) << n;
+      EXPECT_TRUE(at::equal(rpc::sync<&echo>(to, x), x)) << n;
+    }
+    const Tensor whole = at::arange(24).reshape({2, 3, 4});
+    EXPECT_TRUE(at::equal(rpc::sync<&echo>(to, whole.transpose(0, 2)), whole.transpose(0, 2)));
+    EXPECT_TRUE(at::equal(rpc::sync<&echo>(to, whole.select(1, 1)), whole.select(1, 1)));
+    EXPECT_FALSE(rpc::sync<&echo>(to, Tensor()).defined());
+  });
+}
+
+TEST_P(Rpc, WhatTheCalleeDoesToAnArgumentIsNotSeenHere) {
+  serve(2, [](World& world) {
+    const Tensor x = at::ones({1 << 20}), on_heap = world.heap().zeros({1 << 20});
+    for (const Tensor& mine : {x, on_heap}) {
+      const Tensor before = mine.clone();
+      rpc::sync<[](Tensor t) { t.fill_(7); }>(1 - world.rank(), mine);
+      EXPECT_TRUE(at::equal(mine, before));
+    }
+  });
+}
+
+TEST_P(Rpc, MovedTensorsOfTheHeapChangeHandsAndComeHome) {
+  serve(2, [](World& world) {
+    for (int i = 0; i < 3; ++i) {
+      Tensor x = world.heap().zeros({1 << 18});
+      x.fill_(i);
+      const void* const where = x.const_data_ptr();
+      Tensor y = rpc::sync<&echo>(1 - world.rank(), std::move(x));
+      EXPECT_TRUE(at::equal(y, at::ones({1 << 18}) * i));
+      const bool near = rpc::worker_info(0).host == rpc::worker_info(1).host;
+      if (near) {
+        EXPECT_EQ(y.const_data_ptr(), where);
+      }
+    }
+    world.store().set("done" + std::to_string(world.rank()), "");
+    // What was lent has come back.
+    EXPECT_TRUE(soon([&] { return world.heap().used() == 0; })) << world.heap().used();
+    muster::barrier();
+  });
+}
+
+TEST_P(Rpc, TrafficIsWhatWasSentAndReceived) {
+  serve(2, [](World& world) {
+    constexpr uint64_t kTensors = 10 * (size_t{64} << 10), kRest = 11 * 512;
+    const rpc::Traffic before = rpc::traffic();
+    muster::barrier();
+    if (world.rank() == 0) {
+      const Tensor x = at::ones({1 << 14});
+      for (int i = 0; i < 10; ++i) rpc::sync<&echo>(1, x);
+      rpc::sync<&nothing>(1);
+      const rpc::Traffic made = rpc::traffic() - before;
+      EXPECT_EQ(made.calls, 11u);
+      EXPECT_GE(made.bytes_sent, kTensors);
+      EXPECT_LT(made.bytes_sent, kTensors + kRest);
+      EXPECT_GE(made.bytes_received, kTensors);
+      EXPECT_LT(made.bytes_received, kTensors + kRest);
+      rpc::sync<&echo>(0, x);  // to itself
+      EXPECT_EQ((rpc::traffic() - before).calls, 11u);
+      EXPECT_LT((rpc::traffic() - before).bytes_sent, kTensors + kRest);
+    }
+    muster::barrier();
+    if (world.rank() == 1) {
+      EXPECT_EQ((rpc::traffic() - before).calls, 0u);
+    }
+    // Either has received what the other has sent, once that has been counted.
+    const int other = 1 - world.rank();
+    const auto key = [](int rank) { return "traffic" + std::to_string(rank); };
+    EXPECT_TRUE(soon([&] {
+      world.store().set(key(world.rank()), std::to_string(rpc::traffic().bytes_sent));
+      return world.store().get(key(other), patience()) == std::to_string(rpc::traffic().bytes_received);
+    })) << rpc::traffic().bytes_received;
+    world.store().set(key(world.rank()), std::to_string(rpc::traffic().bytes_sent));
+    muster::barrier();
+  });
+}
+
+TEST_P(Rpc, AsynchronousCallsFromManyThreads) {
+  serve(2, [](World& world) {
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0};
+    for (int t = 0; t < 4; ++t)
+      threads.emplace_back([&, t] {
+        const World::Scope scope(world);
+        for (int round = 0; round < 20; ++round) {
+          std::vector<Future<int>> results;
+          for (int i = 0; i < 50; ++i) results.push_back(rpc::async<&add>(1 - world.rank(), t * 1000, i));
+          for (int i = 0; i < 50; ++i) wrong += results[static_cast<size_t>(i)].get() != t * 1000 + i;
+          const Tensor x = at::rand({1 + 997 * round});
+          wrong += !at::equal(rpc::sync<&echo>(1 - world.rank(), x), x);
+        }
+      });
+    for (auto& thread : threads) thread.join();
+    EXPECT_EQ(wrong, 0);
+    EXPECT_EQ(rpc::census().pending_calls, 0u);
+  });
+}
+
+TEST_P(Rpc, NestedCallsDoNotDeadlock) {
+  serve(2,
+        [](World&) {
+          EXPECT_EQ(rpc::sync<&down>(0, 30), 30);
+          EXPECT_EQ(rpc::sync<&down_waiting>(0, 100), 100);
+          std::vector<Future<int>> many;
+          for (int i = 0; i < 8; ++i) many.push_back(rpc::async<&down>(1, 10));
+          for (auto& result : many) EXPECT_EQ(result.get(), 10);
+        },
+        {.max_threads = 2});
+}
+
+// A handler that waits gives up its place, whatever it waits for.
+TEST_P(Rpc, HandlersMayWaitForAnyFuture) {
+  serve(2,
+        [](World& world) {
+          if (world.rank() != 0) return;
+          std::vector<Future<int>> waiting;
+          for (int i = 0; i < 4; ++i) {
+            waiting.push_back(rpc::async<&waits_for_a_task>(1, i));
+            waiting.push_back(rpc::async<&waits_for_both>(1, i));
+          }
+          for (int i = 0; i < 8; ++i) EXPECT_EQ(waiting[static_cast<size_t>(i)].get(), i / 2 + 1);
+          const auto for_a_thread = rpc::async<&waits_for_a_thread>(1, 0);
+          EXPECT_EQ(rpc::sync<&add>(1, 1, 1), 2);
+          world.store().set("go0", "");
+          EXPECT_EQ(for_a_thread.get(), 0);
+        },
+        {.max_threads = 1});
+}
+
+TEST_P(Rpc, WhatAHandlerMakesDueRunsWhileItWaits) {
+  serve(2, [](World& world) {
+    if (world.rank() != 0) return;
+    for (int i = 0; i < 3; ++i) {
+      std::this_thread::sleep_for(20ms);  // all threads of the other sleep by now; nothing here relies on that
+      EXPECT_TRUE(rpc::sync<&waits_for_what_it_cancels>(1, 0, i));
+      world.store().set("go" + std::to_string(i), "");
+    }
+  });
+}
+
+TEST_P(Rpc, SlowHandlersRunAtTheSameTime) {
+  serve(2, [](World& world) {
+    if (world.rank() != 0) return;
+    std::vector<Future<int>> slow;
+    for (int i = 0; i < 6; ++i) slow.push_back(rpc::async<&meets>(1, 6));
+    EXPECT_EQ(rpc::sync<&add>(1, 1, 1), 2);  // is not held up by them: they wait for what follows
+    world.store().set("go0", "");
+    for (auto& result : slow) EXPECT_EQ(result.get(), 6);
+  });
+}
+
+TEST_P(Rpc, MoreCallsThanMayBeUnderWay) {
+  serve(2,
+        [](World& world) {
+          std::vector<Future<int>> results;
+          for (int i = 0; i < 500; ++i) {
+            results.push_back(rpc::async<&add>(1 - world.rank(), i, 1));
+            EXPECT_LE(rpc::census().pending_calls, 8u);
+          }
+          for (int i = 0; i < 500; ++i) EXPECT_EQ(results[static_cast<size_t>(i)].get(), i + 1);
+        },
+        {.max_calls = 8});
+}
+
+// So a worker that is stuck has no more than max_calls requests of another one, however often that tries.
+TEST_P(Rpc, CallsGivenUpCountUntilTheyAreAnswered) {
+  static constexpr int kMost = 8, kThreads = 2;
+  serve(2,
+        [](World& world) {
+          if (world.rank() == 1) {
+            world.store().get("tried", patience());
+            EXPECT_LE(rpc::census().running_handlers, size_t{kMost});
+            world.store().set("go0", "");
+            return;
+          }
+          std::vector<Future<int>> stuck, late;
+          for (int i = 0; i < kThreads; ++i) stuck.push_back(rpc::async<&held>(1, 0));
+          const auto large = rpc::async<&echo>({1, {.timeout = 50ms}}, world.heap().zeros({1 << 18}));
+          EXPECT_THROW(large.get(), Timeout);
+          // Its argument has not waited for its turn.
+          EXPECT_TRUE(soon([&] { return world.heap().used() == 0; })) << world.heap().used();
+          int refused = 0;
+          for (int i = 0; i < 3 * kMost; ++i) try {
+              late.push_back(rpc::async<&add>({1, {.timeout = 10ms}}, i, 1));
+            } catch (const Timeout&) {
+              ++refused;
+            }
+          EXPECT_EQ(late.size(), size_t{kMost - kThreads - 1});
+          EXPECT_EQ(refused, 3 * kMost - (kMost - kThreads - 1));
+          for (const auto& call : late) EXPECT_THROW(call.get(), Timeout);
+          world.store().set("tried", "");
+          for (const auto& call : stuck) EXPECT_EQ(call.get(), 0);
+          for (int i = 0; i < 2 * kMost; ++i) EXPECT_EQ(rpc::sync<&add>(1, i, 1), i + 1);
+        },
+        {.max_threads = kThreads, .max_calls = kMost});
+}
+
+// --- failures ---
+
+TEST_P(Rpc, WhatTheFunctionThrowsArrives) {
+  serve(2, [](World&) {
+    try {
+      rpc::sync<&fails>(1, 5);
+      ADD_FAILURE();
+    } catch (const rpc::RemoteError& error) {
+      EXPECT_EQ(error.worker(), "worker1");
+      EXPECT_EQ(error.type(), "std::out_of_range");
+      EXPECT_CONTAINS(error.what(), "no such key");
+      EXPECT_CONTAINS(error.what(), "fails(int)");
+    }
+  });
+}
+
+TEST_P(Rpc, TimeoutsNameTheFunctionAndStopIt) {
+  serve(2, [](World& world) {
+    if (world.rank() != 0) return;
+    const auto message = message_of<Timeout>([] { rpc::sync<&held>({"worker1", {.timeout = 50ms}}, 1); });
+    EXPECT_CONTAINS(message, "worker1");
+    EXPECT_CONTAINS(message, "held(int)");
+    const Future<int> late = rpc::async<&held>({1, {.timeout = 50ms}}, 2);  // nobody waits for it
+    EXPECT_TRUE(soon([&] { return late.done(); }));
+    EXPECT_THROW(late.get(), Timeout);
+    for (const int number : {1, 2}) world.store().set("go" + std::to_string(number), "");
+    EXPECT_EQ(rpc::sync<&add>(1, 2, 2), 4);
+  });
+}
+
+TEST_P(Rpc, ACancelledCallIsToldToStop) {
+  static constexpr auto until_cancelled = [](std::string key) {
+    World::current().store().set(key + "begun", "");
+    while (!rpc::this_call().cancelled()) std::this_thread::yield();
+    World::current().store().set(key + "stopped", "");
+    rpc::this_call().check();
+  };
+  serve(2, [](World& world) {
+    if (world.rank() != 0) return;
+    auto call = rpc::async<until_cancelled>(1, "c");
+    world.store().get("cbegun", patience());
+    EXPECT_TRUE(call.cancel());
+    EXPECT_THROW(call.get(), Aborted);
+    world.store().get("cstopped", patience());
+  });
+}
+
+TEST_P(Rpc, AWorkerThatLeavesFailsTheCallsToIt) {
+  run(3, [](World& world) {
+    rpc::init();
+    if (world.rank() == 2) {
+      world.store().get("called", patience());
+      rpc::shutdown(rpc::Shutdown::kAbrupt);
+      return;
+    }
+    if (world.rank() == 0) {
+      const auto never = rpc::async<[] {
+        while (!rpc::this_call().cancelled()) std::this_thread::yield();
+      }>(2);
+      world.store().set("called", "");
+      const auto message = message_of<PeerLost>([&] { never.get(); });
+      EXPECT_CONTAINS(message, "worker2");
+      EXPECT_FALSE(rpc::is_alive(2));
+      EXPECT_THROW(rpc::sync<&add>(2, 1, 1), PeerLost);
+      EXPECT_EQ(rpc::sync<&add>(1, 1, 1), 2);  // the others go on
+    }
+    try {
+      rpc::shutdown();
+      ADD_FAILURE() << "worker 2 never shut down gracefully";
+    } catch (const PeerLost&) {
+    }
+  });
+}
+
+TEST_P(Rpc, ShutdownWaitsForOthersAndTheirCalls) {
+  serve(3, [](World& world) {
+    // Worker 0 shuts down at once; the others call it for a while yet, through chains of handlers.
+    if (world.rank() == 0) return;
+    for (int i = 0; i < 50; ++i) EXPECT_EQ(rpc::sync<&down>(0, 3), 3);
+  });
+}
+
+// A worker that only serves is in shutdown(): its thread there sleeps, however many handlers end.
+TEST_P(Rpc, ShutdownSleepsWhileOthersCall) {
+  run(2, [](World& world) {
+    constexpr int kCalls = 2000;
+    const auto sleeps = [] {
+      rusage usage{};
+      ::getrusage(RUSAGE_THREAD, &usage);
+      return usage.ru_nvcsw;
+    };
+    rpc::init();
+    if (world.rank() == 0)
+      for (int i = 0; i < kCalls; ++i) rpc::sync<&nothing>(1);
+    const auto before = sleeps();
+    rpc::shutdown();
+    if (world.rank() == 1) {
+      EXPECT_LT(sleeps() - before, kCalls / 5);
+    }
+  });
+}
+
+TEST_P(Rpc, ShutdownEndsAtItsDeadline) {
+  run(2, [](World& world) {
+    rpc::init();
+    if (world.rank() == 0) {
+      EXPECT_CONTAINS(message_of<Timeout>([] { rpc::shutdown(rpc::Shutdown::kGraceful, 100ms); }), "1");
+      world.store().set("over", "");
+    } else {
+      world.store().get("over", patience());
+      rpc::shutdown(rpc::Shutdown::kAbrupt);
+    }
+  });
+}
+
+// --- objects ---
+
+TEST_P(Rpc, ObjectsAreMadeCalledAndFreed) {
+  serve(3, [](World& world) {
+    if (world.rank() == 0) {
+      auto counter = rpc::remote<Counter>(1, 5);
+      EXPECT_EQ(counter.owner().id, 1);
+      EXPECT_FALSE(counter.is_owner());
+      EXPECT_EQ(counter.sync<&Counter::add>(2), 7);
+      EXPECT_EQ(counter.sync<&bump>(1), 8);
+      EXPECT_EQ(rpc::sync<&bump_through>(2, counter), 9);   // a third worker
+      EXPECT_EQ(rpc::sync<&bump_through>(1, counter), 10);  // its owner
+      EXPECT_EQ(rpc::sync<&hand_to>(1, 2, counter), 11);    // the owner hands it on
+      EXPECT_EQ(rpc::sync<&pass_on>(2, counter).sync<&Counter::get>(), 11);
+      EXPECT_THROW(counter.local_value(), InvalidArgument);
+      const auto result = rpc::remote<&twice>(2, at::ones({3}));
+      EXPECT_TRUE(at::equal(result.to_here(), at::ones({3}) * 2));
+      const auto mine = rpc::make_rref(std::make_shared<Counter>(1));
+      EXPECT_EQ(rpc::sync<&bump_through>(1, mine), 2);
+      EXPECT_EQ(mine.local_value()->value, 2);
+      const auto here = rpc::remote<Counter>(0, 3);
+      EXPECT_EQ(here.local_value()->value, 3);
+      EXPECT_THROW((RRef<Counter>().sync<&Counter::get>()), InvalidArgument);
+    }
+    muster::barrier();
+    EXPECT_TRUE(soon([] { return rpc::census().owned_objects == 0; })) << rpc::census().owned_objects;
+    muster::barrier();
+  });
+}
+
+TEST_P(Rpc, AnObjectThatCouldNotBeMade) {
+  serve(2, [](World&) {
+    const auto bad = rpc::remote<Counter>(1, -1);
+    EXPECT_CONTAINS(message_of<rpc::RemoteError>([&] { bad.sync<&Counter::get>(); }), "a counter starts at 0");
+  });
+}
+
+TEST_P(Rpc, ReferencesThatWanderAreCounted) {
+  serve(3, [](World& world) {
+    for (int i = 0; i < 40; ++i) {
+      auto counter = rpc::remote<Counter>((world.rank() + 1) % 3, 0);
+      std::vector<Future<RRef<Counter>>> wandering;
+      for (int to = 0; to < 3; ++to) wandering.push_back(rpc::async<&pass_on>(to, counter));
+      counter = RRef<Counter>();
+      for (auto& back : wandering) EXPECT_GE(std::move(back).get().sync<&Counter::add>(1), 1);
+    }
+    muster::barrier();
+    EXPECT_TRUE(soon([] { return rpc::census().owned_objects == 0; })) << rpc::census().owned_objects;
+    muster::barrier();
+  });
+}
+
+TEST_P(Rpc, AnObjectsEndMayCallAndWait) {
+  serve(2, [](World& world) {
+    if (world.rank() != 0) return;
+    auto object = rpc::remote<Farewell>(1, 0);
+    EXPECT_EQ(object.sync<&Farewell::holder>(), 0);
+    object = RRef<Farewell>();
+    EXPECT_EQ(world.store().get("farewell", patience()), "said");
+  });
+}
+
+TEST_P(Rpc, ReferencesEndWithTheRpcThatTheyAreOf) {
+  run(2, [](World& world) {
+    const int to = 1 - world.rank();
+    const auto number = [](const auto& rref) { return rpc::detail::object_of(*rref.reference()); };
+    rpc::init();
+    const auto there = rpc::remote<Counter>(to, 5);
+    const auto result = rpc::remote<&twice>(to, at::ones({3}));
+    const auto mine = rpc::make_rref(std::make_shared<Counter>(1));
+    EXPECT_EQ(there.sync<&Counter::get>(), 5);
+    rpc::shutdown();
+    EXPECT_THROW(there.sync<&Counter::get>(), Aborted);
+    rpc::init();
+    {
+      const auto there_now = rpc::remote<Counter>(to, 7);
+      const auto result_now = rpc::remote<&twice>(to, at::ones({5}));
+      const auto mine_now = rpc::make_rref(std::make_shared<Counter>(2));
+      EXPECT_EQ(number(there), number(there_now));
+      EXPECT_EQ(number(mine), number(mine_now));
+      EXPECT_THROW(there.owner(), Aborted);
+      EXPECT_THROW(there.sync<&Counter::get>(), Aborted);
+      EXPECT_THROW(result.to_here(), Aborted);
+      EXPECT_THROW(mine.local_value(), Aborted);
+      EXPECT_THROW(rpc::sync<&bump_through>(to, mine), Aborted);
+      EXPECT_THROW(rpc::sync<&bump_through>(to, there), Aborted);
+      EXPECT_EQ(there_now.sync<&Counter::get>(), 7);
+      EXPECT_EQ(result_now.to_here().numel(), 5);
+      EXPECT_EQ(mine_now.local_value()->value, 2);
+      EXPECT_EQ(rpc::census().pending_calls, 0u);  // to_here() came behind the answers of what was made
+    }
+    rpc::shutdown();
+  });
+}
+
+// --- coroutines ---
+
+rpc::Task<int> gather_all() {
+  std::vector<Future<int>> calls;
+  for (const auto& worker : rpc::all_workers()) calls.push_back(rpc::async<&add>(worker, worker.id, 1));
+  const std::vector<int> all = co_await rpc::when_all(std::move(calls));
+  co_return std::accumulate(all.begin(), all.end(), 0);
+}
+TEST_P(Rpc, HandlersMayBeCoroutines) {
+  serve(3, [](World& world) {
+    EXPECT_EQ(rpc::sync<&gather_all>((world.rank() + 1) % 3), 6);
+    auto doubled = rpc::async<&add>(1, 1, 2).then([](Future<int> sum) { return 2 * sum.get(); });
+    EXPECT_EQ(doubled.get(), 6);
+  });
+}
+
+// --- ways ---
+
+TEST_P(Rpc, OverUcxForWhoAsksForIt) {
+  if (const std::string why = as_threads() ? transport::ucx::why_not() : why_no_ucx(); !why.empty())
+    GTEST_SKIP() << why;
+  // On one host UCX has to be forced; between hosts it goes beside shared memory.
+  const bool is_one_host = GetParam().backend == "shm";
+  serve(3,
+        [](World& world) {
+          const int next = (world.rank() + 1) % 3;
+          for (int i = 0; i < 100; ++i) EXPECT_EQ(rpc::sync<&add>(next, i, 1), i + 1);
+          for (const int64_t size : {0, 1, 5'000, 100'000, 3'000'000}) {
+            const Tensor x = at::rand({size});
+            EXPECT_TRUE(at::equal(rpc::sync<&twice>(next, x), x * 2)) << size;
+          }
+          std::vector<Future<Tensor>> many;
+          for (int i = 0; i < 50; ++i) many.push_back(rpc::async<&echo>(next, at::full({10'000}, i)));
+          for (int i = 0; i < 50; ++i)
+            EXPECT_TRUE(at::equal(many[static_cast<size_t>(i)].get(), at::full({10'000}, i)));
+          EXPECT_EQ(rpc::sync<&down>(next, 6), 6);
+          const auto counter = rpc::remote<Counter>(next, 10);
+          EXPECT_EQ(rpc::sync<&bump_through>((next + 1) % 3, counter), 11);
+          EXPECT_EQ(counter.sync<&Counter::get>(), 11);
+          EXPECT_THROW(rpc::sync<&fails>(next, 1), rpc::RemoteError);
+        },
+        {.transport = is_one_host ? "ucx" : "shm,ucx"});
+}
+
+TEST_P(Rpc, WaysThatThereAreNot) {
+  run(1, [](World&) {
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::init({.transport = "pigeon"}); }),
+                    "there is no transport \"pigeon\"");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::init({.transport = "tcp,ucx"}); }), "shm,ucx");
+    EXPECT_FALSE(rpc::is_running());
+  });
+}
+
+TEST_P(Rpc, WorkersWithOtherWaysAreToldSo) {
+  run(2, [](World& world) {
+    const std::string said =
+        message_of<Mismatch>([&] { rpc::init({.transport = world.rank() == 0 ? "tcp" : "shm,tcp"}); });
+    EXPECT_CONTAINS(said, "uses the transports");
+    EXPECT_CONTAINS(said, "shm,tcp");
+  });
+}
+
+MUSTER_RPC_CONTRACT(Rpc, Rpc);
+
+}  // namespace
+}  // namespace muster::test

@@ -1,0 +1,41 @@
+"""Trajectories of Python's torch.optim, for unit/optim_test.cpp.
+
+Reads lines "dtype|expression of a constructor, without its parameters|scheduler or nothing" and answers each with the
+parameters after every tenth of 100 steps and the rates, as numbers on one line.
+"""
+import sys
+
+import torch
+from torch.optim import lr_scheduler  # noqa: F401 (named by the lines)
+
+
+def gradient(parameter, index, step):  # optim_test.cpp has the same
+    return parameter * (0.5 + index) + torch.cos(parameter * 3 + 0.3 * step)
+
+
+def main():
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        dtype, what, schedule = line.strip().split("|")
+        dtype = getattr(torch, dtype)
+        parameters = [torch.linspace(-1, 2, n, dtype=torch.double).to(dtype).requires_grad_() for n in (7, 33)]
+        name, _, arguments = what.partition("(")
+        optimizer = eval(f"torch.optim.{name}(parameters, {arguments}")
+        scheduler = eval(f"lr_scheduler.{schedule}") if schedule else None
+        numbers = []
+        for step in range(100):
+            for index, parameter in enumerate(parameters):
+                skipped = index == 1 and step % 7 == 3
+                parameter.grad = None if skipped else gradient(parameter.detach(), index, step)
+            optimizer.step()
+            if scheduler:
+                scheduler.step()
+                numbers.append(optimizer.param_groups[0]["lr"])
+            if step % 10 == 9:
+                for parameter in parameters:
+                    numbers += parameter.tolist()
+        print(" ".join(repr(number) for number in numbers), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+// The table of a worker's objects, with messages that no worker of ours sends: numbers of workers that there are not.
+#include "rpc/objects.h"
+
+#include <gtest/gtest.h>
+
+#include <climits>
+
+#include "rpc/protocol.h"
+
+namespace muster::test {
+namespace {
+
+using rpc::object_id;
+using rpc::Objects;
+using rpc::StoredObject;
+
+StoredObject an_int() { return {.value = std::make_shared<int>(7), .type = &typeid(int)}; }
+
+TEST(RpcObjects, AReferenceIsCountedFromOneWorkerToAnother) {
+  Objects objects(0, 3);
+  const uint64_t id = object_id(1, 1);
+  objects.expect(id, 1);
+  objects.set(id, an_int());
+  objects.add_transit(id, 1, 2, 5);
+  objects.release(id, 1);
+  EXPECT_EQ(objects.size(), 1u);
+  objects.received(id, 1, 5, 2);
+  objects.release(id, 2);
+  EXPECT_EQ(objects.size(), 0u);
+}
+
+TEST(RpcObjects, OneThatIsPutIsHeldByWhomItIsFor) {
+  Objects objects(0, 3);
+  const uint64_t id = object_id(0, 1), other = object_id(0, 2);
+  objects.put(id, an_int(), 2);
+  EXPECT_TRUE(objects.find(id));
+  objects.release(id, 1);  // who has none takes none away
+  EXPECT_EQ(objects.size(), 1u) << objects.describe();
+  objects.release(id, 2);
+  EXPECT_EQ(objects.size(), 0u) << objects.describe();
+  // Its worker may be lost before, or afterwards.
+  objects.put(id, an_int(), 2);
+  objects.lost(2);
+  objects.drained(1, 2);
+  objects.put(other, an_int(), 2);
+  EXPECT_EQ(objects.size(), 0u) << objects.describe();
+  objects.close();
+  objects.put(id, an_int(), 1);
+  EXPECT_EQ(objects.size(), 0u) << objects.describe();
+}
+
+// It may be long, and ask for anything.
+TEST(RpcObjects, WhatNobodyHoldsIsTheCallersToEnd) {
+  Objects objects(0, 3);
+  const uint64_t id = object_id(0, 1), ours = object_id(0, 2);
+  bool ended = false;
+  const auto value = [&] { return std::shared_ptr<void>(&ended, [&](void*) { ended = objects.size() == 0; }); };
+  objects.put(id, {.value = value(), .type = &typeid(int)}, 1);
+  {
+    const auto garbage = objects.release(id, 1);
+    EXPECT_TRUE(garbage.has_users);
+    EXPECT_EQ(objects.size(), 0u) << objects.describe();
+    EXPECT_FALSE(ended);
+  }
+  EXPECT_TRUE(ended);
+  objects.put(id, {.value = value(), .type = &typeid(int)}, 1);
+  objects.put(ours, {.value = std::make_shared<int>(7), .type = &typeid(int), .is_ours = true}, 2);
+  EXPECT_FALSE(objects.release(ours, 2).has_users);
+  objects.lost(1);
+  EXPECT_TRUE(objects.drained(2, 1).has_users);
+  EXPECT_EQ(objects.size(), 0u) << objects.describe();
+}
+
+TEST(RpcObjects, WorkersThatThereAreNotHoldNothing) {
+  Objects objects(0, 3);
+  const uint64_t id = object_id(1, 1);
+  objects.expect(id, 1);
+  objects.set(id, an_int());
+  for (const int nobody : {-1, 3, INT_MAX, INT_MIN}) {
+    objects.add_hold(id, nobody);
+    objects.add_transit(id, 1, nobody, 5);
+    objects.received(id, 1, 6, nobody);
+    objects.drained(1, nobody);
+  }
+  objects.release(id, 1);
+  EXPECT_EQ(objects.size(), 0u) << objects.describe();
+  // Nor do objects whose creator is none come into being because they are spoken of.
+  for (const int creator : {3, 65'535}) {
+    objects.add_hold(object_id(creator, 1), 1);
+    objects.add_transit(object_id(creator, 1), 1, 2, 5);
+    EXPECT_FALSE(objects.when_ready(object_id(creator, 1), [](const StoredObject&) { ADD_FAILURE(); }));
+  }
+  EXPECT_EQ(objects.size(), 0u) << objects.describe();
+}
+
+}  // namespace
+}  // namespace muster::test

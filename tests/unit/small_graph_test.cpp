@@ -1,0 +1,238 @@
+// Graphs that run without libtorch's engine give its bits; and those that are not for that are left to it.
+#include "autograd/small_graph.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace muster::test {
+namespace {
+
+using at::Tensor;
+using autograd::edge_list;
+using autograd::Node;
+using autograd::SmallGraph;
+using autograd::variable_list;
+
+const auto nowhere = [](Node&) { return false; };
+const auto all_run = [](Node&, variable_list&) { return false; };
+
+edge_list edges_of(const variable_list& tensors) {
+  edge_list edges;
+  for (const Tensor& tensor : tensors) edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+  return edges;
+}
+bool is_small(const variable_list& roots) { return SmallGraph::of(edges_of(roots), nowhere).has_value(); }
+void backward(const variable_list& roots, const variable_list& gradients, bool keep_graph = false) {
+  const edge_list edges = edges_of(roots);
+  auto graph = SmallGraph::of(edges, nowhere);
+  ASSERT_TRUE(graph);
+  graph->run(edges, gradients, keep_graph, all_run);
+}
+
+// Leaves, and a few results of what chance does with them; the same for the same seed.
+struct Made {
+  variable_list leaves, roots;
+};
+Made make(uint32_t seed) {
+  std::mt19937 random(seed);
+  const auto type = seed % 3 ? at::kFloat : at::kDouble;
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  Made made;
+  for (int i = 0; i < 3; ++i) made.leaves.push_back(at::randn({4, 4}, generator, type).set_requires_grad(true));
+  variable_list all = made.leaves;
+  const auto any = [&]() -> Tensor& { return all[random() % all.size()]; };
+  for (int step = 0; step < 6; ++step) {
+    const Tensor a = any(), b = any();
+    switch (random() % 10) {
+      case 0:
+        all.push_back(a * b);
+        break;
+      case 1:
+        all.push_back(a + b);
+        break;
+      case 2:
+        all.push_back(a.mm(b));
+        break;
+      case 3:
+        all.push_back(a.sigmoid() - b);
+        break;
+      case 4:
+        all.push_back(at::cat({a, b}, 1).narrow(1, 2, 4));
+        break;
+      case 5:
+        all.push_back(a.sum(0, true).expand({4, 4}) * b);
+        break;
+      case 6:  // of whose results one gets a gradient
+        all.push_back(a.unbind(0)[1].unsqueeze(0) + b);
+        break;
+      case 7:  // in place
+        all.push_back((a * 2).tanh_());
+        break;
+      case 8:
+        all.push_back(a.t().contiguous());
+        break;
+      case 9:
+        all.push_back(at::where(a > 0, a, b));
+        break;
+    }
+  }
+  made.roots = {all.back(), all.back(), any()};  // one of them twice; perhaps a leaf
+  return made;
+}
+
+TEST(SmallGraph, GivesTheBitsOfTheEngine) {
+  int small = 0;
+  for (uint32_t seed = 0; seed < 300; ++seed) {
+    const Made ours = make(seed), theirs = make(seed);
+    variable_list gradients;
+    for (const Tensor& root : ours.roots) gradients.push_back(at::full_like(root, 0.3).set_requires_grad(false));
+    if (!is_small(ours.roots)) continue;
+    ++small;
+    for (int round = 0; round < 2; ++round) {  // the second adds to what is there
+      backward(ours.roots, gradients, true);
+      torch::autograd::backward(theirs.roots, gradients, true);
+    }
+    for (size_t i = 0; i < ours.leaves.size(); ++i) {
+      ASSERT_EQ(ours.leaves[i].grad().defined(), theirs.leaves[i].grad().defined()) << seed;
+      if (!ours.leaves[i].grad().defined()) continue;
+      EXPECT_TRUE(at::equal(ours.leaves[i].grad(), theirs.leaves[i].grad())) << seed << ", leaf " << i;
+    }
+  }
+  EXPECT_GT(small, 200);
+}
+
+TEST(SmallGraph, UsedUpAsTheEngineUsesUp) {
+  const Tensor x = at::ones({3}).set_requires_grad(true), y = (x * x).exp(), one = at::ones({3});
+  backward({y}, {one});
+  try {
+    backward({y}, {one});
+    ADD_FAILURE() << "a graph that is used up ran again";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find(torch::autograd::ERR_BACKWARD_TWICE), std::string::npos) << error.what();
+  }
+}
+
+TEST(SmallGraph, RefusesAGradientOfAnotherShape) {
+  const Tensor x = at::ones({3}).set_requires_grad(true), y = x * 2;
+  const auto text_of = [](const auto& call) -> std::string {
+    try {
+      call();
+    } catch (const c10::Error& error) {
+      return error.msg();
+    }
+    return "";
+  };
+  const std::string theirs = text_of([&] {
+    torch::autograd::Engine::get_default_engine().execute(edges_of({y}), {at::ones({4})}, true, false, true, {});
+  });
+  EXPECT_NE(theirs, "");
+  EXPECT_EQ(text_of([&] { backward({y}, {at::ones({4})}, true); }), theirs);
+  EXPECT_FALSE(x.grad().defined());
+}
+
+TEST(SmallGraph, DoesNotTakeAGradientThatSomebodyElseHas) {
+  const Tensor x = at::ones({3}).set_requires_grad(true), w = at::ones({3}).set_requires_grad(true), sum = x + w;
+  const Tensor given = at::full({3}, 5.0);
+  backward({sum}, {given}, true);
+  backward({sum}, {given}, true);  // adds in place to what the leaves have
+  EXPECT_TRUE(at::equal(given, at::full({3}, 5.0)));
+  EXPECT_TRUE(at::equal(x.grad(), at::full({3}, 10.0)));
+  EXPECT_TRUE(at::equal(w.grad(), at::full({3}, 10.0)));
+}
+
+TEST(SmallGraph, SumsSparseAndDense) {
+  const Tensor table = at::rand({5, 2}).set_requires_grad(true);
+  const Tensor rows = at::embedding(table, at::tensor({1, 3, 1}), -1, false, true);
+  const Tensor others = at::embedding(table, at::tensor({3, 1, 1}), -1, false, true);
+  const Tensor dense = table * 0.7;
+  for (const variable_list& roots : {variable_list{rows, dense}, variable_list{dense, rows},
+                                     variable_list{rows, others, rows}, variable_list{rows, dense, others}}) {
+    variable_list gradients;
+    for (const Tensor& root : roots) gradients.push_back(root.detach() / 3);
+    table.mutable_grad() = Tensor();
+    backward(roots, gradients, true);
+    const Tensor ours = table.grad().clone();
+    table.mutable_grad() = Tensor();
+    torch::autograd::backward(roots, gradients, true);
+    EXPECT_TRUE(at::equal(ours.to_dense(), table.grad().to_dense()));
+  }
+}
+
+TEST(SmallGraph, EndsWhereItIsTold) {
+  const Tensor x = at::ones({3}).set_requires_grad(true), y = x * 2;
+  const edge_list roots = edges_of({y});
+  auto graph = SmallGraph::of(roots, nowhere);
+  ASSERT_TRUE(graph);
+  ASSERT_EQ(graph->nodes().size(), 2u);
+  Tensor taken;
+  graph->run(roots, {at::ones({3})}, false, [&](Node& node, variable_list& inputs) {
+    if (node.name() != "torch::autograd::AccumulateGrad") return false;
+    taken = inputs.at(0);
+    return true;
+  });
+  EXPECT_TRUE(at::equal(taken, at::full({3}, 2.0)));
+  EXPECT_FALSE(x.grad().defined());
+}
+
+struct Twice : torch::autograd::Function<Twice> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x * 2; }
+  static variable_list backward(torch::autograd::AutogradContext*, const variable_list& gradients) {
+    return {gradients[0] * 2};
+  }
+};
+
+TEST(SmallGraph, LeavesToTheEngineWhatIsMore) {
+  const auto leaf = [] { return at::ones({3}).set_requires_grad(true); };
+  EXPECT_TRUE(is_small({leaf() * 2}));
+  {
+    const Tensor y = leaf() * 2;
+    y.register_hook([](const Tensor& gradient) { return gradient; });
+    EXPECT_FALSE(is_small({y.exp()})) << "a hook of a tensor";
+  }
+  {
+    const Tensor x = leaf();
+    x.register_hook([](const Tensor& gradient) { return gradient; });
+    EXPECT_FALSE(is_small({x * 2})) << "a hook of a leaf";
+  }
+  {
+    const Tensor y = leaf() * 2;
+    y.retain_grad();
+    EXPECT_FALSE(is_small({y.exp()})) << "a gradient that is kept";
+  }
+  EXPECT_FALSE(is_small({Twice::apply(leaf())})) << "a user's function";
+  {
+    bool small = true;
+    const Tensor x = leaf(), y = x * 2;
+    y.register_hook([&](const Tensor& gradient) {
+      const at::AutoGradMode grad(true);
+      small = is_small({leaf() * 2});
+      return gradient;
+    });
+    torch::autograd::grad({y}, {x}, {at::ones({3})});
+    EXPECT_FALSE(small) << "within a run of the engine";
+  }
+  {
+    Tensor y = leaf() * 2;
+    y.select(0, 1).mul_(3);
+    EXPECT_FALSE(is_small({y})) << "a view that was written";
+  }
+  Tensor many = leaf();
+  for (size_t i = 0; i + 2 < SmallGraph::kMostNodes; ++i) many = many * 2;
+  EXPECT_TRUE(is_small({many}));
+  EXPECT_FALSE(is_small({many * 2 * 2})) << "many nodes";
+  const torch::autograd::DetectAnomalyGuard anomaly;
+  EXPECT_FALSE(is_small({leaf() * 2})) << "anomaly mode";
+}
+
+}  // namespace
+}  // namespace muster::test
