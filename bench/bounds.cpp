@@ -33,6 +33,9 @@
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
+#include "muster/rpc/call.h"
+#include "muster/rpc/this_call.h"
+#include "muster/rpc/worker.h"
 #include "muster/store/store.h"
 #include "shm/black_box.h"
 
@@ -139,6 +142,11 @@ class Job {
 
 // --- fault ---
 
+void until_cancelled() {
+  World::current().store().set("called", "1");
+  while (!muster::rpc::this_call().cancelled()) ::usleep(1000);
+}
+
 // SIGKILL at any moment of a loop of all_reduce.
 void killed_in_a_collective() {
   constexpr int kRanks = 3, kTimes = 60;
@@ -197,6 +205,31 @@ void killed_before_its_message() {
   print_ms("fault", "a rank is killed: who waits for its message knows", 2, delays, 50);
 }
 
+void killed_with_a_call() {
+  std::vector<int64_t> delays;
+  for (int time = 0; time < 20; ++time) {
+    const Numbers knew(1);
+    Job job(2, [&](World& world) {
+      muster::rpc::init();
+      if (world.rank() == 1) world.store().get("nobody sets this", patience());
+      const auto call = muster::rpc::async<&until_cancelled>(1);
+      try {
+        call.get();
+      } catch (const muster::PeerLost&) {
+        knew[0] = now_ns();
+      }
+      muster::rpc::shutdown(muster::rpc::Shutdown::kAbrupt);
+    });
+    job.store().get("called", patience());
+    ::usleep(20'000);  // rank 0 has long been waiting
+    const int64_t killed = now_ns();
+    job.end(1, SIGKILL);
+    job.end(0, 0);
+    delays.push_back(knew[0] - killed);
+  }
+  print_ms("fault", "a worker is killed: who has called it knows", 2, delays, 100);
+}
+
 void stopped() {
   constexpr int kRanks = 3;
   muster::WorldOptions options;
@@ -231,6 +264,7 @@ void stopped() {
 void fault() {
   killed_in_a_collective();
   killed_before_its_message();
+  killed_with_a_call();
   stopped();
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,recovery,snapshot,crowd,fault,idle,memory] [--ranks 2] [--rounds 3]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,recovery,snapshot,crowd,rpc,autograd,optim,fault,idle,memory] [--ranks 2] [--rounds 3]
 
 Every implementation runs `rounds` times, in turn with the others, so that a noisy minute hits all alike; of each row the best round counts. A peer that is
 not installed is left out, and the table says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object a line, after a first line about the machine.
@@ -52,10 +52,18 @@ class Bench:
         place = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"] if crowded else ["--bind-to", "core"]
         return ["mpirun", *root, *place, "-n", n, *program]
 
-    def rows(self, command):
+    def built(self, program, name, package):
+        """A peer's program that CMake builds only where its library is installed, or None."""
+        path = self.build / "bench" / program
+        if path.exists():
+            return [str(path)]
+        self.missing[name] = f"it was not there when this was built: apt-get install {package} pkg-config"
+        return None
+
+    def rows(self, command, **env):
         if command is None:
             return []
-        result = subprocess.run(command, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=900)
+        result = subprocess.run(command, env=dict(self.env, **env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=900)
         if result.returncode != 0:
             sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
         return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
@@ -156,6 +164,45 @@ class Bench:
             rows += [{"bench": "recovery", "what": name, "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(values) * 1e3, 1)} for name, values in taken.items()]
         return rows
 
+    def best_rows(self, commands):
+        """The best figure of each case and implementation over all rounds. Each round calls `commands`, which gives rows."""
+        found = {}
+        for _ in range(self.args.rounds):
+            for row in commands():
+                known = found.setdefault((row["case"], row["impl"]), row)
+                for unit, best in (("us", min), ("ms", min), ("per_s", max), ("percent", min)):
+                    if unit in row:
+                        known[unit] = round(best(known[unit], row[unit]), 3)
+        return list(found.values())
+
+    def rpc(self):
+        """Calls on one host, over TLS on the loopback interface; PyTorch's and gRPC's, and the messages of UCX."""
+        program = str(self.build / "bench" / "bench_rpc")
+        over_tls = ["--impl=muster-tls", "--transport=tcp", *(f"--case={case}" for case in ("echo_4B", "echo_int", "pipelined", "echo_1MB", "echo_16MB"))]
+
+        def commands():
+            yield from self.rows(self.command("muster", program, ranks=2))
+            yield from self.rows(self.command("muster", program, *over_tls, ranks=2), MUSTER_SECRET="5ec7e75ec7e75ec7e75ec7e75ec7e75e")
+            yield from self.rows(self.command("torchrun", str(HERE / "peers" / "rpc_torch.py"), ranks=2))
+            for peer, package in (("grpc", "libgrpc++-dev"), ("ucx", "libucx-dev")):
+                yield from self.rows(self.built(f"peer_rpc_{peer}", peer, package))
+        return self.best_rows(commands)
+
+    def optim(self):
+        """A step of DistributedOptimizer over three owners, and of PyTorch's."""
+        def commands():
+            yield from self.rows(self.command("muster", str(self.build / "bench" / "bench_optim"), ranks=3))
+            yield from self.rows(self.command("torchrun", str(HERE / "peers" / "optim_torch.py"), ranks=3))
+        return self.best_rows(commands)
+
+    def autograd(self):
+        """Gradients through remote calls. The steps on two workers, as more would take the cores from them; the sleepers on five."""
+        def commands():
+            for ranks in (2, 5):
+                yield from self.rows(self.command("muster", str(self.build / "bench" / "bench_autograd"), ranks=ranks))
+                yield from self.rows(self.command("torchrun", str(HERE / "peers" / "autograd_torch.py"), ranks=ranks))
+        return self.best_rows(commands)
+
     def bounds(self, name):
         return self.rows([str(self.build / "bench" / "bench_bounds"), name])
 
@@ -235,6 +282,29 @@ def show_recovery(rows):
     table("start and recovery: milliseconds, median", ["what", "impl", "ms"], [[words[row["what"]], row["impl"], row["ms"]] for row in rows])
 
 
+def show_rpc(rows):
+    impls = sorted({row["impl"] for row in rows})
+    cell = {(row["case"], row["impl"]): next(f"{row[unit]:.4g} {word}" for unit, word in (("us", "us"), ("per_s", "/s"), ("percent", "%")) if unit in row) for row in rows}
+    table("remote calls", ["case", *impls], [[case, *(cell.get((case, impl), "-") for impl in impls)] for case in dict.fromkeys(row["case"] for row in rows)])
+
+
+def show_optim(rows):
+    us = {(row["case"], row["impl"]): row["us"] for row in rows}
+    lines = [[case, f"{us[case, 'muster']:.1f}", *([f"{us[case, 'torch']:.1f}", f"{us[case, 'torch'] / us[case, 'muster']:.1f}x"] if (case, "torch") in us else ["-", "-"])]
+             for case in dict.fromkeys(row["case"] for row in rows)]
+    table("a step of a distributed optimizer over 3 owners: microseconds", ["case", "muster", "torch", "faster"], lines)
+
+
+def show_autograd(rows):
+    cell = {(row["case"], row["impl"]): f"{row['us']:.4g} us" if "us" in row else f"{row['ms']:.4g} ms" for row in rows}
+    table("gradients through remote calls", ["case", "muster", "torch"],
+          [[case, *(cell.get((case, impl), "-") for impl in ("muster", "torch"))] for case in dict.fromkeys(row["case"] for row in rows)])
+    us = {(row["case"], row["impl"]): row["us"] for row in rows if "us" in row}
+    if all((case, "muster") in us for case in ("round_trip", "local_step", "step")):
+        above = us["step", "muster"] - 2 * us["round_trip", "muster"]
+        print(f"a step: {above:.1f} us above two round trips; libtorch's own step in one process takes {us['local_step', 'muster']:.1f}")
+
+
 def show_snapshot(rows):
     table("snapshots of 100 MB of parameters and 100 MB of SGD's momentum, and a step() without one: milliseconds", ["operation", "impl", "ms"],
           [[row["op"], row["impl"], f"{row['us'] / 1e3:.4g}"] for row in rows])
@@ -261,7 +331,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "crowd": show_crowd,
-            "recovery": show_recovery, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds}
+            "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")

@@ -1,0 +1,21 @@
+"""What the peers in Python measure with, as bench/measure.h does for Muster."""
+
+import json
+import time
+
+
+def row(bench, case, **figures):
+    rounded = {name: round(value, 3) for name, value in figures.items()}
+    print(json.dumps({"bench": bench, "case": case, "impl": "torch", **rounded}), flush=True)
+
+
+def best_us(calls, call):
+    """The best of five means, in microseconds."""
+    best = float("inf")
+    for _ in range(5):
+        call()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best * 1e6

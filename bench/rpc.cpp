@@ -1,0 +1,175 @@
+// Remote calls over Muster: muster run -n 2 bench_rpc [--transport shm|tcp|ucx] [--case NAME]…; one JSON object a line.
+// Worker 0 calls, worker 1 serves.
+//
+//   echo_4B         a tensor of one float there and back, both sides busy
+//   echo_int        the same with an int: no tensor
+//   echo_4B_callee_asleep, echo_4B_asleep  the callee sleeps before each call, and is called by one that is busy or
+//                   slept too
+//   wake_up         no call: another process sleeps in a futex, is woken and writes a word: what the machine takes of
+//                   the case before (impl "futex")
+//   echo_1MB, echo_16MB        an ordinary tensor there and back
+//   echo_1MB_heap, …           one that lives on World::heap() and is moved in and out
+//   pipelined       small calls with results, as many at once as the worker takes
+//   future          no call: a promise is made and kept
+//   idle            what share of a core worker 1 takes while nobody calls, over 5 s
+#include <ATen/Parallel.h>
+#include <ATen/ops/ones.h>
+#include <linux/futex.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "measure.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/world.h"
+#include "muster/rpc/call.h"
+#include "muster/rpc/worker.h"
+
+namespace {
+
+namespace rpc = muster::rpc;
+using Tensor = at::Tensor;
+
+Tensor echo(Tensor x) { return x; }
+int echo_int(int x) { return x; }
+
+double cpu_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+std::string impl = "muster";
+
+void row(const std::string& name, const char* unit, double value) {
+  std::printf("{\"bench\": \"rpc\", \"case\": \"%s\", \"impl\": \"%s\", \"%s\": %.3f}\n", name.c_str(), impl.c_str(),
+              unit, value);
+  std::fflush(stdout);
+}
+
+// The median of 50 calls, each after 20 ms, for which this thread is busy or sleeps too.
+template <typename Call>
+double after_a_pause_us(bool busy, Call call) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<double> times;
+  for (int i = 0; i < 50; ++i) {
+    const auto until = Clock::now() + std::chrono::milliseconds(20);
+    if (!busy) std::this_thread::sleep_until(until);
+    while (Clock::now() < until) {
+    }
+    const auto start = Clock::now();
+    call();
+    times.push_back(1e6 * std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  std::nth_element(times.begin(), times.begin() + 25, times.end());
+  return times[25];
+}
+
+void wake_up() {
+  struct Words {
+    std::atomic<uint32_t> asked{0}, answered{0};
+  };
+  void* const memory = ::mmap(nullptr, sizeof(Words), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::runtime_error("no memory to share");
+  auto& words = *new (memory) Words;
+  const pid_t child = ::fork();
+  if (child == 0)
+    for (uint32_t seen = 0;; words.answered = seen) {
+      while (words.asked == seen) ::syscall(SYS_futex, &words.asked, FUTEX_WAIT, seen, nullptr, nullptr, 0);
+      seen = words.asked;
+    }
+  const double us = after_a_pause_us(true, [&] {
+    const uint32_t number = ++words.asked;
+    ::syscall(SYS_futex, &words.asked, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+    while (words.answered != number) {
+    }
+  });
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  ::munmap(memory, sizeof(Words));
+  std::printf("{\"bench\": \"rpc\", \"case\": \"wake_up\", \"impl\": \"futex\", \"us\": %.3f}\n", us);
+}
+
+template <typename Call>
+void time_us(const std::string& name, int calls, Call call) {
+  row(name, "us", 1e6 * bench::best_mean(calls, call, [] {}));
+}
+
+void run(const std::string& name, muster::World& world) {
+  const Tensor small = at::ones({1});
+  if (name == "echo_4B") return time_us(name, 3000, [&] { rpc::sync<&echo>(1, small); });
+  if (name == "echo_int") return time_us(name, 3000, [] { rpc::sync<&echo_int>(1, 7); });
+  if (name == "echo_4B_callee_asleep")
+    return row(name, "us", after_a_pause_us(true, [&] { rpc::sync<&echo>(1, small); }));
+  if (name == "echo_4B_asleep") return row(name, "us", after_a_pause_us(false, [&] { rpc::sync<&echo>(1, small); }));
+  if (name == "future") return time_us(name, 100'000, [] { rpc::Promise<int>().try_set_value(1); });
+  if (name == "wake_up") return wake_up();
+  if (name == "pipelined") {
+    const int calls = 20'000;
+    std::vector<rpc::Future<int>> futures(calls);
+    const double seconds = bench::best_mean(
+        1,
+        [&] {
+          for (int i = 0; i < calls; ++i) futures[static_cast<size_t>(i)] = rpc::async<&echo_int>(1, i);
+          for (int i = 0; i < calls; ++i)
+            if (futures[static_cast<size_t>(i)].get() != i) throw std::runtime_error("a wrong answer");
+        },
+        [] {});
+    return row(name, "per_s", calls / seconds);
+  }
+  if (name == "idle") {
+    std::this_thread::sleep_for(std::chrono::seconds(6));
+    return;
+  }
+  const int64_t count = name.find("16MB") != std::string::npos ? 1 << 22 : 1 << 18;
+  const int calls = count > 1 << 20 ? 20 : 200;
+  if (name.find("heap") != std::string::npos) {
+    Tensor x = world.heap().zeros({count});
+    return time_us(name, calls, [&] { x = rpc::sync<&echo>(1, std::move(x)); });
+  }
+  const Tensor x = at::ones({count});
+  time_us(name, calls, [&] { rpc::sync<&echo>(1, x); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::vector<std::string> cases = {"echo_4B",   "echo_int", "echo_4B_callee_asleep", "wake_up",   "echo_4B_asleep",
+                                    "pipelined", "echo_1MB", "echo_1MB_heap",         "echo_16MB", "echo_16MB_heap",
+                                    "future",    "idle"};
+  std::string transport = "auto";
+  CLI::App app{"Remote calls over Muster"};
+  app.add_option("--case", cases, "what to measure")->take_all();
+  app.add_option("--transport", transport, "auto, shm, tcp, ucx or shm,ucx");
+  app.add_option("--impl", impl, "the name in the rows");
+  CLI11_PARSE(app, argc, argv);
+  at::set_num_threads(1);
+  auto world = muster::init();
+  rpc::init({.transport = transport});
+  for (const auto& name : cases) {
+    if (name == "idle") muster::barrier();
+    if (world.rank() == 0) run(name, world);
+    if (name == "idle" && world.rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      const double before = cpu_seconds();
+      std::this_thread::sleep_for(std::chrono::seconds(5));
+      row(name, "percent", 100 * (cpu_seconds() - before) / 5);
+    }
+    if (name == "idle") muster::barrier();
+  }
+  rpc::shutdown();
+}
