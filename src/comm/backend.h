@@ -12,11 +12,13 @@
 // Thread-safety: run(), submit() and stats() from any thread.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <source_location>
+#include <span>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -40,6 +42,7 @@ class PeerWatch;
 namespace muster::comm {
 
 class Stragglers;
+struct HostArrivals;
 
 // One operation. Which fields count depends on the kind:
 //   all_reduce, broadcast, reduce, send, recv   tensor
@@ -94,11 +97,24 @@ class Backend : public c10d::Backend {
   virtual CommStats stats() const = 0;
   virtual const std::string& group_name() const = 0;                // "world", "group 1"
   virtual const Stragglers* stragglers() const { return nullptr; }  // null: this backend cannot tell
+  virtual std::string straggler_verdict(std::chrono::nanoseconds at_least) const;
+  // Memory that all ranks of the group share, BackendContext::board words, at first 0; where the backend has any.
+  virtual std::span<std::atomic<uint64_t>> board() { return {}; }
   // This rank ends its membership; `cause` is not empty where it ends by an error, which peers then see. Operations
   // under way fail.
   virtual void leave(const std::string& cause) = 0;
   // Makes the group fail with `cause` on all its ranks, unless it has failed already.
   virtual void fail(const Error& cause) = 0;
+  // For a backend that is made of several groups: takes a message with the tag of `receive`, which is from any source,
+  // where one has come that no other receive wants; of those, from the first source in the order from, from + 1, ….
+  // Null where none has come, and nothing is left pending; else as submit(). Throws the group's failure.
+  // InvalidArgument where the backend has no such receives.
+  struct Taken {
+    c10::intrusive_ptr<c10d::Work> work;
+    int source = kAnySource;
+    bool all_gone = false;  // without work: none will come, because all other ranks have left
+  };
+  virtual Taken take_message(const Operation& receive, int from);
   // That of operations which have none of their own.
   virtual std::chrono::milliseconds timeout() const = 0;
 
@@ -168,6 +184,9 @@ struct BackendContext {
   std::vector<int> shown_ranks;              // what messages and errors call the ranks; empty: as they are
   std::string inner;                         // of hierarchical: the backend between hosts
   int local_threads = 1;                     // ranks that compete for this host's cores
+  size_t board = 0;                          // words of Backend::board()
+  // Of a group of hosts' leaders over a wire: where it counts who comes last.
+  std::shared_ptr<HostArrivals> host_arrivals;
   // For PyTorch's ProcessGroup (process_group.h): its name there is "muster", and what c10d's interface and works throw
   // are c10d's errors.
   bool for_pytorch = false;

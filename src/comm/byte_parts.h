@@ -5,13 +5,44 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <span>
 #include <vector>
 
 #include "comm/bytes.h"
 
 namespace muster::comm {
+
+// memcpy with null pointers is undefined even for no bytes, and empty tensors have them. A few words are copied without
+// a call, which would take longer than they do.
+inline void copy_bytes(Bytes to, ConstBytes from, size_t bytes) {
+  if (bytes >= sizeof(uint64_t) && bytes <= 2 * sizeof(uint64_t)) {
+    uint64_t first = 0, last = 0;
+    std::memcpy(&first, from, sizeof first);
+    std::memcpy(&last, from + bytes - sizeof last, sizeof last);
+    std::memcpy(to, &first, sizeof first);
+    std::memcpy(to + bytes - sizeof last, &last, sizeof last);
+  } else if (bytes != 0 && to != from) {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+// A pointer for each rank of a group; the common case makes no allocation.
+template <typename Pointer>
+class PerRank {
+ public:
+  explicit PerRank(size_t ranks) : ranks_(ranks), many_(ranks > few_.size() ? ranks : 0) {}
+  std::span<Pointer> span() { return many_.empty() ? std::span(few_).first(ranks_) : std::span(many_); }
+  Pointer& operator[](size_t rank) { return span()[rank]; }
+
+ private:
+  size_t ranks_;
+  std::array<Pointer, 64> few_;
+  std::vector<Pointer> many_;
+};
 
 inline Bytes data_of(const at::Tensor& tensor) { return static_cast<Bytes>(tensor.mutable_data_ptr()); }
 

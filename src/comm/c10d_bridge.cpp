@@ -34,7 +34,8 @@ Operation with_op(Operation operation, const c10d::ReduceOp& op) {
   if (op.op_ > c10d::ReduceOp::PREMUL_SUM)
     throw InvalidArgument(text("there is no reduce operation number ", int{op.op_}));
   operation.op = static_cast<ReduceOp>(op.op_);
-  if (const auto* const factor = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get())) {
+  // The name that it had before 2.13, and has still.
+  if (const auto* const factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get())) {
     operation.factor = factor->double_factor;
     operation.factor_tensor = factor->tensor_factor;
   }

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <charconv>
+#include <iomanip>
 #include <iterator>
+#include <sstream>
 
 #include "base/text.h"
 #include "muster/comm/group.h"
@@ -49,6 +51,12 @@ void describe(const std::source_location& site, std::span<char> to) {
   file = file.substr(0, room);
   const auto end = std::copy(file.begin(), file.end(), to.begin());
   *std::copy_n(number.begin(), taken, end) = '\0';
+}
+
+std::string describe(std::chrono::nanoseconds duration) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(2) << std::chrono::duration<double>(duration).count() << " s";
+  return std::move(out).str();
 }
 
 std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,

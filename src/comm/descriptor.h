@@ -3,6 +3,7 @@
 // Thread-safety: values and pure functions.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <source_location>
 #include <span>
@@ -29,6 +30,7 @@ static_assert(sizeof(CallDescriptor) == 16);
 std::string describe(const CallDescriptor& call);                     // "all_reduce of 100 x Float, SUM"
 std::string describe(const std::source_location& site);               // "train.cpp:17"; "" for one that is not known
 void describe(const std::source_location& site, std::span<char> to);  // the same, cut where it does not fit, with '\0'
+std::string describe(std::chrono::nanoseconds duration);              // "0.30 s"
 // "operation #3 of group 'world' is not the same on all ranks: …", of two ranks and what each called.
 std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
                               const std::string& b_called);

@@ -18,22 +18,18 @@ std::string write_failure(const Error& error) {
 }
 
 std::exception_ptr read_failure(const std::string& note) {
-  std::istringstream in(note);
+  const size_t numbers_end = note.find('\n');
+  const size_t advice_end = numbers_end == note.npos ? note.npos : note.find('\n', numbers_end + 1);
+  std::istringstream numbers(note.substr(0, numbers_end));
   int code = 0, subject = 0, pid = 0;
   size_t count = 0;
-  std::string line, advice;
-  std::getline(in, line);
-  std::istringstream first(line);
-  first >> code >> subject >> pid >> count;
+  numbers >> code >> subject >> pid >> count;
   std::vector<int> missing;
-  for (int rank = 0; missing.size() < count && first >> rank;) missing.push_back(rank);
-  std::getline(in, advice);
-  const std::string message(
-      in ? note.substr(static_cast<size_t>(in.tellg() < 0 ? static_cast<std::streamoff>(note.size())
-                                                          : static_cast<std::streamoff>(in.tellg())))
-         : std::string());
-  if (first.fail() || missing.size() != count || !in)
+  for (int rank = 0; missing.size() < count && numbers >> rank;) missing.push_back(rank);
+  if (advice_end == note.npos || numbers.fail() || missing.size() != count)
     return std::make_exception_ptr(Corrupt("a peer's word about the failure cannot be read"));
+  const std::string advice = note.substr(numbers_end + 1, advice_end - numbers_end - 1),
+                    message = note.substr(advice_end + 1);
   switch (static_cast<ErrorCode>(code)) {
     case ErrorCode::kPeerLost:
       return std::make_exception_ptr(PeerLost(subject, pid, message, advice));

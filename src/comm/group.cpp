@@ -50,8 +50,7 @@ std::vector<Straggler> Group::stragglers() const {
 }
 
 std::string Group::straggler_verdict(std::chrono::nanoseconds at_least) const {
-  const auto* const known = backend().stragglers();
-  return known ? known->verdict(backend().group_name(), at_least) : std::string();
+  return backend().straggler_verdict(at_least);
 }
 
 c10::intrusive_ptr<c10d::Backend> Group::c10d_backend() const {

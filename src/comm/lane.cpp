@@ -1,35 +1,48 @@
 #include "comm/lane.h"
 
+#include <utility>
+
 #include "base/thread.h"
 
 namespace muster::comm {
 
-void Lane::submit(Job job) {
+void Lane::submit(Job job, After after) {
   const std::lock_guard lock(mutex_);
-  if (!thread_.joinable()) thread_ = start_thread(name_, [this] { work(); });
-  jobs_.push_back(std::move(job));
+  have_free_thread();
+  jobs_.push_back({std::move(job), std::move(after)});
   want();
   wake_.notify_one();
 }
 
-void Lane::run_in_turn(const Job& job) {
+void Lane::have_free_thread() {
+  if (free_threads_ > 0) return;
+  threads_.push_back(start_thread(name_, [this] { work(); }));
+  ++free_threads_;
+}
+
+void Lane::run_in_turn(const std::function<void(bool by_waiter)>& job) {
   bool finished = false;  // guarded by the lane's lock
   submit([&](bool by_waiter) {
     job(by_waiter);
     const std::lock_guard lock(mutex_);
     finished = true;
+    return false;
   });
   drive([&] { return finished; });
+}
+
+void Lane::await_turn(std::unique_lock<std::mutex>& lock) {
+  ++waiters_;
+  want();
+  if (busy()) turn_.wait(lock);
+  --waiters_;
 }
 
 void Lane::drive(const std::function<bool()>& done) {
   std::unique_lock lock(mutex_);
   while (!done()) {
     if (busy()) {
-      ++drivers_;
-      want();
-      if (busy()) turn_.wait(lock);
-      --drivers_;
+      await_turn(lock);
     } else if (!jobs_.empty()) {
       run_first(lock, true);
     } else {
@@ -40,26 +53,44 @@ void Lane::drive(const std::function<bool()>& done) {
 }
 
 void Lane::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-    want();
-    wake_.notify_one();
+  std::unique_lock lock(mutex_);
+  stop_ = true;
+  want();
+  wake_.notify_all();
+  while (!threads_.empty()) {  // what they still do may have others started
+    auto threads = std::exchange(threads_, {});
+    lock.unlock();
+    for (auto& thread : threads) thread.join();
+    lock.lock();
   }
-  if (thread_.joinable()) thread_.join();
-  const std::lock_guard lock(mutex_);
+  while (busy()) await_turn(lock);
   if (idle_but_wanted()) release();
 }
 
 void Lane::run_first(std::unique_lock<std::mutex>& lock, bool by_waiter) {
-  Job job = std::move(jobs_.front());
+  Queued first = std::move(jobs_.front());
   jobs_.pop_front();
   state_.fetch_or(kBusy, std::memory_order_acquire);  // it is wanted, so nobody else could
   lock.unlock();
-  job(by_waiter);
-  job = nullptr;  // what it holds is released without the lock
+  const bool more = first.job(by_waiter);
+  first.job = nullptr;  // what it holds is released without the lock
   lock.lock();
   release();
+  if (!more) {
+    lock.unlock();
+    first.after = nullptr;
+    lock.lock();
+    return;
+  }
+  if (!by_waiter) {
+    --free_threads_;
+    if (!jobs_.empty()) have_free_thread();
+  }
+  lock.unlock();
+  first.after();
+  first.after = nullptr;
+  lock.lock();
+  if (!by_waiter) ++free_threads_;
 }
 
 void Lane::give_back_to_others() {
@@ -68,19 +99,24 @@ void Lane::give_back_to_others() {
 }
 
 void Lane::release() {
-  const bool wanted = drivers_ > 0 || !jobs_.empty();
+  const bool wanted = waiters_ > 0 || !jobs_.empty();
   state_.store(wanted ? kWanted : 0, std::memory_order_release);
-  if (drivers_ > 0) turn_.notify_all();
-  if (!jobs_.empty() || stop_) wake_.notify_one();
+  if (waiters_ > 0) turn_.notify_all();
+  if (stop_) {
+    wake_.notify_all();
+  } else if (!jobs_.empty()) {
+    wake_.notify_one();
+  }
 }
 
 void Lane::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return !busy() && (!jobs_.empty() || stop_); });
-    if (jobs_.empty()) return;
+    if (jobs_.empty()) break;
     run_first(lock, false);
   }
+  --free_threads_;
 }
 
 }  // namespace muster::comm

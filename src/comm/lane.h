@@ -4,9 +4,14 @@
 // caller's thread. An asynchronous one runs on the lane's progress thread, or, if somebody waits for it first, on that
 // thread: whoever needs a result need not wait until another thread has woken up.
 //
+// What is to happen after a job (callbacks of a future) runs on the same thread when the lane has been given back, so
+// it may run operations and wait for them. Meanwhile another progress thread does what is queued: it is made when one
+// is needed, and stays.
+//
 // Thread-safety: run(), submit() and drive() from any thread; destruction from one, after the last call. Jobs must not
-// throw and must not call the lane. stop() lets the job under way and those queued come to an end (they fail, because
-// the channel has failed) and joins the thread.
+// throw and must not call the lane. stop() lets the job under way, whoever runs it, and those queued come to an end
+// (they fail, because the channel has failed) and joins the threads; so not from within a job, or behind one on a
+// thread of the lane's.
 #pragma once
 
 #include <atomic>
@@ -16,18 +21,21 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace muster::comm {
 
 class Lane {
  public:
-  // Told whether its thread belongs to somebody who waits for it, or is the lane's own.
-  using Job = std::function<void(bool by_waiter)>;
+  // Told whether its thread belongs to somebody who waits for it, or is the lane's own. Whether its `after` is to be
+  // called.
+  using Job = std::function<bool(bool by_waiter)>;
+  using After = std::function<void()>;
 
   explicit Lane(std::string name) : name_(std::move(name)) {}
   ~Lane() { stop(); }
 
-  void submit(Job job);
+  void submit(Job job, After after = nullptr);
 
   // Runs `job` in its turn, on this thread, and returns when it has run.
   template <typename Function>
@@ -59,23 +67,31 @@ class Lane {
   // taken and given back under the lock alone.
   static constexpr uint32_t kBusy = 1, kWanted = 2;
 
-  void run_in_turn(const Job& job);
+  struct Queued {
+    Job job;
+    After after;
+  };
+
+  void run_in_turn(const std::function<void(bool by_waiter)>& job);
   void run_first(std::unique_lock<std::mutex>& lock, bool by_waiter);
+  void await_turn(std::unique_lock<std::mutex>& lock);
   void give_back_to_others();
   bool busy() const { return (state_.load(std::memory_order_acquire) & kBusy) != 0; }
   void want() { state_.fetch_or(kWanted, std::memory_order_relaxed); }
   bool idle_but_wanted() const { return state_.load(std::memory_order_acquire) == kWanted; }
-  void release();  // with the lock, of a lane that is busy or wanted: it is free for the next job
+  void release();           // with the lock, of a lane that is busy or wanted: it is free for the next job
+  void have_free_thread();  // with the lock: one that is not in an `after`
   void work();
 
   const std::string name_;
   std::atomic<uint32_t> state_{0};
   std::mutex mutex_;
-  std::condition_variable wake_, turn_;  // of the progress thread; of those in drive()
-  std::deque<Job> jobs_;
+  std::condition_variable wake_, turn_;  // of the progress threads; of those who wait until the lane is free
+  std::deque<Queued> jobs_;
   bool stop_ = false;
-  int drivers_ = 0;
-  std::thread thread_;
+  int waiters_ = 0;
+  size_t free_threads_ = 0;  // of threads_: those not in an `after`
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace muster::comm

@@ -6,6 +6,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -32,9 +33,11 @@ Operation part(const Operation& whole, OpKind kind, const at::Tensor& tensor, in
           .site = whole.site};
 }
 
+// Of the tensor's dtype, also where the factor's is a wider one.
 at::Tensor scaled(const Operation& operation, const at::Tensor& tensor) {
-  return operation.factor_tensor.defined() ? at::mul(tensor, operation.factor_tensor)
-                                           : at::mul(tensor, operation.factor);
+  return (operation.factor_tensor.defined() ? at::mul(tensor, operation.factor_tensor)
+                                            : at::mul(tensor, operation.factor))
+      .to(tensor.scalar_type());
 }
 
 // Each rank's tensor times its factor. Only what the operation writes anyway is changed in place.
@@ -58,6 +61,9 @@ LaneBackend::LaneBackend(const BackendContext& context, std::string name)
     : Backend(context.rank, context.size),
       name_(context.for_pytorch ? "muster" : std::move(name)),
       group_name_(context.group_name),
+      shown_ranks_(context.shown_ranks),
+      on_leave_(context.on_leave),
+      pid_(::getpid()),
       timeout_ms_(context.timeout.count()),
       lane_(std::make_shared<Lane>("muster-" + context.group_name)),
       black_box_(context.black_box) {
@@ -73,23 +79,39 @@ LaneBackend::LaneBackend(const BackendContext& context, std::string name)
   black_box_group_ = black_box_->group(context.group_name, context.global_ranks);
 }
 
+// --- membership ---
+
+void LaneBackend::abort() { fail(Aborted(text("rank ", shown(getRank()), " aborted group '", group_name_, "'"))); }
+
+void LaneBackend::end_membership() {
+  lane_->stop();
+  if (on_leave_) on_leave_(this);
+}
+
+bool LaneBackend::in_fork() const { return pid_ != ::getpid(); }
+
 // --- the black box ---
 
 uint64_t LaneBackend::log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const {
   if (!black_box_) return 0;
   const at::Tensor& sample =
       operation.tensor.defined() || operation.inputs.empty() ? operation.tensor : operation.inputs[0];
-  const bool message = is_message(operation.kind),
-             rooted = operation.kind == OpKind::kBroadcast || operation.kind == OpKind::kReduce ||
-                      operation.kind == OpKind::kGather || operation.kind == OpKind::kScatter;
+  return log_begin(operation.kind, operation.peer, operation.tag, sample.defined() ? sample.scalar_type() : at::kByte,
+                   bytes_of(operation), state, now);
+}
+
+uint64_t LaneBackend::log_begin(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes,
+                                shm::BlackBoxState state, Clock::time_point now) const {
+  const bool message = is_message(kind), rooted = kind == OpKind::kBroadcast || kind == OpKind::kReduce ||
+                                                  kind == OpKind::kGather || kind == OpKind::kScatter;
   return black_box_->begin(
       {.group = black_box_group_,
-       .operation = static_cast<uint8_t>(operation.kind),
-       .dtype = static_cast<uint8_t>(sample.defined() ? sample.scalar_type() : at::kByte),
-       .bytes = bytes_of(operation),
+       .operation = static_cast<uint8_t>(kind),
+       .dtype = static_cast<uint8_t>(dtype),
+       .bytes = bytes,
        .sequence = message || state == shm::BlackBoxState::kPosted ? shm::kNoSequence : next_sequence(),
-       .peer = message || rooted ? operation.peer : -1,
-       .tag = static_cast<uint64_t>(operation.tag),
+       .peer = message || rooted ? peer : -1,
+       .tag = static_cast<uint64_t>(tag),
        .state = state},
       static_cast<uint64_t>(now.time_since_epoch().count()));
 }
@@ -121,10 +143,6 @@ void LaneBackend::run_logged(const Operation& operation, Deadline deadline, bool
 
 // --- operations ---
 
-Deadline LaneBackend::deadline_for(const Operation& operation, Clock::time_point now) const {
-  return Deadline::after(operation.timeout.count() > 0 ? operation.timeout : timeout(), now);
-}
-
 void LaneBackend::run(const Operation& operation) {
   validate(operation, getRank(), getSize(), name_);
   std::optional<at::RecordFunction> record;
@@ -139,34 +157,37 @@ void LaneBackend::run(const Operation& operation) {
   }
   // Two looks at the clock, for everything that wants to know the time: each costs a tenth of a small operation.
   const auto began = FastClock::now();
-  const Deadline deadline = deadline_for(operation, began);
-  uint64_t ticket = 0;
+  const Deadline deadline = deadline_for(operation.timeout, began);
   std::exception_ptr error;
-  const auto guarded = [&](auto&& body) {
-    ticket = log_begin(operation, shm::BlackBoxState::kRunning, began);
+  const auto framed = [&](auto&& body) {
+    const uint64_t ticket = log_begin(operation, shm::BlackBoxState::kRunning, began);
     try {
       body();
     } catch (...) {
       error = std::current_exception();
     }
+    const auto ended = FastClock::now();
+    log_end(ticket, error, ended);
+    counters_->add_blocked(ended - began);
   };
-  if (is_message(operation.kind))
-    guarded([&] {
+  // The World may end in another thread while this one waits here. The lane keeps the backend until its job is over;
+  // a message does it itself. Nothing of this backend is touched behind that.
+  if (is_message(operation.kind)) {
+    const auto self = c10::intrusive_ptr<LaneBackend>::unsafe_reclaim_from_nonowning(this);
+    framed([&] {
       run_message(operation, deadline);
       count(operation);
     });
-  else
-    lane_->run([&](bool by_waiter) { guarded([&] { run_collective(operation, deadline, by_waiter); }); });
-  const auto ended = FastClock::now();
-  log_end(ticket, error, ended);
-  counters_->add_blocked(ended - began);
+  } else {
+    lane_->run([&](bool by_waiter) { framed([&] { run_collective(operation, deadline, by_waiter); }); });
+  }
   if (error) std::rethrow_exception(error);
 }
 
 c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
   validate(operation, getRank(), getSize(), name_);
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
-  const Deadline deadline = deadline_for(operation);
+  const Deadline deadline = deadline_for(operation.timeout);
   const uint64_t ticket = log_begin(operation, shm::BlackBoxState::kRunning, Clock::now());
   auto work = make_work(nullptr, {std::move(operation)});
   work->on_complete([this, ticket](const std::exception_ptr& error) { log_end(ticket, error); });
@@ -192,12 +213,12 @@ LaneBackend::WorkPtr LaneBackend::make_work(std::shared_ptr<Lane> lane, std::vec
 
 LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
   check();
-  const Deadline deadline = deadline_for(operations[0]);
+  const Deadline deadline = deadline_for(operations[0].timeout);
   std::vector<uint64_t> tickets;
   for (const auto& operation : operations)
     tickets.push_back(log_begin(operation, shm::BlackBoxState::kPosted, Clock::now()));
   auto work = make_work(lane_, std::move(operations));
-  lane_->submit([this, work, deadline, tickets](bool by_waiter) {
+  const auto job = [this, work, deadline, tickets](bool by_waiter) {
     std::exception_ptr error;
     for (size_t i = 0; i < tickets.size(); ++i) {
       if (error) {  // of one before it in the batch
@@ -211,23 +232,41 @@ LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
         error = std::current_exception();
       }
     }
-    work->complete(std::move(error));
-  });
+    return work->end(std::move(error));
+  };
+  lane_->submit(job, [work] { work->mark_future(); });
   return work;
 }
 
 void LaneBackend::run_collective(const Operation& operation, Deadline deadline, bool by_waiter) {
-  if (operation.kind == OpKind::kAllReduceSparse)
-    all_reduce_sparse(operation, deadline, by_waiter);
-  else if (operation.kind == OpKind::kAllGather && unequal(operation.outputs))
-    all_gather_unequal(operation, deadline, by_waiter);
-  else if (operation.kind == OpKind::kReduceScatter && unequal(operation.inputs))
-    reduce_scatter_unequal(operation, deadline, by_waiter);
+  const bool of_parts = operation.kind == OpKind::kAllReduceSparse ||
+                        (operation.kind == OpKind::kAllGather && unequal(operation.outputs)) ||
+                        (operation.kind == OpKind::kReduceScatter && unequal(operation.inputs));
+  if (of_parts)
+    run_parts(operation, deadline, by_waiter);
   else if (operation.op == ReduceOp::PREMUL_SUM)
     execute(premultiplied(operation, getRank()), deadline, by_waiter);
   else
     execute(operation, deadline, by_waiter);
   count(operation);
+}
+
+// What stops one rank between two parts stops the group, as within one: the others would wait for it.
+void LaneBackend::run_parts(const Operation& operation, Deadline deadline, bool by_waiter) {
+  try {
+    if (operation.kind == OpKind::kAllReduceSparse)
+      all_reduce_sparse(operation, deadline, by_waiter);
+    else if (operation.kind == OpKind::kAllGather)
+      all_gather_unequal(operation, deadline, by_waiter);
+    else
+      reduce_scatter_unequal(operation, deadline, by_waiter);
+  } catch (const Error& error) {
+    fail(error);
+    throw;
+  } catch (const std::exception& error) {
+    fail(Unavailable(text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what())));
+    throw;
+  }
 }
 
 void LaneBackend::all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {

@@ -11,8 +11,12 @@
 // Thread-safety: as Backend.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <vector>
 
 #include "base/cycles.h"
 #include "comm/backend.h"
@@ -36,7 +40,13 @@ class LaneBackend : public Backend {
     return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
   }
 
+  // Throws the failure of a group that has failed.
+  virtual void check() const = 0;
+
   const std::string getBackendName() const override { return name_; }
+  void abort() final;
+  void shutdown() final { leave({}); }
+  void release_resources() final { leave({}); }  // instead of the destructor, where weak references are left
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
   uint64_t getSequenceNumberForGroup() override { return counters_->completed(); }
   void setSequenceNumberForGroup() override {}  // numbers start at 0 on all ranks
@@ -49,8 +59,6 @@ class LaneBackend : public Backend {
   virtual void run_message(const Operation& operation, Deadline deadline) = 0;
   // Calls work->complete() sooner or later.
   virtual void submit_message(const WorkPtr& work, Deadline deadline) = 0;
-  // Throws the failure of a group that has failed.
-  virtual void check() const = 0;
   // The number, from 0, of the collective that execute() would do next, as its messages name it.
   virtual uint64_t next_sequence() const = 0;
 
@@ -63,7 +71,7 @@ class LaneBackend : public Backend {
     const uint64_t ticket = log_begin(call, dtype, bytes, began);
     std::exception_ptr error;
     try {
-      body(Deadline::after(call.timeout.count() > 0 ? call.timeout : timeout(), began));
+      body(deadline_for(call.timeout, began));
     } catch (...) {
       error = std::current_exception();
     }
@@ -79,6 +87,7 @@ class LaneBackend : public Backend {
   template <typename Body>
   bool run_message_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
     if (profiling()) return false;
+    const auto self = c10::intrusive_ptr<LaneBackend>::unsafe_reclaim_from_nonowning(this);  // run() says why
     const auto began = FastClock::now();
     if (!body()) return false;
     const auto ended = FastClock::now();
@@ -89,12 +98,23 @@ class LaneBackend : public Backend {
     return true;
   }
 
+  // Of a message, to be completed by submit_message() or the like; its parts in the black box are the caller's.
+  WorkPtr make_message_work(Operation message) const { return make_work(nullptr, {std::move(message)}); }
   void count(const Operation& operation) { counters_->count(operation); }
-  void stop_lane() { lane_->stop(); }  // in the destructor of what derives, before what execute() needs is gone
-  Deadline deadline_for(const Operation& operation, Clock::time_point now = Clock::now()) const;
+  // The last of leave(), which destructors of what derives call: before what execute() needs is gone.
+  void end_membership();
+  bool in_fork() const;        // of the member: the membership is its parent's
+  int shown(int rank) const {  // as messages and errors call it
+    return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
+  }
+  // Of an operation whose own timeout is this; 0: the group's.
+  Deadline deadline_for(std::chrono::milliseconds own, Clock::time_point now = Clock::now()) const {
+    return Deadline::after(own.count() > 0 ? own : timeout(), now);
+  }
 
  private:
   void run_collective(const Operation& operation, Deadline deadline, bool by_waiter);
+  void run_parts(const Operation& operation, Deadline deadline, bool by_waiter);
   void all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void all_reduce_sparse(const Operation& operation, Deadline deadline, bool by_waiter);
@@ -104,22 +124,17 @@ class LaneBackend : public Backend {
   // The black box. Tickets are of no meaning where there is none.
   uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
   uint64_t log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point now) const {
-    if (!black_box_) return 0;
-    const bool message = is_message(call.kind),
-               rooted = message || call.kind == OpKind::kBroadcast || call.kind == OpKind::kReduce;
-    return black_box_->begin({.group = black_box_group_,
-                              .operation = static_cast<uint8_t>(call.kind),
-                              .dtype = static_cast<uint8_t>(dtype),
-                              .bytes = bytes,
-                              .sequence = message ? shm::kNoSequence : next_sequence(),
-                              .peer = rooted ? call.peer : -1,
-                              .tag = static_cast<uint64_t>(call.tag)},
-                             static_cast<uint64_t>(now.time_since_epoch().count()));
+    return black_box_ ? log_begin(call.kind, call.peer, call.tag, dtype, bytes, shm::BlackBoxState::kRunning, now) : 0;
   }
+  uint64_t log_begin(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes, shm::BlackBoxState state,
+                     Clock::time_point now) const;
   void log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now = Clock::now()) const;
   void run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket);
 
   const std::string name_, group_name_;
+  const std::vector<int> shown_ranks_;
+  const std::function<void(const Backend*)> on_leave_;
+  const pid_t pid_;
   std::atomic<int64_t> timeout_ms_;
   const std::shared_ptr<OperationCounters> counters_ = std::make_shared<OperationCounters>();
   const std::shared_ptr<Lane> lane_;

@@ -4,6 +4,7 @@
 // Thread-safety: all members.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <list>
@@ -50,6 +51,27 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     return receive;
   }
 
+  // As Wire's. What is kept has no receive that waits for it.
+  int take(WireTag tag, std::byte* data, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    for (auto it = kept_.begin(); it != kept_.end(); ++it)
+      if (it->tag == tag) {
+        const int source = it->source;
+        std::memcpy(data, it->data.data(), std::min(bytes, it->data.size()));
+        kept_.erase(it);
+        return source;
+      }
+    if (const auto all = closed_.find(kAnySource); all != closed_.end()) throw WireBroken(all->second);
+    return kAnySource;
+  }
+  std::vector<int> gone() {
+    const std::lock_guard lock(mutex_);
+    std::vector<int> peers;
+    for (const auto& [peer, symptom] : closed_)
+      if (peer != kAnySource) peers.push_back(peer);
+    return peers;
+  }
+
   // Nothing more comes from `source`, or from anybody (kAnySource): receives that want it, and find nothing that came
   // before, get WireBroken with this symptom. One from any source, when nothing comes from all of the `others`.
   void close(int source, const std::string& symptom) {
@@ -74,11 +96,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     }
     int wait(Deadline deadline) override {
       std::unique_lock lock(mailbox->mutex_);
-      const auto over = [&] { return complete || mailbox->symptom(source); };
-      if (deadline.is_never())
-        mailbox->came_.wait(lock, over);
-      else if (!mailbox->came_.wait_until(lock, deadline.when(), over))
-        throw Timeout("");
+      if (!deadline.wait(mailbox->came_, lock, [&] { return complete || mailbox->symptom(source); })) throw Timeout("");
       if (!complete) throw WireBroken(*mailbox->symptom(source));
       return source;
     }

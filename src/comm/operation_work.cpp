@@ -143,12 +143,13 @@ std::vector<at::Tensor> OperationWork::result() {
   return tensors;
 }
 
-void OperationWork::complete(std::exception_ptr error) {
+bool OperationWork::end(std::exception_ptr error) {
   if (on_complete_) on_complete_(error);
   if (error && c10d_limit_) error = as_c10d_error(error, *c10d_limit_);
   finish(std::move(error));
   done_.store(true, std::memory_order_release);
-  mark_future();
+  const std::lock_guard lock(mutex_);
+  return future_ != nullptr;  // who asks for one from now on marks it
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {

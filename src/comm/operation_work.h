@@ -62,11 +62,15 @@ class OperationWork final : public c10d::Work {
   void set_source(int rank) { source_.store(rank, std::memory_order_relaxed); }
   // Called first when it completes; set before anybody can complete it.
   void on_complete(std::function<void(const std::exception_ptr&)> callback) { on_complete_ = std::move(callback); }
-  void complete(std::exception_ptr error = nullptr);
+  // The two halves of complete(). end(): whether mark_future() is to follow. mark_future() calls what the user has put
+  // behind the future, which may do and wait for operations: so not where that would stand in their way.
+  bool end(std::exception_ptr error);
+  void mark_future();  // once, when done and when there is one
+  void complete(std::exception_ptr error = nullptr) {
+    if (end(std::move(error))) mark_future();
+  }
 
  private:
-  void mark_future();  // once, when done and when there is one
-
   const std::shared_ptr<OperationCounters> counters_;
   const std::shared_ptr<Lane> lane_;
   const std::vector<Operation> operations_;

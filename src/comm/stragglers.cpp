@@ -7,16 +7,25 @@
 
 namespace muster::comm {
 
+Stragglers::Stragglers(int ranks, Unit unit, std::span<Word> memory)
+    : ranks_(ranks),
+      unit_(unit),
+      own_(memory.empty() ? words(ranks) : 0),
+      words_(memory.empty() ? std::span<Word>(own_) : memory) {}
+
 std::vector<Straggler> Stragglers::by_rank() const {
   std::vector<Straggler> list;
-  for (size_t r = 0; r < ranks_.size(); ++r)
-    list.push_back({.rank = static_cast<int>(r),
-                    .times_last = ranks_[r].times_last.load(std::memory_order_relaxed),
-                    .late = cycle_.of(ranks_[r].late.load(std::memory_order_relaxed))});
+  for (int r = 0; r < ranks_; ++r) {
+    const size_t at = 1 + 2 * static_cast<size_t>(r);
+    list.push_back({.rank = r,
+                    .times_last = words_[at].load(std::memory_order_relaxed),
+                    .late = time(words_[at + 1].load(std::memory_order_relaxed))});
+  }
   return list;
 }
 
-std::string Stragglers::verdict(const std::string& group, std::chrono::nanoseconds at_least) const {
+std::string Stragglers::verdict(const std::string& group, std::chrono::nanoseconds at_least,
+                                const std::function<std::string(int)>& name) const {
   const auto ranks = by_rank();
   const auto worst =
       std::max_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) { return a.late < b.late; });
@@ -26,13 +35,12 @@ std::string Stragglers::verdict(const std::string& group, std::chrono::nanosecon
       seconds(worst->late) < time / 20)
     return {};
   char words[256];
-  std::snprintf(
-      words, sizeof words,
-      "rank %d came last to %.0f %% of %.0f collectives of group '%s'; the others waited %.3f s for it, %.0f %% "
-      "of the time",
-      worst->rank, 100 * static_cast<double>(worst->times_last) / all, all, group.substr(0, 64).c_str(),
-      seconds(worst->late), 100 * seconds(worst->late) / time);
-  return words;
+  std::snprintf(words, sizeof words,
+                " came last to %.0f %% of %.0f collectives of group '%s'; the others waited %.3f s for it, %.0f %% "
+                "of the time",
+                100 * static_cast<double>(worst->times_last) / all, all, group.substr(0, 64).c_str(),
+                seconds(worst->late), 100 * seconds(worst->late) / time);
+  return (name ? name(worst->rank) : text("rank ", worst->rank)) + words;
 }
 
 }  // namespace muster::comm

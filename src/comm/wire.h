@@ -7,10 +7,11 @@
 //
 //   kAnnouncement, kData   of collectives: every send has its receive soon, in the same order, and never to oneself
 //   kMessage, kReady       of at most kShortMessage bytes: a send completes whether or not the receive is there, as
-//                          long as the peer's process runs; also to oneself; receives of kMessage from any source
+//                          long as the peer's process runs; also to oneself; receives of kMessage from any source;
+//                          take() looks for one that has come
 //   kPayload               the receive is there before the send; also to oneself
 //
-// Thread-safety: send(), receive() and close() from any thread; a Transfer belongs to one.
+// Thread-safety: all members of Wire from any thread; a Transfer belongs to one.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <vector>
 
 #include "muster/base/deadline.h"
 
@@ -60,6 +62,12 @@ class Wire {
   // On a thread of the wire, or of whoever calls it: fn does little, and nothing with the wire. Set once, before the
   // first transfer; not called any more when close() has returned.
   virtual void on_gone(std::function<void(int peer)> fn) = 0;
+  // Receives a kMessage with this tag that has come, and that no receive waits for: at once, from whom comes first.
+  // Returns the peer, or kAnySource where there is none yet. WireBroken.
+  virtual int take(WireTag tag, std::byte* data, size_t bytes) = 0;
+  // The peers from which nothing more comes: they have left, or their connection broke. What they sent before can still
+  // be received.
+  virtual std::vector<int> gone() = 0;
   // Ends it: what waits and what comes later gets WireBroken, here and, soon, on peers that wait for this rank.
   virtual void close() = 0;
 };

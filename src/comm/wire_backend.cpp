@@ -6,12 +6,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <iomanip>
+#include <limits>
 #include <optional>
-#include <sstream>
+#include <utility>
 
 #include "base/text.h"
-#include "base/thread.h"
 #include "comm/algorithms/reduce_kernels.h"
 #include "comm/failure_note.h"
 #include "comm/flatten.h"
@@ -37,39 +36,20 @@ constexpr size_t kInline = 128;  // bytes that an announcement carries
 
 constexpr WireTag kAnnounce{WireKind::kAnnouncement, 0}, kData{WireKind::kData, 0};
 
-// memcpy with null pointers is undefined even for no bytes, and empty tensors have them.
-void copy_bytes(Bytes to, ConstBytes from, size_t bytes) {
-  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
-}
-
-std::string seconds(Clock::duration duration) {
-  std::ostringstream out;
-  out << std::fixed << std::setprecision(2) << std::chrono::duration<double>(duration).count() << " s";
-  return std::move(out).str();
-}
-
 }  // namespace
 
 struct WireBackend::Announcement {
   uint64_t number = 0;
   CallDescriptor call;
   uint64_t part = 0;  // bytes of an all_to_all that follow for the rank that reads this
-  char site[88] = {};
-  uint64_t payload_bytes = 0;
+  Arrival before;     // of an earlier one
+  char site[84] = {};
   std::array<std::byte, kInline> payload{};
 
   std::string at() const {  // " (train.cpp:17)", or nothing where that is not known
     const std::string_view known(site, ::strnlen(site, sizeof site));
     return known.empty() ? std::string() : text(" (", known, ")");
   }
-};
-
-struct WireBackend::MessageHeader {
-  uint64_t bytes = 0;
-  uint32_t number = 0;  // the tag of the payload, where it does not fit here
-  uint8_t dtype = 0;
-  std::array<uint8_t, 3> unused{};
-  std::array<std::byte, 240> payload{};
 };
 
 // The transfers of one step. Empty ones are no messages.
@@ -98,15 +78,14 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
       wire_(std::move(wire)),
       store_(context.store),
       prefix_(context.store_prefix),
-      pid_(::getpid()),
       members_(context.members),
-      shown_ranks_(context.shown_ranks),
       watch_(context.watch),
-      on_leave_(context.on_leave),
       announcements_(static_cast<size_t>(context.size)),
+      stragglers_(context.size, Stragglers::Unit::kNanoseconds),
+      arrivals_(context.host_arrivals),
       numbers_(static_cast<size_t>(context.size)) {
   for (int step = 1; step < getSize(); ++step) others_.push_back((getRank() + step) % getSize());
-  static_assert(sizeof(Announcement) == 256 && sizeof(MessageHeader) == 256);
+  static_assert(sizeof(Announcement) == 256);
   wire_->on_gone([this](int peer) {
     {
       const std::lock_guard lock(state_mutex_);
@@ -215,7 +194,7 @@ WireBackend::~WireBackend() { leave({}); }
 // --- membership and failure ---
 
 void WireBackend::leave(const std::string& cause) {
-  if (pid_ != ::getpid()) return;  // a fork: the membership is its parent's
+  if (in_fork()) return;
   {
     const std::lock_guard lock(state_mutex_);
     if (std::exchange(left_, true)) return;
@@ -228,9 +207,9 @@ void WireBackend::leave(const std::string& cause) {
   try {
     const store::CallsBy soon(Deadline::after(kFarewell));
     if (!cause.empty())
-      store_->compare_set(key("cause"), std::nullopt,
-                          write_failure(PeerLost(shown(getRank()), static_cast<int>(pid_),
-                                                 text("rank ", shown(getRank()), " ended: ", cause))));
+      store_->compare_set(
+          key("cause"), std::nullopt,
+          write_failure(PeerLost(shown(getRank()), ::getpid(), text("rank ", shown(getRank()), " ended: ", cause))));
     store_->set(key(text("left/", getRank())), "1");
   } catch (const std::exception&) {
     // Whoever serves the store has gone; so nobody can read it.
@@ -242,16 +221,19 @@ void WireBackend::leave(const std::string& cause) {
     job_.notify_all();
   }
   for (auto& thread : threads_) thread.join();
-  stop_lane();
-  if (on_leave_) on_leave_(this);
+  end_membership();
 }
 
-void WireBackend::abort() { fail(Aborted(text("rank ", shown(getRank()), " aborted group '", group_name(), "'"))); }
-
 void WireBackend::fail(const Error& cause) {
-  if (pid_ != ::getpid()) return;
-  settle(read_failure(write_failure(cause)));
+  if (in_fork()) return;
+  const auto error = read_failure(write_failure(cause));
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (!failure_) failure_ = error;
+    explained_.notify_all();
+  }
   wire_->close();
+  settle(error);  // tells the others; last, because the store may not answer
 }
 
 void WireBackend::check() const {
@@ -281,32 +263,6 @@ std::exception_ptr WireBackend::settle(const std::exception_ptr& error) {
   if (!failure_) failure_ = result;
   explained_.notify_all();
   return failure_;
-}
-
-template <typename Fn, typename What>
-void WireBackend::guarded(Fn&& fn, What&& what, int peer, Clock::time_point began) {
-  struct UnderWay {
-    std::atomic<int>& count;
-    explicit UnderWay(std::atomic<int>& of) : count(of) { ++count; }
-    ~UnderWay() { --count; }
-  } const under_way(under_way_);
-  try {
-    fn();
-  } catch (const WireBroken& broken) {
-    explain(what(), false, broken.what(), peer, began);
-  } catch (const Timeout&) {
-    explain(what(), true, {}, peer, began);
-  } catch (const Error& ours) {
-    const auto settled = settle(std::current_exception());
-    wire_->close();
-    std::rethrow_exception(settled);
-  } catch (const std::exception& error) {
-    // Whatever stops one rank in the middle (no memory, say) stops the group.
-    const auto settled = settle(std::make_exception_ptr(
-        Unavailable(text("rank ", shown(getRank()), " failed in ", what(), ": ", error.what()))));
-    wire_->close();
-    std::rethrow_exception(settled);
-  }
 }
 
 // `peer`: whom a message was for or from; -1 where all ranks take part.
@@ -398,7 +354,7 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
     }
     if (timed_out)
       cause = std::make_exception_ptr(Timeout(
-          text(what, " on rank ", shown(me), " timed out after ", seconds(waited), ", waiting for ", join(names)),
+          text(what, " on rank ", shown(me), " timed out after ", describe(waited), ", waiting for ", join(names)),
           shown_missing, "Look whether the missing rank hangs, or raise the timeout"));
     else {  // the one whose wire ended without a word; else one that said nothing; who has spoken or runs is not lost
       const auto lost_one = [&](int r) { return silent(r) && !lives(r); };
@@ -487,12 +443,21 @@ void WireBackend::execute_on_bytes(const Operation& operation, Deadline deadline
 void WireBackend::announce(const Operation& operation, std::span<const std::byte> payload, Deadline deadline,
                            const std::vector<uint64_t>& parts) {
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
-  Announcement mine{.number = sequence_++, .call = descriptor_of(operation), .payload_bytes = payload.size()};
+  const bool counts = !arrivals_ || std::exchange(arrivals_->counts_next, false);
+  Announcement mine{.number = sequence_++, .call = descriptor_of(operation)};
+  if (counts) {
+    mine.before = arrival_;
+    if (arrivals_) {
+      mine.before.last = arrivals_->last;
+      mine.before.late = std::chrono::duration<float>(arrivals_->late).count();
+    }
+  }
   describe(operation.site, mine.site);
   if (!payload.empty()) std::memcpy(mine.payload.data(), payload.data(), payload.size());
   std::vector<Announcement> sent(n, mine);
   for (size_t r = 0; r < parts.size(); ++r) sent[r].part = parts[r];
   announcements_[me] = sent[me];
+  const auto arrived = FastClock::now();
   Transfers transfers(*wire_, deadline);
   for (size_t step = 1; step < n; ++step) {
     const size_t to = (me + step) % n, from = (me + n - step) % n;
@@ -500,6 +465,10 @@ void WireBackend::announce(const Operation& operation, std::span<const std::byte
     transfers.send(static_cast<int>(to), kAnnounce, &sent[to], sizeof(Announcement));
   }
   transfers.wait();
+  if (counts) {
+    arrival_.waited = std::max(std::chrono::duration<float>(FastClock::now() - arrived).count(), 0.0F);
+    count_arrivals();
+  }
   // Everybody sees the same announcements, so everybody finds the same pair and says the same.
   const auto called = [&](size_t r) { return text(describe(announcements_[r].call), announcements_[r].at()); };
   for (size_t r = 1; r < n; ++r)
@@ -507,6 +476,29 @@ void WireBackend::announce(const Operation& operation, std::span<const std::byte
       throw Mismatch(
           describe_mismatch(mine.number, group_name(), shown(0), called(0), shown(static_cast<int>(r)), called(r)),
           kMismatchAdvice);
+}
+
+// Everybody counts the same, since everybody is told the same.
+void WireBackend::count_arrivals() {
+  if (getSize() < 2) return;
+  float least = std::numeric_limits<float>::max(), next = least;  // of the times that ranks waited
+  int who = 0;
+  for (int r = 0; r < getSize(); ++r) {
+    const float waited = announcements_[static_cast<size_t>(r)].before.waited;
+    if (!(waited >= 0)) return;
+    if (waited < least) {
+      next = std::exchange(least, waited);
+      who = r;
+    } else {
+      next = std::min(next, waited);
+    }
+  }
+  const auto nanoseconds = [](float seconds) { return static_cast<uint64_t>(std::clamp(seconds, 0.0F, 1e9F) * 1e9F); };
+  (arrivals_ ? arrivals_->hosts : stragglers_).add({who, nanoseconds(next - least)});
+  if (!arrivals_) return;
+  const Arrival& theirs = announcements_[static_cast<size_t>(who)].before;
+  if (theirs.last >= 0 && theirs.last < arrivals_->ranks.size())
+    arrivals_->ranks.add({theirs.last, nanoseconds(std::min(next - least, theirs.late))});
 }
 
 const std::byte* WireBackend::payload_of(int rank) const {
@@ -673,146 +665,6 @@ void WireBackend::all_to_all(const Operation& operation, Deadline deadline) {
     transfers.send(peer, kData, inputs[r], sizes[r]);
   }
   transfers.wait();
-}
-
-// --- messages ---
-
-// A message under way: its header, which carries small ones whole; then the receiver's word that it is ready, and the
-// payload.
-class WireBackend::MessageTransfer {
- public:
-  MessageTransfer(WireBackend& backend, const Operation& operation) : backend_(backend), operation_(operation) {
-    tensor_ = sends() ? flat_.input(operation.tensor) : flat_.output(operation.tensor);
-    const WireTag tag{WireKind::kMessage, static_cast<uint32_t>(operation.tag)};
-    if (!sends()) {
-      head_ = backend_.wire_->receive(operation.peer, tag, reinterpret_cast<Bytes>(&header_), sizeof header_);
-      return;
-    }
-    header_.bytes = tensor_.nbytes();
-    header_.dtype = static_cast<uint8_t>(tensor_.scalar_type());
-    if (fits())
-      copy_bytes(header_.payload.data(), data_of(tensor_), header_.bytes);
-    else
-      header_.number = backend.numbers_[static_cast<size_t>(operation.peer)]++ % kWireTags;
-    head_ = backend_.wire_->send(operation.peer, tag, reinterpret_cast<ConstBytes>(&header_), sizeof header_);
-  }
-
-  // Returns the peer.
-  int wait(Deadline deadline) {
-    const int peer = head_->wait(deadline);
-    if (sends()) {
-      if (!fits()) {
-        std::byte word{};
-        backend_.wire_->receive(peer, ready(), &word, 1)->wait(deadline);
-        backend_.wire_->send(peer, payload(), data_of(tensor_), header_.bytes)->wait(deadline);
-      }
-      return peer;
-    }
-    if (header_.bytes != tensor_.nbytes() || header_.dtype != static_cast<uint8_t>(tensor_.scalar_type()))
-      throw Mismatch(
-          text("recv on rank ", backend_.shown(backend_.getRank()), " expects ",
-               show(tensor_.nbytes(), tensor_.scalar_type()), " with tag ", operation_.tag, ", but rank ",
-               backend_.shown(peer), " sent ", show(header_.bytes, static_cast<at::ScalarType>(header_.dtype))),
-          kMismatchAdvice);
-    if (fits()) {
-      copy_bytes(data_of(tensor_), header_.payload.data(), header_.bytes);
-    } else {
-      const std::byte word{1};
-      const auto body = backend_.wire_->receive(peer, payload(), data_of(tensor_), header_.bytes);
-      backend_.wire_->send(peer, ready(), &word, 1)->wait(deadline);
-      body->wait(deadline);
-    }
-    flat_.copy_back();
-    return peer;
-  }
-
- private:
-  bool sends() const { return operation_.kind == OpKind::kSend; }
-  bool fits() const { return header_.bytes <= header_.payload.size(); }
-  WireTag ready() const { return {WireKind::kReady, header_.number}; }
-  WireTag payload() const { return {WireKind::kPayload, header_.number}; }
-  static std::string show(size_t bytes, at::ScalarType dtype) {
-    return text(bytes / c10::elementSize(dtype), " x ", c10::toString(dtype), " (", bytes, " bytes)");
-  }
-
-  WireBackend& backend_;
-  const Operation& operation_;
-  Flatten flat_;
-  at::Tensor tensor_;
-  MessageHeader header_;
-  std::unique_ptr<Wire::Transfer> head_;
-};
-
-void WireBackend::check_message(const Operation& operation) const {
-  check();
-  if (operation.tag < 0 || static_cast<uint32_t>(operation.tag) >= kWireTags)
-    throw InvalidArgument(text("tag ", operation.tag, " is not one of backend '", getBackendName(), "'"),
-                          text("Use 0 … ", kWireTags - 1));
-}
-
-std::unique_ptr<WireBackend::MessageTransfer> WireBackend::post(const Operation& operation) {
-  const std::lock_guard lock(post_mutex_);
-  return std::make_unique<MessageTransfer>(*this, operation);
-}
-
-std::string WireBackend::describe_message(const Operation& operation) const {
-  return text(to_string(operation.kind), " of ", operation.tensor.numel(), " x ",
-              c10::toString(operation.tensor.scalar_type()), " with tag ", operation.tag,
-              operation.kind == OpKind::kSend ? " to " : " from ",
-              operation.peer == kAnySource ? std::string("any rank") : text("rank ", shown(operation.peer)));
-}
-
-void WireBackend::run_message(const Operation& operation, Deadline deadline) {
-  check_message(operation);
-  guarded([&] { post(operation)->wait(deadline); }, [&] { return describe_message(operation); }, operation.peer,
-          Clock::now());
-}
-
-void WireBackend::submit_message(const WorkPtr& work, Deadline deadline) {
-  const Operation& operation = work->operations()[0];
-  check_message(operation);
-  const auto began = Clock::now();
-  std::shared_ptr<MessageTransfer> transfer;
-  guarded([&] { transfer = post(operation); }, [&] { return describe_message(operation); }, operation.peer, began);
-  wait_on_a_thread([this, work, transfer, deadline, began] {
-    const Operation& message = work->operations()[0];
-    std::exception_ptr error;
-    try {
-      int peer = message.peer;
-      guarded([&] { peer = transfer->wait(deadline); }, [&] { return describe_message(message); }, message.peer, began);
-      count(message);
-      if (message.kind == OpKind::kRecv) work->set_source(peer);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    work->complete(std::move(error));
-  });
-}
-
-// A wire's transfers can only be waited for, one by one; so each message under way has a thread.
-void WireBackend::wait_on_a_thread(std::function<void()> job) {
-  std::unique_lock lock(threads_mutex_);
-  if (stop_threads_) {  // the wire is closed: nothing waits for long
-    lock.unlock();
-    return job();
-  }
-  jobs_.push_back(std::move(job));
-  job_.notify_one();
-  if (idle_ >= jobs_.size()) return;
-  threads_.push_back(start_thread("muster-message", [this] {
-    std::unique_lock mine(threads_mutex_);
-    for (;;) {
-      ++idle_;
-      job_.wait(mine, [this] { return stop_threads_ || !jobs_.empty(); });
-      --idle_;
-      if (jobs_.empty()) return;
-      const auto next = std::move(jobs_.front());
-      jobs_.pop_front();
-      mine.unlock();
-      next();
-      mine.lock();
-    }
-  }));
 }
 
 }  // namespace muster::comm

@@ -11,6 +11,9 @@
 // A message is a header, which carries up to 240 bytes as well. For larger ones the receiver, when it has matched the
 // header with a receive, says that it is ready, and then the payload travels; until then nothing waits in the wire.
 //
+// Each announcement says how long its rank waited for the others' in the one before; that tells who came last
+// (stragglers.h).
+//
 // Failure. The first rank that knows a cause (its deadline passed, a peer's process died, ranks disagree) writes it to
 // the store, once for the group, and closes its wire. A connection that ends is only a hint, for it may be the closing
 // of a rank that knows more. So whoever sees one first says in the store that its own wire broke, and how far it was
@@ -31,7 +34,7 @@
 
 #include <condition_variable>
 #include <deque>
-#include <map>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -40,10 +43,13 @@
 #include <thread>
 #include <vector>
 
+#include "base/text.h"
 #include "comm/byte_parts.h"
 #include "comm/descriptor.h"
 #include "comm/lane_backend.h"
+#include "comm/stragglers.h"
 #include "comm/wire.h"
+#include "muster/base/error.h"
 
 namespace muster::comm {
 
@@ -52,10 +58,9 @@ class WireBackend final : public LaneBackend {
   WireBackend(const BackendContext& context, std::string name, std::unique_ptr<Wire> wire);
   ~WireBackend() override;
 
+  Taken take_message(const Operation& receive, int from) override;
+  const Stragglers* stragglers() const override { return arrivals_ ? &arrivals_->hosts : &stragglers_; }
   void leave(const std::string& cause) override;
-  void abort() override;
-  void shutdown() override { leave({}); }
-  void release_resources() override { leave({}); }
   void fail(const Error& cause) override;
 
  protected:
@@ -66,6 +71,13 @@ class WireBackend final : public LaneBackend {
   uint64_t next_sequence() const override { return sequence_; }
 
  private:
+  // What a rank says of a collective that is over: how long it waited for the others, and, where ranks stand for
+  // hosts, who came last on its own host, and how long before that the one before it came. In seconds.
+  struct Arrival {
+    float waited = -1;  // below 0: nothing to say
+    float late = 0;
+    int32_t last = -1;
+  };
   struct Announcement;
   struct MessageHeader;
   class Transfers;
@@ -76,6 +88,7 @@ class WireBackend final : public LaneBackend {
   // Exchanges announcements and compares them. `parts`: of an all_to_all, the bytes for each rank.
   void announce(const Operation& operation, std::span<const std::byte> payload, Deadline deadline,
                 const std::vector<uint64_t>& parts = {});
+  void count_arrivals();  // of the collective before the one that has been announced
   const std::byte* payload_of(int rank) const;
   void all_reduce(const Operation& operation, Bytes data, size_t count, size_t item, Deadline deadline);
   void broadcast(const Operation& operation, Bytes data, size_t bytes, Deadline deadline);
@@ -93,7 +106,10 @@ class WireBackend final : public LaneBackend {
   void check_message(const Operation& operation) const;
   std::unique_ptr<MessageTransfer> post(const Operation& operation);
   std::string describe_message(const Operation& operation) const;
+  void complete_on_a_thread(const WorkPtr& work, std::shared_ptr<MessageTransfer> transfer, Deadline deadline,
+                            Clock::time_point began);
   void wait_on_a_thread(std::function<void()> job);
+  bool others_gone(const std::function<std::string()>& what, Clock::time_point began);
 
   // --- failure ---
   // Runs fn; an error of the wire becomes the group's failure, which is thrown. `what` is called for its text.
@@ -110,24 +126,21 @@ class WireBackend final : public LaneBackend {
   void look_after(int peer);
   void say(const std::string& fact);
   void say_broke(bool timed_out);
-  int shown(int rank) const {
-    return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
-  }
   std::string key(const std::string& name) const { return prefix_ + "/" + name; }
 
   const std::unique_ptr<Wire> wire_;
   const std::shared_ptr<Store> store_;
   const std::string prefix_;
-  const pid_t pid_;
   const std::vector<Member> members_;
-  const std::vector<int> shown_ranks_;
   const std::shared_ptr<shm::PeerWatch> watch_;
   uint64_t subscription_ = 0;
-  const std::function<void(const Backend*)> on_leave_;
   std::vector<int> others_;  // the next rank first, so that not all send to the same
 
   std::atomic<uint64_t> sequence_{0};        // of the next collective
   std::vector<Announcement> announcements_;  // by rank, of the operation under way
+  Arrival arrival_;                          // to be said
+  Stragglers stragglers_;
+  const std::shared_ptr<HostArrivals> arrivals_;  // may be null
 
   std::mutex post_mutex_;          // messages get their numbers in the order in which they are posted
   std::vector<uint32_t> numbers_;  // of the next message with a payload to each rank
@@ -137,7 +150,8 @@ class WireBackend final : public LaneBackend {
   std::condition_variable explained_;
   std::atomic<int> under_way_{0};  // operations in guarded()
   bool explaining_ = false, left_ = false;
-  std::set<int> dead_, gone_;  // processes that ended; ranks whose wire has ended
+  // Processes that ended; ranks whose wire has ended; ranks that are known to have left.
+  std::set<int> dead_, gone_, departed_;
 
   std::mutex threads_mutex_;  // threads that wait for messages, kept for the next
   std::condition_variable job_;
@@ -146,5 +160,31 @@ class WireBackend final : public LaneBackend {
   size_t idle_ = 0;
   bool stop_threads_ = false;
 };
+
+template <typename Fn, typename What>
+void WireBackend::guarded(Fn&& fn, What&& what, int peer, Clock::time_point began) {
+  struct UnderWay {
+    std::atomic<int>& count;
+    explicit UnderWay(std::atomic<int>& of) : count(of) { ++count; }
+    ~UnderWay() { --count; }
+  } const under_way(under_way_);
+  try {
+    fn();
+  } catch (const WireBroken& broken) {
+    explain(what(), false, broken.what(), peer, began);
+  } catch (const Timeout&) {
+    explain(what(), true, {}, peer, began);
+  } catch (const Error& ours) {
+    const auto settled = settle(std::current_exception());
+    wire_->close();
+    std::rethrow_exception(settled);
+  } catch (const std::exception& error) {
+    // Whatever stops one rank in the middle (no memory, say) stops the group.
+    const auto settled = settle(std::make_exception_ptr(
+        Unavailable(text("rank ", shown(getRank()), " failed in ", what(), ": ", error.what()))));
+    wire_->close();
+    std::rethrow_exception(settled);
+  }
+}
 
 }  // namespace muster::comm

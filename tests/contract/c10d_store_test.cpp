@@ -87,6 +87,26 @@ TEST(FromC10d, TheEmptyValueIsNotAbsent) {
   EXPECT_EQ(store->try_get("key"), "");
 }
 
+// TCPStore's set() returns once it has sent; here what was set is not there until its client asks for something.
+TEST(FromC10d, WhatIsSetIsThereForAll) {
+  class SendsOnly final : public c10d::HashStore {
+   public:
+    explicit SendsOnly(c10::intrusive_ptr<c10d::Store> server) : server_(std::move(server)) {}
+    void set(const std::string& key, const Bytes& value) override { under_way_.emplace_back(key, value); }
+    bool check(const std::vector<std::string>& keys) override {
+      for (const auto& [key, value] : std::exchange(under_way_, {})) server_->set(key, value);
+      return server_->check(keys);
+    }
+
+   private:
+    c10::intrusive_ptr<c10d::Store> server_;
+    std::vector<std::pair<std::string, Bytes>> under_way_;
+  };
+  const auto server = c10::make_intrusive<c10d::HashStore>();
+  from_c10d(c10::make_intrusive<SendsOnly>(server))->set("key", "value");
+  EXPECT_EQ(from_c10d(server)->try_get("key"), "value");
+}
+
 // What a process leaves that dies in the middle of compare_set().
 TEST(FromC10d, ReadsThroughAnEnvelopeLeftBehind) {
   class Dies final : public c10d::HashStore {

@@ -110,8 +110,7 @@ Call call_of(OpKind op, size_t count, int root = 0) {
 std::vector<size_t> counts(int n) {
   const Layout layout(n);
   const size_t turn = layout.turn_bytes() / sizeof(float), slot = kSlotPayload / sizeof(float);
-  return {
-      1, 77, 5, 78, slot, slot + 1, layout.one_shot / sizeof(float) + 1, turn - 1, (2 * kTurnBuffers + 1) * turn + 5};
+  return {1, 77, 5, 78, slot, slot + 1, layout.early / sizeof(float) + 1, turn - 1, (2 * kTurnBuffers + 1) * turn + 5};
 }
 
 TEST_P(ChannelTest, ReducesInEveryTier) {

@@ -21,7 +21,7 @@ std::vector<int64_t> sizes(int64_t item, int ranks) {
   const comm::shm_backend::Layout layout(ranks);
   const auto slot = static_cast<int64_t>(comm::shm_backend::kSlotPayload);
   std::set<int64_t> counts = {0, 1, 2, 3, 5, 101, 12345};
-  for (const int64_t bytes : {int64_t{32}, slot / ranks, slot, static_cast<int64_t>(layout.one_shot)})
+  for (const int64_t bytes : {int64_t{32}, slot / ranks, slot, static_cast<int64_t>(layout.early)})
     for (const int64_t beside : {-1, 0, 1})
       if (beside == 1 || !kSanitized) counts.insert(bytes / item + beside);
   return {counts.begin(), counts.end()};

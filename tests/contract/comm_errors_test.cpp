@@ -4,14 +4,18 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <unistd.h>
 
 #include <functional>
+#include <future>
 #include <optional>
+#include <thread>
 
 #include "base/text.h"
 #include "comm/backend.h"
 #include "muster/comm/collectives.h"
 #include "support/asleep.h"
+#include "support/forwarding_store.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -267,6 +271,59 @@ TEST_P(Errors, TimeoutNamesWhoIsMissing) {
     });
 }
 
+// Whose words of how far it has come do not arrive before `heard`.
+class LateToSay final : public ForwardingStore {
+ public:
+  LateToSay(std::shared_ptr<Store> store, std::shared_future<void> heard)
+      : ForwardingStore(std::move(store)), heard_(std::move(heard)) {}
+  void set(std::string_view key, std::string_view value) override {
+    hold_up(key);
+    ForwardingStore::set(key, value);
+  }
+  Exchanged compare_set(std::string_view key, const std::optional<std::string>& expected,
+                        std::string_view desired) override {
+    hold_up(key);
+    return ForwardingStore::compare_set(key, expected, desired);
+  }
+
+ private:
+  void hold_up(std::string_view key) const {
+    if (key.find("/broke/") != key.npos) heard_.wait();
+  }
+  const std::shared_future<void> heard_;
+};
+
+// A rank that is too busy to say anything after the failure, but had come: what it sent with the operation shows it.
+TEST(WireErrors, WhoHasComeIsNotMissingThoughItSaysNothingMore) {
+  const auto store = make_memory_store();
+  std::promise<void> named;
+  const auto late = std::make_shared<LateToSay>(store, named.get_future().share());
+  WorldOptions options{.backend = "gloo", .timeout = kPatience, .ranks_are_threads = true};
+  std::vector<std::future<void>> ranks;
+  for (int rank = 0; rank < 4; ++rank)
+    ranks.push_back(std::async(std::launch::async, [&, rank] {
+      World world({.rank = rank, .world_size = 4, .local_rank = rank, .local_world_size = 4},
+                  rank == 0 ? std::shared_ptr<Store>(late) : store, options);
+      const auto sum = [&](milliseconds timeout) {
+        all_reduce(at::ones({10}), {.group = world.group(), .timeout = timeout});
+      };
+      sum(kPatience);
+      if (rank == 0) return (void)message_of<Timeout>([&] { sum(kPatience); });  // whose deadline is another's
+      if (rank == 2) {
+        try {
+          sum(milliseconds(1000));
+          ADD_FAILURE() << "no timeout";
+        } catch (const Timeout& timeout) {
+          EXPECT_EQ(timeout.missing(), (std::vector<int>{1, 3})) << timeout.what();
+        }
+        named.set_value();
+        return store->set("named", "1");
+      }
+      store->get("named", patience());  // they live, but do not come
+    }));
+  for (auto& rank : ranks) rank.get();
+}
+
 TEST_P(Errors, TheWorldsTimeoutIsTheDefault) {
   WorldOptions options;
   options.timeout = 2 * kPatience;
@@ -339,6 +396,35 @@ TEST_P(Errors, ClosingAbortsWhatIsUnderWay) {
       EXPECT_THROW(work.wait(), Aborted);
       EXPECT_THROW(work.wait(), Aborted);
     }
+    say(outer, "closed");
+  });
+}
+
+TEST_P(Errors, ClosingAbortsThoseWhoWaitInOtherThreads) {
+  run(2, [this](World& outer) {
+    if (outer.rank() == 1) {
+      World world = world_beside(outer);
+      hear(outer, "closed");
+      return;
+    }
+    std::vector<std::thread> threads;
+    {
+      World world = world_beside(outer);
+      for (const bool receives : {false, true}) {
+        std::promise<pid_t> entered;
+        threads.emplace_back([&world, &entered, receives] {
+          const World::Scope scope(world);
+          entered.set_value(::gettid());
+          if (receives) {
+            EXPECT_THROW(recv(at::ones({1}), 1), Aborted);
+          } else {
+            EXPECT_THROW(all_reduce(at::ones({100})), Aborted);
+          }
+        });
+        await_sleep(entered.get_future().get());
+      }
+    }
+    for (auto& thread : threads) thread.join();
     say(outer, "closed");
   });
 }

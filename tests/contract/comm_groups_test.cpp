@@ -1,12 +1,15 @@
 // Groups: some of the ranks, in any order, several at once.
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <barrier>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "muster/launch/spawn.h"
 #include "support/asleep.h"
 #include "support/collective_cases.h"
 #include "support/forked.h"
@@ -77,13 +80,27 @@ TEST_P(Groups, BadRanksAreInvalidArgument) {
 TEST_P(Groups, TwoAtOnceFromTwoThreads) {
   run(3, [](World& world) {
     const Group forth = world.new_group({0, 1, 2}), back = world.new_group({2, 1, 0});
-    std::thread other([&] {
+    std::jthread other([&] {
       const World::Scope scope(world);
       for (int i = 0; i < (kSanitized ? 1 : 5); ++i) use(world, back);
     });
     for (int i = 0; i < (kSanitized ? 1 : 5); ++i) use(world, forth);
-    other.join();
   });
+}
+
+// libtorch would make its pool of threads anew in each that asks at once, and find none in between.
+TEST(SpawnProcess, ThreadsOfARankFindLibtorchsPool) {
+  at::set_num_threads(1);  // now this process has a pool, and a child of it has none
+  for (int i = 0; i < 40; ++i)
+    spawn(1, [](World&) {
+      std::barrier at_once(2);
+      const auto use_it = [&] {
+        at_once.arrive_and_wait();
+        at::ones({300}).sum();
+      };
+      std::jthread other(use_it);
+      use_it();
+    });
 }
 
 // One group from several threads: the order is the callers' business, but nothing breaks.

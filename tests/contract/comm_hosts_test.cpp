@@ -7,6 +7,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "base/text.h"
 #include "comm/backend.h"
 #include "multiprocess/launch_support.h"
@@ -77,6 +79,19 @@ TEST(Hosts, EveryCollectiveOnEveryShape) {
         on_hosts(hosts));
 }
 
+TEST(Hosts, SumsOfHalvesAreRoundedOnceAndATimeoutMayBeEndless) {
+  run_threads(
+      4,
+      [](World& world) {
+        for (const auto op : {ReduceOp::SUM, ReduceOp::PREMUL_SUM}) {
+          const at::Tensor t = at::full({3}, world.rank() < 2 ? 40'000 : -40'000, at::kHalf);
+          all_reduce(t, {.op = op, .timeout = std::chrono::milliseconds::max()});
+          EXPECT_TRUE(t.eq(0).all().item<bool>());  // and not inf - inf
+        }
+      },
+      on_hosts({"a", "a", "b", "b"}));
+}
+
 // Floats: the same bits on every rank, and in a second run; near to the sum in the order of ranks.
 TEST(Hosts, FloatsHaveTheSameBitsEverywhere) {
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kComplexFloat})
@@ -105,16 +120,171 @@ TEST(Hosts, FloatsHaveTheSameBitsEverywhere) {
           on_hosts({"a", "b", "a", "b", "b"}));
 }
 
-TEST(Hosts, ReceiveFromAnybodyIsRefused) {
+// From any host, one's own included, on hosts of all kinds.
+TEST(Hosts, ReceivesFromAnybody) {
+  const std::vector<std::vector<std::string>> shapes = {{"a", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b", "a"}};
+  for (const auto& hosts : shapes)
+    run_threads(
+        static_cast<int>(hosts.size()),
+        [&](World& world) {
+          const int n = world.world_size();
+          for (int receiver = 0; receiver < n; ++receiver) {
+            const Work sending = isend(at::full({30'000}, world.rank(), at::kFloat), receiver);
+            std::vector<int> sources;
+            for (int i = 0; i < n && world.rank() == receiver; ++i) {
+              const at::Tensor t = at::zeros({30'000});
+              sources.push_back(recv(t, kAnySource));
+              EXPECT_TRUE(t.eq(sources.back()).all().item<bool>());
+            }
+            Work(sending).wait();
+            std::sort(sources.begin(), sources.end());
+            for (size_t r = 0; r < sources.size(); ++r) EXPECT_EQ(sources[r], static_cast<int>(r)) << join(hosts);
+          }
+          EXPECT_CONTAINS(message_of<InvalidArgument>([&] { send(at::zeros({1}), 0, {.tag = -1}); }), "negative");
+          barrier();  // and the group is as good as before
+        },
+        on_hosts(hosts));
+}
+
+// --- who comes last ---
+
+// In operations 0 to `times` - 1, rank `rank_of(i)` comes `delay` late to operation i.
+FaultPlan delays(int times, std::chrono::milliseconds delay, const std::function<std::vector<int>(int)>& ranks_of) {
+  FaultPlan plan;
+  for (int i = 0; i < times; ++i)
+    for (const int rank : ranks_of(i))
+      plan.add({.action = FaultAction::kDelay, .rank = rank, .operation = static_cast<uint64_t>(i), .delay = delay});
+  return plan;
+}
+
+// `times` collectives of all kinds: reduced in each host first, or not; parts of unequal sizes between hosts.
+void collectives_of_all_kinds(int times, int ranks) {
+  for (int i = 0; i < times; ++i) {
+    if (i % 4 == 0) all_reduce_async(at::ones({10'000})).wait();
+    if (i % 4 == 1) barrier();
+    if (i % 4 == 2) all_gather_into_tensor(at::zeros({ranks * 500}), at::ones({500}));
+    if (i % 4 == 3) all_to_all_single(at::zeros({ranks}), at::ones({ranks}));
+  }
+}
+
+constexpr int kTimes = 26;
+constexpr milliseconds kLate{50};
+
+void expect_straggler(World& world, int victim, int told) {
+  const auto ranks = world.group().stragglers();
+  ASSERT_EQ(ranks.size(), static_cast<size_t>(world.world_size()));
+  uint64_t all = 0;
+  for (const auto& rank : ranks) all += rank.times_last;
+  EXPECT_EQ(all, static_cast<uint64_t>(told));
+  const auto& late = ranks[static_cast<size_t>(victim)];
+  EXPECT_GE(late.times_last, static_cast<uint64_t>(kTimes * 3 / 4));
+  EXPECT_GE(late.late, kLate * kTimes * 3 / 4);
+  EXPECT_LE(late.late, seconds(60));
+  EXPECT_CONTAINS(world.group().straggler_verdict(), text("rank ", victim, " came last to "));
+}
+
+struct Late {
+  std::vector<std::string> hosts;
+  int victim;
+  // Collectives that are counted: between hosts all but the one that nothing followed.
+  int told = kTimes - 1;
+};
+
+// No leader, a leader, one of the first host, one that is alone on its host; and ranks of one host that forces this
+// backend.
+const std::vector<Late> kLateRanks = {{{"a", "a", "b", "b"}, 3},   {{"a", "a", "b", "b"}, 2}, {{"a", "a", "b", "b"}, 1},
+                                      {{"a", "b", "b", "c"}, 3},   {{"a", "b", "c", "b"}, 3}, {{"a", "b"}, 1},
+                                      {{"a", "a", "a"}, 2, kTimes}};
+
+TEST(Hosts, TheRankThatComesLastIsNamedOnAll) {
+  for (const auto& [hosts, victim, told] : kLateRanks) {
+    SCOPED_TRACE(testing::Message() << join(hosts) << ", rank " << victim);
+    auto options = on_hosts(hosts, "hierarchical");
+    options.faults = delays(kTimes, kLate, [victim = victim](int) { return std::vector<int>{victim}; });
+    testing::internal::CaptureStderr();
+    run_threads(
+        static_cast<int>(hosts.size()),
+        [victim = victim, told = told](World& world) {
+          EXPECT_EQ(world.group().straggler_verdict(), "");
+          collectives_of_all_kinds(kTimes, world.world_size());
+          expect_straggler(world, victim, told);
+        },
+        options);
+    EXPECT_CONTAINS(testing::internal::GetCapturedStderr(), text("rank ", victim, " came last to "));
+  }
+}
+
+TEST(HostsLateFork, TheRankThatComesLastIsNamedOnAll) {
+  for (const auto& [hosts, victim, told] : kLateRanks) {
+    SCOPED_TRACE(testing::Message() << join(hosts) << ", rank " << victim);
+    const ForkedJob job;
+    auto options = on_hosts(hosts, "hierarchical");
+    options.faults = delays(kTimes, kLate, [victim = victim](int) { return std::vector<int>{victim}; });
+    const int n = static_cast<int>(hosts.size());
+    ForkedRanks ranks(n, [&, victim = victim, told = told](int rank) -> std::string {
+      testing::internal::CaptureStderr();
+      {
+        World world = job.join(rank, n, options);
+        const World::Scope scope(world);
+        collectives_of_all_kinds(kTimes, n);
+        expect_straggler(world, victim, told);
+      }
+      const std::string said = testing::internal::GetCapturedStderr();
+      EXPECT_EQ(contains(said, text("rank ", victim, " came last to ")), rank == 0) << said;
+      return {};
+    });
+    for (const auto& end : ranks.wait_all(patience())) EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+  }
+}
+
+// Ranks of one host that are late together: none of them is alone to blame, but their host is.
+TEST(Hosts, TheHostThatComesLastIsNamed) {
+  auto options = on_hosts({"a", "a", "b", "b"});
+  options.faults = delays(kTimes, kLate, [](int) { return std::vector<int>{2, 3}; });
   run_threads(
-      2,
+      4,
       [](World& world) {
-        const at::Tensor t = at::zeros({1});
-        EXPECT_CONTAINS(message_of<InvalidArgument>([&] { recv(t, kAnySource); }), "Name the source");
-        EXPECT_CONTAINS(message_of<InvalidArgument>([&] { send(t, 1 - world.rank(), {.tag = -1}); }), "negative");
-        barrier();  // and the group is as good as before
+        collectives_of_all_kinds(kTimes, 4);
+        EXPECT_CONTAINS(world.group().straggler_verdict(), "the host of ranks 2, 3 came last to ");
+        barrier();  // nobody ends while others look
       },
-      on_hosts({"a", "b"}));
+      options);
+}
+
+// All are late, but by turns.
+TEST(Hosts, WhereRanksTakeTurnsNobodyIsNamed) {
+  for (const std::vector<std::string>& hosts :
+       {std::vector<std::string>{"a", "a", "b", "b"}, std::vector<std::string>{"a", "b", "b", "c"}}) {
+    auto options = on_hosts(hosts);
+    options.faults = delays(kTimes, milliseconds(20), [](int i) { return std::vector<int>{i % 4}; });
+    testing::internal::CaptureStderr();
+    run_threads(
+        4,
+        [](World& world) {
+          collectives_of_all_kinds(kTimes, 4);
+          for (const auto& rank : world.group().stragglers()) EXPECT_LE(rank.times_last, uint64_t{kTimes / 2});
+          EXPECT_EQ(world.group().straggler_verdict(), "");
+        },
+        options);
+    EXPECT_EQ(testing::internal::GetCapturedStderr().find("came last"), std::string::npos);
+  }
+}
+
+// Where nothing comes before the wire in a host, as in a broadcast on hosts that are not the root's, its leader is who
+// the others wait for.
+TEST(Hosts, BroadcastsTellToo) {
+  static constexpr int kLeader = 1;
+  auto options = on_hosts({"a", "b", "b"});
+  options.faults = delays(kTimes, milliseconds(20), [](int) { return std::vector<int>{kLeader}; });
+  run_threads(
+      3,
+      [](World& world) {
+        const at::Tensor t = at::full({20'000}, world.rank());
+        for (int i = 0; i < kTimes; ++i) broadcast(t, 0);
+        EXPECT_CONTAINS(world.group().straggler_verdict(), text("rank ", kLeader, " came last to "));
+        barrier();
+      },
+      options);
 }
 
 // --- the loss of a rank between hosts ---

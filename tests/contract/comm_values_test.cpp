@@ -141,7 +141,7 @@ TEST_P(Values, EdgesInEveryTier) {
         for (const auto op : ops_of(dtype)) {
           const at::Tensor expected = reference(op, by_rank);
           at::Tensor first;
-          // Little: one slot; repeated: one-shot, then turns, then the heap.
+          // Little: one slot; repeated: in place, then turns, then the heap.
           for (const int64_t bytes : {0, 8 << 10, 600 << 10, 601 << 10}) {
             SCOPED_TRACE(testing::Message()
                          << c10::toString(dtype) << ", " << to_string(op) << ", " << bytes << " bytes");

@@ -77,6 +77,8 @@ TEST(World, TimeoutOfTheStartNamesWhoDidNotCome) {
     } catch (const Timeout& timeout) {
       EXPECT_EQ(timeout.missing(), (std::vector<int>{2, 3}));
       EXPECT_CONTAINS(timeout.what(), "2, 3");
+    } catch (const Error& error) {
+      ADD_FAILURE() << error.what();
     }
   };
   std::thread other([&] { join(1, kPatience); });
@@ -291,16 +293,16 @@ TEST(Heap, FromManyThreads) {
 using Environment = std::map<std::string, std::string>;
 
 void set_environment(const Environment& environment) {
-  for (const char* name :
-       {"MUSTER_STORE", "MUSTER_FAULTS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-        "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TORCHELASTIC_USE_AGENT_STORE"})
+  for (const char* name : {"MUSTER_STORE", "MUSTER_FAULTS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+                           "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID",
+                           "JOB_COMPLETION_INDEX", "MUSTER_STORE_PREFIX", "TORCHELASTIC_USE_AGENT_STORE"})
     ::unsetenv(name);
   for (const auto& [name, value] : environment) ::setenv(name.c_str(), value.c_str(), 1);
 }
 
 // n processes, each with the environment that `of` gives it, join and reduce. Twice: a process may leave a job and join
 // again.
-void expect_world(int n, const std::function<Environment(int)>& of) {
+void expect_world(int n, const std::function<Environment(int)>& of, int local = 0) {
   ForkedRanks ranks(n, [&](int rank) {
     set_environment(of(rank));
     WorldOptions options;
@@ -309,7 +311,7 @@ void expect_world(int n, const std::function<Environment(int)>& of) {
       World world = init(options);
       EXPECT_EQ(world.rank(), rank);
       EXPECT_EQ(world.world_size(), n);
-      EXPECT_EQ(world.local_world_size(), n);
+      EXPECT_EQ(world.local_world_size(), local ? local : n);
       const at::Tensor t = at::ones({3000}) * (rank + 1);
       all_reduce(t);
       EXPECT_EQ(t[2999].item<int>(), n * (n + 1) / 2);
@@ -359,6 +361,19 @@ TEST(InitFork, EnvOverTcpStore) {
     return Environment{
         {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port.number()}, {"RANK", text(rank)}, {"WORLD_SIZE", "2"}};
   });
+}
+
+TEST(InitFork, PodsOfAnIndexedJob) {
+  const ReservedPort port;
+  expect_world(
+      2,
+      [&](int rank) {
+        return Environment{{"MASTER_ADDR", "127.0.0.1"},
+                           {"MASTER_PORT", port.number()},
+                           {"JOB_COMPLETION_INDEX", text(rank)},
+                           {"WORLD_SIZE", "2"}};
+      },
+      1);
 }
 
 TEST(InitFork, Mpirun) {

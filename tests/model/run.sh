@@ -95,7 +95,6 @@ run stuck bell RANKS=2 MUTANT_FUTEX_TORN
 run stuck bell RANKS=2 CRASH MUTANT_SILENT_ABORT
 
 run assert slots RANKS=2 MUTANT_ONE_SLOT
-run assert slots RANKS=2 MUTANT_ONE_BUFFER
 run assert slots RANKS=2 MUTANT_FLAG_FIRST
 run stuck slots RANKS=2 MUTANT_SILENT_ANNOUNCE
 run assert slots RANKS=2 MUTANT_NO_LAST_LOOK
@@ -109,7 +108,8 @@ run assert turns RANKS=2 MUTANT_DONE_FIRST
 run assert turns RANKS=2 MUTANT_FLAG_FIRST
 run assert turns RANKS=2 MUTANT_NO_ENTER
 run assert turns RANKS=2 MUTANT_ONE_SYNC
-run stuck turns RANKS=2 ONLY=PIPELINE BUFFERS=2
+run assert turns RANKS=2 ONLY=PIPELINE BUFFERS=2
+run assert turns RANKS=2 ONLY=PIPELINE MUTANT_NO_REDUCED
 
 echo "$SECONDS s, $surprises surprises"
 ((surprises == 0))

@@ -1,13 +1,11 @@
-/* Slots and one-shot buffers: two of each suffice. Nobody overwrites what another may still read, or reads what is not
- * yet written.
+/* Slots: two suffice. Nobody overwrites what another may still read, or reads what is not yet written.
  *
- * Models Channel::enter(), own_payload() and own_one_shot() of src/comm/backends/shm/channel.{h,cpp} and the slot and
- * one-shot tiers of all_reduce.cpp; waiting, failure and death are channel.pml's. Every operation uses everything that
- * any operation does: it fills the one-shot buffer before it announces itself, then the slot, then waits for the
- * peers' announcements and reads all slots and all one-shot buffers. A rank that throws ends: whatever it called next
- * would throw in check(), because a failed group stays failed (MUTANT_NO_CHECK calls on).
+ * Models Channel::enter() and own_payload() of src/comm/backends/shm/channel.{h,cpp} and the slot tiers of
+ * all_reduce.cpp and movement.cpp; waiting, failure and death are channel.pml's. Every operation fills its slot,
+ * announces itself, waits for the peers' announcements and reads all slots. A rank that throws ends: whatever it called
+ * next would throw in check(), because a failed group stays failed (MUTANT_NO_CHECK calls on).
  *
- * A buffer's content is the number of the operation that wrote it. Both directions of an error show: a reader that
+ * A slot's content is the number of the operation that wrote it. Both directions of an error show: a reader that
  * comes too early finds an older number, and one that is overtaken a newer one.
  *
  * -DLEAVER: rank 0 ends after any number of operations, while the others go on.
@@ -26,17 +24,11 @@
 #else
 #define SLOTS 2 /* kSlots */
 #endif
-#ifdef MUTANT_ONE_BUFFER
-#define BUFFERS 1
-#else
-#define BUFFERS 2 /* one-shot buffers a rank */
-#endif
 
 #include "channel.pml"
 
 byte seq[RANKS * SLOTS];        /* Slot::seq */
 byte content[RANKS * SLOTS];    /* Slot::descriptor and Slot::payload */
-byte one_shot[RANKS * BUFFERS];
 
 #ifdef MUTANT_NO_CHECK
 #define CHECK() skip
@@ -45,7 +37,6 @@ byte one_shot[RANKS * BUFFERS];
 #endif
 
 #define SLOT(rank) ((rank) * SLOTS + s % SLOTS)
-#define BUFFER(rank) ((rank) * BUFFERS + s % BUFFERS)
 
 inline announce() {
   seq[SLOT(me)] = s;
@@ -63,8 +54,6 @@ next:
 #endif
   :: atomic { s > OPS -> break }
   :: atomic { s <= OPS -> CHECK() };
-     one_shot[BUFFER(me)] = s;
-     CHECK();
 #ifdef MUTANT_FLAG_FIRST
      announce();
      content[SLOT(me)] = s;
@@ -75,7 +64,7 @@ next:
      wait_all(seq[SLOT(p)] >= s);
      atomic {
        do
-       :: p < RANKS -> assert(content[SLOT(p)] == s && one_shot[BUFFER(p)] == s); p++
+       :: p < RANKS -> assert(content[SLOT(p)] == s); p++
        :: else -> break
        od;
        p = 0;

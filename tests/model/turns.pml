@@ -2,22 +2,24 @@
  * its turn, and a pipeline's waits do not stop it. And the direct tier, which shares the counters.
  *
  * Models Turns (stage(), staged(), reduced(), done(), await_…()) of src/comm/backends/shm/turns.h, publish() and
- * await_all() of channel.cpp, StagedPipeline and direct_tier() of all_reduce.cpp, from_root() and from_all() of
- * movement.cpp; waiting, failure and death are channel.pml's. All ranks call the same OPS operations of any kinds:
+ * await_all() of channel.cpp, StagedPipeline, direct_tier() and in_place_tier() of all_reduce.cpp, from_root() and
+ * from_all() of movement.cpp; waiting, failure and death are channel.pml's. All ranks call the same OPS operations of any kinds:
  *
  *   FROM_ROOT  broadcast and scatter: the last rank stages, the others take
  *   FROM_ALL   all_gather, reduce_scatter, all_to_all: all stage, all take
  *   TO_ROOT    gather: all stage, only the last rank takes
- *   PIPELINE   staged all_reduce and reduce: copy in, reduce, copy out, of three turns at a time
- *   DIRECT     reduces slices of the tensors themselves, on the heaps
+ *   PIPELINE   staged all_reduce and reduce: copy in, reduce in the peers' buffers, copy out, of three turns at a time
+ *   DIRECT     reduces slices of memory that is there before the announcement: the tensors themselves, on the heaps, or
+ *              the one early buffer of each rank
  *
  * enter() is here only "announce, wait for all"; slots.pml has its data. A turn buffer has a slice for each rank, and a
  * slice's content is the mark of the turn that wrote it, or mark + REDUCED. To change data and to publish them is one
  * step, and so is to read and to say so: waits are monotone, so where an error needs the two apart there is also a run
  * in which they are not. Ringing is a step of its own.
  *
- * BUFFERS is kTurnBuffers, which is 4: fewer are harder. 3 is the least: with 2 the pipeline waits for itself, because
- * a rank says that it is done with turn i - 2 only after it has staged turn i (run.sh sees that it does).
+ * BUFFERS is kTurnBuffers, which is 4: fewer are harder. 3 is the least: with 2 the pipeline overtakes itself, because a
+ * rank copies turn i - 2 out of its buffer only after it has staged turn i (run.sh sees that it does). Of its own buffer
+ * nobody else reads or writes anything once a turn is reduced, so the pipeline needs no `done`.
  *
  * Checked: every read finds the data of its turn (assert); without -DCRASH no operation throws; every rank ends in
  * every run (ltl every_rank_ends).
@@ -61,11 +63,11 @@ byte tensor[RANKS * RANKS];                       /* for DIRECT: 2 * operation, 
   :: else -> r = 0; break                                                                                       \
   od
 
-/* Turns::stage(), the copy into the buffer, Turns::staged(). In the pipeline the own slice is the result's. */
+/* Turns::stage(), the copy into the buffer, Turns::staged(). The pipeline does not wait, and leaves the own slice. */
 inline stage() {
 #ifndef MUTANT_NO_DONE
   if
-  :: i >= BUFFERS -> wait_all(done_with[p] >= MARK(i - BUFFERS))
+  :: KIND != PIPELINE && i >= BUFFERS -> wait_all(done_with[p] >= MARK(i - BUFFERS))
   :: else
   fi;
 #endif
@@ -89,7 +91,9 @@ inline take() {
   atomic {
     FOR_EACH_RANK(assert(r == me || !STAGES(r) || SLICE(r, TURN, me) == MARK(TURN)));
     if
-    :: KIND == PIPELINE -> SLICE(me, TURN, me) = MARK(TURN) + REDUCED; reduced[me] = MARK(TURN)
+    :: KIND == PIPELINE ->
+       FOR_EACH_RANK(SLICE(r, TURN, me) = (r == me -> SLICE(me, TURN, me) : MARK(TURN) + REDUCED));
+       reduced[me] = MARK(TURN)
     :: else -> done_with[me] = MARK(TURN)
     fi
   };
@@ -97,12 +101,10 @@ inline take() {
 }
 
 inline copy_out(turn) {
+#ifndef MUTANT_NO_REDUCED
   wait_all(reduced[p] >= MARK(turn));
-  atomic {
-    FOR_EACH_RANK(assert(r == me || SLICE(r, turn, r) == MARK(turn) + REDUCED));
-    done_with[me] = MARK(turn)
-  };
-  RING(me)
+#endif
+  atomic { FOR_EACH_RANK(assert(r == me || SLICE(me, turn, r) == MARK(turn) + REDUCED)) }
 }
 
 inline direct() {

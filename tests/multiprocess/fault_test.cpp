@@ -84,6 +84,14 @@ TEST(Fault, KillAtEachPhase) {
   });
 }
 
+// Ten operations, of which those from the third on have less time than coming together may take.
+void reduce_on(World& world, int64_t count) {
+  for (int i = 0; i < 10; ++i) {
+    if (i == 3) world.group().backend().setTimeout(milliseconds(400));
+    kCalls[0].run(world, count);
+  }
+}
+
 TEST(Fault, StopIsTimeoutNamingIt) {
   for (const auto& [phase, name] : kPhases)
     for (const int64_t count : {kSmall, kLarge}) {
@@ -99,7 +107,8 @@ TEST(Fault, StopIsTimeoutNamingIt) {
     }
 }
 
-TEST(Fault, DelayDelays) {
+// The victim's second all_reduce takes at least as long as it is delayed by, in each phase; the results are right.
+void expect_delayed(const std::function<WorldOptions(WorldOptions)>& placed) {
   constexpr milliseconds kDelay{60};
   for (const auto& [phase, name] : kPhases) {
     SCOPED_TRACE(name);
@@ -116,8 +125,13 @@ TEST(Fault, DelayDelays) {
             }
           }
         },
-        with({.action = FaultAction::kDelay, .rank = kVictim, .operation = 1, .phase = phase, .delay = kDelay}));
+        placed(
+            with({.action = FaultAction::kDelay, .rank = kVictim, .operation = 1, .phase = phase, .delay = kDelay})));
   }
+}
+
+TEST(Fault, DelayDelays) {
+  expect_delayed([](WorldOptions options) { return options; });
 }
 
 // So that a suite that compares results can be seen to fail.
@@ -134,11 +148,16 @@ TEST(Fault, CorruptChangesTheResult) {
         };
       };
       run_threads(kRanks, into(right));
-      run_threads(kRanks, into(wrong), with({.action = FaultAction::kCorrupt, .rank = kVictim, .operation = 1}));
-      bool differs = false;
-      for (int r = 0; r < kRanks; ++r)
-        differs = differs || !at::equal(right[static_cast<size_t>(r)], wrong[static_cast<size_t>(r)]);
-      EXPECT_TRUE(differs);
+      for (const int victim : {kVictim, 0}) {
+        const std::string_view name = call.name;  // in these rank 0 has nothing that others get, or not from it
+        if (victim == 0 && (name == "broadcast" || name == "scatter" || name == "gather")) continue;
+        run_threads(kRanks, into(wrong), with({.action = FaultAction::kCorrupt, .rank = victim, .operation = 1}));
+        bool differs = false;
+        for (size_t r = 0; r < kRanks; ++r) differs = differs || !at::equal(right[r], wrong[r]);
+        EXPECT_TRUE(differs) << "rank " << victim;
+        if (!name.starts_with("all_reduce")) continue;
+        for (size_t r = 1; r < kRanks; ++r) EXPECT_TRUE(at::equal(wrong[0], wrong[r])) << "the ranks differ";
+      }
     }
 }
 
@@ -154,6 +173,83 @@ TEST(Fault, ConcernsOnlyItsGroup) {
         barrier();
       },
       with({.action = FaultAction::kKill, .rank = kVictim, .operation = 1, .group = "group 1"}));
+}
+
+// --- over several hosts, where an operation is made of steps ---
+
+WorldOptions on_hosts(std::vector<std::string> hosts, WorldOptions options) {
+  options.hosts = std::move(hosts);
+  return options;
+}
+
+TEST(FaultHosts, KillAtEachPhase) {
+  // The victim leads no host, another's, or is alone on its own.
+  for (const auto& hosts : {std::vector<std::string>{"a", "a", "b"}, {"a", "b", "b"}, {"a", "b", "a"}})
+    for (const auto& [phase, name] : kPhases)
+      for (const auto& call : kCalls) {
+        SCOPED_TRACE(testing::Message() << join(hosts) << ": " << call.name << ", phase " << name);
+        run_threads(
+            kRanks,
+            [&](World& world) {
+              EXPECT_CONTAINS(until_lost(world, call, kSmall), "rank 1: rank 1 ended: killed by its FaultPlan");
+            },
+            on_hosts(hosts, with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
+      }
+}
+
+TEST(FaultHosts, StopIsTimeoutNamingIt) {
+  // Alone on its host, or beside the leader whom the other host waits for.
+  for (const auto& hosts : {std::vector<std::string>{"a", "b", "a"}, {"a", "a", "b"}})
+    for (const auto& [phase, name] : kPhases) {
+      // A thread that stands still alone on its host is not told that the others have given up.
+      if (hosts[2] == "a" && phase != FaultPhase::kMiddle) continue;
+      SCOPED_TRACE(testing::Message() << join(hosts) << ", phase " << name);
+      run_threads(
+          kRanks,
+          [&](World& world) {
+            if (world.rank() == kVictim) {
+              EXPECT_THROW(reduce_on(world, kSmall), Error);
+              return;
+            }
+            const std::string said = message_of<Timeout>([&] { reduce_on(world, kSmall); });
+            EXPECT_CONTAINS(said, "rank 1");
+            EXPECT_CONTAINS(said, "timed out");
+          },
+          on_hosts(hosts, with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase})));
+    }
+}
+
+TEST(FaultHosts, DelayDelays) {
+  expect_delayed([](WorldOptions options) { return on_hosts({"a", "a", "b"}, std::move(options)); });
+}
+
+TEST(FaultHostsProcess, KillAndStopAtEachPhase) {
+  for (const auto action : {FaultAction::kKill, FaultAction::kStop})
+    for (const auto& [phase, name] : kPhases) {
+      SCOPED_TRACE(testing::Message() << (action == FaultAction::kKill ? "kill, " : "stop, ") << name);
+      const ForkedJob job;
+      ForkedRanks ranks(kRanks, [&, phase = phase](int rank) {
+        auto options =
+            on_hosts({"a", "b", "a"}, with({.action = action, .rank = kVictim, .operation = 2, .phase = phase}));
+        if (action == FaultAction::kStop) options.timeout = milliseconds(1500);
+        World world = job.join(rank, kRanks, options);
+        const World::Scope scope(world);
+        try {
+          for (int i = 0; i < 1000; ++i) all_reduce(mine(world, kSmall));
+        } catch (const Error& error) {
+          return text(to_string(error.code()), ": ", error.what());
+        }
+        return std::string("nothing was thrown");
+      });
+      for (const int rank : {0, 2}) {
+        const auto end = ranks.wait(rank, patience());
+        EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
+        EXPECT_CONTAINS(end.said, text("rank 1 (pid ", ranks.pid(kVictim), ")"));
+        EXPECT_CONTAINS(end.said, action == FaultAction::kKill ? "PeerLost" : "Timeout");
+      }
+      if (action == FaultAction::kStop) ranks.signal(kVictim, SIGKILL);
+      EXPECT_EQ(ranks.wait(kVictim, patience()).signal, SIGKILL);
+    }
 }
 
 TEST(FaultPlan, Parse) {

@@ -124,6 +124,18 @@ TEST_P(Mpi, BetweenHosts) {
       EXPECT_TRUE(t.eq(15).all().item<bool>());
       broadcast(t.fill_(world.rank()), 3);
       EXPECT_TRUE(t.eq(3).all().item<bool>());
+      // From any source, of which two are on this host and three on the other: at the root, and at the leader there.
+      for (const int receiver : {0, 2}) {
+        const Work sending = isend(at::full({count}, world.rank(), at::kFloat), receiver, {.tag = 6});
+        double sum = 0;
+        for (int i = 0; i < 5 && world.rank() == receiver; ++i) {
+          const int source = recv(t, kAnySource, {.tag = 6});
+          EXPECT_TRUE(t.eq(source).all().item<bool>());
+          sum += source;
+        }
+        EXPECT_EQ(sum, world.rank() == receiver ? 10 : 0);
+        Work(sending).wait();
+      }
     }
   });
 }

@@ -208,8 +208,11 @@ const std::byte* bytes_of(const at::Tensor& tensor) { return static_cast<const s
 std::string first_difference(const at::Tensor& actual, const at::Tensor& expected, int64_t start,
                              int64_t expected_start, int64_t count) {
   const size_t item = actual.element_size();
+  const std::byte* const is = bytes_of(actual) + start * item;
+  const std::byte* const wanted = bytes_of(expected) + expected_start * item;
+  if (count == 0 || std::memcmp(is, wanted, count * item) == 0) return "";
   for (int64_t i = 0; i < count; ++i)
-    if (std::memcmp(bytes_of(actual) + (start + i) * item, bytes_of(expected) + (expected_start + i) * item, item) != 0)
+    if (std::memcmp(is + i * item, wanted + i * item, item) != 0)
       return text("element ", start + i, " of ", actual.numel(), " is ", show(actual, start + i), ", not ",
                   show(expected, expected_start + i));
   return "";

@@ -68,11 +68,11 @@ class Group {
 
   std::string_view backend_name() const;  // "shm", …
   CommStats stats() const;
-  // One entry a rank, of the collectives that this rank took part in; empty for a backend that cannot tell.
+  // By rank, of collectives so far, over a wire but the last (docs/backends.md); empty for a backend that cannot tell.
   std::vector<Straggler> stragglers() const;
-  // The same in a sentence, where one rank holds up the others: it comes last to two thirds of the collectives and
-  // costs `at_least` and more than a twentieth of the time since the group was made. Else "". Rank 0 says it for the
-  // default group when its World ends, where a second or more was lost.
+  // The same in a sentence, where one rank (or host) holds up the others: it comes last to two thirds of the
+  // collectives and costs `at_least` and more than a twentieth of the time since the group was made. Else "". Rank 0
+  // says it for the default group when its World ends, where a second or more was lost.
   std::string straggler_verdict(std::chrono::nanoseconds at_least = {}) const;
 
   // The backend itself, for code that speaks c10d. InvalidArgument where this rank is not a member.

@@ -7,6 +7,7 @@
 #include "comm/backends/mpi/mpi_backend.h"
 #include "comm/backends/nccl/nccl_backend.h"
 #include "comm/backends/shm/shm_backend.h"
+#include "comm/stragglers.h"
 #include "muster/base/error.h"
 
 namespace muster::comm {
@@ -24,6 +25,17 @@ const std::vector<BackendEntry>& backends() {
       {.name = "fake", .create = &fake_backend::create, .why_not = &fake_backend::why_not, .needs_peers = false},
   };
   return table;
+}
+
+std::string Backend::straggler_verdict(std::chrono::nanoseconds at_least) const {
+  const auto* const known = stragglers();
+  return known ? known->verdict(group_name(), at_least) : std::string();
+}
+
+Backend::Taken Backend::take_message(const Operation& receive, int) {
+  throw InvalidArgument(
+      text(to_string(receive.kind), ": backend '", getBackendName(), "' cannot receive from any source"),
+      "Name the source, or use backend gloo or mpi");
 }
 
 namespace {

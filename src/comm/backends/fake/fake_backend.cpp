@@ -1,7 +1,5 @@
 #include "comm/backends/fake/fake_backend.h"
 
-#include <cstring>
-
 #include "base/text.h"
 #include "comm/byte_parts.h"
 #include "comm/failure_note.h"
@@ -9,24 +7,21 @@
 
 namespace muster::comm::fake_backend {
 
-FakeBackend::FakeBackend(const BackendContext& context) : LaneBackend(context, "fake"), on_leave_(context.on_leave) {}
-
 void FakeBackend::leave(const std::string&) {
+  if (in_fork()) return;
   {
     const std::lock_guard lock(mutex_);
+    if (std::exchange(has_left_, true)) return;
     if (!failure_)
       failure_ = std::make_exception_ptr(Aborted(text("group '", group_name(), "' is closing on rank ", getRank())));
   }
-  stop_lane();
-  if (on_leave_) on_leave_(this);
+  end_membership();
 }
 
 void FakeBackend::fail(const Error& cause) {
   const std::lock_guard lock(mutex_);
   if (!failure_) failure_ = read_failure(write_failure(cause));
 }
-
-void FakeBackend::abort() { fail(Aborted(text("rank ", getRank(), " aborted group '", group_name(), "'"))); }
 
 void FakeBackend::check() const {
   const std::lock_guard lock(mutex_);
@@ -37,23 +32,20 @@ void FakeBackend::execute(const Operation& operation, Deadline, bool) {
   check();
   ++sequence_;
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
-  const auto copy = [](Bytes to, ConstBytes from, size_t bytes) {
-    if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
-  };
   Flatten flat;
   switch (operation.kind) {
     case OpKind::kAllGather:
     case OpKind::kGather: {
       const at::Tensor input = flat.input(operation.tensor);
       for (Bytes const output : parts_of<Bytes>(flat.outputs(operation.outputs), n, input.nbytes()))
-        copy(output, data_of(input), input.nbytes());
+        copy_bytes(output, data_of(input), input.nbytes());
       break;
     }
     case OpKind::kReduceScatter:
     case OpKind::kScatter: {
       const at::Tensor output = flat.output(operation.tensor);
       const auto inputs = parts_of<ConstBytes>(flat.inputs(operation.inputs), n, output.nbytes());
-      if (!inputs.empty()) copy(data_of(output), inputs[me], output.nbytes());
+      if (!inputs.empty()) copy_bytes(data_of(output), inputs[me], output.nbytes());
       break;
     }
     case OpKind::kAllToAll: {
@@ -63,7 +55,7 @@ void FakeBackend::execute(const Operation& operation, Deadline, bool) {
       std::vector<uint64_t> sizes, room;
       cut(inputs, operation.input_splits, n, from, sizes);
       cut(outputs, operation.output_splits, n, to, room);
-      for (size_t r = 0; r < n; ++r) copy(to[r], from[me], std::min(sizes[me], room[r]));
+      for (size_t r = 0; r < n; ++r) copy_bytes(to[r], from[me], std::min(sizes[me], room[r]));
       break;
     }
     default:

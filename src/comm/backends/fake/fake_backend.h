@@ -11,13 +11,11 @@ namespace muster::comm::fake_backend {
 
 class FakeBackend final : public LaneBackend {
  public:
-  explicit FakeBackend(const BackendContext& context);
+  explicit FakeBackend(const BackendContext& context) : LaneBackend(context, "fake") {}
   ~FakeBackend() override { leave({}); }
 
   void leave(const std::string& cause) override;
   void fail(const Error& cause) override;
-  void abort() override;
-  void shutdown() override { leave({}); }
 
  protected:
   void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
@@ -30,7 +28,7 @@ class FakeBackend final : public LaneBackend {
   std::atomic<uint64_t> sequence_{0};
   mutable std::mutex mutex_;
   std::exception_ptr failure_;
-  const std::function<void(const Backend*)> on_leave_;
+  bool has_left_ = false;
 };
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);

@@ -156,6 +156,8 @@ class GlooWire final : public Wire {
     on_gone_ = std::move(fn);
     for (const int peer : gone_) on_gone_(peer);
   }
+  int take(WireTag tag, std::byte* data, size_t bytes) override { return mailbox_->take(tag, data, bytes); }
+  std::vector<int> gone() override { return mailbox_->gone(); }
   void close() override {
     {
       const std::lock_guard lock(gone_mutex_);

@@ -3,31 +3,38 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
+#include <csignal>
+#include <future>
+#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "comm/byte_parts.h"
-#include "comm/failure_note.h"
 #include "comm/flatten.h"
+#include "comm/stragglers.h"
 
 namespace muster::comm::hierarchical_backend {
 namespace {
 
 using std::chrono::milliseconds;
 
-// Steps inside a host wait a little longer than those between hosts, so that what went wrong between them is heard
-// first.
-constexpr milliseconds kSlack{250};
+// Who waits for a rank names it when it gives up, which must come before those give up who wait for the one that waits.
+// So each of an operation's three waits is this much longer than the one before it: inside the host, between hosts,
+// and inside the host for their result. A group over a wire first listens to the others for half a second.
+constexpr milliseconds kSlack{750};
+Deadline later(Deadline deadline, int steps) {
+  return deadline.is_never() ? deadline : Deadline::after(deadline.left() + steps * kSlack);
+}
 constexpr int kResultTag = -1;  // below the tags of users
 
 // In what a reduction is carried from one step to the next.
 at::ScalarType carrier(const Operation& operation) {
   const at::ScalarType dtype = operation.tensor.scalar_type();
-  const bool rounds =
-      operation.op == ReduceOp::SUM || operation.op == ReduceOp::AVG || operation.op == ReduceOp::PRODUCT;
+  const bool rounds = operation.op == ReduceOp::SUM || operation.op == ReduceOp::AVG ||
+                      operation.op == ReduceOp::PRODUCT || operation.op == ReduceOp::PREMUL_SUM;
   return rounds && (dtype == at::kHalf || dtype == at::kBFloat16) ? at::kFloat : dtype;
 }
 
@@ -39,10 +46,15 @@ bool needs_all_at_once(const Operation& operation) {
 // Of AVG: by parts, as the kernels do, where a complex division would round otherwise.
 void divide(const at::Tensor& sum, int ranks) { (sum.is_complex() ? at::view_as_real(sum) : sum).div_(ranks); }
 
+bool threads_of_one_process(const BackendContext& context) {
+  return std::count_if(context.members.begin(), context.members.end(),
+                       [](const Member& member) { return member.pid == ::getpid(); }) > 1;
+}
+
 }  // namespace
 
 HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
-    : LaneBackend(context, "hierarchical"), on_leave_(context.on_leave) {
+    : LaneBackend(context, "hierarchical"), faults_(context.faults), shares_process_(threads_of_one_process(context)) {
   const int n = context.size;
   std::vector<int> number;  // by host of the World: its number here
   for (int r = 0; r < n; ++r) {
@@ -61,6 +73,7 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
   local_rank_ = place_[static_cast<size_t>(context.rank)];
 
   // Each of the three groups is one of Muster's own, under names of its own in the store.
+  const auto hosts = static_cast<int>(ranks_of_.size());
   const auto make = [&](const std::string& backend, const std::string& prefix, const std::vector<int>& ranks) {
     BackendContext inner = context;
     inner.store_prefix = text(context.store_prefix, '/', prefix);
@@ -70,6 +83,8 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
     inner.black_box = nullptr;
     inner.for_pytorch = false;
     inner.on_leave = nullptr;
+    inner.board = backend == "shm" ? HostArrivals::words(n, hosts) : 0;
+    inner.host_arrivals = prefix == "leaders" ? arrivals_ : nullptr;
     inner.inner.clear();
     inner.shown_ranks = ranks;
     inner.heaps.clear();
@@ -86,6 +101,7 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
   for (const auto& ranks : ranks_of_) leaders.push_back(ranks[0]);
   for (int r = 0; r < n; ++r) everybody.push_back(r);
   local_ = make("shm", text("host", own_host_), ranks_of_[static_cast<size_t>(own_host_)]);
+  arrivals_ = std::make_shared<HostArrivals>(n, hosts, local_->board());
   if (leads()) leaders_ = make(between, "leaders", leaders);
   all_ = make(between, "all", everybody);
   if (context.rank == 0) {
@@ -94,22 +110,52 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
   }
 }
 
+// --- who comes last ---
+
+const Stragglers* HierarchicalBackend::stragglers() const {
+  return all_->stragglers() ? &arrivals_->ranks : nullptr;  // the leaders' group is of its kind
+}
+
+std::string HierarchicalBackend::straggler_verdict(std::chrono::nanoseconds at_least) const {
+  if (!stragglers()) return {};
+  std::string verdict = arrivals_->ranks.verdict(group_name(), at_least);
+  if (verdict.empty())
+    verdict = arrivals_->hosts.verdict(group_name(), at_least, [this](int host) {
+      const auto& ranks = ranks_of_[static_cast<size_t>(host)];
+      return text("the host of ", ranks.size() == 1 ? "rank " : "ranks ", join(ranks));
+    });
+  return verdict;
+}
+
+// A leader goes between the hosts. What is known by then of its own host is told with the next operation.
+void HierarchicalBackend::between_hosts(const Operation& step) {
+  arrivals_->counts_next = true;
+  leaders_->run(step);
+  arrivals_->last = getRank();  // who came last where nobody else had to come first
+  arrivals_->late = std::chrono::nanoseconds::max();
+  if (const auto* const here = local_->stragglers(); !first_step_ && here->size() > 1) {
+    arrivals_->last = ranks_of_[static_cast<size_t>(own_host_)][static_cast<size_t>(here->last().rank)];
+    arrivals_->late = here->time(here->last().late);
+  }
+  if (ranks_of_.size() == 1)  // nobody else has anything to tell
+    arrivals_->ranks.add(
+        {arrivals_->last, getSize() > 1 ? static_cast<uint64_t>(arrivals_->late.count()) : uint64_t{0}});
+}
+
 // --- membership and failure ---
 
 void HierarchicalBackend::leave(const std::string& cause) {
-  if (has_left_.exchange(true)) return;
+  if (in_fork() || has_left_.exchange(true)) return;
   for (Inner* const group : {&leaders_, &all_, &local_})
     if (*group) (*group)->leave(cause);
-  stop_lane();
-  if (on_leave_) on_leave_(this);
+  receives_.stop();
+  end_membership();
 }
 
 void HierarchicalBackend::fail(const Error& cause) {
-  for (Inner* const group : {&leaders_, &all_, &local_})
+  for (Inner* const group : {&local_, &all_, &leaders_})  // the host's own needs no store that answers
     if (*group) (*group)->fail(cause);
 }
-
-void HierarchicalBackend::abort() { fail(Aborted(text("rank ", getRank(), " aborted group '", group_name(), "'"))); }
 
 // Whether the group has failed shows in each of its parts, and each says so itself when it is used next.
 void HierarchicalBackend::check() const {
@@ -145,26 +191,88 @@ Operation HierarchicalBackend::step(const Operation& whole, OpKind kind, const a
           .site = whole.site};
 }
 
+// A leader waits only for ranks that wait for nobody else; the leader of another host may be in the next operation and
+// wait for it.
+Deadline HierarchicalBackend::last_wait(Deadline deadline) const {
+  return leads() ? Deadline::after(std::max<std::chrono::nanoseconds>(deadline.left(), kSlack)) : later(deadline, 2);
+}
+
 void HierarchicalBackend::execute(const Operation& operation, Deadline deadline, bool) {
   check();
   ++sequence_;
-  guarded([&] { execute_in_steps(operation, deadline); });
+  deadline_ = deadline;
+  first_step_ = true;
+  guarded([&] {
+    act_on_faults(FaultPhase::kStart, deadline);
+    execute_in_steps(operation, deadline);
+    act_on_faults(FaultPhase::kEnd, deadline);
+  });
+}
+
+void HierarchicalBackend::run_in_host(const Operation& step) {
+  local_->run(step);
+  if (!std::exchange(first_step_, false)) return;
+  act_on_faults(FaultPhase::kPosted, deadline_);
+  act_on_faults(FaultPhase::kMiddle, deadline_);
+}
+
+// --- faults on order ---
+
+void HierarchicalBackend::act_on_faults(FaultPhase phase, Deadline deadline) {
+  for (const Fault& fault : faults_.faults()) {
+    if (fault.rank != getRank() || fault.operation + 1 != sequence_ || fault.phase != phase ||
+        fault.group != group_name())
+      continue;
+    switch (fault.action) {
+      case FaultAction::kKill: {
+        if (!shares_process_) ::kill(::getpid(), SIGKILL);
+        const std::string cause = "killed by its FaultPlan";
+        for (Inner* const group : {&leaders_, &all_, &local_})
+          if (*group) (*group)->leave(cause);
+        throw PeerLost(getRank(), ::getpid(), text("rank ", getRank(), " ended: ", cause));
+      }
+      case FaultAction::kStop:
+        if (!shares_process_) {
+          ::raise(SIGSTOP);
+          break;
+        }
+        stand_still(std::chrono::nanoseconds::max(), deadline);
+        throw Aborted(text("rank ", getRank(), " was stopped by its FaultPlan"));
+      case FaultAction::kDelay:
+        stand_still(fault.delay, Deadline::never());
+        break;
+      case FaultAction::kCorrupt:
+        break;
+    }
+  }
+}
+
+void HierarchicalBackend::stand_still(std::chrono::nanoseconds duration, Deadline deadline) const {
+  constexpr std::chrono::nanoseconds kNap = milliseconds(5);
+  const auto until = Deadline::after(duration);
+  const auto patience = later(deadline, 4);  // when all others have given up
+  try {
+    while (!until.passed() && !patience.passed()) {
+      for (const Inner* const group : {&local_, &all_})
+        if (const auto* const ours = dynamic_cast<const LaneBackend*>(group->get())) ours->check();
+      std::this_thread::sleep_for(std::min(kNap, until.left()));
+    }
+  } catch (const Error&) {  // the operation finds it
+  }
 }
 
 void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline deadline) {
   const at::NoGradGuard no_grad;
-  const auto local_barrier = [&] {
-    local_->run(step(operation, OpKind::kBarrier, {}, 0, Deadline::after(deadline.left() + kSlack)));
-  };
+  const auto local_barrier = [&](Deadline until) { run_in_host(step(operation, OpKind::kBarrier, {}, 0, until)); };
   const auto leaders_barrier = [&] {
-    if (leads()) leaders_->run(step(operation, OpKind::kBarrier, {}, 0, deadline));
+    if (leads()) between_hosts(step(operation, OpKind::kBarrier, {}, 0, later(deadline, 1)));
   };
   const auto directly = [&] {
     // A rank that calls something else waits in its host's group or in the leaders': there the two must meet.
-    local_barrier();
+    local_barrier(deadline);
     leaders_barrier();
     Operation whole = operation;
-    whole.timeout = step(operation, operation.kind, {}, 0, deadline).timeout;
+    whole.timeout = step(operation, operation.kind, {}, 0, later(deadline, 2)).timeout;
     all_->run(whole);
   };
   switch (operation.kind) {
@@ -178,16 +286,16 @@ void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline 
     case OpKind::kReduceScatter:
       return needs_all_at_once(operation) ? directly() : reduce_scatter(operation, deadline);
     case OpKind::kBarrier:
-      local_barrier();
+      local_barrier(deadline);
       leaders_barrier();
-      return local_barrier();
+      return local_barrier(last_wait(deadline));
     default:
       return directly();
   }
 }
 
 void HierarchicalBackend::all_reduce(const Operation& operation, Deadline deadline) {
-  const Deadline inside = Deadline::after(deadline.left() + kSlack);
+  const Deadline between = later(deadline, 1);
   const bool to_one = operation.kind == OpKind::kReduce;
   const at::Tensor& tensor = operation.tensor;
   const auto dtype = carrier(operation);
@@ -196,80 +304,85 @@ void HierarchicalBackend::all_reduce(const Operation& operation, Deadline deadli
     sum = tensor.to(dtype);
   else if (to_one && leads() && getRank() != operation.peer)
     sum = tensor.clone();  // a leader that is not the root keeps what it holds
-  local_->run(step(operation, OpKind::kReduce, sum, 0, inside));
+  run_in_host(step(operation, OpKind::kReduce, sum, 0, deadline));
   if (leads()) {
     if (to_one)
-      leaders_->run(step(operation, OpKind::kReduce, sum, host_of(operation.peer), deadline));
+      between_hosts(step(operation, OpKind::kReduce, sum, host_of(operation.peer), between));
     else
-      leaders_->run(step(operation, OpKind::kAllReduce, sum, 0, deadline));
+      between_hosts(step(operation, OpKind::kAllReduce, sum, 0, between));
     if (operation.op == ReduceOp::AVG) divide(sum, getSize());
     if ((!to_one || getRank() == operation.peer) && !sum.is_same(tensor)) tensor.copy_(sum);
   }
   if (!to_one) {
-    local_->run(step(operation, OpKind::kBroadcast, tensor, 0, inside));
+    run_in_host(step(operation, OpKind::kBroadcast, tensor, 0, last_wait(deadline)));
     return;
   }
   // The root's leader has the result; the root may be another.
   const int root_place = place_[static_cast<size_t>(operation.peer)];
   if (own_host_ != host_of(operation.peer) || root_place == 0) return;
   if (leads()) {
-    Operation handing = step(operation, OpKind::kSend, sum.to(tensor.scalar_type()), root_place, inside);
+    Operation handing = step(operation, OpKind::kSend, sum.to(tensor.scalar_type()), root_place, last_wait(deadline));
     handing.tag = kResultTag;
-    local_->run(handing);
+    run_in_host(handing);
   } else if (getRank() == operation.peer) {
-    Operation taking = step(operation, OpKind::kRecv, tensor, 0, inside);
+    Operation taking = step(operation, OpKind::kRecv, tensor, 0, last_wait(deadline));
     taking.tag = kResultTag;
-    local_->run(taking);
+    run_in_host(taking);
   }
 }
 
 void HierarchicalBackend::broadcast(const Operation& operation, Deadline deadline) {
-  const Deadline inside = Deadline::after(deadline.left() + kSlack);
+  const Deadline between = later(deadline, 1);
   const int host = host_of(operation.peer);
-  const auto in_host = [&](int root) {
-    local_->run(step(operation, OpKind::kBroadcast, operation.tensor, root, inside));
+  const auto in_host = [&](int root, Deadline until) {
+    run_in_host(step(operation, OpKind::kBroadcast, operation.tensor, root, until));
   };
-  if (own_host_ == host) in_host(place_[static_cast<size_t>(operation.peer)]);
-  if (leads()) leaders_->run(step(operation, OpKind::kBroadcast, operation.tensor, host, deadline));
-  if (own_host_ != host) in_host(0);
+  if (own_host_ == host) in_host(place_[static_cast<size_t>(operation.peer)], deadline);
+  if (leads()) between_hosts(step(operation, OpKind::kBroadcast, operation.tensor, host, between));
+  if (own_host_ != host) in_host(0, last_wait(deadline));
+}
+
+std::vector<at::Tensor> HierarchicalBackend::rows_by_host(const at::Tensor& all) const {
+  std::vector<at::Tensor> rows;
+  int64_t row = 0;
+  for (const auto& ranks : ranks_of_) {
+    rows.push_back(all.narrow(0, row, static_cast<int64_t>(ranks.size())));
+    row += rows.back().size(0);
+  }
+  return rows;
 }
 
 void HierarchicalBackend::all_gather(const Operation& operation, Deadline deadline) {
-  const Deadline inside = Deadline::after(deadline.left() + kSlack);
+  const Deadline between = later(deadline, 1);
   Flatten flat;
   const at::Tensor input = flat.input(operation.tensor).view(-1);
   const int64_t count = input.numel();
   // All parts, the hosts' one after another.
   const at::Tensor all = at::empty({getSize(), count}, input.options());
-  std::vector<at::Tensor> by_host;
-  int64_t row = 0;
-  for (const auto& ranks : ranks_of_) {
-    by_host.push_back(all.narrow(0, row, static_cast<int64_t>(ranks.size())));
-    row += by_host.back().size(0);
-  }
+  const auto by_host = rows_by_host(all);
   const at::Tensor& own = by_host[static_cast<size_t>(own_host_)];
-  Operation collecting = step(operation, OpKind::kGather, input, 0, inside);
+  Operation collecting = step(operation, OpKind::kGather, input, 0, deadline);
   if (leads()) collecting.outputs = {own};
-  local_->run(collecting);
+  run_in_host(collecting);
   if (leads()) {
-    Operation exchanging = step(operation, OpKind::kAllGather, own.clone(), 0, deadline);
+    Operation exchanging = step(operation, OpKind::kAllGather, own.clone(), 0, between);
     exchanging.outputs = by_host;
-    leaders_->run(exchanging);
+    between_hosts(exchanging);
   }
-  local_->run(step(operation, OpKind::kBroadcast, all, 0, inside));
+  run_in_host(step(operation, OpKind::kBroadcast, all, 0, last_wait(deadline)));
   const auto outputs = flat.outputs(operation.outputs);
   const auto parts = parts_of<Bytes>(outputs, static_cast<size_t>(getSize()), input.nbytes());
   ConstBytes from = data_of(all);
   for (const auto& ranks : ranks_of_)
     for (const int r : ranks) {
-      if (input.nbytes() > 0) std::memcpy(parts[static_cast<size_t>(r)], from, input.nbytes());
+      copy_bytes(parts[static_cast<size_t>(r)], from, input.nbytes());
       from += input.nbytes();
     }
   flat.copy_back();
 }
 
 void HierarchicalBackend::reduce_scatter(const Operation& operation, Deadline deadline) {
-  const Deadline inside = Deadline::after(deadline.left() + kSlack);
+  const Deadline between = later(deadline, 1);
   const int64_t count = operation.tensor.numel();
   Flatten flat;
   const auto inputs = flat.inputs(operation.inputs);
@@ -279,37 +392,28 @@ void HierarchicalBackend::reduce_scatter(const Operation& operation, Deadline de
   Bytes to = data_of(all);
   for (const auto& ranks : ranks_of_)
     for (const int r : ranks) {
-      if (count > 0) std::memcpy(to, parts[static_cast<size_t>(r)], operation.tensor.nbytes());
+      copy_bytes(to, parts[static_cast<size_t>(r)], operation.tensor.nbytes());
       to += operation.tensor.nbytes();
     }
   all = all.to(carrier(operation));
-  local_->run(step(operation, OpKind::kReduce, all, 0, inside));
-  Operation handing = step(operation, OpKind::kScatter, operation.tensor, 0, inside);
+  run_in_host(step(operation, OpKind::kReduce, all, 0, deadline));
+  Operation handing = step(operation, OpKind::kScatter, operation.tensor, 0, last_wait(deadline));
   if (leads()) {
-    std::vector<at::Tensor> by_host;
-    int64_t row = 0;
-    for (const auto& ranks : ranks_of_) {
-      by_host.push_back(all.narrow(0, row, static_cast<int64_t>(ranks.size())));
-      row += by_host.back().size(0);
-    }
+    const auto by_host = rows_by_host(all);
     at::Tensor own = by_host[static_cast<size_t>(own_host_)].clone();
-    Operation exchanging = step(operation, OpKind::kReduceScatter, own, 0, deadline);
+    Operation exchanging = step(operation, OpKind::kReduceScatter, own, 0, between);
     exchanging.inputs = by_host;
-    leaders_->run(exchanging);
+    between_hosts(exchanging);
     if (operation.op == ReduceOp::AVG) divide(own, getSize());
     own = own.to(operation.tensor.scalar_type());
     handing.inputs = {own};
   }
-  local_->run(handing);
+  run_in_host(handing);
 }
 
 // --- messages ---
 
 Operation HierarchicalBackend::routed(const Operation& message, Inner& over) const {
-  if (message.peer == kAnySource && ranks_of_.size() > 1)
-    throw InvalidArgument(
-        text(to_string(message.kind), ": backend 'hierarchical' cannot receive from any source over several hosts"),
-        "Name the source, or use backend gloo or mpi");
   if (message.tag < 0) throw InvalidArgument(text(to_string(message.kind), ": tag ", message.tag, " is negative"));
   Operation inner = message;
   over = all_;
@@ -320,10 +424,26 @@ Operation HierarchicalBackend::routed(const Operation& message, Inner& over) con
   return inner;
 }
 
+bool HierarchicalBackend::must_queue(const Operation& message) {
+  if (message.kind != OpKind::kRecv || ranks_of_.size() == 1) return false;
+  return message.peer == kAnySource || receives_.has(message.tag);
+}
+
 void HierarchicalBackend::run_message(const Operation& operation, Deadline deadline) {
   check();
   Inner over;
   Operation inner = routed(operation, over);
+  if (must_queue(operation)) {
+    const auto posted = std::make_shared<std::promise<c10::intrusive_ptr<c10d::Work>>>();
+    queue(operation, deadline, [posted](const auto& under_way, int, const std::exception_ptr& error) {
+      if (error)
+        posted->set_exception(error);
+      else
+        posted->set_value(under_way);
+    });
+    const auto under_way = posted->get_future().get();
+    return guarded([&] { under_way->wait(); });
+  }
   inner.timeout = step(operation, operation.kind, {}, 0, deadline).timeout;
   guarded([&] { over->run(inner); });
 }
@@ -331,18 +451,32 @@ void HierarchicalBackend::run_message(const Operation& operation, Deadline deadl
 void HierarchicalBackend::submit_message(const WorkPtr& work, Deadline deadline) {
   check();
   Inner over;
-  Operation inner = routed(work->operations()[0], over);
+  const Operation& message = work->operations()[0];
+  Operation inner = routed(message, over);
+  if (must_queue(message)) {
+    return queue(message, deadline, [this, work](const auto& under_way, int source, const std::exception_ptr& error) {
+      if (error)
+        work->complete(error);
+      else
+        complete_after(work, under_way, source);
+    });
+  }
   inner.timeout = step(inner, inner.kind, {}, 0, deadline).timeout;
   c10::intrusive_ptr<c10d::Work> under_way;
   guarded([&] { under_way = over->submit(std::move(inner)); });
-  under_way->getFuture()->addCallback([this, work, under_way](c10::ivalue::Future& done) {
+  complete_after(work, under_way, message.peer);
+}
+
+void HierarchicalBackend::complete_after(const WorkPtr& work, const c10::intrusive_ptr<c10d::Work>& under_way,
+                                         int source) {
+  under_way->getFuture()->addCallback([this, work, under_way, source](c10::ivalue::Future& done) {
     std::exception_ptr error = done.hasError() ? done.exception_ptr() : nullptr;
     if (!error) {
       const Operation& message = work->operations()[0];
       count(message);
       if (message.kind == OpKind::kRecv)
-        work->set_source(message.peer != kAnySource
-                             ? message.peer
+        work->set_source(source != kAnySource
+                             ? source
                              : ranks_of_[static_cast<size_t>(own_host_)][static_cast<size_t>(under_way->sourceRank())]);
     } else {
       try {
@@ -352,6 +486,78 @@ void HierarchicalBackend::submit_message(const WorkPtr& work, Deadline deadline)
     }
     work->complete(std::move(error));
   });
+}
+
+void HierarchicalBackend::queue(const Operation& message, Deadline deadline, Posted posted) {
+  const auto attempt = [this, message, deadline, began = Clock::now(),
+                        posted = std::move(posted)](ReceiveQueue::Turn turn) {
+    Taken taken;
+    try {
+      if (turn == ReceiveQueue::Turn::kStop)
+        throw Aborted(text("group '", group_name(), "' is closing on rank ", getRank()));
+      guarded([&] {
+        if (turn == ReceiveQueue::Turn::kLate) {
+          throw_late(message, began);
+        } else if (message.peer == kAnySource) {
+          taken = take_from_any(message, deadline, began);
+        } else {
+          Inner over;
+          Operation inner = routed(message, over);
+          inner.timeout = step(message, message.kind, {}, 0, deadline).timeout;
+          taken = {.work = over->submit(std::move(inner)), .source = message.peer};
+        }
+      });
+    } catch (...) {
+      posted(nullptr, kAnySource, std::current_exception());
+      return true;
+    }
+    if (!taken.work) return false;
+    posted(taken.work, taken.source, nullptr);
+    return true;
+  };
+  receives_.add(message.tag, deadline, attempt);
+}
+
+void HierarchicalBackend::throw_late(const Operation& message, Clock::time_point began) const {
+  const bool any = message.peer == kAnySource;
+  throw Timeout(text("recv of ", message.tensor.numel(), " x ", c10::toString(message.tensor.scalar_type()),
+                     " with tag ", message.tag, " from ", any ? "any rank" : text("rank ", message.peer), " on rank ",
+                     getRank(), " timed out after ", describe(Clock::now() - began), ": ",
+                     any ? "no rank sent it" : "one from any rank with its tag, posted before it, still waits"),
+                any ? std::vector<int>{} : std::vector<int>{message.peer},
+                "Look whether the senders hang, or raise the timeout");
+}
+
+Backend::Taken HierarchicalBackend::take_from_any(const Operation& message, Deadline deadline,
+                                                  Clock::time_point began) {
+  check();
+  Operation inner = message;
+  inner.timeout = step(message, message.kind, {}, 0, deadline).timeout;
+  const auto in_host = [&] {
+    Taken taken = local_->take_message(inner, first_place_);
+    if (!taken.work) return taken;
+    local_first_ = false;
+    first_place_ = taken.source + 1;
+    taken.source = ranks_of_[static_cast<size_t>(own_host_)][static_cast<size_t>(taken.source)];
+    return taken;
+  };
+  const bool looked_here = local_first_;
+  Taken taken;
+  if (looked_here) taken = in_host();
+  if (!taken.work) {
+    taken = all_->take_message(inner, 0);
+    if (taken.work) local_first_ = true;
+  }
+  const bool all_gone = taken.all_gone;
+  // What ranks of this host sent before they left is here now.
+  if (!taken.work && (!looked_here || all_gone)) taken = in_host();
+  if (taken.work) return taken;
+  if (all_gone)
+    throw PeerLost(getRank() == 0 ? 1 : 0, 0,
+                   text("all other ranks left group '", group_name(), "' while rank ", getRank(),
+                        " waited to receive from any of them"));
+  if (deadline.passed()) throw_late(message, began);
+  return {};
 }
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {

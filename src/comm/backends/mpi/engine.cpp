@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <functional>
 
+#include "base/signals_blocked.h"
 #include "base/text.h"
 
 namespace muster::comm::mpi_backend {
@@ -31,16 +32,6 @@ constexpr milliseconds kOften{1}, kSeldom{20};
 constexpr const char *kClosed = "the group is closed", *kGone = "the peer has left the group";
 constexpr unsigned kLooks = 32;  // of a waiter, for each that asks for goodbyes
 
-struct SignalsBlocked {
-  sigset_t before;
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
-};
-
 void wait_until(std::condition_variable& condition, Lock& lock, Clock::time_point until) {
   if (until == Clock::time_point::max())
     condition.wait(lock);
@@ -61,6 +52,16 @@ bool Circle::all_gone() const {
   for (int r = 0; r < size; ++r)
     if (r != rank && !peers[static_cast<size_t>(r)].gone) return false;
   return true;
+}
+
+std::vector<int> Circle::gone() const {
+  std::vector<int> ranks;
+  for (int r = 0; r < size; ++r) {
+    const auto& peer = peers[static_cast<size_t>(r)];
+    if (r != rank && peer.gone && (peer.received >= peer.sent_to_us || Clock::now() - peer.gone_at > kLateMessage))
+      ranks.push_back(r);
+  }
+  return ranks;
 }
 
 Backoff::Step Backoff::next() {
@@ -372,6 +373,25 @@ bool Engine::await(Lock& lock, Request& request, Deadline deadline) {
     if (!request.done_) pause(lock, request, backoff, until);
   }
   return true;
+}
+
+// Short messages are in MPI's own memory when they are found, so the receive has nothing to wait for.
+int Engine::take(Lock&, Circle& circle, WireTag tag, std::byte* data, size_t bytes) {
+  if (const char* const why = problem()) throw WireBroken(why);
+  if (circle.closed) throw WireBroken(kClosed);
+  int there = 0;
+  MPI_Message message = MPI_MESSAGE_NULL;
+  MPI_Status status;
+  MPI_Comm comm = circle.comms[static_cast<size_t>(tag.kind)];
+  int error = MPI_Improbe(MPI_ANY_SOURCE, static_cast<int>(tag.value), comm, &there, &message, &status);
+  if (error == MPI_SUCCESS && there) error = MPI_Mrecv(data, static_cast<int>(bytes), MPI_BYTE, &message, &status);
+  if (error != MPI_SUCCESS) throw WireBroken(describe(error));
+  if (!there) {
+    if (++looks_ % kLooks == 0) hear(circle);
+    return -1;
+  }
+  ++circle.peers[static_cast<size_t>(status.MPI_SOURCE)].received;
+  return status.MPI_SOURCE;
 }
 
 void Engine::abandon(Lock& lock, Request& request) {

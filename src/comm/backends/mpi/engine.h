@@ -83,6 +83,8 @@ struct Circle {
   std::list<Note> notes;
 
   bool all_gone() const;
+  // Who has left, and sends nothing more that has not come.
+  std::vector<int> gone() const;
 };
 
 // How a wait goes on: spins, yields, naps.
@@ -117,6 +119,8 @@ class Engine {
   bool await(Lock& lock, Request& request, Deadline deadline);
   // Until MPI does not touch the memory any more.
   void abandon(Lock& lock, Request& request);
+  // Wire::take().
+  int take(Lock& lock, Circle& circle, WireTag tag, std::byte* data, size_t bytes);
   // Looks whether it is complete.
   void test(Request& request);
   void posted() { posted_ = true; }

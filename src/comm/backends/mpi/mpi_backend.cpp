@@ -2,11 +2,8 @@
 
 #include <dlfcn.h>
 
-#include <filesystem>
-#include <mutex>
-
 #include "base/env.h"
-#include "base/text.h"
+#include "base/plugin.h"
 #include "comm/backends/mpi/mpi_wire.h"
 #include "comm/mailbox.h"
 #include "comm/wire_backend.h"
@@ -15,33 +12,10 @@
 namespace muster::comm::mpi_backend {
 namespace {
 
-struct Plugin {
-  MakeWire make_wire = nullptr;
-  std::string problem;
-};
-
-// Beside the program or library that this code is in, else wherever the loader looks: Muster's CMake targets give
-// programs a run path to it.
-Plugin load() {
-  constexpr const char* kFile = "libmuster_mpi.so";
-  Dl_info here{};
-  std::string path = kFile;
-  if (::dladdr(reinterpret_cast<void*>(&load), &here) != 0 && here.dli_fname) {
-    const auto beside = std::filesystem::path(here.dli_fname).parent_path() / kFile;
-    std::error_code ignored;
-    if (std::filesystem::exists(beside, ignored)) path = beside.string();
-  }
-  void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);  // global: MPI loads parts of its own
-  if (!library)
-    return {nullptr, text("libmuster_mpi.so is not here (", ::dlerror(),
-                          "): install an MPI (apt-get install libopenmpi-dev), and build Muster again")};
-  void* const symbol = ::dlsym(library, kMakeWire);
-  if (!symbol) return {nullptr, "libmuster_mpi.so is of another version of Muster: build it again"};
-  return {reinterpret_cast<MakeWire>(symbol), {}};
-}
-
 const Plugin& plugin() {
-  static const Plugin loaded = load();  // stays until the process ends
+  static const Plugin loaded =
+      load_plugin("libmuster_mpi.so", kMakeWire, RTLD_GLOBAL,  // global: MPI loads parts of its own
+                  "install an MPI (apt-get install libopenmpi-dev)");
   return loaded;
 }
 
@@ -57,6 +31,8 @@ class OwnWire final : public Wire {
     return mailbox_->receive(peer, tag, data, bytes);
   }
   void on_gone(std::function<void(int)>) override {}  // there is no peer
+  int take(WireTag tag, std::byte* data, size_t bytes) override { return mailbox_->take(tag, data, bytes); }
+  std::vector<int> gone() override { return {}; }
   void close() override { mailbox_->close(kAnySource, "the group is closed"); }
 
  private:
@@ -69,7 +45,8 @@ class OwnWire final : public Wire {
 }  // namespace
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {
-  if (!plugin().make_wire) throw Unavailable(plugin().problem);
+  const auto make_wire = reinterpret_cast<MakeWire>(plugin().function);
+  if (!make_wire) throw Unavailable(plugin().problem);
   if (context.size == 1) return c10::make_intrusive<WireBackend>(context, "mpi", std::make_unique<OwnWire>());
   static_assert(kAnySource < 0);  // as the library takes it
   const WireSite site{
@@ -82,7 +59,7 @@ c10::intrusive_ptr<Backend> create(const BackendContext& context) {
       .spin = shm::spin_for(context.local_threads),
       .timeout = [] { throw Timeout(""); },
       .unavailable = [](const std::string& what, const std::string& advice) { throw Unavailable(what, advice); }};
-  std::unique_ptr<Wire> wire(plugin().make_wire(site));
+  std::unique_ptr<Wire> wire(make_wire(site));
   return c10::make_intrusive<WireBackend>(context, "mpi", std::move(wire));
 }
 

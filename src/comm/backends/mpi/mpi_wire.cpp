@@ -69,6 +69,16 @@ class MpiWire final : public Wire {
       if (circle_->peers[static_cast<size_t>(r)].gone) circle_->on_gone(r);
   }
 
+  int take(WireTag tag, std::byte* data, size_t bytes) override {
+    Lock lock = engine_.lock();
+    return engine_.take(lock, *circle_, tag, data, bytes);
+  }
+
+  std::vector<int> gone() override {
+    const Lock lock = engine_.lock();
+    return circle_->gone();
+  }
+
   void close() override {
     if (!engine_.owns()) return;
     Lock lock = engine_.lock();
@@ -96,8 +106,8 @@ class MpiWire final : public Wire {
 
 }  // namespace muster::comm::mpi_backend
 
-extern "C" __attribute__((visibility("default"))) muster::comm::Wire* muster_make_mpi_wire_1(
+extern "C" __attribute__((visibility("default"))) muster::comm::Wire* muster_make_mpi_wire_2(
     const muster::comm::mpi_backend::WireSite& site) {
   return new muster::comm::mpi_backend::MpiWire(site);
 }
-static_assert(std::is_same_v<decltype(&muster_make_mpi_wire_1), muster::comm::mpi_backend::MakeWire>);
+static_assert(std::is_same_v<decltype(&muster_make_mpi_wire_2), muster::comm::mpi_backend::MakeWire>);

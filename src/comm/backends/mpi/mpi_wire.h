@@ -26,7 +26,7 @@ struct WireSite {
   void (*unavailable)(const std::string& what, const std::string& advice) = nullptr;
 };
 
-inline constexpr const char* kMakeWire = "muster_make_mpi_wire_1";
+inline constexpr const char* kMakeWire = "muster_make_mpi_wire_2";
 
 // Every member of the group calls it. The first call in a process initialises MPI, which waits for all processes of the
 // job, and knows no deadline. The caller owns the result. Timeout where members do not come; Unavailable where

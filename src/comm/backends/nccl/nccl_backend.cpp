@@ -15,7 +15,8 @@ using Nccl = c10d::ProcessGroupNCCL;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 c10d::ReduceOp reduce_op(const Operation& operation) {
-  c10d::ReduceOp op(static_cast<c10d::ReduceOp::RedOpType>(operation.op));
+  c10d::ReduceOp op;
+  op.op_ = static_cast<c10d::ReduceOp::RedOpType>(operation.op);  // the constructor refuses PREMUL_SUM
   if (operation.op == ReduceOp::PREMUL_SUM) {
     using Factor = c10d::NCCLPreMulSumSupplement;
     op.supplement_ = operation.factor_tensor.defined() ? c10::make_intrusive<Factor>(operation.factor_tensor)

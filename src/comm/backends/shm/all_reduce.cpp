@@ -3,9 +3,9 @@
 // The two-step scheme (reduce-scatter, then all-gather) is Rabenseifner's, "Optimization of Collective Reduction
 // Operations", ICCS 2004, with shared memory for messages.
 #include <array>
-#include <cstring>
 
 #include "comm/backends/shm/collectives.h"
+#include "comm/backends/shm/take.h"
 #include "comm/backends/shm/turns.h"
 
 namespace muster::comm::shm_backend {
@@ -20,61 +20,79 @@ template <typename Contribution>
 void reduce_everything(Channel& channel, const Call& call, Bytes data, Contribution contribution) {
   if (!wants_result(channel, call)) return;
   const auto n = static_cast<size_t>(channel.size());
-  std::array<ConstBytes, 64> few;  // the common case makes no allocation
-  std::vector<ConstBytes> many(n > few.size() ? n : 0);
-  const std::span<ConstBytes> sources = many.empty() ? std::span(few).first(n) : std::span(many);
+  PerRank<ConstBytes> sources(n);
   for (size_t r = 0; r < n; ++r) sources[r] = contribution(static_cast<int>(r));
   const std::array<Bytes, 1> destination = {data};
-  call.kernel(destination, sources, call.count);
+  call.kernel(destination, sources.span(), call.count);
+}
+
+// One slice of everybody's contribution, which `slice(rank)` finds, becomes the result there: on all ranks, or on a
+// reduce's root.
+template <typename Slice>
+void reduce_in_place(Channel& channel, const Call& call, size_t count, Slice slice) {
+  const auto n = static_cast<size_t>(channel.size());
+  PerRank<Bytes> places(n), destinations(n);
+  PerRank<ConstBytes> sources(n);
+  size_t written = 0;
+  for (size_t r = 0; r < n; ++r) {
+    places[r] = slice(static_cast<int>(r));
+    sources[r] = places[r];
+    if (call.op != OpKind::kReduce || static_cast<int>(r) == call.root) destinations[written++] = places[r];
+  }
+  call.kernel(destinations.span().first(written), sources.span(), count);
 }
 
 void slot_tier(Channel& channel, const Call& call, Bytes data) {
   channel.enter(call.descriptor(), {data, call.bytes()}, call.deadline);
-  reduce_everything(channel, call, data, [&](int r) { return channel.payload(r); });
+  if (!wants_result(channel, call)) return;
+  channel.corrupt({data, std::min<size_t>(call.bytes(), 1)}, channel.seq());  // as in the slot
+  reduce_everything(channel, call, data,
+                    [&](int r) -> ConstBytes { return r == channel.rank() ? data : channel.payload(r); });
+  if (channel.size() == 2) take(channel.payload(1 - channel.rank()), call.bytes());
 }
 
-void one_shot_tier(Channel& channel, const Call& call, Bytes data) {
+// Contributions lie in staging before the announcement. Rank r reduces slice r, and writes it to where it came from.
+void in_place_tier(Channel& channel, const Call& call, Bytes data) {
   channel.commit_staging();
-  const uint64_t seq = channel.next_seq();
-  const Bytes own = channel.own_one_shot();
-  std::memcpy(own, data, call.bytes());
-  channel.corrupt({own, call.bytes()}, seq);
+  const int n = channel.size(), me = channel.rank();
+  const Bytes own = channel.own_early();
+  const Slices slices(call.count, call.item, n);
+  const auto at = [&](int slice) { return slices.begin(slice) * call.item; };
+  const auto bytes = [&](int slice) { return slices.length(slice) * call.item; };
+  for (int r = 0; r < n; ++r)
+    if (r != me) copy_bytes(own + at(r), data + at(r), bytes(r));
+  channel.corrupt({own + at(me == 0 ? 1 : 0), std::min<size_t>(bytes(me == 0 ? 1 : 0), 1)}, channel.next_seq());
   channel.enter(call.descriptor(), {}, call.deadline);
-  reduce_everything(channel, call, data, [&](int r) { return channel.one_shot(r, seq); });
-}
-
-bool all_on_heap(const Channel& channel) {
-  for (int r = 0; r < channel.size(); ++r)
-    if (channel.descriptor(r).heap_offset == kNotOnHeap) return false;
-  return channel.has_heaps();
+  const uint64_t mark = channel.turn() + 1;
+  channel.take_turns(1);
+  reduce_in_place(channel, call, slices.length(me),
+                  [&](int r) { return (r == me ? data : channel.early(r)) + at(me); });
+  channel.publish(Channel::Counter::kReduced, mark);
+  channel.await_all(Channel::Counter::kReduced, mark);
+  if (wants_result(channel, call))
+    for (int r = 0; r < n; ++r)
+      if (r != me) copy_bytes(data + at(r), own + at(r), bytes(r));
 }
 
 // Announcing was the barrier before: everybody's tensor is ready. Publishing `reduced` is the one after.
 void direct_tier(Channel& channel, const Call& call) {
-  const auto n = static_cast<size_t>(channel.size());
   const Slices slices(call.count, call.item, channel.size());
   const size_t offset = slices.begin(channel.rank()) * call.item;
-  std::vector<Bytes> destinations;
-  std::vector<ConstBytes> sources(n);
-  for (size_t r = 0; r < n; ++r) {
-    const Bytes slice =
-        channel.heap(static_cast<int>(r)) + channel.descriptor(static_cast<int>(r)).heap_offset + offset;
-    sources[r] = slice;
-    if (call.op != OpKind::kReduce || static_cast<int>(r) == call.root) destinations.push_back(slice);
-  }
   const uint64_t mark = channel.turn() + 1;
   channel.take_turns(1);
-  call.kernel(destinations, sources, slices.length(channel.rank()));
+  reduce_in_place(channel, call, slices.length(channel.rank()),
+                  [&](int r) { return channel.announced_data(r) + offset; });
   channel.publish(Channel::Counter::kReduced, mark);
   channel.await_all(Channel::Counter::kReduced, mark);
 }
 
 // The pipeline of the staged tier. A turn covers up to N slices of Layout::chunk bytes; in turn i this rank
-//   copies in   its part of every other rank's slice                      (staged)
-//   reduces     its own slice from all contributions, into staging        (reduced)
-//   copies out  the other ranks' reduced slices                           (done)
+//   copies in   its part of every other rank's slice, into its own buffer             (staged)
+//   reduces     its own slice from all contributions, in place in the peers' buffers  (reduced)
+//   copies out  the other ranks' slices, from its own buffer
 // The three steps of successive turns overlap, so a rank that waits has usually been overtaken by what it waits for.
-// Three turns are under way at once, so with two buffers every rank would wait for the others (tests/model/turns.pml).
+// Three turns are under way at once, so it takes three buffers. Nobody need say `done`: with a buffer's turn reduced by
+// all, only its owner reads there.
 static_assert(kTurnBuffers >= 3);
 class StagedPipeline {
  public:
@@ -106,9 +124,9 @@ class StagedPipeline {
 
   void copy_in(uint64_t i) {
     const Slices slices = slices_of(i);
-    Bytes const own = turns_.stage(i);
+    Bytes const own = turns_.buffer(channel_.rank(), i);
     for (int r = 0; r < channel_.size(); ++r)
-      if (r != channel_.rank()) std::memcpy(own + staged_at(r), place(i, slices, r), slices.length(r) * call_.item);
+      if (r != channel_.rank()) copy_bytes(own + staged_at(r), place(i, slices, r), slices.length(r) * call_.item);
     // A tensor on the heap was corrupted as a whole before.
     if (call_.heap_offset == kNotOnHeap)
       channel_.corrupt({own + staged_at(channel_.rank() == 0 ? 1 : 0), 1}, channel_.seq());
@@ -118,37 +136,29 @@ class StagedPipeline {
   void reduce(uint64_t i) {
     const int me = channel_.rank();
     const Slices slices = slices_of(i);
-    sources_.resize(static_cast<size_t>(channel_.size()));
-    for (int r = 0; r < channel_.size(); ++r) {
+    for (int r = 0; r < channel_.size(); ++r)
       if (r != me) turns_.await_staged(r, i);
-      sources_[static_cast<size_t>(r)] = r == me ? place(i, slices, me) : turns_.staged_by(r, i) + staged_at(me);
-    }
-    Bytes const staged = channel_.turn_buffer(me, first_turn() + i) + staged_at(me);
-    // The own slice's place in the own buffer is free: contributions to it come from the others.
-    const std::array<Bytes, 2> destinations = {staged, place(i, slices, me)};
-    call_.kernel(std::span(destinations).first(wants_result(channel_, call_) ? 2 : 1), sources_, slices.length(me));
+    reduce_in_place(channel_, call_, slices.length(me),
+                    [&](int r) { return r == me ? place(i, slices, me) : turns_.buffer(r, i) + staged_at(me); });
     turns_.reduced(i);
   }
 
   void copy_out(uint64_t i) {
     const Slices slices = slices_of(i);
+    ConstBytes const own = turns_.buffer(channel_.rank(), i);
     for (int r = 0; r < channel_.size(); ++r) {
       if (r == channel_.rank()) continue;
       turns_.await_reduced(r, i);
       if (wants_result(channel_, call_))
-        std::memcpy(place(i, slices, r), turns_.staged_by(r, i) + staged_at(r), slices.length(r) * call_.item);
+        copy_bytes(place(i, slices, r), own + staged_at(r), slices.length(r) * call_.item);
     }
-    turns_.done(i);
   }
-
-  uint64_t first_turn() const { return channel_.turn() - turns_.count(); }
 
   Channel& channel_;
   const Call& call_;
   Bytes const data_;
   const size_t per_turn_;  // elements
   Turns turns_;
-  std::vector<ConstBytes> sources_;
 };
 
 }  // namespace
@@ -159,13 +169,13 @@ void all_reduce(Channel& channel, const Call& call, Bytes data) {
     channel.enter(call.descriptor(), {}, call.deadline);
   } else if (call.bytes() <= kSlotPayload) {
     slot_tier(channel, call, data);
-  } else if (call.bytes() <= channel.layout().one_shot) {
-    one_shot_tier(channel, call, data);
+  } else if (call.bytes() <= channel.layout().early) {
+    in_place_tier(channel, call, data);
   } else {
     if (call.heap_offset != kNotOnHeap)
       channel.corrupt({data, 1}, channel.next_seq());  // the tensor itself is the contribution
     channel.enter(call.descriptor(), {}, call.deadline);
-    if (all_on_heap(channel))
+    if (channel.all_on_heap())
       direct_tier(channel, call);
     else
       StagedPipeline(channel, call, data).run();

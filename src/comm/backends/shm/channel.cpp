@@ -7,10 +7,9 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
-#include <iomanip>
-#include <sstream>
 
 #include "base/text.h"
+#include "comm/byte_parts.h"
 #include "shm/exchange.h"
 
 namespace muster::comm::shm_backend {
@@ -39,19 +38,13 @@ std::string_view to_string(Phase phase) {
   return "?";
 }
 
-std::string seconds(nanoseconds duration) {
-  std::ostringstream out;
-  out << std::fixed << std::setprecision(2) << std::chrono::duration<double>(duration).count() << " s";
-  return std::move(out).str();
-}
-
 }  // namespace
 
 Channel::Channel(Store& store, const std::string& prefix, int rank, int size, ChannelOptions options,
                  std::shared_ptr<shm::PeerWatch> watch, Deadline deadline)
     : rank_(rank),
       size_(size),
-      layout_(size),
+      layout_(size, options.board),
       options_(std::move(options)),
       watch_(std::move(watch)),
       ring_committed_(size, false),
@@ -64,12 +57,13 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
     segment_ = shm::map_memfd(fd_.get());
     new (base()) GroupHeader;
     for (int r = 0; r < size; ++r) new (&control(r)) RankControl;
+    for (auto& word : board()) new (&word) std::atomic<uint64_t>(0);
     header().size = static_cast<uint32_t>(size);
     header().magic = kMagic;
   }
   std::vector<int> given;
   if (rank == 0) given.push_back(fd_.get());
-  auto members = shm::exchange(store, prefix, rank, size, given, deadline);
+  auto members = shm::exchange(store, prefix, rank, size, given, deadline, {options_.pids, options_.shown_ranks});
   if (rank != 0) {
     if (members[0].fds.empty()) throw Corrupt("rank 0 sent no segment");
     fd_ = std::move(members[0].fds[0]);
@@ -116,9 +110,9 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   Slot& mine = slot(rank_, seq);
   mine.descriptor = descriptor;
   mine.descriptor.arrived = cycles();
-  if (!payload.empty() && payload.data() != mine.payload) std::memcpy(mine.payload, payload.data(), payload.size());
-  if (descriptor.call.op != OpKind::kAllToAll)
-    corrupt({mine.payload, payload.size()}, seq);  // whose payload is no data
+  if (payload.data() != mine.payload) copy_bytes(mine.payload, payload.data(), payload.size());
+  if (payload.data() != mine.payload)  // else whoever put it there knows what of it others read
+    corrupt({mine.payload, payload.size()}, seq);
   position(Phase::kAnnounced);
   control(rank_).core.store(::sched_getcpu(), std::memory_order_relaxed);
   mine.seq.store(seq, std::memory_order_release);
@@ -405,7 +399,7 @@ void Channel::timed_out(const Descriptor& descriptor, uint64_t seq, nanoseconds 
   }
   fail(Failure::kTimeout, missing.empty() ? 0 : shown_missing.front(),
        text(describe(descriptor.call), " (#", seq - 1, " of group '", name(), "') on rank ", shown(rank_),
-            " timed out after ", seconds(waited), ", waiting for ", join(reports)),
+            " timed out after ", describe(waited), ", waiting for ", join(reports)),
        shown_missing);
   throw_failure();
 }

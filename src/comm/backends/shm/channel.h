@@ -45,6 +45,8 @@ struct ChannelOptions {
   FaultPlan faults;
   std::chrono::nanoseconds spin{0};
   std::vector<int> shown_ranks;  // what messages and errors call the ranks; empty: as they are
+  std::vector<pid_t> pids;       // by rank in the group, of those that are known, else 0; empty: of none
+  size_t board = 0;              // words; the same on all ranks
 };
 
 class Channel {
@@ -70,16 +72,16 @@ class Channel {
   uint64_t seq() const { return seq_; }  // of the operation under way
   uint64_t next_seq() const { return seq_ + 1; }
   const Descriptor& descriptor(int peer) const { return slot(peer, seq_).descriptor; }
-  const std::byte* payload(int peer) const { return slot(peer, seq_).payload; }
+  std::byte* payload(int peer) const { return slot(peer, seq_).payload; }
   // Where the operation about to be announced may put its data beforehand. Throws the failure of a failed group, in
   // which a peer may still be reading there.
   std::byte* own_payload() {
     check();
     return slot(rank_, seq_ + 1).payload;
   }
-  std::byte* own_one_shot() {
+  std::byte* own_early() {
     check();
-    return one_shot(rank_, seq_ + 1);
+    return early(rank_);
   }
 
   // --- progress, in turns ---
@@ -91,12 +93,19 @@ class Channel {
   void await_all(Counter counter, uint64_t value);
 
   // --- memory ---
-  std::byte* one_shot(int peer, uint64_t seq) const { return staging(peer) + (seq % 2) * layout_.one_shot; }
+  std::byte* early(int peer) const { return staging(peer); }
   std::byte* turn_buffer(int peer, uint64_t turn) const {
-    return staging(peer) + 2 * layout_.one_shot + (turn % kTurnBuffers) * layout_.turn_bytes();
+    return staging(peer) + layout_.early + (turn % kTurnBuffers) * layout_.turn_bytes();
   }
   std::byte* heap(int peer) const { return options_.heaps[static_cast<size_t>(peer)]->data(); }
-  bool has_heaps() const { return !options_.heaps.empty(); }
+  // Of the operation under way: whether what a rank announced lies on its heap, and where.
+  bool on_heap(int peer) const { return !options_.heaps.empty() && descriptor(peer).heap_offset < kEvenParts; }
+  bool all_on_heap() const {
+    for (int r = 0; r < size_; ++r)
+      if (!on_heap(r)) return false;
+    return true;
+  }
+  std::byte* announced_data(int peer) const { return heap(peer) + descriptor(peer).heap_offset; }
   void commit_staging();  // before the first use of own staging
   RankControl& control(int peer) const { return *reinterpret_cast<RankControl*>(base() + layout_.control_at(peer)); }
   std::byte* ring(int from, int to) const { return base() + layout_.ring_at(from, to); }
@@ -145,6 +154,9 @@ class Channel {
   void tell_sites(int a, int b);
   std::string site_of(int peer, uint64_t seq) const;  // "train.cpp:17"; "" where it is not known
   const Stragglers& stragglers() const { return stragglers_; }
+  std::span<std::atomic<uint64_t>> board() const {
+    return {reinterpret_cast<std::atomic<uint64_t>*>(base() + layout_.board_at()), options_.board};
+  }
   std::string where(int peer) const;  // "all_reduce #12, collecting": for timeouts
 
  private:

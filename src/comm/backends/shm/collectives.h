@@ -1,12 +1,9 @@
 // Collectives over a Channel, on plain bytes. The tiers, by size:
 //
 //   slot      what a rank contributes fits into its slot (4 KiB): it travels with the announcement; one synchronisation
-//   one-shot  all_reduce up to Layout::one_shot: contributions lie in staging before the announcement, everybody
-//   reduces everything;
-//             one synchronisation
-//   direct    all_reduce of tensors that are on all ranks' heaps: rank r reduces slice r of all tensors and writes it
-//   to all;
-//             no copies, two synchronisations
+//   in place  all_reduce up to Layout::early: contributions lie in staging before the announcement; rank r reduces
+//             slice r and writes it back to where the contributions were; two synchronisations
+//   direct    all_reduce of tensors that are on all ranks' heaps: the same, in the tensors; no copies
 //   staged    everything else: a pipeline of turns through staging (turns.h)
 //
 // The tier follows from the descriptors, which all ranks have compared, so all ranks take the same one. Reductions

@@ -1,8 +1,9 @@
 // What a group's shared segment looks like. One memfd a group, made by its rank 0, mapped by all members:
 //
-//   | GroupHeader | RankControl x N | staging x N | message rings x N x N |
+//   | GroupHeader | RankControl x N | board | staging x N | message rings x N x N |
 //
-// Every word has one writer (named below) except the abort word (compare-and-swap) and the bells (fetch_add). Words
+// Every word has one writer (named below) except the abort word (compare-and-swap), the bells (fetch_add), and what
+// readers store back (take.h). Words
 // that are written often lie on lines of their own (128 bytes: processors fetch cache lines in pairs).
 //
 // Slots. Operation number s (from 1) of a rank is announced in slots[s % 2]: descriptor and, for small operations, the
@@ -10,9 +11,11 @@
 // suffice: every rank looks at everybody's descriptor of s before it announces s + 1, and so has finished with s - 1,
 // whose slot s + 1 takes.
 //
-// Staging. Two one-shot buffers a rank, used alternately by operation number and safe for the same reason; and
-// kTurnBuffers turn buffers for pipelines. Turns are numbered through the group's life; `staged`, `reduced` and `done`
-// say how far a rank is (see turns.h).
+// Board. Words for whoever made the group (Backend::board()); most groups have none.
+//
+// Staging. One buffer a rank for what lies there before the operation is announced: when the operation ends, only its
+// owner reads there. And kTurnBuffers turn buffers for pipelines. Turns are numbered through the group's life;
+// `staged`, `reduced` and `done` say how far a rank is (see turns.h).
 #pragma once
 
 #include <algorithm>
@@ -26,18 +29,20 @@
 
 namespace muster::comm::shm_backend {
 
-inline constexpr uint64_t kMagic = 0x31726574'73756d00;  // "\0muster1"
+inline constexpr uint64_t kMagic = 0x33726574'73756d00;  // "\0muster3": whoever changes the layout below changes it
 inline constexpr size_t kLine = 128;
 inline constexpr size_t kSlots = 2;
 inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
 inline constexpr size_t kSlotTables = 1024;   // beside it: what an all_to_all of up to 64 ranks says of its parts
 inline constexpr size_t kTurnBuffers = 4;
 inline constexpr uint64_t kNotOnHeap = ~uint64_t{0};
+inline constexpr uint64_t kEvenParts = uint64_t{1} << 63;  // all_to_all: no heap offset, but every part's size
+inline bool says_even_parts(uint64_t heap_offset) { return heap_offset >= kEvenParts && heap_offset != kNotOnHeap; }
 
 // What a rank says about an operation; heap_offset and arrived are its own, the rest must be the same on all.
 struct Descriptor {
   CallDescriptor call;
-  uint64_t heap_offset = kNotOnHeap;  // of the tensor in the rank's heap
+  uint64_t heap_offset = kNotOnHeap;  // of the tensor in the rank's heap, or kEvenParts + a size
   uint64_t arrived = 0;               // cycles()
 };
 
@@ -108,26 +113,29 @@ struct alignas(kLine) RingControl {
   alignas(kLine) std::atomic<uint64_t> read{0};     // by the receiver
 };
 
-// Sizes and places, the same on all ranks because they follow from the group's size alone.
+// Sizes and places, the same on all ranks because they follow from the group's size and the board's alone.
 struct Layout {
-  explicit Layout(int size)
+  explicit Layout(int size, size_t board_words = 0)
       : ranks(static_cast<size_t>(size)),
+        board(board_words * sizeof(uint64_t)),
         chunk(std::clamp<size_t>((size_t{256} << 10) / ranks / 4096 * 4096, size_t{16} << 10, size_t{128} << 10)),
-        one_shot(size_t{16} << 10),
+        early(size_t{16} << 10),
         ring(ranks <= 16 ? size_t{64} << 10 : size_t{16} << 10) {}
 
   size_t ranks;
-  size_t chunk;     // bytes of one rank's slice in one turn; whole pages, so whole elements and cache lines
-  size_t one_shot;  // largest operation that is reduced by everybody for himself
-  size_t ring;      // bytes of a message ring
+  size_t board;  // bytes
+  size_t chunk;  // bytes of one rank's slice in one turn; whole pages, so whole elements and cache lines
+  size_t early;  // largest all_reduce whose contributions are staged before the announcement
+  size_t ring;   // bytes of a message ring
 
   size_t turn_bytes() const { return ranks * chunk; }  // of one turn buffer
-  size_t staging_bytes() const { return shm::round_up(2 * one_shot + kTurnBuffers * turn_bytes(), 4096); }
+  size_t staging_bytes() const { return shm::round_up(early + kTurnBuffers * turn_bytes(), 4096); }
   size_t ring_bytes() const { return shm::round_up(sizeof(RingControl) + ring, 4096); }
 
   size_t control_at(int rank) const { return sizeof(GroupHeader) + static_cast<size_t>(rank) * sizeof(RankControl); }
+  size_t board_at() const { return control_at(static_cast<int>(ranks)); }
   size_t staging_at(int rank) const {
-    return shm::round_up(control_at(static_cast<int>(ranks)), 4096) + static_cast<size_t>(rank) * staging_bytes();
+    return shm::round_up(board_at() + board, 4096) + static_cast<size_t>(rank) * staging_bytes();
   }
   size_t ring_at(int from, int to) const {
     return staging_at(static_cast<int>(ranks)) +

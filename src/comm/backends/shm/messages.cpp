@@ -7,6 +7,7 @@
 
 #include "base/text.h"
 #include "base/thread.h"
+#include "comm/backends/shm/take.h"
 
 namespace muster::comm::shm_backend {
 namespace {
@@ -19,12 +20,12 @@ void ring_write(std::byte* ring, size_t size, uint64_t position, const std::byte
   std::memcpy(ring + at, from, first);
   std::memcpy(ring, from + first, bytes - first);
 }
-void ring_read(const std::byte* ring, size_t size, uint64_t position, std::byte* to, size_t bytes) {
+void ring_read(std::byte* ring, size_t size, uint64_t position, std::byte* to, size_t bytes) {
   if (bytes == 0) return;
   const size_t at = position % size;
   const size_t first = std::min(bytes, size - at);
-  std::memcpy(to, ring + at, first);
-  std::memcpy(to + first, ring, bytes - first);
+  take_bytes(to, ring + at, first);
+  take_bytes(to + first, ring, bytes - first);
 }
 
 // "10 x Float".
@@ -87,7 +88,7 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
     return false;
   const uint64_t position = control.read.load(std::memory_order_relaxed);
   const uint64_t bytes = control.written.load(std::memory_order_acquire) - position;
-  const std::byte* const from = ring_data(peer, channel_.rank());
+  std::byte* const from = ring_data(peer, channel_.rank());
   const size_t size = channel_.layout().ring;
   MessageHeader header;
   if (bytes < sizeof header) return false;
@@ -104,6 +105,10 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
 void Messages::submit(const std::shared_ptr<Message>& message) {
   channel_.check();
   post(message);
+  work_on(message);
+}
+
+void Messages::work_on(const std::shared_ptr<Message>& message) {
   progress();
   if (message->complete.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(mutex_);
@@ -126,12 +131,73 @@ void Messages::post(const std::shared_ptr<Message>& message) {
   report(completed);
 }
 
+int Messages::find(int tag, int first) {
+  channel_.check();
+  Completed completed;
+  int source = kAnySource;
+  {
+    const std::lock_guard lock(mutex_);
+    source = find_here(tag, first, completed);
+  }
+  report(completed);
+  return source;
+}
+
+int Messages::submit_if_here(const std::shared_ptr<Message>& receive, int first) {
+  channel_.check();
+  Completed completed;
+  int source = kAnySource;
+  {
+    const std::lock_guard lock(mutex_);
+    source = find_here(receive->header.tag, first, completed);
+    // Nobody else wants it, and nobody can say so before the lock is free.
+    if (source != kAnySource && !match_aside_of(source, receive, completed)) {
+      receive->peer = source;
+      receives_.push_back(receive);
+      add_wanted(source, 1);
+      pull(source, completed);
+    }
+  }
+  report(completed);
+  if (source != kAnySource) work_on(receive);
+  return source;
+}
+
+int Messages::find_here(int tag, int first, Completed& completed) {
+  const int n = channel_.size();
+  for (int step = 0; step < n; ++step) {
+    const int peer = (first + step) % n;
+    // What is put aside whole has no receive that wants it: that would have it.
+    for (const auto& aside : aside_[peer])
+      if (aside.header.tag == tag && &aside.data != incoming_[peer].aside) return peer;
+    const RingControl& control = ring(peer, channel_.rank());
+    const bool more = control.written.load(std::memory_order_acquire) != control.read.load(std::memory_order_relaxed);
+    if (more || receiving(peer)) pull(peer, completed, &tag);
+    const Incoming& in = incoming_[peer];
+    if (in.header_bytes < sizeof(MessageHeader) || in.target || in.header.tag != tag) continue;
+    // It begins to arrive, and waits or is being put aside. A receive may have been posted for it meanwhile.
+    const bool wanted = std::any_of(receives_.begin(), receives_.end(), [&](const auto& receive) {
+      return receive->header.tag == tag && (receive->peer == peer || receive->peer == kAnySource);
+    });
+    if (!wanted) return peer;
+  }
+  return kAnySource;
+}
+
+bool Messages::all_left() const {
+  for (int peer = 0; peer < channel_.size(); ++peer)
+    if (peer != channel_.rank() && !channel_.left(peer)) return false;
+  return true;
+}
+
 bool Messages::progress() {
   Completed completed;
   bool moved = false;
   {
     const std::lock_guard lock(mutex_);
-    for (int peer = 0; peer < channel_.size(); ++peer) {
+    const int n = channel_.size(), first = first_;
+    for (int step = 0; step < n; ++step) {
+      const int peer = (first + step) % n;
       moved = (!sends_[peer].empty() && push(peer, completed)) || moved;
       moved = (receiving(peer) && pull(peer, completed)) || moved;
     }
@@ -189,13 +255,13 @@ bool Messages::push(int peer, Completed& completed) {
   return moved;
 }
 
-bool Messages::pull(int peer, Completed& completed) {
+bool Messages::pull(int peer, Completed& completed, const int* sought) {
   RingControl& control = ring(peer, channel_.rank());
-  const std::byte* const data = ring_data(peer, channel_.rank());
+  std::byte* const data = ring_data(peer, channel_.rank());
   const size_t size = channel_.layout().ring;
   Incoming& in = incoming_[peer];
   bool moved = false;
-  while (receiving(peer)) {
+  while (receiving(peer) || sought) {
     uint64_t position = control.read.load(std::memory_order_relaxed);
     const uint64_t start = position;
     size_t there = control.written.load(std::memory_order_acquire) - position;
@@ -220,6 +286,12 @@ bool Messages::pull(int peer, Completed& completed) {
           }
           receive->peer = peer;
           in.target = receive;
+        } else if (sought && in.header.tag == *sought) {
+          if (position != start) {
+            control.read.store(position, std::memory_order_release);
+            channel_.control(peer).inbox.ring();
+          }
+          return moved || position != start;
         } else if (!put_aside(peer)) {
           return true;  // progress() fails what waits, with the group
         }
@@ -274,13 +346,18 @@ std::shared_ptr<Message> Messages::take_receive(int peer, int tag) {
   const std::shared_ptr<Message> receive = *match;
   receives_.erase(match);
   add_wanted(receive->peer, -1);
+  if (receive->peer == kAnySource) first_ = peer + 1;
   return receive;
 }
 
 bool Messages::match_aside(const std::shared_ptr<Message>& receive, Completed& completed) {
   if (receive->peer != kAnySource) return match_aside_of(receive->peer, receive, completed);
-  for (int peer = 0; peer < channel_.size(); ++peer)
-    if (match_aside_of(peer, receive, completed)) return true;
+  const int n = channel_.size(), first = first_;
+  for (int step = 0; step < n; ++step)
+    if (const int peer = (first + step) % n; match_aside_of(peer, receive, completed)) {
+      first_ = peer + 1;
+      return true;
+    }
   return false;
 }
 

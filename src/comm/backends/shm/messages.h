@@ -4,7 +4,8 @@
 // {header, data}. A sender writes as much as there is room; a small message is gone at once, a large one flows as its
 // receiver reads. Both ring the other's `inbox` bell.
 //
-// A receive takes the oldest message from its source with its tag; one from any source takes what comes first. Receives
+// A receive takes the oldest message from its source with its tag; one from any source takes what comes first, and of
+// what is there already, that of the first source after the one that had the last such receive. Receives
 // that want the same message get it in the order in which they were posted. The message at the head of a ring that no
 // receive wants stays there, so nothing is buffered without bound, unless a receive waits for a later one with another
 // tag; then it is put aside in this rank's memory.
@@ -65,6 +66,14 @@ class Messages {
   bool receive_now(int peer, const MessageHeader& wanted, std::byte* data);
   void submit(const std::shared_ptr<Message>& message);
 
+  // The source, in the order first, first + 1, …, of which a receive with this tag, posted now, would get a message
+  // that is here or has begun to come; kAnySource where there is none. Throws the group's failure.
+  int find(int tag, int first);
+  // Submits a receive from any source where find() finds its message, and gives the source. kAnySource: nothing has
+  // been done.
+  int submit_if_here(const std::shared_ptr<Message>& receive, int first);
+  bool all_left() const;  // except this rank
+
   // Fails what is pending (the channel must have failed or be stopping) and joins the thread.
   void stop();
 
@@ -86,7 +95,10 @@ class Messages {
   void post(const std::shared_ptr<Message>& message);
   bool progress();  // moves what can be moved; whether anything was
   bool push(int peer, Completed& completed);
-  bool pull(int peer, Completed& completed);
+  // `sought`: a message with this tag that no receive wants stays where it is.
+  bool pull(int peer, Completed& completed, const int* sought = nullptr);
+  int find_here(int tag, int first, Completed& completed);  // with the lock
+  void work_on(const std::shared_ptr<Message>& message);
   bool put_aside(int peer);
   bool match_aside(const std::shared_ptr<Message>& receive, Completed& completed);
   bool match_aside_of(int peer, const std::shared_ptr<Message>& receive, Completed& completed);
@@ -115,6 +127,7 @@ class Messages {
   std::list<std::shared_ptr<Message>> receives_;             // in the order posted
   std::vector<int> wanted_;                                  // how many of them are from each source
   int wanted_of_any_ = 0;
+  int first_ = 0;  // where the next round over the sources begins
   std::vector<Incoming> incoming_;
   std::vector<std::list<Aside>> aside_;
   std::condition_variable work_;

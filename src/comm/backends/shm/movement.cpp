@@ -9,17 +9,13 @@
 
 #include "base/text.h"
 #include "comm/backends/shm/collectives.h"
+#include "comm/backends/shm/take.h"
 #include "comm/backends/shm/turns.h"
 
 namespace muster::comm::shm_backend {
 namespace {
 
 uint64_t turns_for(size_t bytes, size_t per_turn) { return (bytes + per_turn - 1) / per_turn; }
-
-// memcpy with null pointers is undefined even for no bytes, and empty tensors have them.
-void copy_bytes(Bytes to, ConstBytes from, size_t bytes) {
-  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
-}
 
 // One piece of `whole` bytes in turn i.
 struct Piece {
@@ -28,31 +24,36 @@ struct Piece {
   size_t begin, length;
 };
 
-// Whether all those whose contribution is read have it on the heap: the root alone, or everybody.
-bool on_heap(const Channel& channel, int root = -1) {
-  if (!channel.has_heaps()) return false;
-  for (int r = root < 0 ? 0 : root; r < (root < 0 ? channel.size() : root + 1); ++r)
-    if (channel.descriptor(r).heap_offset == kNotOnHeap) return false;
-  return true;
-}
-
-// Contributions are read where they are; announcing said that they are there. `read(peer, data)` on ranks with `takes`,
-// for the root or for every other rank.
-template <typename Read>
-void directly(Channel& channel, int root, bool takes, Read read) {
+// The end of an operation whose contributions were read where they lie: nobody changes the root's, or anybody's (root
+// -1), while a rank still reads it.
+void all_have_read(Channel& channel, int root) {
   const uint64_t mark = channel.turn() + 1;
   channel.take_turns(1);
-  const auto data_of_rank = [&](int r) -> ConstBytes { return channel.heap(r) + channel.descriptor(r).heap_offset; };
-  if (root >= 0) {
-    if (channel.rank() != root) read(root, data_of_rank(root));
-  } else {
-    for (int step = 1; takes && step < channel.size(); ++step) {
-      const int peer = (channel.rank() + step) % channel.size();
-      read(peer, data_of_rank(peer));
-    }
-  }
   channel.publish(Channel::Counter::kDone, mark);
   if (root < 0 || channel.rank() == root) channel.await_all(Channel::Counter::kDone, mark);
+}
+
+// Contributions of all other ranks, where they are; announcing said that they are there.
+template <typename Read>
+void read_all(Channel& channel, Read read) {
+  for (int step = 1; step < channel.size(); ++step) {
+    const int peer = (channel.rank() + step) % channel.size();
+    read(peer, channel.announced_data(peer));
+  }
+}
+
+// Copies what a peer put into its slot or staging; `alone`: and no other rank reads it.
+void fetch(Bytes to, Bytes from, size_t bytes, bool alone) {
+  if (alone)
+    take_bytes(to, from, bytes);
+  else
+    copy_bytes(to, from, bytes);
+}
+
+// Of parts of `bytes` for all ranks, one after another: the first byte that is for another rank, if there is one. What
+// a fault on order corrupts.
+std::span<std::byte> first_of_others(Channel& channel, Bytes parts, size_t bytes) {
+  return {parts + (channel.rank() == 0 ? bytes : 0), channel.size() > 1 ? std::min<size_t>(bytes, 1) : 0};
 }
 
 // The root's `bytes` to everybody: `take(rank's data, offset, length)` for each piece on every rank but the root.
@@ -68,7 +69,7 @@ void from_root(Channel& channel, const Call& call, uint64_t turns, size_t other_
       pipeline.staged(i);
     } else {
       pipeline.await_staged(call.root, i);
-      take(pipeline.staged_by(call.root, i), i);
+      take(pipeline.buffer(call.root, i), i);
     }
     pipeline.done(i);
   }
@@ -86,7 +87,7 @@ void from_all(Channel& channel, uint64_t turns, bool takes, Stage stage, Take ta
     for (int step = 1; takes && step < channel.size(); ++step) {
       const int peer = (channel.rank() + step) % channel.size();  // not all at the same rank's memory at once
       pipeline.await_staged(peer, i);
-      take(peer, pipeline.staged_by(peer, i), i);
+      take(peer, pipeline.buffer(peer, i), i);
     }
     pipeline.done(i);
   }
@@ -99,11 +100,12 @@ void broadcast(Channel& channel, const Call& call, Bytes data) {
   if (call.bytes() <= kSlotPayload) {
     channel.enter(call.descriptor(),
                   root ? std::span<const std::byte>(data, call.bytes()) : std::span<const std::byte>{}, call.deadline);
-    if (!root) copy_bytes(data, channel.payload(call.root), call.bytes());
+    if (!root) fetch(data, channel.payload(call.root), call.bytes(), channel.size() == 2);
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
-    if (on_heap(channel, call.root)) {
-      directly(channel, call.root, !root, [&](int, ConstBytes from) { copy_bytes(data, from, call.bytes()); });
+    if (channel.on_heap(call.root)) {
+      if (!root) copy_bytes(data, channel.announced_data(call.root), call.bytes());
+      all_have_read(channel, call.root);
       return channel.leave_op();
     }
     const size_t per_turn = channel.layout().turn_bytes();
@@ -113,9 +115,9 @@ void broadcast(Channel& channel, const Call& call, Bytes data) {
           const Piece piece(call.bytes(), per_turn, i);
           copy_bytes(buffer, data + piece.begin, piece.length);
         },
-        [&](ConstBytes buffer, uint64_t i) {
+        [&](Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), per_turn, i);
-          copy_bytes(data + piece.begin, buffer, piece.length);
+          fetch(data + piece.begin, buffer, piece.length, channel.size() == 2);
         });
   }
   channel.leave_op();
@@ -126,16 +128,20 @@ namespace {
 // all_gather and gather: `outputs` is empty on ranks that do not take.
 void gather_parts(Channel& channel, const Call& call, std::span<const Bytes> outputs, ConstBytes input) {
   const bool takes = !outputs.empty();
+  const bool alone = channel.size() == 2 || call.op == OpKind::kGather;
   if (takes) copy_bytes(outputs[static_cast<size_t>(channel.rank())], input, call.bytes());
   if (call.bytes() <= kSlotPayload) {
     channel.enter(call.descriptor(), {input, call.bytes()}, call.deadline);
     for (int peer = 0; takes && peer < channel.size(); ++peer)
-      if (peer != channel.rank()) copy_bytes(outputs[static_cast<size_t>(peer)], channel.payload(peer), call.bytes());
+      if (peer != channel.rank()) fetch(outputs[static_cast<size_t>(peer)], channel.payload(peer), call.bytes(), alone);
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
-    if (on_heap(channel)) {
-      directly(channel, -1, takes,
-               [&](int peer, ConstBytes from) { copy_bytes(outputs[static_cast<size_t>(peer)], from, call.bytes()); });
+    if (channel.all_on_heap()) {
+      if (takes)
+        read_all(channel, [&](int peer, ConstBytes from) {
+          copy_bytes(outputs[static_cast<size_t>(peer)], from, call.bytes());
+        });
+      all_have_read(channel, -1);
       return channel.leave_op();
     }
     const size_t per_turn = channel.layout().turn_bytes();
@@ -146,9 +152,9 @@ void gather_parts(Channel& channel, const Call& call, std::span<const Bytes> out
           copy_bytes(buffer, input + piece.begin, piece.length);
           channel.corrupt({buffer, 1}, channel.seq());
         },
-        [&](int peer, ConstBytes buffer, uint64_t i) {
+        [&](int peer, Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), per_turn, i);
-          copy_bytes(outputs[static_cast<size_t>(peer)] + piece.begin, buffer, piece.length);
+          fetch(outputs[static_cast<size_t>(peer)] + piece.begin, buffer, piece.length, alone);
         });
   }
   channel.leave_op();
@@ -172,16 +178,17 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
   if (call.bytes() * n <= kSlotPayload) {
     if (root)
       for (size_t r = 0; r < n; ++r) copy_bytes(channel.own_payload() + r * call.bytes(), inputs[r], call.bytes());
+    if (root) channel.corrupt(first_of_others(channel, channel.own_payload(), call.bytes()), channel.next_seq());
     channel.enter(
         call.descriptor(),
         root ? std::span<const std::byte>(channel.own_payload(), call.bytes() * n) : std::span<const std::byte>{},
         call.deadline);
-    if (!root) copy_bytes(output, channel.payload(call.root) + me * call.bytes(), call.bytes());
+    if (!root) take_bytes(output, channel.payload(call.root) + me * call.bytes(), call.bytes());
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
-    if (on_heap(channel, call.root)) {
-      directly(channel, call.root, !root,
-               [&](int, ConstBytes from) { copy_bytes(output, from + me * call.bytes(), call.bytes()); });
+    if (channel.on_heap(call.root)) {
+      if (!root) copy_bytes(output, channel.announced_data(call.root) + me * call.bytes(), call.bytes());
+      all_have_read(channel, call.root);
       return channel.leave_op();
     }
     const size_t chunk = channel.layout().chunk;
@@ -192,9 +199,9 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
           for (size_t r = 0; r < n; ++r)
             if (r != me) copy_bytes(buffer + r * chunk, inputs[r] + piece.begin, piece.length);
         },
-        [&](ConstBytes buffer, uint64_t i) {
+        [&](Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), chunk, i);
-          copy_bytes(output + piece.begin, buffer + me * chunk, piece.length);
+          take_bytes(output + piece.begin, buffer + me * chunk, piece.length);
         });
   }
   channel.leave_op();
@@ -203,26 +210,33 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
 void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<const ConstBytes> inputs) {
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
-  std::array<ConstBytes, 64> few;  // the common case makes no allocation
-  std::vector<ConstBytes> many(n > few.size() ? n : 0);
-  const std::span<ConstBytes> sources = many.empty() ? std::span(few).first(n) : std::span(many);
-  const auto reduce = [&](size_t begin, size_t bytes) {
-    const std::array<Bytes, 1> destination = {output + begin};
-    call.kernel(destination, sources, bytes / call.item);
+  PerRank<ConstBytes> sources(n);
+  // Only read: the kernel's sources are constant, and only what peers contribute is taken.
+  Bytes const own_part = const_cast<Bytes>(inputs[me]);  // NOLINT(cppcoreguidelines-pro-type-const-cast)
+  // Of contributions that `contribution(rank)` finds, to `begin` of the output. Nobody else reads those of peers.
+  const auto reduce = [&](size_t begin, size_t bytes, bool taking, auto contribution) {
+    const size_t at_once = taking ? kTakenAtOnce : std::max<size_t>(bytes, 1);  // a multiple of every item
+    for (size_t at = 0; at < bytes; at += at_once) {
+      const size_t now = std::min(at_once, bytes - at);
+      for (size_t r = 0; r < n; ++r) sources[r] = contribution(r) + at;
+      const std::array<Bytes, 1> destination = {output + begin + at};
+      call.kernel(destination, sources.span(), now / call.item);
+      for (size_t r = 0; taking && r < n; ++r)
+        if (r != me) take(contribution(r) + at, now);
+    }
   };
   if (call.bytes() * n <= kSlotPayload) {
     for (size_t r = 0; r < n; ++r) copy_bytes(channel.own_payload() + r * call.bytes(), inputs[r], call.bytes());
+    channel.corrupt(first_of_others(channel, channel.own_payload(), call.bytes()), channel.next_seq());
     channel.enter(call.descriptor(), {channel.own_payload(), call.bytes() * n}, call.deadline);
-    for (size_t r = 0; r < n; ++r) sources[r] = channel.payload(static_cast<int>(r)) + me * call.bytes();
-    reduce(0, call.bytes());
+    reduce(0, call.bytes(), true,
+           [&](size_t r) { return r == me ? own_part : channel.payload(static_cast<int>(r)) + me * call.bytes(); });
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
-    if (on_heap(channel)) {
-      for (size_t r = 0; r < n; ++r)
-        sources[r] =
-            channel.heap(static_cast<int>(r)) + channel.descriptor(static_cast<int>(r)).heap_offset + me * call.bytes();
-      reduce(0, call.bytes());
-      directly(channel, -1, false, [](int, ConstBytes) {});
+    if (channel.all_on_heap()) {
+      reduce(0, call.bytes(), false,
+             [&](size_t r) { return channel.announced_data(static_cast<int>(r)) + me * call.bytes(); });
+      all_have_read(channel, -1);
       return channel.leave_op();
     }
     const size_t chunk = channel.layout().chunk;  // a multiple of every item
@@ -235,104 +249,181 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
         if (r != me) copy_bytes(own + r * chunk, inputs[r] + piece.begin, piece.length);
       channel.corrupt({own + (me == 0 ? chunk : 0), n > 1 ? size_t{1} : 0}, channel.seq());
       pipeline.staged(i);
-      for (size_t r = 0; r < n; ++r) {
+      for (size_t r = 0; r < n; ++r)
         if (r != me) pipeline.await_staged(static_cast<int>(r), i);
-        sources[r] = r == me ? inputs[me] + piece.begin : pipeline.staged_by(static_cast<int>(r), i) + me * chunk;
-      }
-      reduce(piece.begin, piece.length);
+      reduce(piece.begin, piece.length, true, [&](size_t r) {
+        return r == me ? own_part + piece.begin : pipeline.buffer(static_cast<int>(r), i) + me * chunk;
+      });
       pipeline.done(i);
     }
   }
   channel.leave_op();
 }
 
-// The announcement carries two tables, of what the rank sends to each and of what it expects from each, and everybody
-// compares all of them. It carries the parts as well, where all that a rank sends fits into its slot.
+namespace {
+
+// What the ranks say of an all_to_all's parts. A rank whose parts are all of one size, and small, says that size in
+// place of a heap offset; any other puts two tables into its slot: what it sends to each, and what it expects from
+// each. All that a rank sends follows in the slot where it fits.
+class PartTables {
+ public:
+  explicit PartTables(Channel& channel) : channel_(channel), n_(static_cast<size_t>(channel.size())) {
+    if (2 * table() > kRoom) throw InvalidArgument("all_to_all is limited to groups of 320 ranks");
+  }
+
+  // Announces `parts`, with the data where it fits.
+  void enter(const Call& call, const AllToAllParts& parts) {
+    uint64_t sent = 0;
+    bool even = true;
+    for (size_t r = 0; r < n_; ++r) {
+      sent += parts.send[r];
+      even = even && parts.send[r] == parts.send[0] && parts.receive[r] == parts.send[0];
+    }
+    even = even && sent <= kRoom;
+    Descriptor descriptor = call.descriptor();
+    Bytes const own = channel_.own_payload();
+    if (even) {
+      descriptor.heap_offset = kEvenParts | parts.send[0];
+    } else {
+      std::memcpy(own, parts.send.data(), table());
+      std::memcpy(own + table(), parts.receive.data(), table());
+    }
+    Bytes end = own + (even ? 0 : 2 * table());
+    if (even || sent <= kRoom - 2 * table()) {
+      for (size_t r = 0; r < n_; end += parts.send[r], ++r) copy_bytes(end, parts.inputs[r], parts.send[r]);
+      const uint64_t own_part = channel_.rank() == 0 ? parts.send[0] : 0;
+      channel_.corrupt({end - sent + own_part, sent - own_part}, channel_.next_seq());
+    }
+    channel_.enter(descriptor, {own, static_cast<size_t>(end - own)}, call.deadline);
+    compare();
+  }
+
+  // Whether all parts of all ranks are of one size and came with the announcements; and where those for this rank are.
+  bool uniform() const { return uniform_; }
+  Bytes uniform_part(size_t from) const {
+    return payload(from) + static_cast<size_t>(channel_.rank()) * (said(from) & ~kEvenParts);
+  }
+
+  // Where the parts that rank `from` sends to this rank begin among all that it sends, and all of that.
+  struct Sent {
+    uint64_t before = 0, total = 0, longest = 0;
+  };
+  Sent sent_by(size_t from) const {
+    Sent sent;
+    for (size_t to = 0; to < n_; ++to) {
+      const uint64_t size = entry(from, to);
+      if (to < static_cast<size_t>(channel_.rank())) sent.before += size;
+      sent.total += size;
+      if (to != from) sent.longest = std::max(sent.longest, size);
+    }
+    return sent;
+  }
+  // Whether what `from` sends came with its announcement, and where this rank's part of it is.
+  bool came(size_t from, const Sent& sent) const { return even(from) || sent.total <= kRoom - 2 * table(); }
+  Bytes part(size_t from, const Sent& sent) const {
+    return payload(from) + (even(from) ? 0 : 2 * table()) + sent.before;
+  }
+
+ private:
+  static constexpr size_t kRoom = kSlotPayload + kSlotTables;
+
+  size_t table() const { return n_ * sizeof(uint64_t); }
+  Bytes payload(size_t rank) const { return channel_.payload(static_cast<int>(rank)); }
+  uint64_t said(size_t rank) const { return channel_.descriptor(static_cast<int>(rank)).heap_offset; }
+  bool even(size_t rank) const { return says_even_parts(said(rank)); }
+  uint64_t entry(size_t rank, size_t index) const {
+    if (even(rank)) return said(rank) & ~kEvenParts;
+    uint64_t size = 0;
+    std::memcpy(&size, payload(rank) + index * sizeof size, sizeof size);
+    return size;
+  }
+
+  void compare() {
+    uniform_ = even(0);
+    for (size_t r = 0; r < n_; ++r) uniform_ = uniform_ && said(r) == said(0);
+    if (uniform_) [[likely]]
+      return;
+    for (size_t from = 0; from < n_; ++from)
+      for (size_t to = 0; to < n_; ++to)
+        if (entry(from, to) != entry(to, n_ + from)) [[unlikely]]
+          differ(from, to);
+  }
+
+  [[noreturn]] void differ(size_t from, size_t to) const {
+    channel_.tell_sites(static_cast<int>(from), static_cast<int>(to));
+    const auto side = [&](size_t rank) {
+      const std::string site = channel_.site_of(static_cast<int>(rank), channel_.seq());
+      return text("rank ", channel_.shown(static_cast<int>(rank)), site.empty() ? "" : text(" (", site, ")"));
+    };
+    channel_.fail(Failure::kMismatch, channel_.shown(static_cast<int>(from)),
+                  text("all_to_all: ", side(from), " sends ", entry(from, to), " bytes to ", side(to),
+                       ", which expects ", entry(to, n_ + from)));
+    channel_.throw_failure();
+  }
+
+  Channel& channel_;
+  const size_t n_;
+  bool uniform_ = false;
+};
+
+}  // namespace
+
 void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) {
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
-  const size_t table = n * sizeof(uint64_t);
-  constexpr size_t kRoom = kSlotPayload + kSlotTables;
-  if (2 * table > kRoom) throw InvalidArgument("all_to_all is limited to groups of 320 ranks");
-  const auto fits = [&](uint64_t total) { return total <= kRoom - 2 * table; };
-  Bytes const own = channel.own_payload();
-  std::memcpy(own, parts.send.data(), table);
-  std::memcpy(own + table, parts.receive.data(), table);
-  uint64_t sent = 0;
-  for (const uint64_t size : parts.send) sent += size;
-  if (fits(sent))
-    for (size_t r = 0, at = 2 * table; r < n; at += parts.send[r], ++r)
-      copy_bytes(own + at, parts.inputs[r], parts.send[r]);
-  if (fits(sent)) channel.corrupt({own + 2 * table, sent}, channel.next_seq());
-  channel.enter(call.descriptor(), {own, 2 * table + (fits(sent) ? sent : 0)}, call.deadline);
-
-  const auto entry = [&](size_t rank, size_t index) {
-    uint64_t size = 0;
-    std::memcpy(&size, channel.payload(static_cast<int>(rank)) + index * sizeof size, sizeof size);
-    return size;
-  };
-  for (size_t from = 0; from < n; ++from)
-    for (size_t to = 0; to < n; ++to)
-      if (const uint64_t size = entry(from, to), expected = entry(to, n + from); size != expected) [[unlikely]] {
-        channel.tell_sites(static_cast<int>(from), static_cast<int>(to));
-        const auto side = [&](size_t rank) {
-          const std::string site = channel.site_of(static_cast<int>(rank), channel.seq());
-          return text("rank ", channel.shown(static_cast<int>(rank)), site.empty() ? "" : text(" (", site, ")"));
-        };
-        channel.fail(
-            Failure::kMismatch, channel.shown(static_cast<int>(from)),
-            text("all_to_all: ", side(from), " sends ", size, " bytes to ", side(to), ", which expects ", expected));
-        channel.throw_failure();
-      }
-  struct Theirs {
-    uint64_t before = 0, total = 0, longest = 0;  // before: this rank's part
-  };
-  const auto look = [&](size_t peer) {
-    Theirs theirs;
-    for (size_t r = 0; r < n; ++r) {
-      const uint64_t size = entry(peer, r);
-      if (r < me) theirs.before += size;
-      theirs.total += size;
-      theirs.longest = std::max(theirs.longest, size);
+  PartTables tables(channel);
+  tables.enter(call, parts);
+  if (tables.uniform()) {
+    for (size_t peer = 0; peer < n; ++peer) {
+      if (peer == me)
+        copy_bytes(parts.outputs[me], parts.inputs[me], parts.send[me]);
+      else
+        take_bytes(parts.outputs[peer], tables.uniform_part(peer), parts.receive[peer]);
     }
-    return theirs;
-  };
+    return channel.leave_op();
+  }
   uint64_t longest = 0;  // of the parts that are staged
+  bool readable = true;  // on the heaps, what has not come
   for (size_t peer = 0; peer < n; ++peer) {
-    const Theirs theirs = look(peer);
-    if (!fits(theirs.total))
-      longest = std::max(longest, theirs.longest);
+    const PartTables::Sent sent = tables.sent_by(peer);
+    readable = readable && (tables.came(peer, sent) || channel.on_heap(static_cast<int>(peer)));
+    if (!tables.came(peer, sent))
+      longest = std::max(longest, sent.longest);
     else if (peer != me)
-      copy_bytes(parts.outputs[peer], channel.payload(static_cast<int>(peer)) + 2 * table + theirs.before,
-                 parts.receive[peer]);
+      take_bytes(parts.outputs[peer], tables.part(peer, sent), parts.receive[peer]);
   }
   copy_bytes(parts.outputs[me], parts.inputs[me], parts.send[me]);
-  if (n > 1 && longest > 0 && on_heap(channel)) {
-    directly(channel, -1, true, [&](int peer, ConstBytes from) {
-      const Theirs theirs = look(static_cast<size_t>(peer));
-      if (!fits(theirs.total))
-        copy_bytes(parts.outputs[static_cast<size_t>(peer)], from + theirs.before,
-                   parts.receive[static_cast<size_t>(peer)]);
-    });
+  if (n == 1 || longest == 0) return channel.leave_op();
+  const auto staged_bytes = [&](size_t peer) {  // of the part from this rank's view; 0 if it came already
+    return tables.came(peer, tables.sent_by(peer)) ? 0 : parts.receive[peer];
+  };
+  if (readable) {
+    for (size_t step = 1; step < n; ++step) {
+      const size_t peer = (me + step) % n;
+      if (const uint64_t bytes = staged_bytes(peer); bytes > 0)
+        copy_bytes(parts.outputs[peer], channel.announced_data(static_cast<int>(peer)) + tables.sent_by(peer).before,
+                   bytes);
+    }
+    all_have_read(channel, -1);
     return channel.leave_op();
   }
   const size_t chunk = channel.layout().chunk;
-  if (n > 1 && longest > 0)
-    from_all(
-        channel, turns_for(longest, chunk), true,
-        [&](Bytes buffer, uint64_t i) {
-          if (fits(sent)) return;
-          for (size_t r = 0; r < n; ++r) {
-            const Piece piece(parts.send[r], chunk, i);
-            if (r != me) copy_bytes(buffer + r * chunk, parts.inputs[r] + piece.begin, piece.length);
-          }
-          channel.corrupt({buffer + (me == 0 ? chunk : 0), 1}, channel.seq());
-        },
-        [&](int peer, ConstBytes buffer, uint64_t i) {
-          const auto from = static_cast<size_t>(peer);
-          const Piece piece(fits(look(from).total) ? 0 : parts.receive[from], chunk, i);
-          copy_bytes(parts.outputs[from] + piece.begin, buffer + me * chunk, piece.length);
-        });
+  const bool staging = !tables.came(me, tables.sent_by(me));
+  from_all(
+      channel, turns_for(longest, chunk), true,
+      [&](Bytes buffer, uint64_t i) {
+        if (!staging) return;
+        for (size_t r = 0; r < n; ++r) {
+          const Piece piece(parts.send[r], chunk, i);
+          if (r != me) copy_bytes(buffer + r * chunk, parts.inputs[r] + piece.begin, piece.length);
+        }
+        channel.corrupt({buffer + (me == 0 ? chunk : 0), 1}, channel.seq());
+      },
+      [&](int peer, Bytes buffer, uint64_t i) {
+        const auto from = static_cast<size_t>(peer);
+        const Piece piece(staged_bytes(from), chunk, i);
+        take_bytes(parts.outputs[from] + piece.begin, buffer + me * chunk, piece.length);
+      });
   channel.leave_op();
 }
 

@@ -1,7 +1,5 @@
 #include "comm/backends/shm/shm_backend.h"
 
-#include <unistd.h>
-
 #include <array>
 
 #include "base/text.h"
@@ -13,11 +11,15 @@ namespace muster::comm::shm_backend {
 namespace {
 
 ChannelOptions channel_options(const BackendContext& context) {
+  std::vector<pid_t> pids;
+  for (const Member& member : context.members) pids.push_back(member.pid);
   return {.name = context.group_name,
           .heaps = context.heaps,
           .faults = context.faults,
           .spin = shm::spin_for(context.local_threads),
-          .shown_ranks = context.shown_ranks};
+          .shown_ranks = context.shown_ranks,
+          .pids = std::move(pids),
+          .board = context.board};
 }
 
 }  // namespace
@@ -27,29 +29,21 @@ ShmBackend::ShmBackend(const BackendContext& context)
       channel_(*context.store, context.store_prefix, context.rank, context.size, channel_options(context),
                context.watch, Deadline::after(context.timeout)),
       arena_(context.arena),
-      pid_(::getpid()),
-      on_leave_(context.on_leave),
       messages_(channel_) {}
 
 ShmBackend::~ShmBackend() { leave({}); }
 
 void ShmBackend::leave(const std::string& cause) {
-  if (pid_ != ::getpid()) return;  // a fork: the membership is its parent's
+  if (in_fork()) return;
   if (has_left_.exchange(true)) return;
   channel_.leave(cause);
   messages_.stop();
-  stop_lane();
-  if (on_leave_) on_leave_(this);
-}
-
-void ShmBackend::abort() {
-  if (pid_ != ::getpid()) return;  // a fork, as above
-  const int rank = channel_.shown(getRank());
-  channel_.fail(Failure::kAborted, rank, text("rank ", rank, " aborted group '", channel_.name(), "'"));
+  end_membership();
 }
 
 void ShmBackend::fail(const Error& cause) {
-  int subject = getRank(), pid = 0;
+  if (in_fork()) return;
+  int subject = shown(getRank()), pid = 0;
   std::vector<int> missing;
   Failure reason = Failure::kUnavailable;
   switch (cause.code()) {
@@ -89,6 +83,23 @@ void ShmBackend::run_message(const Operation& operation, Deadline deadline) {
 }
 
 void ShmBackend::submit_message(const WorkPtr& work, Deadline deadline) {
+  submit_to(work, deadline, [this](const auto& message) { messages_.submit(message); });
+}
+
+Backend::Taken ShmBackend::take_message(const Operation& receive, int from) {
+  const bool all_gone = messages_.all_left();  // what they sent before that is found now
+  if (messages_.find(receive.tag, from) == kAnySource) return {.all_gone = all_gone};
+  WorkPtr work = make_message_work(receive);
+  Taken taken;
+  submit_to(work, deadline_for(receive.timeout), [&](const auto& message) {
+    if (const int source = messages_.submit_if_here(message, from); source != kAnySource)
+      taken = {.work = work, .source = source};
+  });
+  return taken;
+}
+
+void ShmBackend::submit_to(const WorkPtr& work, Deadline deadline,
+                           const std::function<void(std::shared_ptr<Message>)>& submit) {
   auto flat = std::make_shared<Flatten>();
   const Operation& operation = work->operations()[0];
   const at::Tensor tensor =
@@ -107,7 +118,7 @@ void ShmBackend::submit_message(const WorkPtr& work, Deadline deadline) {
     }
     work->complete(std::move(error));
   };
-  messages_.submit(message);
+  submit(message);
 }
 
 std::shared_ptr<Message> ShmBackend::make_message(const Operation& operation, const at::Tensor& tensor,
@@ -133,9 +144,8 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
     // Whatever stops one rank in the middle (no memory, say) stops the group: the others would wait, or pair this
     // operation with the next.
     if (!channel_.failed())
-      channel_.fail(
-          Failure::kUnavailable, channel_.shown(getRank()),
-          text("rank ", channel_.shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
+      channel_.fail(Failure::kUnavailable, shown(getRank()),
+                    text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
     // A peer that has not noticed yet may still write into tensors on the heap: their memory must not become another's.
     const std::lock_guard lock(quarantine_mutex_);
     if (operation.tensor.defined() && arena_ && arena_->contains(operation.tensor.const_data_ptr()))
@@ -230,7 +240,7 @@ bool ShmBackend::run_small(const SmallCall& small) {
         const size_t part = call.bytes() / n;
         each(data_of(*tensor), part, outputs);
         each(data_of(*small.other), part, inputs);
-        sizes.fill(part);
+        std::fill_n(sizes.begin(), n, part);
         call.count = 0;
         const std::span<const uint64_t> all_sizes = std::span(sizes).first(n);
         return all_to_all(channel_, call,

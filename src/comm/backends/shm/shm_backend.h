@@ -20,12 +20,11 @@ class ShmBackend final : public LaneBackend {
   ~ShmBackend() override;
 
   bool run_small(const SmallCall& call) override;
+  Taken take_message(const Operation& receive, int from) override;
   void leave(const std::string& cause) override;
-  void abort() override;
   void fail(const Error& cause) override;
   const Stragglers* stragglers() const override { return &channel_.stragglers(); }
-  void shutdown() override { leave({}); }
-  void release_resources() override { leave({}); }  // instead of the destructor, where weak references are left
+  std::span<std::atomic<uint64_t>> board() override { return channel_.board(); }
 
  protected:
   void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
@@ -38,13 +37,12 @@ class ShmBackend final : public LaneBackend {
   void execute_on_bytes(const Operation& operation, Deadline deadline);
   std::shared_ptr<Message> make_message(const Operation& operation, const at::Tensor& contiguous,
                                         Deadline deadline) const;
+  void submit_to(const WorkPtr& work, Deadline deadline, const std::function<void(std::shared_ptr<Message>)>& submit);
   uint64_t heap_offset(const at::Tensor& tensor) const;
 
   Channel channel_;
   const std::shared_ptr<shm::Arena> arena_;
-  const pid_t pid_;
   std::atomic<bool> has_left_{false};
-  std::function<void(const Backend*)> on_leave_;
   std::mutex quarantine_mutex_;
   std::vector<at::Tensor> quarantine_;
   Messages messages_;

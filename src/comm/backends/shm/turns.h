@@ -2,8 +2,8 @@
 //
 // An operation that does not fit into a slot is cut into turns. In a turn a rank may write its turn buffer (stage), say
 // so (staged), read the peers' (after await_staged), and say that it is finished with the turn (done). Buffers are
-// reused after kTurnBuffers turns, when all peers are done with what they held. Two-step reductions put partial results
-// into the same buffer and say `reduced` in between.
+// reused after kTurnBuffers turns, when all peers are done with what they held. Two-step reductions say `reduced` when
+// they have put their slice of the result back into the peers' buffers.
 //
 // Turn numbers go on through the group's life, so counters never go back; every rank takes the same number of turns,
 // because it follows from the compared descriptors. At an operation's start no buffer is in use: all ranks have
@@ -26,9 +26,9 @@ class Turns {
   // The own buffer of turn i (of this operation, from 0), once nobody reads what it held.
   std::byte* stage(uint64_t i) {
     if (i >= kTurnBuffers) channel_.await_all(Channel::Counter::kDone, mark(i - kTurnBuffers));
-    return channel_.turn_buffer(channel_.rank(), first_ + i);
+    return buffer(channel_.rank(), i);
   }
-  const std::byte* staged_by(int peer, uint64_t i) const { return channel_.turn_buffer(peer, first_ + i); }
+  std::byte* buffer(int rank, uint64_t i) const { return channel_.turn_buffer(rank, first_ + i); }
 
   void staged(uint64_t i) { channel_.publish(Channel::Counter::kStaged, mark(i)); }
   void reduced(uint64_t i) { channel_.publish(Channel::Counter::kReduced, mark(i)); }
