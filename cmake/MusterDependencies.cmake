@@ -49,11 +49,24 @@ if("USE_C10D_GLOO" IN_LIST torch_definitions)
   find_path(MUSTER_GLOO_INCLUDE gloo/context.h)
 endif()
 if("USE_C10D_NCCL" IN_LIST torch_definitions)
-  find_path(MUSTER_NCCL_INCLUDE nccl.h)
-  find_path(MUSTER_CUDA_INCLUDE cusparse.h HINTS ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES include)
+  # A torch for CUDA that pip installed brings these headers along, in the folder nvidia/ beside its own.
+  file(GLOB MUSTER_CUDA_WHEELS ${Torch_DIR}/../../../../nvidia/*/include)
+  find_path(MUSTER_NCCL_INCLUDE nccl.h HINTS ${MUSTER_CUDA_WHEELS})
+  find_path(MUSTER_CUDA_INCLUDE cusparse.h HINTS ENV CUDA_HOME PATHS /usr/local/cuda ${MUSTER_CUDA_WHEELS} PATH_SUFFIXES include)
+  # Packages of their own: nvidia-cuda-crt, and nvidia-cuda-cccl, which a toolkit has in a folder of its own since CUDA 13.
+  find_path(MUSTER_CUDA_CRT_INCLUDE crt/host_config.h HINTS ${MUSTER_CUDA_INCLUDE} ${MUSTER_CUDA_WHEELS})
+  find_path(MUSTER_CUDA_CCCL_INCLUDE nv/target HINTS ${MUSTER_CUDA_INCLUDE} ${MUSTER_CUDA_WHEELS} PATH_SUFFIXES cccl)
   find_library(MUSTER_TORCH_CUDA torch_cuda PATHS ${Torch_DIR}/../../../lib NO_DEFAULT_PATH)
-  if(MUSTER_NCCL_INCLUDE AND MUSTER_CUDA_INCLUDE AND MUSTER_TORCH_CUDA)
+  if(MUSTER_NCCL_INCLUDE AND MUSTER_CUDA_INCLUDE AND MUSTER_CUDA_CRT_INCLUDE AND MUSTER_CUDA_CCCL_INCLUDE AND MUSTER_TORCH_CUDA)
     set(MUSTER_HAS_NCCL TRUE)
+    set(MUSTER_NCCL_INCLUDES ${MUSTER_NCCL_INCLUDE} ${MUSTER_CUDA_INCLUDE} ${MUSTER_CUDA_CRT_INCLUDE} ${MUSTER_CUDA_CCCL_INCLUDE})
+    if(MUSTER_CUDA_INCLUDE IN_LIST MUSTER_CUDA_WHEELS)  # CUDA 12's are a folder for each of its libraries
+      list(APPEND MUSTER_NCCL_INCLUDES ${MUSTER_CUDA_WHEELS})
+    endif()
+    list(REMOVE_DUPLICATES MUSTER_NCCL_INCLUDES)
+    list(REMOVE_ITEM MUSTER_NCCL_INCLUDES ${CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES})  # as CMake does for a target, not for a file
+  else()
+    message(STATUS "No nccl backend, though this libtorch has NCCL: headers are missing (docs/backends.md)")
   endif()
 endif()
 if(NOT MUSTER_SANITIZE)  # its tests are jobs of processes

@@ -1,6 +1,7 @@
 """Builds the extension by CMake, from the repository that this folder lies in; everything else is in pyproject.toml.
 
 Looks for torch at Torch_DIR, else in the Python for which pip runs. CMAKE_ARGS and CMAKE_BUILD_PARALLEL_LEVEL count.
+MUSTER_BUILD_DIR is a build tree of this repository, for this Python (`./dev build`): its module is taken, and none built.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent.parent
+MPI = "libmuster_mpi.so"
 PROBE = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
 
 
@@ -33,6 +35,22 @@ def find_torch() -> tuple[str, dict[str, str]]:
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        ready = os.environ.get("MUSTER_BUILD_DIR")
+        module = (Path(ready).resolve() if ready else self.build_module()) / "python" / "muster" / target.name
+        if not module.exists():
+            sys.exit(f"muster: there is no {module}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.copy_file(str(module), str(target))
+        # The backend mpi loads it from beside the module; it is there where CMake found an MPI.
+        if (module.parent / MPI).exists():
+            self.copy_file(str((module.parent / MPI).resolve()), str(target.parent / MPI))
+
+    def get_outputs(self) -> list[str]:
+        outputs = super().get_outputs()
+        return outputs + [path for output in list(outputs) if os.path.exists(path := str(Path(output).parent / MPI))]
+
+    def build_module(self) -> Path:
+        """The build tree."""
         build = Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
         torch_dir, environment = find_torch()
@@ -43,9 +61,7 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), *generator, *options,
                         *shlex.split(os.environ.get("CMAKE_ARGS", ""))], env=environment, check=True)
         subprocess.run(["cmake", "--build", str(build), "--target", "_muster"], env=environment, check=True)
-        built = build / "python" / "muster" / target.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.copy_file(str(built), str(target))
+        return build
 
 
 setup(ext_modules=[Extension("muster._muster", sources=[])], cmdclass={"build_ext": CMakeBuild})
