@@ -26,6 +26,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kGrace{3000};
 // The same for ranks that certainly live: their word will come, but a busy machine may take its time.
 constexpr milliseconds kPatience{30000};
+// A rank that timed out knows whom it waited for: so long it looks for news of how far the others are. Less than what
+// a rank of a host waits longer than its leader (hierarchical_backend.cpp).
+constexpr milliseconds kNews{1000};
 constexpr milliseconds kNotes{5000};     // for a look at the store that does not answer, or a word to it
 constexpr milliseconds kFarewell{1000};  // for a rank's word that it leaves; much less than a launcher's --stop-grace
 constexpr milliseconds kLook{2};         // between two looks at the store
@@ -296,7 +299,7 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
   said[static_cast<size_t>(me)] = mine;
   const auto silent = [&](int r) { return !said[static_cast<size_t>(r)]; };
   try {
-    const auto grace = Deadline::after(kGrace), patience = Deadline::after(kPatience);
+    const auto grace = Deadline::after(timed_out ? kNews : kGrace), patience = Deadline::after(kPatience);
     for (;; std::this_thread::sleep_for(kLook)) {
       const store::CallsBy soon(Deadline::after(kNotes));
       if ((cause = settled_elsewhere())) break;
@@ -319,7 +322,6 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
         }
       }
       if (cause || patience.passed()) break;
-      // Who timed out knows whom it waited for, and needs no more than a moment's news of how far they are.
       if (timed_out ? all || grace.passed() : !another_timed_out && !word_comes && (all || grace.passed())) break;
     }
   } catch (const std::exception& silent) {

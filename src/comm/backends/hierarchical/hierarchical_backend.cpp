@@ -23,8 +23,8 @@ using std::chrono::milliseconds;
 
 // Who waits for a rank names it when it gives up, which must come before those give up who wait for the one that waits.
 // So each of an operation's three waits is this much longer than the one before it: inside the host, between hosts,
-// and inside the host for their result. A group over a wire first listens to the others for half a second.
-constexpr milliseconds kSlack{750};
+// and inside the host for their result. A group over a wire first listens to the others for a second (kNews).
+constexpr milliseconds kSlack{1500};
 Deadline later(Deadline deadline, int steps) {
   return deadline.is_never() ? deadline : Deadline::after(deadline.left() + steps * kSlack);
 }
