@@ -41,6 +41,9 @@ struct DdpOptions {
   size_t first_bucket_bytes = 1 << 20;  // the first one is smaller, so that communication starts early
   bool find_unused_parameters = false;
   bool broadcast_buffers = true;  // rank 0's buffers to all before each forward in training mode
+  // Large gradients are born on the heap, by a CPU allocator of DDP's that stands before the process's own from the
+  // first such DDP on (docs/decisions/0005). false: this DDP does not ask for it, and copies its large gradients.
+  bool replace_allocator = true;
 };
 
 namespace ddp {

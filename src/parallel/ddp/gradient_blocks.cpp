@@ -3,7 +3,10 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -14,24 +17,10 @@ struct BlockPool : std::enable_shared_from_this<BlockPool> {
     size_t bytes;
     c10::DataPtr memory;
   };
-  // What the storage of a block in use holds on to.
-  struct Used {
-    std::shared_ptr<BlockPool> pool;
-    Block block;
-  };
 
   explicit BlockPool(std::shared_ptr<Heap> heap) : heap(std::move(heap)) {}
 
-  c10::DataPtr lend(Block block) {
-    void* const data = block.memory.get();
-    const auto give_back = [](void* context) {
-      const std::unique_ptr<Used> used(static_cast<Used*>(context));
-      const std::lock_guard lock(used->pool->mutex);
-      used->pool->free.push_back(std::move(used->block));
-    };
-    auto used = std::make_unique<Used>(Used{shared_from_this(), std::move(block)});
-    return {data, used.release(), give_back, c10::Device(c10::DeviceType::CPU)};
-  }
+  c10::DataPtr lend(Block block);
 
   c10::DataPtr take_free(size_t bytes) {
     Block block;
@@ -53,6 +42,60 @@ struct BlockPool : std::enable_shared_from_this<BlockPool> {
 
 namespace {
 
+// All blocks in use, by their addresses. libtorch's allocators promise that a deleter needs nothing but the address of
+// what it frees (c10::Allocator::raw_allocate(), which oneDNN uses for scratch memory): so what belongs to a block
+// cannot be in the context of its DataPtr.
+class Lent {
+ public:
+  void add(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block) {
+    const auto address = reinterpret_cast<uintptr_t>(block.memory.get());
+    const std::lock_guard lock(mutex_);
+    if (address < first_) first_ = address;
+    if (address > last_) last_ = address;
+    blocks_.emplace(address, Used{pool, std::move(block)});
+  }
+
+  // Gives the block that begins at `data` back to its pool; false if there is none.
+  bool give_back(const void* data) {
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    if (address < first_ || address > last_) return false;
+    Used used;
+    {
+      const std::lock_guard lock(mutex_);
+      auto node = blocks_.extract(address);
+      if (!node) return false;
+      used = std::move(node.mapped());
+    }
+    const std::lock_guard lock(used.pool->mutex);
+    used.pool->free.push_back(std::move(used.block));
+    return true;
+  }
+
+ private:
+  struct Used {
+    std::shared_ptr<BlockPool> pool;
+    BlockPool::Block block;
+  };
+  std::atomic<uintptr_t> first_{UINTPTR_MAX}, last_{0};  // of the addresses of all blocks that ever were in use
+  std::mutex mutex_;
+  std::unordered_map<uintptr_t, Used> blocks_;
+};
+
+// Leaked: storages may end after everything else.
+Lent& lent() {
+  static Lent& all = *new Lent;
+  return all;
+}
+
+// Of the allocator that ours stands before.
+std::atomic<c10::DeleterFnPtr> delete_as_before{nullptr};
+
+// Frees what ServingAllocator gave, whether that is a block or not.
+void free_any(void* data) {
+  if (!data || lent().give_back(data)) return;
+  delete_as_before.load()(data);
+}
+
 // The pool that serves this thread, and what keeps it alive should its Serving end in another thread. The plain pointer
 // may be read until the thread's very end.
 thread_local BlockPool* serving = nullptr;
@@ -69,9 +112,9 @@ class ServingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (serving && bytes >= GradientBlocks::kLarge) [[unlikely]]
       if (c10::DataPtr block = serving->take_free(bytes)) return block;
-    return before_->allocate(bytes);
+    return before_->allocate(bytes);  // deleted as before
   }
-  c10::DeleterFnPtr raw_deleter() const override { return before_->raw_deleter(); }
+  c10::DeleterFnPtr raw_deleter() const override { return before_->raw_deleter() ? &free_any : nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override { before_->copy_data(to, from, bytes); }
 
  private:
@@ -79,14 +122,24 @@ class ServingAllocator final : public c10::Allocator {
 };
 
 void install_allocator() {
-  // Leaked, as libtorch's own: storages may ask for it until the very end.
-  [[maybe_unused]] static const bool once =
-      (c10::SetCPUAllocator(std::make_unique<ServingAllocator>(c10::GetCPUAllocator()).release()), true);
+  [[maybe_unused]] static const bool once = [] {
+    c10::Allocator* const before = c10::GetCPUAllocator();
+    delete_as_before = before->raw_deleter();
+    c10::SetCPUAllocator(new ServingAllocator(before));  // leaked, as libtorch's own: storages may end after all else
+    return true;
+  }();
 }
 
 }  // namespace
 
-GradientBlocks::GradientBlocks(std::shared_ptr<Heap> heap) : pool_(std::make_shared<BlockPool>(std::move(heap))) {}
+c10::DataPtr BlockPool::lend(Block block) {
+  void* const data = block.memory.get();
+  lent().add(shared_from_this(), std::move(block));
+  return {data, data, &free_any, c10::Device(c10::DeviceType::CPU)};
+}
+
+GradientBlocks::GradientBlocks(std::shared_ptr<Heap> heap, bool serve)
+    : serve_(serve), pool_(std::make_shared<BlockPool>(std::move(heap))) {}
 
 c10::DataPtr GradientBlocks::take(size_t bytes) {
   if (c10::DataPtr block = pool_->take_free(bytes)) return block;
@@ -95,7 +148,7 @@ c10::DataPtr GradientBlocks::take(size_t bytes) {
     const std::lock_guard lock(pool_->mutex);
     pool_->known.insert(block.memory.get());
   }
-  install_allocator();
+  if (serve_) install_allocator();
   return pool_->lend(std::move(block));
 }
 
@@ -105,6 +158,7 @@ bool GradientBlocks::contains(const void* data) const {
 }
 
 GradientBlocks::Serving::Serving(const GradientBlocks& blocks) : pool_(blocks.pool_) {
+  if (!blocks.serve_) return;
   keep.pool = pool_;
   serving = pool_.get();
 }

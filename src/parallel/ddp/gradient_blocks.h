@@ -14,7 +14,8 @@
 // holds (an old .grad) is not free.
 //
 // For this, the process's CPU allocator (c10::SetCPUAllocator) is replaced once by one that asks the calling thread's
-// Serving first and then the allocator that was there before.
+// Serving first and then the allocator that was there before. With `serve` false it is not, and gradients are copied
+// into their blocks.
 //
 // Thread-safety: blocks may be freed in any thread; the rest is for the thread of the reducer.
 #pragma once
@@ -35,7 +36,7 @@ class GradientBlocks {
   static constexpr size_t kLarge = size_t{1} << 20;  // bytes of a gradient that has a block of its own
   static constexpr size_t kSlack = 256;              // bytes that may be used behind a gradient in its block
 
-  explicit GradientBlocks(std::shared_ptr<Heap> heap);
+  explicit GradientBlocks(std::shared_ptr<Heap> heap, bool serve = true);
 
   // Memory for `bytes` and kSlack more; from the heap where no block is free.
   c10::DataPtr take(size_t bytes);
@@ -54,6 +55,7 @@ class GradientBlocks {
   };
 
  private:
+  const bool serve_;
   const std::shared_ptr<BlockPool> pool_;
 };
 

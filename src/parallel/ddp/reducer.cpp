@@ -89,7 +89,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   s.options = std::move(options);
   World& world = World::current();
   s.heap = world.shared_heap();
-  s.blocks.emplace(s.heap);
+  s.blocks.emplace(s.heap, s.options.replace_allocator);
   s.group = s.options.group.resolved();
   if (!s.group.is_member()) throw InvalidArgument("this rank is not a member of DistributedDataParallel's group");
 
