@@ -31,20 +31,27 @@ void PeerWatch::wake() {
       ::write(wake_.get(), &one, sizeof one);  // cannot fail: the counter does not fill up
 }
 
+// The process that has this pid now: one that is watched already, if it has not ended, or another one.
+std::shared_ptr<PeerWatch::Peer> PeerWatch::peer_of(pid_t pid) {
+  for (const auto& [id, subscription] : subscriptions_)
+    for (const auto& peer : subscription.peers)
+      if (pollfd end{peer->pidfd.get(), POLLIN, 0}; peer->pid == pid && peer->pidfd && ::poll(&end, 1, 0) == 0)
+        return peer;
+  const int fd = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0 && errno != ESRCH) throw_errno("pidfd_open", "Muster needs a Linux kernel of 5.3 or later");
+  return std::make_shared<Peer>(Peer{.pid = pid, .pidfd = UniqueFd(fd)});
+}
+
 uint64_t PeerWatch::subscribe(std::vector<pid_t> pids, OnDeath on_death) {
   std::erase(pids, ::getpid());
   const std::lock_guard lock(mutex_);
-  for (const pid_t pid : pids) {
-    if (peers_.contains(pid)) continue;
-    const int fd = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
-    if (fd < 0 && errno != ESRCH) throw_errno("pidfd_open", "Muster needs a Linux kernel of 5.3 or later");
-    peers_.emplace(pid, Peer{UniqueFd(fd), fd < 0});
-  }
+  Subscription subscription{.peers = {}, .on_death = std::move(on_death)};
+  for (const pid_t pid : pids) subscription.peers.push_back(peer_of(pid));
   if (!pids.empty() && !thread_.joinable()) thread_ = start_thread("muster-watch", [this] { run(); });
+  for (const auto& peer : subscription.peers)
+    if (!peer->pidfd) dead_on_arrival_.push_back(peer);
   const uint64_t id = next_id_++;
-  for (const pid_t pid : pids)
-    if (peers_.at(pid).dead) dead_on_arrival_.push_back(pid);
-  subscriptions_.emplace(id, Subscription{std::move(pids), std::move(on_death)});
+  subscriptions_.emplace(id, std::move(subscription));
   wake();
   return id;
 }
@@ -55,47 +62,46 @@ void PeerWatch::unsubscribe(uint64_t id) {
   subscriptions_.erase(id);
 }
 
-void PeerWatch::report(pid_t pid) {
+void PeerWatch::report(const Peer* peer) {
   const std::lock_guard no_unsubscribe(callback_mutex_);
   std::vector<OnDeath> calls;
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [id, subscription] : subscriptions_)
-      if (std::find(subscription.pids.begin(), subscription.pids.end(), pid) != subscription.pids.end())
+      if (std::any_of(subscription.peers.begin(), subscription.peers.end(),
+                      [&](const auto& p) { return p.get() == peer; }))
         calls.push_back(subscription.on_death);
   }
-  for (const auto& call : calls) call(pid);
+  for (const auto& call : calls) call(peer->pid);
 }
 
 void PeerWatch::run() {
   for (;;) {
     std::vector<pollfd> items{{wake_.get(), POLLIN, 0}};
-    std::vector<pid_t> pids, dead;
+    std::vector<std::shared_ptr<Peer>> watched, dead;
     {
       const std::lock_guard lock(mutex_);
       if (stop_) return;
       dead.swap(dead_on_arrival_);
-      for (const auto& [pid, peer] : peers_) {
-        if (peer.dead) continue;
-        items.push_back({peer.pidfd.get(), POLLIN, 0});
-        pids.push_back(pid);
-      }
+      for (const auto& [id, subscription] : subscriptions_)
+        for (const auto& peer : subscription.peers)
+          if (peer->pidfd && !peer->reported && std::find(watched.begin(), watched.end(), peer) == watched.end())
+            watched.push_back(peer);
     }
-    for (const pid_t pid : dead) report(pid);
+    for (const auto& peer : watched) items.push_back({peer->pidfd.get(), POLLIN, 0});
+    for (const auto& peer : dead) report(peer.get());
     if (::poll(items.data(), items.size(), dead.empty() ? -1 : 0) < 0) continue;
     if (items[0].revents) {
       uint64_t count;
       [[maybe_unused]] const auto got = ::read(wake_.get(), &count, sizeof count);
     }
-    for (size_t i = 0; i < pids.size(); ++i) {
+    for (size_t i = 0; i < watched.size(); ++i) {
       if (!items[i + 1].revents) continue;
       {
         const std::lock_guard lock(mutex_);
-        auto& peer = peers_.at(pids[i]);
-        peer.dead = true;
-        peer.pidfd.reset();
+        watched[i]->reported = true;
       }
-      report(pids[i]);
+      report(watched[i].get());
     }
   }
 }

@@ -2,8 +2,9 @@
 //
 // Each peer process is held by a pidfd (pidfd_open(2)), which becomes readable at its end, however it ended; no
 // heartbeat, no polling. The pids come from the peers' own sockets (SO_PEERCRED, exchange.h) a moment before; a process
-// that died in between and whose pid was used again at once would be watched in its place, which the kernel's order of
-// handing out pids makes practically impossible.
+// that died in between and whose pid was used again immediately would be watched in its place, which the kernel's order
+// of handing out pids makes practically impossible. Later a pid may well be another process's: a peer is forgotten with
+// the last subscription to it, and a subscription to a pid whose process has ended is to the new process of that pid.
 //
 // Ranks that are threads of this process cannot die unseen; they report their end themselves (Channel::leave()).
 //
@@ -36,24 +37,25 @@ class PeerWatch {
   void unsubscribe(uint64_t id);
 
  private:
-  struct Peer {
-    UniqueFd pidfd;
-    bool dead = false;
+  struct Peer {  // a process
+    pid_t pid = 0;
+    UniqueFd pidfd;  // none: it had ended before
+    bool reported = false;
   };
   struct Subscription {
-    std::vector<pid_t> pids;
+    std::vector<std::shared_ptr<Peer>> peers;
     OnDeath on_death;
   };
 
   void run();
   void wake();
-  void report(pid_t pid);
+  std::shared_ptr<Peer> peer_of(pid_t pid);  // with the lock
+  void report(const Peer* peer);
 
-  std::mutex mutex_;           // guards the tables
-  std::mutex callback_mutex_;  // held while callbacks run; unsubscribe() waits for it
-  std::map<pid_t, Peer> peers_;
-  std::map<uint64_t, Subscription> subscriptions_;
-  std::vector<pid_t> dead_on_arrival_;
+  std::mutex mutex_;                                // guards the tables
+  std::mutex callback_mutex_;                       // held while callbacks run; unsubscribe() waits for it
+  std::map<uint64_t, Subscription> subscriptions_;  // whose peers are those that are watched
+  std::vector<std::shared_ptr<Peer>> dead_on_arrival_;
   uint64_t next_id_ = 1;
   bool stop_ = false;
   UniqueFd wake_;
