@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,recovery,snapshot,crowd,rpc,autograd,optim,fault,idle,memory] [--ranks 2] [--rounds 3]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,fault,idle,memory] [--ranks 2] [--rounds 3]
 
 Every implementation runs `rounds` times, in turn with the others, so that a noisy minute hits all alike; of each row the best round counts. A peer that is
 not installed is left out, and the table says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object a line, after a first line about the machine.
@@ -92,6 +92,16 @@ class Bench:
                 self.command("mpirun", str(self.build / "bench" / "peer_collectives_mpi"), *ops, "--", *map(str, sizes), ranks=ranks),
             ]
             rows += self.rounds(commands, lambda row: (row["op"], row["bytes"], row["impl"]), "us", min)
+        return rows
+
+    def pinned(self):
+        """Ranks that mpirun starts, as it binds them by default and unbound: all of Muster's must wait alike for their peers."""
+        ops, sizes, rows = ["send_recv", "barrier", "all_reduce"], [16, 4 << 10, 4 << 20], []
+        for bound in ("none", "core"):
+            commands = [self.command("mpirun", str(self.build / "bench" / "bench_collectives"), *(f"--op={op}" for op in ops), *(f"--bytes={n}" for n in sizes)),
+                        self.command("mpirun", str(self.build / "bench" / "peer_collectives_mpi"), *ops, "--", *map(str, sizes))]
+            commands = [command and [bound if word == "core" else word for word in command] for command in commands]
+            rows += [dict(row, bound=bound) for row in self.rounds(commands, lambda row: (row["op"], row["bytes"], row["impl"]), "us", min)]
         return rows
 
     def others(self):
@@ -243,6 +253,12 @@ def show_crowd(rows):
         show_collectives([row for row in rows if row["ranks"] == ranks])
 
 
+def show_pinned(rows):
+    for bound in ("none", "core"):
+        print(f"\nmpirun --bind-to {bound}")
+        show_collectives([row for row in rows if row["bound"] == bound])
+
+
 def show_collectives(rows):
     floor = {row["bytes"]: row["us"] for row in rows if row["op"] == "floor"}
     rows = [row for row in rows if row["op"] != "floor"]
@@ -330,7 +346,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "crowd": show_crowd,
+    show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
             "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:

@@ -184,6 +184,7 @@ struct BackendContext {
   std::vector<int> shown_ranks;              // what messages and errors call the ranks; empty: as they are
   std::string inner;                         // of hierarchical: the backend between hosts
   int local_threads = 1;                     // ranks that compete for this host's cores
+  int cores = 1;                             // which they may use together (base/cores.h)
   size_t board = 0;                          // words of Backend::board()
   // Of a group of hosts' leaders over a wire: where it counts who comes last.
   std::shared_ptr<HostArrivals> host_arrivals;
@@ -193,6 +194,9 @@ struct BackendContext {
   std::function<void(const Backend*)> on_leave;  // called once, when the membership has ended; may be empty
 };
 
+// Which faults of a FaultPlan a backend injects.
+enum class Injects : uint8_t { kNothing, kAllButCorrupt, kEverything };
+
 struct BackendEntry {
   std::string_view name;
   c10::intrusive_ptr<Backend> (*create)(const BackendContext&);
@@ -200,6 +204,7 @@ struct BackendEntry {
   bool maps_heaps = false;      // takes BackendContext::heaps
   bool needs_peers = true;      // false: a rank works alone, whatever the size of its world, and data does not move
   bool needs_launcher = false;  // works only in processes that its own launcher started (mpirun)
+  Injects injects = Injects::kNothing;
 };
 
 // All backends that are compiled in.

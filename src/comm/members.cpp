@@ -42,13 +42,13 @@ std::string verdict(Store& store, const std::vector<std::string>& keys, int size
     }
     int their_size = 0;
     pid_t pid = 0;
-    std::string host;
-    said >> their_size >> pid >> host;
+    std::string host, cpus;
+    said >> their_size >> pid >> cpus >> host;
     if (their_size != size)
-      return text(kMismatch, " rank ", r, " believes in a group of ", their_size, ", rank 0 in one of ", size);
+      return text(kMismatch, " rank ", r, " expects a group of ", their_size, " ranks, rank 0 one of ", size);
     auto at = std::find(hosts.begin(), hosts.end(), host);
     if (at == hosts.end()) at = hosts.insert(hosts.end(), host);
-    list << ' ' << at - hosts.begin() << ' ' << pid;
+    list << ' ' << at - hosts.begin() << ' ' << pid << ' ' << cpus;
   }
   return list.str();
 }
@@ -58,11 +58,11 @@ std::string verdict(Store& store, const std::vector<std::string>& keys, int size
 // Rank 0 collects what each says and posts one list, so that N ranks make 3N requests, not N².
 std::vector<Member> meet_members(Store& store, const std::string& prefix, int rank, int size, const std::string& host,
                                  Deadline deadline) {
-  if (size == 1) return {{.host = 0, .pid = ::getpid()}};
+  if (size == 1) return {{.host = 0, .pid = ::getpid(), .cpus = own_cpus()}};
   const auto key = [&](int r) { return text(prefix, "/member/", r); };
   const std::string all_key = prefix + "/members",
                     advice = "Start every rank with the same world size and its own rank";
-  store.set(key(rank), text(size, ' ', ::getpid(), ' ', host));
+  store.set(key(rank), text(size, ' ', ::getpid(), ' ', to_text(own_cpus()), ' ', host));
   if (rank == 0) {
     std::vector<std::string> keys;
     for (int r = 0; r < size; ++r) keys.push_back(key(r));
@@ -89,15 +89,27 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
   int their_size = 0;
   list >> their_size;
   if (their_size != size)
-    throw Mismatch(text("rank ", rank, " believes in a group of ", size, ", rank 0 in one of ", their_size), advice);
+    throw Mismatch(text("rank ", rank, " expects a group of ", size, " ranks, rank 0 one of ", their_size), advice);
   std::vector<Member> members(static_cast<size_t>(size));
-  for (auto& member : members) list >> member.host >> member.pid;
-  if (!list) throw Corrupt("rank 0's list of the group's ranks cannot be read");
+  for (auto& member : members) {
+    std::string cpus;
+    list >> member.host >> member.pid >> cpus;
+    if (!list || member.host < 0 || member.host >= size || member.pid < 0)
+      throw Corrupt("rank 0's list of the group's ranks cannot be read");
+    member.cpus = cpus_from_text(cpus);
+  }
   return members;
 }
 
 bool on_one_host(const std::vector<Member>& members) {
   return std::all_of(members.begin(), members.end(), [&](const Member& m) { return m.host == members[0].host; });
+}
+
+int cores_of_host(const std::vector<Member>& members, int rank) {
+  std::vector<CpuSet> here;
+  for (const Member& member : members)
+    if (member.host == members[static_cast<size_t>(rank)].host) here.push_back(member.cpus);
+  return cores_together(here);
 }
 
 }  // namespace muster::comm

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/cores.h"
 #include "muster/base/deadline.h"
 #include "muster/store/store.h"
 
@@ -17,6 +18,7 @@ namespace muster::comm {
 struct Member {
   int host = 0;   // hosts are numbered in the order of their first ranks
   pid_t pid = 0;  // 0: unknown
+  CpuSet cpus;    // that it may run on
 };
 
 // This host's name for itself: the kernel's boot and the network namespace, in which shared memory can be handed
@@ -28,5 +30,7 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
                                  Deadline deadline);
 
 bool on_one_host(const std::vector<Member>& members);
+// How many cores the members on the host of member `rank` may use together.
+int cores_of_host(const std::vector<Member>& members, int rank);
 
 }  // namespace muster::comm

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <mutex>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/env.h"
@@ -46,6 +48,14 @@ class Memberships {
       black_box_pid_ = ::getpid();
     }
     return black_box_;
+  }
+
+  // How many ranks compete for how many cores of this host: as the largest group so far knows, which is the job's. A
+  // smaller one knows only its own members.
+  std::pair<int, int> crowd(int ranks, int cores) {
+    const std::lock_guard lock(mutex_);
+    if (ranks >= crowd_.first) crowd_ = {ranks, cores};
+    return crowd_;
   }
 
   void add(const c10::intrusive_ptr<Backend>& backend) {
@@ -95,6 +105,7 @@ class Memberships {
   pid_t black_box_pid_ = 0;
   std::shared_ptr<shm::BlackBox> black_box_;
   std::vector<Weak> backends_;
+  std::pair<int, int> crowd_{0, 1};
 };
 
 class NamedProcessGroup final : public c10d::ProcessGroup {
@@ -126,9 +137,13 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
         .watch = memberships.watch(),
         .black_box = memberships.black_box(rank, size),
         .members = meet_members(*ours, prefix, rank, size, host_identity(), Deadline::after(options.timeout)),
-        .local_threads = std::max(size, static_cast<int>(env_int("LOCAL_WORLD_SIZE").value_or(1))),
         .for_pytorch = true,
         .on_leave = [&memberships](const Backend* backend) { memberships.remove(backend); }};
+    const int me = context.members[static_cast<size_t>(rank)].host;
+    const auto here =
+        std::count_if(context.members.begin(), context.members.end(), [me](const Member& m) { return m.host == me; });
+    std::tie(context.local_threads, context.cores) =
+        memberships.crowd(static_cast<int>(here), cores_of_host(context.members, rank));
     auto backend = create_backend("auto", context);
     memberships.add(backend);
     return backend;

@@ -74,6 +74,7 @@ void World::State::meet(Deadline deadline) {
   }
   members = comm::meet_members(*store, prefix, placement.rank, placement.world_size,
                                options.hosts.empty() ? comm::host_identity() : options.hosts.at(me), deadline);
+  cores = comm::cores_of_host(members, placement.rank);
   if (!comm::find_backend(options.backend, comm::on_one_host(members)).maps_heaps) return;
   std::vector<size_t> here;
   std::vector<pid_t> pids;
@@ -110,7 +111,8 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
                                  .watch = watch,
                                  .black_box = black_box,
                                  .global_ranks = ranks,
-                                 .local_threads = placement.local_world_size};
+                                 .local_threads = placement.local_world_size,
+                                 .cores = cores};
     std::set<int> hosts;
     for (const int rank : ranks) {
       context.heaps.push_back(heaps[static_cast<size_t>(rank)]);

@@ -19,6 +19,7 @@ struct World::Parts {
   Placement placement;
   std::string prefix;                 // of this World's keys in the store
   std::vector<comm::Member> members;  // by global rank
+  int cores = 1;                      // that the ranks of this host may use together
   std::shared_ptr<shm::Arena> arena;  // the heap's
   std::shared_ptr<shm::PeerWatch> watch = std::make_shared<shm::PeerWatch>();
 };

@@ -16,6 +16,7 @@
 #include <optional>
 #include <sstream>
 
+#include "base/cores.h"
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/text.h"

@@ -11,25 +11,16 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "base/cores.h"
 #include "base/fd.h"
 #include "base/random.h"
 #include "base/text.h"
 #include "launch/elastic_words.h"
 #include "muster/base/error.h"
 #include "shm/black_box.h"
-#include "shm/spin.h"
 
 namespace muster::launch {
-namespace {
-
-// The quota in cores of one cgroup, e.g. "150000 100000" → 1.5; 0 for "max" or none.
-double quota_of(const std::string& cgroup) {
-  std::ifstream file(cgroup + "/cpu.max");
-  double quota = 0, period = 0;
-  return file >> quota >> period && period > 0 ? quota / period : 0;
-}
-
-}  // namespace
+namespace {}  // namespace
 
 int free_port(const std::string& where) {
   UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -41,24 +32,6 @@ int free_port(const std::string& where) {
       ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0)
     return 29500;  // PyTorch's default. Without IPv4 nobody can use it, and Muster does not.
   return ntohs(address.sin_port);
-}
-
-int usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  // EINVAL: more cores than the set holds.
-  int cores = ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
-                                                            : static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
-  std::ifstream membership("/proc/self/cgroup");
-  for (std::string line; std::getline(membership, line);) {
-    if (!line.starts_with("0::")) continue;
-    for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
-      if (const double quota = quota_of("/sys/fs/cgroup" + path); quota > 0)
-        cores = std::min(cores, static_cast<int>(quota + 0.5));
-      if (path.rfind('/') == std::string::npos) break;
-    }
-  }
-  return std::max(cores, 1);
 }
 
 Job make_job(const LaunchOptions& options) {
@@ -150,7 +123,7 @@ Environment job_environment(const Job& job, const LaunchOptions& options) {
   for (const auto& [name, bytes] : {std::pair("MALLOC_TRIM_THRESHOLD_", size_t{1} << 30),
                                     std::pair("MALLOC_MMAP_THRESHOLD_", size_t{32} << 20)})  // the largest it accepts
     if (!environment.has(name) && !environment.has("GLIBC_TUNABLES")) environment.set(name, text(bytes));
-  for (const char* name : {"MUSTER_TERMINAL", kEpochVariable, shm::kJobCoresVariable})  // of a job around this one
+  for (const char* name : {"MUSTER_TERMINAL", kEpochVariable})  // of a job around this one
     environment.unset(name);
   for (const auto& [name, value] : options.env) environment.set(name, value);
   return environment;

@@ -53,7 +53,4 @@ class Environment {
 Environment job_environment(const Job& job, const LaunchOptions& options);
 void set_rank(Environment& environment, const Job& job, int local_rank, int black_box);
 
-// Cores that this process may use: its affinity, bounded by the CPU quota of its cgroups (cgroup v2, cpu.max).
-int usable_cores();
-
 }  // namespace muster::launch

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/cores.h"
 #include "base/text.h"
 #include "launch/environment.h"
 #include "launch/pipe.h"

@@ -180,7 +180,6 @@ Environment Supervisor::rank_environment() const {
   const auto set_by_user = std::any_of(options_.env.begin(), options_.env.end(),
                                        [](const auto& variable) { return variable.first == "OMP_NUM_THREADS"; });
   if (!env_string("OMP_NUM_THREADS") && !set_by_user) environment.set("OMP_NUM_THREADS", text(placement_.threads));
-  environment.set(shm::kJobCoresVariable, text(placement_.cores));
   return environment;
 }
 

@@ -122,18 +122,17 @@ void Agent::start(const World& world) {
        .prefix = text(prefix, "/shm/", near.front())},
       {directory.post, directory.read, [store](const auto& key) { store->try_get(key); }}, *this, deadline);
   for (const int rank : near) peer(rank).way = shm_.get();
-  executor_ =
-      std::make_unique<Executor>(static_cast<Driver&>(*this),
-                                 Executor::Options{.name = text("rpc ", self_),
-                                                   .max_threads = options_.max_threads,
-                                                   .threads_in_job = static_cast<int>(std::max<size_t>(near.size(), 1)),
-                                                   .in_thread =
-                                                       [this](const std::function<void()>& body) {
-                                                         const World::Scope scope(world_);
-                                                         const detail::WaitsOfThread waits(proxy_);
-                                                         body();
-                                                       },
-                                                   .on_idle = [this] { changed(); }});
+  executor_ = std::make_unique<Executor>(
+      static_cast<Driver&>(*this), Executor::Options{.name = text("rpc ", self_),
+                                                     .max_threads = options_.max_threads,
+                                                     .spin = shm::spin_for(static_cast<int>(near.size()), world_.cores),
+                                                     .in_thread =
+                                                         [this](const std::function<void()>& body) {
+                                                           const World::Scope scope(world_);
+                                                           const detail::WaitsOfThread waits(proxy_);
+                                                           body();
+                                                         },
+                                                     .on_idle = [this] { changed(); }});
   executor_->start();
   if (ways.far == "tcp" && !far.empty()) {
     transport::TcpOptions tcp{.rank = self_, .peers = far, .size = static_cast<int>(n), .names = by_rank};
@@ -149,7 +148,8 @@ void Agent::start(const World& world) {
     ucx.heartbeat = options_.heartbeat;
     // Beside each worker's own thread, if there are cores for all of them.
     const auto is_here = [here](const auto& worker) { return worker.host == here; };
-    ucx.spin = shm::spin_for(2 * static_cast<int>(std::count_if(workers_.begin(), workers_.end(), is_here)));
+    ucx.spin =
+        shm::spin_for(2 * static_cast<int>(std::count_if(workers_.begin(), workers_.end(), is_here)), world_.cores);
     ucx.prefix = text(prefix, "/");
     far_ = transport::make_ucx_transport(ucx, directory, *this, deadline);
   }

@@ -47,7 +47,7 @@ thread_local bool this_thread_polls = false;
 }  // namespace
 
 Executor::Executor(Driver& driver, Options options)
-    : driver_(driver), options_(std::move(options)), spin_(shm::spin_for(options_.threads_in_job)) {}
+    : driver_(driver), options_(std::move(options)), spin_(options_.spin) {}
 
 Executor::~Executor() { stop(); }
 

@@ -68,9 +68,9 @@ class Job {
 class Executor {
  public:
   struct Options {
-    std::string name;        // of the threads
-    int max_threads = 16;    // that run at once
-    int threads_in_job = 2;  // that are busy at once on this host: whether there are cores to spin
+    std::string name;                                             // of the threads
+    int max_threads = 16;                                         // that run at once
+    std::chrono::nanoseconds spin{0};                             // before it sleeps (shm/spin.h)
     std::function<void(const std::function<void()>&)> in_thread;  // wraps each thread's work; may be empty
     std::function<void()> on_idle;                                // called when the last job has ended; may be empty
   };

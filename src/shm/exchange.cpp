@@ -33,6 +33,9 @@ enum class Reply : uint8_t { kWelcome, kTimeout, kMismatch, kLost, kGaveUp };
 sockaddr_un abstract_address(const std::string& name, socklen_t* length) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
+  if (name.empty() || name.size() >= sizeof address.sun_path)  // it may come from the store
+    throw Corrupt(text("a name of ", name.size(), " bytes for a Unix socket"),
+                  "Run the same version of Muster on all ranks");
   // sun_path[0] stays 0: the abstract namespace (unix(7)).
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   *length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
@@ -275,9 +278,9 @@ class Hub {
       return;
     }
     if (size != size_ || rank < 1 || rank >= size_ || sockets_[rank]) {
-      const std::string why =
-          size != size_ ? text("rank ", rank, " believes in a group of ", size, " ranks, rank 0 in one of ", size_)
-                        : text("two processes claim rank ", rank, " of ", size_);
+      const std::string why = size != size_
+                                  ? text("rank ", rank, " expects a group of ", size, " ranks, rank 0 one of ", size_)
+                                  : text("two processes claim rank ", rank, " of ", size_);
       const auto reply = WireWriter().put(Reply::kMismatch).put(why).take();
       for (const auto& other : sockets_)
         if (other) send_message(other.get(), reply, {}, deadline_);

@@ -16,16 +16,10 @@ namespace muster::shm {
 inline constexpr std::chrono::microseconds kSpin{20};
 inline constexpr std::chrono::microseconds kYield{1000};
 
-// Set by a launcher that pins each rank to cores of its own: how many the ranks have together. A rank's own affinity
-// says nothing of that: one core for each of eight ranks would look like eight ranks on one core.
-inline constexpr const char* kJobCoresVariable = "MUSTER_JOB_CORES";
-
-// Cores that this process, with the other ranks, may use: its affinity, or what the launcher says; bounded by the
-// cgroup's cpu.max (version 2) or cfs quota (version 1).
-int usable_cores();
-
-// kSpin if `threads` busy threads have a core each, else zero.
-std::chrono::nanoseconds spin_for(int threads);
+// kSpin if `threads` busy threads have one each of these cores (base/cores.h), else zero.
+inline std::chrono::nanoseconds spin_for(int threads, int cores) {
+  return threads <= cores ? std::chrono::nanoseconds(kSpin) : std::chrono::nanoseconds::zero();
+}
 
 inline void cpu_relax() {
 #if defined(__x86_64__)

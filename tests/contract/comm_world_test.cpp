@@ -3,6 +3,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <netinet/in.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -10,8 +11,10 @@
 #include <map>
 #include <thread>
 
+#include "base/cores.h"
 #include "base/fd.h"
 #include "base/text.h"
+#include "comm/world_parts.h"
 #include "muster/comm/collectives.h"
 #include "support/forked.h"
 #include "support/patience.h"
@@ -58,7 +61,7 @@ TEST(World, TwoClaimsOfOneRankAreMismatchOrTimeout) {
       World({.rank = rank, .world_size = size}, store);
       ADD_FAILURE() << "rank " << rank << " of " << size << " came in";
     } catch (const Mismatch& error) {
-      EXPECT_CONTAINS(error.what(), "believes in a group of 2");
+      EXPECT_CONTAINS(error.what(), "expects a group of 2 ranks");
     }
   };
   std::thread other([&] { join(1, 2); });
@@ -363,6 +366,46 @@ TEST(InitFork, EnvOverTcpStore) {
   });
 }
 
+// A fault that nobody injects would make whoever tests with it believe that all is well.
+TEST(World, FaultsThatABackendCannotInjectAreRefused) {
+  const auto start = [](const std::string& backend, FaultAction action, const std::string& group) {
+    WorldOptions options{.backend = backend};
+    options.faults.add({.action = action, .rank = 0, .operation = 1000, .group = group});
+    run_threads(
+        2, [](World&) { barrier(); }, options);
+  };
+  for (const auto action : {FaultAction::kKill, FaultAction::kCorrupt}) {
+    EXPECT_CONTAINS(message_of<Unavailable>([&] { start("gloo", action, "world"); }),
+                    "backend 'gloo' cannot inject faults in group 'world'");
+    start("gloo", action, "another");
+    start("shm", action, "world");
+  }
+  start("hierarchical", FaultAction::kKill, "world");
+  EXPECT_CONTAINS(message_of<Unavailable>([&] { start("hierarchical", FaultAction::kCorrupt, "world"); }),
+                  "cannot inject the fault 'corrupt'");
+}
+
+// As mpirun and srun bind them. What counts for spinning is whether each can have a core of its own.
+TEST(WorldFork, BoundRanksKnowTheCoresOfAll) {
+  const CpuSet mine = own_cpus();
+  if (usable_cores() < 2) GTEST_SKIP() << "there is one core only";
+  std::vector<int> cpus;
+  for (size_t cpu = 0; cpu < mine.size(); ++cpu)
+    if (mine[cpu]) cpus.push_back(static_cast<int>(cpu));
+  for (const bool apart : {true, false}) {
+    const ForkedJob job;
+    ForkedRanks ranks(2, [&](int rank) -> std::string {
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(cpus[apart ? static_cast<size_t>(rank) : 0], &one);
+      if (::sched_setaffinity(0, sizeof one, &one) != 0) return "cannot bind";
+      World world = job.join(rank, 2);
+      return text(world.parts().cores);
+    });
+    for (const auto& end : ranks.wait_all(patience())) EXPECT_EQ(end.said, apart ? "2" : "1");
+  }
+}
+
 TEST(InitFork, PodsOfAnIndexedJob) {
   const ReservedPort port;
   expect_world(
@@ -446,7 +489,7 @@ TEST(InitFork, WrongValuesAreInvalidArgumentNamingTheVariable) {
       if (wrong.value.empty()) ::unsetenv(wrong.name.c_str());
       WorldOptions options;
       options.timeout = milliseconds(500);
-      return message_of<InvalidArgument>([&] { init(options); });
+      return message_of<InvalidArgument>([&] { const World world = init(options); });
     });
     const auto end = rank.wait(0, patience());
     EXPECT_TRUE(end.exited && end.status == 0) << end.said;
@@ -465,7 +508,7 @@ TEST(InitFork, AStoreThatNobodyServesIsUnavailable) {
       set_environment(environment);
       WorldOptions options;
       options.timeout = milliseconds(700);
-      return message_of<Unavailable>([&] { init(options); });
+      return message_of<Unavailable>([&] { const World world = init(options); });
     });
     const auto end = rank.wait(0, patience());
     EXPECT_TRUE(end.exited && end.status == 0) << end.said;

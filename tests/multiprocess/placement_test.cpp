@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "base/cores.h"
 #include "launch/environment.h"
 #include "launch/placement.h"
 #include "launch/topology.h"
@@ -37,7 +38,7 @@ class Pinning : public ::testing::Test {
 };
 
 TEST_F(Pinning, RanksStayOnCoresOfTheirOwn) {
-  const int ranks = std::min(static_cast<int>(cores_.size()), launch::usable_cores());
+  const int ranks = std::min(static_cast<int>(cores_.size()), usable_cores());
   Process job(run_program({"-n", text(ranks), "-v", "--pin", "cores"}, kShowAffinity));
   ASSERT_EQ(job.finish(), 0) << job.err;
   const auto expected = launch::spread(cores_, ranks);
@@ -75,7 +76,7 @@ TEST_F(Pinning, MoreRanksThanCoresRunAnywhere) {
 }
 
 TEST_F(Pinning, TwoJobsNeverPinToTheSameCore) {
-  const int ranks = std::min(static_cast<int>(cores_.size()), launch::usable_cores());
+  const int ranks = std::min(static_cast<int>(cores_.size()), usable_cores());
   Process first(run_program({"-n", text(ranks), "-v", "--pin", "cores"}, {kLaunchProgram, "signals"}));
   for (int rank = 0; rank < ranks; ++rank) ASSERT_TRUE(first.read_until(text('[', rank, "] ready"))) << first.err;
   Process second(run_program({"-n", "1", "-v", "--pin", "cores"}, kShowAffinity));

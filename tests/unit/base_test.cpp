@@ -8,6 +8,7 @@
 #include <set>
 #include <string>
 
+#include "base/cores.h"
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/random.h"
@@ -177,6 +178,42 @@ TEST(Text, WritesAnything) {
   EXPECT_EQ(text("rank ", 3, " of ", 4u, ": ", 0.5), "rank 3 of 4: 0.5");
   EXPECT_EQ(join(std::vector<int>{1, 2, 3}), "1, 2, 3");
   EXPECT_EQ(join(std::vector<int>{}), "");
+}
+
+// --- cores ---
+
+CpuSet cpus(std::initializer_list<size_t> numbers) {
+  CpuSet set;
+  for (const size_t number : numbers) set[number] = true;
+  return set;
+}
+
+TEST(Cores, TextAndBack) {
+  EXPECT_EQ(to_text(cpus({0, 1, 2, 3})), "f");
+  EXPECT_EQ(to_text(cpus({0, 63})), "8000000000000001");
+  EXPECT_EQ(to_text(cpus({})), "0");
+  for (const auto& set : {cpus({}), cpus({0}), cpus({5, 77, 1023}), own_cpus()})
+    EXPECT_EQ(cpus_from_text(to_text(set)), set);
+  for (const auto& text :
+       {std::string(), std::string("g"), std::string("-1"), std::string("0x1"), std::string(257, '0')})
+    EXPECT_THROW(cpus_from_text(text), Corrupt) << text;
+  EXPECT_EQ(cpus_from_text(std::string(256, 'f')).count(), 1024u);
+}
+
+TEST(Cores, Together) {
+  const auto bounded = [](int cores) { return std::min(cores, static_cast<int>(cpu_quota() + 0.5)); };
+  const auto expect = [&](const std::vector<CpuSet>& ranks, int cores) {
+    EXPECT_EQ(cores_together(ranks), bounded(cores));
+  };
+  expect({cpus({0})}, 1);
+  expect({cpus({0, 1}), cpus({0, 1})}, 2);             // nobody is bound
+  expect({cpus({0}), cpus({1}), cpus({2})}, 3);        // each to one of its own
+  expect({cpus({0}), cpus({0})}, 1);                   // both to the same
+  expect({cpus({0}), cpus({0}), cpus({1, 2, 3})}, 2);  // two share one, whatever the third has
+  expect({cpus({0, 1}), cpus({0}), cpus({1, 2})}, 3);  // the first two get theirs only if the others make room
+  expect({cpus({1, 2}), cpus({0, 1}), cpus({0})}, 3);
+  expect({cpus({0, 1, 2, 3}), cpus({0, 1})}, 4);
+  EXPECT_GE(usable_cores(), 1);
 }
 
 }  // namespace

@@ -119,15 +119,5 @@ TEST(Placement, AClaimedCoreIsNobodyElses) {
   EXPECT_TRUE(claim(core));
 }
 
-TEST(Placement, ARankThatIsPinnedKnowsTheJobsCores) {
-  const int before = shm::usable_cores();
-  ::setenv(shm::kJobCoresVariable, "1", 1);
-  EXPECT_EQ(shm::usable_cores(), 1);
-  ::setenv(shm::kJobCoresVariable, "0", 1);
-  EXPECT_EQ(shm::usable_cores(), before) << "nonsense";
-  ::unsetenv(shm::kJobCoresVariable);
-  EXPECT_EQ(shm::usable_cores(), before);
-}
-
 }  // namespace
 }  // namespace muster::launch

@@ -8,7 +8,8 @@
 // or, without a change to the program, MUSTER_FAULTS="kill:rank=1,operation=5;delay:rank=0,operation=9,ms=200".
 //
 // Acts on backend shm and, except kCorrupt, on hierarchical, whose operations are made of steps: there kPosted and
-// kMiddle are both after the first step inside the host. Other backends take no notice of it.
+// kMiddle are both after the first step inside the host. A group over a backend that cannot inject its faults is not
+// made: Unavailable.
 //
 // Operations are numbered per group from 0, in the order of issue. Only collectives of a group named by `group` count
 // ("world" is the default group). Thread-safety: a value; immutable once given to a World.

@@ -53,12 +53,12 @@ struct WorldOptions {
   bool ranks_are_threads = false;              // several ranks share this process; run_threads() sets it
 };
 
-class World {
+class [[nodiscard("a World that nobody keeps leaves the job at the end of the statement")]] World {
  public:
   // A rank with everything given: `store` is shared by all ranks. Blocks until all have come. Errors: InvalidArgument
   // (rank outside the world), Timeout (who is missing), Unavailable (no common shared memory: ranks on several hosts).
   World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options = {});
-  World(World&&) noexcept;
+  World(World &&) noexcept;
   World& operator=(World&&) noexcept;
   ~World();
 

@@ -14,11 +14,16 @@ namespace muster::comm {
 
 const std::vector<BackendEntry>& backends() {
   static const std::vector<BackendEntry> table = {
-      {.name = "shm", .create = &shm_backend::create, .why_not = &shm_backend::why_not, .maps_heaps = true},
+      {.name = "shm",
+       .create = &shm_backend::create,
+       .why_not = &shm_backend::why_not,
+       .maps_heaps = true,
+       .injects = Injects::kEverything},
       {.name = "hierarchical",
        .create = &hierarchical_backend::create,
        .why_not = &hierarchical_backend::why_not,
-       .maps_heaps = true},
+       .maps_heaps = true,
+       .injects = Injects::kAllButCorrupt},
       {.name = "gloo", .create = &gloo_backend::create, .why_not = &gloo_backend::why_not},
       {.name = "mpi", .create = &mpi_backend::create, .why_not = &mpi_backend::why_not, .needs_launcher = true},
       {.name = "nccl", .create = &nccl_backend::create, .why_not = &nccl_backend::why_not},
@@ -45,6 +50,19 @@ std::string base_name(const std::string& name, bool one_host) {
   return name.substr(0, name.find(':'));
 }
 
+// A fault that is silently left out would make a test of the user's pass for nothing.
+void check_faults(const BackendEntry& entry, const BackendContext& context) {
+  for (const Fault& fault : context.faults.faults()) {
+    if (fault.group != context.group_name || entry.injects == Injects::kEverything) continue;
+    const bool corrupts = fault.action == FaultAction::kCorrupt;
+    if (entry.injects == Injects::kAllButCorrupt && !corrupts) continue;
+    throw Unavailable(text("backend '", entry.name, "' cannot inject ",
+                           entry.injects == Injects::kAllButCorrupt ? "the fault 'corrupt'" : "faults", " in group '",
+                           context.group_name, "'"),
+                      "Use backend shm, or leave the fault out of the FaultPlan (MUSTER_FAULTS)");
+  }
+}
+
 }  // namespace
 
 const BackendEntry& find_backend(const std::string& name, bool one_host) {
@@ -60,6 +78,7 @@ c10::intrusive_ptr<Backend> create_backend(const std::string& name, BackendConte
   const BackendEntry& entry = find_backend(name, on_one_host(context.members));
   if (const std::string reason = entry.why_not(); !reason.empty())
     throw Unavailable(text("backend '", entry.name, "' does not work here: ", reason));
+  check_faults(entry, context);
   if (const auto colon = name.find(':'); colon != std::string::npos) context.inner = name.substr(colon + 1);
   return entry.create(context);
 }

@@ -56,7 +56,7 @@ c10::intrusive_ptr<Backend> create(const BackendContext& context) {
       .prefix = context.store_prefix,
       .store = context.store.get(),
       .deadline = Deadline::after(context.timeout),
-      .spin = shm::spin_for(context.local_threads),
+      .spin = shm::spin_for(context.local_threads, context.cores),
       .timeout = [] { throw Timeout(""); },
       .unavailable = [](const std::string& what, const std::string& advice) { throw Unavailable(what, advice); }};
   std::unique_ptr<Wire> wire(make_wire(site));

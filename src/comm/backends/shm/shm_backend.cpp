@@ -16,7 +16,7 @@ ChannelOptions channel_options(const BackendContext& context) {
   return {.name = context.group_name,
           .heaps = context.heaps,
           .faults = context.faults,
-          .spin = shm::spin_for(context.local_threads),
+          .spin = shm::spin_for(context.local_threads, context.cores),
           .shown_ranks = context.shown_ranks,
           .pids = std::move(pids),
           .board = context.board};

@@ -1,0 +1,112 @@
+#include "base/cores.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <vector>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster {
+namespace {
+
+constexpr double kUnlimited = 1e6;
+
+// Of one cgroup of version 2, e.g. "150000 100000": 1.5; kUnlimited for "max" and where there is none.
+double quota_of(const std::string& cgroup) {
+  std::ifstream file(cgroup + "/cpu.max");
+  double quota = 0, period = 0;
+  return file >> quota >> period && period > 0 ? quota / period : kUnlimited;
+}
+
+int bounded(size_t cores) {
+  return std::max(1, static_cast<int>(std::min(static_cast<double>(cores), cpu_quota() + 0.5)));
+}
+
+// Whether `rank` can have a core of its own, if those that have one move to others of theirs (Kuhn's algorithm).
+bool find_core(std::span<const CpuSet> ranks, size_t rank, std::vector<int>& owner, CpuSet& tried) {
+  for (size_t cpu = 0; cpu < owner.size(); ++cpu) {
+    if (!ranks[rank][cpu] || tried[cpu]) continue;
+    tried[cpu] = true;
+    if (owner[cpu] >= 0 && !find_core(ranks, static_cast<size_t>(owner[cpu]), owner, tried)) continue;
+    owner[cpu] = static_cast<int>(rank);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+CpuSet own_cpus() {
+  CpuSet cpus;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof set, &set) != 0) {  // EINVAL: the machine has more than the set holds
+    for (long cpu = 0; cpu < std::min<long>(::sysconf(_SC_NPROCESSORS_ONLN), cpus.size()); ++cpu)
+      cpus[static_cast<size_t>(cpu)] = true;
+    return cpus;
+  }
+  for (size_t cpu = 0; cpu < std::min<size_t>(cpus.size(), CPU_SETSIZE); ++cpu) cpus[cpu] = CPU_ISSET(cpu, &set);
+  return cpus;
+}
+
+std::string to_text(const CpuSet& cpus) {
+  std::string text;
+  for (size_t digit = cpus.size() / 4; digit-- > 0;) {
+    size_t value = 0;
+    for (size_t bit = 4; bit-- > 0;) value = 2 * value + cpus[4 * digit + bit];
+    if (value > 0 || !text.empty() || digit == 0) text += "0123456789abcdef"[value];
+  }
+  return text;
+}
+
+CpuSet cpus_from_text(std::string_view text) {
+  CpuSet cpus;
+  if (text.empty() || text.size() > cpus.size() / 4) throw Corrupt("this is not a set of CPUs");
+  for (size_t digit = 0; digit < text.size(); ++digit) {
+    const size_t value = std::string_view("0123456789abcdef").find(text[text.size() - 1 - digit]);
+    if (value == std::string_view::npos) throw Corrupt("this is not a set of CPUs");
+    for (size_t bit = 0; bit < 4; ++bit) cpus[4 * digit + bit] = (value >> bit) & 1;
+  }
+  return cpus;
+}
+
+double cpu_quota() {
+  double least = kUnlimited;
+  std::ifstream membership("/proc/self/cgroup");
+  for (std::string line; std::getline(membership, line);) {
+    if (!line.starts_with("0::")) continue;
+    for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
+      least = std::min(least, quota_of("/sys/fs/cgroup" + path));
+      if (path.rfind('/') == std::string::npos) break;
+    }
+  }
+  double micros = 0, period = 0;
+  std::ifstream quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), of("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  if (quota >> micros && of >> period && micros > 0 && period > 0) least = std::min(least, micros / period);
+  return least;
+}
+
+int usable_cores() { return bounded(own_cpus().count()); }
+
+int cores_together(std::span<const CpuSet> ranks) {
+  CpuSet all;
+  for (const CpuSet& cpus : ranks) all |= cpus;
+  if (std::all_of(ranks.begin(), ranks.end(), [&](const CpuSet& cpus) { return cpus == all; }))
+    return bounded(all.count());
+  size_t last = 0;
+  for (size_t cpu = 0; cpu < all.size(); ++cpu)
+    if (all[cpu]) last = cpu;
+  std::vector<int> owner(last + 1, -1);
+  size_t placed = 0;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    CpuSet tried;
+    placed += find_core(ranks, rank, owner, tried);
+  }
+  return bounded(placed == ranks.size() ? all.count() : placed);
+}
+
+}  // namespace muster
