@@ -1,14 +1,16 @@
-// All signals blocked in this thread while it lives: for starting threads, which inherit that.
+// Signals that are blocked in this thread while an object lives.
 //
-// Thread-safety: belongs to one thread.
+// Thread-safety: an object belongs to one thread.
 #pragma once
 
 #include <pthread.h>
 
 #include <csignal>
+#include <ctime>
 
 namespace muster {
 
+// All of them: for starting threads, which inherit that.
 struct SignalsBlocked {
   SignalsBlocked() {
     sigset_t all;
@@ -19,6 +21,35 @@ struct SignalsBlocked {
   SignalsBlocked(const SignalsBlocked&) = delete;
   SignalsBlocked& operator=(const SignalsBlocked&) = delete;
 
+  sigset_t before;
+};
+
+// Those that a failed write raises, and that by default end the process: SIGPIPE, where the peer has closed the
+// connection, and SIGXFSZ, where a file would become too large. The write then fails with EPIPE or EFBIG. One that was
+// raised meanwhile is discarded, unless the caller had blocked it himself.
+struct WriteSignalsBlocked {
+  WriteSignalsBlocked() {
+    sigset_t both;
+    sigemptyset(&both);
+    for (const int signal : kSignals) sigaddset(&both, signal);
+    pthread_sigmask(SIG_BLOCK, &both, &before);
+  }
+  ~WriteSignalsBlocked() {
+    for (const int signal : kSignals) {
+      if (sigismember(&before, signal) == 1) continue;
+      sigset_t one;
+      sigemptyset(&one);
+      sigaddset(&one, signal);
+      const timespec now{};
+      while (::sigtimedwait(&one, nullptr, &now) > 0) {
+      }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+  WriteSignalsBlocked(const WriteSignalsBlocked&) = delete;
+  WriteSignalsBlocked& operator=(const WriteSignalsBlocked&) = delete;
+
+  static constexpr int kSignals[] = {SIGPIPE, SIGXFSZ};
   sigset_t before;
 };
 

@@ -1,0 +1,43 @@
+#include "base/process.h"
+
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "base/text.h"
+
+namespace muster {
+namespace {
+
+// The fields of /proc/<pid>/stat after the name, which may itself hold spaces and brackets; the first is field 3.
+std::istringstream stat_of(pid_t pid) {
+  std::ifstream file(text("/proc/", pid, "/stat"));
+  std::string line;
+  std::getline(file, line);
+  const auto name_end = line.rfind(')');
+  return std::istringstream(name_end == std::string::npos ? std::string() : line.substr(name_end + 1));
+}
+
+}  // namespace
+
+uint64_t start_time_of(pid_t pid) {
+  auto fields = stat_of(pid);
+  std::string skipped;
+  for (int field = 3; field < 22; ++field) fields >> skipped;
+  uint64_t ticks = 0;
+  return fields >> ticks ? ticks : 0;
+}
+
+pid_t parent_of(pid_t pid) {
+  auto fields = stat_of(pid);
+  char state = '\0';
+  pid_t parent = 0;
+  return fields >> state >> parent ? parent : 0;
+}
+
+char process_state(pid_t pid) {
+  char state = '\0';
+  return stat_of(pid) >> state ? state : '\0';
+}
+
+}  // namespace muster
