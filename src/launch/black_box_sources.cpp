@@ -16,8 +16,10 @@
 #include <set>
 
 #include "base/fd.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "base/wire.h"
+#include "launch/process_info.h"
 #include "muster/base/error.h"
 
 namespace muster::launch {
@@ -78,21 +80,7 @@ std::vector<Found> find_all() {
 
 std::string state_of_process(const shm::BlackBoxSnapshot& box) {
   if (box.pid == 0) return "not come";
-  if (shm::start_time_of(box.pid) != box.pid_start) return "gone";
-  std::ifstream file(text("/proc/", box.pid, "/stat"));
-  std::string line;
-  std::getline(file, line);
-  const auto name_end = line.rfind(')');
-  switch (name_end == std::string::npos || name_end + 2 >= line.size() ? 'Z' : line[name_end + 2]) {
-    case 'T':
-    case 't':
-      return "stopped";
-    case 'Z':
-    case 'X':
-      return "gone";
-    default:
-      return "running";
-  }
+  return start_time_of(box.pid) == box.pid_start ? state_in_words(process_state(box.pid)) : "gone";
 }
 
 // A launcher's box that its rank did not take is of no use beside the rank's own.

@@ -8,12 +8,12 @@
 #include <cstdint>
 #include <string>
 
+#include "base/process.h"
+
 namespace muster::launch {
 
-pid_t parent_of(pid_t pid);              // 0: there is no such process
 std::string command_of(pid_t pid);       // its words, separated by spaces and fit to print
-char process_state(pid_t pid);           // 'R', 'S', 'T', 'Z' … as in proc(5); 0: there is no such process
-std::string state_in_words(char state);  // "running", "stopped", "gone"
+std::string state_in_words(char state);  // of process_state(): "running", "stopped", "gone"
 
 struct ProcessMemory {
   uint64_t resident = 0;  // bytes in memory, shared ones included

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/signals_blocked.h"
 
 namespace muster::launch {
 
@@ -21,14 +22,13 @@ class Signals {
   explicit Signals(bool forward);
   Signals(const Signals&) = delete;
   Signals& operator=(const Signals&) = delete;
-  ~Signals();  // as it was before
 
-  const sigset_t& original_mask() const { return original_mask_; }
+  const sigset_t& original_mask() const { return of_writes_.before; }
   int fd() const { return fd_.get(); }  // readable when take() has something; -1 without `forward`
   std::vector<int> take();
 
  private:
-  sigset_t original_mask_;
+  WriteSignalsBlocked of_writes_;  // its end restores the whole mask
   UniqueFd fd_;
 };
 

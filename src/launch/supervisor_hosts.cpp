@@ -4,10 +4,10 @@
 #include <algorithm>
 
 #include "base/text.h"
-#include "launch/host_address.h"
 #include "launch/supervisor.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
+#include "store/host_address.h"
 #include "store/outage.h"
 
 namespace muster::launch {
@@ -43,7 +43,7 @@ bool Supervisor::join_hosts() {
                           "Make one with muster secret FILE, copy it to all hosts, and give --secret-file FILE");
   if (tls) job_.secret = secret->hex();
   std::string why_not_here;
-  if (tls && (hosts.node == 0 || (hosts.node < 0 && is_own(job_.store_address)))) {
+  if (tls && (hosts.node == 0 || (hosts.node < 0 && store::is_own(job_.store_address)))) {
     try {
       hosts_server_ = serve_everywhere(job_.store_address.substr(job_.store_address.rfind(':') + 1), secret);
     } catch (const Unavailable& error) {
@@ -74,7 +74,7 @@ bool Supervisor::join_hosts() {
   store_comes_again_ = store::comes_again(*store);
   hosts_ = std::make_unique<Rendezvous>(
       hosts.job.empty() ? store : make_prefix_store(store, hosts.job),
-      Agent{.host = hosts.address.empty() ? own_address(job_.store_address) : hosts.address,
+      Agent{.host = hosts.address.empty() ? store::own_address(job_.store_address) : hosts.address,
             .ranks = options_.ranks,
             .wish = hosts.node,
             .master_port = job_.master_port,

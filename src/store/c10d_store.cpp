@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <future>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -11,7 +13,9 @@
 
 #include "base/random.h"
 #include "base/text.h"
+#include "base/thread.h"
 #include "muster/base/error.h"
+#include "store/outage.h"
 #include "store/quote.h"
 
 namespace muster {
@@ -38,11 +42,26 @@ std::string open_envelope(std::string raw) {
   return raw.size() >= kHead && raw.starts_with(kMark) ? raw.substr(kHead) : raw;
 }
 
-// Runs `call`; what c10d throws becomes a Muster error.
+// Runs `call`, by the deadline that the calls of this thread have, if any (store/outage.h). c10d's calls know none:
+// such a call is made in a thread of its own, which is left behind if it does not return in time. So `call` owns what
+// it uses.
+template <typename Call>
+auto run_in_time(Call call) {
+  const Deadline deadline = store::CallsBy::of_this_thread();
+  if (deadline.is_never()) return call();
+  const auto task = std::make_shared<std::packaged_task<decltype(call())()>>(std::move(call));
+  auto result = task->get_future();
+  start_thread("muster-c10d", [task] { (*task)(); }).detach();
+  if (result.wait_until(deadline.when()) == std::future_status::timeout)
+    throw Timeout("the c10d store does not answer");
+  return result.get();
+}
+
+// The same; what c10d throws becomes a Muster error.
 template <typename Call>
 auto translated(std::string_view what, Call&& call) {
   try {
-    return call();
+    return run_in_time(std::forward<Call>(call));
   } catch (const Error&) {
     throw;
   } catch (const c10::DistStoreError& error) {
@@ -61,9 +80,9 @@ class FromC10d final : public Store {
 
   void set(std::string_view key, std::string_view value) override {
     const std::string name(key);
-    translated("set a key", [&] {
-      base_->set(name, to_bytes(value));
-      base_->check({name});  // TCPStore's set() only sends; its server answers in order, so this answer says it is done
+    translated("set a key", [base = base_, name, bytes = to_bytes(value)] {
+      base->set(name, bytes);
+      base->check({name});  // TCPStore's set() only sends; its server answers in order, so this answer says it is done
     });
     note(name, std::string(value));
   }
@@ -79,7 +98,7 @@ class FromC10d final : public Store {
 
   void wait(const std::vector<std::string>& keys, Deadline deadline) override {
     const auto all_there = [&] {
-      return keys.empty() || translated("check its keys", [&] { return base_->check(keys); });
+      return keys.empty() || translated("check its keys", [base = base_, keys] { return base->check(keys); });
     };
     if (!poll(deadline, all_there)) throw_missing(keys);
   }
@@ -91,7 +110,7 @@ class FromC10d final : public Store {
       require_number(name, value, delta);
       if (value != *raw) exchange(name, *raw, value);  // finish what another began
     }
-    const int64_t sum = translated("add to a key", [&] { return base_->add(name, delta); });
+    const int64_t sum = translated("add to a key", [base = base_, name, delta] { return base->add(name, delta); });
     note(name, std::to_string(sum));
     return sum;
   }
@@ -133,13 +152,14 @@ class FromC10d final : public Store {
   bool erase(std::string_view key) override {
     const std::string name(key);
     // Looks first, since FileStore says yes to any key.
-    const bool erased = translated("erase a key", [&] { return base_->check({name}) && base_->deleteKey(name); });
+    const bool erased =
+        translated("erase a key", [base = base_, name] { return base->check({name}) && base->deleteKey(name); });
     if (erased) note(name, std::nullopt);
     return erased;
   }
 
   int64_t num_keys() override {
-    return translated("count its keys", [&] { return base_->getNumKeys(); });
+    return translated("count its keys", [base = base_] { return base->getNumKeys(); });
   }
 
  private:
@@ -157,8 +177,9 @@ class FromC10d final : public Store {
   }
 
   std::string exchange(const std::string& key, const std::string& expected, const std::string& desired) {
-    return translated("compare and set a key",
-                      [&] { return to_string(base_->compareSet(key, to_bytes(expected), to_bytes(desired))); });
+    return translated("compare and set a key", [base = base_, key, old = to_bytes(expected), now = to_bytes(desired)] {
+      return to_string(base->compareSet(key, old, now));
+    });
   }
 
   // c10d's get() waits where the key is absent, and check() before it leaves a gap. An exchange that cannot succeed
@@ -188,7 +209,8 @@ class FromC10d final : public Store {
   [[noreturn]] void throw_missing(const std::vector<std::string>& keys) {
     std::vector<std::string> missing;
     for (const auto& key : keys)
-      if (!translated("check a key", [&] { return base_->check({key}); })) missing.push_back(store::quote(key));
+      if (!translated("check a key", [base = base_, key] { return base->check({key}); }))
+        missing.push_back(store::quote(key));
     throw Timeout(text("nobody set the store's key ", join(missing), " in time"), {},
                   "A rank that sets it may have failed or not have started; look at its output");
   }

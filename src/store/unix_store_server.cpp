@@ -7,6 +7,7 @@
 
 #include <asio/local/stream_protocol.hpp>
 #include <cerrno>
+#include <set>
 
 #include "base/fd.h"
 #include "base/random.h"
@@ -35,22 +36,34 @@ UniqueFd listen_at(const UnixAddress& address) {
   return socket;
 }
 
-// Closed, with a line in the log, before a byte of it is read.
-bool admit(int connection, std::string* peer) {
-  const ucred who = peer_of(connection);
-  *peer = text("process ", who.pid);
-  if (who.uid == ::geteuid()) return true;
-  MUSTER_LOG(kWarning) << "store: refused a connection from process " << who.pid << " of user " << who.uid;
-  return false;
-}
+// Lets in processes of the server's own user. Connections of others are closed before a byte of them is read. The
+// first one of each user is logged, up to kMaxLogged users: nobody else can fill the log.
+class UserDoor {
+ public:
+  bool admit(int connection, std::string* peer) {
+    const ucred who = peer_of(connection);
+    *peer = text("process ", who.pid);
+    if (who.uid == ::geteuid()) return true;
+    if (logged_.size() < kMaxLogged && logged_.insert(who.uid).second) {
+      MUSTER_LOG(kWarning) << "store: refused a connection from process " << who.pid << " of user " << who.uid
+                           << ". Further ones of that user are refused without a word";
+    }
+    return false;
+  }
+
+ private:
+  static constexpr size_t kMaxLogged = 64;
+  std::set<uid_t> logged_;
+};
 
 asio::awaitable<void> accept_clients(Protocol::acceptor acceptor, std::shared_ptr<SharedTable> table,
                                      std::shared_ptr<Mailbox> mailbox) {
+  UserDoor door;
   for (;;) {
     UniqueFd connection = co_await accept_next(acceptor);
     try {
       std::string peer;
-      if (!admit(connection.get(), &peer)) continue;
+      if (!door.admit(connection.get(), &peer)) continue;
       Protocol::socket stream(acceptor.get_executor());
       stream.assign(Protocol(), connection.get());
       connection.release();

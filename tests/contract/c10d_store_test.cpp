@@ -12,6 +12,8 @@
 
 #include "base/random.h"
 #include "contract/store_contract.h"
+#include "store/outage.h"
+#include "support/patience.h"
 
 namespace muster {
 namespace {
@@ -140,6 +142,29 @@ TEST(FromC10d, AServerThatEndsIsUnavailable) {
   server.reset();
   EXPECT_THROW(waiting.get(), Unavailable);
   EXPECT_THROW(store->set("key", "other"), Unavailable);
+}
+
+// A rank that leaves a note as it ends does not wait for ever for a server that has stopped.
+TEST(FromC10d, ANoteIsLeftInTimeOrNotAtAll) {
+  struct Stopped : c10d::HashStore {
+    Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
+      go_on.get_future().wait();
+      return c10d::HashStore::compareSet(key, expected, desired);
+    }
+    std::promise<void> go_on;
+  };
+  const auto stopped = c10::make_intrusive<Stopped>();
+  const auto store = from_c10d(stopped);
+  {
+    const store::CallsBy soon(Deadline::after(milliseconds(20)));
+    EXPECT_THROW(store->compare_set("cause", std::nullopt, "none"), Timeout);
+  }
+  {
+    const store::CallsBy later(test::patience());
+    store->set("left", "1");
+  }
+  EXPECT_EQ(stopped->get("left"), bytes("1"));
+  stopped->go_on.set_value();
 }
 
 TEST(FromC10d, NeedsAStore) {

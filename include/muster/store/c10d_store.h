@@ -22,6 +22,9 @@
 //   the bridge looks first here too: of two that erase a key at once, both may be told that they did. A key that is
 //   used with add() should not be used with compare_set().
 //
+// - Deadlines. c10d's calls have none. When a rank leaves a note in the store as it ends or fails, Muster makes the
+//   call in a thread of its own and waits for it for a limited time.
+//
 // to_c10d() makes a c10d::Store of a Muster store, for ProcessGroupGloo, NCCL and Python. It has c10d's semantics: an
 // empty expected value means "absent", get() waits for the store's own timeout, zero is no timeout. It has the extended
 // API (append, multiGet, multiSet), not the queues.

@@ -1,8 +1,5 @@
 #include "transport/tcp/hello.h"
 
-#include <ifaddrs.h>
-#include <net/if.h>
-#include <netinet/in.h>
 #include <openssl/crypto.h>
 
 #include <algorithm>
@@ -21,7 +18,6 @@ namespace muster::transport {
 namespace {
 
 constexpr std::string_view kMagic = "MUSTER\r\n", kEntryMagic = "muster1";
-constexpr size_t kMaxAddresses = 8;
 
 HelloKey parse_key(std::string_view hex) {
   HelloKey key{};
@@ -81,34 +77,6 @@ Hello Hello::parse(std::string_view bytes) {
   hello.heartbeat_ms = in.get<uint32_t>();
   for (unsigned char& c : hello.key) c = in.get<unsigned char>();
   return hello;
-}
-
-std::vector<std::string> own_addresses() {
-  ifaddrs* list = nullptr;
-  if (::getifaddrs(&list) != 0) return {"127.0.0.1"};
-  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> held(list, ::freeifaddrs);
-  std::vector<std::pair<int, std::string>> found;
-  for (const ifaddrs* one = list; one; one = one->ifa_next) {
-    if (!one->ifa_addr || !(one->ifa_flags & IFF_UP)) continue;
-    const int family = one->ifa_addr->sa_family;
-    if (family != AF_INET && family != AF_INET6) continue;
-    const store::SocketAddress address(one->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
-    const std::string host = address.host();
-    if (host.starts_with("fe80:")) continue;  // means another host on each link
-    // The bridges of containers are on many hosts the same address; who tries one reaches himself, and goes on.
-    const std::string_view name(one->ifa_name);
-    const bool is_bridge = name.starts_with("docker") || name.starts_with("br-") || name.starts_with("virbr");
-    const int order = one->ifa_flags & IFF_LOOPBACK ? 4 : (is_bridge ? 2 : 0) + (family == AF_INET6 ? 1 : 0);
-    if (order == 4 && family == AF_INET6) continue;
-    found.emplace_back(order, host);
-  }
-  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  if (found.empty()) return {"127.0.0.1"};
-  if (found.front().first < 4) std::erase_if(found, [](const auto& one) { return one.first == 4; });
-  std::vector<std::string> hosts;
-  for (auto& [order, host] : found)
-    if (hosts.size() < kMaxAddresses) hosts.push_back(std::move(host));
-  return hosts;
 }
 
 }  // namespace muster::transport

@@ -35,6 +35,7 @@ struct Entry {
 
 inline constexpr uint32_t kProtocolVersion = 1;
 inline constexpr size_t kHelloBytes = 52;
+inline constexpr size_t kMaxAddresses = 8;  // of one worker in the directory
 
 enum class Verdict : uint32_t { kWelcome, kOtherVersion, kOtherSize, kNotExpected };
 
@@ -52,8 +53,5 @@ struct Hello {
 
 // In constant time, so that a key cannot be guessed byte by byte.
 bool same_key(const HelloKey& one, const HelloKey& other);
-
-// The addresses of this host by which others may reach it, those of real interfaces first.
-std::vector<std::string> own_addresses();
 
 }  // namespace muster::transport

@@ -14,6 +14,7 @@
 #include "base/text.h"
 #include "base/thread.h"
 #include "muster/base/error.h"
+#include "store/host_address.h"
 #include "transport/peers.h"
 #include "transport/tcp/connection.h"
 #include "transport/tcp/meeting.h"
@@ -109,7 +110,8 @@ UniqueFd TcpTransport::listen(Entry& own) const {
     own.addresses = {"127.0.0.1"};
     socket = store::listen_tcp({"127.0.0.1", 0});
   } else {
-    own.addresses = options_.host.empty() ? own_addresses() : std::vector{options_.host};
+    own.addresses = options_.host.empty() ? store::own_addresses() : std::vector{options_.host};
+    if (own.addresses.size() > kMaxAddresses) own.addresses.resize(kMaxAddresses);
     try {
       socket = store::listen_tcp({"::", 0});
     } catch (const Unavailable&) {  // a host without IPv6
