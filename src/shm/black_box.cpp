@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include "base/env.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "shm/black_box_layout.h"
 
@@ -76,7 +77,7 @@ bool take(Header& header) {
   uint64_t owner = at(header.owner).load(std::memory_order_relaxed);
   do {
     if (owner == self) return true;
-    const uint64_t started = owner == 0 ? 0 : start_time_of(static_cast<int>(owner));
+    const uint64_t started = owner == 0 ? 0 : start_time_of(static_cast<pid_t>(owner));
     const uint64_t noted = at(header.owner_start).load(std::memory_order_relaxed);
     if (started != 0 && (noted == started || noted == 0)) return false;
   } while (!at(header.owner).compare_exchange_weak(owner, self, std::memory_order_relaxed));
@@ -99,18 +100,6 @@ void set(uint64_t& word, uint64_t value) { at(word).store(value, std::memory_ord
 }  // namespace
 
 uint64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
-
-uint64_t start_time_of(int pid) {
-  std::ifstream in(text("/proc/", pid, "/stat"));
-  std::string line;
-  std::getline(in, line);
-  // After the name, which may hold spaces and brackets, comes field 3.
-  std::istringstream rest(line.substr(std::min(line.size(), line.rfind(')') + 1)));
-  std::string skipped;
-  for (int field = 3; field < 22; ++field) rest >> skipped;
-  uint64_t time = 0;
-  return rest >> time ? time : 0;
-}
 
 BlackBoxState state_of(const Error& error) {
   switch (error.code()) {

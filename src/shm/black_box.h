@@ -107,9 +107,6 @@ void renumber_black_box(int fd, int rank, int world_size);
 // Unavailable where there is no memory or descriptor.
 std::shared_ptr<BlackBox> open_black_box(int rank, int world_size, bool thread_rank = false);
 
-// Start time of a process in clock ticks since boot (proc(5), field 22 of stat), which with its pid names it for good.
-// 0 where there is no such process.
-uint64_t start_time_of(int pid);
 uint64_t monotonic_ns();
 
 }  // namespace muster::shm

@@ -212,6 +212,10 @@ class Hub {
       admit();
     }
     welcome();
+    try {
+      if (board_.remove) board_.remove(key_);
+    } catch (const std::exception&) {  // it is only a key too many
+    }
     return std::move(participants_);
   }
 
@@ -430,6 +434,9 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
       for (int& peer : missing) peer = answer.get<int32_t>();
       throw not_come(known, std::move(missing), size);
     }
+    default:
+      throw Corrupt(text("rank ", known.called(0), " sent an answer of an unknown kind while the group came together"),
+                    "Run the same version of Muster on all ranks");
   }
   std::vector<Participant> participants(static_cast<size_t>(size));
   std::vector<uint32_t> counts;

@@ -13,7 +13,7 @@
 // Errors: Timeout names the ranks that did not come, on all ranks that did; PeerLost, a rank that died: the hub, or one
 // of those whose process ids are known beforehand, which a pidfd then tells at once; Mismatch, ranks that disagree
 // about the group's size; whatever the store throws (the World of an epoch that is over is not waited for). Nothing is
-// left behind in any case but a key in the store.
+// left behind; a meeting that fails leaves a key in the store.
 //
 // Thread-safety: exchange() may run in several threads at once for different (prefix, rank).
 #pragma once
@@ -38,7 +38,8 @@ struct Participant {
 struct NoticeBoard {
   std::function<void(const std::string& key, const std::string& value)> post;
   std::function<std::string(const std::string& key, Deadline deadline)> read;  // waits for it; Timeout
-  std::function<void(const std::string& key)> look = {};  // now and then while others are waited for; may throw
+  std::function<void(const std::string& key)> look = {};    // now and then while others are waited for; may throw
+  std::function<void(const std::string& key)> remove = {};  // when all have met; may throw
 };
 
 // What is known of the ranks beforehand.
@@ -62,7 +63,7 @@ std::vector<Participant> exchange(Store& store, const std::string& prefix, int r
                                   const std::vector<int>& fds, Deadline deadline, const KnownRanks& known = {}) {
   const NoticeBoard board{[&](const auto& key, const auto& value) { store.set(key, value); },
                           [&](const auto& key, Deadline until) { return store.get(key, until); },
-                          [&](const auto& key) { store.try_get(key); }};
+                          [&](const auto& key) { store.try_get(key); }, [&](const auto& key) { store.erase(key); }};
   return exchange(board, prefix, rank, size, fds, deadline, known);
 }
 

@@ -15,6 +15,7 @@
 #include <set>
 #include <thread>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "shm/black_box.h"
 #include "shm/black_box_layout.h"

@@ -22,6 +22,7 @@
 #include <random>
 #include <thread>
 
+#include "base/random.h"
 #include "base/wire.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
@@ -403,6 +404,33 @@ TEST(Exchange, AnotherHostIsUnavailable) {
                              .put(std::string_view("nonce"))
                              .bytes());
   EXPECT_THROW(exchange(*store, "gone", 1, 2, {}, soon()), Unavailable);
+}
+
+// Rank 0 of another version, or what has its place, answers with a kind that nobody knows.
+TEST(Exchange, AnUnknownAnswerIsNoWelcome) {
+  const auto store = make_memory_store();
+  const std::string name = "muster-test-" + random_hex(8);
+  UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  ASSERT_EQ(::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address),
+                   static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())),
+            0);
+  ASSERT_EQ(::listen(listener.get(), 1), 0);
+  store->set(
+      "meeting/hub",
+      WireWriter().put(std::string_view(boot_id())).put(std::string_view(name)).put(std::string_view("nonce")).bytes());
+  std::thread hub([&] {
+    const UniqueFd rank(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    std::array<char, 4096> hello{};
+    EXPECT_GT(::recv(rank.get(), hello.data(), hello.size(), 0), 0);
+    const std::string answer =
+        WireWriter().put(uint8_t{99}).put(int32_t{1}).put(uint32_t{0}).put(int32_t{::getpid()}).put(uint32_t{0}).take();
+    EXPECT_GT(::send(rank.get(), answer.data(), answer.size(), MSG_NOSIGNAL), 0);
+  });
+  EXPECT_THROW(exchange(*store, "meeting", 1, 2, {}, soon()), Corrupt);
+  hub.join();
 }
 
 // Somebody else of the same user finds the hub's socket: whatever it says, the ranks meet.
