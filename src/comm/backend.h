@@ -83,6 +83,9 @@ struct SmallCall {
   int tag = 0;
 };
 
+// Whether this thread is in a callback of an operation's future.
+bool in_callback_of_future();
+
 class Backend : public c10d::Backend {
  public:
   using c10d::Backend::Backend;
@@ -98,8 +101,12 @@ class Backend : public c10d::Backend {
   virtual const std::string& group_name() const = 0;                // "world", "group 1"
   virtual const Stragglers* stragglers() const { return nullptr; }  // null: this backend cannot tell
   virtual std::string straggler_verdict(std::chrono::nanoseconds at_least) const;
+  // At the end of a group: its rank 0 logs who was last by a second or more in all.
+  void warn_of_straggler() const;
   // Memory that all ranks of the group share, BackendContext::board words, at first 0; where the backend has any.
   virtual std::span<std::atomic<uint64_t>> board() { return {}; }
+  // Whether no asynchronous operation is under way.
+  virtual bool is_idle() const { return true; }
   // This rank ends its membership; `cause` is not empty where it ends by an error, which peers then see. Operations
   // under way fail.
   virtual void leave(const std::string& cause) = 0;

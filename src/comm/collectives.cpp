@@ -140,39 +140,39 @@ Work all_reduce_coalesced_async(const std::vector<at::Tensor>& tensors, const Re
 
 namespace {
 
-bool small_message(OpKind kind, const at::Tensor& tensor, int peer, const MessageOptions& options) {
+bool small_message(OpKind kind, const at::Tensor& tensor, int peer, const MessageOptions& options, const Site& site) {
   return options.group.backend().run_small(
-      {.kind = kind, .peer = peer, .tensor = &tensor, .timeout = options.timeout, .site = {}, .tag = options.tag});
+      {.kind = kind, .peer = peer, .tensor = &tensor, .timeout = options.timeout, .site = site, .tag = options.tag});
 }
 
 }  // namespace
 
-void send(const at::Tensor& tensor, int dst, const MessageOptions& options) {
-  if (small_message(OpKind::kSend, tensor, dst, options)) return;
-  run(options.group, message(OpKind::kSend, tensor, dst, options), {});
+void send(const at::Tensor& tensor, int dst, const MessageOptions& options, const Site& site) {
+  if (small_message(OpKind::kSend, tensor, dst, options, site)) return;
+  run(options.group, message(OpKind::kSend, tensor, dst, options), site);
 }
-int recv(const at::Tensor& tensor, int src, const MessageOptions& options) {
+int recv(const at::Tensor& tensor, int src, const MessageOptions& options, const Site& site) {
   if (src == kAnySource) {
-    Work work = irecv(tensor, src, options);
+    Work work = irecv(tensor, src, options, site);
     work.wait();
     return work.source_rank();
   }
-  if (small_message(OpKind::kRecv, tensor, src, options)) return src;
-  run(options.group, message(OpKind::kRecv, tensor, src, options), {});
+  if (small_message(OpKind::kRecv, tensor, src, options, site)) return src;
+  run(options.group, message(OpKind::kRecv, tensor, src, options), site);
   return src;
 }
-Work isend(const at::Tensor& tensor, int dst, const MessageOptions& options) {
-  return submit(options.group, message(OpKind::kSend, tensor, dst, options), {});
+Work isend(const at::Tensor& tensor, int dst, const MessageOptions& options, const Site& site) {
+  return submit(options.group, message(OpKind::kSend, tensor, dst, options), site);
 }
-Work irecv(const at::Tensor& tensor, int src, const MessageOptions& options) {
-  return submit(options.group, message(OpKind::kRecv, tensor, src, options), {});
+Work irecv(const at::Tensor& tensor, int src, const MessageOptions& options, const Site& site) {
+  return submit(options.group, message(OpKind::kRecv, tensor, src, options), site);
 }
 
-std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& operations) {
+std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& operations, const Site& site) {
   std::vector<Work> works;
   for (const auto& op : operations)
-    works.push_back(op.kind == P2POp::kSend ? isend(op.tensor, op.peer, op.options)
-                                            : irecv(op.tensor, op.peer, op.options));
+    works.push_back(op.kind == P2POp::kSend ? isend(op.tensor, op.peer, op.options, site)
+                                            : irecv(op.tensor, op.peer, op.options, site));
   return works;
 }
 

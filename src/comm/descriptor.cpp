@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <iomanip>
 #include <iterator>
@@ -51,6 +52,20 @@ void describe(const std::source_location& site, std::span<char> to) {
   file = file.substr(0, room);
   const auto end = std::copy(file.begin(), file.end(), to.begin());
   *std::copy_n(number.begin(), taken, end) = '\0';
+}
+
+namespace {
+
+std::atomic<SiteFinder> site_finder{nullptr};
+
+}  // namespace
+
+void set_site_finder(SiteFinder finder) { site_finder.store(finder, std::memory_order_release); }
+
+std::string find_site(const std::source_location& site) {
+  std::string known = describe(site);
+  const SiteFinder finder = site_finder.load(std::memory_order_acquire);
+  return known.empty() && finder ? finder() : known;
 }
 
 std::string describe(std::chrono::nanoseconds duration) {

@@ -31,6 +31,12 @@ std::string describe(const CallDescriptor& call);                     // "all_re
 std::string describe(const std::source_location& site);               // "train.cpp:17"; "" for one that is not known
 void describe(const std::source_location& site, std::span<char> to);  // the same, cut where it does not fit, with '\0'
 std::string describe(std::chrono::nanoseconds duration);              // "0.30 s"
+// Operations that come through c10d do not know where the user called. Where ranks disagree, this one is asked then, on
+// the thread that runs the operation; "" if that is not the caller's. Python's module sets it. nullptr: nobody is
+// asked.
+using SiteFinder = std::string (*)();
+void set_site_finder(SiteFinder finder);
+std::string find_site(const std::source_location& site);  // describe(site), or what the finder says
 // "operation #3 of group 'world' is not the same on all ranks: …", of two ranks and what each called.
 std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
                               const std::string& b_called);

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/env.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/store/c10d_store.h"
@@ -100,17 +101,6 @@ std::shared_ptr<Store> tcp_store(const Placement& placement, Deadline deadline) 
   }
 }
 
-// Start time of a process (proc(5), field 22 of stat), which with its pid names it for good.
-std::string start_time(pid_t pid) {
-  std::ifstream in(text("/proc/", pid, "/stat"));
-  std::string line;
-  std::getline(in, line);
-  std::istringstream rest(line.substr(std::min(line.size(), line.rfind(')') + 1)));
-  std::string field;
-  for (int i = 3; i <= 22; ++i) rest >> field;
-  return field;
-}
-
 // Launchers without a store of their own: ranks of one host meet at a socket whose name follows from the job's.
 std::shared_ptr<Store> host_store(const Placement& p, const std::string& job_name, Deadline deadline) {
   if (p.local_world_size != p.world_size)
@@ -135,7 +125,7 @@ std::shared_ptr<Store> tcp_or_host_store(const Job& job, const std::string& job_
   return env_string("MASTER_ADDR") ? tcp_store(job.placement, deadline) : host_store(job.placement, job_name, deadline);
 }
 
-std::string parent_process() { return text(::getppid(), "/", start_time(::getppid())); }
+std::string parent_process() { return text(::getppid(), "/", start_time_of(::getppid())); }
 
 void check(const Placement& p, const char* rank, const char* world_size) {
   if (p.world_size < 1)

@@ -83,17 +83,18 @@ void require_rows(const char* name, const at::Tensor& tensor) {
 
 }  // namespace
 
-at::Tensor all_reduce(const at::Tensor& input, const ReduceOptions& given) {
+at::Tensor all_reduce(const at::Tensor& input, const ReduceOptions& given, const Site& site) {
   const auto options = with_group(given);
-  const auto forward = [options](const at::Tensor& x) {
+  const auto forward = [options, site](const at::Tensor& x) {
     const at::Tensor sum = own_copy(x);
-    muster::all_reduce(sum, options);
+    muster::all_reduce(sum, options, site);
     return sum;
   };
   if (options.op != ReduceOp::MIN && options.op != ReduceOp::MAX) {
     require_linear("all_reduce", options.op);
-    return record(input, forward,
-                  [options](const at::Tensor& gradient) { return functional::all_reduce(gradient, options); });
+    return record(input, forward, [options, site](const at::Tensor& gradient) {
+      return functional::all_reduce(gradient, options, site);
+    });
   }
   const auto extreme = std::make_shared<at::Tensor>();
   auto back = options;
@@ -105,56 +106,58 @@ at::Tensor all_reduce(const at::Tensor& input, const ReduceOptions& given) {
         *extreme = x.detach().eq(result);
         return result;
       },
-      [back, extreme](const at::Tensor& gradient) { return functional::all_reduce(gradient, back) * *extreme; });
+      [back, extreme, site](const at::Tensor& gradient) {
+        return functional::all_reduce(gradient, back, site) * *extreme;
+      });
 }
 
-at::Tensor broadcast(const at::Tensor& input, int src, const CollectiveOptions& given) {
+at::Tensor broadcast(const at::Tensor& input, int src, const CollectiveOptions& given, const Site& site) {
   const auto options = with_group(given);
   return record(
       input,
       [=](const at::Tensor& x) {
         const at::Tensor copy = own_copy(x);
-        muster::broadcast(copy, src, options);
+        muster::broadcast(copy, src, options, site);
         return copy;
       },
       [=](const at::Tensor& gradient) {
-        return functional::reduce(gradient, src, {.group = options.group, .timeout = options.timeout});
+        return functional::reduce(gradient, src, {.group = options.group, .timeout = options.timeout}, site);
       });
 }
 
-at::Tensor reduce(const at::Tensor& input, int dst, const ReduceOptions& given) {
+at::Tensor reduce(const at::Tensor& input, int dst, const ReduceOptions& given, const Site& site) {
   const auto options = with_group(given);
   require_linear("reduce", options.op);
   return record(
       input,
       [=](const at::Tensor& x) {
         const at::Tensor sum = own_copy(x);
-        muster::reduce(sum, dst, options);
+        muster::reduce(sum, dst, options, site);
         return options.group.rank() == dst ? sum : at::zeros_like(sum);
       },
       [=](const at::Tensor& gradient) {
         const at::Tensor back =
-            functional::broadcast(gradient, dst, {.group = options.group, .timeout = options.timeout});
+            functional::broadcast(gradient, dst, {.group = options.group, .timeout = options.timeout}, site);
         return options.op == ReduceOp::AVG ? back / options.group.size() : back;
       });
 }
 
-at::Tensor all_gather(const at::Tensor& input, const CollectiveOptions& given) {
+at::Tensor all_gather(const at::Tensor& input, const CollectiveOptions& given, const Site& site) {
   require_rows("all_gather", input);
   const auto options = with_group(given);
   return record(
       input,
       [=](const at::Tensor& x) {
         const at::Tensor all = at::empty(with_rows(x, x.size(0) * options.group.size()), x.options());
-        muster::all_gather_into_tensor(all, x.detach(), options);
+        muster::all_gather_into_tensor(all, x.detach(), options, site);
         return all;
       },
       [=](const at::Tensor& gradient) {
-        return functional::reduce_scatter(gradient, {.group = options.group, .timeout = options.timeout});
+        return functional::reduce_scatter(gradient, {.group = options.group, .timeout = options.timeout}, site);
       });
 }
 
-at::Tensor reduce_scatter(const at::Tensor& input, const ReduceOptions& given) {
+at::Tensor reduce_scatter(const at::Tensor& input, const ReduceOptions& given, const Site& site) {
   require_rows("reduce_scatter", input);
   const auto options = with_group(given);
   require_linear("reduce_scatter", options.op);
@@ -166,16 +169,17 @@ at::Tensor reduce_scatter(const at::Tensor& input, const ReduceOptions& given) {
       input,
       [=](const at::Tensor& x) {
         const at::Tensor mine = at::empty(with_rows(x, x.size(0) / options.group.size()), x.options());
-        muster::reduce_scatter_tensor(mine, x.detach().contiguous(), options);
+        muster::reduce_scatter_tensor(mine, x.detach().contiguous(), options, site);
         return mine;
       },
       [=](const at::Tensor& gradient) {
-        const at::Tensor back = functional::all_gather(gradient, {.group = options.group, .timeout = options.timeout});
+        const at::Tensor back =
+            functional::all_gather(gradient, {.group = options.group, .timeout = options.timeout}, site);
         return options.op == ReduceOp::AVG ? back / options.group.size() : back;
       });
 }
 
-at::Tensor all_to_all(const at::Tensor& input, const AllToAllOptions& given) {
+at::Tensor all_to_all(const at::Tensor& input, const AllToAllOptions& given, const Site& site) {
   require_rows("all_to_all", input);
   const auto options = with_group(given);
   auto back = options;
@@ -186,36 +190,38 @@ at::Tensor all_to_all(const at::Tensor& input, const AllToAllOptions& given) {
         int64_t rows = options.output_splits.empty() ? x.size(0) : 0;
         for (const int64_t split : options.output_splits) rows += split;
         const at::Tensor output = at::empty(with_rows(x, rows), x.options());
-        muster::all_to_all_single(output, x.detach().contiguous(), options);
+        muster::all_to_all_single(output, x.detach().contiguous(), options, site);
         return output;
       },
-      [back](const at::Tensor& gradient) { return functional::all_to_all(gradient, back); });
+      [back, site](const at::Tensor& gradient) { return functional::all_to_all(gradient, back, site); });
 }
 
-at::Tensor send(const at::Tensor& input, int dst, const MessageOptions& given) {
+at::Tensor send(const at::Tensor& input, int dst, const MessageOptions& given, const Site& site) {
   const auto options = with_group(given);
   return record(
       input,
       [=](const at::Tensor& x) {
-        muster::send(x.detach(), dst, options);
+        muster::send(x.detach(), dst, options, site);
         return at::zeros({}, x.options());
       },
       // What comes back depends on `x`, on the other rank: autograd must know, to go on to higher orders.
-      [=](const at::Tensor& gradient, const at::Tensor& x) { return functional::recv(x * 0 * gradient, dst, options); },
+      [=](const at::Tensor& gradient, const at::Tensor& x) {
+        return functional::recv(x * 0 * gradient, dst, options, site);
+      },
       true);
 }
 
-at::Tensor recv(const at::Tensor& like, int src, const MessageOptions& given) {
+at::Tensor recv(const at::Tensor& like, int src, const MessageOptions& given, const Site& site) {
   const auto options = with_group(given);
   return record(
       like,
       [=](const at::Tensor& x) {
         const at::Tensor received = at::empty_like(x, at::MemoryFormat::Contiguous);
-        muster::recv(received, src, options);
+        muster::recv(received, src, options, site);
         return received;
       },
       [=](const at::Tensor& gradient) {
-        const at::Tensor token = functional::send(gradient.contiguous(), src, options);
+        const at::Tensor token = functional::send(gradient.contiguous(), src, options, site);
         return at::zeros_like(gradient) + token;
       });
 }

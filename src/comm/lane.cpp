@@ -31,18 +31,22 @@ void Lane::run_in_turn(const std::function<void(bool by_waiter)>& job) {
   drive([&] { return finished; });
 }
 
-void Lane::await_turn(std::unique_lock<std::mutex>& lock) {
+void Lane::await_turn(std::unique_lock<std::mutex>& lock, Deadline deadline) {
   ++waiters_;
   want();
-  if (busy()) turn_.wait(lock);
+  if (busy() && deadline.is_never())
+    turn_.wait(lock);
+  else if (busy())
+    turn_.wait_until(lock, deadline.when());
   --waiters_;
 }
 
-void Lane::drive(const std::function<bool()>& done) {
+void Lane::drive(const std::function<bool()>& done, Deadline deadline) {
   std::unique_lock lock(mutex_);
   while (!done()) {
     if (busy()) {
-      await_turn(lock);
+      if (deadline.passed()) break;
+      await_turn(lock, deadline);
     } else if (!jobs_.empty()) {
       run_first(lock, true);
     } else {

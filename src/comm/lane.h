@@ -23,6 +23,8 @@
 #include <thread>
 #include <vector>
 
+#include "muster/base/deadline.h"
+
 namespace muster::comm {
 
 class Lane {
@@ -56,9 +58,10 @@ class Lane {
       give_back_to_others();
   }
 
-  // Runs what is queued, in turn and on this thread, until done() or until nothing is queued; sleeps while another
-  // thread runs a job. done() must come to hold inside a job; it is called with the lane's lock held.
-  void drive(const std::function<bool()>& done);
+  // Runs what is queued, in its order and on this thread, until done() or until nothing is queued; sleeps while another
+  // thread runs a job, until `deadline` at most. done() must come to hold inside a job; it is called with the lane's
+  // lock held.
+  void drive(const std::function<bool()>& done, Deadline deadline = Deadline::never());
 
   void stop();
 
@@ -74,7 +77,7 @@ class Lane {
 
   void run_in_turn(const std::function<void(bool by_waiter)>& job);
   void run_first(std::unique_lock<std::mutex>& lock, bool by_waiter);
-  void await_turn(std::unique_lock<std::mutex>& lock);
+  void await_turn(std::unique_lock<std::mutex>& lock, Deadline deadline = Deadline::never());
   void give_back_to_others();
   bool busy() const { return (state_.load(std::memory_order_acquire) & kBusy) != 0; }
   void want() { state_.fetch_or(kWanted, std::memory_order_relaxed); }

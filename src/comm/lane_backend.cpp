@@ -189,9 +189,14 @@ c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
   const Deadline deadline = deadline_for(operation.timeout);
   const uint64_t ticket = log_begin(operation, shm::BlackBoxState::kRunning, Clock::now());
-  auto work = make_work(nullptr, {std::move(operation)});
+  auto work = make_work(nullptr, {std::move(operation)}, deadline);
   work->on_complete([this, ticket](const std::exception_ptr& error) { log_end(ticket, error); });
-  submit_message(work, deadline);
+  try {
+    submit_message(work, deadline);
+  } catch (...) {  // then nobody completes it
+    log_end(ticket, std::current_exception());
+    throw;
+  }
   return work;
 }
 
@@ -204,11 +209,13 @@ c10::intrusive_ptr<c10d::Work> LaneBackend::submit_batch(std::vector<Operation> 
   return enqueue(std::move(operations));
 }
 
-LaneBackend::WorkPtr LaneBackend::make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations) const {
+LaneBackend::WorkPtr LaneBackend::make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations,
+                                            Deadline deadline) const {
   const auto own = operations[0].timeout;
   const std::optional<std::chrono::milliseconds> c10d_limit =
       for_pytorch_ ? std::optional(own.count() > 0 ? own : timeout()) : std::nullopt;
-  return c10::make_intrusive<OperationWork>(getRank(), counters_, std::move(lane), std::move(operations), c10d_limit);
+  return c10::make_intrusive<OperationWork>(getRank(), counters_, std::move(lane), std::move(operations), deadline,
+                                            c10d_limit);
 }
 
 LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
@@ -217,7 +224,7 @@ LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
   std::vector<uint64_t> tickets;
   for (const auto& operation : operations)
     tickets.push_back(log_begin(operation, shm::BlackBoxState::kPosted, Clock::now()));
-  auto work = make_work(lane_, std::move(operations));
+  auto work = make_work(lane_, std::move(operations), deadline);
   const auto job = [this, work, deadline, tickets](bool by_waiter) {
     std::exception_ptr error;
     for (size_t i = 0; i < tickets.size(); ++i) {

@@ -35,6 +35,7 @@ class LaneBackend : public Backend {
   c10::intrusive_ptr<c10d::Work> submit(Operation operation) final;
   c10::intrusive_ptr<c10d::Work> submit_batch(std::vector<Operation> operations) final;
   CommStats stats() const final { return counters_->stats(); }
+  bool is_idle() const final { return counters_->under_way.load(std::memory_order_acquire) == 0; }
   const std::string& group_name() const final { return group_name_; }
   std::chrono::milliseconds timeout() const final {
     return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
@@ -99,7 +100,10 @@ class LaneBackend : public Backend {
   }
 
   // Of a message, to be completed by submit_message() or the like; its parts in the black box are the caller's.
-  WorkPtr make_message_work(Operation message) const { return make_work(nullptr, {std::move(message)}); }
+  WorkPtr make_message_work(Operation message) const {
+    const Deadline deadline = deadline_for(message.timeout);
+    return make_work(nullptr, {std::move(message)}, deadline);
+  }
   void count(const Operation& operation) { counters_->count(operation); }
   // The last of leave(), which destructors of what derives call: before what execute() needs is gone.
   void end_membership();
@@ -118,7 +122,7 @@ class LaneBackend : public Backend {
   void all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void all_reduce_sparse(const Operation& operation, Deadline deadline, bool by_waiter);
-  WorkPtr make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations) const;
+  WorkPtr make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations, Deadline deadline) const;
   WorkPtr enqueue(std::vector<Operation> operations);
 
   // The black box. Tickets are of no meaning where there is none.

@@ -180,16 +180,16 @@ ReceivedObject scatter_bytes(const std::vector<PackedObject>& parts, int src, co
   return {output, src};
 }
 
-void send_bytes(const PackedObject& object, int dst, const MessageOptions& options) {
-  send(size_of(object), dst, options);
-  send(tensor_of(object), dst, options);
+void send_bytes(const PackedObject& object, int dst, const MessageOptions& options, const Site& site) {
+  send(size_of(object), dst, options, site);
+  send(tensor_of(object), dst, options, site);
 }
 
-ReceivedObject recv_bytes(int src, const MessageOptions& options) {
+ReceivedObject recv_bytes(int src, const MessageOptions& options, const Site& site) {
   const at::Tensor size = size_of();
-  const int from = recv(size, src, options);
+  const int from = recv(size, src, options, site);
   const at::Tensor bytes = room_for(number(size), from, options.group);
-  recv(bytes, from, options);
+  recv(bytes, from, options, site);
   return {bytes, from};
 }
 

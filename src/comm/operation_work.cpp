@@ -14,6 +14,10 @@
 namespace muster::comm {
 namespace {
 
+thread_local int callbacks = 0;  // of futures, that this thread is in
+
+constexpr std::chrono::seconds kSlack{60};  // after its deadline an operation ends, and finds out the cause
+
 c10d::OpType c10d_type(const Operation& operation) {
   using c10d::OpType;
   switch (operation.kind) {
@@ -48,6 +52,8 @@ c10d::OpType c10d_type(const Operation& operation) {
 }
 
 }  // namespace
+
+bool in_callback_of_future() { return callbacks > 0; }
 
 size_t bytes_of(const Operation& operation) {
   size_t size = 0;
@@ -92,18 +98,26 @@ std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations) {
 bool profiling() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
 
 OperationWork::OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<Lane> lane,
-                             std::vector<Operation> operations, std::optional<std::chrono::milliseconds> c10d_limit)
+                             std::vector<Operation> operations, Deadline deadline,
+                             std::optional<std::chrono::milliseconds> c10d_limit)
     : c10d::Work(rank, operations.size() == 1 ? c10d_type(operations[0]) : c10d::OpType::COALESCED,
                  profiling() ? profiling_title(operations[0]) : nullptr,
                  profiling() ? std::make_optional(profiled_inputs(operations)) : std::nullopt),
       counters_(std::move(counters)),
       lane_(std::move(lane)),
       operations_(std::move(operations)),
-      c10d_limit_(c10d_limit) {}
+      latest_(deadline.is_never() ? deadline : Deadline::after(kSlack, deadline.when())),
+      c10d_limit_(c10d_limit) {
+  counters_->under_way.fetch_add(1, std::memory_order_relaxed);
+}
 
 OperationWork::OperationWork(int rank, Operation operation)
     : c10d::Work(rank, c10d_type(operation)), operations_{std::move(operation)} {
   complete();
+}
+
+OperationWork::~OperationWork() {
+  if (counters_ && !done_) counters_->under_way.fetch_sub(1, std::memory_order_release);  // it never began
 }
 
 bool OperationWork::wait(std::chrono::milliseconds timeout) {
@@ -114,18 +128,18 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
       Clock::time_point began;
       ~Account() { counters.add_blocked(Clock::now() - began); }
     } account{*counters_, began};
-    if (timeout == kNoTimeout && lane_) lane_->drive([this] { return isCompleted(); });
+    const bool unlimited = timeout == kNoTimeout;
+    if (unlimited && lane_) lane_->drive([this] { return isCompleted(); }, latest_);
     std::unique_lock lock(mutex_);
-    const auto completed = [this] { return completed_; };
-    if (timeout == kNoTimeout)
-      cv_.wait(lock, completed);
-    else if (!cv_.wait_for(lock, timeout, completed)) {
-      if (!c10d_limit_) return false;
+    const auto until = unlimited ? latest_ : Deadline::after(timeout);
+    if (!until.wait(cv_, lock, [this] { return completed_; })) {
+      const auto late = [&](auto&&... words) {
+        return std::make_exception_ptr(Timeout(text(words..., to_string(operations_[0].kind), " is still under way")));
+      };
       // c10d's own works throw.
-      std::rethrow_exception(
-          as_c10d_error(std::make_exception_ptr(
-                            Timeout(text("Operation timed out! ", to_string(operations_[0].kind), " is under way"))),
-                        timeout));
+      if (c10d_limit_) std::rethrow_exception(as_c10d_error(late("Operation timed out! "), timeout));
+      if (unlimited) std::rethrow_exception(late(kSlack.count(), " s after its deadline, "));
+      return false;
     }
   }
   const std::lock_guard lock(mutex_);
@@ -146,6 +160,7 @@ std::vector<at::Tensor> OperationWork::result() {
 bool OperationWork::end(std::exception_ptr error) {
   if (on_complete_) on_complete_(error);
   if (error && c10d_limit_) error = as_c10d_error(error, *c10d_limit_);
+  if (counters_) counters_->under_way.fetch_sub(1, std::memory_order_release);  // before any wait() returns
   finish(std::move(error));
   done_.store(true, std::memory_order_release);
   const std::lock_guard lock(mutex_);
@@ -171,6 +186,10 @@ void OperationWork::mark_future() {
     future_marked_ = true;
     future = future_;
   }
+  struct InCallback {
+    InCallback() { ++callbacks; }
+    ~InCallback() { --callbacks; }
+  } const in_callback;
   if (exception_)
     future->setError(exception_);
   else

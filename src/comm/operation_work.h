@@ -13,6 +13,7 @@
 
 #include "comm/backend.h"
 #include "comm/lane.h"
+#include "muster/base/deadline.h"
 
 namespace muster::comm {
 
@@ -20,6 +21,7 @@ namespace muster::comm {
 struct OperationCounters {
   std::atomic<uint64_t> operations{0}, bytes{0};
   std::atomic<int64_t> blocked_ns{0};
+  std::atomic<int64_t> under_way{0};  // works that have not ended
 
   // Of operations in the lane, one at a time: no locked instruction.
   std::atomic<uint64_t> lane_operations{0}, lane_bytes{0};
@@ -46,13 +48,18 @@ struct OperationCounters {
 
 class OperationWork final : public c10d::Work {
  public:
-  // `lane` is null for messages. With `c10d_limit`, the timeout that holds, it throws c10d's errors.
+  // `lane` is null for messages. `deadline`: of the operations, which fail soon after it. With `c10d_limit`, the
+  // timeout that holds, it throws c10d's errors.
   OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<Lane> lane,
-                std::vector<Operation> operations, std::optional<std::chrono::milliseconds> c10d_limit);
+                std::vector<Operation> operations, Deadline deadline,
+                std::optional<std::chrono::milliseconds> c10d_limit);
   // Of an operation that has completed.
   OperationWork(int rank, Operation operation);
+  ~OperationWork() override;
 
   bool isCompleted() override { return done_.load(std::memory_order_acquire) || c10d::Work::isCompleted(); }
+  // Without a timeout, until the operations have ended: by their deadline, and a minute later at the latest, if what
+  // should end them does not.
   bool wait(std::chrono::milliseconds timeout) override;
   std::vector<at::Tensor> result() override;
   int sourceRank() const override { return source_.load(std::memory_order_relaxed); }
@@ -74,6 +81,7 @@ class OperationWork final : public c10d::Work {
   const std::shared_ptr<OperationCounters> counters_;
   const std::shared_ptr<Lane> lane_;
   const std::vector<Operation> operations_;
+  const Deadline latest_ = Deadline::never();  // of a wait without a limit
   std::function<void(const std::exception_ptr&)> on_complete_;
   const std::optional<std::chrono::milliseconds> c10d_limit_;
   std::atomic<int> source_{-1};

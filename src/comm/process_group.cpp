@@ -138,7 +138,10 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
         .black_box = memberships.black_box(rank, size),
         .members = meet_members(*ours, prefix, rank, size, host_identity(), Deadline::after(options.timeout)),
         .for_pytorch = true,
-        .on_leave = [&memberships](const Backend* backend) { memberships.remove(backend); }};
+        .on_leave = [&memberships](const Backend* backend) {
+          memberships.remove(backend);
+          backend->warn_of_straggler();
+        }};
     const int me = context.members[static_cast<size_t>(rank)].host;
     const auto here =
         std::count_if(context.members.begin(), context.members.end(), [me](const Member& m) { return m.host == me; });
@@ -159,6 +162,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, std::move(backend));
   return group;
+}
+
+std::string straggler_verdict(const c10d::Backend& backend, std::chrono::nanoseconds at_least) {
+  const auto* const ours = dynamic_cast<const Backend*>(&backend);
+  TORCH_CHECK_VALUE(ours, "the group's backend is '", backend.getBackendName(), "', not 'muster'");
+  return ours->straggler_verdict(at_least);
 }
 
 void leave_process_groups(const std::string& cause) { Memberships::instance().leave(cause); }

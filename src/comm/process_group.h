@@ -33,6 +33,9 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
 c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                             int size, const ProcessGroupOptions& options = {});
 
+// Group::straggler_verdict() of such a backend. c10::ValueError for another one.
+std::string straggler_verdict(const c10d::Backend& backend, std::chrono::nanoseconds at_least);
+
 // For the end of the process: leaves all groups that are left. Peers who need this rank later hear `cause`, or that it
 // left. Does nothing in a fork.
 void leave_process_groups(const std::string& cause);

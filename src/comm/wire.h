@@ -33,7 +33,7 @@ struct WireBroken : std::runtime_error {
 
 enum class WireKind : uint8_t { kAnnouncement, kData, kMessage, kReady, kPayload };
 inline constexpr int kWireKinds = 5;
-inline constexpr size_t kShortMessage = 256;
+inline constexpr size_t kShortMessage = 304;
 inline constexpr uint32_t kWireTags = uint32_t{1} << 28;  // tags are below
 
 struct WireTag {

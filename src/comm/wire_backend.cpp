@@ -95,7 +95,7 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
       gone_.insert(peer);
       if (left_) return;
     }
-    wait_on_a_thread([this, peer] { look_after(peer); });
+    on_a_thread_or_here([this, peer] { look_after(peer); });
   });
   if (!watch_ || members_.empty()) return;
   // Processes of this host are watched: their end is known at once, and for sure.
@@ -107,21 +107,27 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
   for (const pid_t pid : pids)
     if (pid > 0) watched.push_back(pid);
   subscription_ = watch_->subscribe(watched, [this, pids](pid_t dead) {
-    bool lost = false;
-    for (size_t r = 0; r < pids.size(); ++r) {
-      // A process may end that has left the group; who waits for its rank nevertheless hears that from the wire.
-      if (pids[r] != dead || has_left(static_cast<int>(r))) continue;
-      {
-        const std::lock_guard lock(state_mutex_);
-        dead_.insert(static_cast<int>(r));
-      }
-      lost = true;
-      say(text("died/", r));  // to ranks on other hosts
-    }
-    if (!lost) return;
-    say_broke(false);
-    wire_->close();
+    // It asks the store, which may not answer: so not on the watch's thread, on which other groups hear of deaths.
+    on_a_thread_or_here([this, pids, dead] { note_death(pids, dead); });
   });
+}
+
+// The process `dead` has ended; `pids`: of the ranks on this host, else 0.
+void WireBackend::note_death(const std::vector<pid_t>& pids, pid_t dead) {
+  bool lost = false;
+  for (size_t r = 0; r < pids.size(); ++r) {
+    // A process may end that has left the group; a rank that nevertheless waits for it hears that from the wire.
+    if (pids[r] != dead || has_left(static_cast<int>(r))) continue;
+    {
+      const std::lock_guard lock(state_mutex_);
+      dead_.insert(static_cast<int>(r));
+    }
+    lost = true;
+    say(text("died/", r));  // to ranks on other hosts
+  }
+  if (!lost) return;
+  say_broke(false);
+  wire_->close();
 }
 
 // The wire to `peer` has ended. Where it left as ranks do, that concerns only who waits for it, and finds out by that.

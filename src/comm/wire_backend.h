@@ -108,7 +108,9 @@ class WireBackend final : public LaneBackend {
   std::string describe_message(const Operation& operation) const;
   void complete_on_a_thread(const WorkPtr& work, std::shared_ptr<MessageTransfer> transfer, Deadline deadline,
                             Clock::time_point began);
-  void wait_on_a_thread(std::function<void()> job);
+  void wait_on_a_thread(std::function<void()> job);  // Unavailable: no thread can be started
+  void on_a_thread_or_here(const std::function<void()>& job);
+  void work_on_jobs();
   bool others_gone(const std::function<std::string()>& what, Clock::time_point began);
 
   // --- failure ---
@@ -124,6 +126,7 @@ class WireBackend final : public LaneBackend {
   bool has_died(int rank) const;
   bool lives(int rank) const;
   void look_after(int peer);
+  void note_death(const std::vector<pid_t>& pids, pid_t dead);
   void say(const std::string& fact);
   void say_broke(bool timed_out);
   std::string key(const std::string& name) const { return prefix_ + "/" + name; }

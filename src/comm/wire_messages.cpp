@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <system_error>
 
 #include "base/text.h"
 #include "base/thread.h"
@@ -15,6 +16,7 @@ struct WireBackend::MessageHeader {
   uint32_t number = 0;  // the tag of the payload, where it does not fit here
   uint8_t dtype = 0;
   std::array<uint8_t, 3> unused{};
+  std::array<char, 48> site{};  // where it was sent from, "train.cpp:17"
   std::array<std::byte, 240> payload{};
 };
 
@@ -32,6 +34,7 @@ class WireBackend::MessageTransfer {
     }
     header_.bytes = tensor_.nbytes();
     header_.dtype = static_cast<uint8_t>(tensor_.scalar_type());
+    describe(operation.site, header_.site);
     if (fits())
       copy_bytes(header_.payload.data(), data_of(tensor_), header_.bytes);
     else
@@ -57,11 +60,12 @@ class WireBackend::MessageTransfer {
       return peer;
     }
     if (header_.bytes != tensor_.nbytes() || header_.dtype != static_cast<uint8_t>(tensor_.scalar_type()))
-      throw Mismatch(
-          text("recv on rank ", backend_.shown(backend_.getRank()), " expects ",
-               show(tensor_.nbytes(), tensor_.scalar_type()), " with tag ", operation_.tag, ", but rank ",
-               backend_.shown(peer), " sent ", show(header_.bytes, static_cast<at::ScalarType>(header_.dtype))),
-          kMismatchAdvice);
+      throw Mismatch(text("recv on rank ", backend_.shown(backend_.getRank()), in_brackets(find_site(operation_.site)),
+                          " expects ", show(tensor_.nbytes(), tensor_.scalar_type()), " with tag ", operation_.tag,
+                          ", but rank ", backend_.shown(peer),
+                          in_brackets({header_.site.data(), ::strnlen(header_.site.data(), header_.site.size())}),
+                          " sent ", show(header_.bytes, static_cast<at::ScalarType>(header_.dtype))),
+                     kMismatchAdvice);
     if (fits()) {
       copy_bytes(data_of(tensor_), header_.payload.data(), header_.bytes);
     } else {
@@ -79,6 +83,7 @@ class WireBackend::MessageTransfer {
   bool fits() const { return header_.bytes <= header_.payload.size(); }
   WireTag ready() const { return {WireKind::kReady, header_.number}; }
   WireTag payload() const { return {WireKind::kPayload, header_.number}; }
+  static std::string in_brackets(const std::string& site) { return site.empty() ? site : text(" (", site, ")"); }
   static std::string show(size_t bytes, at::ScalarType dtype) {
     return text(bytes / c10::elementSize(dtype), " x ", c10::toString(dtype), " (", bytes, " bytes)");
   }
@@ -190,20 +195,37 @@ void WireBackend::wait_on_a_thread(std::function<void()> job) {
   jobs_.push_back(std::move(job));
   job_.notify_one();
   if (idle_ >= jobs_.size()) return;
-  threads_.push_back(start_thread("muster-message", [this] {
-    std::unique_lock mine(threads_mutex_);
-    for (;;) {
-      ++idle_;
-      job_.wait(mine, [this] { return stop_threads_ || !jobs_.empty(); });
-      --idle_;
-      if (jobs_.empty()) return;
-      const auto next = std::move(jobs_.front());
-      jobs_.pop_front();
-      mine.unlock();
-      next();
-      mine.lock();
-    }
-  }));
+  try {
+    threads_.push_back(start_thread("muster-message", [this] { work_on_jobs(); }));
+  } catch (const std::system_error& error) {
+    jobs_.pop_back();
+    throw Unavailable(text("rank ", shown(getRank()), " cannot start a thread: ", error.what()),
+                      "Raise the limit on processes (ulimit -u)");
+  }
+}
+
+void WireBackend::on_a_thread_or_here(const std::function<void()>& job) {
+  try {
+    wait_on_a_thread(job);
+  } catch (const Unavailable&) {
+    job();
+  }
+}
+
+void WireBackend::work_on_jobs() {
+  std::unique_lock mine(threads_mutex_);
+  for (;;) {
+    ++idle_;
+    job_.wait(mine, [this] { return stop_threads_ || !jobs_.empty(); });
+    --idle_;
+    if (jobs_.empty()) return;
+    auto next = std::move(jobs_.front());
+    jobs_.pop_front();
+    mine.unlock();
+    next();
+    next = nullptr;  // what it holds may be the user's, so it is released without the lock
+    mine.lock();
+  }
 }
 
 }  // namespace muster::comm

@@ -34,9 +34,10 @@ struct World::State : World::Parts {
   std::shared_ptr<Heap> heap;
   std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank; null for those of other hosts
   std::shared_ptr<shm::BlackBox> black_box;
-  std::mutex groups_mutex;                            // guards what abort() needs, the next two
-  std::vector<std::shared_ptr<Group::State>> groups;  // groups[0]: the default group
-  std::optional<std::string> aborted;                 // why
+  std::mutex groups_mutex;                          // guards what abort() needs, the next two
+  std::vector<std::weak_ptr<Group::State>> groups;  // those that have handles; the default group first
+  std::optional<std::string> aborted;               // why
+  const std::shared_ptr<LingeringGroups> lingering = std::make_shared<LingeringGroups>();
   Group group;
   mutable std::mutex components_mutex;
   std::vector<std::pair<std::type_index, std::shared_ptr<void>>> components;
@@ -47,6 +48,7 @@ struct World::State : World::Parts {
   std::shared_ptr<Group::State> make_group(const std::string& name, const std::vector<int>& ranks);
   void meet(Deadline deadline);
   void leave();
+  std::vector<std::shared_ptr<Group::State>> alive_groups();
 };
 
 namespace {
@@ -95,7 +97,10 @@ void World::State::meet(Deadline deadline) {
 }
 
 std::shared_ptr<Group::State> World::State::make_group(const std::string& name, const std::vector<int>& ranks) {
-  auto group = std::make_shared<Group::State>();
+  lingering->end_idle();
+  const std::shared_ptr<Group::State> group(new Group::State, [lingering = lingering](Group::State* state) {
+    lingering->take(std::unique_ptr<Group::State>(state));
+  });
   group->ranks = ranks;
   const auto mine = std::find(ranks.begin(), ranks.end(), placement.rank);
   if (mine != ranks.end()) {
@@ -128,6 +133,7 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
   std::optional<std::string> why;
   {
     const std::lock_guard lock(groups_mutex);
+    std::erase_if(groups, [](const auto& other) { return other.expired(); });
     groups.push_back(group);
     why = aborted;
   }
@@ -136,15 +142,26 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
 }
 
 void World::State::leave() {
-  if (placement.rank == 0 && !groups.empty() && groups[0]->backend) {
-    const std::string verdict = group.straggler_verdict(std::chrono::seconds(1));
-    if (!verdict.empty()) {
-      MUSTER_LOG(kWarning) << verdict;
-    }
-  }
+  const auto released = lingering->all();
+  std::vector<Group::State*> all;
+  for (const auto& state : released) all.push_back(state.get());
+  const auto alive = alive_groups();
   // The default group last: it is the one whose peers learn why.
-  for (auto group = groups.rbegin(); group != groups.rend(); ++group)
-    if ((*group)->backend) (*group)->backend->leave(cause);
+  for (auto state = alive.rbegin(); state != alive.rend(); ++state) all.push_back(state->get());
+  for (Group::State* const state : all) {
+    state->world_has_left = true;
+    if (state->backend) state->backend->warn_of_straggler();
+  }
+  for (Group::State* const state : all)
+    if (state->backend) state->backend->leave(cause);
+}
+
+std::vector<std::shared_ptr<Group::State>> World::State::alive_groups() {
+  std::vector<std::shared_ptr<Group::State>> alive;
+  const std::lock_guard lock(groups_mutex);
+  for (const auto& each : groups)
+    if (auto state = each.lock()) alive.push_back(std::move(state));
+  return alive;
 }
 
 World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options)
@@ -246,14 +263,12 @@ const Group& World::group() const { return state_->group; }
 
 void World::abort(const std::string& why) noexcept {
   try {
-    std::vector<std::shared_ptr<Group::State>> groups;
     {
       const std::lock_guard lock(state_->groups_mutex);
       state_->aborted = why;
-      groups = state_->groups;
     }
     const Aborted error(why);
-    for (const auto& group : groups) try {
+    for (const auto& group : state_->alive_groups()) try {
         if (group->backend) group->backend->fail(error);
       } catch (const std::exception& failed) {
         MUSTER_LOG(kError) << "rank " << state_->placement.rank << " cannot abort a group: " << failed.what();

@@ -450,6 +450,7 @@ TEST_P(Forms, TheBlackBoxKnowsEveryOperation) {
     else
       recv(at::ones({3}), 0, {.tag = 4});
     EXPECT_THROW(all_reduce(at::ones({100 + world.rank()})), Mismatch);
+    EXPECT_THROW(isend(at::ones({3}), 1 - world.rank()), Mismatch);  // it does not even begin
     // Nobody's box goes while others look at all of them. (The group has failed: by the store.)
     struct Meet {
       Store& store;
@@ -475,7 +476,8 @@ TEST_P(Forms, TheBlackBoxKnowsEveryOperation) {
                            "world: all_reduce Float 400 -1 #0 done", "world: broadcast Double 40 1 #1 done",
                            "group 1: barrier Byte 0 -1 #0 done",
                            text("world: ", me == 0 ? "send" : "recv", " Float 12 ", 1 - me, " tag 4 done"),
-                           text("world: all_reduce Float ", 400 + 4 * me, " -1 #2 failed")}));
+                           text("world: all_reduce Float ", 400 + 4 * me, " -1 #2 failed"),
+                           text("world: send Float 12 ", 1 - me, " tag 0 failed")}));
       return;
     }
     ADD_FAILURE() << "no black box";

@@ -161,5 +161,15 @@ TEST_P(Functional, WhatIsNotDifferentiable) {
   });
 }
 
+TEST_P(Functional, AMismatchNamesTheUsersLines) {
+  run(2, [](World& world) {
+    const int64_t rows = world.rank() == 0 ? 3 : 4;
+    const at::Tensor x = at::ones({rows}).set_requires_grad(true);
+    const auto text = message_of<Mismatch>([&] { functional::broadcast(x); });
+    const auto first = text.find("(comm_functional_test.cpp:"), last = text.rfind("(comm_functional_test.cpp:");
+    EXPECT_NE(first, last) << text;
+  });
+}
+
 }  // namespace
 }  // namespace muster::test

@@ -5,7 +5,14 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <barrier>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <iterator>
+#include <memory>
+#include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -206,6 +213,76 @@ TEST_P(Groups, HandleOutlivesItsWorld) {
 }
 
 // The other way in: as c10d::Backend, for code that speaks c10d.
+// A long job may make groups again and again: when the last handle goes, a group leaves nothing behind.
+TEST_P(Groups, ThatAreReleasedLeaveNothingBehind) {
+  const auto entries = [](const char* folder) {
+    const auto list = std::filesystem::directory_iterator(folder);
+    return std::distance(begin(list), end(list));
+  };
+  const auto mappings = [] {
+    std::ifstream in("/proc/self/maps");
+    return std::count(std::istreambuf_iterator<char>(in), {}, '\n');
+  };
+  run(2, [&](World& world) {
+    const auto use_one = [&](bool forget) {
+      const Group group = world.new_group({1, 0});
+      at::Tensor t = at::ones({1000});
+      all_reduce(t, {.group = group});
+      all_reduce_async(t, {.group = group}).wait();
+      Work forgotten = all_reduce_async(t, {.group = group});
+      const int other = 1 - world.rank();
+      Work sent = isend(t, group.rank() == 0 ? 1 : 0, {.group = group});
+      recv(at::zeros({1000}), group.rank() == 0 ? 1 : 0, {.group = group});
+      sent.wait();
+      if (!forget) forgotten.wait();
+      EXPECT_EQ(group.global_rank(1 - group.rank()), other);
+    };
+    for (int i = 0; i < 3; ++i) use_one(true);  // what is made once, and stays
+    use_one(false);
+    world.new_group({0});  // ends those that lingered
+    barrier();
+    const auto descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task"), maps = mappings();
+    const auto keys = world.store().num_keys();
+    barrier();
+    const bool is_shm = world.group().backend_name() == "shm";
+    const int many = is_shm ? 60 : 20;
+    for (int i = 0; i < many; ++i) use_one(true);
+    use_one(false);
+    world.new_group({0});
+    barrier();
+    // A group whose last operation was still under way lingers: there may be one or two more than before.
+    EXPECT_LT(entries("/proc/self/fd"), descriptors + many);
+    EXPECT_LT(entries("/proc/self/task"), threads + many);
+    EXPECT_LT(mappings(), maps + many);
+    if (is_shm) {
+      EXPECT_LT(world.store().num_keys(), keys + many);
+    }
+    barrier();
+  });
+}
+
+// The handle goes while an operation is under way, and in a callback of the group's own.
+TEST_P(Groups, AnOperationGoesOnWhenTheLastHandleGoes) {
+  run(2, [](World& world) {
+    at::Tensor t = at::ones({1000});
+    Work work = all_reduce_async(t, {.group = world.new_group({0, 1})});
+    work.wait();
+    EXPECT_TRUE(t.eq(2).all().item<bool>());
+    auto handle = std::make_shared<std::optional<Group>>(world.new_group({0, 1}));
+    Work last = all_reduce_async(t, {.group = **handle});
+    std::promise<void> gone;
+    last.c10d_work()->getFuture()->addCallback([handle, &gone](auto&) {
+      handle->reset();
+      gone.set_value();
+    });
+    handle.reset();
+    last.wait();
+    ASSERT_EQ(gone.get_future().wait_until(patience().when()), std::future_status::ready);
+    EXPECT_TRUE(t.eq(4).all().item<bool>());
+    barrier();
+  });
+}
+
 TEST_P(Groups, SpeakC10d) {
   run(2, [](World& world) {
     const auto backend = world.group().c10d_backend();

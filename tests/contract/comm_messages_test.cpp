@@ -1,6 +1,7 @@
 // send and recv: tags, order, sizes, both directions, oneself, and what does not fit.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -10,8 +11,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <future>
+#include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "base/fd.h"
 #include "muster/comm/collectives.h"
@@ -114,6 +118,40 @@ TEST_P(Messages, WaitedForInReverse) {
     for (int i = kMany - 1; i >= 0; --i) {
       works[static_cast<size_t>(i)].wait();
       EXPECT_TRUE(tensors[static_cast<size_t>(i)].eq(i).all().item<bool>()) << i;
+    }
+  });
+}
+
+// What a message held is the user's, and may do anything when it goes: here it sends another message.
+TEST_P(Messages, WhatTheTensorOwnsMaySendWhenItIsReleased) {
+  run(2, [](World& world) {
+    constexpr int64_t kCount = 300'000;
+    if (world.rank() == 0) {
+      std::promise<Work> last_words;
+      auto data = std::make_unique<std::vector<float>>(kCount, 1.0f);
+      {
+        const World* const current = &world;
+        auto* const owned = data.release();
+        at::Tensor t = at::from_blob(
+            owned->data(), {kCount},
+            [owned, current, &last_words](void*) {
+              delete owned;
+              last_words.set_value(isend(number(7), 1, {.tag = 2, .group = current->group()}));
+            },
+            at::kFloat);
+        isend(std::move(t), 1, {.tag = 1});  // the work, too, is forgotten
+      }
+      say(world, "forgotten");
+      auto work = last_words.get_future();
+      ASSERT_EQ(work.wait_until(patience().when()), std::future_status::ready);
+      work.get().wait();
+    } else {
+      hear(world, "forgotten");
+      at::Tensor t = at::zeros({kCount}), n = number(0);
+      recv(t, 0, {.tag = 1});
+      recv(n, 0, {.tag = 2});
+      EXPECT_TRUE(t.eq(1).all().item<bool>());
+      EXPECT_EQ(n.item<int64_t>(), 7);
     }
   });
 }
@@ -309,6 +347,8 @@ TEST_P(Messages, AnotherSizeOrDtypeIsMismatch) {
           EXPECT_CONTAINS(text, "Float");
           EXPECT_CONTAINS(text, dtype ? "Int" : "44 bytes");
           EXPECT_CONTAINS(text, "40 bytes");
+          const auto first = text.find("(comm_messages_test.cpp:"), last = text.rfind("(comm_messages_test.cpp:");
+          EXPECT_NE(first, last) << text;  // where both called
           say(world, "seen");
           EXPECT_THROW(recv(t, 0), Mismatch);
         }

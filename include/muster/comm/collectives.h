@@ -1,8 +1,9 @@
 // Collective and point-to-point operations, in PyTorch's words.
 //
 // Every function has a blocking form, which returns when this rank's part is complete, and an asynchronous one
-// (`…_async`, isend, irecv) that returns a Work at once. Without `.group` they run in the default group of the calling
-// thread's World.
+// (`…_async`, isend, irecv) that returns a Work immediately. Without `.group` they run in the default group of the
+// calling thread's World. With backend nccl an operation is complete when it is enqueued on the current CUDA stream, as
+// in PyTorch: what is enqueued there later sees its result, the host must synchronize first.
 //
 // Tensors: dense CPU tensors of any dtype for movement (8-bit floats too). Reductions: SUM, AVG, PRODUCT, MIN and MAX
 // of float64, float32, bfloat16, float16 and all integers; SUM, AVG and PRODUCT of complex; bitwise BAND, BOR and BXOR
@@ -139,11 +140,11 @@ Work all_reduce_coalesced_async(const std::vector<at::Tensor>& tensors, const Re
 // One tensor from this rank to dst. A small message is buffered, and send returns at once; a large one waits for the
 // receiver. Messages between two ranks with one tag arrive in the order sent. Sender and receiver must agree in size
 // and dtype, else the receiver throws Mismatch.
-void send(const at::Tensor& tensor, int dst, const MessageOptions& options = {});
+void send(const at::Tensor& tensor, int dst, const MessageOptions& options = {}, const Site& site = Site::current());
 // recv returns the rank that the message came from: src; or, for kAnySource, any rank of the group, this one included.
-int recv(const at::Tensor& tensor, int src, const MessageOptions& options = {});
-Work isend(const at::Tensor& tensor, int dst, const MessageOptions& options = {});
-Work irecv(const at::Tensor& tensor, int src, const MessageOptions& options = {});
+int recv(const at::Tensor& tensor, int src, const MessageOptions& options = {}, const Site& site = Site::current());
+Work isend(const at::Tensor& tensor, int dst, const MessageOptions& options = {}, const Site& site = Site::current());
+Work irecv(const at::Tensor& tensor, int src, const MessageOptions& options = {}, const Site& site = Site::current());
 
 // Several messages at once, in the order given.
 struct P2POp {
@@ -152,7 +153,7 @@ struct P2POp {
   int peer;
   MessageOptions options = {};
 };
-std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& operations);
+std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& operations, const Site& site = Site::current());
 
 // Returns when every rank has called it.
 void barrier(const CollectiveOptions& options = {}, const Site& site = Site::current());

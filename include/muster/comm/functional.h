@@ -28,21 +28,27 @@
 
 namespace muster::functional {
 
-at::Tensor all_reduce(const at::Tensor& input, const ReduceOptions& options = {});
-at::Tensor broadcast(const at::Tensor& input, int src = 0, const CollectiveOptions& options = {});
-at::Tensor reduce(const at::Tensor& input, int dst = 0, const ReduceOptions& options = {});
+at::Tensor all_reduce(const at::Tensor& input, const ReduceOptions& options = {}, const Site& site = Site::current());
+at::Tensor broadcast(const at::Tensor& input, int src = 0, const CollectiveOptions& options = {},
+                     const Site& site = Site::current());
+at::Tensor reduce(const at::Tensor& input, int dst = 0, const ReduceOptions& options = {},
+                  const Site& site = Site::current());
 // Along dimension 0: size() times as many rows.
-at::Tensor all_gather(const at::Tensor& input, const CollectiveOptions& options = {});
+at::Tensor all_gather(const at::Tensor& input, const CollectiveOptions& options = {},
+                      const Site& site = Site::current());
 // Along dimension 0, which must be divisible by size(): this rank's part of the reduction.
-at::Tensor reduce_scatter(const at::Tensor& input, const ReduceOptions& options = {});
+at::Tensor reduce_scatter(const at::Tensor& input, const ReduceOptions& options = {},
+                          const Site& site = Site::current());
 // As all_to_all_single; the output has output_splits' rows, or as many as the input.
-at::Tensor all_to_all(const at::Tensor& input, const AllToAllOptions& options = {});
+at::Tensor all_to_all(const at::Tensor& input, const AllToAllOptions& options = {}, const Site& site = Site::current());
 
 // Sends `input`. The token returned is zero; add it to the loss (and to what is differentiated again), or nothing asks
 // for the gradient that the receiver sends back.
-[[nodiscard]] at::Tensor send(const at::Tensor& input, int dst, const MessageOptions& options = {});
+[[nodiscard]] at::Tensor send(const at::Tensor& input, int dst, const MessageOptions& options = {},
+                              const Site& site = Site::current());
 // A tensor like `like`, which is only looked at for its shape and dtype. Where `like` requires a gradient, it gets one
 // of zeros.
-at::Tensor recv(const at::Tensor& like, int src, const MessageOptions& options = {});
+at::Tensor recv(const at::Tensor& like, int src, const MessageOptions& options = {},
+                const Site& site = Site::current());
 
 }  // namespace muster::functional

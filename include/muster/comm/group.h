@@ -71,8 +71,8 @@ class Group {
   // By rank, of collectives so far, over a wire but the last (docs/backends.md); empty for a backend that cannot tell.
   std::vector<Straggler> stragglers() const;
   // The same in a sentence, where one rank (or host) holds up the others: it comes last to two thirds of the
-  // collectives and costs `at_least` and more than a twentieth of the time since the group was made. Else "". Rank 0
-  // says it for the default group when its World ends, where a second or more was lost.
+  // collectives and costs `at_least` and more than a twentieth of the time since the group was made. Else "". When a
+  // group ends, its rank 0 logs the sentence if a second or more was lost.
   std::string straggler_verdict(std::chrono::nanoseconds at_least = {}) const;
 
   // The backend itself, for code that speaks c10d. InvalidArgument where this rank is not a member.

@@ -70,8 +70,8 @@ std::vector<ReceivedObject> gather_bytes(const PackedObject& mine, int dst, cons
                                          const Site& site);
 ReceivedObject scatter_bytes(const std::vector<PackedObject>& parts, int src, const CollectiveOptions& options,
                              const Site& site);
-void send_bytes(const PackedObject& object, int dst, const MessageOptions& options);
-ReceivedObject recv_bytes(int src, const MessageOptions& options);
+void send_bytes(const PackedObject& object, int dst, const MessageOptions& options, const Site& site);
+ReceivedObject recv_bytes(int src, const MessageOptions& options, const Site& site);
 void check_scattered(size_t objects, int src, const Group& group);
 
 [[noreturn]] void cannot_pack(const std::type_info& type, std::string_view why);
@@ -154,12 +154,12 @@ T scatter_object(const std::vector<T>& objects, int src = 0, const CollectiveOpt
 // other messages with it must not come in between. `source` receives the rank that it came from, where src is
 // kAnySource.
 template <typename T>
-void send_object(const T& object, int dst, const MessageOptions& options = {}) {
-  detail::send_bytes(detail::pack_object(object), dst, options);
+void send_object(const T& object, int dst, const MessageOptions& options = {}, const Site& site = Site::current()) {
+  detail::send_bytes(detail::pack_object(object), dst, options, site);
 }
 template <typename T>
-T recv_object(int src, const MessageOptions& options = {}, int* source = nullptr) {
-  const auto received = detail::recv_bytes(src, options);
+T recv_object(int src, const MessageOptions& options = {}, int* source = nullptr, const Site& site = Site::current()) {
+  const auto received = detail::recv_bytes(src, options, site);
   if (source) *source = received.from;
   return detail::unpack_object<T>(received);
 }

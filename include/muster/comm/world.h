@@ -71,6 +71,7 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
   const Group& group() const;  // every rank
   // A group of some ranks (global ranks, in the order that they shall have). Every rank of the World must call it, with
   // the same ranks and in the same order of calls; those that are not in it get a handle with is_member() == false.
+  // When the last handle of the group goes, this rank leaves it: soon after operations that are still under way.
   Group new_group(const std::vector<int>& ranks);
 
   // Ends what this World can do: operations of all its groups, under way or to come, throw Aborted with `why`, on all

@@ -1,4 +1,5 @@
 // The table of backends. A new one is a folder here and a row below.
+#include "base/log.h"
 #include "base/text.h"
 #include "comm/backend.h"
 #include "comm/backends/fake/fake_backend.h"
@@ -35,6 +36,14 @@ const std::vector<BackendEntry>& backends() {
 std::string Backend::straggler_verdict(std::chrono::nanoseconds at_least) const {
   const auto* const known = stragglers();
   return known ? known->verdict(group_name(), at_least) : std::string();
+}
+
+void Backend::warn_of_straggler() const {
+  if (getRank() != 0) return;
+  const std::string verdict = straggler_verdict(std::chrono::seconds(1));
+  if (!verdict.empty()) {
+    MUSTER_LOG(kWarning) << verdict;
+  }
 }
 
 Backend::Taken Backend::take_message(const Operation& receive, int) {

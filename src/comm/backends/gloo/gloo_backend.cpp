@@ -3,23 +3,20 @@
 #ifdef MUSTER_HAS_GLOO
 
 #include <ATen/ops/from_blob.h>
-#include <netdb.h>
-#include <pthread.h>
-#include <sys/socket.h>
 
-#include <csignal>
 #include <cstring>
 #include <limits>
 #include <set>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/env.h"
-#include "base/fd.h"
+#include "base/signals_blocked.h"
 #include "base/text.h"
 #include "base/thread.h"
 #include "comm/mailbox.h"
 #include "comm/wire_backend.h"
 #include "muster/store/c10d_store.h"
+#include "store/host_address.h"
 
 namespace muster::comm::gloo_backend {
 namespace {
@@ -43,31 +40,9 @@ struct Connections {
 };
 
 // Gloo writes to its sockets such that a connection which the peer has closed raises SIGPIPE, which by default ends the
-// process without a word. (Python ignores it.) Blocked while Gloo runs on the caller's thread, and in the threads that
-// Gloo starts meanwhile.
-class NoBrokenPipe {
- public:
-  NoBrokenPipe() {
-    sigemptyset(&pipe_);
-    sigaddset(&pipe_, SIGPIPE);
-    sigset_t pending;
-    sigpending(&pending);
-    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
-    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
-  }
-  ~NoBrokenPipe() {
-    if (sigismember(&before_, SIGPIPE) == 1) return;
-    const timespec at_once{};
-    if (!was_pending_) ::sigtimedwait(&pipe_, nullptr, &at_once);
-    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  NoBrokenPipe(const NoBrokenPipe&) = delete;
-  NoBrokenPipe& operator=(const NoBrokenPipe&) = delete;
-
- private:
-  sigset_t pipe_, before_;
-  bool was_pending_ = false;
-};
+// process without a word. (Python ignores it.) So it is blocked while Gloo runs on the caller's thread, and in the
+// threads that Gloo starts meanwhile.
+using NoBrokenPipe = WriteSignalsBlocked;
 
 // A short message as it travels.
 struct Frame {
@@ -218,32 +193,14 @@ class GlooWire final : public Wire {
   std::vector<std::thread> threads_;
 };
 
-// The address of this host on the way to `target`; "" where there is none. Connecting a datagram socket sends nothing.
-std::string address_towards(const std::string& target) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_DGRAM;
-  if (::getaddrinfo(target.c_str(), "9", &hints, &found) != 0) return {};
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, &::freeaddrinfo);
-  for (const addrinfo* entry = found; entry; entry = entry->ai_next) {
-    const UniqueFd fd(::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    if (!fd || ::connect(fd.get(), entry->ai_addr, entry->ai_addrlen) != 0) continue;
-    sockaddr_storage own{};
-    socklen_t length = sizeof own;
-    std::array<char, NI_MAXHOST> name{};
-    if (::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
-        ::getnameinfo(reinterpret_cast<sockaddr*>(&own), length, name.data(), name.size(), nullptr, 0,
-                      NI_NUMERICHOST) == 0)
-      return name.data();
-  }
-  return {};
-}
-
 std::shared_ptr<::gloo::transport::Device> device_for(const BackendContext& context) {
   if (const auto interface = env_string("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*interface);
-  if (const auto master = env_string("MASTER_ADDR"))
-    if (const auto address = address_towards(*master); !address.empty()) return Gloo::createDeviceForHostname(address);
+  // With MUSTER_HOST several hosts are one machine's containers or tests, which a loopback address may join.
   const bool may_be_far = !on_one_host(context.members) && !env_string("MUSTER_HOST");
-  return may_be_far ? Gloo::createDefaultDevice() : Gloo::createDeviceForHostname("127.0.0.1");
+  std::vector<std::string> towards;
+  if (const auto master = env_string("MASTER_ADDR")) towards.push_back(store::address_towards(*master));
+  if (const auto address = env_string("MUSTER_STORE")) towards.push_back(store::address_towards_store(*address));
+  return Gloo::createDeviceForHostname(store::address_for_peers(towards, store::own_addresses(), may_be_far));
 }
 
 }  // namespace

@@ -155,7 +155,9 @@ void Channel::mismatch(uint64_t seq) {
 
 void Channel::tell_sites(int a, int b) {
   auto& mine = control(rank_).sites[seq_ % kSlots];
-  describe(site_, mine.text);
+  const std::string site = find_site(site_);
+  site.copy(mine.text, sizeof mine.text - 1);
+  mine.text[std::min(site.size(), sizeof mine.text - 1)] = '\0';
   mine.of.store(seq_, std::memory_order_release);
   control(rank_).bell.ring();
   const auto told = [&] { return site_told(a, seq_) && site_told(b, seq_); };

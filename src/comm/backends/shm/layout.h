@@ -75,6 +75,8 @@ struct Awaited {
   }
 };
 
+inline constexpr size_t kSourceFiles = 128;
+
 // Written by its rank, but for the bells.
 struct alignas(kLine) RankControl {
   alignas(kLine) std::atomic<uint64_t> staged{0};
@@ -96,6 +98,7 @@ struct alignas(kLine) RankControl {
     std::atomic<uint64_t> of{0};  // the operation
     char text[120];               // where this rank called it, written before
   } sites[kSlots];                // only told where operations do not match; safe as slots are
+  char files[kSourceFiles][48];   // names of the source files from which this rank has sent messages, from 1 on
   Slot slots[kSlots];
 };
 

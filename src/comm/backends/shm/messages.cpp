@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <string_view>
 
 #include "base/text.h"
 #include "base/thread.h"
@@ -58,7 +60,7 @@ void Messages::run(const std::shared_ptr<Message>& message) {
   if (message->error) std::rethrow_exception(message->error);
 }
 
-bool Messages::send_now(int peer, const MessageHeader& header, const std::byte* data) {
+bool Messages::send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site) {
   channel_.check();
   const std::lock_guard lock(mutex_);
   if (!sends_[peer].empty()) return false;
@@ -68,6 +70,7 @@ bool Messages::send_now(int peer, const MessageHeader& header, const std::byte* 
   const uint64_t written = control.written.load(std::memory_order_relaxed),
                  end = written + sizeof header + header.bytes;
   if (end - control.read.load(std::memory_order_acquire) > size) return false;
+  note_site(header, site);
   std::byte* const to = ring_data(channel_.rank(), peer);
   ring_write(to, size, written, reinterpret_cast<const std::byte*>(&header), sizeof header);
   ring_write(to, size, written + sizeof header, data, header.bytes);
@@ -122,6 +125,7 @@ void Messages::post(const std::shared_ptr<Message>& message) {
     const std::lock_guard lock(mutex_);
     if (message->op == OpKind::kSend) {
       channel_.commit_ring(message->peer);
+      note_site(message->header, message->site);
       sends_[message->peer].push_back(message);
     } else if (!match_aside(message, completed)) {
       receives_.push_back(message);
@@ -379,11 +383,36 @@ bool Messages::match_aside_of(int peer, const std::shared_ptr<Message>& receive,
 // error.
 bool Messages::fits(const Message& receive, int peer, const MessageHeader& header) {
   if (header.bytes == receive.header.bytes && header.dtype == receive.header.dtype) return true;
-  channel_.fail(Failure::kMismatch, shown(peer),
-                text("recv on rank ", shown(channel_.rank()), " expects ", show(receive.header), " (",
-                     receive.header.bytes, " bytes) with tag ", header.tag, ", but rank ", shown(peer), " sent ",
-                     show(header), " (", header.bytes, " bytes)"));
+  const auto in_brackets = [](const std::string& site) { return site.empty() ? std::string() : text(" (", site, ")"); };
+  channel_.fail(
+      Failure::kMismatch, shown(peer),
+      text("recv on rank ", shown(channel_.rank()), in_brackets(find_site(receive.site)), " expects ",
+           show(receive.header), " (", receive.header.bytes, " bytes) with tag ", header.tag, ", but rank ",
+           shown(peer), in_brackets(site_of(peer, header)), " sent ", show(header), " (", header.bytes, " bytes)"));
   return false;
+}
+
+// The receiver may need the site long after the sender has gone on, so it travels; and a file's name only once.
+void Messages::note_site(MessageHeader& header, const std::source_location& site) {
+  const char* const file = site.file_name();
+  if (*file == '\0' || site.line() > std::numeric_limits<uint16_t>::max()) return;
+  size_t index = std::find(files_.begin(), files_.end(), file) - files_.begin();
+  if (index == files_.size()) {
+    if (index + 1 == kSourceFiles) return;
+    std::string_view name(file);
+    name.remove_prefix(name.find_last_of('/') + 1);
+    auto& place = channel_.control(channel_.rank()).files[index + 1];  // zero so far
+    name.copy(place, sizeof place - 1);
+    files_.push_back(file);
+  }
+  header.file = static_cast<uint8_t>(index + 1);
+  header.line = static_cast<uint16_t>(site.line());
+}
+
+std::string Messages::site_of(int peer, const MessageHeader& header) const {
+  if (header.file == 0 || header.file >= kSourceFiles) return {};
+  const auto& name = channel_.control(peer).files[header.file];
+  return text(std::string(name, ::strnlen(name, sizeof name)), ':', header.line);
 }
 
 void Messages::finish(const std::shared_ptr<Message>& message, Completed& completed, std::exception_ptr error) {

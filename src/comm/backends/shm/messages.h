@@ -25,6 +25,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <source_location>
 #include <thread>
 #include <vector>
 
@@ -36,7 +37,9 @@ struct MessageHeader {
   uint64_t bytes = 0;
   int32_t tag = 0;
   uint8_t dtype = 0;
-  uint8_t reserved[3] = {};
+  // Where it was sent from: an index into RankControl::files and a line, 0 if unknown. Set by Messages.
+  uint8_t file = 0;
+  uint16_t line = 0;
 };
 
 struct Message {
@@ -45,6 +48,7 @@ struct Message {
   MessageHeader header;
   std::byte* data = nullptr;
   Deadline deadline = Deadline::never();
+  std::source_location site = {};                   // where the user called
   std::function<void(const Message&)> on_complete;  // may be empty
 
   // The rest belongs to Messages.
@@ -62,7 +66,7 @@ class Messages {
   // The same for a small message, where nothing is in its way: the ring has room for it, or soon holds the one that is
   // wanted and no other receive could want it. Else false, and nothing has been done.
   static constexpr uint64_t kSmall = 4096;  // bytes
-  bool send_now(int peer, const MessageHeader& header, const std::byte* data);
+  bool send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site = {});
   bool receive_now(int peer, const MessageHeader& wanted, std::byte* data);
   void submit(const std::shared_ptr<Message>& message);
 
@@ -106,6 +110,8 @@ class Messages {
   std::shared_ptr<Message> take_receive(int peer, int tag);
   void add_wanted(int peer, int change) { (peer == kAnySource ? wanted_of_any_ : wanted_[peer]) += change; }
   void finish(const std::shared_ptr<Message>& message, Completed& completed, std::exception_ptr error = nullptr);
+  void note_site(MessageHeader& header, const std::source_location& site);  // with the lock
+  std::string site_of(int peer, const MessageHeader& header) const;         // "train.cpp:17"; "" if unknown
   bool fits(const Message& receive, int peer, const MessageHeader& header);
   void report(const Completed& completed);
   void fail_all(Completed& completed, std::exception_ptr error);
@@ -130,6 +136,7 @@ class Messages {
   int first_ = 0;  // where the next round over the sources begins
   std::vector<Incoming> incoming_;
   std::vector<std::list<Aside>> aside_;
+  std::vector<const char*> files_;  // whose names this rank has written to its RankControl::files, from 1 on
   std::condition_variable work_;
   Clock::time_point next_check_;
   bool stop_ = false;

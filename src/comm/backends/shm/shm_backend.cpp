@@ -131,6 +131,7 @@ std::shared_ptr<Message> ShmBackend::make_message(const Operation& operation, co
   message->header.dtype = static_cast<uint8_t>(tensor.scalar_type());
   message->data = data_of(tensor);
   message->deadline = deadline;
+  message->site = operation.site;
   return message;
 }
 
@@ -184,7 +185,7 @@ bool ShmBackend::run_small(const SmallCall& small) {
     if (call.bytes() > Messages::kSmall) return false;
     const MessageHeader header{.bytes = call.bytes(), .tag = small.tag, .dtype = call.dtype};
     return run_message_framed(small, dtype, call.bytes(), [&] {
-      return small.kind == OpKind::kSend ? messages_.send_now(small.peer, header, data_of(*tensor))
+      return small.kind == OpKind::kSend ? messages_.send_now(small.peer, header, data_of(*tensor), small.site)
                                          : messages_.receive_now(small.peer, header, data_of(*tensor));
     });
   }

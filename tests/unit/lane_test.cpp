@@ -1,0 +1,77 @@
+// The order of a group's collectives: who runs them, and how long a thread waits for its turn.
+
+#include "comm/lane.h"
+
+#include <gtest/gtest.h>
+
+#include <future>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/patience.h"
+
+namespace muster::test {
+namespace {
+
+using comm::Lane;
+
+TEST(Lane, AWaitEndsByItsDeadlineWhateverTheJobDoes) {
+  Lane lane("test");
+  std::promise<void> began, go_on;
+  lane.submit([&](bool) {
+    began.set_value();
+    go_on.get_future().wait();
+    return false;
+  });
+  began.get_future().wait();
+  lane.drive([] { return false; }, Deadline::after(std::chrono::milliseconds(1)));
+  EXPECT_FALSE(lane.try_take()) << "the job still runs";
+  go_on.set_value();
+  bool over = false;
+  lane.run([&](bool) { over = true; });
+  EXPECT_TRUE(over);
+}
+
+TEST(Lane, JobsRunInTheirOrderAndOnTheThreadThatWaits) {
+  Lane lane("test");
+  std::promise<void> began, go_on;
+  std::vector<int> order;
+  lane.submit([&](bool) {
+    began.set_value();
+    go_on.get_future().wait();
+    order.push_back(0);
+    return false;
+  });
+  began.get_future().wait();
+  bool done = false;
+  for (int i = 1; i <= 3; ++i)
+    lane.submit([&, i](bool) {
+      order.push_back(i);
+      done = i == 3;
+      return false;
+    });
+  go_on.set_value();
+  lane.drive([&] { return done; });
+  EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
+}
+
+// What comes after a job may use the lane, while another thread of the lane's runs what is queued.
+TEST(Lane, WhatComesAfterAJobMayWaitForAnother) {
+  Lane lane("test");
+  std::promise<std::string> result;
+  lane.submit([](bool) { return true; },
+              [&] {
+                std::promise<void> second;
+                lane.submit([&](bool) {
+                  second.set_value();
+                  return false;
+                });
+                const auto ran = second.get_future().wait_until(patience().when());
+                result.set_value(ran == std::future_status::ready ? "ran" : "stuck");
+              });
+  EXPECT_EQ(result.get_future().get(), "ran");
+}
+
+}  // namespace
+}  // namespace muster::test
