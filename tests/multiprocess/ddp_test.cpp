@@ -452,7 +452,9 @@ TEST_F(DdpTest, BuffersFollowRankZero) {
     EXPECT_TRUE(net->norm->running_mean.eq(1).all().item<bool>());
     for (int step = 0; step < 2; ++step) ddp(part(world.rank(), step)).sum().backward();
     net->norm->running_var.fill_(world.rank());
+    const auto calls = world.group().stats().operations;
     ddp(part(world.rank(), 9));  // takes rank 0's before it adds this batch's
+    EXPECT_EQ(world.group().stats().operations, calls + 1) << "the three buffers travel together";
     const auto before_batch = (net->norm->running_var - 0.1 * part(world.rank(), 9).var(0)) / 0.9;
     EXPECT_TRUE(torch::allclose(before_batch, torch::zeros({12}), 1e-4, 1e-5));
   });

@@ -199,7 +199,30 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
 
 void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group) {
   const at::NoGradGuard no_grad;
-  for (const auto& named : tensors) broadcast(named.tensor.detach(), 0, {.group = group});
+  std::vector<at::Tensor> small;
+  int64_t total = 0;
+  for (const auto& [name, tensor] : tensors) {
+    // Memory in one piece; its strides are the same on all ranks.
+    const bool is_plain = tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense();
+    if (is_plain && tensor.nbytes() <= kCoalesced) {
+      if (tensor.nbytes() > 0) small.push_back(tensor.detach());
+      total += static_cast<int64_t>(tensor.nbytes());
+    } else {
+      broadcast(tensor.detach(), 0, {.group = group});
+    }
+  }
+  if (small.empty()) return;
+  const at::Tensor together = at::empty({total}, at::kByte);
+  const auto copy = [&](bool in) {
+    auto* at = together.mutable_data_ptr<uint8_t>();
+    for (const auto& tensor : small) {
+      std::memcpy(in ? at : tensor.mutable_data_ptr(), in ? tensor.const_data_ptr() : at, tensor.nbytes());
+      at += tensor.nbytes();
+    }
+  };
+  if (group.rank() == 0) copy(true);
+  broadcast(together, 0, {.group = group});
+  if (group.rank() != 0) copy(false);
 }
 
 }  // namespace muster::ddp

@@ -64,6 +64,8 @@ std::vector<float> shares_used(const Bucket& bucket);  // after the reduction: 0
 // Mismatch, on every rank, naming the first thing that is not rank 0's: a tensor's name, dtype, shape, strides, whether
 // it is trained and with which earlier tensor it is shared; or `options`.
 void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options, const Group& group);
+// Rank 0's values to all. Tensors of up to kCoalesced bytes travel together, in one broadcast.
+inline constexpr size_t kCoalesced = 64 << 10;
 void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group);
 
 }  // namespace muster::ddp
