@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "comm/descriptor.h"
 #include "comm/process_group.h"
 
 namespace {
@@ -31,9 +32,32 @@ void monitored_barrier(const BackendPtr& backend, milliseconds timeout, bool wai
   backend->monitoredBarrier(options, wait_all_ranks);
 }
 
+std::string straggler_verdict(const BackendPtr& backend, milliseconds at_least) {
+  return muster::comm::straggler_verdict(*backend, at_least);
+}
+
+// Where Python called, "train.py:17": the innermost frame of this thread that is not torch's own. "" on a thread that
+// is not Python's.
+std::string calling_line() {
+  if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return {};
+  const py::gil_scoped_acquire gil;
+  PyFrameObject* const innermost = PyEval_GetFrame();
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(innermost));
+  while (frame) {
+    auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
+    const auto file = py::cast<std::string>(code.attr("co_filename"));
+    if (file.find("/torch/") == std::string::npos)
+      return file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(PyFrame_GetLineNumber(here));
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
+  }
+  return {};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_muster, module) {
+  muster::comm::set_site_finder(&calling_line);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def("create_backend", &create_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout") = milliseconds(300'000), py::arg("name") = "world", no_gil);
@@ -41,5 +65,6 @@ PYBIND11_MODULE(_muster, module) {
              py::arg("timeout"), py::arg("name"), no_gil);
   module.def("monitored_barrier", &monitored_barrier, py::arg("backend"), py::arg("timeout"),
              py::arg("wait_all_ranks") = false, no_gil);
+  module.def("straggler_verdict", &straggler_verdict, py::arg("backend"), py::arg("at_least"), no_gil);
   module.def("leave_process_groups", &muster::comm::leave_process_groups, py::arg("cause"), no_gil);
 }

@@ -26,7 +26,7 @@ except ImportError as error:
     raise ImportError(f"Muster's module does not fit this Python or its torch ({torch.__version__}): {error}. "
                       "Install it again with this Python.") from error
 
-__all__ = ["create_backend", "create_process_group", "monitored_barrier"]
+__all__ = ["create_backend", "create_process_group", "monitored_barrier", "straggler_verdict"]
 
 _CPU = torch.device("cpu")
 
@@ -69,6 +69,17 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
     elif timeout <= timedelta(0):
         raise ValueError(f"monitored_barrier needs a timeout above 0, not {timeout}")
     _muster.monitored_barrier(group._get_backend(_CPU), timeout, wait_all_ranks)
+
+
+def straggler_verdict(group: dist.ProcessGroup | None = None, at_least: timedelta = timedelta(0)) -> str:
+    """Which rank came last to the group's collectives, how often, and how long the others waited for it in all.
+
+    An empty string if that is less than `at_least`, or if no rank stands out. At the end of a group its rank 0 logs the
+    same of a rank that was late by a second or more in all. Any member may call it at any time; it sends nothing. Raises
+    ValueError for a group of another backend.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    return _muster.straggler_verdict(group._get_backend(_CPU), at_least)
 
 
 def _create(options: dist.distributed_c10d._DistributedBackendOptions,

@@ -84,6 +84,7 @@ class Errors(unittest.TestCase):
         for text in run(2, body):
             self.assertIn("rank 0 called all_reduce of 3 x Float, SUM", text)
             self.assertIn("rank 1 called all_reduce of 4 x Float, SUM", text)
+            self.assertEqual(text.count("(backend_test.py:"), 2, text)  # where both called
 
     def test_is_a_runtime_error_from_wait_and_from_futures(self):
         def body(rank):
