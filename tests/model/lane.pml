@@ -4,16 +4,17 @@
  * src/comm/lane_backend.cpp; and end(), mark_future(), getFuture() and wait() of src/comm/operation_work.cpp. The
  * threads of one rank are:
  *
- *   Submitter  submits works 0 … WORKS - 1, asks for the future of work 0 at any moment, drives the lane until the
- *              last of its works is done, and waits for the others without driving (a wait with a limit)
- *   Waiter     drives the lane until work 0 is done. It has a deadline, which passes in some runs, at any moment
- *   Runner     calls run() once, with -DRUNS=2 twice: it takes a free lane without the lock, or waits for its turn
+ *   Submitter  submits works 0 … WORKS - 1. Then it drives the lane until the last of them is done, or does not drive (a
+ *              wait with a limit), and waits until the works are complete
  *   Progress   the lane's own threads, made as Lane makes them
+ *   Waiter     with -DWAIT: drives the lane until work 0 is done. It has a deadline, which passes at any moment or never
+ *   Runner     with -DRUNS=n: calls run() n times. It takes a free lane without the lock, or waits for its turn
+ *   Asker      with -DFUTURE: asks for the future of work 0 at any moment
  *   Stopper    with -DSTOP: calls stop() at any moment, while all others go on
  *
- * A future's callback runs on the thread that marks it. It calls run(), and waits for the last work without driving. So
- * a lane that has no thread left while callbacks run shows as a thread that never ends. (A process of its own stands for
- * the callback. The thread does nothing until it has ended.)
+ * A future's callback runs on the thread that marks it. It calls run(), or does not, and waits for the last work without
+ * driving. So a lane that has no thread left while a callback runs shows as a thread that never ends. (A process of its
+ * own stands for the callback. The thread that calls it does nothing until it has ended.)
  *
  * Steps. What a thread does under the lane's lock is one step for each access to `state`, because only try_take() and
  * give_back() look at anything of the lane without the lock, and they look at `state` alone. All accesses to `state`
@@ -24,10 +25,13 @@
  * have none here, so nothing can depend on it); wake-ups without a cause; threads that cannot be started; the lifetime
  * of the objects.
  *
+ * -DMENDED has a change that the code has not yet: a progress thread that finds the lane busy while stop() waits for it
+ * says that it wants the lane. README.md says what goes wrong without that.
+ *
  * Checked: one job runs at a time, each is started once and completed once, and those queued start in the order of
  * submit() (assert); a lane is not taken past a queued job (assert); a future is marked once (assert); when all is done
- * nothing is queued, nobody is counted as waiting and the lane can be taken without the lock (assert); every thread ends
- * in every run, every work completes and every future is marked (ltl all_is_done).
+ * nothing is queued, nobody is counted as waiting and, unless it has been stopped, the lane can be taken without the
+ * lock (assert); every thread ends in every run, every work completes and every future is marked (ltl all_is_done).
  */
 #ifndef WORKS
 #define WORKS 2
@@ -230,7 +234,16 @@ inline await_turn() {
 #ifdef MUTANT_WANT_LATE
      atomic { state = state | WANTED; UNLOCK() };
 #endif
-     atomic { WOKEN(me) && !locked -> locked = true; asleep_turn = asleep_turn & ~BIT(me); waiters-- }
+     atomic {
+       WOKEN(me) && !locked ->
+         locked = true;
+#ifdef MUTANT_STILL_COUNTED
+         waiters = waiters - (asleep_turn & BIT(me) -> 0 : 1);
+#else
+         waiters--;
+#endif
+         asleep_turn = asleep_turn & ~BIT(me)
+     }
   :: atomic { !IS_BUSY -> waiters-- }
   fi
 }

@@ -1,0 +1,421 @@
+/* Messages between two ranks of a group: each receive gets its message whole and once, also when the sender has left.
+ *
+ * Models src/comm/backends/shm/messages.cpp: run(), submit(), post(), progress(), push(), pull(), put_aside(),
+ * match_aside(), report(), check_peers(), check_receives_of_any(), wait_for_news(), work() and stop(); and fail() and
+ * leave() of channel.cpp, as far as they ring the inbox bells. The ring is a stream of cells, without records: a message
+ * has a header of one cell and DATA cells behind it, and flows through a ring of RING cells as its receiver reads.
+ *
+ * Rank 1 sends two messages, of tag 0 and of tag 1, in either order, and leaves at once. Rank 0 receives tag 1, then tag
+ * 0, and leaves. So a message is put aside in some runs. All of them are blocking calls on the ranks' own threads;
+ *
+ *   -DASYNC=1  rank 0 submits the receive of tag 0, and a second thread of it (work()) moves what nobody waits for
+ *   -DASYNC=2  rank 1 submits both sends, and has such a thread
+ *   -DASYNC=3  both
+ *   -DANY      the receives are from any source
+ *   -DSHORT    rank 1 leaves when it has sent its first message
+ *   -DQUITS    rank 0 leaves when its first receive has ended
+ *
+ * A bell does what bell.pml proves of one: a ring that comes after a sleeper's count is up (step a) ends that sleep, or
+ * its look at the condition comes after the ring. The condition here is progress(), which has many steps. So the sleeper
+ * first forgets the rings until then, looks, and sleeps until the next ring. Memory is in order, as in channel.pml: there
+ * is no other order between two ranks than that of a counter and what was written before it.
+ *
+ * Steps. What a thread does under its rank's lock is one step from one access to shared memory to the next. To copy
+ * data and to publish the counter is one step: the other side looks at the data only behind the counter.
+ *
+ * Left out: send_now(), receive_now() and find(), which refuse where anything is under way; deadlines; messages that do
+ * not fit; the death of a rank, which ends in the same fail() (slots.pml); all time limits, also kNap, so nothing can
+ * depend on them.
+ *
+ * -DMENDED has two changes that the code has not yet: check_receives_of_any() looks whether a rank has left before it
+ * looks whether its ring is empty, and work() does not sleep on the bell when nothing is pending. README.md says what
+ * goes wrong without them.
+ *
+ * Checked: a receive that completes has its own message, whole; nothing fails unless the other rank has left too early
+ * (assert); every thread ends in every run (ltl every_thread_ends).
+ */
+#ifndef DATA
+#define DATA 2
+#endif
+#ifndef RING
+#define RING 2
+#endif
+#ifndef ASYNC
+#define ASYNC 0
+#endif
+#define CELLS (DATA + 1)
+#define HEADER 10 /* + tag; data cells hold tag + 1 */
+#define NONE 2
+
+/* In shared memory. */
+byte cell[RING];
+byte written, read;
+bool left[2], failed;
+
+/* Of the ranks. */
+bool locked[2], stopping[2];
+bool complete[2], broken[2];   /* the receives, by tag */
+bool posted[2], aside[2];      /* in receives_; put aside whole */
+bool header_read;              /* Incoming: */
+byte target = NONE, to_aside = NONE, header, data_read;
+byte sends, sent, moved;       /* posted; complete; cells of the one under way */
+byte first_tag;
+bool send_broken;
+bool rung[4];                  /* by thread: 2 * rank, + 1 for the second one */
+bool work_asleep[2], second_ended[2], ended[2];
+#define FIRST(rank) (2 * (rank))
+#define SECOND(rank) (2 * (rank) + 1)
+
+#define LOCK(rank) atomic { !locked[rank] -> locked[rank] = true }
+#define RING_INBOX(rank) atomic { rung[FIRST(rank)] = true; rung[SECOND(rank)] = true }
+#define TAG(message) ((message) == 0 -> first_tag : 1 - first_tag)
+#define EXPECTED(message, at) ((at) == 0 -> HEADER + TAG(message) : TAG(message) + 1)
+
+#define SENDING (sends > sent)
+#define POSTED (posted[0] || posted[1])
+#define IS_PENDING ((rank == 0 && (POSTED || target != NONE)) || (rank == 1 && SENDING))
+#define RECEIVING (POSTED || target != NONE || to_aside != NONE)
+
+inline fail_all(rank) {
+  if
+  :: rank == 0 ->
+     if
+     :: target != NONE -> complete[target] = true; broken[target] = true; target = NONE
+     :: else
+     fi;
+     if
+     :: posted[0] -> posted[0] = false; complete[0] = true; broken[0] = true
+     :: else
+     fi;
+     if
+     :: posted[1] -> posted[1] = false; complete[1] = true; broken[1] = true
+     :: else
+     fi;
+     to_aside = NONE;
+     header_read = false;
+     data_read = 0
+  :: rank == 1 -> send_broken = send_broken || SENDING; sent = sends
+  fi;
+  completed = true
+}
+
+/* Rank 1. */
+inline push() {
+  do
+  :: atomic { SENDING && written - read < RING ->
+#ifdef MUTANT_COUNTER_FIRST
+       n = (CELLS - moved < RING - (written - read) -> CELLS - moved : RING - (written - read));
+       written = written + n
+     };
+     atomic {
+       written = written - n;
+#endif
+       do
+       :: moved < CELLS && written - read < RING ->
+          cell[written % RING] = EXPECTED(sent, moved);
+          written++;
+          moved++
+       :: else -> break
+       od;
+       n = 0;
+       any = true;
+       if
+       :: moved == CELLS -> moved = 0; sent++; completed = true
+       :: else
+       fi
+     };
+     RING_INBOX(0)
+  :: atomic { !SENDING || written - read == RING -> break }
+  od
+}
+
+/* Rank 0. One turn of the loop: what is there of the header and the data; then the ring. */
+inline take_cell(expected) {
+  assert(cell[read % RING] == expected);
+  read++
+}
+
+inline finish() {
+  header_read = false;
+  data_read = 0;
+  if
+  :: target != NONE -> complete[target] = true; target = NONE; completed = true
+  :: to_aside != NONE && posted[to_aside] -> /* a receive for it has come meanwhile */
+     posted[to_aside] = false;
+     complete[to_aside] = true;
+     to_aside = NONE;
+     completed = true
+  :: to_aside != NONE && !posted[to_aside] -> aside[to_aside] = true; to_aside = NONE
+  fi
+}
+
+inline pull() {
+  do
+  :: atomic { RECEIVING && written != read ->
+       any = true;
+       if
+       :: !header_read ->
+          header = cell[read % RING] - HEADER;
+          assert(header < 2);
+          read++;
+          header_read = true;
+          if
+          :: posted[header] -> posted[header] = false; target = header
+          :: else -> to_aside = header
+          fi
+       :: else
+       fi;
+       do
+       :: written != read && data_read < DATA -> take_cell(header + 1); data_read++
+       :: else -> break
+       od;
+       if
+       :: data_read == DATA -> finish(); header = 0
+       :: else
+       fi
+     };
+#ifndef MUTANT_SILENT_READ
+     RING_INBOX(1)
+#endif
+  :: atomic { !RECEIVING || written == read -> break }
+  od
+}
+
+/* With the lock. Not a word about deadlines. */
+inline lose() {
+#ifdef SHORT
+  assert(rank == 0);
+#else
+#ifdef QUITS
+  assert(rank == 1 || left[0]);
+#else
+  assert(false); /* everything was sent before anybody left */
+#endif
+#endif
+  failed = true;
+  atomic { RING_INBOX(0); RING_INBOX(1) };
+  atomic { fail_all(rank) }
+}
+
+/* check_peers() and check_receives_of_any(). What has begun to arrive has a source. */
+inline check_peers() {
+#ifdef ANY
+#define KNOWN_SOURCE (rank == 1 || target != NONE)
+#else
+#define KNOWN_SOURCE true
+#endif
+  if
+  :: KNOWN_SOURCE ->
+#ifdef MUTANT_EMPTY_FIRST
+     empty_ring = (written == read);
+     gone = left[1 - rank];
+#else
+     gone = left[1 - rank];
+     empty_ring = (written == read);
+#endif
+     if
+     :: gone && (empty_ring || rank == 1) -> lose()
+     :: else
+     fi
+#ifdef ANY
+  :: !KNOWN_SOURCE ->
+#ifdef MENDED
+     gone = left[1];
+     empty_ring = (written == read);
+#else
+     empty_ring = (written == read);
+     gone = left[1];
+#endif
+     if
+     :: gone && empty_ring -> lose()
+     :: else
+     fi
+#endif
+  fi;
+  atomic { gone = false; empty_ring = false }
+}
+
+/* Whether anything moved: `result`. */
+inline progress() {
+  LOCK(rank);
+  if
+  :: rank == 0 -> pull()
+  :: rank == 1 -> push()
+  fi;
+  if
+  :: !completed && IS_PENDING ->
+     if
+     :: failed -> atomic { fail_all(rank) }
+     :: !failed && !any -> check_peers()
+     :: else
+     fi
+  :: else
+  fi;
+  locked[rank] = false;
+  report();
+  atomic { result = any || completed; any = false; completed = false }
+}
+
+inline report() {
+  if
+  :: completed -> RING_INBOX(rank)
+  :: else
+  fi
+}
+
+inline wait_for_news(done) {
+#ifdef MUTANT_LOOKS_FIRST
+  progress();
+  rung[me] = false;
+#else
+  rung[me] = false;
+  progress();
+#endif
+  if
+  :: result || (done)
+  :: else -> rung[me]
+  fi
+}
+
+/* post(), with whatever makes it a receive or a send. */
+inline post(tag) {
+  LOCK(rank);
+  atomic {
+    if
+    :: rank == 1 -> sends++
+    :: rank == 0 && aside[tag] -> aside[tag] = false; complete[tag] = true; completed = true
+    :: rank == 0 && !aside[tag] -> posted[tag] = true
+    fi;
+    locked[rank] = false
+  };
+  report();
+  completed = false
+}
+
+inline run_message(tag, done) {
+  post(tag);
+  do
+  :: (done) -> break
+  :: !(done) -> progress();
+     if
+     :: result
+     :: else -> wait_for_news(done)
+     fi
+  od
+}
+
+inline submit(tag) {
+  post(tag);
+  progress();
+  atomic { !locked[rank] -> work_asleep[rank] = false } /* notify_one() */
+}
+
+inline leave_and_stop() {
+  left[rank] = true;
+#ifndef MUTANT_SILENT_LEAVE
+  atomic { RING_INBOX(0); RING_INBOX(1) };
+#endif
+  atomic {
+    !locked[rank] ->
+      stopping[rank] = true;
+      work_asleep[rank] = false;
+      if
+      :: IS_PENDING -> fail_all(rank)
+      :: else
+      fi
+  };
+  report();
+  second_ended[rank]
+}
+
+#if ASYNC > 0
+proctype Second(byte rank) {
+  byte me = SECOND(rank), n;
+  bool any, completed, result, gone, empty_ring;
+  do
+  :: LOCK(rank);
+     if
+     :: atomic { !IS_PENDING && !stopping[rank] -> work_asleep[rank] = true; locked[rank] = false };
+        !work_asleep[rank]
+     :: atomic { !IS_PENDING && stopping[rank] -> locked[rank] = false; break }
+     :: atomic { IS_PENDING -> locked[rank] = false };
+        progress();
+        if
+        :: result
+#ifdef MENDED
+        :: else -> wait_for_news(!IS_PENDING)
+#else
+        :: else -> wait_for_news(false)
+#endif
+        fi
+     fi
+  od;
+  second_ended[rank] = true
+}
+#endif
+
+proctype Receiver() {
+  byte rank, me = FIRST(0), n;
+  bool any, completed, result, gone, empty_ring;
+#if ASYNC & 1
+  submit(0);
+#endif
+  run_message(1, complete[1]);
+#ifndef QUITS
+#if ASYNC & 1
+  complete[0]; /* a wait for its work */
+#else
+  if
+  :: !broken[1] -> run_message(0, complete[0])
+  :: else
+  fi;
+#endif
+#endif
+  leave_and_stop();
+  ended[0] = true
+}
+
+proctype Sender() {
+  byte rank = 1, me = FIRST(1), n;
+  bool any, completed, result, gone, empty_ring;
+#if ASYNC & 2
+  submit(0);
+#ifndef SHORT
+  submit(0);
+#endif
+  !SENDING;
+#else
+  run_message(0, sent >= 1);
+#ifndef SHORT
+  if
+  :: !send_broken -> run_message(0, sent == 2)
+  :: else
+  fi;
+#endif
+#endif
+  leave_and_stop();
+  ended[1] = true
+}
+
+init {
+  atomic {
+    if
+    :: first_tag = 0
+    :: first_tag = 1
+    fi;
+#if ASYNC & 1
+    run Second(0);
+#else
+    second_ended[0] = true;
+#endif
+#if ASYNC & 2
+    run Second(1);
+#else
+    second_ended[1] = true;
+#endif
+    run Receiver();
+    run Sender()
+  }
+}
+
+ltl every_thread_ends { <> (ended[0] && ended[1]) }
