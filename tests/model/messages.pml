@@ -263,17 +263,25 @@ inline report() {
   fi
 }
 
-inline wait_for_news(done) {
+/* progress(), and wait_for_news() where that moves nothing: the same again, as the bell's condition, and the sleep. */
+inline go_on(done) {
+#ifndef MUTANT_LOOKS_FIRST
+  if
+  :: listens -> rung[me] = false
+  :: else
+  fi;
+#endif
+  progress();
 #ifdef MUTANT_LOOKS_FIRST
-  progress();
-  rung[me] = false;
-#else
-  rung[me] = false;
-  progress();
+  if
+  :: listens -> rung[me] = false
+  :: else
+  fi;
 #endif
   if
-  :: result || (done)
-  :: else -> rung[me]
+  :: atomic { result || (listens && (done)) -> listens = false }
+  :: atomic { !result && !listens -> listens = true }
+  :: !result && listens && !(done) -> atomic { rung[me] -> listens = false }
   fi
 }
 
@@ -296,11 +304,7 @@ inline run_message(tag, done) {
   post(tag);
   do
   :: (done) -> break
-  :: !(done) -> progress();
-     if
-     :: result
-     :: else -> wait_for_news(done)
-     fi
+  :: !(done) -> go_on(done)
   od
 }
 
@@ -331,7 +335,7 @@ inline leave_and_stop() {
 #if ASYNC > 0
 proctype Second(byte rank) {
   byte me = SECOND(rank), n;
-  bool any, completed, result, gone, empty_ring;
+  bool any, completed, result, listens, gone, empty_ring;
   do
   :: LOCK(rank);
      if
@@ -339,15 +343,17 @@ proctype Second(byte rank) {
         !work_asleep[rank]
      :: atomic { !IS_PENDING && stopping[rank] -> locked[rank] = false; break }
      :: atomic { IS_PENDING -> locked[rank] = false };
-        progress();
-        if
-        :: result
+        do
 #ifdef MENDED
-        :: else -> wait_for_news(!IS_PENDING)
+        :: go_on(!IS_PENDING);
 #else
-        :: else -> wait_for_news(false)
+        :: go_on(false);
 #endif
-        fi
+           if
+           :: listens
+           :: else -> break
+           fi
+        od
      fi
   od;
   second_ended[rank] = true
@@ -355,18 +361,20 @@ proctype Second(byte rank) {
 #endif
 
 proctype Receiver() {
-  byte rank, me = FIRST(0), n;
-  bool any, completed, result, gone, empty_ring;
+  byte rank, me = FIRST(0), n, tag = 1;
+  bool any, completed, result, listens, gone, empty_ring;
 #if ASYNC & 1
   submit(0);
 #endif
-  run_message(1, complete[1]);
+wait:
+  run_message(tag, complete[tag]);
 #ifndef QUITS
 #if ASYNC & 1
   complete[0]; /* a wait for its work */
 #else
   if
-  :: !broken[1] -> run_message(0, complete[0])
+  :: atomic { tag == 1 && !broken[1] -> tag = 0 };
+     goto wait
   :: else
   fi;
 #endif
@@ -377,7 +385,7 @@ proctype Receiver() {
 
 proctype Sender() {
   byte rank = 1, me = FIRST(1), n;
-  bool any, completed, result, gone, empty_ring;
+  bool any, completed, result, listens, gone, empty_ring;
 #if ASYNC & 2
   submit(0);
 #ifndef SHORT
@@ -385,10 +393,11 @@ proctype Sender() {
 #endif
   !SENDING;
 #else
-  run_message(0, sent >= 1);
+again:
+  run_message(0, !SENDING);
 #ifndef SHORT
   if
-  :: !send_broken -> run_message(0, sent == 2)
+  :: sends == 1 && !send_broken -> goto again
   :: else
   fi;
 #endif
