@@ -65,7 +65,6 @@ def load(ranks: int, folder: str, port: int) -> types.ModuleType:
     source = re.sub(r'(dist\.get_backend\(\) (?:==|!=)) (?:"gloo"|dist\.Backend\.GLOO)', r'\1 "muster"', source)
     source = source.replace('BACKEND != "mpi"', 'BACKEND not in ("mpi", "muster")')  # all_to_all of lists, on CPU
     source = source.replace('require_backend_is_available({"gloo"})', 'require_backend_is_available({"muster"})')
-    source = source.replace('backend="gloo"', 'backend="muster"')
     module = types.ModuleType(NAME)
     module.__file__ = spec.origin
     sys.modules[NAME] = module

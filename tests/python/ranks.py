@@ -79,7 +79,7 @@ def fork(n: int, body: Callable[[int], Any]) -> list[Any]:
 
 def _read(pipe: int, until: float) -> tuple[bool, Any] | None:
     with os.fdopen(pipe, "rb", buffering=0) as file:
-        data = b""
+        data = bytearray()  # bytes would be copied whole for every piece that comes
         while True:
             if not select.select([file], [], [], max(0.0, until - time.monotonic()))[0]:
                 return None
