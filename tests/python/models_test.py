@@ -150,11 +150,15 @@ def train(net: nn.Module, batches: Iterator[Batch], optimizer: torch.optim.Optim
     return state(net)
 
 
+kept: list[dist.ProcessGroup] = []  # until the rank ends: a hook's callback may hold the last reference, in a thread that gloo joins
+
+
 def on_both(train_over: Callable[[int, dist.ProcessGroup], Any]) -> list[tuple[Any, Any]]:
     """What train_over(rank, group) gave over muster and over gloo, of each rank."""
     def body(rank: int) -> tuple[Any, Any]:
         groups = dist.group.WORLD, dist.new_group(backend="gloo")
         assert [dist.get_backend(group) for group in groups] == ["muster", "gloo"]
+        kept.extend(groups)
         return tuple(train_over(rank, group) for group in groups)
 
     return run(RANKS, body)
