@@ -1,13 +1,13 @@
-// What a backend is: the plug that collectives go through.
+// The interface of a backend, which executes a group's collectives and messages.
 //
-// Every backend derives from c10d::Backend, so PyTorch's own code (and Python) can use it; and from this class, whose
-// two functions take any operation as one struct: run() blocks and has no allocation on its path, submit() returns at
-// once. The many virtuals of c10d::Backend are translated to Operations in one place (c10d_bridge.cpp), so that a
-// backend implements two functions.
+// Every backend derives from this class, which derives from c10d::Backend, so PyTorch's own code (and Python) can use
+// it. Two functions take any operation as one struct: run() blocks and does not allocate, submit() returns immediately.
+// c10d_bridge.cpp translates the many virtuals of c10d::Backend to Operations, so a backend implements only these two.
 //
-// A backend is a folder under backends/ with a create function in the table of backends.cpp; the table feeds the
-// factory, the contract tests and the benchmarks. "Compiled in", "works here" and "reaches these peers" are three
-// questions: is it in the table; its `why_not()`; its create function.
+// A backend is a folder under backends/ with a create function in the table of backends.cpp. The factory, the contract
+// tests and the benchmarks use that table. Three questions are answered in three places: whether a backend is compiled
+// in (by the table), whether it works here (by its `why_not()`), and whether it reaches these peers (by its create
+// function).
 //
 // Thread-safety: run(), submit() and stats() from any thread.
 #pragma once
@@ -44,13 +44,13 @@ namespace muster::comm {
 class Stragglers;
 struct HostArrivals;
 
-// One operation. Which fields count depends on the kind:
+// One operation. The kind determines which fields are used:
 //   all_reduce, broadcast, reduce, send, recv   tensor
-//   all_gather, gather                          tensor = input; outputs: one a rank, or one for all
-//   reduce_scatter, scatter                     tensor = output; inputs: one a rank, or one for all
-//   all_to_all                                  inputs and outputs: one a rank each; or one tensor each, cut by the
+//   all_gather, gather                          tensor = input; outputs: one per rank, or one for all
+//   reduce_scatter, scatter                     tensor = output; inputs: one per rank, or one for all
+//   all_to_all                                  inputs and outputs: one per rank each; or one tensor each, cut by the
 //                                               splits (in rows, empty for equal ones)
-// Lists of all_gather and reduce_scatter may have parts of unequal sizes, the same list on all ranks.
+// Lists of all_gather and reduce_scatter may have parts of unequal sizes; all ranks must pass the same sizes.
 struct Operation {
   OpKind kind = OpKind::kBarrier;
   ReduceOp op = ReduceOp::SUM;
@@ -59,21 +59,21 @@ struct Operation {
   at::Tensor tensor;
   std::vector<at::Tensor> inputs, outputs;
   std::vector<int64_t> input_splits, output_splits;
-  double factor = 1;                        // of PREMUL_SUM; or
-  at::Tensor factor_tensor;                 // of one element or of the tensor's shape
+  double factor = 1;                        // of PREMUL_SUM, unless factor_tensor is defined
+  at::Tensor factor_tensor;                 // of PREMUL_SUM: one element, or of the tensor's shape
   std::chrono::milliseconds timeout{0};     // 0: the group's
   OpKind part_of = OpKind::kNothing;        // set by backends that make one operation of several
-  std::optional<CallDescriptor> announced;  // what the ranks compare, where it is not the operation itself: the whole
-                                            // of which this is a step
+  std::optional<CallDescriptor> announced;  // if this is a step of another operation: that operation, which the ranks
+                                            // compare instead of this one
   std::source_location site = {};           // where the user called
 };
 
 CallDescriptor descriptor_of(const Operation& operation);  // Operation::announced, if there is one
 
-// A blocking collective of one tensor, or of one in and one out, equal parts and no extras, or a message: what an
-// Operation says, without the cost of making one.
+// A blocking message, or a blocking collective of one tensor or of one input and one output tensor, with equal parts
+// and no extras. It says what an Operation says, without the cost of making one.
 struct SmallCall {
-  OpKind kind = OpKind::kBarrier;  // kNothing: no small call after all
+  OpKind kind = OpKind::kBarrier;  // kNothing: the call is not a small one
   ReduceOp op = ReduceOp::SUM;
   int peer = 0;
   const at::Tensor* tensor = nullptr;  // as Operation's; of an all_to_all, the output
@@ -90,7 +90,7 @@ class Backend : public c10d::Backend {
  public:
   using c10d::Backend::Backend;
 
-  // Does it, where it is small and plain; false: call run() instead, which also finds mistakes.
+  // Executes the call if it is small and plain. If it returns false, the caller must call run(), which also validates.
   virtual bool run_small(const SmallCall&) { return false; }
 
   virtual void run(const Operation& operation) = 0;
@@ -103,30 +103,30 @@ class Backend : public c10d::Backend {
   virtual std::string straggler_verdict(std::chrono::nanoseconds at_least) const;
   // At the end of a group: its rank 0 logs who was last by a second or more in all.
   void warn_of_straggler() const;
-  // Memory that all ranks of the group share, BackendContext::board words, at first 0; where the backend has any.
+  // Memory that all ranks of the group share: BackendContext::board words, initially 0. Empty if the backend has none.
   virtual std::span<std::atomic<uint64_t>> board() { return {}; }
   // Whether no asynchronous operation is under way.
   virtual bool is_idle() const { return true; }
-  // This rank ends its membership; `cause` is not empty where it ends by an error, which peers then see. Operations
-  // under way fail.
+  // This rank ends its membership. If an error ends it, `cause` is not empty, and peers see it. Operations under way
+  // fail.
   virtual void leave(const std::string& cause) = 0;
   // Makes the group fail with `cause` on all its ranks, unless it has failed already.
   virtual void fail(const Error& cause) = 0;
-  // For a backend that is made of several groups: takes a message with the tag of `receive`, which is from any source,
-  // where one has come that no other receive wants; of those, from the first source in the order from, from + 1, ….
-  // Null where none has come, and nothing is left pending; else as submit(). Throws the group's failure.
-  // InvalidArgument where the backend has no such receives.
+  // For a backend that is made of several groups. `receive` is from any source. If a message with its tag has come that
+  // no other receive wants, takes it and returns a work like submit(). Of several such messages it takes the one from
+  // the first source in the order from, from + 1, …. If none has come, the work is null and nothing stays pending.
+  // Throws the group's failure; InvalidArgument if the backend does not support receives from any source.
   struct Taken {
     c10::intrusive_ptr<c10d::Work> work;
     int source = kAnySource;
-    bool all_gone = false;  // without work: none will come, because all other ranks have left
+    bool all_gone = false;  // with a null work: no message will come, because all other ranks have left
   };
   virtual Taken take_message(const Operation& receive, int from);
-  // That of operations which have none of their own.
+  // The timeout of operations that have none of their own.
   virtual std::chrono::milliseconds timeout() const = 0;
 
-  // c10d's interface, in terms of these. Where the caller says that it will wait (asyncOp = false), the operation runs
-  // at once, on its thread.
+  // c10d's interface, implemented with the functions above. If the caller says that it will wait (asyncOp = false), the
+  // operation runs immediately, on the caller's thread.
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>&, const c10d::BroadcastOptions&) override;
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>&, const c10d::AllreduceOptions&) override;
   c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>&, const c10d::ReduceOptions&) override;
@@ -181,22 +181,23 @@ struct BackendContext {
   std::shared_ptr<Store> store;
   std::chrono::milliseconds timeout{300'000};
   FaultPlan faults;
-  // The World's, for backends in shared memory: heaps by rank in this group (may be empty), the own arena, the watch.
+  // The World's, for backends in shared memory: heaps by rank in this group (may be empty), this rank's arena, the
+  // watch.
   std::vector<std::shared_ptr<shm::Mapping>> heaps;
   std::shared_ptr<shm::Arena> arena;
   std::shared_ptr<shm::PeerWatch> watch;
   std::shared_ptr<shm::BlackBox> black_box;  // may be null
   std::vector<int> global_ranks;             // of the members, for the black box
   std::vector<Member> members;               // by rank in this group; empty: all on this host
-  std::vector<int> shown_ranks;              // what messages and errors call the ranks; empty: as they are
+  std::vector<int> shown_ranks;              // how messages and errors number the ranks; empty: unchanged
   std::string inner;                         // of hierarchical: the backend between hosts
   int local_threads = 1;                     // ranks that compete for this host's cores
-  int cores = 1;                             // which they may use together (base/cores.h)
+  int cores = 1;                             // that these ranks may use together (base/cores.h)
   size_t board = 0;                          // words of Backend::board()
-  // Of a group of hosts' leaders over a wire: where it counts who comes last.
+  // For a group of the hosts' leaders over a wire: where the group counts which host and rank come last.
   std::shared_ptr<HostArrivals> host_arrivals;
-  // For PyTorch's ProcessGroup (process_group.h): its name there is "muster", and what c10d's interface and works throw
-  // are c10d's errors.
+  // For PyTorch's ProcessGroup (process_group.h): the backend is called "muster" there, and c10d's interface and works
+  // throw c10d's errors.
   bool for_pytorch = false;
   std::function<void(const Backend*)> on_leave;  // called once, when the membership has ended; may be empty
 };
@@ -207,7 +208,7 @@ enum class Injects : uint8_t { kNothing, kAllButCorrupt, kEverything };
 struct BackendEntry {
   std::string_view name;
   c10::intrusive_ptr<Backend> (*create)(const BackendContext&);
-  std::string (*why_not)();     // empty: works here; else what is missing and what brings it
+  std::string (*why_not)();     // empty: works here; else what is missing and how to get it
   bool maps_heaps = false;      // takes BackendContext::heaps
   bool needs_peers = true;      // false: a rank works alone, whatever the size of its world, and data does not move
   bool needs_launcher = false;  // works only in processes that its own launcher started (mpirun)
@@ -217,10 +218,10 @@ struct BackendEntry {
 // All backends that are compiled in.
 const std::vector<BackendEntry>& backends();
 
-// By name; "auto" is shm for members on one host and hierarchical for more; "hierarchical:mpi" says what is used
-// between hosts. InvalidArgument for an unknown name (listing the known).
+// Finds a backend by name. "auto" is shm if all members are on one host, else hierarchical; "hierarchical:mpi" also
+// names the backend between hosts. InvalidArgument for an unknown name; the error lists the known ones.
 const BackendEntry& find_backend(const std::string& name, bool one_host);
-// The same, ready. Unavailable for one that does not work here.
+// Finds a backend like find_backend() and creates it. Unavailable if it does not work here.
 c10::intrusive_ptr<Backend> create_backend(const std::string& name, BackendContext context);
 
 }  // namespace muster::comm

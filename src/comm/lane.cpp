@@ -61,7 +61,7 @@ void Lane::stop() {
   stop_ = true;
   want();
   wake_.notify_all();
-  while (!threads_.empty()) {  // what they still do may have others started
+  while (!threads_.empty()) {  // until they end, they may start others
     auto threads = std::exchange(threads_, {});
     lock.unlock();
     for (auto& thread : threads) thread.join();
@@ -74,10 +74,10 @@ void Lane::stop() {
 void Lane::run_first(std::unique_lock<std::mutex>& lock, bool by_waiter) {
   Queued first = std::move(jobs_.front());
   jobs_.pop_front();
-  state_.fetch_or(kBusy, std::memory_order_acquire);  // it is wanted, so nobody else could
+  state_.fetch_or(kBusy, std::memory_order_acquire);  // it is wanted, so no other thread takes it without the lock
   lock.unlock();
   const bool more = first.job(by_waiter);
-  first.job = nullptr;  // what it holds is released without the lock
+  first.job = nullptr;  // without the lock: it releases what the job holds
   lock.lock();
   release();
   if (!more) {

@@ -1,17 +1,17 @@
 // Lane: the order of a group's collectives.
 //
-// Operations start in the order in which run() and submit() were called, one at a time. A blocking one runs on its
-// caller's thread. An asynchronous one runs on the lane's progress thread, or, if somebody waits for it first, on that
-// thread: whoever needs a result need not wait until another thread has woken up.
+// Operations start in the order in which run() and submit() were called, one at a time. A blocking operation runs on
+// its caller's thread. An asynchronous operation runs on the lane's progress thread or, if a thread waits for it before
+// it has started, on that thread: a thread that needs a result need not wait until another thread has woken up.
 //
-// What is to happen after a job (callbacks of a future) runs on the same thread when the lane has been given back, so
-// it may run operations and wait for them. Meanwhile another progress thread does what is queued: it is made when one
-// is needed, and stays.
+// What follows a job (callbacks of a future) runs on the same thread after the lane has been given back, so it may run
+// operations and wait for them. Meanwhile another progress thread runs the queued jobs. Such a thread is started when
+// it is needed, and stays.
 //
 // Thread-safety: run(), submit() and drive() from any thread; destruction from one, after the last call. Jobs must not
-// throw and must not call the lane. stop() lets the job under way, whoever runs it, and those queued come to an end
-// (they fail, because the channel has failed) and joins the threads; so not from within a job, or behind one on a
-// thread of the lane's.
+// throw and must not call the lane. stop() waits for the job under way, on whichever thread it runs, and for the queued
+// jobs (they fail, because the channel has failed), and joins the threads. So it must not be called within a job, nor
+// in an `after` on one of the lane's threads.
 #pragma once
 
 #include <atomic>
@@ -29,8 +29,8 @@ namespace muster::comm {
 
 class Lane {
  public:
-  // Told whether its thread belongs to somebody who waits for it, or is the lane's own. Whether its `after` is to be
-  // called.
+  // `by_waiter`: the job runs on a thread that waits for it, not on one of the lane's. Returns whether the lane must
+  // call its `after`.
   using Job = std::function<bool(bool by_waiter)>;
   using After = std::function<void()>;
 
@@ -47,7 +47,8 @@ class Lane {
     give_back();
   }
 
-  // The lane for the calling thread, if it is free and nobody waits; then give_back().
+  // Takes the lane for the calling thread if the lane is free and no thread waits for it. The caller must call
+  // give_back() later.
   bool try_take() {
     uint32_t free = 0;
     return state_.compare_exchange_strong(free, kBusy, std::memory_order_acquire, std::memory_order_relaxed);
@@ -58,16 +59,16 @@ class Lane {
       give_back_to_others();
   }
 
-  // Runs what is queued, in its order and on this thread, until done() or until nothing is queued; sleeps while another
-  // thread runs a job, until `deadline` at most. done() must come to hold inside a job; it is called with the lane's
+  // Runs the queued jobs in their order on this thread, until done() holds or no job is queued. While another thread
+  // runs a job, it sleeps, at most until `deadline`. done() must become true inside a job. It is called with the lane's
   // lock held.
   void drive(const std::function<bool()>& done, Deadline deadline = Deadline::never());
 
   void stop();
 
  private:
-  // Whoever finds 0 takes the lane without the lock. kWanted: somebody waits for it, or jobs are queued; then it is
-  // taken and given back under the lock alone.
+  // The bits of state_. A thread that finds 0 takes the lane without the lock. kWanted: a thread waits for the lane, or
+  // jobs are queued; then the lane is taken and given back only with the lock held.
   static constexpr uint32_t kBusy = 1, kWanted = 2;
 
   struct Queued {
@@ -82,14 +83,14 @@ class Lane {
   bool busy() const { return (state_.load(std::memory_order_acquire) & kBusy) != 0; }
   void want() { state_.fetch_or(kWanted, std::memory_order_relaxed); }
   bool idle_but_wanted() const { return state_.load(std::memory_order_acquire) == kWanted; }
-  void release();           // with the lock, of a lane that is busy or wanted: it is free for the next job
-  void have_free_thread();  // with the lock: one that is not in an `after`
+  void release();           // with the lock held: makes a lane that is busy or wanted free for the next job
+  void have_free_thread();  // with the lock held: makes sure that one thread is not in an `after`
   void work();
 
   const std::string name_;
   std::atomic<uint32_t> state_{0};
   std::mutex mutex_;
-  std::condition_variable wake_, turn_;  // of the progress threads; of those who wait until the lane is free
+  std::condition_variable wake_, turn_;  // of the progress threads; of the threads that wait until the lane is free
   std::deque<Queued> jobs_;
   bool stop_ = false;
   int waiters_ = 0;

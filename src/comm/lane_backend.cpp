@@ -33,7 +33,7 @@ Operation part(const Operation& whole, OpKind kind, const at::Tensor& tensor, in
           .site = whole.site};
 }
 
-// Of the tensor's dtype, also where the factor's is a wider one.
+// The result has the tensor's dtype, even if the factor has a wider one.
 at::Tensor scaled(const Operation& operation, const at::Tensor& tensor) {
   return (operation.factor_tensor.defined() ? at::mul(tensor, operation.factor_tensor)
                                             : at::mul(tensor, operation.factor))
@@ -155,7 +155,7 @@ void LaneBackend::run(const Operation& operation) {
       record->before(profiling_title(operation), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
     }
   }
-  // Two looks at the clock, for everything that wants to know the time: each costs a tenth of a small operation.
+  // The clock is read only twice, for all that needs the time: each read costs a tenth of a small operation.
   const auto began = FastClock::now();
   const Deadline deadline = deadline_for(operation.timeout, began);
   std::exception_ptr error;
@@ -170,8 +170,8 @@ void LaneBackend::run(const Operation& operation) {
     log_end(ticket, error, ended);
     counters_->add_blocked(ended - began);
   };
-  // The World may end in another thread while this one waits here. The lane keeps the backend until its job is over;
-  // a message does it itself. Nothing of this backend is touched behind that.
+  // The World may end in another thread while this one waits here. The lane keeps the backend alive until its job is
+  // over; for a message, `self` keeps it alive. Nothing of this backend is touched after that.
   if (is_message(operation.kind)) {
     const auto self = c10::intrusive_ptr<LaneBackend>::unsafe_reclaim_from_nonowning(this);
     framed([&] {
@@ -193,7 +193,7 @@ c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
   work->on_complete([this, ticket](const std::exception_ptr& error) { log_end(ticket, error); });
   try {
     submit_message(work, deadline);
-  } catch (...) {  // then nobody completes it
+  } catch (...) {  // nothing will complete the work
     log_end(ticket, std::current_exception());
     throw;
   }
@@ -203,7 +203,7 @@ c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
 c10::intrusive_ptr<c10d::Work> LaneBackend::submit_batch(std::vector<Operation> operations) {
   if (operations.empty()) throw InvalidArgument("a batch of operations is empty");
   for (const auto& operation : operations) {
-    if (is_message(operation.kind)) throw InvalidArgument("a batch has messages; issue them one by one");
+    if (is_message(operation.kind)) throw InvalidArgument("a batch contains messages; issue them one by one");
     validate(operation, getRank(), getSize(), name_);
   }
   return enqueue(std::move(operations));
@@ -228,7 +228,7 @@ LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
   const auto job = [this, work, deadline, tickets](bool by_waiter) {
     std::exception_ptr error;
     for (size_t i = 0; i < tickets.size(); ++i) {
-      if (error) {  // of one before it in the batch
+      if (error) {  // an earlier operation of the batch failed
         log_end(tickets[i], error);
         continue;
       }
@@ -258,7 +258,8 @@ void LaneBackend::run_collective(const Operation& operation, Deadline deadline, 
   count(operation);
 }
 
-// What stops one rank between two parts stops the group, as within one: the others would wait for it.
+// An error that stops one rank between two parts stops the group, like an error within a part: the others would wait
+// for that rank.
 void LaneBackend::run_parts(const Operation& operation, Deadline deadline, bool by_waiter) {
   try {
     if (operation.kind == OpKind::kAllReduceSparse)
@@ -309,7 +310,8 @@ void LaneBackend::all_reduce_sparse(const Operation& operation, Deadline deadlin
     else
       execute(gathering, deadline, by_waiter);
   };
-  // Everybody's shape: dimensions of each kind, elements, sizes. Tensors of different dimensions differ in its length.
+  // Each rank's shape: number of sparse and dense dimensions, number of elements, sizes. Its length differs between
+  // tensors with different numbers of dimensions.
   std::vector<int64_t> shape = {mine.sparse_dim(), mine.dense_dim(), mine._nnz()};
   shape.insert(shape.end(), mine.sizes().begin(), mine.sizes().end());
   const auto length = static_cast<int64_t>(shape.size());

@@ -1,12 +1,12 @@
-// The part that backends share which execute operations themselves, in order, on their own threads: validation,
-// deadlines, the lane, works, counters; and the operations that are made of others:
+// The part that is common to backends that execute operations themselves, in order, on their own threads: validation,
+// deadlines, the lane, works, counters, and the operations that are made of others:
 //
 //   all_gather with unequal parts        a broadcast from each rank
 //   reduce_scatter with unequal parts    a reduce to each rank
 //   PREMUL_SUM                           a multiplication, then the sum
 //   sparse all_reduce                    all_gather of shapes, indices and values, added in rank order
 //
-// So a backend implements execute() for the plain collectives, and messages.
+// A derived backend implements execute() for the plain collectives, and messages.
 //
 // Thread-safety: as Backend.
 #pragma once
@@ -47,7 +47,7 @@ class LaneBackend : public Backend {
   const std::string getBackendName() const override { return name_; }
   void abort() final;
   void shutdown() final { leave({}); }
-  void release_resources() final { leave({}); }  // instead of the destructor, where weak references are left
+  void release_resources() final { leave({}); }  // called instead of the destructor if weak references are left
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
   uint64_t getSequenceNumberForGroup() override { return counters_->completed(); }
   void setSequenceNumberForGroup() override {}  // numbers start at 0 on all ranks
@@ -55,16 +55,16 @@ class LaneBackend : public Backend {
  protected:
   using WorkPtr = c10::intrusive_ptr<OperationWork>;
 
-  // A collective, on the calling thread, which belongs to somebody who waits for it or is the lane's.
+  // Executes a collective on the calling thread. That is a thread that waits for it (by_waiter), or the lane's thread.
   virtual void execute(const Operation& operation, Deadline deadline, bool by_waiter) = 0;
   virtual void run_message(const Operation& operation, Deadline deadline) = 0;
   // Calls work->complete() sooner or later.
   virtual void submit_message(const WorkPtr& work, Deadline deadline) = 0;
-  // The number, from 0, of the collective that execute() would do next, as its messages name it.
+  // The number, from 0, of the next collective of execute(), as it appears in error messages.
   virtual uint64_t next_sequence() const = 0;
 
-  // The frame of a small call: its turn in the lane, the black box, the counters. `body(deadline)` runs it. False, and
-  // nothing has been done, where the lane is busy or a profiler looks.
+  // The frame of a small call: its turn in the lane, the black box, the counters. `body(deadline)` executes the call.
+  // Returns false, without having done anything, if the lane is busy or a profiler is active.
   template <typename Body>
   bool run_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
     if (profiling() || !lane_->try_take()) return false;
@@ -99,19 +99,19 @@ class LaneBackend : public Backend {
     return true;
   }
 
-  // Of a message, to be completed by submit_message() or the like; its parts in the black box are the caller's.
+  // Makes the work of a message. The caller completes it, and writes its entries in the black box.
   WorkPtr make_message_work(Operation message) const {
     const Deadline deadline = deadline_for(message.timeout);
     return make_work(nullptr, {std::move(message)}, deadline);
   }
   void count(const Operation& operation) { counters_->count(operation); }
-  // The last of leave(), which destructors of what derives call: before what execute() needs is gone.
+  // The last step of leave(). Destructors of derived classes call leave(), before what execute() needs is destroyed.
   void end_membership();
-  bool in_fork() const;        // of the member: the membership is its parent's
-  int shown(int rank) const {  // as messages and errors call it
+  bool in_fork() const;        // this process is a fork of the member; the membership belongs to its parent
+  int shown(int rank) const {  // the number of `rank` in messages and errors
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
   }
-  // Of an operation whose own timeout is this; 0: the group's.
+  // The deadline of an operation with the timeout `own`; 0: the group's timeout.
   Deadline deadline_for(std::chrono::milliseconds own, Clock::time_point now = Clock::now()) const {
     return Deadline::after(own.count() > 0 ? own : timeout(), now);
   }
@@ -125,7 +125,7 @@ class LaneBackend : public Backend {
   WorkPtr make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations, Deadline deadline) const;
   WorkPtr enqueue(std::vector<Operation> operations);
 
-  // The black box. Tickets are of no meaning where there is none.
+  // The black box. Tickets have no meaning if there is none.
   uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
   uint64_t log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point now) const {
     return black_box_ ? log_begin(call.kind, call.peer, call.tag, dtype, bytes, shm::BlackBoxState::kRunning, now) : 0;

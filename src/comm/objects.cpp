@@ -31,7 +31,7 @@ std::string name_of(const std::type_info& type) {
   return name;
 }
 
-// The start of a packed object: how many bytes the type's name has, and the name.
+// A packed object begins with the number of bytes of the type's name, and the name.
 using NameSize = uint32_t;
 bool split(std::string_view bytes, std::string_view& name, std::string_view& rest) {
   NameSize size = 0;
@@ -62,7 +62,8 @@ at::Tensor size_of(int64_t bytes = 0) {
 at::Tensor size_of(const PackedObject& object) { return size_of(static_cast<int64_t>(object.bytes().size())); }
 int64_t number(const at::Tensor& size) { return *size.const_data_ptr<int64_t>(); }
 
-// Memory for what rank `from` has announced. Without it the others would wait for this rank, so the group ends.
+// Allocates memory for the object that rank `from` has announced. If that fails, the group fails, because the others
+// would wait for this rank.
 at::Tensor room_for(int64_t bytes, int from, const Group& group) {
   if (bytes < static_cast<int64_t>(sizeof(NameSize)))
     throw Corrupt(text("rank ", from, " announces an object of ", bytes, " bytes"),
@@ -72,7 +73,7 @@ at::Tensor room_for(int64_t bytes, int from, const Group& group) {
   } catch (const std::exception&) {
     const Unavailable error(
         text("rank ", group.rank(), " has no memory for an object of ", bytes, " bytes from rank ", from),
-        "Send less at a time, or tensors");
+        "Send smaller objects, or tensors");
     group.backend().fail(error);
     throw error;
   }
@@ -90,7 +91,7 @@ PackedObject::PackedObject(const std::type_info& type) {
 std::string_view ReceivedObject::packed() const {
   std::string_view name, rest;
   if (!split(view(bytes), name, rest))
-    throw Corrupt(text("what rank ", from, " sent is no object"), "Receive tensors with recv");
+    throw Corrupt(text("what rank ", from, " sent is not an object"), "Receive tensors with recv");
   return rest;
 }
 
@@ -104,7 +105,7 @@ void ReceivedObject::is_not(const std::type_info& wanted, std::string_view why) 
 
 void cannot_pack(const std::type_info& type, std::string_view why) {
   throw InvalidArgument(text("a ", name_of(type), " cannot be sent: ", why),
-                        "A string or container may have 4 GiB or elements; use a tensor for more");
+                        "A string may have at most 4 GiB, a container 2^32 elements; use a tensor for more");
 }
 
 // --- the operations ---
@@ -132,7 +133,7 @@ std::vector<ReceivedObject> all_gather_bytes(const PackedObject& mine, const Col
   return received;
 }
 
-// The bytes go by all_to_all, the one collective whose parts may differ without padding.
+// The bytes travel by all_to_all, the one collective whose parts may differ in size without padding.
 std::vector<ReceivedObject> gather_bytes(const PackedObject& mine, int dst, const CollectiveOptions& options,
                                          const Site& site) {
   const int n = options.group.size();

@@ -22,7 +22,7 @@ class Validator {
         break;
       case OpKind::kReduce:
         check_peer("root");
-        check_written(op_.tensor, "tensor");  // only the root's is, but all ranks shall find the mistake
+        check_written(op_.tensor, "tensor");  // only the root's is written, but all ranks must find the mistake
         check_reduction();
         break;
       case OpKind::kBroadcast:
@@ -85,7 +85,7 @@ class Validator {
       fail("Call .resolve_conj().resolve_neg() first", "the ", what, " is a lazy conjugate or negation");
   }
 
-  // A tensor that is written.
+  // Checks a tensor that the operation writes.
   void check_written(const at::Tensor& tensor, std::string_view what) const {
     check_tensor(tensor, what);
     if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
@@ -120,7 +120,7 @@ class Validator {
       fail("Use SUM", to_string(op_.op), " is not defined for sparse tensors of ", c10::toString(tensor.scalar_type()));
   }
 
-  // One tensor a rank, each like op_.tensor, or one with room for all.
+  // The parts must be one tensor per rank, each like op_.tensor, or one tensor with room for all.
   void check_parts(const std::vector<at::Tensor>& parts, std::string_view name) const {
     const int64_t each = op_.tensor.numel();
     if (parts.size() == 1 && size_ > 1) {
@@ -132,7 +132,7 @@ class Validator {
            name, "s in a group of ", size_);
     for (const auto& part : parts) check_part(part, name, each);
   }
-  // The same, but a list may have parts of unequal sizes, of which this rank's own is like op_.tensor.
+  // The same, but a list may have parts of unequal sizes; only this rank's own part must be like op_.tensor.
   void check_parts_of_any_size(const std::vector<at::Tensor>& parts, std::string_view name) const {
     if (parts.size() != static_cast<size_t>(size_) || size_ == 1) return check_parts(parts, name);
     for (size_t r = 0; r < parts.size(); ++r) {
@@ -160,7 +160,7 @@ class Validator {
   void check_all_to_all() const {
     if (op_.inputs.size() == static_cast<size_t>(size_) && size_ > 1) {
       if (op_.outputs.size() != op_.inputs.size())
-        fail("Give one input and one output a rank", "there are ", op_.outputs.size(), " outputs in a group of ",
+        fail("Give one input and one output per rank", "there are ", op_.outputs.size(), " outputs in a group of ",
              size_);
       for (size_t r = 0; r < op_.inputs.size(); ++r) {
         check_tensor(op_.inputs[r], "input");
@@ -172,8 +172,8 @@ class Validator {
       return;
     }
     if (op_.inputs.size() != 1 || op_.outputs.size() != 1)
-      fail("Give one input and one output a rank", "there are ", op_.inputs.size(), " inputs and ", op_.outputs.size(),
-           " outputs in a group of ", size_);
+      fail("Give one input and one output per rank", "there are ", op_.inputs.size(), " inputs and ",
+           op_.outputs.size(), " outputs in a group of ", size_);
     check_tensor(op_.inputs.at(0), "input");
     check_written(op_.outputs.at(0), "output");
     if (op_.inputs[0].scalar_type() != op_.outputs[0].scalar_type())
@@ -189,11 +189,11 @@ class Validator {
       return;
     }
     if (splits.size() != static_cast<size_t>(size_))
-      fail("Give one split a rank", splits.size(), " ", name, " splits for ", size_, " ranks");
+      fail("Give one split per rank", "there are ", splits.size(), " ", name, " splits for ", size_, " ranks");
     if (tensor.dim() == 0) fail("Use a tensor with rows", "splits need at least one dimension");
     for (const int64_t split : splits)
       if (split < 0) fail("Splits count rows", "an ", name, " split is negative");
-    int64_t left = tensor.size(0);  // counted down: a sum of what the caller gave could overflow
+    int64_t left = tensor.size(0);  // counted down, because a sum of the caller's splits could overflow
     for (const int64_t split : splits) left = left < 0 || split > left ? -1 : left - split;
     if (left != 0) fail("Make them add up", "the ", name, " splits do not add up to its ", tensor.size(0), " rows");
   }

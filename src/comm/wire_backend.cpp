@@ -22,17 +22,18 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long a rank whose wire broke waits for the word of ranks on other hosts; who has said nothing then is lost.
+// How long a rank whose wire broke waits for ranks on other hosts to report. A rank that has not reported by then is
+// lost.
 constexpr milliseconds kGrace{3000};
-// The same for ranks that certainly live: their word will come, but a busy machine may take its time.
+// The same for ranks that certainly run: they will report, but that may take long on a busy machine.
 constexpr milliseconds kPatience{30000};
-// A rank that timed out knows whom it waited for: so long it looks for news of how far the others are. Less than what
-// a rank of a host waits longer than its leader (hierarchical_backend.cpp).
+// How long a rank that timed out looks for news of how far the others are; it knows already which ranks it waited for.
+// Less than the time that the other ranks of a host wait longer than their leader (hierarchical_backend.cpp).
 constexpr milliseconds kNews{1000};
-constexpr milliseconds kNotes{5000};     // for a look at the store that does not answer, or a word to it
-constexpr milliseconds kFarewell{1000};  // for a rank's word that it leaves; much less than a launcher's --stop-grace
+constexpr milliseconds kNotes{5000};     // limit of a read or a write of a store that may not answer
+constexpr milliseconds kFarewell{1000};  // limit of a rank's note that it leaves; much less than --stop-grace
 constexpr milliseconds kLook{2};         // between two looks at the store
-// Scratch memory of a reduction, at most.
+// The largest scratch memory of a reduction.
 constexpr size_t kBlock = size_t{32} << 20;
 
 constexpr size_t kInline = 128;  // bytes that an announcement carries
@@ -49,13 +50,13 @@ struct WireBackend::Announcement {
   char site[84] = {};
   std::array<std::byte, kInline> payload{};
 
-  std::string at() const {  // " (train.cpp:17)", or nothing where that is not known
+  std::string at() const {  // " (train.cpp:17)", or nothing if that is not known
     const std::string_view known(site, ::strnlen(site, sizeof site));
     return known.empty() ? std::string() : text(" (", known, ")");
   }
 };
 
-// The transfers of one step. Empty ones are no messages.
+// The transfers of one step. Empty transfers are left out.
 class WireBackend::Transfers {
  public:
   Transfers(Wire& wire, Deadline deadline) : wire_(wire), deadline_(deadline) {}
@@ -98,7 +99,7 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
     on_a_thread_or_here([this, peer] { look_after(peer); });
   });
   if (!watch_ || members_.empty()) return;
-  // Processes of this host are watched: their end is known at once, and for sure.
+  // The processes of this host are watched, so this rank learns of their end immediately and for certain.
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
   std::vector<pid_t> pids(n, 0);
   for (size_t r = 0; r < n; ++r)
@@ -107,7 +108,8 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
   for (const pid_t pid : pids)
     if (pid > 0) watched.push_back(pid);
   subscription_ = watch_->subscribe(watched, [this, pids](pid_t dead) {
-    // It asks the store, which may not answer: so not on the watch's thread, on which other groups hear of deaths.
+    // note_death() asks the store, which may not answer. So it does not run on the watch's thread, which also tells
+    // other groups of deaths.
     on_a_thread_or_here([this, pids, dead] { note_death(pids, dead); });
   });
 }
@@ -116,7 +118,7 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
 void WireBackend::note_death(const std::vector<pid_t>& pids, pid_t dead) {
   bool lost = false;
   for (size_t r = 0; r < pids.size(); ++r) {
-    // A process may end that has left the group; a rank that nevertheless waits for it hears that from the wire.
+    // A process that has left the group may end. A rank that still waits for it learns of that from the wire.
     if (pids[r] != dead || has_left(static_cast<int>(r))) continue;
     {
       const std::lock_guard lock(state_mutex_);
@@ -130,8 +132,8 @@ void WireBackend::note_death(const std::vector<pid_t>& pids, pid_t dead) {
   wire_->close();
 }
 
-// The wire to `peer` has ended. Where it left as ranks do, that concerns only who waits for it, and finds out by that.
-// Otherwise the group has failed, and who waits for others must hear of it, too.
+// The wire to `peer` has ended. If the peer left in order, that concerns only the ranks that wait for it, which find
+// out themselves. Otherwise the group has failed, and ranks that wait for others must learn of it, too.
 void WireBackend::look_after(int peer) {
   try {
     for (const auto grace = Deadline::after(kGrace); !grace.passed(); std::this_thread::sleep_for(kLook)) {
@@ -144,15 +146,16 @@ void WireBackend::look_after(int peer) {
       if (settled_elsewhere() || store_->try_get(key(text("broke/", peer)))) break;
     }
   } catch (const std::exception&) {
-    return;  // the store has gone, perhaps with a rank that left; who waits in vain finds out by himself
+    return;  // the store has gone, perhaps with a rank that left; ranks that wait in vain find out themselves
   }
-  // An operation under way speaks for itself: it may have timed out, which broke the connections, and say so next.
+  // An operation under way reports itself: perhaps it timed out, which broke the connections, and will say so next.
   if (under_way_ == 0) say_broke(false);
   wire_->close();
 }
 
-// Said before the own wire is closed, so that those who see it end know that this rank lives. That it timed out is said
-// by explain() and stays said, whatever look_after() sees of this rank's own broken connections.
+// Called before this rank closes its wire, so that ranks that see the wire end know that this rank runs. Only explain()
+// says that the rank timed out; a later call by look_after(), which sees this rank's own broken connections, does not
+// overwrite that.
 void WireBackend::say_broke(bool timed_out) {
   try {
     const store::CallsBy soon(Deadline::after(kNotes));
@@ -221,7 +224,7 @@ void WireBackend::leave(const std::string& cause) {
           write_failure(PeerLost(shown(getRank()), ::getpid(), text("rank ", shown(getRank()), " ended: ", cause))));
     store_->set(key(text("left/", getRank())), "1");
   } catch (const std::exception&) {
-    // Whoever serves the store has gone; so nobody can read it.
+    // The process that serves the store has gone, so nobody could read the note.
   }
   wire_->close();
   {
@@ -264,7 +267,7 @@ std::exception_ptr WireBackend::settle(const std::exception_ptr& error) {
       const store::CallsBy soon(Deadline::after(kNotes));
       const auto kept = store_->compare_set(key("cause"), std::nullopt, write_failure(ours));
       if (!kept.stored && kept.value) result = read_failure(*kept.value);
-    } catch (const std::exception&) {  // the store has gone with its rank: everybody keeps what he has seen
+    } catch (const std::exception&) {  // the store has gone with its rank: each rank keeps the error that it saw
     }
   } catch (...) {
   }
@@ -274,13 +277,13 @@ std::exception_ptr WireBackend::settle(const std::exception_ptr& error) {
   return failure_;
 }
 
-// `peer`: whom a message was for or from; -1 where all ranks take part.
+// `peer`: the rank that a message was for or from; -1 if all ranks take part.
 void WireBackend::explain(const std::string& what, bool timed_out, const std::string& symptom, int peer,
                           Clock::time_point began) {
   const auto waited = Clock::now() - began;
-  std::set<int> gone;  // whose wire had ended before this rank closed its own
+  std::set<int> gone;  // ranks whose wire had ended before this rank closed its own
   {
-    // What this rank knows already: it has left, the group had failed before, or another of its threads is finding out.
+    // This rank may know the cause: it has left, the group has failed before, or another of its threads finds it out.
     std::unique_lock lock(state_mutex_);
     if (std::exchange(explaining_, true)) explained_.wait(lock, [this] { return failure_ != nullptr; });
     if (failure_) std::rethrow_exception(failure_);
@@ -309,7 +312,7 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
     for (;; std::this_thread::sleep_for(kLook)) {
       const store::CallsBy soon(Deadline::after(kNotes));
       if ((cause = settled_elsewhere())) break;
-      bool another_timed_out = false;  // whose closing is what this rank saw, and who will say so
+      bool another_timed_out = false;  // then this rank saw that rank close its wire, and that rank writes the cause
       bool all = true, word_comes = false;
       for (int r = 0; r < n && !cause; ++r) {
         if (r == me) continue;
@@ -332,7 +335,7 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
     }
   } catch (const std::exception& silent) {
     if (!store::comes_again(*store_)) cause = lost(0, text(" is gone, and with it the store (", silent.what(), ")"));
-    // Of one that nobody here serves, its absence says nothing of any rank. What is known without it:
+    // If no rank of the job serves the store, its absence says nothing of any rank. What is known without it:
     const std::lock_guard lock(state_mutex_);
     if (!cause && !dead_.empty()) cause = lost(*dead_.begin(), " died");
     if (!cause && !timed_out && peer < 0 && n > 2)
@@ -345,7 +348,7 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
     for (int r = 0; r < n; ++r)
       if (peer >= 0 ? r == peer : !said[static_cast<size_t>(r)] || *said[static_cast<size_t>(r)] < mine)
         missing.push_back(r);
-    // Where some have not even announced this operation, all waited for them, and not for who is slow to speak.
+    // If some ranks have not even announced this operation, all waited for those, not for ranks that report slowly.
     const auto came = [&](int r) {
       const Announcement& last = announcements_[static_cast<size_t>(r)];
       return last.call.op != OpKind::kNothing && last.number + 1 == mine;
@@ -364,7 +367,7 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
       cause = std::make_exception_ptr(Timeout(
           text(what, " on rank ", shown(me), " timed out after ", describe(waited), ", waiting for ", join(names)),
           shown_missing, "Look whether the missing rank hangs, or raise the timeout"));
-    else {  // the one whose wire ended without a word; else one that said nothing; who has spoken or runs is not lost
+    else {  // the lost rank: one whose wire ended, else any; but none that has reported, and none that runs
       const auto lost_one = [&](int r) { return silent(r) && !lives(r); };
       auto who = std::find_if(missing.begin(), missing.end(), [&](int r) { return lost_one(r) && gone.count(r); });
       if (who == missing.end()) who = std::find_if(missing.begin(), missing.end(), lost_one);
@@ -477,7 +480,7 @@ void WireBackend::announce(const Operation& operation, std::span<const std::byte
     arrival_.waited = std::max(std::chrono::duration<float>(FastClock::now() - arrived).count(), 0.0F);
     count_arrivals();
   }
-  // Everybody sees the same announcements, so everybody finds the same pair and says the same.
+  // All ranks see the same announcements, so all find the same pair and report the same error.
   const auto called = [&](size_t r) { return text(describe(announcements_[r].call), announcements_[r].at()); };
   for (size_t r = 1; r < n; ++r)
     if (announcements_[r].call != announcements_[0].call)
@@ -486,7 +489,7 @@ void WireBackend::announce(const Operation& operation, std::span<const std::byte
           kMismatchAdvice);
 }
 
-// Everybody counts the same, since everybody is told the same.
+// All ranks count the same, because all get the same announcements.
 void WireBackend::count_arrivals() {
   if (getSize() < 2) return;
   float least = std::numeric_limits<float>::max(), next = least;  // of the times that ranks waited
@@ -554,7 +557,7 @@ void WireBackend::all_reduce(const Operation& operation, Bytes data, size_t coun
   }
 }
 
-// Down a binomial tree: rank v (counted from the root) has it from v without its highest bit.
+// Down a binomial tree: rank v (counted from the root) receives the data from rank v without its highest bit.
 void WireBackend::broadcast(const Operation& operation, Bytes data, size_t bytes, Deadline deadline) {
   const int n = getSize(), root = operation.peer, v = (getRank() - root + n) % n;
   const bool small = bytes <= kInline;

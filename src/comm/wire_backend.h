@@ -1,33 +1,34 @@
-// Collectives and messages over a Wire: for groups whose ranks have no memory in common.
+// Collectives and messages over a Wire, for groups whose ranks share no memory.
 //
-// Every collective begins with an announcement: each rank tells every other what it is about to do, in one message of
-// 256 bytes, which carries contributions of up to 128 bytes as well. So what the shm backend promises holds here too:
-// ranks that disagree get Mismatch before data moves, naming both sides. It costs one message time.
+// Every collective begins with an announcement: each rank tells every other rank what it is about to do, in one message
+// of 256 bytes, which also carries contributions of up to 128 bytes. So this backend keeps the promise of the shm
+// backend: ranks that disagree get a Mismatch that names both sides before data moves. It costs one message time.
 //
-// Reductions add in rank order with the same kernels as shm, so the bits are the same on every backend: all_reduce is
-// an exchange of slices, the reduction of the own slice, and an exchange of results (Rabenseifner's scheme with direct
-// messages), 2(N-1)/N of the tensor sent by each rank. docs/algorithms.md has the others.
+// Reductions add in rank order with the same kernels as shm, so the bits are the same on every backend. all_reduce
+// exchanges slices, reduces this rank's slice, and exchanges the results (Rabenseifner's scheme with direct messages).
+// Each rank sends 2(N-1)/N of the tensor. docs/algorithms.md describes the other collectives.
 //
-// A message is a header, which carries up to 240 bytes as well. For larger ones the receiver, when it has matched the
-// header with a receive, says that it is ready, and then the payload travels; until then nothing waits in the wire.
+// A message is a header, which also carries up to 240 bytes of payload. If the payload is larger, the receiver first
+// matches the header with a receive and says that it is ready; then the payload travels. Until then nothing waits in
+// the wire.
 //
-// Each announcement says how long its rank waited for the others' in the one before; that tells who came last
-// (stragglers.h).
+// Each announcement says how long its rank waited for the others' announcements in the previous collective. That tells
+// who came last (stragglers.h).
 //
 // Failure. The first rank that knows a cause (its deadline passed, a peer's process died, ranks disagree) writes it to
-// the store, once for the group, and closes its wire. A connection that ends is only a hint, for it may be the closing
-// of a rank that knows more. So whoever sees one first says in the store that its own wire broke, and how far it was
-// (broke/<rank>), and then looks there for the cause:
+// the store, once for the group, and closes its wire. A connection that ends is only a hint: perhaps a rank that knows
+// more closed it. So a rank that sees a connection end first writes to the store that its own wire broke, and how far
+// it was (broke/<rank>). Then it looks in the store for the cause:
 //
-//   cause          somebody has found it: that is it
+//   cause          a rank has found the cause: this is it
 //   died/<rank>    a rank on the same host saw that process end
-//   left/<rank>    it left in order
-//   broke/<rank>   it runs; "timed out" if it will write the cause
+//   left/<rank>    the rank left in order
+//   broke/<rank>   the rank runs; "timed out" if it will write the cause
 //
-// A rank on this host that still runs is never lost: its word comes. A rank elsewhere that says nothing within kGrace
-// is the one that is lost. After that the group fails for good, with that error, everywhere. A rank that is in no
-// operation when a peer's connection ends does the same (look_after), so that those who wait for it hear of the failure
-// too.
+// A rank on this host whose process still runs is never lost: it will report to the store. A rank on another host that
+// reports nothing within kGrace is lost. After that the group fails for good, on all ranks, with that error. A rank
+// that is in no operation when a peer's connection ends does the same (look_after), so that the ranks that wait for it
+// learn of the failure too.
 //
 // Thread-safety: as Backend.
 #pragma once
@@ -71,8 +72,8 @@ class WireBackend final : public LaneBackend {
   uint64_t next_sequence() const override { return sequence_; }
 
  private:
-  // What a rank says of a collective that is over: how long it waited for the others, and, where ranks stand for
-  // hosts, who came last on its own host, and how long before that the one before it came. In seconds.
+  // What a rank says of a collective that is over: how long it waited for the others and, if ranks stand for hosts,
+  // which rank came last on its own host and how much later than the one before it. In seconds.
   struct Arrival {
     float waited = -1;  // below 0: nothing to say
     float late = 0;
@@ -114,7 +115,7 @@ class WireBackend final : public LaneBackend {
   bool others_gone(const std::function<std::string()>& what, Clock::time_point began);
 
   // --- failure ---
-  // Runs fn; an error of the wire becomes the group's failure, which is thrown. `what` is called for its text.
+  // Runs fn. An error of the wire becomes the group's failure, which is thrown. what() returns the operation's text.
   template <typename Fn, typename What>
   void guarded(Fn&& fn, What&& what, int peer, Clock::time_point began);
   [[noreturn]] void explain(const std::string& what, bool timed_out, const std::string& symptom, int peer,
@@ -137,11 +138,11 @@ class WireBackend final : public LaneBackend {
   const std::vector<Member> members_;
   const std::shared_ptr<shm::PeerWatch> watch_;
   uint64_t subscription_ = 0;
-  std::vector<int> others_;  // the next rank first, so that not all send to the same
+  std::vector<int> others_;  // the next rank first, so that not all send to the same one
 
   std::atomic<uint64_t> sequence_{0};        // of the next collective
   std::vector<Announcement> announcements_;  // by rank, of the operation under way
-  Arrival arrival_;                          // to be said
+  Arrival arrival_;                          // for the next announcement
   Stragglers stragglers_;
   const std::shared_ptr<HostArrivals> arrivals_;  // may be null
 
@@ -156,7 +157,7 @@ class WireBackend final : public LaneBackend {
   // Processes that ended; ranks whose wire has ended; ranks that are known to have left.
   std::set<int> dead_, gone_, departed_;
 
-  std::mutex threads_mutex_;  // threads that wait for messages, kept for the next
+  std::mutex threads_mutex_;  // of the threads that wait for messages; they are kept for later messages
   std::condition_variable job_;
   std::deque<std::function<void()>> jobs_;
   std::vector<std::thread> threads_;
@@ -182,7 +183,7 @@ void WireBackend::guarded(Fn&& fn, What&& what, int peer, Clock::time_point bega
     wire_->close();
     std::rethrow_exception(settled);
   } catch (const std::exception& error) {
-    // Whatever stops one rank in the middle (no memory, say) stops the group.
+    // An error that stops one rank in the middle (for example, no memory) stops the group.
     const auto settled = settle(std::make_exception_ptr(
         Unavailable(text("rank ", shown(getRank()), " failed in ", what(), ": ", error.what()))));
     wire_->close();

@@ -1,4 +1,4 @@
-// The table of backends. A new one is a folder here and a row below.
+// The table of backends. A new backend needs a folder here and a row below.
 #include "base/log.h"
 #include "base/text.h"
 #include "comm/backend.h"
@@ -59,7 +59,7 @@ std::string base_name(const std::string& name, bool one_host) {
   return name.substr(0, name.find(':'));
 }
 
-// A fault that is silently left out would make a test of the user's pass for nothing.
+// If a fault were silently left out, a user's test would pass without testing anything.
 void check_faults(const BackendEntry& entry, const BackendContext& context) {
   for (const Fault& fault : context.faults.faults()) {
     if (fault.group != context.group_name || entry.injects == Injects::kEverything) continue;
