@@ -1,5 +1,5 @@
-// c10d::Backend's interface in terms of Operation. c10d passes vectors that hold one tensor, for the days of several
-// GPUs a process.
+// c10d::Backend's interface in terms of Operation. c10d passes vectors that hold one tensor; they date from the time of
+// several GPUs per process.
 #include <span>
 
 #include "base/text.h"
@@ -16,7 +16,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 template <typename T>
 const T& only(const std::vector<T>& list, const char* what) {
-  if (list.size() != 1) throw InvalidArgument(text(what, " takes one tensor a rank, not ", list.size()));
+  if (list.size() != 1) throw InvalidArgument(text(what, " takes one tensor per rank, not ", list.size()));
   return list[0];
 }
 
@@ -34,7 +34,7 @@ Operation with_op(Operation operation, const c10d::ReduceOp& op) {
   if (op.op_ > c10d::ReduceOp::PREMUL_SUM)
     throw InvalidArgument(text("there is no reduce operation number ", int{op.op_}));
   operation.op = static_cast<ReduceOp>(op.op_);
-  // The name that it had before 2.13, and has still.
+  // The class's name from before PyTorch 2.13, which still exists.
   if (const auto* const factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get())) {
     operation.factor = factor->double_factor;
     operation.factor_tensor = factor->tensor_factor;
@@ -67,7 +67,7 @@ Operation reduce_scatter_of(const at::Tensor& output, Tensors inputs, const c10d
 
 }  // namespace
 
-// Runs `call`; for PyTorch, what Muster throws becomes what PyTorch's users expect.
+// Runs `call`. For PyTorch, turns Muster's errors into those that PyTorch's users expect.
 template <typename Call>
 auto Backend::translated(std::chrono::milliseconds own_timeout, Call&& call) {
   try {
@@ -156,7 +156,7 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
           Tensors parts;
           for (const auto& of_rank : outputs) {
             if (of_rank.size() != inputs.size())
-              throw InvalidArgument("allgather_coalesced needs as many outputs of each rank as there are inputs");
+              throw InvalidArgument("allgather_coalesced needs as many outputs for each rank as there are inputs");
             parts.push_back(of_rank[i]);
           }
           operations.push_back(all_gather_of(inputs[i], std::move(parts), options));
@@ -275,7 +275,7 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   return issue([&] { return with_timeout({.kind = OpKind::kBarrier}, options); }, options.asyncOp);
 }
 
-// PyTorch's words, for its users and tools look for them. Unlike gloo's, all ranks know who is missing.
+// The texts are PyTorch's, because its users and tools look for them. Unlike with gloo, all ranks know who is missing.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const Operation barrier = with_timeout({.kind = OpKind::kBarrier}, options);
   const auto limit = options.timeout == c10d::kUnsetTimeout ? timeout() : options.timeout;

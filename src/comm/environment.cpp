@@ -20,32 +20,32 @@
 namespace muster::comm {
 namespace {
 
-// Ranks and sizes are ints; a number that is none of them must not be cut down to one.
+// Ranks and sizes are ints. A number that does not fit must not be truncated.
 int narrow(const char* name, int64_t value) {
   if (value < 0 || value > std::numeric_limits<int>::max())
     throw InvalidArgument(
-        text("the environment variable ", name, " is ", value, ", which is no rank or number of ranks"),
+        text("the environment variable ", name, " is ", value, ", which is not a rank or a number of ranks"),
         text("Set ", name, " to a number from 0"));
   return static_cast<int>(value);
 }
 int env_or(const char* name, int otherwise) { return narrow(name, env_int(name).value_or(otherwise)); }
 int require_int(const char* name) { return narrow(name, require_env_int(name)); }
 
-// A number that several launchers call differently: the first that is set.
+// A number that launchers keep in different variables: the value of the first one that is set.
 int first_of(std::initializer_list<const char*> names, int otherwise) {
   for (const char* name : names)
     if (const auto value = env_int(name)) return narrow(name, *value);
   return otherwise;
 }
 
-// Of the pods of a Kubernetes Indexed Job, which gives no more than that.
+// The only variable that a Kubernetes Indexed Job sets in its pods.
 constexpr const char* kPodIndex = "JOB_COMPLETION_INDEX";
 
 // The variables of torchrun, which muster run sets as well.
 Placement torchrun_placement() {
   Placement p;
   p.world_size = require_int("WORLD_SIZE");
-  if (!env_string("RANK") && env_string(kPodIndex)) {  // a pod for each rank
+  if (!env_string("RANK") && env_string(kPodIndex)) {  // one pod per rank
     p.rank = require_int(kPodIndex);
     p.local_rank = 0;
     p.local_world_size = 1;
@@ -59,9 +59,9 @@ Placement torchrun_placement() {
   return p;
 }
 
-// A store that this process serves for its job lives as long as the process: the others may still need it, or come
-// again, when this rank's first World has ended. (A job is a matter of processes; this is the one place where that
-// shows.)
+// A store that this process serves for its job lives as long as the process: when this rank's first World has ended,
+// other ranks may still need the store or connect again. (A job consists of processes, not of ranks that are threads;
+// only this function depends on that.)
 std::shared_ptr<Store> served_by_this_process(const std::string& name,
                                               const std::function<std::shared_ptr<Store>()>& serve) {
   struct Served {
@@ -88,7 +88,7 @@ std::shared_ptr<Store> tcp_store(const Placement& placement, Deadline deadline) 
   options.timeout = std::chrono::milliseconds(deadline.poll_ms());
   const auto open = [&] {
     auto store = c10::make_intrusive<c10d::TCPStore>(*address, options);
-    // As torchrun's workers do: a restart must not see keys of the attempt before.
+    // Like torchrun's workers: a restart must not see the keys of the previous attempt.
     const auto attempt = env_or("TORCHELASTIC_RESTART_COUNT", 0);
     return from_c10d(c10::make_intrusive<c10d::PrefixStore>(text("muster/attempt_", attempt), store));
   };
@@ -101,7 +101,7 @@ std::shared_ptr<Store> tcp_store(const Placement& placement, Deadline deadline) 
   }
 }
 
-// Launchers without a store of their own: ranks of one host meet at a socket whose name follows from the job's.
+// For launchers without their own store: the ranks of one host meet at a socket whose name is derived from the job's.
 std::shared_ptr<Store> host_store(const Placement& p, const std::string& job_name, Deadline deadline) {
   if (p.local_world_size != p.world_size)
     throw InvalidArgument(
@@ -171,7 +171,7 @@ Job join_job(Deadline deadline) {
     check(p, "PMI_RANK", "PMI_SIZE");
     job.store = tcp_or_host_store(job, "pmi/" + parent_process(), deadline);
   } else if (env_string("SLURM_PROCID") && env_string("SLURM_STEP_ID") && env_string("SLURM_STEP_NUM_TASKS")) {
-    // SLURM_STEP_…: srun. Inside a batch script without srun there is one process, and it is alone.
+    // srun sets SLURM_STEP_…. Inside a batch script without srun there is only one process.
     job.started_by = "srun";
     p.rank = require_int("SLURM_PROCID");
     p.world_size = require_int("SLURM_STEP_NUM_TASKS");

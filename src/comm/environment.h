@@ -1,5 +1,5 @@
-// Which job is this process part of? Read from what launchers leave in the environment; see init() in world.h for the
-// order.
+// Finds the job that this process is part of, from the environment variables that launchers set. See init() in world.h
+// for the order.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ struct Job {
   std::string started_by;  // "muster run", "env://", "mpirun", "srun" or "" (alone)
 };
 
-// Errors: InvalidArgument, naming the variable; Unavailable, a store that nobody serves.
+// Errors: InvalidArgument names the variable; Unavailable if nobody serves the store.
 Job join_job(Deadline deadline);
 
 }  // namespace muster::comm

@@ -16,7 +16,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// What backward needs to know, kept beside autograd's context, which holds only what TorchScript knows.
+// The options for backward. They are kept beside autograd's context, which holds only types that TorchScript knows.
 template <typename Options>
 Options with_group(Options options) {
   options.group = options.group.resolved();  // backward may run in another thread
@@ -31,8 +31,8 @@ void require_linear(const char* name, ReduceOp op) {
 
 at::Tensor own_copy(const at::Tensor& tensor) { return tensor.detach().clone(at::MemoryFormat::Contiguous); }
 
-// A function of one tensor that autograd records: `forward` on plain tensors; `backward` of the gradient and, where
-// wanted, the input, itself recorded where a graph of it is wanted.
+// A function of one tensor that autograd records. `forward` works on plain tensors. `backward` takes the gradient and,
+// if wants_input, the input; it is itself recorded if the caller wants a graph of it.
 using Map = std::function<at::Tensor(const at::Tensor&)>;
 using BackMap = std::function<at::Tensor(const at::Tensor& gradient, const at::Tensor& input)>;
 
@@ -204,7 +204,7 @@ at::Tensor send(const at::Tensor& input, int dst, const MessageOptions& given, c
         muster::send(x.detach(), dst, options, site);
         return at::zeros({}, x.options());
       },
-      // What comes back depends on `x`, on the other rank: autograd must know, to go on to higher orders.
+      // The gradient that comes back depends on `x`, on the other rank. Autograd must know that for higher orders.
       [=](const at::Tensor& gradient, const at::Tensor& x) {
         return functional::recv(x * 0 * gradient, dst, options, site);
       },

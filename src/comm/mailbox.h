@@ -1,5 +1,5 @@
-// Messages that have come before anybody wanted them, and receives that wait for theirs: the half of a Wire that a
-// library without matching of its own lacks.
+// Messages that have come before a receive wanted them, and receives that wait for their messages. A library that does
+// no matching itself lacks this half of a Wire.
 //
 // Thread-safety: all members.
 #pragma once
@@ -24,7 +24,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
  public:
   explicit Mailbox(size_t others) : others_(others) {}
 
-  // A message is given to the oldest receive that wants it, or kept.
+  // Gives a message to the oldest receive that wants it, or keeps it.
   void deliver(int source, WireTag tag, const std::byte* data, size_t bytes) {
     const std::lock_guard lock(mutex_);
     for (auto it = wanted_.begin(); it != wanted_.end(); ++it)
@@ -37,7 +37,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     kept_.push_back({source, tag, {data, data + bytes}});
   }
 
-  // A receive takes the oldest message from `source` (or kAnySource) with this tag.
+  // The receive takes the oldest message from `source` (or kAnySource) with this tag.
   std::unique_ptr<Wire::Transfer> receive(int source, WireTag tag, std::byte* data, size_t bytes) {
     auto receive = std::make_unique<Receive>(shared_from_this(), source, tag, data, bytes);
     const std::lock_guard lock(mutex_);
@@ -51,7 +51,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     return receive;
   }
 
-  // As Wire's. What is kept has no receive that waits for it.
+  // Like Wire::take(). No receive waits for a message that is kept.
   int take(WireTag tag, std::byte* data, size_t bytes) {
     const std::lock_guard lock(mutex_);
     for (auto it = kept_.begin(); it != kept_.end(); ++it)
@@ -72,8 +72,9 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     return peers;
   }
 
-  // Nothing more comes from `source`, or from anybody (kAnySource): receives that want it, and find nothing that came
-  // before, get WireBroken with this symptom. One from any source, when nothing comes from all of the `others`.
+  // Nothing more comes from `source`, or from any rank (kAnySource). Receives from it that find no message that came
+  // before get WireBroken with this symptom. A receive from any source gets it only when nothing more comes from all of
+  // the `others`.
   void close(int source, const std::string& symptom) {
     const std::lock_guard lock(mutex_);
     closed_.emplace(source, symptom);

@@ -22,7 +22,7 @@ std::string host_identity() {
 
 namespace {
 
-// What rank 0 makes of everybody's word: a list of hosts and pids, or why there is none.
+// What rank 0 posts: a list of the ranks' hosts, pids and cores, or the reason why there is none.
 constexpr std::string_view kComplete = "all", kMissing = "missing", kMismatch = "mismatch";
 
 std::string verdict(Store& store, const std::vector<std::string>& keys, int size, Deadline deadline) {
@@ -55,7 +55,7 @@ std::string verdict(Store& store, const std::vector<std::string>& keys, int size
 
 }  // namespace
 
-// Rank 0 collects what each says and posts one list, so that N ranks make 3N requests, not N².
+// Rank 0 collects the ranks' entries and posts one list, so that N ranks make 3N requests, not N².
 std::vector<Member> meet_members(Store& store, const std::string& prefix, int rank, int size, const std::string& host,
                                  Deadline deadline) {
   if (size == 1) return {{.host = 0, .pid = ::getpid(), .cpus = own_cpus()}};
@@ -70,7 +70,7 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
   }
   std::string said;
   try {
-    // A little longer than rank 0 waits for the others, to hear from it who did not come.
+    // Waits a little longer than rank 0 waits for the others, so that rank 0 can say which ranks did not come.
     said =
         store.get(all_key, deadline.is_never() ? deadline : Deadline::after(deadline.left() + std::chrono::seconds(1)));
   } catch (const Timeout&) {

@@ -1,5 +1,5 @@
-// Who the ranks of a group are: on which host, and which process. They tell each other through the store when a World
-// or a group begins.
+// Which host and which process each rank of a group is. The ranks tell each other through the store when a World or a
+// group begins.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -21,11 +21,11 @@ struct Member {
   CpuSet cpus;    // that it may run on
 };
 
-// This host's name for itself: the kernel's boot and the network namespace, in which shared memory can be handed
-// around; or MUSTER_HOST, by which tests and containers make several hosts of one.
+// The identity of this host: the kernel's boot id and the network namespace, in which ranks can hand shared memory to
+// each other. MUSTER_HOST overrides it; tests and containers use that to make several hosts of one.
 std::string host_identity();
 
-// Every rank calls it, with its host's identity. By rank. Timeout names the ranks that did not come.
+// Every rank calls it, with its host's identity. Returns the members by rank. Timeout names ranks that did not come.
 std::vector<Member> meet_members(Store& store, const std::string& prefix, int rank, int size, const std::string& host,
                                  Deadline deadline);
 

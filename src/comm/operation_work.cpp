@@ -14,9 +14,9 @@
 namespace muster::comm {
 namespace {
 
-thread_local int callbacks = 0;  // of futures, that this thread is in
+thread_local int callbacks = 0;  // how many callbacks of futures this thread is in
 
-constexpr std::chrono::seconds kSlack{60};  // after its deadline an operation ends, and finds out the cause
+constexpr std::chrono::seconds kSlack{60};  // for an operation to find out the cause and end after its deadline
 
 c10d::OpType c10d_type(const Operation& operation) {
   using c10d::OpType;
@@ -164,7 +164,7 @@ bool OperationWork::end(std::exception_ptr error) {
   finish(std::move(error));
   done_.store(true, std::memory_order_release);
   const std::lock_guard lock(mutex_);
-  return future_ != nullptr;  // who asks for one from now on marks it
+  return future_ != nullptr;  // a getFuture() that comes later marks the future itself
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {

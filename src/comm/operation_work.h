@@ -1,7 +1,8 @@
-// What a backend with a Lane gives back for asynchronous operations.
+// The c10d::Work that a backend with a Lane returns for asynchronous operations.
 //
-// Whoever waits for it without a limit runs it, and what is queued before it, if that has not begun (lane.h). Time
-// spent in wait() counts as time blocked in communication. Its future is made when somebody asks for one.
+// A thread that waits for it without a limit runs its operations, and those that are queued before it, if they have not
+// begun (lane.h). Time spent in wait() counts as time blocked in communication. Its future is made by the first call of
+// getFuture().
 //
 // Thread-safety: all methods.
 #pragma once
@@ -23,7 +24,7 @@ struct OperationCounters {
   std::atomic<int64_t> blocked_ns{0};
   std::atomic<int64_t> under_way{0};  // works that have not ended
 
-  // Of operations in the lane, one at a time: no locked instruction.
+  // For operations in the lane, which run one at a time, so counting needs no locked instruction.
   std::atomic<uint64_t> lane_operations{0}, lane_bytes{0};
   std::atomic<int64_t> lane_blocked_ns{0};
 
@@ -48,18 +49,18 @@ struct OperationCounters {
 
 class OperationWork final : public c10d::Work {
  public:
-  // `lane` is null for messages. `deadline`: of the operations, which fail soon after it. With `c10d_limit`, the
-  // timeout that holds, it throws c10d's errors.
+  // `lane` is null for messages. The operations fail soon after `deadline`. If `c10d_limit`, the timeout that applies,
+  // is given, wait() throws c10d's errors.
   OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<Lane> lane,
                 std::vector<Operation> operations, Deadline deadline,
                 std::optional<std::chrono::milliseconds> c10d_limit);
-  // Of an operation that has completed.
+  // The work of an operation that has completed.
   OperationWork(int rank, Operation operation);
   ~OperationWork() override;
 
   bool isCompleted() override { return done_.load(std::memory_order_acquire) || c10d::Work::isCompleted(); }
-  // Without a timeout, until the operations have ended: by their deadline, and a minute later at the latest, if what
-  // should end them does not.
+  // Without a timeout, waits until the operations have ended. They end by their deadline; if they do not, wait() gives
+  // up a minute later.
   bool wait(std::chrono::milliseconds timeout) override;
   std::vector<at::Tensor> result() override;
   int sourceRank() const override { return source_.load(std::memory_order_relaxed); }
@@ -67,12 +68,12 @@ class OperationWork final : public c10d::Work {
 
   const std::vector<Operation>& operations() const { return operations_; }
   void set_source(int rank) { source_.store(rank, std::memory_order_relaxed); }
-  // Called first when it completes; set before anybody can complete it.
+  // The first thing that is called when the work completes. Set before any thread can complete the work.
   void on_complete(std::function<void(const std::exception_ptr&)> callback) { on_complete_ = std::move(callback); }
-  // The two halves of complete(). end(): whether mark_future() is to follow. mark_future() calls what the user has put
-  // behind the future, which may do and wait for operations: so not where that would stand in their way.
+  // The two halves of complete(). end() returns whether mark_future() must follow. mark_future() calls the user's
+  // callbacks of the future, which may run operations and wait for them. So call it only where it does not block them.
   bool end(std::exception_ptr error);
-  void mark_future();  // once, when done and when there is one
+  void mark_future();  // marks it once, when the work is done and the future exists
   void complete(std::exception_ptr error = nullptr) {
     if (end(std::move(error))) mark_future();
   }
@@ -85,18 +86,18 @@ class OperationWork final : public c10d::Work {
   std::function<void(const std::exception_ptr&)> on_complete_;
   const std::optional<std::chrono::milliseconds> c10d_limit_;
   std::atomic<int> source_{-1};
-  std::atomic<bool> done_{false};                   // what c10d::Work says under its lock, soon after
+  std::atomic<bool> done_{false};                   // c10d's completed_, readable without its lock; set soon after it
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
   bool future_marked_ = false;
 };
 
-// Of this rank's payload.
+// The size of this rank's payload.
 size_t bytes_of(const Operation& operation);
-// "muster:all_reduce", as profilers show it; lives for ever.
+// "muster:all_reduce", as profilers show it; never freed.
 const char* profiling_title(const Operation& operation);
-// The tensors whose shapes a profiler shows: what goes in, as with PyTorch's own backends.
+// The tensors whose shapes a profiler shows: the inputs, as with PyTorch's own backends.
 std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations);
-// Whether a profiler listens.
+// Whether a profiler is active.
 bool profiling();
 
 }  // namespace muster::comm

@@ -21,7 +21,8 @@
 namespace muster::comm {
 namespace {
 
-// What this process is a member of. Never destroyed: the interpreter may drop groups after static destructors have run.
+// The groups that this process is a member of. Never destroyed, because the interpreter may drop groups after static
+// destructors have run.
 class Memberships {
  public:
   static Memberships& instance() {
@@ -32,14 +33,14 @@ class Memberships {
   std::shared_ptr<shm::PeerWatch> watch() {
     const std::lock_guard lock(mutex_);
     if (!watch_ || pid_ != ::getpid()) {
-      if (watch_) (void)new std::shared_ptr(std::move(watch_));  // its thread is the parent's
+      if (watch_) (void)new std::shared_ptr(std::move(watch_));  // leaked: its thread runs in the parent
       watch_ = std::make_shared<shm::PeerWatch>();
       pid_ = ::getpid();
     }
     return watch_;
   }
 
-  // One for all groups of this process, which is one rank of its job.
+  // One black box for all groups of this process, which is one rank of its job.
   std::shared_ptr<shm::BlackBox> black_box(int rank, int size) {
     const std::lock_guard lock(mutex_);
     if (!black_box_ || black_box_pid_ != ::getpid()) {
@@ -50,8 +51,8 @@ class Memberships {
     return black_box_;
   }
 
-  // How many ranks compete for how many cores of this host: as the largest group so far knows, which is the job's. A
-  // smaller one knows only its own members.
+  // How many ranks compete for how many cores of this host, according to the largest group so far, which is the job's.
+  // A smaller group knows only its own members.
   std::pair<int, int> crowd(int ranks, int cores) {
     const std::lock_guard lock(mutex_);
     if (ranks >= crowd_.first) crowd_ = {ranks, cores};
@@ -75,7 +76,7 @@ class Memberships {
       if (pid_ != ::getpid()) return;
       alive = lock_all();
     }
-    // The default group last: it is the one whose peers learn why.
+    // The default group last: it is the one in which the peers learn the cause.
     for (auto backend = alive.rbegin(); backend != alive.rend(); ++backend) (*backend)->leave(cause);
   }
 
@@ -85,7 +86,7 @@ class Memberships {
   Memberships() {
     ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                      [] {
-                       // One more reference to each for ever, so that nothing takes them apart.
+                       // Keeps one more reference to each for ever, so that nothing destroys them.
                        for (auto& backend : instance().lock_all()) (void)backend.release();
                        instance().backends_.clear();
                        instance().mutex_.unlock();

@@ -1,19 +1,20 @@
-// Who comes last to a group's collectives, how often and by how much. Always on.
+// Who comes last to a group's collectives, how often and by how much. This is always measured.
 //
-// In shared memory every rank sees when every rank arrived, by the one clock of the host. Over a wire there is no such
-// clock, but every collective begins with an exchange of announcements, in which a rank waits for all others: the rank
-// that waits least came last, and the others waited for it alone for as long as the second least exceeds the least.
-// Each announcement says how long its rank waited in the one before, so every rank knows, one collective later; the
-// last one of a group is not counted. The error of one figure is the difference between the times that messages take
-// from one rank to another (and that threads take to wake up): a rank in the middle of an uneven network waits less
-// than others although it is not late.
+// In shared memory every rank sees when every rank arrived, by the host's one clock. Over a wire there is no such
+// clock, but every collective begins with an exchange of announcements, in which each rank waits for all others. The
+// rank that waited for the shortest time came last. The others waited for it alone for the difference between the two
+// shortest times. Each announcement says how long its rank waited in the previous collective, so every rank knows one
+// collective later; the last collective of a group is not counted. The error of one figure is the difference between
+// the times that messages take from one rank to another (and that threads take to wake up): a rank in the middle of an
+// uneven network waits for a shorter time than others although it is not late.
 //
-// Over several hosts (backend hierarchical) both are put together by the leaders, whose announcements also say who came
-// last within their host, and by how much: the rank that comes last of all is that of the host that comes last, and is
-// late by what is smaller of the two. So ranks of one host that are late together show as a host that is late
-// (HostArrivals::hosts), and no single rank of it is. Leaders count in memory that the ranks of their host share.
+// Over several hosts (backend hierarchical) the leaders combine both. Their announcements also say who came last within
+// their host, and by how much. The rank that came last of all is the last rank of the host that came last; it is late
+// by its lateness within the host or by that of the host, whichever is smaller. So if several ranks of one host are
+// late together, the host shows as late (HostArrivals::hosts), and no single rank of it does. Leaders count in memory
+// that the ranks of their host share.
 //
-// Thread-safety: add(), note() and last() from one thread at a time; the rest from any.
+// Thread-safety: add(), note() and last() from one thread at a time; the rest from any thread.
 #pragma once
 
 #include <atomic>
@@ -38,11 +39,12 @@ class Stragglers {
     uint64_t late = 0;  // in the unit
   };
 
-  // `memory`: words(ranks) of them, which others may read through a Stragglers of their own; empty: its own.
+  // `memory`: words(ranks) words, which other ranks may read through their own Stragglers. If it is empty, this object
+  // allocates its own memory.
   explicit Stragglers(int ranks, Unit unit = Unit::kCycles, std::span<Word> memory = {});
   static size_t words(int ranks) { return 1 + 2 * static_cast<size_t>(ranks); }
 
-  // One collective, to which rank r came at arrived(r).
+  // Counts one collective, to which rank r came at arrived(r).
   template <typename Arrived>
   void note(Arrived arrived) {
     uint64_t last = 0, before = 0;  // the last arrival, and the one before it
@@ -59,7 +61,7 @@ class Stragglers {
     }
     add({who, ranks_ > 1 ? last - before : 0});
   }
-  // One collective, to which this rank came last.
+  // Counts one collective, to which rank last.rank came last.
   void add(Last last) {
     const size_t at = 1 + 2 * static_cast<size_t>(last.rank);
     increase(words_[0], 1);
@@ -67,7 +69,7 @@ class Stragglers {
     increase(words_[at + 1], last.late);
     last_ = last;
   }
-  const Last& last() const { return last_; }  // of the collective that was counted last
+  const Last& last() const { return last_; }  // of the most recent collective that was counted
 
   std::vector<Straggler> by_rank() const;
   int size() const { return ranks_; }
@@ -75,9 +77,9 @@ class Stragglers {
   std::chrono::nanoseconds time(uint64_t late) const {
     return unit_ == Unit::kCycles ? cycle_.of(late) : std::chrono::nanoseconds(late);
   }
-  // A sentence about the rank that the others waited for longest, where it came last to two thirds of the collectives
-  // and cost `at_least` and more than a twentieth of the time since this was made; else "". `name`: what to call it, if
-  // not "rank 3".
+  // A sentence about the rank that the others waited for longest, if it came last to two thirds of the collectives and
+  // cost at least `at_least` and a twentieth of the time since this object was made; else "". `name` returns what to
+  // call a rank, if not "rank 3".
   std::string verdict(const std::string& group, std::chrono::nanoseconds at_least = {},
                       const std::function<std::string(int)>& name = {}) const;
 
@@ -95,8 +97,9 @@ class Stragglers {
   const Clock::time_point began_ = Clock::now();
 };
 
-// What the leaders of several hosts count with: the group between them (a WireBackend) writes, and the backend that
-// made that group says what it knows of its own host. One thread at a time, but for the readers of the two.
+// What the leaders of several hosts count with. The group between them (a WireBackend) counts in `ranks` and `hosts`;
+// the backend that made that group writes what it knows of its own host. One thread at a time, except for readers of
+// `ranks` and `hosts`.
 struct HostArrivals {
   HostArrivals(int ranks_of_all, int number_of_hosts, std::span<Stragglers::Word> memory)
       : ranks(ranks_of_all, Stragglers::Unit::kNanoseconds, memory.first(Stragglers::words(ranks_of_all))),
@@ -104,10 +107,10 @@ struct HostArrivals {
   static size_t words(int ranks, int hosts) { return Stragglers::words(ranks) + Stragglers::words(hosts); }
 
   Stragglers ranks, hosts;
-  // Set before an operation between the hosts, of which only the first announcement counts: the other steps of one that
-  // is made of several begin when the one before has ended.
+  // Set before an operation between the hosts. If that operation is made of several steps, only the announcement of the
+  // first step counts, because each other step begins when the one before it has ended.
   bool counts_next = false;
-  // Who came last on this host to the operation before, and how long before that the one before it came.
+  // The rank that came last on this host to the previous operation, and how much later than the rank before it.
   int last = 0;
   std::chrono::nanoseconds late = std::chrono::nanoseconds::max();
 };

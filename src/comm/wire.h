@@ -1,13 +1,13 @@
-// Wire: messages between the ranks of a group that have no memory in common. The one thing that a library or protocol
-// must bring for Muster to make a backend of it (wire_backend.h).
+// Wire: messages between the ranks of a group that share no memory. A library or protocol must implement only this for
+// Muster to make a backend of it (wire_backend.h).
 //
 // A message is bytes with a kind and a tag. A receive takes the oldest message from its peer with the same kind and
-// tag, and has room for its bytes: the protocol above sees to that. Messages of different kinds never meet. No message
-// is empty.
+// tag; the protocol above ensures that it has room for the message's bytes. Messages of different kinds never match. No
+// message is empty.
 //
-//   kAnnouncement, kData   of collectives: every send has its receive soon, in the same order, and never to oneself
+//   kAnnouncement, kData   of collectives: every send has its receive soon, in the same order; never to oneself
 //   kMessage, kReady       of at most kShortMessage bytes: a send completes whether or not the receive is there, as
-//                          long as the peer's process runs; also to oneself; receives of kMessage from any source;
+//                          long as the peer's process runs; also to oneself; kMessage can be received from any source;
 //                          take() looks for one that has come
 //   kPayload               the receive is there before the send; also to oneself
 //
@@ -25,8 +25,8 @@
 
 namespace muster::comm {
 
-// A transfer that failed for no reason of its own: a connection is gone, or the wire is closed. Who or what is to blame
-// is found by the backend.
+// A transfer failed because a connection is gone or the wire is closed. The backend finds out which rank or what caused
+// that.
 struct WireBroken : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -44,31 +44,31 @@ struct WireTag {
 
 class Wire {
  public:
-  // Destroyed unfinished only after close(), or when wait() has thrown. The memory is the caller's again then.
+  // May be destroyed unfinished only after close(), or when wait() has thrown. The caller may use the memory after that.
   class Transfer {
    public:
     virtual ~Transfer() = default;
-    // Until the memory may be used again. Returns the peer. Timeout (without text; the wire may be broken by one of
-    // kAnnouncement, kData and kPayload) or WireBroken. Once.
+    // Waits until the memory may be used again. Returns the peer. Called once. Throws WireBroken, or Timeout without
+    // text; a Timeout of kAnnouncement, kData or kPayload may break the wire.
     virtual int wait(Deadline deadline) = 0;
   };
 
   virtual ~Wire() = default;
-  // The memory must stay until the transfer has been waited for, or is destroyed.
+  // The memory must stay valid until the transfer has been waited for, or is destroyed.
   virtual std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) = 0;
   virtual std::unique_ptr<Transfer> receive(int peer, WireTag tag, std::byte* data,
-                                            size_t bytes) = 0;  // kAnySource too
-  // Calls fn(peer), once for each peer from which nothing more comes: it has closed its wire, or its connection broke.
-  // On a thread of the wire, or of whoever calls it: fn does little, and nothing with the wire. Set once, before the
-  // first transfer; not called any more when close() has returned.
+                                            size_t bytes) = 0;  // the peer may be kAnySource
+  // Calls fn(peer) once for each peer from which nothing more comes: it has closed its wire, or its connection broke.
+  // Calls it on a thread of the wire, or on one that calls the wire. fn must do little, and must not use the wire. Set
+  // once, before the first transfer; not called any more when close() has returned.
   virtual void on_gone(std::function<void(int peer)> fn) = 0;
-  // Receives a kMessage with this tag that has come, and that no receive waits for: at once, from whom comes first.
-  // Returns the peer, or kAnySource where there is none yet. WireBroken.
+  // Receives the oldest kMessage with this tag that has come and that no receive waits for. Does not wait. Returns the
+  // peer, or kAnySource if there is no such message yet. Throws WireBroken.
   virtual int take(WireTag tag, std::byte* data, size_t bytes) = 0;
   // The peers from which nothing more comes: they have left, or their connection broke. What they sent before can still
   // be received.
   virtual std::vector<int> gone() = 0;
-  // Ends it: what waits and what comes later gets WireBroken, here and, soon, on peers that wait for this rank.
+  // Closes the wire. Transfers that wait and later ones get WireBroken, here and soon on peers that wait for this rank.
   virtual void close() = 0;
 };
 

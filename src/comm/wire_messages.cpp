@@ -1,4 +1,4 @@
-// Messages over a Wire (wire_backend.h): headers, payloads, and who waits for them.
+// Messages over a Wire (wire_backend.h): headers, payloads, and the threads that wait for them.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -13,15 +13,15 @@ namespace muster::comm {
 
 struct WireBackend::MessageHeader {
   uint64_t bytes = 0;
-  uint32_t number = 0;  // the tag of the payload, where it does not fit here
+  uint32_t number = 0;  // the tag of the payload, if it does not fit here
   uint8_t dtype = 0;
   std::array<uint8_t, 3> unused{};
   std::array<char, 48> site{};  // where it was sent from, "train.cpp:17"
   std::array<std::byte, 240> payload{};
 };
 
-// A message under way: its header, which carries small ones whole; then the receiver's word that it is ready, and the
-// payload.
+// A message under way. First comes its header, which carries all of a small message. For a larger one, the receiver
+// then says that it is ready, and the payload follows.
 class WireBackend::MessageTransfer {
  public:
   MessageTransfer(WireBackend& backend, const Operation& operation) : backend_(backend), operation_(operation) {
@@ -42,7 +42,7 @@ class WireBackend::MessageTransfer {
     head_ = backend_.wire_->send(operation.peer, tag, reinterpret_cast<ConstBytes>(&header_), sizeof header_);
   }
 
-  // Of a receive whose header has come, from `source`.
+  // A receive whose header has come already, from `source`.
   MessageTransfer(WireBackend& backend, const Operation& operation, const MessageHeader& header, int source)
       : backend_(backend), operation_(operation), header_(header), source_(source) {
     tensor_ = flat_.output(operation.tensor);
@@ -93,14 +93,14 @@ class WireBackend::MessageTransfer {
   Flatten flat_;
   at::Tensor tensor_;
   MessageHeader header_;
-  std::unique_ptr<Wire::Transfer> head_;  // null where the header was there before
+  std::unique_ptr<Wire::Transfer> head_;  // null if the header had come before
   int source_ = kAnySource;
 };
 
 void WireBackend::check_message(const Operation& operation) const {
   check();
   if (operation.tag < 0 || static_cast<uint32_t>(operation.tag) >= kWireTags)
-    throw InvalidArgument(text("tag ", operation.tag, " is not one of backend '", getBackendName(), "'"),
+    throw InvalidArgument(text("tag ", operation.tag, " is outside the range of backend '", getBackendName(), "'"),
                           text("Use 0 … ", kWireTags - 1));
 }
 
@@ -140,7 +140,7 @@ Backend::Taken WireBackend::take_message(const Operation& receive, int) {
   bool all_gone = false;
   guarded(
       [&] {
-        all_gone = others_gone(what, began);  // what they sent before that is found now
+        all_gone = others_gone(what, began);  // first, so that take() finds all that they have sent
         source = wire_->take({WireKind::kMessage, static_cast<uint32_t>(receive.tag)},
                              reinterpret_cast<std::byte*>(&header), sizeof header);
       },
@@ -152,8 +152,8 @@ Backend::Taken WireBackend::take_message(const Operation& receive, int) {
   return {.work = work, .source = source};
 }
 
-// Whether all other ranks have left. One that is gone without that is lost, though this rank waits for nobody in
-// particular.
+// Whether all other ranks have left. A rank that is gone but has not left is lost; then this throws, although this rank
+// waits for no particular rank.
 bool WireBackend::others_gone(const std::function<std::string()>& what, Clock::time_point began) {
   const auto gone = wire_->gone();
   for (const int r : gone) {
@@ -185,7 +185,8 @@ void WireBackend::complete_on_a_thread(const WorkPtr& work, std::shared_ptr<Mess
   });
 }
 
-// A wire's transfers can only be waited for, one by one; so each message under way has a thread.
+// A wire's transfers cannot be polled, and one thread can wait for only one of them. So each message under way has a
+// thread.
 void WireBackend::wait_on_a_thread(std::function<void()> job) {
   std::unique_lock lock(threads_mutex_);
   if (stop_threads_) {  // the wire is closed: nothing waits for long
@@ -223,7 +224,7 @@ void WireBackend::work_on_jobs() {
     jobs_.pop_front();
     mine.unlock();
     next();
-    next = nullptr;  // what it holds may be the user's, so it is released without the lock
+    next = nullptr;  // without the lock, because this may release objects of the user
     mine.lock();
   }
 }

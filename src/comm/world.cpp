@@ -32,17 +32,17 @@ struct World::State : World::Parts {
   World* self = nullptr;
   std::shared_ptr<Store> store;
   std::shared_ptr<Heap> heap;
-  std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank; null for those of other hosts
+  std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by global rank; null for ranks of other hosts
   std::shared_ptr<shm::BlackBox> black_box;
-  std::mutex groups_mutex;                          // guards what abort() needs, the next two
-  std::vector<std::weak_ptr<Group::State>> groups;  // those that have handles; the default group first
+  std::mutex groups_mutex;                          // guards the next two members, which abort() needs
+  std::vector<std::weak_ptr<Group::State>> groups;  // the groups that have handles; the default group first
   std::optional<std::string> aborted;               // why
   const std::shared_ptr<LingeringGroups> lingering = std::make_shared<LingeringGroups>();
   Group group;
   mutable std::mutex components_mutex;
   std::vector<std::pair<std::type_index, std::shared_ptr<void>>> components;
   uint64_t next_group = 0;
-  std::string cause;  // why this rank ends; empty: as intended
+  std::string cause;  // the error by which this rank ends; empty: it ends as intended
   pid_t pid = ::getpid();
 
   std::shared_ptr<Group::State> make_group(const std::string& name, const std::vector<int>& ranks);
@@ -58,7 +58,8 @@ thread_local World::State* current_world = nullptr;
 FaultPlan faults_of_environment() { return FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")); }
 
 size_t default_heap_capacity(const Placement& placement) {
-  // Address space, not memory: each rank maps every rank's heap, so the sum stays below what processors can address.
+  // This limits address space, not memory: each rank maps every rank's heap, so the sum of all heaps must stay below
+  // what processors can address.
   constexpr size_t kAddressSpace = size_t{32} << 40;
   const auto ranks = static_cast<size_t>(placement.world_size);
   return std::max<size_t>(std::min(shm::memory_total(), kAddressSpace / ranks), size_t{64} << 20);
@@ -128,7 +129,7 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
     MUSTER_LOG(kInfo) << "rank " << placement.rank << ": group '" << name << "' of " << ranks.size() << " ranks on "
                       << hosts.size() << (hosts.size() == 1 ? " host" : " hosts") << " uses backend '"
                       << group->backend->getBackendName() << "'"
-                      << (options.backend == "auto" ? ", as auto chose" : "");
+                      << (options.backend == "auto" ? ", chosen by auto" : "");
   }
   std::optional<std::string> why;
   {
@@ -146,7 +147,7 @@ void World::State::leave() {
   std::vector<Group::State*> all;
   for (const auto& state : released) all.push_back(state.get());
   const auto alive = alive_groups();
-  // The default group last: it is the one whose peers learn why.
+  // The default group last: it is the one in which the peers learn the cause.
   for (auto state = alive.rbegin(); state != alive.rend(); ++state) all.push_back(state->get());
   for (Group::State* const state : all) {
     state->world_has_left = true;
@@ -167,7 +168,7 @@ std::vector<std::shared_ptr<Group::State>> World::State::alive_groups() {
 World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options)
     : state_(std::make_unique<State>()) {
   if (placement.world_size < 1)
-    throw InvalidArgument(text("a world of ", placement.world_size, " ranks"), "Use 1 or more");
+    throw InvalidArgument(text("a World cannot have ", placement.world_size, " ranks"), "Use 1 or more");
   if (placement.rank < 0 || placement.rank >= placement.world_size)
     throw InvalidArgument(text("rank ", placement.rank, " is outside a world of ", placement.world_size),
                           text("Use 0 … ", placement.world_size - 1));
@@ -177,13 +178,13 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
   comm::renew_thread_pool();
   State& s = *state_;
   s.self = this;
-  FastClock::now();  // from here on it learns how long a cycle is
+  FastClock::now();  // the first call starts the measurement of a cycle's length
   s.placement = placement;
   s.options = options;
   const FaultPlan more = faults_of_environment();
   for (const Fault& fault : more.faults()) s.options.faults.add(fault);
   s.store = std::move(store);
-  // A process may leave a job's World and make another: each is a world of its own in the store.
+  // A process may leave a job's World and make another. Each World has its own prefix in the store.
   s.prefix = text("muster/world/", s.store->add(text("muster/worlds/", placement.rank), 1));
   s.black_box = shm::open_black_box(placement.rank, placement.world_size, options.ranks_are_threads);
   s.arena =
@@ -212,12 +213,12 @@ World::~World() {
   if (!state_) return;
   if (current_world == state_.get()) current_world = nullptr;
   if (state_->pid != ::getpid()) {
-    // A fork of the rank: the membership is the parent's, and so are the threads.
+    // This is a fork of the rank: the membership and the threads belong to the parent.
     (void)state_.release();
     return;
   }
   for (;;) {
-    std::shared_ptr<void> last;  // ends without the lock
+    std::shared_ptr<void> last;  // destroyed without the lock
     {
       const std::lock_guard lock(state_->components_mutex);
       if (state_->components.empty()) break;
@@ -231,7 +232,7 @@ World::~World() {
 const World::Parts& World::parts() const { return *state_; }
 
 void World::attach(const std::type_info& type, std::shared_ptr<void> component) {
-  if (find(type)) throw InvalidArgument("the World has one of these already");
+  if (find(type)) throw InvalidArgument("the World already has a component of this type");
   const std::lock_guard lock(state_->components_mutex);
   state_->components.emplace_back(type, std::move(component));
 }
@@ -313,9 +314,9 @@ void report_progress(const TrainingProgress& progress) noexcept {
 }
 
 World init(const WorldOptions& options) {
-  faults_of_environment();  // a mistake in them is found before anybody is waited for
+  faults_of_environment();  // finds a mistake in them before this rank waits for others
   comm::Job job = comm::join_job(Deadline::after(options.timeout));
-  if (job.started_by == "muster run") install_crash_report();  // its launcher finds the names
+  if (job.started_by == "muster run") install_crash_report();  // the launcher finds the names
   World world(job.placement, std::move(job.store), options);
   current_world = world.state_.get();
   return world;
@@ -347,7 +348,7 @@ std::string what(const std::exception_ptr& error) {
 }  // namespace
 
 void run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options) {
-  if (n < 1) throw InvalidArgument(text("run_threads with ", n, " threads"), "Use 1 or more");
+  if (n < 1) throw InvalidArgument(text("run_threads cannot start ", n, " threads"), "Use 1 or more");
   const auto store = make_memory_store();
   WorldOptions of_threads = options;
   of_threads.ranks_are_threads = true;
