@@ -1,4 +1,4 @@
-// Bytes of any number from one rank to all.
+// Broadcasts any number of bytes from one rank to all.
 //
 // Thread-safety: as collectives.h.
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace muster::comm {
 
-// The first `count` bytes of rank root's tensor (kByte; the others' may be undefined), on all ranks; in pieces, so that
-// no single operation is large. Every rank knows the count. Errors: those of broadcast().
+// Returns the first `count` bytes of rank root's tensor (kByte; the others' may be undefined) on all ranks. They travel
+// in pieces, so that no single operation is large. All ranks must give the same count. Errors: those of broadcast().
 at::Tensor broadcast_bytes(const at::Tensor& bytes, int64_t count, int root, const CollectiveOptions& options = {});
 
 }  // namespace muster::comm

@@ -1,4 +1,4 @@
-// Tensors of an operation as bytes: one pointer a rank, whether the caller gave a list or one tensor for all.
+// Tensors of an operation as bytes: one pointer per rank, whether the caller gave a list or one tensor for all.
 //
 // Thread-safety: pure functions.
 #pragma once
@@ -16,8 +16,8 @@
 
 namespace muster::comm {
 
-// memcpy with null pointers is undefined even for no bytes, and empty tensors have them. A few words are copied without
-// a call, which would take longer than they do.
+// memcpy with null pointers is undefined even for 0 bytes, and empty tensors have null pointers. One or two words are
+// copied without a call, because the call would take longer than the copy.
 inline void copy_bytes(Bytes to, ConstBytes from, size_t bytes) {
   if (bytes >= sizeof(uint64_t) && bytes <= 2 * sizeof(uint64_t)) {
     uint64_t first = 0, last = 0;
@@ -30,7 +30,7 @@ inline void copy_bytes(Bytes to, ConstBytes from, size_t bytes) {
   }
 }
 
-// A pointer for each rank of a group; the common case makes no allocation.
+// A pointer for each rank of a group. The common case does not allocate.
 template <typename Pointer>
 class PerRank {
  public:
@@ -46,7 +46,7 @@ class PerRank {
 
 inline Bytes data_of(const at::Tensor& tensor) { return static_cast<Bytes>(tensor.mutable_data_ptr()); }
 
-// Of contiguous tensors: one a rank, or one with room for all.
+// Pointers to each rank's part of contiguous tensors: one tensor per rank, or one with room for all.
 template <typename Pointer>
 std::vector<Pointer> parts_of(const std::vector<at::Tensor>& tensors, size_t ranks, size_t bytes_each) {
   std::vector<Pointer> pointers;

@@ -1,4 +1,4 @@
-// The memory of tensors, for code that knows no tensors.
+// The memory of tensors, for code that does not use tensors.
 #pragma once
 
 #include <cstddef>

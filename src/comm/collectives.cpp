@@ -1,4 +1,4 @@
-// The free functions: each makes an Operation and hands it to the group's backend. No dispatcher in between.
+// The free functions. Each makes an Operation and hands it to the group's backend, without PyTorch's dispatcher.
 #include "muster/comm/collectives.h"
 
 #include "comm/group_state.h"
@@ -62,7 +62,8 @@ Operation message(OpKind kind, const at::Tensor& tensor, int peer, const Message
 
 }  // namespace
 
-// Each pair of functions: the same Operation, run or submitted. Small ones are tried without one first.
+// Each macro defines a pair of functions that run or submit the same Operation. The blocking function of a small
+// collective first tries run_small(), which needs no Operation.
 #define MUSTER_COLLECTIVE(name, parameters, operation)          \
   void name parameters { run(options.group, operation, site); } \
   Work name##_async parameters { return submit(options.group, operation, site); }

@@ -7,7 +7,8 @@
 
 namespace muster::comm {
 
-// code, subject's rank and pid, number of missing ranks, the ranks; a line of advice; the message.
+// The note's format: a line with the code, the subject's rank and pid, the number of missing ranks and their ranks; a
+// line of advice; the message.
 std::string write_failure(const Error& error) {
   int subject = -1, pid = 0;
   std::vector<int> missing;
@@ -27,7 +28,7 @@ std::exception_ptr read_failure(const std::string& note) {
   std::vector<int> missing;
   for (int rank = 0; missing.size() < count && numbers >> rank;) missing.push_back(rank);
   if (advice_end == note.npos || numbers.fail() || missing.size() != count)
-    return std::make_exception_ptr(Corrupt("a peer's word about the failure cannot be read"));
+    return std::make_exception_ptr(Corrupt("a peer's note about the failure cannot be read"));
   const std::string advice = note.substr(numbers_end + 1, advice_end - numbers_end - 1),
                     message = note.substr(advice_end + 1);
   switch (static_cast<ErrorCode>(code)) {

@@ -1,4 +1,4 @@
-// An Error as a note that other ranks can read and throw again.
+// Writes an Error as a note that other ranks can read and throw again.
 //
 // Thread-safety: pure functions.
 #pragma once
@@ -11,7 +11,7 @@
 namespace muster::comm {
 
 std::string write_failure(const Error& error);
-// Corrupt, as the exception it returns, for what is no such note.
+// Returns the exception that the note describes; a Corrupt if `note` is not such a note.
 std::exception_ptr read_failure(const std::string& note);
 
 }  // namespace muster::comm

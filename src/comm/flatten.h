@@ -1,4 +1,4 @@
-// The tensors of an operation as contiguous ones, and the way back for outputs that were not.
+// Makes the tensors of an operation contiguous, and copies results back to outputs that were not.
 //
 // Thread-safety: none.
 #pragma once

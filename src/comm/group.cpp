@@ -74,7 +74,7 @@ void Work::wait() {
 
 bool Work::wait_for(std::chrono::milliseconds timeout) {
   if (!work_) return true;
-  if (timeout <= timeout.zero()) {  // which c10d takes for "no timeout"
+  if (timeout <= timeout.zero()) {  // c10d would take it for "no timeout"
     if (!work_->isCompleted()) return false;
     work_->wait();
     return true;

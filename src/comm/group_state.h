@@ -1,9 +1,9 @@
 // What a Group handle refers to, and how a group ends.
 //
-// When the last handle of a group goes on a rank, the rank leaves the group, which closes sockets, joins threads and
-// unmaps memory. But an operation goes on when its Work is dropped; so a group with operations under way lingers until
-// they have ended, and so does one whose last handle goes in a callback of a future, on a thread that the end of the
-// group would join. The next new_group() ends those that are idle by then, and the World's end ends all.
+// When a rank drops its last handle of a group, it leaves the group, which closes sockets, joins threads and unmaps
+// memory. But an operation goes on when its Work is dropped, so a group with operations under way lingers until they
+// have ended. A group also lingers if its last handle is dropped in a callback of a future, on a thread that the end of
+// the group would join. The next new_group() ends the lingering groups that are idle by then. The World's end ends all.
 //
 // Thread-safety: all methods of LingeringGroups.
 #pragma once
@@ -29,7 +29,7 @@ struct Group::State {
 
   int rank = -1;                              // in the group, -1: not a member
   std::vector<int> ranks;                     // global
-  c10::intrusive_ptr<comm::Backend> backend;  // null where not a member
+  c10::intrusive_ptr<comm::Backend> backend;  // null if this rank is not a member
   std::atomic<bool> world_has_left{false};
 };
 
@@ -43,7 +43,7 @@ class LingeringGroups {
     states_.push_back(std::move(state));
   }
   void end_idle() {
-    std::vector<std::unique_ptr<State>> over;  // they end without the lock
+    std::vector<std::unique_ptr<State>> over;  // destroyed without the lock
     const std::lock_guard lock(mutex_);
     for (auto& state : states_)
       if (may_end(*state)) over.push_back(std::move(state));

@@ -10,7 +10,7 @@
 namespace muster {
 namespace {
 
-// What a tensor's storage holds on to: the arena outlives every tensor in it.
+// What a tensor's storage keeps alive: the arena outlives every tensor in it.
 struct Block {
   std::shared_ptr<shm::Arena> arena;
   void* data;

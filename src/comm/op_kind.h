@@ -26,7 +26,7 @@ inline constexpr std::string_view kOpNames[] = {
     "nothing", "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter",   "gather",
     "scatter", "all_to_all", "barrier",   "send",   "recv",       "sparse all_reduce"};
 
-// "?" for a number that is none, as torn or foreign memory may hold.
+// "?" for a number that is not an OpKind; torn or foreign memory may hold one.
 constexpr std::string_view to_string(OpKind kind) {
   const auto index = static_cast<size_t>(kind);
   return index < std::size(kOpNames) ? kOpNames[index] : "?";

@@ -1,4 +1,4 @@
-// What an Operation announces of itself.
+// What a rank announces about an Operation.
 #include "comm/backend.h"
 
 namespace muster::comm {

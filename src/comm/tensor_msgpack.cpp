@@ -32,7 +32,7 @@ at::Tensor tensor_like(int64_t dtype, const std::vector<int64_t>& sizes, uint64_
     const auto type = static_cast<at::ScalarType>(dtype);
     if (const uint64_t item = c10::elementSize(type); numel > UINT64_MAX / item || numel * item != bytes) return {};
     return at::empty(sizes, type);
-  } catch (const c10::Error&) {  // no dtype that a dense tensor has
+  } catch (const c10::Error&) {  // dense tensors cannot have this dtype
     return {};
   }
 }

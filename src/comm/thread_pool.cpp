@@ -16,7 +16,7 @@ void renew_thread_pool() {
   if (forks == 0) return;
   const std::lock_guard lock(mutex);
   if (renewed == forks) return;
-  std::thread([] { at::get_num_threads(); }).join();  // what a thread has asked once it does not ask again
+  std::thread([] { at::get_num_threads(); }).join();  // a new thread, because each thread asks only once
   renewed = forks;
 }
 

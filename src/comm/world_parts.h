@@ -1,4 +1,4 @@
-// What a World is made of, for the layers that are built on it.
+// The parts of a World, for the layers that are built on it.
 //
 // Thread-safety: immutable.
 #pragma once

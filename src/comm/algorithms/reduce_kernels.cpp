@@ -35,7 +35,7 @@ HWY_BEFORE_NAMESPACE();
 namespace muster::comm::HWY_NAMESPACE {
 namespace {
 
-// What a dtype is accumulated in, and the way there and back.
+// The type in which a dtype is accumulated, and the conversions to it and back.
 template <typename T>
 struct Traits {
   using Accumulator = T;
@@ -76,8 +76,8 @@ struct Sum {
   }
 };
 
-// The product, rounded. GCC 12 fuses the multiplications and additions of complex numbers when it makes vectors of
-// them, -ffp-contract=off or not, and then some elements of a tensor would have other bits than others.
+// The product, rounded. When GCC 12 vectorises complex arithmetic, it fuses multiplications and additions even with
+// -ffp-contract=off. Then equal elements of a tensor could get different bits, depending on their position.
 template <typename T>
 HWY_INLINE T rounded_product(T a, T b) {
   T product = a * b;
@@ -142,7 +142,7 @@ HWY_INLINE auto at(Byte* base, size_t offset) {
   return reinterpret_cast<std::conditional_t<std::is_const_v<Byte>, const T, T>*>(base) + offset;
 }
 
-// Values between memory and the accumulator's type.
+// Convert values between memory and the accumulator's type.
 template <typename T, typename Acc>
 HWY_INLINE void load_block(const T* from, Acc* to, size_t length) {
   for (size_t i = 0; i < length; ++i) to[i] = static_cast<Acc>(Traits<T>::load(from[i]));
@@ -156,7 +156,7 @@ HWY_INLINE void store_block(const Acc* from, T* to, size_t length) {
 }
 
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
-// GCC does not vectorise conversions of _Float16; these targets have instructions for it, which round the same way.
+// GCC does not vectorise conversions of _Float16. These targets have instructions for them, which round the same way.
 namespace hn = hwy::HWY_NAMESPACE;
 constexpr hn::ScalableTag<float> kFloats;
 constexpr hn::Rebind<hwy::float16_t, decltype(kFloats)> kHalves;
@@ -196,8 +196,8 @@ HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<con
 
   const auto finish = [n](Acc value) HWY_ATTR {
     if constexpr (!kAverage) return value;
-    // A double holds these sums exactly and its quotient truncates right, and processors have vectors of them, not of
-    // integer division.
+    // A double holds these sums exactly, and truncating its quotient gives the right result. Processors have vector
+    // instructions for the division of doubles, but not of integers.
     else if constexpr (std::is_integral_v<T> && sizeof(T) < 8)
       return static_cast<Acc>(static_cast<double>(value) / static_cast<double>(n));
     else
@@ -211,7 +211,8 @@ HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<con
       if (n == 2) {  // the common case needs no accumulator
         const T* const a = at<T>(sources[0], start);
         const T* const b = at<T>(sources[1], start);
-        // Element for element the same memory or none: no dependence that a vector could break.
+        // Sources and destinations are the same memory, element for element, or do not overlap. So no dependence
+        // prevents vectorisation.
 #pragma GCC ivdep
         for (size_t i = 0; i < length; ++i) first[i] = finish(Op::combine(a[i], b[i]));
         copy_to_others<T>(destinations, start, first, length);
@@ -236,7 +237,7 @@ HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<con
 
 }  // namespace
 
-// Sums of complex numbers are sums of twice as many real ones.
+// A sum of complex numbers is a sum of twice as many real numbers.
 template <typename T, typename Op>
 void reduce_parts(std::span<std::byte* const> destinations, std::span<const std::byte* const> sources, size_t count) {
   reduce<T, Op>(destinations, sources, 2 * count);
@@ -274,7 +275,7 @@ ReduceKernel integer_kernel(ReduceOp op) {
   }
 }
 
-// The factors of PREMUL_SUM have been applied before.
+// The factors of PREMUL_SUM have been applied already.
 template <typename T>
 ReduceKernel float_kernel(ReduceOp op) {
   return real_kernel<T>(op == ReduceOp::PREMUL_SUM ? ReduceOp::SUM : op);
