@@ -1,7 +1,7 @@
 // all_reduce and reduce. See collectives.h for the tiers; docs/algorithms.md for steps, bytes and measurements.
 //
 // The two-step scheme (reduce-scatter, then all-gather) is Rabenseifner's, "Optimization of Collective Reduction
-// Operations", ICCS 2004, with shared memory for messages.
+// Operations", ICCS 2004, with shared memory in place of messages.
 #include <array>
 
 #include "comm/backends/shm/collectives.h"
@@ -15,7 +15,7 @@ bool wants_result(const Channel& channel, const Call& call) {
   return call.op != OpKind::kReduce || channel.rank() == call.root;
 }
 
-// Everybody reduces everybody's contribution, which `contribution(rank)` finds.
+// Each rank that wants the result reduces all ranks' contributions, which `contribution(rank)` finds.
 template <typename Contribution>
 void reduce_everything(Channel& channel, const Call& call, Bytes data, Contribution contribution) {
   if (!wants_result(channel, call)) return;
@@ -26,8 +26,8 @@ void reduce_everything(Channel& channel, const Call& call, Bytes data, Contribut
   call.kernel(destination, sources.span(), call.count);
 }
 
-// One slice of everybody's contribution, which `slice(rank)` finds, becomes the result there: on all ranks, or on a
-// reduce's root.
+// Reduces one slice of all ranks' contributions, which `slice(rank)` finds, and writes the result to the same places:
+// of all ranks, or only of a reduce's root.
 template <typename Slice>
 void reduce_in_place(Channel& channel, const Call& call, size_t count, Slice slice) {
   const auto n = static_cast<size_t>(channel.size());
@@ -45,13 +45,14 @@ void reduce_in_place(Channel& channel, const Call& call, size_t count, Slice sli
 void slot_tier(Channel& channel, const Call& call, Bytes data) {
   channel.enter(call.descriptor(), {data, call.bytes()}, call.deadline);
   if (!wants_result(channel, call)) return;
-  channel.corrupt({data, std::min<size_t>(call.bytes(), 1)}, channel.seq());  // as in the slot
+  channel.corrupt({data, std::min<size_t>(call.bytes(), 1)}, channel.seq());  // like enter() did in the slot
   reduce_everything(channel, call, data,
                     [&](int r) -> ConstBytes { return r == channel.rank() ? data : channel.payload(r); });
   if (channel.size() == 2) take(channel.payload(1 - channel.rank()), call.bytes());
 }
 
-// Contributions lie in staging before the announcement. Rank r reduces slice r, and writes it to where it came from.
+// Contributions lie in staging before the announcement. Rank r reduces slice r, and writes it to where the
+// contributions were.
 void in_place_tier(Channel& channel, const Call& call, Bytes data) {
   channel.commit_staging();
   const int n = channel.size(), me = channel.rank();
@@ -74,7 +75,7 @@ void in_place_tier(Channel& channel, const Call& call, Bytes data) {
       if (r != me) copy_bytes(data + at(r), own + at(r), bytes(r));
 }
 
-// Announcing was the barrier before: everybody's tensor is ready. Publishing `reduced` is the one after.
+// The announcement was the barrier before the reduction: all tensors are ready. `reduced` is the barrier after it.
 void direct_tier(Channel& channel, const Call& call) {
   const Slices slices(call.count, call.item, channel.size());
   const size_t offset = slices.begin(channel.rank()) * call.item;
@@ -90,9 +91,9 @@ void direct_tier(Channel& channel, const Call& call) {
 //   copies in   its part of every other rank's slice, into its own buffer             (staged)
 //   reduces     its own slice from all contributions, in place in the peers' buffers  (reduced)
 //   copies out  the other ranks' slices, from its own buffer
-// The three steps of successive turns overlap, so a rank that waits has usually been overtaken by what it waits for.
-// Three turns are under way at once, so it takes three buffers. Nobody need say `done`: with a buffer's turn reduced by
-// all, only its owner reads there.
+// The three steps of successive turns overlap, so what a rank waits for has usually happened already. Three turns are
+// under way at the same time, so the pipeline needs three buffers. No rank needs to say `done`: when all ranks have
+// reduced a buffer's turn, only the buffer's owner reads it.
 static_assert(kTurnBuffers >= 3);
 class StagedPipeline {
  public:
@@ -127,7 +128,7 @@ class StagedPipeline {
     Bytes const own = turns_.buffer(channel_.rank(), i);
     for (int r = 0; r < channel_.size(); ++r)
       if (r != channel_.rank()) copy_bytes(own + staged_at(r), place(i, slices, r), slices.length(r) * call_.item);
-    // A tensor on the heap was corrupted as a whole before.
+    // If the tensor is on the heap, all_reduce() has corrupted the tensor itself.
     if (call_.heap_offset == kNotOnHeap)
       channel_.corrupt({own + staged_at(channel_.rank() == 0 ? 1 : 0), 1}, channel_.seq());
     turns_.staged(i);
@@ -164,7 +165,7 @@ class StagedPipeline {
 }  // namespace
 
 void all_reduce(Channel& channel, const Call& call, Bytes data) {
-  // The first two tiers are chosen before the descriptors are known, so by size alone.
+  // The first two tiers are chosen before the peers' descriptors are known, so only by size.
   if (channel.size() == 1) {
     channel.enter(call.descriptor(), {}, call.deadline);
   } else if (call.bytes() <= kSlotPayload) {

@@ -17,7 +17,7 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// How long a rank waits for its peers to say where they called an operation that does not match.
+// How long a rank waits until its peers say where they called an operation that does not match.
 constexpr nanoseconds kSiteTakes = std::chrono::milliseconds(200);
 
 std::string_view to_string(Phase phase) {
@@ -51,8 +51,8 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
       stragglers_(size) {
   if (rank == 0) {
     fd_ = shm::create_memfd("muster-group", layout_.total());
-    // Control blocks first: small, and needed whatever happens. The rest is committed by its owners when they first use
-    // it.
+    // Only the control blocks (and what lies before staging) are committed here: they are small and always needed. The
+    // owners of the rest commit it when they first use it.
     shm::commit(fd_.get(), 0, layout_.staging_at(0));
     segment_ = shm::map_memfd(fd_.get());
     new (base()) GroupHeader;
@@ -65,11 +65,11 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
   if (rank == 0) given.push_back(fd_.get());
   auto members = shm::exchange(store, prefix, rank, size, given, deadline, {options_.pids, options_.shown_ranks});
   if (rank != 0) {
-    if (members[0].fds.empty()) throw Corrupt("rank 0 sent no segment");
+    if (members[0].fds.empty()) throw Corrupt("rank 0 sent no shared segment");
     fd_ = std::move(members[0].fds[0]);
     segment_ = shm::map_memfd(fd_.get());
     if (segment_->size() < layout_.total() || header().magic != kMagic || header().size != static_cast<uint32_t>(size))
-      throw Corrupt("the group's shared segment does not look as it must",
+      throw Corrupt("the group's shared segment has the wrong size or format",
                     "Run the same version of Muster on all ranks");
   }
   control(rank).pid.store(::getpid(), std::memory_order_relaxed);
@@ -111,7 +111,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   mine.descriptor = descriptor;
   mine.descriptor.arrived = cycles();
   if (payload.data() != mine.payload) copy_bytes(mine.payload, payload.data(), payload.size());
-  if (payload.data() != mine.payload)  // else whoever put it there knows what of it others read
+  if (payload.data() != mine.payload)  // else the caller put it there, and has corrupted the part that others read
     corrupt({mine.payload, payload.size()}, seq);
   position(Phase::kAnnounced);
   control(rank_).core.store(::sched_getcpu(), std::memory_order_relaxed);
@@ -142,8 +142,8 @@ void Channel::compare(const Descriptor& mine, uint64_t seq) {
   mismatch(seq);
 }
 
-// Everybody sees the same descriptors, so everybody finds the same pair and says the same. Only now do the ranks tell
-// each other where they called: operations that match pay nothing for it.
+// All ranks see the same descriptors, so all find the same pair and report the same error. The ranks tell each other
+// only now where they called, so that operations that match do not pay for it.
 void Channel::mismatch(uint64_t seq) {
   int other = 1;
   while (other < size_ - 1 && slot(other, seq).descriptor.call == slot(0, seq).descriptor.call) ++other;
@@ -224,8 +224,8 @@ std::atomic<uint64_t>& Channel::word_of(const Awaited& awaited) const {
   return counter(awaited.peer, Counter::kDone);
 }
 
-// `peer`, or, where that one waits for another itself, that other: a chain of waits ends with a rank that does not
-// wait, or that has what it waits for and does not move.
+// Returns `peer` or, if that rank waits for another one, the end of the chain of waits. A chain ends with a rank that
+// does not wait, or that has what it waits for and still does not move.
 int Channel::who_holds_up(int peer) const {
   for (int steps = 0; steps < size_; ++steps) {
     const Awaited theirs = Awaited::unpack(control(peer).awaits.load(std::memory_order_acquire));
@@ -240,9 +240,9 @@ void Channel::wait_longer(const Awaited& awaited, const std::atomic<uint64_t>& w
   const int peer = awaited.peer;
   const auto ready = [&word, value = awaited.value] { return word.load(std::memory_order_acquire) >= value; };
   const auto over = [&] { return ready() || failed(); };
-  // A peer that shares this core, where there is one for each, must not find it yielded again and again: nothing then
-  // tells the scheduler that they would both run elsewhere (seen: two ranks on one core for minutes, the other idle).
-  // Whoever sleeps is woken on an idle one.
+  // If there is a core for each rank but the peer shares this one, this rank sleeps instead of yielding. If both ranks
+  // only yield to each other, the scheduler does not move one of them (seen: two ranks on one core for minutes, the
+  // other core idle). A thread that sleeps is woken on an idle core.
   const bool crowded =
       options_.spin.count() > 0 && control(peer).core.load(std::memory_order_relaxed) == ::sched_getcpu();
   if (!crowded && shm::yield_until(yield_, over) && ready()) return;
@@ -260,11 +260,11 @@ void Channel::wait_longer(const Awaited& awaited, const std::atomic<uint64_t>& w
     if (ready()) return;
     check();
     if (left(peer)) {
-      if (ready()) return;  // what it published before it left counts
+      if (ready()) return;  // the peer published this before it left
       peer_left(peer);
     }
     if (deadline_.passed()) {
-      // Whoever has not come to this operation is missing as well.
+      // Ranks that have not come to this operation are missing as well.
       const int culprit = who_holds_up(peer);
       std::vector<int> missing;
       for (int r = 0; r < size_; ++r)
@@ -291,7 +291,7 @@ void Channel::commit_ring(int to) {
   ring_committed_[static_cast<size_t>(to)] = true;
 }
 
-// --- faults on order ---
+// --- injected faults ---
 
 bool Channel::shares_process() const {
   for (int r = 0; r < size_; ++r)
@@ -299,7 +299,7 @@ bool Channel::shares_process() const {
   return false;
 }
 
-// Stands still for `duration`, or until the group fails.
+// Blocks for `duration`, or until the group fails.
 void Channel::stand_still(nanoseconds duration) {
   for (const auto until = Deadline::after(duration); !until.passed() && !failed();)
     control(rank_).bell.sleep(std::min(kNap, until.left()), [&] { return failed(); });

@@ -1,18 +1,19 @@
-// Channel: one rank's end of a group in shared memory. Everything that collectives and messages share: the segment,
-// announcing an operation and comparing it with the peers', publishing and awaiting progress, deadlines, and the
-// group's failure.
+// Channel: one rank's end of a group in shared memory. It has everything that collectives and messages share: the
+// segment, announcing an operation and comparing it with the peers' operations, publishing and awaiting progress,
+// deadlines, and the group's failure.
 //
 // An operation, on every rank:
 //   enter()      announces it, waits until all have announced theirs, compares; from here on all ranks agree about what
 //   happens …            algorithms/: data moves through slots, staging or heaps; publish() and await() keep the ranks
 //   in step leave_op()   this rank's part is complete
 //
-// Failure. The first rank to notice (a dead peer, a timeout, a mismatch) writes its reason into its control block, sets
-// the abort word by compare-and-swap and rings all bells; every wait of every rank then throws that same reason. A
-// failed group stays failed: memory may be in any state, so nothing is reset in place; recovery is a new group.
+// Failure. The first rank that notices a failure (a dead peer, a timeout, a mismatch) writes its reason into its
+// control block, sets the abort word by compare-and-swap and rings all bells. Every wait of every rank then throws that
+// same reason. A failed group stays failed: memory may be in any state, so nothing is reset in place. To recover, make
+// a new group.
 //
-// Thread-safety: one operation at a time (Lane sees to it) and one thread in Messages; fail(), leave() and the watch's
-// callback from any.
+// Thread-safety: one operation at a time (Lane ensures that) and one thread in Messages; fail(), leave() and the
+// watch's callback from any thread.
 #pragma once
 
 #include <atomic>
@@ -44,14 +45,14 @@ struct ChannelOptions {
   std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by rank in the group; empty: no direct path
   FaultPlan faults;
   std::chrono::nanoseconds spin{0};
-  std::vector<int> shown_ranks;  // what messages and errors call the ranks; empty: as they are
-  std::vector<pid_t> pids;       // by rank in the group, of those that are known, else 0; empty: of none
+  std::vector<int> shown_ranks;  // how messages and errors number the ranks; empty: unchanged
+  std::vector<pid_t> pids;       // by rank in the group, 0 if not known; empty: none is known
   size_t board = 0;              // words; the same on all ranks
 };
 
 class Channel {
  public:
-  // All ranks call it; `prefix` names the group in the store. Errors as shm::exchange().
+  // All ranks call it. `prefix` names the group in the store. Errors: those of shm::exchange().
   Channel(Store& store, const std::string& prefix, int rank, int size, ChannelOptions options,
           std::shared_ptr<shm::PeerWatch> watch, Deadline deadline);
   ~Channel();
@@ -73,8 +74,8 @@ class Channel {
   uint64_t next_seq() const { return seq_ + 1; }
   const Descriptor& descriptor(int peer) const { return slot(peer, seq_).descriptor; }
   std::byte* payload(int peer) const { return slot(peer, seq_).payload; }
-  // Where the operation about to be announced may put its data beforehand. Throws the failure of a failed group, in
-  // which a peer may still be reading there.
+  // Where this rank may put the data of its next operation before it announces it. In a failed group a peer may still
+  // read there, so these functions throw the failure.
   std::byte* own_payload() {
     check();
     return slot(rank_, seq_ + 1).payload;
@@ -89,7 +90,7 @@ class Channel {
   uint64_t turn() const { return turn_; }      // the first turn of this operation
   void take_turns(uint64_t n) { turn_ += n; }  // every rank the same number
   void publish(Counter counter, uint64_t value);
-  void await(int peer, Counter counter, uint64_t value);  // until >= value
+  void await(int peer, Counter counter, uint64_t value);  // waits until the counter is >= value
   void await_all(Counter counter, uint64_t value);
 
   // --- memory ---
@@ -98,7 +99,7 @@ class Channel {
     return staging(peer) + layout_.early + (turn % kTurnBuffers) * layout_.turn_bytes();
   }
   std::byte* heap(int peer) const { return options_.heaps[static_cast<size_t>(peer)]->data(); }
-  // Of the operation under way: whether what a rank announced lies on its heap, and where.
+  // Whether the data that a rank announced for the operation under way lies on its heap, and where (announced_data).
   bool on_heap(int peer) const { return !options_.heaps.empty() && descriptor(peer).heap_offset < kEvenParts; }
   bool all_on_heap() const {
     for (int r = 0; r < size_; ++r)
@@ -106,12 +107,12 @@ class Channel {
     return true;
   }
   std::byte* announced_data(int peer) const { return heap(peer) + descriptor(peer).heap_offset; }
-  void commit_staging();  // before the first use of own staging
+  void commit_staging();  // before this rank first uses its staging
   RankControl& control(int peer) const { return *reinterpret_cast<RankControl*>(base() + layout_.control_at(peer)); }
   std::byte* ring(int from, int to) const { return base() + layout_.ring_at(from, to); }
   void commit_ring(int to);
 
-  // --- faults on order ---
+  // --- injected faults ---
   void fault(FaultPhase phase) {
     if (!options_.faults.empty()) [[unlikely]]
       act_on_faults(phase);
@@ -131,28 +132,28 @@ class Channel {
       throw_failure();
   }
   [[noreturn]] void throw_failure() const;
-  // Makes the group fail for everybody, unless it has failed already. `subject`, of process `pid`, and `missing` are
-  // ranks as they are shown.
+  // Makes the group fail for all ranks, unless it has failed already. `subject`, whose process is `pid`, and `missing`
+  // are shown ranks.
   void fail(Failure reason, int subject, const std::string& text, const std::vector<int>& missing = {}, int pid = 0);
   void lose(int rank, const std::string& text);  // fail() for a member that is lost
   [[noreturn]] void timed_out(const Descriptor& descriptor, uint64_t seq, std::chrono::nanoseconds waited,
                               const std::vector<int>& missing);
   bool left(int peer) const { return control(peer).presence.load(std::memory_order_acquire) == Presence::kLeft; }
   [[noreturn]] void peer_left(int peer);
-  // This rank ends: cleanly (peers that still need it get PeerLost, "left"), or because it failed with `cause`.
+  // This rank leaves: cleanly (peers that still need it get PeerLost, "left"), or because it failed with `cause`.
   void leave(const std::string& cause = {});
 
   std::chrono::nanoseconds spin() const { return options_.spin; }
-  // Of the operations to come: where the user called; and how long waits keep their core, when they have spun, by
-  // yielding it (spin.h): longer for a caller that blocks than for a thread beside one that computes.
+  // For the next operations: where the user called, and how long their waits yield after they have spun and before they
+  // sleep (spin.h). A blocking caller yields for longer than a thread that runs beside one that computes.
   void set_caller(const std::source_location& site, std::chrono::nanoseconds yield) {
     site_ = site;
     yield_ = yield;
   }
-  // The ranks tell each other where they called the operation under way, which does not match between `a` and `b`:
-  // every rank has found the same pair. Returns when both have, or after a moment.
+  // The ranks tell each other where they called the operation under way, which does not match between ranks `a` and
+  // `b`; every rank has found the same pair. Returns when both have told, or after a moment.
   void tell_sites(int a, int b);
-  std::string site_of(int peer, uint64_t seq) const;  // "train.cpp:17"; "" where it is not known
+  std::string site_of(int peer, uint64_t seq) const;  // "train.cpp:17"; "" if it is not known
   const Stragglers& stragglers() const { return stragglers_; }
   std::span<std::atomic<uint64_t>> board() const {
     return {reinterpret_cast<std::atomic<uint64_t>*>(base() + layout_.board_at()), options_.board};
@@ -178,7 +179,7 @@ class Channel {
   }
   void position(Phase phase);
   std::atomic<uint64_t>& word_of(const Awaited& awaited) const;
-  // `word` is word_of(awaited). A peer that is about to come is met in the first lines, which are part of the caller.
+  // `word` is word_of(awaited). The spin is inlined into the caller; it suffices for a peer that comes soon.
   void wait(const Awaited& awaited, const std::atomic<uint64_t>& word) {
     const auto ready = [&] { return word.load(std::memory_order_acquire) >= awaited.value; };
     if (shm::spin_until(options_.spin, [&] { return ready() || failed(); }) && ready()) [[likely]]
@@ -198,7 +199,7 @@ class Channel {
   bool staging_committed_ = false;
   std::vector<bool> ring_committed_;  // guarded by Messages
 
-  // The operation under way; touched by its thread alone.
+  // The operation under way; used only by its thread.
   uint64_t seq_ = 0, turn_ = 0;
   Descriptor current_;
   Stragglers stragglers_;

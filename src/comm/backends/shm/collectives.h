@@ -6,8 +6,8 @@
 //   direct    all_reduce of tensors that are on all ranks' heaps: the same, in the tensors; no copies
 //   staged    everything else: a pipeline of turns through staging (turns.h)
 //
-// The tier follows from the descriptors, which all ranks have compared, so all ranks take the same one. Reductions
-// combine rank 0, 1, … N-1 in every tier.
+// The tier follows from the descriptors, which all ranks have compared, so all ranks take the same tier. Reductions
+// combine ranks 0, 1, …, N-1 in that order in every tier.
 //
 // Thread-safety: one call at a time on a Channel.
 #pragma once
@@ -22,13 +22,13 @@
 
 namespace muster::comm::shm_backend {
 
-// What a collective needs to know beside its buffers. `count` and `item` describe the operation's unit: the whole
-// tensor for all_reduce, broadcast and reduce; one rank's part for the others.
+// The arguments of a collective besides its buffers. `count` and `item` describe the operation's unit: the whole tensor
+// for all_reduce, broadcast and reduce; one rank's part for the others.
 struct Call {
   OpKind op = OpKind::kNothing;
   OpKind part_of = OpKind::kNothing;
   size_t count = 0;  // elements
-  size_t item = 1;   // bytes of one
+  size_t item = 1;   // bytes of one element
   uint8_t dtype = 0;
   ReduceOp redop = ReduceOp::SUM;
   ReduceKernel kernel = nullptr;
@@ -51,7 +51,7 @@ struct Call {
   }
 };
 
-// In place. For OpKind::kReduce only the root's data changes.
+// Works in place. For OpKind::kReduce only the root's data changes.
 void all_reduce(Channel& channel, const Call& call, Bytes data);
 void broadcast(Channel& channel, const Call& call, Bytes data);
 // outputs[r] of call.bytes() for each rank r, from inputs of call.bytes().

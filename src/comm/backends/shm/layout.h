@@ -1,21 +1,21 @@
-// What a group's shared segment looks like. One memfd a group, made by its rank 0, mapped by all members:
+// The layout of a group's shared segment. There is one memfd per group. Its rank 0 makes it, and all members map it:
 //
 //   | GroupHeader | RankControl x N | board | staging x N | message rings x N x N |
 //
-// Every word has one writer (named below) except the abort word (compare-and-swap), the bells (fetch_add), and what
-// readers store back (take.h). Words
-// that are written often lie on lines of their own (128 bytes: processors fetch cache lines in pairs).
+// Every word has one writer (named below) except the abort word (compare-and-swap), the bells (fetch_add), and the
+// words that readers store back (take.h). Each word that is written often has its own pair of cache lines (128 bytes,
+// because processors fetch cache lines in pairs).
 //
-// Slots. Operation number s (from 1) of a rank is announced in slots[s % 2]: descriptor and, for small operations, the
-// data itself, then `seq` with release. So the flag travels with the data: one cache line for up to 24 bytes. Two slots
-// suffice: every rank looks at everybody's descriptor of s before it announces s + 1, and so has finished with s - 1,
-// whose slot s + 1 takes.
+// Slots. A rank announces its operation number s (from 1) in slots[s % 2]: it writes the descriptor and, for a small
+// operation, the data itself, then `seq` with release. So the flag travels with the data: one cache line for up to 24
+// bytes. Two slots suffice: before a rank announces s + 1, it reads all ranks' descriptors of s. So it has finished
+// with s - 1, whose slot s + 1 reuses.
 //
-// Board. Words for whoever made the group (Backend::board()); most groups have none.
+// Board. Words for the code that made the group (Backend::board()); most groups have none.
 //
-// Staging. One buffer a rank for what lies there before the operation is announced: when the operation ends, only its
-// owner reads there. And kTurnBuffers turn buffers for pipelines. Turns are numbered through the group's life;
-// `staged`, `reduced` and `done` say how far a rank is (see turns.h).
+// Staging. Each rank has one buffer for data that it stores before it announces the operation; when the operation ends,
+// only the owner reads it. Each rank also has kTurnBuffers turn buffers for pipelines. Turns are numbered through the
+// group's life; `staged`, `reduced` and `done` say how far a rank is (see turns.h).
 #pragma once
 
 #include <algorithm>
@@ -29,17 +29,18 @@
 
 namespace muster::comm::shm_backend {
 
-inline constexpr uint64_t kMagic = 0x33726574'73756d00;  // "\0muster3": whoever changes the layout below changes it
+inline constexpr uint64_t kMagic = 0x33726574'73756d00;  // "\0muster3"; change it with the layout below
 inline constexpr size_t kLine = 128;
 inline constexpr size_t kSlots = 2;
 inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
-inline constexpr size_t kSlotTables = 1024;   // beside it: what an all_to_all of up to 64 ranks says of its parts
+inline constexpr size_t kSlotTables = 1024;   // after it: the sizes of the parts of an all_to_all of up to 64 ranks
 inline constexpr size_t kTurnBuffers = 4;
 inline constexpr uint64_t kNotOnHeap = ~uint64_t{0};
-inline constexpr uint64_t kEvenParts = uint64_t{1} << 63;  // all_to_all: no heap offset, but every part's size
+inline constexpr uint64_t kEvenParts = uint64_t{1} << 63;  // all_to_all: plus every part's size, not a heap offset
 inline bool says_even_parts(uint64_t heap_offset) { return heap_offset >= kEvenParts && heap_offset != kNotOnHeap; }
 
-// What a rank says about an operation; heap_offset and arrived are its own, the rest must be the same on all.
+// What a rank says about an operation. `call` must be the same on all ranks; each rank has its own heap_offset and
+// arrived.
 struct Descriptor {
   CallDescriptor call;
   uint64_t heap_offset = kNotOnHeap;  // of the tensor in the rank's heap, or kEvenParts + a size
@@ -57,12 +58,13 @@ enum class Presence : uint32_t { kAbsent, kHere, kLeft };
 
 enum class Phase : uint8_t { kIdle, kAnnounced, kStaging, kReducing, kCollecting, kFinishing };
 
-// Where a rank is, in one word so that a timeout's report never tears: operation number, operation, phase.
+// How far a rank is: operation number, operation, phase. They are in one word, so that the report of a timeout never
+// reads parts of two states.
 constexpr uint64_t pack_position(uint64_t seq, OpKind op, Phase phase) {
   return seq << 16 | uint64_t{static_cast<uint8_t>(op)} << 8 | static_cast<uint8_t>(phase);
 }
 
-// What a rank waits for: that a peer announces operation `value`, or that a counter of it comes to `value`.
+// What a rank waits for: that a peer announces operation `value`, or that a counter of the peer reaches `value`.
 struct Awaited {
   enum Event : uint8_t { kAnnounced, kStaged, kReduced, kDone };
   int peer = -1;  // -1: nothing
@@ -77,27 +79,27 @@ struct Awaited {
 
 inline constexpr size_t kSourceFiles = 128;
 
-// Written by its rank, but for the bells.
+// Only its rank writes it, except for the bells.
 struct alignas(kLine) RankControl {
   alignas(kLine) std::atomic<uint64_t> staged{0};
   alignas(kLine) std::atomic<uint64_t> reduced{0};
   alignas(kLine) std::atomic<uint64_t> done{0};
   alignas(kLine) shm::Bell bell;   // rung when this rank published something, or when the group failed
-  alignas(kLine) shm::Bell inbox;  // rung by peers that moved a message ring of this rank
+  alignas(kLine) shm::Bell inbox;  // rung by peers that wrote to or read from a message ring of this rank
   alignas(kLine) std::atomic<uint64_t> position{0};
   std::atomic<uint64_t> awaits{
-      0};                         // what it sleeps for (Awaited), or 0: so that a timeout finds who holds up all others
+      0};                         // what it sleeps for (Awaited), or 0; from it a timeout finds who holds up the others
   std::atomic<int32_t> core{-1};  // on which it announced its last operation
   std::atomic<Presence> presence{Presence::kAbsent};
   std::atomic<int32_t> pid{0};
   int32_t lost_pid{0};     // of a lost rank: its process
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
-  char failure[2048];  // what this rank has to say of the group's failure, written before the abort word names it
+  char failure[2048];  // this rank's text of the group's failure, written before the abort word names the rank
   struct Site {
     std::atomic<uint64_t> of{0};  // the operation
-    char text[120];               // where this rank called it, written before
-  } sites[kSlots];                // only told where operations do not match; safe as slots are
+    char text[120];               // where this rank called it, written before `of`
+  } sites[kSlots];                // only written if operations do not match; reused like the slots
   char files[kSourceFiles][48];   // names of the source files from which this rank has sent messages, from 1 on
   Slot slots[kSlots];
 };
@@ -110,13 +112,13 @@ struct alignas(kLine) GroupHeader {
   alignas(kLine) std::atomic<uint64_t> abort{0};  // 0, or Failure | subject's rank << 8 | reporter's rank << 32
 };
 
-// A byte stream from one rank to another; counters only grow, positions are modulo the ring's size.
+// A byte stream from one rank to another. The counters only grow; positions are the counters modulo the ring's size.
 struct alignas(kLine) RingControl {
   alignas(kLine) std::atomic<uint64_t> written{0};  // by the sender
   alignas(kLine) std::atomic<uint64_t> read{0};     // by the receiver
 };
 
-// Sizes and places, the same on all ranks because they follow from the group's size and the board's alone.
+// Sizes and offsets. They are the same on all ranks, because they depend only on the sizes of the group and the board.
 struct Layout {
   explicit Layout(int size, size_t board_words = 0)
       : ranks(static_cast<size_t>(size)),

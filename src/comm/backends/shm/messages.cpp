@@ -154,7 +154,7 @@ int Messages::submit_if_here(const std::shared_ptr<Message>& receive, int first)
   {
     const std::lock_guard lock(mutex_);
     source = find_here(receive->header.tag, first, completed);
-    // Nobody else wants it, and nobody can say so before the lock is free.
+    // No other receive wants the message, and none can be posted before the lock is free.
     if (source != kAnySource && !match_aside_of(source, receive, completed)) {
       receive->peer = source;
       receives_.push_back(receive);
@@ -171,7 +171,7 @@ int Messages::find_here(int tag, int first, Completed& completed) {
   const int n = channel_.size();
   for (int step = 0; step < n; ++step) {
     const int peer = (first + step) % n;
-    // What is put aside whole has no receive that wants it: that would have it.
+    // No receive wants a message that has been put aside completely; such a receive would have taken it.
     for (const auto& aside : aside_[peer])
       if (aside.header.tag == tag && &aside.data != incoming_[peer].aside) return peer;
     const RingControl& control = ring(peer, channel_.rank());
@@ -179,7 +179,7 @@ int Messages::find_here(int tag, int first, Completed& completed) {
     if (more || receiving(peer)) pull(peer, completed, &tag);
     const Incoming& in = incoming_[peer];
     if (in.header_bytes < sizeof(MessageHeader) || in.target || in.header.tag != tag) continue;
-    // It begins to arrive, and waits or is being put aside. A receive may have been posted for it meanwhile.
+    // The message has begun to arrive, and waits or is being put aside. Meanwhile a receive may have been posted for it.
     const bool wanted = std::any_of(receives_.begin(), receives_.end(), [&](const auto& receive) {
       return receive->header.tag == tag && (receive->peer == peer || receive->peer == kAnySource);
     });
@@ -218,7 +218,8 @@ bool Messages::progress() {
   return moved || !completed.empty();
 }
 
-// Without the lock: calls back, and wakes threads of this rank that sleep until one of these is complete.
+// Called without the lock. Runs the callbacks, and wakes threads of this rank that sleep until one of these messages is
+// complete.
 void Messages::report(const Completed& completed) {
   if (completed.empty()) return;
   for (const auto& message : completed)
@@ -283,7 +284,7 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
     if (in.header_bytes == sizeof(MessageHeader)) {
       if (!in.target && !in.aside) {
         if (const auto receive = take_receive(peer, in.header.tag)) {
-          if (!fits(*receive, peer, in.header)) {  // progress() fails it, with the group
+          if (!fits(*receive, peer, in.header)) {  // then the group has failed, and progress() fails the receive
             receives_.push_front(receive);
             add_wanted(receive->peer, 1);
             return true;
@@ -297,7 +298,7 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
           }
           return moved || position != start;
         } else if (!put_aside(peer)) {
-          return true;  // progress() fails what waits, with the group
+          return true;  // the group has failed, and progress() fails the messages that wait
         }
       }
       std::byte* const to = in.target ? in.target->data : in.aside->data();
@@ -392,7 +393,8 @@ bool Messages::fits(const Message& receive, int peer, const MessageHeader& heade
   return false;
 }
 
-// The receiver may need the site long after the sender has gone on, so it travels; and a file's name only once.
+// The receiver may need the site long after the sender has gone on, so the header carries it. A file's name is written
+// to shared memory only once.
 void Messages::note_site(MessageHeader& header, const std::source_location& site) {
   const char* const file = site.file_name();
   if (*file == '\0' || site.line() > std::numeric_limits<uint16_t>::max()) return;
@@ -401,7 +403,7 @@ void Messages::note_site(MessageHeader& header, const std::source_location& site
     if (index + 1 == kSourceFiles) return;
     std::string_view name(file);
     name.remove_prefix(name.find_last_of('/') + 1);
-    auto& place = channel_.control(channel_.rank()).files[index + 1];  // zero so far
+    auto& place = channel_.control(channel_.rank()).files[index + 1];  // all zero until now
     name.copy(place, sizeof place - 1);
     files_.push_back(file);
   }
@@ -434,7 +436,7 @@ void Messages::fail_all(Completed& completed, std::exception_ptr error) {
   wanted_of_any_ = 0;
 }
 
-// Is somebody gone, or a deadline past?
+// Fails the group if a peer that messages wait for has left, or if a deadline has passed.
 void Messages::check_peers() {
   next_check_ = Clock::now() + kNap;
   for (int peer = 0; peer < channel_.size(); ++peer) {
@@ -446,7 +448,7 @@ void Messages::check_peers() {
     if (incoming_[peer].target) waiting.push_back(incoming_[peer].target.get());
     if (waiting.empty()) continue;
 
-    // What it sent before it left still counts.
+    // What the peer sent before it left can still be received.
     const bool left = channel_.left(peer);
     const RingControl& from = ring(peer, channel_.rank());
     const bool drained = from.written.load(std::memory_order_acquire) == from.read.load(std::memory_order_relaxed);
@@ -470,7 +472,8 @@ void Messages::check_peers() {
   if (wanted_of_any_ > 0) check_receives_of_any();
 }
 
-// Receives from any source: lost when all others have left and nothing of theirs is on its way.
+// Fails the group if receives from any source wait but all other ranks have left and have nothing under way, or if a
+// deadline has passed.
 void Messages::check_receives_of_any() {
   bool somebody = channel_.size() == 1;
   for (int peer = 0; peer < channel_.size(); ++peer) {

@@ -1,20 +1,20 @@
 // Messages between two ranks of a group: send and recv with tags.
 //
-// Each ordered pair of ranks has a ring in the segment: a byte stream from one to the other, {header, data} after
-// {header, data}. A sender writes as much as there is room; a small message is gone at once, a large one flows as its
-// receiver reads. Both ring the other's `inbox` bell.
+// Each ordered pair of ranks has a ring in the segment: a byte stream from one to the other that consists of {header,
+// data} pairs. A sender writes as much as there is room for. A small message is sent immediately; a large one flows as
+// its receiver reads. Sender and receiver ring each other's `inbox` bell.
 //
-// A receive takes the oldest message from its source with its tag; one from any source takes what comes first, and of
-// what is there already, that of the first source after the one that had the last such receive. Receives
-// that want the same message get it in the order in which they were posted. The message at the head of a ring that no
-// receive wants stays there, so nothing is buffered without bound, unless a receive waits for a later one with another
-// tag; then it is put aside in this rank's memory.
+// A receive takes the oldest message from its source with its tag. A receive from any source takes the message that
+// comes first; of those that have come already, it takes one from the first source after that of the previous such
+// receive. Receives that want the same message get it in the order in which they were posted. If no receive wants the
+// message at the head of a ring, the message stays there, so nothing is buffered without bound. But if a receive waits
+// for a later message with another tag, this rank puts the first one aside in its own memory.
 //
-// Whoever waits makes progress for all pending messages of this rank; a thread of its own does so for asynchronous ones
-// that nobody waits for. Collectives do not pass through here, so a pending receive never holds up a collective or the
-// other way round.
+// A thread that waits makes progress for all pending messages of this rank. A separate thread does so for asynchronous
+// messages that no thread waits for. Collectives do not use this code, so pending receives and collectives never block
+// each other.
 //
-// Thread-safety: all methods. Completion callbacks run without a lock held, in whichever thread completed the message.
+// Thread-safety: all methods. Completion callbacks run without a lock held, in the thread that completed the message.
 #pragma once
 
 #include <atomic>
@@ -44,14 +44,14 @@ struct MessageHeader {
 
 struct Message {
   OpKind op = OpKind::kSend;  // kSend or kRecv
-  int peer = 0;               // kAnySource becomes the source when the message has come
+  int peer = 0;               // kAnySource is replaced by the source when the message has come
   MessageHeader header;
   std::byte* data = nullptr;
   Deadline deadline = Deadline::never();
   std::source_location site = {};                   // where the user called
   std::function<void(const Message&)> on_complete;  // may be empty
 
-  // The rest belongs to Messages.
+  // Only Messages uses the rest.
   uint64_t moved = 0;  // bytes of header and data (send), or of data (recv)
   std::atomic<bool> complete{false};
   std::exception_ptr error;
@@ -63,31 +63,32 @@ class Messages {
   ~Messages();
 
   void run(const std::shared_ptr<Message>& message);  // returns when complete; throws its error
-  // The same for a small message, where nothing is in its way: the ring has room for it, or soon holds the one that is
-  // wanted and no other receive could want it. Else false, and nothing has been done.
+  // The same for a small message, if nothing is in its way: send_now() needs room in the ring; receive_now() needs the
+  // wanted message to be there soon, and no other receive that could want it. If they return false, they have done
+  // nothing.
   static constexpr uint64_t kSmall = 4096;  // bytes
   bool send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site = {});
   bool receive_now(int peer, const MessageHeader& wanted, std::byte* data);
   void submit(const std::shared_ptr<Message>& message);
 
-  // The source, in the order first, first + 1, …, of which a receive with this tag, posted now, would get a message
-  // that is here or has begun to come; kAnySource where there is none. Throws the group's failure.
+  // The first source, in the order first, first + 1, …, from which a receive with this tag, posted now, would get a
+  // message that is here or has begun to come; kAnySource if there is none. Throws the group's failure.
   int find(int tag, int first);
-  // Submits a receive from any source where find() finds its message, and gives the source. kAnySource: nothing has
-  // been done.
+  // If find() finds a message for this receive from any source, submits the receive and returns the source. If it
+  // returns kAnySource, it has done nothing.
   int submit_if_here(const std::shared_ptr<Message>& receive, int first);
-  bool all_left() const;  // except this rank
+  bool all_left() const;  // whether all other ranks have left
 
-  // Fails what is pending (the channel must have failed or be stopping) and joins the thread.
+  // Fails pending messages (the channel must have failed or be stopping) and joins the thread.
   void stop();
 
  private:
-  // What is arriving from one source.
+  // The message that is arriving from one source.
   struct Incoming {
     MessageHeader header;
     size_t header_bytes = 0;                  // of the header, read so far
-    std::shared_ptr<Message> target;          // the receive that it goes to, once matched
-    std::vector<std::byte>* aside = nullptr;  // or the buffer that it is put aside in
+    std::shared_ptr<Message> target;          // once matched: the receive that gets the message
+    std::vector<std::byte>* aside = nullptr;  // if put aside: the buffer for the message
     uint64_t data_bytes = 0;
   };
   struct Aside {
@@ -97,16 +98,16 @@ class Messages {
   using Completed = std::vector<std::shared_ptr<Message>>;
 
   void post(const std::shared_ptr<Message>& message);
-  bool progress();  // moves what can be moved; whether anything was
+  bool progress();  // moves all that can be moved; returns whether anything was
   bool push(int peer, Completed& completed);
-  // `sought`: a message with this tag that no receive wants stays where it is.
+  // If `sought` is given, a message with this tag that no receive wants stays where it is.
   bool pull(int peer, Completed& completed, const int* sought = nullptr);
   int find_here(int tag, int first, Completed& completed);  // with the lock
   void work_on(const std::shared_ptr<Message>& message);
   bool put_aside(int peer);
   bool match_aside(const std::shared_ptr<Message>& receive, Completed& completed);
   bool match_aside_of(int peer, const std::shared_ptr<Message>& receive, Completed& completed);
-  // The first receive that wants a message from `peer` with `tag`, taken from the list; or null.
+  // Removes the first receive that wants a message from `peer` with `tag` from the list and returns it; or null.
   std::shared_ptr<Message> take_receive(int peer, int tag);
   void add_wanted(int peer, int change) { (peer == kAnySource ? wanted_of_any_ : wanted_[peer]) += change; }
   void finish(const std::shared_ptr<Message>& message, Completed& completed, std::exception_ptr error = nullptr);
@@ -131,12 +132,12 @@ class Messages {
   std::mutex mutex_;
   std::vector<std::deque<std::shared_ptr<Message>>> sends_;  // by destination
   std::list<std::shared_ptr<Message>> receives_;             // in the order posted
-  std::vector<int> wanted_;                                  // how many of them are from each source
+  std::vector<int> wanted_;                                  // how many receives there are from each source
   int wanted_of_any_ = 0;
   int first_ = 0;  // where the next round over the sources begins
   std::vector<Incoming> incoming_;
   std::vector<std::list<Aside>> aside_;
-  std::vector<const char*> files_;  // whose names this rank has written to its RankControl::files, from 1 on
+  std::vector<const char*> files_;  // the files whose names are in this rank's RankControl::files, from 1 on
   std::condition_variable work_;
   Clock::time_point next_check_;
   bool stop_ = false;

@@ -1,8 +1,8 @@
 // Collectives that move data: broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier.
 //
-// All follow one scheme. Each rank *contributes* some bytes for others to read. Where every rank's contribution fits
-// into its slot, it travels with the announcement. Else, if all that contribute have it on the heap, the others read it
-// there. Else it goes through staging in turns: stage, say so, read what others staged, say done.
+// All follow one scheme. Each rank *contributes* some bytes for others to read. If every rank's contribution fits into
+// its slot, it travels with the announcement. Else, if all contributions are on the heap, the others read them there.
+// Else they go through staging in turns: a rank stages its data, says so, reads what others staged, and says done.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -24,8 +24,8 @@ struct Piece {
   size_t begin, length;
 };
 
-// The end of an operation whose contributions were read where they lie: nobody changes the root's, or anybody's (root
-// -1), while a rank still reads it.
+// Ends an operation whose contributions were read where they lie. Afterwards the owners may change them: no rank still
+// reads the root's contribution or, if `root` is -1, any contribution.
 void all_have_read(Channel& channel, int root) {
   const uint64_t mark = channel.turn() + 1;
   channel.take_turns(1);
@@ -33,7 +33,7 @@ void all_have_read(Channel& channel, int root) {
   if (root < 0 || channel.rank() == root) channel.await_all(Channel::Counter::kDone, mark);
 }
 
-// Contributions of all other ranks, where they are; announcing said that they are there.
+// Reads the contributions of all other ranks where they lie. They are ready since their announcements.
 template <typename Read>
 void read_all(Channel& channel, Read read) {
   for (int step = 1; step < channel.size(); ++step) {
@@ -42,7 +42,7 @@ void read_all(Channel& channel, Read read) {
   }
 }
 
-// Copies what a peer put into its slot or staging; `alone`: and no other rank reads it.
+// Copies what a peer put into its slot or staging. `alone`: no other rank reads it.
 void fetch(Bytes to, Bytes from, size_t bytes, bool alone) {
   if (alone)
     take_bytes(to, from, bytes);
@@ -50,13 +50,14 @@ void fetch(Bytes to, Bytes from, size_t bytes, bool alone) {
     copy_bytes(to, from, bytes);
 }
 
-// Of parts of `bytes` for all ranks, one after another: the first byte that is for another rank, if there is one. What
-// a fault on order corrupts.
+// `parts` holds `bytes` for each rank, one after another. Returns the first byte that is for another rank, if there is
+// one. An injected fault corrupts it.
 std::span<std::byte> first_of_others(Channel& channel, Bytes parts, size_t bytes) {
   return {parts + (channel.rank() == 0 ? bytes : 0), channel.size() > 1 ? std::min<size_t>(bytes, 1) : 0};
 }
 
-// The root's `bytes` to everybody: `take(rank's data, offset, length)` for each piece on every rank but the root.
+// Moves the root's data to all ranks in `turns` turns. In turn i the root calls `stage(buffer, i)`, and all other ranks
+// call `take(buffer, i)` with the root's buffer.
 template <typename Stage, typename Take>
 void from_root(Channel& channel, const Call& call, uint64_t turns, size_t other_part, Stage stage, Take take) {
   Turns pipeline(channel, turns);
@@ -75,8 +76,8 @@ void from_root(Channel& channel, const Call& call, uint64_t turns, size_t other_
   }
 }
 
-// Everybody's contribution to those who want it. `stage(buffer, i)` writes the own one, `take(peer, buffer, i)` reads a
-// peer's; both for turn i. Ranks with `takes` false read nothing.
+// Moves all ranks' contributions to the ranks that want them. In turn i `stage(buffer, i)` writes this rank's
+// contribution, and `take(peer, buffer, i)` reads a peer's. If `takes` is false, this rank reads nothing.
 template <typename Stage, typename Take>
 void from_all(Channel& channel, uint64_t turns, bool takes, Stage stage, Take take) {
   Turns pipeline(channel, turns);
@@ -85,7 +86,7 @@ void from_all(Channel& channel, uint64_t turns, bool takes, Stage stage, Take ta
     stage(own, i);
     pipeline.staged(i);
     for (int step = 1; takes && step < channel.size(); ++step) {
-      const int peer = (channel.rank() + step) % channel.size();  // not all at the same rank's memory at once
+      const int peer = (channel.rank() + step) % channel.size();  // not all read the same rank's memory
       pipeline.await_staged(peer, i);
       take(peer, pipeline.buffer(peer, i), i);
     }
@@ -211,9 +212,10 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
   PerRank<ConstBytes> sources(n);
-  // Only read: the kernel's sources are constant, and only what peers contribute is taken.
+  // This is only read: the kernel's sources are constant, and take() is called only for the peers' contributions.
   Bytes const own_part = const_cast<Bytes>(inputs[me]);  // NOLINT(cppcoreguidelines-pro-type-const-cast)
-  // Of contributions that `contribution(rank)` finds, to `begin` of the output. Nobody else reads those of peers.
+  // Reduces the contributions that `contribution(rank)` finds to `begin` of the output. If `taking`, no other rank
+  // reads the peers' contributions.
   const auto reduce = [&](size_t begin, size_t bytes, bool taking, auto contribution) {
     const size_t at_once = taking ? kTakenAtOnce : std::max<size_t>(bytes, 1);  // a multiple of every item
     for (size_t at = 0; at < bytes; at += at_once) {
@@ -262,16 +264,16 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
 
 namespace {
 
-// What the ranks say of an all_to_all's parts. A rank whose parts are all of one size, and small, says that size in
-// place of a heap offset; any other puts two tables into its slot: what it sends to each, and what it expects from
-// each. All that a rank sends follows in the slot where it fits.
+// What the ranks announce about an all_to_all's parts. A rank whose parts all have one size, and are small, announces
+// that size in place of a heap offset. Any other rank puts two tables into its slot: the bytes that it sends to each
+// rank, and the bytes that it expects from each. The data that it sends follows in the slot if it fits.
 class PartTables {
  public:
   explicit PartTables(Channel& channel) : channel_(channel), n_(static_cast<size_t>(channel.size())) {
     if (2 * table() > kRoom) throw InvalidArgument("all_to_all is limited to groups of 320 ranks");
   }
 
-  // Announces `parts`, with the data where it fits.
+  // Announces `parts`, with the data if it fits.
   void enter(const Call& call, const AllToAllParts& parts) {
     uint64_t sent = 0;
     bool even = true;
@@ -298,13 +300,14 @@ class PartTables {
     compare();
   }
 
-  // Whether all parts of all ranks are of one size and came with the announcements; and where those for this rank are.
+  // Whether all parts of all ranks have one size and came with the announcements. If so, uniform_part() is this rank's
+  // part of what rank `from` sent.
   bool uniform() const { return uniform_; }
   Bytes uniform_part(size_t from) const {
     return payload(from) + static_cast<size_t>(channel_.rank()) * (said(from) & ~kEvenParts);
   }
 
-  // Where the parts that rank `from` sends to this rank begin among all that it sends, and all of that.
+  // The bytes that rank `from` sends before this rank's part, all that it sends, and its longest part for another rank.
   struct Sent {
     uint64_t before = 0, total = 0, longest = 0;
   };
@@ -318,7 +321,7 @@ class PartTables {
     }
     return sent;
   }
-  // Whether what `from` sends came with its announcement, and where this rank's part of it is.
+  // Whether the data of `from` came with its announcement. If so, part() is this rank's part of it.
   bool came(size_t from, const Sent& sent) const { return even(from) || sent.total <= kRoom - 2 * table(); }
   Bytes part(size_t from, const Sent& sent) const {
     return payload(from) + (even(from) ? 0 : 2 * table()) + sent.before;
@@ -382,8 +385,8 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
     }
     return channel.leave_op();
   }
-  uint64_t longest = 0;  // of the parts that are staged
-  bool readable = true;  // on the heaps, what has not come
+  uint64_t longest = 0;  // of the parts that have not come
+  bool readable = true;  // the parts that have not come are on the heaps
   for (size_t peer = 0; peer < n; ++peer) {
     const PartTables::Sent sent = tables.sent_by(peer);
     readable = readable && (tables.came(peer, sent) || channel.on_heap(static_cast<int>(peer)));

@@ -87,7 +87,7 @@ void ShmBackend::submit_message(const WorkPtr& work, Deadline deadline) {
 }
 
 Backend::Taken ShmBackend::take_message(const Operation& receive, int from) {
-  const bool all_gone = messages_.all_left();  // what they sent before that is found now
+  const bool all_gone = messages_.all_left();  // first, so that find() finds all that they have sent
   if (messages_.find(receive.tag, from) == kAnySource) return {.all_gone = all_gone};
   WorkPtr work = make_message_work(receive);
   Taken taken;
@@ -142,12 +142,13 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
     channel_.set_caller(operation.site, by_waiter ? shm::kYield : std::chrono::nanoseconds(0));
     execute_on_bytes(operation, deadline);
   } catch (const std::exception& error) {
-    // Whatever stops one rank in the middle (no memory, say) stops the group: the others would wait, or pair this
-    // operation with the next.
+    // An error that stops one rank in the middle (for example, no memory) stops the group: the others would wait, or
+    // pair this operation with the next.
     if (!channel_.failed())
       channel_.fail(Failure::kUnavailable, shown(getRank()),
                     text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
-    // A peer that has not noticed yet may still write into tensors on the heap: their memory must not become another's.
+    // A peer that has not noticed the failure yet may still write to tensors on the heap, so this keeps the tensor: its
+    // memory must not be given to another one.
     const std::lock_guard lock(quarantine_mutex_);
     if (operation.tensor.defined() && arena_ && arena_->contains(operation.tensor.const_data_ptr()))
       quarantine_.push_back(operation.tensor);
@@ -157,7 +158,7 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
 
 namespace {
 
-// Whether a tensor's bytes are its elements in order: what all but a few are.
+// Whether a tensor's bytes are its elements in order. Almost all tensors are like that.
 bool plain(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous() &&
          !tensor.is_neg() && !tensor.is_conj();
@@ -165,7 +166,7 @@ bool plain(const at::Tensor& tensor) {
 
 }  // namespace
 
-// Whatever is not plainly right goes the long way, which finds out what is wrong with it.
+// Returns false for every call that is not certainly valid. The caller then takes the long way, which validates.
 bool ShmBackend::run_small(const SmallCall& small) {
   static constexpr size_t kMost = 64;  // ranks
   const auto n = static_cast<size_t>(getSize());
@@ -198,7 +199,7 @@ bool ShmBackend::run_small(const SmallCall& small) {
   size_t contribution = call.bytes();
   if (small.other) {
     const bool parts_here =
-        small.kind == OpKind::kAllToAll;  // `tensor` has all parts, not one; and two tables go along
+        small.kind == OpKind::kAllToAll;  // `tensor` has all parts, not one; two tables are sent with them
     if (small.other->scalar_type() != dtype) return false;
     if (parts_here) {
       if (call.count % n != 0 || (tensor->dim() > 0 && tensor->size(0) % getSize() != 0) ||
@@ -324,7 +325,7 @@ void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline)
       const auto inputs = flat.inputs(operation.inputs), outputs = flat.outputs(operation.outputs);
       unit_is(inputs[0]);
       call.count = 0;  // parts may differ; all_to_all compares them
-      // Where peers read it while this rank writes its output, these must be different memory.
+      // Peers read the input on the heap while this rank writes its output, so the two must be different memory.
       if (inputs.size() == 1 && outputs.size() == 1 && !outputs[0].is_alias_of(inputs[0]))
         call.heap_offset = heap_offset(inputs[0]);
       std::vector<ConstBytes> from;

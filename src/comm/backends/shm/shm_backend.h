@@ -1,7 +1,7 @@
-// The shm backend: all ranks on one host, in shared memory. The way in for tensors; the work is done on bytes by
-// collectives.h and messages.h.
+// The shm backend: all ranks on one host, in shared memory. This class takes tensors; collectives.h and messages.h do
+// the work on bytes.
 //
-// Takes dense CPU tensors. Non-contiguous ones pass through a contiguous copy, here and nowhere else.
+// Takes dense CPU tensors. Non-contiguous ones pass through a contiguous copy, which only this class makes.
 #pragma once
 
 #include <atomic>

@@ -1,11 +1,11 @@
-// Taking: whoever reads what a peer wrote, and is the only one to read it, also writes to it.
+// Taking: a rank that reads what a peer wrote, and is the only one to read it, also writes to it.
 //
-// A cache line that one core wrote and another has only read lies in both caches, and the writer must ask for it again
-// before its next write: 7 ns a line on a Zen 4, however many are asked for. A line that the reader has written to as
-// well moves from core to core as a whole, 1.4 ns a line each way (docs/decisions/0009). So a reader stores a word of
-// each line back, unchanged.
+// A cache line that one core wrote and another has only read lies in both caches. The writer must ask for it again
+// before its next write, which costs 7 ns per line on a Zen 4, however many lines it asks for. A line that the reader
+// has also written moves from core to core as a whole, for 1.4 ns per line each way (docs/decisions/0009). So a reader
+// stores one word of each line back, unchanged.
 //
-// Only for memory that nobody else reads or writes meanwhile.
+// Use this only for memory that no other thread reads or writes meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace muster::comm::shm_backend {
 
 inline constexpr size_t kTakenAtOnce = size_t{16} << 10;  // lines that have just been read are in the first-level cache
 
-// Stores one word back in each line of memory that was just read. Words that lie in it only partly are left alone.
+// Stores one word back in each line of memory that was just read. Words that lie only partly in it are not touched.
 inline void take(Bytes data, size_t bytes) {
   constexpr size_t kCacheLine = 64;
   using Word = volatile uint64_t;

@@ -1,13 +1,13 @@
 // Turns: a pipeline through staging for one operation.
 //
 // An operation that does not fit into a slot is cut into turns. In a turn a rank may write its turn buffer (stage), say
-// so (staged), read the peers' (after await_staged), and say that it is finished with the turn (done). Buffers are
-// reused after kTurnBuffers turns, when all peers are done with what they held. Two-step reductions say `reduced` when
-// they have put their slice of the result back into the peers' buffers.
+// so (staged), read the peers' buffers (after await_staged), and say that it is finished with the turn (done). Buffers
+// are reused after kTurnBuffers turns, when all peers are done with their contents. In a two-step reduction, a rank
+// says `reduced` when it has written its slice of the result back to the peers' buffers.
 //
-// Turn numbers go on through the group's life, so counters never go back; every rank takes the same number of turns,
-// because it follows from the compared descriptors. At an operation's start no buffer is in use: all ranks have
-// announced it, and so have ended the one before.
+// Turn numbers continue through the group's life, so counters never decrease. Every rank takes the same number of
+// turns, because that number follows from the compared descriptors. At an operation's start no buffer is in use: all
+// ranks have announced the operation, so they have ended the previous one.
 #pragma once
 
 #include "comm/backends/shm/channel.h"
@@ -23,7 +23,7 @@ class Turns {
 
   uint64_t count() const { return count_; }
 
-  // The own buffer of turn i (of this operation, from 0), once nobody reads what it held.
+  // This rank's buffer of turn i (of this operation, from 0). Waits until no rank reads its old contents any more.
   std::byte* stage(uint64_t i) {
     if (i >= kTurnBuffers) channel_.await_all(Channel::Counter::kDone, mark(i - kTurnBuffers));
     return buffer(channel_.rank(), i);
