@@ -59,7 +59,7 @@ void FakeBackend::execute(const Operation& operation, Deadline, bool) {
       break;
     }
     default:
-      break;  // every rank holds already what it would get
+      break;  // the tensors already hold the results
   }
   flat.copy_back();
 }

@@ -1,8 +1,8 @@
-// The fake backend: this rank alone plays a world of any size. No data moves and nobody is waited for, so a program's
-// shapes, memory and order of operations can be tried for 1,024 ranks on a laptop. Results are as if every rank held
-// what this one holds, and reductions had one contribution: finite numbers of the right shape, and of no other meaning.
+// The fake backend: one rank runs alone in a world of any size. No data moves and no rank is waited for, so a program's
+// shapes, memory and order of operations can be tested for 1,024 ranks on a laptop. Results are as if every rank had
+// this rank's data, and as if reductions had one contribution. They have the right shape, but no other meaning.
 //
-// Operations are validated, counted, profiled and written into the black box as on any backend.
+// Operations are validated, counted, profiled and written to the black box as on any backend.
 #pragma once
 
 #include "comm/lane_backend.h"

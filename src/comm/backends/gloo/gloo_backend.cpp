@@ -24,8 +24,8 @@ namespace {
 using std::chrono::milliseconds;
 using Gloo = c10d::ProcessGroupGloo;
 
-// The group of connections, and the transfers that wait for them. Gloo has no call that closes connections: they end
-// with their last owner, and every transfer is one; so close() gives up the group and aborts the transfers.
+// The group of connections, and the transfers that wait for them. Gloo has no call that closes connections. They end
+// with their last owner, and every transfer is an owner, so close() drops the group and aborts the transfers.
 struct Connections {
   std::mutex mutex;
   c10::intrusive_ptr<Gloo> gloo;  // null when closed
@@ -39,12 +39,12 @@ struct Connections {
   }
 };
 
-// Gloo writes to its sockets such that a connection which the peer has closed raises SIGPIPE, which by default ends the
-// process without a word. (Python ignores it.) So it is blocked while Gloo runs on the caller's thread, and in the
-// threads that Gloo starts meanwhile.
+// When Gloo writes to a connection that the peer has closed, it gets SIGPIPE, which by default ends the process without
+// a message. (Python ignores it.) So SIGPIPE is blocked while Gloo runs on the caller's thread, and in the threads that
+// Gloo starts meanwhile.
 using NoBrokenPipe = WriteSignalsBlocked;
 
-// A short message as it travels.
+// A short message, as Gloo sends it.
 struct Frame {
   WireTag tag;
   uint16_t bytes = 0;
@@ -53,7 +53,7 @@ struct Frame {
 
 class GlooTransfer final : public Wire::Transfer {
  public:
-  // With the lock held.
+  // Called with the lock of `connections` held.
   GlooTransfer(std::shared_ptr<Connections> connections, c10::intrusive_ptr<c10d::Work> work, int peer,
                std::unique_ptr<Frame> frame)
       : frame_(std::move(frame)), connections_(std::move(connections)), work_(std::move(work)), peer_(peer) {
@@ -64,9 +64,9 @@ class GlooTransfer final : public Wire::Transfer {
     connections_->waiting.erase(work_.get());
   }
 
-  // Gloo breaks all connections of a group when a wait for one of them runs into its timeout.
+  // If this wait times out, Gloo breaks all connections of the group.
   int wait(Deadline deadline) override {
-    // "No timeout" would be the group's to Gloo.
+    // A year, because Gloo takes "no timeout" for the group's timeout.
     const milliseconds left = deadline.is_never()
                                   ? milliseconds(std::chrono::hours(24 * 365))
                                   : milliseconds(std::max(1, deadline.poll_ms(milliseconds(1'000'000'000))));
@@ -82,14 +82,14 @@ class GlooTransfer final : public Wire::Transfer {
   }
 
  private:
-  const std::unique_ptr<Frame> frame_;  // what is sent, where it is not the caller's memory
+  const std::unique_ptr<Frame> frame_;  // the memory that is sent, if it is not the caller's
   const std::shared_ptr<Connections> connections_;
   const c10::intrusive_ptr<c10d::Work> work_;
   const int peer_;
 };
 
-// Gloo's receives cannot be asked whether they are complete, and its timeouts break connections. So a thread for each
-// peer receives the short messages and puts them into a mailbox, where the rest of the wire waits for them; it also
+// A receive of Gloo's cannot be asked whether it is complete, and its timeout breaks connections. So one thread per
+// peer receives the short messages and puts them into a mailbox, where the rest of the wire waits for them. It also
 // notices when the connection ends.
 class GlooWire final : public Wire {
  public:
@@ -195,7 +195,7 @@ class GlooWire final : public Wire {
 
 std::shared_ptr<::gloo::transport::Device> device_for(const BackendContext& context) {
   if (const auto interface = env_string("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*interface);
-  // With MUSTER_HOST several hosts are one machine's containers or tests, which a loopback address may join.
+  // If MUSTER_HOST is set, the hosts are containers or tests on one machine, and a loopback address may connect them.
   const bool may_be_far = !on_one_host(context.members) && !env_string("MUSTER_HOST");
   std::vector<std::string> towards;
   if (const auto master = env_string("MASTER_ADDR")) towards.push_back(store::address_towards(*master));
@@ -207,14 +207,15 @@ std::shared_ptr<::gloo::transport::Device> device_for(const BackendContext& cont
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {
   const auto options = Gloo::Options::create(context.timeout);
-  options->threads = 1;  // for Gloo's collectives, which are not used
+  options->threads = 1;  // these threads are for Gloo's collectives, which are not used
   const NoBrokenPipe no_broken_pipe;
   try {
     options->devices = {device_for(context)};
     const auto store = to_c10d(make_prefix_store(context.store, context.store_prefix + "/gloo"));
     store->setTimeout(context.timeout);
     auto gloo = c10::make_intrusive<Gloo>(store, context.rank, context.size, options);
-    // A rank may be connected, and leave, while another is still connecting: that would look like a broken connection.
+    // Wait until all ranks are connected. Otherwise one could leave while another still connects, and that would look
+    // like a broken connection.
     std::vector<std::string> connected;
     for (int r = 0; r < context.size; ++r) connected.push_back(text(context.store_prefix, "/gloo connected/", r));
     context.store->set(connected[static_cast<size_t>(context.rank)], "1");

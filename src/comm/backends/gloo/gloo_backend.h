@@ -1,18 +1,18 @@
-// The gloo backend: libtorch's ProcessGroupGloo as a Wire. Ranks anywhere that TCP reaches.
+// The gloo backend: libtorch's ProcessGroupGloo as a Wire, for ranks that reach each other by TCP.
 //
-// Only its messages are used: they are done by Gloo's event loop, without a worker thread in between, and Muster's
-// collectives over them (wire_backend.h) have what Gloo's lack: all dtypes and reductions, the same bits everywhere,
-// ranks that disagree are told.
+// It uses only Gloo's messages. Gloo's event loop handles them without a worker thread in between. Muster's collectives
+// over them (wire_backend.h) have what Gloo's lack: all dtypes and reductions, the same bits on all backends, and an
+// error when ranks disagree.
 //
-// Which interface: GLOO_SOCKET_IFNAME where it is set; else the one by which MASTER_ADDR is reached; else, where all
-// members are on this host, the loopback.
+// The network interface is that of GLOO_SOCKET_IFNAME if it is set; else the one through which this host reaches
+// MASTER_ADDR or the store (MUSTER_STORE); else, if all members are on this host, the loopback; else this host's first.
 #pragma once
 
 #include "comm/backend.h"
 
 namespace muster::comm::gloo_backend {
 
-// Timeout where not all ranks came.
+// Timeout if not all ranks come.
 c10::intrusive_ptr<Backend> create(const BackendContext& context);
 std::string why_not();
 

@@ -21,16 +21,17 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Who waits for a rank names it when it gives up, which must come before those give up who wait for the one that waits.
-// So each of an operation's three waits is this much longer than the one before it: inside the host, between hosts,
-// and inside the host for their result. A group over a wire first listens to the others for a second (kNews).
+// A rank that gives up waiting names the rank that it waited for. It must give up before the ranks that wait for it do.
+// So each of an operation's three waits is this much longer than the previous one: inside the host, between hosts, and
+// inside the host for the result. A group over a wire looks for news of the others for a second (kNews) before it
+// fails.
 constexpr milliseconds kSlack{1500};
 Deadline later(Deadline deadline, int steps) {
   return deadline.is_never() ? deadline : Deadline::after(deadline.left() + steps * kSlack);
 }
 constexpr int kResultTag = -1;  // below the tags of users
 
-// In what a reduction is carried from one step to the next.
+// The dtype in which a reduction's values go from one step to the next.
 at::ScalarType carrier(const Operation& operation) {
   const at::ScalarType dtype = operation.tensor.scalar_type();
   const bool rounds = operation.op == ReduceOp::SUM || operation.op == ReduceOp::AVG ||
@@ -38,12 +39,13 @@ at::ScalarType carrier(const Operation& operation) {
   return rounds && (dtype == at::kHalf || dtype == at::kBFloat16) ? at::kFloat : dtype;
 }
 
-// AVG of integers divides once, after the sum in 64 bits: only a backend that sees all contributions can.
+// AVG of integers divides once, after a sum in 64 bits. Only a backend that sees all contributions can do that.
 bool needs_all_at_once(const Operation& operation) {
   return operation.op == ReduceOp::AVG && at::isIntegralType(operation.tensor.scalar_type(), /*includeBool=*/true);
 }
 
-// Of AVG: by parts, as the kernels do, where a complex division would round otherwise.
+// For AVG. Divides the real and imaginary parts like the kernels do, because a complex division would round
+// differently.
 void divide(const at::Tensor& sum, int ranks) { (sum.is_complex() ? at::view_as_real(sum) : sum).div_(ranks); }
 
 bool threads_of_one_process(const BackendContext& context) {
@@ -56,7 +58,7 @@ bool threads_of_one_process(const BackendContext& context) {
 HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
     : LaneBackend(context, "hierarchical"), faults_(context.faults), shares_process_(threads_of_one_process(context)) {
   const int n = context.size;
-  std::vector<int> number;  // by host of the World: its number here
+  std::vector<int> number;  // by host of the World: the host's number in this group
   for (int r = 0; r < n; ++r) {
     const auto world_host =
         context.members.empty() ? size_t{0} : static_cast<size_t>(context.members[static_cast<size_t>(r)].host);
@@ -72,7 +74,7 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
   own_host_ = host_of(context.rank);
   local_rank_ = place_[static_cast<size_t>(context.rank)];
 
-  // Each of the three groups is one of Muster's own, under names of its own in the store.
+  // Each of the three groups is a Muster group with its own prefix in the store.
   const auto hosts = static_cast<int>(ranks_of_.size());
   const auto make = [&](const std::string& backend, const std::string& prefix, const std::vector<int>& ranks) {
     BackendContext inner = context;
@@ -113,7 +115,7 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
 // --- who comes last ---
 
 const Stragglers* HierarchicalBackend::stragglers() const {
-  return all_->stragglers() ? &arrivals_->ranks : nullptr;  // the leaders' group is of its kind
+  return all_->stragglers() ? &arrivals_->ranks : nullptr;  // the leaders' group has the same backend as all_
 }
 
 std::string HierarchicalBackend::straggler_verdict(std::chrono::nanoseconds at_least) const {
@@ -127,17 +129,18 @@ std::string HierarchicalBackend::straggler_verdict(std::chrono::nanoseconds at_l
   return verdict;
 }
 
-// A leader goes between the hosts. What is known by then of its own host is told with the next operation.
+// Runs a leader's step between the hosts. The leader tells the others with the next operation who came last on its
+// host.
 void HierarchicalBackend::between_hosts(const Operation& step) {
   arrivals_->counts_next = true;
   leaders_->run(step);
-  arrivals_->last = getRank();  // who came last where nobody else had to come first
+  arrivals_->last = getRank();  // if no other rank of this host had to come before the leader
   arrivals_->late = std::chrono::nanoseconds::max();
   if (const auto* const here = local_->stragglers(); !first_step_ && here->size() > 1) {
     arrivals_->last = ranks_of_[static_cast<size_t>(own_host_)][static_cast<size_t>(here->last().rank)];
     arrivals_->late = here->time(here->last().late);
   }
-  if (ranks_of_.size() == 1)  // nobody else has anything to tell
+  if (ranks_of_.size() == 1)  // there is no other host to tell
     arrivals_->ranks.add(
         {arrivals_->last, getSize() > 1 ? static_cast<uint64_t>(arrivals_->late.count()) : uint64_t{0}});
 }
@@ -153,11 +156,11 @@ void HierarchicalBackend::leave(const std::string& cause) {
 }
 
 void HierarchicalBackend::fail(const Error& cause) {
-  for (Inner* const group : {&local_, &all_, &leaders_})  // the host's own needs no store that answers
+  for (Inner* const group : {&local_, &all_, &leaders_})  // local_ first: it does not need a store that answers
     if (*group) (*group)->fail(cause);
 }
 
-// Whether the group has failed shows in each of its parts, and each says so itself when it is used next.
+// Does not look for a failure of the group: each of the inner groups throws it when it is used next.
 void HierarchicalBackend::check() const {
   if (has_left_) throw Aborted(text("group '", group_name(), "' is closing on rank ", getRank()));
 }
@@ -191,8 +194,9 @@ Operation HierarchicalBackend::step(const Operation& whole, OpKind kind, const a
           .site = whole.site};
 }
 
-// A leader waits only for ranks that wait for nobody else; the leader of another host may be in the next operation and
-// wait for it.
+// The deadline of the last step inside the host. A leader does not wait longer there than for the other steps, because
+// it waits only for ranks that wait for no other rank. And the leader of another host may already wait for this leader
+// in the next operation.
 Deadline HierarchicalBackend::last_wait(Deadline deadline) const {
   return leads() ? Deadline::after(std::max<std::chrono::nanoseconds>(deadline.left(), kSlack)) : later(deadline, 2);
 }
@@ -216,7 +220,7 @@ void HierarchicalBackend::run_in_host(const Operation& step) {
   act_on_faults(FaultPhase::kMiddle, deadline_);
 }
 
-// --- faults on order ---
+// --- injected faults ---
 
 void HierarchicalBackend::act_on_faults(FaultPhase phase, Deadline deadline) {
   for (const Fault& fault : faults_.faults()) {
@@ -250,14 +254,14 @@ void HierarchicalBackend::act_on_faults(FaultPhase phase, Deadline deadline) {
 void HierarchicalBackend::stand_still(std::chrono::nanoseconds duration, Deadline deadline) const {
   constexpr std::chrono::nanoseconds kNap = milliseconds(5);
   const auto until = Deadline::after(duration);
-  const auto patience = later(deadline, 4);  // when all others have given up
+  const auto patience = later(deadline, 4);  // when all other ranks have given up
   try {
     while (!until.passed() && !patience.passed()) {
       for (const Inner* const group : {&local_, &all_})
         if (const auto* const ours = dynamic_cast<const LaneBackend*>(group->get())) ours->check();
       std::this_thread::sleep_for(std::min(kNap, until.left()));
     }
-  } catch (const Error&) {  // the operation finds it
+  } catch (const Error&) {  // the operation finds the error itself
   }
 }
 
@@ -268,7 +272,8 @@ void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline 
     if (leads()) between_hosts(step(operation, OpKind::kBarrier, {}, 0, later(deadline, 1)));
   };
   const auto directly = [&] {
-    // A rank that calls something else waits in its host's group or in the leaders': there the two must meet.
+    // A rank that calls another operation waits in its host's group or in the leaders'. The barriers in those groups
+    // find the mismatch.
     local_barrier(deadline);
     leaders_barrier();
     Operation whole = operation;
@@ -303,7 +308,7 @@ void HierarchicalBackend::all_reduce(const Operation& operation, Deadline deadli
   if (dtype != tensor.scalar_type())
     sum = tensor.to(dtype);
   else if (to_one && leads() && getRank() != operation.peer)
-    sum = tensor.clone();  // a leader that is not the root keeps what it holds
+    sum = tensor.clone();  // a leader that is not the root must not change its tensor
   run_in_host(step(operation, OpKind::kReduce, sum, 0, deadline));
   if (leads()) {
     if (to_one)
@@ -317,7 +322,7 @@ void HierarchicalBackend::all_reduce(const Operation& operation, Deadline deadli
     run_in_host(step(operation, OpKind::kBroadcast, tensor, 0, last_wait(deadline)));
     return;
   }
-  // The root's leader has the result; the root may be another.
+  // The leader of the root's host has the result. If the root is another rank, the leader sends it the result.
   const int root_place = place_[static_cast<size_t>(operation.peer)];
   if (own_host_ != host_of(operation.peer) || root_place == 0) return;
   if (leads()) {
@@ -357,7 +362,7 @@ void HierarchicalBackend::all_gather(const Operation& operation, Deadline deadli
   Flatten flat;
   const at::Tensor input = flat.input(operation.tensor).view(-1);
   const int64_t count = input.numel();
-  // All parts, the hosts' one after another.
+  // The parts of all ranks, ordered by host.
   const at::Tensor all = at::empty({getSize(), count}, input.options());
   const auto by_host = rows_by_host(all);
   const at::Tensor& own = by_host[static_cast<size_t>(own_host_)];
@@ -386,7 +391,7 @@ void HierarchicalBackend::reduce_scatter(const Operation& operation, Deadline de
   const int64_t count = operation.tensor.numel();
   Flatten flat;
   const auto inputs = flat.inputs(operation.inputs);
-  // All parts, those of each host's ranks one after another.
+  // The parts for all ranks, ordered by host.
   at::Tensor all = at::empty({getSize(), count}, operation.tensor.options());
   const auto parts = parts_of<ConstBytes>(inputs, static_cast<size_t>(getSize()), operation.tensor.nbytes());
   Bytes to = data_of(all);
@@ -523,7 +528,7 @@ void HierarchicalBackend::throw_late(const Operation& message, Clock::time_point
   throw Timeout(text("recv of ", message.tensor.numel(), " x ", c10::toString(message.tensor.scalar_type()),
                      " with tag ", message.tag, " from ", any ? "any rank" : text("rank ", message.peer), " on rank ",
                      getRank(), " timed out after ", describe(Clock::now() - began), ": ",
-                     any ? "no rank sent it" : "one from any rank with its tag, posted before it, still waits"),
+                     any ? "no rank sent it" : "an earlier receive from any rank with its tag still waits"),
                 any ? std::vector<int>{} : std::vector<int>{message.peer},
                 "Look whether the senders hang, or raise the timeout");
 }
@@ -549,7 +554,7 @@ Backend::Taken HierarchicalBackend::take_from_any(const Operation& message, Dead
     if (taken.work) local_first_ = true;
   }
   const bool all_gone = taken.all_gone;
-  // What ranks of this host sent before they left is here now.
+  // If all others have left, messages that ranks of this host sent before they left are here by now.
   if (!taken.work && (!looked_here || all_gone)) taken = in_host();
   if (taken.work) return taken;
   if (all_gone)

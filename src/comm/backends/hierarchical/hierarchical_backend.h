@@ -1,6 +1,6 @@
 // The hierarchical backend: shm inside each host, another backend between the hosts' leaders (their first ranks).
 //
-//   all_reduce, reduce       sum in each host, between leaders, and back: the network carries each tensor once a host
+//   all_reduce, reduce       sum in each host, between leaders, and back: the network carries each tensor once per host
 //   broadcast                between leaders, then in each host
 //   all_gather               to the leader, between leaders, and the whole list back
 //   reduce_scatter           summed in each host, parts exchanged between leaders, scattered in each host
@@ -10,20 +10,22 @@
 //                            different operations must not wait for each other in different groups
 //   messages                 in a host through its memory; between hosts over that third group
 //
-// A receive from any source looks into both by turns, and receives after it with its tag wait until it has its message
-// (receive_queue.h). Where the group between hosts cannot receive from any source (nccl), it is InvalidArgument.
+// A receive from any source looks alternately into the host's group and the third group. Later receives with its tag
+// wait until it has its message (receive_queue.h). If the group between hosts cannot receive from any source (nccl),
+// such a receive throws InvalidArgument.
 //
-// Reductions add inside hosts first, so their bits may differ from those of other backends where rounding does; they
-// are the same on every rank, and in every run with the same ranks on the same hosts. 16-bit floats travel between the
-// two steps as float32 and are rounded once.
+// Reductions add inside hosts first, so rounding may make their bits differ from those of other backends. The bits are
+// the same on every rank, and in every run with the same ranks on the same hosts. 16-bit floats travel between the two
+// steps as float32 and are rounded once.
 //
-// Who comes last: leaders find out and count (comm/stragglers.h), on a board in the shared memory of their host, which
-// its other ranks read. Of a broadcast, a host other than the root's is stood for by its leader: that is whom the other
-// hosts wait for. Where the group between hosts cannot tell (nccl), nobody is told.
+// Who comes last: the leaders find that out and count it (comm/stragglers.h) on a board in their host's shared memory,
+// which the host's other ranks read. In a broadcast, the leader counts as the last rank of a host that does not have
+// the root, because the other hosts wait only for the leader. If the group between hosts cannot tell (nccl), no rank
+// can.
 //
-// Each step is announced as the whole operation, so a Mismatch names what was called.
+// Each step is announced as the whole operation, so a Mismatch names the operation that the user called.
 //
-// Failure of any of the three groups on any rank is passed on to the others.
+// A failure of any of the three groups on any rank is passed on to the other groups.
 //
 // A FaultPlan acts at the start of an operation, after its first step inside the host (the phases "posted" and
 // "middle"), and at its end. It corrupts nothing.
@@ -59,21 +61,22 @@ class HierarchicalBackend final : public LaneBackend {
   void broadcast(const Operation& operation, Deadline deadline);
   void all_gather(const Operation& operation, Deadline deadline);
   void reduce_scatter(const Operation& operation, Deadline deadline);
-  // One step of `whole` in one of the groups, with the time that is left.
+  // Makes one step of `whole` for one of the groups, with the time that is left.
   Operation step(const Operation& whole, OpKind kind, const at::Tensor& tensor, int peer, Deadline deadline) const;
-  // Of a tensor with a row for each rank, those of each host's ranks together.
+  // Cuts a tensor that has a row for each rank, ordered by host, into the rows of each host.
   std::vector<at::Tensor> rows_by_host(const at::Tensor& all) const;
   Deadline last_wait(Deadline deadline) const;
   void run_in_host(const Operation& step);
-  void between_hosts(const Operation& step);  // on leaders
+  void between_hosts(const Operation& step);  // only on leaders
   void act_on_faults(FaultPhase phase, Deadline deadline);
-  // For `duration`, or until one of the groups is known to have failed, or all others must have given up.
+  // Blocks for `duration`, or until one of the groups is known to have failed, or until all other ranks must have given
+  // up.
   void stand_still(std::chrono::nanoseconds duration, Deadline deadline) const;
-  // Runs fn; an error of one group becomes that of all.
+  // Runs fn. An error of one group becomes the error of all three.
   template <typename Fn>
   void guarded(Fn&& fn);
   Operation routed(const Operation& message, Inner& over) const;
-  // Called once, with a message under way and its source, or with an error.
+  // Called once, with the work of a message under way and its source, or with an error.
   using Posted = std::function<void(c10::intrusive_ptr<c10d::Work>, int source, std::exception_ptr)>;
   bool must_queue(const Operation& message);
   void queue(const Operation& message, Deadline deadline, Posted posted);
@@ -90,14 +93,14 @@ class HierarchicalBackend final : public LaneBackend {
   int own_host_ = 0, local_rank_ = 0;
   const FaultPlan faults_;
   const bool shares_process_;    // with another rank: ranks are threads
-  Inner local_, leaders_, all_;  // leaders_ is null on ranks that lead no host
+  Inner local_, leaders_, all_;  // leaders_ is null on ranks that are not leaders
   std::atomic<uint64_t> sequence_{0};
-  Deadline deadline_ = Deadline::never();   // of the operation under way, for its thread
+  Deadline deadline_ = Deadline::never();   // of the operation under way; only its thread uses it
   bool first_step_ = true;                  // the next step inside the host is its first
-  std::shared_ptr<HostArrivals> arrivals_;  // in memory of local_; leaders write
+  std::shared_ptr<HostArrivals> arrivals_;  // in the memory of local_; leaders write it
   std::atomic<bool> has_left_{false};
-  std::atomic<bool> local_first_{true};  // where a receive from any source looks first, and there
-  std::atomic<int> first_place_{0};
+  std::atomic<bool> local_first_{true};  // whether a receive from any source looks into local_ first
+  std::atomic<int> first_place_{0};      // the rank of local_ with which it begins
   ReceiveQueue receives_;
 };
 

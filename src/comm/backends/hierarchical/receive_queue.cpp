@@ -11,7 +11,7 @@ namespace muster::comm::hierarchical_backend {
 namespace {
 
 constexpr std::chrono::microseconds kShortest{20}, kLongest{1000};
-constexpr int kPatience = 20;  // a nap is this part of the time without news
+constexpr int kPatience = 20;  // the thread sleeps for the time without news, divided by this
 
 }  // namespace
 
@@ -30,7 +30,7 @@ bool ReceiveQueue::has(int tag) {
 }
 
 bool ReceiveQueue::advance(std::unique_lock<std::mutex>& lock, int tag) {
-  Line& line = lines_[tag];  // stays where it is while it is busy
+  Line& line = lines_[tag];  // not erased while it is busy
   if (line.busy) return false;
   line.busy = true;
   bool moved = false;
@@ -41,12 +41,12 @@ bool ReceiveQueue::advance(std::unique_lock<std::mutex>& lock, int tag) {
     const bool done = attempt(turn);
     lock.lock();
     if (!done && !stop_) break;
-    if (!done) continue;  // stopped meanwhile
+    if (!done) continue;  // the queue was stopped meanwhile
     moved = true;
     Attempt ended = std::move(line.receives.front().attempt);
     line.receives.pop_front();
     lock.unlock();
-    ended = nullptr;  // what it holds may be the last of a work
+    ended = nullptr;  // without the lock, because it may hold the last reference to a work
     lock.lock();
   }
   line.busy = false;
@@ -57,7 +57,7 @@ bool ReceiveQueue::advance(std::unique_lock<std::mutex>& lock, int tag) {
 void ReceiveQueue::end_late(std::unique_lock<std::mutex>& lock, int tag) {
   Line& line = lines_[tag];
   if (line.busy) return;
-  line.busy = true;  // the others only add
+  line.busy = true;  // other threads only add to the line now
   for (size_t i = 1; i < line.receives.size();) {
     if (!line.receives[i].deadline.passed()) {
       ++i;

@@ -1,17 +1,18 @@
-// Receives that wait their turn because one from any source is among them, or before them.
+// Receives from any source, and receives that wait behind one of them.
 //
-// A receive from any source listens to two groups at once, that of this host and that of all ranks; neither may be
-// asked to deliver before the other is known to have nothing. So it is posted nowhere: it looks into both, in turn, and
-// takes what it finds (Backend::take_message), each time first where it did not find the last one, and there first
-// after the rank that sent the last. Receives with its tag that come later stay behind it, since the message that they
-// would take is its; so those of one tag get messages in the order in which they were posted, as on every backend.
-// Other tags do not wait.
+// A receive from any source can get its message from two groups, that of this host and that of all ranks. Posted in
+// both, it could get a message from each. So it is posted in neither: it looks into both and takes the message that it
+// finds (Backend::take_message). It begins with the group in which the last message was not found, and in the host's
+// group with the rank after the one that sent the last message. Later receives with its tag stay behind it, because it
+// must get the message that they would take. So receives with one tag get messages in the order in which they were
+// posted, as on every backend. Receives with other tags do not wait.
 //
-// The first look is the caller's. After that a thread looks, every 20 µs at first and then after a twentieth of the
-// time that nothing came, at most 1 ms; it is there from the first receive that has to wait, and sleeps while none
-// does.
+// The calling thread looks first. After that the queue's thread looks: every 20 µs at first, then after a twentieth of
+// the time for which nothing has come, but at most every 1 ms. That thread is started for the first receive that has to
+// wait, and sleeps while no receive waits.
 //
-// Thread-safety: all members. `attempt` is called without a lock, of receives with one tag by one thread at a time.
+// Thread-safety: all members. `attempt` is called without a lock held; for receives with the same tag, by one thread at
+// a time.
 #pragma once
 
 #include <condition_variable>
@@ -29,20 +30,21 @@ class ReceiveQueue {
  public:
   enum class Turn {
     kFirst,  // take a message or post the receive
-    kLate,   // its deadline has passed behind others: end it with Timeout
+    kLate,   // its deadline has passed while it waited behind others: end it with Timeout
     kStop,   // the queue has been stopped: end it
   };
-  // Whether that receive is over. Only kFirst may leave it waiting, where nothing has come yet; with an error, or its
-  // deadline passed, it ends it. Must not throw.
+  // Returns whether the receive is over. Only kFirst may leave it waiting, if nothing has come yet. An error or a
+  // deadline that has passed ends it. Must not throw.
   using Attempt = std::function<bool(Turn)>;
 
   ~ReceiveQueue() { stop(); }
 
-  // At once if it can; else later, and after those before it, but not after its deadline.
+  // Attempts the receive immediately if none with its tag waits. Otherwise, or if nothing has come, attempts it later,
+  // after those before it, and ends it when its deadline has passed.
   void add(int tag, Deadline deadline, Attempt attempt);
   // Whether a receive with this tag has to go through add().
   bool has(int tag);
-  void stop();  // what waits ends; later add() too
+  void stop();  // ends receives that wait, and those that add() gets later
 
  private:
   struct Receive {
@@ -51,12 +53,13 @@ class ReceiveQueue {
   };
   struct Line {
     std::deque<Receive> receives;
-    bool busy = false;  // a thread is with the first of them
+    bool busy = false;  // a thread works on this line
   };
 
-  // Tries the first of the line and, while they succeed, those after it; with `lock`, which it gives up meanwhile.
+  // Attempts the first receive of the line and, while they succeed, those after it. Called with `lock` held, which it
+  // releases during the attempts.
   bool advance(std::unique_lock<std::mutex>& lock, int tag);
-  // Ends those behind the first whose deadlines have passed.
+  // Ends the receives behind the first whose deadlines have passed.
   void end_late(std::unique_lock<std::mutex>& lock, int tag);
   void work();
 

@@ -19,18 +19,18 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr int kGoodbye = 0, kAcknowledgement = 1;  // tags of the control communicator
-constexpr size_t kMostAbandoned = 400;             // tags in a goodbye, which MPI buffers; beyond:
-constexpr uint32_t kEverything = ~uint32_t{0};
+constexpr size_t kMostAbandoned = 400;             // most words in a goodbye, so that MPI buffers it
+constexpr uint32_t kEverything = ~uint32_t{0};     // in a goodbye, in place of more tags than that
 
-// What a peer sent before its goodbye may arrive a little after it: whole messages, and the ends of transfers of which
-// this rank knows.
+// What a peer sent before its goodbye may arrive a little after it: whole messages (kLateMessage), and the ends of
+// transfers that this rank knows of (kLateEnd).
 constexpr milliseconds kLateMessage{500}, kLateEnd{30};
-// For a peer to answer while memory is in MPI's hands.
+// How long a peer may take to answer while MPI still uses memory.
 constexpr milliseconds kAnswer{2000};
-// Between two looks of the thread.
+// Between two looks of the engine's thread.
 constexpr milliseconds kOften{1}, kSeldom{20};
 constexpr const char *kClosed = "the group is closed", *kGone = "the peer has left the group";
-constexpr unsigned kLooks = 32;  // of a waiter, for each that asks for goodbyes
+constexpr unsigned kLooks = 32;  // only one of this many looks of a waiter checks for goodbyes
 
 void wait_until(std::condition_variable& condition, Lock& lock, Clock::time_point until) {
   if (until == Clock::time_point::max())
@@ -105,13 +105,13 @@ Engine::Engine(const WireSite& site) : pid_(::getpid()) {
   int known = 0;
   MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &known);
   if (!known || *most < static_cast<int>(kWireTags - 1))
-    site.unavailable(text("this MPI has tags up to ", known ? *most : 0, ", and Muster needs ", kWireTags - 1),
+    site.unavailable(text("this MPI has tags up to ", known ? *most : 0, ", but Muster needs ", kWireTags - 1),
                      "Use another MPI or backend");
   ::on_exit(&at_exit, this);
   int key = MPI_KEYVAL_INVALID;
   MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, &at_finalize, &key, this);
   MPI_Comm_set_attr(MPI_COMM_SELF, key, this);  // MPI_Finalize begins by deleting it
-  const SignalsBlocked blocked;                 // they are for the program's own threads
+  const SignalsBlocked blocked;                 // signals are for the program's own threads
   thread_ = std::thread([this] { run_thread(); });
   pthread_setname_np(thread_.native_handle(), "muster-mpi");
 }
@@ -147,7 +147,7 @@ bool Engine::owns() const { return pid_ == ::getpid(); }
 
 const char* Engine::problem() const {
   if (poisoned_)
-    return "a rank did not answer while a message was under way, so that MPI is not used any more in this process";
+    return "a rank did not answer while a message was under way, so MPI is not used any more in this process";
   return finalized_ ? "MPI has been finalized in this process" : nullptr;
 }
 
@@ -168,7 +168,8 @@ std::shared_ptr<Circle> Engine::join(const WireSite& site) {
   circle->timeout = site.timeout;
   circle->peers.resize(static_cast<size_t>(site.size));
 
-  // Who is who in MPI_COMM_WORLD. When all have said so, all are about to make the communicators.
+  // The members tell each other their ranks in MPI_COMM_WORLD. When all have done so, all are about to make the
+  // communicators.
   int own = 0;
   {
     const Lock mine = lock();
@@ -189,23 +190,25 @@ std::shared_ptr<Circle> Engine::join(const WireSite& site) {
     if (first.empty()) first = theirs;
     if (theirs != first)
       site.unavailable(text("the ranks of group '", site.group_name, "' were started by more than one mpirun"),
-                       "Start all of them by one");
+                       "Start all ranks with one mpirun");
     ranks.push_back(std::stoi(said));
   }
   if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size())
-    site.unavailable(text("group '", site.group_name, "' has several ranks in one process, and MPI knows processes"),
-                     "Use backend shm for ranks that are threads");
+    site.unavailable(
+        text("group '", site.group_name, "' has several ranks in one process, but MPI's ranks are processes"),
+        "Use backend shm for ranks that are threads");
 
   const Lock mine = lock();
   if (const char* const why = problem()) site.unavailable(why, {});
   const auto check = [&](int error) {
     if (error != MPI_SUCCESS)
-      site.unavailable(text("MPI made no communicator for group '", site.group_name, "': ", describe(error)), {});
+      site.unavailable(text("MPI could not make a communicator for group '", site.group_name, "': ", describe(error)),
+                       {});
   };
   MPI_Group all = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
   check(MPI_Comm_group(MPI_COMM_WORLD, &all));
   check(MPI_Group_incl(all, site.size, ranks.data(), &members));
-  const int tag = static_cast<int>(std::hash<std::string>{}(site.prefix) % kWireTags);  // groups made at the same time
+  const int tag = static_cast<int>(std::hash<std::string>{}(site.prefix) % kWireTags);  // tells concurrent calls apart
   check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &circle->control));
   MPI_Group_free(&members);
   MPI_Group_free(&all);
@@ -259,7 +262,7 @@ void Engine::hear(Circle& circle) {
       peer.gone_at = Clock::now();
       peer.sent_to_us = words.at(0);
       for (size_t i = 1; i < words.size(); ++i) peer.abandoned.insert(static_cast<uint32_t>(words[i]));
-      // From here on no receive is posted that could match those (MpiWire::receive).
+      // From here on no receive is posted that could match the abandoned messages (Request::refused).
       if (words.size() > 1) say(circle, status.MPI_SOURCE, kAcknowledgement, {});
       if (circle.on_gone && !circle.closed) circle.on_gone(status.MPI_SOURCE);
     }
@@ -272,8 +275,8 @@ void Engine::wake(const Circle& circle) {
     if (request->circle_.get() == &circle) request->changed_.notify_one();
 }
 
-// Whether nothing of it is under way any more, here or on its way here. Frees its communicators then: all members come
-// to that point.
+// Whether nothing of the circle is under way any more, here or towards this rank. If so, frees its communicators; all
+// members reach that point.
 bool Engine::finished(Circle& circle) {
   if (!circle.closed || !circle.unfinished.empty() || !circle.all_gone()) return false;
   for (const auto& peer : circle.peers)
@@ -323,7 +326,7 @@ void Engine::look(bool thoroughly) {
   circles_.remove_if([this](const auto& circle) { return finished(*circle); });
 }
 
-// Between two looks of the driver.
+// What the driver does between two looks.
 void Engine::pause(Lock& lock, Request& request, Backoff& backoff, Clock::time_point until) {
   const auto step = backoff.next();
   if (step == Backoff::Step::kNap) {
@@ -375,7 +378,7 @@ bool Engine::await(Lock& lock, Request& request, Deadline deadline) {
   return true;
 }
 
-// Short messages are in MPI's own memory when they are found, so the receive has nothing to wait for.
+// Short messages are in MPI's memory when they are found, so the receive does not wait.
 int Engine::take(Lock&, Circle& circle, WireTag tag, std::byte* data, size_t bytes) {
   if (const char* const why = problem()) throw WireBroken(why);
   if (circle.closed) throw WireBroken(kClosed);

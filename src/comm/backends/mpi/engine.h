@@ -1,30 +1,32 @@
-// MPI in this process: who calls it, and when. Part of libmuster_mpi.so.
+// MPI in this process: which thread calls it, and when. Part of libmuster_mpi.so.
 //
-// One mutex is around every call of MPI, so MPI_THREAD_SERIALIZED is enough. (MPI_THREAD_MULTIPLE is asked for, for
+// One mutex guards every call of MPI, so MPI_THREAD_SERIALIZED is enough. (Muster requests MPI_THREAD_MULTIPLE, for
 // programs that call MPI themselves.)
 //
-// Progress. MPI moves data only inside its calls. Whoever waits for a transfer drives MPI for the whole process, and
-// wakes those whose transfers it finds complete; of several waiters one drives and the others sleep. It spins, then
-// yields the core, then naps 20 to 200 µs; a newcomer takes over from one that naps. Muster's backend has a thread in
-// wait() for each asynchronous operation, so these move while the program computes. What is left is for a thread that
-// looks in from time to time while nobody waits: sends that MPI has buffered and not yet written, and goodbyes. It
-// comes every millisecond after a transfer was posted, and 50 times a second otherwise, for as long as there is a wire.
+// Progress. MPI moves data only inside its calls. A thread that waits for a transfer drives MPI for the whole process,
+// and wakes the threads whose transfers it finds complete. If several threads wait, one drives and the others sleep.
+// The driver spins, then yields the core, then naps for 20 to 200 µs. A thread that begins to wait takes over from a
+// driver that naps. Muster's backend has a thread in wait() for each asynchronous operation, so these make progress
+// while the program computes. While no thread waits, the engine's own thread handles the rest: sends that MPI has
+// buffered and not yet written, and goodbyes. It looks every millisecond after a transfer was posted, and otherwise 50
+// times per second, as long as there is a wire.
 //
-// Goodbye. MPI tells nobody that a communicator is not used any more. So close() sends each member a goodbye on a
-// communicator of its own, with the number of messages that this rank has sent it and the tags of those that it sent in
-// vain. Who waits for more than that gets WireBroken; what was sent before still arrives.
+// Goodbye. MPI does not tell members that a communicator is no longer used. So close() sends each member a goodbye on a
+// separate communicator. The goodbye contains the number of messages that this rank has sent to that member, and the
+// tags of messages that it sent in vain. A rank that waits for more messages than that gets WireBroken; messages that
+// were sent before still arrive.
 //
-// Memory. MPI may touch the memory of a transfer until it is complete, and a send cannot be taken back. A Transfer that
-// is destroyed unfinished is a receive that can be cancelled, or it closes the wire and waits: for the end of a message
-// that has begun to arrive; for the peer's acknowledgement of the goodbye, after which the peer matches the send no
-// more. Peers answer from the thread above, so this takes some ten milliseconds. A peer that does not answer in 2 s is
-// dead or stopped, and might yet write into memory that is not the transfer's any more: MPI is not called again in this
-// process then.
+// Memory. MPI may use the memory of a transfer until the transfer is complete, and a send cannot be cancelled. When a
+// Transfer is destroyed unfinished and is not a receive that can be cancelled, it closes the wire and waits: for the
+// end of a message that has begun to arrive, or for the peer's acknowledgement of the goodbye, after which the peer no
+// longer matches the send. Peers answer from the engine's own thread, so this takes some ten milliseconds. A peer that
+// does not answer within 2 s is dead or stopped, and might still write to memory that no longer belongs to the
+// transfer. Then MPI is not called again in this process.
 //
-// The end. MPI_Finalize runs when the process exits with status 0, if Muster initialised MPI; it waits for all
-// processes of the job, as MPI has it. A process that fails leaves it out, whereupon mpirun ends the job.
+// The end. If Muster initialised MPI, MPI_Finalize runs when the process exits with status 0. It waits for all
+// processes of the job, as the MPI standard says. A process that fails does not call it, so mpirun ends the job.
 //
-// Thread-safety: all members, except where a Lock is an argument: with it held.
+// Thread-safety: all members from any thread. Members that take a Lock must be called with it held.
 #pragma once
 
 #include <mpi.h>
@@ -52,15 +54,15 @@ using Lock = std::unique_lock<std::mutex>;
 class Engine;
 class Request;
 
-// The communicators of a group, and what is known of its members. Under the engine's mutex.
+// The communicators of a group, and what is known of its members. Guarded by the engine's mutex.
 struct Circle {
   struct Peer {
     uint64_t sent = 0, received = 0;  // messages that have been completed
-    bool gone = false;                // has said goodbye:
+    bool gone = false;                // has said goodbye
     Clock::time_point gone_at;
-    uint64_t sent_to_us = 0;       // and how many messages it had sent
-    std::set<uint32_t> abandoned;  // tags of what it sent in vain, as Request::code() has them
-    bool asked = false;            // to acknowledge our goodbye, because that tells of sends in vain
+    uint64_t sent_to_us = 0;       // from its goodbye: how many messages it had sent
+    std::set<uint32_t> abandoned;  // from its goodbye: Request::code() of the messages that it sent in vain
+    bool asked = false;            // to acknowledge our goodbye, because that names messages sent in vain
     bool acknowledged = false;
     Clock::time_point acknowledged_at;
   };
@@ -78,16 +80,16 @@ struct Circle {
   std::set<Request*> unfinished;          // posted and not complete
   std::function<void(int peer)> on_gone;  // may be empty
   bool closed = false;
-  bool stained = false;  // MPI still has a request of it: the communicators are not freed
+  bool stained = false;  // MPI still has one of its requests, so the communicators are not freed
 
   std::list<Note> notes;
 
   bool all_gone() const;
-  // Who has left, and sends nothing more that has not come.
+  // The peers that have left and from which nothing is still on its way.
   std::vector<int> gone() const;
 };
 
-// How a wait goes on: spins, yields, naps.
+// The next step of a wait: it spins, then yields, then naps.
 class Backoff {
  public:
   explicit Backoff(std::chrono::nanoseconds spin) : spin_(spin) { reset(); }
@@ -106,27 +108,27 @@ class Backoff {
 
 class Engine {
  public:
-  // The process's, which is never destroyed. Initialises MPI at the first call; Unavailable where that does not work.
+  // The engine of this process, which is never destroyed. The first call initialises MPI. Unavailable if that fails.
   static Engine& get(const WireSite& site);
 
-  // For a call of MPI. Who drives lets others in.
+  // To be held around a call of MPI. A thread that drives lets other threads have it.
   Lock lock();
 
   std::shared_ptr<Circle> join(const WireSite& site);
   void close(Lock& lock, Circle& circle);
 
-  // Until the request is complete: true; false at the deadline; WireBroken where it will not be.
+  // Waits until the request is complete. False if the deadline passes; WireBroken if the request cannot complete.
   bool await(Lock& lock, Request& request, Deadline deadline);
-  // Until MPI does not touch the memory any more.
+  // Waits until MPI does not use the request's memory any more.
   void abandon(Lock& lock, Request& request);
   // Wire::take().
   int take(Lock& lock, Circle& circle, WireTag tag, std::byte* data, size_t bytes);
-  // Looks whether it is complete.
+  // Checks whether the request is complete.
   void test(Request& request);
   void posted() { posted_ = true; }
-  // Null, or why MPI cannot be called any more.
+  // The reason why MPI cannot be called any more, or null.
   const char* problem() const;
-  // False in a fork, where MPI is the parent's.
+  // False in a fork, because MPI belongs to the parent.
   bool owns() const;
 
  private:
@@ -145,7 +147,7 @@ class Engine {
 
   const pid_t pid_;
   std::mutex mutex_;
-  std::atomic<int> wanting_{0};  // threads that want the mutex, besides who drives
+  std::atomic<int> wanting_{0};  // threads that want the mutex, besides the driver
   bool ours_ = false;            // MPI was initialised here
   bool finalized_ = false, poisoned_ = false;
 
@@ -153,7 +155,7 @@ class Engine {
   Request* driver_ = nullptr;
   bool driver_naps_ = false;
   unsigned looks_ = 0;
-  std::vector<MPI_Request> handles_;  // of look(), kept
+  std::vector<MPI_Request> handles_;  // buffers of look(), kept for reuse
   std::vector<MPI_Status> statuses_;
   std::vector<int> indices_;
 
@@ -180,9 +182,9 @@ class Request final : public Wire::Transfer {
   friend class MpiWire;
 
   void finish(const MPI_Status& status, int error);
-  // Null, or why it must not be posted.
+  // The reason why the request must not be posted, or null.
   const char* refused() const;
-  // Null, or why it will not become complete.
+  // The reason why the request cannot complete, or null.
   const char* hopeless();
   Engine& engine_;
   const std::shared_ptr<Circle> circle_;
@@ -191,10 +193,10 @@ class Request final : public Wire::Transfer {
   const uint32_t code_;
 
   MPI_Request handle_ = MPI_REQUEST_NULL;
-  bool posted_ = false, done_ = false;  // done without having been posted: it never came to that
+  bool posted_ = false, done_ = false;
   int error_ = MPI_SUCCESS, source_ = -1;
-  Clock::time_point began_;                                  // to wait
-  Clock::time_point look_again_ = Clock::time_point::max();  // whether it is hopeless, though nothing has happened
+  Clock::time_point began_;                                  // when await() began to wait
+  Clock::time_point look_again_ = Clock::time_point::max();  // when hopeless() must be called even without news
   std::condition_variable changed_;
 };
 

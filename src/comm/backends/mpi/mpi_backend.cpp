@@ -19,7 +19,7 @@ const Plugin& plugin() {
   return loaded;
 }
 
-// Of a rank alone, which needs no MPI: the messages to itself.
+// The wire of a group of one rank: it carries messages of the rank to itself, without MPI.
 class OwnWire final : public Wire {
  public:
   ~OwnWire() override { close(); }
@@ -48,7 +48,7 @@ c10::intrusive_ptr<Backend> create(const BackendContext& context) {
   const auto make_wire = reinterpret_cast<MakeWire>(plugin().function);
   if (!make_wire) throw Unavailable(plugin().problem);
   if (context.size == 1) return c10::make_intrusive<WireBackend>(context, "mpi", std::make_unique<OwnWire>());
-  static_assert(kAnySource < 0);  // as the library takes it
+  static_assert(kAnySource < 0);  // libmuster_mpi.so takes any negative peer for any source
   const WireSite site{
       .rank = context.rank,
       .size = context.size,

@@ -1,7 +1,7 @@
 // The mpi backend: MPI-3 as a Wire, for ranks that mpirun (or srun with PMI) started.
 //
-// What calls MPI is a library of its own, libmuster_mpi.so beside this one, which is loaded when the backend is first
-// asked for: programs that do not use it neither need an MPI nor load one. It is built where CMake finds an MPI.
+// The code that calls MPI is in a separate library, libmuster_mpi.so beside this one. It is loaded when the backend is
+// first used, so programs that do not use it neither need an MPI nor load one. It is built if CMake finds an MPI.
 #pragma once
 
 #include "comm/backend.h"

@@ -1,4 +1,4 @@
-// The Wire on MPI: libmuster_mpi.so. A communicator of a group for each kind of message, and tags as they are.
+// The Wire on MPI: libmuster_mpi.so. A group has one communicator per kind of message. MPI gets the tags unchanged.
 #include "comm/backends/mpi/mpi_wire.h"
 
 #include <limits>
@@ -9,7 +9,8 @@
 namespace muster::comm::mpi_backend {
 namespace {
 
-// So many bytes as MPI counts them: in ints. More than that is one item of a type that is made for it.
+// A number of bytes as a count and a type for MPI, which counts in ints. If the number does not fit into an int, the
+// bytes are one item of a derived type.
 class Extent {
  public:
   explicit Extent(size_t bytes) {
@@ -28,7 +29,7 @@ class Extent {
     MPI_Type_commit(&type_);
   }
   ~Extent() {
-    if (type_ != MPI_BYTE) MPI_Type_free(&type_);  // transfers under way keep it
+    if (type_ != MPI_BYTE) MPI_Type_free(&type_);  // MPI keeps it for transfers under way
   }
   Extent(const Extent&) = delete;
   Extent& operator=(const Extent&) = delete;

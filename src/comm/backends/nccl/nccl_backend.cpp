@@ -44,7 +44,7 @@ class NcclBackend final : public Backend {
   }
   WorkPtr submit_batch(std::vector<Operation> operations) override {
     if (operations.empty()) throw InvalidArgument("a batch of operations is empty");
-    WorkPtr last;  // one stream: complete when the last is
+    WorkPtr last;  // the operations are on one stream, so all are complete when the last is
     for (auto& operation : operations) last = submit(std::move(operation));
     return last;
   }
@@ -162,7 +162,7 @@ namespace muster::comm::nccl_backend {
 
 c10::intrusive_ptr<Backend> create(const BackendContext&) { throw Unavailable(why_not()); }
 std::string why_not() {
-  return "Muster was built without NCCL: take a libtorch with CUDA, have nccl.h and CUDA's headers, and build again";
+  return "Muster was built without NCCL: use a libtorch with CUDA, install nccl.h and CUDA's headers, and build again";
 }
 
 }  // namespace muster::comm::nccl_backend

@@ -1,12 +1,11 @@
-// The nccl backend: libtorch's ProcessGroupNCCL behind Muster's interface, for CUDA tensors. Compiled only where
-// libtorch has CUDA and NCCL.
+// The nccl backend: libtorch's ProcessGroupNCCL behind Muster's interface, for CUDA tensors. Compiled only if libtorch
+// has CUDA and NCCL.
 //
-// Works are NCCL's own: an operation is complete, as far as the calling thread is concerned, when it is enqueued on the
-// current CUDA stream (run() and Work::wait() make that stream wait for it), as PyTorch's users know it. Blocking the
-// thread as well is torch::cuda::synchronize()'s business.
+// Works are NCCL's own. As usual in PyTorch, run() and Work::wait() do not block the calling thread until the operation
+// is complete: they make the current CUDA stream wait for it. To block the thread, call torch::cuda::synchronize().
 //
-// What NCCL does not know (bitwise reductions, unequal parts in lists for reduce_scatter, sparse tensors, receives from
-// any source) is InvalidArgument.
+// Operations that NCCL does not have (bitwise reductions, unequal parts in lists for reduce_scatter, sparse tensors,
+// receives from any source) throw InvalidArgument.
 #pragma once
 
 #include "comm/backend.h"

@@ -179,7 +179,7 @@ int Messages::find_here(int tag, int first, Completed& completed) {
     if (more || receiving(peer)) pull(peer, completed, &tag);
     const Incoming& in = incoming_[peer];
     if (in.header_bytes < sizeof(MessageHeader) || in.target || in.header.tag != tag) continue;
-    // The message has begun to arrive, and waits or is being put aside. Meanwhile a receive may have been posted for it.
+    // The message has begun to arrive, and waits or is being put aside. A receive may have been posted for it since.
     const bool wanted = std::any_of(receives_.begin(), receives_.end(), [&](const auto& receive) {
       return receive->header.tag == tag && (receive->peer == peer || receive->peer == kAnySource);
     });
