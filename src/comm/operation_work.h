@@ -71,7 +71,7 @@ class OperationWork final : public c10d::Work {
   // The first thing that is called when the work completes. Set before any thread can complete the work.
   void on_complete(std::function<void(const std::exception_ptr&)> callback) { on_complete_ = std::move(callback); }
   // The two halves of complete(). end() returns whether mark_future() must follow. mark_future() calls the user's
-  // callbacks of the future, which may run operations and wait for them. So call it only where it does not block them.
+  // callbacks of the future, which may run operations and wait for them. So the thread must not hold what they need.
   bool end(std::exception_ptr error);
   void mark_future();  // marks it once, when the work is done and the future exists
   void complete(std::exception_ptr error = nullptr) {

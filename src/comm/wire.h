@@ -44,7 +44,7 @@ struct WireTag {
 
 class Wire {
  public:
-  // May be destroyed unfinished only after close(), or when wait() has thrown. The caller may use the memory after that.
+  // May be destroyed unfinished only after close(), or when wait() has thrown. Then the memory is the caller's again.
   class Transfer {
    public:
     virtual ~Transfer() = default;

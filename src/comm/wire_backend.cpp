@@ -312,7 +312,7 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
     for (;; std::this_thread::sleep_for(kLook)) {
       const store::CallsBy soon(Deadline::after(kNotes));
       if ((cause = settled_elsewhere())) break;
-      bool another_timed_out = false;  // then this rank saw that rank close its wire, and that rank writes the cause
+      bool another_timed_out = false;  // a rank timed out: it closed its wire, and will write the cause
       bool all = true, word_comes = false;
       for (int r = 0; r < n && !cause; ++r) {
         if (r == me) continue;

@@ -36,7 +36,7 @@ inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
 inline constexpr size_t kSlotTables = 1024;   // after it: the sizes of the parts of an all_to_all of up to 64 ranks
 inline constexpr size_t kTurnBuffers = 4;
 inline constexpr uint64_t kNotOnHeap = ~uint64_t{0};
-inline constexpr uint64_t kEvenParts = uint64_t{1} << 63;  // all_to_all: plus every part's size, not a heap offset
+inline constexpr uint64_t kEvenParts = uint64_t{1} << 63;  // all_to_all: heap_offset is this plus the size of each part
 inline bool says_even_parts(uint64_t heap_offset) { return heap_offset >= kEvenParts && heap_offset != kNotOnHeap; }
 
 // What a rank says about an operation. `call` must be the same on all ranks; each rank has its own heap_offset and
