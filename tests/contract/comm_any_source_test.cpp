@@ -1,5 +1,5 @@
 // Receives from any source: order, tags, sizes, many senders, one that never stops, and the loss of a sender. On every
-// backend; `hierarchical` listens to this host and to the others at once (receive_queue.h).
+// backend; `hierarchical` looks for messages from this host and from the others (receive_queue.h).
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -43,7 +43,7 @@ TEST_P(AnySource, ReceivesKeepTheirOrder) {
       return;
     }
     for (int round = 0; round < 20; ++round) {
-      const int from = 2 - round % 2;  // of this host, and of another
+      const int from = 2 - round % 2;  // a rank of this host, and one of another
       std::vector<at::Tensor> tensors(4);
       std::vector<Work> works;
       for (int i = 0; i < 4; ++i) {
@@ -110,7 +110,7 @@ TEST_P(AnySource, WhoIsLateBehindAnotherIsTold) {
   });
 }
 
-// Every sender's messages of a tag come in their order and whole, whatever else is on its way.
+// The messages of one sender and tag come complete and in their order, whatever other messages are on their way.
 TEST_P(AnySource, ManySendersTagsAndSizes) {
   run(4, [](World& world) {
     constexpr int kTags = 3, kEach = 24;
@@ -138,7 +138,8 @@ TEST_P(AnySource, ManySendersTagsAndSizes) {
     };
     for (int i = 0; i < 3 * kEach; i += 4)
       for (int tag = kTags - 1; tag >= 0; --tag) {
-        // Four at once, and each the next of its source: waited for in the order posted.
+        // Four receives at the same time, each for the next message of its source. They are waited for in the order in
+        // which they were posted.
         std::vector<at::Tensor> tensors;
         std::vector<Work> works;
         for (int k = 0; k < 3; ++k) {
@@ -159,18 +160,18 @@ TEST_P(AnySource, ManySendersTagsAndSizes) {
   });
 }
 
-// A rank whose messages are always there takes nobody else's turn.
+// A rank whose messages are always there does not keep this rank from receiving the others'.
 TEST_P(AnySource, NobodyIsStarved) {
   for (const int flooder : {1, 2, 3})
     run(4, [flooder](World& world) {
       constexpr int kMany = 300;
       const int me = world.rank();
       const bool by_turns = world.group().backend_name() == "shm" || world.group().backend_name() == "hierarchical";
-      const auto marks = [&](int rank) {  // that its message has come over the network
+      const auto marks = [&](int rank) {  // whether `rank` sends a second message that tells that the first has come
         return world.group().backend_name() == "hierarchical" && rank == 3 && rank != flooder;
       };
       if (me != 0) {
-        for (int i = 0; i < (me == flooder ? kMany : 1); ++i) send(number(i), 0);  // small ones: gone at once
+        for (int i = 0; i < (me == flooder ? kMany : 1); ++i) send(number(i), 0);  // small ones: sent immediately
         if (marks(me)) send(number(0), 0, {.tag = 8});
         say(world, text("sent ", me));
         barrier();
@@ -196,7 +197,7 @@ TEST_P(AnySource, WhatIsWrongIsSaid) {
   run(3, [](World& world) {
     if (world.rank() != 0) {
       hear(world, "waited");
-      EXPECT_THROW(recv(number(0), 0), Timeout);  // the group's
+      EXPECT_THROW(recv(number(0), 0), Timeout);  // the group's failure
       return;
     }
     EXPECT_THROW(irecv(number(0), 3), InvalidArgument);
@@ -229,7 +230,7 @@ TEST_P(AnySource, AMessageThatDoesNotFitIsAMismatch) {
     });
 }
 
-// When all others have gone, what they sent is still there, and nothing more is waited for.
+// When all others have gone, what they sent can still be received, and later receives do not wait.
 TEST_P(AnySource, AfterTheOthersHaveLeft) {
   run(3, [](World& world) {
     if (world.rank() != 0) {
@@ -246,7 +247,7 @@ TEST_P(AnySource, AfterTheOthersHaveLeft) {
   });
 }
 
-// The works of receives that a closing World still has end with an error, and nothing hangs.
+// If a World ends while receives wait, their works end with an error, and nothing hangs.
 TEST_P(AnySource, LeavesWithReceivesWaiting) {
   run(3, [this](World& world) {
     at::Tensor t = number(0), u = number(0);
@@ -265,10 +266,11 @@ TEST_P(AnySource, LeavesWithReceivesWaiting) {
   });
 }
 
-// --- the loss of a sender, seen by a rank that waits for nobody in particular ---
+// --- the loss of a sender, seen by a rank that waits for no particular rank ---
 
 class AnySourceFork : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Comm, AnySourceFork, testing::Values(1, 2, 3));  // of the own host; another's leader; and not
+// The victims: a rank of the receiver's host, the leader of another host, and neither.
+INSTANTIATE_TEST_SUITE_P(Comm, AnySourceFork, testing::Values(1, 2, 3));
 
 TEST_P(AnySourceFork, KilledSenderIsNamed) {
   const int victim = GetParam();
@@ -288,7 +290,7 @@ TEST_P(AnySourceFork, KilledSenderIsNamed) {
         EXPECT_EQ(t.item<int64_t>(), 7);
       }
       waits[static_cast<size_t>(rank)] = 1;
-      if (rank != 0) {  // and call nothing, so that nobody else notices
+      if (rank != 0) {  // these ranks call no operation, so they do not notice the loss
         world.store().get(rank == victim ? "nobody sets this" : "told", patience());
         return {};
       }

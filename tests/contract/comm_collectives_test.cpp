@@ -15,8 +15,7 @@ namespace {
 
 constexpr int kMostRanks = 5;
 
-// Sizes in elements: nothing, little, odd, and what lies on both sides of every border at which the way through memory
-// changes.
+// Sizes in elements: zero, small, odd, and sizes on both sides of every border between two ways through memory.
 std::vector<int64_t> sizes(int64_t item, int ranks) {
   const comm::shm_backend::Layout layout(ranks);
   const auto slot = static_cast<int64_t>(comm::shm_backend::kSlotPayload);
@@ -27,7 +26,7 @@ std::vector<int64_t> sizes(int64_t item, int ranks) {
   return {counts.begin(), counts.end()};
 }
 
-// Turns of the pipeline: not quite one, one and a bit, more than there are buffers.
+// Sizes in turns of the pipeline: a little less than one, a little more than one, more than there are buffers.
 std::vector<int64_t> large_sizes(int64_t item, int ranks, bool slices) {
   const comm::shm_backend::Layout layout(ranks);
   const auto turn = static_cast<int64_t>(slices ? layout.chunk : layout.turn_bytes()) / item;
@@ -37,8 +36,8 @@ std::vector<int64_t> large_sizes(int64_t item, int ranks, bool slices) {
 
 class Collectives : public CommContract {
  protected:
-  // In the gate only shm has the whole grid: the borders at which the way through memory changes are its own. The
-  // others have a few sizes of the common dtypes.
+  // Unless all tests run, only shm has the whole grid, because the sizes are at the borders between its ways through
+  // memory. The other backends have a few sizes of the common dtypes.
   bool thin() const { return GetParam().backend != "shm" && !full_run(); }
 
   void grid(std::string_view name) const {
@@ -65,9 +64,9 @@ class Collectives : public CommContract {
         for (const auto dtype : types)
           for (const auto op : subject.reduces ? ops_of(dtype) : std::vector{ReduceOp::SUM}) {
             const auto item = static_cast<int64_t>(c10::elementSize(dtype));
-            // Kinds of tensor take turns, so that each meets each size and dtype sooner or later.
-            // Every size with the dtypes that most tensors have; with the others sizes take turns too, since the
-            // arithmetic of each has tests of its own (comm_values_test).
+            // The kinds of tensor take turns, so that each meets each size and dtype sooner or later. The common dtypes
+            // are tested with every size. With the other dtypes the sizes take turns, too, because the arithmetic of
+            // each dtype has its own tests (comm_values_test).
             const bool common = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kLong;
             if (thin()) {
               if (common)
@@ -77,10 +76,10 @@ class Collectives : public CommContract {
             int64_t turn = pair;
             for (const int64_t count : sizes(item, n))
               if (common || ++turn % 4 == 0) check(dtype, op, count);
-            // Large ones take turns among dtypes and operations.
+            // Large sizes take turns among dtypes and operations.
             if (++pair % (kSanitized || subject.reduces ? 6 : 3) == 0)
               for (const int64_t count : large_sizes(item, n, subject.slices)) check(dtype, op, count);
-            if (testing::Test::HasFailure()) return;  // a few are enough to look at
+            if (testing::Test::HasFailure()) return;  // a few failures are enough
           }
       });
   }
@@ -100,7 +99,7 @@ TEST_P(Collectives, AllToAllSingle) { grid("all_to_all_single"); }
 TEST_P(Collectives, AllToAllSingleWithSplits) { grid("all_to_all_single with splits"); }
 TEST_P(Collectives, SendAndRecv) { grid("send and recv"); }
 
-// Everybody has come when anybody goes on.
+// No rank goes on before all have come.
 TEST_P(Collectives, Barrier) {
   for (int n = 1; n <= kMostRanks; ++n)
     run(n, [](World& world) {
@@ -134,7 +133,8 @@ TEST_P(Collectives, BitsDependNeitherOnSizeNorOnPath) {
   });
 }
 
-// Many operations under way at once, of all collectives, waited for in another order than they were issued.
+// Many operations of all collectives are under way at the same time, and are waited for in another order than they were
+// issued.
 TEST_P(Collectives, ManyInFlight) {
   for (const int n : {2, 4})
     run(n, [](World& world) {
@@ -149,7 +149,7 @@ TEST_P(Collectives, ManyInFlight) {
                                                .count = count,
                                                .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
                                                .root = static_cast<int>(number % world.world_size()),
-                                               .async = number % 5 != 0,  // a blocking one takes its turn among them
+                                               .async = number % 5 != 0,  // a blocking one waits for its turn
                                                .shift = ++number * 31}));
         if (world.rank() % 2) std::reverse(under_way.begin(), under_way.end());
         for (const auto& finish : under_way) finish();

@@ -1,4 +1,4 @@
-// What goes wrong, and what everybody is told: ranks that disagree, come late, leave; and a caller's own mistakes.
+// Failures, and what all ranks are told of them: ranks that disagree, come late or leave, and a caller's own mistakes.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -214,11 +214,11 @@ TEST_P(Errors, MismatchNamesBothSidesOnEveryRank) {
         for (const char* part : each.said) EXPECT_CONTAINS(text, part);
         EXPECT_EQ(times_in(text, "(comm_errors_test.cpp:"), 2) << text;  // where both called
         expect_same(world, "mismatch", text, 3);
-        // The group stays broken, and says the same.
+        // The group stays failed, and reports the same error.
         EXPECT_EQ(message_of<Mismatch>([] { barrier(); }), text);
         EXPECT_EQ(message_of<Mismatch>([] { barrier_async().wait(); }), text);
         EXPECT_EQ(message_of<Mismatch>([&] { send(at::ones({1}), 0); }), text);
-        // Other groups are not concerned.
+        // Other groups are not affected.
         all_reduce(at::ones({3}), {.group = world.new_group({0, 1, 2})});
       });
     }
@@ -239,7 +239,7 @@ TEST_P(Errors, TimeoutNamesWhoIsMissing) {
       SCOPED_TRACE(said);
       broadcast(at::ones({3}), 2);
       if (world.rank() % 2 == 0) {
-        // Rank 2 waits already when the time of rank 0 begins. It has all the time itself, but is told of the timeout.
+        // Rank 2 waits already when the timeout of rank 0 begins. Its own timeout is long, but it is told of rank 0's.
         std::optional<OnceAsleep> watch;
         if (world.rank() == 2)
           watch.emplace([&] { say(world, "2 waits"); });
@@ -249,7 +249,7 @@ TEST_P(Errors, TimeoutNamesWhoIsMissing) {
           call(milliseconds(world.rank() == 0 ? 300 : 0));
           ADD_FAILURE() << "no timeout";
         } catch (const Timeout& timeout) {
-          // Between hosts, only those are seen that the own host or its leader waits for.
+          // On several hosts, a rank sees only missing ranks that its host or its leader waits for.
           const bool sees_all = GetParam().backend != "hierarchical";
           EXPECT_EQ(timeout.missing(), sees_all ? (std::vector<int>{1, 3}) : (std::vector<int>{1}));
           const std::string text = timeout.what();
@@ -271,7 +271,7 @@ TEST_P(Errors, TimeoutNamesWhoIsMissing) {
     });
 }
 
-// Whose words of how far it has come do not arrive before `heard`.
+// A rank's store that delays the rank's notes about how far it is until `heard`.
 class LateToSay final : public ForwardingStore {
  public:
   LateToSay(std::shared_ptr<Store> store, std::shared_future<void> heard)
@@ -293,7 +293,8 @@ class LateToSay final : public ForwardingStore {
   const std::shared_future<void> heard_;
 };
 
-// A rank that is too busy to say anything after the failure, but had come: what it sent with the operation shows it.
+// A rank had come to the operation, but is too busy to report anything after the failure. The announcement that it sent
+// shows that it had come.
 TEST(WireErrors, WhoHasComeIsNotMissingThoughItSaysNothingMore) {
   const auto store = make_memory_store();
   std::promise<void> named;
@@ -308,7 +309,7 @@ TEST(WireErrors, WhoHasComeIsNotMissingThoughItSaysNothingMore) {
         all_reduce(at::ones({10}), {.group = world.group(), .timeout = timeout});
       };
       sum(kPatience);
-      if (rank == 0) return (void)message_of<Timeout>([&] { sum(kPatience); });  // whose deadline is another's
+      if (rank == 0) return (void)message_of<Timeout>([&] { sum(kPatience); });  // rank 2's deadline passes
       if (rank == 2) {
         try {
           sum(milliseconds(1000));
@@ -319,7 +320,7 @@ TEST(WireErrors, WhoHasComeIsNotMissingThoughItSaysNothingMore) {
         named.set_value();
         return store->set("named", "1");
       }
-      store->get("named", patience());  // they live, but do not come
+      store->get("named", patience());  // these ranks run, but do not come
     }));
   for (auto& rank : ranks) rank.get();
 }
@@ -372,7 +373,7 @@ TEST_P(Errors, ARankThatLeavesIsNamedImmediately) {
           EXPECT_THROW(barrier(), PeerLost);
         }
       }
-      barrier();  // the other World is not concerned
+      barrier();  // the other World is not affected
     });
 }
 
@@ -554,16 +555,16 @@ TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
     all_reduce(ok);
     EXPECT_TRUE((ok == 2).all().item<bool>());
     EXPECT_EQ(world.group().stats().operations, 1u);
-    // What looks like a mistake and is none: an input may be expanded.
+    // An expanded input is not a mistake.
     const at::Tensor both = at::zeros({8});
     all_gather_into_tensor(both, expanded);
     EXPECT_TRUE((both == 1).all().item<bool>());
   });
 }
 
-// What a rank was told is what the others hear, too.
+// The other ranks are told the text of the exception that ended a rank.
 TEST_P(Errors, AnExceptionInOneRankReachesTheOthersWithItsText) {
-  if (!as_threads()) GTEST_SKIP() << "of processes, the launcher tells; see launch_function_test.cpp";
+  if (!as_threads()) GTEST_SKIP() << "for processes, the launcher tells; see launch_function_test.cpp";
   std::vector<std::string> heard(3);
   try {
     run(3, [&](World& world) {

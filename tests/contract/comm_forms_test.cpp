@@ -1,7 +1,7 @@
-// The forms of operations beyond the grid of comm_collectives_test: unequal and listed parts, several at once, sparse
-// tensors, factors, receives from anybody, call sites, and tensors larger than 32 bits can count.
+// The forms of operations beyond the grid of comm_collectives_test: unequal and listed parts, batches, sparse tensors,
+// factors, receives from any source, call sites, and tensors larger than 32 bits can count.
 
-// GCC 12 with a sanitizer sees an uninitialised guard in ivalue::Future::addCallback, where there is none.
+// GCC 12 with a sanitizer wrongly reports an uninitialised guard in ivalue::Future::addCallback.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #include <ATen/ops/arange.h>
@@ -34,7 +34,7 @@ using std::chrono::milliseconds;
 class Forms : public CommContract {};
 MUSTER_COMM_CONTRACT(Forms);
 
-// Rank r's part of an operation with unequal parts: none, one element, and some of every tier.
+// The size of rank r's part in an operation with unequal parts: 0, 1, and some sizes of every tier.
 int64_t part_size(int rank) { return std::vector<int64_t>{7, 0, 30'000, 1, 4099}[static_cast<size_t>(rank) % 5]; }
 
 at::Tensor strided(const at::Tensor& values) {  // the same values, every other element of a larger tensor
@@ -197,14 +197,14 @@ TEST_P(Forms, PremultipliedSum) {
     EXPECT_CONTAINS(
         message_of<InvalidArgument>([] { all_reduce(at::ones({3}, at::kInt), {.op = ReduceOp::PREMUL_SUM}); }),
         "PREMUL_SUM is not defined here for tensors of Int");
-    // c10d's way to give a factor.
+    // c10d's way to pass a factor.
     std::vector<at::Tensor> list = {at::ones({4})};
     c10d::AllreduceOptions options;
     options.reduceOp.op_ = c10d::ReduceOp::PREMUL_SUM;
     options.reduceOp.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(at::tensor(3.0));
     world.group().backend().allreduce(list, options)->wait();
     EXPECT_TRUE(list[0].eq(9).all().item<bool>());
-    // A factor of another dtype, as an optimizer in full precision has it for tensors in half of it.
+    // A factor of another dtype: an optimizer in full precision has one for tensors in half precision.
     c10d::ReduceScatterOptions scatters;
     scatters.reduceOp.op_ = c10d::ReduceOp::PREMUL_SUM;
     scatters.reduceOp.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(at::full({1}, 0.5));
@@ -220,7 +220,7 @@ TEST_P(Forms, ReceiveFromAnybody) {
     if (world.rank() != 0) {
       send(at::full({3}, world.rank(), at::kFloat), 0, {.tag = 7});
       send(at::full({50'000}, world.rank(), at::kFloat), 0, {.tag = 9});
-      EXPECT_THROW(recv(at::zeros({1}), 0), Timeout);  // the group's, below
+      EXPECT_THROW(recv(at::zeros({1}), 0), Timeout);  // the group's failure, which is caused below
     } else {
       std::vector<int> sources;
       const Work early = irecv(at::zeros({50'000}), kAnySource, {.tag = 9});
@@ -243,7 +243,7 @@ TEST_P(Forms, ReceiveFromAnybody) {
       std::sort(large.begin(), large.end());
       EXPECT_EQ(large, (std::vector<int>{1, 2, 3}));
       isend(at::ones({1}), 0, {.tag = 1});
-      EXPECT_EQ(recv(at::zeros({1}), kAnySource, {.tag = 1}), 0);  // oneself is somebody
+      EXPECT_EQ(recv(at::zeros({1}), kAnySource, {.tag = 1}), 0);  // any source includes this rank
       EXPECT_CONTAINS(
           message_of<Timeout>([] { recv(at::zeros({1}), kAnySource, {.tag = 2, .timeout = milliseconds(50)}); }),
           "from any rank");
@@ -292,7 +292,7 @@ TEST_P(Forms, MonitoredBarrierNamesTheMissing) {
         EXPECT_THROW(while (true) recv(at::zeros({1}), 0), Timeout);
         return;
       }
-      // Rank 1 waits already when the time of rank 0, which asks, begins.
+      // Rank 1 waits already when the timeout of rank 0 begins.
       std::optional<OnceAsleep> watch;
       if (world.rank() == 1)
         watch.emplace([&] { world.store().set("1 waits", "1"); });
@@ -332,8 +332,8 @@ TEST_P(Forms, FuturesOfWorks) {
   });
 }
 
-// As the communication hooks of PyTorch's DDP do it: the next operation begins, and is waited for, in the callback of
-// the one before, in whichever thread that runs.
+// Like in the communication hooks of PyTorch's DDP, the callback of one operation issues the next one and waits for it,
+// on any thread.
 TEST_P(Forms, CallbacksDoAndAwaitOperations) {
   run(2, [](World& world) {
     comm::Backend& backend = world.group().backend();
@@ -363,7 +363,7 @@ TEST_P(Forms, CallbacksDoAndAwaitOperations) {
   });
 }
 
-// Works that nobody waits for, waited for out of order, and from another thread, while the lane runs.
+// Works that no thread waits for, that are waited for out of order, and from another thread, while the lane runs.
 TEST_P(Forms, WaitersRunWhatTheyWaitFor) {
   run(2, [](World& world) {
     for (int round = 0; round < 30; ++round) {
@@ -386,9 +386,9 @@ TEST_P(Forms, WaitersRunWhatTheyWaitFor) {
   });
 }
 
-// Everybody knows who comes last, how often and by how much.
+// All ranks know who comes last, how often and by how much.
 TEST_P(Forms, StragglersAreNamed) {
-  if (GetParam().backend != "shm") GTEST_SKIP() << "by microseconds only where ranks share a clock; see below";
+  if (GetParam().backend != "shm") GTEST_SKIP() << "only ranks that share a clock measure microseconds; see below";
   run(3, [](World& world) {
     EXPECT_EQ(world.group().straggler_verdict(), "");
     constexpr int kTimes = 20;
@@ -415,9 +415,9 @@ TEST_P(Forms, StragglersAreNamed) {
   });
 }
 
-// What a rank says of a collective goes with the next one, so the last one is not counted.
+// A rank tells with the next collective how long it waited, so the last one is not counted.
 TEST_P(Forms, StragglersAreNamedOverAWire) {
-  if (GetParam().backend == "shm") GTEST_SKIP() << "there is none";
+  if (GetParam().backend == "shm") GTEST_SKIP() << "shm has no wire";
   run(3, [](World& world) {
     constexpr int kTimes = 40;
     for (int i = 0; i < kTimes; ++i) {
@@ -437,7 +437,7 @@ TEST_P(Forms, StragglersAreNamedOverAWire) {
   });
 }
 
-// Every operation is in the rank's black box, with its number, size and end.
+// The rank's black box has every operation with its number, size and result.
 TEST_P(Forms, TheBlackBoxKnowsEveryOperation) {
   run_threads_only(2, [](World& world) {
     all_reduce(at::ones({100}));
@@ -451,7 +451,7 @@ TEST_P(Forms, TheBlackBoxKnowsEveryOperation) {
       recv(at::ones({3}), 0, {.tag = 4});
     EXPECT_THROW(all_reduce(at::ones({100 + world.rank()})), Mismatch);
     EXPECT_THROW(isend(at::ones({3}), 1 - world.rank()), Mismatch);  // it does not even begin
-    // Nobody's box goes while others look at all of them. (The group has failed: by the store.)
+    // No rank's box is destroyed while others look at all boxes. (The ranks meet at the store: the group has failed.)
     struct Meet {
       Store& store;
       ~Meet() {
@@ -459,7 +459,7 @@ TEST_P(Forms, TheBlackBoxKnowsEveryOperation) {
         store.get("all have looked", patience());
       }
     } const meet{world.store()};
-    // The box of this thread's rank: the one whose memory says so.
+    // Finds the box of this thread's rank, by the rank in its memory.
     for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
       std::error_code error;
       if (std::filesystem::read_symlink(entry.path(), error).string().find(shm::kBlackBoxName) == std::string::npos)

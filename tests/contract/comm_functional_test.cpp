@@ -15,12 +15,12 @@ using Tensors = std::vector<at::Tensor>;
 class Functional : public CommContract {};
 MUSTER_COMM_CONTRACT(Functional);
 
-// What each rank starts with, the same whoever asks.
+// The input of each rank; the same on all ranks.
 at::Tensor start_of(int rank) {
   return at::sin(at::arange(12, at::kDouble).view({6, 2}) * (rank + 1) + 0.3 * rank).set_requires_grad(true);
 }
 
-// A rank's loss, not linear, so that second derivatives are none of them zero.
+// A rank's loss. It is not linear, so that no second derivative is zero.
 at::Tensor loss_of(const at::Tensor& y, int rank) {
   return (y.pow(3) * at::arange(1, y.numel() + 1, at::kDouble).view(y.sizes()) * (0.1 + 0.05 * rank)).sum();
 }
@@ -79,7 +79,7 @@ std::vector<Differentiable> cases(int n) {
 
 // First derivatives of the sum of all losses, and of the sum of their squares.
 std::pair<Tensors, Tensors> derivatives(const at::Tensor& loss, const Tensors& inputs) {
-  const auto or_zero = [&](Tensors gradients) {  // where a rank's input has no part in the results
+  const auto or_zero = [&](Tensors gradients) {  // zero for a rank's input that does not affect the results
     for (size_t i = 0; i < gradients.size(); ++i)
       if (!gradients[i].defined()) gradients[i] = at::zeros_like(inputs[i]);
     return gradients;
@@ -122,7 +122,7 @@ TEST_P(Functional, DerivativesOfTwoOrders) {
   }
 }
 
-// Rank 0 sends; rank 1 computes with it and what it has itself.
+// Rank 0 sends; rank 1 computes with what it receives and its own input.
 TEST_P(Functional, SendAndReceive) {
   run(2, [](World& world) {
     const at::Tensor a = start_of(0), b = start_of(1);

@@ -1,4 +1,4 @@
-// Groups: some of the ranks, in any order, several at once.
+// Groups: some of the ranks, in any order, several at the same time.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
@@ -35,7 +35,7 @@ class Groups : public CommContract {
         ++number;
         const Case c{.world = world,
                      .group = group,
-                     // Over hosts, sums are not taken in the order of a group's ranks, whatever that is.
+                     // Over several hosts, sums are not taken in the order of the group's ranks.
                      .dtype = group.backend_name() == "hierarchical" ? at::kLong : at::kFloat,
                      .count = count,
                      .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
@@ -95,7 +95,8 @@ TEST_P(Groups, TwoAtOnceFromTwoThreads) {
   });
 }
 
-// libtorch would make its pool of threads anew in each that asks at once, and find none in between.
+// In a fork, libtorch would create its thread pool again in each of two threads that ask concurrently, and one of them
+// would find no pool.
 TEST(SpawnProcess, ThreadsOfARankFindLibtorchsPool) {
   at::set_num_threads(1);  // now this process has a pool, and a child of it has none
   for (int i = 0; i < 40; ++i)
@@ -110,7 +111,7 @@ TEST(SpawnProcess, ThreadsOfARankFindLibtorchsPool) {
     });
 }
 
-// One group from several threads: the order is the callers' business, but nothing breaks.
+// One group used by several threads. The callers are responsible for the order, but nothing breaks.
 TEST_P(Groups, OneFromTwoThreads) {
   run(2, [](World& world) {
     constexpr int kRounds = 200;
@@ -162,7 +163,7 @@ TEST_P(Groups, Stats) {
     barrier({.group = group});
     EXPECT_EQ(group.stats().operations, 4u);
     EXPECT_EQ(group.stats().bytes, 3 * 400u);
-    // What rank 0 counts as waiting covers the time from when it was seen to wait until rank 1 came: however long.
+    // The time that rank 0 counts as blocked covers the time from when it was seen to wait until rank 1 came.
     const auto before = group.stats().blocked;
     if (world.rank() == 0) {
       int64_t waits_since = 0;
@@ -185,7 +186,7 @@ TEST_P(Groups, Stats) {
   });
 }
 
-// A handle outlives its World, and is of no use then; not a crash.
+// A handle may outlive its World. Its use then throws, and does not crash.
 TEST_P(Groups, HandleOutlivesItsWorld) {
   run(2, [this](World& outer) {
     Group kept, kept_default;
@@ -212,8 +213,7 @@ TEST_P(Groups, HandleOutlivesItsWorld) {
   });
 }
 
-// The other way in: as c10d::Backend, for code that speaks c10d.
-// A long job may make groups again and again: when the last handle goes, a group leaves nothing behind.
+// A long job may make groups again and again. When the last handle is dropped, a group leaves nothing behind.
 TEST_P(Groups, ThatAreReleasedLeaveNothingBehind) {
   const auto entries = [](const char* folder) {
     const auto list = std::filesystem::directory_iterator(folder);
@@ -237,9 +237,9 @@ TEST_P(Groups, ThatAreReleasedLeaveNothingBehind) {
       if (!forget) forgotten.wait();
       EXPECT_EQ(group.global_rank(1 - group.rank()), other);
     };
-    for (int i = 0; i < 3; ++i) use_one(true);  // what is made once, and stays
+    for (int i = 0; i < 3; ++i) use_one(true);  // makes all that is made once and stays
     use_one(false);
-    world.new_group({0});  // ends those that lingered
+    world.new_group({0});  // ends groups that lingered
     barrier();
     const auto descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task"), maps = mappings();
     const auto keys = world.store().num_keys();
@@ -261,7 +261,7 @@ TEST_P(Groups, ThatAreReleasedLeaveNothingBehind) {
   });
 }
 
-// The handle goes while an operation is under way, and in a callback of the group's own.
+// The last handle is dropped while an operation is under way, and in a callback of the group's operation.
 TEST_P(Groups, AnOperationGoesOnWhenTheLastHandleGoes) {
   run(2, [](World& world) {
     at::Tensor t = at::ones({1000});
@@ -283,6 +283,7 @@ TEST_P(Groups, AnOperationGoesOnWhenTheLastHandleGoes) {
   });
 }
 
+// Code for c10d uses a group as a c10d::Backend.
 TEST_P(Groups, SpeakC10d) {
   run(2, [](World& world) {
     const auto backend = world.group().c10d_backend();

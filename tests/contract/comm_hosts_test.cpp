@@ -50,7 +50,7 @@ TEST(Hosts, AutoIsShmOnOneAndHierarchicalOverSeveral) {
       on_hosts({"a", "a", "b", "b"}));
 }
 
-// Every collective, whole numbers (so that the order of sums does not matter), every root, and hosts of all kinds.
+// Every collective with every root, on hosts of all kinds. Whole numbers, so that the order of sums does not matter.
 TEST(Hosts, EveryCollectiveOnEveryShape) {
   const std::vector<std::vector<std::string>> shapes = {
       {"a", "a", "b", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b"}, {"a", "b", "c"}, {"a", "b", "b", "c", "a"}};
@@ -86,13 +86,13 @@ TEST(Hosts, SumsOfHalvesAreRoundedOnceAndATimeoutMayBeEndless) {
         for (const auto op : {ReduceOp::SUM, ReduceOp::PREMUL_SUM}) {
           const at::Tensor t = at::full({3}, world.rank() < 2 ? 40'000 : -40'000, at::kHalf);
           all_reduce(t, {.op = op, .timeout = std::chrono::milliseconds::max()});
-          EXPECT_TRUE(t.eq(0).all().item<bool>());  // and not inf - inf
+          EXPECT_TRUE(t.eq(0).all().item<bool>());  // not inf - inf
         }
       },
       on_hosts({"a", "a", "b", "b"}));
 }
 
-// Floats: the same bits on every rank, and in a second run; near to the sum in the order of ranks.
+// Sums of floats have the same bits on every rank and in a second run, and are close to the sum in the order of ranks.
 TEST(Hosts, FloatsHaveTheSameBitsEverywhere) {
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kComplexFloat})
     for (const auto op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT})
@@ -120,7 +120,7 @@ TEST(Hosts, FloatsHaveTheSameBitsEverywhere) {
           on_hosts({"a", "b", "a", "b", "b"}));
 }
 
-// From any host, one's own included, on hosts of all kinds.
+// Messages from any host, including the receiver's, on hosts of all kinds.
 TEST(Hosts, ReceivesFromAnybody) {
   const std::vector<std::vector<std::string>> shapes = {{"a", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b", "a"}};
   for (const auto& hosts : shapes)
@@ -141,7 +141,7 @@ TEST(Hosts, ReceivesFromAnybody) {
             for (size_t r = 0; r < sources.size(); ++r) EXPECT_EQ(sources[r], static_cast<int>(r)) << join(hosts);
           }
           EXPECT_CONTAINS(message_of<InvalidArgument>([&] { send(at::zeros({1}), 0, {.tag = -1}); }), "negative");
-          barrier();  // and the group is as good as before
+          barrier();  // the group still works
         },
         on_hosts(hosts));
 }
@@ -157,7 +157,8 @@ FaultPlan delays(int times, std::chrono::milliseconds delay, const std::function
   return plan;
 }
 
-// `times` collectives of all kinds: reduced in each host first, or not; parts of unequal sizes between hosts.
+// `times` collectives of all kinds: with and without a reduction in each host first, and with parts of unequal sizes
+// between hosts.
 void collectives_of_all_kinds(int times, int ranks) {
   for (int i = 0; i < times; ++i) {
     if (i % 4 == 0) all_reduce_async(at::ones({10'000})).wait();
@@ -186,12 +187,12 @@ void expect_straggler(World& world, int victim, int told) {
 struct Late {
   std::vector<std::string> hosts;
   int victim;
-  // Collectives that are counted: between hosts all but the one that nothing followed.
+  // The number of collectives that are counted: between hosts, all but the last, which no other follows.
   int told = kTimes - 1;
 };
 
-// No leader, a leader, one of the first host, one that is alone on its host; and ranks of one host that forces this
-// backend.
+// Victims that are not a leader, a leader, of the first host, and alone on their host; and ranks of one host that use
+// this backend explicitly.
 const std::vector<Late> kLateRanks = {{{"a", "a", "b", "b"}, 3},   {{"a", "a", "b", "b"}, 2}, {{"a", "a", "b", "b"}, 1},
                                       {{"a", "b", "b", "c"}, 3},   {{"a", "b", "c", "b"}, 3}, {{"a", "b"}, 1},
                                       {{"a", "a", "a"}, 2, kTimes}};
@@ -237,7 +238,7 @@ TEST(HostsLateFork, TheRankThatComesLastIsNamedOnAll) {
   }
 }
 
-// Ranks of one host that are late together: none of them is alone to blame, but their host is.
+// If ranks of one host are late together, no single one of them is named, but their host is.
 TEST(Hosts, TheHostThatComesLastIsNamed) {
   auto options = on_hosts({"a", "a", "b", "b"});
   options.faults = delays(kTimes, kLate, [](int) { return std::vector<int>{2, 3}; });
@@ -246,12 +247,12 @@ TEST(Hosts, TheHostThatComesLastIsNamed) {
       [](World& world) {
         collectives_of_all_kinds(kTimes, 4);
         EXPECT_CONTAINS(world.group().straggler_verdict(), "the host of ranks 2, 3 came last to ");
-        barrier();  // nobody ends while others look
+        barrier();  // no rank ends while others look
       },
       options);
 }
 
-// All are late, but by turns.
+// All ranks are late, but by turns.
 TEST(Hosts, WhereRanksTakeTurnsNobodyIsNamed) {
   for (const std::vector<std::string>& hosts :
        {std::vector<std::string>{"a", "a", "b", "b"}, std::vector<std::string>{"a", "b", "b", "c"}}) {
@@ -270,8 +271,8 @@ TEST(Hosts, WhereRanksTakeTurnsNobodyIsNamed) {
   }
 }
 
-// Where nothing comes before the wire in a host, as in a broadcast on hosts that are not the root's, its leader is who
-// the others wait for.
+// In a broadcast, the leader of a host that does not have the root begins with the wire. So the other hosts wait only
+// for that leader.
 TEST(Hosts, BroadcastsTellToo) {
   static constexpr int kLeader = 1;
   auto options = on_hosts({"a", "b", "b"});
@@ -299,15 +300,15 @@ void PrintTo(const Loss& loss, std::ostream* out) { *out << loss.backend << ", r
 class HostsFork : public testing::TestWithParam<Loss> {};
 INSTANTIATE_TEST_SUITE_P(Comm, HostsFork,
                          testing::Values(Loss{"gloo", {}, 0}, Loss{"gloo", {}, 2},
-                                         Loss{"gloo", {"a", "b", "c", "d"}, 1},  // nobody sees the process itself
-                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 3},    // no leader
+                                         Loss{"gloo", {"a", "b", "c", "d"}, 1},  // no rank sees the process itself
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 3},    // not a leader
                                          Loss{"hierarchical", {"a", "a", "b", "b"}, 2},    // a leader
                                          Loss{"hierarchical", {"a", "a", "b", "b"}, 0}));  // the first
 
 TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
   const Loss& loss = GetParam();
   constexpr int kRanks = 4;
-  for (const bool asleep : {false, true}) {  // killed in a collective that the others wait in, or outside of any
+  for (const bool asleep : {false, true}) {  // killed in a collective in which the others wait, or outside of one
     const ForkedJob job;
     SharedNumbers started(kRanks);
     ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
@@ -399,7 +400,7 @@ TEST(Fake, OneRankPlaysAThousand) {
   EXPECT_EQ(recv(t, kAnySource), 0);
   all_reduce_async(t).wait();
   EXPECT_EQ(world.group().stats().operations, 9u);
-  // A mistake is one here as well.
+  // The fake backend finds a caller's mistakes, too.
   EXPECT_THROW(broadcast(t, kRanks), InvalidArgument);
   EXPECT_THROW(all_gather_into_tensor(at::zeros({5}), t), InvalidArgument);
   const Group some = world.new_group({7, 999});

@@ -1,4 +1,4 @@
-// send and recv: tags, order, sizes, both directions, oneself, and what does not fit.
+// send and recv: tags, order, sizes, both directions, messages to oneself, and messages that do not fit their receive.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -35,7 +35,7 @@ class Messages : public CommContract {
 };
 MUSTER_COMM_CONTRACT(Messages);
 
-// From none to more than a ring holds, of each kind of tensor; the sender first, the receiver first.
+// Sizes from 0 to more than a ring holds, of each kind of tensor, with the sender first or the receiver first.
 TEST_P(Messages, EverySize) {
   run(2, [](World& world) {
     int64_t shift = 0;
@@ -61,7 +61,7 @@ TEST_P(Messages, ReceiverFirstAndSenderFirst) {
   run(2, [](World& world) {
     const at::Tensor large = at::ones({300'000});
     if (world.rank() == 0) {
-      send(number(1), 1);  // buffered: nobody receives yet
+      send(number(1), 1);  // buffered: no receive is posted yet
       Work first = isend(large, 1);
       say(world, "sent");
       hear(world, "waiting");
@@ -95,7 +95,7 @@ TEST_P(Messages, TagsInAnyOrder) {
           sends.push_back(isend(at::full({size_of(tag)}, 100.0 * round + tag), 1, {.tag = tag}));
       for (auto& work : sends) work.wait();
     } else {
-      for (int round = 0; round < 2; ++round)  // with one tag in the order sent
+      for (int round = 0; round < 2; ++round)  // messages with one tag come in the order sent
         for (int tag = kTags - 1; tag >= 0; --tag) {
           at::Tensor t = at::zeros({size_of(tag)});
           recv(t, 0, {.tag = tag});
@@ -122,7 +122,7 @@ TEST_P(Messages, WaitedForInReverse) {
   });
 }
 
-// What a message held is the user's, and may do anything when it goes: here it sends another message.
+// A message's tensor may own an object of the user, whose destruction may do anything. Here it sends another message.
 TEST_P(Messages, WhatTheTensorOwnsMaySendWhenItIsReleased) {
   run(2, [](World& world) {
     constexpr int64_t kCount = 300'000;
@@ -139,7 +139,7 @@ TEST_P(Messages, WhatTheTensorOwnsMaySendWhenItIsReleased) {
               last_words.set_value(isend(number(7), 1, {.tag = 2, .group = current->group()}));
             },
             at::kFloat);
-        isend(std::move(t), 1, {.tag = 1});  // the work, too, is forgotten
+        isend(std::move(t), 1, {.tag = 1});  // the work is dropped, too
       }
       say(world, "forgotten");
       auto work = last_words.get_future();
@@ -156,7 +156,7 @@ TEST_P(Messages, WhatTheTensorOwnsMaySendWhenItIsReleased) {
   });
 }
 
-// Neither end of an asynchronous message calls anything of comm while it moves.
+// An asynchronous message moves although neither end calls a function of comm meanwhile.
 TEST_P(Messages, MoveWhileBothEndsCompute) {
   run(2, [](World& world) {
     const at::Tensor t = world.rank() == 0 ? at::ones({2 << 20}) : at::zeros({2 << 20});
@@ -200,7 +200,7 @@ TEST_P(Messages, BothDirectionsAtOnce) {
     const int n = world.world_size(), me = world.rank();
     std::vector<Work> works;
     std::vector<at::Tensor> in;
-    for (int peer = 0; peer < n; ++peer) {  // oneself among them
+    for (int peer = 0; peer < n; ++peer) {  // including this rank
       in.push_back(at::zeros({kLarge}));
       works.push_back(isend(at::full({kLarge}, 10.0 * me + peer), peer));
     }
@@ -211,8 +211,7 @@ TEST_P(Messages, BothDirectionsAtOnce) {
   });
 }
 
-// Two ranks that both send first, more than is buffered: each waits for the other's receive, which another thread
-// posts.
+// Two ranks both send first, and more than is buffered. Each waits for the other's receive, which another thread posts.
 TEST_P(Messages, BlockingSendsInBothDirectionsWithReceivesInAnotherThread) {
   run(2, [](World& world) {
     constexpr int64_t kLarge = 300'000;
@@ -243,14 +242,14 @@ TEST_P(Messages, ToOneself) {
     });
 }
 
-// Neither holds up the other.
+// Messages and collectives do not block each other.
 TEST_P(Messages, BesideCollectives) {
   run(2, [](World& world) {
     at::Tensor late = number(0), t = at::ones({30'000});
     Work receive = irecv(late, 1 - world.rank());
     for (int i = 0; i < 20; ++i) all_reduce(t, {.op = ReduceOp::MAX});
     EXPECT_FALSE(receive.is_completed());
-    barrier();  // nobody sends before both have looked
+    barrier();  // no rank sends before both have looked
     Work reduction;
     if (world.rank() == 0) {
       reduction = all_reduce_async(t, {.op = ReduceOp::MAX});
@@ -267,7 +266,7 @@ TEST_P(Messages, BesideCollectives) {
   });
 }
 
-// What a rank sent before it left still arrives.
+// Messages that a rank sent before it left still arrive.
 TEST_P(Messages, OutliveTheirSender) {
   run(2, [this](World& outer) {
     {
@@ -296,7 +295,7 @@ TEST_P(Messages, OutliveTheirSender) {
   });
 }
 
-// The others go on when a rank has left and its process has ended.
+// The other ranks go on when a rank has left and its process has ended.
 TEST_P(Messages, OfOthersWhenARankHasEnded) {
   run(3, [this](World& world) {
     barrier();
@@ -332,7 +331,7 @@ TEST_P(Messages, AnotherSizeOrDtypeIsMismatch) {
           if (receiver_first) hear(world, "waiting");
           send(at::ones({10}), 1, {.tag = 4});
           say(world, "sent");
-          hear(world, "seen");  // the sender of a buffered message has gone on; its next call says why
+          hear(world, "seen");  // the sender of a buffered message has gone on; its next call throws
           EXPECT_THROW(barrier(), Mismatch);
         } else {
           const at::Tensor t = dtype ? at::ones({10}, at::kInt) : at::ones({11});
@@ -370,7 +369,7 @@ TEST_P(Messages, Timeouts) {
   run(2, [](World& world) {
     if (world.rank() == 0) {
       Work patient = isend(at::ones({100'000}), 1);
-      // In the same queue, but with less patience.
+      // In the same queue, but with a shorter timeout.
       EXPECT_THROW(send(at::ones({100'000}), 1, {.timeout = std::chrono::milliseconds(300)}), Timeout);
       EXPECT_THROW(patient.wait(), Timeout);
       say(world, "timed out");

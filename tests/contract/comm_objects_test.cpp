@@ -1,4 +1,4 @@
-// Objects: what msgpack packs, and tensors in it, by every collective and message that takes them.
+// Objects: types that msgpack packs, and tensors in them, in every collective and message that takes objects.
 
 #include "muster/comm/objects.h"
 
@@ -51,7 +51,7 @@ namespace {
 class Objects : public CommContract {};
 MUSTER_COMM_CONTRACT(Objects);
 
-// Another for each rank and each time.
+// A different object for each rank and time.
 Everything everything(int rank, int time = 0) {
   Everything object;
   object.number = -(int64_t{1} << 40) + rank;
@@ -263,8 +263,8 @@ TEST_P(Objects, AnotherTypeIsCorruptAndNamesBoth) {
       expect_corrupt(message_of<Corrupt>([] { recv_object<std::map<std::string, int>>(0); }), 0,
                      "muster::test::Everything", "std::map<std::string, int");
     }
-    EXPECT_EQ(all_gather_object(me), (std::vector<int>{0, 1}));  // the group works on
-    // All ranks but one understand each other.
+    EXPECT_EQ(all_gather_object(me), (std::vector<int>{0, 1}));  // the group still works
+    // The ranks name different types.
     if (me == 0)
       EXPECT_CONTAINS(message_of<Corrupt>([] { all_gather_object(5); }), "rank 1 sent a std::string");
     else
@@ -274,7 +274,7 @@ TEST_P(Objects, AnotherTypeIsCorruptAndNamesBoth) {
 }
 
 TEST_P(Objects, BytesThatAreNoObjectAreCorrupt) {
-  // What send_object sends is a size and bytes, so a test can send others.
+  // send_object sends a size and bytes, so a test can send wrong ones.
   const auto bytes_of = [](std::string_view text) {
     const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
     std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>());
@@ -283,17 +283,17 @@ TEST_P(Objects, BytesThatAreNoObjectAreCorrupt) {
   using namespace std::string_view_literals;
   const std::vector<std::string_view> wrong = {
       "\1\0\0\0"sv,                         // a name of one byte that is not there
-      "\xff\xff\xff\xffxx"sv,               // and of four billion
+      "\xff\xff\xff\xffxx"sv,               // a name of four billion bytes
       "\1\0\0\0T"sv,                        // no object
-      "\1\0\0\0T\x90\x01"sv,                // two of them
+      "\1\0\0\0T\x90\x01"sv,                // two objects
       "\1\0\0\0T\xdd\xff\xff\xff\xff\1"sv,  // a list of four billion numbers
       "\1\0\0\0T\xdb\xff\xff\xff\xff"
       "a"sv,                  // a string of as many letters
-      "\1\0\0\0T\x92\x01"sv,  // a list that breaks off
-      "\1\0\0\0T\xc1"sv,      // what msgpack never uses
+      "\1\0\0\0T\x92\x01"sv,  // a list that is cut off
+      "\1\0\0\0T\xc1"sv,      // a byte that msgpack never uses
   };
-  // Tensors whose parts do not fit: no sizes, no such dtype, a negative size, sizes that overflow, bytes too few, an
-  // element that is no byte string.
+  // Tensors whose parts do not fit: no sizes, an unknown dtype, a negative size, sizes that overflow, too few bytes, an
+  // element that is not a byte string.
   const std::vector<std::string_view> tensors = {
       "\1\0\0\0T\x91\x06"sv,
       "\1\0\0\0T\x92\x7f\x90"sv,

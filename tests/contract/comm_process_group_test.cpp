@@ -1,4 +1,4 @@
-// The backend as PyTorch's ProcessGroup takes it: without a World, with c10d's names and errors.
+// The backend as PyTorch's ProcessGroup uses it: without a World, with c10d's names and errors.
 #include "comm/process_group.h"
 
 #include <ATen/ops/full.h>
@@ -22,7 +22,7 @@ using test::message_of;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using Body = std::function<void(int, const BackendPtr&)>;
 
-// The body in each of n threads, each with a backend; all of them on `store`.
+// Runs the body in n threads, each with its own backend, all with `store`.
 void run(int n, const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout, const Body& body) {
   std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
   std::vector<std::thread> threads;
@@ -145,7 +145,7 @@ TEST(ProcessGroup, LeavesAtTheEndWithTheCause) {
   });
 }
 
-// A fork holds a copy of a group that it must not take apart.
+// A fork has a copy of a group, which it must not destroy.
 TEST(ProcessGroup, ForkDoesNotEndItsParentsMembership) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   BackendPtr one = comm::create_process_group_backend(store, 0, 1);

@@ -1,5 +1,5 @@
-// Values at the edges of reductions: NaN, infinities, signed zeros, overflow, truncation, rounding; through every way
-// that the data can take, and through every instruction set that this machine has.
+// Values at the edges of reductions: NaN, infinities, signed zeros, overflow, truncation, rounding. They go through
+// every way that the data can take, and through every instruction set that this machine has.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -20,7 +20,7 @@
 namespace muster::test {
 namespace {
 
-// Equal bits; but any NaN is a NaN, and MIN and MAX of zeros of both signs may be either.
+// Compares bits, but any NaN equals any other, and MIN and MAX of zeros of both signs may be either zero.
 template <typename T>
 std::string wrong(const at::Tensor& actual, const at::Tensor& expected, ReduceOp op) {
   const bool order = op == ReduceOp::MIN || op == ReduceOp::MAX;
@@ -78,7 +78,7 @@ std::vector<T> edges() {
             T(0.1f)};
 }
 
-// For each rank a tensor, so that together they have all combinations of edges, one an element.
+// One tensor per rank, so that together they have all combinations of edges, one combination per element.
 template <typename T>
 std::vector<at::Tensor> combinations(at::ScalarType dtype, int ranks) {
   const auto values = edges<T>();
@@ -141,7 +141,7 @@ TEST_P(Values, EdgesInEveryTier) {
         for (const auto op : ops_of(dtype)) {
           const at::Tensor expected = reference(op, by_rank);
           at::Tensor first;
-          // Little: one slot; repeated: in place, then turns, then the heap.
+          // A small tensor takes the slot tier; repeated, it takes the tiers in place, staged, and on the heap.
           for (const int64_t bytes : {0, 8 << 10, 600 << 10, 601 << 10}) {
             SCOPED_TRACE(testing::Message()
                          << c10::toString(dtype) << ", " << to_string(op) << ", " << bytes << " bytes");
@@ -153,7 +153,7 @@ TEST_P(Values, EdgesInEveryTier) {
               const at::Tensor result = t.narrow(0, part * count, count);
               ASSERT_EQ(wrong(result, expected, op), "");
               if (!first.defined()) first = result.clone();
-              EXPECT_EQ(difference(result, first), "") << "other bits than in the first tier";
+              EXPECT_EQ(difference(result, first), "") << "the bits differ from those of the first tier";
             }
           }
           at::Tensor everybodys = at::empty({n * count}, dtype);
@@ -166,7 +166,7 @@ TEST_P(Values, EdgesInEveryTier) {
     });
 }
 
-// The documented rules, in figures.
+// The documented rules, with numbers.
 TEST_P(Values, RoundingAndOrder) {
   run(3, [](World& world) {
     const auto reduced = [&](std::initializer_list<double> by_rank, at::ScalarType dtype, ReduceOp op) {
@@ -180,14 +180,14 @@ TEST_P(Values, RoundingAndOrder) {
     // bfloat16 has 8 bits: 256 + 1 is 256 there, but not in the accumulator.
     EXPECT_EQ(reduced({256, 1, 1}, at::kBFloat16, ReduceOp::SUM), 258);
     EXPECT_EQ(reduced({2048, 1, 1}, at::kHalf, ReduceOp::SUM), 2050);
-    // Divided before it is rounded: 771 is 772 in bfloat16, and 772 / 3 would be 258.
+    // Divided before it is rounded: 771 rounds to 772 in bfloat16, and 772 / 3 would give 258.
     EXPECT_EQ(reduced({768, 1, 2}, at::kBFloat16, ReduceOp::AVG), 256);          // 257, a tie, to even
-    EXPECT_EQ(reduced({65504, 65504, 65504}, at::kHalf, ReduceOp::AVG), 65504);  // the sum is no float16
+    EXPECT_EQ(reduced({65504, 65504, 65504}, at::kHalf, ReduceOp::AVG), 65504);  // the sum does not fit float16
     // In rank order.
     EXPECT_EQ(reduced({1, 1e8, -1e8}, at::kFloat, ReduceOp::SUM), 0);
     EXPECT_EQ(reduced({1e8, -1e8, 1}, at::kFloat, ReduceOp::SUM), 1);
     EXPECT_EQ(reduced({1, 1e17, -1e17}, at::kDouble, ReduceOp::SUM), 0);
-    // Integers: quotients truncate, sums wrap, averages have room.
+    // Integers: quotients truncate, sums wrap, averages sum in 64 bits.
     EXPECT_EQ(reduced({-1, -2, -4}, at::kInt, ReduceOp::AVG), -2);
     EXPECT_EQ(reduced({1, 2, 4}, at::kByte, ReduceOp::AVG), 2);
     EXPECT_EQ(reduced({200, 200, 200}, at::kByte, ReduceOp::AVG), 200);
@@ -204,7 +204,8 @@ TEST_P(Values, RoundingAndOrder) {
   });
 }
 
-// Every instruction set compiled in that this processor has; destinations beside the sources, among them, and several.
+// Every instruction set that is compiled in and that this processor has, with destinations that are separate from the
+// sources, that are one of them, and with several destinations.
 TEST(ReduceKernels, EveryInstructionSetGivesTheReference) {
   const auto targets = hwy::SupportedAndGeneratedTargets();
   EXPECT_GE(targets.size(), 1u);
@@ -220,7 +221,7 @@ TEST(ReduceKernels, EveryInstructionSetGivesTheReference) {
                                           << to_string(op) << ", " << n << " sources");
           for (const int64_t count : {0, 1, 7, 8, 31, 33, 64, 65, 1025, 4099})
             for (const int64_t offset : {0, 1}) {
-              // Destination -1: beside the sources; else in place of that source.
+              // -1: the destination is separate from the sources; else it is that source.
               for (int in_place = -1; in_place < (count == 65 ? n : 1); ++in_place) {
                 std::vector<at::Tensor> sources;
                 std::vector<const std::byte*> source_bytes;

@@ -76,7 +76,7 @@ TEST(World, TimeoutOfTheStartNamesWhoDidNotCome) {
     options.timeout = timeout;
     try {
       World({.rank = rank, .world_size = 4}, store, options);
-      ADD_FAILURE() << "a world of four with two ranks";
+      ADD_FAILURE() << "two ranks made a World of four";
     } catch (const Timeout& timeout) {
       EXPECT_EQ(timeout.missing(), (std::vector<int>{2, 3}));
       EXPECT_CONTAINS(timeout.what(), "2, 3");
@@ -103,7 +103,7 @@ TEST(World, RunThreadsThrowsTheCauseAndNotTheEcho) {
                 });
               }),
               "the cause");
-  // A rank that simply goes away is the cause of a PeerLost.
+  // A rank that simply leaves causes a PeerLost.
   EXPECT_THROW(run_threads(2,
                            [](World& world) {
                              if (world.rank() == 0) barrier();
@@ -146,7 +146,7 @@ TEST(World, CurrentBelongsToAThread) {
 }
 
 TEST(World, MovesAndCloses) {
-  World world = init();  // alone
+  World world = init();  // one rank alone
   EXPECT_EQ(world.world_size(), 1);
   EXPECT_EQ(&World::current(), &world);
   World moved = std::move(world);
@@ -173,7 +173,7 @@ TEST(World, OneAfterAnotherLeavesNothing) {
       world.new_group({0, 2});
     });
   };
-  once();  // what is made once a process
+  once();  // makes what is made once per process
   const auto before = leftovers();
   for (int i = 0; i < (kSanitized ? 5 : 50); ++i) once();
   EXPECT_EQ(leftovers(), before);
@@ -213,7 +213,7 @@ TEST(Heap, GivesTensorsLikeAnyOther) {
     EXPECT_EQ(heap.empty({}).dim(), 0);
     EXPECT_EQ(heap.empty({0}).numel(), 0);
     EXPECT_EQ(heap.zeros({7}, at::kBool).scalar_type(), at::kBool);
-    const c10::DataPtr raw = heap.allocate(100);  // as c10::Allocator
+    const c10::DataPtr raw = heap.allocate(100);  // the function of c10::Allocator
     EXPECT_TRUE(heap.contains(raw.get()));
     EXPECT_TRUE(heap.contains(heap.clone(t.const_data_ptr(), t.nbytes()).get()));
   });
@@ -250,7 +250,7 @@ TEST(Heap, FullIsUnavailableWithTheFigures) {
           const auto text = message_of<Unavailable>([&] { heap.empty({3 << 20}, at::kByte); });
           EXPECT_CONTAINS(text, "heap_capacity");
           EXPECT_CONTAINS(text, "4194304");
-          const at::Tensor quarter = heap.empty({1 << 20}, at::kByte);  // still of use
+          const at::Tensor quarter = heap.empty({1 << 20}, at::kByte);  // the heap still works
         }
         const at::Tensor all = heap.empty({4 << 20}, at::kByte);  // the whole of it
         EXPECT_THROW(heap.empty({1}, at::kByte), Unavailable);
@@ -303,8 +303,8 @@ void set_environment(const Environment& environment) {
   for (const auto& [name, value] : environment) ::setenv(name.c_str(), value.c_str(), 1);
 }
 
-// n processes, each with the environment that `of` gives it, join and reduce. Twice: a process may leave a job and join
-// again.
+// n processes, each with the environment that `of` returns for it, join and reduce. They do so twice, because a process
+// may leave a job and join again.
 void expect_world(int n, const std::function<Environment(int)>& of, int local = 0) {
   ForkedRanks ranks(n, [&](int rank) {
     set_environment(of(rank));
@@ -318,7 +318,7 @@ void expect_world(int n, const std::function<Environment(int)>& of, int local = 
       const at::Tensor t = at::ones({3000}) * (rank + 1);
       all_reduce(t);
       EXPECT_EQ(t[2999].item<int>(), n * (n + 1) / 2);
-      barrier();  // whoever serves the store stays until all are through
+      barrier();  // the process that serves the store stays until all have finished
     }
     return std::string();
   });
@@ -326,7 +326,8 @@ void expect_world(int n, const std::function<Environment(int)>& of, int local = 
     EXPECT_TRUE(end.exited && end.status == 0) << end.said << ", signal " << end.signal;
 }
 
-// A port that is this test's alone: bound here and not listened on, so that only who asks for it by number gets it.
+// A port that only this test uses. It is bound here but does not listen, so the system gives it only to a process that
+// asks for its number.
 class ReservedPort {
  public:
   ReservedPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -366,7 +367,7 @@ TEST(InitFork, EnvOverTcpStore) {
   });
 }
 
-// A fault that nobody injects would make whoever tests with it believe that all is well.
+// If a fault were not injected, a user's test would pass without testing anything.
 TEST(World, FaultsThatABackendCannotInjectAreRefused) {
   const auto start = [](const std::string& backend, FaultAction action, const std::string& group) {
     WorldOptions options{.backend = backend};
@@ -385,7 +386,7 @@ TEST(World, FaultsThatABackendCannotInjectAreRefused) {
                   "cannot inject the fault 'corrupt'");
 }
 
-// As mpirun and srun bind them. What counts for spinning is whether each can have a core of its own.
+// Ranks that are bound to cores, as by mpirun and srun. Waits spin only if each rank can have its own core.
 TEST(WorldFork, BoundRanksKnowTheCoresOfAll) {
   const CpuSet mine = own_cpus();
   if (usable_cores() < 2) GTEST_SKIP() << "there is one core only";
