@@ -24,7 +24,7 @@ transport::Directory directory_of(const std::shared_ptr<Store>& store) {
           [store](const auto& key, Deadline until) { return store->get(key, until); }};
 }
 
-// One for each agent that ever was; reachable, so that a leak checker knows them.
+// One table for each agent that ever existed. They stay reachable, so that a leak checker does not report them.
 std::vector<WorkerInfo>& new_table() {
   static std::mutex mutex;
   static auto* const tables = new std::vector<std::unique_ptr<std::vector<WorkerInfo>>>;
@@ -45,7 +45,8 @@ Agent::Agent(const World& world, Options options)
   for (int rank = 0; rank < world.world_size(); ++rank) peers_.push_back(std::make_unique<Peer>());
 }
 
-// Whoever held it last may be a thread of its own pool, or none that may wait: close() has been called.
+// close() has been called. The last owner may be a thread of the agent's own pool, or another that must not wait, so
+// the destructor waits for nothing.
 Agent::~Agent() {
   if (executor_ && forked()) (void)executor_.release();
 }
@@ -53,7 +54,7 @@ Agent::~Agent() {
 // --- the start ---
 
 void Agent::start(const World& world) {
-  // One for each agent that ever was; reachable, so that a leak checker knows them.
+  // One proxy for each agent that ever existed. They stay reachable, so that a leak checker does not report them.
   static std::mutex proxies_mutex;
   static auto* const proxies = new std::vector<std::unique_ptr<Proxy>>;
   {
@@ -63,14 +64,15 @@ void Agent::start(const World& world) {
   }
   const auto store = world.shared_store();
   const auto deadline = Deadline::after(world_.options.timeout);
-  // RPC may be started again in one World: each time has its own keys.
+  // RPC may be started several times in one World: each time has its own keys.
   const int64_t time = store->add(text(world_.prefix, "/rpc/times/", self_), 1);
   const std::string prefix = text(world_.prefix, "/rpc/", time);
   const auto n = static_cast<size_t>(world.world_size());
-  if (world_.members.size() != n) throw Unavailable("RPC needs ranks that are there", "The backend 'fake' has none");
+  if (world_.members.size() != n)
+    throw Unavailable("RPC needs ranks that exist", "The backend 'fake' has none; use another one");
   const std::string mine = options_.name.empty() ? text("worker", self_) : options_.name;
   const Ways ways = Ways::parse(options_.transport);
-  // Beside the ways: whether it has maps.
+  // A '+' after the ways says that this worker has device maps.
   store->set(text(prefix, "/name/", self_), text(ways.text(), options_.device_maps.empty() ? " " : "+ ", mine));
   std::set<std::string> names;
   std::vector<bool> has_maps(n);
@@ -85,7 +87,7 @@ void Agent::start(const World& world) {
           text("worker \"", name, "\" uses the transports ", its_ways, ", worker \"", mine, "\" ", ways.text()),
           "Give all workers the same Options::transport and MUSTER_RPC_TRANSPORT");
     if (!names.insert(name).second)
-      throw InvalidArgument(text("two workers are named \"", name, "\""), "Give each rank a name of its own");
+      throw InvalidArgument(text("two workers are named \"", name, "\""), "Give each rank its own name");
     workers_.push_back({.name = name, .id = static_cast<int>(rank), .host = world_.members[rank].host});
     by_rank.push_back(name);
     peers_[rank]->pid = world_.members[rank].pid;
@@ -146,7 +148,7 @@ void Agent::start(const World& world) {
       if (world_.members[static_cast<size_t>(rank)].host == here) ucx.local.push_back(rank);
     ucx.watch = world_.watch;
     ucx.heartbeat = options_.heartbeat;
-    // Beside each worker's own thread, if there are cores for all of them.
+    // The transport's thread spins beside each worker's own thread if there are cores for all of them.
     const auto is_here = [here](const auto& worker) { return worker.host == here; };
     ucx.spin =
         shm::spin_for(2 * static_cast<int>(std::count_if(workers_.begin(), workers_.end(), is_here)), world_.cores);
@@ -154,10 +156,10 @@ void Agent::start(const World& world) {
     far_ = transport::make_ucx_transport(ucx, directory, *this, deadline);
   }
   for (const int rank : far) peer(rank).way = far_.get();
-  for (const auto& worker : workers_)  // who died before there was a way to say so
+  for (const auto& worker : workers_)  // workers that died before there was a way to say so
     if (peer(worker.id).lost.load())
       for (const auto& other : workers_) send_quietly(other.id, {.kind = Kind::kDrained, .worker = worker.id});
-  // Nobody calls before all know their ways to all.
+  // Nobody makes a call before all workers know their ways to all others.
   store->set(text(prefix, "/ready/", self_), "");
   for (size_t rank = 0; rank < n; ++rank) store->get(text(prefix, "/ready/", rank), deadline);
   if (env_string(kVerboseVariable) || log_level() <= LogLevel::kInfo) say_ways();

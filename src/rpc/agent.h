@@ -4,27 +4,28 @@
 //     the pending call waits in a table                            the executor runs the handler, in any order
 //   on_message(): the pending call gets its result <──────────────  reply, or error
 //
-// Each call ends exactly once, by what comes first: reply, error, deadline (tick()), cancellation, loss of the worker,
-// end of the agent. What comes later finds no pending call and is dropped. A call that its caller has given up
-// (deadline, cancellation) is answered too, when its turn has come: by an error if it has not begun before.
+// Each call ends exactly once, by whatever comes first: reply, error, deadline (tick()), cancellation, loss of the
+// worker, end of the agent. What comes later finds no pending call and is dropped. A call that its caller has given up
+// (deadline, cancellation) is still answered in its turn: by an error if it has not begun by then.
 //
-// Push-back: who makes more calls to one worker than Options allow waits in call(), not in the executor's or the
-// transport's threads. A call counts until it is answered, also if it was given up before. So a worker has at most
-// max_calls requests of each other worker in memory; of those that were given up before they began, without arguments.
+// Push-back: a thread that makes more calls to one worker than Options allow waits in call(), not in the executor's or
+// the transport's threads. A call counts until it is answered, even if its caller has given it up. So a worker has at
+// most max_calls requests of each other worker in memory; requests that were given up before they began are kept
+// without their arguments.
 //
-// Loss of a worker: its calls here are cancelled (this_call.h), ours to it fail, what it held here is let go of
-// (objects.h), and everybody else learns that its last message has been read (kDrained).
+// When a worker is lost, its calls here are cancelled (this_call.h), the calls of this worker to it fail, what it held
+// here is released (objects.h), and all other workers are told that its last message has been read (kDrained).
 //
-// Shutdown, graceful, goes in rounds, and works also while handlers call on: in each round a worker waits until it is
-// idle (no call of its own under way, no handler queued, running or suspended) and tells all how many calls it has made
-// so far (kIdle). When the sum over all workers is the same in two rounds one after the other, nobody has made a call
-// since a moment at which all were idle (each round begins after all reports of the one before): it is over. See F.
-// Mattern, "Algorithms for distributed termination detection", 1987.
+// A graceful shutdown goes in rounds, and works even while handlers still make calls. In each round a worker waits
+// until it is idle (no call of its own under way, no handler queued, running or suspended) and tells all others how
+// many calls it has made so far (kIdle). A round begins after all reports of the round before. If the sum over all
+// workers is the same in two successive rounds, nobody has made a call since a moment at which all were idle, and the
+// job is over. See F. Mattern, "Algorithms for distributed termination detection", 1987.
 //
 // Lifetime: futures and references outlive an agent; they reach it through Proxy and weak pointers, and find it closed.
-// close() ends the threads; the memory goes with whoever held it last.
+// close() ends the threads; the last owner of the agent frees its memory.
 //
-// Thread-safety: all methods; close() from outside of the pool.
+// Thread-safety: all methods; close() must be called from outside of the pool.
 #pragma once
 
 #include <atomic>
@@ -61,7 +62,7 @@ namespace muster::rpc {
 
 // A request that came: from its arrival until its reply is sent.
 struct IncomingCall {
-  std::shared_ptr<Agent> agent;  // handlers that are suspended outlive its end
+  std::shared_ptr<Agent> agent;  // suspended handlers outlive the agent's end
   int caller = 0;
   Header header;
   Deadline deadline = Deadline::never();
@@ -69,10 +70,10 @@ struct IncomingCall {
   std::unique_ptr<Invocation> invocation;
   std::shared_ptr<void> above;  // what Interceptor::incoming() gave
   std::atomic<bool> cancelled{false};
-  std::atomic<bool> taken{false};  // the invocation: to be run, or, of a call that was given up, to be dropped
+  std::atomic<bool> taken{false};  // the invocation: to be run, or to be dropped if the call was given up
 };
 
-// What futures know of an agent. Never freed: a future may outlive everything else.
+// The part of an agent that futures know. Never freed: a future may outlive everything else.
 class Proxy final : public Waits {
  public:
   explicit Proxy(std::weak_ptr<Agent> agent) : agent_(std::move(agent)) {}
@@ -88,7 +89,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
  public:
   Agent(const World& world, Options options);
   ~Agent();
-  void start(const World& world);  // meets the others
+  void start(const World& world);  // connects with the other workers
   void shut_down(Shutdown how, Deadline deadline);
   void close(Deadline flush = Deadline::after(std::chrono::milliseconds(500)));  // nothing of it runs afterwards
 
@@ -105,16 +106,17 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   // Starts a call, which ends exactly once. Throws InvalidArgument for arguments that cannot be sent.
   void call(int to, const detail::CallSpec& spec, Payload payload, detail::PendingCall& call);
   uint64_t new_object();
-  // An object of this worker's own, and a hold on it.
+  // Stores an object of this worker, and returns a hold on it.
   std::shared_ptr<detail::Reference> keep(StoredObject stored);
-  // The same for a reference that is put into one message to `to`, and nowhere else: the hold is that worker's from the
-  // beginning, and goes with the message, or ends with the reference. For objects of the layer above, not the user's.
+  // The same for a reference that is put into one message to `to`, and nowhere else. The hold belongs to that worker
+  // from the beginning; it goes with the message, or ends with the reference. For objects of the layer above, not for
+  // objects of the user.
   std::shared_ptr<detail::Reference> keep_for(int to, StoredObject stored);
   std::shared_ptr<detail::Reference> hold(int owner, uint64_t object);
   Objects& objects() { return objects_; }
   Interceptor& interceptor() { return *interceptor_; }
   void let_go(const detail::Reference& reference);
-  void check_is_own(const detail::Reference& reference) const;  // Aborted where another agent made it
+  void check_is_own(const detail::Reference& reference) const;  // Aborted if another agent made it
 
   // For futures (future.h)
   Waits* waits() const { return proxy_; }
@@ -128,7 +130,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   struct Peer {
     std::atomic<transport::Transport*> way{nullptr};
     std::atomic<int> outstanding{0};        // calls that it has not answered
-    std::unordered_set<uint64_t> given_up;  // those of them that are pending no more; guarded by pending_mutex_
+    std::unordered_set<uint64_t> given_up;  // those of them that are no longer pending; guarded by pending_mutex_
     std::atomic<uint64_t> calls{0}, sent{0}, received{0};  // traffic.h
     std::atomic<bool> lost{false};
     std::string cause;  // set before `lost`
@@ -163,7 +165,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
 
   class CallJob;
   class GarbageJob;
-  // A reply or a loss that is being handled: what follows from it may not be counted anywhere else yet.
+  // Marks a reply or a loss as being handled, because what follows from it may not be counted anywhere else yet.
   class Active {
    public:
     explicit Active(Agent& agent) : agent_(agent) { agent_.active_.fetch_add(1, std::memory_order_seq_cst); }
@@ -218,7 +220,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   void check_fork() const;
   void say_ways() const;
   void changed();
-  std::optional<uint64_t> wait_until_idle(Deadline deadline);  // as idle(), when it is, or none
+  std::optional<uint64_t> wait_until_idle(Deadline deadline);  // the result of idle(); none at the deadline
   bool wait_for(const std::function<bool()>& done, Deadline deadline);
 
   static constexpr int64_t kNever = INT64_MAX;  // of next_tick_
@@ -252,8 +254,8 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   const int forks_ = fork_count();
 };
 
-// What a World keeps beside the agent: its end closes that, whoever else still holds it. Only the thread that begins
-// and ends RPC asks for it.
+// What a World keeps of the agent. Its destructor closes the agent, even if others still hold the agent. Only the
+// thread that begins and ends RPC uses it.
 struct AttachedAgent {
   std::shared_ptr<Agent> agent;
   explicit AttachedAgent(std::shared_ptr<Agent> agent) : agent(std::move(agent)) {}
@@ -262,7 +264,7 @@ struct AttachedAgent {
   ~AttachedAgent() { agent->close(); }
 };
 
-// The agent of the World that is current in this thread; Aborted where there is none.
+// The agent of the World that is current in this thread; Aborted if there is none.
 std::shared_ptr<Agent> current_agent();
 
 }  // namespace muster::rpc

@@ -14,9 +14,9 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// A sleep that others end.
+// The longest sleep, for one that other threads end.
 constexpr nanoseconds kLong = std::chrono::hours(1);
-// Between looks of a thread that waits although nobody else can poll.
+// How long a waiting thread sleeps between polls when no other thread can poll.
 constexpr nanoseconds kNap = std::chrono::milliseconds(50);
 // Threads that may be parked besides the heir.
 constexpr int kSpare = 4;
@@ -121,13 +121,14 @@ bool Executor::post(std::unique_ptr<Job> job) {
     jobs_.push_back(std::move(job));
     queued_.fetch_add(1, std::memory_order_seq_cst);
   }
-  // The leader finds it when it has polled, also where it polls as a guest. Others who post have to call, and so does a
-  // handler on the leader's own thread: nobody else looks before it ends, and it may wait for this.
+  // If the leader posts while it polls (even as a guest), it finds the job after the poll. Every other thread has to
+  // call, and so does a handler on the leader's own thread: nobody else looks before that handler ends, and the handler
+  // may wait for this job.
   if (!this_thread_polls || !in_pool() || !leads(*static_cast<Worker*>(worker_of_this_thread))) call_leader();
   return true;
 }
 
-// There is something to do: for the leader, or, should that be in a handler that nobody watches, for the heir.
+// There is something to do: for the leader, or for the heir if the leader is in a handler that nobody watches.
 void Executor::call_leader() {
   if (sleepers_.load(std::memory_order_seq_cst) != 0) {
     driver_.wake();
@@ -153,7 +154,7 @@ nanoseconds Executor::until_tick() const {
 
 // With the lock: whether a leader may run another job.
 bool Executor::can_take() const {
-  const int others = static_cast<int>(workers_.size()) - blocked_ - parked_ - starting_ - 1;  // that run
+  const int others = static_cast<int>(workers_.size()) - blocked_ - parked_ - starting_ - 1;  // other running threads
   return !jobs_.empty() && others < options_.max_threads;
 }
 
@@ -164,7 +165,7 @@ std::unique_ptr<Job> Executor::take() {
   if (parked_ + starting_ == 0) try {
       spawn();
     } catch (const std::exception&) {
-      return nullptr;  // no thread to be had now
+      return nullptr;  // no thread can be started now
     }
   auto job = std::move(jobs_.front());
   jobs_.pop_front();
@@ -172,7 +173,7 @@ std::unique_ptr<Job> Executor::take() {
   return job;
 }
 
-// A thread comes into the pool as parked.
+// A new thread counts as parked when it enters here.
 void Executor::main(Worker& me) {
   while (follow(me)) {
     lead(me);
@@ -180,15 +181,15 @@ void Executor::main(Worker& me) {
       const std::lock_guard lock(mutex_);
       ++parked_;
     }
-    // It led until it was stuck in a handler; there may be room for another now.
+    // This thread led until it was stuck in a handler. Now that the handler has ended there may be room for another.
     if (queued_.load(std::memory_order_seq_cst) != 0) call_leader();
   }
 }
 
-// Parks until this thread is to lead; false: it is to end.
+// Parks until this thread is to lead (true) or to end (false).
 bool Executor::follow(Worker& me) {
   std::unique_lock lock(mutex_);
-  // Another of the parked becomes the heir; also if this one was only called to become it.
+  // Another parked thread becomes the heir, also if this thread was only woken to become the heir.
   const auto leave = [&] {
     --parked_;
     if (heir_ == &me) heir_ = nullptr;
@@ -225,7 +226,7 @@ bool Executor::follow(Worker& me) {
       continue;
     }
     lock.unlock();
-    // Either the leader, awake, sees heir_sleeps_, or this sees that it is awake.
+    // Either a leader that is awake sees heir_sleeps_, or this thread sees that the leader is awake.
     heir_sleeps_.store(true, std::memory_order_seq_cst);
     driver_.sleep_second(until_tick(), [&] {
       const std::lock_guard again(mutex_);
@@ -249,9 +250,9 @@ void Executor::lead(Worker& me) {
   auto idle_since = FastClock::now();
   while (leads(me)) {
     if (auto job = take()) {
-      // Who comes later than this look calls the heir by itself.
+      // Work that comes after this look wakes the heir by itself.
       if (heir_sleeps_.load(std::memory_order_seq_cst)) {
-        driver_.announce_waiting();  // nobody else would while the handler runs
+        driver_.announce_waiting();  // nobody else does so while the handler runs
         if (queued_.load(std::memory_order_seq_cst) != 0 || driver_.pending()) driver_.wake_second();
       }
       run(me, std::move(job));
@@ -292,12 +293,12 @@ void Executor::lead(Worker& me) {
     if (!work && leads(me)) driver_.sleep(until_tick());
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     me.sleeps.store(false, std::memory_order_seq_cst);
-    // idle_since stays: a sleep that brought nothing is followed by the next
+    // idle_since stays: after a sleep that brought nothing this thread sleeps again without spinning
   }
-  driver_.announce_waiting();  // who has taken the lead may sleep already
+  driver_.announce_waiting();  // the new leader may sleep already
 }
 
-// The lead is free: for the heir, or for a new thread.
+// Gives up the lead, if this thread has it, to the heir or to a new thread.
 void Executor::hand_over(Worker& me) {
   const std::lock_guard lock(mutex_);
   Worker* mine = &me;
@@ -309,12 +310,12 @@ void Executor::hand_over(Worker& me) {
     try {
       spawn();
     } catch (const std::exception&) {
-      leader_.store(&me);  // no thread to be had now: whoever waits polls from time to time
+      leader_.store(&me);  // no thread can be started now: this one polls from time to time while it waits
     }
   }
 }
 
-// Polls, unless somebody else does.
+// Polls, unless another thread does.
 bool Executor::poll() {
   if (this_thread_polls || !polling_.try_lock()) return false;
   const std::lock_guard lock(polling_, std::adopt_lock);
@@ -328,7 +329,7 @@ bool Executor::poll() {
   return any;
 }
 
-// Polls until done() or until it is time to sleep; true: done.
+// Polls until done() or until it is time to sleep; returns whether done() holds.
 bool Executor::poll_as_guest(const std::function<bool()>& done, Deadline deadline) {
   const auto begin = FastClock::now();
   const auto end = begin + std::max<nanoseconds>(spin_, shm::kYield);
@@ -400,7 +401,7 @@ bool Executor::wait(const std::function<bool()>& done, const std::function<void(
 }
 
 void Executor::stop() {
-  if (in_pool()) std::abort();  // it would wait for itself
+  if (in_pool()) std::abort();  // this thread would wait for itself
   std::list<std::unique_ptr<Worker>> ended;
   {
     std::unique_lock lock(mutex_);

@@ -1,27 +1,28 @@
 // Executor: the threads of a worker. They fetch messages, run handlers, and never run out while handlers wait.
 //
-// A message should not cost a change of threads: waking one takes ten microseconds, a small handler less than one. So
-// one thread of the pool leads: it polls the transport and runs the handlers that it finds, itself, one after another.
+// A message should not cost a change of threads: waking a thread takes ten microseconds, and a small handler less than
+// one. So one thread of the pool leads: it polls the transport and itself runs the handlers that it finds, one after
+// another.
 //
-//   leader    polls; runs what is queued; with nothing to do it spins for a moment, yields for a millisecond, sleeps
-//             until somebody wakes it. It runs a handler only if an heir is parked (it makes one if there is none), so
-//             that somebody polls always
-//   heir      one of the parked threads. It looks every kTick whether the leader is stuck in a handler for longer than
-//             kSlow. If so it leads from now on; the old leader comes back to the pool when its handler ends. While the
-//             leader sleeps the heir sleeps too (Driver::sleep_second), and nothing of the pool runs at all. It is
-//             woken by what comes while the leader is awake: by the leader before a handler if more waits already, by
-//             whoever sends or posts later, the handler too. So one small handler after a sleep costs no second thread,
-//             and a slow one holds up nobody either
-//   guest     a thread that waits for an answer (wait()) polls itself while nobody else needs to: then the answer too
-//             costs no change of threads. Requests that it finds are for the pool, which it wakes; and where requests
-//             have come lately it leaves polling to the leader
+//   leader    polls, and runs what is queued. If it has nothing to do, it spins for a moment, then yields for a
+//             millisecond, then sleeps until another thread wakes it. It runs a handler only if an heir is parked (it
+//             starts one if there is none), so that there is always a thread that polls.
+//   heir      one of the parked threads. Every kTick it checks whether the leader has been in a handler for longer than
+//             kSlow. If so, the heir becomes the leader; the old leader comes back to the pool when its handler ends.
+//             While the leader sleeps, the heir sleeps too (Driver::sleep_second), and no thread of the pool runs.
+//             While the leader is awake, new work wakes the heir: the leader wakes it before a handler if more work
+//             waits already, and whoever sends or posts later wakes it, the handler itself included. So one small
+//             handler after a sleep costs no second thread, and a slow handler delays no other.
+//   guest     a thread that waits for an answer (wait()). It polls, too, while no other thread needs to: then the
+//             answer costs no change of threads either. Requests that it finds are for the pool, which it wakes. If
+//             requests have come lately, it leaves polling to the leader.
 //
-// A handler that waits (wait() on a thread of the pool) first is a guest, then gives up the lead and does not count as
-// a running thread. So nested calls, however deep, find a thread: the number of handlers that *run* is bounded by
-// max_threads, the number that wait is not.
+// A handler that waits (wait() on a thread of the pool) is a guest first; then it gives up the lead, and its thread no
+// longer counts as running. So nested calls find a thread, however deep they are: max_threads bounds the number of
+// handlers that *run*, not the number of those that wait.
 //
-// Who leads is an atomic word, and nothing depends on there being only one: polling is guarded by a lock of its own,
-// and jobs by another.
+// The leader is recorded in an atomic word, but nothing depends on there being only one: polling has its own lock, and
+// the jobs have another.
 //
 // Thread-safety: all methods; stop() from outside of the pool.
 #pragma once
@@ -43,7 +44,7 @@ namespace muster::rpc {
 // What the pool's leader drives.
 class Driver {
  public:
-  virtual bool poll() = 0;  // by one thread at a time; may call Executor::post(). Whether there was anything
+  virtual bool poll() = 0;  // by one thread at a time; may call Executor::post(). True if there was anything
   virtual void sleep(std::chrono::nanoseconds limit) = 0;
   virtual void wake() = 0;
   virtual void hush(bool on) = 0;       // see PolledTransport
@@ -51,7 +52,7 @@ class Driver {
   virtual void announce_waiting() = 0;  // see PolledTransport
   virtual void sleep_second(std::chrono::nanoseconds limit, const std::function<bool()>& unless) = 0;  // see there
   virtual void wake_second() = 0;
-  // What is due at a certain time (the deadlines of calls): tick() is called then, or soon after.
+  // For what is due at a certain time (the deadlines of calls): tick() is called at next_tick(), or soon after.
   virtual Clock::time_point next_tick() const = 0;
   virtual void tick(Clock::time_point now) = 0;
 
@@ -84,20 +85,20 @@ class Executor {
   bool post(std::unique_ptr<Job> job);
   bool post(std::function<void()> job);
 
-  // Waits until done(), the deadline, or for ever. `sleep(limit)` sleeps until done() may hold. Returns done().
+  // Waits until done() holds or the deadline passes, and returns done(). `sleep(limit)` sleeps until done() may hold.
   bool wait(const std::function<bool()>& done, const std::function<void(std::chrono::nanoseconds)>& sleep,
             Deadline deadline);
 
-  // Runs what is queued and lets running handlers end; no thread is left after it. Handlers must come to an end: fail
-  // what they wait for first. Not from a thread of the pool.
+  // Runs what is queued and lets running handlers end; no thread is left afterwards. Handlers must be able to end, so
+  // fail everything that they wait for first. Must not be called from a thread of the pool.
   void stop();
 
   static bool polls();   // whether the caller is inside Driver::poll()
   bool in_pool() const;  // whether the caller is a thread of this pool
-  // Whether the caller is inside Driver::poll() as the leader, not as a guest: nobody takes the lead from it there, and
-  // it sees to Driver::announce_waiting().
+  // Whether the caller is inside Driver::poll() as the leader, not as a guest. No other thread takes the lead from it
+  // there, and it calls Driver::announce_waiting() itself.
   bool polls_as_leader() const;
-  void call_on_tick();  // Driver::next_tick() is sooner than it was
+  void call_on_tick();  // to be called when Driver::next_tick() has become sooner
   bool busy() const;    // whether any handler is queued, running or waiting
   int threads() const;  // of the pool, for tests
 
@@ -117,15 +118,15 @@ class Executor {
   std::chrono::nanoseconds until_tick() const;
   bool poll();
   bool leads(const Worker& me) const;
-  bool requests_come() const;  // lately
+  bool requests_come() const;  // whether any came lately
 
   Driver& driver_;
   const Options options_;
   const std::chrono::nanoseconds spin_;
 
-  std::mutex polling_;  // held by whoever polls
+  std::mutex polling_;  // held by the thread that polls
   std::atomic<Worker*> leader_{nullptr};
-  std::atomic<int> sleepers_{0};          // leaders that sleep, the one before too
+  std::atomic<int> sleepers_{0};          // leaders that sleep, former ones included
   std::atomic<bool> heir_sleeps_{false};  // in sleep_second()
   std::atomic<int> guests_{0};
   std::atomic<int64_t> last_request_{0};  // when post() was last called

@@ -26,7 +26,7 @@ constexpr size_t kMaxMessage = 64 << 10;
 constexpr size_t kFdsPerMessage = 128;  // the kernel's SCM_MAX_FD is 253
 constexpr int kMaxFdsEach = 16;
 
-constexpr std::chrono::milliseconds kLook{200};  // between looks at the board while others are waited for
+constexpr std::chrono::milliseconds kLook{200};  // between looks at the board during a wait
 
 enum class Reply : uint8_t { kWelcome, kTimeout, kMismatch, kLost, kGaveUp };
 
@@ -59,8 +59,8 @@ bool wait_for(int fd, short events, Deadline deadline) {
   }
 }
 
-// A rank whose process id is known, held by a pidfd: the launcher reaps none before the end, so that one which has died
-// meanwhile is found, too. Who is not found (another pid namespace) is not watched.
+// A rank whose process id is known, held by a pidfd. The launcher reaps no rank before the end, so a rank that has
+// died meanwhile can still be opened. A rank that cannot be opened (another pid namespace) is not watched.
 struct Peer {
   pid_t pid = 0;
   UniqueFd pidfd;
@@ -86,7 +86,7 @@ PeerLost lost(const KnownRanks& known, int rank, pid_t pid) {
                   "Look at its standard error");
 }
 
-// The first of those whose process ids are known that has died.
+// Throws for the first rank that has died, among those whose process ids are known.
 void throw_if_one_died(const KnownRanks& known) {
   for (int rank = 0; static_cast<size_t>(rank) < known.pids.size(); ++rank)
     if (const auto peer = peer_of(known, rank); peer.dead()) throw lost(known, rank, peer.pid);
@@ -96,7 +96,7 @@ Timeout not_come(const KnownRanks& known, std::vector<int> missing, int size) {
   for (int& rank : missing) rank = known.called(rank);
   return Timeout(text("the group did not come together: rank(s) ", join(missing), " of ",
                       known.shown.empty() ? std::to_string(size) : join(known.shown), " did not come"),
-                 missing, "Look whether they started, and at their standard error");
+                 missing, "Check whether they started, and look at their standard error");
 }
 
 Deadline earlier(Deadline a, Deadline b) { return b.when() < a.when() ? b : a; }
@@ -214,13 +214,13 @@ class Hub {
     welcome();
     try {
       if (board_.remove) board_.remove(key_);
-    } catch (const std::exception&) {  // it is only a key too many
+    } catch (const std::exception&) {  // the key that stays does no harm
     }
     return std::move(participants_);
   }
 
  private:
-  // Until somebody connects. Whoever died without having done so will not come.
+  // Returns when a process connects. Throws if a rank died without having connected: it will never come.
   void await_one() {
     for (auto look = Deadline::after(kLook);;) {
       std::vector<pollfd> items{{listener_.get(), POLLIN, 0}};
@@ -243,7 +243,7 @@ class Hub {
     }
   }
 
-  // What it finds may end this rank's wait, and so that of the others.
+  // An error of the look ends this rank's wait, and the waits of the others, which are told.
   void look_at_board() {
     try {
       board_.look(key_);
@@ -259,7 +259,7 @@ class Hub {
       if (socket) send_message(socket.get(), reply.bytes(), {}, Deadline::after(std::chrono::milliseconds(100)));
   }
 
-  // Takes one connection; one that is not a rank of ours is dropped.
+  // Takes one connection, and drops it if it is not from a rank of this group.
   void admit() {
     UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
@@ -268,7 +268,7 @@ class Hub {
     }
     const ucred peer = credentials(socket.get());
     if (peer.uid != ::geteuid()) return;
-    // A peer of ours writes right after it connects; a silent stranger of the same user costs at most this.
+    // A rank of the group writes right after it connects. A silent stranger of the same user costs at most this time.
     if (!wait_for(socket.get(), POLLIN, earlier(deadline_, Deadline::after(std::chrono::seconds(2))))) return;
     auto message = receive_message(socket.get());
     if (!message) return;
@@ -305,7 +305,7 @@ class Hub {
       for (const auto& fd : participant.fds) fds.push_back(fd.get());
     }
     for (int rank = 1; rank < size_; ++rank) {
-      // A rank that died meanwhile is found by the watch.
+      // A rank that died meanwhile is skipped here; the watch finds it later.
       if (!send_message(sockets_[rank].get(), table.bytes(), {}, deadline_)) continue;
       for (size_t i = 0; i < fds.size(); i += kFdsPerMessage) {
         const size_t end = std::min(fds.size(), i + kFdsPerMessage);
@@ -337,12 +337,12 @@ class Hub {
   std::vector<Peer> peers_;
 };
 
-// A rank waits a little longer than the hub, whose answer knows who is missing.
+// A rank waits a little longer than the hub, because the hub's answer names the missing ranks.
 Deadline with_slack(Deadline deadline) {
   return deadline.is_never() ? deadline : Deadline::after(deadline.left() + std::chrono::seconds(2));
 }
 
-// The hub has left: perhaps since it saw, before it could tell this rank, that another had died.
+// The hub has left, perhaps because it saw that another rank had died, before it could tell this rank.
 [[noreturn]] void throw_hub_left(const KnownRanks& known) {
   throw_if_one_died(known);
   throw PeerLost(known.called(0), 0, text("rank ", known.called(0), " went away while the group came together"),
@@ -370,7 +370,7 @@ UniqueFd connect_to_hub(const std::string& name, Deadline deadline, const KnownR
   return socket;
 }
 
-// The hub's own end shows at its socket.
+// If the hub itself dies, its socket becomes readable and has no message.
 Message next_message(int socket, Deadline deadline, const KnownRanks& known, const std::function<void()>& look) {
   while (!wait_for(socket, POLLIN, earlier(deadline, Deadline::after(kLook))) && !deadline.passed()) look();
   if (!wait_for(socket, POLLIN, Deadline::after(std::chrono::milliseconds(0))))
@@ -385,7 +385,7 @@ std::string await_invitation(const NoticeBoard& board, const std::string& key, D
                              const KnownRanks& known) {
   const Peer hub = peer_of(known, 0);
   for (;;) {
-    const bool dead = hub.dead();  // before the look: it may have written it and died
+    const bool dead = hub.dead();  // before the read: the hub may have written the invitation and died
     try {
       return board.read(
           key, hub.pidfd ? earlier(deadline, Deadline::after(dead ? std::chrono::milliseconds(0) : kLook)) : deadline);
@@ -393,7 +393,7 @@ std::string await_invitation(const NoticeBoard& board, const std::string& key, D
       if (dead) throw lost(known, 0, hub.pid);
       if (deadline.passed())
         throw Timeout(text("the group did not come together: rank ", known.called(0), " did not come"),
-                      {known.called(0)}, "Look whether it started");
+                      {known.called(0)}, "Check whether it started");
     }
   }
 }
@@ -445,7 +445,7 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
     counts.push_back(answer.get<uint32_t>());
     if (counts.back() > kMaxFdsEach) throw Corrupt("rank 0 sent a table that makes no sense");
   }
-  // The pids are the hub's. In another pid namespace they would name strangers.
+  // The pids are those of the hub's pid namespace. In another one they would name other processes.
   if (participants[static_cast<size_t>(rank)].pid != ::getpid())
     throw Unavailable("the ranks are in different pid namespaces, so they cannot watch each other",
                       "Run them in one container");
@@ -453,7 +453,7 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
   const size_t total = std::accumulate(counts.begin(), counts.end(), size_t{0});
   while (all.size() < total) {
     Message more = next_message(socket.get(), deadline, known, look);
-    if (more.fds.empty()) throw Corrupt("rank 0 sent fewer descriptors than it said");
+    if (more.fds.empty()) throw Corrupt("rank 0 sent fewer descriptors than it announced");
     std::move(more.fds.begin(), more.fds.end(), std::back_inserter(all));
   }
   size_t next = 0;

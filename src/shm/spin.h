@@ -2,9 +2,9 @@
 //
 // A peer that runs on another core answers in under a microsecond; a sleep and a wake-up cost ten, and more in a
 // virtual machine whose core has gone idle. So a wait first spins, for about as long as two sleeps cost, if there is a
-// core for every rank; where ranks share cores, spinning only keeps the peer from running. Then it looks again and
-// again and yields the core in between: to whoever can run there, and for nothing where nobody wants it. Sleeping comes
-// last.
+// core for every rank. If ranks share cores it does not, because spinning only keeps the peer from running. Then the
+// wait looks again and again and yields the core in between; a yield costs almost nothing if no other thread wants the
+// core. Only then does it sleep.
 #pragma once
 
 #include <sched.h>
@@ -16,7 +16,7 @@ namespace muster::shm {
 inline constexpr std::chrono::microseconds kSpin{20};
 inline constexpr std::chrono::microseconds kYield{1000};
 
-// kSpin if `threads` busy threads have one each of these cores (base/cores.h), else zero.
+// kSpin if each of `threads` busy threads can have one of these cores (base/cores.h) to itself, else zero.
 inline std::chrono::nanoseconds spin_for(int threads, int cores) {
   return threads <= cores ? std::chrono::nanoseconds(kSpin) : std::chrono::nanoseconds::zero();
 }
@@ -29,8 +29,8 @@ inline void cpu_relax() {
 #endif
 }
 
-// Spins at most `limit` and returns whether `condition()` came to hold. At first without a pause and without a look at
-// the clock, either of which may take as long as the peer's answer; then the clock is read only every few pauses.
+// Spins for at most `limit` and returns whether `condition()` came to hold. The first rounds neither pause nor read the
+// clock, because either may take as long as the peer's answer; after them the clock is read once every 32 pauses.
 template <typename Condition>
 bool spin_until(std::chrono::nanoseconds limit, Condition condition) {
   if (condition()) return true;
