@@ -1,4 +1,5 @@
-// Calls of an agent that is at hand, not the current World's: for threads that have none, such as libtorch's engine's.
+// Calls by a given agent instead of the current World's: for threads that have no current World, such as those of
+// libtorch's engine.
 //
 // Thread-safety: all functions. Errors: as call.h.
 #pragma once
@@ -28,7 +29,7 @@ Future<result_of<F>> call_on(Agent& agent, Callee callee, A&&... args) {
   return Future<result_of<F>>(state);
 }
 
-// Of an object.
+// The same for a function of an object.
 template <auto F, typename... A>
 Future<result_of<F>> call_on(Agent& agent, const Reference& object, A&&... args) {
   StateRef<CallState<result_of<F>>> state(new CallState<result_of<F>>(agent.waits()));

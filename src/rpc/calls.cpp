@@ -1,4 +1,4 @@
-// The calls that go out: made, waited for, cancelled, too late.
+// Outgoing calls: making them, waiting, cancellation, deadlines.
 #include "rpc/agent.h"
 
 #include <c10/core/GradMode.h>
@@ -17,9 +17,9 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// A message this large asks whether the way is full before it goes.
+// A message of at least this size waits for room on the way before it is sent.
 constexpr size_t kLarge = 64 << 10;
-// Between looks at what rings no bell.
+// Between looks at conditions that ring no bell.
 constexpr milliseconds kLook{50};
 int64_t ticks(Clock::time_point time) { return nanoseconds(time.time_since_epoch()).count(); }
 
@@ -30,7 +30,7 @@ PeerLost Agent::lost_error(int rank) const {
   return {rank, lost.pid, text("worker \"", workers_[static_cast<size_t>(rank)].name, "\" is lost: ", lost.cause)};
 }
 
-// Waits while as many calls are under way to the worker as may be.
+// Waits while max_calls calls to the worker are under way.
 void Agent::wait_for_room(int to, Deadline deadline) {
   Peer& there = peer(to);
   const auto room = [&] {
@@ -44,7 +44,8 @@ void Agent::wait_for_room(int to, Deadline deadline) {
                        there.outstanding.load(), " calls; no more can be made"));
 }
 
-// Waits while as many bytes are. The thread may be one of the pool: others take its place meanwhile.
+// Waits while more than max_backlog bytes wait on the way to the worker. If the thread is one of the pool, another
+// takes its place meanwhile.
 void Agent::wait_for_backlog(int to, Deadline deadline) {
   transport::Transport& way = *peer(to).way.load(std::memory_order_acquire);
   const auto room = [&] { return closing_.load() || peer(to).lost.load() || way.backlog(to) <= options_.max_backlog; };
@@ -52,7 +53,7 @@ void Agent::wait_for_backlog(int to, Deadline deadline) {
     try {
       way.wait_below(to, options_.max_backlog, Deadline::after(std::min<nanoseconds>(limit, kLook)));
     } catch (const Error&) {
-      // Its deadline, or the worker is lost: room() knows.
+      // The deadline has passed or the worker is lost: room() is asked next.
     }
   };
   if (!room() && !executor_->wait(room, sleep, deadline))
@@ -111,7 +112,8 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
   }
 }
 
-// A call to that worker is answered, or was never sent: there is room for another. None if it was given up before.
+// A call to that worker was answered or could not be sent, so there is room for another one. Returns the pending call;
+// none if its caller has given it up.
 Agent::Pending Agent::take_pending(uint64_t call, int to) {
   Pending mine;
   Peer& there = peer(to);
@@ -131,7 +133,7 @@ Agent::Pending Agent::take_pending(uint64_t call, int to) {
   return mine;
 }
 
-// Nobody waits for it any more, but the callee has it yet: it counts until it is answered.
+// The caller no longer waits for the call, but the callee still has it: it counts until it is answered.
 Agent::Pending Agent::give_up(uint64_t call) {
   Pending mine;
   {
@@ -146,7 +148,7 @@ Agent::Pending Agent::give_up(uint64_t call) {
   return mine;
 }
 
-// What is said of a tensor on a device that the map of its call does not have.
+// The error for a tensor on a device that is missing from the device map of its call.
 InvalidArgument Agent::not_mapped(int to, const Header& header, const Payload& payload, size_t tensor) const {
   const std::string device = payload.tensors[tensor].device().str();
   const std::string &me = self().name, &there = workers_[static_cast<size_t>(to)].name;
@@ -163,7 +165,7 @@ InvalidArgument Agent::not_mapped(int to, const Header& header, const Payload& p
       text("Map it in rpc::Options::device_maps[\"", there, "\"], or send .cpu()"));
 }
 
-// Header, payload, references and tensors, as one message.
+// Sends header, payload, references and tensors as one message.
 void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
   transport::Transport* const way = peer(to).way.load(std::memory_order_acquire);
   if (!way) throw Unavailable("there is no way to the worker yet");
@@ -193,7 +195,7 @@ void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
   try {
     way->send(to, std::move(message));
   } catch (const PeerLost&) {
-    throw;  // the owners hear of that by themselves
+    throw;  // the owners learn of the loss by themselves
   } catch (...) {
     take_back(to, records);
     throw;
@@ -206,7 +208,7 @@ void Agent::send_quietly(int to, Header header) {
   try {
     send(to, header, {});
   } catch (const Error&) {
-    // Lost: on_lost() says what there is to say.
+    // The worker is lost: on_lost() reports it.
   }
 }
 
@@ -221,7 +223,7 @@ bool Agent::wait(detail::FutureState& state, Deadline deadline) {
 void Agent::wait_unless_closing(detail::FutureState& state) {
   check_fork();
   const auto done = [&] { return state.done() || closing_.load(); };
-  // close() does not know this state: look from time to time.
+  // close() does not know this state and cannot wake its waiters, so they look from time to time.
   const auto sleep = [&](nanoseconds limit) { state.sleep(Deadline::after(std::min<nanoseconds>(limit, kLook))); };
   executor_->wait(done, sleep, Deadline::never());
   if (!state.done()) throw Aborted("this worker's RPC has been shut down");
@@ -243,7 +245,7 @@ void Proxy::cancel(detail::FutureState& state) {
   if (const auto agent = agent_.lock()) agent->cancel(state);
 }
 
-// The state is complete, with Aborted. One of a call is told to the callee; one that was derived has none.
+// The state is already complete, with Aborted. If it is that of a call, the callee is told; a derived state has none.
 void Agent::cancel(detail::FutureState& state) {
   const auto* const call = dynamic_cast<detail::PendingCall*>(&state);
   if (!call || forked()) return;
@@ -281,12 +283,13 @@ void Agent::tick(Clock::time_point now) {
   int64_t known = next_tick_.load(std::memory_order_relaxed);
   while (next < known && !next_tick_.compare_exchange_weak(known, next)) {
   }
-  if (next != kNever) executor_->call_on_tick();  // who looked meanwhile has seen none
+  if (next != kNever) executor_->call_on_tick();  // a thread that looked meanwhile has seen kNever
   const Active active(*this);
   for (const uint64_t id : late) {
     Pending pending = give_up(id);
     if (!pending) continue;
-    // First: who hears of the timeout may know that the call is told to stop before anything that comes after.
+    // kCancel goes first: a caller that sees the timeout may rely on the callee being told to stop before anything that
+    // the caller sends afterwards.
     send_quietly(pending.call->to, {.kind = Kind::kCancel, .call = id});
     pending.fail(late_error(*pending.call));
   }

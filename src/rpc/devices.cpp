@@ -44,7 +44,7 @@ c10::Device decode_device(WireReader& reader) {
   const auto type = reader.get<int8_t>();
   const auto index = reader.get<c10::DeviceIndex>();
   if (type < 0 || type >= c10::COMPILE_TIME_MAX_DEVICE_TYPES || index < -1)
-    throw Corrupt("a device map with a device that there cannot be");
+    throw Corrupt("a device map has a device that cannot exist");
   return {static_cast<c10::DeviceType>(type), index};
 }
 
@@ -62,7 +62,7 @@ Maps decode(std::string_view bytes) {
   return maps;
 }
 
-// What its owner can say of a map, before anything is known of the other worker's devices.
+// What a map's owner can check before it knows anything about the other worker's devices.
 void check_form(const std::string& mine, const std::string& peer, const DeviceMap& map) {
   if (map.size() > kMostPairs)
     bad(mine, peer, text("has ", map.size(), " pairs"), text("At most ", kMostPairs, " devices can be mapped"));

@@ -1,14 +1,15 @@
 // Device maps (worker.h, docs/rpc.md): which device of the other worker a tensor goes to.
 //
-// At the start, if any worker has maps, those who do post them in the store; then everybody posts what is wrong with
-// its own and with what others' maps say of its devices, and reads what everybody found: init() fails on all or none.
-// From then on the two sides of a map have the same list of pairs, and a message says of a tensor only at which place
-// in that list its device is (tensor_table.h). So no message can name a device that was not agreed upon.
+// At the start, if any worker has maps, the workers that have them post them in the store. Then every worker posts the
+// errors that it found in its own maps and in what the other maps say about its devices, and reads what all others
+// found: init() fails on all workers or on none. From then on the two sides of a map have the same list of pairs, and a
+// message names a tensor's device only by its place in that list (tensor_table.h). So no message can name a device that
+// was not agreed upon.
 //
-// A call goes by the caller's map for the callee, there and back; the callee's own map for the caller is for the calls
-// that it makes itself.
+// A call and its reply use the caller's map for the callee; the callee's own map for the caller is for the calls that
+// the callee makes itself.
 //
-// Thread-safety: meet() before all else; const afterwards.
+// Thread-safety: meet() must come first; const afterwards.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -35,16 +36,16 @@ class Devices {
     const std::vector<WorkerInfo>& workers;
     const std::vector<bool>& has_maps;  // by rank; the same on all
   };
-  // InvalidArgument, on all workers, for what worker.h says; Corrupt for what is no map; Timeout.
+  // Throws InvalidArgument, on all workers, for what worker.h lists; Corrupt for bytes that are not a map; Timeout.
   void meet(const std::map<std::string, DeviceMap>& maps, const Meeting& meeting);
 
-  // This worker's devices, by their place in the map, of calls that it makes to that worker …
+  // This worker's devices, by their place in the map, for calls that it makes to `worker`.
   std::span<const c10::Device> calls_to(int worker) const { return at(calls_to_, worker); }
-  // … and of calls that that worker makes to it.
+  // The same for calls that `worker` makes to it.
   std::span<const c10::Device> calls_from(int worker) const { return at(calls_from_, worker); }
 
  private:
-  using Lists = std::vector<std::vector<c10::Device>>;  // by worker; empty where nobody has maps
+  using Lists = std::vector<std::vector<c10::Device>>;  // by worker; empty if no worker has maps
   static std::span<const c10::Device> at(const Lists& lists, int worker) {
     return lists.empty() ? std::span<const c10::Device>() : lists[static_cast<size_t>(worker)];
   }

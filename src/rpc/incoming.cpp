@@ -1,4 +1,4 @@
-// What comes in: requests and their handlers, replies, the word of references and of the end, losses.
+// Incoming messages: requests and their handlers, replies, messages about references and shutdown; and losses.
 #include "rpc/agent.h"
 
 #include <c10/core/InferenceMode.h>
@@ -37,7 +37,8 @@ class Agent::CallJob final : public Job {
   std::shared_ptr<void> object_;
 };
 
-// What nobody holds any more. Where it is the user's its end may call and wait, which who delivers a message must not.
+// Destroys objects that nobody holds any more. The destructor of a user's object may call and wait, which a thread that
+// delivers a message must not do.
 class Agent::GarbageJob final : public Job {
  public:
   explicit GarbageJob(Objects::Garbage garbage) : garbage_(std::move(garbage)) {}
@@ -52,7 +53,7 @@ void Agent::discard(Objects::Garbage garbage) {
 }
 
 void Agent::on_message(int from, std::string_view body, std::vector<transport::Piece>& pieces) {
-  // Whoever polls reads what comes for others too: its inference mode is not theirs.
+  // The thread that polls also reads messages for others, and its inference mode is not theirs.
   std::optional<c10::InferenceMode> normal;
   if (c10::InferenceMode::is_enabled()) normal.emplace(false);
   size_t bytes = body.size();
@@ -93,11 +94,11 @@ void Agent::on_message(int from, std::string_view body, std::vector<transport::P
                        << "\" was dropped: " << error.what();
   } catch (...) {
     MUSTER_LOG(kError) << "rpc: a message of worker \"" << workers_[static_cast<size_t>(from)].name
-                       << "\" was dropped: reading it threw what is no std::exception";
+                       << "\" was dropped: reading it threw something that is not a std::exception";
   }
 }
 
-// Takes payload, references and tensors apart. `rest` has begun with the payload.
+// Splits a message into payload, references and tensors. `rest` begins with the payload.
 Payload Agent::read(int from, const Header& header, std::string_view& rest, std::vector<transport::Piece>& pieces) {
   Payload payload;
   rest.remove_prefix(header.payload);
@@ -110,9 +111,9 @@ Payload Agent::read(int from, const Header& header, std::string_view& rest, std:
     const auto record = read_pod<RefRecord>(rest);
     find(record.owner);
     if (record.owner == from) {
-      // It has counted this hold before it sent the reference.
+      // The sender is the owner, and counted this hold before it sent the reference.
     } else if (record.owner == self_) {
-      objects_.add_hold(record.object, self_);  // whoever sent it holds it yet: it lets go on the same way, later
+      objects_.add_hold(record.object, self_);  // the sender still holds it: its release comes later on the same way
     } else {
       send_quietly(record.owner,
                    {.kind = Kind::kHolds, .object = record.object, .token = record.token, .worker = from});
@@ -137,7 +138,7 @@ void Agent::on_call(int from, const Header& header, std::string_view rest, std::
     const std::lock_guard lock(running_mutex_);
     peer(from).running.emplace(header.call, call);
   }
-  if (closing_.load()) call->cancelled.store(true, std::memory_order_release);  // close() may have been past it
+  if (closing_.load()) call->cancelled.store(true, std::memory_order_release);  // close() may have missed it
   if ((header.flags & kStore) && from != self_ && creator_of(header.result) == from)
     objects_.expect(header.result, from);
   try {
@@ -148,7 +149,7 @@ void Agent::on_call(int from, const Header& header, std::string_view rest, std::
       throw InvalidArgument(text("worker \"", self().name, "\" has no such function"),
                             "Run the same program, or one that names this function, in both workers");
     if ((header.object == 0) != (call->function->object_type == nullptr))
-      throw InvalidArgument("a function of an object, called on none, or the other way round");
+      throw InvalidArgument("a function of an object was called without one, or the other way round");
     if ((header.flags & kStore) && (!call->function->stored_type || creator_of(header.result) != from))
       throw InvalidArgument("the result of this call cannot be kept as an object");
     if (header.context != 0) call->above = interceptor_->incoming(*call, payload);
@@ -172,9 +173,9 @@ void Agent::on_call(int from, const Header& header, std::string_view rest, std::
   if (!there) fail(call, std::make_exception_ptr(Aborted("the remote object is gone")));
 }
 
-// A call that waits for its turn needs its arguments no more. It is answered then, not now: until it is, its caller
-// makes no other in its place, so there are never more of them here than it may make. What is to be stored is left
-// alone: should the caller be lost it is made all the same.
+// A cancelled call that waits for its turn no longer needs its arguments. It is answered in its turn, not now: until
+// then its caller makes no other call in its place, so there are never more calls here than the caller may make. A call
+// whose result is to be stored is left alone, because the object is made even if the caller is lost.
 void Agent::on_cancel(int from, const Header& header) {
   std::shared_ptr<IncomingCall> call;
   {
@@ -188,8 +189,8 @@ void Agent::on_cancel(int from, const Header& header) {
 }
 
 void Agent::run_handler(const std::shared_ptr<IncomingCall>& call, std::shared_ptr<void> object) {
-  // Where nobody waits for the result there is none; but an object that the call was to make must come to an end. Where
-  // its creator is lost it is made all the same: others may hold it already.
+  // If nobody waits for the result, the function does not run; fail() then gives an object that the call was to make
+  // its error. But if the caller, the object's creator, is lost, the function runs: others may hold the object already.
   const bool orphan = (call->header.flags & kStore) && peer(call->caller).lost.load() && !closing_.load();
   const bool dropped = call->taken.exchange(true);
   if (dropped || (call->cancelled.load(std::memory_order_acquire) && !orphan) || call->deadline.passed())
@@ -241,7 +242,7 @@ void Agent::send_error(const IncomingCall& call, const std::exception_ptr& error
     payload.body = detail::encode(detail::describe(error));
     send(call.caller, {.kind = Kind::kError, .call = call.header.call}, std::move(payload));
   } catch (const Error&) {
-    // Nobody is there to be told.
+    // The caller is gone.
   }
 }
 
@@ -255,18 +256,18 @@ void Agent::forget(const IncomingCall& call) {
 
 void Agent::on_reply(int from, const Header& header, std::string_view rest, std::vector<transport::Piece>& pieces) {
   const Active active(*this);
-  Pending pending = take_pending(header.call, from);  // none: it comes too late
+  Pending pending = take_pending(header.call, from);  // none: the reply comes too late
   const std::string_view body = rest.substr(0, header.payload);
   try {
     const auto sent = pending ? std::exchange(pending.call->sent, nullptr) : nullptr;
-    Payload payload = read(from, header, rest, pieces);  // also if it is too late: it may bring references
+    Payload payload = read(from, header, rest, pieces);  // also if it is too late, because it may bring references
     if (!pending) {
     } else if (header.kind == Kind::kReply) {
       if (header.context != 0) interceptor_->returned(sent, from, header.context, payload);
       PayloadReader reader{body, payload.tensors, &payload.refs};
       pending.call->succeed(reader);
     } else if (pending.call->deadline.passed()) {
-      pending.fail(late_error(*pending.call));  // the function heard of the deadline before this worker looked
+      pending.fail(late_error(*pending.call));  // the function saw the deadline pass before this worker looked
     } else {
       pending.fail(detail::remote_error(workers_[static_cast<size_t>(from)].name, pending.call->function->name,
                                         detail::decode_error(body)));

@@ -6,7 +6,7 @@
 
 namespace muster::rpc {
 
-// With the lock. An unknown object is one whose creation is still on its way, if its creator can still send it.
+// With the lock. The creation of an unknown object is still on its way, if its creator can still send it.
 Objects::Object* Objects::find_or_expect(uint64_t object) {
   const auto found = table_.find(object);
   if (found != table_.end()) return &found->second;
@@ -21,7 +21,7 @@ void Objects::collect(Table::iterator it, Garbage& garbage) {
   if (!object.transits.empty()) return;
   for (const auto& [worker, count] : object.holds)
     if (count > 0) return;
-  if (!object.ready) return;  // set() comes, or lost()
+  if (!object.ready) return;  // set() or lost() will come
   garbage.has_users |= object.stored.value && !object.stored.is_ours;
   garbage.nodes.push_back(table_.extract(it));
 }
@@ -38,7 +38,7 @@ bool Objects::when_ready(uint64_t id, OnReady on_ready) {
     }
     ready = object->stored;
   }
-  on_ready(std::move(ready));  // whoever gets it may be the last who has it
+  on_ready(std::move(ready));  // without the lock: the receiver may be the value's last owner
   return true;
 }
 
@@ -57,14 +57,14 @@ void Objects::expect(uint64_t id, int creator) {
 }
 
 void Objects::set(uint64_t id, StoredObject stored) {
-  Garbage garbage;  // before the lock, so that it ends after it
+  Garbage garbage;  // declared before the lock, so that it is destroyed after the lock is released
   StoredObject copy = stored;
   std::vector<OnReady> waiting;
   {
     const std::lock_guard lock(mutex_);
     const auto it = table_.find(id);
     if (it == table_.end()) return;  // nobody holds it any more
-    if (it->second.ready) return;    // what it was ends without the lock
+    if (it->second.ready) return;    // `stored` is destroyed without the lock
     it->second.ready = true;
     std::swap(it->second.stored, stored);
     waiting.swap(it->second.waiting);
@@ -134,14 +134,14 @@ Objects::Garbage Objects::lost(int worker) {
   return garbage;
 }
 
-// With the lock: whether nothing that the lost worker has sent can still turn up.
+// With the lock: true if nothing that the lost worker has sent can still arrive.
 bool Objects::settled(int lost) const {
   for (int worker = 0; worker < workers_; ++worker)
     if (!is_lost(worker) && !drained_.contains({worker, lost})) return false;
   return true;
 }
 
-// With the lock: lets go of what nobody can hold any more.
+// With the lock: removes what nobody can hold any more.
 void Objects::settle(Garbage& garbage) {
   std::set<int> gone;
   for (const int worker : lost_)
@@ -184,7 +184,7 @@ Objects::Garbage Objects::drained(int by, int of) {
 }
 
 void Objects::close() {
-  Table gone;  // without the lock
+  Table gone;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   closed_ = true;
   gone.swap(table_);

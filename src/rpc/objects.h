@@ -1,36 +1,36 @@
-// The objects of a worker that others refer to, and who holds each of them. Plain bookkeeping, no messages: the agent
-// tells it what came and sends what it asks for.
+// The objects of a worker that others refer to, and the workers that hold each of them. This is plain bookkeeping and
+// sends no messages: the agent reports what arrived.
 //
 // An object lives while
 //   - a worker holds it: holds(w) > 0, for any w, this one included; or
-//   - a reference to it is in transit: worker b has handed it on to c (kAddHolder), and c has not said that it holds
-//   it.
+//   - a reference to it is in transit: worker b has passed it on to c (kAddHolder), and c has not yet said that it
+//     holds it.
 //
-// A worker that hands a reference on says so to the owner *before* it sends the reference, and before it lets go of its
-// own, on the same ordered way. So at the owner its hold ends only after the transit is known; what c says (kHolds,
-// kRelease) may come before or after. The owner itself needs none of this: when it hands a reference on, to itself too,
-// the receiver holds one more from that moment on, and says nothing of it until it lets go.
+// A worker that passes a reference on tells the owner *before* it sends the reference, and before it releases its own,
+// on the same ordered way. So the owner knows of the transit before that worker's hold ends; the messages of c (kHolds,
+// kRelease) may come before or after. If the owner itself passes a reference on (to itself, too), none of this is
+// needed: the receiver holds one more from that moment on, and sends nothing about it until it releases it.
 //
 //   kAddHolder(b→c, t)   unless (b, t) was already received: it is in transit
-//   kHolds(c; b, t)      in transit no more, or remembered as received; c holds one more
+//   kHolds(c; b, t)      no longer in transit, or remembered as received; c holds one more
 //   kRelease(c)          c holds one less
 //   kNotSent(b→c, t)     the transit has ended: the message could not be sent
-//   handed on to c       by the owner: c holds one more; one less again if the message could not be sent. Of what is
-//                        made for one message alone, c is the holder from the beginning (put())
-//   c is lost            what was in transit to c is gone; nothing is in transit to c ever again
-//   b is lost            what b handed on to c may have come, also if b died before kAddHolder went out: the two ways
-//   have
-//                        no common order. c knows: when it has read all that b ever sent it says so (kDrained(b)),
-//                        after its last kHolds; what then is in transit from b to c never came. So b's holds
-//                        count until every living worker has said kDrained(b)
+//   owner passes it to c c holds one more, and one less again if the message could not be sent. An object that is made
+//                        for one message alone is held by c from the beginning (put())
+//   c is lost            what was in transit to c is gone; nothing is ever in transit to c again
+//   b is lost            what b passed on to c may have arrived, even if b died before kAddHolder went out: the two
+//                        ways have no common order. When c has read everything that b ever sent, it says so
+//                        (kDrained(b)), after its last kHolds; what is still in transit from b to c then never
+//                        arrived. So b's holds count until every living worker has said kDrained(b)
 //
-// A count may be negative for a moment, never for long; only a positive one keeps an object alive.
+// A count may be negative for a moment, never for long; only a positive count keeps an object alive.
 //
-// An object may be spoken of before the call that creates it has come (another way is faster): it is there from then
-// on, waiting for its value, unless its creator is lost and drained.
+// A message may mention an object before the call that creates it has come (another way is faster). From then on the
+// object exists and waits for its value, unless its creator is lost and drained.
 //
-// Thread-safety: all methods; values are let go of without the lock. Their destructors may be the user's, which call
-// and wait: what takes the last hold away returns them (Garbage), for its caller to end where that may be.
+// Thread-safety: all methods. Values are destroyed without the lock. Their destructors may be the user's and may call
+// and wait, so a method that takes the last hold away returns the values (Garbage), and its caller destroys them in a
+// place where waiting is allowed.
 #pragma once
 
 #include <cstdint>
@@ -52,26 +52,26 @@ namespace muster::rpc {
 struct StoredObject {
   std::shared_ptr<void> value;
   const std::type_info* type = nullptr;
-  std::exception_ptr error;  // instead of a value: its creation failed
-  bool is_ours = false;      // not the user's: its destructor neither calls nor waits
+  std::exception_ptr error;  // instead of a value, if its creation failed
+  bool is_ours = false;      // Muster's own, not the user's: its destructor neither calls nor waits
 };
 
 class Objects {
  public:
   Objects(int self, int workers) : self_(self), workers_(workers) {}
 
-  // Called with the value (or error) when it is there: at once, or later by whoever sets it. False: there is no such
-  // object and will be none.
+  // Called with the value (or error) when it is there: immediately, or later by the thread that sets it. False: there
+  // is no such object and will never be one.
   using OnReady = std::function<void(StoredObject)>;
   bool when_ready(uint64_t object, OnReady on_ready);
 
-  // Without waiting: what is there and ready.
+  // Without waiting: the object if it is there and ready.
   std::optional<StoredObject> find(uint64_t object) const;
 
-  // An object that worker `creator` will hold, whose value comes later.
+  // Adds an object that worker `creator` holds and whose value comes later.
   void expect(uint64_t object, int creator);
   void set(uint64_t object, StoredObject stored);
-  // One of this worker's own that is there, and that `holder` holds.
+  // Adds an object of this worker that is ready, and that `holder` holds.
   void put(uint64_t object, StoredObject stored, int holder);
 
   struct Garbage;  // what nobody holds any more
@@ -80,13 +80,13 @@ class Objects {
   void add_transit(uint64_t object, int from, int to, uint64_t token);
   Garbage drop_transit(uint64_t object, int from, int to, uint64_t token);
   void received(uint64_t object, int from, uint64_t token, int by);
-  Garbage lost(int worker);         // after all that it sent
+  Garbage lost(int worker);         // to be called after all of that worker's messages
   Garbage drained(int by, int of);  // `by` has read all that the lost worker `of` sent to it
 
-  void close();  // lets go of everything; nothing is known afterwards
+  void close();  // releases everything; no object is known afterwards
 
   size_t size() const;
-  std::string describe() const;  // for whoever looks for what holds an object: a line each
+  std::string describe() const;  // for debugging, shows what holds each object: one line per object
 
  private:
   struct Transit {
@@ -110,7 +110,7 @@ class Objects {
   void settle(Garbage& garbage);
   Garbage lose(int worker, const StoredObject& never, std::vector<OnReady>& waiting);
   void collect(Table::iterator it, Garbage& garbage);
-  // One that there is not, in a message of a defective worker, is one that holds and sends nothing.
+  // A rank that does not exist (in a message of a defective worker) counts as lost: it holds and sends nothing.
   bool is_lost(int worker) const { return worker < 0 || worker >= workers_ || lost_.contains(worker); }
 
   const int self_, workers_;

@@ -1,23 +1,23 @@
-// What workers say to each other: the fixed part at the start of every message of the agents.
+// The messages of the agents. Each begins with a Header of fixed size:
 //
-//   Header | payload (msgpack, `payload` bytes) | note (`note` bytes) | references (`refs` of them) | table of tensors
+//   Header | payload (msgpack, `payload` bytes) | note (`token` bytes) | references (`refs` of them) | table of tensors
 //   and pieces beside it
 //
 //   kCall          run function `function` with the arguments in the payload, on object `object` if it is not 0, and
 //                  send the result back; with kStore: keep the result as object `result` instead
-//   kReply         the result of call `call`; empty for what was stored
+//   kReply         the result of call `call`; empty if the result was stored
 //   kError         call `call` failed: the payload is an ErrorReply
 //   kCancel        nobody waits for `call` any more
-//   kAddHolder     the sender has handed a reference to `object` on to worker `worker`, under number `token`
-//   kHolds         the sender has received the reference that worker `worker`, not its owner, handed on under number
-//   `token`
-//   kRelease       the sender lets go of one reference to `object`
-//   kDrained       the sender has read all that worker `worker`, which is lost, ever sent to it
-//   kNotSent       what kAddHolder announced could not be sent
+//   kAddHolder     the sender has passed a reference to `object` on to worker `worker`, under number `token`
+//   kHolds         the sender has received the reference that worker `worker`, not its owner, passed on under number
+//                  `token`
+//   kRelease       the sender releases one reference to `object`
+//   kDrained       worker `worker` is lost, and the sender has read everything that it ever sent to the sender
+//   kNotSent       the reference that kAddHolder announced could not be sent
 //   kIdle          a round of a graceful shutdown: the sender is idle in round `token`, and has made `call` calls so
-//   far
+//                  far
 //
-// An object's id is unique in the job: its creator's rank in the upper 16 bits, that worker's count below.
+// An object's id is unique in the job: its creator's rank in the upper 16 bits, and that worker's count below.
 #pragma once
 
 #include <cstdint>
@@ -43,18 +43,18 @@ enum class Kind : uint8_t {
 };
 
 constexpr uint8_t kStore = 1;   // keep the result
-constexpr uint8_t kNoGrad = 2;  // the caller records no gradients: the function must not either
+constexpr uint8_t kNoGrad = 2;  // grad mode is off at the caller, so it must be off in the function
 
 struct Header {
   Kind kind = Kind::kCall;
   uint8_t flags = 0;
   uint16_t refs = 0;
-  uint32_t timeout_ms = 0;  // kCall: how long the caller waits yet; 0: for ever
+  uint32_t timeout_ms = 0;  // kCall: how long the caller waits from now on; 0: for ever
   uint64_t call = 0;
   uint64_t function = 0;
   uint64_t object = 0;   // 0: none
   uint64_t result = 0;   // kCall with store: the id of the new object
-  uint64_t token = 0;    // kCall, kReply: the bytes of the note (interceptor.h)
+  uint64_t token = 0;    // see above; kCall, kReply: the size of the note in bytes (interceptor.h)
   uint64_t context = 0;  // for the layer above (interceptor.h)
   int32_t worker = -1;
   uint32_t payload = 0;
@@ -65,7 +65,7 @@ static_assert(sizeof(Header) == 64);
 struct RefRecord {
   uint64_t object = 0, token = 0;
   int32_t owner = -1;
-  int32_t from = -1;  // who handed it on
+  int32_t from = -1;  // the worker that passed it on
 };
 static_assert(sizeof(RefRecord) == 24);
 

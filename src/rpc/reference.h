@@ -1,4 +1,4 @@
-// One hold of a worker on an object of some worker: what an RRef is a handle of. objects.h has the counting.
+// One hold of a worker on an object of some worker. An RRef is a handle of it. objects.h describes the counting.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ struct Reference {
   std::weak_ptr<Agent> agent;
   int owner = 0;
   uint64_t object = 0;
-  int holder = kMine;  // whose hold it is: of Agent::keep_for(), the worker's that it goes to, until it has gone
+  int holder = kMine;  // who holds: this worker; for Agent::keep_for() the receiving worker, kGone once it was sent
 
   Reference(std::weak_ptr<Agent> agent, int owner, uint64_t object)
       : agent(std::move(agent)), owner(owner), object(object) {}
   Reference(const Reference&) = delete;
   Reference& operator=(const Reference&) = delete;
-  ~Reference();  // lets go
+  ~Reference();  // releases the hold
 };
 
 }  // namespace detail

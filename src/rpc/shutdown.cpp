@@ -1,4 +1,4 @@
-// The end of an agent: rounds until nobody has anything to do (agent.h), and close().
+// The end of an agent: rounds until no worker has anything left to do (agent.h), and close().
 #include "rpc/agent.h"
 
 #include <algorithm>
@@ -16,8 +16,8 @@ using std::chrono::nanoseconds;
 
 }  // namespace
 
-// Whether nothing of this worker's own is under way. What begins while this looks makes a call, or comes in one.
-// In the order in which work goes from one place to the next. If so, how many calls it has made.
+// If no work of this worker is under way: how many calls it has made. This looks at the places in the order in which
+// work goes from one to the next. Work that begins meanwhile makes a call, or comes in one.
 std::optional<uint64_t> Agent::idle() const {
   const uint64_t made = made_.load(std::memory_order_seq_cst);
   {
@@ -34,7 +34,8 @@ std::optional<uint64_t> Agent::idle() const {
   return made;
 }
 
-// This worker may be idle. A server that waits in shutdown() for its callers is so after each call, and sleeps on.
+// To be called whenever this worker may have become idle. A server that waits in shutdown() for its callers is idle
+// after each call, and goes on sleeping.
 void Agent::changed() {
   if (idleness_watchers_.load(std::memory_order_seq_cst) != 0) bell_.ring();
 }
@@ -47,7 +48,7 @@ std::optional<uint64_t> Agent::wait_until_idle(Deadline deadline) {
   return made;
 }
 
-// For what comes in messages; whoever takes one of these rings.
+// Waits for something that comes in messages. The thread that takes such a message rings the bell.
 bool Agent::wait_for(const std::function<bool()>& done, Deadline deadline) {
   return executor_->wait(
       done, [&](nanoseconds limit) { bell_.sleep(limit, done); }, deadline);
@@ -55,7 +56,8 @@ bool Agent::wait_for(const std::function<bool()>& done, Deadline deadline) {
 
 void Agent::shut_down(Shutdown how, Deadline deadline) {
   if (forked()) return;
-  if (in_handler()) throw InvalidArgument("rpc::shutdown() from a handler", "Call it where init() was called");
+  if (in_handler())
+    throw InvalidArgument("rpc::shutdown() was called from a handler", "Call it where init() was called");
   if (how == Shutdown::kAbrupt) return close();
   std::optional<uint64_t> before;
   std::vector<int> missing;
@@ -93,7 +95,7 @@ void Agent::shut_down(Shutdown how, Deadline deadline) {
     before = sum;
   }
   std::optional<PeerLost> error;
-  // Where somebody died in the last round, some may have ended with it and left; the dead one is to blame.
+  // If a worker died in the last round, others may have ended because of it, and left. Blame the one that died.
   const auto blamed =
       std::find_if(lost.begin(), lost.end(), [&](int rank) { return !peer(rank).cause.ends_with(" left"); });
   if (!lost.empty()) error = lost_error(blamed == lost.end() ? *lost.begin() : *blamed);
@@ -106,7 +108,7 @@ void Agent::shut_down(Shutdown how, Deadline deadline) {
 }
 
 void Agent::close(Deadline flush) {
-  if (forked()) return;  // all of it is the parent's
+  if (forked()) return;  // everything here belongs to the parent process
   {
     const std::lock_guard lock(state_mutex_);
     if (std::exchange(closed_, true)) return;
@@ -130,7 +132,8 @@ void Agent::close(Deadline flush) {
   if (executor_) executor_->stop();
   if (far_) far_->close(flush);
   if (shm_) shm_->close(flush);
-  // Handlers that are suspended for ever hold the agent, and it them. What goes here may bring handlers to their end.
+  // Handlers that are suspended for ever hold the agent, and the agent holds them: this breaks the cycle. What is
+  // destroyed here may bring further handlers to their end.
   std::vector<std::map<uint64_t, std::shared_ptr<IncomingCall>>> suspended;
   {
     const std::lock_guard lock(running_mutex_);

@@ -1,7 +1,8 @@
-// Bytes of tensors between other devices and the CPU's memory, by libtorch's own copies: for any device that it has.
+// Moves bytes of tensors between other devices and the CPU's memory, by libtorch's own copies, so for any device that
+// it knows.
 //
-// Both block until the bytes are there. They go by the thread's current stream of the device: what was put there before
-// is in them, and what is put on any stream afterwards finds them.
+// Both copies block until the bytes are there. They use the thread's current stream of the device: they include what
+// was put on that stream before, and what is put on any stream afterwards sees them.
 //
 // Errors: what the device's allocator and copy throw. Thread-safety: functions of their arguments.
 #pragma once
@@ -18,7 +19,8 @@ namespace muster::rpc::detail {
 at::Tensor to_host(const c10::Storage& storage, size_t begin, size_t bytes);
 // A storage on a device, with these bytes.
 c10::Storage to_device(const std::byte* data, size_t bytes, c10::Device device);
-// A tensor without a history; strides empty: row by row. `storage` null: a new one, as large as the tensor needs.
+// A tensor without autograd history. Empty `strides` means row by row; a null `storage` means a new storage, as large
+// as the tensor needs.
 at::Tensor on_device(c10::Storage storage, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides,
                      int64_t offset, c10::Device device);
 

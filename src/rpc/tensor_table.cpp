@@ -26,9 +26,9 @@ constexpr uint8_t kDefined = 1, kRequiresGrad = 2, kStrided = 4, kPlaced = 8;
 constexpr uint8_t kKnownFlags = kDefined | kRequiresGrad | kStrided | kPlaced;
 constexpr size_t kMostDims = 64;  // libtorch's own limit
 constexpr int64_t kLargestStride = int64_t{1}
-                                   << 62;  // of a dimension without a second element, where it has no meaning
+                                   << 62;  // for a dimension of fewer than two elements, whose stride has no meaning
 
-// Those whose elements are bytes that mean something by themselves: not the quantized ones, nor parts of bytes.
+// True for dtypes whose elements are bytes with a meaning of their own: not quantized ones, nor parts of bytes.
 bool travels(at::ScalarType dtype) {
   switch (dtype) {
     case at::kByte:
@@ -91,14 +91,14 @@ void check(const at::Tensor& tensor, size_t index, Places places) {
     throw InvalidArgument("a tensor whose memory was freed cannot be sent", "Its storage was resized to 0");
 }
 
-// As what its bytes can be taken from.
+// Whether the tensor's bytes can be sent as they are.
 bool ready(const at::Tensor& tensor) {
   return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor() &&
          (tensor.numel() == 0 || tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense());
 }
 
 at::Tensor made_ready(const at::Tensor& tensor) {
-  // Nothing is recorded, and a tensor that is no leaf need not be detached first.
+  // Below autograd: nothing is recorded, and a tensor that is not a leaf need not be detached first.
   const at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor plain = tensor;
   if (plain.is_conj()) plain = plain.resolve_conj();
@@ -116,7 +116,7 @@ struct Range {  // bytes of a storage that a tensor covers
 
 void release_owner(void* context) { delete static_cast<std::shared_ptr<void>*>(context); }
 
-// Whether the memory dies with the storage: nobody else can know its address but through the storage.
+// Whether the memory is freed with the storage, and is reachable only through the storage.
 bool owns_memory(const c10::StorageImpl& storage) {
   const c10::DataPtr& data = storage.data_ptr();
   if (data.get_deleter() == &release_owner)
@@ -208,7 +208,7 @@ void write_tensors(std::vector<at::Tensor>& tensors, std::string& body, std::vec
   for (size_t i = 0; i < tensors.size(); ++i) check(tensors[i], i, places);
 
   c10::SmallVector<uint8_t, 16> requires_grad;
-  std::unordered_map<const c10::TensorImpl*, at::Tensor> copies;  // of a tensor that is in the list twice: one
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> copies;  // a tensor that is in the list twice has one copy
   std::vector<at::Tensor> originals;                              // keeps the keys of `copies` alive
   for (at::Tensor& tensor : tensors) {
     requires_grad.push_back(tensor.defined() && tensor.requires_grad());
@@ -244,14 +244,14 @@ void write_tensors(std::vector<at::Tensor>& tensors, std::string& body, std::vec
     const bool is_here = of->storage->device().is_cpu();
     auto* const data = is_here ? static_cast<std::byte*>(const_cast<void*>(of->storage->data())) : nullptr;
     for (const Range* from = of; from != storage_end;) {
-      // All that overlap or touch.
+      // Find all ranges that overlap or touch.
       size_t last = from->end, widest = 1;
       const Range* to = from;
       for (; to != storage_end && to->begin <= last; ++to) {
         last = std::max(last, to->end);
         widest = std::max(widest, tensors[to->tensor].itemsize());
       }
-      // Where tensors of several dtypes overlap, each must still be aligned at the receiver.
+      // If tensors of several dtypes overlap, each must still be aligned at the receiver.
       const size_t begin = from->begin / widest * widest;
       for (const Range* each = from; each != to; ++each)
         where[each->tensor] = {static_cast<uint32_t>(pieces.size()), each->begin - begin};
@@ -287,7 +287,7 @@ namespace {
 
 using Numbers = c10::SmallVector<int64_t, 6>;
 
-// As a storage, in place or copied; one for each piece, made when it is met first.
+// The pieces as storages, in place or copied. There is one storage per piece, made at its first use.
 class Storages {
  public:
   explicit Storages(std::vector<transport::Piece>& pieces) : pieces_(pieces), made_(pieces.size()) {}
@@ -298,7 +298,7 @@ class Storages {
     return storage;
   }
 
-  // The same on another device; `place` is the device's.
+  // The same on another device; `place` is the place of that device.
   const c10::Storage& on(c10::Device device, uint8_t place, uint32_t index) {
     if (!elsewhere_) elsewhere_ = std::make_unique<Elsewhere>();
     c10::Storage& storage = (*elsewhere_)[{index, place}];
@@ -329,7 +329,7 @@ class Storages {
   std::unique_ptr<Elsewhere> elsewhere_;  // seldom needed
 };
 
-// Each element of the range once, in any order of the dimensions.
+// Throws unless the strides reach each element of the range once, in any order of the dimensions.
 void check_dense(const Numbers& sizes, const Numbers& strides) {
   c10::SmallVector<std::pair<int64_t, int64_t>, 6> order;  // stride and size
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -408,7 +408,7 @@ at::Tensor read_row(WireReader& body, const std::vector<transport::Piece>& piece
     if (!device.is_cpu())
       return asking(on_device(storages.on(device, place, index), dtype, sizes, strides, offset, device), flags);
     if (reinterpret_cast<uintptr_t>(piece.data) % static_cast<uintptr_t>(std::min<int64_t>(item, 8)) != 0) {
-      // Where the processor would read it, but C++ must not.
+      // Unaligned: the processor could read it, but C++ does not allow it.
       c10::DataPtr data = c10::GetDefaultCPUAllocator()->allocate(static_cast<size_t>(bytes));
       std::memcpy(data.get(), piece.data + at, static_cast<size_t>(bytes));
       storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
@@ -436,7 +436,7 @@ std::vector<at::Tensor> read_tensors(WireReader& body, std::vector<transport::Pi
   const auto count = body.get<uint32_t>();
   std::vector<at::Tensor> tensors;
   if (count == 0) return tensors;
-  tensors.reserve(std::min<size_t>(count, 64));  // the rest as it comes: a number is only a number
+  tensors.reserve(std::min<size_t>(count, 64));  // not more: `count` may be wrong
   Storages storages(pieces);
   for (uint32_t i = 0; i < count; ++i) tensors.push_back(read_row(body, pieces, storages, places));
   return tensors;
