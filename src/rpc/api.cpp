@@ -1,4 +1,4 @@
-// The functions of call.h, this_call.h and worker.h: each asks the agent of the World that is current.
+// The functions of call.h, this_call.h and worker.h: each uses the agent of the current World.
 #include "rpc/agent.h"
 
 #include <algorithm>
@@ -61,7 +61,7 @@ std::chrono::milliseconds default_heartbeat() {
 void init(const Options& options) {
   World& world = World::current();
   if (world.find<AttachedAgent>())
-    throw InvalidArgument("RPC runs already in this World", "Call rpc::shutdown() first");
+    throw InvalidArgument("RPC is already running in this World", "Call rpc::shutdown() first");
   const auto agent = std::make_shared<Agent>(world, options);
   world.attach(agent);  // calls may come before start() returns
   world.attach(std::make_shared<AttachedAgent>(agent));

@@ -111,7 +111,7 @@ void Devices::meet(const Maps& maps, const Meeting& meeting) {
       if (worker == workers.end()) {
         std::string all;
         for (const WorkerInfo& each : workers) all += text(all.empty() ? "" : ", ", '"', each.name, '"');
-        bad(mine, peer, "is for a worker that there is not", text("There are ", all));
+        bad(mine, peer, "is for a worker that does not exist", text("There are ", all));
       }
       check_form(mine, peer, map);
       for (const MappedDevice& pair : map) {

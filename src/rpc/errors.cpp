@@ -10,7 +10,8 @@
 namespace muster::rpc {
 namespace {
 
-// Of each text; the three together stay below what a thread that delivers messages may have to wait for.
+// The longest text of each of the three. Together they stay below the size for which a thread that delivers messages
+// might have to wait.
 constexpr size_t kLongest = size_t{16} << 10;
 
 void cut(std::string& text) {
@@ -49,7 +50,7 @@ ErrorReply describe(const std::exception_ptr& error) {
   } catch (...) {
     const std::type_info* const type = abi::__cxa_current_exception_type();
     reply.type = type ? type_name(*type) : "an unknown exception";
-    reply.message = "(no std::exception)";
+    reply.message = "(not a std::exception)";
   }
   cut(reply.type);
   cut(reply.message);

@@ -9,8 +9,8 @@
 
 namespace muster::rpc::detail {
 
-// The continuations that became due in this thread. One runs at a time: those that it makes due come after it, so that
-// a long chain of futures needs no stack.
+// The continuations that became due in this thread. One runs at a time, and those that it makes due run after it, so
+// that a long chain of futures does not grow the stack.
 class Turns {
  public:
   static Turns& here() noexcept {
@@ -31,7 +31,7 @@ class Turns {
       running_ = false;
     }
   }
-  // Also from within a continuation that is about to wait: what it waits for may be due here.
+  // Also called from within a continuation that is about to wait: what it waits for may be due here.
   void run_next_ones() noexcept {
     while (first_) {
       Continuation* const due = first_;
@@ -51,7 +51,7 @@ void FutureState::publish() noexcept {
   if (word_.fetch_or(kReady, std::memory_order_acq_rel) & kSleepers) shm::futex_wake_all(word_);
   Continuation* newest = continuations_.exchange(closed(), std::memory_order_acq_rel);
   Continuation* next = nullptr;
-  while (newest) {  // in the order in which they came
+  while (newest) {  // reverse the list: they run in the order in which they were added
     Continuation* const older = newest->next_;
     newest->next_ = next;
     next = newest;
@@ -95,7 +95,7 @@ bool FutureState::wait(Deadline deadline) {
 }
 
 bool FutureState::sleep(Deadline deadline) {
-  constexpr std::chrono::nanoseconds kLongest = std::chrono::hours(1);  // a time that every kernel takes
+  constexpr std::chrono::nanoseconds kLongest = std::chrono::hours(1);  // a limit that every kernel accepts
   uint32_t word = word_.load(std::memory_order_acquire);
   while (!(word & kReady)) {
     if (!(word & kSleepers)) {
@@ -141,7 +141,7 @@ CallContext::Scope::~Scope() {
 }
 
 void throw_empty_future() {
-  throw InvalidArgument("this future stands for nothing",
+  throw InvalidArgument("this future is empty",
                         "Take one from a call or a Promise; one that get() moved from is empty");
 }
 void throw_no_futures() { throw InvalidArgument("when_any of no futures would never be complete"); }

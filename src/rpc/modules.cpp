@@ -79,7 +79,7 @@ void load(torch::optim::Optimizer& optimizer, const OptimizerState& state) {
   try {
     optimizer.load(archive);
   } catch (const c10::Error& error) {
-    throw Mismatch(text("the state is of another kind of optimizer: ", error.what_without_backtrace()));
+    throw Mismatch(text("the state belongs to another kind of optimizer: ", error.what_without_backtrace()));
   }
 }
 

@@ -26,7 +26,7 @@ const char* BodyReader::take(size_t bytes) {
   return taken;
 }
 
-// Big-endian, as msgpack has it.
+// msgpack's numbers are big-endian.
 uint64_t BodyReader::number(size_t bytes) {
   const char* const from = take(bytes);
   uint64_t value = 0;
@@ -34,7 +34,8 @@ uint64_t BodyReader::number(size_t bytes) {
   return value;
 }
 
-// Each value has a byte at least: what a container claims is held against what is left, less what is claimed already.
+// Each value takes at least one byte, so the elements that all open containers still claim must not outnumber the bytes
+// that are left.
 void BodyReader::promise(size_t objects) {
   expected_ += objects;
   if (expected_ > body_.size() - at_) corrupt("a container has more elements than there are bytes");
@@ -51,7 +52,7 @@ msgpack::object* BodyReader::room(size_t objects) {
 }
 
 msgpack::object BodyReader::next() {
-  if (at_ == body_.size()) corrupt("there are too few");
+  if (at_ == body_.size()) corrupt("there are too few values");
   expected_ = 1;
   return parse(0);
 }
@@ -61,7 +62,7 @@ void BodyReader::expect_done() const {
 }
 
 msgpack::object BodyReader::parse(int depth) {
-  if (depth > kDeepest) corrupt("they nest too deep");
+  if (depth > kDeepest) corrupt("they are nested too deeply");
   const auto head = static_cast<unsigned char>(*take(1));
   --expected_;
   msgpack::object out;
@@ -79,7 +80,7 @@ msgpack::object BodyReader::parse(int depth) {
     out.via.str.size = static_cast<uint32_t>(size);
     out.via.str.ptr = take(size);
   };
-  const auto ext = [&](size_t size) {  // its kind, a byte, stands before the bytes
+  const auto ext = [&](size_t size) {  // one byte with the type comes before the data
     out.type = msgpack::type::EXT;
     out.via.ext.size = static_cast<uint32_t>(size);
     out.via.ext.ptr = take(size + 1);
@@ -116,7 +117,7 @@ msgpack::object BodyReader::parse(int depth) {
   } else {
     switch (head) {
       case 0xc0:
-        break;  // nil, as it was made
+        break;  // nil, which `out` is already
       case 0xc2:
       case 0xc3:
         out.type = msgpack::type::BOOLEAN;
@@ -183,7 +184,7 @@ msgpack::object BodyReader::parse(int depth) {
         map(number(head == 0xde ? 2 : 4));
         break;
       default:
-        corrupt("a byte that msgpack has no use for");
+        corrupt("a byte that msgpack does not use");
     }
   }
   return out;
@@ -191,7 +192,7 @@ msgpack::object BodyReader::parse(int depth) {
 
 namespace {
 
-// An object's depth is bounded by its reader.
+// The recursion is bounded, because the reader bounds an object's depth.
 bool has_tensor(const msgpack::object& value, uint32_t tensor) {
   switch (value.type) {
     case msgpack::type::EXT: {
@@ -219,7 +220,7 @@ std::optional<size_t> argument_with(std::string_view body, size_t tensor) {
   for (size_t number = 1;; ++number) {
     try {
       if (has_tensor(reader.next(), static_cast<uint32_t>(tensor))) return number;
-    } catch (const Corrupt&) {  // no more
+    } catch (const Corrupt&) {  // no more arguments
       return {};
     }
   }
@@ -232,7 +233,7 @@ void cannot_send(const std::type_info& type, std::string_view why) {
 
 void is_not(const std::type_info& type, std::string_view why) {
   throw Corrupt(
-      text("the values of a message are no ", type_name(type), ": ", why),
+      text("the values of a message are not of type ", type_name(type), ": ", why),
       "The two programs have the function, but another definition of a type in it: build both from one source");
 }
 

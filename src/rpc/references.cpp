@@ -1,4 +1,4 @@
-// References (rref.h): what the agent says of them to their owners, and what an RRef asks of the agent.
+// References (rref.h): what the agent tells their owners, and what an RRef needs from the agent.
 #include "rpc/agent.h"
 
 #include <cstring>
@@ -10,15 +10,16 @@
 
 namespace muster::rpc {
 
-// Another agent's numbers mean other objects here, or none.
+// A reference of another agent is refused: its numbers mean other objects here, or none.
 void Agent::check_is_own(const detail::Reference& reference) const {
   const auto mine = weak_from_this();
   if (reference.agent.owner_before(mine) || mine.owner_before(reference.agent))
-    throw Aborted("this RRef is not of the RPC that runs here: it was made before rpc::shutdown(), or in another World",
-                  "Make it anew after rpc::init()");
+    throw Aborted("this RRef does not belong to the RPC that runs here: it was made before rpc::shutdown(), or in "
+                  "another World",
+                  "Make it again after rpc::init()");
 }
 
-// The references in a payload that goes to `to`: the owner of each learns of it first.
+// The records of the references in a payload that goes to `to`. The owner of each is told before the payload is sent.
 std::vector<RefRecord> Agent::hand_on(int to, const Payload& payload) {
   for (const auto& any : payload.refs) check_is_own(*std::static_pointer_cast<detail::Reference>(any));
   std::vector<RefRecord> records;
@@ -73,7 +74,8 @@ std::shared_ptr<detail::Reference> Agent::keep_for(int to, StoredObject stored) 
   return reference;
 }
 
-// Also to itself by message: what was said of it before is still on that way.
+// The release is sent as a message even to this worker itself: earlier messages about the object may still be on that
+// way.
 void Agent::let_go(const detail::Reference& reference) {
   if (forked() || closing_.load() || reference.holder == detail::Reference::kGone) return;
   if (reference.holder >= 0) return discard(objects_.release(reference.object, reference.holder));
@@ -93,12 +95,12 @@ namespace detail {
 NewObject new_object(int owner) {
   const auto agent = current_agent();
   const uint64_t id = agent->new_object();
-  if (owner == agent->self().id) agent->objects().expect(id, owner);  // its call takes a while to come round
+  if (owner == agent->self().id) agent->objects().expect(id, owner);  // the call itself arrives only later
   return {agent->hold(owner, id), id};
 }
 
 std::shared_ptr<Reference> keep_object(std::shared_ptr<void> value, const std::type_info& type) {
-  if (!value) throw InvalidArgument("an RRef to nothing");
+  if (!value) throw InvalidArgument("an RRef needs an object, got null");
   return current_agent()->keep({.value = std::move(value), .type = &type});
 }
 
@@ -140,7 +142,7 @@ std::shared_ptr<void> local_value_of(const std::shared_ptr<Reference>& reference
   if (owner.id != agent->self().id)
     throw InvalidArgument(text("local_value() of an object that lives on worker \"", owner.name, '"'),
                           "Call its functions there, or take a copy with to_here()");
-  // Waits as for a call, but by its own means: the object's value may never come.
+  // Waits as for a call, but ends when the agent closes: the object's value may never come.
   const auto promise = std::make_shared<Promise<StoredObject>>();
   const auto future = promise->future();
   if (!agent->objects().when_ready(reference->object,
@@ -149,7 +151,7 @@ std::shared_ptr<void> local_value_of(const std::shared_ptr<Reference>& reference
   agent->wait_unless_closing(future.state());
   const StoredObject stored = future.get();
   if (stored.error) std::rethrow_exception(stored.error);
-  if (*stored.type != type) throw InvalidArgument("the remote object is of another type than its RRef says");
+  if (*stored.type != type) throw InvalidArgument("the remote object is not of the type that its RRef says");
   return stored.value;
 }
 

@@ -1,5 +1,6 @@
-// The table of functions that may be called: open addressing, read without a lock. Entries are never removed and a
-// table that has been outgrown stays, since somebody may read it; together they take twice the last one's memory.
+// The table of functions that may be called: open addressing, read without a lock. Entries are never removed, and a
+// table that was outgrown stays, because a thread may be reading it; all tables together take twice the memory of the
+// last one.
 #include <cxxabi.h>
 #include <dlfcn.h>
 
@@ -42,13 +43,13 @@ struct Table {
 
 struct Registry {
   std::atomic<const Table*> table{nullptr};
-  std::mutex mutex;  // of those who add
+  std::mutex mutex;  // held while a function is added
   std::deque<Entry> entries;
   std::deque<Table> tables;
   std::atomic<size_t> count{0};
 };
 
-// Made by the first who adds; never destroyed, as functions may be looked up until the process ends.
+// Made when the first function is added; never destroyed, because functions may be looked up until the process ends.
 Registry& registry() {
   static Registry* const registry = new Registry;
   return *registry;
@@ -71,7 +72,7 @@ void replace_all(std::string& in, std::string_view what, std::string_view by) {
   for (size_t at = 0; (at = in.find(what, at)) != std::string::npos; at += by.size()) in.replace(at, what.size(), by);
 }
 
-// What the compiler writes out, as a reader would write it.
+// Shortens the names that the compiler spells out to the ones that a reader would write.
 std::string tidied(std::string name) {
   replace_all(name, "std::__cxx11::", "std::");
   replace_all(name, "std::basic_string<char, std::char_traits<char>, std::allocator<char> >", "std::string");
@@ -88,8 +89,8 @@ std::string tidied(std::string name) {
   return name;
 }
 
-// "(int, at::Tensor const&) const" of "double (A::*)(int, at::Tensor const&) const": the last brackets and what
-// follows.
+// "(int, at::Tensor const&) const" of "double (A::*)(int, at::Tensor const&) const": the last pair of parentheses and
+// what follows.
 std::string parameters_of(const std::type_info& signature) {
   std::string name = tidied(demangled(signature.name()));
   if (constexpr std::string_view kNoexcept = " noexcept"; name.ends_with(kNoexcept))
@@ -117,14 +118,14 @@ std::string_view class_name(std::string_view type) {
   return last == std::string_view::npos ? type : type.substr(last + 2);
 }
 
-// From "muster::rpc::detail::Tag<&(forward(at::Tensor)), void>", what stands for the function.
+// The function's part of "muster::rpc::detail::Tag<&(forward(at::Tensor)), void>".
 std::string function_name(const std::type_info& tag, const std::type_info& signature) {
   std::string name = tidied(demangled(tag.name()));
   const size_t open = name.find("Tag<");
   if (open == std::string::npos) return name;
   std::string_view inner = std::string_view(name).substr(open + 4);
   inner.remove_suffix(1);
-  // The second parameter, the object, is after the last comma that is in no bracket.
+  // The second parameter, the object, comes after the last comma outside of brackets.
   int depth = 0;
   size_t comma = inner.size();
   for (size_t i = 0; i < inner.size(); ++i) {
@@ -193,7 +194,8 @@ const Function& add_function(const std::type_info& tag, const std::type_info& si
   const Table* table = all.table.load(std::memory_order_relaxed);
   if (table) {
     if (const Entry* const there = table->find(function.id)) {
-      // The same function, named in two libraries: one entry. Another one: remembered, so that a call can say so.
+      // The same function may be named in two libraries: it gets one entry. Another function with this id is
+      // remembered, so that a call can report it.
       if (there->identity == identity) return there->function;
       Entry& entry = all.entries.emplace_back();
       entry.function = std::move(function);

@@ -1,6 +1,6 @@
-// Where workers leave and find each other's addresses: the job's store, of which this layer needs to know no more.
+// Where workers leave and find each other's addresses: the job's store. This layer knows nothing else about the store.
 //
-// Thread-safety: as what it is made of.
+// Thread-safety: that of the two functions.
 #pragma once
 
 #include <functional>

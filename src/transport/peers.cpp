@@ -18,7 +18,7 @@ std::string worker_name(const std::vector<std::string>& names, int rank) {
 std::vector<int> checked_peers(int rank, int size, std::vector<int> peers, milliseconds heartbeat) {
   if (size < 1 || rank < 0 || rank >= size) throw InvalidArgument(text("there is no worker ", rank, " among ", size));
   if (heartbeat < milliseconds(20) || heartbeat > std::chrono::hours(24))
-    throw InvalidArgument(text("a heartbeat of ", heartbeat.count(), " ms; 20 ms to a day is possible"));
+    throw InvalidArgument(text("heartbeat: expected 20 ms to a day, got ", heartbeat.count(), " ms"));
   if (peers.empty())
     for (int other = 0; other < size; ++other)
       if (other != rank) peers.push_back(other);
@@ -38,7 +38,7 @@ void read_entries(const Directory& directory, const std::vector<int>& peers, con
   for (const int peer : peers) {
     std::string entry;
     try {
-      // After the first that does not come, a look at the others tells who is missing too.
+      // After the first worker that does not come, a look without waiting tells which of the others are missing too.
       entry = directory.read(key_of(peer), missing.empty() ? deadline : Deadline::after(milliseconds(0)));
     } catch (const Timeout&) {
       missing.push_back(peer);
@@ -50,7 +50,7 @@ void read_entries(const Directory& directory, const std::vector<int>& peers, con
   std::vector<std::string> words;
   for (const int peer : missing) words.push_back(worker_name(names, peer));
   throw Timeout(text("workers have not come in time: ", join(words)), missing,
-                "Look whether they have been started and have not failed");
+                "Check whether they have been started, and whether they have failed");
 }
 
 }  // namespace muster::transport

@@ -1,5 +1,5 @@
-// What transports that connect their workers through a directory have in common: who connects with whom, what they are
-// called, and the wait until each has left its address.
+// What transports that connect their workers through a directory have in common: the choice of peers, their names, and
+// the wait until each has left its address.
 //
 // Thread-safety: functions without state.
 #pragma once
@@ -13,15 +13,15 @@
 
 namespace muster::transport {
 
-// What a worker is called in messages: its name, where there is one.
+// What a worker is called in messages: its name if it has one, otherwise "worker <rank>".
 std::string worker_name(const std::vector<std::string>& names, int rank);
 
-// With whom worker `rank` of `size` connects: `peers` in order, all others where it is empty. InvalidArgument for ranks
-// that are none, and for heartbeats below 20 ms or above a day.
+// The workers with which worker `rank` of `size` connects: `peers`, sorted, or all others if it is empty. Throws
+// InvalidArgument for invalid ranks, and for heartbeats below 20 ms or above a day.
 std::vector<int> checked_peers(int rank, int size, std::vector<int> peers, std::chrono::milliseconds heartbeat);
 
-// Reads what each of `peers` has left under key_of(rank), in their order, waiting for it, and hands it to take(). When
-// some have not come by the deadline, the others are still read, and Timeout names those.
+// Waits for what each of `peers` leaves under key_of(rank), in their order, and passes it to take(). If some do not
+// come by the deadline, the others are still read, and Timeout names the missing ones.
 void read_entries(const Directory& directory, const std::vector<int>& peers, const std::vector<std::string>& names,
                   const std::function<std::string(int rank)>& key_of,
                   const std::function<void(int rank, const std::string& entry)>& take, Deadline deadline);

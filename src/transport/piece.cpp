@@ -10,7 +10,7 @@
 namespace muster::transport {
 namespace {
 
-constexpr size_t kMapped = size_t{32} << 20;  // pieces from here on are mappings of their own
+constexpr size_t kMapped = size_t{32} << 20;  // a piece of at least this size is its own mapping
 
 size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -27,7 +27,7 @@ Piece make_piece(size_t bytes) {
   }
   if (bytes > SIZE_MAX / 2) throw std::bad_alloc();
   if (bytes >= kMapped) {
-    // Large pages are a fraction of the faults; what is not written is not there either way.
+    // Huge pages cause far fewer page faults. With or without them, pages that are not written take no memory.
     const size_t size = rounded(bytes, size_t{4096});
     void* at = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) throw std::bad_alloc();

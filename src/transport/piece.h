@@ -1,4 +1,4 @@
-// Memory for pieces: for those that come, and for copies of those that wait to go.
+// Memory for pieces: for incoming ones, and for copies of outgoing ones that wait.
 //
 // Thread-safety: functions.
 #pragma once
@@ -12,8 +12,8 @@ namespace muster::transport {
 
 inline constexpr size_t kPieceAlignment = 64;
 
-// Memory for a piece: 64-byte aligned, and the caller's alone. Large ones are mappings of their own, which
-// take pages only where they are written. std::bad_alloc.
+// Memory for a piece: 64-byte aligned, and used by nobody else. A large piece is its own mapping, which takes pages
+// only where it is written. Throws std::bad_alloc.
 Piece make_piece(size_t bytes);
 Piece copy_of(std::span<const std::byte> data);
 

@@ -1,9 +1,10 @@
 // Transport: messages between the workers of a job, one to one, in order.
 //
-// A message is a body (small: what a codec wrote) and pieces (large: the bytes of tensors). Bodies are copied, pieces
-// travel as cheaply as the way allows: between processes of one host a piece that nobody else holds changes hands
-// without a copy, other pieces are copied once; between hosts the former are written from where they lie, and of the
-// others what the way does not take at once is copied. What arrives is as it was at send(), whoever writes to it later.
+// A message is a body (small: what a codec wrote) and pieces (large: the bytes of tensors). Bodies are copied; pieces
+// travel as cheaply as the way allows. Between processes of one host, a piece that nobody else holds changes its owner
+// without a copy, and other pieces are copied once. Between hosts, a piece that nobody else holds is written from where
+// it lies, and of other pieces the part that the way does not take immediately is copied. What arrives is what the
+// message held at send(), even if its memory is written to later.
 //
 //   worker                                   its transport                               the peer's
 //   send(peer, message) ─ never blocks ────> takes it all, or queues what the way ───> Receiver::on_message(peer, …)
@@ -12,21 +13,20 @@
 // What every transport promises:
 //   order       messages of one worker to one other arrive in the order of send(), each once, whole, or not at all; if
 //               not at all, then none after it either, and both sides get on_lost().
-//   loss        on_lost(peer, cause) comes once, after the last message of that peer: because its process died (said at
-//               once on one host; by heartbeat at the latest between hosts), it left (close()), or the way broke. A
-//               transport never connects again by itself: what was under way could be lost, or come twice.
-//   push-back   send() never blocks and so never deadlocks two workers that send to each other; whoever sends much
-//               looks at backlog() and waits (wait_below()). A receiver that does not read holds up only those who send
-//               to it.
-//   bounds      every length that comes from a peer is checked before memory is touched or taken for it: Limits. A peer
-//               that breaks them is lost, with a cause that says so.
+//   loss        on_lost(peer, cause) comes once, after the last message of that peer: because its process died
+//               (reported immediately on one host; by heartbeat at the latest between hosts), it left (close()), or the
+//               way broke. A transport never reconnects by itself: what was under way could be lost, or come twice.
+//   push-back   send() never blocks, so two workers that send to each other never deadlock. A sender of much data looks
+//               at backlog() and waits (wait_below()). A receiver that does not read delays only those that send to it.
+//   bounds      every length that comes from a peer is checked against Limits before memory is touched or allocated for
+//               it. A peer that breaks the limits is lost, with a cause that says so.
 //
-// Who does the work: a transport has threads of its own (tcp), or is driven by its owner through poll() and sleep()
-// (shm), so that whoever waits for an answer can fetch it himself.
+// A transport either has its own threads (tcp), or its owner drives it through poll() and sleep() (shm), so that the
+// thread that waits for an answer can fetch it itself.
 //
 // Errors: send() throws PeerLost for a peer that is lost, InvalidArgument for a message above the limits.
-// Thread-safety: all methods from any thread, but poll() and sleep(), which one thread at a time may call; Receiver's
-// methods are called from that thread or the transport's own, for one peer never two at a time.
+// Thread-safety: all methods from any thread, except poll() and sleep(), which only one thread at a time may call.
+// Receiver's methods are called from that thread or the transport's own; two calls for one peer never overlap.
 #pragma once
 
 #include <chrono>
@@ -45,18 +45,18 @@ namespace muster::transport {
 struct Piece {
   std::byte* data = nullptr;
   size_t bytes = 0;
-  // Outgoing: keeps `data` alive until it is read. Incoming: whoever holds it has the bytes for himself, to read and to
-  // write; null: they are valid only as long as on_message() runs.
+  // Outgoing: keeps `data` alive until it is read. Incoming: the holder may read and write the bytes, which nobody else
+  // uses; if it is null, they are valid only while on_message() runs.
   std::shared_ptr<void> owner;
-  // Outgoing: nobody else will read or write these bytes again, so they may change hands without a copy.
+  // Outgoing: nobody else will read or write these bytes again, so their ownership may pass on without a copy.
   bool unique = false;
 };
 
 struct Message {
   std::string body;
   std::vector<Piece> pieces;
-  // Need not wake a receiver that sleeps at once: it may wait a millisecond for the receiver's next look. Only from
-  // within the receiver's methods that the thread calls which will poll() or sleep() next, or say announce_waiting().
+  // The message need not wake a sleeping receiver immediately: it may wait a millisecond for the receiver's next look.
+  // Allowed only inside Receiver's methods, on the thread that will call poll(), sleep() or announce_waiting() next.
   bool can_wait = false;
 
   size_t bytes() const {
@@ -74,10 +74,10 @@ struct Limits {
 
 class Receiver {
  public:
-  // `body` is valid during the call; pieces may be moved from. Must not block, and must not throw: what a message means
-  // is the receiver's business, also if it means nothing.
+  // `body` is valid during the call; pieces may be moved from. Must not block, and must not throw: the receiver itself
+  // deals with a message that makes no sense.
   virtual void on_message(int peer, std::string_view body, std::vector<Piece>& pieces) = 0;
-  // After the peer's last message, once. `cause` is fit to print: "worker1 (pid 7) died: …".
+  // Called once, after the peer's last message. `cause` can be printed: "worker1 (pid 7) died: …".
   virtual void on_lost(int peer, const std::string& cause) = 0;
 
  protected:
@@ -86,16 +86,17 @@ class Receiver {
 
 class Transport {
  public:
-  virtual ~Transport() = default;  // as close(), and joins the threads; no call to the receiver after it
+  virtual ~Transport() = default;  // closes and joins the threads; the receiver is not called afterwards
 
   virtual std::string_view name() const = 0;  // "shm", "tcp"
 
-  // Takes the message; see above. From within the receiver's methods too.
+  // Takes the message; see above. Also allowed inside the receiver's methods.
   virtual void send(int peer, Message message) = 0;
-  // Bytes that send() took and the way has not taken yet.
+  // Bytes that send() has taken and the way has not.
   virtual size_t backlog(int peer) const = 0;
-  // Returns when backlog(peer) is at most `bytes`, the peer is lost (PeerLost), or Timeout. Not from within the
-  // receiver's methods. A transport that is driven by poll() must be polled meanwhile, by this thread or another.
+  // Returns when backlog(peer) is at most `bytes`; throws PeerLost if the peer is lost, and Timeout. Must not be called
+  // from the receiver's methods. A transport that is driven by poll() must be polled meanwhile: by another thread, or by
+  // this one between short waits.
   virtual void wait_below(int peer, size_t bytes, Deadline deadline) = 0;
 
   // For a transport that is driven by its owner; others have nothing to do here.
@@ -103,8 +104,8 @@ class Transport {
   virtual void sleep(std::chrono::nanoseconds) {}  // until poll() would find something, wake(), or the time is over
   virtual void wake() {}                           // from any thread
 
-  // Says good-bye to all: peers get on_lost("… left"), after what was sent before and could still be delivered within
-  // the deadline. Further send()s throw PeerLost. May be called again.
+  // Says good-bye to all peers: they get on_lost("… left"), after everything that was sent before and could still be
+  // delivered within the deadline. Later calls of send() throw PeerLost. May be called again.
   virtual void close(Deadline flush) = 0;
 };
 

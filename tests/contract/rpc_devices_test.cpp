@@ -254,7 +254,7 @@ TEST_P(RpcDevices, ADeviceWithoutAMapIsRefused) {
 TEST_P(RpcDevices, BadMapsAreToldToAllAtTheStart) {
   const c10::Device cpu(at::kCPU), no_index(c10::DeviceType::PrivateUse1);
   const std::vector<std::pair<Maps, std::string>> bad{
-      {{{"nobody", pairs({{0, 0}})}}, R"("worker1" for "nobody" is for a worker that there is not)"},
+      {{{"nobody", pairs({{0, 0}})}}, R"("worker1" for "nobody" is for a worker that does not exist)"},
       {{{"worker0", pairs({{7, 0}})}}, R"(fake:7, which is not on worker "worker1")"},
       {{{"worker0", pairs({{0, 3}})}}, R"(fake:3, which is not on worker "worker0")"},
       {{{"worker0", pairs({{0, 1}, {0, 2}})}}, "fake:0 here twice"},

@@ -1,12 +1,12 @@
-// A worker's inbox: one segment of shared memory into which the other workers of its host write, each into a ring of
-// its own.
+// A worker's inbox: one segment of shared memory into which the other workers of its host write, each into its own
+// ring.
 //
-//   bell        rung for this worker: messages have come, a ring that was full has room, somebody has left
-//   second      rung instead while nobody waits for `bell`: the thread that read messages is busy, perhaps for long,
-//   and
-//               another one sleeps behind it
-//   ready       a bit for each sender whose ring may hold something, so that a worker of 64 looks at one line, not at
-//   63 ring[from]  RingControl, then `capacity` bytes: records, one after another, each contiguous
+//   bell        rung for this worker: messages have come, a ring that was full has room, a worker has left
+//   second      rung instead while no thread waits for `bell`: the thread that reads messages is busy, perhaps for a
+//               long time, and another one sleeps behind it
+//   ready       one bit for each sender whose ring may hold something, so that one of 64 workers looks at one cache
+//               line, not at 63
+//   ring[from]  RingControl, then `capacity` bytes: records, one after another, each contiguous
 //
 // A sender writes a record, publishes it by `tail`, and then says so:
 //
@@ -17,12 +17,12 @@
 //   4 bell.ring() || second.ring()                d head.store(release)
 //                                                 e fence; if wants_room: clear it, ring the sender's Bell
 //
-// Nothing is overlooked: if (3) sees the bit set, that bit was there before an exchange (a) still to come, and (1) is
-// before (3) as (a) is before (c), so that (c) sees the record. The same with wants_room, which a sender sets before
-// it looks at `head` once more, and Bell (bell.h).
+// No record is overlooked. If (3) sees the bit set, an exchange (a) that takes this bit is still to come; (1) is before
+// (3) and (a) is before (c), so (c) sees the record. The same holds for wants_room, which a sender sets before it looks
+// at `head` once more, and for Bell (bell.h).
 //
-// `closed` is the sender's last word: stored after its last record. A receiver loads it before it reads the ring for
-// the last time.
+// `closed` is stored by the sender after its last record. A receiver loads it before it reads the ring for the last
+// time.
 //
 // Thread-safety: a ring has one writing thread at a time (its sender's lock) and one reading thread at a time.
 #pragma once
@@ -35,7 +35,7 @@
 
 namespace muster::transport::shm_rings {
 
-inline constexpr uint64_t kMagic = 0x786f626e69'6d02;  // and the version of this layout
+inline constexpr uint64_t kMagic = 0x786f626e69'6d02;  // includes the version of this layout
 inline constexpr int kMaxWorkers = 1024;               // of one host
 inline constexpr size_t kLine = 128;
 
@@ -62,18 +62,18 @@ inline constexpr size_t kRecordAlign = 16;
 struct RecordHeader {
   uint32_t bytes = 0;  // of the record, with this header
   RecordKind kind = RecordKind::kSkip;
-  uint8_t in_block = 0;  // what should follow was too long for the ring: there is one PieceRecord, for a block with it
+  uint8_t in_block = 0;  // the rest was too long for the ring: one PieceRecord follows, of a block that holds it
   uint16_t reserved = 0;
   uint32_t body = 0, pieces = 0;
 };
 static_assert(sizeof(RecordHeader) == kRecordAlign);
 
-// Behind the header of a kMessage: one for each piece; then the body; then the inline pieces, each aligned. Offsets of
-// inline pieces count from the header, also where all of this lies in a block of the heap instead.
+// After the header of a kMessage come one PieceRecord per piece, then the body, then the inline pieces, each aligned.
+// Offsets of inline pieces count from the header, even if all of this lies in a block of the heap.
 enum class Where : uint32_t {
   kInline,  // in this record (or its block), at `offset` from the header's place
   kMine,    // in the sender's heap at `offset`; the receiver gives it back by `token`
-  kYours,   // in the receiver's own heap at `offset`: what it lent as `token` comes home
+  kYours,   // in the receiver's own heap at `offset`: the block that it lent as `token` comes back
 };
 struct PieceRecord {
   uint64_t bytes = 0, offset = 0, token = 0;
@@ -81,7 +81,7 @@ struct PieceRecord {
   uint32_t reserved = 0;
 };
 
-// Small enough that a record of this size always finds room in an empty ring, wherever its head stands.
+// Small enough that a record of this size always fits an empty ring, at any position of its head.
 constexpr size_t largest_record(size_t capacity) { return capacity / 4; }
 
 constexpr size_t capacity_for(int workers) {

@@ -1,7 +1,7 @@
-// What a worker of the shm transport knows of another one: their two rings, and the blocks of heap that each of both
-// has of the other's.
+// What a worker of the shm transport knows about another one: the two rings between them, and the blocks of heap that
+// each has lent to the other.
 //
-// Thread-safety: as the members say.
+// Thread-safety: see the members.
 #pragma once
 
 #include <sys/types.h>
@@ -41,7 +41,7 @@ struct Lent {
 
 class ShmTransport;
 
-// A block of a peer's heap that this worker uses: the peer has it back when the last tensor in it ends.
+// A block of a peer's heap that this worker uses. The peer gets it back when the last tensor in it is freed.
 struct Lease {
   std::weak_ptr<ShmTransport> transport;
   std::shared_ptr<shm::Mapping> heap;
@@ -49,7 +49,7 @@ struct Lease {
   uint64_t token = 0;
   std::byte* data = nullptr;
   size_t bytes = 0;
-  bool home = false;  // it has gone back inside a message
+  bool home = false;  // it has gone back in a message
 
   ~Lease();
 };
@@ -66,17 +66,17 @@ struct Peer {
   std::mutex mutex;  // guards what follows, and the writing side of `out`
   uint64_t tail = 0;
   uint64_t sent = 0;               // bytes of messages, pieces included
-  int unrung = 0;                  // messages that could wait since the last ring
+  int unrung = 0;                  // messages that could wait, since the last ring of the bell
   std::deque<std::string> outbox;  // records that the ring had no room for
   std::unordered_map<uint64_t, Lent> lent;
   uint64_t next_token = 1;
   std::map<const std::byte*, Lease*> leases;  // of this peer's heap, by address
-  std::optional<std::string> lost;            // the cause
+  std::optional<std::string> lost;            // the cause, once the peer is lost
   std::condition_variable room;
   int waiters = 0;  // in wait_below()
 
-  std::atomic<bool> died{false};  // says the watch
-  // Of the polling thread:
+  std::atomic<bool> died{false};  // set by the watch
+  // Used only by the polling thread:
   bool told = false;  // on_lost() has been called
   uint64_t head = 0;  // of `in`; the shared one is for the peer
 };

@@ -15,7 +15,7 @@ namespace {
 
 // Records of one ring that are delivered before the next ring has its turn.
 constexpr int kBatch = 64;
-// For messages that can wait.
+// How long messages that can wait do wait.
 constexpr nanoseconds kPatience = std::chrono::milliseconds(1);
 
 }  // namespace
@@ -67,14 +67,14 @@ bool ShmTransport::drain(Peer& peer, bool to_the_end) {
       break;
     }
     if (header.kind < RecordKind::kSkip || header.kind > RecordKind::kRelease) {
-      lose(peer, text(who(peer), " wrote a record of kind ", static_cast<int>(header.kind), ", which there is not"));
+      lose(peer, text(who(peer), " wrote a record of unknown kind ", static_cast<int>(header.kind)));
       break;
     }
     if (header.kind == RecordKind::kMessage) deliver(peer, record, header);
     if (header.kind == RecordKind::kRelease && header.bytes >= sizeof header + sizeof(uint64_t)) {
       uint64_t token = 0;
       std::memcpy(&token, record + sizeof header, sizeof token);
-      std::shared_ptr<void> done;  // let go of without the lock
+      std::shared_ptr<void> done;  // destroyed without the lock
       const std::lock_guard lock(peer.mutex);
       if (auto node = peer.lent.extract(token)) done = std::move(node.mapped().owner);
     }
@@ -86,7 +86,7 @@ bool ShmTransport::drain(Peer& peer, bool to_the_end) {
   if (any) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (control.wants_room.load(std::memory_order_relaxed) && control.wants_room.exchange(0)) {
-      // Its ring has room: it finds that out in look_around().
+      // The peer's ring has room again: the bit makes the peer drain(), which flushes its outbox.
       peer.ready->fetch_or(peer.ready_bit, std::memory_order_seq_cst);
       ring(peer);
     }
@@ -97,7 +97,7 @@ bool ShmTransport::drain(Peer& peer, bool to_the_end) {
     lose(peer, text(who(peer), " left"));
   }
   if (!peer.told) {
-    // The bit may mean that the peer has read: what waits for room goes on.
+    // The bit may mean that the peer has read, so what waits for room can go on.
     const std::lock_guard lock(peer.mutex);
     if (!peer.outbox.empty()) flush(peer);
     if (peer.waiters) peer.room.notify_all();
@@ -166,7 +166,7 @@ Piece ShmTransport::incoming(Peer& peer, const std::byte* record, size_t record_
       return piece;
     }
     case Where::kYours: {
-      std::unordered_map<uint64_t, Lent>::node_type node;  // let go of without the lock
+      std::unordered_map<uint64_t, Lent>::node_type node;  // destroyed without the lock
       const std::lock_guard lock(peer.mutex);
       node = peer.lent.extract(told.token);
       if (!node) throw Corrupt("it returns a block that it does not have");
@@ -182,7 +182,7 @@ Piece ShmTransport::incoming(Peer& peer, const std::byte* record, size_t record_
   throw Corrupt("a piece of a message is nowhere");
 }
 
-// Deaths.
+// Handles deaths of peers.
 bool ShmTransport::look_around() {
   around_.store(false, std::memory_order_seq_cst);
   bool any = false;
@@ -192,14 +192,14 @@ bool ShmTransport::look_around() {
       any |= drain(*peer, true);
       if (!peer->told) lose(*peer, text(who(*peer), " died"));
     }
-    std::unordered_map<uint64_t, Lent> lent;  // it reads no more; let go of without the lock
+    std::unordered_map<uint64_t, Lent> lent;  // the dead peer no longer reads it; destroyed without the lock
     const std::lock_guard lock(peer->mutex);
     lent.swap(peer->lent);
   }
   return any;
 }
 
-// What was lent stays lent, unless the peer is dead: one that broke the protocol or has left may still use it.
+// What was lent stays lent unless the peer is dead: a peer that broke the protocol or has left may still use it.
 void ShmTransport::lose(Peer& peer, const std::string& cause) {
   peer.told = true;
   {
@@ -207,7 +207,7 @@ void ShmTransport::lose(Peer& peer, const std::string& cause) {
     peer.lost = cause;
     peer.outbox.clear();
     peer.room.notify_all();
-    peer.out.control->closed.store(1, std::memory_order_release);  // should it live, it is to know
+    peer.out.control->closed.store(1, std::memory_order_release);  // tells the peer, in case it is alive
   }
   announce(peer);
   receiver_.on_lost(peer.rank, cause);

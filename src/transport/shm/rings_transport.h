@@ -1,8 +1,8 @@
 // The transport of shm_transport.h: one worker's inbox, and the others'.
 //
-//   shm_transport.cpp   coming together, sleeping, the end
+//   shm_transport.cpp   connecting, sleeping, closing
 //   sending.cpp         which way a message goes, and its record in the peer's inbox
-//   receiving.cpp       what is in the own inbox, and who has died
+//   receiving.cpp       reading this worker's own inbox, and deaths of peers
 //
 // Thread-safety: as Transport says; one thread at a time polls.
 #pragma once
@@ -27,7 +27,7 @@ namespace muster::transport::shm_rings {
 using std::chrono::nanoseconds;
 
 constexpr size_t align(size_t n) { return shm::round_up(n, kRecordAlign); }
-constexpr const char* kLeft = "this worker has left";  // why sends fail once this end is closed, or is being
+constexpr const char* kLeft = "this worker has left";  // why sends fail once this end is closed or closing
 
 class ShmTransport final : public PolledTransport, public std::enable_shared_from_this<ShmTransport> {
  public:
@@ -88,14 +88,14 @@ class ShmTransport final : public PolledTransport, public std::enable_shared_fro
   std::vector<std::unique_ptr<Peer>> peers_;  // by place
   std::vector<int> place_of_;                 // by rank; -1: not on this host
   uint64_t watched_ = 0;
-  std::atomic<bool> around_{false};  // somebody has died
+  std::atomic<bool> around_{false};  // a peer has died
   std::atomic<bool> woken_{false};   // wake() was called
   std::atomic<bool> second_woken_{false};
   std::atomic<bool> closed_{false};
-  std::atomic<int64_t> waiting_since_{0};      // nanoseconds: a peer has not been told of a message; 0: none
+  std::atomic<int64_t> waiting_since_{0};      // nanoseconds: since when a peer was not told of a message; 0: none
   std::vector<Piece> pieces_;                  // of the message being delivered,
   std::string message_;                        // and what its record said
-  std::vector<std::atomic<uint64_t>> unread_;  // rings that were not read to their end; written by who polls
+  std::vector<std::atomic<uint64_t>> unread_;  // rings that were not read to their end; written by the polling thread
 };
 
 }  // namespace muster::transport::shm_rings

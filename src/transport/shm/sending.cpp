@@ -11,9 +11,9 @@
 namespace muster::transport::shm_rings {
 namespace {
 
-// Longest wait for room without a look around; wake-ups do not depend on it.
+// Longest wait for room before the condition is checked again; wake-ups do not depend on it.
 constexpr nanoseconds kNap = std::chrono::milliseconds(50);
-// Messages that may wait, between two rings.
+// At most so many messages that may wait are sent between two rings of the bell.
 constexpr int kUnrung = 64;
 
 }  // namespace
@@ -21,9 +21,9 @@ constexpr int kUnrung = 64;
 // What send() has decided about a message before it takes the lock.
 struct ShmTransport::Plan {
   std::vector<PieceRecord> records;
-  std::vector<std::shared_ptr<std::byte>> copies;  // by piece: a block of the own heap with its bytes; null: none
-  size_t bytes = 0;                                // of the record, were it in the ring
-  std::shared_ptr<std::byte> block;                // with all of it, if it is too long for that
+  std::vector<std::shared_ptr<std::byte>> copies;  // by piece: a block of this worker's heap with its bytes; or null
+  size_t bytes = 0;                                // of the record, if it were in the ring
+  std::shared_ptr<std::byte> block;                // holds the record, if it is too long for the ring
   size_t ring_bytes = 0;                           // of what is written to the ring
 };
 
@@ -32,7 +32,7 @@ std::shared_ptr<std::byte> ShmTransport::block(size_t bytes) {
   return {data, [heap = options_.heap](std::byte* gone) { heap->free(gone); }};
 }
 
-// Which way each piece goes; copies what must be copied. Without the peer's lock: this takes time.
+// Decides which way each piece goes, and copies what must be copied. Without the peer's lock, because this takes time.
 void ShmTransport::plan_pieces(Peer& peer, const Message& message, Plan& plan) {
   if (message.pieces.size() > options_.limits.pieces || message.body.size() > options_.limits.body ||
       message.bytes() > options_.limits.bytes)
@@ -70,7 +70,7 @@ void ShmTransport::plan_pieces(Peer& peer, const Message& message, Plan& plan) {
   }
 }
 
-// With the lock: the books of what is lent and what goes home.
+// With the lock: records what is lent and what goes back to its owner.
 void ShmTransport::take_records_of(Peer& peer, Message& message, Plan& plan) {
   for (size_t i = 0; i < plan.records.size(); ++i) {
     PieceRecord& record = plan.records[i];
@@ -83,7 +83,8 @@ void ShmTransport::take_records_of(Peer& peer, Message& message, Plan& plan) {
   }
 }
 
-// If the piece is (in) a block that the peer lent: its token. To take it, with the lock: the block is the peer's again.
+// The token of the block that the peer lent and that contains the piece; 0 if there is none. With `take`, the caller
+// holds the lock, and the block becomes the peer's again.
 uint64_t ShmTransport::token_for(Peer& peer, const Piece& piece, bool take) {
   if (piece.data < peer.heap->data() || piece.data >= peer.heap->data() + peer.heap->size()) return 0;
   std::unique_lock lock(peer.mutex, std::defer_lock);
@@ -99,7 +100,7 @@ uint64_t ShmTransport::token_for(Peer& peer, const Piece& piece, bool take) {
   return lease.token;
 }
 
-// Writes the record to `at`: all of it, or the block's place, after all of it has been written to the block.
+// Writes the record to `at`. If there is a block, the record goes into the block, and `at` gets the block's place.
 void ShmTransport::fill(std::byte* at, const Message& message, const Plan& plan, uint64_t block_token) const {
   const RecordHeader header{.bytes = static_cast<uint32_t>(plan.ring_bytes),
                             .kind = RecordKind::kMessage,
@@ -124,7 +125,7 @@ void ShmTransport::fill(std::byte* at, const Message& message, const Plan& plan,
       std::memcpy(at + plan.records[i].offset, message.pieces[i].data, plan.records[i].bytes);
 }
 
-// Room for a record, contiguous, or null.
+// Contiguous room for a record, or null.
 std::byte* ShmTransport::reserve(Peer& peer, size_t bytes) {
   const uint64_t head = peer.out.control->head.load(std::memory_order_acquire);
   const size_t to_end = capacity_ - peer.tail % capacity_;
@@ -156,7 +157,7 @@ void ShmTransport::announce_waiting() {
   if (waiting_since_.load(std::memory_order_relaxed) == 0) return;
   waiting_since_.exchange(0, std::memory_order_acquire);
   for (auto& peer : peers_)
-    if (peer->ready->load(std::memory_order_seq_cst) & peer->ready_bit) ring(*peer);  // it has not looked
+    if (peer->ready->load(std::memory_order_seq_cst) & peer->ready_bit) ring(*peer);  // the peer has not looked yet
 }
 
 void ShmTransport::send(int rank, Message message) {
@@ -187,14 +188,14 @@ void ShmTransport::send(int rank, Message message) {
       std::string record(plan.ring_bytes, '\0');
       fill(reinterpret_cast<std::byte*>(record.data()), message, plan, block_token);
       peer.outbox.push_back(std::move(record));
-      if (!flush(peer) && !can_wait) ring(peer);  // of the records before it may nobody have heard
+      if (!flush(peer) && !can_wait) ring(peer);  // the peer may not have been told of the records before this one
       return;
     }
   }
   announce(peer, can_wait);
 }
 
-// With the lock: writes queued records while there is room, and asks to be told of room if there is none.
+// With the lock: writes queued records while there is room. If there is none, asks the peer to report room.
 bool ShmTransport::flush(Peer& peer) {
   bool wrote = false;
   while (!peer.outbox.empty()) {

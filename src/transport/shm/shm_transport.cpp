@@ -14,14 +14,15 @@ namespace muster::transport {
 namespace shm_rings {
 namespace {
 
-// Longest sleep; a time that every kernel takes.
+// Longest sleep; a limit that every kernel accepts.
 constexpr nanoseconds kLongest = std::chrono::hours(1);
 
 }  // namespace
 
 ShmTransport::ShmTransport(ShmOptions options, Receiver& receiver) : options_(std::move(options)), receiver_(receiver) {
   const auto n = static_cast<int>(options_.workers.size());
-  if (n > kMaxWorkers) throw InvalidArgument(text(n, " workers on one host; at most ", kMaxWorkers, " are possible"));
+  if (n > kMaxWorkers)
+    throw InvalidArgument(text("shm transport: expected at most ", kMaxWorkers, " workers on one host, got ", n));
   capacity_ = capacity_for(n);
   const size_t bytes = inbox_bytes(n, capacity_);
   fd_ = shm::create_memfd("muster-inbox", bytes);
@@ -84,16 +85,16 @@ void ShmTransport::meet(const shm::NoticeBoard& directory, Deadline deadline) {
 
 ShmTransport::~ShmTransport() {
   if (forked()) {
-    // All of this is the parent's, and so are the locks.
+    // Everything here belongs to the parent process, the locks included.
     for (auto& peer : peers_) (void)peer.release();
     return;
   }
   if (!closed_.load()) close(Deadline::after(nanoseconds(0)));
-  // Blocks that a living peer may still use stay out of the heap's hands for ever.
+  // Blocks that a living peer may still use are never given back to the heap.
   for (auto& peer : peers_)
     if (!peer->died.load() && !peer->lent.empty()) {
       static std::mutex mutex;
-      static auto* const kept = new std::vector<std::unordered_map<uint64_t, Lent>>;  // reachable, for leak checkers
+      static auto* const kept = new std::vector<std::unordered_map<uint64_t, Lent>>;  // reachable for leak checkers
       const std::lock_guard lock(mutex);
       kept->push_back(std::move(peer->lent));
     }
@@ -126,10 +127,10 @@ void ShmTransport::sleep(nanoseconds limit) {
   announce_waiting();
   header_->bell.sleep(std::min(limit, kLongest), [&] { return woken_.load(std::memory_order_acquire) || pending(); });
   woken_.store(false, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // whose message rang for this thread is seen by its next poll()
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // this thread's next poll() sees the message that woke it
 }
 
-// Not hushed, and not by way of the bell, which may be.
+// Works even while hushed: it does not go through Bell::ring(), which the hush silences.
 void ShmTransport::wake() {
   woken_.store(true, std::memory_order_seq_cst);
   header_->bell.wake();
@@ -147,7 +148,7 @@ void ShmTransport::wake_second() {
 }
 
 void ShmTransport::hush(bool on) {
-  // Modulo 2^32: who sleeps adds one, the hush takes one away, in any order.
+  // Modulo 2^32: each sleeper adds one, the hush subtracts one, in any order.
   header_->bell.waiters.fetch_add(on ? UINT32_MAX : 1, std::memory_order_seq_cst);
   header_->second.waiters.fetch_add(on ? UINT32_MAX : 1, std::memory_order_seq_cst);
   if (!on) std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -169,13 +170,13 @@ bool ShmTransport::flushed() {
 
 void ShmTransport::close(Deadline deadline) {
   if (peers_.empty() || closed_.exchange(true)) return;
-  if (static_cast<size_t>(place_) < peers_.size()) {  // meet() may have failed before it
+  if (static_cast<size_t>(place_) < peers_.size()) {  // meet() may have failed before it added this worker
     Peer& self = *peers_[static_cast<size_t>(place_)];
     const std::lock_guard lock(self.mutex);
-    self.outbox.clear();  // nobody polls any more
+    self.outbox.clear();  // no thread polls any more
   }
   while (!flushed() && !deadline.passed()) {
-    // Room is announced to whoever polls; here, looking from time to time is enough.
+    // Room is announced to the thread that polls; here it is enough to look from time to time.
     ::usleep(100);
     for (auto& peer : peers_)
       if (peer->died.load(std::memory_order_acquire)) {
