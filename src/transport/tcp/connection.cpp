@@ -45,16 +45,16 @@ void Connection::send(Message message) {
                                limits_.bytes, " bytes (body ", limits_.body, "), ", limits_.pieces, " pieces"),
                           "Send it in several messages");
   Outgoing frame(std::move(message));
-  std::vector<Outgoing::Lent> lent;  // its owners end without the lock
+  std::vector<Outgoing::Lent> lent;  // its owners are destroyed without the lock
   std::unique_lock lock(mutex_);
   if (refuses_) throw_lost();
-  if (broken_) return;  // as if it were lost on its way: the receiver is about to hear why
+  if (broken_) return;  // as if the message were lost on its way: the receiver will soon be told why
   append(std::move(frame), kAtOnce);
   keep_last(lock, lent);
 }
 
-// What is left of the frame that has just been appended is copied where it is lent. Without the lock: that takes time.
-// What it is copied from does not change meanwhile, so it is all the same from where the thread writes it.
+// Copies the lent parts of what is left of the frame that has just been appended. It does so without the lock, because
+// copying takes time. The memory does not change meanwhile, so the thread may write from it or from the copy.
 void Connection::keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgoing::Lent>& lent) {
   if (queue_.empty()) return;
   lent = queue_.back().lent();
@@ -67,7 +67,7 @@ void Connection::keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgo
   try {
     copy = make_piece(bytes);
   } catch (const std::bad_alloc&) {
-    // A part of it is written, and the rest cannot be kept: nothing can follow.
+    // A part of the frame is written and the rest cannot be kept, so nothing can follow it.
     lock.lock();
     if (!broken_) stream_->no_more();
     stop_writing();
@@ -136,7 +136,8 @@ void Connection::stop_writing() {
   queued_ = 0;
 }
 
-// What follows from how much is left to write: the backlog, whom that wakes, and whether the thread minds the socket.
+// After a change of what is left to write: updates the backlog, wakes threads that wait for room, and sets whether the
+// transport's thread watches the socket for room.
 void Connection::settle() {
   const size_t left = broken_ ? 0 : queued_ + stream_->unsent();
   const bool less = left < backlog_.exchange(left, std::memory_order_acq_rel);
@@ -161,7 +162,7 @@ void Connection::wait_below(size_t bytes, Deadline deadline) {
   if (!in_time)
     throw Timeout(text(peer_.name, " has not taken what was sent to it in time: ", backlog(),
                        " bytes wait, and at most ", bytes, " should"),
-                  {peer_.rank}, "It may be stopped or overloaded, or the network between slow");
+                  {peer_.rank}, "It may be stopped or overloaded, or the network between may be slow");
 }
 
 void Connection::stop_sending() {
@@ -187,7 +188,7 @@ void Connection::start(Receiver& receiver) {
     wants_room_ = backlog() > 0;
     poller_.add(stream_->fd(), wants_room_ ? EPOLLIN | EPOLLOUT : EPOLLIN, static_cast<uint64_t>(peer_.rank));
   }
-  read_some(receiver);  // what came in one record with the greeting: the socket says nothing of it any more
+  read_some(receiver);  // reads what came in one record with the greeting: the socket no longer reports it
 }
 
 void Connection::on_ready(uint32_t events, Receiver& receiver) {
@@ -216,14 +217,14 @@ void Connection::read_some(Receiver& receiver) {
       if (direct > 0 && parser_.filled(direct) && !on_frame(receiver)) return;
       if (!take(std::span<const std::byte>(buffer).first(static_cast<size_t>(n) - direct), receiver)) return;
     } catch (const std::bad_alloc&) {
-      return end("it sent a message for which there is no memory here", receiver);
+      return end("it sent a message for which this worker has not enough memory", receiver);
     } catch (const Error& error) {
       return end(text("it broke the protocol: ", error.message()), receiver);
     }
   }
 }
 
-// Whether the connection goes on.
+// Returns whether the connection goes on.
 bool Connection::take(std::span<const std::byte> bytes, Receiver& receiver) {
   while (!bytes.empty() && parser_.take(bytes))
     if (!on_frame(receiver)) return false;
@@ -265,7 +266,7 @@ void Connection::tick(Clock::time_point now, bool all_read, Receiver& receiver) 
 
 void Connection::end(const std::string& cause, Receiver& receiver, bool said_goodbye) {
   if (ended_) return;
-  // What answers our own good-bye is no news; a good-bye that crossed it is.
+  // An end that answers our own good-bye is not reported; a good-bye that crossed ours is.
   bool answer = false;
   {
     const std::lock_guard lock(mutex_);
@@ -282,7 +283,7 @@ void Connection::end(const std::string& cause, Receiver& receiver, bool said_goo
 }
 
 void Connection::close(const std::string& cause) {
-  std::deque<Outgoing> dropped;  // their owners end without the lock
+  std::deque<Outgoing> dropped;  // their owners are destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     if (ended_) return;

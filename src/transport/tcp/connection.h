@@ -1,15 +1,15 @@
-// One peer: what is on its way to it, and what comes from it.
+// The connection with one peer: what is on its way to it, and what comes from it.
 //
-// A caller's send() writes at once, from its own thread, if nothing waits before it; what the socket does not take then
-// waits for the transport's thread, which writes it when the socket is ready again. What waits in memory that the
-// caller may write to again is copied before send() returns; the thread writes on meanwhile. Reading, heartbeats and
-// the end are that thread's alone.
+// send() writes immediately, from the caller's own thread, if nothing waits before the message. What the socket does
+// not take waits for the transport's thread, which writes it when the socket is ready again. If the waiting part lies
+// in memory that the caller may write to again, it is copied before send() returns; the transport's thread goes on
+// writing meanwhile. Only that thread reads, sends heartbeats and ends the connection.
 //
-// The end is one event, whatever brought it: the peer's good-bye, the end of its connection, silence, a frame that is
-// none. What the peer sent before is delivered first, also where our own writing has failed already: a failed write
-// only stops the writing, and reading finds the end.
+// The end is one event, whatever its cause: the peer's good-bye, the end of its connection, silence, an invalid frame.
+// What the peer sent before is delivered first, even if our own writing has already failed: a failed write only stops
+// the writing, and reading finds the end.
 //
-// Thread-safety: send(), backlog() and wait_below() from any thread; all else belongs to the transport's.
+// Thread-safety: send(), backlog() and wait_below() from any thread; everything else from the transport's thread.
 #pragma once
 
 #include <atomic>
@@ -33,8 +33,8 @@ namespace muster::transport {
 struct PeerInfo {
   int rank = 0, pid = 0;
   std::string name;                     // "worker1 (pid 7)"
-  std::chrono::milliseconds heartbeat;  // it is lost after so much silence
-  std::chrono::milliseconds beat;       // and hears from us in at most this
+  std::chrono::milliseconds heartbeat;  // it is lost after being silent for this long
+  std::chrono::milliseconds beat;       // we write to it at least this often
 };
 
 class Connection {
@@ -46,25 +46,25 @@ class Connection {
   void send(Message message);
   size_t backlog() const { return backlog_.load(std::memory_order_acquire); }
   void wait_below(size_t bytes, Deadline deadline);
-  // From now on send() throws PeerLost: this worker has left.
+  // From now on send() throws PeerLost, because this worker has left.
   void stop_sending();
 
-  // Begins to read, and to mind silence.
+  // Begins to read and to watch for silence.
   void start(Receiver& receiver);
   void on_ready(uint32_t events, Receiver& receiver);
-  // Heartbeats; and silence, unless something that came before `now` may not have been read yet.
+  // Sends heartbeats; ends the connection on silence, unless something that came before `now` may still be unread.
   void tick(Clock::time_point now, bool all_read, Receiver& receiver);
   // Says good-bye after all that was sent.
   void say_goodbye();
   bool has_ended() const { return ended_; }
   std::chrono::milliseconds beat() const { return peer_.beat; }
-  // Closes, without a word to the receiver.
+  // Closes without telling the receiver.
   void close(const std::string& cause);
 
  private:
   void append(Outgoing frame, size_t enough);
   void keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgoing::Lent>& lent);
-  bool write_some(size_t enough);  // mutex_ held; whether the connection still takes bytes
+  bool write_some(size_t enough);  // mutex_ held; false if the connection is broken
   void settle();                   // mutex_ held: after writing
   void stop_writing();             // mutex_ held
   void read_some(Receiver& receiver);
@@ -78,7 +78,7 @@ class Connection {
   Poller& poller_;
   const std::unique_ptr<Stream> stream_;
 
-  // The writers', under the lock.
+  // Used for writing, under the lock.
   mutable std::mutex mutex_;
   std::condition_variable room_;
   int waiting_ = 0;
@@ -88,13 +88,13 @@ class Connection {
   std::atomic<size_t> backlog_{0};
   bool broken_ = false;   // nothing can be written any more
   bool leaving_ = false;  // the good-bye is the last of the queue
-  bool said_ = false;     // and it is written
+  bool said_ = false;     // the good-bye is written
   bool refuses_ = false;  // send() throws, because of cause_
   bool watched_ = false, wants_room_ = false;
   Clock::time_point last_written_;
   std::string cause_;
 
-  // The transport's thread's.
+  // Used only by the transport's thread.
   FrameParser parser_;
   Clock::time_point last_heard_;
   bool ended_ = false;

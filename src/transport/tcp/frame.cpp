@@ -10,7 +10,7 @@
 namespace muster::transport {
 namespace {
 
-constexpr size_t kCopied = 4096;       // what is no longer is copied into the block behind the header
+constexpr size_t kCopied = 4096;       // a part of at most this size is copied into the block behind the header
 constexpr size_t kFirstBody = 65'536;  // memory that a body gets before its bytes have come
 
 template <typename T>
@@ -47,7 +47,7 @@ void FrameParser::parse_header() {
   const auto pieces = number_at<uint32_t>(head_.data() + 4);
   const auto body = number_at<uint64_t>(head_.data() + 8);
   if (kind < 1 || kind > 3 || head_[1] != 0 || head_[2] != 0 || head_[3] != 0)
-    throw Corrupt(text("a frame of kind ", int{kind}, ", which there is not"));
+    throw Corrupt(text("a frame of unknown kind ", int{kind}));
   kind_ = static_cast<FrameKind>(kind);
   if (kind_ != FrameKind::kMessage && (pieces != 0 || body != 0))
     throw Corrupt("a heartbeat or good-bye with contents");
@@ -145,7 +145,7 @@ Outgoing::Outgoing(Message message) : body_(std::move(message.body)) {
   copied_ = std::make_unique_for_overwrite<std::byte[]>(block);
 
   std::byte* at = copied_.get();
-  std::byte* run = at;  // what is copied since the last part that is not
+  std::byte* run = at;  // start of what was copied since the last part that was not copied
   const auto copy = [&](const void* from, size_t bytes) {
     if (bytes > 0) std::memcpy(at, from, bytes);
     at += bytes;

@@ -1,13 +1,13 @@
-// Frames: how messages lie on a connection.
+// Frames: the format of messages on a connection.
 //
 //   header    16 bytes, little-endian: kind u8, zero u8[3], pieces u32, body bytes u64
 //   table     a u64 for each piece: its bytes
 //   body
 //   pieces    one after another
 //
-// Only messages have more than a header; heartbeats and the good-bye are headers alone. The table stands before the
-// body so that all that a frame will take is known, and held against the limits, before memory is taken for any of it.
-// And then memory is taken only as bytes come: a frame that claims gigabytes and sends nothing costs nothing.
+// Only messages have more than a header; heartbeats and the good-bye are headers alone. The table comes before the
+// body, so that the whole size of a frame is known, and checked against the limits, before memory is allocated for it.
+// Even then memory is used only as bytes come: a frame that claims gigabytes and sends nothing costs nothing.
 //
 // Thread-safety: values; one thread at a time.
 #pragma once
@@ -36,14 +36,14 @@ class FrameParser {
  public:
   explicit FrameParser(const Limits& limits) : limits_(limits) {}
 
-  // Takes from the front of `bytes` up to the end of a frame. Returns whether one is whole: its kind, body and pieces
-  // are then there until the next call. Corrupt where it is no frame or breaks the limits; nothing can be read after
-  // it.
+  // Takes from the front of `bytes`, up to the end of a frame. Returns whether a frame is complete: its kind, body and
+  // pieces are then valid until the next call. Throws Corrupt if the bytes are not a frame or break the limits; nothing
+  // can be read afterwards.
   bool take(std::span<const std::byte>& bytes);
 
   // Where the next bytes may be put instead of being handed to take(); empty unless a piece is under way.
   std::span<std::byte> room();
-  // That the first `bytes` of room() have been filled; returns as take() does.
+  // Says that the first `bytes` of room() have been filled; returns the same as take().
   bool filled(size_t bytes);
 
   FrameKind kind() const { return kind_; }
@@ -54,10 +54,10 @@ class FrameParser {
   enum class Part { kHeader, kTable, kBody, kPieces };
 
   void begin();
-  bool collect(std::span<const std::byte>& bytes, size_t size);  // into head_; whether it holds `size` bytes
+  bool collect(std::span<const std::byte>& bytes, size_t size);  // into head_; true once it holds `size` bytes
   void parse_header();
   void parse_size();
-  bool next_piece();  // whether there was none left, so that the frame is whole
+  bool next_piece();  // true if there was none left, so that the frame is complete
 
   const Limits limits_;
   Part part_ = Part::kHeader;
@@ -72,8 +72,8 @@ class FrameParser {
   size_t filled_ = 0;  // of the last of pieces_
 };
 
-// A frame on its way out. What is small is copied into one block behind the header; what is large is written from where
-// it lies, and held until then. Of that, what its sender may write to again is lent, until it is copied.
+// An outgoing frame. Small parts are copied into one block behind the header; large parts are written from where they
+// lie, and are held until then. A large part that its sender may write to again is `lent` until it is copied.
 class Outgoing {
  public:
   explicit Outgoing(FrameKind kind);
@@ -81,25 +81,25 @@ class Outgoing {
   Outgoing(Outgoing&&) noexcept = default;
   Outgoing& operator=(Outgoing&&) noexcept = default;
 
-  // What is left of it, in order. The list is valid until taken(); what it points to, until the frame's end.
+  // What is left of the frame, in order. The list is valid until taken(); what it points to, until the frame's end.
   std::span<const iovec> rest() const { return std::span(parts_).subspan(next_); }
   size_t bytes() const { return left_; }
-  // That the first `bytes` of it are written: at most all that is left.
+  // Says that the first `bytes` of the rest are written; at most bytes().
   void taken(size_t bytes);
 
   struct Lent {
-    size_t part = 0;  // which
+    size_t part = 0;  // its index in parts_
     std::shared_ptr<void> owner;
     iovec where{};  // what was left of it
   };
-  // What is lent of what is left.
+  // The lent parts of what is left.
   std::vector<Lent> lent() const;
-  // Keeps `copy`, which has what was lent then, one after another: what is left of that is written from there.
+  // Keeps `copy`, which holds the parts `lent` one after another: what is left of them is now written from `copy`.
   void keep(std::span<const Lent> lent, const Piece& copy);
 
  private:
   std::unique_ptr<std::byte[]> copied_;
-  std::string body_;  // a part of its own where it is large, and so on the heap, which a move does not change
+  std::string body_;  // its own part if it is large; then it is on the heap, and a move does not change its address
   std::vector<std::shared_ptr<void>> owners_;
   std::vector<Lent> lent_;  // without where
   std::vector<iovec> parts_;

@@ -33,7 +33,7 @@ bool Handshake::is_connected() {
   if (error != 0) throw Unavailable(std::generic_category().message(error));
   const auto peer = store::SocketAddress::of_peer(fd());
   if (peer.family() == AF_UNSPEC) return false;
-  // Where nobody listens at a port that the kernel also gives to clients, a socket may come to connect to itself.
+  // If nobody listens at a port from the range that the kernel gives to clients, a socket may connect to itself.
   if (peer == store::SocketAddress::of(fd())) throw Unavailable("nobody listens there");
   return true;
 }
@@ -50,7 +50,7 @@ bool Handshake::write_out() {
   return stream_->unsent() == 0;
 }
 
-// Reads exactly a greeting: what follows it is not ours.
+// Reads exactly one greeting: the bytes that follow are for the connection's next reader.
 bool Handshake::read_greeting() {
   std::array<std::byte, kHelloBytes> buffer;
   for (bool fetch = true; in_.size() < kHelloBytes;) {
@@ -72,9 +72,9 @@ void Handshake::check_answer() const {
       return;
     case Verdict::kOtherVersion:
       throw Mismatch(text("it speaks version ", other_.version, " of the protocol, and this worker ", kProtocolVersion),
-                     "All workers of a job must be of the same Muster");
+                     "Run the same version of Muster in all workers");
     case Verdict::kOtherSize:
-      throw Mismatch(text("its job has ", other_.size, " workers, and this worker's has another number"));
+      throw Mismatch(text("its job has ", other_.size, " workers, and this worker's job another number"));
     case Verdict::kNotExpected:
       break;
   }
@@ -104,7 +104,7 @@ bool Handshake::step() {
   const auto verdict = Hello::parse(out_).verdict;
   if (verdict != Verdict::kWelcome)
     throw Mismatch(text("worker ", other_.rank, " of ", other_.size, ", protocol ", other_.version,
-                        ", is none that this worker expects"));
+                        ", is not one that this worker expects"));
   return true;
 }
 

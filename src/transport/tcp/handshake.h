@@ -1,4 +1,4 @@
-// The beginning of one connection, from either side: TCP's own, TLS, and the greetings (hello.h). Never waits.
+// The start of one connection, on either side: TCP's handshake, TLS, and the greetings (hello.h). Never waits.
 //
 // Until TLS has proved that the other side knows the key, no byte of its greeting is read.
 //
@@ -17,21 +17,21 @@ namespace muster::transport {
 
 class Handshake {
  public:
-  // Of a greeting makes the answer; Unauthorized where there shall be none.
+  // Makes the answer to a greeting; throws Unauthorized if the greeting must not be answered.
   using Judge = std::function<Hello(const Hello&)>;
 
-  // The side that connects: says `mine`, and takes an answer with key `own`. `stream` may still be connecting.
+  // The side that connects: sends `mine`, and accepts an answer with key `own`. `stream` may still be connecting.
   Handshake(std::unique_ptr<Stream> stream, const Hello& mine, const HelloKey& own);
   // The side that accepts.
   Handshake(std::unique_ptr<Stream> stream, Judge judge);
 
-  // Goes on as far as it goes without waiting; whether it is done. Unauthorized where the other side does not know the
-  // key, Mismatch where it is another version or the like, Corrupt where it says what is no greeting, Unavailable where
-  // it is gone.
+  // Proceeds as far as possible without waiting; returns whether it is done. Throws Unauthorized if the other side does
+  // not know the key, Mismatch if it has another version or the like, Corrupt if it sends something that is not a
+  // greeting, Unavailable if it is gone.
   bool step();
   uint32_t events() const;  // of epoll: what to wait for before the next step
   int fd() const { return stream_->fd(); }
-  const Hello& other() const { return other_; }  // once done
+  const Hello& other() const { return other_; }  // valid once done
   std::unique_ptr<Stream> take_stream() { return std::move(stream_); }
 
  private:

@@ -50,7 +50,7 @@ Entry Entry::parse(std::string_view text) {
   std::string magic, key, host;
   Entry entry;
   in >> magic >> key >> entry.port;
-  if (!in || magic != kEntryMagic) throw Corrupt("an address in the directory is none");
+  if (!in || magic != kEntryMagic) throw Corrupt("an entry of the directory is not an address");
   entry.key = parse_key(key);
   while (entry.addresses.size() < kMaxAddresses && in >> host) entry.addresses.push_back(host);
   return entry;
@@ -65,7 +65,7 @@ std::string Hello::bytes() const {
 }
 
 Hello Hello::parse(std::string_view bytes) {
-  if (bytes.size() != kHelloBytes || !bytes.starts_with(kMagic)) throw Corrupt("no greeting of a worker");
+  if (bytes.size() != kHelloBytes || !bytes.starts_with(kMagic)) throw Corrupt("not the greeting of a worker");
   WireReader in(bytes.substr(kMagic.size()));
   Hello hello;
   hello.version = in.get<uint32_t>();

@@ -1,14 +1,14 @@
-// Who is who: what workers leave in the directory, and the first words on a connection.
+// How workers identify each other: what they leave in the directory, and the first bytes on a connection.
 //
 //   entry   text: "muster1 <key> <port> <address>…"; the key is 16 random bytes that this worker made, in hexadecimal.
-//           Port 0: nobody connects with this worker.
+//           Port 0: no worker connects to this one.
 //   hello   52 bytes, each way: magic u8[8], version u32, verdict u32, rank u32, to u32, size u32, pid u32,
 //           heartbeat u32 (ms), key u8[16]
 //
-// Who connects says the key of whom it wants, who accepts answers with the key of whom it has got. So both have read
-// the job's directory, and have reached the worker they mean and not one of an earlier job at the same port. Between
-// hosts that comes on top of TLS, whose key is the proof; on one host without a secret it is what keeps other users
-// out, since they cannot read the directory.
+// The worker that connects sends the key of the worker that it wants to reach; the worker that accepts answers with
+// the key of the worker that connected. This shows that both have read the job's directory, and have not reached a
+// worker of an earlier job at the same port. Between hosts this comes on top of TLS, whose key is the proof. On one
+// host without a secret it keeps other users out, since they cannot read the directory.
 //
 // Thread-safety: values and functions.
 #pragma once
@@ -47,7 +47,7 @@ struct Hello {
   HelloKey key{};
 
   std::string bytes() const;
-  // Corrupt where it is none; later versions may have more behind it, but not less.
+  // Corrupt if it is not a greeting. Later versions may append fields, but not remove any.
   static Hello parse(std::string_view bytes);
 };
 

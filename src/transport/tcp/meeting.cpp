@@ -17,7 +17,7 @@ namespace muster::transport {
 namespace {
 
 constexpr size_t kMaxLogged = 256;
-constexpr std::chrono::seconds kPatience{3};  // with an address, where there are others to try
+constexpr std::chrono::seconds kPatience{3};  // for one address, if there are others to try
 constexpr std::chrono::milliseconds kBetweenRounds{50};
 
 }  // namespace
@@ -92,8 +92,8 @@ void Meeting::failed(Dial& dial, const std::string& reason, std::exception_ptr r
   dial.next = (dial.next + 1) % dial.other.addresses.size();
   dial.again = Clock::now();
   if (dial.next != 0) return;
-  // A round is over. One of several addresses may be another host's, which refuses us; only if none is right, it
-  // counts.
+  // A round is over. One of several addresses may belong to another host, which refuses us, so a refusal counts only if
+  // the whole round has failed.
   if (dial.refusal && !failure_) failure_ = dial.refusal;
   dial.again += kBetweenRounds;
 }
@@ -129,7 +129,7 @@ void Meeting::accept_some() {
     if (!socket) {
       if (errno == EAGAIN) return;
       if (errno == EINTR || errno == ECONNABORTED) continue;
-      // Out of descriptors or memory: those who wait do so in the backlog until the next tick.
+      // Out of descriptors or memory: further connections wait in the backlog until the next tick.
       MUSTER_LOG(kError) << "transport: cannot accept a connection: " << std::generic_category().message(errno);
       return listen(false);
     }
@@ -166,7 +166,7 @@ Hello Meeting::judge(const Hello& other) const {
 void Meeting::refuse(const std::string& host, const std::string& why) {
   if (logged_.size() >= kMaxLogged || !logged_.insert(host).second) return;
   MUSTER_LOG(kWarning) << "transport: " << name_of(options_.rank) << " refused a connection from " << host << " ("
-                       << why << "). Further ones from there are refused without a word";
+                       << why << "). Further ones from there are refused silently";
 }
 
 void Meeting::step(uint64_t id) {
@@ -186,7 +186,7 @@ void Meeting::step(uint64_t id) {
     refusal = std::make_exception_ptr(
         Unauthorized(text(dial ? name_of(dial->other.rank) : host, " at ", host,
                           " and this worker do not belong to the same job: ", reason),
-                     "Give all workers of a job the same secret, and look whether that is their address"));
+                     "Give all workers of a job the same secret, and check whether that is their address"));
   } catch (const Mismatch& error) {
     reason = error.message();
     refusal = std::make_exception_ptr(Mismatch(

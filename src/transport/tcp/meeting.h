@@ -1,11 +1,11 @@
-// How workers come together: of each pair the one of higher rank connects, the other accepts.
+// How workers connect: of each pair the one of higher rank connects, and the other accepts.
 //
-// Who connects to the port is nobody until the handshake is over. Until then it has a socket, in TLS a connection of
-// OpenSSL's, and a time limit; kMaxHandshakes are under way at most, further ones wait in the kernel's backlog, so a
-// flood of connections takes a bounded amount of memory and descriptors. A refusal is logged once for each address.
-// When all have come, the port is closed: nobody connects later, since nobody connects again.
+// A process that connects to the port is not trusted until the handshake is over. Until then it has a socket, with TLS
+// an OpenSSL connection, and a time limit. At most kMaxHandshakes are under way; further ones wait in the kernel's
+// backlog, so a flood of connections takes a bounded amount of memory and descriptors. A refusal is logged once for
+// each address. When all have connected, the port is closed, because no worker ever connects again.
 //
-// Thread-safety: belongs to the transport's thread, but for the constructor.
+// Thread-safety: belongs to the transport's thread, except for the constructor.
 #pragma once
 
 #include <exception>
@@ -26,7 +26,7 @@
 namespace muster::transport {
 
 inline constexpr int kMaxHandshakes = 64;
-inline constexpr std::chrono::seconds kHandshakeLimit{5};  // for who has proved nothing
+inline constexpr std::chrono::seconds kHandshakeLimit{5};  // for a process that has proved nothing yet
 
 struct TlsPair {
   explicit TlsPair(const Secret& key)
@@ -38,16 +38,16 @@ class Meeting {
  public:
   static constexpr uint64_t kIds = uint64_t{1} << 32;  // the poller's ids from here on are the meeting's
 
-  // Another worker, and where it is: empty for one that connects with us.
+  // Another worker, and its addresses: empty for one that connects to us.
   struct Other {
     int rank = 0;
     HelloKey key{};
     std::vector<store::SocketAddress> addresses;
   };
-  // Called for each worker that has come; again with a newer connection where it had to try twice.
+  // Called for each worker that has connected; again, with a newer connection, if that worker had to try twice.
   using OnMet = std::function<void(const Hello& other, std::unique_ptr<Stream> stream)>;
 
-  // `tls`: null for plain TCP. `listening`: none where nobody connects with us.
+  // `tls`: null for plain TCP. `listening`: empty if no worker connects to us.
   Meeting(const TcpOptions& options, Poller& poller, const TlsPair* tls, UniqueFd listening, const HelloKey& own,
           std::vector<Other> others, OnMet on_met);
   ~Meeting();
@@ -58,7 +58,7 @@ class Meeting {
 
   bool is_complete() const { return missing_.empty(); }
   std::exception_ptr failure() const { return failure_; }
-  // Who has not come, and what is known of why.
+  // The workers that have not connected, and the known reasons.
   std::vector<int> missing() const { return {missing_.begin(), missing_.end()}; }
   std::string describe_missing() const;
 
@@ -67,7 +67,7 @@ class Meeting {
     Other other;
     size_t next = 0;          // of its addresses
     uint64_t handshake = 0;   // 0: none under way
-    Clock::time_point again;  // then: when to try next
+    Clock::time_point again;  // if none is under way: when to try next
     std::string reason;
     std::exception_ptr refusal;  // of one of the addresses in this round
   };
@@ -96,7 +96,7 @@ class Meeting {
   const TlsPair* const tls_;
   UniqueFd listening_;
   const HelloKey own_;
-  std::map<int, HelloKey> keys_;  // of those who connect with us
+  std::map<int, HelloKey> keys_;  // of the workers that connect to us
   std::vector<std::unique_ptr<Dial>> dials_;
   const OnMet on_met_;
   std::set<int> missing_;

@@ -1,6 +1,6 @@
 // What the transport's thread sleeps on: epoll(7), and an eventfd that wakes it.
 //
-// Thread-safety: wait() by one thread at a time, all else by any.
+// Thread-safety: wait() by one thread at a time; everything else by any thread.
 #pragma once
 
 #include <sys/epoll.h>
@@ -31,7 +31,7 @@ class Poller {
     if (!control(EPOLL_CTL_ADD, fd, events, id)) throw_errno("cannot watch a socket");
   }
   void change(int fd, uint32_t events, uint64_t id) { control(EPOLL_CTL_MOD, fd, events, id); }
-  // Before the descriptor is closed: a forked child's copy of it would go on to be watched.
+  // Must be called before the descriptor is closed: otherwise a forked child's copy of it would still be watched.
   void remove(int fd) { control(EPOLL_CTL_DEL, fd, 0, 0); }
 
   void wake() {

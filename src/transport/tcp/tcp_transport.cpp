@@ -24,7 +24,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr std::chrono::seconds kFlush{2};  // of a destructor
+constexpr std::chrono::seconds kFlush{2};  // the destructor's limit for flushing
 constexpr milliseconds kMeetingTick{20}, kLongestTick{250};
 
 std::string entry_key(const TcpOptions& options, int rank) { return text(options.prefix, "tcp/", rank); }
@@ -70,17 +70,17 @@ class TcpTransport final : public Transport {
   const pid_t pid_ = ::getpid();
   const TcpOptions options_;
   Receiver& receiver_;
-  std::unique_ptr<TlsPair> tls_;  // before the connections, which use it
+  std::unique_ptr<TlsPair> tls_;  // declared before the connections, which use it
   Poller poller_;
   std::vector<std::unique_ptr<Connection>> connections_;  // by rank; changed by the thread until all have come
-  std::unique_ptr<Meeting> meeting_;                      // until then; the thread's
+  std::unique_ptr<Meeting> meeting_;                      // until then; used by the thread
 
-  // What the thread is asked to do, and has done.
+  // What the thread is asked to do, and what it has done.
   std::atomic<bool> want_start_{false}, want_close_{false}, want_stop_{false};
   std::mutex mutex_;
   std::condition_variable changed_;
   bool complete_ = false, all_ended_ = false;
-  bool started_ = false;  // all had come, so there is something to say good-bye to
+  bool started_ = false;  // all have come, so there are peers to say good-bye to
   std::exception_ptr failure_;
   std::vector<int> missing_;
   std::string missing_words_;
@@ -89,7 +89,7 @@ class TcpTransport final : public Transport {
   std::thread thread_;
 };
 
-// In a forked child thread and connections are the parent's; nothing of them may be touched.
+// In a forked child the thread and the connections belong to the parent and must not be touched.
 void TcpTransport::leak() {
   if (thread_.joinable()) thread_.detach();
   for (auto& connection : connections_) static_cast<void>(connection.release());
@@ -99,7 +99,7 @@ void TcpTransport::leak() {
 
 Connection& TcpTransport::to(int peer) const {
   if (peer < 0 || peer >= options_.size || !connections_[static_cast<size_t>(peer)])
-    throw InvalidArgument(text("worker ", peer, " is no peer of ", worker_name(options_.names, options_.rank)));
+    throw InvalidArgument(text("worker ", peer, " is not a peer of ", worker_name(options_.names, options_.rank)));
   return *connections_[static_cast<size_t>(peer)];
 }
 
@@ -148,7 +148,7 @@ std::vector<store::SocketAddress> TcpTransport::resolve(const Entry& entry, int 
   if (all.empty())
     throw Unavailable(
         text("cannot connect with ", worker_name(options_.names, rank), " at ", join(entry.addresses), ": ", reason),
-        "Say under which address its host can be reached");
+        "Set the address at which its host can be reached");
   return all;
 }
 
@@ -175,8 +175,8 @@ void TcpTransport::wait_for_all(Deadline deadline) {
   if (failure_) std::rethrow_exception(failure_);
   if (!in_time)
     throw Timeout(text("workers have not connected in time: ", missing_words_), missing_,
-                  "Look whether they have failed, and whether a firewall stands between");
-  // Not waited for: a receiver may wait, in its first call, for this to have returned.
+                  "Check whether they have failed, and whether a firewall is in between");
+  // This does not wait for the start, because a receiver's first call may wait for this function to return.
   started_ = true;
   want_start_ = true;
   poller_.wake();
@@ -192,7 +192,7 @@ void TcpTransport::on_met(const Hello& other, std::unique_ptr<Stream> stream) {
   connections_[other.rank] = std::make_unique<Connection>(std::move(peer), std::move(stream), options_.limits, poller_);
 }
 
-// Rare enough to cost nothing while idle, often enough that beats are in time.
+// Rare enough to cost nothing while idle, often enough that heartbeats are in time.
 milliseconds TcpTransport::tick_every() const {
   if (meeting_) return kMeetingTick;
   milliseconds shortest = options_.heartbeat;
@@ -214,7 +214,7 @@ void TcpTransport::tick(Clock::time_point now, bool all_read) {
   if (meeting_) meeting_->tick(now);
 }
 
-// Does what was asked for, and says what has been reached.
+// Does what other threads have asked for, and reports progress to them.
 void TcpTransport::obey() {
   if (meeting_ && want_start_) {
     meeting_.reset();
@@ -252,9 +252,9 @@ void TcpTransport::run() {
       const auto events = poller_.wait(is_due ? milliseconds(0) : left);
       for (const epoll_event& event : events) dispatch(event);
       obey();
-      // Silence is judged as of a time after which there was a look at the sockets: where this process itself was
-      // stopped, or had no core, what came meanwhile has been read by now; not all of it, though, where there was as
-      // much as one look can tell of.
+      // Silence is measured up to `before`, and the sockets were looked at after that time. So if this process itself
+      // was stopped or had no core, what came meanwhile has been read by now; but not all of it if there were as many
+      // events as one look can return.
       if (is_due) {
         tick(before, events.size() < Poller::kMostEvents);
         obey();
@@ -272,7 +272,7 @@ void TcpTransport::run() {
 void TcpTransport::close(Deadline flush) {
   if (!is_mine()) return;
   const bool from_receiver = std::this_thread::get_id() == thread_.get_id();
-  if (from_receiver) {  // the thread cannot wait for itself: the good-byes are said, and the destructor does the rest
+  if (from_receiver) {  // the thread cannot wait for itself: it says the good-byes, and the destructor does the rest
     for (const auto& connection : connections_)
       if (connection) connection->stop_sending();
     want_close_ = true;

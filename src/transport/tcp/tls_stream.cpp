@@ -1,4 +1,4 @@
-// TLS over a Stream. See stream.h for who locks what.
+// TLS over a Stream. stream.h describes the locking.
 
 #include <openssl/bio.h>
 #include <openssl/err.h>
@@ -18,7 +18,7 @@ namespace {
 
 using store::TlsContext;
 
-constexpr size_t kRecord = 16'384;      // the most that a record of TLS carries
+constexpr size_t kRecord = 16'384;      // the most that a TLS record carries
 constexpr size_t kGathered = 4096;      // parts below this share a record
 constexpr size_t kBatch = 8 * kRecord;  // sealed before it is sent
 constexpr size_t kFetch = 256 * 1024;   // received before it is opened
@@ -59,10 +59,10 @@ class TlsStream final : public Stream {
   const size_t records_per_key_;
   size_t records_ = 0;
 
-  std::string out_;  // the writer's: taken from sealed_, in order
+  std::string out_;  // used by the writer: taken from sealed_, in order
   size_t sent_ = 0;
 
-  std::span<const std::byte> in_;  // the reader's: received and not yet opened
+  std::span<const std::byte> in_;  // used by the reader: received and not yet opened
   std::vector<std::byte> kept_;
 };
 
@@ -144,13 +144,13 @@ bool TlsStream::seal_record(const void* data, size_t size) {
     records_ = 0;
   }
   ::ERR_clear_error();
-  // The BIO takes everything, so a record is sealed whole or not at all.
+  // The BIO takes everything, so a record is sealed completely or not at all.
   if (::SSL_write(tls_.get(), data, static_cast<int>(size)) == static_cast<int>(size)) return true;
   failed_ = true;
   return false;
 }
 
-// Seals records from the front of `parts` until there is a batch; returns the bytes that are in them.
+// Seals records from the front of `parts` until there is a batch; returns how many bytes they hold.
 size_t TlsStream::seal(std::span<const iovec> parts) {
   char gathered[kRecord];
   size_t done = 0, at = 0;  // `at` in the first of parts
@@ -206,7 +206,7 @@ bool TlsStream::send_out() {
 
 bool TlsStream::flush() {
   if (!send_out()) return false;
-  if (unsent() == 0 && out_.capacity() > kBatch / 8) {  // idle: what a large message needed must not stay for ever
+  if (unsent() == 0 && out_.capacity() > kBatch / 8) {  // idle: free the memory that a large message needed
     out_ = std::string();
     const std::lock_guard lock(mutex_);
     if (sealed_.empty()) sealed_ = std::string();
@@ -240,7 +240,7 @@ ssize_t TlsStream::write(std::span<const iovec> parts, size_t enough) {
 }
 
 ssize_t TlsStream::fetch_some() {
-  // One for each thread that reads: between two looks at sockets nothing is left in it (keep()).
+  // One buffer for each thread that reads: nothing is left in it between two streams (keep()).
   thread_local const auto buffer = std::make_unique_for_overwrite<std::byte[]>(kFetch);
   const iovec part{buffer.get(), kFetch};
   const ssize_t n = receive({&part, 1});

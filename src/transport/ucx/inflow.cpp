@@ -149,7 +149,7 @@ void Inflow::fetched(std::list<Fetch>::iterator fetch, const char* error) {
   } catch (const Error& problem) {
     failure_ = text("it broke the protocol: ", problem.message());
   } catch (const std::bad_alloc&) {
-    failure_ = "it sent a message for which there is no memory here";
+    failure_ = "it sent a message for which this worker has not enough memory";
   }
 }
 

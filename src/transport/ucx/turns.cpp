@@ -44,7 +44,7 @@ bool UcxTransport::accept(std::span<const std::byte> bytes, const Take& take) {
     take(*peer, header);
     return true;
   } catch (const std::bad_alloc&) {
-    if (peer) peer->fail("it sent a message for which there is no memory here");
+    if (peer) peer->fail("it sent a message for which this worker has not enough memory");
   } catch (const std::exception& error) {
     const auto* const ours = dynamic_cast<const Error*>(&error);
     const std::string what = ours ? ours->message() : error.what();
