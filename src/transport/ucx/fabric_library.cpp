@@ -12,8 +12,8 @@
 namespace muster::transport::ucx {
 namespace {
 
-// UCX takes signals of crashes when it is loaded, as its environment says. They are the program's, and the launcher's
-// (base/crash_report.h).
+// UCX installs handlers for the signals of crashes when it is loaded, as its environment says. These signals belong to
+// the program and the launcher (base/crash_report.h), so load() puts the previous handlers back.
 Plugin load() {
   constexpr std::array kCrashes{SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV};
   std::array<struct sigaction, kCrashes.size()> handlers;
@@ -39,7 +39,7 @@ std::unique_ptr<Fabric> make_ucx_fabric(const Settings& settings, FabricEvents& 
   std::unique_ptr<Fabric> fabric(make(settings, events, problem));
   if (!fabric)
     throw Unavailable(text("UCX cannot serve: ", problem),
-                      "Look at what UCX_TLS and UCX_NET_DEVICES say; UCX_LOG_LEVEL=info says more");
+                      "Check UCX_TLS and UCX_NET_DEVICES; UCX_LOG_LEVEL=info tells more");
   return fabric;
 }
 

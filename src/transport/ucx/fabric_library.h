@@ -1,5 +1,5 @@
-// libmuster_ucx.so, which has all that calls UCX: loaded when the ucx transport is first asked for, so that programs
-// that do not use it neither need UCX nor load it. It is built where CMake finds UCX.
+// libmuster_ucx.so, which contains all code that calls UCX. It is loaded when the ucx transport is first used, so that
+// other programs neither need UCX nor load it. It is built if CMake finds UCX.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -11,9 +11,9 @@
 
 namespace muster::transport::ucx {
 
-// Why there is no such library here; empty where there is.
+// Why the library cannot be used; empty if it can.
 std::string why_not();
-// Unavailable where the library is not here, or UCX cannot serve.
+// Throws Unavailable if the library is missing, or if UCX cannot be used.
 std::unique_ptr<Fabric> make_ucx_fabric(const Settings& settings, FabricEvents& events);
 
 }  // namespace muster::transport::ucx

@@ -1,9 +1,9 @@
 // The transport of ucx_transport.h, over a fabric.
 //
-//   ucx_transport.cpp   coming together, sending, the end
-//   turns.cpp           the thread: what the fabric tells it, and what it does in each of its turns
+//   ucx_transport.cpp   connecting, sending, closing
+//   turns.cpp           the thread: events of the fabric, and what the thread does in each of its turns
 //
-// Thread-safety: as Transport says. One lock is around the state and all calls of the fabric.
+// Thread-safety: as Transport says. One lock guards the state and all calls of the fabric.
 #pragma once
 
 #include <unistd.h>
@@ -46,7 +46,7 @@ class UcxTransport final : public Transport, private FabricEvents {
  private:
   struct Flush final : Transfer {
     bool begun = false, done = false;
-    void on_done(const char*) override { done = true; }  // an error is a peer's, which says so itself
+    void on_done(const char*) override { done = true; }  // an error concerns a peer, and is reported by on_broken()
   };
   // What a turn has found for the receiver.
   struct News {
@@ -96,14 +96,14 @@ class UcxTransport final : public Transport, private FabricEvents {
   uint64_t watched_ = 0;
   bool watches_ = false;
 
-  mutable std::mutex mutex_;                  // around all that follows, and all calls of the fabric
-  std::vector<std::shared_ptr<Peer>> peers_;  // by rank; the table is not changed after meet() has made it
+  mutable std::mutex mutex_;                  // guards what follows, and all calls of the fabric
+  std::vector<std::shared_ptr<Peer>> peers_;  // by rank; the table does not change after meet() has made it
   Flush flush_;
   bool said_ready_ = false;
-  std::unique_ptr<Fabric> fabric_;  // after the peers: it ends before them
-  std::vector<Offer*> strays_;      // offers of nobody
+  std::unique_ptr<Fabric> fabric_;  // declared after the peers: it is destroyed before them
+  std::vector<Offer*> strays_;      // offers that belong to no peer
   std::vector<News> news_;          // of the turn
-  int dropped_ = 0;                 // packets of nobody
+  int dropped_ = 0;                 // packets that belong to no peer
   bool sleeping_ = false;
   bool saturated_ = false;  // the last turn may have left something unread
   bool said_goodbye_ = false;

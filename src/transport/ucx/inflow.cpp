@@ -37,13 +37,13 @@ void Inflow::on_arrival(const Header& header, std::span<const std::byte> data) {
 }
 
 void Inflow::on_offer(const Header& header, size_t bytes, Offer* offer) {
-  // Held from here on, so that close() refuses it whatever is found.
+  // The offer is held from here on, so that close() refuses it whatever happens below.
   Wanted& wanted = wanted_.emplace_back(Wanted{header, bytes, offer});
   if (closed_) return;
   Incoming& message = incoming(header);
   if (header.kind == Kind::kGoodbye) throw Corrupt("an offer that is no message");
   if (header.kind == Kind::kPiece && !message.framed) {
-    // More than a message within the limits can have.
+    // The bound is above what a message within the limits can have.
     if (message.offers.size() >= limits_.pieces + limits_.bytes / kChunk) throw Corrupt("too many pieces of a message");
     message.offers.push_back(wanted);
     wanted_.pop_back();
@@ -52,7 +52,7 @@ void Inflow::on_offer(const Header& header, size_t bytes, Offer* offer) {
   claim(message, header, bytes);
 }
 
-// That a chunk comes: once, and as long as it should be.
+// Registers a chunk that is coming, and checks that it comes once and has the right length.
 Inflow::Block& Inflow::claim(Incoming& message, const Header& header, size_t bytes) {
   Block* block = &message.frame;
   if (header.kind == Kind::kPiece) {
@@ -85,7 +85,7 @@ Inflow::Block& Inflow::claim(Incoming& message, const Header& header, size_t byt
   return *block;
 }
 
-// A chunk that is here.
+// Stores a chunk that has come.
 void Inflow::put(Incoming& message, const Header& header, std::span<const std::byte> data) {
   Block& block = claim(message, header, data.size());
   if (!data.empty()) std::memcpy(block.data.data + header.offset, data.data(), data.size());
@@ -99,7 +99,7 @@ void Inflow::came(Incoming& message, const Header& header, Block& block) {
   --message.missing;
 }
 
-// The frame is there.
+// To be called when the frame is complete.
 void Inflow::open(Incoming& message) {
   Unpacked frame = unpack(message.header, message.frame.data, limits_);
   message.framed = true;
@@ -126,7 +126,7 @@ void Inflow::fetch(Fabric& fabric) {
     const Wanted wanted = wanted_.front();
     wanted_.pop_front();
     fetch.header = wanted.header;
-    Incoming& message = messages_.at(wanted.header.number);  // which has claimed it
+    Incoming& message = messages_.at(wanted.header.number);  // has claimed the chunk
     const Block& block = wanted.header.kind == Kind::kPiece ? message.large[wanted.header.count] : message.frame;
     fetch.into = {block.data.data + wanted.header.offset, wanted.bytes, block.data.owner};  // held until it is over
     State state = State::kUnderWay;

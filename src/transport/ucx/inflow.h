@@ -1,9 +1,10 @@
-// What comes from one peer: packets, in whatever order, put together to messages, which are taken in theirs.
+// What comes from one peer: packets arrive in any order and are put together into messages, which are taken in the
+// order of their numbers.
 //
-// Data that is offered is fetched when the message that it belongs to is known and within the limits: memory is taken
-// then and not before, for a few fetches at a time. A packet may come before the frame of its message; then it waits.
+// Offered data is fetched when the message that it belongs to is known and within the limits; memory is allocated then,
+// not before. Only a few fetches are under way at a time. A packet that comes before the frame of its message waits.
 //
-// Errors: Corrupt where a packet breaks the rules; nothing may be done with the flow then but close().
+// Errors: Corrupt if a packet breaks the rules; after that only close() may be called.
 // Thread-safety: none; the transport's lock is held. It must outlive the fabric, which writes into its fetches.
 #pragma once
 
@@ -25,14 +26,14 @@ class Inflow {
   Inflow(const Inflow&) = delete;
   Inflow& operator=(const Inflow&) = delete;
 
-  // A frame, a piece or a goodbye: with its data, or with an offer of `bytes`.
+  // A frame, a piece or a goodbye has come: with its data, or with an offer of `bytes`.
   void on_arrival(const Header& header, std::span<const std::byte> data);
   void on_offer(const Header& header, size_t bytes, Offer* offer);
 
   // Begins what can be fetched now.
   void fetch(Fabric& fabric);
   bool is_fetching() const { return !fetching_.empty(); }
-  // Why a fetch was in vain; empty: none was.
+  // Why a fetch failed; empty if none did.
   const std::string& failure() const { return failure_; }
 
   struct Taken {
@@ -42,10 +43,10 @@ class Inflow {
     std::string_view body;
     std::vector<Piece> pieces;
   };
-  // The next message, if it is whole.
+  // The next message, if it is complete.
   std::optional<Taken> take();
 
-  // Refuses what is offered. Nothing comes any more; what is under way still ends.
+  // Refuses what is offered. Nothing is taken any more; fetches under way still end.
   void close(Fabric& fabric);
 
  private:
@@ -58,7 +59,7 @@ class Inflow {
     Header header;
     Piece data;
   };
-  // A frame, or a large piece, of which chunks come.
+  // A frame, or a large piece, whose chunks are coming.
   struct Block {
     Piece data;
     std::vector<bool> has;  // which chunks have come or are being fetched; empty: none has

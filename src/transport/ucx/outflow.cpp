@@ -72,7 +72,7 @@ void Outflow::sent(std::list<Packet>::iterator packet) {
   }
 }
 
-// A frame or a piece in chunks. `overhead`: bytes of it that are not in the backlog.
+// Sends a frame or a piece in chunks. `overhead`: bytes of it that are not counted in the backlog.
 const char* Outflow::post_chunks(Fabric& fabric, const Header& header, Piece data, size_t overhead, uint64_t taken) {
   const char* error = nullptr;
   for (size_t at = 0; at < data.bytes && !error; at += kChunk) {

@@ -1,11 +1,12 @@
 // What goes to one peer: messages wait until the peer's window has room, then become packets, which the fabric takes.
 //
-// The window (packet.h). Of what has been sent the peer says how much it has delivered (`taken` of each packet's
-// header). No more than kWindow bytes are sent beyond that, but always two messages, and always one more while those
-// beyond cost less than kAcknowledged: so a peer that does not read keeps at most that much in memory, whatever the
-// fabric buffers, large messages still overlap, and who must wait is owed an acknowledgement that comes at once.
+// The window (packet.h): the peer reports the number of the last message that it has delivered (`taken` in each
+// packet's header). At most kWindow bytes are sent beyond that; but two messages are always allowed, and one more is
+// always allowed while those beyond cost less than kAcknowledged. So a peer that does not read keeps at most that much
+// in memory, whatever the fabric buffers; large messages still overlap; and a sender that must wait has enough under
+// way that the peer acknowledges it immediately.
 //
-// What waits is packed (packet.h) already: it goes as it was when it was pushed.
+// Waiting messages are already packed (packet.h): they are sent as they were when they were pushed.
 //
 // Thread-safety: none but backlog(); the transport's lock is held. It must outlive the fabric, which reads its packets.
 #pragma once
@@ -29,12 +30,12 @@ class Outflow {
   Outflow(const Outflow&) = delete;
   Outflow& operator=(const Outflow&) = delete;
 
-  void push(Message message, Frame frame);  // which pack() has made of it
+  void push(Message message, Frame frame);  // `frame`: what pack() has made of it
   void push_goodbye();
-  // A packet of its own, before all that waits. One of a kind at a time.
+  // A separate packet that goes before everything that waits. At most one of each kind waits at a time.
   void push_note(Kind kind);
 
-  // Sends what may go now. `taken`: of the other direction. Why it failed, or null.
+  // Sends what may go now. `taken`: of the other direction. Returns why it failed, or null.
   const char* pump(Fabric& fabric, uint64_t taken);
   void on_taken(uint64_t number);  // Corrupt for a number that was not sent
 
@@ -43,9 +44,9 @@ class Outflow {
   bool has_packets() const { return !under_way_.empty(); }  // that the fabric has not taken yet
   bool is_done() const { return queue_.empty() && notes_.empty() && unacknowledged_.empty() && under_way_.empty(); }
 
-  // Drops what waits. Nothing is sent any more but notes; what is under way still ends.
+  // Drops what waits. From now on only notes are sent; packets under way still end.
   void close();
-  // What is not needed any more and is to end without the lock.
+  // What is no longer needed; to be destroyed without the lock.
   using Spent = std::pair<std::vector<Message>, std::vector<Piece>>;
   Spent spent() { return std::exchange(spent_, {}); }
 
@@ -63,7 +64,7 @@ class Outflow {
     std::string data;  // or
     Piece piece;
     size_t bytes = 0;                                         // of the backlog
-    void on_done(const char*) override { flow->sent(self); }  // an error is the way's, which says so itself
+    void on_done(const char*) override { flow->sent(self); }  // the fabric reports an error itself: on_broken()
   };
 
   Packet& packet(Kind kind, uint64_t number);

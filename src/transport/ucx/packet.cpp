@@ -42,7 +42,7 @@ Header Header::parse(std::span<const std::byte> bytes) {
   if (header.magic != kMagic || header.zero[0] || header.zero[1] || header.zero[2])
     throw Corrupt("a packet without a header of this version");
   if (header.kind < Kind::kHello || header.kind > Kind::kGone)
-    throw Corrupt(text("a packet of kind ", static_cast<int>(header.kind), ", which there is not"));
+    throw Corrupt(text("a packet of unknown kind ", static_cast<int>(header.kind)));
   return header;
 }
 

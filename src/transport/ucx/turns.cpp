@@ -17,8 +17,8 @@ namespace muster::transport::ucx {
 namespace {
 
 constexpr milliseconds kMeetingTick{20}, kLongestTick{250};
-constexpr milliseconds kLastWords{50};  // to say that we are gone, where the deadline of close() has passed
-constexpr int kMostLogged = 16;         // packets of nobody
+constexpr milliseconds kLastWords{50};  // to send kGone, if the deadline of close() has passed
+constexpr int kMostLogged = 16;         // warnings about packets that belong to no peer
 constexpr int kMostProgress = 64;       // of one turn
 
 }  // namespace
@@ -30,14 +30,14 @@ Peer* UcxTransport::sender_of(const Header& header) {
   return peers_[header.from].get();
 }
 
-// Whether the packet is of a peer, and has been taken.
+// Returns whether the packet is from a peer and has been taken.
 template <typename Take>
 bool UcxTransport::accept(std::span<const std::byte> bytes, const Take& take) {
   Peer* peer = nullptr;
   try {
     const Header header = Header::parse(bytes);
     peer = sender_of(header);
-    if (!peer) throw Corrupt("it is for another job's worker, or from one that is none");
+    if (!peer) throw Corrupt("it is for a worker of another job, or from an unknown worker");
     peer->last_heard = Clock::now();
     if (peer->ended || !peer->broken.empty()) return false;
     peer->out.on_taken(header.taken);
@@ -77,7 +77,7 @@ void UcxTransport::on_arrival(std::span<const std::byte> header, std::span<const
 void UcxTransport::on_offer(std::span<const std::byte> header, size_t bytes, Offer* offer) {
   bool is_held = false;
   accept(header, [&](Peer& peer, const Header& head) {
-    is_held = true;  // by the flow, whatever it finds
+    is_held = true;  // by the flow, even if on_offer() throws
     peer.in.on_offer(head, bytes, offer);
   });
   if (!is_held) strays_.push_back(offer);
@@ -97,7 +97,7 @@ milliseconds UcxTransport::tick_every() const {
   return std::clamp(shortest / 8, milliseconds(1), kLongestTick);
 }
 
-// What follows for a peer from what has come, with the lock. `quiet`: nothing is left unread.
+// With the lock: handles what has come from a peer. `quiet`: nothing is left unread.
 void UcxTransport::settle(Peer& peer, bool quiet) {
   if (!peer.ended) {
     if (peer.broken.empty()) peer.in.fetch(*fabric_);
@@ -117,15 +117,15 @@ void UcxTransport::settle(Peer& peer, bool quiet) {
   if (peer.waiting > 0) peer.room.notify_all();
 }
 
-// With the lock: what is not needed any more goes where it ends without it.
+// With the lock: moves what is no longer needed to `spent`, which is destroyed without the lock.
 void collect(Peer& peer, std::vector<Outflow::Spent>& spent) {
   auto some = peer.out.spent();
   if (!some.first.empty() || !some.second.empty()) spent.push_back(std::move(some));
 }
 
-// The steps before the start. All have said hello and been answered; what UCX itself has sent to make its ways is out
-// of its hands; all know that. So nobody leaves while another's ways are still being made, which UCX 1.13 does not
-// bear.
+// The steps before the start: all peers have said hello and been answered; everything that UCX itself sent to set up
+// connections is flushed; then this worker tells all peers that it is ready. So no worker leaves while another one's
+// connections are still being set up, which UCX 1.13 does not survive.
 void UcxTransport::connect_on() {
   const auto is_here = [](const auto& peer) { return !peer || peer->is_here(); };
   if (!flush_.begun && std::all_of(peers_.begin(), peers_.end(), is_here)) {
@@ -143,7 +143,7 @@ void UcxTransport::connect_on() {
   changed_.notify_all();
 }
 
-// Looks at the fabric once, and delivers; returns whether there was anything.
+// Looks at the fabric once, and delivers what came; returns whether there was anything.
 bool UcxTransport::turn() {
   std::vector<News> news;
   std::vector<Outflow::Spent> spent;
@@ -184,7 +184,7 @@ void UcxTransport::deliver(News& news) {
   if (news.message.goodbye) lose(peer);
 }
 
-// The end of a peer: it left, or is lost.
+// Ends a peer: it left, or is lost.
 void UcxTransport::lose(Peer& peer) {
   std::vector<Outflow::Spent> spent;
   bool answer = false;
@@ -192,14 +192,14 @@ void UcxTransport::lose(Peer& peer) {
     const std::lock_guard lock(mutex_);
     if (peer.ended) return;
     peer.ended = true;
-    // Whose end answers our own goodbye is no news; a goodbye that crossed it is.
+    // An end that answers our own goodbye is not reported; a goodbye that crossed ours is.
     answer = want_close_ && !peer.left;
     const std::string cause = peer.left ? text(peer.name, " left") : text(peer.name, " is lost: ", peer.broken);
     if (!peer.refuses) peer.cause = cause;
     peer.refuses = true;
     peer.in.close(*fabric_);
     peer.out.close();
-    // To one that left, the acknowledgement is still to go.
+    // A peer that left is still to get the acknowledgement.
     if (!peer.left) fabric_->disconnect(peer.rank);
     pump(peer);
     collect(peer, spent);
@@ -213,7 +213,7 @@ void UcxTransport::lose(Peer& peer) {
   }
 }
 
-// Heartbeats and silence.
+// Sends heartbeats, and finds peers that are silent.
 void UcxTransport::tick(Clock::time_point now) {
   const std::lock_guard lock(mutex_);
   for (const auto& peer : peers_) {
@@ -229,7 +229,7 @@ void UcxTransport::tick(Clock::time_point now) {
   }
 }
 
-// Says goodbye where that was asked for, and whether all have had it.
+// If close() was called: says goodbye, and reports when all peers have received it.
 void UcxTransport::obey() {
   if (!want_close_) return;
   const std::lock_guard lock(mutex_);
@@ -252,7 +252,7 @@ void UcxTransport::sleep(std::chrono::nanoseconds limit) {
   {
     const std::lock_guard lock(mutex_);
     if (!fabric_->arm()) return;
-    sleeping_ = true;  // from now on, who sends rings
+    sleeping_ = true;  // from now on, threads that send ring the bell
   }
   pollfd wait[2] = {{fabric_->event_fd(), POLLIN, 0}, {bell_.get(), POLLIN, 0}};
   const auto left = std::chrono::ceil<milliseconds>(limit);
@@ -264,7 +264,7 @@ void UcxTransport::sleep(std::chrono::nanoseconds limit) {
   sleeping_ = false;
 }
 
-// Whether there was anything within the time that it may take.
+// Spins for at most options_.spin; returns whether there was anything to do.
 bool UcxTransport::spin() {
   if (options_.spin <= options_.spin.zero()) return false;
   for (const auto end = Clock::now() + options_.spin; Clock::now() < end; shm::cpu_relax())
@@ -279,8 +279,8 @@ void UcxTransport::run() {
       const auto before = Clock::now();
       const bool busy = turn();
       obey();
-      // Silence is judged as of a time after which there was a look at the fabric: where this process itself was
-      // stopped, or had no core, what came meanwhile has been read by now.
+      // Silence is measured up to `before`, and the fabric was looked at after that time. So if this process itself was
+      // stopped or had no core, what came meanwhile has been read by now.
       if (before >= next_tick) {
         tick(before);
         next_tick = before + tick_every();
@@ -296,8 +296,8 @@ void UcxTransport::run() {
 
 // --- the end ---
 
-// Tells those who have not had all that nothing more comes, and ends the fabric; or keeps it, where not everybody has
-// said goodbye or has had ours.
+// Tells peers that have not received everything that nothing more comes. Then destroys the fabric, or abandons it if a
+// peer has not said goodbye or has not received ours.
 void UcxTransport::finish() {
   std::vector<Outflow::Spent> spent;
   const std::lock_guard lock(mutex_);

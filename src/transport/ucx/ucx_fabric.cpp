@@ -1,7 +1,8 @@
 // The fabric on UCX: UCP's active messages. See "Active Message" and "Communication routines" in ucp/api/ucp.h.
 //
-// One worker, which whoever holds the caller's lock may use (UCS_THREAD_MODE_SERIALIZED), and one endpoint for each
-// peer, with UCP_ERR_HANDLING_MODE_PEER: a peer that is gone fails the endpoint and all that is under way on it.
+// There is one UCX worker, which any thread may use that holds the caller's lock (UCS_THREAD_MODE_SERIALIZED), and one
+// endpoint for each peer, with UCP_ERR_HANDLING_MODE_PEER: if a peer is gone, the endpoint and everything under way on
+// it fail.
 
 #include <ucp/api/ucp.h>
 
@@ -71,7 +72,7 @@ ucs_status_t UcxFabric::on_message(void* fabric, const void* header, size_t head
   const std::span head(static_cast<const std::byte*>(header), header_bytes);
   if (how->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) {
     events.on_offer(head, bytes, static_cast<Offer*>(data));
-    return UCS_INPROGRESS;  // it keeps the offer
+    return UCS_INPROGRESS;  // tells UCX to keep the offer
   }
   events.on_arrival(head, {static_cast<const std::byte*>(data), bytes});
   return UCS_OK;
@@ -101,8 +102,8 @@ ucs_status_t UcxFabric::open(const Settings& settings, std::string& doing) {
   doing = "reading its settings";
   ucs_status_t status = ucp_config_read(nullptr, nullptr, &config);
   if (status != UCS_OK) return status;
-  // Over TCP, UCX 1.13 completes a zero-copy send twice, and ends the program, where the peer is lost meanwhile. What
-  // is sent eagerly is small enough for copies; what is offered has protocols of its own.
+  // Over TCP, UCX 1.13 completes a zero-copy send twice, and aborts the program, if the peer is lost meanwhile. Eager
+  // data is small enough to be copied; offered data has its own protocols.
   if (!::getenv("UCX_ZCOPY_THRESH")) status = ucp_config_modify(config, "ZCOPY_THRESH", "inf");
   for (const auto& [name, value] : settings) {
     if (status != UCS_OK) break;
@@ -155,7 +156,7 @@ ucs_status_t UcxFabric::open(const Settings& settings, std::string& doing) {
 UcxFabric::~UcxFabric() {
   if (worker_) {
     for (auto& [rank, peer] : peers_) disconnect(rank);
-    // What was under way ends in a few rounds more.
+    // What was under way ends within a few more rounds.
     const auto limit = std::chrono::steady_clock::now() + kPatience;
     for (int idle = 0; (idle < 16 || !closing_.empty()) && std::chrono::steady_clock::now() < limit; collect_closed())
       idle = ucp_worker_progress(worker_) ? 0 : idle + 1;
@@ -192,7 +193,7 @@ const char* UcxFabric::connect(int rank, const std::string& address) {
 void UcxFabric::disconnect(int rank) {
   const auto found = peers_.find(rank);
   if (found == peers_.end() || !found->second.endpoint) return;
-  found->second.is_broken = true;  // nothing more is said of it
+  found->second.is_broken = true;  // no more events for it
   ucp_request_param_t how{};
   how.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   how.flags = UCP_EP_CLOSE_FLAG_FORCE;

@@ -23,7 +23,7 @@ namespace muster::transport {
 namespace ucx {
 namespace {
 
-constexpr std::chrono::seconds kFlush{2};  // of a destructor
+constexpr std::chrono::seconds kFlush{2};  // the destructor's limit for flushing
 
 std::string entry_key(const UcxOptions& options, int rank) { return text(options.prefix, "ucx/", rank); }
 
@@ -43,20 +43,20 @@ UcxTransport::UcxTransport(const UcxOptions& options, Receiver& receiver)
   FabricEvents& events = *this;
   fabric_ = options_.fabric ? options_.fabric(events) : make_ucx_fabric(options_.settings, events);
   MUSTER_LOG(kInfo) << "transport: " << worker_name(options_.names, options_.rank) << " uses " << fabric_->version()
-                    << ", without authentication and encryption";
+                    << ", without authentication or encryption";
 }
 
 UcxTransport::~UcxTransport() { is_mine() ? close(Deadline::after(kFlush)) : leak(); }
 
-// In a forked child thread and fabric are the parent's; nothing of them may be touched.
+// In a forked child the thread and the fabric belong to the parent and must not be touched.
 void UcxTransport::leak() {
   if (thread_.joinable()) thread_.detach();
   abandon();
 }
 
-// Keeps the fabric, and what it may still touch, for ever, in a list, so that a leak checker sees who holds it. UCX
-// 1.13 ends the program (an assertion of its own) where a worker ends that still has a message to send with which ways
-// are made; that it has none is known only where all was exchanged to the goodbyes.
+// Keeps the fabric, and what it may still touch, for ever, in a list, so that it stays reachable for a leak checker.
+// UCX 1.13 aborts the program (by an assertion) if a worker is destroyed while it still has a message to send that sets
+// up connections. It is known to have none only after all peers have exchanged their goodbyes.
 void UcxTransport::abandon() {
   struct Kept {
     std::unique_ptr<Fabric> fabric;
@@ -71,7 +71,7 @@ void UcxTransport::abandon() {
 
 Peer& UcxTransport::to(int peer) const {
   if (peer < 0 || peer >= options_.size || !peers_[static_cast<size_t>(peer)])
-    throw InvalidArgument(text("worker ", peer, " is no peer of ", worker_name(options_.names, options_.rank)));
+    throw InvalidArgument(text("worker ", peer, " is not a peer of ", worker_name(options_.names, options_.rank)));
   return *peers_[static_cast<size_t>(peer)];
 }
 
@@ -80,7 +80,7 @@ void UcxTransport::ring() {
   [[maybe_unused]] const auto n = ::write(bell_.get(), &one, sizeof one);  // full: it is awake anyway
 }
 
-// --- coming together ---
+// --- connecting ---
 
 void UcxTransport::look_up(const Directory& directory, Deadline deadline) {
   const auto key_of = [&](int rank) { return entry_key(options_, rank); };
@@ -88,7 +88,8 @@ void UcxTransport::look_up(const Directory& directory, Deadline deadline) {
     auto entry = Entry::parse(written);
     const std::string name = worker_name(options_.names, rank);
     if (entry.size != options_.size)
-      throw Mismatch(text(name, " belongs to a job of ", entry.size, " workers, this one to one of ", options_.size));
+      throw Mismatch(text(name, " belongs to a job of ", entry.size, " workers, this worker to a job of ",
+                          options_.size));
     auto peer = std::make_shared<Peer>(rank, options_.rank, entry.key, options_.limits);
     peer->pid = entry.pid;
     peer->name = text(name, " (pid ", entry.pid, ")");
@@ -123,7 +124,7 @@ void UcxTransport::meet(const Directory& directory, Deadline deadline) {
       const std::string name = peer->name;
       abandon();
       throw Unavailable(text("UCX finds no way to ", name, ": ", error),
-                        "Look at what UCX_TLS and UCX_NET_DEVICES say on both hosts; UCX_LOG_LEVEL=info says more");
+                        "Check UCX_TLS and UCX_NET_DEVICES on both hosts; UCX_LOG_LEVEL=info tells more");
     }
     peer->out.push_note(Kind::kHello);
   }
@@ -158,14 +159,14 @@ void UcxTransport::wait_for_all(Deadline deadline) {
   const auto failed = std::find_if(peers_.begin(), peers_.end(), has_failed);
   if (failed != peers_.end())
     throw Unavailable(text("UCX cannot connect with ", (*failed)->name, ": ", (*failed)->broken),
-                      "Look whether it still runs, and at what UCX_TLS and UCX_NET_DEVICES say on both hosts");
+                      "Check whether it still runs, and UCX_TLS and UCX_NET_DEVICES on both hosts");
   if (!in_time) {
     std::vector<int> missing;
     const std::string names = describe_missing(missing);
     throw Timeout(text("workers have not connected in time: ", names), missing,
-                  "Look whether they have failed, and whether the fabric reaches them");
+                  "Check whether they have failed, and whether the fabric reaches them");
   }
-  // Not waited for: a receiver may wait, in its first call, for this to have returned.
+  // This does not wait for the start, because a receiver's first call may wait for this function to return.
   started_ = true;
   ring();
 }
@@ -180,13 +181,13 @@ void UcxTransport::send(int rank, Message message) {
                                message.pieces.size(), " pieces to ", peer.name, " is above the limits: ", limits.bytes,
                                " bytes (body ", limits.body, "), ", limits.pieces, " pieces"),
                           "Send it in several messages");
-  Frame frame = pack(message);  // copies, which takes time: without the lock
-  Outflow::Spent spent;         // ends without the lock
+  Frame frame = pack(message);  // without the lock, because copying takes time
+  Outflow::Spent spent;         // destroyed without the lock
   bool wake = false;
   {
     const std::lock_guard lock(mutex_);
     if (peer.refuses) throw_lost(peer);
-    if (!peer.broken.empty()) return;  // as if it were lost on its way: the receiver is about to hear why
+    if (!peer.broken.empty()) return;  // as if it were lost on its way: the receiver will soon be told why
     peer.out.push(std::move(message), std::move(frame));
     pump(peer);
     spent = peer.out.spent();
@@ -216,7 +217,7 @@ void UcxTransport::wait_below(int rank, size_t bytes, Deadline deadline) {
   if (peer.refuses) throw_lost(peer);
   if (!in_time)
     throw Timeout(text(peer.name, " has not taken what was sent to it in time: ", peer.out.backlog(), " bytes wait"),
-                  {rank}, "Look whether it is busy or stopped");
+                  {rank}, "Check whether it is busy or stopped");
 }
 
 // --- the end ---
@@ -232,7 +233,7 @@ void UcxTransport::close(Deadline flush) {
     want_close_ = true;
   };
   if (std::this_thread::get_id() == thread_.get_id()) {
-    // The thread cannot wait for itself: the goodbyes are said, and the destructor does the rest.
+    // The thread cannot wait for itself: it says the goodbyes, and the destructor does the rest.
     const std::lock_guard lock(mutex_);
     return stop_sending();
   }

@@ -1,22 +1,22 @@
-// Transport over UCX, for fabrics of which the kernel's TCP uses little: InfiniBand, RoCE and the like; also over UCX's
-// own ways through TCP and shared memory. Chosen by name, never by itself.
+// Transport over UCX, for fabrics that the kernel's TCP uses poorly: InfiniBand, RoCE and the like; also over UCX's own
+// ways through TCP and shared memory. It is used only if it is chosen by name.
 //
-// There is no authentication and no encryption: whoever reaches the fabric's addresses can send what it likes, and read
-// along. For trusted fabrics only. What comes is checked nevertheless (packet.h, inflow.h): lengths before memory is
-// taken, and a key from the directory, which keeps out what is left of other jobs but is no secret on the wire.
+// There is no authentication and no encryption: anyone who can reach the fabric's addresses can send anything, and read
+// everything. Use it only on trusted fabrics. What comes is checked nevertheless (packet.h, inflow.h): lengths before
+// memory is allocated, and a key from the directory, which keeps out packets of other jobs but is not secret on the
+// wire.
 //
-// Each worker leaves the address of its UCX worker in the job's directory, reads those of its peers, and says hello;
-// who has heard all is connected. docs/transport.md tells it in whole.
+// Each worker leaves the address of its UCX worker in the job's directory, reads those of its peers, and says hello. A
+// worker that has heard from all peers is connected. docs/transport.md describes all of it.
 //
-//   loss        By UCX, where it notices; by pidfd for peers on this host, where `watch` is given; and by silence, as
-//   in
-//               tcp: who has said nothing for the whole of `heartbeat` is lost. UCX's own keepalive takes tens of
-//               seconds, and finds no process that is stopped.
-//   threads     One, "muster-ucx": it drives UCX and calls the receiver. It must not be kept for the time of a
-//               heartbeat. UCX has a thread of its own besides.
-//   fork        A child forked without exec must not use the transport, and may let it end: nothing is sent or closed
+//   loss        Detected by UCX, if it notices; by pidfd for peers on this host, if `watch` is given; and by silence,
+//               as in tcp: a peer that has sent nothing for the whole of `heartbeat` is lost. UCX's own keepalive takes
+//               tens of seconds, and does not detect a process that is stopped.
+//   threads     One, "muster-ucx": it drives UCX and calls the receiver. It must not be blocked for the time of a
+//               heartbeat. UCX has its own thread besides.
+//   fork        A child forked without exec must not use the transport, but may destroy it: nothing is sent or closed
 //               then.
-//   close()     Returns when all peers have delivered what was sent, at the deadline at the latest. After it the
+//   close()     Returns when all peers have delivered what was sent, at the deadline at the latest. Afterwards the
 //               receiver is not called again.
 #pragma once
 
@@ -38,22 +38,22 @@ namespace muster::transport {
 
 struct UcxOptions {
   int rank = 0;
-  std::vector<int> peers;  // whom to connect with; empty for all others below `size`
+  std::vector<int> peers;  // the workers to connect with; empty for all others below `size`
   int size = 1;
   std::vector<std::string> names;             // by rank, for messages
-  std::vector<int> local;                     // those of the peers that are processes of this host,
-  std::shared_ptr<shm::PeerWatch> watch;      // which says when they die; may be null
-  std::chrono::milliseconds heartbeat{2000};  // a peer that is silent for as long is lost
-  std::chrono::nanoseconds spin{0};           // how long to look again and again before a sleep
+  std::vector<int> local;                     // the peers that are processes of this host
+  std::shared_ptr<shm::PeerWatch> watch;      // reports when one of `local` dies; may be null
+  std::chrono::milliseconds heartbeat{2000};  // a peer that is silent for this long is lost
+  std::chrono::nanoseconds spin{0};           // how long to spin before a sleep
   Limits limits;
   std::string prefix;      // of the keys in the directory
   ucx::Settings settings;  // of UCX, beside its environment: {"TLS", "rc,self"}
   std::function<std::unique_ptr<ucx::Fabric>(ucx::FabricEvents&)> fabric;  // in UCX's place, for tests
 };
 
-// Connects with every peer, or throws: Unavailable where UCX is not here or finds no way to a peer; Timeout names those
-// who did not come; Mismatch, one of another version or size. The receiver is first called when all have come, which
-// may be before this has returned; it may wait for that.
+// Connects with every peer, or throws: Unavailable if UCX is missing or finds no way to a peer; Timeout names those
+// that did not come; Mismatch, a peer of another version or size. The receiver is first called when all have come,
+// which may be before this function has returned; the receiver may wait for that.
 std::unique_ptr<Transport> make_ucx_transport(const UcxOptions& options, const Directory& directory, Receiver& receiver,
                                               Deadline deadline);
 
