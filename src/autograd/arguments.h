@@ -1,6 +1,6 @@
-// The caller's end of the arguments of a call: where their gradients go. An object of the caller's worker; the callee's
-// nodes of the received tensors (receive_node.h) hold a reference to it, so it lives as long as a graph there may lead
-// to them.
+// The caller's record of a call's arguments: where their gradients go. It is an object of the caller's worker. The
+// callee's nodes of the received tensors (receive_node.h) hold a reference to it, so it lives as long as a graph there
+// may lead to them.
 //
 // Thread-safety: immutable.
 #pragma once
@@ -15,11 +15,11 @@
 namespace muster::autograd {
 
 struct Arguments {
-  edge_list edges;  // of the tensors in the message that ask for gradients, in order
+  edge_list edges;  // of the tensors in the message that require grad, in order
   std::shared_ptr<void> counted;
 };
 
-// The agent's own, by id; null: there is no such object. Corrupt where it is another one.
+// Finds Arguments of this agent by id; null if there is no such object. Corrupt if the object is something else.
 std::shared_ptr<Arguments> find_arguments(rpc::Agent& agent, uint64_t object);
 
 // A gradient that has come back to the caller.
@@ -29,7 +29,7 @@ struct Returned {
   Tensor gradient;
   MSGPACK_DEFINE(object, index, gradient);
 };
-// The handler: goes on with backward from there.
+// The handler at the caller: continues the backward pass from there.
 void continue_backward(std::vector<Returned> gradients, bool keep_graph);
 
 }  // namespace muster::autograd

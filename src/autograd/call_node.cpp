@@ -24,8 +24,9 @@ bool same(const variable_list& a, const variable_list& b) {
                     [](const Tensor& x, const Tensor& y) { return x.is_same(y); });
 }
 
-// What was one tensor there, or parts of one, comes on one storage: as two tensors with one use each, of which
-// AccumulateGrad would make two .grads of the same memory. Differentiable.
+// Gradients that were one tensor at the callee, or parts of one, arrive as several tensors on one storage, each with
+// one use. AccumulateGrad would take each as .grad, and two .grads would share memory; so each gets its own storage.
+// Differentiable.
 void give_each_its_own_storage(variable_list& gradients) {
   std::unordered_set<const c10::StorageImpl*> seen;
   for (Tensor& one : gradients)
@@ -93,7 +94,7 @@ variable_list CallNode::apply(variable_list&& gradients) {
   try {
     results = std::move(request->answer).get();
   } catch (const rpc::RemoteError& error) {
-    // A graph that is used up is that for whoever has a part of it.
+    // If the callee's part of the graph is used up, report it as libtorch does for a local graph.
     TORCH_CHECK(error.remote_message().find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos, error.message());
     throw;
   }

@@ -2,16 +2,16 @@
 //
 //   result ── PrefetchNode ── CallNode ── the arguments' edges
 //
-// The prefetch node hands gradients through and, on the way, sends the request for backward to the callee, without
+// The prefetch node passes gradients through and, on the way, sends the request for backward to the callee, without
 // waiting. It has the highest sequence number, so the engine runs it as soon as its gradients are there. The call node
-// waits for the answer; it has the lowest, so the engine does everything else first. Independent calls thus run
-// backward at the same time, beside what this worker has to do itself. (Where hooks of the two nodes may
-// change gradients between them, the call node sends the request.)
+// waits for the answer; it has the lowest sequence number, so the engine does everything else first. So independent
+// calls run backward concurrently, and so does this worker's own part. (If hooks of the two nodes may change gradients
+// between them, the call node sends the request.)
 //
-// The prefetch node is on the devices of the results, and hands gradients on by the CPU. So the call node runs on the
-// thread that called the engine, and no thread that serves a device waits for another worker, who may need it.
+// The prefetch node is on the devices of the results, and passes gradients on over the CPU. So the call node runs on
+// the thread that called the engine, and no thread that serves a device waits for another worker, which may need it.
 //
-// Thread-safety: as libtorch's nodes: several engines may run them at the same time.
+// Thread-safety: as libtorch's nodes: several engines may run them concurrently.
 #pragma once
 
 #include <map>
@@ -29,7 +29,7 @@ namespace muster::autograd {
 
 class CallNode final : public Node {
  public:
-  // `slots`: where the gradients that the callee answers go, in its order.
+  // `slots`: where the gradients in the callee's answer go, in the same order.
   CallNode(std::shared_ptr<rpc::detail::Reference> graph, std::shared_ptr<ContextState> context, edge_list slots);
 
   void prefetch(const variable_list& gradients);
@@ -38,7 +38,7 @@ class CallNode final : public Node {
   std::string name() const override { return "MusterRemoteCall"; }
 
  private:
-  struct Request {  // belongs to the engine's task: it goes with that, also where the call node never runs
+  struct Request {  // belongs to the engine's task and is destroyed with it, even if the call node never runs
     variable_list gradients;
     rpc::Future<std::vector<Tensor>> answer;
   };
@@ -46,7 +46,7 @@ class CallNode final : public Node {
 
   std::mutex mutex_;
   std::shared_ptr<rpc::detail::Reference> graph_;   // null: used up
-  const std::shared_ptr<ContextState> context_;     // in which the call was made; null: in none
+  const std::shared_ptr<ContextState> context_;     // in which the call was made; may be null
   std::map<int, std::weak_ptr<Request>> requests_;  // by the engine's task
 };
 

@@ -18,7 +18,8 @@ namespace {
 
 constexpr size_t kRemembered = 1024;  // contexts that have ended
 
-// The thread's own, while it serves the call in which the scope was opened.
+// The context that a Context::Scope has made this thread's. It counts while the thread serves the call in which the
+// scope was opened.
 struct Opened {
   bool open = false;
   std::shared_ptr<ContextState> context;
@@ -88,7 +89,7 @@ void Contexts::keep_only(int creator, const std::vector<uint64_t>& living, uint6
   {
     const std::lock_guard lock(mutex_);
     Known& known = known_[creator];
-    if (next < known.next) return;  // older news: those handlers run in any order
+    if (next < known.next) return;  // outdated: these handlers run in any order
     std::set<uint64_t> still(living.begin(), living.end());
     if (next == known.next) std::erase_if(still, [&](uint64_t id) { return known.has_ended(id); });
     known = {.living = std::move(still), .next = next};
@@ -116,10 +117,10 @@ size_t Contexts::size() const {
 
 namespace {
 
-// The calls that end a context belong to none.
+// The calls that end a context are made outside of any context.
 std::vector<rpc::Future<void>> tell_end(rpc::Agent& agent, uint64_t id, const std::set<int>& workers);
 
-// Answers when all that this worker has called in the context have let go too.
+// Answers when all workers that this one has called in the context have dropped it too.
 rpc::Task<void> end_context(uint64_t id) {
   const auto agent = rpc::current_agent();
   const auto told = tell_end(*agent, id, tape_of(*agent).contexts().end(id));
@@ -127,7 +128,7 @@ rpc::Task<void> end_context(uint64_t id) {
     try {
       co_await answer;
     } catch (const Error&) {
-      // It is lost, or RPC ends there: then it has let go by itself.
+      // The worker is lost, or RPC ends there: then it drops the context by itself.
     }
   }
 }
@@ -138,11 +139,11 @@ std::vector<rpc::Future<void>> tell_end(rpc::Agent& agent, uint64_t id, const st
   for (const int worker : workers) {
     if (worker == agent.rank()) continue;
     try {
-      // Without a time-out: however busy it is, it must hear of it.
+      // Without a timeout: the worker must be told, however busy it is.
       told.push_back(rpc::detail::call_on<&end_context>(agent, {worker, std::chrono::milliseconds(0)}, uint64_t(id)));
     } catch (const PeerLost&) {
     } catch (const Aborted&) {
-      // It is lost, or RPC ends: then it lets go by itself.
+      // The worker is lost, or RPC ends: then it drops the context by itself.
     }
   }
   return told;
@@ -186,7 +187,7 @@ Context::~Context() {
     if (const auto agent = state_->agent())
       tell_end(*agent, state_->id(), tape_of(*agent).contexts().end(state_->id()));
   } catch (const std::exception&) {
-    // RPC ends: nobody is there to be told.
+    // RPC ends: there is no worker to tell.
   }
   state_->end();
 }
@@ -230,14 +231,14 @@ void backward(const Context& context, const std::vector<Tensor>& roots, std::vec
     TORCH_CHECK(roots[i].requires_grad(), "element ", i, " of the roots does not require grad and has no grad_fn");
     edges.push_back(torch::autograd::impl::gradient_edge(roots[i]));
     if (gradients[i].defined()) {
-      // The context may keep it, and the caller use its memory again.
+      // A copy, because the context may keep it while the caller reuses its memory.
       const at::AutoGradMode record(create_graph);
       gradients[i] = gradients[i].clone();
       continue;
     }
     if (roots[i].numel() != 1)
       throw InvalidArgument(text("root ", i, " has ", roots[i].numel(), " elements, and no gradient"),
-                            "Take its sum, or give one");
+                            "Take its sum, or pass a gradient");
     gradients[i] = at::ones_like(roots[i]);
   }
   Pass pass{.leaves = Leaves::kContext,

@@ -1,13 +1,14 @@
-// A worker's part of a context (muster/autograd/context.h), and the table of all that it has.
+// A worker's part of a context (muster/autograd/context.h), and the table of all contexts that it knows.
 //
-// A context's id names its creator. Every call that is made in it carries the id; a worker that gets the first has its
-// part from then on. When the context ends, its creator tells whom it has called in it, and these tell theirs. Who has
-// been told, and has let go, remembers the id for a while: calls that come late are refused.
+// A context's id names its creator. Every call that is made in it carries the id; a worker that gets the first one has
+// a part of the context from then on. When the context ends, its creator tells the workers that it has called in it,
+// and these tell the workers that they have called. A worker that has been told drops its part, and remembers the id
+// for a while to refuse calls that come late.
 //
-// If a worker is lost, it may have died before it told others: every creator then tells all workers which of its
-// contexts live, and they let go of the rest, and refuse calls in these that the lost worker made and that come later.
-// Nobody knows whom it had called in those that live: when they end, their creator tells all workers. Those of a
-// creator that is lost end everywhere.
+// A lost worker may have died before it told others that a context has ended. So when a worker is lost, every creator
+// tells all workers which of its contexts live; they drop the rest, and refuse later calls in those (of the lost
+// worker). Nobody knows which workers the lost one had called in the living contexts, so when these end, their creator
+// tells all workers. Contexts whose creator is lost end everywhere.
 //
 // Thread-safety: all methods.
 #pragma once
@@ -43,21 +44,21 @@ class ContextState {
   uint64_t id() const { return id_; }
   bool ended() const { return ended_.load(std::memory_order_acquire); }
   void check() const;  // Aborted if it has ended
-  // Aborted: it is of a time of RPC that is over, or of another World.
+  // Aborted if the context belongs to RPC that has been shut down, or to another World.
   void check_agent(const rpc::Agent& agent) const;
   std::shared_ptr<rpc::Agent> agent() const { return alive_.lock(); }
-  uint32_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }  // call of this worker's own
+  uint32_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }  // number of this worker's next call
 
-  void calls(int worker);                            // a call in it is going there. Aborted if it has ended
+  void calls(int worker);                            // notes a call to that worker. Aborted if it has ended
   void also_tell(const std::set<int>& workers);      // when it ends: as if they had been called
   void add(const std::shared_ptr<SubGraph>& graph);  // Aborted if it has ended
   void add(const Path& path, size_t position, const Tensor& leaf, Tensor gradient);
   std::vector<Gradient> gradients() const;  // in the order of the paths
   Tensor gradient(const Tensor& leaf) const;
-  // As gradient() of each, but the context's own where that is one part: they must not be changed.
+  // As gradient() of each, but a gradient of one part is the context's own tensor: callers must not change them.
   std::vector<Tensor> lend_gradients(at::TensorList leaves) const;
 
-  // Lets go of everything. Gives whom it has called, the first time.
+  // Drops everything. Returns the workers that it has called; a second call returns none.
   std::set<int> end();
 
  private:
@@ -65,7 +66,7 @@ class ContextState {
   struct Leaf {
     Tensor leaf;
     std::map<Key, Tensor> parts;
-    Tensor sum() const;  // nobody else's
+    Tensor sum() const;  // a tensor that nobody else has
   };
   const uint64_t id_;
   const rpc::Agent* const agent_;
@@ -84,19 +85,19 @@ class Contexts {
   explicit Contexts(rpc::Agent& agent);
 
   std::shared_ptr<ContextState> begin();
-  std::shared_ptr<ContextState> find(uint64_t id);  // makes this worker's part. Aborted if it has ended
-  std::set<int> end(uint64_t id);                   // whom to tell
-  // Ends those of the lost worker. Gives this worker's own that live, and the next id; when these end, the others are
-  // told too.
+  std::shared_ptr<ContextState> find(uint64_t id);  // makes this worker's part if needed. Aborted if it has ended
+  std::set<int> end(uint64_t id);                   // returns the workers that must be told
+  // Ends the contexts of the lost worker. Returns this worker's own that live, and the next id; when these end,
+  // `others` are told too.
   std::pair<std::vector<uint64_t>, uint64_t> lost(int worker, const std::set<int>& others);
-  // Of that creator: lets go of those below `next` that are not among `living`.
+  // Drops those contexts of that creator that are below `next` and not among `living`.
   void keep_only(int creator, const std::vector<uint64_t>& living, uint64_t next);
   void close();
   size_t size() const;
 
  private:
   void remember(uint64_t id);
-  // Of a creator, at its last word.
+  // What a creator last said about its contexts.
   struct Known {
     std::set<uint64_t> living;
     uint64_t next = 0;
@@ -107,7 +108,7 @@ class Contexts {
   mutable std::mutex mutex_;
   uint64_t next_ = 1;
   std::unordered_map<uint64_t, std::shared_ptr<ContextState>> table_;
-  std::set<uint64_t> ended_;  // the last of them
+  std::set<uint64_t> ended_;  // the contexts that ended last
   std::deque<uint64_t> ended_order_;
   std::unordered_map<int, Known> known_;
 };
@@ -115,7 +116,8 @@ class Contexts {
 // Sends a worker which contexts of this one live.
 void tell_living_contexts(rpc::Agent& agent, int worker, const std::vector<uint64_t>& living, uint64_t next);
 
-// That of the call which this thread serves, or that which Context::Scope has made this thread's; null: none.
+// The context that Context::Scope has made this thread's, or else that of the call which this thread serves; null if
+// there is none.
 std::shared_ptr<ContextState> current_context();
 
 }  // namespace muster::autograd

@@ -1,4 +1,4 @@
-// A worker's part of a context: the gradients that came, the sub-graphs that it keeps alive, whom it has called.
+// A worker's part of a context: the gradients that came, the sub-graphs in it, and the workers that it has called.
 #include <algorithm>
 
 #include "autograd/context.h"

@@ -61,36 +61,36 @@ PtrTo<T> pointer_to(T* node) {
   }
 }
 
-// A gradient as the edge's node wants it: it came by the CPU (sendable()). Differentiable.
+// Moves a gradient, which came over the CPU (sendable()), to the device that the edge's node expects. Differentiable.
 inline Tensor placed(Tensor gradient, const Edge& to) {
   if (!gradient.defined() || !to.is_valid()) return gradient;
   const at::Device device = to.function->input_metadata(to.input_nr).device();
   return gradient.device() == device ? gradient : gradient.to(gradient.options().device(device));
 }
 
-// As it can be sent: sparse gradients are made dense; and by the CPU, since it may take other ways than its tensor did,
-// for which there is no map: from the callee on its own account, or by a third worker. Differentiable.
+// Makes a gradient sendable: dense, and on the CPU. It is sent over the CPU because it may take ways for which there is
+// no device map, other than its tensor did: from the callee by its own call, or over a third worker. Differentiable.
 inline Tensor sendable(Tensor gradient) {
   if (!gradient.defined()) return gradient;
   if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
   return gradient.is_cpu() ? gradient : gradient.to(gradient.options().device(at::kCPU));
 }
 
-// Of a tensor's dtype and shape, on the CPU; without memory for its elements.
+// A tensor of the same dtype and shape on the CPU, without memory for its elements.
 Tensor on_host(const Tensor& like);
 
-// What Node itself does, in those versions of libtorch that have it.
+// Calls release_resources() of the base class, in versions of libtorch that have it.
 template <typename Base, typename T>
 void release_resources_of(T& node) {
   if constexpr (requires { node.Base::release_resources(); }) node.Base::release_resources();
 }
 
-// All nodes that can be reached from `edges`, each once, in an order that the graph alone determines; or some of them,
-// more than `most`.
+// All nodes that can be reached from `edges`, each once, in an order that depends only on the graph. If there are more
+// than `most`, only some of them: more than `most`.
 std::vector<Node*> reachable(const edge_list& edges, size_t most = SIZE_MAX);
 
-// A node without edges that gets nothing. Calls have an edge to it: asking the engine for its gradient makes the engine
-// run them all, also those with no other way to what is asked for.
+// A node without edges that gets no gradient. The nodes of calls have an edge to it: asking the engine for its gradient
+// makes the engine run them all, even those with no other path to the requested outputs.
 const Edge& sink();
 
 }  // namespace muster::autograd

@@ -64,8 +64,8 @@ class SeedNode final : public Node {
   int task_ = -1;
 };
 
-// A run that drops what its thread's queue still has of failed ones: that goes before a node of the lowest sequence
-// number.
+// Runs the engine to drop what this thread's queue still holds of failed runs: all of it comes before the run's own
+// node, which has the lowest sequence number.
 void drop_what_has_not_run() {
   class LastNode final : public Node {
    public:
@@ -90,7 +90,7 @@ variable_list execute(Pass& pass, const edge_list& roots, const variable_list& g
     return engine::Engine::get_default_engine().execute(seeds, gradients, pass.keep_graph, pass.create_graph,
                                                         outputs.empty(), outputs);
   } catch (...) {
-    drop_what_has_not_run();  // here for certain: the run's own callback may go in a thread of libtorch's
+    drop_what_has_not_run();  // in this thread: the run's own callback may be destroyed in a thread of libtorch
     throw;
   }
 }
@@ -121,7 +121,7 @@ void run_in_engine(Pass& pass, const edge_list& roots, const variable_list& grad
   add_to_context(pass, leaves, execute(pass, roots, gradients, outputs));
 }
 
-// The pass without an engine, if its graph is one for that.
+// Runs the pass without the engine, if its graph allows that; returns whether it did.
 bool run_small(Pass& pass, const edge_list& roots, const variable_list& gradients) {
   if (pass.create_graph) return false;
   const auto is_end = [&](Node& node) {
@@ -160,9 +160,9 @@ const Edge& sink() {
 }
 
 void leave_nothing_if_this_run_fails() {
-  // Belongs to the run's callbacks, which libtorch calls if all nodes have run. It destroys them, and whatever else it
-  // has of the run but the queue, in the thread that began the run, when it has left the engine; or, where the last to
-  // let go is one of its threads of devices, there.
+  // Held by the run's callbacks, which libtorch calls if all nodes have run. libtorch destroys the callbacks, and
+  // everything of the run except the queue, in the thread that began the run, when that has left the engine; or in one
+  // of its device threads, if that holds the last reference.
   struct AtTheEnd {
     bool succeeded = false;
     ~AtTheEnd() {
@@ -174,7 +174,7 @@ void leave_nothing_if_this_run_fails() {
       }
     }
   };
-  thread_local int last = -1;  // numbers of tasks do not come again
+  thread_local int last = -1;  // the numbers of tasks are not reused
   const int task = engine::get_current_graph_task_id();
   if (std::exchange(last, task) == task) return;
   engine::Engine::get_default_engine().queue_callback([end = std::make_shared<AtTheEnd>()] { end->succeeded = true; });

@@ -1,6 +1,6 @@
-// Where a call stands among all calls of a context: the rank that began, the number of the call there, the number of
-// the call that its handler made, and so on. The same in every run of a program whose ranks make their calls in one
-// order each; so sums in the order of paths have the same bits, whenever the parts came.
+// The place of a call among all calls of a context: the rank that began, the number of the call there, the number of
+// the call that its handler made, and so on. It is the same in every run of a program in which each rank makes its
+// calls in a fixed order. So sums in the order of paths have the same bits, in whatever order the parts arrive.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,6 @@
 
 namespace muster::autograd {
 
-using Path = std::vector<uint32_t>;  // compared as a dictionary does
+using Path = std::vector<uint32_t>;  // compared lexicographically
 
 }  // namespace muster::autograd

@@ -15,7 +15,8 @@
 namespace muster::autograd {
 namespace {
 
-// The gradients that a task of the engine has found and nobody has asked for: sent home when it ends.
+// The gradients that a task of the engine has found and that nobody has asked for: they are sent to their callers when
+// the task ends.
 struct Batch {
   std::shared_ptr<rpc::Agent> agent;
   bool keeps_graph = false, grad_mode = false;
@@ -37,7 +38,7 @@ struct Batch {
 struct Batches {
   std::mutex mutex;
   std::map<std::pair<int, const rpc::Agent*>, std::weak_ptr<Batch>>
-      by_task;  // the engine's callback has the batch: it goes with the task
+      by_task;  // the engine's callback holds the batch: it is destroyed with the task
 
   std::shared_ptr<Batch> of_this_task(const std::shared_ptr<rpc::Agent>& agent) {
     const Run run = current_run();
@@ -71,7 +72,7 @@ variable_list ReceiveNode::apply(variable_list&& gradients) {
     pass->collected[this] = std::move(gradients[0]);
     return variable_list(1);
   }
-  // A user's backward() of some inputs alone: what is an argument here is none of them.
+  // A user's backward() for given inputs: a received argument is not one of them.
   if (!current_run().accumulates) return variable_list(1);
   static auto* const batches = new Batches;
   const auto agent = arguments_->agent.lock();
@@ -118,7 +119,7 @@ void continue_backward(std::vector<Returned> gradients, bool keep_graph) {
   for (Returned& one : gradients) {
     const auto arguments = find_arguments(*agent, one.object);
     if (!arguments || one.index >= arguments->edges.size())
-      throw InvalidArgument("a gradient of a call that this worker has not made");
+      throw InvalidArgument("a gradient came for a call that this worker has not made");
     edges.push_back(arguments->edges[one.index]);
     values.push_back(std::move(one.gradient));
   }

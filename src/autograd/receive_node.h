@@ -1,15 +1,17 @@
-// The callee's end of an argument that asks for a gradient: the node that the tensor it received comes from.
+// The callee's end of an argument that requires grad: the node that is the grad_fn of the received tensor.
 //
-// Its gradient belongs to the caller's tape. When an engine reaches the node, either the pass is one that the caller
-// (or somebody between) asked for, and takes the gradient along with its answer; or nobody has asked, because a handler
-// ran backward() itself, or the result went on to a third worker: then the gradient is sent to the caller, whose engine
-// goes on from there, as one step for all arguments of that caller when this worker's engine has come to its end.
+// Its gradient belongs to the caller's tape. When an engine reaches the node, there are two cases. If the caller (or a
+// worker in between) asked for the pass, the pass returns the gradient with its answer. If nobody asked, because a
+// handler ran backward() itself or the result went on to a third worker, the gradient is sent to the caller, whose
+// engine continues from there; this is one step for all arguments of that caller, when this worker's engine has
+// finished.
 //
-// One node for each argument and worker: who hears of it from several sides (an RRef's value that was fetched twice)
-// shares it, so that its gradients are summed before they are sent on.
+// There is one node for each argument and worker. If a worker gets the argument several times (an RRef's value that was
+// fetched twice), all share the node, so that the gradients are summed before they are sent.
 //
-// It is on the CPU whatever device the tensor came to: a gradient on another device goes through a HostNode first. So
-// all who share the node agree, and it runs on the thread that called the engine, not on one that serves a device.
+// The node is on the CPU, whatever the device of the tensor: a gradient on another device goes through a HostNode
+// first. So all that share the node agree, and it runs on the thread that called the engine, not on one that serves a
+// device.
 //
 // Thread-safety: as libtorch's nodes.
 #pragma once
@@ -26,7 +28,7 @@
 
 namespace muster::autograd {
 
-// Which argument: of the Arguments (arguments.h) that are object `object` of worker `owner`, the one at `index`.
+// Names an argument: the one at `index` in the Arguments (arguments.h) that are object `object` of worker `owner`.
 struct Slot {
   int owner = 0;
   uint64_t object = 0;
@@ -36,7 +38,7 @@ struct Slot {
 
 class ReceiveNode final : public Node {
  public:
-  // `like`: of the argument's dtype and shape, on the CPU.
+  // `like`: a CPU tensor of the argument's dtype and shape.
   ReceiveNode(std::shared_ptr<rpc::detail::Reference> arguments, Slot slot, const Tensor& like);
 
   const Slot& slot() const { return slot_; }
@@ -44,14 +46,15 @@ class ReceiveNode final : public Node {
 
   variable_list apply(variable_list&& gradients) override;
   std::string name() const override { return "MusterReceive"; }
-  // When its last holder lets go; the destructor runs later, while the table has a weak pointer (libtorch 2.13).
+  // Called when the last strong pointer is gone; the destructor runs only when the table drops its weak pointer
+  // (libtorch 2.13).
   void release_resources() {
     arguments_.reset();
     release_resources_of<Node>(*this);
   }
 
  private:
-  std::shared_ptr<rpc::detail::Reference> arguments_;  // keeps them there
+  std::shared_ptr<rpc::detail::Reference> arguments_;  // keeps the Arguments alive at their owner
   const Slot slot_;
 };
 
@@ -64,11 +67,11 @@ class HostNode final : public Node {
   std::string name() const override { return "MusterToHost"; }
 };
 
-// A worker's, by slot.
+// A worker's ReceiveNodes, by slot.
 class ReceiveNodes {
  public:
   PtrTo<ReceiveNode> get(const std::shared_ptr<rpc::detail::Reference>& arguments, uint32_t index, const Tensor& like);
-  // Where the gradient of an argument that has come goes.
+  // The edge for the gradient of a received argument.
   Edge edge_of(const std::shared_ptr<rpc::detail::Reference>& arguments, uint32_t index, const Tensor& argument);
 
  private:

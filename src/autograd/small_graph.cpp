@@ -19,7 +19,7 @@ namespace {
 
 namespace engine = torch::autograd;
 
-// Whether it is one of those that libtorch generates for its operators, and so does nothing but compute.
+// Whether the node is one that libtorch generates for its operators, and so only computes.
 bool is_of_an_operator(const Node& node) {
   constexpr std::string_view kGenerated = "N5torch8autograd9generated";  // the namespace, as the ABI writes it
   return std::string_view(typeid(node).name()).starts_with(kGenerated);
@@ -43,7 +43,7 @@ SmallGraph::Step& SmallGraph::step_of(const Node* node) {
 }
 
 std::optional<SmallGraph> SmallGraph::of(const edge_list& roots, const std::function<bool(Node&)>& ends) {
-  // Within a run of the engine, a hook say, nodes would ask what that one wants of them.
+  // Within a run of the engine (in a hook, for example), nodes would ask what that outer run needs from them.
   if (engine::get_current_graph_task_id() >= 0 || engine::AnomalyMode::is_enabled() || at::hasCallbacks()) return {};
   SmallGraph graph;
   graph.nodes_ = reachable(roots, kMostNodes);

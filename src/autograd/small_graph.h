@@ -1,18 +1,18 @@
 // A backward pass over a few of libtorch's own nodes, without its engine.
 //
-// A call's sub-graph often is a handful of nodes on the CPU. To set up, queue and finish a run of the engine takes
-// several times what these nodes take, and the caller waits for it
-// (docs/decisions/0014-small-graphs-without-engine.md). The nodes are called here as the engine calls them, in its
-// order (of sequence numbers, highest first), with the same checks of what they give, and sums in the order in which
-// gradients come: the same bits. (Two threads may have given the same number; the engine's order is then that of a
-// heap, this one that of the graph.)
+// A call's sub-graph is often a handful of nodes on the CPU. To set up, queue and finish a run of the engine takes
+// several times as long as these nodes, and the caller waits for it
+// (docs/decisions/0014-small-graphs-without-engine.md). The nodes are called here as the engine calls them: in its
+// order (by sequence number, highest first), with the same checks of their outputs, and with sums in the order in which
+// gradients come. So the results have the same bits. (Two threads may have given the same number; the engine's order is
+// then that of a heap, this one that of the graph.)
 //
-// The engine stays for all that it is more than this for: hooks, anomaly mode, profilers, gradients of gradients, runs
-// within another run, other devices, nodes of anything but libtorch's operators (they may ask for the engine's task),
-// many nodes.
+// The engine is still used for everything else: hooks, anomaly mode, profilers, gradients of gradients, runs within
+// another run, other devices, nodes of anything but libtorch's operators (they may ask for the engine's task), and many
+// nodes.
 //
 // Errors: what the nodes throw; c10::Error for a gradient that does not fit, with the engine's text.
-// Thread-safety: as libtorch's nodes: several passes over the same nodes may run at the same time.
+// Thread-safety: as libtorch's nodes: several passes over the same nodes may run concurrently.
 #pragma once
 
 #include <cstddef>
@@ -28,14 +28,14 @@ class SmallGraph {
  public:
   static constexpr size_t kMostNodes = 32;
 
-  // What can be reached from `roots`; none: the engine is wanted. `ends` says whether a node that is not libtorch's is
-  // one at which run() may end.
+  // The graph that can be reached from `roots`; none if it needs the engine. `ends` says whether run() may end at a
+  // node that is not libtorch's.
   static std::optional<SmallGraph> of(const edge_list& roots, const std::function<bool(Node&)>& ends);
 
   const std::vector<Node*>& nodes() const { return nodes_; }  // in the order of reachable()
 
-  // Once. `roots` as before. `take` is offered each node's gradients before it runs; where it gives true, that was all.
-  // The gradients of roots are all defined.
+  // May be called once, with the same `roots`. `take` is offered each node's gradients before the node runs; if it
+  // returns true, the node does not run. The gradients of the roots must all be defined.
   void run(const edge_list& roots, variable_list gradients, bool keep_graph,
            const std::function<bool(Node&, variable_list&)>& take);
 
@@ -47,8 +47,8 @@ class SmallGraph {
   Step& step_of(const Node* node);
   void give(const Edge& edge, Tensor gradient);
 
-  std::vector<Node*> nodes_;  // the roots hold them
-  std::vector<Step> steps_;   // of each
+  std::vector<Node*> nodes_;  // kept alive by the roots
+  std::vector<Step> steps_;   // one for each node
 };
 
 }  // namespace muster::autograd

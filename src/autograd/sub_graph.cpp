@@ -19,8 +19,9 @@ std::vector<Tensor> SubGraph::backward(std::vector<Tensor> gradients, std::vecto
     if (state_ == State::kEnded) throw Aborted("the context of this call has ended");
     TORCH_CHECK(state_ == State::kThere, torch::autograd::ERR_BACKWARD_TWICE);
     if (gradients.size() != results_.size() || wanted.size() != slots_.size())
-      throw InvalidArgument("backward of another call than this");
-    // What is used up goes with the caller's node, which hears of it by the answer: not before that, while it waits.
+      throw InvalidArgument("backward: the number of gradients does not fit this call");
+    // A used graph is kept here while the caller waits. The caller's node learns from the answer that it is used up,
+    // and then releases it.
     results = results_;
     slots = slots_;
     if (!keep_graph) state_ = State::kUsed;
@@ -36,7 +37,7 @@ std::vector<Tensor> SubGraph::backward(std::vector<Tensor> gradients, std::vecto
 }
 
 void SubGraph::end() {
-  edge_list results;  // go without the lock
+  edge_list results;  // destroyed without the lock
   std::vector<PtrTo<ReceiveNode>> slots;
   const std::lock_guard lock(mutex_);
   results.swap(results_);

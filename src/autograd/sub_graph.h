@@ -1,13 +1,13 @@
-// The callee's part of a call's graph: from its results back to its arguments. An object of the callee's worker that
-// the caller's node (call_node.h) holds a reference to: it goes when that node or its worker does, or when its context
-// ends.
+// The callee's part of a call's graph: from its results back to its arguments. It is an object of the callee's worker,
+// and the caller's node (call_node.h) holds a reference to it. It is destroyed with that node or that node's worker, or
+// when its context ends.
 //
-// backward() is called by that node, as any remote call. If the caller records gradients of gradients, it is recorded
-// itself: its results have a graph that leads to its own arguments (the gradients) and to those of the first call, and
-// so on, to any order.
+// That node calls backward() as an ordinary remote call. If the caller records gradients of gradients, this call is
+// recorded too: its results have a graph that leads to its own arguments (the gradients) and to those of the first
+// call, and so on, to any order.
 //
 // Errors of backward(): those of libtorch's engine; c10::Error with libtorch's own text for a graph that has been used
-// up; Aborted if the context has ended. Thread-safety: all methods; several backward() may run at the same time.
+// up; Aborted if the context has ended. Thread-safety: all methods; several backward() may run concurrently.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +28,10 @@ class SubGraph {
   // The arguments that the results depend on, of this call and of others.
   const std::vector<PtrTo<ReceiveNode>>& slots() const { return slots_; }
 
-  // Gradients of the results (undefined ones count as zero); gives those of the slots where `wanted`.
+  // Takes gradients of the results (undefined ones count as zero); returns those of the slots that are `wanted`.
   std::vector<Tensor> backward(std::vector<Tensor> gradients, std::vector<uint8_t> wanted, bool accumulate,
                                bool keep_graph);
-  void end();  // its context has ended: lets go of the graph
+  void end();  // drops the graph, because its context has ended
 
  private:
   enum class State { kThere, kUsed, kEnded };

@@ -1,7 +1,7 @@
-// When the dead entries of a table of weak pointers go: each time that it has doubled, so that a look at all of them
-// costs nothing much for each that is added.
+// Removes the dead entries of a table of weak pointers each time that the table has doubled, so that looking at all
+// entries costs little for each one that is added.
 //
-// Thread-safety: none of its own; guarded as the table is.
+// Thread-safety: none; protect it like the table.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace muster::autograd {
 
 class Sweep {
  public:
-  // Before one is added.
+  // To be called before an entry is added.
   template <typename Table, typename Dead>
   void operator()(Table& table, const Dead& dead) {
     if (table.size() < at_) return;

@@ -34,8 +34,8 @@ struct Sent {
 
 bool asks(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 
-// A slot in the note of a result. Those of other workers than the caller bring a reference and what the argument is
-// like.
+// A slot in the note of a result. The slot of a worker other than the caller comes with a reference, and with dtype and
+// shape of the argument.
 constexpr uint32_t kNoReference = UINT32_MAX;
 constexpr size_t kMostDims = 64;
 
@@ -55,7 +55,7 @@ void append_slot(std::string& note, const ReceiveNode& node, uint32_t reference)
 Tensor read_like(std::string_view& note) {
   const auto dtype = read_pod<uint8_t>(note), dims = read_pod<uint8_t>(note);
   if (dtype >= static_cast<uint8_t>(at::ScalarType::Undefined) || dims > kMostDims)
-    throw Corrupt("the note of a remote result speaks of a tensor that there cannot be");
+    throw Corrupt("the note of a remote result names a tensor that cannot exist");
   const auto type = static_cast<at::ScalarType>(dtype);
   if (!at::isFloatingType(type) && !at::isComplexType(type)) throw Corrupt("a gradient of a dtype that has none");
   std::vector<int64_t> sizes(dims);
@@ -139,11 +139,11 @@ void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context
   for (uint32_t& result : results) {
     result = read_pod<uint32_t>(note);
     if (result >= payload.tensors.size() || !asks(payload.tensors[result]))
-      throw Corrupt("the note of a remote result speaks of a tensor that did not come");
+      throw Corrupt("the note of a remote result names a tensor that did not come");
   }
   const auto reference_at = [&](uint32_t place) {
     if (place >= payload.refs.size())
-      throw Corrupt("the note of a remote result speaks of a reference that did not come");
+      throw Corrupt("the note of a remote result names a reference that did not come");
     return std::static_pointer_cast<Reference>(payload.refs[place]);
   };
   auto graph = reference_at(read_pod<uint32_t>(note));
@@ -159,7 +159,7 @@ void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context
     }
     const auto arguments = sent && sent->object == object ? sent->arguments : find_arguments(agent_, object);
     if (owner != agent_.rank() || !arguments || index >= arguments->edges.size())
-      throw Corrupt("the note of a remote result speaks of an argument that there was not");
+      throw Corrupt("the note of a remote result names an argument that does not exist");
     slots.push_back(arguments->edges[index]);
   }
   if (!note.empty()) throw Corrupt("the note of a remote result is longer than it says");
@@ -167,7 +167,7 @@ void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context
   const auto prefetch = make_node<PrefetchNode>(call, static_cast<uint32_t>(results.size()));
   for (const uint32_t result : results) {
     const Tensor& tensor = payload.tensors[result];
-    tensor.unsafeGetTensorImpl()->set_requires_grad(false);  // no leaf any more
+    tensor.unsafeGetTensorImpl()->set_requires_grad(false);  // it is no longer a leaf
     call->add_input_metadata(tensor.is_cpu() ? tensor : on_host(tensor));
     const uint32_t number = prefetch->add_input_metadata(tensor);
     torch::autograd::impl::set_gradient_edge(tensor, {prefetch, number});
@@ -180,12 +180,13 @@ std::shared_ptr<void> Tape::incoming(const rpc::IncomingCall& call, rpc::Payload
   auto received = std::make_shared<Received>();
   if (const uint64_t id = call.header.context & kIdBits) {
     if (creator_of_context(id) >= static_cast<int>(agent_.workers().size()))
-      throw Corrupt("a call in a context of a worker that there is not");
+      throw Corrupt("a call is in a context of a worker that does not exist");
     received->context = contexts_.find(id);
     for (std::string_view note = payload.note; !note.empty();) received->path.push_back(read_pod<uint32_t>(note));
   }
   if (call.header.context & kRecorded) {
-    if (payload.refs.empty()) throw Corrupt("a call's arguments ask for gradients, but say not where these go");
+    if (payload.refs.empty())
+      throw Corrupt("a call's arguments require grad, but the call does not say where their gradients go");
     const auto reference = std::static_pointer_cast<Reference>(payload.refs.back());
     uint32_t index = 0;
     for (const Tensor& tensor : payload.tensors) {
@@ -233,15 +234,15 @@ void Tape::lost(int worker) {
   for (const auto& other : agent_.workers())
     if (other.id != agent_.rank() && agent_.is_alive(other.id)) others.insert(other.id);
   const auto [living, next] = contexts_.lost(worker, others);
-  if (next == 1) return;  // never had any
-  // It may have died before it told others of a context's end.
+  if (next == 1) return;  // this worker has never made a context
+  // The lost worker may have died before it told others that a context has ended.
   agent_.run([agent = agent_.shared_from_this(), living = living, next = next] {
     for (const auto& other : agent->workers()) {
       if (other.id == agent->rank() || !agent->is_alive(other.id)) continue;
       try {
         tell_living_contexts(*agent, other.id, living, next);
       } catch (const std::exception&) {
-        // It is lost too, or the agent ends.
+        // That worker is lost too, or the agent ends.
       }
     }
   });

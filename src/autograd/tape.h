@@ -1,21 +1,21 @@
 // What this layer adds to every remote call (rpc/interceptor.h), and what it keeps for an agent.
 //
-// A call that has tensors which ask for gradients, made where gradients are recorded:
+// A call with tensors that require grad, made in grad mode:
 //
 //   caller                                                    callee
 //   keeps Arguments: the edges of these tensors; sends
 //   a reference to them along                           ──>   the tensors come from ReceiveNodes, which hold the
-//   reference
+//                                                             reference
 //                                                             the function runs
-//   the results come from PrefetchNode and CallNode,    <──   if results ask for gradients: keeps a SubGraph, sends a
-//   which holds the reference; its edges go to the            reference to it, and which arguments they depend on
-//   arguments that the results depend on
+//   the results come from PrefetchNode and CallNode,    <──   if results require grad: keeps a SubGraph, sends a
+//   which holds the reference; its edges go to the            reference to it, and the list of arguments that they
+//   arguments that the results depend on                      depend on
 //
-// An argument in that list is the caller's own (of this call, or of an earlier one whose result stayed there:
-// rpc::remote, or in an object), or another worker's: then the caller has a ReceiveNode for it too.
+// An argument in that list belongs to the caller (it is of this call, or of an earlier one whose result stayed at the
+// callee: rpc::remote, or in an object), or to another worker: then the caller has a ReceiveNode for it too.
 //
-// On the wire: Header::context has the context's id and kRecorded; the note of a call has its path, that of a result
-// the list (tape.cpp). Both are checked as they are read: Corrupt.
+// On the wire: Header::context has the context's id and kRecorded; the note of a call has its path, and that of a
+// result the list (tape.cpp). Both are checked as they are read: Corrupt.
 //
 // Thread-safety: all methods.
 #pragma once
@@ -33,7 +33,7 @@
 
 namespace muster::autograd {
 
-// Of a call that came with a context or with arguments that ask for gradients: IncomingCall::above.
+// What IncomingCall::above holds: the context of a call, and the call's place in it.
 struct Received {
   std::shared_ptr<ContextState> context;
   Path path;
@@ -53,7 +53,7 @@ class Tape final : public rpc::Interceptor {
   void close() override { contexts_.close(); }
 
   Contexts& contexts() { return contexts_; }
-  Path path_in(ContextState& context) const;  // of the next call that this thread makes in it
+  Path path_in(ContextState& context) const;  // the path of the next call that this thread makes in it
   Census census() const;
 
  private:

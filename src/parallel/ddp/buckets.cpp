@@ -24,7 +24,7 @@ int64_t padded(const at::Tensor& tensor) {
 }
 
 // A tensor like `like` at an offset of `flat`, laid out as autograd lays gradients out: with the parameter's strides if
-// it is dense, else contiguous. It shares flat's storage but is no view to autograd: optimizers call detach_() on
+// it is dense, else contiguous. It shares flat's storage but is not a view for autograd: optimizers call detach_() on
 // gradients, which views refuse.
 at::Tensor tensor_at(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
   const at::Tensor contiguous = at::empty_like(like, like.options().device(at::kMeta), at::MemoryFormat::Contiguous);
@@ -32,7 +32,7 @@ at::Tensor tensor_at(const at::Tensor& flat, int64_t offset, const at::Tensor& l
   return at::empty({0}, flat.options()).set_(flat.storage(), offset, like.sizes(), strides);
 }
 
-// The parameter's gradient is `grad`, at the beginning of a block.
+// Makes `grad`, which begins a block, the parameter's gradient.
 void use_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad) {
   const int64_t total = padded(grad);
   parameter.view = grad;
@@ -41,7 +41,7 @@ void use_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad) {
   bucket.used = bucket.flat.narrow(0, total, 1);
 }
 
-// What ranks must agree on, as text: "layer.weight Float [3, 4]", and more where it is not the usual.
+// What ranks must agree on, as text: "layer.weight Float [3, 4]", and more if the tensor is unusual.
 std::string signature(const std::vector<NamedTensor>& tensors, size_t index) {
   const auto& [name, tensor] = tensors[index];
   std::string words = text(name, " ", c10::toString(tensor.scalar_type()), " [", join(tensor.sizes()), "]");
@@ -119,12 +119,12 @@ bool adopt_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad, c
       grad.storage().nbytes() != like.nbytes() || grad.sizes() != like.sizes() ||
       !grad.is_non_overlapping_and_dense() || !blocks.contains(grad.const_data_ptr()))
     return false;
-  // Ranks must agree about the order of the elements in memory.
+  // Ranks must agree on the order of the elements in memory.
   const bool as_parameter = like.is_non_overlapping_and_dense();
   if (as_parameter ? grad.strides() != like.strides() : !grad.is_contiguous()) return false;
-  // Autograd takes a tensor that nobody else holds; if it is a view, others may still hold and read its memory. Once
-  // accumulated, .grad is the only tensor on memory that is nobody else's: also where backward gave a view, as for the
-  // weight of a Linear, whose base nobody else held.
+  // As .grad, autograd takes a tensor that nobody else holds; but if it is a view, others may still hold and read its
+  // memory. After accumulation, .grad is the only tensor on its memory if nobody else uses that memory, even if
+  // backward gave a view (as for the weight of a Linear) and nobody else held its base.
   if (grad.storage().use_count() != 1) return false;
   use_block(bucket, parameter, grad);
   return true;
@@ -157,7 +157,7 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
   std::string mine;
   for (size_t i = 0; i < tensors.size(); ++i) mine += signature(tensors, i) + "\n";
   mine += "options " + options + "\n";
-  // Rank 0's list to everybody: first its length, then its text.
+  // Broadcast rank 0's list: first its length, then its text.
   at::Tensor length = at::zeros({1}, at::kLong);
   *length.mutable_data_ptr<int64_t>() = static_cast<int64_t>(mine.size());
   broadcast(length, 0, {.group = group});
@@ -167,7 +167,7 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
   broadcast(list, 0, {.group = group});
   const std::string theirs(static_cast<const char*>(list.const_data_ptr()), static_cast<size_t>(size));
 
-  // The first difference, as an index; then every rank learns whether and where anybody differs.
+  // Find the first difference, as an index; then every rank learns whether and where any rank differs.
   constexpr int64_t kNowhere = std::numeric_limits<int64_t>::max();
   int64_t first = kNowhere;
   std::string here, there;
@@ -202,7 +202,7 @@ void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& 
   std::vector<at::Tensor> small;
   int64_t total = 0;
   for (const auto& [name, tensor] : tensors) {
-    // Memory in one piece; its strides are the same on all ranks.
+    // Contiguous memory, whose strides are the same on all ranks.
     const bool is_plain = tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense();
     if (is_plain && tensor.nbytes() <= kCoalesced) {
       if (tensor.nbytes() > 0) small.push_back(tensor.detach());

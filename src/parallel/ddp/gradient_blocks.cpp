@@ -43,8 +43,8 @@ struct BlockPool : std::enable_shared_from_this<BlockPool> {
 namespace {
 
 // All blocks in use, by their addresses. libtorch's allocators promise that a deleter needs nothing but the address of
-// what it frees (c10::Allocator::raw_allocate(), which oneDNN uses for scratch memory): so what belongs to a block
-// cannot be in the context of its DataPtr.
+// what it frees (c10::Allocator::raw_allocate(), which oneDNN uses for scratch memory). So the data of a block cannot
+// be in the context of its DataPtr.
 class Lent {
  public:
   void add(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block) {
@@ -76,28 +76,28 @@ class Lent {
     std::shared_ptr<BlockPool> pool;
     BlockPool::Block block;
   };
-  std::atomic<uintptr_t> first_{UINTPTR_MAX}, last_{0};  // of the addresses of all blocks that ever were in use
+  std::atomic<uintptr_t> first_{UINTPTR_MAX}, last_{0};  // of the addresses of all blocks that were ever in use
   std::mutex mutex_;
   std::unordered_map<uintptr_t, Used> blocks_;
 };
 
-// Leaked: storages may end after everything else.
+// Leaked on purpose: storages may be destroyed after everything else.
 Lent& lent() {
   static Lent& all = *new Lent;
   return all;
 }
 
-// Of the allocator that ours stands before.
+// The deleter of the allocator that ours replaced.
 std::atomic<c10::DeleterFnPtr> delete_as_before{nullptr};
 
-// Frees what ServingAllocator gave, whether that is a block or not.
+// Frees what ServingAllocator returned, whether it is a block or not.
 void free_any(void* data) {
   if (!data || lent().give_back(data)) return;
   delete_as_before.load()(data);
 }
 
-// The pool that serves this thread, and what keeps it alive should its Serving end in another thread. The plain pointer
-// may be read until the thread's very end.
+// The pool that serves this thread, and the pointer that keeps it alive if its Serving ends in another thread. The
+// plain pointer may be read until the very end of the thread.
 thread_local BlockPool* serving = nullptr;
 struct Keep {
   std::shared_ptr<BlockPool> pool;
@@ -125,7 +125,7 @@ void install_allocator() {
   [[maybe_unused]] static const bool once = [] {
     c10::Allocator* const before = c10::GetCPUAllocator();
     delete_as_before = before->raw_deleter();
-    c10::SetCPUAllocator(new ServingAllocator(before));  // leaked, as libtorch's own: storages may end after all else
+    c10::SetCPUAllocator(new ServingAllocator(before));  // leaked, like libtorch's own: storages may outlive all else
     return true;
   }();
 }

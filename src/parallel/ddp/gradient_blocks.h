@@ -1,6 +1,6 @@
-// Large gradients are born where they are reduced.
+// Large gradients are allocated where they are reduced.
 //
-// Autograd allocates a tensor for each gradient, and where .grad is undefined (after zero_grad()) that tensor becomes
+// Autograd allocates a tensor for each gradient, and if .grad is undefined (after zero_grad()) that tensor becomes
 // .grad. Copying it into a bucket on the heap would cost as much as reducing it. So each large parameter has a block on
 // the heap, and while backward runs, an allocation of exactly a large parameter's size is served from these blocks:
 //
@@ -8,14 +8,14 @@
 //   gradient computed   its memory is a free block of its size; .grad is that tensor
 //   bucket launched     reduces the block in place
 //
-// Which block a gradient gets does not matter, nor whether a temporary of the same size takes one for a while: blocks
-// are memory like any other, and whatever comes from elsewhere is copied into a block. So is what was born in one that
-// others still read: the gradient of x + p.unsqueeze(0) is that of x and, as a view, p's. A block that the user still
-// holds (an old .grad) is not free.
+// It does not matter which block a gradient gets, or whether a temporary of the same size uses one for a while: blocks
+// are ordinary memory, and a gradient that comes from elsewhere is copied into a block. A gradient in a block that
+// others still read is copied, too: the gradient of x + p.unsqueeze(0) is that of x and, as a view, that of p. A block
+// that the user still holds (an old .grad) is not free.
 //
 // For this, the process's CPU allocator (c10::SetCPUAllocator) is replaced once by one that asks the calling thread's
-// Serving first and then the allocator that was there before. With `serve` false it is not, and gradients are copied
-// into their blocks.
+// Serving first and then the allocator that was there before. With `serve` false it is not replaced, and gradients are
+// copied into their blocks.
 //
 // Thread-safety: blocks may be freed in any thread; the rest is for the thread of the reducer.
 #pragma once
@@ -33,12 +33,12 @@ struct BlockPool;
 
 class GradientBlocks {
  public:
-  static constexpr size_t kLarge = size_t{1} << 20;  // bytes of a gradient that has a block of its own
+  static constexpr size_t kLarge = size_t{1} << 20;  // a gradient of at least this many bytes has its own block
   static constexpr size_t kSlack = 256;              // bytes that may be used behind a gradient in its block
 
   explicit GradientBlocks(std::shared_ptr<Heap> heap, bool serve = true);
 
-  // Memory for `bytes` and kSlack more; from the heap where no block is free.
+  // Memory for `bytes` and kSlack more; new memory from the heap if no block is free.
   c10::DataPtr take(size_t bytes);
   bool contains(const void* data) const;  // whether a block begins there
 

@@ -58,15 +58,15 @@ struct Reducer::Impl : std::enable_shared_from_this<Reducer::Impl> {
   std::vector<Parameter> parameters;  // trainable, in the module's order
   std::vector<at::Tensor> buffers;
   std::vector<Bucket> buckets;
-  std::vector<size_t> ready_order;  // parameters in the order that the first step's gradients came
+  std::vector<size_t> ready_order;  // parameters in the order in which the first step's gradients came
   bool rebuilt = false;
 
-  bool sync = true;    // what the next backward() will do
-  bool synced = true;  // what the last one to begin does
+  bool sync = true;    // whether the next backward() reduces
+  bool synced = true;  // whether the last backward() that began reduces
   // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
-  // callback never ran, is told from one that still runs.
+  // callback never ran, can be distinguished from one that is still running.
   std::weak_ptr<GradientBlocks::Serving> running;
-  bool dirty = false;      // a backward() has begun and was neither finished nor abandoned
+  bool dirty = false;      // a backward() has begun and has been neither finished nor abandoned
   size_t next_bucket = 0;  // buckets are reduced in order, the same on all ranks
 
   void build(const std::vector<size_t>& order, size_t first_bytes);
@@ -83,7 +83,7 @@ struct Reducer::Impl : std::enable_shared_from_this<Reducer::Impl> {
 };
 
 Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) : impl_(std::make_shared<Impl>()) {
-  if (!module) throw InvalidArgument("DistributedDataParallel was given no module");
+  if (!module) throw InvalidArgument("DistributedDataParallel needs a module, got null");
   Impl& s = *impl_;
   s.module = std::move(module);
   s.options = std::move(options);
@@ -110,7 +110,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
                                  s.options.find_unused_parameters, " broadcast_buffers=", s.options.broadcast_buffers),
                             s.group);
   if (s.parameters.empty())
-    throw InvalidArgument("the module has no parameter that requires a gradient",
+    throw InvalidArgument("the module has no parameter that requires grad",
                           "Use it without DistributedDataParallel");
   broadcast_from_first(all, s.group);
 
@@ -131,7 +131,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
 }
 
 Reducer::~Reducer() {
-  // Gradients stay views of the buckets, which they keep alive.
+  // Gradients remain views of the buckets, and keep them alive.
   for (auto& parameter : impl_->parameters)
     ReadyHook::remove(torch::autograd::impl::post_acc_grad_hooks(parameter.tensor), impl_.get());
 }
@@ -157,7 +157,7 @@ std::vector<std::vector<std::string>> Reducer::bucket_names() const {
   return names;
 }
 
-// Lays the parameters out in buckets; gradients that exist move along.
+// Lays the parameters out in buckets; existing gradients move there, too.
 void Reducer::Impl::build(const std::vector<size_t>& order, size_t first_bytes) {
   const at::NoGradGuard no_grad;
   buckets = make_buckets(parameters, order, first_bytes, options.bucket_bytes, *heap, *blocks);
@@ -170,8 +170,8 @@ void Reducer::Impl::build(const std::vector<size_t>& order, size_t first_bytes) 
   }
 }
 
-// Makes the gradient the parameter's view of its bucket. Autograd puts a tensor of its own there where .grad was
-// undefined (after zero_grad()); into a view that is in place it accumulates, and there is nothing to do.
+// Makes the parameter's view of its bucket the gradient. If .grad was undefined (after zero_grad()), autograd has set
+// its own tensor there. If the view was in place, autograd has accumulated into it, and there is nothing to do.
 void Reducer::Impl::adopt(Parameter& parameter) {
   at::Tensor& grad = parameter.tensor.mutable_grad();
   if (!grad.defined() || grad.is_same(parameter.view)) return;
@@ -205,7 +205,7 @@ void Reducer::Impl::begin_backward() {
   dirty = true;
   synced = sync;
   ready_order.clear();
-  for (Bucket& bucket : buckets) {  // blocks whose gradients are gone serve for the new ones
+  for (Bucket& bucket : buckets) {  // release blocks whose gradients are gone, so that new gradients can use them
     Parameter& first = parameters[bucket.parameters[0]];
     if (!bucket.large || first.tensor.grad().defined()) continue;
     first.view = bucket.flat = bucket.used = at::Tensor();
@@ -216,8 +216,8 @@ void Reducer::Impl::begin_backward() {
       [self = shared_from_this(), token] { self->finish_backward(); });
 }
 
-// The last bucket is complete when backward is all but over: it waits for finish_backward(), which needs no other
-// thread for it.
+// The last bucket is not launched here: it is complete only when backward is nearly over, so finish_backward() reduces
+// it, and needs no other thread for that.
 void Reducer::Impl::launch_ready_buckets() {
   for (; next_bucket + 1 < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) {
     Bucket& bucket = buckets[next_bucket];
@@ -226,8 +226,8 @@ void Reducer::Impl::launch_ready_buckets() {
   }
 }
 
-// Reduces the buckets that are not complete, and waits for all. Every rank reduces every bucket in every backward(),
-// whatever happens in it, so that their collectives stay in step; parameters without a gradient contribute zeros.
+// Reduces the buckets that are not reduced yet, and waits for all. Every rank reduces every bucket in every backward(),
+// whatever happens in it, so that the ranks' collectives stay in step; parameters without a gradient contribute zeros.
 void Reducer::Impl::reduce_the_rest() {
   const at::NoGradGuard no_grad;
   for (auto& parameter : parameters) {
@@ -236,7 +236,7 @@ void Reducer::Impl::reduce_the_rest() {
       adopt(parameter);
       continue;
     }
-    parameter.used = false;  // what no_sync() left was thrown away since
+    parameter.used = false;  // what no_sync() left has been discarded since
     Bucket& bucket = buckets[parameter.bucket];
     if (!parameter.view.defined()) give_block(bucket, parameter, *blocks);
     parameter.view.zero_();
@@ -248,8 +248,8 @@ void Reducer::Impl::reduce_the_rest() {
   for (auto& bucket : buckets) bucket.work.wait();
 }
 
-// A backward() threw on this rank. The other ranks, if it was not in no_sync(), wait for its buckets, and learn from
-// `used` that not all gradients are there, whatever no_sync() has left before.
+// To be called after a backward() threw on this rank. If it was not in no_sync(), the other ranks wait for its buckets;
+// they learn from `used` that not all gradients are there, whatever an earlier no_sync() has left.
 void Reducer::Impl::abandon_backward() {
   if (synced) {
     for (auto& parameter : parameters) parameter.used = parameter.ready;
@@ -300,7 +300,7 @@ void Reducer::Impl::reset() {
   }
 }
 
-// Rank 0's order is everybody's, so that buckets stay the same on all ranks.
+// All ranks use rank 0's order, so that buckets stay the same on all ranks.
 void Reducer::Impl::rebuild_in_ready_order() {
   rebuilt = true;
   const auto n = static_cast<int64_t>(ready_order.size());
