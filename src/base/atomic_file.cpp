@@ -47,7 +47,7 @@ void AtomicFile::write(std::string_view bytes) {
 
 void AtomicFile::commit(bool durable) {
   if (durable && sync(fd_.get()) != 0) fail(errno);
-  if (::close(fd_.release()) != 0) fail(errno);  // a full disk may only show here
+  if (::close(fd_.release()) != 0) fail(errno);  // a full disk may be reported only here
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail(errno);
   temporary_.clear();
   if (durable) sync_folder(path_.has_parent_path() ? path_.parent_path() : ".");
@@ -67,7 +67,7 @@ void write_file(const std::filesystem::path& path, std::string_view bytes) {
 
 void sync_folder(const std::filesystem::path& folder) {
   const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // EINVAL: a file system that has no such thing (some network ones); renames are durable there, or nothing is.
+  // EINVAL: some network file systems cannot do this; renames are durable there, or nothing is.
   if (!fd || (sync(fd.get()) != 0 && errno != EINVAL)) throw_errno(text("cannot sync the folder ", folder.string()));
 }
 

@@ -1,11 +1,12 @@
-// Files that are there whole or not at all.
+// Files that appear complete or not at all.
 //
 // The bytes go to a temporary file beside the target, `<target>.<random>.tmp`, which then takes the target's name
-// (rename(2) replaces atomically). Who is killed in between leaves the temporary file; whoever owns the folder may
-// remove it.
+// (rename(2) replaces atomically). A process that is killed in between leaves the temporary file; the owner of the
+// folder may remove it.
 //
-// Errors: Unavailable, naming the path, where it cannot be written; the file that was there before then still is.
-// Thread-safety: write_file() all of it, an AtomicFile one thread; of several writers of one path, one wins.
+// Errors: Unavailable, naming the path, if it cannot be written; a file that was there before is then unchanged.
+// Thread-safety: write_file() from any thread; an AtomicFile belongs to one thread; if several write one path, one
+// wins.
 #pragma once
 
 #include <filesystem>
@@ -26,7 +27,7 @@ class AtomicFile {
   ~AtomicFile();  // removes the temporary file, unless commit() has renamed it
 
   void write(std::string_view bytes);
-  // `durable`: returns when file and name would survive the machine's end.
+  // `durable`: returns only when the file and its name would survive a crash of the machine.
   void commit(bool durable);
 
  private:
@@ -39,7 +40,7 @@ class AtomicFile {
 
 void write_file(const std::filesystem::path& path, std::string_view bytes);
 
-// fsync(2) of a folder: what was renamed into it or removed from it stays so.
+// fsync(2) of a folder: makes renames into it and removals from it durable.
 void sync_folder(const std::filesystem::path& folder);
 
 }  // namespace muster

@@ -15,7 +15,7 @@ namespace {
 
 constexpr double kUnlimited = 1e6;
 
-// Of one cgroup of version 2, e.g. "150000 100000": 1.5; kUnlimited for "max" and where there is none.
+// The quota of one cgroup of version 2: 1.5 for "150000 100000"; kUnlimited for "max", or if there is no quota.
 double quota_of(const std::string& cgroup) {
   std::ifstream file(cgroup + "/cpu.max");
   double quota = 0, period = 0;
@@ -26,7 +26,7 @@ int bounded(size_t cores) {
   return std::max(1, static_cast<int>(std::min(static_cast<double>(cores), cpu_quota() + 0.5)));
 }
 
-// Whether `rank` can have a core of its own, if those that have one move to others of theirs (Kuhn's algorithm).
+// Whether `rank` can have its own core, if ranks that have one may move to another of theirs (Kuhn's algorithm).
 bool find_core(std::span<const CpuSet> ranks, size_t rank, std::vector<int>& owner, CpuSet& tried) {
   for (size_t cpu = 0; cpu < owner.size(); ++cpu) {
     if (!ranks[rank][cpu] || tried[cpu]) continue;
@@ -44,7 +44,7 @@ CpuSet own_cpus() {
   CpuSet cpus;
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof set, &set) != 0) {  // EINVAL: the machine has more than the set holds
+  if (::sched_getaffinity(0, sizeof set, &set) != 0) {  // EINVAL: the machine has more CPUs than the set holds
     for (long cpu = 0; cpu < std::min<long>(::sysconf(_SC_NPROCESSORS_ONLN), cpus.size()); ++cpu)
       cpus[static_cast<size_t>(cpu)] = true;
     return cpus;

@@ -22,16 +22,16 @@ namespace {
 
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT};
 constexpr int kMaxFrames = 64;
-constexpr size_t kStackBytes = 256 * 1024;  // the unwinder's need, and that of a sanitizer's or MPI's handler after us
+constexpr size_t kStackBytes = 256 * 1024;  // for the unwinder, and a sanitizer's or MPI's handler after ours
 constexpr unsigned kPatience = 5;           // seconds
-constexpr uintptr_t kGuardReach = 1 << 20;  // a function with large variables may jump so far beyond the stack
+constexpr uintptr_t kGuardReach = 1 << 20;  // a function with large variables may reach this far beyond the stack
 
 char program[4096];             // of the main program, whose name in the linker's list is empty
 std::atomic<int> reporting{0};  // the thread that reports
 
 pid_t this_thread() { return static_cast<pid_t>(::syscall(SYS_gettid)); }
 
-// A line, written at once and cut to what fits; no memory is allocated.
+// A line, written as a whole and cut to what fits; no memory is allocated.
 class Line {
  public:
   Line& operator<<(std::string_view words) {
@@ -100,7 +100,7 @@ constexpr bool kKnowsObjects = true;
 constexpr bool kKnowsObjects = false;
 #endif
 
-// The program or library that has this address; null where it is none of a file, or the C library cannot tell.
+// The program or library that has this address; null if the address belongs to no file, or the C library cannot tell.
 const link_map* object_of([[maybe_unused]] uintptr_t address) {
 #if __GLIBC_PREREQ(2, 35)
   dl_find_object object{};
@@ -119,8 +119,8 @@ void print_frame(uintptr_t address) {
 void print_stack(const Registers& at) {
   print_frame(at.pc);
   if (kKnowsObjects && !object_of(at.pc)) {
-    // It jumped to where there is no code: the unwinder would look for code there, and die too. What called it says
-    // where it came from.
+    // The thread jumped to where there is no code. The unwinder would look for code there, and die too. The return
+    // address on the stack says where the jump came from.
 #if defined(__x86_64__)
     if (at.sp % sizeof(uintptr_t) == 0 && at.sp != 0) print_frame(*reinterpret_cast<const uintptr_t*>(at.sp) - 1);
 #endif
@@ -131,7 +131,7 @@ void print_stack(const Registers& at) {
   // The first frames are ours and the kernel's; the thread's own begin with the failing instruction.
   int first = 0;
   while (first < count && reinterpret_cast<uintptr_t>(frames[first]) != at.pc) ++first;
-  // What returns to an address was called by the instruction before it.
+  // A return address is behind the call: the instruction before it made the call.
   for (int i = first + 1; i < count; ++i) print_frame(reinterpret_cast<uintptr_t>(frames[i]) - 1);
 }
 
@@ -169,7 +169,8 @@ void handle(int signal, siginfo_t* info, void* context) {
   struct sigaction action {};
   action.sa_handler = SIG_DFL;
   ::sigaction(signal, &action, nullptr);
-  // A fault comes again when its instruction does; what was sent must be sent again, and strikes on return.
+  // A fault recurs when its instruction is executed again. A signal that was sent must be sent again; it takes effect
+  // when this handler returns.
   if (info->si_code <= 0) ::syscall(SYS_tgkill, ::getpid(), this_thread(), signal);
   errno = saved;
 }
@@ -183,11 +184,11 @@ void install_crash_report() {
   const ssize_t size = ::readlink("/proc/self/exe", program, sizeof program - 1);
   if (size < 0) std::strcpy(program, "?");
   void* frames[2];
-  ::backtrace(frames, 2);  // loads the unwinder, which takes locks and memory
+  ::backtrace(frames, 2);  // loads the unwinder now, because that takes locks and memory
 
   stack_t stack{};
   if (::sigaltstack(nullptr, &stack) == 0 && (stack.ss_flags & SS_DISABLE) != 0) {
-    // Never given back: the kernel uses it until the thread ends.
+    // Never freed: the kernel uses it until the thread ends.
     void* memory = ::mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
     if (memory != MAP_FAILED) {
       stack = {.ss_sp = memory, .ss_flags = 0, .ss_size = kStackBytes};

@@ -22,7 +22,8 @@ inline uint64_t cycles() {
 #endif
 }
 
-// How long a cycle is, measured over the time since this was made: good to a thousandth after a millisecond.
+// The length of a cycle, measured over the time since this object was made: accurate to a thousandth after a
+// millisecond.
 class CycleLength {
  public:
   std::chrono::nanoseconds of(uint64_t count) const {
@@ -38,8 +39,9 @@ class CycleLength {
   uint64_t began_cycles_ = cycles();
 };
 
-// Clock::now() by way of cycles(), at a third of its cost: the clock itself is read once in ten milliseconds and
-// thread, and in between counted on from there. Off by less than a microsecond, and may step back by as much.
+// Clock::now() by means of cycles(), at a third of its cost: each thread reads the clock itself once in ten
+// milliseconds, and in between adds the cycles since then. Off by less than a microsecond, and may step back by as
+// much.
 class FastClock {
  public:
   static Clock::time_point now() {
@@ -53,7 +55,7 @@ class FastClock {
  private:
   Clock::time_point look();
 
-  uint64_t cycles_ = 0, span_ = 0;  // counted on for `span_` after cycles_, when it was time_
+  uint64_t cycles_ = 0, span_ = 0;  // at cycles_ it was time_; used for `span_` cycles after that
   Clock::time_point time_;
   double cycle_ns_ = 0;
 };

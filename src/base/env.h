@@ -1,6 +1,7 @@
-// The environment, typed: a value that does not parse is InvalidArgument naming the variable, never a silent default.
+// Typed access to the environment: a value that does not parse throws InvalidArgument, which names the variable; it is
+// never silently replaced by a default.
 //
-// Thread-safety: as getenv(3): safe while nobody calls setenv.
+// Thread-safety: as getenv(3): safe while no thread calls setenv.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,8 @@
 
 namespace muster {
 
-std::optional<std::string> env_string(const char* name);  // nullopt where unset or empty
+std::optional<std::string> env_string(const char* name);  // nullopt if unset or empty
 std::optional<int64_t> env_int(const char* name);         // InvalidArgument unless a whole decimal number
-int64_t require_env_int(const char* name);                // InvalidArgument where unset
+int64_t require_env_int(const char* name);                // InvalidArgument if unset
 
 }  // namespace muster

@@ -1,5 +1,5 @@
-// How often this process is a fork: what holds threads, locks or counts that the parent still uses asks whether it was
-// made in this process.
+// How many forks lie between this process and its origin. An object with threads, locks or counts that a parent still
+// uses compares this number, to find out whether it was made in this process.
 //
 // Thread-safety: all functions.
 #pragma once

@@ -1,5 +1,4 @@
-// Logging to standard error, a line a call, written whole with one write(2) so that ranks do not tear each other's
-// lines.
+// Logging to standard error: one line per call, written with one write(2), so that ranks do not mix up their lines.
 //
 //   MUSTER_LOG(kInfo) << "heap: " << bytes << " bytes";
 //

@@ -18,7 +18,8 @@ Plugin load_plugin(const std::string& file, const char* function, int flags, con
     if (std::filesystem::exists(beside, ignored)) path = beside.string();
   }
   void* const library = ::dlopen(path.c_str(), RTLD_NOW | flags);
-  if (!library) return {nullptr, text(file, " is not here (", ::dlerror(), "): ", remedy, ", and build Muster again")};
+  if (!library)
+    return {nullptr, text(file, " cannot be loaded (", ::dlerror(), "): ", remedy, ", and build Muster again")};
   if (void* const symbol = ::dlsym(library, function)) return {symbol, {}};
   return {nullptr, text(file, " is of another version of Muster: build it again")};
 }

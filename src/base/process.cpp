@@ -9,7 +9,7 @@
 namespace muster {
 namespace {
 
-// The fields of /proc/<pid>/stat after the name, which may itself hold spaces and brackets; the first is field 3.
+// The fields of /proc/<pid>/stat after the name, which may itself contain spaces and parentheses; the first is field 3.
 std::istringstream stat_of(pid_t pid) {
   std::ifstream file(text("/proc/", pid, "/stat"));
   std::string line;

@@ -9,7 +9,7 @@
 
 namespace muster {
 
-// In clock ticks since boot. A pid may be used again; pid and start time together name a process for good.
+// In clock ticks since boot. A pid may be used again; pid and start time together identify one process.
 uint64_t start_time_of(pid_t pid);
 pid_t parent_of(pid_t pid);
 char process_state(pid_t pid);  // 'R', 'S', 'T', 'Z' …

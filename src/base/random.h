@@ -12,7 +12,7 @@ namespace muster {
 void random_bytes(std::span<unsigned char> bytes);
 std::string random_hex(size_t bytes);  // 2 * bytes hexadecimal digits
 
-// Two lower-case digits a byte.
+// Two lower-case digits per byte.
 std::string to_hex(std::span<const unsigned char> bytes);
 
 }  // namespace muster

@@ -24,7 +24,7 @@ namespace {
 
 constexpr size_t kLongestFile = 65'536;
 
-// HKDF: extract with a salt that is ours, expand with the label.
+// HKDF: extract with Muster's own salt, expand with the label.
 void hkdf(std::span<const unsigned char> key, std::string_view label, std::span<unsigned char> out) {
   static constexpr std::string_view kSalt = "muster";
   const std::unique_ptr<EVP_KDF, decltype(&EVP_KDF_free)> kdf(::EVP_KDF_fetch(nullptr, "HKDF", nullptr), EVP_KDF_free);
@@ -40,7 +40,7 @@ void hkdf(std::span<const unsigned char> key, std::string_view label, std::span<
       octets(OSSL_KDF_PARAM_INFO, label.data(), label.size()), ::OSSL_PARAM_construct_end()};
   if (context && ::EVP_KDF_derive(context.get(), out.data(), out.size(), parameters) == 1) return;
   ::ERR_clear_error();
-  throw Unavailable("OpenSSL cannot derive keys here (HKDF with SHA-256)", "Look at its configuration, openssl.cnf");
+  throw Unavailable("OpenSSL cannot derive keys here (HKDF with SHA-256)", "Check its configuration, openssl.cnf");
 }
 
 int hex_digit(char c) {
@@ -57,7 +57,7 @@ std::string_view trimmed(std::string_view text) {
                                         : text.substr(from, text.find_last_not_of(kSpace) + 1 - from);
 }
 
-// A string that is wiped when it ends.
+// A string that is wiped when it is destroyed.
 struct WipedString {
   ~WipedString() { ::OPENSSL_cleanse(text.data(), text.size()); }
   std::string text;
@@ -65,11 +65,11 @@ struct WipedString {
 
 void check_private(const std::string& path, const struct stat& status) {
   if (!S_ISREG(status.st_mode))
-    throw InvalidArgument(text(path, " is no ordinary file, and a secret is read from one"), "Name a file");
+    throw InvalidArgument(text(path, " is not an ordinary file, so no secret can be read from it"), "Name a file");
   if (status.st_uid != ::geteuid() && status.st_uid != 0)
     throw Unauthorized(
         text("the secret in ", path, " belongs to user ", status.st_uid, ", and this is user ", ::geteuid()),
-        text("Use a file of your own; 'muster secret FILE' makes one"));
+        text("Use a file that you own; 'muster secret FILE' makes one"));
   if ((status.st_mode & 077) != 0)
     throw Unauthorized(text("the secret in ", path, " can be read or written by other users"),
                        text("Run 'chmod 600 ", path, "', and make a new secret if others may have seen it"));
@@ -102,7 +102,7 @@ Secret Secret::from_text(std::string_view text) {
 }
 
 Secret Secret::from_file(const std::string& path) {
-  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a FIFO must not hold us up
+  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a FIFO must not block
   if (!file) throw_errno(text("cannot read the secret in ", path), "'muster secret FILE' makes one");
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) throw_errno(text("fstat of ", path));
@@ -118,7 +118,7 @@ Secret Secret::from_file(const std::string& path) {
     size += static_cast<size_t>(n);
   }
   if (size > kLongestFile)
-    throw InvalidArgument(text(path, " is longer than ", kLongestFile, " bytes, which is no secret"),
+    throw InvalidArgument(text(path, " is longer than ", kLongestFile, " bytes, so it is not a secret"),
                           "Name a file that 'muster secret FILE' made");
   try {
     return from_text(std::string_view(read.text).substr(0, size));

@@ -10,7 +10,7 @@
 
 namespace muster {
 
-// All of them: for starting threads, which inherit that.
+// Blocks all signals: for starting threads, which inherit the mask.
 struct SignalsBlocked {
   SignalsBlocked() {
     sigset_t all;
@@ -24,9 +24,9 @@ struct SignalsBlocked {
   sigset_t before;
 };
 
-// Those that a failed write raises, and that by default end the process: SIGPIPE, where the peer has closed the
-// connection, and SIGXFSZ, where a file would become too large. The write then fails with EPIPE or EFBIG. One that was
-// raised meanwhile is discarded, unless the caller had blocked it himself.
+// Blocks the signals that a failed write raises and that by default end the process: SIGPIPE, if the peer has closed
+// the connection, and SIGXFSZ, if a file would become too large. The write then fails with EPIPE or EFBIG. A signal
+// that was raised meanwhile is discarded, unless the caller itself had blocked it.
 struct WriteSignalsBlocked {
   WriteSignalsBlocked() {
     sigset_t both;

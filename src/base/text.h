@@ -1,4 +1,4 @@
-// text(a, b, …): the arguments written one after another, as a string. For messages; not for hot paths.
+// text(a, b, …): a string with the arguments one after another. For messages; not for hot paths.
 // (GCC 12 has no <format>, and fmt comes only with libtorch, which this layer does not see.)
 #pragma once
 

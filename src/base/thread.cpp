@@ -6,7 +6,7 @@
 
 namespace muster {
 std::thread start_thread(const std::string& name, std::function<void()> body) {
-  const SignalsBlocked blocked;  // inherited by the new thread; undone here also where there can be no more threads
+  const SignalsBlocked blocked;  // inherited by the new thread; undone here even if no thread can be started
   std::thread thread(std::move(body));
   pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());
   return thread;

@@ -1,5 +1,5 @@
-// Threads of the library: named for debuggers, and with all signals blocked, because signals are for the program's own
-// threads.
+// Threads of the library: named for debuggers, and with all signals blocked, because signals belong to the program's
+// own threads.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@
 
 namespace muster {
 
-// `name`: of at most 15 characters; longer ones are cut.
+// `name`: at most 15 characters; longer names are cut.
 std::thread start_thread(const std::string& name, std::function<void()> body);
 
 }  // namespace muster

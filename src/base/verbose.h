@@ -1,4 +1,4 @@
-// `muster run -v` asks the ranks too to say what they have chosen: this variable is then set in their environment.
+// `muster run -v` sets this variable in the ranks' environment. It makes the ranks, too, report what they have chosen.
 #pragma once
 
 namespace muster {

@@ -1,7 +1,7 @@
 // Bytes on the wire between processes: fixed-width little-endian numbers and length-prefixed strings.
 //
-// Reader checks every length against what is left before it touches or allocates anything, so a short or hostile
-// message is Corrupt, never a read past the end. Thread-safety: values; not shared.
+// WireReader checks every length against what is left before it reads or allocates anything, so a short or hostile
+// message throws Corrupt and never causes a read past the end. Thread-safety: values; not shared.
 #pragma once
 
 #include <bit>

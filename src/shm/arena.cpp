@@ -14,7 +14,7 @@ namespace muster::shm {
 namespace {
 
 constexpr size_t kLarge = 64 << 10;
-constexpr size_t kStep = 1 << 20;  // memory is committed in steps of this
+constexpr size_t kStep = 1 << 20;  // memory is committed in steps of this size
 
 }  // namespace
 
@@ -36,7 +36,7 @@ size_t Arena::committed() const {
 
 void* Arena::allocate(size_t bytes) {
   if (fork_count() != forks_) throw Aborted("the heap belongs to the process that this one was forked from");
-  // Large runs start and end on pages, so that two ranks' copies never share one and trim() finds whole pages.
+  // Large runs start and end on pages, so that two ranks' copies never share a page and trim() finds whole pages.
   const size_t size = round_up(std::max<size_t>(bytes, 1), bytes >= kLarge ? page_size() : kAlignment);
   const size_t alignment = bytes >= kLarge ? page_size() : kAlignment;
   const std::lock_guard lock(mutex_);
@@ -59,10 +59,10 @@ void* Arena::allocate(size_t bytes) {
 }
 
 void Arena::free(void* address) {
-  if (fork_count() != forks_) return;  // and the lock may be held by a thread that is not here
+  if (fork_count() != forks_) return;  // the lock may be held by a thread that the child does not have
   const std::lock_guard lock(mutex_);
   const auto block = live_.find(offset_of(address));
-  if (block == live_.end()) return;  // not ours: cannot happen through Heap
+  if (block == live_.end()) return;  // not a block of this arena: cannot happen through Heap
   size_t offset = block->first, size = block->second;
   live_.erase(block);
   used_ -= size;
@@ -104,11 +104,11 @@ void Arena::grow_for(size_t bytes, size_t alignment) {
   const size_t add = round_up(end - committed_, kStep);
   if (add > capacity_ - committed_)
     throw Unavailable(text("the shared heap is full: ", used_, " of ", capacity_, " bytes are in use, and ", bytes,
-                           " more were asked for"),
+                           " more were requested"),
                       "Raise WorldOptions::heap_capacity or free tensors");
   commit(fd_.get(), committed_, add);
-  // The pages exist; entering them into the page table now saves a fault for each later. Advice: may fail on kernels
-  // before 5.14.
+  // The pages exist; entering them into the page table now saves a page fault for each later. This may fail on kernels
+  // before 5.14, which does no harm.
 #ifdef MADV_POPULATE_WRITE
   ::madvise(base() + committed_, add, MADV_POPULATE_WRITE);
 #endif
@@ -126,7 +126,7 @@ void Arena::trim() {
   if (keep_until >= committed_) return;
   if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(keep_until),
                   static_cast<off_t>(committed_ - keep_until)) != 0)
-    return;  // the memory stays ours, for later use
+    return;  // the arena keeps the memory for later use
   erase_free(offset, size);
   if (keep_until > offset) insert_free(offset, keep_until - offset);
   committed_ = keep_until;

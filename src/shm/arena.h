@@ -1,9 +1,8 @@
-// An allocator inside one memfd that peers map too: an address of mine is an offset that means the same to everybody.
+// An allocator inside one memfd that peers map too: an address of its owner is an offset that means the same to all.
 //
 // The file is as large as the arena may ever grow, but sparse; memory is committed (mapping.h) from the front as it is
-// needed, so peers map it once and never again. Free runs are kept in order of address and joined with their
-// neighbours; the smallest run that fits is taken. Free memory at the end goes back to the kernel when it exceeds
-// kKeep.
+// needed, so peers map the file only once. Free runs are kept in order of address and joined with their neighbours; the
+// smallest run that fits is used. Free memory at the end is returned to the kernel when it exceeds kKeep.
 //
 // Thread-safety: all methods. Only the owner allocates; peers read and write through their mapping of fd().
 #pragma once
@@ -29,8 +28,7 @@ class Arena {
 
   // In a process that was forked from the owner, allocate() throws Aborted and free() does nothing.
   //
-  // At least `bytes`, aligned to kAlignment (to a page from 64 KiB on). Unavailable where the arena or the host is
-  // full.
+  // At least `bytes`, aligned to kAlignment (from 64 KiB on, to a page). Unavailable if the arena or the host is full.
   void* allocate(size_t bytes);
   void free(void* address);
 
@@ -58,7 +56,7 @@ class Arena {
   void trim();
 
   const size_t capacity_;
-  const int forks_;  // a fork of the process has a copy of the tables, but no memory of its own behind them
+  const int forks_;  // a forked child has a copy of the tables, but shares the memory with its parent
   UniqueFd fd_;
   std::shared_ptr<Mapping> mapping_;
   mutable std::mutex mutex_;

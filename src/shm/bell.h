@@ -1,7 +1,7 @@
 // A doorbell: "something that I wrote has changed; look again".
 //
 // One side publishes values (a counter in shared memory, say) and rings; the other waits for a condition on these
-// values. Nobody makes a system call while nobody sleeps.
+// values. No side makes a system call while no thread sleeps.
 //
 //   publisher                          waiter
 //   1 value.store(x, release)          a waiters += 1            (seq_cst)
@@ -30,22 +30,22 @@ struct Bell {
   std::atomic<uint32_t> word{0};
   std::atomic<uint32_t> waiters{0};
 
-  // Steps 2 to 5. The values must have been stored before. Whether anybody waits.
+  // Steps 2 to 5. The values must have been stored before. Returns whether a thread waits.
   bool ring() {
     full_fence();
     if (static_cast<int32_t>(waiters.load(std::memory_order_relaxed)) <= 0)
-      return false;  // who hushes it takes some away
+      return false;  // negative: a thread that hushes the bell subtracts from `waiters`
     wake();
     return true;
   }
 
-  // Steps 4 and 5, whoever is counted as waiting.
+  // Steps 4 and 5, without regard to `waiters`.
   void wake() {
     word.fetch_add(1, std::memory_order_seq_cst);
     futex_wake_all(word);
   }
 
-  // Steps a to e, once: sleeps at most `limit` unless `condition()` holds, and returns whether it does.
+  // Steps a to e, once: sleeps for at most `limit` unless `condition()` holds, and returns whether it holds.
   template <typename Condition>
   bool sleep(std::chrono::nanoseconds limit, Condition condition) {
     waiters.fetch_add(1, std::memory_order_seq_cst);

@@ -33,7 +33,7 @@ void set(char (&field)[kSize], std::string_view value) {
   std::memcpy(field, value.data(), std::min(kSize, value.size()));
 }
 
-// Into shared memory, word by word.
+// Writes a string into shared memory, word by word.
 template <size_t kSize>
 void set_shared(char (&field)[kSize], std::string_view value) {
   alignas(uint64_t) char words[kSize];
@@ -63,7 +63,7 @@ bool is_black_box(int fd) {
          start[1] == kFormat;
 }
 
-// What the processes of one job have in common. Without a launcher's variables each process is a job of its own.
+// An id that the processes of one job have in common. Without a launcher's variables each process is its own job.
 std::string job_id(bool thread_rank) {
   if (const auto id = env_string("MUSTER_JOB_ID"); id && !thread_rank) return *id;
   for (const char* launcher : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"})
@@ -71,7 +71,7 @@ std::string job_id(bool thread_rank) {
   return text("pid-", ::getpid());
 }
 
-// Makes this process the owner of the box. False where another one that lives is.
+// Makes this process the owner of the box. False if another living process is.
 bool take(Header& header) {
   const auto self = static_cast<uint64_t>(::getpid());
   uint64_t owner = at(header.owner).load(std::memory_order_relaxed);
@@ -85,7 +85,7 @@ bool take(Header& header) {
   return true;
 }
 
-// Takes the record of `ticket` from an even step to `step`. False where it is not ours to take.
+// Takes the record of `ticket` from an even step to `step`. False if another writer or a later ticket has it.
 bool take(Record& record, uint64_t ticket, Step step) {
   uint64_t version = at(record.version).load(std::memory_order_relaxed);
   const uint64_t holder = version >> kStepBits;
@@ -127,7 +127,7 @@ UniqueFd create_black_box(int rank, int world_size, std::string_view job_id) {
   ::gethostname(host, sizeof host - 1);
   set(header->host, host);
   set(header->job, job_id);
-  // Only what is not zero anyway: a launcher of thousands of ranks need not touch the rest.
+  // Only the part that is not zero: a launcher of thousands of ranks need not touch the rest.
   constexpr size_t kFilled = offsetof(Header, operations);
   if (::pwrite(fd.get(), header.get(), kFilled, 0) != static_cast<ssize_t>(kFilled))
     throw_errno("cannot make a rank's black box", "Free memory or use fewer ranks");
@@ -143,25 +143,25 @@ void renumber_black_box(int fd, int rank, int world_size) {
 
 std::shared_ptr<BlackBox> BlackBox::open(int fd) {
   if (!is_black_box(fd))
-    throw Corrupt(text("descriptor ", fd, " is no black box, or that of another version of Muster"));
+    throw Corrupt(text("descriptor ", fd, " is not a black box, or is one of another version of Muster"));
   commit(fd, 0, sizeof(Segment));  // a shortage is an error here, and not a SIGBUS in the middle of training
   auto mapping = map_memfd(fd);
 #ifdef MADV_POPULATE_WRITE
-  ::madvise(mapping->data(), mapping->size(), MADV_POPULATE_WRITE);  // or the first 4096 entries take page faults
+  ::madvise(mapping->data(), mapping->size(), MADV_POPULATE_WRITE);  // so that the first 4096 entries cause no faults
 #endif
   return std::shared_ptr<BlackBox>(new BlackBox(std::move(mapping)));
 }
 
 std::shared_ptr<BlackBox> open_black_box(int rank, int world_size, bool thread_rank) {
   const auto given = thread_rank ? std::nullopt : env_int(kBlackBoxVariable);
-  // The variable may have come down to a process that its descriptor did not reach, or to a rank of another job.
+  // A process may inherit the variable without the descriptor, and so may a rank of another job.
   if (given && *given >= 0 && *given <= INT32_MAX && is_black_box(static_cast<int>(*given))) {
     const auto fd = static_cast<int>(*given);
     auto box = BlackBox::open(fd);
     Header& header = segment_of(*box->mapping_).header;
     if (header.rank == static_cast<uint64_t>(rank) && header.world_size == static_cast<uint64_t>(world_size) &&
         take(header)) {
-      ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // it has arrived: what this process starts need not have it
+      ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // processes that this one starts do not need it
       return box;
     }
   }

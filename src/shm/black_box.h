@@ -1,4 +1,4 @@
-// BlackBox: the last 4,096 operations of one rank, in shared memory that outlives it.
+// BlackBox: the last 4,096 operations of one rank, in shared memory that outlives the rank.
 //
 //   box = open_black_box(rank, world_size)
 //   const int world = box->group("world");
@@ -6,19 +6,20 @@
 //   …                                  the operation
 //   box->end(ticket, BlackBoxState::kDone);
 //
-// Whose memory. Under `muster run` and spawn() the launcher makes one memfd a rank before it starts the rank, keeps it,
-// and tells the rank its number in MUSTER_BLACK_BOX; so it survives whatever happens to the rank. Elsewhere a rank
-// makes its own, which ends with the process. Either can be found and read while it lives, through the links
-// /proc/<pid>/fd/… → /memfd:muster-black-box; there is no registry, and nothing to leak. black_box_reader.h reads it.
+// Who owns the memory: under `muster run` and spawn(), the launcher makes one memfd per rank before it starts the rank,
+// keeps it, and passes its number to the rank in MUSTER_BLACK_BOX; so it survives whatever happens to the rank.
+// Elsewhere a rank makes its own, which ends with the process. Either can be found and read while it lives, through the
+// links /proc/<pid>/fd/… → /memfd:muster-black-box; there is no registry, and nothing to leak. black_box_reader.h reads
+// it.
 //
-// Beside the operations it holds how far the training is, if the program reports it: `muster top` shows that.
+// Besides the operations, it holds the progress of the training, if the program reports it: `muster top` shows that.
 //
-// What it costs: two readings of the clock and three atomic operations on the rank's own memory, for begin() and end()
-// together. No lock, no system call, no allocation. An entry is lost where 4,096 others come during it, under way or
-// not.
+// Cost: two readings of the clock and three atomic operations on the rank's own memory, for begin() and end() together.
+// No lock, no system call, no allocation. An entry is lost if 4,096 others begin during it, whether or not it is still
+// under way.
 //
-// Thread-safety: all methods, from any threads; start() and end() of one ticket not at once. Two BlackBoxes of one
-// memfd (the second World of a process) may be used like one.
+// Thread-safety: all methods, from any thread, but start() and end() of one ticket must not run concurrently. Two
+// BlackBoxes of one memfd (the second World of a process) may be used like one.
 #pragma once
 
 #include <cstdint>
@@ -63,26 +64,26 @@ struct BlackBoxEntry {
 
 class BlackBox {
  public:
-  // The box in `fd`, which must come from create_black_box() and may be closed afterwards. Corrupt where it does not.
+  // The box in `fd`, which must come from create_black_box() and may be closed afterwards. Corrupt if it does not.
   static std::shared_ptr<BlackBox> open(int fd);
 
-  // The names of the codes, of which the first 32 operations and 64 dtypes are kept; the same each time it is called.
+  // The names of the codes; the first 32 operations and 64 dtypes are kept. Every call must pass the same names.
   void set_names(std::span<const std::string_view> operations, std::span<const std::string_view> dtypes);
 
-  // A number for entries of this group; a new one each time. `ranks`: its members by their ranks in the World, where
-  // known, to tell groups of one name apart. When there have been 64, a group takes the number of one of the same name
+  // A number for entries of this group; a new one each time. `ranks`: its members by their ranks in the World, if
+  // known, to distinguish groups of the same name. After 64 groups, a group gets the number of one with the same name
   // and members, or kMoreGroups.
   int group(std::string_view name, std::span<const int> ranks = {});
 
-  // A new entry, which begins now: at `now`, in monotonic_ns(), where the caller knows it; 0 to look. Returns its
-  // ticket.
+  // Adds an entry that begins now. `now`: the time by monotonic_ns(), if the caller knows it; 0: read the clock.
+  // Returns the entry's ticket.
   uint64_t begin(const BlackBoxEntry& entry, uint64_t now = 0) noexcept;
-  // What was posted runs from now on; with its number where that is known only now.
+  // A posted operation runs from now on. `sequence`: its number, if that is known only now.
   void start(uint64_t ticket, uint64_t sequence = kNoSequence) noexcept;
   void end(uint64_t ticket, BlackBoxState state, uint64_t now = 0) noexcept;
 
-  // How far the training is: steps done, and samples that the whole job has trained on. What is not given stays as it
-  // was. A reading of the clock and a few stores.
+  // Reports the progress of the training: steps done, and samples that the whole job has trained on. A value that is
+  // not given stays as it was. Costs a reading of the clock and a few stores.
   void report(std::optional<uint64_t> step, std::optional<uint64_t> samples) noexcept;
 
   std::span<const std::byte> segment() const { return {mapping_->data(), mapping_->size()}; }
@@ -93,18 +94,19 @@ class BlackBox {
   explicit BlackBox(std::shared_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {}
 
   const std::shared_ptr<Mapping> mapping_;
-  UniqueFd own_;  // keeps a box of our own to be found under /proc
+  UniqueFd own_;  // keeps this rank's own box open, so that it can be found under /proc
 };
 
 // A memfd for one rank's box, with its header: for the launcher, or a rank without one.
 UniqueFd create_black_box(int rank, int world_size, std::string_view job_id);
 
-// For a rank that stays while others come and go: its next World has this place. Whoever has the old place may go on.
+// For a rank that stays while others come and go: sets its place in the next World. BlackBoxes that are already open
+// stay usable.
 void renumber_black_box(int fd, int rank, int world_size);
 
-// This rank's box: the launcher's where MUSTER_BLACK_BOX gives one for this rank that no other process has taken, else
-// one of its own. A rank that is a thread has always its own. InvalidArgument where the variable is no number,
-// Unavailable where there is no memory or descriptor.
+// This rank's box: the launcher's, if MUSTER_BLACK_BOX names one for this rank that no other process has taken; else
+// its own. A rank that is a thread always has its own. InvalidArgument if the variable is not a number, Unavailable if
+// there is no memory or descriptor.
 std::shared_ptr<BlackBox> open_black_box(int rank, int world_size, bool thread_rank = false);
 
 uint64_t monotonic_ns();

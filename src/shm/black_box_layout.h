@@ -1,25 +1,25 @@
-// What a black box looks like: one memfd a rank, all words of 64 bits, little-endian.
+// The layout of a black box: one memfd per rank, all words of 64 bits, little-endian.
 //
-//   | Header: who, names, groups, how far the training is, head | Record x 4096 |
+//   | Header: who, names, groups, progress of the training, head | Record x 4096 |
 //
 // A record is claimed by fetch_add on `head`; ticket t lies in records[t % 4096] until ticket t + 4096 comes. Its first
-// word says what state the other seven are in:
+// word tells the state of the other seven:
 //
 //   version = t << 3 | step     step 0: never written (only with t = 0)
 //                               1, 3, 5: being written    2: begun    4: running    6: ended
 //
 // A writer takes the record by compare-and-swap of `version` from an even step to an odd one, stores the other words,
 // and stores the next even step. A reader loads `version`, the words, and `version` again: equal and even means that
-// the words belong together; a step is never repeated for the same ticket, so nothing can have changed in between
-// unseen. The words are stored with release and loaded with acquire, which orders them with `version` on both sides: a
-// reader that sees a word of a later write also sees that write's odd version. Whoever dies in the middle leaves an odd
+// the words belong together; a step is never repeated for the same ticket, so no change in between goes unnoticed. The
+// words are stored with release and loaded with acquire, which orders them with `version` on both sides: a reader that
+// sees a word of a later write also sees that write's odd version. A writer that dies in the middle leaves an odd
 // version.
 //
-// A writer that finds a record in another writer's hands, or in a later ticket's, gives up its entry: nobody waits, and
-// it takes 4096 operations within the few nanoseconds of a write for that to happen.
+// A writer that finds its record taken by another writer or by a later ticket gives up its entry. So writers never
+// wait; this happens only if 4096 operations begin within the few nanoseconds of a write.
 //
-// How far the training is are five words, each right by itself: a reader may find the step of one report beside the
-// samples of the next.
+// The progress of the training is in five words, each valid by itself: a reader may find the step of one report beside
+// the samples of the next.
 //
 // Thread-safety: of the words, as above; `at()` and `copy_words()` make each access atomic.
 #pragma once
@@ -63,13 +63,13 @@ constexpr What unpack(uint64_t word) {
 
 struct Group {
   uint64_t ready;    // 1 once the rest is there
-  uint64_t size;     // in ranks; 0: not told
-  uint64_t members;  // a hash of them, to tell groups of the same name apart
+  uint64_t size;     // in ranks; 0: not known
+  uint64_t members;  // a hash of them, to distinguish groups of the same name
   char name[40];
 };
 static_assert(sizeof(Group) == 64);
 
-// 0: never told. Written by whoever reports, read by whoever looks.
+// 0: never reported. Written by the threads that report, read by watchers.
 struct Training {
   uint64_t started_ns;   // the first report; CLOCK_MONOTONIC
   uint64_t reported_ns;  // the last one
@@ -91,7 +91,7 @@ struct alignas(128) Header {
   char dtypes[kDtypeNames][16];
   Group groups[kGroups];
   alignas(128) uint64_t group_count;  // may exceed kGroups
-  alignas(128) Training training;     // on a line of its own: a watcher that looks at it delays no operation
+  alignas(128) Training training;     // on its own cache line, so that a watcher delays no operation
   alignas(128) uint64_t head;         // the next ticket
 };
 
@@ -101,7 +101,7 @@ struct Segment {
 };
 static_assert(std::is_trivially_copyable_v<Segment> && sizeof(Segment) % sizeof(uint64_t) == 0);
 
-// A word as an atomic. Also of memory mapped read-only, of which it is only loaded: an aligned load writes nothing.
+// A word as an atomic. In memory that is mapped read-only it may only be loaded: an aligned load writes nothing.
 template <typename Word>
 std::atomic_ref<Word> at(const Word& word) {
   static_assert(sizeof(Word) == sizeof(uint64_t) && std::atomic_ref<Word>::is_always_lock_free);
@@ -116,7 +116,7 @@ inline void copy_words(void* to, const void* from, size_t bytes) {
     at(target[i]).store(at(source[i]).load(std::memory_order_relaxed), std::memory_order_relaxed);
 }
 
-// Copies the record in `shared`; false where its words do not belong together. Tests call a writer in `between`.
+// Copies the record in `shared`; false if its words do not belong together. Tests call a writer in `between`.
 template <typename Between = void (*)()>
 bool read_whole(
     const Record& shared, Record* record, Between between = [] {}) {

@@ -76,10 +76,10 @@ struct ReadOnly {
   explicit ReadOnly(int fd) {
     struct stat info {};
     const int seals = ::fcntl(fd, F_GET_SEALS);
-    // Sealed, or it could shrink under our feet.
+    // It must be sealed, or it could shrink while it is read.
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(fd, &info) != 0 ||
         static_cast<size_t>(info.st_size) < sizeof(Segment))
-      throw Corrupt("a descriptor is no black box");
+      throw Corrupt("a descriptor is not a black box");
     size = static_cast<size_t>(info.st_size);
     data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
     if (data == MAP_FAILED) throw_errno("mapping a black box");
@@ -97,12 +97,12 @@ BlackBoxSnapshot read_black_box(std::span<const std::byte> bytes) {
   const auto header = std::make_unique<Header>();
   copy_words(header.get(), &segment.header, sizeof(Header));
   constexpr uint64_t kMost = std::numeric_limits<int>::max();
-  if (header->magic != kMagic) throw Corrupt("a black box does not begin as one");
+  if (header->magic != kMagic) throw Corrupt("a black box does not begin with its magic number");
   if (header->format != kFormat)
     throw Corrupt(text("a black box has format ", header->format, ", and this Muster reads format ", kFormat),
                   "Use the muster command of the version that made it");
   if (header->world_size > kMost || header->rank >= header->world_size || header->owner > kMost)
-    throw Corrupt("a black box says nonsense about its rank");
+    throw Corrupt("a black box names an impossible rank");
 
   BlackBoxSnapshot box;
   box.rank = static_cast<int>(header->rank);
@@ -117,7 +117,7 @@ BlackBoxSnapshot read_black_box(std::span<const std::byte> bytes) {
 
   for (size_t index = 0; index < kRecords; ++index) {
     Record record;
-    // A rank at work may write just now; the second look finds it done.
+    // A running rank may be writing the record just now; the second look finds it complete.
     if (!read_whole(segment.records[index], &record) && !read_whole(segment.records[index], &record)) {
       ++box.unreadable;
       continue;
@@ -144,7 +144,7 @@ BlackBoxSnapshot read_black_box(std::span<const std::byte> bytes) {
       ++box.unreadable;
     }
   }
-  // After the records, so that none is of a group that is not there yet, or newer than the head.
+  // Read these after the records, so that no record belongs to a group that is missing here, or is newer than the head.
   box.begun = at(segment.header.head).load(std::memory_order_acquire);
   for (size_t i = 0; i < kGroups; ++i)
     if (at(segment.header.groups[i].ready).load(std::memory_order_acquire) == 1)

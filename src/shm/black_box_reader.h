@@ -1,7 +1,7 @@
-// Reads a black box (black_box.h) of a rank that may be at work, stand still, or have died at any point.
+// Reads a black box (black_box.h) of a rank that may be running, hanging, or have died at any point.
 //
-// Nothing in the segment is believed: lengths are bounded, names lose what could upset a terminal, and a record that is
-// being written, or that makes no sense, is left out and counted. A segment whose header makes no sense is Corrupt.
+// Nothing in the segment is trusted: lengths are bounded, control characters in names are replaced, and a record that
+// is being written, or that is invalid, is left out and counted. A segment with an invalid header is Corrupt.
 //
 // Thread-safety: all of it; a snapshot is a value.
 #pragma once
@@ -37,16 +37,16 @@ struct BlackBoxGroup {
   uint64_t size = 0, members = 0;
 };
 
-// How far the rank says that it is.
+// The progress that the rank has reported.
 struct BlackBoxTraining {
-  std::optional<uint64_t> step, samples;     // nullopt: not told
+  std::optional<uint64_t> step, samples;     // nullopt: not reported
   uint64_t started_ns = 0, reported_ns = 0;  // the first and the last report; 0: there was none
   uint64_t reports = 0;
 };
 
 struct BlackBoxSnapshot {
   int rank = 0, world_size = 0;
-  pid_t pid = 0;  // 0: the rank has not come to make a World
+  pid_t pid = 0;  // 0: the rank has not made a World yet
   uint64_t pid_start = 0;
   std::string host, job;
   uint64_t created_ns = 0;  // when the launcher, or else the rank, made the box; CLOCK_MONOTONIC
@@ -60,7 +60,7 @@ struct BlackBoxSnapshot {
 
 // `segment`: aligned to 8 bytes, as mappings and vectors of words are.
 BlackBoxSnapshot read_black_box(std::span<const std::byte> segment);
-// Of a memfd, which may be open for reading only. Corrupt also where it is no sealed memfd.
+// The box in a memfd, which may be open for reading only. Corrupt, too, if it is not a sealed memfd.
 BlackBoxSnapshot read_black_box(int fd);
 // The bytes of a box, for a file; read_black_box() understands them.
 std::vector<uint64_t> copy_black_box(int fd);

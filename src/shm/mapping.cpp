@@ -91,10 +91,10 @@ std::shared_ptr<Mapping> map_memfd(int fd) {
 
 void commit(int fd, size_t offset, size_t bytes) {
   if (bytes == 0) return;
-  // fallocate() on a memfd takes pages until the OOM killer comes, so look first.
+  // fallocate() on a memfd takes pages until the OOM killer acts, so check first.
   if (bytes > (8u << 20) && bytes > memory_available())
     throw Unavailable(
-        text("shared memory for ", bytes, " bytes is not there: ", memory_available(), " bytes are available"),
+        text("shared memory: ", bytes, " bytes are needed, but only ", memory_available(), " are available"),
         "Use fewer ranks or smaller tensors on the heap");
   while (::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0)
     if (errno != EINTR)

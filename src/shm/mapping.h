@@ -1,13 +1,13 @@
 // Memory shared between processes, without names: memfds (memfd_create(2)) and their mappings.
 //
 // A memfd has no path: nothing to leak, nothing to guess, no limit of /dev/shm; the kernel frees it with its last user.
-// Peers receive the descriptor over a Unix socket (exchange.h). The size is sealed, so no peer can shrink it under
-// another's feet (which would be a SIGBUS).
+// Peers receive the descriptor over a Unix socket (exchange.h). The size is sealed, so no peer can shrink it while
+// another one uses it (which would cause a SIGBUS).
 //
 // A process maps each memfd once, however many of its ranks ask: map_memfd() finds an existing mapping by the kernel's
-// identity of the file. So thread ranks share addresses as well as bytes, which is what lets ThreadSanitizer check the
-// real protocol. This cache is the one exception to "no process-global state";
-// docs/decisions/0002-one-mapping-per-process.md says why.
+// identity of the file. So thread ranks share addresses as well as bytes, which lets ThreadSanitizer check the real
+// protocol. This cache is the one exception to "no process-global state";
+// docs/decisions/0002-one-mapping-per-process.md gives the reasons.
 //
 // Thread-safety: functions, from any thread; a Mapping is immutable (what it maps is not).
 #pragma once
@@ -19,7 +19,7 @@
 
 namespace muster::shm {
 
-// A memfd of `bytes`, sparse (memory is taken as it is touched), with its size sealed. Unavailable on failure.
+// A memfd of `bytes`, sparse (it takes memory as it is touched), with its size sealed. Unavailable on failure.
 UniqueFd create_memfd(const char* name, size_t bytes);
 
 class Mapping {
@@ -37,12 +37,12 @@ class Mapping {
   size_t size_;
 };
 
-// The whole of a memfd, readable and writable. Corrupt where the size is not sealed (it did not come from
+// Maps the whole of a memfd, readable and writable. Corrupt if the size is not sealed (the memfd did not come from
 // create_memfd()).
 std::shared_ptr<Mapping> map_memfd(int fd);
 
 // Makes the kernel back [offset, offset + bytes) with memory now, so that a shortage is an error here and not a signal
-// later. Unavailable, with the figures, where there is not enough.
+// later. Unavailable, with the figures, if there is not enough.
 void commit(int fd, size_t offset, size_t bytes);
 
 size_t page_size();

@@ -31,7 +31,7 @@ void PeerWatch::wake() {
       ::write(wake_.get(), &one, sizeof one);  // cannot fail: the counter does not fill up
 }
 
-// The process that has this pid now: one that is watched already, if it has not ended, or another one.
+// The process that has this pid now: a peer that is already watched, if it has not ended; otherwise a new one.
 std::shared_ptr<PeerWatch::Peer> PeerWatch::peer_of(pid_t pid) {
   for (const auto& [id, subscription] : subscriptions_)
     for (const auto& peer : subscription.peers)

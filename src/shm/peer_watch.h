@@ -1,10 +1,11 @@
-// The watch over peers: one thread that learns at once when a process of the job dies.
+// The watch over peers: one thread that learns immediately when a process of the job dies.
 //
-// Each peer process is held by a pidfd (pidfd_open(2)), which becomes readable at its end, however it ended; no
-// heartbeat, no polling. The pids come from the peers' own sockets (SO_PEERCRED, exchange.h) a moment before; a process
-// that died in between and whose pid was used again immediately would be watched in its place, which the kernel's order
-// of handing out pids makes practically impossible. Later a pid may well be another process's: a peer is forgotten with
-// the last subscription to it, and a subscription to a pid whose process has ended is to the new process of that pid.
+// Each peer process is held by a pidfd (pidfd_open(2)), which becomes readable when the process ends, for any reason;
+// there is no heartbeat and no polling. The pids come from the peers' own sockets (SO_PEERCRED, exchange.h) a moment
+// before. If a peer died in between and its pid was reused immediately, the new process would be watched instead; the
+// order in which the kernel assigns pids makes that practically impossible. Later, a pid may well belong to another
+// process. So a peer is forgotten with the last subscription to it, and a subscription to a pid whose process has ended
+// watches the new process with that pid.
 //
 // Ranks that are threads of this process cannot die unseen; they report their end themselves (Channel::leave()).
 //
@@ -30,8 +31,8 @@ class PeerWatch {
   PeerWatch();
   ~PeerWatch();
 
-  // Calls on_death(pid) for each of `pids` that dies, soon for one that has died already; perhaps twice. The own pid is
-  // ignored.
+  // Calls on_death(pid) for each of `pids` that dies, perhaps twice; soon, if the process has died already. The
+  // caller's own pid is ignored.
   using OnDeath = std::function<void(pid_t)>;
   uint64_t subscribe(std::vector<pid_t> pids, OnDeath on_death);
   void unsubscribe(uint64_t id);
@@ -39,7 +40,7 @@ class PeerWatch {
  private:
   struct Peer {  // a process
     pid_t pid = 0;
-    UniqueFd pidfd;  // none: it had ended before
+    UniqueFd pidfd;  // none: the process had ended before
     bool reported = false;
   };
   struct Subscription {
@@ -54,7 +55,7 @@ class PeerWatch {
 
   std::mutex mutex_;                                // guards the tables
   std::mutex callback_mutex_;                       // held while callbacks run; unsubscribe() waits for it
-  std::map<uint64_t, Subscription> subscriptions_;  // whose peers are those that are watched
+  std::map<uint64_t, Subscription> subscriptions_;  // their peers are the ones that are watched
   std::vector<std::shared_ptr<Peer>> dead_on_arrival_;
   uint64_t next_id_ = 1;
   bool stop_ = false;

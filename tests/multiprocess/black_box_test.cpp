@@ -232,7 +232,7 @@ TEST_F(BlackBoxCommand, BadInputIsOneSentenceAndStatus2) {
       {{path("long")}, "a message has bytes after its end"},
       {{path("format")}, "it has format 65, and this Muster reads format 1"},
       {{path("count")}, "'.*/count' is no file of black boxes"},
-      {{path("magic")}, "a black box does not begin as one"},
+      {{path("magic")}, "a black box does not begin with its magic number"},
       {{"--pid", "self"}, "--pid takes a whole number of at most 2147483647, and 'self' is none"},
       {{"--pid", "-1"}, "'-1' is none|needs a value"},
       {{"--pid", "1"}, "process 1 has no black box"},
