@@ -19,7 +19,7 @@ std::vector<Tensor> SubGraph::backward(std::vector<Tensor> gradients, std::vecto
     if (state_ == State::kEnded) throw Aborted("the context of this call has ended");
     TORCH_CHECK(state_ == State::kThere, torch::autograd::ERR_BACKWARD_TWICE);
     if (gradients.size() != results_.size() || wanted.size() != slots_.size())
-      throw InvalidArgument("backward: the number of gradients does not fit this call");
+      throw InvalidArgument("backward: the number of gradients or slots does not fit this call");
     // A used graph is kept here while the caller waits. The caller's node learns from the answer that it is used up,
     // and then releases it.
     results = results_;

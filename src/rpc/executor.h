@@ -11,7 +11,7 @@
 //             kSlow. If so, the heir becomes the leader; the old leader comes back to the pool when its handler ends.
 //             While the leader sleeps, the heir sleeps too (Driver::sleep_second), and no thread of the pool runs.
 //             While the leader is awake, new work wakes the heir: the leader wakes it before a handler if more work
-//             waits already, and whoever sends or posts later wakes it, the handler itself included. So one small
+//             waits already, and a thread that sends or posts later wakes it, even the handler itself. So one small
 //             handler after a sleep costs no second thread, and a slow handler delays no other.
 //   guest     a thread that waits for an answer (wait()). It polls, too, while no other thread needs to: then the
 //             answer costs no change of threads either. Requests that it finds are for the pool, which it wakes. If
@@ -70,7 +70,7 @@ class Executor {
  public:
   struct Options {
     std::string name;                                             // of the threads
-    int max_threads = 16;                                         // that run at once
+    int max_threads = 16;                                         // that run concurrently
     std::chrono::nanoseconds spin{0};                             // before it sleeps (shm/spin.h)
     std::function<void(const std::function<void()>&)> in_thread;  // wraps each thread's work; may be empty
     std::function<void()> on_idle;                                // called when the last job has ended; may be empty

@@ -41,7 +41,7 @@ void Inflow::on_offer(const Header& header, size_t bytes, Offer* offer) {
   Wanted& wanted = wanted_.emplace_back(Wanted{header, bytes, offer});
   if (closed_) return;
   Incoming& message = incoming(header);
-  if (header.kind == Kind::kGoodbye) throw Corrupt("an offer that is no message");
+  if (header.kind == Kind::kGoodbye) throw Corrupt("a goodbye that is offered");
   if (header.kind == Kind::kPiece && !message.framed) {
     // The bound is above what a message within the limits can have.
     if (message.offers.size() >= limits_.pieces + limits_.bytes / kChunk) throw Corrupt("too many pieces of a message");
