@@ -1,4 +1,4 @@
-// What muster ps, top and doctor say, from boxes and machines made here.
+// What muster ps, top and doctor report about boxes and machines that are made here.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -44,7 +44,7 @@ BlackBoxSnapshot box_of(std::vector<BlackBoxOperation> operations) {
 TEST(CommunicationShare, IsTheUnionOfWhatRan) {
   EXPECT_EQ(communication_share(box_of({}), 0, 100), std::nullopt) << "a rank without operations";
   EXPECT_EQ(communication_share(box_of({collective(0, 10, 30)}), 0, 100), 0.2);
-  EXPECT_EQ(communication_share(box_of({collective(0, 10, 30), collective(1, 20, 40)}), 0, 100), 0.3) << "both at once";
+  EXPECT_EQ(communication_share(box_of({collective(0, 10, 30), collective(1, 20, 40)}), 0, 100), 0.3) << "they overlap";
   EXPECT_EQ(communication_share(box_of({collective(0, 10, 60), collective(1, 20, 40)}), 0, 100), 0.5)
       << "one in another";
   EXPECT_EQ(communication_share(box_of({collective(0, 50, 0)}), 0, 100), 0.5) << "still under way";
@@ -87,11 +87,11 @@ JobBoxes job_at(uint64_t seconds, std::optional<uint64_t> samples, uint64_t repo
 TEST(ActivityWatch, SamplesASecondOfReadingsThatLieApart) {
   ActivityWatch watch;
   EXPECT_EQ(watch.look(job_at(100, std::nullopt, 0, 0)).samples_per_second, std::nullopt) << "nothing reported";
-  EXPECT_EQ(watch.look(job_at(101, 100, 1, 100)).samples_per_second, std::nullopt) << "one report says no speed";
+  EXPECT_EQ(watch.look(job_at(101, 100, 1, 100)).samples_per_second, std::nullopt) << "one report gives no speed";
   EXPECT_EQ(watch.look(job_at(103, 300, 2, 102)).samples_per_second, 100.0);
   EXPECT_EQ(watch.look(job_at(104, 300, 2, 102)).samples_per_second, 100.0) << "between two reports it goes on";
   EXPECT_EQ(watch.look(job_at(120, 300, 2, 102)).samples_per_second, 10.0) << "a job that stands still slows down";
-  EXPECT_EQ(watch.look(job_at(121, 50, 1, 121)).samples_per_second, std::nullopt) << "counts anew";
+  EXPECT_EQ(watch.look(job_at(121, 50, 1, 121)).samples_per_second, std::nullopt) << "counts from the start";
 }
 
 TEST(ActivityWatch, OneReadingGivesTheMeanSinceTheStart) {

@@ -1,7 +1,7 @@
-// What processes of another user of this host can do to a job: nothing. The store has its test in
-// contract/store_contract_test.cpp; here are the meeting of the ranks and their memory.
+// Processes of another user of this host can do nothing to a job. The store's test is in
+// contract/store_contract_test.cpp; this file tests the meeting of the ranks, and their memory.
 //
-// Needs root, who alone can become somebody else.
+// Needs root, because only root can become another user.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -56,7 +56,8 @@ bool readable(int fd) {
   return ::poll(&one, 1, 20'000) > 0;
 }
 
-// It has all that a rank has: the name of the hub's socket and the nonce. Only the kernel knows that it is none.
+// The other user's process knows what a rank knows: the name of the hub's socket and the nonce. Only the kernel can
+// tell that it is not a rank.
 TEST_F(AnotherUserProcess, IsNoRank) {
   const auto store = make_memory_store();
   std::thread hub([&] { EXPECT_EQ(shm::exchange(*store, "meeting", 0, 2, {}, soon()).size(), 2u); });
@@ -79,7 +80,7 @@ TEST_F(AnotherUserProcess, IsNoRank) {
   hub.join();
 }
 
-// It has taken the name of a hub's socket, and would be given the ranks' memory.
+// The other user's process has taken the name of a hub's socket, so the ranks would send it their memory.
 TEST_F(AnotherUserProcess, IsNoHub) {
   const std::string chosen = "muster-test-" + random_hex(8);
   const Name name(chosen);
@@ -106,7 +107,8 @@ TEST_F(AnotherUserProcess, IsNoHub) {
   EXPECT_EQ(exit_status(child), 0);
 }
 
-// The segments have no names, but a process's descriptors have, in /proc; and so has its environment, with the secret.
+// The segments have no names, but a process's descriptors can be found in /proc, and so can its environment, which
+// holds the secret.
 TEST_F(AnotherUserProcess, OpensNeitherMemoryNorEnvironment) {
   const UniqueFd fd = shm::create_memfd("test", 4096);
   const std::string process = text("/proc/", ::getpid());

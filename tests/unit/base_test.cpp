@@ -89,7 +89,7 @@ TEST(Deadline, CountsDownToZero) {
   EXPECT_EQ(past.left(), nanoseconds::zero());
   EXPECT_EQ(past.poll_ms(), 0);
   EXPECT_TRUE(Deadline::after(nanoseconds::zero()).passed());
-  // Rounded up: a poll that is told 0 would spin until the deadline.
+  // Rounded up: a poll with 0 would spin until the deadline.
   const auto short_one = Deadline::after(milliseconds(200));
   EXPECT_GE(milliseconds(short_one.poll_ms()), short_one.left());
 }
@@ -206,11 +206,11 @@ TEST(Cores, Together) {
     EXPECT_EQ(cores_together(ranks), bounded(cores));
   };
   expect({cpus({0})}, 1);
-  expect({cpus({0, 1}), cpus({0, 1})}, 2);             // nobody is bound
-  expect({cpus({0}), cpus({1}), cpus({2})}, 3);        // each to one of its own
-  expect({cpus({0}), cpus({0})}, 1);                   // both to the same
-  expect({cpus({0}), cpus({0}), cpus({1, 2, 3})}, 2);  // two share one, whatever the third has
-  expect({cpus({0, 1}), cpus({0}), cpus({1, 2})}, 3);  // the first two get theirs only if the others make room
+  expect({cpus({0, 1}), cpus({0, 1})}, 2);             // no rank is bound
+  expect({cpus({0}), cpus({1}), cpus({2})}, 3);        // each to its own core
+  expect({cpus({0}), cpus({0})}, 1);                   // both to the same core
+  expect({cpus({0}), cpus({0}), cpus({1, 2, 3})}, 2);  // two share a core, whatever the third has
+  expect({cpus({0, 1}), cpus({0}), cpus({1, 2})}, 3);  // each gets one only if others move
   expect({cpus({1, 2}), cpus({0, 1}), cpus({0})}, 3);
   expect({cpus({0, 1, 2, 3}), cpus({0, 1})}, 4);
   EXPECT_GE(usable_cores(), 1);

@@ -1,4 +1,4 @@
-// What is said about black boxes, from boxes made here.
+// Reports about black boxes that are made here.
 
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ using State = shm::BlackBoxState;
 
 constexpr uint64_t kSecond = 1'000'000'000, kNow = 1000 * kSecond;
 
-// An operation of group 0 that began `ago` before now, and took half of that if it has ended.
+// An operation of group 0 that began `ago` before now. If it has ended, it took half of that time.
 BlackBoxOperation operation(uint64_t sequence, State state, uint64_t ago = 2 * kSecond) {
   BlackBoxOperation made{.ticket = sequence, .group = 0, .name = "all_reduce", .sequence = sequence, .state = state};
   made.posted_ns = kNow - ago;

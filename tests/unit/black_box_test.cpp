@@ -40,7 +40,7 @@ struct Box {
   Segment& segment() const { return *const_cast<Segment*>(reinterpret_cast<const Segment*>(box->segment().data())); }
 };
 
-// As if `rank`'s launcher had made `fd` for it.
+// Sets the variable by which the launcher tells a rank its box.
 class Variable {
  public:
   explicit Variable(const std::string& value) { ::setenv(kBlackBoxVariable, value.c_str(), 1); }
@@ -127,7 +127,7 @@ TEST(BlackBox, KeepsTheLastOperationsWhenTheRingWraps) {
     if (i == kRecords) old = ticket;
     if (i != kRecords) box.box->end(ticket, State::kDone);
   }
-  box.box->end(old, State::kFailed);  // long overwritten: must not touch its successor
+  box.box->end(old, State::kFailed);  // overwritten long ago: must not touch its successor
   const auto read = box.read();
   EXPECT_EQ(read.begun, kCount);
   EXPECT_EQ(read.unreadable, 0u);
@@ -239,7 +239,7 @@ TEST(BlackBox, AReaderNeverSeesHalfAnEntry) {
     });
   size_t looked = 0;
   uint64_t begun = 0;
-  // Until the ring has been written many times under the reader's eyes.
+  // Until the ring has been overwritten many times while it is read.
   while (begun < 100 * kRecords) {
     const auto read = box.read();
     begun = read.begun;
@@ -264,7 +264,7 @@ TEST(BlackBox, ATornEntryIsLeftOutAndCounted) {
   const auto read = box.read();
   EXPECT_EQ(read.operations.size(), 8u);
   EXPECT_EQ(read.unreadable, 2u);
-  // Whoever comes there next gives up its entry; the one after is whole.
+  // The next writer of that record gives up its entry; the entry after that is complete.
   for (size_t i = 10; i < kRecords + 10; ++i) box.box->end(box.box->begin({.bytes = 2}), State::kDone);
   EXPECT_EQ(box.read().operations.size(), kRecords - 1);
 }
@@ -297,7 +297,7 @@ TEST(BlackBox, AnyBytesAreReadOrCorruptAndNothingElse) {
   for (int round = 0; round < rounds; ++round) {
     auto words = good;
     const size_t header = sizeof(Header) / 8;
-    // All of it; all but what makes the header one; the records alone; single words.
+    // Randomised: everything; everything but the start of the header; the records; single words.
     const size_t first = round % 4 == 0 ? 0 : round % 4 == 1 ? 4 : header;
     if (round % 4 == 3) {
       for (int i = 0; i < 200; ++i) words[random() % words.size()] ^= uint64_t{1} << (random() % 64);
@@ -320,7 +320,7 @@ TEST(BlackBox, OnlyABoxIsTakenForOne) {
     EXPECT_THROW(read_black_box(fd), Corrupt) << fd;
     EXPECT_THROW(BlackBox::open(fd), Corrupt) << fd;
     const Variable variable(text(fd));
-    EXPECT_EQ(read_black_box(open_black_box(0, 1)->segment()).pid, ::getpid()) << "one of its own";
+    EXPECT_EQ(read_black_box(open_black_box(0, 1)->segment()).pid, ::getpid()) << "its own box";
   }
 }
 
@@ -339,7 +339,7 @@ TEST(BlackBox, ARankTakesTheLaunchersBoxIfItIsItsOwn) {
   EXPECT_EQ(read.pid, ::getpid());
   EXPECT_EQ(read.pid_start, start_time_of(::getpid()));
   EXPECT_EQ(read.begun, 2u);
-  EXPECT_EQ(::fcntl(given.get(), F_GETFD), FD_CLOEXEC) << "what the rank starts need not have it";
+  EXPECT_EQ(::fcntl(given.get(), F_GETFD), FD_CLOEXEC) << "processes that the rank starts do not need it";
 
   const Variable wrong("box");
   EXPECT_THROW(open_black_box(1, 2), InvalidArgument);
@@ -369,7 +369,7 @@ TEST(BlackBoxFork, SurvivesItsRankAndIsHandedOn) {
   ASSERT_EQ(read.operations.size(), 2u);
   EXPECT_EQ(read.operations[0].state, State::kDone);
   EXPECT_EQ(read.operations[1].state, State::kRunning);
-  // A process that takes the rank's place goes on in the same box; one beside a rank that lives does not.
+  // A process that replaces a dead rank continues the same box; one beside a living rank does not.
   const pid_t second = run([] { open_black_box(0, 1)->begin({.bytes = 3}); });
   EXPECT_EQ(read_black_box(given.get()).pid, second);
   const auto mine = open_black_box(0, 1);

@@ -1,4 +1,4 @@
-// By which of its addresses a host is reached from others.
+// Which of a host's addresses other hosts use to reach it.
 
 #include "store/host_address.h"
 
@@ -36,7 +36,7 @@ TEST(HostAddress, RanksOfOneHostMayMeetAtItsLoopback) {
   EXPECT_EQ(address_for_peers({"", "127.0.1.1"}, {"10.0.0.5"}, false), "127.0.1.1");
 }
 
-// What the kernel says of this machine.
+// What the kernel reports about this machine.
 TEST(HostAddress, OwnAddressesCanBeReached) {
   const Addresses own = store::own_addresses();
   ASSERT_FALSE(own.empty());

@@ -1,4 +1,4 @@
-// The idx reader: what it reads, and that no bytes make it crash, hang or take memory that is not there.
+// The idx reader: what it reads, and that no bytes make it crash, hang or allocate memory without bound.
 #include "muster/data/idx.h"
 
 #include <ATen/ops/equal.h>
@@ -123,7 +123,7 @@ TEST_F(Idx, TakesNoMemoryOnAHeadersWord) {
   }
   const auto too_many = corrupt(idx({0xFFFFFFFF, 0xFFFFFFFF, 2}, "abc"));
   EXPECT_EQ(too_many, ", byte 8: the dimensions' product is more than any file holds");
-  // A zero among them does not make the others harmless: strides are products too.
+  // A zero among the sizes does not make the others harmless: strides are products too.
   EXPECT_NE(corrupt(idx({0, 0xFFFFFFFF, 0xFFFFFFFF, 2}, "")).find("product"), std::string::npos);
   EXPECT_LT(virtual_peak() - before, size_t{64} << 20);
 }
@@ -150,7 +150,7 @@ TEST_F(Idx, SurvivesEveryTruncationAndRandomDamage) {
       const auto tensor = read_idx(path);
       ++read;
       EXPECT_EQ(tensor.numel(), 300);  // damage to the elements of a plain file cannot be seen
-      // In a packed one only where gzip says nothing of the elements (its time, its system).
+      // In a packed file damage goes unnoticed only where gzip stores no elements (its time, its system).
       EXPECT_TRUE(!is_packed || at::equal(tensor, whole));
     } catch (const Corrupt& error) {
       EXPECT_NE(error.message().find(path.string()), std::string::npos);

@@ -1,4 +1,4 @@
-// The order of a group's collectives: who runs them, and how long a thread waits for its turn.
+// The order of a group's collectives: which thread runs them, and how long a thread waits for its turn.
 
 #include "comm/lane.h"
 
@@ -56,7 +56,7 @@ TEST(Lane, JobsRunInTheirOrderAndOnTheThreadThatWaits) {
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
 }
 
-// What comes after a job may use the lane, while another thread of the lane's runs what is queued.
+// A job's continuation may use the lane, while another thread of the lane runs what is queued.
 TEST(Lane, WhatComesAfterAJobMayWaitForAnother) {
   Lane lane("test");
   std::promise<std::string> result;

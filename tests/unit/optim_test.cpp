@@ -1,4 +1,4 @@
-// Functional optimizers are torch.optim's, Python's and C++'s; state that is saved goes on; schedules.
+// Functional optimizers give the results of torch.optim, in Python and in C++; saved state can be continued; schedules.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adagrad.h>
@@ -208,7 +208,7 @@ TEST(Optim, EqualsPython) {
   }
 }
 
-// What C++ has, whose defaults are others.
+// Compares with the optimizers of the C++ API, whose defaults differ.
 template <typename Theirs, typename Options>
 void expect_like_cpp(Options options, const Made& ours) {
   Tensors parameters = start(at::kDouble), mine = start(at::kDouble);
@@ -304,7 +304,7 @@ TEST(Optim, BadArguments) {
   EXPECT_THROW(sgd.step(parameters, {before}), InvalidArgument);
   EXPECT_THROW(sgd.step(parameters, {before, at::zeros({1})}), InvalidArgument);  // would be broadcast
   EXPECT_THROW(Adam().step(parameters, {before.to_sparse(), Tensor()}), InvalidArgument);
-  EXPECT_TRUE(at::equal(parameters[0], before));  // nothing was changed, not the first one either
+  EXPECT_TRUE(at::equal(parameters[0], before));  // nothing was changed, not even the first one
 }
 
 TEST(Optim, SparseGradientsAreLikeDenseOnes) {
@@ -340,7 +340,7 @@ TEST(Optim, ComplexOnesArePairs) {
   }
 }
 
-// A tape sees no step, also where grad mode is on and the parameter is a leaf.
+// Autograd does not record a step, even if grad mode is on and the parameter is a leaf.
 TEST(Optim, StepsAreNotRecorded) {
   const Tensor parameter = at::ones({3}).requires_grad_();
   optim::Adam adam;
@@ -349,8 +349,8 @@ TEST(Optim, StepsAreNotRecorded) {
   for (const auto& [name, tensor] : adam.state({parameter})) EXPECT_FALSE(tensor.requires_grad()) << name;
 }
 
-// Many in one step are what each is alone: of two dtypes, some that no fused kernel can take, one that comes later, one
-// that is there twice. Gradients stay as they are.
+// A step of many parameters gives the same as a step of each alone: of two dtypes, some that no fused kernel can take,
+// one that comes later, one that is there twice. Gradients stay as they are.
 TEST(Optim, ManyAtOnceAreLikeEachAlone) {
   using namespace optim;
   const auto make_parameters = [] {
@@ -387,7 +387,7 @@ TEST(Optim, ManyAtOnceAreLikeEachAlone) {
   }
 }
 
-// A graph that has kept a parameter's value notices the step, as of every operation in place.
+// A graph that has saved a parameter's value notices the step, like every in-place operation.
 TEST(Optim, GraphsThatKeptAValueNoticeTheStep) {
   using namespace optim;
   for (const auto& make : std::vector<std::function<Made()>>{maker<Adam>({.lr = 0.02}), maker<AdamW>({.lr = 0.02}),
@@ -401,11 +401,12 @@ TEST(Optim, GraphsThatKeptAValueNoticeTheStep) {
     }
 }
 
-// What throws has not begun: who has not stepped has no step more, and the next one is as if nothing had been.
+// A step that throws leaves each parameter either stepped or not begun: a parameter that has not stepped has not
+// counted a step, and its next step is as if nothing had happened.
 TEST(Optim, AStepThatThrowsIsWholeForEachParameter) {
   optim::Adam one({.lr = 0.1}), other({.lr = 0.1});
   const Tensor a = at::ones({3}), b = at::ones({3}, at::kDouble), like_a = at::ones({3}), like_b = b.clone();
-  const Tensor bad = at::ones({3}, at::kComplexFloat);  // no gradient of a real parameter
+  const Tensor bad = at::ones({3}, at::kComplexFloat);  // cannot be the gradient of a real parameter
   EXPECT_ANY_THROW(one.step({a, b}, {at::ones({3}), bad}));
   ASSERT_TRUE(at::equal(a, like_a) || one.state({a})["0.step"].item<int64_t>() == 1);
   if (!at::equal(a, like_a)) other.step({like_a}, {at::ones({3})});

@@ -13,7 +13,8 @@
 namespace muster::launch {
 namespace {
 
-// Packages of so many cores, each of `threads` processors: numbered as kernels do, first threads of all cores first.
+// Packages of so many cores; each core has `threads` processors, numbered as in the kernel: first the first threads of
+// all cores.
 std::vector<Core> machine(const std::vector<int>& packages, int threads = 1) {
   std::vector<Core> cores;
   int total = 0, next = 0;
@@ -87,7 +88,7 @@ TEST(Placement, EveryShapeGivesEachRankCoresOfItsOwn) {
 }
 
 TEST(Placement, OnlyAllowedProcessorsCount) {
-  const auto cores = only(machine({2, 2}, 2), {1, 2, 5});  // core 1 whole, a thread of core 2
+  const auto cores = only(machine({2, 2}, 2), {1, 2, 5});  // core 1 completely, and one thread of core 2
   ASSERT_EQ(cores.size(), 2u);
   EXPECT_EQ(words(spread(cores, 2)), "1, 5 | 2");
   EXPECT_TRUE(only(machine({2}), {}).empty());
@@ -111,7 +112,7 @@ TEST(Placement, TheMachineHasTheCoresThatHwlocIsTold) {
 }
 
 TEST(Placement, AClaimedCoreIsNobodyElses) {
-  const Core core{.processors = {65000}};  // that no machine has
+  const Core core{.processors = {65000}};  // a processor that no machine has
   UniqueFd held = claim(core);
   ASSERT_TRUE(held);
   EXPECT_FALSE(claim(core));

@@ -99,7 +99,7 @@ TEST(RemotePartition, TensorsInsideOfThingsAreSplitAndTheRestGoesToAll) {
     EXPECT_FALSE(none.has_value());
     EXPECT_EQ(word, "all");
   }
-  EXPECT_TRUE(at::equal(*shared, y));  // the caller's own is as it was
+  EXPECT_TRUE(at::equal(*shared, y));  // the caller's tensor is unchanged
 }
 
 TEST(RemotePartition, AModulesStateIsOneThing) {
@@ -208,7 +208,7 @@ TEST(RemoteErrors, KeepTheirKindAndSayThePart) {
   EXPECT_THROW(std::rethrow_exception(named(Special("mine"))), Special);
   EXPECT_THROW(std::rethrow_exception(named(std::logic_error("other"))), std::logic_error);
   const auto alone = std::make_exception_ptr(Aborted("over"));
-  EXPECT_EQ(detail::error_of_part(alone, 0, 1), alone);  // nothing to tell apart
+  EXPECT_EQ(detail::error_of_part(alone, 0, 1), alone);  // there is only one part: the error is unchanged
 }
 
 TEST(OnRank, RunsWhereItShall) {
@@ -219,7 +219,7 @@ TEST(OnRank, RunsWhereItShall) {
     EXPECT_EQ(not_on_rank({0, 2}, twice)(4), rank == 1 ? std::optional(8) : std::nullopt);
     EXPECT_EQ(rank_all(twice)(1), 2);
     EXPECT_EQ(on_rank({}, twice)(1), std::nullopt);
-    EXPECT_EQ(on_rank({7, -1}, twice)(1), std::nullopt);  // nobody's
+    EXPECT_EQ(on_rank({7, -1}, twice)(1), std::nullopt);  // neither rank exists
     int ran = 0;
     EXPECT_EQ(rank_zero_only([&] { ++ran; })(), rank == 0);
     EXPECT_EQ(ran, rank == 0);

@@ -62,7 +62,7 @@ RendezvousOptions brief(int agents) {
   return {.least = agents, .most = agents, .patience = milliseconds(2000), .timeout = kPatience};
 }
 
-// Of an elastic job of two or three, by the numbers that they were given.
+// Three agents of an elastic job of two or three, indexed by the node numbers that they were given.
 std::vector<std::unique_ptr<Host>> three_that_met(const std::shared_ptr<Store>& store) {
   const RendezvousOptions elastic{
       .least = 2, .most = 3, .last_call = seconds(3), .patience = seconds(2), .timeout = kPatience};
@@ -107,7 +107,7 @@ TEST(Rendezvous, TwoAgentsWithOneWishAreRefused) {
 
 TEST(Rendezvous, WhoeverDoesNotComeIsWaitedForUntilTheTimeoutWhichSaysHowManyCame) {
   std::string said;
-  for (const int timeout : {1, 4, 16}) {  // the longer ones for a machine on which the other takes a while to come
+  for (const int timeout : {1, 4, 16}) {  // the longer ones are for a slow machine, where the other agent comes late
     auto options = fixed(3);
     options.timeout = seconds(timeout);
     const auto store = make_memory_store();
@@ -152,7 +152,7 @@ TEST(Rendezvous, AnAgentThatIsGoneIsMissedAndTheOthersGoOn) {
   const Plan first = a.plan();
   b.plan();
   c.plan();
-  c.agents.reset();  // as when its host loses power: it says nothing
+  c.agents.reset();  // as if its host lost power: it sends nothing
   EXPECT_EQ(a.end().kind, EpochEnd::Kind::kLost);
   EXPECT_NE(b.end().cause.find("gave no sign of life"), std::string::npos);
   a.agents->meet_again(1, 1234);
@@ -162,7 +162,7 @@ TEST(Rendezvous, AnAgentThatIsGoneIsMissedAndTheOthersGoOn) {
   EXPECT_EQ(names(b.plan()), names(second));
 }
 
-// As a launcher whose store was silent for long; nobody needs it any more.
+// The agent goes like a launcher whose store was silent for a long time; nobody needs it any more.
 TEST(Rendezvous, AnAgentThatIsGoneWhenItsRanksAreDoneIsNotMissed) {
   const auto store = make_memory_store();
   Host a(store, "a", brief(2));
@@ -199,7 +199,7 @@ TEST(Rendezvous, OneMoreIsLetInWhereThereIsRoomAndElseWaits) {
   const Host b(store, "b", elastic);
   EXPECT_EQ(a.end().kind, EpochEnd::Kind::kRoom);
   a.agents->meet_again(1, 1234);
-  EXPECT_EQ(names(a.plan()), (std::vector<std::string>{"a", "b"})) << "who was there before stays where it was";
+  EXPECT_EQ(names(a.plan()), (std::vector<std::string>{"a", "b"})) << "the agent that was there before keeps its place";
   EXPECT_EQ(b.plan().node, 1);
   const Host spare(store, "c", elastic);
   EXPECT_FALSE(spare.agents->next_event()) << "there is no room for three";
@@ -283,7 +283,7 @@ TEST(Rendezvous, WhoeverNeverHadAPlaceStopsNobody) {
 
 TEST(Rendezvous, ASeatWithoutAnAgentHoldsUpNobody) {
   const auto store = make_memory_store();
-  store->add("agents/0/seats", 1);  // as of one that died before it said what it brings
+  store->add("agents/0/seats", 1);  // the seat of an agent that died before it described itself
   const Host a(store, "a", fixed(2)), b(store, "b", fixed(2));
   EXPECT_EQ(a.plan().agents.size(), 2u);
   EXPECT_EQ(b.plan().agents.size(), 2u);
@@ -319,7 +319,7 @@ TEST(Rendezvous, AllCountTheJobsRestartsAlike) {
 
 using test::ForwardingStore;
 
-// A store that others keep, and that may be away.
+// A store that other processes serve, and that may be unreachable.
 class Away final : public ForwardingStore, public store::Outage {
  public:
   explicit Away(std::shared_ptr<Store> store = make_memory_store()) : ForwardingStore(std::move(store)) {}
@@ -336,14 +336,15 @@ class Away final : public ForwardingStore, public store::Outage {
   }
 };
 
-// Until the agent of that seat, which waits for a plan, has beaten twice more: so it has looked at all others once.
+// Waits until the agent of that seat, which waits for a plan, has sent two more heartbeats. So it has looked at all
+// others once.
 void await_look(Store& store, int seat) {
   const auto beats = [&] { return std::stoll(store.try_get(text("agents/0/beat/", seat)).value_or("0")); };
   const auto patience = Deadline::after(kPatience);
   for (const auto first = beats(); beats() < first + 2 && !patience.passed();) ::poll(nullptr, 0, 1);
 }
 
-// Whose host has lost its power, and is there again, while the third has yet to come.
+// The host of the second agent loses power and comes back while the third has yet to come.
 TEST(Rendezvous, AnAgentThatIsStartedAgainTakesThePlaceOfTheDeadOneThatWantedTheSame) {
   const auto store = make_memory_store();
   const Host first(store, "first", fixed(3), 1, 0);
@@ -351,7 +352,7 @@ TEST(Rendezvous, AnAgentThatIsStartedAgainTakesThePlaceOfTheDeadOneThatWantedThe
   const auto power = std::make_shared<Away>(store);
   const Host dead(power, "dead", fixed(3), 1, 1);
   store->get("agents/0/seat/2", Deadline::after(kPatience));
-  for (int i = 0; i < 2; ++i) {  // so that it has been seen to beat
+  for (int i = 0; i < 2; ++i) {  // so that the others have seen its heartbeat
     await_look(*store, 1);
     await_look(*store, 2);
     await_look(*store, 1);
@@ -403,7 +404,7 @@ TEST(Rendezvous, WhatIsSaidWhileTheStoreIsAwayIsSaidThenAndCountsOnce) {
   for (const Host* host : {&a, &b}) EXPECT_EQ(host->end().kind, EpochEnd::Kind::kDone);
 }
 
-// Whoever needs it waits for a while; a user who wants to stop, for less.
+// An agent that needs the store waits for a while; if the user wants to stop, it waits for less.
 TEST(Rendezvous, WhoeverNeedsAStoreThatStaysAwayIsToldInTime) {
   const auto store = std::make_shared<Away>();
   auto options = brief(1);
@@ -430,7 +431,7 @@ TEST(Rendezvous, WhoeverNeedsAStoreThatStaysAwayIsToldInTime) {
 
   const auto empty = std::make_shared<Away>();
   options.least = options.most = 2;
-  const Host waits(empty, "c", options);  // for another that does not come
+  const Host waits(empty, "c", options);  // waits for another agent, which does not come
   empty->get("agents/0/seat/1", Deadline::after(kPatience));
   empty->away = true;
   EXPECT_EQ(std::get<StoreSilence>(waits.event()).why, "away");

@@ -144,7 +144,7 @@ TEST(RpcFunction, NamesIdsAndTypes) {
                 std::same_as<result_of<&view_of>, std::string>);
 }
 
-// Named in no code that runs: the program's start has put it there.
+// No code that runs names this function: it was added to the table when the program started.
 int never_called(int x) { return x; }
 [[maybe_unused]] const Function& unused() { return function_of<&never_called>(); }
 const size_t count_before_main = function_count();
@@ -185,7 +185,7 @@ TEST(RpcFunction, MembersAndFunctionsOfAnObject) {
   EXPECT_EQ(value<std::vector<int>>(call<&Model::numbers>(function_of<&Model::numbers>(), &model, false)),
             (std::vector{1, 2, 3}));
   EXPECT_EQ(value<int>(call<&on_model>(function_of<&on_model>(), &model, false, 3)), 15);
-  // A base's member on an object of the derived class, which is at another address.
+  // A member of a base on an object of the derived class, where the base has another address.
   const Function& of_base = function_of<&Model::from_base, Model>();
   EXPECT_EQ(value<int>(call<&Model::from_base>(of_base, &model, false, 1)), 101);
   EXPECT_EQ(*of_base.object_type, typeid(Model));
@@ -206,7 +206,7 @@ TEST(RpcFunction, ResultsThatStay) {
   EXPECT_EQ(model->name, "n");
   const Outcome number = call<&add>(function_of<&add>(), nullptr, true, 1, 2);
   EXPECT_EQ(*std::static_pointer_cast<int>(number.object), 3);
-  // What cannot be sent says so when it should be.
+  // A result that cannot be sent is reported when it is to be sent.
   EXPECT_THROW(value<int>(call<&make>(function_of<&make>(), nullptr, false, 7)), InvalidArgument);
 }
 
@@ -234,12 +234,12 @@ TEST(RpcFunction, CoroutinesKeepTheirArgumentsAndAnswerLater) {
     std::optional<Outcome> got;
     invocation->run(nullptr, false, [&](Outcome&& outcome) {
       EXPECT_TRUE(argument_alive.expired());
-      invocation.reset();  // as an agent may
+      invocation.reset();  // an agent may do this
       got = std::move(outcome);
     });
     EXPECT_FALSE(got.has_value());
     EXPECT_FALSE(argument_alive.expired());
-    payload.body.assign(payload.body.size(), 'x');  // the transport's bytes are gone
+    payload.body.assign(payload.body.size(), 'x');  // the transport reuses its memory
     waiting->try_set_value(fails ? -1 : 3);
     ASSERT_TRUE(got.has_value());
     if (fails) {

@@ -1,4 +1,4 @@
-// A second file with a static function of the same name: rpc_function_test.cpp.
+// A second file with a static function that has the same name as one in rpc_function_test.cpp.
 #include "muster/rpc/function.h"
 
 namespace muster::rpc {

@@ -1,4 +1,4 @@
-// Futures: values, errors, chains, and races of those who complete one.
+// Futures: values, errors, chains, and races between threads that complete one.
 #include "muster/rpc/future.h"
 
 #include <gtest/gtest.h>
@@ -153,7 +153,7 @@ TEST(RpcFuture, AContinuationMayWaitForWhatIsDueInItsThread) {
   Promise<int> first, second;
   auto later = second.future().then([](Future<int> f) { return f.get() + 1; });
   auto result = first.future().then([&](Future<int> f) {
-    second.try_set_value(f.get());  // makes `later` due: after this one, or when this one waits
+    second.try_set_value(f.get());  // makes `later` due: it runs after this continuation, or when this one waits
     return later.get();
   });
   first.try_set_value(4);
@@ -219,7 +219,7 @@ TEST(RpcFutureRace, AllAndAnyOfManyThreads) {
   }
 }
 
-// Stands for an agent: whoever waits does the work himself.
+// Takes the place of an agent: the thread that waits does the work itself.
 class Driven : public Waits {
  public:
   bool wait(detail::FutureState& state, Deadline deadline) override {

@@ -1,4 +1,4 @@
-// The table of a worker's objects, with messages that no worker of ours sends: numbers of workers that there are not.
+// The table of a worker's objects, also with messages that no correct worker sends: ranks that do not exist.
 #include "rpc/objects.h"
 
 #include <gtest/gtest.h>
@@ -34,11 +34,11 @@ TEST(RpcObjects, OneThatIsPutIsHeldByWhomItIsFor) {
   const uint64_t id = object_id(0, 1), other = object_id(0, 2);
   objects.put(id, an_int(), 2);
   EXPECT_TRUE(objects.find(id));
-  objects.release(id, 1);  // who has none takes none away
+  objects.release(id, 1);  // worker 1 has no hold, so it takes none away
   EXPECT_EQ(objects.size(), 1u) << objects.describe();
   objects.release(id, 2);
   EXPECT_EQ(objects.size(), 0u) << objects.describe();
-  // Its worker may be lost before, or afterwards.
+  // The worker that holds it may be lost afterwards, or before.
   objects.put(id, an_int(), 2);
   objects.lost(2);
   objects.drained(1, 2);
@@ -49,7 +49,7 @@ TEST(RpcObjects, OneThatIsPutIsHeldByWhomItIsFor) {
   EXPECT_EQ(objects.size(), 0u) << objects.describe();
 }
 
-// It may be long, and ask for anything.
+// Destroying a value may take long and call anything, so it is left to the caller.
 TEST(RpcObjects, WhatNobodyHoldsIsTheCallersToEnd) {
   Objects objects(0, 3);
   const uint64_t id = object_id(0, 1), ours = object_id(0, 2);
@@ -84,7 +84,7 @@ TEST(RpcObjects, WorkersThatThereAreNotHoldNothing) {
   }
   objects.release(id, 1);
   EXPECT_EQ(objects.size(), 0u) << objects.describe();
-  // Nor do objects whose creator is none come into being because they are spoken of.
+  // Objects whose creator does not exist are not created when messages mention them.
   for (const int creator : {3, 65'535}) {
     objects.add_hold(object_id(creator, 1), 1);
     objects.add_transit(object_id(creator, 1), 1, 2, 5);

@@ -80,7 +80,7 @@ TEST(RpcSerialize, NumbersOfEverySizeKeepTheirLimits) {
   both(int8_t{}), both(uint8_t{}), both(int16_t{}), both(uint16_t{}), both(int32_t{}), both(uint32_t{}),
       both(int64_t{});
   both(uint64_t{}), both(float{}), both(double{}), both(char{}), both(bool{});
-  for (int bits = 0; bits < 64; ++bits) {  // the borders of msgpack's sizes
+  for (int bits = 0; bits < 64; ++bits) {  // the limits of msgpack's sizes
     expect_back(uint64_t{1} << bits);
     expect_back((uint64_t{1} << bits) - 1);
     expect_back(-static_cast<int64_t>((uint64_t{1} << bits) - 1) - 1);
@@ -133,7 +133,7 @@ TEST(RpcSerialize, StructsWithTensorsInside) {
   EXPECT_EQ(got.inner, inner);
   EXPECT_EQ(std::get<2>(got.choice).name, "c");
   EXPECT_EQ(got.maybe->name, "d");
-  EXPECT_TRUE(got.tensors.at("x").is_same(x));  // beside the bytes: the tensor itself
+  EXPECT_TRUE(got.tensors.at("x").is_same(x));  // the tensor itself travels beside the bytes
   EXPECT_FALSE(got.tensors.at("y").defined());
   EXPECT_EQ(got.tensors.at("z").numel(), 5);
   EXPECT_EQ(back(ByName{4, x}).a, 4);
@@ -199,7 +199,7 @@ TEST(RpcSerialize, WhatDoesNotFitIsCorruptAndNamesTheType) {
   EXPECT_THROW((unpack_bytes<int, int>(bytes({1}))), Corrupt);       // too few
   EXPECT_THROW(unpack_bytes<int8_t>(bytes({0xcd, 1, 0})), Corrupt);  // 256
   EXPECT_THROW(unpack_bytes<unsigned>(bytes({0xff})), Corrupt);      // -1
-  EXPECT_THROW(unpack_bytes<int>(bytes({0xc1})), Corrupt);           // no msgpack
+  EXPECT_THROW(unpack_bytes<int>(bytes({0xc1})), Corrupt);           // not msgpack
   EXPECT_THROW(unpack_bytes<int>(bytes({0xcd, 1})), Corrupt);        // ends early
   EXPECT_THROW(unpack_bytes<std::string>(bytes({0xdb, 0xff, 0xff, 0xff, 0xff})), Corrupt);
   EXPECT_THROW((unpack_bytes<std::variant<int, bool>>(bytes({0x92, 2, 1}))), Corrupt);
@@ -218,7 +218,7 @@ TEST(RpcSerialize, WhatDoesNotFitIsCorruptAndNamesTheType) {
 }
 
 TEST(RpcSerialize, AClaimTakesNoMemory) {
-  // Arrays that each claim all that is left, nested: the sum of the claims is held against the bytes, not each alone.
+  // Nested arrays that each claim everything that is left: the sum of the claims is checked, not each claim alone.
   std::string nested;
   for (int i = 0; i < 100; ++i) nested += bytes({0xdc, 0x40, 0});
   nested += std::string(0x4000, 0);
@@ -228,7 +228,7 @@ TEST(RpcSerialize, AClaimTakesNoMemory) {
   EXPECT_THROW(unpack_bytes<Tree>(std::string(100'000, static_cast<char>(0x91))), Corrupt);  // too deep, no overflow
 }
 
-// Random bytes, and good ones with some changed: a value or Corrupt, nothing else. The sanitizers look on.
+// Random bytes, and valid ones with some changed: they give a value or Corrupt, nothing else. Sanitizers see the rest.
 template <typename... T>
 void fuzz(std::mt19937& random, const Payload& good) {
   for (int round = 0; round < 3000; ++round) {

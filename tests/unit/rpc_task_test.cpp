@@ -92,7 +92,7 @@ TEST(RpcTask, TheCallIsTheSameAfterAWait) {
   std::thread([&] {
     const detail::CallContext::Scope scope({.call = other});
     promise.try_set_value(1);
-    EXPECT_EQ(detail::current_call(), other);  // and the thread's own is back
+    EXPECT_EQ(detail::current_call(), other);  // the thread's own call is restored
   }).join();
   EXPECT_EQ(future.get(), call);
 }
@@ -110,7 +110,7 @@ Task<int> hops_one_by_one(std::vector<Future<int>> futures) {
   co_return all;
 }
 
-// The one that is awaited ends in another thread: before, while and after the one that awaits is suspended.
+// The awaited task ends in another thread: before, while and after the awaiting task is suspended.
 TEST(RpcTaskRace, TheSecondOfTwoGoesOn) {
   for (int round = 0; round < (kSanitized ? 50 : 1000); ++round) {
     std::vector<Promise<int>> promises(100);

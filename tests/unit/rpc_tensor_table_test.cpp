@@ -1,4 +1,4 @@
-// Tensors to pieces and back: what is kept, what is shared, what may change hands, and what is refused.
+// Tensors to pieces and back: what is kept, what is shared, whose memory may be given away, and what is refused.
 #include "rpc/tensor_table.h"
 
 #include <ATen/ATen.h>
@@ -34,7 +34,7 @@ std::vector<at::Tensor> read(Wire& wire) {
   reader.expect_done();
   return tensors;
 }
-// As a transport that copies: fresh memory, with an owner or only for the call.
+// What a transport that copies delivers: fresh memory, with an owner or only for the call.
 Wire copied(const Wire& wire, bool owned, std::vector<std::shared_ptr<std::byte[]>>& keep) {
   Wire there{wire.body, {}};
   for (const Piece& piece : wire.pieces) {
@@ -49,7 +49,7 @@ std::vector<at::Tensor> there_and_back(std::vector<at::Tensor> tensors, bool own
   std::vector<std::shared_ptr<std::byte[]>> keep;
   Wire wire = copied(written(std::move(tensors)), owned, keep);
   auto got = read(wire);
-  for (const auto& memory : keep) std::fill_n(memory.get(), 1, std::byte{0xee});  // it is the transport's again
+  for (const auto& memory : keep) std::fill_n(memory.get(), 1, std::byte{0xee});  // the transport reuses its memory
   return got;
 }
 
@@ -65,7 +65,7 @@ TEST_P(RpcTensors, EveryDtypeAndShape) {
     try {
       tensor = at::arange(0, 24, at::kFloat).to(at::kInt).to(dtype).reshape({2, 3, 4});
     } catch (const c10::Error&) {
-      continue;  // none that is dense
+      continue;  // the dtype has no dense tensors
     }
     for (const auto& each :
          {tensor, tensor[0][0][1], tensor.narrow(2, 0, 0), tensor.permute({2, 0, 1}), tensor.slice(1, 0, 3, 2)}) {
@@ -94,7 +94,7 @@ TEST_P(RpcTensors, StridesAreKeptWhereDense) {
     EXPECT_EQ(got.strides(), tensor.strides());
     EXPECT_TRUE(at::equal(got, tensor));
   }
-  // Gaps or the same element twice: row by row.
+  // Tensors with gaps, or with the same element twice, arrive row by row.
   for (const auto& tensor : {image.slice(3, 0, 5, 2), at::randn({3}).expand({4, 3}), image.narrow(1, 0, 2)}) {
     const auto got = there_and_back({tensor}, GetParam()).at(0);
     EXPECT_TRUE(got.is_contiguous());
@@ -212,15 +212,15 @@ TEST(RpcUnique, OnlyIfNobodyElseCanReachTheMemory) {
   kept.reset();
   kept = at::ones({3});
   const at::Tensor view = kept.slice(0, 0, 1);
-  EXPECT_FALSE(moved_unique(std::move(kept)));  // a view that stays
+  EXPECT_FALSE(moved_unique(std::move(kept)));  // a view remains
   kept = at::ones({3});
   const c10::weak_intrusive_ptr<c10::TensorImpl> weak(kept.getIntrusivePtr());
-  EXPECT_FALSE(moved_unique(std::move(kept)));  // it could be locked
+  EXPECT_FALSE(moved_unique(std::move(kept)));  // the weak pointer could be locked
   const at::Tensor x = at::ones({3}).requires_grad_();
   at::Tensor saved = x.exp();
   const at::Tensor loss = saved.sum();  // exp's backward keeps its result
   EXPECT_FALSE(moved_unique(std::move(saved)));
-  // Of memory that is not the storage's.
+  // Memory that does not belong to the storage.
   float array[4] = {};
   EXPECT_FALSE(moved_unique(at::from_blob(array, {4})));
   EXPECT_FALSE(moved_unique(at::from_blob(array, {4}, [](void*) {})));
@@ -272,7 +272,7 @@ TEST(RpcUnique, OwnersKeepTheMemoryAndReleaseIt) {
     wire.pieces.clear();
     EXPECT_FALSE(gone);
     EXPECT_EQ(got[0].data_ptr(), array);  // in place
-    // It may be sent on: the owner is its own.
+    // It may be sent on without a copy: it has the only owner.
     EXPECT_TRUE(unique(std::move(got)));
   }
   EXPECT_TRUE(gone);
@@ -316,10 +316,10 @@ std::string row(uint8_t flags, at::ScalarType dtype, const std::vector<int64_t>&
 
 TEST(RpcTensors, EveryNumberIsChecked) {
   constexpr int64_t kBig = int64_t{1} << 62;
-  EXPECT_EQ(read_bytes(row(1, at::kFloat, {2, 8})).at(0).numel(), 16);  // 64 bytes: just
+  EXPECT_EQ(read_bytes(row(1, at::kFloat, {2, 8})).at(0).numel(), 16);  // 64 bytes: exactly the piece
   EXPECT_THROW(read_bytes(row(1, at::kFloat, {17})), Corrupt);
   EXPECT_THROW(read_bytes(row(1, at::kFloat, {2, 8}, {}, 0, 4)), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 0, 2)), Corrupt);  // within an element
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 0, 2)), Corrupt);  // begins within an element
   EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 0, UINT64_MAX - 3)), Corrupt);
   EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 1, 0)), Corrupt);  // there is no piece 1
   EXPECT_THROW(read_bytes(row(1, at::kFloat, {-1})), Corrupt);

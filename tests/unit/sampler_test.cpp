@@ -1,4 +1,4 @@
-// DistributedSampler against Python's, and against what it promises, for all small cases.
+// DistributedSampler compared with Python's, and checked against its guarantees, for all small cases.
 #include "muster/data/sampler.h"
 
 #include <gtest/gtest.h>
@@ -89,7 +89,7 @@ TEST(DistributedSampler, GivesPythonsOrderToTheBit) {
     }
     EXPECT_EQ(hash.get(), c.hash) << c.size << " samples, " << c.replicas << " replicas, seed " << c.seed;
   }
-  // In clear, so that a failure above can be told from a wrong hash.
+  // Spelled out, so that a failure above can be distinguished from a wrong hash.
   const Indices expected[] = {{5, 4, 9, 2}, {0, 1, 6, 5}, {3, 7, 8, 0}};
   for (int rank = 0; rank < 3; ++rank) {
     DistributedSampler sampler(10, {.num_replicas = 3, .rank = rank, .seed = 5});
@@ -292,7 +292,7 @@ TEST(DistributedSampler, ResumesInTheMiddleOfAnEpoch) {
   load(second, bytes);
   EXPECT_EQ(second.epoch(), 3u);
   EXPECT_EQ(second.index(), 12u);
-  EXPECT_EQ(saved(second), bytes);   // before it is used, too
+  EXPECT_EQ(saved(second), bytes);   // also before it is used
   second.set_epoch(second.epoch());  // as a training loop does
   const auto rest = all_of(*other);
   seen.insert(seen.end(), rest.begin(), rest.end());

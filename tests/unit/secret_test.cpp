@@ -1,4 +1,5 @@
-// The job's secret: where it comes from, what is refused, and that it stays one. And muster secret, which makes it.
+// The job's secret: where it comes from, what is refused, and that it stays secret. Also muster secret, which makes
+// one.
 
 #include "muster/base/secret.h"
 
@@ -57,7 +58,7 @@ std::string refusal(Fn fn) {
   return {};
 }
 
-// The output of muster with these words, and its status.
+// The output of muster with these arguments, and its exit status.
 std::pair<std::string, int> run_muster(const std::string& words) {
   FILE* pipe = ::popen((std::string("2>&1 ") + kMusterCommand + " " + words).c_str(), "r");
   std::string output;
@@ -75,7 +76,7 @@ TEST_F(SecretTest, EachIsNew) {
   EXPECT_TRUE(Secret::from_text(one.hex()) == one);
 }
 
-// RFC 5869 by another hand: python3 -c with hmac and hashlib.
+// Expected values from another implementation of RFC 5869: python3 with hmac and hashlib.
 TEST_F(SecretTest, DerivesAKeyForEachLabel) {
   const auto secret = Secret::from_text(std::string(64, '7'));
   EXPECT_EQ(secret.derive("store tls psk").hex(), "99dab17f31f462dd40ef1c2e6e88f83faba423e09c368e45556855919d4ee754");
@@ -129,7 +130,7 @@ TEST_F(SecretTest, FromAFile) {
   const std::string short_one = file("short");
   EXPECT_EQ(refusal<InvalidArgument>([&] { Secret::from_file(short_one); }).find(short_one), 0u);
   ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
-  EXPECT_THROW(Secret::from_file(path("fifo")), InvalidArgument);  // at once, though nobody writes
+  EXPECT_THROW(Secret::from_file(path("fifo")), InvalidArgument);  // immediately, though nobody writes
 }
 
 TEST_F(SecretTest, AFileThatOthersMayReadIsRefused) {

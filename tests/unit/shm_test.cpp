@@ -1,4 +1,4 @@
-// shm/: memory files, the arena, the bell, the meeting of ranks, the watch over them.
+// shm/: memory files, the arena, the bell, the meeting of ranks, and the watch over peers.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -112,7 +112,7 @@ TEST(Arena, AlignsAndCounts) {
   EXPECT_FALSE(arena.contains(arena.base() + arena.capacity()));
 }
 
-// Freed neighbours join, so the whole of it can be had again, in one piece and to the last byte.
+// Freed neighbours join, so the whole arena can be allocated again, in one block and to the last byte.
 TEST(Arena, GivesAllOfItAgain) {
   Arena arena(2 << 20);
   for (int round = 0; round < 3; ++round) {
@@ -187,8 +187,8 @@ TEST(Arena, RandomUseAgainstAModel) {
 // --- bell and spin ---
 
 // Two threads pass a number back and forth, always sleeping: a lost wake-up would let one sleep until the test fails.
-// sleep() may end early: the last round's ring may come when the next sleep has begun. A lost wake-up is one that does
-// not end for as long as a test waits.
+// sleep() may end early, because the ring of the last round may come when the next sleep has begun. So a wake-up counts
+// as lost only if a sleep does not end for as long as a test waits.
 template <typename Condition>
 bool sleep_until(Bell& bell, Condition condition) {
   for (const auto until = test::patience(); !until.passed();)
@@ -261,7 +261,7 @@ TEST(Exchange, HandsEverybodyEverybodysDescriptors) {
         *reinterpret_cast<int*>(map_memfd(own.back().get())->data()) = 100 * rank + i;
         fds.push_back(own.back().get());
       }
-      // The mappings above are gone; only the memory files keep the numbers.
+      // The mappings above are destroyed; only the memory files keep the numbers.
       const auto all = exchange(*store, "meeting", rank, n, fds, soon());
       ASSERT_EQ(all.size(), static_cast<size_t>(n));
       for (int r = 0; r < n; ++r) {
@@ -277,7 +277,7 @@ TEST(Exchange, HandsEverybodyEverybodysDescriptors) {
   }
 }
 
-// Calls back when something has been set.
+// A store that calls a function after each set().
 struct TellingStore final : test::ForwardingStore {
   TellingStore(std::shared_ptr<Store> store, std::function<void()> fn)
       : ForwardingStore(std::move(store)), told(std::move(fn)) {}
@@ -300,7 +300,7 @@ TEST(Exchange, TimeoutNamesWhoDidNotComeOnAllRanks) {
       ADD_FAILURE() << error.what();
     }
   };
-  // Rank 1 has all the time. It waits for rank 0's word of where they meet, and then, when it has come there, again.
+  // Rank 1 has plenty of time. It first waits for rank 0's invitation, and after it has connected, for the answer.
   std::promise<pid_t> entered;
   std::thread one([&] {
     entered.set_value(::gettid());
@@ -319,7 +319,7 @@ TEST(Exchange, TimeoutNamesWhoDidNotComeOnAllRanks) {
   }
 }
 
-// A rank that has come so far that the others know its process id, and no further.
+// A rank dies when the others know its process id, but before it connects.
 TEST(ExchangeProcess, WhoeverDiesMeanwhileIsToldAtOnceOnAllRanks) {
   for (const int victim : {0, 1}) {
     const pid_t other = ::fork();
@@ -349,7 +349,7 @@ TEST(ExchangeProcess, WhoeverDiesMeanwhileIsToldAtOnceOnAllRanks) {
   }
 }
 
-// As the store of an epoch that is over does.
+// The store of an epoch that is over throws like this one.
 TEST(Exchange, WhatTheStoreThrowsEndsTheWait) {
   const auto store = make_memory_store();
   const NoticeBoard board{[&](const auto& key, const auto& value) { store->set(key, value); },
@@ -364,7 +364,7 @@ TEST(Exchange, WhyRankZeroGivesUpIsToldToThoseWhoHaveCome) {
                     [&](const auto& key, Deadline until) { return store->get(key, until); }};
   std::atomic<bool> has_come{false};
   NoticeBoard others = board;
-  others.look = [&](const auto&) { has_come = true; };  // looks only when it has sent its greeting
+  others.look = [&](const auto&) { has_come = true; };  // called only after it has sent its greeting
   int looks = 0;
   board.look = [&](const auto&) {
     if (has_come && ++looks == 3) throw Aborted("the epoch is over");
@@ -406,7 +406,7 @@ TEST(Exchange, AnotherHostIsUnavailable) {
   EXPECT_THROW(exchange(*store, "gone", 1, 2, {}, soon()), Unavailable);
 }
 
-// Rank 0 of another version, or what has its place, answers with a kind that nobody knows.
+// Rank 0 of another version, or another process in its place, sends an answer of an unknown kind.
 TEST(Exchange, AnUnknownAnswerIsNoWelcome) {
   const auto store = make_memory_store();
   const std::string name = "muster-test-" + random_hex(8);
@@ -433,7 +433,7 @@ TEST(Exchange, AnUnknownAnswerIsNoWelcome) {
   hub.join();
 }
 
-// Somebody else of the same user finds the hub's socket: whatever it says, the ranks meet.
+// Another process of the same user finds the hub's socket: whatever it sends, the ranks meet.
 TEST(Exchange, StrangersAreDropped) {
   const auto store = make_memory_store();
   std::thread hub([&] { EXPECT_EQ(exchange(*store, "meeting", 0, 2, {}, soon()).size(), 2u); });
@@ -454,7 +454,7 @@ TEST(Exchange, StrangersAreDropped) {
     }
     return fd;
   };
-  stranger("");   // hangs up at once
+  stranger("");   // hangs up immediately
   stranger("x");  // is shorter than it says
   stranger(WireWriter().put(std::string_view("a wrong nonce")).put(1).put(2).take());
   stranger(std::string(60'000, '\xff'));
@@ -468,7 +468,7 @@ TEST(Exchange, StrangersAreDropped) {
 class Child {
  public:
   Child() : Child(::fork()) {}
-  // With this pid, as the kernel hands it out again one day; pid() is -1 where this user may not choose one.
+  // A child with this pid, as if the kernel had assigned it again; pid() is -1 if this user may not choose pids.
   static Child with(pid_t pid) {
     clone_args arguments{};
     arguments.exit_signal = SIGCHLD;
@@ -537,9 +537,9 @@ TEST(PeerWatchFork, KnowsWhoDiedBefore) {
   EXPECT_TRUE(second.reach(1));
 }
 
-// A job that lives long meets a pid again, as another process's.
+// In a long job the pid of a dead peer may be assigned to another process.
 TEST(PeerWatchFork, APidThatIsUsedAgainIsAnotherProcess) {
-  for (const bool subscribed : {false, true}) {  // still, when the pid comes again
+  for (const bool subscribed : {false, true}) {  // whether the subscription to the old process still exists
     PeerWatch watch;
     Deaths of_old, of_new;
     pid_t pid = 0;
@@ -559,7 +559,7 @@ TEST(PeerWatchFork, APidThatIsUsedAgainIsAnotherProcess) {
     watch.subscribe({pid, other.pid()}, of_new.note());
     other.kill();
     EXPECT_TRUE(of_new.reach(1));
-    EXPECT_EQ(of_new.pids, std::vector{other.pid()});  // and not at once the one that runs
+    EXPECT_EQ(of_new.pids, std::vector{other.pid()});  // and not also the one that is running
     next.kill();
     EXPECT_TRUE(of_new.reach(2));
     EXPECT_EQ(of_new.pids, (std::vector{other.pid(), pid}));

@@ -1,4 +1,4 @@
-// Graphs that run without libtorch's engine give its bits; and those that are not for that are left to it.
+// Graphs that run without libtorch's engine give the same bits; graphs that need the engine are left to it.
 #include "autograd/small_graph.h"
 
 #include <ATen/ATen.h>
@@ -39,7 +39,7 @@ void backward(const variable_list& roots, const variable_list& gradients, bool k
   graph->run(edges, gradients, keep_graph, all_run);
 }
 
-// Leaves, and a few results of what chance does with them; the same for the same seed.
+// Leaves, and a few results of random operations on them; the same for the same seed.
 struct Made {
   variable_list leaves, roots;
 };
@@ -72,7 +72,7 @@ Made make(uint32_t seed) {
       case 5:
         all.push_back(a.sum(0, true).expand({4, 4}) * b);
         break;
-      case 6:  // of whose results one gets a gradient
+      case 6:  // an operation of which only one result gets a gradient
         all.push_back(a.unbind(0)[1].unsqueeze(0) + b);
         break;
       case 7:  // in place
@@ -98,7 +98,7 @@ TEST(SmallGraph, GivesTheBitsOfTheEngine) {
     for (const Tensor& root : ours.roots) gradients.push_back(at::full_like(root, 0.3).set_requires_grad(false));
     if (!is_small(ours.roots)) continue;
     ++small;
-    for (int round = 0; round < 2; ++round) {  // the second adds to what is there
+    for (int round = 0; round < 2; ++round) {  // the second round accumulates
       backward(ours.roots, gradients, true);
       torch::autograd::backward(theirs.roots, gradients, true);
     }
@@ -116,7 +116,7 @@ TEST(SmallGraph, UsedUpAsTheEngineUsesUp) {
   backward({y}, {one});
   try {
     backward({y}, {one});
-    ADD_FAILURE() << "a graph that is used up ran again";
+    ADD_FAILURE() << "a graph that was used up ran again";
   } catch (const c10::Error& error) {
     EXPECT_NE(std::string(error.what()).find(torch::autograd::ERR_BACKWARD_TWICE), std::string::npos) << error.what();
   }
@@ -144,7 +144,7 @@ TEST(SmallGraph, DoesNotTakeAGradientThatSomebodyElseHas) {
   const Tensor x = at::ones({3}).set_requires_grad(true), w = at::ones({3}).set_requires_grad(true), sum = x + w;
   const Tensor given = at::full({3}, 5.0);
   backward({sum}, {given}, true);
-  backward({sum}, {given}, true);  // adds in place to what the leaves have
+  backward({sum}, {given}, true);  // adds in place to the gradients of the leaves
   EXPECT_TRUE(at::equal(given, at::full({3}, 5.0)));
   EXPECT_TRUE(at::equal(x.grad(), at::full({3}, 10.0)));
   EXPECT_TRUE(at::equal(w.grad(), at::full({3}, 10.0)));

@@ -1,4 +1,4 @@
-// The format of snapshots: what was written comes back, and whatever has changed is found and named.
+// The format of snapshots: what was written is read back, and every change is detected and located.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/rand.h>
@@ -52,7 +52,7 @@ class SnapshotContainer : public testing::Test {
                            {entry("weight", at::arange(10, at::kFloat)), entry("bias", at::arange(30, at::kLong)),
                             entry("index", at::arange(3, at::kByte), 1)});
   }
-  // A file with right checksums around `header`, and `tail` zeros after it.
+  // A file with `header`, correct checksums, and `tail` zeros after it.
   void forge(std::string header, size_t tail = 0) {
     header.resize((header.size() + 63) / 64 * 64, ' ');
     std::string bytes(64, 0);
@@ -206,7 +206,7 @@ TEST_F(SnapshotContainer, AHeaderThatCannotBeIsRefusedThoughItsChecksumIsRight) 
   forge(with_shard("step-7.shard"));
   EXPECT_EQ(Container::read(path_).about().shards.size(), 1U);
   forge(with(""));
-  EXPECT_TRUE(Container::read(path_).entries().empty());  // the forger can do it right
+  EXPECT_TRUE(Container::read(path_).entries().empty());  // forge() can make a valid file
   for (const auto& [header, words] : std::vector<std::pair<std::string, std::string>>{
            {"", "not JSON"},
            {"[1]", "not JSON"},
@@ -264,7 +264,7 @@ TEST(SnapshotFolderProcess, BelongsToOneProcessAndIsFreeWhenThatIsKilled) {
   } catch (const Unavailable& error) {
     EXPECT_NE(std::string(error.what()).find("another job has its snapshots in " + path.string()), std::string::npos);
   }
-  ::kill(other, SIGKILL);  // and not yet reaped
+  ::kill(other, SIGKILL);  // it is not reaped yet
   mine.claim();
   again.claim();
   ::waitpid(other, nullptr, 0);

@@ -1,4 +1,4 @@
-// Snapshots of ranks that are threads: what comes back, which one is taken, what is refused, who is told.
+// Snapshots of ranks that are threads: what is restored, from which snapshot, what is refused, and what is reported.
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 #include <linux/filter.h>
@@ -32,13 +32,13 @@
 namespace muster {
 namespace {
 
-// As long as there is this file, no folder can be synced.
+// As long as this file exists, no folder can be synced.
 std::atomic<const std::filesystem::path*> spoils_folders{nullptr};
 
 }  // namespace
 }  // namespace muster
 
-// Instead of the C library's, for this program.
+// Replaces the C library's fsync() in this program.
 extern "C" int fsync(int fd) {
   const auto* const file = muster::spoils_folders.load();
   struct stat about {};
@@ -83,7 +83,7 @@ std::shared_ptr<SnapshotNet> make_net(uint64_t seed) {  // the default generator
 
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
 
-// One rank's training, whose every part is in the snapshot.
+// One rank's training. All of its parts are in the snapshot.
 struct Training {
   explicit Training(const World& world, uint64_t seed, const MakeOptimizer& make)
       : net(make_net(seed)),
@@ -119,7 +119,7 @@ struct Training {
       output.backward();
       for (const auto& parameter : net->parameters()) all_reduce(parameter.grad(), {.op = ReduceOp::AVG});
       output = output.detach().clone();
-      all_reduce(output, {.op = ReduceOp::AVG});  // a line search must not part the ranks
+      all_reduce(output, {.op = ReduceOp::AVG});  // a line search must take the same steps on all ranks
       return output;
     });
     for (const auto& buffer : net->buffers()) broadcast(buffer);  // as DDP does
@@ -127,7 +127,7 @@ struct Training {
     means[text("after ", ++total)] = loss.item<double>();
     last.copy_(x);
   }
-  // Of this rank; what one has and the other lacks.
+  // All of this rank's state as bytes, to compare.
   std::string state() const {
     std::ostringstream all;
     all << bits(*net) << bits(noise.get_state()) << bits(last) << total << std::hexfloat << best;
@@ -151,7 +151,7 @@ struct Training {
 template <typename Kind, typename Options>
 MakeOptimizer optimizer(Options options) {
   return [options](std::vector<torch::Tensor> parameters) {
-    std::vector<torch::optim::OptimizerParamGroup> groups;  // two of them, with options of their own
+    std::vector<torch::optim::OptimizerParamGroup> groups;  // two groups with different options
     groups.emplace_back(std::vector<torch::Tensor>(parameters.begin(), parameters.begin() + 2),
                         std::make_unique<Options>(options));
     groups.emplace_back(std::vector<torch::Tensor>(parameters.begin() + 2, parameters.end()));
@@ -186,7 +186,7 @@ class SnapshotTest : public testing::TestWithParam<bool> {
   SnapshotOptions options(int64_t every = 0) const {
     return {.folder = folder_, .every = every, .sharded = sharded(), .default_generator = false};
   }
-  // Snapshots of these steps, by n ranks.
+  // Makes n ranks save snapshots of these steps.
   void save_steps(int n, const std::vector<int64_t>& steps) const {
     run_threads(n, [&](World& world) {
       Training training(world, 1, sgd());
@@ -199,7 +199,7 @@ class SnapshotTest : public testing::TestWithParam<bool> {
       }
     });
   }
-  // What n ranks, with all restored, say on standard error while each does this.
+  // What n ranks write to standard error while each runs `each`, after all have restored.
   std::string said_by(int n, int64_t restored, const std::function<void(World&, Training&, Snapshot&)>& each) const {
     testing::internal::CaptureStderr();
     run_threads(n, [&](World& world) {
@@ -209,14 +209,14 @@ class SnapshotTest : public testing::TestWithParam<bool> {
       EXPECT_EQ(snapshot.restore(), restored);
       each(world, training, snapshot);
     });
-    // A World says at its end who was late, on a busy machine; that is none of the snapshot's words.
+    // On a busy machine a World reports at its end which rank was late; those lines are not the snapshot's.
     std::istringstream all(testing::internal::GetCapturedStderr());
     std::string said;
     for (std::string line; std::getline(all, line);)
       if (line.find(" came last to ") == std::string::npos) said += line + '\n';
     return said;
   }
-  // What n ranks restore: the step, which the state must have too.
+  // The step that n ranks restore; checks that the restored state is of the same step.
   int64_t restored(int n) const {
     std::atomic<int64_t> result{-1};
     run_threads(n, [&](World& world) {
@@ -258,14 +258,14 @@ class SnapshotTest : public testing::TestWithParam<bool> {
     ADD_FAILURE() << "no " << part << " in " << folder_;
     return {};
   }
-  static void flip(const fs::path& path, int64_t byte) {  // from the end where negative
+  static void flip(const fs::path& path, int64_t byte) {  // a negative `byte` counts from the end
     std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(byte, byte < 0 ? std::ios::end : std::ios::beg);
     const int was = file.peek();
     file.seekp(byte, byte < 0 ? std::ios::end : std::ios::beg);
     file.put(static_cast<char>(was ^ 1));
   }
-  // The file with most of the tensors of rank 1, or of rank 0 where there is only one.
+  // The file with most of the tensors: of rank 1, or of rank 0 if there is only one file.
   fs::path data_file(int64_t steps) const { return file(text("step-", steps, sharded() ? ".shard-1" : ".snapshot")); }
 
   fs::path folder_;
@@ -292,7 +292,7 @@ TEST_P(SnapshotTest, GoesOnToTheBitWithEveryOptimizer) {
         for (int step = 0; step < 10; ++step) whole.step();
 
         Training rest(world, 99, make);
-        rest.step();  // has a state of its own, which must go
+        rest.step();  // makes its own state, which restoring must discard
         rest.counters["other"] = 5;
         rest.seen.clear();
         Snapshot snapshot(options());
@@ -489,7 +489,7 @@ TEST_P(SnapshotTest, OneRanksWishStopsAllAtTheSameStep) {
   }
 }
 
-// Between epochs, say, in an evaluation: the wish is granted where the program is, and not after one more step.
+// A stop that is requested between epochs (in an evaluation, for example) takes effect there, not after one more step.
 TEST_P(SnapshotTest, AWishIsGrantedAtABoundaryThatIsNoStepToo) {
   for (const int asked : {0, 2}) {
     fs::remove_all(folder_);
@@ -521,7 +521,7 @@ TEST_P(SnapshotTest, BeforeTheFirstStepThereIsNothingToSave) {
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
-// Before there is a Snapshot, and between two of them: nothing is lost, and nobody dies of it.
+// A signal that comes before there is a Snapshot, or between two of them, is not lost and kills nothing.
 TEST_P(SnapshotTest, ASigtermWaitsForTheNextSnapshotWhereAStopSignalCoversTheWay) {
   std::atomic<int> stopped{0};
   const StopSignal covers;
@@ -583,12 +583,12 @@ TEST_P(SnapshotTest, SigtermIsAWishWhileASnapshotLivesAndWhatItWasBeforeThen) {
   ::sigaction(SIGTERM, &before, nullptr);
 }
 
-// While it lives, no file of this process may become longer than `bytes`: as on a full disk.
+// While it lives, no file of this process can become longer than `bytes`, as on a full disk.
 class FullDisk {
  public:
   explicit FullDisk(rlim_t bytes) {
     ::getrlimit(RLIMIT_FSIZE, &before_);
-    handler_ = ::signal(SIGXFSZ, SIG_IGN);  // write(2) says EFBIG then
+    handler_ = ::signal(SIGXFSZ, SIG_IGN);  // write(2) then fails with EFBIG
     const rlimit limit{bytes, before_.rlim_max};
     ::setrlimit(RLIMIT_FSIZE, &limit);
   }
@@ -635,7 +635,7 @@ TEST_P(SnapshotTest, AFullDiskCostsNeitherTheTrainingNorTheOldSnapshot) {
   EXPECT_EQ(restored(2), 6);
 }
 
-// All is written and renamed when the last sync fails: the snapshot may be there after all.
+// When the last sync fails, everything is already written and renamed: the snapshot may exist after all.
 TEST_P(SnapshotTest, AFolderThatCannotBeSyncedTakesNothingFromTheSnapshotInIt) {
   const auto file = folder_ / "step-10.snapshot";
   run_threads(2, [&](World& world) {
@@ -658,7 +658,7 @@ TEST_P(SnapshotTest, AFolderThatCannotBeSyncedTakesNothingFromTheSnapshotInIt) {
   EXPECT_EQ(restored(2), 10);
 }
 
-// The calling thread cannot list folders from now on; false where it still can.
+// From now on the calling thread cannot list folders; returns false if it still can.
 bool lists_no_folders() {
   sock_filter code[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
                         BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_getdents64, 0, 1),
@@ -718,7 +718,7 @@ TEST_P(SnapshotTest, AModuleWithoutTensorsIsOneOfThem) {
   });
 }
 
-struct Everything {  // all that an archive of a user's class may hold
+struct Everything {  // everything that an archive of a user's class may hold
   int64_t number = 0;
   std::string words;
   std::vector<torch::Tensor> list;

@@ -56,7 +56,7 @@ size_t columns(const std::string& text) {
   return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
 }
 
-// An environment variable for the length of a test.
+// An environment variable for the duration of a test.
 class Variable {
  public:
   Variable(const char* name, const char* value) : name_(name) {
@@ -117,7 +117,7 @@ TEST_F(ProgressBar, SkipsTenthsThatAreJumpedOver) {
   const auto lines = split(read_available(pipe_.out.get()), '\n');
   ASSERT_EQ(lines.size(), 3u);
   EXPECT_NE(lines[0].find(" 70%"), std::string::npos);
-  EXPECT_NE(lines[2].find(" 80%"), std::string::npos);  // as far as it came
+  EXPECT_NE(lines[2].find(" 80%"), std::string::npos);  // how far it came
 }
 
 TEST_F(ProgressBar, IsRedrawnInPlaceOnATerminal) {
@@ -139,7 +139,7 @@ TEST_F(ProgressBar, IsRedrawnInPlaceOnATerminal) {
   auto drawings = split(output, '\r');
   ASSERT_GT(drawings.size(), 1u);
   drawings.erase(drawings.begin());  // before the first '\r'
-  // 5 s: no more than 10 a second, one for the label, one at the end. The terminal makes "\r\n" of the last "\n".
+  // 5 s: at most 10 per second, one for the label, one at the end. The terminal turns the last "\n" into "\r\n".
   EXPECT_LE(drawings.size(), 53u);
   EXPECT_GE(drawings.size(), 45u);
   for (size_t i = 0; i + 1 < drawings.size(); ++i) {
@@ -163,10 +163,10 @@ TEST_F(ProgressBar, BelievesTheLauncherAboutATerminalBehindAPipe) {
   }
   const auto output = read_available(pipe_.out.get());
   EXPECT_EQ(output[0], '\r');
-  EXPECT_EQ(output.back(), '\n');  // without finish(), too, the line is ended
+  EXPECT_EQ(output.back(), '\n');  // even without finish() the line is ended
   EXPECT_EQ(output.find("100%"), std::string::npos);
 
-  // What the launcher says is not said of a file.
+  // What the launcher says about the output does not hold for a file.
   char name[] = "/tmp/muster-progress-XXXXXX";
   UniqueFd file(::mkostemp(name, O_CLOEXEC));
   ASSERT_TRUE(file);
@@ -207,7 +207,7 @@ TEST_F(ProgressBar, FitsEveryWidthAndIsSilentWhereTold) {
   EXPECT_EQ(read_available(pipe_.out.get()), "");
 }
 
-// What the black boxes of this process say, as `muster top` finds them; by rank.
+// What the black boxes of this process hold, found as `muster top` finds them; by rank.
 std::vector<shm::BlackBoxTraining> reported(int ranks) {
   std::vector<shm::BlackBoxTraining> all(static_cast<size_t>(ranks));
   for (int fd = 0; fd < 1024; ++fd) {
@@ -232,7 +232,7 @@ TEST(ReportProgress, ReachesTheRanksBlackBox) {
     report_progress({.samples = 700});
     EXPECT_EQ(mine().step, static_cast<uint64_t>(10 + world.rank())) << "as it was";
     EXPECT_EQ(mine().samples, 700u);
-    barrier();  // the other looks at this rank's box too
+    barrier();  // the other rank reads this rank's box too
   });
 }
 
@@ -244,7 +244,7 @@ TEST(ReportProgress, ProgressDoesItOnEveryRank) {
     const auto mine = reported(2).at(static_cast<size_t>(world.rank()));
     EXPECT_EQ(mine.step, 3u);
     EXPECT_EQ(mine.samples, 192u);
-    barrier();  // the other looks at this rank's box too
+    barrier();  // the other rank reads this rank's box too
   });
 }
 
@@ -261,7 +261,7 @@ TEST_F(ProgressBar, CopesWithStrangeNumbers) {
 
 // ------------------------------------------------------------------------------------------------------------- charts
 
-// Is it well-formed XML (of the kind that we write: no comments, no CDATA)? "" or what is wrong.
+// Checks that it is well-formed XML (of the kind that we write: no comments, no CDATA). Returns "" or what is wrong.
 std::string xml_fault(const std::string& xml) {
   std::vector<std::string> open;
   size_t at = 0, roots = 0;
