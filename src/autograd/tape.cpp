@@ -142,8 +142,7 @@ void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context
       throw Corrupt("the note of a remote result names a tensor that did not come");
   }
   const auto reference_at = [&](uint32_t place) {
-    if (place >= payload.refs.size())
-      throw Corrupt("the note of a remote result names a reference that did not come");
+    if (place >= payload.refs.size()) throw Corrupt("the note of a remote result names a reference that did not come");
     return std::static_pointer_cast<Reference>(payload.refs[place]);
   };
   auto graph = reference_at(read_pod<uint32_t>(note));

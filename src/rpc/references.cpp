@@ -14,9 +14,10 @@ namespace muster::rpc {
 void Agent::check_is_own(const detail::Reference& reference) const {
   const auto mine = weak_from_this();
   if (reference.agent.owner_before(mine) || mine.owner_before(reference.agent))
-    throw Aborted("this RRef does not belong to the RPC that runs here: it was made before rpc::shutdown(), or in "
-                  "another World",
-                  "Make it again after rpc::init()");
+    throw Aborted(
+        "this RRef does not belong to the RPC that runs here: it was made before rpc::shutdown(), or in "
+        "another World",
+        "Make it again after rpc::init()");
 }
 
 // The records of the references in a payload that goes to `to`. The owner of each is told before the payload is sent.

@@ -110,8 +110,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
                                  s.options.find_unused_parameters, " broadcast_buffers=", s.options.broadcast_buffers),
                             s.group);
   if (s.parameters.empty())
-    throw InvalidArgument("the module has no parameter that requires grad",
-                          "Use it without DistributedDataParallel");
+    throw InvalidArgument("the module has no parameter that requires grad", "Use it without DistributedDataParallel");
   broadcast_from_first(all, s.group);
 
   // Gradients tend to become ready from the last layer to the first.

@@ -88,8 +88,8 @@ void UcxTransport::look_up(const Directory& directory, Deadline deadline) {
     auto entry = Entry::parse(written);
     const std::string name = worker_name(options_.names, rank);
     if (entry.size != options_.size)
-      throw Mismatch(text(name, " belongs to a job of ", entry.size, " workers, this worker to a job of ",
-                          options_.size));
+      throw Mismatch(
+          text(name, " belongs to a job of ", entry.size, " workers, this worker to a job of ", options_.size));
     auto peer = std::make_shared<Peer>(rank, options_.rank, entry.key, options_.limits);
     peer->pid = entry.pid;
     peer->name = text(name, " (pid ", entry.pid, ")");
