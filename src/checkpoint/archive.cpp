@@ -21,8 +21,8 @@ using torch::serialize::OutputArchive;
 
 struct Node {
   std::string key, kind;
-  at::Tensor tensor;             // of a leaf
-  std::vector<Node> parts = {};  // of the others
+  at::Tensor tensor;             // the value of a leaf
+  std::vector<Node> parts = {};  // the children of any other node
 
   bool is_leaf() const { return kind != "archive" && kind != "tensors" && kind != "tuple"; }
 };
@@ -39,7 +39,7 @@ at::Tensor tensor_of(int64_t value) { return tensor_of(&value, 1, at::kLong, {})
 at::Tensor tensor_of(double value) { return tensor_of(&value, 1, at::kDouble, {}); }
 
 [[noreturn]] void malformed(const std::string& name) {
-  throw Corrupt(text("'", name, "' is not what an archive's entry can be"), "Use the Muster that wrote the snapshot");
+  throw Corrupt(text("'", name, "' is not a valid entry of an archive"), "Use the Muster that wrote the snapshot");
 }
 
 template <typename T>
@@ -112,7 +112,7 @@ Node node_of(std::string key, InputArchive& archive) {
 c10::IValue value_of(const Node& node) {
   const auto& [key, kind, tensor, parts] = node;
   if (kind == "none") return {};
-  // A copy: who loads it may keep it, and must not keep the file's bytes with it.
+  // A copy: the caller may keep the tensor, which must not keep all of the file's bytes alive.
   if (kind == "tensor") return tensor.clone();
   if (kind == "int") return value_of<int64_t>(tensor, at::kLong, key);
   if (kind == "double") return value_of<double>(tensor, at::kDouble, key);
@@ -146,7 +146,7 @@ void write(const Node& node, OutputArchive& archive) {
   }
 }
 
-// An archive tells what is in it only when it has been written and read.
+// An OutputArchive cannot list its contents. `in` can, after the bytes of `out` have been loaded into it.
 void reread(OutputArchive& out, InputArchive& in) {
   std::string bytes;
   out.save_to([&](const void* data, size_t size) {
@@ -163,7 +163,8 @@ Node* find(Node& node, std::string_view key) {
   return found == node.parts.end() ? nullptr : &*found;
 }
 
-// Numbers in place of addresses, in a tree that has them where torch::optim's serialize() puts them.
+// Replaces the parameters' addresses with numbers, in a tree that has the layout of torch::optim's serialize(). A tree
+// of another layout stays as it is.
 void number_parameters(Node& root) {
   Node* const groups = find(root, "param_groups");
   Node* const state = find(root, "state");
@@ -176,7 +177,8 @@ void number_parameters(Node& root) {
       const auto number = text(numbers.emplace(address, numbers.size() + 1).first->second);
       part.tensor = tensor_of(number.data(), number.size(), at::kByte, {static_cast<int64_t>(number.size())});
     }
-  // What belongs to no parameter (any more) is in nobody's way, but has a name that no other run would understand.
+  // State that belongs to no parameter (any more) is harmless, but its name is an address that means nothing to another
+  // run.
   std::erase_if(state->parts, [&](const Node& part) { return !numbers.contains(part.key); });
   std::sort(state->parts.begin(), state->parts.end(),
             [&](const Node& a, const Node& b) { return numbers[a.key] < numbers[b.key]; });
@@ -214,7 +216,7 @@ void flatten(const Node& node, const std::string& name, Entries& entries) {
     flatten(part, name.empty() ? escaped(part.key) : name + "/" + escaped(part.key), entries);
 }
 
-// The tree that begins at `next`, which moves on.
+// The tree that begins at entry `next`. Moves `next` behind it.
 Node unflatten(const Entries& entries, size_t& next) {
   if (next == entries.size()) malformed(entries.empty() ? "" : entries.back().full_name());
   const Entry& entry = entries[next++];

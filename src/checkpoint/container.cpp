@@ -24,7 +24,7 @@ namespace {
 
 using nlohmann::json;
 
-// The first bytes of a file, as they lie there.
+// The first bytes of a file, with the file's layout.
 struct Preamble {
   std::array<char, 8> magic{};
   uint32_t version = 0, zero = 0;
@@ -44,7 +44,7 @@ std::string_view bytes_of(const at::Tensor& tensor) {
   return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
-// One checksum for each block of what `bytes` becomes in the file.
+// One checksum per block of `bytes` as the file holds them: with the padding.
 std::vector<uint64_t> block_sums(std::string_view bytes) {
   std::vector<uint64_t> sums;
   for (size_t at = 0; at < bytes.size(); at += kBlockBytes) {
@@ -65,7 +65,7 @@ std::optional<at::ScalarType> dtype_of(const std::string& name) {
   return std::nullopt;
 }
 
-// What is wrong, where.
+// Verifies the parts of a file. Its errors name the file, the byte and the problem.
 class Reader {
  public:
   explicit Reader(std::string file) : file_(std::move(file)) {}
@@ -75,18 +75,18 @@ class Reader {
     throw Corrupt(text(file_, ", byte ", byte, ": ", words...), kOlder);
   }
 
-  // `given` may be as short as a file can be.
+  // `given` are the file's first bytes; there may be fewer than a preamble needs, even none.
   Preamble preamble(std::string_view given, uint64_t file_bytes) const {
     if (given.size() < kPreambleBytes) fail(given.size(), "the file ends here, within its first ", kPreambleBytes);
     Preamble preamble;
     std::memcpy(&preamble, given.data(), sizeof preamble);
-    if (std::string_view(preamble.magic.data(), preamble.magic.size()) != kMagic) fail(0, "this is no snapshot");
+    if (std::string_view(preamble.magic.data(), preamble.magic.size()) != kMagic) fail(0, "this is not a snapshot");
     if (preamble.version != kFormatVersion)
       fail(offsetof(Preamble, version), "its format is version ", preamble.version, ", and this Muster reads version ",
            kFormatVersion);
     if (preamble.sum != sum_of(preamble) || preamble.zeros != decltype(preamble.zeros){})
       fail(0, "the file's first ", kPreambleBytes, " bytes are not as they were written");
-    // From here on what it says is what was written; but who wrote it may be anybody.
+    // The checksum shows that these are the numbers that were written. Their writer may not have been Muster.
     if (preamble.header_bytes % kAlignment != 0 || preamble.header_bytes > preamble.file_bytes ||
         preamble.file_bytes - preamble.header_bytes < kPreambleBytes)
       fail(offsetof(Preamble, header_bytes), "a header of ", preamble.header_bytes,
@@ -104,7 +104,7 @@ class Reader {
     return parsed;
   }
 
-  // For a header that is JSON of another shape.
+  // Runs fn(). If fn() finds that the header's JSON lacks a field or has one of the wrong type, throws Corrupt.
   template <typename Fn>
   auto understood(Fn&& fn) const {
     try {
@@ -125,9 +125,9 @@ About about_of(const Reader& reader, const json& header) {
   for (const auto& shard : header.at("shards"))
     about.shards.push_back(
         {shard.at("file").get<std::string>(), shard.at("bytes").get<uint64_t>(), shard.at("sum").get<uint64_t>()});
-  for (const auto& shard : about.shards)  // a list that came from elsewhere must not lead elsewhere
+  for (const auto& shard : about.shards)  // a manifest from an untrusted source must not refer to other folders
     if (shard.file.empty() || shard.file.front() == '.' || shard.file.find('/') != std::string::npos)
-      reader.fail(kPreambleBytes, "'", shard.file, "' names no shard in this folder");
+      reader.fail(kPreambleBytes, "'", shard.file, "' is not the name of a shard in this folder");
   return about;
 }
 
@@ -156,7 +156,8 @@ struct Place {
   std::vector<uint64_t> sums;
 };
 
-// Places must follow each other without a gap, so that every byte has its checksum.
+// Reads an entry's description. Tensors must follow each other without a gap, so that every byte has a checksum: this
+// one has to begin at `offset`.
 Place place_of(const Reader& reader, const json& tensor, uint64_t offset, uint64_t file_bytes) {
   Place place{.entry = {.item = tensor.at("item").get<std::string>(),
                         .name = tensor.at("name").get<std::string>(),
@@ -179,7 +180,7 @@ Place place_of(const Reader& reader, const json& tensor, uint64_t offset, uint64
       reader.fail(kPreambleBytes, "tensor '", name, "' has an impossible shape");
   if (place.offset != offset || bytes != place.bytes || bytes > room || padded(bytes) > room ||
       place.sums.size() != (bytes + kBlockBytes - 1) / kBlockBytes)
-    reader.fail(kPreambleBytes, "tensor '", name, "' does not lie where the others leave it room");
+    reader.fail(kPreambleBytes, "tensor '", name, "' does not lie where its shape and the other tensors place it");
   return place;
 }
 
@@ -191,14 +192,15 @@ std::vector<Place> places_of(const Reader& reader, const json& header, const Pre
     places.push_back(place_of(reader, tensor, offset, preamble.file_bytes));
     offset += padded(places.back().bytes);
     if (places.back().entry.rank == kShared && !shared)
-      reader.fail(kPreambleBytes, "tensor '", places.back().entry.full_name(), "' is shared and comes too late");
+      reader.fail(kPreambleBytes, "tensor '", places.back().entry.full_name(),
+                  "' is shared, but comes after one that is not");
     shared = places.back().entry.rank == kShared;
   }
   if (offset != preamble.file_bytes) reader.fail(offset, "bytes that belong to no tensor");
   return places;
 }
 
-// Where a file of `file_bytes` is too short, or a checksum wrong.
+// Throws if the file is shorter or longer than the `said` bytes that its preamble names, or if a checksum is wrong.
 void verify(const Reader& reader, const std::vector<Place>& places, std::string_view bytes, uint64_t said) {
   for (const auto& place : places) {
     const auto name = place.entry.full_name();
@@ -229,7 +231,7 @@ UniqueFd open_file(const std::filesystem::path& path, uint64_t& bytes) {
   return fd;
 }
 
-// Up to `size` bytes; fewer where the file ends before.
+// Reads up to `size` bytes; fewer if the file ends first. Returns how many.
 size_t read_bytes(const UniqueFd& fd, const std::filesystem::path& path, char* to, size_t size) {
   size_t got = 0;
   while (got < size) {
@@ -280,7 +282,8 @@ Shard write_container(const std::filesystem::path& path, const About& about, con
     header["tensors"] = std::move(tensors);
     written = dump(header);
     end = file_bytes;
-    // The header's length decides where the tensors lie, and the digits of that its length: two or three rounds.
+    // The header's length decides the tensors' offsets, and the digits of these decide the header's length. Two or
+    // three rounds settle both.
     const uint64_t needed = kPreambleBytes + padded(written.size());
     if (needed <= begin) break;
     begin = needed;

@@ -1,5 +1,5 @@
-// The file format of snapshots: tensors one after another, and in front of them a header that describes them and has a
-// checksum of every byte. All numbers are little-endian.
+// The file format of snapshots: tensors one after another, preceded by a header that describes them. Every byte of the
+// file is covered by a checksum. All numbers are little-endian.
 //
 //     0   8  "MUSTSNAP"
 //     8   4  version (1)
@@ -9,16 +9,16 @@
 //    32   8  checksum of the header
 //    40   8  checksum of the 40 bytes before
 //    48  16  0
-//    64      the header: JSON, blanks up to a multiple of 64
-//     …      the tensors in the header's order, each from a multiple of 64 on and followed by zeros up to the next
+//    64      the header: JSON, padded with blanks to a multiple of 64
+//     …      the tensors in the header's order, each aligned to 64 bytes and followed by zeros up to the next
 //
-// Checksums are XXH3 (64 bits). A tensor has one for each MiB of it, its padding included, so that a flipped bit is
-// found and its place told. The shared tensors come first: the other ranks need no more of a shard than that part.
+// Checksums are XXH3 (64 bits). A tensor has one per MiB, its padding included, so that an error can name the MiB in
+// which a bit has flipped. The shared tensors come first: the other ranks need no more of a shard than that part.
 //
-// A reader believes nothing before its checksum is right, and nothing in the header that does not fit the file.
+// A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file.
 //
-// Errors: Corrupt names the file, the byte and, where it is in one, the tensor; Unavailable: it cannot be read or
-// written. Thread-safety: values, and functions without state.
+// Errors: Corrupt names the file, the byte and, if the byte is in one, the tensor. Unavailable: the file cannot be read
+// or written. Thread-safety: values, and functions without state.
 #pragma once
 
 #include <cstddef>
@@ -36,11 +36,11 @@ inline constexpr std::string_view kMagic = "MUSTSNAP";
 inline constexpr uint32_t kFormatVersion = 1;
 inline constexpr size_t kAlignment = 64, kPreambleBytes = 64, kBlockBytes = size_t{1} << 20;
 
-// A file that a manifest stands for.
+// A file that a manifest refers to.
 struct Shard {
   std::string file;  // its name in the folder
   uint64_t bytes = 0;
-  uint64_t sum = 0;  // of its header, which has the sums of all else
+  uint64_t sum = 0;  // of its header, which has the checksums of everything else
 };
 
 struct About {
@@ -52,20 +52,20 @@ struct About {
 
 uint64_t checksum(std::string_view bytes);
 
-// Writes the file durably. `entries` with the shared ones first. What a manifest must know of it comes back.
+// Writes the file durably. `entries` must have the shared ones first. Returns what a manifest needs to refer to it.
 Shard write_container(const std::filesystem::path& path, const About& about, const Entries& entries);
 
 class Container {
  public:
-  // All of the file, with every checksum verified.
+  // Reads the whole file, and verifies every checksum.
   static Container read(const std::filesystem::path& path);
-  // From the first bytes of a file that another rank has verified; it has the entries that are whole in them.
+  // Makes one from the first bytes of a file that another rank has verified, with the entries that are complete there.
   static Container view(at::Tensor bytes, std::string name);
 
   const About& about() const { return about_; }
   const Entries& entries() const { return entries_; }    // views of bytes()
-  const at::Tensor& bytes() const { return bytes_; }     // of the file
-  size_t shared_bytes() const { return shared_bytes_; }  // of them, what all ranks need
+  const at::Tensor& bytes() const { return bytes_; }     // the file, or its first bytes
+  size_t shared_bytes() const { return shared_bytes_; }  // how many of them, from the first on, all ranks need
   uint64_t sum() const { return sum_; }                  // of the header
 
  private:
@@ -76,7 +76,7 @@ class Container {
   uint64_t sum_ = 0;
 };
 
-// The header of a file alone, verified.
+// Reads and verifies a file's header, without its tensors.
 About read_about(const std::filesystem::path& path);
 
 }  // namespace muster::checkpoint

@@ -1,4 +1,5 @@
-// What a snapshot is made of: named tensors. All else (numbers, strings, lists) becomes tensors of a kind.
+// A snapshot consists of named tensors. Everything else (numbers, strings, lists) is stored as tensors, each with a
+// kind that tells what it was.
 //
 // Thread-safety: values; copies share the tensor's memory.
 #pragma once
@@ -14,15 +15,15 @@
 
 namespace muster::checkpoint {
 
-// A tensor that belongs to all ranks.
+// The rank of an entry that belongs to all ranks.
 inline constexpr int kShared = -1;
 
 struct Entry {
-  std::string item;  // as the user called it: "model"
+  std::string item;  // the name that the user gave it: "model"
   std::string name;  // within the item: "conv1.weight"
-  std::string kind;  // what it stands for: "tensor", or as archive.h has it
+  std::string kind;  // what the tensor stands for: "tensor", "parameter", "number", or a kind from archive.h
   int rank = kShared;
-  int64_t order = 0;  // of its item's entries
+  int64_t order = 0;  // its position among its item's entries
   at::Tensor tensor;  // on the CPU, contiguous
 
   // "model/conv1.weight", "rank 1/sampler/index": for messages.

@@ -27,9 +27,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kEnding = ".snapshot";
-constexpr std::chrono::seconds kDying{2};  // a process that was killed
+constexpr std::chrono::seconds kDying{2};  // how long a process that was killed may still hold the lock
 
-// A name taken apart.
+// A file name, parsed.
 struct Name {
   int64_t steps = 0;
   int rank = -1;  // of a shard
@@ -45,7 +45,7 @@ bool skip(std::string_view& rest, std::string_view word) {
 template <typename Number>
 bool number(std::string_view& rest, Number& value) {
   const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), value);
-  // Only what we write ourselves: "step-007" is somebody else's.
+  // Accepts only what we write ourselves: "step-007" is another program's file.
   if (error != std::errc() || value < 0 || (rest[0] == '0' && end != rest.data() + 1) || rest[0] == '-') return false;
   rest.remove_prefix(static_cast<size_t>(end - rest.data()));
   return true;
@@ -75,7 +75,7 @@ std::optional<Name> parse(std::string_view rest) {
   return name;
 }
 
-// What of the folder is ours.
+// The files in the folder whose names are ours.
 std::vector<std::pair<std::string, Name>> list(const fs::path& path, std::error_code& error) {
   std::vector<std::pair<std::string, Name>> names;
   fs::directory_iterator entry(path, error);
@@ -86,7 +86,7 @@ std::vector<std::pair<std::string, Name>> list(const fs::path& path, std::error_
   return names;
 }
 
-// Removing is tidying: what cannot be removed is in nobody's way but the disk's.
+// Removing only tidies up: a file that cannot be removed costs disk space and nothing else.
 void remove_where(const fs::path& path, const std::function<bool(const std::string&, const Name&)>& wanted) noexcept {
   try {
     std::error_code error;
@@ -103,18 +103,19 @@ Folder::Folder(fs::path path) : path_(std::move(path)) {
   fs::create_directories(path_, error);
   if (error || !fs::is_directory(path_, error))
     throw_errno(error ? error.value() : ENOTDIR, text("cannot make the folder ", path_.string()),
-                "Name one that may be written to");
+                "Name one that this process may write to");
 }
 
 void Folder::claim() {
   if (lock_) return;
-  // Of this process: flock(2) would tell two descriptors of one process apart. State of the process, as locks are.
+  // The process's locks, by folder. Folders of one process share a lock: flock(2) would make one of them wait for the
+  // other.
   static std::mutex mutex;
   static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<UniqueFd>> held;
   const std::lock_guard lock(mutex);
   const auto fd = std::make_shared<UniqueFd>(::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   struct stat about {};
-  if (!*fd || ::fstat(fd->get(), &about) != 0) return;  // what is wrong with it shows when it is used
+  if (!*fd || ::fstat(fd->get(), &about) != 0) return;  // the next use of the folder reports what is wrong
   auto& ours = held[{about.st_dev, about.st_ino}];
   if ((lock_ = ours.lock())) return;
   for (const auto patience = Deadline::after(kDying); ::flock(fd->get(), LOCK_EX | LOCK_NB) != 0;) {

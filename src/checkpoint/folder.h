@@ -1,10 +1,11 @@
 // The folder of a training's snapshots, and the names in it:
 //
-//     step-500.snapshot                        a snapshot: the whole of it, or the manifest of its shards
-//     step-500.shard-1-of-4.9c41e07a.snapshot  rank 1's part of one; the last letters tell apart two of the same step
-//     step-500.snapshot.1f0c33aa.tmp           being written, or left by somebody who was killed
+//     step-500.snapshot                        a snapshot: all of it, or the manifest of its shards
+//     step-500.shard-1-of-4.9c41e07a.snapshot  rank 1's part of one; the mark tells apart two of the same step
+//     step-500.snapshot.1f0c33aa.tmp           being written, or left by a process that was killed
 //
-// Other names are left alone. Thread-safety: const after construction; files are the file system's.
+// Files with other names are left alone. Thread-safety: const functions may run concurrently; the file system orders
+// what they do.
 #pragma once
 
 #include <cstdint>
@@ -20,23 +21,24 @@ namespace muster::checkpoint {
 
 class Folder {
  public:
-  explicit Folder(std::filesystem::path path);  // makes it; Unavailable
+  explicit Folder(std::filesystem::path path);  // creates the folder; throws Unavailable
 
-  // Takes the folder for this process, as long as one of its Folders that did lives: two trainings that save in one
-  // folder would remove each other's snapshots. For rank 0. Unavailable where another process has it and keeps it for
-  // two seconds (one that was killed a moment ago may still be dying). By flock(2); a file system without that has no
-  // such protection.
+  // Locks the folder for this process, until the last of the process's Folders that have claimed it is destroyed: two
+  // trainings that save in one folder would remove each other's snapshots. Rank 0 calls this. Throws Unavailable if
+  // another process holds the lock for two more seconds (one that was killed a moment ago may still be dying). The lock
+  // is flock(2)'s; on a file system without it nothing is protected.
   void claim();
 
   const std::filesystem::path& path() const { return path_; }
   std::filesystem::path snapshot(int64_t steps) const;
   std::filesystem::path shard(int64_t steps, int rank, int world_size, const std::string& mark) const;
 
-  std::vector<int64_t> snapshots() const;  // their steps, the newest first; Unavailable
+  std::vector<int64_t> snapshots() const;  // their steps, the newest first; throws Unavailable
   void remove_snapshot(int64_t steps) const noexcept;
 
-  // The shards and temporary files that `rank` of `world_size` may remove, because only it could be writing them. Rank
-  // 0 has also those of ranks that are no more, and of snapshots. Shards in `keep`, and of steps in `keep_steps`, stay.
+  // Remove the shards and the temporary files that only `rank` of `world_size` could be writing. Rank 0 also removes
+  // those of ranks that no longer exist, and the temporary files of snapshots. Shards in `keep`, and those of steps in
+  // `keep_steps`, stay.
   void remove_shards(int rank, int world_size, const std::set<std::string>& keep,
                      const std::set<int64_t>& keep_steps) const noexcept;
   void remove_temporaries(int rank, int world_size) const noexcept;

@@ -24,7 +24,7 @@
 namespace muster::checkpoint {
 namespace {
 
-// As a file can have it. Shares memory where it can.
+// The tensor in a form that a file can hold: dense, contiguous, on the CPU. Shares the tensor's memory if it can.
 at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
     throw InvalidArgument(text("tensor '", name, "' is sparse, quantized or without data"),
@@ -47,7 +47,7 @@ void check_fits(const Entry& saved, const at::Tensor& here) {
 
 void check_count(const Entries& entries, size_t count) {
   if (entries.size() != count)
-    throw InvalidArgument(text("'", entries.front().item, "' is of another kind in the snapshot"), kSameProgram);
+    throw InvalidArgument(text("'", entries.front().item, "' was saved from an object of another type"), kSameProgram);
 }
 
 // --- numbers ---
@@ -143,7 +143,7 @@ class ArchiveItem : public Item {
   LoadFn load_;
 };
 
-// The tensors in the state of torch's own optimizers; none of others, nor of LBFGS.
+// Calls fn() on each tensor in the state of torch's own optimizers except LBFGS. Skips the state of other optimizers.
 void for_each_tensor(torch::optim::Optimizer& optimizer, const std::function<void(at::Tensor&)>& fn) {
   using namespace torch::optim;
   const auto adam = [&](auto& state) {
@@ -168,8 +168,8 @@ void for_each_tensor(torch::optim::Optimizer& optimizer, const std::function<voi
   }
 }
 
-// Numbers in place of these tensors, while it lives: an archive of the optimizer is small then, where torch would write
-// and read all of them several times. Whoever has the archive puts the tensors back by their numbers.
+// Replaces these tensors with numbers, until it is destroyed. An archive that is written meanwhile is small; torch
+// would write and read the tensors' data several times. The user of the archive puts the tensors back by their numbers.
 class Numbered {
  public:
   explicit Numbered(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
@@ -182,7 +182,7 @@ class Numbered {
   Numbered(const Numbered&) = delete;
   Numbered& operator=(const Numbered&) = delete;
   ~Numbered() {
-    size_t next = 0;  // the same order: nobody has changed the state meanwhile
+    size_t next = 0;  // the order is the same, because nothing has changed the state meanwhile
     for_each_tensor(optimizer_, [&](at::Tensor& tensor) {
       if (tensor.defined()) tensor = tensors_[next++];
     });
@@ -194,7 +194,8 @@ class Numbered {
   std::vector<at::Tensor> tensors_;
 };
 
-// One whose archive has them all under "state". A class derived from these may write others.
+// True if the optimizer's archive has all of these tensors under "state". A class that is derived from one of torch's
+// optimizers may write others.
 bool has_known_archive(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   const auto& type = typeid(optimizer);
@@ -227,7 +228,8 @@ class OptimizerItem final : public ArchiveItem {
     return entries;
   }
 
-  // Where torch's serialize() notes how many groups and parameters there are; other optimizers look themselves.
+  // Compares the numbers of groups and parameters that torch's serialize() writes. An optimizer with another archive
+  // has to check its own in load().
   void check(const Entries& entries) const override {
     const auto expect = [&](const std::string& name, size_t here, const char* what) {
       for (const auto& entry : entries)
@@ -268,7 +270,7 @@ class GeneratorItem final : public Item {
   }
   void check(const Entries& entries) const override {
     check_count(entries, 1);
-    at::Generator trial = generator_.clone();  // set_state() looks into the bytes, and refuses some
+    at::Generator trial = generator_.clone();  // set_state() refuses bytes that are not a state
     trial.set_state(entries[0].tensor.clone());
   }
   void load(const Entries& entries) override {
@@ -284,7 +286,7 @@ class TensorItem final : public Item {
  public:
   explicit TensorItem(at::Tensor& tensor) : tensor_(tensor) {}
   Entries save() override {
-    if (!tensor_.defined()) throw InvalidArgument("an undefined tensor in a snapshot", "Add it when it has a value");
+    if (!tensor_.defined()) throw InvalidArgument("cannot save an undefined tensor", "Give it a value first");
     return {{.kind = "tensor", .tensor = storable(tensor_, "")}};
   }
   void check(const Entries& entries) const override {
@@ -315,7 +317,7 @@ class NumberItem final : public Item {
   T& number_;
 };
 
-// The first entry says how many there are: a map may be empty.
+// The first entry holds the map's size, because a map may be empty.
 template <typename T>
 class NumbersItem final : public Item {
  public:

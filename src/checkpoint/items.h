@@ -1,6 +1,6 @@
-// The things that can be in a snapshot, each as entries and back.
+// The items of a snapshot. Each converts an object to entries and back.
 //
-// Thread-safety: none. Items refer to what the user owns.
+// Thread-safety: none. Items refer to objects that the user owns.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -21,12 +21,12 @@ namespace muster::checkpoint {
 class Item {
  public:
   virtual ~Item() = default;
-  // Names, kinds and orders; tensors may share memory with the item.
+  // Sets the entries' names, kinds, orders and tensors. The tensors may share memory with the object.
   virtual Entries save() = 0;
-  // InvalidArgument where load() could not take these; nothing changes.
+  // Throws InvalidArgument if load() cannot accept these entries. Changes nothing.
   virtual void check(const Entries&) const {}
   virtual void load(const Entries& entries) = 0;
-  // Whether load() can still find something wrong. Such items are loaded before the others.
+  // True if load() may throw although check() has accepted the entries. Such items are loaded before the others.
   virtual bool may_refuse() const { return false; }
 };
 

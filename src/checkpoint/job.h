@@ -1,4 +1,4 @@
-// What saving and restoring have in common: who takes part, where the files are, what is in them.
+// What saving and restoring have in common: the ranks that take part, the folder of the files, and the items in them.
 //
 // Thread-safety: values.
 #pragma once
@@ -22,9 +22,11 @@ using Items = std::vector<NamedItem>;
 
 struct Job {
   Folder folder;
-  CollectiveOptions collective;  // for each collective: the group, how long others may take
+  CollectiveOptions collective;  // of each collective: the group, and how long other ranks may take
   int rank = 0, size = 1;
-  bool folder_is_known = false;  // else snapshots that are there already are somebody else's. Of rank 0
+  // Set when restore() or save() has looked into the folder. Until then rank 0's save() refuses a folder that already
+  // has snapshots, because they may be another training's.
+  bool folder_is_known = false;
 };
 
 }  // namespace muster::checkpoint

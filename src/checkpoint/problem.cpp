@@ -19,7 +19,7 @@ Problem problem_of(const std::function<void()>& fn) {
   } catch (const c10::Error& error) {
     return invalid(error.what_without_backtrace());
   } catch (const std::bad_alloc&) {
-    return {static_cast<int>(ErrorCode::kUnavailable), "there is no memory for the snapshot", {}};
+    return {static_cast<int>(ErrorCode::kUnavailable), "there is not enough memory for the snapshot", {}};
   } catch (const std::exception& error) {
     return invalid(error.what());
   } catch (...) {

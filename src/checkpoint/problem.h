@@ -1,4 +1,5 @@
-// What went wrong on one rank, in a form that travels: the ranks tell each other, and all throw the same.
+// What went wrong on one rank, in a form that can be sent: the ranks exchange their problems, and all throw the same
+// error.
 //
 // Thread-safety: values.
 #pragma once
@@ -21,8 +22,8 @@ struct Problem {
   std::string what() const { return advice.empty() ? message : message + ". " + advice; }
 };
 
-// What fn() throws. Errors that are not Muster's count as InvalidArgument (somebody's save() or load() failed), but for
-// a lack of memory.
+// Runs fn() and returns what it throws. An exception that is not Muster's counts as InvalidArgument (a save() or load()
+// of the user has failed), except std::bad_alloc, which counts as Unavailable.
 Problem problem_of(const std::function<void()>& fn);
 
 [[noreturn]] void throw_problem(const Problem& problem);

@@ -29,7 +29,7 @@ struct Offer {
   MSGPACK_DEFINE(problem, bytes);
 };
 
-// The first rank's that has one.
+// The problem of the first rank that has one.
 Problem first_of(const std::vector<Problem>& problems) {
   for (const auto& problem : problems)
     if (problem) return problem;
@@ -40,23 +40,24 @@ void agree(const Job& job, const Problem& mine) {
   if (const Problem problem = first_of(all_gather_object(mine, job.collective))) throw_problem(problem);
 }
 
-// Of a file that is whole but another one.
+// Throws if the file, though intact, is not the one that its name says, or was written by another number of ranks.
 void check_is(const About& about, int64_t steps, const Job& job, int rank, const std::string& file) {
   if (about.steps != steps || about.rank != rank)
     throw Corrupt(text(file, ", byte ", kPreambleBytes, ": this is the snapshot of step ", about.steps,
                        about.rank == kShared ? "" : text(" of rank ", about.rank)),
                   "Do not rename snapshots");
   if (about.world_size != job.size)
-    throw InvalidArgument(text(file, " was written by ", about.world_size, " ranks, and these are ", job.size),
+    throw InvalidArgument(text(file, " was written by ", about.world_size, " ranks, but this job has ", job.size),
                           text("Restore with ", about.world_size, " ranks"));
 }
 
-// A candidate as this rank needs it: files with the shared entries, and with this rank's.
+// Reads the files of one candidate that this rank needs: those with shared entries, and the one with this rank's.
 class Loader {
  public:
   Loader(const Job& job, int64_t steps) : job_(job), steps_(steps) {}
 
-  // Why it is refused, on all ranks; throws what no older one would mend.
+  // Returns why the candidate is refused; the same on all ranks. Throws a problem that an older candidate would have,
+  // too.
   Problem load() {
     std::optional<Container> file;
     Offer offer;
@@ -66,7 +67,7 @@ class Loader {
         file = Container::read(path);
         check_is(file->about(), steps_, job_, kShared, path.string());
         if (!file->about().shards.empty() && file->about().shards.size() != static_cast<size_t>(job_.size))
-          throw Corrupt(text(path.string(), ", byte ", kPreambleBytes, ": a shard is missing in the list"));
+          throw Corrupt(text(path.string(), ", byte ", kPreambleBytes, ": the list of shards is incomplete"));
       });
       if (!offer.problem) offer.bytes = file->bytes().nbytes();
     }
@@ -78,7 +79,7 @@ class Loader {
     return files_[0].about().shards.empty() ? Problem() : load_shards(files_[0].about().shards);
   }
 
-  // By item, in order.
+  // The entries by item, each item's in order.
   std::map<std::string, Entries> entries() const {
     std::map<std::string, Entries> items;
     for (const auto& file : files_)
@@ -102,7 +103,7 @@ class Loader {
     Offer offer;
     offer.problem = problem_of([&] {
       if (std::filesystem::path(shard.file).filename() != shard.file)
-        throw Corrupt(text(shard.file, " is no file name"));
+        throw Corrupt(text(shard.file, " is not a file name"));
       mine = Container::read(path);
       check_is(mine->about(), steps_, job_, job_.rank, path.string());
       if (mine->bytes().nbytes() != shard.bytes || mine->sum() != shard.sum)
@@ -126,7 +127,8 @@ class Loader {
   std::vector<Container> files_;
 };
 
-// The entries of each item; InvalidArgument where the snapshot has others, or others than the item can take.
+// The entries of each item. Throws InvalidArgument if the snapshot has other items, or entries that an item cannot
+// accept.
 std::vector<Entries> matched(const Items& items, std::map<std::string, Entries> saved) {
   std::vector<Entries> all;
   for (const auto& [name, per_rank, item] : items) {
@@ -140,7 +142,7 @@ std::vector<Entries> matched(const Items& items, std::map<std::string, Entries> 
     if ((entries.front().rank != kShared) != per_rank)
       throw InvalidArgument(
           text("'", name, "' is ", per_rank ? "shared" : "per rank", " in the snapshot, and not here"),
-          "Give add() the .per_rank that it had");
+          "Pass add() the same .per_rank as when the snapshot was saved");
     item->check(entries);
   }
   if (!saved.empty())
@@ -158,7 +160,7 @@ void apply(const Job& job, const Items& items, std::map<std::string, Entries> sa
       if (items[i].item->may_refuse() != refusing) continue;
       problem = problem_of([&] { items[i].item->load(entries[i]); });
       if (problem)
-        problem.message = text("'", items[i].name, "' does not take what the snapshot has: ", problem.message);
+        problem.message = text("'", items[i].name, "' cannot load its part of the snapshot: ", problem.message);
     }
   }
   agree(job, problem);
@@ -194,8 +196,8 @@ Restored restore(Job& job, const Items& items) {
     break;
   }
   if (restored.steps == 0 && !why.empty())
-    throw Corrupt(text("no snapshot in ", job.folder.path().string(), " is whole: ", join(why, "; ")),
-                  "Bring one back from a copy, or name another folder to begin anew");
+    throw Corrupt(text("no snapshot in ", job.folder.path().string(), " is intact: ", join(why, "; ")),
+                  "Restore one from a backup, or name another folder to begin anew");
   job.folder.remove_temporaries(job.rank, job.size);
   if (job.rank == 0 && restored.steps > 0) {
     MUSTER_LOG(kInfo) << "restored step " << restored.steps << " from " << job.folder.path().string();

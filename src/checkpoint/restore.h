@@ -1,8 +1,8 @@
-// Reading the newest snapshot that is whole, by all ranks together.
+// All ranks together read the newest snapshot that is intact.
 //
-// Rank 0 names the candidates, the newest first. Each rank reads and verifies the file that it wrote (in one file: rank
-// 0), the ranks tell each other, and only what is whole for all is used; its shared parts are then broadcast by those
-// who have them. All items are checked against it before any is changed.
+// Rank 0 names the candidates, the newest first. Each rank reads and verifies the file that it wrote (rank 0 alone, if
+// the snapshot is one file). The ranks exchange the results, and use the snapshot only if it is intact on all of them.
+// The ranks that have shared entries then broadcast them. All items are checked before any of them is changed.
 //
 // Thread-safety: none; collective.
 #pragma once
@@ -16,10 +16,11 @@ namespace muster::checkpoint {
 
 struct Restored {
   int64_t steps = 0;          // 0: there is none
-  std::set<int64_t> refused;  // newer ones that are of no use
+  std::set<int64_t> refused;  // newer snapshots that are damaged
 };
 
-// Throws the same on all ranks: Corrupt where there are only refused ones, InvalidArgument where it does not fit.
+// Throws the same on all ranks: Corrupt if there are snapshots and all of them are refused, InvalidArgument if the
+// snapshot does not fit the items.
 Restored restore(Job& job, const Items& items);
 
 }  // namespace muster::checkpoint

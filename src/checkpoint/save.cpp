@@ -27,23 +27,23 @@ struct Packed {
   MSGPACK_DEFINE(item, name, kind, rank, order, tensor);
 };
 
-// What a rank has to say before rank 0 may go on.
+// What each rank sends before rank 0 completes the snapshot.
 struct Part {
   Problem problem;
   uint64_t layout = 0;          // a checksum of what must be the same on all ranks
-  std::vector<Packed> entries;  // in one file
-  std::string file;             // of a shard
+  std::vector<Packed> entries;  // if the snapshot is one file: this rank's entries
+  std::string file;             // if it is sharded: the name, size and header checksum of this rank's shard
   uint64_t bytes = 0, sum = 0;
   MSGPACK_DEFINE(problem, layout, entries, file, bytes, sum);
 };
 
-// What rank 0 says at the end.
+// What rank 0 sends to all ranks at the end.
 struct Verdict {
   Problem problem;
-  bool in_use = false;           // the new shards, though there is a problem
-  bool known = false;            // which shards have to stay:
-  std::set<std::string> keep;    // these
-  std::set<int64_t> keep_steps;  // and all those of these snapshots
+  bool in_use = false;           // in spite of the problem, a manifest may refer to the new shards
+  bool known = false;            // `keep` and `keep_steps` name all shards that have to stay
+  std::set<std::string> keep;    // these shards
+  std::set<int64_t> keep_steps;  // and all shards of these steps
   MSGPACK_DEFINE(problem, in_use, known, keep, keep_steps);
 };
 
@@ -69,8 +69,9 @@ uint64_t layout_of(const Items& items, const Entries& shared) {
   return checksum(all);
 }
 
-// Which rank writes each of the shared entries: the largest first, each to who has least so far. Buffers, which
-// data-parallel training keeps equal only before a forward, and all that is small are rank 0's.
+// The rank that writes each of the shared entries. The entries are dealt out from the largest on, each to the rank that
+// has the fewest bytes so far. Rank 0 writes all small entries, and all buffers: data-parallel training makes buffers
+// equal only before a forward.
 std::vector<int> deal(const Entries& shared, int ranks) {
   constexpr size_t kSmall = 64 * 1024;
   std::vector<int> owners(shared.size(), 0);
@@ -93,7 +94,7 @@ std::vector<int> deal(const Entries& shared, int ranks) {
   return owners;
 }
 
-// The first that has one, or a difference between the ranks.
+// The problem of the first rank that has one, or else a difference between the ranks.
 Problem problem_among(const std::vector<Part>& parts) {
   for (size_t r = 0; r < parts.size(); ++r)
     if (Problem problem = parts[r].problem) {
@@ -104,7 +105,7 @@ Problem problem_among(const std::vector<Part>& parts) {
     if (parts[r].layout != parts[0].layout)
       return {static_cast<int>(ErrorCode::kMismatch),
               text("rank ", r, " and rank 0 have added different things to the snapshot"),
-              "Add the same names and shapes in the same order; what differs between ranks, as .per_rank"};
+              "Add the same names and shapes in the same order, and add with .per_rank what differs between ranks"};
   return {};
 }
 
@@ -113,12 +114,12 @@ void check_folder(Job& job) {
   if (job.folder_is_known) return;
   if (const auto there = job.folder.snapshots(); !there.empty())
     throw InvalidArgument(
-        text(job.folder.path().string(), " has a snapshot of step ", there.front(), " that nobody has asked for"),
+        text(job.folder.path().string(), " has a snapshot of step ", there.front(), ", and restore() was not called"),
         "Call restore() before the training to go on from it, or name another folder");
   job.folder_is_known = true;
 }
 
-// Rank 0, when the new snapshot is there.
+// Rank 0 calls this when the new snapshot exists. Removes old snapshots, and sets the shards that have to stay.
 void remove_old(const Job& job, const SaveOptions& options, Verdict& verdict) {
   std::vector<int64_t> keep{options.steps};
   for (const int64_t steps : job.folder.snapshots()) {
@@ -133,14 +134,15 @@ void remove_old(const Job& job, const SaveOptions& options, Verdict& verdict) {
     try {
       for (const auto& shard : read_about(job.folder.snapshot(steps)).shards) verdict.keep.insert(shard.file);
     } catch (const Error&) {
-      verdict.keep_steps.insert(steps);  // it is not known which they are
+      verdict.keep_steps.insert(steps);  // the names of its shards are unknown
     }
   }
 }
 
-// Whether the manifest refers to this shard, or may. Where writing it has failed, its rename may have gone well.
+// True if the manifest refers to this shard, or may refer to it. Call it after writing the manifest has failed: the
+// rename may have succeeded before the failure.
 bool may_refer_to(const std::filesystem::path& manifest, const std::string& shard) {
-  bool refers = true;  // where there is no telling
+  bool refers = true;  // if the manifest cannot be read
   problem_of([&] {
     std::vector<Shard> shards;
     if (std::filesystem::exists(manifest)) shards = read_about(manifest).shards;
@@ -149,7 +151,8 @@ bool may_refer_to(const std::filesystem::path& manifest, const std::string& shar
   return refers;
 }
 
-// The end of both ways: rank 0 writes what makes it the snapshot.
+// The last part of both ways to save: rank 0 writes the file that makes this the newest snapshot, and removes old ones.
+// Then every rank removes its old shards.
 Verdict conclude(const Job& job, const SaveOptions& options, const std::function<void(Verdict&)>& write) {
   Verdict verdict;
   if (job.rank == 0) {

@@ -1,8 +1,8 @@
-// Writing a snapshot, by all ranks together.
+// All ranks together write a snapshot.
 //
-// In one file: every rank sends rank 0 what is per rank, rank 0 writes. Sharded: every rank writes its own entries and
-// those of the shared ones that fall to it, and says so; then rank 0 writes the manifest. Either way the snapshot is
-// there when rank 0's rename has happened, and only after that are older ones removed.
+// In one file: every rank sends its own entries to rank 0, which writes the file. Sharded: every rank writes its own
+// entries and its part of the shared ones, and reports that to rank 0, which then writes the manifest. In both cases the
+// snapshot exists as soon as rank 0 has renamed its file. Older snapshots are removed only after that.
 //
 // Thread-safety: none; collective.
 #pragma once
@@ -20,15 +20,15 @@ struct SaveOptions {
   int64_t steps = 0;
   bool sharded = false;
   int keep = 2;
-  std::set<int64_t> refused;  // snapshots that are of no use, to be removed
+  std::set<int64_t> refused;  // damaged snapshots, to be removed
 };
 
-// What went wrong, the same on all ranks; then the snapshots that were there still are, and the new one may be, where
-// all was written and only the last sync failed. Errors of collectives are thrown.
+// Returns what went wrong, the same on all ranks. If something did, the older snapshots are still there, and the new
+// one may be there, too: if all was written and only the last sync failed. Errors of collectives are thrown.
 Problem save(Job& job, const Items& items, const SaveOptions& options);
 
-// Says on standard error, for the user whose wish to stop was granted, what is saved and how to go on; or that before
-// the first step there was nothing to save.
+// Tells the user who has asked to stop, on standard error, which step is saved and how to go on; or, before the first
+// step, that there is nothing to save.
 void say_stopped(int rank, int64_t steps, const std::filesystem::path& folder);
 
 }  // namespace muster::checkpoint

@@ -26,8 +26,8 @@ struct Snapshot::Impl {
   std::optional<StopSignal> signal;
   std::atomic<bool> asked{false};
   std::set<int64_t> refused;
-  std::optional<int64_t> newest;                     // snapshot known to be whole
-  at::Tensor agreement = at::empty({3}, at::kLong);  // whether to stop, the steps, and these negated
+  std::optional<int64_t> newest;                     // the step of the newest snapshot that is known to be intact
+  at::Tensor agreement = at::empty({3}, at::kLong);  // whether to stop, the steps, and the steps negated
 
   explicit Impl(SnapshotOptions given);
   void add(std::string name, std::optional<bool> per_rank, bool default_per_rank,
@@ -42,8 +42,10 @@ namespace {
 SnapshotOptions checked(SnapshotOptions options) {
   if (options.folder.empty()) throw InvalidArgument("a snapshot needs a folder", "Set .folder");
   if (options.every < 0)
-    throw InvalidArgument(text("a snapshot every ", options.every, " steps"), "Use 1 or more, or 0 for none");
-  if (options.keep < 1) throw InvalidArgument(text("keep ", options.keep, " snapshots"), "Keep at least 1");
+    throw InvalidArgument(text("a snapshot's .every must be at least 0, got ", options.every),
+                          "Use 1 or more, or 0 for none");
+  if (options.keep < 1)
+    throw InvalidArgument(text("a snapshot's .keep must be at least 1, got ", options.keep), "Keep at least 1");
   options.group = options.group.resolved();
   if (!options.group.is_member())
     throw InvalidArgument("this rank is not in the snapshot's group", "Make the Snapshot on the group's ranks only");
@@ -66,14 +68,14 @@ Snapshot::Impl::Impl(SnapshotOptions given)
 void Snapshot::Impl::add(std::string name, std::optional<bool> per_rank, bool default_per_rank,
                          std::unique_ptr<checkpoint::Item> item) {
   if (name.empty() || name.find('/') != std::string::npos)
-    throw InvalidArgument(text("'", name, "' is no name for a part of a snapshot"), "Use one without a slash");
+    throw InvalidArgument(text("'", name, "' cannot name an item of a snapshot"), "Use a name without a slash");
   for (const auto& other : items)
     if (other.name == name)
-      throw InvalidArgument(text("the snapshot has a '", name, "' already"), "Give each part a name of its own");
+      throw InvalidArgument(text("the snapshot has a '", name, "' already"), "Give each item its own name");
   items.push_back({std::move(name), per_rank.value_or(default_per_rank), std::move(item)});
 }
 
-// One all_reduce answers both questions: is anybody asked to stop, and are all at the same step?
+// One all_reduce answers both questions: has any rank been asked to stop, and are all ranks at the same step?
 bool Snapshot::Impl::any_rank_stops(int64_t steps) {
   if (job.size == 1) return stop();
   auto* const values = agreement.mutable_data_ptr<int64_t>();
@@ -152,7 +154,7 @@ int64_t Snapshot::restore() {
 
 bool Snapshot::step(int64_t steps) {
   Impl& s = *impl_;
-  if (steps < 1) throw InvalidArgument(text("step() after ", steps, " steps"), "Count from 1");
+  if (steps < 1) throw InvalidArgument(text("step(): steps must be at least 1, got ", steps), "Count from 1");
   const bool stop = s.any_rank_stops(steps);
   if (!stop && (s.options.every == 0 || steps % s.options.every != 0)) return false;
   if (const auto problem = s.save(steps)) {
@@ -168,7 +170,7 @@ bool Snapshot::step(int64_t steps) {
 
 bool Snapshot::stop_here(int64_t steps) {
   Impl& s = *impl_;
-  if (steps < 0) throw InvalidArgument(text("stop_here() after ", steps, " steps"), "Count from 0");
+  if (steps < 0) throw InvalidArgument(text("stop_here(): steps must be at least 0, got ", steps), "Count from 0");
   if (!s.any_rank_stops(steps)) return false;
   if (steps > 0)
     if (const auto problem = s.save(steps)) throw_problem(problem);
@@ -177,9 +179,9 @@ bool Snapshot::stop_here(int64_t steps) {
 }
 
 void Snapshot::save(int64_t steps) {
-  if (steps < 1) throw InvalidArgument(text("a snapshot after ", steps, " steps"), "Count from 1");
+  if (steps < 1) throw InvalidArgument(text("save(): steps must be at least 1, got ", steps), "Count from 1");
   Impl& s = *impl_;
-  s.any_rank_stops(steps);  // for its Mismatch
+  s.any_rank_stops(steps);  // throws Mismatch if the ranks are at different steps
   if (const auto problem = s.save(steps)) throw_problem(problem);
 }
 

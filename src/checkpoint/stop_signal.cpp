@@ -36,7 +36,7 @@ StopSignal::StopSignal() {
     h.before = received.load();
     struct sigaction action {};
     action.sa_handler = muster_count_sigterm;
-    action.sa_flags = SA_RESTART;  // the program's reads and writes need not know
+    action.sa_flags = SA_RESTART;  // the program's reads and writes do not fail with EINTR
     ::sigemptyset(&action.sa_mask);
     if (::sigaction(SIGTERM, &action, &h.previous) != 0) throw_errno("sigaction(SIGTERM)");
   }

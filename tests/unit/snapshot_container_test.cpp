@@ -179,7 +179,7 @@ TEST_F(SnapshotContainer, AFileOfAnotherLengthIsRefused) {
 
 TEST_F(SnapshotContainer, AnotherFileIsRefused) {
   write_file(path_, std::string(1000, 'x'));
-  EXPECT_CONTAINS(refusal(), "byte 0: this is no snapshot");
+  EXPECT_CONTAINS(refusal(), "byte 0: this is not a snapshot");
   write_small();
   std::string bytes = read_file(path_);
   bytes[8] = 2;
@@ -213,10 +213,10 @@ TEST_F(SnapshotContainer, AHeaderThatCannotBeIsRefusedThoughItsChecksumIsRight) 
            {"{}", "lacks something"},
            {R"({"steps":"x","world_size":1,"rank":-1,"shards":[],"tensors":[]})", "lacks something"},
            {with("{}"), "lacks something"},
-           {with_shard("../other/step-7.shard"), "names no shard in this folder"},
-           {with_shard("/etc/passwd"), "names no shard in this folder"},
-           {with_shard(".."), "names no shard in this folder"},
-           {with_shard(""), "names no shard in this folder"},
+           {with_shard("../other/step-7.shard"), "is not the name of a shard"},
+           {with_shard("/etc/passwd"), "is not the name of a shard"},
+           {with_shard(".."), "is not the name of a shard"},
+           {with_shard(""), "is not the name of a shard"},
            {with(tensor("Flat", "[1]", "320", "4", "[0]")), "unknown dtype 'Flat'"},
            {with(tensor("QInt8", "[1]", "320", "1", "[0]")), "unknown dtype"},
            {with(tensor("Float", "[-1]", "320", "4", "[0]")), "impossible shape"},

@@ -405,7 +405,7 @@ TEST_P(SnapshotTest, ARefusedOneDoesNotDisplaceGoodOnes) {
 
 TEST_P(SnapshotTest, WhatDoesNotFitIsRefusedBeforeAnythingChanges) {
   save_steps(2, {10});
-  EXPECT_CONTAINS(restore_error<InvalidArgument>(1), "was written by 2 ranks, and these are 1");
+  EXPECT_CONTAINS(restore_error<InvalidArgument>(1), "was written by 2 ranks, but this job has 1");
   EXPECT_CONTAINS(restore_error<InvalidArgument>(2,
                                                  [](Training& training, Snapshot& snapshot) {
                                                    static int64_t more = 0;
