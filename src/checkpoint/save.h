@@ -1,8 +1,8 @@
 // All ranks together write a snapshot.
 //
 // In one file: every rank sends its own entries to rank 0, which writes the file. Sharded: every rank writes its own
-// entries and its part of the shared ones, and reports that to rank 0, which then writes the manifest. In both cases the
-// snapshot exists as soon as rank 0 has renamed its file. Older snapshots are removed only after that.
+// entries and its part of the shared ones, and reports that to rank 0, which then writes the manifest. In both cases,
+// the snapshot exists as soon as rank 0 has renamed its file. Older snapshots are removed only after that.
 //
 // Thread-safety: none; collective.
 #pragma once

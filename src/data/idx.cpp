@@ -30,11 +30,11 @@ constexpr const char* kWhereFrom =
     "folder "
     "of the same files elsewhere with --data DIR";
 
-// A file as a stream of its unpacked bytes. zlib passes a file through as it is if it does not begin like gzip.
+// A file as a stream of its unpacked bytes. zlib passes a file through unchanged if it does not begin like gzip.
 class FileBytes {
  public:
   explicit FileBytes(const std::filesystem::path& path) : path_(path) {
-    // O_NONBLOCK: opening a FIFO that nobody writes must not hang.
+    // O_NONBLOCK: opening a FIFO that has no writer must not block.
     UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
     if (!fd) throw_errno(text("cannot open ", path.string()), "Check its name and permissions");
     struct stat status {};
@@ -47,20 +47,20 @@ class FileBytes {
     ::gzbuffer(file_.get(), 1 << 18);
   }
 
-  // Fills `into` as far as the file reaches; returns how far that is.
+  // Fills `into`, or as much of it as the file has bytes for. Returns how many bytes that is.
   size_t read(std::span<uint8_t> into) {
     size_t done = 0;
     while (done < into.size()) {
       const auto want = static_cast<unsigned>(std::min(into.size() - done, kStep));
       const int got = ::gzread(file_.get(), into.data() + done, want);
       if (got > 0) done += static_cast<size_t>(got);
-      // A packed file that ends too early is an error only gzerror() knows of.
+      // Only gzerror() reports that a packed file ends too early.
       int error = Z_OK;
       const char* reason = ::gzerror(file_.get(), &error);
       if (error == Z_ERRNO) throw_errno(text("cannot read ", path_.string()));
       if (error != Z_OK) {
-        // zlib puts the descriptor's number before its reason. It unpacks ahead, so the place is one in the packed
-        // file.
+        // zlib puts the descriptor's number before its reason. It unpacks ahead, so the offset that the error names is
+        // one in the packed file.
         const char* colon = std::strstr(reason, ": ");
         throw Corrupt(text(path_.string(), ", byte ", ::gzoffset(file_.get()), ": the gzip data breaks off (",
                            colon != nullptr ? colon + 2 : reason, ")"),
@@ -92,7 +92,7 @@ class FileBytes {
 std::vector<int64_t> read_shape(FileBytes& bytes) {
   std::array<uint8_t, 4> magic{};
   if (const auto got = bytes.read(magic); got < magic.size())
-    bytes.corrupt(got, "an idx file begins with 4 bytes, this ends here");
+    bytes.corrupt(got, "the file ends here, within the first 4 bytes");
   if (magic[0] != 0 || magic[1] != 0) bytes.corrupt(0, "not an idx file, which begins with two zero bytes");
   if (magic[2] != 8) {
     bytes.corrupt(2, text("elements of type ", int{magic[2]}, "; only 8, unsigned bytes, can be read"));
@@ -109,7 +109,7 @@ std::vector<int64_t> read_shape(FileBytes& bytes) {
     }
     int64_t length = 0;
     for (const auto byte : number) length = length << 8 | byte;
-    // An empty dimension counts as one: the strides of the others must fit too.
+    // An empty dimension counts as 1: the strides of the others must fit into an int64_t, too.
     if (__builtin_mul_overflow(elements, std::max<int64_t>(length, 1), &elements)) {
       bytes.corrupt(start, "the dimensions' product is more than any file holds");
     }
@@ -149,7 +149,7 @@ at::Tensor read_idx(const std::filesystem::path& path) {
                                          " elements that its dimensions ", join(shape, " x "), " promise"));
     }
   }
-  // One read past the end also makes zlib compare the check sum.
+  // One read past the end also makes zlib verify the checksum.
   std::array<uint8_t, 1> extra{};
   const size_t end = bytes.offset();
   if (bytes.read(extra) != 0) {

@@ -15,7 +15,7 @@
 
 namespace muster {
 
-// The epoch wanted and the epoch under way are two things: set_epoch() changes the first, reset() makes it the second.
+// `wanted_epoch` is the epoch that the next reset() begins; set_epoch() sets it. `epoch` is the one under way.
 struct DistributedSampler::State {
   size_t dataset_size = 0;
   size_t replicas = 1, rank = 0;
@@ -26,7 +26,7 @@ struct DistributedSampler::State {
   uint64_t epoch = 0;
   size_t index = 0;
   bool begun = false;    // reset() or next() has been called for this epoch
-  bool resumed = false;  // load() has set the place, and the next reset() keeps it
+  bool resumed = false;  // load() or seek() has set the position, and the next reset() keeps it
   at::Tensor order;      // permutation of the dataset; undefined without shuffle
 
   size_t size() const {
@@ -45,7 +45,7 @@ struct DistributedSampler::State {
     }
   }
 
-  // The next reset() begins there.
+  // Lets the next reset() begin at this position.
   void resume(uint64_t at_epoch, size_t at_index) {
     epoch = wanted_epoch = at_epoch;
     index = at_index;
@@ -53,16 +53,16 @@ struct DistributedSampler::State {
     resumed = true;
   }
 
-  // Of the rank that has most.
+  // The size of the rank that has the most samples.
   size_t longest() const { return pad ? size() : (dataset_size + replicas - 1) / replicas; }
 
-  // This rank's k-th sample. Wrapping the place round is the whole of the padding.
+  // This rank's k-th sample. Padding needs nothing but the wrap-around.
   size_t sample(size_t k, const int64_t* permutation) const {
     const size_t place = (rank + k * replicas) % dataset_size;
     return permutation != nullptr ? static_cast<size_t>(permutation[place]) : place;
   }
 
-  // What must be the same for a saved place to mean anything here.
+  // The options that must be equal for a saved position to be valid here.
   std::array<std::pair<const char*, int64_t>, 6> identity() const {
     return {{{"dataset_size", static_cast<int64_t>(dataset_size)},
              {"replicas", static_cast<int64_t>(replicas)},
@@ -81,8 +81,8 @@ constexpr int64_t kVersion = 1;
 int64_t read_number(torch::serialize::InputArchive& archive, const std::string& key) {
   c10::IValue value;
   if (!archive.try_read(key, value) || !value.isInt()) {
-    throw Corrupt(text("the archive holds no DistributedSampler: its number \"", key, "\" is missing"),
-                  "Read it from where DistributedSampler::save() wrote it");
+    throw Corrupt(text("the archive does not hold a DistributedSampler: its number \"", key, "\" is missing"),
+                  "Load the archive that DistributedSampler::save() wrote");
   }
   return value.toInt();
 }
@@ -94,14 +94,14 @@ DistributedSampler::DistributedSampler(size_t size, const DistributedSamplerOpti
   const int replicas = options.num_replicas ? *options.num_replicas : World::current().world_size();
   const int rank = options.rank ? *options.rank : World::current().rank();
   if (replicas < 1) {
-    throw InvalidArgument(text("DistributedSampler: ", replicas, " replicas"), "There must be at least one");
+    throw InvalidArgument(text("DistributedSampler: num_replicas must be at least 1, got ", replicas));
   }
   if (rank < 0 || rank >= replicas) {
     throw InvalidArgument(text("DistributedSampler: rank ", rank, " is not among ", replicas, " replicas"),
                           text("Ranks are 0 to ", replicas - 1));
   }
   if (options.drop_last && !options.pad) {
-    throw InvalidArgument("DistributedSampler: drop_last leaves samples out and pad = false keeps each one",
+    throw InvalidArgument("DistributedSampler: drop_last leaves samples out, but pad = false keeps all of them",
                           "Choose one of the two");
   }
   state_->dataset_size = size;
@@ -116,7 +116,7 @@ DistributedSampler::DistributedSampler(size_t size, const DistributedSamplerOpti
 void DistributedSampler::set_epoch(uint64_t epoch) { state_->wanted_epoch = epoch; }
 void DistributedSampler::seek(uint64_t epoch, size_t index) {
   if (index > state_->size())
-    throw InvalidArgument(text("DistributedSampler: sample ", index, " of ", state_->size()),
+    throw InvalidArgument(text("DistributedSampler: cannot seek to sample ", index, " of ", state_->size()),
                           "Seek within the samples of this rank");
   state_->resume(epoch, index);
 }
@@ -134,7 +134,7 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
 
 std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
   if (batch_size == 0)
-    throw InvalidArgument("DistributedSampler: a batch of 0 samples", "Give a batch size of 1 or more");
+    throw InvalidArgument("DistributedSampler: the batch size must be at least 1, got 0");
   auto& state = *state_;
   if (!state.begun) reset();
   const size_t count = std::min(batch_size, state.size() - state.index);
@@ -158,12 +158,12 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   auto& state = *state_;
   if (const auto version = read_number(archive, kKind); version != kVersion) {
     throw Corrupt(
-        text("the archive holds a DistributedSampler of version ", version, ", and this is version ", kVersion));
+        text("the archive holds a DistributedSampler of version ", version, ", but this is version ", kVersion));
   }
   for (const auto& [name, value] : state.identity()) {
     if (const auto saved = read_number(archive, name); saved != value) {
       throw InvalidArgument(text("the saved DistributedSampler has ", name, " ", saved, ", this one ", value),
-                            "A place in an epoch can only be resumed with the same dataset and options");
+                            "A position in an epoch can only be resumed with the same dataset and options");
     }
   }
   const auto epoch = read_number(archive, "epoch");

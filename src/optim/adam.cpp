@@ -1,5 +1,6 @@
-// Adam, AdamW, Adamax. Source: torch/optim/adam.py, adamw.py, adamax.py; the order of the operations is theirs, so that
-// the bits are, too. Where libtorch's fused kernels can take Adam and AdamW, the bits are those of fused=True.
+// Adam, AdamW, Adamax. Source: torch/optim/adam.py, adamw.py, adamax.py. The order of the operations is theirs, so that
+// the results are equal to the bit. If libtorch's fused kernels can take Adam's and AdamW's tensors, the results are
+// those of fused=True.
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/maximum.h>
@@ -54,20 +55,21 @@ void step_of_adam(const Options& options, bool decoupled, double lr, Tensor& par
   parameter.addcdiv_(average, below, -lr / correction1);
 }
 
-// Those of one dtype whose next step has the same number: what the kernel takes at once.
+// What one call of the kernel takes: parameters of one dtype whose next step has the same number.
 struct Group {
   std::vector<Tensor> parameters, gradients, averages, squares, most, steps;
-  std::vector<ParameterState*> states;  // whose step has been counted and not been taken
+  std::vector<ParameterState*> states;  // states whose step has been counted, but not yet taken
 };
 
-// What the kernel has written. It does not say so itself, and a graph that has kept the values of before must notice.
+// Bumps the versions of tensors that the kernel has written, because the kernel does not. An autograd graph that has
+// saved the old values must notice the change.
 void mark_written(const std::vector<Tensor>& tensors) {
   for (const Tensor& tensor : tensors)
     if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Gives each item that the kernel can take to a group, the others to `alone`, in their order; then the groups to
-// `fused`. When something throws, each item has stepped as a whole or not at all.
+// Adds each item that the kernel can take to a group, and passes the others to alone(), in their order. Then passes the
+// groups to fused(). If something throws, each item has either made its whole step or none of it.
 template <typename Options, typename Items, typename Alone, typename Fused>
 void step_of_all(const Options& options, double lr, Items& items, const Alone& alone, const Fused& fused) {
   std::map<std::pair<at::ScalarType, int64_t>, Group> groups;
@@ -89,11 +91,11 @@ void step_of_all(const Options& options, double lr, Items& items, const Alone& a
     if (!average.defined()) average = at::zeros_like(parameter);
     if (!squares.defined()) squares = at::zeros_like(parameter);
     if (options.amsgrad && !most.defined()) most = at::zeros_like(parameter);
-    const int64_t step = item.state->step + 1;  // a parameter that is here twice has two
+    const int64_t step = item.state->step + 1;  // a parameter that is in the list twice makes two steps
     Group& group = groups[{parameter.scalar_type(), step}];
     group.states.push_back(item.state);
     item.state->step = step;
-    // One for all: the kernel only reads it. As Python's, of floats.
+    // One tensor for all parameters, because the kernel only reads it. It is a float, as Python's is.
     group.steps.push_back(group.steps.empty() ? at::scalar_tensor(step, at::kFloat) : group.steps.front());
     group.parameters.push_back(parameter);
     group.gradients.push_back(item.gradient);

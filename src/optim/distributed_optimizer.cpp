@@ -19,19 +19,19 @@ std::vector<ParameterRef> parameter_rrefs(const std::vector<at::Tensor>& paramet
 namespace detail {
 namespace {
 
-// "12.exp_avg": 12, and ".exp_avg".
+// Splits "12.exp_avg" into 12 and ".exp_avg".
 std::pair<size_t, std::string> parts(const std::string& name) {
   size_t place = 0;
   const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), place);
   if (error != std::errc() || end == name.data() + name.size() || *end != '.')
-    throw InvalidArgument("'" + name + "' does not begin with the place of a parameter");
+    throw InvalidArgument("'" + name + "' does not begin with the index of a parameter and a point");
   return {place, std::string(end, name.data() + name.size())};
 }
 
 }  // namespace
 
 std::vector<Share> shares_of(const std::vector<ParameterRef>& parameters) {
-  if (parameters.empty()) throw InvalidArgument("an optimizer needs a parameter");
+  if (parameters.empty()) throw InvalidArgument("an optimizer needs at least one parameter");
   std::map<int, Share> by_owner;
   std::set<std::pair<int, uint64_t>> seen;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -56,7 +56,7 @@ std::vector<at::Tensor> tensors_of(const std::vector<ParameterRef>& parameters) 
     all.push_back(*one.local_value());
     if (!all.back().defined()) throw InvalidArgument("a parameter is an undefined tensor");
     if (!seen.insert(all.back().unsafeGetTensorImpl()).second)
-      throw InvalidArgument("two references in the list are to one parameter");
+      throw InvalidArgument("two references in the list refer to the same parameter");
   }
   return all;
 }
@@ -84,7 +84,8 @@ State part_of(const State& state, const std::vector<size_t>& places, size_t coun
   for (const auto& [name, tensor] : state) {
     const auto [place, rest] = parts(name);
     if (place >= count)
-      throw InvalidArgument("'" + name + "' is of a parameter that there is not: there are " + std::to_string(count));
+      throw InvalidArgument("'" + name + "' is of a parameter that does not exist: the number of parameters is " +
+                            std::to_string(count));
     const auto found = std::lower_bound(places.begin(), places.end(), place);
     if (found != places.end() && *found == place) part[std::to_string(found - places.begin()) + rest] = tensor;
   }

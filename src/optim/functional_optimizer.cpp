@@ -1,4 +1,4 @@
-// What all functional optimizers have in common: the table of what is kept, its names, and the checks.
+// What all functional optimizers have in common: the table of their state, its names, and the checks.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
@@ -23,7 +23,7 @@ Tensor as_real(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_
 void check(at::TensorList parameters, at::TensorList gradients, bool sparse) {
   if (parameters.size() != gradients.size())
     throw InvalidArgument(text("step() got ", gradients.size(), " gradients for ", parameters.size(), " parameters"),
-                          "An undefined tensor stands for a gradient that there is not.");
+                          "Pass an undefined tensor for a parameter that has no gradient.");
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!gradients[i].defined()) continue;
     if (!parameters[i].defined()) throw InvalidArgument(text("parameter ", i, " is undefined"));
@@ -31,10 +31,10 @@ void check(at::TensorList parameters, at::TensorList gradients, bool sparse) {
       throw InvalidArgument(
           text("parameter ", i, " is of shape ", parameters[i].sizes(), " and its gradient of ", gradients[i].sizes()));
     if (parameters[i].is_complex() != gradients[i].is_complex())
-      throw InvalidArgument(text("of parameter ", i, " and its gradient only one is complex"));
+      throw InvalidArgument(text("only one of parameter ", i, " and its gradient is complex"));
     if (gradients[i].is_sparse() && (!sparse || parameters[i].is_complex()))
       throw InvalidArgument(text("the gradient of parameter ", i, " is sparse"),
-                            "Sparse gradients: SGD without momentum and weight decay, Adagrad without weight decay.");
+                            "SGD without momentum and weight decay, and Adagrad without weight decay, take sparse ones.");
   }
 }
 
@@ -43,7 +43,7 @@ void check(at::TensorList parameters, at::TensorList gradients, bool sparse) {
 FunctionalOptimizer::FunctionalOptimizer(double lr, std::vector<std::string> names)
     : lr_(at_least("lr", lr, 0)), names_(std::move(names)) {
   if (names_.size() > std::tuple_size_v<decltype(ParameterState::kept)>)
-    throw InvalidArgument("an optimizer keeps at most three tensors of a parameter");
+    throw InvalidArgument("an optimizer keeps at most three tensors per parameter");
 }
 
 void FunctionalOptimizer::set_lr(double lr) { lr_.store(at_least("lr", lr, 0), std::memory_order_relaxed); }
@@ -104,13 +104,14 @@ void FunctionalOptimizer::load_state(at::TensorList parameters, const State& sta
     const auto which = std::find_if(names_.begin(), names_.end(), [&](const auto& one) { return rest == "." + one; });
     if (error != std::errc() || i >= parameters.size() || (rest != ".step" && which == names_.end()))
       throw InvalidArgument(
-          text("this optimizer of ", parameters.size(), " parameters keeps no '", name, "'"),
-          "It keeps of each, after its place and a point: " + join(names_) + (names_.empty() ? "step." : ", step."));
+          text("this optimizer of ", parameters.size(), " parameters has no state '", name, "'"),
+          "A name is the parameter's index, a point, and one of: " + join(names_) +
+              (names_.empty() ? "step." : ", step."));
     const bool is_step = rest == ".step";
     const auto expected = is_step ? std::vector<int64_t>{} : as_real(parameters[i]).sizes().vec();
     if (!tensor.defined() || (tensor.sizes() != expected && !(is_step && tensor.numel() == 1)))
       throw InvalidArgument(text("'", name, "' is of shape ", tensor.defined() ? text(tensor.sizes()) : "no tensor",
-                                 " and must be of ", at::IntArrayRef(expected)));
+                                 ", but must be of ", at::IntArrayRef(expected)));
     if (is_step) {
       read[i].step = tensor.to(at::kLong).item<int64_t>();
       with_step.insert(i);

@@ -1,5 +1,5 @@
-// What libtorch's fused kernels of the CPU can take: they go over the memory of a parameter, of its gradient and of
-// what is kept of it as it lies, once, many parameters in one call.
+// Tells whether libtorch's fused CPU kernels can take a parameter. These kernels take many parameters in one call. They
+// go once through the memory of each parameter, of its gradient and of its state, without regard to strides.
 //
 // Thread-safety: functions of their arguments.
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace muster::optim {
 
-// Whether the other lies in memory as the parameter does, which is contiguous.
+// True if `other` has the same layout in memory as the parameter, which is contiguous.
 inline bool fits(const at::Tensor& parameter, const at::Tensor& other) {
   return other.layout() == at::kStrided && other.device().is_cpu() && other.is_contiguous() && !other.is_neg() &&
          !other._is_zerotensor() && other.scalar_type() == parameter.scalar_type();

@@ -1,5 +1,5 @@
-// SGD, Adagrad, Adadelta, RMSprop, Rprop. Source: torch/optim/sgd.py and so on; the order of the operations is theirs,
-// so that the bits are, too.
+// SGD, Adagrad, Adadelta, RMSprop, Rprop. Source: torch/optim/sgd.py and so on. The order of the operations is theirs,
+// so that the results are equal to the bit.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/full_like.h>
@@ -48,7 +48,7 @@ RpropOptions checked(RpropOptions options) {
   return options;
 }
 
-// The gradient that counts: of what is to fall, with the decay.
+// The gradient of the value to be minimized, with the weight decay added.
 Tensor downhill(const Tensor& gradient, bool maximize, double weight_decay, const Tensor& parameter) {
   const Tensor used = maximize ? -gradient : gradient;
   return weight_decay != 0 ? used.add(parameter, weight_decay) : used;
@@ -86,7 +86,7 @@ void Adagrad::update(double lr, Tensor& parameter, const Tensor& given, Paramete
     parameter.addcdiv_(gradient, sum.sqrt().add_(options_.eps), -now);
     return;
   }
-  gradient = gradient.coalesce();  // an index that is there twice must be squared once
+  gradient = gradient.coalesce();  // values of one index must be added before they are squared
   const Tensor indices = gradient._indices(), values = gradient._values();
   if (values.numel() == 0) return;
   const auto sparse = [&](const Tensor& of) { return at::_sparse_coo_tensor_unsafe(indices, of, gradient.sizes()); };
@@ -141,7 +141,7 @@ void Rprop::update(double lr, Tensor& parameter, const Tensor& given, ParameterS
   Tensor factor = at::full_like(parameter, 1.0);
   factor.masked_fill_(product.gt(0), options_.etas.second).masked_fill_(turned, options_.etas.first);
   size.mul_(factor).clamp_(options_.step_sizes.first, options_.step_sizes.second);
-  gradient = gradient.masked_fill(turned, 0);  // where it turned there is no step, and the next one begins anew
+  gradient = gradient.masked_fill(turned, 0);  // no step where the sign has changed, nor a sign for the next
   parameter.addcmul_(gradient.sign(), size, -1);
   before.copy_(gradient);
 }

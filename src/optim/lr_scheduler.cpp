@@ -16,7 +16,7 @@ LRScheduler::LRScheduler(double first, std::function<void(double)> set, Rate rat
 }
 
 void LRScheduler::step(int64_t epoch) {
-  if (epoch < 0) throw InvalidArgument("an epoch is 0 or more, not " + std::to_string(epoch));
+  if (epoch < 0) throw InvalidArgument("the epoch must be at least 0, got " + std::to_string(epoch));
   set_(rate_(first_, epoch));
   epoch_ = epoch;
 }
@@ -24,7 +24,7 @@ void LRScheduler::step(int64_t epoch) {
 namespace rates {
 
 LRScheduler::Rate step(int64_t step_size, double gamma) {
-  if (step_size < 1) throw InvalidArgument("step_size is 1 or more, not " + std::to_string(step_size));
+  if (step_size < 1) throw InvalidArgument("step_size must be at least 1, got " + std::to_string(step_size));
   return [=](double first, int64_t epoch) { return first * std::pow(gamma, static_cast<double>(epoch / step_size)); };
 }
 
@@ -45,7 +45,7 @@ LRScheduler::Rate lambda(std::function<double(int64_t)> factor) {
 }
 
 LRScheduler::Rate cosine_annealing(int64_t t_max, double eta_min) {
-  if (t_max < 1) throw InvalidArgument("t_max is 1 or more, not " + std::to_string(t_max));
+  if (t_max < 1) throw InvalidArgument("t_max must be at least 1, got " + std::to_string(t_max));
   return [=](double first, int64_t epoch) {
     const double part = static_cast<double>(epoch) / static_cast<double>(t_max);
     return eta_min + (first - eta_min) * (1 + std::cos(std::numbers::pi * part)) / 2;
@@ -54,7 +54,7 @@ LRScheduler::Rate cosine_annealing(int64_t t_max, double eta_min) {
 
 LRScheduler::Rate linear(double start_factor, double end_factor, int64_t total_iters) {
   if (!(start_factor > 0 && start_factor <= 1) || !(end_factor >= 0 && end_factor <= 1) || total_iters < 1)
-    throw InvalidArgument("start_factor is above 0 and at most 1, end_factor from 0 to 1, total_iters 1 or more");
+    throw InvalidArgument("start_factor must be above 0 and at most 1, end_factor from 0 to 1, total_iters at least 1");
   return [=](double first, int64_t epoch) {
     const double part = static_cast<double>(std::min(epoch, total_iters)) / static_cast<double>(total_iters);
     return first * (start_factor + (end_factor - start_factor) * part);

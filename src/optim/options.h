@@ -1,5 +1,5 @@
-// Checks of options. InvalidArgument names the option, its value and what it must be. Thread-safety: functions of their
-// arguments.
+// Checks of options. They throw InvalidArgument, which names the option, its value and what it must be. Thread-safety:
+// functions of their arguments.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 namespace muster::optim {
 
 inline void require(bool fine, const char* name, double value, const char* what) {
-  if (!fine) throw InvalidArgument(text(name, " is ", value, " and must be ", what));
+  if (!fine) throw InvalidArgument(text(name, " is ", value, ", but must be ", what));
 }
 
 inline double at_least(const char* name, double value, double least) {

@@ -16,7 +16,7 @@ RpcSession::RpcSession(const AutoInitOptions& options) : shutdown_timeout_(optio
 }
 
 void RpcSession::finish() {
-  rpc_.on = false;  // a shutdown that fails has ended it too
+  rpc_.on = false;  // even a shutdown that fails ends RPC
   rpc::shutdown(rpc::Shutdown::kGraceful, shutdown_timeout_);
 }
 
@@ -25,7 +25,7 @@ RpcSession::Running::~Running() {
   try {
     rpc::shutdown(rpc::Shutdown::kAbrupt);
   } catch (const std::exception& error) {
-    MUSTER_LOG(kWarning) << "the end of RPC: " << error.what();
+    MUSTER_LOG(kWarning) << "the shutdown of RPC failed: " << error.what();
   }
 }
 

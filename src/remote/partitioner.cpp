@@ -12,7 +12,7 @@ namespace muster {
 
 DimPartitioner::DimPartitioner(int64_t dim, DimOptions options) : dim_(dim), options_(std::move(options)) {
   if (!options_.keepdim && !options_.exclusive)
-    throw InvalidArgument("dim_partitioner: .keepdim = false leaves no dimension for parts of several rows",
+    throw InvalidArgument("dim_partitioner: .keepdim = false removes the dimension that parts of several rows need",
                           "Set .exclusive = true with it");
 }
 
@@ -30,7 +30,7 @@ void DimSplit::add(const at::Tensor& tensor, size_t argument) {
     throw InvalidArgument(text("dim_partitioner: a tensor of argument ", argument, " has ", rows, " rows in dimension ",
                                dim, ", and one of argument ", argument_, " has ", *rows_),
                           "All tensors of the arguments are split; let the function take muster::Whole<…> of what "
-                          "shall go to each part as it is");
+                          "each part needs undivided");
   if (!rows_) argument_ = argument;
   rows_ = rows;
 }

@@ -19,14 +19,14 @@ const char* name_of(Combine how) { return how == Combine::kMean ? "mean_reducer"
 
 void require_results(size_t count) {
   if (count == 0)
-    throw InvalidArgument("mean_reducer or sum_reducer of no results: the call had no parts",
-                          "A batch without rows has none: do not call with one, or give a reducer that expects it");
+    throw InvalidArgument("mean_reducer or sum_reducer got no results: the call had no parts",
+                          "A batch without rows has no parts: do not call with one, or give a reducer that accepts it");
 }
 
 void results_differ(size_t part, std::string_view what) {
   throw InvalidArgument(
       text("mean_reducer or sum_reducer: in ", what, ", the result of part ", part, " differs from that of part 0"),
-      "Give a reducer of your own for results that are not alike");
+      "Give a reducer of your own for results of different shapes");
 }
 
 at::Tensor combine_tensors(const std::vector<at::Tensor>& results, Combine how) {
@@ -46,7 +46,7 @@ at::Tensor combine_tensors(const std::vector<at::Tensor>& results, Combine how) 
   if (how == Combine::kSum) return at::sum(stacked, 0);
   if (!at::isFloatingType(first.scalar_type()) && !at::isComplexType(first.scalar_type()))
     throw InvalidArgument(
-        text(name_of(how), ": the results are integers (", toString(first.scalar_type()), "), whose mean is none"),
+        text(name_of(how), ": the results are integers (", toString(first.scalar_type()), "), which have no mean of their type"),
         "Return floating-point numbers, or use sum_reducer");
   return at::mean(stacked, 0);
 }

@@ -22,7 +22,7 @@ std::exception_ptr error_of_part(const std::exception_ptr& error, size_t part, s
   try {
     std::rethrow_exception(error);
   } catch (const Error& caught) {
-    // Only of the types that can be made again whole: one derived from them stays what it is.
+    // Adds the note to the types below, because a copy of them loses nothing. An error of a derived type stays as it is.
     const std::type_info& type = typeid(caught);
     if (type == typeid(rpc::RemoteError)) {
       const auto& remote = static_cast<const rpc::RemoteError&>(caught);
@@ -42,7 +42,7 @@ std::exception_ptr error_of_part(const std::exception_ptr& error, size_t part, s
     if (type == typeid(Corrupt)) return with_note(static_cast<const Corrupt&>(caught), note);
     if (type == typeid(Unavailable)) return with_note(static_cast<const Unavailable&>(caught), note);
   } catch (...) {
-    // Not ours: it says what it says.
+    // An exception that is not Muster's stays as it is.
   }
   return error;
 }

@@ -28,7 +28,7 @@ std::string Axis::label(double tick) const {
 
 Axis make_axis(double low, double high, int count, bool round_out) {
   if (low > high) std::swap(low, high);
-  // Too close together for numbers of this size: open the range around them.
+  // The ends are too close together for numbers of this size: widen the range around them.
   if (const double size = std::max(std::abs(low), std::abs(high)); high - low <= size * 1e-9) {
     const double half = size > 0 ? size * 0.1 : 0.5;
     low -= half;
@@ -39,7 +39,7 @@ Axis make_axis(double low, double high, int count, bool round_out) {
   const double step = power * (raw <= power ? 1 : raw <= 2 * power ? 2 : raw <= 5 * power ? 5 : 10);
 
   Axis axis;
-  // A hair's breadth for the rounding of the division.
+  // 1e-6 of a step allows for the rounding of the division.
   double first = std::ceil(low / step - 1e-6), last = std::floor(high / step + 1e-6);
   if (round_out) {
     first = std::floor(low / step + 1e-6);

@@ -33,7 +33,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr std::chrono::seconds kSaveAlone{60};  // with other ranks that save
+constexpr std::chrono::seconds kSaveAlone{60};  // how long a rank waits for another one that saves
 
 bool is_loss(const Error& error) {
   switch (error.code()) {
@@ -47,7 +47,7 @@ bool is_loss(const Error& error) {
   }
 }
 
-// How far a rank is: -1 steps where it has just been started.
+// How far a rank is. A rank that has just been started is at step -1.
 struct Position {
   int64_t steps = -1, finished = 0;
 };
@@ -73,7 +73,8 @@ std::string from_rank(int root, std::string bytes) {
   return bytes;
 }
 
-// Not by torch::save(): that writes modules as TorchScript, in which no submodule can be called "in" or "lambda".
+// The state does not use torch::save(), which writes modules as TorchScript: there no submodule can be named "in" or
+// "lambda".
 using Named = c10::Dict<std::string, at::Tensor>;
 
 Named named_tensors(torch::nn::Module& module) {
@@ -103,13 +104,13 @@ void TrainingState::load(const std::string& bytes) {
   const auto theirs = c10::impl::toTypedDict<std::string, at::Tensor>(parts.at(0).toGenericDict());
   const Named mine = named_tensors(module_);
   if (mine.size() != theirs.size())
-    throw Corrupt(text("a module of ", mine.size(), " tensors cannot take a state of ", theirs.size()),
+    throw Corrupt(text("a module of ", mine.size(), " tensors cannot load a state of ", theirs.size()),
                   "Build the same module on all ranks");
   const torch::NoGradGuard no_grad;
   for (const auto& entry : mine) {
     const auto found = theirs.find(entry.key());
     if (found == theirs.end() || found->value().sizes() != entry.value().sizes())
-      throw Corrupt(text("the state has no tensor '", entry.key(), "' of this module's shape"),
+      throw Corrupt(text("the state has no tensor '", entry.key(), "' with this module's shape"),
                     "Build the same module on all ranks");
     entry.value().copy_(found->value());
   }
@@ -123,7 +124,7 @@ void TrainingState::load(const std::string& bytes) {
 
 namespace {
 
-// What is saved by rank 0 of an epoch.
+// What rank 0 of an epoch saves.
 struct SavedState {
   std::string bytes;
   int64_t finished = 0;
@@ -143,17 +144,17 @@ struct SavedState {
   }
 };
 
-// As the state's alone, of `group`.
+// The options for a snapshot that holds nothing but the state, taken by `group`.
 SnapshotOptions of_state(SnapshotOptions options, const Group& group) {
   options.group = group;
   options.sharded = options.default_generator = options.on_sigterm = false;
   return options;
 }
 
-// The snapshots of one epoch. Collective: all ranks make it and call step() and stop_here().
+// The snapshots of one epoch. Collective: all ranks construct it and call step() and stop_here().
 class Snapshots {
  public:
-  // `signal`: null where nobody shall be asked.
+  // `signal` may be null: then SIGTERM asks for no stop.
   Snapshots(World& world, const std::optional<SnapshotOptions>& options, const StopSignal* signal)
       : on_(options.has_value()), signal_(signal) {
     if (!on_) return;
@@ -164,15 +165,15 @@ class Snapshots {
     steps_ = snapshot_->restore();
   }
 
-  // On rank 0: how far the newest is, which the state is then; 0 steps where there is none.
+  // Rank 0 calls this. Loads the newest snapshot into the state and returns its position; 0 steps if there is none.
   Position load_newest(State* state) const {
     if (steps_ == 0) return {.steps = 0};
     state->load(saved_.bytes);
-    MUSTER_LOG(kInfo) << "rank 0: the state is that of the snapshot of step " << steps_;
+    MUSTER_LOG(kInfo) << "rank 0: loaded the state from the snapshot of step " << steps_;
     return {.steps = steps_, .finished = saved_.finished};
   }
 
-  // After a step: whether one has been asked to stop, and all is saved.
+  // Call it after each step. Returns true if any rank has been asked to stop; the state is saved then.
   bool step(const State& state, const std::string& copy, const Position& here) {
     if (!on_) return false;
     const bool stop = is_anybody_asked();
@@ -182,7 +183,7 @@ class Snapshots {
     return snapshot_->step(here.steps);
   }
 
-  // The same before the first one of the epoch.
+  // Does the same before the first step of the epoch.
   bool stop_here(const State& state, const std::string& copy, const Position& here) {
     if (!on_ || !is_anybody_asked()) return false;
     if (!snapshot_) return true;
@@ -208,8 +209,8 @@ class Snapshots {
   int64_t steps_ = 0;
 };
 
-// The job stops while this rank waits for an epoch, which will not come: what it knows is saved by it alone. All that
-// wait do so, and one is enough; those that come second find it done.
+// The job stops while this rank waits for an epoch, which will not come, so it saves its state without the other ranks.
+// All waiting ranks call this, but one snapshot is enough: those that come later find it and save nothing.
 void save_alone(const State& state, const std::string& copy, const Position& here, const SnapshotOptions& options,
                 int rank) {
   if (here.steps < 1) return;  // nothing to save
@@ -223,7 +224,7 @@ void save_alone(const State& state, const std::string& copy, const Position& her
     try {
       folder.claim();
       break;
-    } catch (const Unavailable&) {                                               // another rank has it
+    } catch (const Unavailable&) {                                               // another rank has the folder
       if (const auto now = newest(); now > before && now >= here.steps) return;  // and has saved meanwhile
       if (patience.passed()) throw;
     }
@@ -233,7 +234,7 @@ void save_alone(const State& state, const std::string& copy, const Position& her
   SavedState saved;
   Snapshot snapshot(of_state(options, {}));
   snapshot.add("elastic", saved, {.per_rank = false});
-  if (snapshot.restore() >= here.steps) return;  // a name alone may be that of a torn one
+  if (snapshot.restore() >= here.steps) return;  // a file that only has the right name may be damaged
   saved = {.bytes = copy.empty() ? state.save() : copy, .finished = here.finished};
   snapshot.save(here.steps);
   checkpoint::say_stopped(rank, here.steps, options.folder);
@@ -252,7 +253,7 @@ void take_place(Placement* placement, const launch::ElasticWord& word) {
   placement->node_rank = word.node;
 }
 
-// The launcher's own store; null where there is none.
+// The launcher's own store; null if there is none.
 std::shared_ptr<Store> launcher_store(Deadline deadline) {
   const auto address = env_string(launch::kLauncherVariable);
   return address ? connect_store(*address, deadline) : nullptr;
@@ -278,12 +279,12 @@ bool run(State& state, const Setup& setup, const Options& options) {
       const World::Scope scope(world);
       Snapshots snapshots(world, options.snapshot, signal ? &*signal : nullptr);
       auto positions = positions_of_all(world, here);
-      if (positions[static_cast<size_t>(furthest_of(positions))].steps < 0)  // nobody alive has the state
+      if (positions[static_cast<size_t>(furthest_of(positions))].steps < 0)  // no living rank has the state
         positions = positions_of_all(world, world.rank() == 0 ? snapshots.load_newest(&state) : here);
       const int furthest = furthest_of(positions);
       const Position& there = positions[static_cast<size_t>(furthest)];
       std::string bytes = from_rank(furthest, world.rank() == furthest ? state.save() : std::string());
-      // Who is as far keeps what is its own, such as the statistics of a BatchNorm.
+      // A rank that is as far keeps state that is not shared, such as the statistics of a BatchNorm.
       const bool behind = world.rank() != furthest && (here.steps < 0 || here.steps < there.steps);
       if (behind) state.load(bytes);
       here = {.steps = std::max<int64_t>(there.steps, 0), .finished = there.finished};
@@ -294,7 +295,7 @@ bool run(State& state, const Setup& setup, const Options& options) {
         const Step step = setup(world);
         stopped = here.finished == 0 && snapshots.stop_here(state, copy, here);
         while (here.finished == 0 && !stopped) {
-          if (launcher.is_over(epoch)) throw Aborted(text("epoch ", epoch, " of the job is over"));  // alone, say
+          if (launcher.is_over(epoch)) throw Aborted(text("epoch ", epoch, " of the job is over"));  // a world of one has no peer to fail it
           here.finished = step() ? 0 : 1;
           state.step_ = ++here.steps;
           if (options.copy) copy = state.save();
@@ -303,7 +304,7 @@ bool run(State& state, const Setup& setup, const Options& options) {
       }
       barrier();
       if (launcher.finish()) return !stopped;
-      throw Aborted("others need this rank's state once more");
+      throw Aborted("other ranks still need this rank's state");
     } catch (const Error& error) {
       if (!is_loss(error)) throw;
       loss = std::current_exception();

@@ -11,9 +11,9 @@ namespace {
 using launch::ElasticWord;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLook{100};    // between looks whether the epoch is over
-constexpr milliseconds kTry{1000};    // for a call, before such a look
-constexpr milliseconds kCall{60000};  // for all of them
+constexpr milliseconds kLook{100};    // a wait checks this often whether the epoch is over
+constexpr milliseconds kTry{1000};    // one try of a call; then comes such a check
+constexpr milliseconds kCall{60000};  // all tries of a call together
 
 std::string over(int64_t epoch) { return text("epoch ", epoch, " of the job is over"); }
 
@@ -31,8 +31,8 @@ Launcher::~Launcher() {
     stop_ = true;
   }
   try {
-    store_->set(word_, "");  // for the thread, which listens there
-  } catch (const Error&) {   // it has learned that, too
+    store_->set(word_, "");  // wakes the thread, which watches this key
+  } catch (const Error&) {   // the launcher is gone; then the thread's watch has failed, too
   }
   thread_.join();
 }
@@ -88,7 +88,7 @@ std::optional<ElasticWord> Launcher::next(int64_t epoch, Deadline patience) {
       } catch (const Error&) {  // the launcher is gone
         return std::nullopt;
       }
-      patience = Deadline::never();  // it has promised
+      patience = Deadline::never();  // the launcher has called this rank away, and so has promised a word
       lock.lock();
     }
   }
@@ -138,7 +138,7 @@ auto EpochStore::in_slices(Deadline deadline, Wait wait) -> decltype(wait(deadli
 
 template <typename Call>
 auto EpochStore::insist(Call call) -> decltype(call()) {
-  // Who has said how long it bears a silent store has no time for a second try.
+  // A caller that limits its calls by store::CallsBy has no time for a second try.
   if (!comes_again_ || !store::CallsBy::of_this_thread().is_never()) return call();
   const auto deadline = Deadline::after(kCall);
   for (;;) {

@@ -1,8 +1,8 @@
-// A rank's side of what it and its launcher say to each other while ranks come and go (launch/elastic_words.h), and
-// what that does to the World of an epoch that is over.
+// A rank's side of the messages between it and its launcher while ranks come and go (launch/elastic_words.h). When an
+// epoch is over, this aborts the epoch's World.
 //
-// Thread-safety: a Launcher, one thread, which is that of run(); it has another one, which listens. An EpochStore, as
-// every Store.
+// Thread-safety: a Launcher belongs to the thread of run(); it has its own thread, which listens to the launcher. An
+// EpochStore is as thread-safe as every Store.
 #pragma once
 
 #include <atomic>
@@ -26,27 +26,31 @@ namespace muster::elastic {
 
 class Launcher {
  public:
-  // `store`: the launcher's own. Null where there is no launcher that has words: then every rank stays, and none comes.
+  // `store` is the launcher's own. It is null if there is no launcher that sends words: then every rank stays, and no
+  // new rank comes.
   Launcher(std::shared_ptr<Store> store, int local_rank);
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
   ~Launcher();
 
-  // Marks this rank as one that stays, in `epoch`. False where that epoch is over.
+  // Marks this rank as one that stays, in `epoch`. Returns false if that epoch is over.
   bool enter(int64_t epoch);
-  // It needs nobody any more. False where it has been called away, so that others count on it.
+  // Marks this rank as one that needs no other rank any more. Returns false if the launcher has called it away, so that
+  // other ranks count on it.
   bool finish();
-  // The word about an epoch after `epoch`; waits for it as long as the launcher lives where that has called, else until
-  // the deadline. Nothing where none comes, or the job is to stop: then this rank is done, as after finish().
+  // Waits for the word about an epoch after `epoch`, and returns it. Waits until the deadline, or, if the launcher has
+  // called this rank away by then, as long as the launcher lives. Returns nothing if no word comes or if the job is to
+  // stop: then this rank is done, as after finish().
   std::optional<launch::ElasticWord> next(int64_t epoch, Deadline patience);
 
-  // Whether a word about a later epoch has come.
+  // True if a word about a later epoch has come.
   bool is_over(int64_t epoch) const { return latest_epoch_ > epoch; }
-  // Whether the job is to stop, so that no epoch comes any more; and whether that ends this rank's way into one.
+  // stops(): true if the job is to stop, so that no later epoch will come. stops_joining(): true if, moreover, this rank
+  // is not in a World, so that it must give up joining one.
   bool stops() const { return stops_; }
   bool stops_joining() const { return stops_ && !in_world_; }
 
-  // While it lives, `world`, of `epoch`, is aborted when that is over.
+  // Aborts `world`, the World of `epoch`, when that epoch is over. Acts until it is destroyed.
   class Guard {
    public:
     Guard(Launcher& launcher, World& world, int64_t epoch);
@@ -66,7 +70,7 @@ class Launcher {
 
   std::atomic<int64_t> latest_epoch_{-1};
   std::atomic<bool> stops_{false}, in_world_{false};
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below, except thread_
   std::condition_variable changed_;
   std::optional<launch::ElasticWord> latest_;
   bool gone_ = false;  // the launcher
@@ -77,10 +81,10 @@ class Launcher {
   std::thread thread_;
 };
 
-// The part of the job's store that belongs to one epoch. Waits and looks end, with Aborted, when it is over, or the job
-// stops before there is a World: whom they wait for may have been lost meanwhile. Where the store is away and may come
-// again (etcd), a wait goes on until its deadline, and what may be done twice for as long as a call takes otherwise,
-// unless the caller has said how long it bears that (store::CallsBy).
+// The part of the job's store that belongs to one epoch. get(), wait(), watch() and try_get() throw Aborted when the
+// epoch is over, or when the job stops before there is a World: the rank that they wait for may be lost. If the store
+// is unreachable but may come back (etcd), a wait goes on until its deadline. set() and try_get(), which may be done
+// twice, are tried again for a minute, unless the caller limits its calls by store::CallsBy.
 class EpochStore final : public Store, public store::Outage {
  public:
   // The launcher must outlive it.

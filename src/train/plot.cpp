@@ -18,7 +18,7 @@ namespace {
 using plot::Axis;
 using plot::fixed;
 
-// Okabe and Ito, "Color Universal Design", 2008; without black and without yellow, which a white page swallows.
+// Okabe and Ito, "Color Universal Design", 2008; without black, and without yellow, which is hard to see on white.
 constexpr std::array<const char*, 7> kColors = {"#0072B2", "#D55E00", "#009E73", "#CC79A7",
                                                 "#E69F00", "#56B4E9", "#555555"};
 constexpr double kLargest = 1e100;
@@ -76,7 +76,7 @@ std::string escape(std::string_view raw) {
   return out;
 }
 
-// About as wide as the text is in a font of 12 pixels; counts characters, not bytes.
+// About the width of the text in a font of 12 pixels. Counts characters, not bytes.
 double text_width(std::string_view text) {
   return 6.9 * static_cast<double>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
 }
@@ -114,8 +114,8 @@ class PanelDrawing {
     if (empty)
       write(left_ + kPlotWidth / 2, top_ + kPlotHeight / 2, "no data", "class=\"tick\" text-anchor=\"middle\"");
     legend();
-    // y_min and y_max may leave points out; a few pixels more than the area, so that no line on its border is cut in
-    // half.
+    // y_min and y_max may leave points out. The clip is a few pixels larger than the plotting area, so that no line on
+    // the area's border is cut in half.
     out_ << "<clipPath id=\"" << clip_ << "\"><rect x=\"" << fixed(left_ - 3, 1) << "\" y=\"" << fixed(top_ - 3, 1)
          << "\" width=\"" << fixed(kPlotWidth + 6, 1) << "\" height=\"" << fixed(kPlotHeight + 6, 1)
          << "\"/></clipPath>\n";
@@ -144,7 +144,7 @@ class PanelDrawing {
     return kColors[number % kColors.size()];
   }
   double px(double x) const { return left_ + kPlotWidth * x_.fraction(x); }
-  // Bounded: what lies far outside needs no coordinates of a hundred digits.
+  // Bounds the coordinate, so that a point far outside does not get one of a hundred digits.
   double py(double y) const { return top_ + kPlotHeight * (1 - std::clamp(y_.fraction(y), -1.0, 2.0)); }
 
   void write(double x, double y, const std::string& escaped, std::string_view attributes) {
@@ -195,7 +195,7 @@ class PanelDrawing {
     bool pen_down = false;
     for (size_t i = 0; i < series.x.size(); ++i) {
       const bool here = visible(series.x[i], series.y[i]);
-      // A lone point becomes a line to itself, which the round line cap makes a dot.
+      // A lone point becomes a line to itself. The round line cap draws that as a dot.
       if (here) {
         const auto place = fixed(px(series.x[i]), 1) + " " + fixed(py(series.y[i]), 1);
         path += pen_down ? "L" + place : "M" + place + "L" + place;
@@ -221,7 +221,7 @@ class PanelDrawing {
 
   std::string value(double y) const { return fixed(y, std::min(y_.decimals + 1, 8)) + escape(panel_.y_unit); }
 
-  // The last value of each marked series, beside its point; pushed apart where they would overlap.
+  // Writes the last value of each series with markers beside its point. Moves labels apart that would overlap.
   void end_labels() {
     struct Label {
       double x, y;
@@ -239,7 +239,7 @@ class PanelDrawing {
     for (size_t i = 1; i < labels.size(); ++i) {
       const double overlap = 14 - (labels[i].y - labels[i - 1].y);
       if (overlap <= 0) continue;
-      if (i == 1) labels[0].y -= overlap / 2;  // two share the push, more go down
+      if (i == 1) labels[0].y -= overlap / 2;  // the first two share the move; the others move down only
       labels[i].y = labels[i - 1].y + 14;
     }
     for (const auto& label : labels)
@@ -259,7 +259,7 @@ void check(const Chart& chart) {
       if (series.x.size() == series.y.size()) continue;
       throw InvalidArgument(
           text("the series \"", series.name, "\" has ", series.x.size(), " x and ", series.y.size(), " y"),
-          "Give each point both");
+          "Give each point an x and a y");
     }
   }
 }

@@ -23,8 +23,8 @@ namespace {
 using Seconds = std::chrono::duration<double>;
 
 constexpr auto kRedraw = std::chrono::milliseconds(100);
-constexpr double kKeep = 0.95;  // of the loss shown, at each new one
-constexpr int kWidest = 110;    // a longer bar says no more
+constexpr double kKeep = 0.95;  // the weight of the shown loss against a new one
+constexpr int kWidest = 110;    // a longer bar would not be easier to read
 constexpr int kNarrowestBar = 8;
 constexpr std::string_view kEighths[] = {"", "▏", "▎", "▍", "▌", "▋", "▊", "▉"};
 
@@ -44,12 +44,12 @@ bool is_terminal(int fd) {
   if (term != nullptr && std::string_view(term) == "dumb") return false;
   const char* told = std::getenv("MUSTER_TERMINAL");
   if (told == nullptr || std::string_view(told) != "1") return ::isatty(fd) == 1;
-  struct stat status {};  // what the launcher says is said of its pipes, not of a file that a rank writes its output to
+  struct stat status {};  // MUSTER_TERMINAL is about the launcher's pipes, not about a file that the rank writes to
   return ::fstat(fd, &status) == 0 && !S_ISREG(status.st_mode);
 }
 
 int terminal_width(int fd) {
-  // COLUMNS that is no sensible number is the user's shell's affair, not a reason to stop.
+  // A COLUMNS that is not a positive number is ignored: it is no reason to fail.
   if (const char* told = std::getenv("COLUMNS"); told != nullptr && std::atoi(told) > 0) return std::atoi(told);
   winsize size{};
   if (::ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
@@ -128,7 +128,7 @@ void Progress::advance(int64_t units, std::optional<double> loss) {
   if (terminal_) {
     if (options_.now() - drawn_ >= kRedraw) draw(false);
   } else if (const auto tenth = total_ > 0 ? done_ * 10 / total_ : 0; tenth >= next_tenth_ && tenth < 10) {
-    next_tenth_ = tenth + 1;  // the tenth of them is finish()'s
+    next_tenth_ = tenth + 1;  // finish() draws the line for the last tenth
     draw(false);
   }
 }
@@ -163,7 +163,7 @@ std::string Progress::line(bool last) {
   if (loss_) parts.push_back(print("loss %.4f", *loss_));
   if (rate > 0) parts.push_back(text(with_commas(rate), " ", options_.unit, "/s"));
 
-  // As many parts as fit, in the order of their worth; shown in another one, that of the header's picture.
+  // Takes as many parts as fit, the most important first. Shows them in the order of the header's picture.
   std::string label = label_;
   if (static_cast<int>(label.size() + 2 + parts[0].size()) > width_) label.clear();
   int used = static_cast<int>(label.size());
@@ -181,7 +181,7 @@ std::string Progress::line(bool last) {
   show(0);
   for (size_t index = fitting; index-- > 1;) show(index);
 
-  // It may shrink, for the sake of the numbers, and never grows again: a bar that breathes is hard to read.
+  // The bar may shrink to make room for the numbers. It never grows again: a bar that changes size is hard to read.
   const int room = bar_width_ = std::min(width_ - used, bar_width_);
   std::string out = label;
   if (room >= kNarrowestBar) out.append(out.empty() ? "" : " ").append(bar(fraction, room, unicode_));
@@ -190,7 +190,7 @@ std::string Progress::line(bool last) {
 }
 
 void Progress::write(const std::string& bytes) const {
-  // A short or failed write leaves a torn bar, and the next drawing mends it.
+  // A short or failed write leaves a damaged bar. The next draw repairs it.
   ssize_t written = 0;
   do written = ::write(options_.fd, bytes.data(), bytes.size());
   while (written < 0 && errno == EINTR);

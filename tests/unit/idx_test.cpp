@@ -96,7 +96,7 @@ TEST_F(Idx, ReadsPlainAndPackedFiles) {
 
 TEST_F(Idx, NamesTheByteThatIsWrong) {
   const auto good = idx({2, 3}, "abcdef");
-  EXPECT_EQ(corrupt(""), ", byte 0: an idx file begins with 4 bytes, this ends here");
+  EXPECT_EQ(corrupt(""), ", byte 0: the file ends here, within the first 4 bytes");
   EXPECT_EQ(corrupt("hello world"), ", byte 0: not an idx file, which begins with two zero bytes");
   EXPECT_EQ(corrupt(idx({2, 3}, "abcdef", 13)), ", byte 2: elements of type 13; only 8, unsigned bytes, can be read");
   EXPECT_EQ(corrupt(idx({}, "")), ", byte 3: no dimensions; an idx file has 1 or more");
