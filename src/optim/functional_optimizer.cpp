@@ -34,7 +34,7 @@ void check(at::TensorList parameters, at::TensorList gradients, bool sparse) {
       throw InvalidArgument(text("only one of parameter ", i, " and its gradient is complex"));
     if (gradients[i].is_sparse() && (!sparse || parameters[i].is_complex()))
       throw InvalidArgument(text("the gradient of parameter ", i, " is sparse"),
-                            "SGD without momentum and weight decay, and Adagrad without weight decay, take sparse ones.");
+                            "Use SGD without momentum and weight decay, or Adagrad without weight decay.");
   }
 }
 

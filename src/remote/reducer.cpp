@@ -46,7 +46,7 @@ at::Tensor combine_tensors(const std::vector<at::Tensor>& results, Combine how) 
   if (how == Combine::kSum) return at::sum(stacked, 0);
   if (!at::isFloatingType(first.scalar_type()) && !at::isComplexType(first.scalar_type()))
     throw InvalidArgument(
-        text(name_of(how), ": the results are integers (", toString(first.scalar_type()), "), which have no mean of their type"),
+        text(name_of(how), ": the results are integers (", toString(first.scalar_type()), "), which have no mean"),
         "Return floating-point numbers, or use sum_reducer");
   return at::mean(stacked, 0);
 }

@@ -22,7 +22,7 @@ std::exception_ptr error_of_part(const std::exception_ptr& error, size_t part, s
   try {
     std::rethrow_exception(error);
   } catch (const Error& caught) {
-    // Adds the note to the types below, because a copy of them loses nothing. An error of a derived type stays as it is.
+    // Adds the note to these types, because a copy of them loses nothing. An error of a derived type stays as it is.
     const std::type_info& type = typeid(caught);
     if (type == typeid(rpc::RemoteError)) {
       const auto& remote = static_cast<const rpc::RemoteError&>(caught);

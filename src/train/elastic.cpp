@@ -295,7 +295,8 @@ bool run(State& state, const Setup& setup, const Options& options) {
         const Step step = setup(world);
         stopped = here.finished == 0 && snapshots.stop_here(state, copy, here);
         while (here.finished == 0 && !stopped) {
-          if (launcher.is_over(epoch)) throw Aborted(text("epoch ", epoch, " of the job is over"));  // a world of one has no peer to fail it
+          // A world of one has no collectives that the end of the epoch could abort.
+          if (launcher.is_over(epoch)) throw Aborted(text("epoch ", epoch, " of the job is over"));
           here.finished = step() ? 0 : 1;
           state.step_ = ++here.steps;
           if (options.copy) copy = state.save();

@@ -45,8 +45,8 @@ class Launcher {
 
   // True if a word about a later epoch has come.
   bool is_over(int64_t epoch) const { return latest_epoch_ > epoch; }
-  // stops(): true if the job is to stop, so that no later epoch will come. stops_joining(): true if, moreover, this rank
-  // is not in a World, so that it must give up joining one.
+  // stops(): true if the job is to stop, so that no later epoch will come. stops_joining(): true if, moreover, this
+  // rank is not in a World, so that it must give up joining one.
   bool stops() const { return stops_; }
   bool stops_joining() const { return stops_ && !in_world_; }
 
