@@ -1,9 +1,9 @@
-// Gradients through remote calls: muster run -n 5 bench_autograd; one JSON object a line. Worker 0 calls the others.
+// Gradients through remote calls: muster run -n 5 bench_autograd. One JSON object per line. Worker 0 calls the others.
 //
-//   round_trip     a remote multiply of 10 floats without gradients: a step makes two such
+//   round_trip     a remote multiply of 10 floats without gradients; a step makes two such round trips
 //   local_step     multiply, sum and backward without a remote call
 //   step           remote multiply, sum, backward
-//   step_context   the same in a context, which ends with it
+//   step_context   the same in a context that ends with the step
 //   four_sleepers  backward through one call to each of 4 workers, each of which sleeps 10 ms in its part
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

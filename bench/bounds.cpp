@@ -1,13 +1,12 @@
-// What Muster promises in units of time and memory, each figure beside its bound: bench_bounds fault|idle|memory…
-// One JSON object a line. Tests assert the same as events, which no busy machine disturbs; here it is measured.
+// Measures what Muster promises in units of time and memory, and prints each figure with its bound, one JSON object per
+// line: bench_bounds fault|idle|memory… Tests assert the same promises by events, which a busy machine cannot disturb.
 //
-//   fault    from the end of a rank to the moment in which the others know it
-//   idle     the share of a core that a rank takes while it waits; what the black box costs each operation; a barrier
-//   of
-//            far more ranks than cores
-//   memory   what a group's segment takes after all that a group can do
+//   fault    the time from the end of a rank until the other ranks know it
+//   idle     the share of a core that a rank takes while it waits; the cost of the black box per operation; a barrier
+//            of far more ranks than cores
+//   memory   the memory that a group's segment takes after the group has used everything that it can do
 //
-// The ranks are forks of this program, without the launcher, which would end the survivors of a rank.
+// The ranks are forks of this program. There is no launcher, because it would end the survivors of a lost rank.
 #include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -58,7 +57,7 @@ void print(const char* bench, const std::string& what, int ranks, double typical
   std::fflush(stdout);
 }
 
-// Of a list of nanoseconds: the median and the longest, in milliseconds.
+// Prints the median and the longest of a list of nanoseconds, in milliseconds.
 void print_ms(const char* bench, const std::string& what, int ranks, std::vector<int64_t> ns, double bound) {
   std::sort(ns.begin(), ns.end());
   print(bench, what, ranks, static_cast<double>(ns[ns.size() / 2]) / 1e6, static_cast<double>(ns.back()) / 1e6, bound,
@@ -84,7 +83,7 @@ class Numbers {
   std::atomic<int64_t>* numbers_;
 };
 
-// A job of n forked ranks; the store is served here.
+// A job of n forked ranks. This process serves the store.
 class Job {
  public:
   Job(int n, const std::function<void(World&)>& body, const muster::WorldOptions& options = {})
@@ -105,7 +104,7 @@ class Job {
   muster::Store& store() { return *server_->local(); }
   void signal(int rank, int number) const { ::kill(pids_[static_cast<size_t>(rank)], number); }
 
-  // Sends `number`, or nothing where it is 0, and waits for the rank's end.
+  // Sends the signal `number`, unless it is 0, and waits for the rank's end.
   void end(int rank, int number) {
     pid_t& pid = pids_[static_cast<size_t>(rank)];
     if (pid == 0) return;
@@ -272,18 +271,18 @@ void fault() {
 
 int64_t cpu_ns() {
   rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);  // every thread of it
+  ::getrusage(RUSAGE_SELF, &usage);  // all threads of the process
   const auto ns = [](const timeval& time) { return time.tv_sec * 1'000'000'000 + time.tv_usec * 1000; };
   return ns(usage.ru_utime) + ns(usage.ru_stime);
 }
 
-// Rank 0 waits for five seconds for what rank 1 does not do: in a call, or asleep itself while an operation is pending.
-// All jobs wait at the same time.
+// Rank 0 waits five seconds for an operation that rank 1 does not join: either in a call, or asleep while an operation
+// is pending. All jobs wait at the same time.
 void waiting() {
   constexpr int kSeconds = 5;
   struct Wait {
     const char* name;
-    std::function<muster::Work()> start;  // on rank 0; empty where the call itself waits
+    std::function<muster::Work()> start;  // on rank 0; empty if the call itself waits
     std::function<void()> call, answer;
   };
   const at::Tensor t = at::ones({1000}), large = at::ones({1'000'000});
@@ -302,7 +301,7 @@ void waiting() {
   std::vector<std::unique_ptr<Job>> jobs;
   for (size_t i = 0; i < waits.size(); ++i)
     jobs.push_back(std::make_unique<Job>(2, [&, i](World& world) {
-      for (int time = 0; time < 3; ++time) muster::all_reduce(at::ones({200'000}));  // memory is there
+      for (int time = 0; time < 3; ++time) muster::all_reduce(at::ones({200'000}));  // so that the memory is allocated
       muster::barrier();
       if (world.rank() == 1) {
         ::sleep(kSeconds);
@@ -358,7 +357,7 @@ void black_box() {
     box->end(box->begin({.group = group, .operation = 1, .bytes = 4096, .sequence = sequence++}),
              muster::shm::BlackBoxState::kDone);
   });
-  // Machines differ in what a reading of the clock costs; the rest is ours.
+  // Machines differ in the cost of reading the clock; the rest is Muster's cost.
   print("idle", "black box, begin() and end(), without two readings of the clock", 1, both.second - 2 * clock.second,
         std::max(both.first - 2 * clock.first, both.second - 2 * clock.second), 50, "ns");
 }
@@ -385,7 +384,8 @@ void barrier_of_many() {
     sum += took[i];
     longest = std::max<int64_t>(longest, took[i]);
   }
-  // The mean: a rank that comes last waits for nobody, and the next time for everybody.
+  // The mean, because the times of a rank vary: the rank that comes last waits for no other rank, and the next time for
+  // all.
   print("idle", "barrier", kRanks, static_cast<double>(sum) / kTimes / 1e6, static_cast<double>(longest) / 1e6, 20,
         "ms");
 }
@@ -398,8 +398,8 @@ void idle() {
 
 // --- memory ---
 
-// Of this process's mappings of memfds with this name: pages that exist, and those that it has touched, alone (Rss) and
-// shared out among all that map them (Pss).
+// The size of this process's mappings of memfds with this name: the pages that exist, the pages that this process has
+// touched (Rss), and the same divided among the processes that map them (Pss).
 struct Memory {
   int64_t committed = 0, rss = 0, pss = 0;
 };
@@ -429,7 +429,7 @@ Memory memory_of(const std::string& name) {
   return memory;
 }
 
-// Every collective, of sizes that go through every tier, and messages to every rank from every other.
+// Runs every collective, in sizes that reach every tier, and sends messages from every rank to every other.
 void use_everything(World& world) {
   const int n = world.world_size(), me = world.rank();
   const int64_t large = n <= 8 ? 1'000'000 : 300'000;
@@ -472,7 +472,7 @@ void memory() {
           numbers[3 * me] = memory.committed;
           numbers[3 * me + 1] = memory.rss;
           numbers[3 * me + 2] = memory.pss;
-          muster::barrier();  // all are there while one looks
+          muster::barrier();  // no rank leaves before all have measured
         },
         options);
     job.wait_all();
@@ -483,7 +483,7 @@ void memory() {
       for (size_t rank = 0; rank < static_cast<size_t>(n); ++rank)
         mb.push_back(static_cast<double>(numbers[3 * rank + which]) / 1e6 / (which == 0 ? n : 1));
       std::sort(mb.begin(), mb.end());
-      // What a rank has touched has no bound of its own: it is at most the whole segment.
+      // The memory that a rank has touched (Rss) has no bound of its own: it is at most the whole segment.
       print("memory", names[which], n, mb[mb.size() / 2], mb.back(), which == 1 ? double(bound) * n : bound, "MB");
     }
   }

@@ -1,8 +1,8 @@
 // Collectives over Muster: muster run -n 2 bench_collectives [--op NAME]… [--bytes N]… [--backend NAME].
-// One JSON object a line.
+// One JSON object per line.
 //
-// `bytes` is the larger side of a rank: the tensor of all_reduce and broadcast, the output of all_gather, the input of
-// reduce_scatter and all_to_all. send_recv is a message there and one back.
+// `bytes` is the size of a rank's larger tensor: the tensor of all_reduce and broadcast, the output of all_gather, the
+// input of reduce_scatter and all_to_all. send_recv is a message and its answer.
 #include <ATen/Parallel.h>
 #include <ATen/ops/zeros.h>
 
@@ -19,8 +19,8 @@ namespace {
 
 using Tensor = at::Tensor;
 
-// What an all_reduce on the heap of two ranks does to memory, without another rank: reads two halves of a tensor,
-// writes their sum into both.
+// Does the same memory traffic as an all_reduce of two ranks on the heap, without another rank: reads two halves of a
+// tensor and writes their sum into both.
 void sum_into_both(const Tensor& a, const Tensor& b) {
   auto* const left = a.mutable_data_ptr<float>();
   auto* const right = b.mutable_data_ptr<float>();
@@ -29,7 +29,7 @@ void sum_into_both(const Tensor& a, const Tensor& b) {
   for (int64_t i = 0; i < count; ++i) left[i] = right[i] = left[i] + right[i];
 }
 
-// What to call, on tensors of this size.
+// The call to measure, on tensors of this size.
 std::function<void()> call_of(const std::string& op, int64_t count, muster::World& world, bool heap) {
   const auto make = [&](int64_t n) { return heap ? world.heap().zeros({n}) : at::zeros({n}); };
   const int64_t n = world.world_size(), part = std::max<int64_t>(1, count / n);

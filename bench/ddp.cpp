@@ -1,5 +1,5 @@
 // Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--no-sync]. One JSON object.
-// The data are random, in Fashion-MNIST's shapes: the time of a step does not depend on them.
+// The data are random, in Fashion-MNIST's shapes: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
@@ -49,7 +49,7 @@ int main(int argc, char** argv) {
   app.add_option("--net", name)->check(CLI::IsMember({"small", "wide"}));
   app.add_option("--steps", steps);
   app.add_option("--batch", batch);
-  app.add_flag("--no-sync", no_sync, "plain training, each rank for itself");
+  app.add_flag("--no-sync", no_sync, "plain training: the ranks do not synchronize");
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(1);

@@ -1,5 +1,5 @@
-// How every benchmark here measures, the peers' programs included: a warm-up, then kRepeats means over n calls, of
-// which the best counts (the machine's noise only ever adds).
+// All benchmarks here measure in this way, the peers' programs included: a warm-up, then kRepeats means over n calls.
+// The best mean counts, because the machine's noise can only add to it.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ inline constexpr int kRepeats = 5;
 
 inline int calls_for(size_t bytes) { return bytes >= (size_t{1} << 22) ? 10 : bytes >= (size_t{1} << 18) ? 100 : 1000; }
 
-// Seconds a call. `align()` brings the ranks together before each repeat.
+// Returns seconds per call. `align()` brings the ranks together before each repeat.
 template <typename Call, typename Align>
 double best_mean(int calls, Call call, Align align) {
   double best = 1e30;

@@ -1,11 +1,11 @@
-// A step of optim::DistributedOptimizer over three owners: muster run -n 3 bench_optim; one JSON object a line. Worker
-// 0 steps; each worker, itself too, owns as many parameters. The gradients are there before, in one context, as in
-// peers/optim_torch.py.
+// A step of optim::DistributedOptimizer over three owners: muster run -n 3 bench_optim. One JSON object per line.
+// Worker 0 steps. Each worker, worker 0 included, owns the same number of parameters. The gradients exist before, in one
+// context, as in peers/optim_torch.py.
 //
 //   sgd_small   4 parameters of 16 floats on each owner, SGD with momentum
 //   adam_small  the same with Adam
 //   adam_many   64 parameters of 16 floats on each owner
-//   adam_1M     one parameter of 1 Mi floats on each owner: the arithmetic counts
+//   adam_1M     one parameter of 1 Mi floats on each owner: the arithmetic dominates
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>

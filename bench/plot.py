@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Draws time over size of one collective, a line for each implementation, from the rows that bench/run.py --json wrote.
+"""Draws the time of a collective over its size, a line per implementation, from the rows that bench/run.py --json wrote.
 
     bench/plot.py ROWS.jsonl PICTURE.svg [--op all_reduce]
 
-Both axes are logarithmic. Needs nothing but Python.
+Both axes are logarithmic. The script needs nothing but Python.
 """
 
 import argparse

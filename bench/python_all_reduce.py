@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""torch.distributed.all_reduce from Python, with Muster and with gloo in the same processes, in turn.
+"""torch.distributed.all_reduce from Python, with Muster and with gloo, alternately in the same processes.
 
     PYTHONPATH=build/release/python bench/python_all_reduce.py [--ranks 2] [--rounds 20]
 
-Prints one JSON object a line: bytes, backend, microseconds an operation on rank 0 (best round; blocking calls), and for Muster how
+Prints one JSON object per line: bytes, backend, microseconds per operation on rank 0 (best round; blocking calls), and for Muster how
 many times faster it is.
 """
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 import muster  # noqa: F401
 
-SIZES = {16: 200, 64 << 10: 100, 1 << 20: 20, 64 << 20: 2}  # bytes: calls a round; short, so that some round is undisturbed
+SIZES = {16: 200, 64 << 10: 100, 1 << 20: 20, 64 << 20: 2}  # bytes: calls per round; rounds are short, so that at least one is undisturbed
 
 
 def measure(rank: int, ranks: int, rounds: int, store: str) -> None:

@@ -1,9 +1,9 @@
-// How long until the first all_reduce, from the start of a job and after the death of a rank; for bench/run.py, which
-// knows when it started us, and reads the times (CLOCK_MONOTONIC, seconds) that the ranks print.
+// The time until the first all_reduce, from the start of a job and after the death of a rank. bench/run.py runs this
+// program. It knows when it started it, and reads the times (CLOCK_MONOTONIC, seconds) that the ranks print.
 //
-//   bench_recovery load      nothing: what it takes to load libtorch
-//   bench_recovery restart   rank 1 kills itself after the first all_reduce, in the first attempt: all start again
-//   bench_recovery elastic   rank 1 kills itself in the tenth step: only it starts again
+//   bench_recovery load      does nothing: measures the time to load libtorch
+//   bench_recovery restart   rank 1 kills itself after the first all_reduce of the first attempt: all ranks start again
+//   bench_recovery elastic   rank 1 kills itself in the tenth step: only rank 1 starts again
 #include <ATen/ops/ones.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>

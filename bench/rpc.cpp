@@ -1,17 +1,16 @@
-// Remote calls over Muster: muster run -n 2 bench_rpc [--transport shm|tcp|ucx] [--case NAME]…; one JSON object a line.
-// Worker 0 calls, worker 1 serves.
+// Remote calls over Muster: muster run -n 2 bench_rpc [--transport shm|tcp|ucx] [--case NAME]…
+// Worker 0 calls, worker 1 serves. One JSON object per line.
 //
 //   echo_4B         a tensor of one float there and back, both sides busy
 //   echo_int        the same with an int: no tensor
-//   echo_4B_callee_asleep, echo_4B_asleep  the callee sleeps before each call, and is called by one that is busy or
-//                   slept too
-//   wake_up         no call: another process sleeps in a futex, is woken and writes a word: what the machine takes of
-//                   the case before (impl "futex")
+//   echo_4B_callee_asleep, echo_4B_asleep  the callee sleeps before each call; the caller was busy, or slept as well
+//   wake_up         no call: another process sleeps in a futex, is woken and writes a word. This is the machine's part
+//                   of the case before (impl "futex")
 //   echo_1MB, echo_16MB        an ordinary tensor there and back
 //   echo_1MB_heap, …           one that lives on World::heap() and is moved in and out
-//   pipelined       small calls with results, as many at once as the worker takes
-//   future          no call: a promise is made and kept
-//   idle            what share of a core worker 1 takes while nobody calls, over 5 s
+//   pipelined       small calls with results, as many concurrently as the worker takes
+//   future          no call: a promise is made and fulfilled
+//   idle            the share of a core that worker 1 takes while no worker calls, over 5 s
 #include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <linux/futex.h>
@@ -61,7 +60,7 @@ void row(const std::string& name, const char* unit, double value) {
   std::fflush(stdout);
 }
 
-// The median of 50 calls, each after 20 ms, for which this thread is busy or sleeps too.
+// The median of 50 calls. This thread is busy, or sleeps, for 20 ms before each of them.
 template <typename Call>
 double after_a_pause_us(bool busy, Call call) {
   using Clock = std::chrono::steady_clock;

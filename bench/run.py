@@ -3,8 +3,9 @@
 
     bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,fault,idle,memory] [--ranks 2] [--rounds 3]
 
-Every implementation runs `rounds` times, in turn with the others, so that a noisy minute hits all alike; of each row the best round counts. A peer that is
-not installed is left out, and the table says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object a line, after a first line about the machine.
+The implementations take turns, `rounds` times, so that a noisy minute affects all of them. The best round of each row counts. A peer that is not installed is
+left out, and the output says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object per
+line, after a first line about the machine.
 """
 
 import argparse
@@ -28,11 +29,11 @@ class Bench:
         self.build = Path(args.build).resolve()
         self.muster = self.build / "tools" / "muster"
         self.missing = {}
-        # What muster run sets for its ranks goes for the peers as well.
+        # muster run sets these variables for its ranks. The peers get them, too.
         self.env = dict(os.environ, OMP_NUM_THREADS="1", MALLOC_TRIM_THRESHOLD_=str(1 << 30), MALLOC_MMAP_THRESHOLD_=str(32 << 20))
 
     def command(self, impl, *program, ranks=None):
-        """How `impl` starts a program on all ranks, or None where it is not here."""
+        """Returns the command by which `impl` starts a program on all ranks, or None if `impl` is not installed."""
         ranks = ranks or self.args.ranks
         n = str(ranks)
         if impl == "muster":
@@ -53,11 +54,11 @@ class Bench:
         return ["mpirun", *root, *place, "-n", n, *program]
 
     def built(self, program, name, package):
-        """A peer's program that CMake builds only where its library is installed, or None."""
+        """Returns the command of a peer's program, or None if CMake did not build it because its library was not installed."""
         path = self.build / "bench" / program
         if path.exists():
             return [str(path)]
-        self.missing[name] = f"it was not there when this was built: apt-get install {package} pkg-config"
+        self.missing[name] = f"its library was not installed when the benchmarks were built: apt-get install {package} pkg-config"
         return None
 
     def rows(self, command, **env):
@@ -84,7 +85,7 @@ class Bench:
         return self.collectives(["all_reduce"], sizes) + self.rounds([floor], lambda row: row["bytes"], "us", min)
 
     def crowd(self):
-        """More ranks than cores. Gloo is left out: it has no part in the goal, and takes minutes."""
+        """More ranks than cores. Gloo is left out: the goal does not mention it, and it takes minutes."""
         ops, sizes, rows = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"], [16, 4 << 10, 256 << 10, 4 << 20], []
         for ranks in (4, 8):
             commands = [
@@ -95,7 +96,7 @@ class Bench:
         return rows
 
     def pinned(self):
-        """Ranks that mpirun starts, as it binds them by default and unbound: all of Muster's must wait alike for their peers."""
+        """Ranks that mpirun starts, bound as by default, and unbound. Muster's ranks must all wait for their peers in the same way."""
         ops, sizes, rows = ["send_recv", "barrier", "all_reduce"], [16, 4 << 10, 4 << 20], []
         for bound in ("none", "core"):
             commands = [self.command("mpirun", str(self.build / "bench" / "bench_collectives"), *(f"--op={op}" for op in ops), *(f"--bytes={n}" for n in sizes)),
@@ -141,7 +142,7 @@ class Bench:
         return self.rounds([command], lambda row: (row["op"], row["impl"]), "us", min)
 
     def recovery(self):
-        """From the start of a job, and from the death of a rank, to an all_reduce of all."""
+        """The time from the start of a job, and from the death of a rank, to an all_reduce of all ranks."""
         program, script = str(self.build / "bench" / "bench_recovery"), str(HERE / "peers" / "recovery_torch.py")
         run = [str(self.muster), "run", "--no-prefix", "--max-restarts", "1", "-n", str(self.args.ranks)]
         torchrun = self.command("torchrun", script)
@@ -158,7 +159,7 @@ class Bench:
                 except subprocess.TimeoutExpired:
                     if impl == "muster":
                         raise
-                    self.missing[f"a run of {impl}"] = "it hung in its restart for a minute"
+                    self.missing[f"a run of {impl}"] = "it hung for a minute in its restart"
                     continue
                 if result.returncode != 0:
                     sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
@@ -175,7 +176,7 @@ class Bench:
         return rows
 
     def best_rows(self, commands):
-        """The best figure of each case and implementation over all rounds. Each round calls `commands`, which gives rows."""
+        """Returns the best figure of each case and implementation over all rounds. Each round calls `commands`, which yields rows."""
         found = {}
         for _ in range(self.args.rounds):
             for row in commands():
@@ -186,7 +187,7 @@ class Bench:
         return list(found.values())
 
     def rpc(self):
-        """Calls on one host, over TLS on the loopback interface; PyTorch's and gRPC's, and the messages of UCX."""
+        """Calls on one host and over TLS on the loopback interface; PyTorch's and gRPC's calls, and the messages of UCX."""
         program = str(self.build / "bench" / "bench_rpc")
         over_tls = ["--impl=muster-tls", "--transport=tcp", *(f"--case={case}" for case in ("echo_4B", "echo_int", "pipelined", "echo_1MB", "echo_16MB"))]
 
@@ -199,14 +200,14 @@ class Bench:
         return self.best_rows(commands)
 
     def optim(self):
-        """A step of DistributedOptimizer over three owners, and of PyTorch's."""
+        """A step of DistributedOptimizer over three owners, and a step of PyTorch's."""
         def commands():
             yield from self.rows(self.command("muster", str(self.build / "bench" / "bench_optim"), ranks=3))
             yield from self.rows(self.command("torchrun", str(HERE / "peers" / "optim_torch.py"), ranks=3))
         return self.best_rows(commands)
 
     def autograd(self):
-        """Gradients through remote calls. The steps on two workers, as more would take the cores from them; the sleepers on five."""
+        """Gradients through remote calls. The steps run on two workers, because more would take their cores; the sleepers run on five."""
         def commands():
             for ranks in (2, 5):
                 yield from self.rows(self.command("muster", str(self.build / "bench" / "bench_autograd"), ranks=ranks))
@@ -270,10 +271,10 @@ def show_collectives(rows):
         cells = [op, size(n)] + [f"{us[op, n, impl]:.2f}" for impl in ("muster-heap", "muster", *peers)]
         cells += [f"{fastest / us[op, n, impl]:.1f}x" if fastest else "" for impl in ("muster-heap", "muster")]
         lines.append(cells)
-    table("float32, sums: microseconds a call, and how many times faster than the fastest peer",
+    table("float32, sums: microseconds per call, and how many times faster than the fastest peer",
           ["operation", "size", "heap", "ordinary", *peers, "heap/peer", "ordinary/peer"], lines)
     if floor:
-        table("the same memory traffic without a peer: microseconds, and the share of it in the time on the heap", ["size", "floor", "share"],
+        table("the same memory traffic without a peer: microseconds, and its share of the time on the heap", ["size", "floor", "share"],
               [[size(n), f"{floor[n]:.2f}", f"{100 * floor[n] / us['all_reduce', n, 'muster-heap']:.0f} %"] for n in sorted(floor)])
 
 
@@ -293,8 +294,8 @@ def show_launch(rows):
 
 
 def show_recovery(rows):
-    words = {"load": "a program that only loads libtorch", "start": "start of the job to the first all_reduce", "restart": "death of a rank to an all_reduce of all, started again",
-             "elastic": "death of a rank to the next step, the others kept"}
+    words = {"load": "a program that only loads libtorch", "start": "start of the job to the first all_reduce", "restart": "death of a rank to an all_reduce of all ranks, all restarted",
+             "elastic": "death of a rank to the next step, the other ranks kept"}
     table("start and recovery: milliseconds, median", ["what", "impl", "ms"], [[words[row["what"]], row["impl"], row["ms"]] for row in rows])
 
 
@@ -318,7 +319,7 @@ def show_autograd(rows):
     us = {(row["case"], row["impl"]): row["us"] for row in rows if "us" in row}
     if all((case, "muster") in us for case in ("round_trip", "local_step", "step")):
         above = us["step", "muster"] - 2 * us["round_trip", "muster"]
-        print(f"a step: {above:.1f} us above two round trips; libtorch's own step in one process takes {us['local_step', 'muster']:.1f}")
+        print(f"a step: {above:.1f} us more than two round trips; libtorch's own step in one process takes {us['local_step', 'muster']:.1f}")
 
 
 def show_snapshot(rows):
@@ -340,8 +341,8 @@ def machine():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default=str(HERE.parent / "build" / "release"), help="where Muster was built")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there, one object a line")
-    parser.add_argument("--picture", metavar="FILE", help="with --json: draw all_reduce's time over size there (bench/plot.py)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to this file, one object per line")
+    parser.add_argument("--picture", metavar="FILE", help="with --json: draw all_reduce's time over size in this file (bench/plot.py)")
     parser.add_argument("--only", default="all_reduce,others,ddp,launch,recovery,fault,idle,memory", help="which benchmarks, separated by commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

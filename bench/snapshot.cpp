@@ -1,6 +1,6 @@
-// What a snapshot costs: saving and restoring 100 MB of parameters, with SGD's momentum as much again, and step() when
-// there is nothing to do. Beside it torch::save of the same, which has no checksums, syncs nothing and replaces
-// nothing.
+// The cost of a snapshot: saving and restoring 100 MB of parameters and 100 MB of SGD's momentum, and a step() that
+// saves nothing. For comparison, torch::save of the same objects, which has no checksums, does not sync and does not
+// replace a file atomically.
 //
 //     muster run --no-prefix -n 2 bench_snapshot [FOLDER]
 #include <muster/checkpoint/snapshot.h>

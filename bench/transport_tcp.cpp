@@ -1,6 +1,6 @@
-// The transports between hosts by themselves, TCP plain and under TLS, and UCX over what UCX_TLS says (tcp unless it is
-// set), between two processes over loopback: echo of 4 bytes, and large pieces. Prints a line of JSON for each: median
-// microseconds of a round trip, or gigabytes a second one way and back.
+// The transports between hosts, alone, between two processes over loopback: TCP plain, TCP under TLS, and UCX over the
+// transports that UCX_TLS names (tcp unless it is set). Echoes 4 bytes, and sends large pieces. Prints one line of JSON
+// per case: median microseconds of a round trip, or gigabytes per second one way and back.
 //
 //   bench_transport_tcp [seconds for each case ["tcp, plain" | "tcp, tls" | ucx]…]
 
@@ -128,7 +128,7 @@ int child(const Impl& impl, const std::string& address, const std::optional<Secr
 
 int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 1.0;
-  ::setenv("UCX_TCP_TX_SEG_SIZE", "64k", 0);  // its 8 KB cost more than half of its speed (docs/transport.md)
+  ::setenv("UCX_TCP_TX_SEG_SIZE", "64k", 0);  // the default, 8 KB, halves UCX's speed (docs/transport.md)
   for (const Impl& impl : kImpls) {
     const auto is_meant = [&](const char* name) { return std::string_view(name) == impl.name; };
     if (argc > 2 && std::none_of(argv + 2, argv + argc, is_meant)) continue;

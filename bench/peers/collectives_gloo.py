@@ -1,6 +1,6 @@
 """Collectives over PyTorch's Gloo. torchrun --nproc-per-node 2 collectives_gloo.py OP… -- BYTES….
 
-Measured as ../measure.h does, sizes as ../collectives.cpp has them; one JSON object a line.
+Measures as ../measure.h does, with the sizes of ../collectives.cpp. One JSON object per line.
 """
 
 import json
@@ -46,7 +46,7 @@ def main():
     for op in ops:
         for size in sizes:
             call = call_of(op, max(1, size // 4), rank, world)
-            # Gloo takes a millisecond a call however small: fewer calls give the same mean.
+            # Gloo takes a millisecond per call, however small the call is: fewer calls give the same mean.
             calls = 10 if size >= 1 << 22 else 100
             best = float("inf")
             for _ in range(REPEATS):

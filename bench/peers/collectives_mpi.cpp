@@ -1,6 +1,5 @@
-// Collectives over MPI. mpicxx -O3; mpirun -n 2 peer_collectives_mpi OP… -- BYTES…. Measured as ../measure.h does,
-// sizes as
-// ../collectives.cpp has them; one JSON object a line.
+// Collectives over MPI. mpicxx -O3; mpirun -n 2 peer_collectives_mpi OP… -- BYTES…. Measures as ../measure.h does, with
+// the sizes of ../collectives.cpp. One JSON object per line.
 #include <mpi.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""What the peers in Python measure with, as bench/measure.h does for Muster."""
+"""Measures the peers that are written in Python, as bench/measure.h measures Muster."""
 
 import json
 import time

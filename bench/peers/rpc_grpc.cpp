@@ -2,9 +2,9 @@
 //
 //   peer_rpc_grpc
 //
-// Two processes and a Unix-domain socket, gRPC's quickest way between processes of one host. The service is made by
-// hand of what the code that protoc writes would use, so there is nothing to generate: one method, bytes there and
-// back.
+// Two processes and a Unix-domain socket, gRPC's fastest connection between processes of one host. The service has one
+// method, which takes bytes and returns them. It is written by hand with the classes that protoc's output would use, so
+// that nothing has to be generated.
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/impl/client_unary_call.h>
 #include <grpcpp/impl/rpc_method.h>
@@ -74,10 +74,10 @@ class Client {
     arguments.SetMaxReceiveMessageSize(-1);
     channel_ = grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
     if (!channel_->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(20)))
-      throw std::runtime_error("gRPC: the server did not come");
+      throw std::runtime_error("gRPC: the server did not start");
     method_ = std::make_unique<RpcMethod>(kMethod, RpcMethod::NORMAL_RPC, channel_);
   }
-  // With the bytes out of the caller's memory, and back into memory that he can read as one.
+  // Sends the bytes from the caller's memory, and copies the reply back into it as one piece.
   void echo(std::vector<char>& bytes) {
     grpc::ClientContext context;
     const grpc::Slice slice(bytes.data(), bytes.size(), grpc::Slice::STATIC_SLICE);
@@ -87,11 +87,11 @@ class Client {
         grpc::internal::BlockingUnaryCall<ByteBuffer, ByteBuffer>(channel_.get(), *method_, &context, request, &reply));
     std::vector<grpc::Slice> parts;
     check(reply.Dump(&parts));
-    if (reply.Length() != bytes.size()) throw std::runtime_error("gRPC: another number of bytes came back");
+    if (reply.Length() != bytes.size()) throw std::runtime_error("gRPC: the reply has another size than the request");
     char* to = bytes.data();
     for (const auto& part : parts) to = std::copy(part.begin(), part.end(), to);
   }
-  // `calls` small ones, at most `most` of them under way.
+  // Makes `calls` small calls, with at most `most` of them under way.
   void pipelined(int calls, int most) {
     struct Call {
       grpc::ClientContext context;
@@ -167,7 +167,7 @@ void measure(const std::string& address) {
 
 int main() {
   const std::string path = "/tmp/peer_rpc_grpc." + std::to_string(::getpid()), address = "unix:" + path;
-  const pid_t server = ::fork();  // before gRPC makes its threads
+  const pid_t server = ::fork();  // before gRPC starts its threads
   if (server == 0) serve(address);
   int status = 0;
   try {

@@ -1,6 +1,6 @@
-// UCX by itself: the peer of bench_rpc that knows nothing but bytes. See bench/rpc.cpp for the cases; there is no
-// function that is called, no argument that is packed, and nobody sleeps: both sides poll, as UCX is meant to be used
-// (and yield the core after a millisecond).
+// UCX alone: the peer of bench_rpc that only sends bytes. See bench/rpc.cpp for the cases. No function is called, no
+// argument is packed, and neither process sleeps: both poll, as UCX is meant to be used (and yield the core after a
+// millisecond).
 //
 //   peer_rpc_ucx
 //
@@ -34,7 +34,7 @@ void check(ucs_status_t status) {
   if (status != UCS_OK) throw std::runtime_error(std::string("UCX: ") + ucs_status_string(status));
 }
 
-// Bytes to the other process, and its own: over a socket, until there is UCX.
+// Sends bytes to the other process and returns the bytes that it sends. Uses a socket, because UCX is not set up yet.
 std::string exchange(int socket, std::string_view mine) {
   const auto gone = std::runtime_error("UCX: the other process is gone");
   const size_t bytes = mine.size();
@@ -69,7 +69,7 @@ class Endpoint {
     params_of.address = reinterpret_cast<const ucp_address_t*>(other.data());
     check(ucp_ep_create(worker_, &params_of, &peer_));
   }
-  // Begins; wait() ends it.
+  // Begins to send. wait() completes it.
   ucs_status_ptr_t send(const void* data, size_t bytes) {
     const ucp_request_param_t none{};
     return ucp_tag_send_nbx(peer_, data, bytes, 1, &none);
@@ -84,7 +84,7 @@ class Endpoint {
     ucs_status_t status;
     for (int idle = 0; (status = ucp_request_check_status(request)) == UCS_INPROGRESS;) {
       idle = ucp_worker_progress(worker_) != 0 ? 0 : idle + 1;
-      if (idle > 20'000) ::sched_yield();  // where the other process waits for this core
+      if (idle > 20'000) ::sched_yield();  // the other process may be waiting for this core
     }
     ucp_request_free(request);
     check(status);
@@ -157,11 +157,11 @@ void serve(Endpoint& ucx) {
 int main() {
   int ends[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return 1;
-  const pid_t server = ::fork();  // before UCX makes its threads
+  const pid_t server = ::fork();  // before UCX starts its threads
   try {
     Endpoint ucx(ends[server == 0 ? 0 : 1]);
     server == 0 ? serve(ucx) : measure(ucx);
-    // Neither leaves before the other has all.
+    // Neither process exits before the other has received everything.
     exchange(ends[server == 0 ? 0 : 1], "done");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
