@@ -1,6 +1,6 @@
 // A step of optim::DistributedOptimizer over three owners: muster run -n 3 bench_optim. One JSON object per line.
-// Worker 0 steps. Each worker, worker 0 included, owns the same number of parameters. The gradients exist before, in one
-// context, as in peers/optim_torch.py.
+// Worker 0 steps. Each worker, worker 0 included, owns the same number of parameters. The gradients exist before the
+// step, in one context, as in peers/optim_torch.py.
 //
 //   sgd_small   4 parameters of 16 floats on each owner, SGD with momentum
 //   adam_small  the same with Adam

@@ -1,10 +1,10 @@
-// Learning to learn: a net that fits any sinusoid after a few steps on ten points of it.
+// Learning to learn: a net that fits any sinusoid after a few steps on ten of its points.
 //
 //   muster run -n 2 autograd_maml --curve maml.svg
 //
-// Every worker has some of the tasks, each a sinusoid with its own data, which never leave it. Worker 0 takes the inner
-// steps: the loss of a task is a remote call, and so is its gradient. The outer gradient goes through these gradients:
-// it is of second order, through remote calls, and is the same on any number of workers.
+// Every worker has some of the tasks. Each task is a sinusoid with its own data, which never leave the worker. Worker 0
+// makes the inner steps: the loss of a task is a remote call, and so is its gradient. The outer gradient goes through
+// these gradients: it is of second order, through remote calls, and is the same on any number of workers.
 //
 // C. Finn, P. Abbeel, S. Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017.
 #include <ATen/ATen.h>
@@ -38,7 +38,7 @@ using Parameters = std::vector<Tensor>;
 
 Tensor forward(const Parameters& p, const Tensor& x) { return (x.matmul(p[0]) + p[1]).tanh().matmul(p[2]).add(p[3]); }
 
-// A sinusoid: points to learn from, and others to be tested by.
+// A sinusoid: points to learn from, and other points to test with.
 class Sinusoid {
  public:
   explicit Sinusoid(int64_t seed) {
@@ -57,7 +57,7 @@ class Sinusoid {
   Tensor x_, y_;
 };
 
-// The loss on the test points after some steps on the others.
+// The loss on the test points after some steps on the points to learn from.
 Tensor loss_after_adapting(const rpc::RRef<Sinusoid>& task, Parameters parameters, const Settings& settings) {
   for (int step = 0; step < settings.inner_steps; ++step) {
     const Tensor loss = task.sync<&Sinusoid::loss>(parameters, false);
@@ -123,10 +123,14 @@ void train(const Settings& settings) {
 int main(int argc, char** argv) {
   Settings settings;
   CLI::App app("MAML: inner steps by gradients through remote calls");
-  app.add_option("--steps", settings.steps, "of the outer loop")->check(CLI::Range(1, 100000))->capture_default_str();
+  app.add_option("--steps", settings.steps, "steps of the outer loop")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
   app.add_option("--tasks", settings.tasks, "sinusoids")->check(CLI::Range(1, 1000))->capture_default_str();
-  app.add_option("--inner-steps", settings.inner_steps, "on each")->check(CLI::Range(0, 100))->capture_default_str();
-  app.add_option("--curve", settings.curve, "draw the loss there")->type_name("FILE.svg");
+  app.add_option("--inner-steps", settings.inner_steps, "steps on each task")
+      ->check(CLI::Range(0, 100))
+      ->capture_default_str();
+  app.add_option("--curve", settings.curve, "draw the loss in this file")->type_name("FILE.svg");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   auto world = muster::init();

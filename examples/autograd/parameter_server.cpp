@@ -1,12 +1,12 @@
-// A parameter server, and three ways to train with it: in step, without any order, and without order but for a bound.
+// A parameter server, and three ways to train with it: synchronous, asynchronous, and asynchronous with a bound.
 //
 //   muster run -n 3 autograd_parameter_server --curve updates.svg
 //
-// Worker 0 has the model; every other worker is a trainer with data of its own. A step of a trainer is a remote call of
-// the model, a loss, and backward in a context: the gradients stay on the server, which then takes its step.
-//   synchronous   the server's step is that of the mean of all trainers' gradients, which wait for it
-//   HogWild       each trainer's gradients are applied at once, whatever the others have changed meanwhile
-//   bounded       the same, but nobody is more than `--bound` steps ahead of the slowest
+// Worker 0 has the model. Every other worker is a trainer with its own data. A step of a trainer is a remote call of
+// the model, a loss, and backward in a context: the gradients stay on the server, which then makes its step.
+//   synchronous   the server applies the mean of all trainers' gradients; the trainers wait for that
+//   HogWild       the server applies each trainer's gradients immediately, whatever the others have changed meanwhile
+//   bounded       the same, but no trainer is more than `--bound` steps ahead of the slowest
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -51,13 +51,13 @@ class Server {
     for (Tensor& one : weights_) one.set_requires_grad(true);
   }
 
-  // On copies: backward() may come when another trainer has changed the weights.
+  // Uses copies of the weights: another trainer may change the weights before backward() needs them.
   Tensor forward(const Tensor& x) {
     const Tensor first = weights_[0].clone(), second = weights_[1].clone();
     return x.matmul(first).tanh().matmul(second);
   }
 
-  // With the gradients of the caller's context.
+  // Makes a step with the gradients of the caller's context.
   void step(int trainer, double loss) {
     std::vector<Tensor> gradients;
     for (const Tensor& one : weights_) gradients.push_back(muster::autograd::gradient(one));
@@ -68,7 +68,7 @@ class Server {
       if (sums_.empty()) sums_.resize(gradients.size());
       for (size_t i = 0; i < gradients.size(); ++i)
         sums_[i] = sums_[i].defined() ? sums_[i] + gradients[i] : gradients[i];
-      if (slowest() == mine) {  // the last of them
+      if (slowest() == mine) {  // this trainer is the last one
         apply(sums_, lr_ / static_cast<double>(steps_.size()));
         sums_.clear();
       }
@@ -153,10 +153,10 @@ void compare(const Settings& settings) {
 int main(int argc, char** argv) {
   Settings settings;
   CLI::App app("A parameter server, and three ways to update it");
-  app.add_option("--steps", settings.steps, "of each trainer")->check(CLI::Range(1, 100000))->capture_default_str();
+  app.add_option("--steps", settings.steps, "steps per trainer")->check(CLI::Range(1, 100000))->capture_default_str();
   app.add_option("--bound", settings.bound, "steps ahead of the slowest")->check(CLI::Range(0, 1000));
   app.add_option("--lr", settings.lr, "learning rate")->capture_default_str();
-  app.add_option("--curve", settings.curve, "draw the losses there")->type_name("FILE.svg");
+  app.add_option("--curve", settings.curve, "draw the losses in this file")->type_name("FILE.svg");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   auto world = muster::init();

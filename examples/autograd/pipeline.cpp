@@ -1,10 +1,10 @@
-// A net in two halves on two workers, which both work at the same time: each batch goes through them in parts.
+// A net in two halves on two workers. Each batch goes through them in parts, so that both halves work at the same time.
 //
 //   muster run -n 3 autograd_pipeline --splits 1,2,4,8 --curve pipeline.svg
 //
-// Worker 0 has the data and the loss, workers 1 and 2 have a half each. While the second half has one part of a batch
-// (a micro-batch), the first one has the next. What lies between the halves stays where it was computed, and the second
-// half fetches it there: worker 0 only hands the reference on. Backward goes the same way, by itself.
+// Worker 0 has the data and the loss; workers 1 and 2 have one half each. While the second half works at one part of a
+// batch (a micro-batch), the first half works at the next. The output of the first half stays on its worker, and the
+// second half fetches it from there: worker 0 only passes the reference on. Backward goes the same way automatically.
 //
 // Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019.
 #include <ATen/ATen.h>
@@ -47,10 +47,10 @@ namespace {
 struct Settings {
   int steps = 40;
   int64_t batch = 128;
-  std::vector<int> splits{1, 2, 4, 8};  // micro-batches a batch; all of these are trained, and compared
+  std::vector<int> splits{1, 2, 4, 8};  // micro-batches per batch; the program trains with each and compares
   double lr = 0.01;
   std::string data = "/usr/share/datasets/fashion-mnist";
-  bool check = false;  // in doubles: in floats a rounding may decide on which side of a ReLU's bend a value is
+  bool check = false;  // computes in doubles: with floats, rounding may move a value across a ReLU's bend
   std::string curve;   // the picture, an SVG; empty: none
 };
 
@@ -68,7 +68,8 @@ struct ResidualImpl : nn::Module {
 };
 TORCH_MODULE(Residual);
 
-// Without batch normalisation, whose statistics would be those of a micro-batch. The halves cost about the same.
+// There is no batch normalization, because its statistics would be those of a micro-batch. The halves cost about the
+// same.
 nn::Sequential make_half(int which, bool doubles) {
   at::manual_seed(static_cast<uint64_t>(1 + which));
   const auto convolution = [](int64_t from, int64_t to) {
@@ -81,15 +82,15 @@ nn::Sequential make_half(int which, bool doubles) {
   return half;
 }
 
-// When a half was at work, on the clock that all processes of a machine share.
+// A time in which a half was at work, on the clock that all processes of a machine share.
 struct Span {
   double begin = 0, end = 0;
   MSGPACK_DEFINE(begin, end);
 };
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// It works at one micro-batch at a time, forward or backward, as a device would: else the first half would have all of
-// a batch at once, and nothing for the second one before the end.
+// Works at one micro-batch at a time, forward or backward, as a device would. Otherwise the first half would work at
+// all micro-batches of a batch concurrently, and the second half would get nothing before the end.
 class Half {
  public:
   Half(int which, bool doubles) : net_(make_half(which, doubles)) {}
@@ -125,8 +126,8 @@ class Half {
     turn.lock.unlock();
   }
 
-  // Backward begins with the gradient of y, and ends with that of x, which is then sent on, or with the engine's run
-  // (also if it fails).
+  // A turn of backward begins with the gradient of y. It ends with the gradient of x, which is then sent on, or with
+  // the engine's run (even if that fails).
   void take_turns_backward(const Tensor& x, const Tensor& y) {
     const auto turn = std::make_shared<Turn>();
     y.register_hook([this, turn](const Tensor& gradient) {
@@ -243,7 +244,7 @@ std::vector<double> train_alone(const Data& data, const Settings& settings) {
 
 // --- what comes out ---
 
-// Of all steps but the first, which warms up.
+// Uses all steps but the first, which warms up.
 double median(std::vector<double> values) {
   if (values.size() > 1) values.erase(values.begin());
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -279,7 +280,8 @@ void draw(const Settings& settings, const std::vector<std::unique_ptr<Pipeline>>
   std::printf("the curves are in %s\n", settings.curve.c_str());
 }
 
-// Trains all, in turns, so that what else the machine does falls on all of them. Whether the check holds.
+// Trains all pipelines, in turns, so that other load on the machine affects all of them. Returns whether the check
+// holds.
 bool compare(const Settings& settings) {
   Data data = load(settings);
   if (settings.check) data.images = data.images.to(at::kDouble);
@@ -296,14 +298,14 @@ bool compare(const Settings& settings) {
   if (!settings.check) return true;
   const auto alone = train_alone(data, settings);
   double most = 0;
-  bool same = true;  // no NaN either
+  bool same = true;  // false also for a NaN
   for (const auto& one : pipelines)
     for (size_t i = 0; i < alone.size(); ++i) {
       const double by = std::abs(one->losses[i] - alone[i]);
       most = std::max(most, by);
       same = same && by < 1e-5;
     }
-  std::printf("check: the losses of one process %s, and differ by %.1e at most\n", same ? "are the same" : "are others",
+  std::printf("check: the losses of one process %s, and differ by %.1e at most\n", same ? "are the same" : "DIFFER",
               most);
   return same;
 }
@@ -313,9 +315,9 @@ bool compare(const Settings& settings) {
 int main(int argc, char** argv) {
   Settings settings;
   CLI::App app("A net in two halves, and batches in parts, so that both halves work at the same time");
-  app.add_option("--steps", settings.steps, "of each training")->check(CLI::Range(1, 100000))->capture_default_str();
-  app.add_option("--batch", settings.batch, "images")->check(CLI::Range(1, 10000))->capture_default_str();
-  app.add_option("--splits", settings.splits, "micro-batches a batch; a training for each")
+  app.add_option("--steps", settings.steps, "steps per training")->check(CLI::Range(1, 100000))->capture_default_str();
+  app.add_option("--batch", settings.batch, "images per batch")->check(CLI::Range(1, 10000))->capture_default_str();
+  app.add_option("--splits", settings.splits, "micro-batches per batch; a training for each")
       ->check(CLI::Range(1, 16))
       ->delimiter(',')
       ->capture_default_str();
@@ -323,12 +325,12 @@ int main(int argc, char** argv) {
   app.add_option("--data", settings.data, "folder of Fashion-MNIST")->capture_default_str();
   app.add_flag("--check", settings.check,
                "train in one process as well, all in doubles: the losses must be the same to 1e-5");
-  app.add_option("--curve", settings.curve, "draw times and losses there")->type_name("FILE.svg");
+  app.add_option("--curve", settings.curve, "draw times and losses in this file")->type_name("FILE.svg");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   auto world = muster::init();
   if (world.world_size() != 3) {
-    if (world.rank() == 0) std::fprintf(stderr, "the pipeline has 3 workers: muster run -n 3 …\n");
+    if (world.rank() == 0) std::fprintf(stderr, "the pipeline needs 3 workers: muster run -n 3 …\n");
     return 2;
   }
   rpc::init();

@@ -3,12 +3,13 @@
 //
 //   muster run -n 2 autograd_rnn --check --curve perplexity.svg
 //
-// Worker 0, "ps", has the table of the words' vectors and the decoder; worker 1, the trainer, has the LSTM between them
-// and calls both. A step goes forward and backward through these calls, in a context of its own, and ends with one step
-// of an optimizer that has parameters on both workers (rnn_model.h).
+// Worker 0, "ps", has the table of the words' vectors and the decoder. Worker 1, the trainer, has the LSTM between them
+// and calls both. A step goes forward and backward through these calls, in its own context, and ends with one step of
+// an optimizer that has parameters on both workers (rnn_model.h).
 //
-// The first steps are also taken, in turn, by a twin: the same model from the same start, in the trainer's process and
-// with libtorch alone. Its losses must be the same; what its steps take less is the remote cost.
+// A twin makes the first steps as well, alternating with the model: it is the same model with the same initial
+// parameters, in the trainer's process and with libtorch alone. Its losses must be the same. The difference of the
+// times is the remote cost.
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <muster/comm/world.h>
@@ -35,9 +36,9 @@ namespace rpc = muster::rpc;
 namespace {
 
 struct Settings {
-  std::string text;  // empty: one of this machine
+  std::string text;  // empty: a text that this machine has
   ModelSizes model;
-  int epochs = 20, steps = 0;  // 0 steps: all of the epochs
+  int epochs = 20, steps = 0;  // 0 steps: no limit but the epochs
   int64_t batch = 10, bptt = 20;
   int twin = 50;
   bool check = false;
@@ -45,13 +46,13 @@ struct Settings {
   std::string curve;  // the picture, an SVG; empty: none
 };
 
-// Words [time, batch]: the text in `batch` columns, what is left over cut off.
+// Words [time, batch]: the text in `batch` columns. The remainder is cut off.
 class Columns {
  public:
   Columns(const at::Tensor& words, int64_t batch)
       : words_(words.narrow(0, 0, words.size(0) / batch * batch).view({batch, -1}).t().contiguous()) {}
 
-  // each(x, y) for one stretch of the text after the other, until it says false.
+  // Calls each(x, y) for one stretch of the text after the other, until it returns false.
   template <typename F>
   void in_stretches(int64_t length, F&& each) const {
     const int64_t last = words_.size(0) - 1;
@@ -65,10 +66,10 @@ class Columns {
   const at::Tensor words_;
 };
 
-// What the steps were like: of both models where the twin took them too.
+// Losses, times and traffic of the steps. For the first steps also the losses and times of the twin.
 struct Steps {
   std::vector<double> loss, twin_loss, ms, twin_ms;
-  double calls = 0, sent = 0, received = 0;  // of all
+  double calls = 0, sent = 0, received = 0;  // over all steps
 
   void add(const rpc::Traffic& one) {
     calls += static_cast<double>(one.calls);
@@ -78,7 +79,7 @@ struct Steps {
   std::vector<double> compared_ms() const {
     return {ms.begin(), ms.begin() + static_cast<std::ptrdiff_t>(twin_ms.size())};
   }
-  // The largest difference; not a number where a loss is none.
+  // The largest difference between the losses; NaN if a loss is NaN.
   double apart() const {
     double largest = 0;
     for (size_t i = 0; i < twin_loss.size(); ++i) {
@@ -140,7 +141,7 @@ void print_costs(const Steps& steps) {
               steps.sent / n / 1024, steps.received / n / 1024);
 }
 
-// Sorted: what share of the steps take no longer. On a busy machine the left end says more than any mean.
+// The times, sorted, over the share of steps that took no longer. On a busy machine the left end says more than a mean.
 muster::Series sorted(const std::string& name, std::vector<double> ms) {
   std::sort(ms.begin(), ms.end());
   std::vector<double> share(ms.size());
@@ -169,7 +170,7 @@ void draw(const std::string& path, const std::string& text, const Perplexities& 
   std::printf("the curve is in %s\n", path.c_str());
 }
 
-// Whether the losses were the same.
+// Returns whether the losses were the same.
 bool train(const Settings& settings, const Text& text) {
   const int64_t held = text.words.size(0) / 10;  // the last tenth
   const Columns training(text.words.narrow(0, 0, text.words.size(0) - held), settings.batch);
@@ -204,7 +205,7 @@ bool train(const Settings& settings, const Text& text) {
   return steps.apart() <= settings.tolerance;
 }
 
-// The trainer's whole work; what main() returns.
+// Does all of the trainer's work. Returns the exit status.
 int run_trainer(const Settings& settings) {
   std::optional<Text> text;
   try {
@@ -234,28 +235,30 @@ int main(int argc, char** argv) {
   const auto count = [&](const char* name, auto& value, const char* what, int low, int high) {
     app.add_option(name, value, what)->check(CLI::Range(low, high))->capture_default_str();
   };
-  app.add_option("--text", settings.text, "what to learn; else a licence that is on every Debian")->type_name("FILE");
+  app.add_option("--text", settings.text, "the text to learn; default: a licence of Debian")->type_name("FILE");
   count("--epochs", settings.epochs, "times to go through the text", 1, 100000);
-  count("--steps", settings.steps, "to stop after; 0: none", 0, 1000000);
+  count("--steps", settings.steps, "stop after so many steps; 0: do not", 0, 1000000);
   count("--batch", settings.batch, "columns of the text that are read at the same time", 1, 10000);
-  count("--bptt", settings.bptt, "words that a gradient goes back", 1, 10000);
+  count("--bptt", settings.bptt, "words that a gradient goes back through", 1, 10000);
   count("--embedding", model.embedding, "size of a word's vector", 1, 16384);
   count("--hidden", model.hidden, "size of the LSTM", 1, 16384);
-  count("--layers", model.layers, "of the LSTM", 1, 64);
+  count("--layers", model.layers, "layers of the LSTM", 1, 64);
   app.add_option("--dropout", model.dropout, "rate")->check(CLI::Range(0.0, 0.99))->capture_default_str();
   app.add_option("--lr", model.lr, "learning rate")->check(CLI::Range(0.0, 1e6))->capture_default_str();
-  app.add_option("--seed", model.seed, "of weights and dropout")->capture_default_str();
-  count("--twin", settings.twin, "steps that the model in one process takes too", 1, 1000000);
-  app.add_flag("--check", settings.check, "fail where the twin has other losses");
-  app.add_option("--tolerance", settings.tolerance, "of --check")->check(CLI::Range(0.0, 1e6))->capture_default_str();
-  app.add_option("--curve,--out", settings.curve, "draw perplexities and times there")->type_name("FILE.svg");
+  app.add_option("--seed", model.seed, "seed of weights and dropout")->capture_default_str();
+  count("--twin", settings.twin, "steps that the model in one process makes, too", 1, 1000000);
+  app.add_flag("--check", settings.check, "fail if the twin has other losses");
+  app.add_option("--tolerance", settings.tolerance, "largest difference that --check accepts")
+      ->check(CLI::Range(0.0, 1e6))
+      ->capture_default_str();
+  app.add_option("--curve,--out", settings.curve, "draw perplexities and times in this file")->type_name("FILE.svg");
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(1);
   auto world = muster::init();
   if (world.world_size() != 2) {
     if (world.rank() == 0)
-      std::fprintf(stderr, "autograd_rnn: this is for two workers: muster run -n 2 autograd_rnn\n");
+      std::fprintf(stderr, "autograd_rnn: needs two workers: muster run -n 2 autograd_rnn\n");
     return 2;
   }
   rpc::init({.name = world.rank() == 0 ? "ps" : "trainer"});

@@ -1,6 +1,6 @@
-// The word language model of rnn.cpp: a table of vectors, an LSTM, a decoder; on two workers, or in one process.
+// The word language model of rnn.cpp: a table of vectors, an LSTM and a decoder, on two workers or in one process.
 //
-// Thread-safety: one trainer, so no two handlers of an object run at the same time.
+// Thread-safety: there is one trainer, so no two handlers of an object run concurrently.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -31,7 +31,8 @@ inline at::Generator generator_of(int64_t seed) {
   return at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
 }
 
-// Its masks depend on the seed and on how many there were, not on what else a process draws: a twin's are the same.
+// A mask depends on the seed and on the number of masks before it, not on other random numbers of the process. So the
+// twin has the same masks.
 class Dropout {
  public:
   Dropout(double rate, int64_t seed) : rate_(rate), generator_(generator_of(seed)) {}
@@ -96,14 +97,14 @@ class Recurrent {
     torch::manual_seed(seed_);
     lstm_ = torch::nn::LSTM(torch::nn::LSTMOptions(sizes.embedding, sizes.hidden)
                                 .num_layers(sizes.layers)
-                                .dropout(sizes.layers > 1 ? sizes.dropout : 0));  // libtorch's own: between layers
+                                .dropout(sizes.layers > 1 ? sizes.dropout : 0));  // libtorch's, between layers
   }
 
-  // The mean over the words x of -log p(y), the words that come next; both [time, batch]. `hidden` goes on to the next
-  // stretch of the text; gradients do not: truncated backpropagation through time.
+  // The mean of -log p(y) over the words x, where y are the words that come next; both are [time, batch]. `hidden` goes
+  // on to the next stretch of the text. Gradients do not: this is truncated backpropagation through time.
   at::Tensor loss(const at::Tensor& x, const at::Tensor& y, Hidden& hidden, bool training) {
     lstm_->train(training);
-    if (training) torch::manual_seed(++seed_);  // of the masks between layers, the same for a twin
+    if (training) torch::manual_seed(++seed_);  // for the masks between layers, which the twin must have, too
     const auto [output, carried] = lstm_->forward(embed_(x, training), hidden);
     hidden = {std::get<0>(carried).detach(), std::get<1>(carried).detach()};
     return at::cross_entropy_loss(decode_(output, training).flatten(0, 1), y.flatten());
@@ -120,7 +121,7 @@ class Recurrent {
   torch::nn::LSTM lstm_{nullptr};
 };
 
-// Table and decoder on the worker "ps".
+// The model with its table and its decoder on the worker "ps".
 class DistributedModel {
  public:
   explicit DistributedModel(const ModelSizes& s)
@@ -141,7 +142,7 @@ class DistributedModel {
     const muster::autograd::Context context;
     const at::Tensor loss = recurrent_.loss(x, y, hidden, true);
     muster::autograd::backward(context, {loss});
-    sgd_.step(context);  // nothing to set to zero: these gradients go with the context
+    sgd_.step(context);  // no zero_grad(): the gradients end with the context
     return loss.item<double>();
   }
 
@@ -160,7 +161,7 @@ class DistributedModel {
   muster::optim::DistributedOptimizer<muster::optim::SGD> sgd_;
 };
 
-// The same in one process, with libtorch alone.
+// The same model in one process, with libtorch alone.
 class LocalModel {
  public:
   explicit LocalModel(const ModelSizes& s)

@@ -1,7 +1,7 @@
-// A text as numbers, for a language model that sees words.
+// A text as numbers, for a language model that reads words.
 //
-// A word is a run of letters, digits and apostrophes, in lower case; every other mark is a word of its own. Bytes above
-// 127 are letters, so that UTF-8 stays whole. Words have their numbers in the order in which they first come.
+// A word is a run of letters, digits and apostrophes, in lower case. Every other mark is a word by itself. Bytes above
+// 127 are letters, so that UTF-8 stays intact. Words are numbered in the order of their first occurrence.
 //
 // Thread-safety: functions of their arguments.
 #pragma once
@@ -28,7 +28,7 @@ struct Text {
   int64_t vocabulary = 0;  // different words
 };
 
-// One that every Debian has (package base-files). Unavailable: this machine has none.
+// The path of a text that every Debian has (package base-files). Throws Unavailable if this machine has none.
 inline std::string text_of_this_machine() {
   const std::initializer_list<const char*> licences{"/usr/share/common-licenses/GPL-3",
                                                     "/usr/share/common-licenses/Apache-2.0"};
@@ -37,13 +37,13 @@ inline std::string text_of_this_machine() {
     if (std::filesystem::exists(path)) return path;
     all += all.empty() ? path : std::string(" nor ") + path;
   }
-  throw muster::Unavailable("there is no text to learn: neither " + all, "Give one by --text FILE");
+  throw muster::Unavailable("there is no text to learn: neither " + all, "Give one with --text FILE");
 }
 
-// InvalidArgument, with the path and the system's reason: a file that cannot be read.
+// Throws InvalidArgument, with the path and the system's reason, if the file cannot be read.
 inline Text read_text(const std::string& path) {
   const auto unreadable = [&](const char* why) {
-    return muster::InvalidArgument("cannot read the text " + path + ": " + why, "Give another one by --text FILE");
+    return muster::InvalidArgument("cannot read the text " + path + ": " + why, "Give another one with --text FILE");
   };
   if (std::filesystem::is_directory(path)) throw unreadable(std::strerror(EISDIR));
   errno = 0;

@@ -23,7 +23,7 @@
 
 namespace {
 
-// All that a rank which comes later needs from those that are there.
+// Everything that a new rank needs from the ranks that are already there.
 class DemoState : public muster::elastic::State {
  public:
   DemoState(torch::nn::Module& net, torch::optim::Optimizer& optimizer, OneCycle& schedule, History& history)
@@ -67,10 +67,10 @@ void run_elastic(const Flags& flags) {
   auto net = make_net(flags.net);
   torch::optim::SGD sgd(net->parameters(),
                         torch::optim::SGDOptions(flags.lr).momentum(0.9).nesterov(true).weight_decay(5e-4));
-  // A step is a batch of all ranks, however many they are.
+  // A step is one batch over all ranks, whatever their number.
   const auto images = static_cast<int64_t>(*train_images.size());
   const int64_t steps = images / flags.batch;
-  if (steps == 0) throw muster::InvalidArgument("there are fewer images than a batch has", "Give a smaller --batch");
+  if (steps == 0) throw muster::InvalidArgument("there are fewer images than in one batch", "Give a smaller --batch");
   OneCycle schedule(sgd, flags.lr, flags.epochs * steps);
   History history(true);
   DemoState state(*net, sgd, schedule, history);
@@ -78,7 +78,7 @@ void run_elastic(const Flags& flags) {
   if (!flags.snapshot.empty()) options.snapshot = {.folder = flags.snapshot, .every = flags.every};
   int rank = 0;
 
-  // For each World: what depends on who is in it.
+  // Called for each World. Sets what depends on the ranks in it.
   const auto setup = [&](muster::World& world) -> muster::elastic::Step {
     check(flags, world);
     share_cores(world);

@@ -1,4 +1,4 @@
-// The same training for ranks that come and go: muster run -n 2 --max-restarts 9 fashion_mnist --elastic
+// The training of main.cpp for ranks that come and go: muster run -n 2 --max-restarts 9 fashion_mnist --elastic
 #pragma once
 
 #include "flags.h"

@@ -17,14 +17,14 @@ Flags parse_flags(int argc, char** argv) {
   app.add_option("--epochs", flags.epochs, "times to go through the images")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
-  app.add_option("--batch", flags.batch, "images a step, over all ranks together")
+  app.add_option("--batch", flags.batch, "images per step, over all ranks together")
       ->check(CLI::Range(1, 60000))
       ->capture_default_str();
   app.add_option("--lr", flags.lr, "highest learning rate")->check(CLI::Range(1e-12, 1e6))->capture_default_str();
-  app.add_option("--seed", flags.seed, "of the weights and the order of the images")->capture_default_str();
+  app.add_option("--seed", flags.seed, "seed of the weights and of the order of the images")->capture_default_str();
   const std::map<std::string, NetKind> nets{{"small", NetKind::kSmall}, {"demo", NetKind::kDemo}};
   std::string net = "demo";
-  app.add_option("--net", net, "network: demo, or small, that of the benchmarks")
+  app.add_option("--net", net, "network: demo, or small, which the benchmarks use")
       ->type_name("NAME")
       ->check(CLI::IsMember({"demo", "small"}))
       ->capture_default_str();
@@ -33,13 +33,13 @@ Flags parse_flags(int argc, char** argv) {
       ->check(CLI::Range(0, 60000))
       ->capture_default_str();
   app.add_option("--out", out, "picture of the curves")->type_name("FILE.svg")->capture_default_str();
-  app.add_option("--json", json, "the numbers as well")->type_name("FILE");
-  app.add_option("--snapshot", snapshot, "save into this folder, and go on from what is in it")->type_name("DIR");
+  app.add_option("--json", json, "write the numbers to this file, too")->type_name("FILE");
+  app.add_option("--snapshot", snapshot, "save into this folder, and resume from its snapshot")->type_name("DIR");
   app.add_option("--every", flags.every, "steps between snapshots; 0: only when asked to stop (SIGTERM)")
       ->check(CLI::Range(0, 1000000000))
       ->capture_default_str();
   app.add_flag("--elastic", flags.elastic,
-               "ranks that are left go on when one is lost, as muster run --max-restarts replaces it");
+               "when a rank is lost, the others go on, and muster run --max-restarts replaces it");
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {

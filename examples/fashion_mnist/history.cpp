@@ -93,7 +93,8 @@ void History::step(const torch::Tensor& output, const torch::Tensor& target, dou
 
 void History::end_epoch() {
   time_ += Clock::now() - began_;
-  // One collective an epoch, not one a step, brings the losses together. Its last element is the time blocked.
+  // One collective per epoch, not per step, combines the losses. Its last element is the time that the rank was
+  // blocked.
   epoch_losses_.push_back(std::chrono::duration<double>(world_->group().stats().blocked - blocked_before_).count());
   auto means = torch::tensor(epoch_losses_, torch::kDouble);
   if (!together_) muster::all_reduce(means, {.op = muster::ReduceOp::AVG});
@@ -145,8 +146,8 @@ void History::load(torch::serialize::InputArchive& archive) {
 
 void History::write_curves(const Flags& flags) const {
   const auto epochs = static_cast<double>(train_.size());
-  // Single steps are mostly noise: faintly the means over short stretches of the training, boldly those over long ones
-  // around them.
+  // Single steps are mostly noise. So the faint line shows the means over short stretches of the training, and the bold
+  // line the means over long stretches.
   const auto mean_around = [&](size_t step, size_t reach) {
     const size_t first = step - std::min(step, reach), last = std::min(step + reach + 1, step_losses_.size());
     double sum = 0;
@@ -160,7 +161,7 @@ void History::write_curves(const Flags& flags) const {
     steps.x.push_back(x);
     steps.y.push_back(mean_around(step, stride / 2));
     loss.x.push_back(x);
-    loss.y.push_back(mean_around(step, std::min(step, step_losses_.size() / 50)));  // narrower where it falls steeply
+    loss.y.push_back(mean_around(step, std::min(step, step_losses_.size() / 50)));  // narrower at the steep start
   }
   muster::Series test_loss{.name = "test", .markers = true, .color = 1};
   muster::Series train_accuracy{.name = "training", .markers = true, .color = 0};
@@ -179,7 +180,7 @@ void History::write_curves(const Flags& flags) const {
                            .x_whole = true,
                            .y_unit = " %",
                            .x_min = 0};
-  if (test_.back().loss < 0.5) losses.y_max = 1;  // the fall in the first steps would flatten all the rest
+  if (test_.back().loss < 0.5) losses.y_max = 1;  // else the first steps' fall would flatten the rest
 
   const int ranks = ranks_;
   std::ostringstream about;
@@ -213,7 +214,7 @@ void History::write_json(const Flags& flags) const {
   file.close();
   if (!file)
     throw muster::Unavailable("cannot write " + flags.json.string(),
-                              "Check that its folder exists and may be written to");
+                              "Check that its folder exists and is writable");
 }
 
 std::string History::table(const Flags& flags) const {

@@ -1,4 +1,4 @@
-// What the training has come to, and how it is shown: the curves, the table at the end, the JSON file.
+// The results of the training, and their output: the curves, the table at the end, the JSON file.
 #pragma once
 
 #include <muster/comm/world.h>
@@ -16,14 +16,14 @@ struct Score {
   int64_t images = 0;
 };
 
-// Sums over the images that this rank has seen; score() puts all ranks' together, and every rank must call it.
+// Sums over the images that this rank has seen. score() combines the sums of all ranks; every rank must call it.
 class Tally {
  public:
   void add(const torch::Tensor& output, const torch::Tensor& target, double loss);
   void add(const Tally& other);
   Score score() const;
 
-  Score own_score() const;  // of what this one holds
+  Score own_score() const;  // of this rank's sums only
 
   torch::Tensor numbers() const;
   void set(const torch::Tensor& numbers);
@@ -35,23 +35,24 @@ class Tally {
 
 class History {
  public:
-  // Each rank notes what it sees, and once an epoch all bring it together. With `together`, at each step: then every
-  // rank has all of it, and none is missed when another one is lost.
+  // Each rank records its own results, and the ranks combine them once per epoch. With `together` they combine them at
+  // each step: then every rank has all results, and nothing is missing when a rank is lost.
   explicit History(bool together = false) : together_(together) {}
 
-  // The World that the next epochs are of; only as long as they are.
+  // Sets the World of the next epochs. It must live as long as they run.
   void join(const muster::World& world) {
     world_ = &world;
     ranks_ = world.world_size();
   }
 
-  // Around the training loop of an epoch. What lies between counts as training time.
+  // Call begin_epoch() before the training loop of an epoch and end_epoch() after it. The time between counts as
+  // training time.
   void begin_epoch();
-  void step(const torch::Tensor& output, const torch::Tensor& target, double loss);  // all ranks, where `together`
-  void end_epoch();                                                                  // all ranks
-  void test(const Score& score);                                                     // after it
+  void step(const torch::Tensor& output, const torch::Tensor& target, double loss);  // collective with `together`
+  void end_epoch();                                                                  // collective
+  void test(const Score& score);                                                     // after end_epoch()
 
-  // For snapshots, within an epoch: all of it but how long things took, which begins anew.
+  // For snapshots, also within an epoch. They hold everything but the times, which start from zero again.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
@@ -68,11 +69,11 @@ class History {
   const bool together_;
   const muster::World* world_ = nullptr;
   int ranks_ = 1;
-  std::vector<double> step_losses_;   // the mean over the whole batch, as all ranks see it
-  std::vector<double> epoch_losses_;  // of the epoch under way; this rank's, or all ranks' where `together`
+  std::vector<double> step_losses_;   // the mean over the whole batch; the same on all ranks
+  std::vector<double> epoch_losses_;  // of the epoch under way: this rank's, or with `together` all ranks'
   std::vector<Score> train_, test_;   // of each epoch
   Tally tally_;
-  int64_t images_ = 0;  // that this run has trained on, to within a batch
+  int64_t images_ = 0;  // images that this run has trained on, to within a batch
   Clock::time_point began_;
   std::chrono::nanoseconds blocked_before_{}, time_{};
   double blocked_ = 0;  // seconds, mean over the ranks

@@ -1,4 +1,4 @@
-// Fashion-MNIST as a dataset for torch::data: a whole batch is gathered at once, by its indices.
+// Fashion-MNIST as a dataset for torch::data. One operation gathers a whole batch by its indices.
 #pragma once
 
 #include <muster/data/idx.h>
@@ -10,7 +10,7 @@
 
 class Images : public torch::data::datasets::BatchDataset<Images, torch::data::Example<>> {
  public:
-  // The first `limit` images of a part, or all where it is 0.
+  // The first `limit` images of a part, or all of them if `limit` is 0.
   Images(const std::filesystem::path& folder, muster::FashionMnistPart part, int64_t limit)
       : raw_(muster::load_fashion_mnist(folder, part)) {
     if (limit == 0) return;
@@ -22,8 +22,8 @@ class Images : public torch::data::datasets::BatchDataset<Images, torch::data::E
     const auto count = static_cast<int64_t>(request.size());
     const auto index = torch::empty({count}, torch::kLong);
     std::copy(request.begin(), request.end(), index.mutable_data_ptr<int64_t>());
-    // Mean 0 and deviation 1. One channel, as N x 1 x 28 x 28 with the channel last in memory: convolutions run twice
-    // as fast on it.
+    // Mean 0 and deviation 1. The shape is N x 1 x 28 x 28 with the channel last in memory: convolutions run twice as
+    // fast on that.
     auto images = raw_.images.index_select(0, index).to(torch::kFloat).mul_(1 / 255.0 / 0.3530).sub_(0.2860 / 0.3530);
     return {images.view({count, 28, 28, 1}).permute({0, 3, 1, 2}), raw_.labels.index_select(0, index)};
   }

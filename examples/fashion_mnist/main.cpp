@@ -2,8 +2,8 @@
 //
 //   muster run -n 2 fashion_mnist
 //
-// What makes it distributed are the lines with muster:: in run(). Every rank runs the same program on its share of each
-// batch. elastic.cpp has the same training for ranks that come and go.
+// The lines with muster:: in run() make it distributed. Every rank runs the same program on its share of each batch.
+// elastic.cpp has the same training for ranks that come and go.
 #include <muster/muster.h>
 #include <muster/train/progress.h>
 #include <torch/data/dataloader.h>
@@ -29,7 +29,7 @@ namespace {
 using torch::nn::functional::cross_entropy;
 
 void run(const Flags& flags) {
-  std::optional<muster::StopSignal> stop;  // also where it comes before the snapshot is there
+  std::optional<muster::StopSignal> stop;  // catches a SIGTERM that comes before the Snapshot exists
   if (!flags.snapshot.empty()) stop.emplace();
   auto world = muster::init();
   check(flags, world);
@@ -55,7 +55,7 @@ void run(const Flags& flags) {
   History history;
   history.join(world);
 
-  // Where an earlier run was stopped or died, this one goes on.
+  // Resumes where an earlier run was stopped or died.
   std::optional<muster::Snapshot> snapshot;
   int64_t step = 0;
   if (!flags.snapshot.empty()) {
@@ -66,7 +66,7 @@ void run(const Flags& flags) {
     if (snapshot->stop_here(step)) return;
     bar.advance(std::min(step * flags.batch, flags.epochs * static_cast<int64_t>(sampler.size()) * world.world_size()));
   }
-  // An epoch whose last step was the last before the snapshot still lacks its end.
+  // After a snapshot of an epoch's last step, the loop enters that epoch again: its end is still missing.
   for (auto epoch = static_cast<int>(std::max<int64_t>(step - 1, 0) / steps); epoch < flags.epochs; ++epoch) {
     bar.set_label("epoch " + std::to_string(epoch + 1) + "/" + std::to_string(flags.epochs));
     sampler.set_epoch(epoch);

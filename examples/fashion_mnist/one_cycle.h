@@ -1,4 +1,4 @@
-// The learning rate of each step: up in a straight line over the first fifth of the training, then down to zero along a
+// The learning rate of each step: it rises linearly over the first fifth of the training, then falls to zero along a
 // cosine. Source: Smith and Topin, "Super-Convergence", 2018.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Worker 0 trains; the loss and its gradients are computed by all workers, each on some rows of the batch, as if the
-// function were called here.
+// Worker 0 trains. All workers compute the loss and its gradients, each for some rows of the batch. For worker 0 this
+// looks like a call of a local function.
 //
 //   muster run -n 2 remote_train
 #include <muster/remote/auto_init_rpc.h>
@@ -32,7 +32,7 @@ torch::nn::Sequential build_net() {
   return torch::nn::Sequential(torch::nn::Linear(2, 32), torch::nn::Tanh(), torch::nn::Linear(32, 1));
 }
 
-// What each worker computes, of its rows. The model goes to all of them.
+// What each worker computes for its rows. The model goes to all workers.
 using LossAndGradients = std::tuple<torch::Tensor, std::vector<torch::Tensor>>;
 LossAndGradients loss_of_rows(const rpc::ModuleState& model, const Batch& rows) {
   auto net = build_net();
@@ -44,7 +44,7 @@ LossAndGradients loss_of_rows(const rpc::ModuleState& model, const Batch& rows) 
   return {loss.detach(), gradients};
 }
 
-// Called like loss_of_rows; by rows, and the mean of what comes back.
+// Called like loss_of_rows. Splits the batch by rows, and returns the mean of the results.
 const auto loss_and_gradients =
     muster::parallelize<&loss_of_rows>({.partitioner = muster::batch_partitioner, .reducer = muster::mean_reducer});
 

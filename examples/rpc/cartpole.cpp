@@ -2,9 +2,9 @@
 //
 //   muster run -n 3 rpc_cartpole --curve rewards.svg
 //
-// Worker 0 has the agent: the policy, which it trains. Every other worker has an observer, with a CartPole of its own.
-// The agent tells the observers to play an episode; they ask the agent at each step what to do, by the RRef to it that
-// they were given: a call inside of a call. cartpole_batched.cpp does the same with one forward pass for all observers.
+// Worker 0 has the agent, which trains the policy. Every other worker has an observer with its own CartPole. The agent
+// tells the observers to play an episode. At each step an observer asks the agent what to do, through the RRef that it
+// was given: a call inside a call. cartpole_batched.cpp does the same with one forward pass for all observers.
 #include <muster/comm/world.h>
 #include <muster/rpc/rref.h>
 
@@ -19,7 +19,8 @@ namespace rpc = muster::rpc;
 
 namespace {
 
-// Handlers of one object run at the same time; but each observer asks for itself alone, and the policy is only read.
+// Handlers of one object run concurrently. That is safe here: each observer asks only for itself, and the policy is
+// only read.
 class Agent {
  public:
   explicit Agent(const Settings& settings) : learner_(settings) {}

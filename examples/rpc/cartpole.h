@@ -2,7 +2,7 @@
 //
 // The equations of motion of A. G. Barto, R. S. Sutton and C. W. Anderson, "Neuronlike adaptive elements that can solve
 // difficult learning control problems", IEEE Transactions on Systems, Man, and Cybernetics 13(5), 1983, without
-// friction; masses, lengths, limits and Euler's step of 20 ms as in the Gym's CartPole-v1.
+// friction. The masses, lengths, limits and Euler's step of 20 ms are those of the Gym's CartPole-v1.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ class CartPole {
 
   explicit CartPole(uint64_t seed) : random_(seed) {}
 
-  // A new episode, from nearly upright.
+  // Begins a new episode, with a pole that is nearly upright.
   State reset() {
     for (double& each : now_) each = 0.1 * (std::generate_canonical<double, 53>(random_) - 0.5);
     steps_ = 0;

@@ -2,10 +2,10 @@
 //
 //   muster run -n 2 rpc_cartpole_batched --curve rewards.svg
 //
-// The agent's handler waits, without holding a thread, until all that play have asked; the last to ask computes for
-// all. An observer is a coroutine too, so one worker has many of them. The same training runs once with an agent that
-// answers each request by itself, and the times are printed side by side. Source of the idea: PyTorch's tutorial
-// "Implementing Batch RPC Processing Using Asynchronous Executions".
+// The agent's handler waits, without holding a thread, until all observers that play have asked. The last request
+// computes the answers to all. An observer is a coroutine, too, so one worker can have many of them. The same training
+// also runs with an agent that answers each request separately, and the program prints both times. Source of the idea:
+// PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions".
 #include <muster/comm/world.h>
 #include <muster/rpc/rref.h>
 #include <muster/rpc/task.h>
@@ -29,7 +29,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// Both agents: one call a step, which brings the last step's reward.
+// Both agents take one call per step, which brings the last step's reward.
 class SingleAgent {
  public:
   static constexpr const char* kName = "one by one";
@@ -88,7 +88,7 @@ class BatchedAgent {
     rpc::Promise<Actions> answer;
   };
 
-  // Those who wait go on when the promise is fulfilled, perhaps in this thread: so not under the lock.
+  // Fulfils the promise without the lock, because the waiting coroutines may resume in this thread.
   void answer_if_complete(std::unique_lock<std::mutex> lock) {
     if (batch_.observers.empty() || static_cast<int>(batch_.observers.size()) < playing_) return;
     Batch batch = std::exchange(batch_, Batch());
@@ -99,7 +99,7 @@ class BatchedAgent {
   Learner learner_;
   const int observers_;
   std::mutex mutex_;
-  int playing_ = 0;  // in this episode, still
+  int playing_ = 0;  // observers whose episode is not over
   Batch batch_;
 };
 
@@ -167,7 +167,7 @@ Result train_and_tell(const Settings& settings) {
 }
 
 void compare(const Settings& settings) {
-  // What libtorch loads at its first use is not to count for the one that comes first.
+  // Runs both once, so that what libtorch loads at its first use does not count for the one that is measured first.
   Settings once = settings;
   once.episodes = 1;
   train<SingleAgent>(once);

@@ -2,9 +2,9 @@
 //
 //   muster run -n 4 rpc_chat
 //
-// Worker 0 invites the others and hands each the RRef to the room. Each guest comes in with an RRef to himself, so the
-// room can call him back, and so can any guest to whom the room gives that RRef: the whisper below goes from one guest
-// to another without the room.
+// Worker 0 invites the others and gives each the RRef to the room. Each guest enters with an RRef to itself, so that
+// the room can call it back. The room can also give that RRef to other guests: the whisper below goes from one guest to
+// another without the room.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -24,7 +24,7 @@ namespace rpc = muster::rpc;
 
 namespace {
 
-// Lives on its own worker; others call it.
+// Lives on its own worker. Other workers call it.
 class Guest {
  public:
   void hear(std::string line) {
@@ -42,24 +42,25 @@ class Guest {
   std::vector<std::string> heard_;
 };
 
-// Lives on worker 0. Handlers of one object run at the same time, so it has a mutex, which no co_await may hold.
+// Lives on worker 0. Handlers of one object run concurrently, so it has a mutex, which must not be held across a
+// co_await.
 class Room {
  public:
   explicit Room(size_t seats) : seats_(seats) {}
 
-  // Returns when all have come: a coroutine that waits holds no thread, however many guests there are.
+  // Returns when all guests have come. A coroutine that waits holds no thread, however many guests there are.
   rpc::Task<> enter(rpc::RRef<Guest> guest) {
     if (add(rpc::this_call().caller().name, std::move(guest))) all_came_.try_set_value();
     co_await everybody_;
   }
 
-  // Returns when all want to leave, so nobody misses what the others still say.
+  // Returns when all guests want to leave, so that each guest hears what the others still say.
   rpc::Task<> leave() {
     if (wants_to_leave(rpc::this_call().caller().name)) all_said_.try_set_value();
     co_await enough_;
   }
 
-  // Everybody has heard it when this returns. Who has died meanwhile is a guest no more.
+  // Returns when every other guest has heard the words. A guest that has died meanwhile is no longer a guest.
   rpc::Task<int> say(std::string words) {
     const std::string from = rpc::this_call().caller().name;
     std::map<std::string, rpc::Future<void>> told;
@@ -106,7 +107,7 @@ class Room {
   const rpc::Future<void> everybody_ = all_came_.future(), enough_ = all_said_.future();
 };
 
-// One guest's evening, on the guest's worker. What he has heard is the answer to the invitation.
+// One guest's visit, on the guest's worker. It returns what the guest has heard, which is the answer to the invitation.
 std::vector<std::string> visit(rpc::RRef<Room> room) {
   const auto me = std::make_shared<Guest>();
   room.sync<&Room::enter>(rpc::make_rref(me));

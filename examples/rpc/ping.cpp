@@ -1,6 +1,6 @@
-// The smallest program with remote calls: worker 0 calls worker 1, and says how long that takes.
+// The smallest program with remote calls: worker 0 calls worker 1, and prints how long that takes.
 //
-//   muster run -n 2 ping
+//   muster run -n 2 rpc_ping
 #include <chrono>
 #include <cstdio>
 #include <string>
@@ -16,7 +16,7 @@ namespace {
 
 std::string greet(std::string name) { return "hello " + name + ", this is " + rpc::worker_info().name; }
 
-// Lives on worker 1; whoever has an RRef to it may add lines.
+// Lives on worker 1. Every worker that has an RRef to it may add lines.
 class Guestbook {
  public:
   int sign(std::string line) {

@@ -13,17 +13,17 @@
 
 Settings parse_settings(int argc, char** argv, Settings settings) {
   CLI::App app("Learns to balance a pole: an agent on worker 0, observers on the others.");
-  app.add_option("--observers", settings.observers, "how many; 0: one on each worker but the agent's")
+  app.add_option("--observers", settings.observers, "number of observers; 0: one on each worker but the agent's")
       ->check(CLI::Range(0, 1000))
       ->capture_default_str();
-  app.add_option("--episodes", settings.episodes, "of each observer")
+  app.add_option("--episodes", settings.episodes, "episodes per observer")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   app.add_option("--hidden", settings.hidden, "width of the policy")->check(CLI::Range(1, 8192))->capture_default_str();
   app.add_option("--lr", settings.lr, "learning rate")->capture_default_str();
-  app.add_option("--gamma", settings.gamma, "what a reward is worth a step earlier")->capture_default_str();
-  app.add_option("--seed", settings.seed, "of the weights, the episodes and the actions")->capture_default_str();
-  app.add_option("--curve", settings.curve, "draw the rewards there")->type_name("FILE.svg");
+  app.add_option("--gamma", settings.gamma, "discount of a reward per step")->capture_default_str();
+  app.add_option("--seed", settings.seed, "seed of the weights, the episodes and the actions")->capture_default_str();
+  app.add_option("--curve", settings.curve, "draw the rewards in this file")->type_name("FILE.svg");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -57,7 +57,7 @@ Learner::Learner(const Settings& settings)
 std::vector<int> Learner::act(std::span<const int> observers, std::span<const CartPole::State> states) {
   const torch::NoGradGuard no_grad;
   const auto rows = static_cast<int64_t>(states.size());
-  auto* const floats = const_cast<float*>(states.front().data());  // from_blob only reads what nobody writes to
+  auto* const floats = const_cast<float*>(states.front().data());  // const_cast is safe: the tensor is only read
   const auto right = policy_->forward(torch::from_blob(floats, {rows, 4})).softmax(1).select(1, 1);
   const auto probability = right.accessor<float, 1>();
   std::vector<int> actions;
@@ -72,8 +72,8 @@ std::vector<int> Learner::act(std::span<const int> observers, std::span<const Ca
   return actions;
 }
 
-// The policy was the same through all of these episodes, so one forward pass at their end has the gradients that the
-// passes of all the steps, had they been kept, would have.
+// The policy does not change during these episodes. So one forward pass at their end gives the same gradients as the
+// passes of all steps together.
 double Learner::learn() {
   std::vector<float> states, returns;
   std::vector<int64_t> actions;

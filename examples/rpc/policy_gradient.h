@@ -1,6 +1,7 @@
-// What the two CartPole programs share: the policy, how it learns, and what is printed of that.
+// Shared by the two CartPole programs: the policy, its training, and the output.
 //
-// Thread-safety: Learner, all methods, each with its own observer; learn() while no observer plays.
+// Thread-safety: threads may call the methods of Learner concurrently, each for its own observer; but learn() only
+// while no observer plays.
 #pragma once
 
 #include <torch/nn/modules/container/sequential.h>
@@ -24,7 +25,7 @@ struct Settings {
   uint64_t seed = 1;
   std::string curve;  // the picture, an SVG; empty: none
 };
-// What the command line says; ends the program where it cannot be read.
+// Reads the command line. Ends the program if the command line is invalid.
 Settings parse_settings(int argc, char** argv, Settings settings);
 
 // REINFORCE: R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
@@ -33,13 +34,13 @@ class Learner {
  public:
   explicit Learner(const Settings& settings);
 
-  // What each observer does in its state: 1, push to the right, or 0. One forward pass for all of them. An observer's
-  // choices depend on its states and the seed alone, not on when others play.
+  // Returns each observer's action in its state: 1 (push to the right) or 0. One forward pass for all observers. An
+  // observer's actions depend only on its states and on the seed, not on the order in which observers play.
   std::vector<int> act(std::span<const int> observers, std::span<const CartPole::State> states);
   int act(int observer, const CartPole::State& state) { return act({&observer, 1}, {&state, 1})[0]; }
   void reward(int observer, float reward) { episode(observer).rewards.push_back(reward); }
 
-  // One step of the optimizer for the episodes that have just ended; returns the mean of their rewards.
+  // Makes one step of the optimizer for the episodes that have just ended. Returns the mean of their rewards.
   double learn();
 
  private:
@@ -52,12 +53,13 @@ class Learner {
   Episode& episode(int observer) { return episodes_[static_cast<size_t>(observer)]; }
 
   const Settings settings_;
-  torch::nn::Sequential policy_;  // of a state: the logits of the two actions
+  torch::nn::Sequential policy_;  // maps a state to the logits of the two actions
   torch::optim::Adam adam_;
   std::vector<Episode> episodes_;
 };
 
-// The rewards of a training, which begins with this: a line now and then, what became of it, and the curve.
+// The rewards of a training, which starts when this is constructed. Prints a line now and then and a summary, and draws
+// the curve.
 class Rewards {
  public:
   void add(double mean_reward);

@@ -1,5 +1,5 @@
-// Data-parallel training by hand: each rank computes gradients on its part of the data, and they are averaged before
-// the step. DistributedDataParallel does this for you, and while backward still runs.
+// Data-parallel training by hand: each rank computes gradients on its part of the data, and the ranks average them
+// before the step. DistributedDataParallel does this for you, while backward still runs.
 //
 //   muster run -n 2 tutorial_average_gradients [folder of Fashion-MNIST]
 #include <muster/comm/collectives.h>
@@ -28,7 +28,7 @@ int main(int argc, char** argv) {
   const auto data = muster::load_fashion_mnist(argc > 1 ? argv[1] : "/usr/share/datasets/fashion-mnist",
                                                muster::FashionMnistPart::kTrain);
 
-  torch::manual_seed(1);  // the same parameters everywhere
+  torch::manual_seed(1);  // the same parameters on all ranks
   torch::nn::Sequential net(torch::nn::Linear(784, 100), torch::nn::ReLU(), torch::nn::Linear(100, 10));
   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
 

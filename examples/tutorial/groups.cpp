@@ -1,4 +1,4 @@
-// Groups: the even ranks and the odd ones each add up on their own, then all together.
+// Groups: the even ranks and the odd ranks each compute their own sum, then all ranks together.
 //
 //   muster run -n 4 tutorial_groups
 #include <ATen/ops/full.h>
@@ -12,7 +12,7 @@ int main() {
   std::vector<int> even, odd;
   for (int r = 0; r < world.world_size(); ++r) (r % 2 == 0 ? even : odd).push_back(r);
 
-  // Every rank makes every group, also those that it is not in, in the same order.
+  // Every rank creates every group, including those that it is not in, in the same order.
   const muster::Group evens = world.new_group(even), odds = odd.empty() ? evens : world.new_group(odd);
   const muster::Group& mine = world.rank() % 2 == 0 ? evens : odds;
 

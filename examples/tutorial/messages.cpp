@@ -1,4 +1,4 @@
-// Point-to-point messages: blocking, not blocking, and from whoever comes first.
+// Point-to-point messages: blocking, non-blocking, and from any rank.
 //
 //   muster run -n 2 tutorial_messages
 #include <ATen/ops/full.h>
@@ -13,12 +13,12 @@ int main() {
   const int rank = world.rank(), last = world.world_size() - 1;
   const at::Tensor box = at::zeros({1});
 
-  // Blocking: send returns when the tensor may be changed again, recv when it has come.
+  // Blocking: send() returns when the tensor may be changed again, recv() when the message has arrived.
   if (rank == 0 && last > 0) muster::send(at::full({1}, 1.0), 1);
   if (rank == 1) muster::recv(box, 0);
   std::printf("blocking: rank %d has %g\n", rank, box.item<double>());
 
-  // Not blocking: the call returns at once; until wait() returns, leave the tensors alone.
+  // Non-blocking: the call returns immediately. Do not touch the tensors until wait() returns.
   const at::Tensor outgoing = at::full({1}, rank + 10.0), incoming = at::zeros({1});
   auto sent = muster::isend(outgoing, (rank + 1) % (last + 1));
   auto received = muster::irecv(incoming, (rank + last) % (last + 1));
@@ -27,7 +27,7 @@ int main() {
   received.wait();
   std::printf("around the ring: rank %d has %g\n", rank, incoming.item<double>());
 
-  // From anybody, told apart by tag.
+  // From any rank. The tag tells these messages from the others.
   constexpr int kReport = 7;
   if (rank != 0) {
     muster::send(at::full({1}, rank * 100.0), 0, {.tag = kReport});

@@ -1,4 +1,4 @@
-// Objects: what is no tensor, such as a rank's report or the settings that one rank has read.
+// Objects: values that are not tensors, such as a rank's report or the settings that one rank has read.
 //
 //   muster run -n 2 tutorial_objects
 #include <muster/comm/objects.h>
@@ -19,10 +19,10 @@ int main() {
   auto world = muster::init();
   const int rank = world.rank();
 
-  // What rank 0 has (from a file, say), everybody has.
+  // All ranks get what rank 0 has (from a file, for example).
   const auto steps = muster::broadcast_object(rank == 0 ? std::vector<int>{1, 10, 100} : std::vector<int>());
 
-  // One report a rank, of any length, on rank 0.
+  // Rank 0 gets one report per rank. Reports may differ in length.
   Report mine{.rank = rank, .mood = rank == 0 ? "fine" : "busy"};
   for (int i = 0; i <= rank; ++i) mine.losses.push_back(1.0 / steps[static_cast<size_t>(i) % steps.size()]);
   for (const auto& report : muster::gather_object(mine))

@@ -1,5 +1,5 @@
-// An all-reduce made of messages: each rank's tensor travels around the ring, and every rank adds what passes by. Then
-// the library's own, which gives the same.
+// An all-reduce made of messages: each rank's tensor travels around the ring, and every rank adds its own to it. Then
+// the library's all_reduce, which gives the same result.
 //
 //   muster run -n 4 tutorial_ring_all_reduce
 #include <ATen/ops/allclose.h>
@@ -13,8 +13,8 @@
 namespace {
 
 // The ring of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009: the
-// tensor is cut into as many parts as there are ranks. In N-1 steps each part goes around once and is added up; in
-// N-1 more the sums go around. Every rank sends and receives 2 (N-1)/N of the tensor, however many ranks there are.
+// tensor is cut into N parts, one per rank. In N-1 steps each part goes around once and is added up. In N-1 more steps
+// the sums go around. Every rank sends and receives 2 (N-1)/N of the tensor.
 void ring_all_reduce(const at::Tensor& tensor, const muster::World& world) {
   const int n = world.world_size(), rank = world.rank();
   const int next = (rank + 1) % n, previous = (rank + n - 1) % n;

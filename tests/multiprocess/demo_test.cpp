@@ -204,7 +204,7 @@ TEST_F(Demo, SaysWhatIsWrongWithItsFlags) {
   expect_failure(demo(1, "--epochs many"), "--epochs");
   expect_failure(demo(1, "--net huge"), "--net");
   expect_failure(demo(2, "--batch 31"),
-                 "a batch of 31 images does not divide by 2 ranks. Give --batch a multiple of 2");
+                 "a batch of 31 images cannot be split evenly over 2 ranks. Give --batch a multiple of 2");
   expect_failure(demo(1, "--json " + (folder_ / "none" / "a.json").string()),
                  "its folder is not there or not writable");
 }

@@ -211,7 +211,7 @@ TEST(Examples, AutogradRnnWithoutAText) {
   const std::string short_one = text(testing::TempDir(), "/short.", ::getpid());
   std::ofstream(short_one) << "Two words";
   const std::pair<std::string, std::string> cases[] = {
-      {"/no/such/text", "cannot read the text /no/such/text: No such file or directory. Give another one by --text"},
+      {"/no/such/text", "cannot read the text /no/such/text: No such file or directory. Give another one with --text"},
       {testing::TempDir(), "Is a directory"},
       {short_one, " has 2 words, and must have 200. Give a longer one"}};
   for (const auto& [path, words] : cases) {
