@@ -1,13 +1,14 @@
 # Checks of the tree itself, and the test that an outside project can use Muster. Included by tests/CMakeLists.txt.
 
-# What the trees of the sanitizers run. Their tests have a prefix: "tsan/Store.Wait".
+# The tests that the sanitizers' trees run. Their names have a prefix: "tsan/Store.Wait".
 set(MUSTER_TEST_PREFIX "")
 set(MUSTER_TEST_FILTER "")
 if(MUSTER_SANITIZE)
   set(MUSTER_TEST_PREFIX asan/)
-  # Tests that fork stay out: a child forked while another thread allocates waits for ever for the lock of the allocator of
-  # GCC 12's sanitizers. Such a test has Fork in its name, or its suite ends in Process, or its parameter in _processes.
-  # The grid of all sizes and dtypes runs for shm alone: gloo's part of it is libtorch's, which is not instrumented.
+  # Tests that fork are left out: a child that is forked while another thread allocates waits forever for the
+  # allocator's lock in GCC 12's sanitizers. Such a test has Fork in its name, or its suite ends in Process, or its
+  # parameter in _processes. The grid of all sizes and dtypes runs only for shm: gloo's code is part of libtorch, which
+  # is not instrumented.
   set(MUSTER_TEST_FILTER
       "-*Process.*:*_processes:SecretTest.TheCommand*:*Fork*:*AnotherUser*:Comm/Collectives.*gloo*:Comm/Collectives.*hier*:Comm/Values.*gloo*:Comm/Values.*hier*:Hosts.Every*")
 endif()
@@ -48,7 +49,7 @@ function(muster_consumer_test way component)
   set_tests_properties(${name} PROPERTIES LABELS "consumer;${ARGN}" TIMEOUT 1800)
 endfunction()
 muster_consumer_test(find_package core)
-muster_consumer_test(add_subdirectory core full)  # compiles what needs no libtorch once more
+muster_consumer_test(add_subdirectory core full)  # compiles everything that needs no libtorch once more
 if(TARGET muster)
   muster_consumer_test(find_package muster)
   muster_consumer_test(add_subdirectory muster full)  # compiles all of Muster once more

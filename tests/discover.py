@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Asks a gtest program for its tests and makes tests of ctest of them: one for each suite, not one for each test.
+"""Asks a gtest program for its tests and turns them into ctest tests: one per suite, not one per test.
 
     discover.py PROGRAM OUTPUT.cmake [--prefix asan/] [--labels "comm"] [--filter "-*Fork*"] [--alone PATTERNS] [--full PATTERNS] [--each PATTERNS]
                 [--timeout SECONDS] [--environment NAME=VALUE]…
 
-A process that loads libtorch takes a third of a second to start, and many tests take less. A suite with named parameters,
-such as a backend's name, becomes one test of ctest for each of them: "Comm/Errors/gloo_threads".
+A process that loads libtorch takes a third of a second to start, and many tests take less. A suite with named
+parameters, such as a backend's name, becomes one ctest test per parameter: "Comm/Errors/gloo_threads".
 
-Patterns are gtest's, separated by colons. ctest runs nothing else beside tests that match --alone. Those that match --full
-have the label `full`: `./dev test` leaves them out. A suite that has tests of several of these kinds becomes a test of ctest for
-each: "Comm/Errors/gloo_threads", "Comm/Errors/gloo_threads.alone", "Comm/Errors/gloo_threads.full". Each test that matches
---each has a process of its own, and its own name.
+Patterns are gtest's, separated by colons. ctest runs nothing else at the same time as tests that match --alone. Tests
+that match --full get the label `full`: `./dev test` leaves them out. A suite with tests of several of these kinds
+becomes one ctest test per kind: "Comm/Errors/gloo_threads", "Comm/Errors/gloo_threads.alone",
+"Comm/Errors/gloo_threads.full". Each test that matches --each gets its own process and its own name.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def tests_of(program, pattern):
 
 
 def entry_of(suite, test):
-    """The test of ctest that a test belongs to: its suite, and the name of its parameter if it has one that is not a number."""
+    """Returns the ctest test of a gtest test: its suite, and its parameter's name unless that is a number."""
     parameter = test.rpartition("/")[2] if "/" in test else ""
     return suite if not parameter or re.fullmatch(r"\d+", parameter) else f"{suite}/{parameter}"
 

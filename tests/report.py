@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Says what ctest's closing lines do not: how many of gtest's tests ran, what skipped, what was slow, what passed only when repeated.
+"""Prints what ctest's summary lacks: how many tests ran, which skipped, were slow, or passed only when repeated.
 
     report.py BUILD CTEST_OUTPUT
 
-BUILD is the folder in which ctest ran. Its LastTest.log has the output of every run of every test. A test that failed and
-passed when ctest repeated it is printed as "UNSTABLE: name"; the logs of both runs go to BUILD/unstable/. Last of all comes
-ctest's own verdict again.
+BUILD is the folder in which ctest ran. Its LastTest.log has the output of every run of every test. If a test failed and
+then passed when ctest repeated it, this prints "UNSTABLE: name" and writes the logs of both runs to BUILD/unstable/.
+The last line repeats ctest's own verdict.
 """
 
 import re
@@ -25,12 +25,12 @@ class Run:
         self.seconds = float(TIME.findall(text)[-1]) if TIME.search(text) else 0.0
 
     def cases(self):
-        """How many of gtest's or unittest's tests this run ran."""
+        """Returns how many gtest or unittest tests this run ran."""
         counts = re.findall(r"^\[==========\] (\d+) tests? from .* ran\.", self.text, re.MULTILINE)
         return sum(map(int, counts or re.findall(r"^Ran (\d+) tests? in ", self.text, re.MULTILINE) or [1]))
 
     def skipped(self):
-        """Yields (test, reason). A program that skips as a whole gives its reason in its last line."""
+        """Yields (test, reason) for each gtest test that skipped."""
         for reason, test in re.findall(r"Skipped\n(.*?)\n\n?\[  SKIPPED \] (\S+)", self.text):
             yield test, reason
 
@@ -40,7 +40,7 @@ def runs_of(log):
 
 
 def compilation(ninja_log):
-    """Seconds of compilation by target, of what is in the folder now. What ccache had counts as what copying it took."""
+    """Returns the seconds of compilation per target, from each file's latest build. ccache's files count as copying took."""
     seconds, latest = defaultdict(float), {}
     for line in ninja_log.read_text().splitlines()[1:] if ninja_log.exists() else []:
         start, end, _, output = line.split("\t")[:4]

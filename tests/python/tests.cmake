@@ -1,9 +1,9 @@
-# The tests of the Python module: unittest, one program a test of ctest. Included by tests/CMakeLists.txt.
+# The tests of the Python module, which use unittest. Each program is one ctest test. Included by tests/CMakeLists.txt.
 if(NOT MUSTER_HAS_PYTHON)
   return()
 endif()
 
-# muster_python_test(name [full] COMMAND program [arguments…]): with `full`, ./dev test leaves it out.
+# muster_python_test(name [full] COMMAND program [arguments…]) adds a test. With `full`, ./dev test leaves it out.
 function(muster_python_test name)
   cmake_parse_arguments(arg "full" "" "COMMAND" ${ARGN})
   list(POP_FRONT arg_COMMAND program)
