@@ -1,4 +1,4 @@
-// The bridges to and from c10d::Store: the contract over libtorch's stores, and c10d's own semantics over ours.
+// The bridges to and from c10d::Store: the contract over libtorch's stores, and c10d's own semantics over Muster's.
 
 #include "muster/store/c10d_store.h"
 
@@ -49,7 +49,7 @@ struct TcpUnderTest : StoreUnderTest {
   c10::intrusive_ptr<c10d::TCPStore> server = make_tcp(true, 0);
 };
 
-// There and back again: a Muster store seen as c10d's, seen as Muster's.
+// Both bridges: a Muster store seen as c10d's, and that seen as Muster's.
 struct RoundTripUnderTest : StoreUnderTest {
   std::shared_ptr<Store> open() override { return from_c10d(to_c10d(base)); }
   std::shared_ptr<Store> base = make_memory_store();
@@ -89,7 +89,7 @@ TEST(FromC10d, TheEmptyValueIsNotAbsent) {
   EXPECT_EQ(store->try_get("key"), "");
 }
 
-// TCPStore's set() returns once it has sent; here what was set is not there until its client asks for something.
+// TCPStore's set() returns when it has sent. Here the value does not arrive before the client asks for something.
 TEST(FromC10d, WhatIsSetIsThereForAll) {
   class SendsOnly final : public c10d::HashStore {
    public:
@@ -109,7 +109,7 @@ TEST(FromC10d, WhatIsSetIsThereForAll) {
   EXPECT_EQ(from_c10d(server)->try_get("key"), "value");
 }
 
-// What a process leaves that dies in the middle of compare_set().
+// A process that dies in the middle of compare_set() leaves an envelope behind.
 TEST(FromC10d, ReadsThroughAnEnvelopeLeftBehind) {
   class Dies final : public c10d::HashStore {
    public:
@@ -144,7 +144,7 @@ TEST(FromC10d, AServerThatEndsIsUnavailable) {
   EXPECT_THROW(store->set("key", "other"), Unavailable);
 }
 
-// A rank that leaves a note as it ends does not wait for ever for a server that has stopped.
+// A rank that leaves a note when it ends does not wait forever for a server that is stopped.
 TEST(FromC10d, ANoteIsLeftInTimeOrNotAtAll) {
   struct Stopped : c10d::HashStore {
     Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
@@ -194,7 +194,7 @@ TEST_F(ToC10d, SetGetAddCheckDelete) {
   EXPECT_FALSE(store_->check({"key"}));
 }
 
-// Answer by answer what libtorch's HashStore says.
+// Gives the same answers as libtorch's HashStore.
 TEST_F(ToC10d, ComparesAndSetsAsTheHashStoreDoes) {
   const auto hash = c10::make_intrusive<c10d::HashStore>();
   c10d::Store& theirs = *hash;

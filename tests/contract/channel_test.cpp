@@ -34,7 +34,7 @@ struct Waiting {
 void PrintTo(const Waiting& waiting, std::ostream* out) { *out << waiting.name; }
 constexpr Waiting kWaitings[] = {{"sleeps", {}}, {"spins", shm::kSpin}};
 
-// One rank: its end of the group, its messages, and memory that all ranks map.
+// One rank: its part of the group, its messages, and memory that all ranks map.
 struct Rank {
   Rank(Store& store, const std::string& prefix, int rank, int size, ChannelOptions options,
        const std::shared_ptr<shm::PeerWatch>& watch)
@@ -52,7 +52,7 @@ class ChannelTest : public testing::TestWithParam<Waiting> {
  protected:
   static constexpr size_t kHeap = size_t{4} << 20;
 
-  // body(rank) in n threads; what a body throws fails the test.
+  // Runs body(rank) in n threads. If a body throws, the test fails.
   template <typename Body>
   void run(int n, Body body) {
     const auto store = make_memory_store();
@@ -106,7 +106,7 @@ Call call_of(OpKind op, size_t count, int root = 0) {
           .deadline = patience()};
 }
 
-// Both sides of every border between tiers, and a pipeline that uses each of its buffers twice.
+// Sizes on both sides of every border between tiers, and a pipeline that uses each of its buffers twice.
 std::vector<size_t> counts(int n) {
   const Layout layout(n);
   const size_t turn = layout.turn_bytes() / sizeof(float), slot = kSlotPayload / sizeof(float);
@@ -213,8 +213,8 @@ std::shared_ptr<Message> message_of(OpKind op, int peer, int tag, std::vector<fl
   return message;
 }
 
-// Every rank sends to every other, in turn by the short way, by one that blocks and by one that does not, while
-// collectives pass through the same group.
+// Every rank sends to every other, alternately short messages, blocking ones and non-blocking ones, while collectives
+// run in the same group.
 TEST_P(ChannelTest, MessagesBesideCollectives) {
   for (const int n : {2, 3})
     run(n, [n](Rank& rank) {
@@ -333,7 +333,7 @@ TEST_P(ChannelTest, AMismatchIsTheSameErrorOnAllRanks) {
   });
 }
 
-// Messages that wait when the group fails end with its failure, in whatever thread they wait.
+// Messages that wait when the group fails end with its error, whichever thread waits for them.
 TEST_P(ChannelTest, PendingMessagesEndWithTheGroup) {
   run(3, [](Rank& rank) {
     const int me = rank.channel.rank();

@@ -1,4 +1,4 @@
-// The store in a real etcd: the contract, and what happens when members of it die.
+// The store in a real etcd: the contract, and the loss of its members.
 
 #include <netinet/in.h>
 #include <poll.h>
@@ -26,7 +26,7 @@ namespace {
 
 using test::Etcd;
 
-// One etcd of one member for all tests of this process; each has a prefix of its own.
+// One etcd of one member for all tests of this process. Each test has its own prefix.
 Etcd& shared_etcd() {
   if (!Etcd::is_installed()) throw NotInstalled{"etcd-server"};
   static Etcd etcd(1);
@@ -135,7 +135,7 @@ TEST_F(EtcdStore, AWatchFromBeforeACompactionSeesTheLastState) {
 
 TEST_F(EtcdStore, AForkedChildHasItsOwnConnections) {
   const auto store = open(shared_etcd());
-  store->set("key", "value");  // leaves an idle connection that the child must not use
+  store->set("key", "value");  // leaves an idle connection, which the child must not use
   std::vector<pid_t> children;
   for (int i = 0; i < 4; ++i)
     children.push_back(test::fork_child([&, i] {
@@ -153,8 +153,8 @@ TEST_F(EtcdStore, AForkedChildHasItsOwnConnections) {
   for (const pid_t child : children) EXPECT_EQ(test::exit_status(child), 0);
 }
 
-// Stands before a member, and now and then swallows its answer to a change and hangs up: the change was made, and who
-// asked for it does not know.
+// A proxy for a member. Now and then it drops the answer to a change and closes the connection: the change was made,
+// but the client does not know that.
 class LosesAnswers {
  public:
   explicit LosesAnswers(uint16_t port) : port_(port), thread_([this] { run(); }) {}
@@ -218,7 +218,7 @@ class LosesAnswers {
   const UniqueFd listening_ = store::listen_tcp({"127.0.0.1", 0});
   std::mutex mutex_;
   std::string to_lose_;
-  bool losing_ = false;  // of the proxy's thread
+  bool losing_ = false;  // only the proxy's thread uses it
   std::atomic<bool> over_{false};
   std::atomic<int> lost_{0};
   std::thread thread_;
@@ -248,7 +248,7 @@ TEST_F(EtcdStore, AnAnswerThatIsLostCountsOnce) {
   EXPECT_EQ(store->get("key", soon()), "value");
   EXPECT_EQ(proxy.lost(), 8);
 
-  // And a watch that ends in the middle goes on where it was.
+  // A watch that is cut off resumes where it was.
   proxy.lose_next("/v3/watch");
   auto waiting = std::async(std::launch::async, [&] { return store->get("late", soon()); });
   EXPECT_TRUE(test::eventually([&] { return proxy.lost() == 9; }));
@@ -269,7 +269,7 @@ TEST_F(EtcdStore, TheEndOfEtcdEndsWaitsInTime) {
   EXPECT_LT(Clock::now() - start, std::chrono::seconds(12));
 }
 
-// A call waits for an etcd that is away as long as its user says, and goes on where that comes again in time.
+// A call waits for an unreachable etcd for as long as its user allows, and goes on if etcd comes back in time.
 TEST_F(EtcdStore, ACallWaitsForAnEtcdAsLongAsItsUserSays) {
   Etcd etcd(1);
   const auto store = make_prefix_store(open(etcd), "part");
@@ -288,8 +288,8 @@ TEST_F(EtcdStore, ACallWaitsForAnEtcdAsLongAsItsUserSays) {
   EXPECT_EQ(patient.get(), 2);
 }
 
-// Members are killed and come back while ranks count: no count is lost and none is made twice, and who waits is not
-// disturbed. With two of three gone nobody is served, and says so in time.
+// Members are killed and come back while ranks count: no count is lost or made twice, and ranks that wait are not
+// disturbed. With two of three members lost, calls fail, and do so in time.
 TEST_F(EtcdStore, SurvivesTheLossOfAnyMember) {
   Etcd etcd(3);
   const auto store = open(etcd);
@@ -312,11 +312,11 @@ TEST_F(EtcdStore, SurvivesTheLossOfAnyMember) {
     EXPECT_TRUE(test::eventually([&] { return counted > before + 5; }));
     const auto start = Clock::now();
     etcd.kill_member(member);
-    const int64_t at_death = counted + 3;  // those may be on their way
+    const int64_t at_death = counted + 3;  // that many may be on their way
     EXPECT_TRUE(test::eventually([&] { return counted > at_death + 5; }));
     EXPECT_LT(Clock::now() - start, std::chrono::seconds(20));
     etcd.start_member(member);
-    etcd.await_member(member);  // or the next loss would be one of two
+    etcd.await_member(member);  // otherwise the next loss would leave one member of three
   }
   over = true;
   for (auto& rank : ranks) rank.get();
@@ -345,7 +345,7 @@ TEST_F(EtcdStore, AStoppedMemberIsLeftForAnother) {
   ::kill(etcd.pid(0), SIGCONT);
 }
 
-// A launcher's calls have little time; one member that hangs must not have all of it.
+// A launcher's calls have little time. One member that hangs must not use all of it.
 TEST_F(EtcdStore, AStoppedMemberDoesNotTakeTheWholeTimeOfACall) {
   Etcd etcd(3);
   const auto store = open(etcd), others = open(etcd, 1);
@@ -357,7 +357,7 @@ TEST_F(EtcdStore, AStoppedMemberDoesNotTakeTheWholeTimeOfACall) {
   ::kill(etcd.pid(0), SIGCONT);
 }
 
-// Who would only leave a note asks whether a silent etcd is back; a try has the time that it was given.
+// A client that only wants to leave a note asks whether a silent etcd is back. A try gets the time that it was given.
 TEST_F(EtcdStore, ASilentEtcdIsOnlyAskedForANote) {
   Etcd etcd(1);
   const auto store = open(etcd);

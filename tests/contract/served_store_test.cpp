@@ -1,5 +1,5 @@
-// What every served store must get right beyond the contract: the ends of servers and clients, forks, descriptors, and
-// clients that break the protocol. The same for each way to serve one.
+// What every served store must do beyond the contract: survive the ends of servers and clients, forks, descriptors, and
+// clients that break the protocol. The tests run for each way to serve a store.
 
 #include <fcntl.h>
 #include <signal.h>
@@ -108,7 +108,7 @@ TEST_P(ServedStore, MayEndWhileItsTableChanges) {
   }
 }
 
-// The same in slow motion: of two who are woken by one change, the first ends the server of the second.
+// The same in a fixed order: one change wakes two waiters, and the first one ends the server of the second.
 TEST_P(ServedStore, MayEndBetweenAChangeAndItsWakes) {
   const auto table = std::make_shared<store::SharedTable>();
   auto server = serve_table(table);
@@ -125,7 +125,7 @@ TEST_P(ServedStore, MayEndBetweenAChangeAndItsWakes) {
   EXPECT_THROW(waiting.get(), Unavailable);
 }
 
-// A worker that the launcher starts must not inherit another's connection, or nobody learns of the launcher's death.
+// A worker that the launcher starts must not inherit another's connection, or no worker learns of the launcher's death.
 TEST_P(ServedStore, NothingIsInheritedThroughExec) {
   const auto descriptors = [] {
     std::set<int> fds;
@@ -144,7 +144,7 @@ TEST_P(ServedStore, NothingIsInheritedThroughExec) {
     EXPECT_TRUE(flags & FD_CLOEXEC) << std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd));
     ++ours;
   }
-  EXPECT_GE(ours, 4);  // listening, both ends of the connection, epoll
+  EXPECT_GE(ours, 4);  // the listening socket, both ends of the connection, epoll
 }
 
 TEST_P(ServedStore, AKilledServerIsUnavailable) {
@@ -174,7 +174,7 @@ TEST_P(ServedStore, AStoppedServerIsATimeoutAndNoAnswerComesLate) {
   EXPECT_EQ(client->get("two", soon()), "2");
 }
 
-// Who stands still for longer than a host that is cut off may, but whose host answers, has not gone.
+// A server that is stopped for longer than a host may be cut off is not lost, as long as its host answers.
 TEST_P(ServedStore, OneConnectionMoreWaitsForAStoppedServer) {
   ServerProcess server([this] { return serve(); });
   const auto client = connect(server.address()), other = connect(server.address());
@@ -192,7 +192,7 @@ TEST_P(ServedStore, OneConnectionMoreWaitsForAStoppedServer) {
   EXPECT_EQ(waiting.get(), "value");
 }
 
-// As a launcher's beats: a call that takes no deadline ends when the time is over that its user has given it.
+// As for a launcher's heartbeats: a call that takes no deadline ends when the time is over that its user has set.
 TEST_P(ServedStore, AStoppedServerIsNoticedByWhoeverCallsInTheTimeThatItGives) {
   ServerProcess server([this] { return serve(); });
   const auto client = connect(server.address());
@@ -220,7 +220,7 @@ TEST_P(ServedStore, RefusesWhatIsTooLong) {
 TEST_P(ServedStore, AForkedChildHasItsOwnConnections) {
   ServerProcess server([this] { return serve(); });
   const auto store = connect(server.address());
-  store->set("key", "value");  // leaves an idle connection that the child must not use
+  store->set("key", "value");  // leaves an idle connection, which the child must not use
   std::vector<pid_t> children;
   for (int i = 0; i < 4; ++i)
     children.push_back(fork_child([&, i] {
@@ -278,7 +278,7 @@ TEST_P(ServedStore, AClientThatLeavesWhileItWaitsLeavesNothing) {
   }
   EXPECT_TRUE(eventually([&] { return table->num_waiting() == 0; })) << table->num_waiting();
   EXPECT_TRUE(eventually([&] { return open_fds() == before; })) << open_fds() << " descriptors, before " << before;
-  client->set("never", "now");  // wakes nobody, and harms nobody
+  client->set("never", "now");  // wakes no waiter, and does no harm
   EXPECT_EQ(client->get("never", soon()), "now");
 }
 
@@ -286,7 +286,7 @@ TEST_P(ServedStore, ClosesWhatBreaksTheProtocolAndServesOthers) {
   const auto server = serve();
   const auto client = connect(server->address());
   auto waiting = std::async(std::launch::async, [&] { return client->get("end", soon()); });
-  testing::internal::CaptureStderr();  // a warning for each
+  testing::internal::CaptureStderr();  // there is a warning for each
   const std::string good = endless_get("never");
 
   RawClient huge = raw(*server);

@@ -1,4 +1,4 @@
-// The shared-memory transport: the contract, and what it does beyond it: blocks that change hands.
+// The shared-memory transport: the contract, and its own feature: blocks that change owners.
 
 #include <gmock/gmock.h>
 
@@ -29,7 +29,7 @@ using transport::Piece;
 using transport::Receiver;
 using transport::Transport;
 
-// Pieces that are valid only during the call become the test's own.
+// Copies pieces that are valid only during the call.
 class Keeping final : public Receiver {
  public:
   explicit Keeping(Receiver& to) : to_(to) {}
@@ -49,7 +49,7 @@ class Keeping final : public Receiver {
   Receiver& to_;
 };
 
-// A transport with all that it needs, in one pointer.
+// A transport and everything that it needs, behind one pointer.
 class Whole final : public Transport {
  public:
   Whole(int rank, int size, const std::shared_ptr<Store>& store, Receiver& receiver, const Limits& limits)
@@ -98,7 +98,7 @@ INSTANTIATE_TEST_SUITE_P(Shm, TransportContract,
 
 class ShmTransport : public TransportContract {
  protected:
-  void SetUp() override {}  // of one transport, which is always there
+  void SetUp() override {}  // this transport is always there
   void open_shm(size_t n) {
     for (size_t i = 0; i < n; ++i) wanted_.push_back(&receiver(i));
     all_ = make_all(wanted_, {});
@@ -206,21 +206,21 @@ TEST_F(ShmTransport, WhatCanWaitWakesNobodyBeforeItsSenderHasTime) {
   };
   ASSERT_TRUE(asleep_again());
   for (int i = 0; i < 5; ++i) whole(0).send(1, {.body = "later", .pieces = {}, .can_wait = true});
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // nothing is to happen in
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // in this time nothing must happen
   EXPECT_EQ(sleeps, seen);
   EXPECT_EQ(receiver(1).num_got(), 0u);
   whole(0).sleep(std::chrono::milliseconds(1));
   ASSERT_TRUE(asleep_again());
   EXPECT_EQ(receiver(1).num_got(), 5u);
-  // A millisecond where the sender only polls,
+  // They arrive after a millisecond if the sender only polls,
   whole(0).send(1, {.body = "later", .pieces = {}, .can_wait = true});
   ASSERT_TRUE(eventually([&] { return whole(0).poll(), receiver(1).num_got() == 6; }));
   ASSERT_TRUE(asleep_again());
-  // none where there are many,
+  // earlier if there are many,
   for (int i = 0; i < 100; ++i) whole(0).send(1, {.body = "later", .pieces = {}, .can_wait = true});
   ASSERT_TRUE(asleep_again());
   EXPECT_GT(receiver(1).num_got(), 6u);
-  // and others bring them along, in order.
+  // and with the next message that cannot wait, in order.
   whole(0).send(1, {.body = "last", .pieces = {}});
   ASSERT_TRUE(eventually([&] { return receiver(1).num_got() == 107; }));
   const auto got = receiver(1).take(107);
@@ -240,7 +240,7 @@ using transport::shm_rings::RecordKind;
 using transport::shm_rings::RingControl;
 using transport::shm_rings::Where;
 
-// Rank 1 of 2, by hand: it meets rank 0, which is a transport, and writes what it likes into its ring there.
+// The test plays rank 1 of 2: it meets rank 0, which is a transport, and writes any bytes into its ring there.
 class ShmByHand {
  public:
   explicit ShmByHand(const Limits& limits) {
@@ -283,7 +283,7 @@ class ShmByHand {
   uint64_t tail_ = 0;
 };
 
-// With its length, unless the header has one.
+// Sets the record's length, unless the header has one.
 std::string record_of(RecordHeader header, const std::vector<PieceRecord>& table = {}, size_t room = 0) {
   const size_t bytes = sizeof header + table.size() * sizeof(PieceRecord) + room;
   if (header.bytes == 0) header.bytes = static_cast<uint32_t>(bytes);
@@ -395,7 +395,7 @@ TEST(ShmByHand, WhoRefusesOneLeavesThoseBeforeIt) {
     fds.push_back(shm::create_memfd("test-inbox", rings::inbox_bytes(3, capacity)));
     inboxes.push_back(shm::map_memfd(fds.back().get()));
     auto* const header = new (inboxes.back()->data()) InboxHeader;
-    header->magic += static_cast<uint64_t>(rank);  // that of the second is wrong
+    header->magic += static_cast<uint64_t>(rank);  // rank 1's is wrong
     header->workers = 3;
     header->capacity = capacity;
     for (int from = 0; from < 3; ++from) new (inboxes.back()->data() + rings::ring_at(from, capacity)) RingControl;

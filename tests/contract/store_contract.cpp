@@ -50,7 +50,7 @@ TEST_P(StoreContract, GetWaitsForAnotherClient) {
 TEST_P(StoreContract, GetEndsAtItsDeadlineAndNamesTheKey) {
   EXPECT_NE(timeout_of([&] { a_->get("never-set", in_ms(50)); }).find("never-set"), std::string::npos);
   a_->set("after", "1");
-  EXPECT_EQ(a_->get("after", in_ms(-1)), "1");  // what is there needs no time
+  EXPECT_EQ(a_->get("after", in_ms(-1)), "1");  // a key that exists needs no time
   timeout_of([&] { a_->get("never-set", in_ms(-1)); });
 }
 
@@ -74,7 +74,7 @@ TEST_P(StoreContract, WaitReturnsOnceAllAreThere) {
     b_->wait(keys, soon());
     return set.load();
   });
-  for (int i = 0; i < 20; ++i) {  // in an order that is not the waiter's
+  for (int i = 0; i < 20; ++i) {  // in another order than the waiter's
     set.store(i + 1);
     a_->set(keys[static_cast<size_t>(i * 7 % 20)], "here");
   }
@@ -98,7 +98,7 @@ TEST_P(StoreContract, AddToWhatIsNoNumberIsInvalidAndHarmless) {
 }
 
 TEST_P(StoreContract, AddFromManyThreadsLosesNothing) {
-  const int each = GetParam().name == "etcd" ? 100 : 1000;  // there it is three round trips and a write to a disk
+  const int each = GetParam().name == "etcd" ? 100 : 1000;  // etcd: three round trips and a disk write
   at_once(8, [&](int i) {
     for (int k = 0; k < each; ++k) (i % 2 ? a_ : b_)->add("count", 1);
   });
@@ -127,9 +127,9 @@ TEST_P(StoreContract, CompareSet) {
   EXPECT_FALSE(result.stored);
   EXPECT_EQ(result.value, "two");
 
-  result = a_->compare_set("cell", "two", "two");  // stores what is there
+  result = a_->compare_set("cell", "two", "two");  // stores the value that is already there
   EXPECT_TRUE(result.stored);
-  result = a_->compare_set("cell", "one", "two");  // the outcome is there already, and yet it was not stored
+  result = a_->compare_set("cell", "one", "two");  // the desired value is there already, but this call did not store it
   EXPECT_FALSE(result.stored);
   result = a_->compare_set("gone", "same", "same");
   EXPECT_FALSE(result.stored);

@@ -1,9 +1,9 @@
-// What every Store must do, whatever is behind it. A new store's test is a StoreUnderTest and an instantiation:
+// The contract of every Store, however it is implemented. A new store's test is a StoreUnderTest and an instantiation:
 //
 //   INSTANTIATE_TEST_SUITE_P(Mine, StoreContract, testing::Values(StoreKind{"mine", make_mine}), store_kind_name);
 //
 // in a binary with store_contract.cpp.
-// Times here are upper bounds for failure; no test sleeps to get an order.
+// Times here are upper bounds after which a test fails. No test sleeps to enforce an order.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@ namespace muster {
 
 struct StoreUnderTest {
   virtual ~StoreUnderTest() = default;
-  // A handle to the one table, as another client would have it.
+  // Another handle to the same table, such as another client has.
   virtual std::shared_ptr<Store> open() = 0;
 };
 
@@ -48,7 +48,7 @@ inline void PrintTo(const StoreKind& kind, std::ostream* out) { *out << kind.nam
 inline Deadline soon() { return test::patience(); }
 inline Deadline in_ms(int ms) { return Deadline::after(std::chrono::milliseconds(ms)); }
 
-// Runs fn(0) … fn(n - 1) at once, each on a thread; rethrows what one of them threw.
+// Runs fn(0) … fn(n - 1) concurrently, each on its own thread. Rethrows what one of them threw.
 template <typename Fn>
 void at_once(int n, Fn fn) {
   std::latch start(n);
@@ -73,7 +73,7 @@ std::string timeout_of(Fn fn) {
   return {};
 }
 
-// Thrown by StoreKind::make() where what is behind the store is not installed; the test skips.
+// Thrown by StoreKind::make() if the store's software is not installed. The test then skips.
 struct NotInstalled {
   std::string package;
 };

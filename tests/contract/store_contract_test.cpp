@@ -1,4 +1,4 @@
-// The stores of one host without libtorch: the contract, and what is particular to each.
+// The stores of one host, without libtorch: the contract, and the properties of each.
 
 #include "store_contract.h"
 
@@ -37,7 +37,7 @@ struct LocalUnderTest : ServedUnderTest {
   std::shared_ptr<Store> open() override { return server->local(); }
 };
 
-// One handle beside the server, one through it: changes made on either side must wake the other.
+// One handle in the server's process, one connected to the server: changes through either must wake the other.
 struct MixedUnderTest : ServedUnderTest {
   std::shared_ptr<Store> open() override {
     return opened++ % 2 ? server->local() : connect_store(server->address(), soon());
@@ -71,7 +71,7 @@ TEST(Table, VersionsGrowOverEraseAndForgetting) {
   EXPECT_EQ(table.find("key"), nullptr);  // its tombstone is forgotten
   EXPECT_EQ(table.num_keys(), 0);
   EXPECT_FALSE(table.newer("key", 0));
-  const auto seen = table.newer("key", first);  // and yet a watcher learns that it is gone
+  const auto seen = table.newer("key", first);  // but a watcher still learns that it was erased
   ASSERT_TRUE(seen);
   EXPECT_EQ(seen->value, std::nullopt);
   EXPECT_GT(seen->version, first);
@@ -98,7 +98,7 @@ TEST(SharedTable, ForgetsThoseWhoWaitNoMore) {
   EXPECT_TRUE(eventually([&] { return table.num_waiting() == 1; }));
   table.set("other", "");
   table.erase("missing");
-  table.compare_set("missing", "x", "y");  // no change, and no wake
+  table.compare_set("missing", "x", "y");  // changes nothing, so wakes no waiter
   EXPECT_EQ(table.num_waiting(), 1u);
   table.set("missing", "");
   waiting.get();
@@ -168,7 +168,7 @@ TEST(StoreServer, AnotherUserGetsNothing) {
     } catch (const Unauthorized&) {
     }
     for (int i = 0; i < 20; ++i) {
-      RawClient raw(server->address());  // does not look at who serves
+      RawClient raw(server->address());  // does not verify the server
       raw.send_frame(endless_get("key"));
       if (!raw.is_closed()) return 4;
     }

@@ -1,4 +1,4 @@
-// The TCP transport: the contract, plain and under TLS; who is refused, what that costs; and peers that die.
+// The TCP transport: the contract, plain and under TLS; which connections it refuses, and at what cost; peers that die.
 
 #include <gmock/gmock.h>
 #include <signal.h>
@@ -76,7 +76,7 @@ INSTANTIATE_TEST_SUITE_P(Tcp, TransportContract,
                                                        }}),
                          transport_kind_name);
 
-// --- peers that keep to no protocol ---
+// --- peers that break the protocol ---
 
 size_t resident_bytes() {
   std::ifstream in("/proc/self/statm");
@@ -85,7 +85,7 @@ size_t resident_bytes() {
   return resident * static_cast<size_t>(::sysconf(_SC_PAGESIZE));
 }
 
-// Rank 1 of 2 (or more), by hand; rank 0 is a transport. Plain TCP: what is in the frames does not depend on TLS.
+// The test plays rank 1 of 2 (or more); rank 0 is a transport. TCP is plain, because the frames do not depend on TLS.
 class ByHand : public testing::Test {
  protected:
   ByHand() {
@@ -93,7 +93,7 @@ class ByHand : public testing::Test {
     limits.body = 1 << 20;
     limits.pieces = 1000;
   }
-  ~ByHand() override { socket.reset(); }  // so that rank 0 need not wait for an answer to its good-bye
+  ~ByHand() override { socket.reset(); }  // so that rank 0 does not wait for an answer to its goodbye
 
   // Rank 0 begins to wait for its peers.
   void begin(const std::optional<Secret>& secret = std::nullopt) {
@@ -121,7 +121,7 @@ class ByHand : public testing::Test {
     mine.key = entry.key;
     return mine;
   }
-  // Becomes rank 1.
+  // Lets the test become rank 1.
   void join() {
     begin();
     post_own();
@@ -223,7 +223,7 @@ TEST_F(ByHand, ClaimedSizesTakeNoMemory) {
   join();
   const size_t before = resident_bytes();
   write(header(1, 2, 0, {uint64_t{8} << 30, uint64_t{7} << 30}) + std::string(1 << 20, 'x'));
-  // The bytes are there when what is behind them in the kernel's queue has been taken: nothing is left unread.
+  // Rank 0 has read all bytes when the kernel's queue is empty.
   EXPECT_TRUE(eventually([&] {
     int unread = 1;
     return ::ioctl(socket.get(), TIOCOUTQ, &unread) == 0 && unread == 0;
@@ -248,7 +248,7 @@ TEST_F(ByHand, SilenceIsTheEnd) {
 TEST_F(ByHand, ItHearsHeartbeats) {
   heartbeat = milliseconds(kSanitized ? 8000 : 4000);
   join();
-  // Its own keep it alive, one and a half times the interval long.
+  // Rank 1's heartbeats keep it alive for one and a half intervals.
   for (const auto end = Clock::now() + heartbeat * 3 / 2; Clock::now() < end;) {
     EXPECT_EQ(read(transport::kFrameHeader), header(2, 0, 0));
     write(header(2, 0, 0));
@@ -256,7 +256,7 @@ TEST_F(ByHand, ItHearsHeartbeats) {
   EXPECT_FALSE(receiver.is_lost(1));
 }
 
-// More of them than one look at the sockets tells of, at every look.
+// At every poll, more sockets are readable than one poll reports.
 TEST_F(ByHand, BusyPeersHearHeartbeatsTooHoweverManyTheyAre) {
   heartbeat = milliseconds(kSanitized ? 8000 : 2000);
   ranks = transport::Poller::kMostEvents + 3;
@@ -265,7 +265,7 @@ TEST_F(ByHand, BusyPeersHearHeartbeatsTooHoweverManyTheyAre) {
   std::atomic<bool> over{false};
   const std::string message = header(1, 0, 0);
   int held = 0;
-  // Who is heard speaks again when the next one is heard: all but one have something to read, always.
+  // A peer that was heard sends again when the next one is heard. So all peers but one always have something to read.
   receiver.on = [&](int peer, std::string_view, std::vector<Piece>&) {
     if (over) return;
     const auto of = static_cast<size_t>(std::exchange(held, peer));
@@ -290,7 +290,7 @@ TEST_F(ByHand, BusyPeersHearHeartbeatsTooHoweverManyTheyAre) {
   for (size_t rank = 1; rank < ranks; ++rank) EXPECT_FALSE(receiver.is_lost(static_cast<int>(rank)));
   over = true;
   for (size_t rank = 1; rank < ranks; ++rank) ::shutdown(sockets[rank], SHUT_RDWR);
-  transport.reset();  // before what its receiver uses
+  transport.reset();  // before the objects that its receiver uses
 }
 
 TEST_F(ByHand, AResetIsTheEndAtOnce) {
@@ -305,7 +305,7 @@ TEST_F(ByHand, GreetingsAreChecked) {
   testing::internal::CaptureStderr();
   begin();
   post_own();
-  std::vector<std::pair<Hello, bool>> wrong;  // and whether there is an answer
+  std::vector<std::pair<Hello, bool>> wrong;  // and whether rank 0 answers
   for (const int what : {0, 1, 2, 3, 4}) {
     Hello mine = hello();
     if (what == 0) mine.key = own;
@@ -340,11 +340,11 @@ TEST_F(ByHand, WithoutASecretItListensOnLoopbackOnly) {
     const auto found = store::resolve({host, entry.port}, in_time());
     return static_cast<bool>(store::dial_tcp(found.addresses.at(0), in_time(), &error));
   };
-  testing::internal::CaptureStderr();  // that it refused who says nothing
+  testing::internal::CaptureStderr();  // rank 0 logs that it refused a silent connection
   begin();
   EXPECT_EQ(entry.addresses, std::vector<std::string>{"127.0.0.1"});
   EXPECT_TRUE(reaches("127.0.0.1"));
-  EXPECT_FALSE(reaches("127.0.0.2"));  // which one who listens at all addresses has too
+  EXPECT_FALSE(reaches("127.0.0.2"));  // a listener on all addresses would be reachable here
   post_own();
   join_now();
   testing::internal::GetCapturedStderr();
@@ -361,7 +361,7 @@ TEST_F(ByHand, StrangersTakeLittleAndHoldNobodyUp) {
     post_own();
     const size_t before = open_fds(), memory = resident_bytes();
     std::vector<UniqueFd> strangers;
-    for (int i = 0; i < 150; ++i) {  // they say nothing, and never will
+    for (int i = 0; i < 150; ++i) {  // they stay silent
       strangers.push_back(dial());
       ASSERT_TRUE(strangers.back());
     }
@@ -373,7 +373,7 @@ TEST_F(ByHand, StrangersTakeLittleAndHoldNobodyUp) {
     EXPECT_LT(resident_bytes(), memory + (size_t{64} << 20));
     strangers.clear();
     socket.reset();
-    // The right one comes, and is let in.
+    // The right peer comes, and is accepted.
     const transport::TlsPair keys(secret.derive("muster rpc"));
     auto stream = tls ? transport::make_tls_stream(dial(), keys.client, store::TlsContext::Side::kClient)
                       : transport::make_plain_stream(dial());
@@ -461,7 +461,7 @@ TEST(TcpTlsStream, AChangedByteIsTheEnd) {
   StreamPair pair(Secret::generate(), transport::kRecordsPerKey);
   ASSERT_TRUE(pair.shake_hands());
   const std::string garbage =
-      std::string("\x17\x03\x03\x00\x20", 5) + std::string(32, 'x');  // a record that nobody sealed
+      std::string("\x17\x03\x03\x00\x20", 5) + std::string(32, 'x');  // a record that was never encrypted
   ASSERT_EQ(::send(pair.ends[0]->fd(), garbage.data(), garbage.size(), 0), static_cast<ssize_t>(garbage.size()));
   std::vector<std::byte> buffer(1000);
   EXPECT_TRUE(eventually([&] { return pair.ends[1]->read({}, buffer, true) == transport::Stream::kGone; }));
@@ -494,7 +494,7 @@ TEST(TcpMeeting, WithoutTheSecretThereIsNone) {
   EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("transport: worker 0 refused a connection from"));
 }
 
-// One that speaks TLS and one that does not, either way round.
+// One rank speaks TLS and the other does not, in both directions.
 TEST(TcpMeeting, WhoHasNoSecretIsKeptOut) {
   for (const size_t without : {size_t{0}, size_t{1}}) {
     SCOPED_TRACE(without);
@@ -547,7 +547,7 @@ TEST(TcpMeeting, WhoDoesNotComeIsNamed) {
   }
 }
 
-// Rank 0, by hand: the greeting and the first message are one record of TLS.
+// The test plays rank 0: its greeting and first message are one TLS record.
 TEST(TcpMeeting, AMessageInOneRecordWithTheGreetingComesAtOnce) {
   const Secret secret = Secret::generate();
   const transport::TlsPair keys(secret.derive("muster rpc"));
@@ -559,7 +559,7 @@ TEST(TcpMeeting, AMessageInOneRecordWithTheGreetingComesAtOnce) {
   Gate gate;
   std::atomic<bool> came{false};
   receiver.on = [&](int, std::string_view body, std::vector<Piece>&) {
-    gate.pass();  // as a receiver may that needs the transport
+    gate.pass();  // a receiver may wait until the transport is made
     EXPECT_EQ(body, "first");
     came = true;
   };

@@ -1,4 +1,4 @@
-// The store over TLS: the contract, who is refused and what that costs, and addresses.
+// The store over TLS: the contract, which clients are refused and at what cost, and addresses.
 
 #include <net/if.h>
 #include <netinet/in.h>
@@ -163,7 +163,7 @@ TEST_F(TlsStore, WhatIsNotTlsIsClosedUnread) {
   EXPECT_EQ(count(log(), "refused a connection"), 1u);
 }
 
-// What OpenSSL offers by itself, with a version of TLS and perhaps a certificate's worth of suites.
+// Connects with OpenSSL's own settings, for a range of TLS versions.
 std::string outcome_of_plain_tls(const std::string& address, int lowest, int highest) {
   RawClient client(address);
   const std::unique_ptr<SSL_CTX, store::TlsFree> context(::SSL_CTX_new(::TLS_client_method()));
@@ -226,14 +226,15 @@ TEST_F(TlsStore, HalfAHandshakeAndSilenceAreClosedInTimeAndHoldUpNobody) {
   EXPECT_EQ(count(log(), "refused a connection"), 1u);
 }
 
-// A flood takes a bounded number of the server's descriptors, and who has the key comes through when its time is over.
+// A flood takes a bounded number of the server's descriptors. A client with the key gets through when the flood's time
+// is over.
 TEST_F(TlsStore, AFloodOfConnectionsCostsLittle) {
   constexpr size_t kFlood = 200, kAtOnce = 64;
   const size_t before = open_fds();
   std::vector<RawClient> flood;
   for (size_t i = 0; i < kFlood; ++i) flood.emplace_back(address());
   EXPECT_TRUE(eventually([&] { return open_fds() == before + kFlood + kAtOnce; })) << open_fds() - before;
-  client_->set("key", "value");  // who is connected notices nothing
+  client_->set("key", "value");  // a connected client is not affected
   const auto start = Clock::now();
   const auto late = connect();
   EXPECT_EQ(late->get("key", soon()), "value");
@@ -243,7 +244,7 @@ TEST_F(TlsStore, AFloodOfConnectionsCostsLittle) {
   EXPECT_TRUE(eventually([&] { return open_fds() == before + 2; })) << open_fds() - before;
 }
 
-// Each record is proved by itself: a byte that was changed on the way ends the connection, and changes nothing.
+// Each record is authenticated: a byte that was changed on the way ends the connection, and changes no value.
 TEST_F(TlsStore, ChangedBytesEndTheConnection) {
   store::Request request;
   request.op = store::Op::kSet;
@@ -285,9 +286,9 @@ TEST_F(TlsStore, NothingOfItCanBeReadOnTheWay) {
   EXPECT_EQ(wire.find(std::string(reinterpret_cast<const char*>(secret_.bytes().data()), 8)), std::string::npos);
 }
 
-// --- The other side is not what it should be ---
+// --- The other side is not a Muster store ---
 
-// Listens, and does with each connection what it is told.
+// Listens, and calls a function for each connection.
 class Impostor {
  public:
   explicit Impostor(std::function<void(int socket)> act) : act_(std::move(act)) {
@@ -398,7 +399,7 @@ TEST(TlsClient, AHostWithoutAnAddressIsUnavailableOrLate) {
   try {
     connect_store("tls://no-such-host.invalid:29400", in_ms(50), Secret::generate());
     FAIL();
-  } catch (const Error& error) {  // Timeout where a name server does not answer
+  } catch (const Error& error) {  // Timeout if a name server does not answer
     EXPECT_TRUE(error.code() == ErrorCode::kUnavailable || error.code() == ErrorCode::kTimeout) << error.what();
     EXPECT_NE(std::string(error.what()).find("no-such-host.invalid"), std::string::npos) << error.what();
   }
@@ -443,7 +444,7 @@ TEST(ServeTls, AgainAtOnceOnTheSamePort) {
   for (int i = 0; i < 5; ++i) {
     const auto client = connect_store(address, soon(), secret);
     client->set("key", "value");
-    server.reset();  // the server closes first, so the port rests in TIME_WAIT
+    server.reset();  // the server closes first, so the port stays in TIME_WAIT
     EXPECT_THROW(client->set("key", "value"), Unavailable);
     server = serve_store(address, secret);
     EXPECT_EQ(server->address(), address);
@@ -464,7 +465,7 @@ TEST(ServeTls, OnAllAddressesAndOnIpv6) {
   }
   connect_store("tls://127.0.0.1" + port(*all), soon(), secret)->set("key", "value");
   EXPECT_EQ(connect_store("tls://[::1]" + port(*all), soon(), secret)->get("key", soon()), "value");
-  // An IPv4 client of an IPv6 socket is told and logged as one of IPv4.
+  // An IPv4 client of an IPv6 socket is reported and logged with its IPv4 address.
   CaptureStderr();
   EXPECT_THROW(connect_store("tls://127.0.0.1" + port(*all), soon(), Secret::generate()), Unauthorized);
   EXPECT_TRUE(eventually([&] { return connect_store(all->address(), soon(), secret)->try_get("key") == "value"; }));
@@ -481,7 +482,7 @@ bool set_loopback(bool up) {
   return ::ioctl(socket.get(), SIOCSIFFLAGS, &request) == 0;
 }
 
-// A network that fails says nothing: neither end hears of the other again. Takes the ten seconds that it is about.
+// A network fails silently: neither end hears from the other again. The test takes the ten seconds of the limit.
 TEST(TlsProcess, AnEndThatFallsSilentIsNoticedOnBothSides) {
   constexpr int kSkipped = 77;
   const pid_t child = test::fork_child([] {
@@ -561,7 +562,7 @@ TEST_F(CutStore, ACallWhoseAnswerIsLostIsSentAgainAndDoneOnce) {
 }
 
 TEST_F(CutStore, ManyThreadsThroughManyCutsCountRight) {
-  constexpr int kThreads = 4, kAdds = 200;  // of each, at least; and until there were enough cuts
+  constexpr int kThreads = 4, kAdds = 200;  // each thread adds at least so often, and until there were enough cuts
   std::atomic<int64_t> added{0};
   std::vector<std::thread> threads;
   std::atomic<int> running = kThreads;

@@ -52,7 +52,7 @@ bool eventually(Condition condition) {
   return false;
 }
 
-// The bytes that piece number `seed` has.
+// The bytes of piece number `seed`.
 void fill(std::byte* data, size_t bytes, uint64_t seed) {
   std::minstd_rand random(static_cast<uint32_t>(seed * 2654435761U + 1));
   uint64_t word = random();
@@ -81,7 +81,7 @@ bool is_whole(const Piece& piece, uint64_t seed) {
 
 Message say(std::string body, std::vector<Piece> pieces = {}) { return {std::move(body), std::move(pieces)}; }
 
-// A message whose body tells what its pieces must be: "stream number size… padding".
+// A message whose body describes its pieces: "stream number size… padding".
 Message telling(int stream, int number, std::mt19937& random) {
   std::string body = text(stream, " ", number);
   std::vector<Piece> pieces;
@@ -127,7 +127,7 @@ TEST_P(TransportContract, EveryMessageComesOnceWholeAndInOrder) {
   constexpr int kStreams = 3;
   const int messages = kSanitized ? 60 : 300;
   std::atomic<int> came[2] = {0, 0};
-  std::vector<int> next[2];  // by stream; touched by that receiver's thread alone
+  std::vector<int> next[2];  // by stream; only that receiver's thread uses it
   for (int rank = 0; rank < 2; ++rank) {
     next[rank].assign(kStreams, 0);
     receiver(static_cast<size_t>(rank)).on = [&, rank](int peer, std::string_view body, std::vector<Piece>& pieces) {
@@ -208,7 +208,7 @@ TEST_P(TransportContract, PiecesThatCameAreTheReceiversToWriteAndToKeep) {
   open(2);
   for (uint64_t i = 0; i < 3; ++i) at(0).send(1, say("", {make_piece(50'000, i), make_piece(2'000'000, 10 + i)}));
   auto got = receiver(1).take(3);
-  at(0).send(1, say("", {make_piece(2'000'000, 99)}));  // must not come to lie where the others do
+  at(0).send(1, say("", {make_piece(2'000'000, 99)}));  // must not reuse the memory of the others
   auto last = receiver(1).take(1);
   end_all();
   ASSERT_EQ(got.size(), 3U);
@@ -223,7 +223,7 @@ TEST_P(TransportContract, PiecesThatCameAreTheReceiversToWriteAndToKeep) {
   EXPECT_TRUE(is_whole(last.at(0).pieces.at(0), 99));
 }
 
-// Fills the way to rank 1, whose receiver stands before `gate`; returns the number of messages of 1 MB.
+// Fills the connection to rank 1, whose receiver blocks at `gate`. Returns the number of messages of 1 MB.
 size_t fill_way(transport::Transport& transport) {
   size_t sent = 0;
   while (transport.backlog(1) < (size_t{8} << 20) && sent < 2000) {
@@ -249,7 +249,7 @@ TEST_P(TransportContract, WhoDoesNotReadIsSeenInTheBacklog) {
   } catch (const Timeout& error) {
     EXPECT_EQ(error.missing(), std::vector<int>{1});
   }
-  // Others are not held up.
+  // The other ranks are not held up.
   at(0).send(2, say("meanwhile"));
   EXPECT_EQ(receiver(2).take(1).at(0).body, "meanwhile");
   at(2).send(0, say("back"));
@@ -261,7 +261,7 @@ TEST_P(TransportContract, WhoDoesNotReadIsSeenInTheBacklog) {
   EXPECT_TRUE(eventually([&] { return came == sent; })) << came << " of " << sent;
 }
 
-// Also those bytes of it that the way takes only later.
+// This includes the bytes that the connection takes only later.
 TEST_P(TransportContract, APieceComesAsItWasWhenItWasSent) {
   Gate gate;
   std::atomic<int> came{0};
@@ -271,7 +271,8 @@ TEST_P(TransportContract, APieceComesAsItWasWhenItWasSent) {
     ++came;
   };
   open(2);
-  // The receiver stands before the gate with the first; the way takes some of the second, and nothing of the third.
+  // The receiver blocks at the gate with the first message. The connection takes some of the second and nothing of the
+  // third.
   const std::vector<std::vector<size_t>> messages = {{}, {10, size_t{40} << 20}, {100, 5000, 20'000, 100'000, 3 << 20}};
   for (const auto& sizes : messages) {
     std::vector<Piece> pieces;
@@ -287,7 +288,7 @@ TEST_P(TransportContract, APieceComesAsItWasWhenItWasSent) {
 TEST_P(TransportContract, FloodsInBothDirectionsDoNotStopEachOther) {
   open(2);
   constexpr size_t kMessages = 48;
-  for (size_t i = 0; i < kMessages; ++i)  // nobody waits for room
+  for (size_t i = 0; i < kMessages; ++i)  // no sender waits for room
     for (int rank = 0; rank < 2; ++rank)
       at(static_cast<size_t>(rank)).send(1 - rank, say("flood", {make_piece(1 << 20, i)}));
   for (size_t rank = 0; rank < 2; ++rank) {
@@ -324,7 +325,7 @@ TEST_P(TransportContract, WhatWasSentBeforeTheEndComesBeforeIt) {
   EXPECT_NE(receiver(1).cause(0).find("left"), std::string::npos) << receiver(1).cause(0);
   EXPECT_EQ(came, 100);
   EXPECT_THROW(at(0).send(1, say("late")), PeerLost);
-  at(0).close(in_time());  // again is nothing
+  at(0).close(in_time());  // a second close() does nothing
 }
 
 TEST_P(TransportContract, TheEndOfOneDoesNotTouchTheOthers) {
@@ -360,7 +361,7 @@ TEST_P(TransportContract, WhoWaitsForRoomOrSendsHearsOfTheEnd) {
     };
     EXPECT_THROW(send_on(), PeerLost);
   });
-  at(0).close(Deadline::after(milliseconds(50)));  // rank 1 reads nothing, so this ends at its deadline
+  at(0).close(Deadline::after(milliseconds(50)));  // rank 1 does not read, so this ends at its deadline
   waiter.join();
   sender.join();
   gate.open();

@@ -1,9 +1,8 @@
-// What every transport must do (transport/transport.h), once for all of them. A transport comes under test by a
-// TransportKind and
+// The contract of every transport (transport/transport.h). To test a transport, write a TransportKind and
 //
 //   INSTANTIATE_TEST_SUITE_P(Name, TransportContract, testing::Values(TransportKind{…}), transport_kind_name);
 //
-// Ranks are threads of the test. Transports that are driven by their owner get a thread that drives each.
+// Ranks are threads of the test. Each transport that its owner has to drive gets a thread that drives it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -29,14 +28,15 @@
 namespace muster::test {
 
 struct TransportKind {
-  // Transports that are connected with each other: of rank i for receivers[i].
+  // Makes transports that are connected with each other: transport i is rank i's, with receivers[i].
   using Make = std::function<std::vector<std::unique_ptr<transport::Transport>>(
       const std::vector<transport::Receiver*>& receivers, const transport::Limits& limits)>;
   std::string name;
   Make make;
   bool is_driven = false;                                               // by poll() and sleep()
   bool to_itself = false;                                               // a worker may send to itself
-  std::function<std::string()> why_not = [] { return std::string(); };  // there is no such transport here
+  // Why this machine does not have the transport; empty if it has it.
+  std::function<std::string()> why_not = [] { return std::string(); };
 };
 
 inline void PrintTo(const TransportKind& kind, std::ostream* out) { *out << kind.name; }
@@ -49,7 +49,7 @@ inline transport::Directory directory_of(const std::shared_ptr<Store>& store) {
           [store](const std::string& key, Deadline deadline) { return store->get(key, deadline); }};
 }
 
-// A receiver that keeps what comes, or hands it to `on`.
+// A receiver that keeps what arrives, or passes it to `on`.
 class Recorder final : public transport::Receiver {
  public:
   struct Got {
@@ -71,7 +71,7 @@ class Recorder final : public transport::Receiver {
     changed_.notify_all();
   }
 
-  // The first `count` messages; fewer only after a failure.
+  // Takes the first `count` messages; fewer only after a failure.
   std::vector<Got> take(size_t count) {
     std::unique_lock lock(mutex_);
     EXPECT_TRUE(changed_.wait_until(lock, in_time().when(), [&] { return got_.size() >= count; }))
@@ -85,7 +85,7 @@ class Recorder final : public transport::Receiver {
     const std::lock_guard lock(mutex_);
     return got_.size();
   }
-  // The cause with which `peer` was lost.
+  // The reason for which `peer` was lost.
   std::string cause(int peer) {
     std::unique_lock lock(mutex_);
     EXPECT_TRUE(changed_.wait_until(lock, in_time().when(), [&] { return lost_.count(peer) > 0; })) << "it is not lost";
@@ -102,7 +102,7 @@ class Recorder final : public transport::Receiver {
     lost_.clear();
   }
 
-  // Set before the transports are made, or while nothing comes.
+  // Set it before the transports are made, or while no message arrives.
   std::function<void(int peer, std::string_view body, std::vector<transport::Piece>& pieces)> on;
 
  private:
@@ -112,7 +112,7 @@ class Recorder final : public transport::Receiver {
   std::map<int, std::string> lost_;
 };
 
-// A door that receivers stand before until it is opened.
+// A gate at which receivers block until it is opened.
 class Gate {
  public:
   void open() {
@@ -138,7 +138,7 @@ class TransportContract : public testing::TestWithParam<TransportKind> {
   }
   ~TransportContract() override { end_all(); }
 
-  // n ranks that are connected with each other.
+  // Makes n ranks that are connected with each other.
   void open(size_t n, const transport::Limits& limits = {});
   transport::Transport& at(size_t rank) { return *transports_[rank]; }
   Recorder& receiver(size_t rank) {
@@ -150,7 +150,7 @@ class TransportContract : public testing::TestWithParam<TransportKind> {
   void end_all() {
     for (size_t rank = 0; rank < transports_.size(); ++rank) end(rank);
   }
-  // After end_all(): forgets all ranks and what they received.
+  // Call it after end_all(). Forgets all ranks and what they received.
   void forget_all() {
     transports_.clear();
     pumps_.clear();

@@ -1,5 +1,5 @@
-// The ucx transport without UCX: the contract over a fabric whose packets arrive in any order, and peers that keep to
-// no protocol.
+// The ucx transport without UCX: the contract over a fabric whose packets arrive in any order, and peers that break the
+// protocol.
 
 #include <gmock/gmock.h>
 
@@ -60,10 +60,10 @@ std::vector<std::unique_ptr<Transport>> make_packet_mesh(const std::vector<Recei
 INSTANTIATE_TEST_SUITE_P(UcxPackets, TransportContract, testing::Values(TransportKind{"any_order", make_packet_mesh}),
                          transport_kind_name);
 
-// Rank 1 of 2, by hand; rank 0 is a transport.
+// The test plays rank 1 of 2; rank 0 is a transport.
 class UcxByHand : public testing::Test, private transport::ucx::FabricEvents {
  protected:
-  // A transfer of ours, with what it reads.
+  // A transfer of the test, with the data that it reads.
   struct Sending final : transport::ucx::Transfer {
     Header header;
     std::string data;
@@ -77,7 +77,7 @@ class UcxByHand : public testing::Test, private transport::ucx::FabricEvents {
 
   UcxByHand() { limits = {.body = 1 << 20, .pieces = 100, .bytes = size_t{16} << 20}; }
   ~UcxByHand() override {
-    fabric.reset();  // so that rank 0 need not wait for an answer to its goodbye
+    fabric.reset();  // so that rank 0 does not wait for an answer to its goodbye
     transport.reset();
   }
 
@@ -126,13 +126,13 @@ class UcxByHand : public testing::Test, private transport::ucx::FabricEvents {
       if (!fabric->progress()) ::sched_yield();
     }
   }
-  // A message as it should be.
+  // A valid message.
   Sending& say(uint64_t number, const std::string& body) {
     Header mine = header(Kind::kFrame, number);
     mine.body = mine.total = body.size();
     return send(mine, body);
   }
-  // That of a message with pieces of these sizes.
+  // The frame of a message with pieces of these sizes.
   std::pair<Header, std::string> frame(uint64_t number, const std::vector<size_t>& sizes) {
     Message message{"body", {}};
     for (const size_t size : sizes) message.pieces.push_back(transport::make_piece(size));
@@ -246,7 +246,7 @@ TEST_F(UcxByHand, OffersForNobodyAreRefused) {
   send(wrong, "x");
   wait([&] { return stray.done; });
   EXPECT_EQ(stray.error, "refused");
-  say(1, "fine");  // which none of that has spoilt
+  say(1, "fine");  // the connection still works
   EXPECT_EQ(receiver.take(1).at(0).body, "fine");
   EXPECT_FALSE(receiver.is_lost(1));
 }
@@ -277,7 +277,7 @@ TEST_F(UcxByHand, AKindThatThereIsNot) {
   join();
   Header mine = header(static_cast<Kind>(77), 1);
   send(mine, "x");
-  say(1, "fine");  // of nobody, as far as such a packet can tell
+  say(1, "fine");  // such a packet cannot be attributed to a peer
   EXPECT_EQ(receiver.take(1).at(0).body, "fine");
 }
 
@@ -320,7 +320,7 @@ TEST_F(UcxByHand, AFrameWithBytesAfterItsEnd) {
 }
 
 TEST_F(UcxByHand, APieceThatTheMessageDoesNotHave) {
-  for (const uint32_t index : {0U, 2U, 4'000'000'000U}) {  // a small one, of another size, none
+  for (const uint32_t index : {0U, 2U, 4'000'000'000U}) {  // a small piece, one of another size, and none
     join();
     const auto [head, data] = frame(1, {10, 20'000, 30'000});
     Header piece = header(Kind::kPiece, 1);
@@ -372,7 +372,7 @@ TEST_F(UcxByHand, WhatCameBeforeABreakIsDelivered) {
 TEST_F(UcxByHand, TheWindowClosesUntilItIsAcknowledged) {
   join();
   for (int i = 0; i < 20; ++i) transport->send(1, {std::string(1 << 20, 'x'), {}});
-  wait([&] { return offered.size() == 7; });  // 8 MB, less what each message costs besides
+  wait([&] { return offered.size() == 7; });  // 8 MB, minus the overhead of each message
   for (int i = 0; i < 1000; ++i) fabric->progress();
   EXPECT_EQ(offered.size(), 7U);
   EXPECT_EQ(transport->backlog(1), size_t{20} << 20);
@@ -401,7 +401,7 @@ TEST_F(UcxByHand, ALargeMessageDoesNotWaitForTwoSmallOnes) {
 
 TEST_F(UcxByHand, WhoIsSilentIsLostAndHearsFromUsMeanwhile) {
   heartbeat = milliseconds(kSanitized ? 5000 : 2500);
-  const auto begin = Clock::now();  // it hears nothing of ours before
+  const auto begin = Clock::now();  // before this, rank 0 hears nothing from rank 1
   join();
   wait([&] { return heard[Kind::kAck].size() >= 2; });  // its heartbeats
   expect_lost_for("nothing was heard of it for");
@@ -434,7 +434,7 @@ TEST_F(UcxByHand, CloseWaitsUntilAllIsDelivered) {
   ack.taken = 2;
   send(ack);
   EXPECT_GE(closing.get(), before);
-  EXPECT_FALSE(receiver.is_lost(1));  // its answer is no news
+  EXPECT_FALSE(receiver.is_lost(1));  // the answer to the goodbye is not a loss
 }
 
 TEST_F(UcxByHand, WhoDoesNotTakeTheGoodbyeIsToldThatThereIsNoMore) {

@@ -1,5 +1,5 @@
-// The ucx transport: the contract, over UCX's own way through TCP, and over what it finds by itself; who cannot come
-// together; and what the program that it is loaded into keeps.
+// The ucx transport: the contract, over UCX's TCP transport and over those that UCX chooses; which workers cannot meet;
+// and that loading UCX does not change the program.
 
 #include <gmock/gmock.h>
 #include <signal.h>
@@ -66,7 +66,8 @@ class Ucx : public testing::Test {
 
 void crash_handler(int) {}
 
-// UCX takes them when it is loaded, as its environment says. It is loaded in the child, unless a test before has.
+// UCX installs signal handlers when it is loaded, as its environment says. It is loaded in the child, unless an earlier
+// test has loaded it.
 TEST(UcxLoading, TheProgramKeepsItsSignalsForkProcess) {
   constexpr int kNotHere = 77;
   const pid_t child = fork_child([] {
@@ -92,7 +93,7 @@ TEST_F(Ucx, LeavesNoDescriptorsBehind) {
     receivers[1].take(1);
     return open_fds();
   };
-  open_and_end();  // what UCX keeps for ever
+  open_and_end();  // UCX keeps some descriptors and threads forever
   const size_t before = open_fds();
   EXPECT_GT(open_and_end(), before);
   EXPECT_EQ(open_fds(), before);
