@@ -1,4 +1,4 @@
-// Gradients through remote calls equal local ones, to any order; and what is kept for them goes.
+// Gradients through remote calls equal local ones, to any order; and what is kept for them is released.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -38,7 +38,7 @@ size_t owned() { return rpc::census().owned_objects; }
 
 class Autograd : public CommContract {
  protected:
-  // The body in worker 0, while the others serve; checks that nothing is left on any of them.
+  // Runs the body in worker 0 while the others serve. Checks that nothing is left on any worker.
   void trainer(int n, const std::function<void()>& body) const {
     run(n, [&](World& world) {
       rpc::init();
@@ -50,7 +50,7 @@ class Autograd : public CommContract {
   static void nothing_is_left() {
     if (World::current().rank() != 0) return;
     for (const auto& worker : rpc::all_workers()) {
-      const auto end = patience();  // references let go by message
+      const auto end = patience();  // references are released by message
       autograd::Census left;
       size_t objects = 0;
       do {
@@ -75,7 +75,7 @@ void expect_close(const Tensor& a, const Tensor& b, double within = 1e-12) {
   EXPECT_TRUE(at::allclose(a, b, 0, within)) << "differ by " << (a - b).abs().max().item<double>();
 }
 
-// --- what is called ---
+// --- the functions that are called ---
 
 Tensor smooth(const Tensor& x, const Tensor& y) { return (x * y).sin() + x.pow(3) * y.exp(); }
 Tensor smooth_there(int worker, const Tensor& x, const Tensor& y) {
@@ -92,7 +92,7 @@ struct Linear {
   Tensor weight;
 };
 
-// Local and remote results of the same function, and their derivatives up to `order`, of random directions.
+// Compares local and remote results of the same function, and their derivatives up to `order`, in random directions.
 using Function = std::function<Tensor(const Tensors&)>;
 void expect_derivatives(const Function& local, const Function& remote, const Tensors& inputs, int order) {
   const auto derivatives = [&](const Function& function) {
@@ -111,7 +111,7 @@ void expect_derivatives(const Function& local, const Function& remote, const Ten
   for (size_t i = 0; i < here.size(); ++i) expect_close(here[i], there[i]);
 }
 
-// The gradient against finite differences.
+// Compares the gradient with finite differences.
 void expect_gradient(const Function& function, Tensors inputs) {
   const Tensors gradients = torch::autograd::grad({function(inputs).sum()}, inputs, {}, {}, true);
   const at::NoGradGuard no_grad;
@@ -122,7 +122,7 @@ void expect_gradient(const Function& function, Tensors inputs) {
       const auto at_offset = [&](double offset) {
         Tensors moved = inputs;
         moved[i] = flat.clone().index_put_({at::tensor(k)}, flat[k] + offset).reshape(inputs[i].sizes());
-        const at::AutoGradMode grad(true);  // a gradient is itself computed by one
+        const at::AutoGradMode grad(true);  // a gradient is itself computed with gradients
         for (Tensor& one : moved) one = one.detach().set_requires_grad(true);
         return function(moved).sum().item<double>();
       };
@@ -152,12 +152,12 @@ TEST_P(Autograd, DerivativesOfThreeOrders) {
     for (const int to : {1, 0})
       expect_derivatives(
           local, [to](const Tensors& in) { return rpc::sync<&smooth>(to, in[0], in[1]); }, inputs, 3);
-    // Nested: 0 calls 1, which calls 2, or 0 again.
+    // Nested calls: 0 calls 1, which calls 2, or 0 again.
     const auto nested = [](const Tensors& in) { return smooth(in[0] * 2, in[1]).tanh() + in[1]; };
     for (const int to : {2, 0})
       expect_derivatives(
           nested, [to](const Tensors& in) { return rpc::sync<&smooth_there>(1, to, in[0], in[1]); }, inputs, 3);
-    // Four at a time, whose results meet.
+    // Four concurrent calls whose results are combined.
     const auto four = [](const auto& call) {
       return [call](const Tensors& in) {
         std::vector<rpc::Future<Tensor>> parts;
@@ -209,18 +209,18 @@ TEST_P(Autograd, ParametersThereGetTheirGradients) {
     }
     expect_close(model.sync<&Linear::grad>(), local.weight.grad());
     expect_close(x.grad(), x1.grad());
-    // An argument that asks for none.
+    // An argument that does not require grad.
     model.sync<&Linear::forward>(x.detach()).sum().backward();
     local.forward(x1.detach()).sum().backward();
     expect_close(model.sync<&Linear::grad>(), local.weight.grad());
-    // grad() leaves them alone.
+    // grad() does not change them.
     const auto y = model.sync<&Linear::forward>(x);
     expect_close(torch::autograd::grad({y.sum()}, {x})[0], torch::autograd::grad({local.forward(x1).sum()}, {x1})[0]);
     expect_close(model.sync<&Linear::grad>(), local.weight.grad());
   });
 }
 
-// Backward of a sum gives one tensor for both arguments.
+// Backward of a sum gives the same tensor for both arguments.
 Tensor sum_of(const Tensor& x, const Tensor& y) { return x + y; }
 TEST_P(Autograd, GradientsOfOneCallDoNotShareMemory) {
   trainer(2, [] {
@@ -240,7 +240,7 @@ TEST_P(Autograd, GradientsOfOneCallDoNotShareMemory) {
   });
 }
 
-// --- what PyTorch's tape does besides ---
+// --- other features of PyTorch's autograd ---
 
 std::tuple<Tensor, int, std::string, Tensor, Tensor> several(Tensor x, Tensor numbers, std::string word) {
   return {x * 2, 5, word, x.exp(), numbers + 1};
@@ -299,9 +299,9 @@ TEST_P(Autograd, InPlaceUpdates) {
   trainer(2, [] {
     const Tensor x = leaf({1, 2});
     Tensor y = x * 1;
-    const Tensor z = rpc::sync<&in_place>(1, y);  // of its own copy
+    const Tensor z = rpc::sync<&in_place>(1, y);  // changes the callee's copy
     expect_close(y.detach(), x.detach());
-    y.mul_(5);  // after the call: it took what was there
+    y.mul_(5);  // the call has used the earlier values
     (z.sum() + y.sum()).backward();
     expect_close(x.grad(), 8 * x.detach() + 5);
     // Of a result.
@@ -366,8 +366,8 @@ TEST_P(Autograd, FailedPassesLeaveNothing) {
   });
 }
 
-// A run that is none of ours, the user's loss.backward(), fails there: libtorch keeps what it has not run for this
-// thread's next run, which does not come before the end.
+// The user's own loss.backward() fails, in a run of the engine that is not Muster's. libtorch keeps the nodes that it
+// has not run for this thread's next run, which does not come before the end.
 TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
   static constexpr auto fails = [](const Tensor& x) {
     const Tensor y = x * 2;
@@ -399,8 +399,8 @@ TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
   });
 }
 
-// Where it fails before it has come to any call, none of our nodes can see to that, but the thread's next run does; and
-// one in a context begins with a node of ours.
+// If the run fails before it reaches a call, none of Muster's nodes can clean up. The thread's next run does that; a
+// run in a context begins with a node of Muster's.
 TEST_P(Autograd, AFailureBeforeTheFirstCallLeavesNothingToTheNextRun) {
   const auto fails = [] {
     const Tensor x = leaf({1, 2});
@@ -427,7 +427,7 @@ TEST_P(Autograd, RetainedAndUsedUp) {
     y.backward();
     expect_close(x.grad(), 6 * x.detach() * x.detach());
     EXPECT_CONTAINS(message_of<c10::Error>([&] { y.backward(); }), "backward through the graph a second time");
-    // The same where another call has used it up there.
+    // The same, when another call has used it up there.
     const auto kept = rpc::remote<&triple>(1, x);
     const Tensor one = kept.to_here().sum(), other = kept.to_here().sum();
     one.backward();
@@ -467,7 +467,7 @@ TEST_P(Autograd, FromManyThreads) {
   });
 }
 
-// --- values that stay, and third workers ---
+// --- values that stay with their owner, and third workers ---
 
 struct Keeper {
   void put(Tensor x) { kept = x * 2; }
@@ -475,7 +475,7 @@ struct Keeper {
   Tensor kept;
 };
 Tensor use_there(RRef<Tensor> rref, Tensor y) { return rref.to_here() * y; }
-double loss_there(Tensor x, double factor) {  // runs backward by itself
+double loss_there(Tensor x, double factor) {  // runs backward itself
   const Tensor loss = (x * x * factor).sum();
   loss.backward();
   return loss.item<double>();
@@ -496,7 +496,7 @@ TEST_P(Autograd, ThroughWhatStaysThere) {
   });
 }
 
-// Worker 0's argument, worker 1's value, and worker 2 that runs backward: it ends in worker 0's .grad.
+// Worker 0 has the argument, worker 1 the value, and worker 2 runs backward, which ends in worker 0's .grad.
 double backward_of(RRef<Tensor> rref) {
   const Tensor value = rref.to_here();
   (value.sum() + value.sum()).backward();
@@ -520,9 +520,9 @@ TEST_P(Autograd, AHandlerMayRunBackward) {
   });
 }
 
-// --- at the same time ---
+// --- concurrent passes ---
 
-// Whose backward passes wait for one another: one after the other they never come.
+// The backward passes of four calls wait for each other: they would never end if they ran one after another.
 Tensor four_meet_backward(Tensor x) {
   Tensor y = x * 2;
   y.register_hook([](Tensor gradient) {
@@ -562,7 +562,7 @@ TEST_P(Autograd, AContextKeepsGradientsApart) {
       expect_close(context.gradient(mine.weight), mine_local.weight.grad());
       EXPECT_TRUE(context.gradient(x).defined());
       EXPECT_EQ(context.gradients().size(), 2u);
-      context.gradient(mine.weight).zero_();  // a tensor of the caller's own
+      context.gradient(mine.weight).zero_();  // the caller's own tensor
       expect_close(model.sync<&Linear::context_grad>(), local.weight.grad());
       {
         autograd::Context other;  // of its own
@@ -621,7 +621,7 @@ TEST_P(Autograd, AContextOfATimeThatIsOverIsNoOther) {
     rpc::shutdown();
     rpc::init();
     if (world.rank() == 0) {
-      EXPECT_THROW(rpc::sync<&triple>(1, leaf({1})), Aborted);  // the old one is still this thread's
+      EXPECT_THROW(rpc::sync<&triple>(1, leaf({1})), Aborted);  // the old context is still this thread's
       std::optional<autograd::Context> context(std::in_place);
       EXPECT_EQ(context->id(), old->id());
       const auto model = rpc::remote<Linear>(1, uint64_t{7});
@@ -634,7 +634,7 @@ TEST_P(Autograd, AContextOfATimeThatIsOverIsNoOther) {
   });
 }
 
-// A handler's own context, and calls that belong to none.
+// A handler's own context, and calls that belong to no context.
 int own_context(int back) {
   autograd::Context mine;
   rpc::sync<&triple>(back, leaf({1}));
@@ -648,7 +648,7 @@ TEST_P(Autograd, AHandlersOwnContextEndsEverywhere) {
   });
 }
 
-// Three workers at once, in one context each: the sums have the same bits in every round, whoever is late.
+// Three workers run concurrently, in one context each. The sums have the same bits in every round, whichever is late.
 std::vector<double> sums_of(int rounds) {
   std::vector<double> sums;
   for (int round = 0; round < rounds; ++round) {

@@ -1,4 +1,5 @@
-// DistributedOptimizer over three owners is one local optimizer, for every O; its errors name workers; nothing is left.
+// DistributedOptimizer over three owners gives the results of one local optimizer, for every optimizer. Its errors name
+// workers, and nothing is left behind.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -33,10 +34,10 @@ using optim::ParameterRef;
 using rpc::RRef;
 using Tensors = std::vector<Tensor>;
 
-// The quasi-hyperbolic momentum of PyTorch's recipe, as a user writes it: one class, no registration.
+// The quasi-hyperbolic momentum of PyTorch's recipe, as a user would write it: one class, without registration.
 struct QHMOptions {
   double lr = 1e-3, momentum = 0.9, nu = 0.7, weight_decay = 0;
-  bool direct = false;  // how the weights decay: at once, or by way of the gradient
+  bool direct = false;  // the weights decay directly, not through the gradient
   MSGPACK_DEFINE(lr, momentum, nu, weight_decay, direct);
 };
 class QHM : public optim::FunctionalOptimizer {
@@ -62,7 +63,7 @@ class QHM : public optim::FunctionalOptimizer {
   const Options options_;
 };
 
-// Another that has nothing of ours, and throws in one worker.
+// Another optimizer, which uses nothing of Muster's and throws in one worker.
 struct Picky {
   struct Options {
     double lr = 0.5;
@@ -104,7 +105,7 @@ class DistributedOptimizerTest : public CommContract {
       rpc::init();
       if (world.rank() == 0) {
         body();
-        for (const auto& worker : rpc::all_workers()) {  // references are let go by message
+        for (const auto& worker : rpc::all_workers()) {  // references are released by message
           const auto end = patience();
           size_t left = 0;
           while ((left = rpc::sync<[] { return rpc::census().owned_objects + autograd::census().contexts; }>(worker)) &&
@@ -206,7 +207,7 @@ TEST_P(DistributedOptimizerTest, YourOwn) {
     expect_like_local<QHM>({.lr = 0.1, .weight_decay = 0.1});
     expect_like_local<QHM>({.lr = 0.1, .nu = 0.3, .weight_decay = 0.1, .direct = true});
     expect_like_local<Picky>({.lr = 0.05});
-    // One step of it, by hand.
+    // One step of the optimizer, computed by hand.
     Tensor p = at::tensor({1.0, 2.0}, at::kDouble);
     QHM({.lr = 0.1, .momentum = 0.9, .nu = 0.7}).step({p}, {at::tensor({1.0, -1.0}, at::kDouble)});
     EXPECT_TRUE(at::allclose(p, at::tensor({1 - 0.1 * (0.07 + 0.3), 2 + 0.1 * (0.07 + 0.3)}, at::kDouble)));
@@ -272,7 +273,7 @@ TEST_P(DistributedOptimizerTest, ErrorsNameTheWorker) {
     twice.push_back(twice[1]);
     EXPECT_THROW(Sgd({.lr = 0.1}, twice), InvalidArgument);
     twice = model.parameters();
-    twice.push_back(model.parameters()[0]);  // another reference to the same
+    twice.push_back(model.parameters()[0]);  // another reference to the same parameter
     EXPECT_THROW(Sgd({.lr = 0.1}, twice), rpc::RemoteError);
     Sgd fine({.lr = 0.1}, model.parameters());
     EXPECT_THROW(fine.set_lr(-1), InvalidArgument);
@@ -281,7 +282,7 @@ TEST_P(DistributedOptimizerTest, ErrorsNameTheWorker) {
   });
 }
 
-// Each step waits for the two others: one after another they would never end.
+// Each owner's step waits for the two others: they would never end if they ran one after another.
 std::mutex meeting_mutex;
 std::condition_variable meeting;
 int arrived = 0;
@@ -297,7 +298,7 @@ struct Meets : Picky {
     std::vector<rpc::Future<void>> told;
     for (int i = 0; i < 3; ++i) told.push_back(rpc::async<&arrive>(i));
     for (auto& one : told) one.get();
-    // All three have told this process; where workers are threads they have told it nine times.
+    // All three owners have told this process. If workers are threads, that is nine times.
     std::unique_lock lock(meeting_mutex);
     if (!meeting.wait_for(lock, kPatience, [] { return arrived >= 3; }))
       throw std::runtime_error("the others did not come");
@@ -317,7 +318,7 @@ TEST_P(DistributedOptimizerTest, AllOwnersAtOnce) {
 TEST_P(DistributedOptimizerTest, ContextsAndThreadsOfTheirOwn) {
   run(3, [](World& world) {
     rpc::init();
-    // Every worker trains its own layer on the next one, at the same time; .grad stays out of it.
+    // Every worker trains its own layer on the next worker, concurrently. This does not use .grad.
     const int next = (world.rank() + 1) % 3;
     const auto layer = rpc::remote<Layer>(next, world.rank());
     Layer local(world.rank());

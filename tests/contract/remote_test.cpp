@@ -28,11 +28,11 @@ using at::Tensor;
 
 class Remote : public CommContract {
  protected:
-  // The body in each of n workers, within auto_init_rpc.
+  // Runs the body in each of n workers, within auto_init_rpc.
   void serve(int n, const std::function<void(World&)>& body) const {
     run(n, [&](World& world) { auto_init_rpc([&] { body(world); }); });
   }
-  // The body in worker 0, the others serve.
+  // Runs the body in worker 0 while the others serve.
   void lead(int n, const std::function<void(World&)>& body) const {
     serve(n, [&](World& world) {
       if (world.rank() == 0) body(world);
@@ -40,7 +40,7 @@ class Remote : public CommContract {
   }
 };
 
-// --- what is called ---
+// --- the functions that are called ---
 
 using Part = std::pair<int, Tensor>;
 Part who_and_what(const Tensor& x) { return {get_rank(), x}; }
@@ -56,14 +56,14 @@ double weighted(const std::map<std::string, Tensor>& batch, std::string_view whi
 }
 
 std::string text_of(int64_t part) { return std::to_string(part); }
-// Says that it began; then until nobody wants it.
+// Reports that it has begun, and runs until it is cancelled.
 void until_cancelled(const std::string& key, int64_t part) {
   World::current().store().set(key + "begun" + text_of(part), "");
   while (!rpc::this_call().cancelled()) std::this_thread::yield();
   World::current().store().set(key + "stopped" + text_of(part), "");
   rpc::this_call().check();
 }
-// Part 2 fails when all have begun, the others run until they are told to stop.
+// Part 2 fails when all parts have begun. The others run until they are cancelled.
 int fails_in_part_2(std::string key, Tensor x) {
   const auto part = x.item<int64_t>();
   if (part != 2) until_cancelled(key, part);
@@ -85,7 +85,7 @@ TEST_P(Remote, EachWorkerKnowsItsPlace) {
     const auto result = auto_init_rpc(
         [&] {
           EXPECT_EQ(++order, 2);
-          EXPECT_EQ(world.store().add("ready", 0), 3);  // nobody's main runs before everybody's worker_init
+          EXPECT_EQ(world.store().add("ready", 0), 3);  // main functions run after all workers' worker_init
           const WorldInfo info = get_world_info();
           EXPECT_EQ(info.rank(), world.rank());
           EXPECT_EQ(info.world_size, 3);
@@ -199,7 +199,7 @@ TEST_P(Remote, AllOfItToSome) {
     EXPECT_EQ(remote_sync_call<&own_rank>(5), std::vector{world.rank()});  // nothing to split: this worker
     const auto some = dim_partitioner(0, {.workers = {"worker2", 0}});
     EXPECT_EQ(remote_sync_call<&rank_of>(x, {.partitioner = some}), (std::vector{2, 0}));
-    // One of the program's own: the first row here, the rest to worker 1.
+    // A user-defined partitioner: the first row stays here, the rest goes to worker 1.
     const auto first_and_rest = [](const Tensor& whole) {
       return std::vector<RemotePart<Tensor>>{{get_rank(), {whole.slice(0, 0, 1)}}, {"worker1", {whole.slice(0, 1)}}};
     };
@@ -272,7 +272,7 @@ TEST_P(Remote, AnAsynchronousReducerHasTheCallersGradMode) {
   });
 }
 
-const auto parallel_mean = parallelize<&mean_of>();  // before there is any World
+const auto parallel_mean = parallelize<&mean_of>();  // before any World exists
 Tensor mean_through_others(Tensor x) { return parallel_mean(x); }
 rpc::Task<Tensor> mean_awaited(Tensor x) {
   const auto rows = dim_partitioner(0, {.workers = {"worker0", "worker2"}});
@@ -292,7 +292,7 @@ TEST_P(Remote, ParallelFunctions) {
     EXPECT_TRUE(at::allclose(later(x).get(), 2 * x.reshape({3, 3, 2}).sum(0)));
     EXPECT_EQ(parallelize<&who_and_what>({.partitioner = "worker2"})(x)[0].first, 2);
     parallelize<&note>()("parallel", x);
-    // Parallel in parallel: handlers that wait do not run out of threads.
+    // Parallel calls within parallel calls: waiting handlers do not use up the threads.
     const auto outer = parallelize<&mean_through_others>({.timeout = kPatience});
     EXPECT_TRUE(at::allclose(outer(x), x.mean()));
     EXPECT_TRUE(at::allclose(parallelize<&mean_awaited>()(x), x.mean()));
@@ -370,7 +370,7 @@ TEST_P(Remote, TimeoutsSayThePart) {
     });
     EXPECT_CONTAINS(late, "worker1");
     EXPECT_CONTAINS(late, "[part 1 of 2]");
-    // It has stopped; or never begun, where worker 1 was as late as that, and then it has nothing to say.
+    // The part has stopped. Or it has never begun, if worker 1 was late, and then it reports nothing.
     const auto until = patience();
     while (!until.passed() && rpc::sync<[] { return rpc::census().running_handlers; }>(1) > 1)
       std::this_thread::yield();
@@ -402,7 +402,7 @@ TEST_P(Remote, WhatIsWrongBeforehandIsNotSent) {
                                   {.partitioner = dim_partitioner(0, {.workers = {0, "nobody"}})});
         },
         "nobody");
-    // What cannot be sent is found while sending.
+    // A value that cannot be sent is found while sending.
     EXPECT_CONTAINS(message_of<InvalidArgument>([] {
                       const auto sparse_last = [](const std::string& key, const Tensor& x) {
                         return std::vector<RemotePart<std::string, Tensor>>{{0, {key, x}}, {1, {key, x.to_sparse()}}};
@@ -417,7 +417,7 @@ TEST_P(Remote, AWorkerThatLeavesIsNamed) {
   run(3, [](World& world) {
     rpc::init();
     if (world.rank() == 2) {
-      // All of them: a part that is cancelled before it has begun never begins, and says nothing.
+      // Waits for all parts: a part that is cancelled before it begins never begins, and reports nothing.
       for (const int part : {0, 1, 2}) wait_for(world, "lbegun" + text_of(part));
       rpc::shutdown(rpc::Shutdown::kAbrupt);
       return;

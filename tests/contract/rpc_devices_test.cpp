@@ -1,5 +1,5 @@
-// Device maps of remote calls, with a device that is in no machine (support/fake_device.h): over shared memory and TCP,
-// between threads and processes.
+// Device maps of remote calls, with a fake device (support/fake_device.h): over shared memory and TCP, between threads
+// and processes.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -36,7 +36,7 @@ using Tensors = std::vector<Tensor>;
 
 class RpcDevices : public CommContract {
  protected:
-  // Each rank with its maps; the body in rank 0, while the others serve.
+  // Starts each rank with its maps. Runs the body in rank 0 while the others serve.
   void trainer(const std::vector<Maps>& maps, const std::function<void()>& body) const {
     run(static_cast<int>(maps.size()), [&](World& world) {
       rpc::init({.device_maps = maps[static_cast<size_t>(world.rank())]});
@@ -71,7 +71,7 @@ void expect_same(const Tensor& got, const Tensor& wanted) {
   EXPECT_TRUE(at::equal(got.cpu(), wanted.cpu()));
 }
 
-// --- what is called ---
+// --- the functions that are called ---
 
 Tensor echo(Tensor x) { return x; }
 Tensors echo_all(Tensors all) { return all; }
@@ -79,7 +79,7 @@ std::string device_of(const Tensor& x) { return x.device().str(); }
 Tensor made_on(int index) { return at::arange(4).to(fake(index)); }
 Tensor twice(const Tensor& x) { return x * 2; }
 int first(int number, const std::vector<Tensor>&, const std::string&) { return number; }
-// Whether two tensors share memory, and see each other's writes.
+// Checks that two tensors share memory and see each other's writes.
 bool shared(Tensor a, const Tensor& b) {
   if (a.storage().unsafeGetStorageImpl() != b.storage().unsafeGetStorageImpl()) return false;
   a.fill_(7);
@@ -105,7 +105,7 @@ TEST_P(RpcDevices, ThereAndBackWithOtherIndices) {
         expect_same(rpc::sync<&twice>(1, x), x * 2);
       }
     }
-    EXPECT_EQ(rpc::sync<&made_on>(1, 1).device(), fake(0));  // not only what came
+    EXPECT_EQ(rpc::sync<&made_on>(1, 1).device(), fake(0));  // applies to tensors that the callee makes, too
     EXPECT_EQ(rpc::sync<&device_of>(1, at::ones({2})), "cpu");
     EXPECT_EQ(rpc::sync<&echo>(1, at::ones({2})).device(), at::Device(at::kCPU));
     EXPECT_FALSE(rpc::sync<&echo>(1, Tensor()).defined());
@@ -165,7 +165,7 @@ TEST_P(RpcDevices, WhatSharesMemorySharesItThere) {
     EXPECT_TRUE(rpc::sync<&shared>(1, base, base));
     EXPECT_FALSE(rpc::sync<&shared>(1, base, base.clone()));
     EXPECT_FALSE(rpc::sync<&shared>(1, base.narrow(0, 0, 5), base.narrow(0, 50, 5)));
-    EXPECT_EQ(base[10].item<int64_t>(), 10);  // what the callee does to an argument is not seen here
+    EXPECT_EQ(base[10].item<int64_t>(), 10);  // the callee's change of an argument is not visible here
     const Tensors back = rpc::sync<&echo_all>(1, Tensors{base, base.reshape({10, 10}).transpose(0, 1)});
     EXPECT_EQ(back[0].storage().unsafeGetStorageImpl(), back[1].storage().unsafeGetStorageImpl());
     expect_same(back[1], base.reshape({10, 10}).t());
@@ -177,7 +177,7 @@ TEST_P(RpcDevices, EachWorkerHasItsOwnMaps) {
     const Tensor x = at::ones({3}).to(fake(2));
     return rpc::sync<&device_of>(worker, x) + " " + rpc::sync<&twice>(worker, x).device().str();
   };
-  // Not the other way round of each other, and one of them for itself.
+  // The maps are not inverses of each other, and one is for calls of the worker to itself.
   trainer({{{"worker1", pairs({{0, 1}})}, {"worker2", pairs({{0, 2}})}, {"worker0", pairs({{1, 0}})}},
            {{"worker0", pairs({{2, 2}})}},
            {}},
@@ -221,7 +221,7 @@ TEST_P(RpcDevices, ObjectsAndTheirCopies) {
   });
 }
 
-// --- what is refused ---
+// --- errors ---
 
 TEST_P(RpcDevices, ADeviceWithoutAMapIsRefused) {
   trainer({{{"worker1", pairs({{0, 1}})}}, {}}, [] {
@@ -236,16 +236,16 @@ TEST_P(RpcDevices, ADeviceWithoutAMapIsRefused) {
     EXPECT_CONTAINS(said, "device_maps[\"worker1\"]");
     EXPECT_EQ(rpc::census().pending_calls, 0u);
     EXPECT_EQ(rpc::sync<&first>(1, 5, Tensors{at::ones({1}), on_0}, "word"), 5);
-    // What comes back.
+    // Results.
     const auto result = message_of<rpc::RemoteError>([] { rpc::sync<&made_on>(1, 2); });
     EXPECT_CONTAINS(result, "made_on(int)");
     EXPECT_CONTAINS(result, fake(2).str());
     EXPECT_CONTAINS(result, "device_maps[\"worker1\"]");
-    // A worker without any.
+    // A worker without device maps.
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { rpc::sync<&echo>(0, on_0); }), "argument 1 of ");
     EXPECT_THROW(rpc::remote<Server>(0, on_0), InvalidArgument);
     EXPECT_THROW(rpc::sync<&echo>(1, at::empty({3}, at::kMeta)), InvalidArgument);
-    const auto end = patience();  // let go by message
+    const auto end = patience();  // tensors are released by message
     while (rpc::census().owned_objects != 0 && !end.passed()) std::this_thread::yield();
     EXPECT_EQ(rpc::census().owned_objects, 0u);
   });
@@ -270,7 +270,7 @@ TEST_P(RpcDevices, BadMapsAreToldToAllAtTheStart) {
       EXPECT_CONTAINS(message_of<InvalidArgument>(init), said);
       EXPECT_FALSE(rpc::is_running());
     }
-    rpc::init({.device_maps = {{"worker2", pairs({{0, 1}})}}});  // for the last one itself
+    rpc::init({.device_maps = {{"worker2", pairs({{0, 1}})}}});  // a map of the last worker for itself
     EXPECT_EQ(rpc::sync<&device_of>(2, at::ones({1}).to(fake(0))), fake(1).str());
     rpc::shutdown();
   });
@@ -280,7 +280,7 @@ TEST_P(RpcDevices, BadMapsAreToldToAllAtTheStart) {
 
 Tensor cubed(const Tensor& x, const Tensor& y) { return x * x * x * y; }
 Tensor cubed_there(int worker, const Tensor& x, const Tensor& y) { return rpc::sync<&cubed>(worker, x * 2, y) * y; }
-// Backward on the callee: gradients of arguments go home.
+// Backward runs on the callee. The gradients of the arguments go back to the caller.
 void backward_there(const Tensor& x, const Tensor& y) { (x * x * y).sum().backward(); }
 struct Layer {
   explicit Layer(int index) : weight(leaf({2, 3}, index)) {}
@@ -316,9 +316,9 @@ TEST_P(RpcDeviceGradients, OfTwoOrders) {
             const auto nested = [](const Tensor& a, const Tensor& b) { return cubed(a * 2, b) * b; };
             expect_all([](const Tensor& a, const Tensor& b) { return rpc::sync<&cubed>(1, a, b); }, &cubed, y);
             expect_all([](const Tensor& a, const Tensor& b) { return rpc::sync<&cubed_there>(1, 2, a, b); }, nested, y);
-            // Back to this worker, whose devices wait for nobody.
+            // The nested call comes back to this worker, whose devices wait for no other.
             expect_all([](const Tensor& a, const Tensor& b) { return rpc::sync<&cubed_there>(1, 0, a, b); }, nested, y);
-            // Arguments of several devices.
+            // Arguments on several devices.
             expect_all(
                 [](const Tensor& a, const Tensor& b) {
                   return rpc::sync<[](const Tensor& p, const Tensor& q) { return cubed(p, q.to(p.device())); }>(1, a,
@@ -352,7 +352,7 @@ TEST_P(RpcDeviceGradients, OfParametersThereAndArgumentsHere) {
   });
 }
 
-// A result that leads to a third worker's argument, for which these two have no maps.
+// A result depends on a third worker's argument, for which these two workers have no maps.
 TEST_P(RpcDeviceGradients, ByAThirdWorker) {
   static constexpr auto backward_of = [](const RRef<Tensor>& value) { value.to_here().sum().backward(); };
   trainer({{{"worker1", pairs({{0, 1}})}}, {}, {{"worker1", pairs({{2, 1}})}}}, [] {
@@ -366,7 +366,7 @@ TEST_P(RpcDeviceGradients, ByAThirdWorker) {
 MUSTER_RPC_CONTRACT(Rpc, RpcDevices);
 INSTANTIATE_TEST_SUITE_P(Rpc, RpcDeviceGradients, testing::ValuesIn(thread_setups()), setup_name);
 
-// --- what comes from outside ---
+// --- untrusted bytes ---
 
 using rpc::detail::read_tensors;
 using rpc::detail::write_tensors;
@@ -395,12 +395,12 @@ TEST(RpcDeviceTable, OnlyPlacesThatTheReceiverGives) {
   EXPECT_EQ(got[1].device(), at::Device(at::kCPU));
   EXPECT_EQ(got[2].device(), fake(1));
   EXPECT_THROW(read(written(sent, three), std::span(other).first(1)), Corrupt);
-  EXPECT_THROW(read(written({sent[2]}, three), std::span(other).first(2)), Corrupt);  // without elements too
+  EXPECT_THROW(read(written({sent[2]}, three), std::span(other).first(2)), Corrupt);  // a tensor without elements, too
   EXPECT_THROW(read(written(sent, three), {}), Corrupt);
   EXPECT_THROW(written(sent, {}), InvalidArgument);
   EXPECT_THROW(written(sent, std::span(three).first(1)), InvalidArgument);
   Wire undefined = written({Tensor()}, three);
-  undefined.body.back() = 8;  // it has a place, but is not
+  undefined.body.back() = 8;  // the undefined tensor gets an index
   EXPECT_THROW(read(undefined, three), Corrupt);
 }
 
@@ -426,7 +426,7 @@ TEST(RpcDeviceTable, FuzzedPlacesAreCorruptAtWorst) {
       for (const Tensor& tensor : read(wire, places)) {
         if (!tensor.defined()) continue;
         EXPECT_NE(tensor.device(), fake(1));
-        tensor.cpu().clone();  // touches every byte that it claims
+        tensor.cpu().clone();  // reads every byte that the tensor claims to have
       }
     } catch (const Corrupt&) {
     }
@@ -456,7 +456,7 @@ TEST(RpcDeviceTable, MapsOfOthersAreChecked) {
     return writer.take();
   };
   const auto type = static_cast<int8_t>(c10::DeviceType::PrivateUse1);
-  EXPECT_EQ(meet(map(1, "a", 1, {type, 9, type, 2})), std::vector{fake(2)});  // 9 is b's affair
+  EXPECT_EQ(meet(map(1, "a", 1, {type, 9, type, 2})), std::vector{fake(2)});  // device 9 is b's, and not checked here
   EXPECT_TRUE(meet(map(1, "b", 1, {type, 0, type, 2})).empty());
   EXPECT_THROW(meet(map(1, "a", 1, {type, 0, type, 3})), InvalidArgument);
   EXPECT_THROW(meet(map(1, "a", 1, {type, 0, type, -1})), InvalidArgument);

@@ -35,7 +35,7 @@ using rpc::RRef;
 
 class Rpc : public CommContract {
  protected:
-  // The body in each of n workers; RPC is shut down gracefully behind it.
+  // Runs the body in each of n workers, and then shuts RPC down gracefully.
   void serve(int n, const std::function<void(World&)>& body, rpc::Options options = {}) const {
     run(n, [&](World& world) {
       rpc::init(options);
@@ -45,7 +45,7 @@ class Rpc : public CommContract {
   }
 };
 
-// --- what is called ---
+// --- the functions that are called ---
 
 int add(int a, int b) { return a + b; }
 Tensor echo(Tensor x) { return x; }
@@ -54,7 +54,7 @@ void nothing() {}
 std::string caller() { return rpc::this_call().caller().name; }
 void fails_at_length() { throw std::runtime_error(std::string(1 << 20, 'x')); }
 int fails(int) { throw std::out_of_range("no such key"); }
-// Blocks its thread, as users' functions do, until somebody says go.
+// Blocks its thread, as users' functions do, until the test says go.
 int held(int number) {
   World::current().store().get("go" + std::to_string(number), patience());
   return number;
@@ -63,7 +63,7 @@ int begins(int number) {
   World::current().store().set("begun" + std::to_string(number), "");
   return held(number);
 }
-// How many have begun when `all` have; fewer where they run one after another.
+// Waits until `all` calls have begun. Returns how many have: fewer if they run one after another.
 int meets(int all) {
   Store& store = World::current().store();
   store.add("begun", 1);
@@ -81,7 +81,7 @@ rpc::Task<int> down_waiting(int depth) {
   if (depth == 0) co_return 0;
   co_return 1 + co_await rpc::async<&down_waiting>(next, depth - 1);
 }
-// These wait in their thread, for futures that have no Waits.
+// These block their thread on futures that have no Waits.
 rpc::Task<int> add_at(int worker, int n) { co_return co_await rpc::async<&add>(worker, n, 1); }
 int waits_for_a_task(int n) { return rpc::start(add_at(rpc::this_call().caller().id, n)).get(); }
 int waits_for_both(int n) {
@@ -102,7 +102,8 @@ int waits_for_a_thread(int number) {
   });
   return promise.future().get();
 }
-// Whether what it has made due runs before it ends. The call has no timeout: one wakes a thread that would run it.
+// Returns true if the continuation of a call that it cancels runs before the handler ends. The call has no timeout,
+// which would wake a thread that could run the continuation.
 bool waits_for_what_it_cancels(int worker, int number) {
   const auto ran = std::make_shared<std::promise<void>>();
   const auto call = rpc::async<&begins>({worker, {.timeout = 0ms}}, number);
@@ -129,7 +130,7 @@ int bump_through(RRef<Counter> counter) { return counter.sync<&Counter::add>(1);
 RRef<Counter> pass_on(RRef<Counter> counter) { return counter; }
 int hand_to(int worker, RRef<Counter> counter) { return rpc::sync<&bump_through>(worker, counter); }
 
-// Its end calls who has held it, and waits for the answer.
+// Its destructor calls the worker that has held it, and waits for the answer.
 struct Farewell {
   explicit Farewell(int holder) : to(holder) {}
   Farewell(const Farewell&) = delete;
@@ -147,7 +148,7 @@ struct Farewell {
   int to;
 };
 
-// Whether `condition` comes true.
+// Returns whether `condition` becomes true.
 template <typename Condition>
 bool soon(Condition condition) {
   for (const auto end = patience(); !end.passed();) {
@@ -182,7 +183,7 @@ TEST_P(Rpc, CallsByNameAndRank) {
 }
 
 TEST_P(Rpc, SaysWhichWayCallsGo) {
-  if (!as_threads()) return;  // their standard error is another
+  if (!as_threads()) return;  // processes have another standard error
   ::setenv(kVerboseVariable, "1", 1);
   testing::internal::CaptureStderr();
   serve(2, [](World&) {});
@@ -203,7 +204,7 @@ TEST_P(Rpc, WorkersAreKnownAfterTheEnd) {
   });
 }
 
-// It fits what the thread that delivers may send without waiting.
+// The cut error fits what the delivering thread may send without waiting.
 TEST_P(Rpc, ALongErrorIsCut) {
   serve(2, [](World& world) {
     const auto text = message_of<rpc::RemoteError>([&] { rpc::sync<&fails_at_length>(1 - world.rank()); });
@@ -257,7 +258,7 @@ TEST_P(Rpc, MovedTensorsOfTheHeapChangeHandsAndComeHome) {
       }
     }
     world.store().set("done" + std::to_string(world.rank()), "");
-    // What was lent has come back.
+    // Everything that was lent has come back.
     EXPECT_TRUE(soon([&] { return world.heap().used() == 0; })) << world.heap().used();
     muster::barrier();
   });
@@ -286,7 +287,7 @@ TEST_P(Rpc, TrafficIsWhatWasSentAndReceived) {
     if (world.rank() == 1) {
       EXPECT_EQ((rpc::traffic() - before).calls, 0u);
     }
-    // Either has received what the other has sent, once that has been counted.
+    // When everything is counted, each worker has received as much as the other has sent.
     const int other = 1 - world.rank();
     const auto key = [](int rank) { return "traffic" + std::to_string(rank); };
     EXPECT_TRUE(soon([&] {
@@ -331,7 +332,7 @@ TEST_P(Rpc, NestedCallsDoNotDeadlock) {
         {.max_threads = 2});
 }
 
-// A handler that waits gives up its place, whatever it waits for.
+// A handler that waits gives up its place among the running handlers, whatever it waits for.
 TEST_P(Rpc, HandlersMayWaitForAnyFuture) {
   serve(2,
         [](World& world) {
@@ -354,7 +355,7 @@ TEST_P(Rpc, WhatAHandlerMakesDueRunsWhileItWaits) {
   serve(2, [](World& world) {
     if (world.rank() != 0) return;
     for (int i = 0; i < 3; ++i) {
-      std::this_thread::sleep_for(20ms);  // all threads of the other sleep by now; nothing here relies on that
+      std::this_thread::sleep_for(20ms);  // the other worker's threads should sleep by now; not relied on
       EXPECT_TRUE(rpc::sync<&waits_for_what_it_cancels>(1, 0, i));
       world.store().set("go" + std::to_string(i), "");
     }
@@ -366,7 +367,7 @@ TEST_P(Rpc, SlowHandlersRunAtTheSameTime) {
     if (world.rank() != 0) return;
     std::vector<Future<int>> slow;
     for (int i = 0; i < 6; ++i) slow.push_back(rpc::async<&meets>(1, 6));
-    EXPECT_EQ(rpc::sync<&add>(1, 1, 1), 2);  // is not held up by them: they wait for what follows
+    EXPECT_EQ(rpc::sync<&add>(1, 1, 1), 2);  // this call is not held up by the slow ones
     world.store().set("go0", "");
     for (auto& result : slow) EXPECT_EQ(result.get(), 6);
   });
@@ -385,7 +386,7 @@ TEST_P(Rpc, MoreCallsThanMayBeUnderWay) {
         {.max_calls = 8});
 }
 
-// So a worker that is stuck has no more than max_calls requests of another one, however often that tries.
+// So a stuck worker has at most max_calls requests from another worker, however often that one tries.
 TEST_P(Rpc, CallsGivenUpCountUntilTheyAreAnswered) {
   static constexpr int kMost = 8, kThreads = 2;
   serve(2,
@@ -400,7 +401,7 @@ TEST_P(Rpc, CallsGivenUpCountUntilTheyAreAnswered) {
           for (int i = 0; i < kThreads; ++i) stuck.push_back(rpc::async<&held>(1, 0));
           const auto large = rpc::async<&echo>({1, {.timeout = 50ms}}, world.heap().zeros({1 << 18}));
           EXPECT_THROW(large.get(), Timeout);
-          // Its argument has not waited for its turn.
+          // Its argument did not have to wait.
           EXPECT_TRUE(soon([&] { return world.heap().used() == 0; })) << world.heap().used();
           int refused = 0;
           for (int i = 0; i < 3 * kMost; ++i) try {
@@ -440,7 +441,7 @@ TEST_P(Rpc, TimeoutsNameTheFunctionAndStopIt) {
     const auto message = message_of<Timeout>([] { rpc::sync<&held>({"worker1", {.timeout = 50ms}}, 1); });
     EXPECT_CONTAINS(message, "worker1");
     EXPECT_CONTAINS(message, "held(int)");
-    const Future<int> late = rpc::async<&held>({1, {.timeout = 50ms}}, 2);  // nobody waits for it
+    const Future<int> late = rpc::async<&held>({1, {.timeout = 50ms}}, 2);  // no thread waits for it
     EXPECT_TRUE(soon([&] { return late.done(); }));
     EXPECT_THROW(late.get(), Timeout);
     for (const int number : {1, 2}) world.store().set("go" + std::to_string(number), "");
@@ -494,7 +495,7 @@ TEST_P(Rpc, AWorkerThatLeavesFailsTheCallsToIt) {
 
 TEST_P(Rpc, ShutdownWaitsForOthersAndTheirCalls) {
   serve(3, [](World& world) {
-    // Worker 0 shuts down at once; the others call it for a while yet, through chains of handlers.
+    // Worker 0 shuts down immediately. The others still call it for a while, through chains of handlers.
     if (world.rank() == 0) return;
     for (int i = 0; i < 50; ++i) EXPECT_EQ(rpc::sync<&down>(0, 3), 3);
   });
@@ -622,7 +623,7 @@ TEST_P(Rpc, ReferencesEndWithTheRpcThatTheyAreOf) {
       EXPECT_EQ(there_now.sync<&Counter::get>(), 7);
       EXPECT_EQ(result_now.to_here().numel(), 5);
       EXPECT_EQ(mine_now.local_value()->value, 2);
-      EXPECT_EQ(rpc::census().pending_calls, 0u);  // to_here() came behind the answers of what was made
+      EXPECT_EQ(rpc::census().pending_calls, 0u);  // to_here() came after the objects were made
     }
     rpc::shutdown();
   });
@@ -644,12 +645,12 @@ TEST_P(Rpc, HandlersMayBeCoroutines) {
   });
 }
 
-// --- ways ---
+// --- transports ---
 
 TEST_P(Rpc, OverUcxForWhoAsksForIt) {
   if (const std::string why = as_threads() ? transport::ucx::why_not() : why_no_ucx(); !why.empty())
     GTEST_SKIP() << why;
-  // On one host UCX has to be forced; between hosts it goes beside shared memory.
+  // On one host UCX has to be forced. Between hosts it is used together with shared memory.
   const bool is_one_host = GetParam().backend == "shm";
   serve(3,
         [](World& world) {

@@ -42,7 +42,7 @@ class Registration(unittest.TestCase):
             return dist.get_backend(), group._get_backend(cpu()).name(), ddp._get_ddp_logging_data()["backend_name"], t.item()
 
         self.assertEqual(run(2, body, backend="cpu:muster"), [("cpu:muster", "muster", "muster", 2.0)] * 2)
-        mixed = "cpu:muster,cuda:gloo"  # gloo in the place of NCCL, which builds for CPUs lack
+        mixed = "cpu:muster,cuda:gloo"  # gloo stands in for NCCL, which CPU builds lack
         for whole, name, _, value in run(2, body, backend=mixed):
             self.assertEqual((whole, name, value), (mixed, "muster", 2.0))
 
@@ -221,7 +221,7 @@ class Lost(unittest.TestCase):
         def body(rank):
             group = dist.new_group([0, 1])
             if rank == 0:
-                work = dist.all_reduce(torch.ones(1), group=group, async_op=True)  # in which rank 1 takes no part
+                work = dist.all_reduce(torch.ones(1), group=group, async_op=True)  # rank 1 does not take part
                 aborting = threading.Timer(0.2, group.abort)
                 aborting.start()
                 text = raised(dist.DistBackendError, work.wait)
@@ -344,7 +344,7 @@ print("value", t[0].item())
 
 class Hosts(unittest.TestCase):
     def test_ranks_on_several_hosts(self):
-        """Faked: ranks with different values of MUSTER_HOST do not share memory."""
+        """Fakes two hosts: ranks with different values of MUSTER_HOST do not share memory."""
         def body(rank):
             os.environ["MUSTER_HOST"] = "aab"[rank]
             dist.init_process_group("muster", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3,

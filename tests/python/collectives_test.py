@@ -1,4 +1,4 @@
-"""Every collective and form of messages of torch.distributed, beside gloo in the same processes."""
+"""Every collective and form of messages of torch.distributed, compared with gloo in the same processes."""
 from __future__ import annotations
 
 import unittest
@@ -15,7 +15,7 @@ Group = dist.ProcessGroup
 
 
 def beside_gloo(n: int, case: Callable[[int, Group], Any]) -> list[tuple[Any, Any]]:
-    """What case(rank, group) returns with Muster and with gloo, of each rank."""
+    """Returns what case(rank, group) returns on each rank, with Muster and with gloo."""
 
     def body(rank: int) -> tuple[Any, Any]:
         gloo = dist.new_group(backend="gloo")
@@ -61,7 +61,7 @@ class Reductions(Case):
             results = []
             for dtype in floats + integers:
                 for op in (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX):
-                    if dtype == torch.bfloat16:  # gloo has none of it in all versions
+                    if dtype == torch.bfloat16:  # not all versions of gloo support it
                         continue
                     t = values(rank, dtype)
                     dist.all_reduce(t, op, group=group)
@@ -136,7 +136,7 @@ class Reductions(Case):
                 if t.is_contiguous() or group is dist.group.WORLD:
                     dist.all_reduce(t, group=group)
                 else:
-                    copy = t.contiguous()  # gloo takes no others
+                    copy = t.contiguous()  # gloo takes only contiguous tensors
                     dist.all_reduce(copy, group=group)
                     t.copy_(copy)
             return results

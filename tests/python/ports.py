@@ -5,7 +5,7 @@ import socket
 
 
 class ReservedPort:
-    """A port that is this test's alone: bound here and not listened on, so that only who asks for it by number gets it."""
+    """A port for this test only: it is bound here but not listened on, so that the system gives it to no one else."""
 
     def __enter__(self) -> int:
         self.socket = socket.socket()

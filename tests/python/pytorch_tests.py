@@ -3,9 +3,9 @@
     pytorch_tests.py [--ranks 4] [--list] [--verbose] [PATTERN…]      PATTERN: part of a test's name
 
 They are the tests that PyTorch has for gloo on CPU tensors: torch/testing/_internal/distributed/distributed_test.py asks in
-many places whether the backend is gloo; here it is told that Muster's counts as gloo there. PyTorch starts new processes for
-each test; here the same few do one test after another, each with process groups of its own, which takes half a minute instead
-of an hour. Some tests need 8 ranks.
+many places whether the backend is gloo. This script makes Muster's backend count as gloo there. PyTorch starts new processes
+for each test. Here the same few processes run one test after another, each test with its own process groups, which takes half
+a minute instead of an hour. Some tests need 8 ranks.
 
 Exit status: 0, all passed; 1, some failed; 77, this PyTorch has no such tests.
 """
@@ -36,10 +36,10 @@ NAME = "torch.testing._internal.distributed.distributed_test"
 
 
 def load(ranks: int, folder: str, port: int) -> types.ModuleType:
-    """PyTorch's module, with Muster wherever it says gloo of the backend under test."""
+    """Returns PyTorch's module, in which Muster replaces gloo as the backend under test."""
     os.environ.update(BACKEND="muster", WORLD_SIZE=str(ranks), TEMP_DIR=folder, OMP_NUM_THREADS="1",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), INIT_METHOD=f"file://{folder}/init")
-    if importlib.util.find_spec("expecttest") is None:  # of which these tests use nothing
+    if importlib.util.find_spec("expecttest") is None:  # these tests import it, but do not use it
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stand_in
@@ -73,9 +73,9 @@ def load(ranks: int, folder: str, port: int) -> types.ModuleType:
 
 
 def prepare(module: types.ModuleType) -> type:
-    """The class whose methods are the tests."""
+    """Returns the class whose methods are the tests."""
     class Tests(module.TestDistBackend, module.DistributedTest._DistTestBase):
-        def setUp(self) -> None:  # which would start processes
+        def setUp(self) -> None:  # PyTorch's setUp() would start processes
             pass
 
         def tearDown(self) -> None:
@@ -85,7 +85,7 @@ def prepare(module: types.ModuleType) -> type:
 
 
 def run_one(case: type, module: types.ModuleType, name: str, rank: int, ranks: int, folder: str) -> tuple[str, str]:
-    """("passed" | "skipped" | "failed", text) of one test in this rank."""
+    """Runs one test in this rank. Returns ("passed" | "skipped" | "failed", text)."""
     import torch.distributed as dist
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
@@ -101,7 +101,7 @@ def run_one(case: type, module: types.ModuleType, name: str, rank: int, ranks: i
             dist.init_process_group("muster", init_method=f"file://{folder}/{name}", rank=rank, world_size=ranks,
                                     timeout=timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(name, module.default_pg_timeout)))
             getattr(test, name)()
-            module.Barrier.sync()  # as PyTorch's: nobody leaves while another still tests
+            module.Barrier.sync()  # as PyTorch does: no rank leaves while another still tests
         return "passed", ""
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
@@ -116,7 +116,7 @@ def run_one(case: type, module: types.ModuleType, name: str, rank: int, ranks: i
 
 
 def worker(case: type, module: types.ModuleType, names: list[str], rank: int, ranks: int, folder: str, pipe: int) -> None:
-    """Runs the tests; writes an answer for each. Ends where one fails: what it left behind must not harm the next."""
+    """Runs the tests and writes an answer for each. Ends when a test fails, so that its remains cannot harm the next."""
     for name in names:
         answer = run_one(case, module, name, rank, ranks, folder)
         data = pickle.dumps(answer)
@@ -127,7 +127,7 @@ def worker(case: type, module: types.ModuleType, names: list[str], rank: int, ra
 
 
 class Crew:
-    """The ranks: forks of this process, which do not outlive a failed test."""
+    """The ranks, which are forks of this process. They end when a test fails."""
 
     def __init__(self, case: type, module: types.ModuleType, names: list[str], ranks: int, folder: str):
         self.module = module
@@ -152,7 +152,7 @@ class Crew:
             self.go.append(go_out)
 
     def result(self) -> tuple[str, str]:
-        """Of the test under way."""
+        """Returns the result of the test under way."""
         import select
 
         results, until = [], time.monotonic() + SECONDS

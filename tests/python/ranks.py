@@ -1,4 +1,4 @@
-"""Runs the body of a test as the ranks of a job: forks of this process, for importing torch takes seconds and a fork does not.
+"""Runs the body of a test as the ranks of a job. The ranks are forks of this process, because importing torch takes seconds.
 
 This process itself must not compute with torch before: its threads would be missing in the forks.
 """
@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 import muster
 
-torch.set_num_threads(1)  # no threads here that forks would miss
+torch.set_num_threads(1)  # so that this process has no threads, which its forks would lack
 
-LIMIT = 600.0  # seconds that a test's ranks may take, and so of every wait: only a hang reaches it
+LIMIT = 600.0  # seconds that a test's ranks, and so every wait, may take: only a hang reaches it
 
 
 class RankFailed(AssertionError):
@@ -40,7 +40,7 @@ class RankFailed(AssertionError):
 
 
 def fork(n: int, body: Callable[[int], Any]) -> list[Any]:
-    """body(rank) in n forks; returns what each returned, None for one that was killed. Raises RankFailed for a rank that raised."""
+    """Runs body(rank) in n forks. Returns what each returned, None for one that was killed. Raises RankFailed if a rank raised."""
     pids, pipes = [], []
     sys.stdout.flush()
     sys.stderr.flush()
@@ -90,7 +90,7 @@ def _read(pipe: int, until: float) -> tuple[bool, Any] | None:
 
 
 def run(n: int, body: Callable[[int], Any], backend: str = "muster", timeout: float = LIMIT, destroy: bool = True) -> list[Any]:
-    """As fork(), with a process group around the body."""
+    """Does the same as fork(), with a process group around the body."""
     with tempfile.TemporaryDirectory() as folder:
 
         def with_group(rank: int) -> Any:
@@ -105,7 +105,7 @@ def run(n: int, body: Callable[[int], Any], backend: str = "muster", timeout: fl
 
 
 def run_threads(n: int, body: Callable[[int, Any], Any], timeout: float = LIMIT) -> list[Any]:
-    """body(rank, backend) in n threads of a fork, each with a backend of its own."""
+    """Runs body(rank, backend) in n threads of a fork, each with its own backend."""
 
     def rank_threads(_: int) -> list[Any]:
         store, answers, errors = dist.HashStore(), [None] * n, []
@@ -134,13 +134,13 @@ def say(key: str) -> None:
 
 
 def hear(key: str) -> str:
-    """Waits until some rank says so."""
+    """Waits until a rank has said so."""
     dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=LIMIT))
     return key
 
 
 def raised(kind: type[BaseException], call: Callable[[], Any]) -> str:
-    """The text of the `kind` that call() raises."""
+    """Returns the text of the exception of type `kind` that call() raises."""
     try:
         call()
     except kind as error:

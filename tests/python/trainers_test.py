@@ -1,4 +1,4 @@
-"""Trainers that run over the backend: Lightning, Accelerate, DeepSpeed's ZeRO, torchft; and what torchft does, without it.
+"""Trainers that run over the backend: Lightning, Accelerate, DeepSpeed's ZeRO, torchft; and the pattern of torchft without it.
 
 Each run's parameters are compared with those of the same run with gloo, or of one process. Trainers that are not installed
 are skipped.
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import muster
 from ranks import cpu, fork
 
-LIMIT = timedelta(seconds=15)  # that a group waits
+LIMIT = timedelta(seconds=15)  # the timeout of a group
 
 Parameters = list[torch.Tensor]
 
@@ -58,7 +58,7 @@ def needs(module: str) -> Callable:
 
 
 def train_on_two(train: Callable[[str], Parameters], backend: str) -> list[Parameters]:
-    """train(backend) on two ranks, which find in their environment what torchrun tells its own."""
+    """Runs train(backend) on two ranks, whose environment is that of torchrun's ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def body(rank: int) -> Parameters:
@@ -116,7 +116,7 @@ class Trainers(unittest.TestCase):
         import accelerate
 
         def train(backend):
-            dist.init_process_group(backend)  # the Accelerator itself would accept no name but gloo for CPUs
+            dist.init_process_group(backend)  # the Accelerator itself accepts only gloo for CPUs
             accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
             net = model()
             net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1),
@@ -163,10 +163,10 @@ class Trainers(unittest.TestCase):
         self.zero(2)
 
 
-# ---------------------------------------------------------------------------- a rank dies, later another takes its place
+# ---------------------------------------------------------------------------- a rank dies, and another takes its place later
 
-MEMBERS = [(0, 1, 2), (0, 1), (0, 1, 3)]  # of one group after another
-STEPS = [range(4), range(3, 6), range(6, 9)]  # that each takes: the first fails in its last, which the second repeats
+MEMBERS = [(0, 1, 2), (0, 1), (0, 1, 3)]  # the processes of each successive group
+STEPS = [range(4), range(3, 6), range(6, 9)]  # each group's steps: the first group fails in its last, which the second repeats
 KILLED, IN_STEP = 2, 3
 
 # (process, number of the group, model, store, rank, size) -> how the group failed
@@ -174,7 +174,7 @@ Stay = Callable[[int, int, torch.nn.Module, dist.Store, int, int], str]
 
 
 def take_steps(me: int, group: int, net: torch.nn.Module, after_backward: Callable[[], None] = lambda: None) -> str:
-    """Trains as a member of one group; returns how that failed."""
+    """Trains as a member of one group. Returns how the group failed."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in STEPS[group]:
         x, y = batch(me, step)
@@ -203,7 +203,7 @@ def in_world(backend: str) -> Stay:
 
 
 def in_own_group(create: Callable[[dist.Store, int, int], dist.ProcessGroup]) -> Stay:
-    """Groups that torch.distributed does not know, as torchft's: aborted, then replaced."""
+    """Groups that torch.distributed does not know, like torchft's: they are aborted, then replaced."""
     def stay(me, number, net, store, rank, size):
         group = create(store, rank, size)
         for parameter in net.parameters():
@@ -235,13 +235,13 @@ def gloo_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
 
 class Reconfiguration(unittest.TestCase):
     def survivors(self, stay: Stay) -> list[tuple[Parameters, list[str]]]:
-        """Of each process that lives at the end: its parameters, and how each of its groups failed."""
+        """Returns, for each process that lives at the end, its parameters and how each of its groups failed."""
         with tempfile.TemporaryDirectory() as folder:
 
             def body(me):
                 store, net, failures = dist.FileStore(f"{folder}/store", -1), model(), []
                 if me not in MEMBERS[0]:
-                    for parameter in net.parameters():  # which it has to get from the others
+                    for parameter in net.parameters():  # the new process has to get them from the others
                         torch.nn.init.zeros_(parameter)
                 for number, members in enumerate(MEMBERS):
                     if me in members:
@@ -272,7 +272,7 @@ class Reconfiguration(unittest.TestCase):
 
     @needs("torchft")
     def test_torchft(self):
-        """Who takes part in which step depends on timing; what is compared is the same steps of one process."""
+        """The ranks that take part in a step depend on timing. The results are compared with the same steps of one process."""
         from torchft import Manager
         from torchft.coordination import LighthouseServer
         from torchft.process_group import ProcessGroupWrapper

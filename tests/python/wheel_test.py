@@ -1,4 +1,4 @@
-"""What `pip install ./python` brings: a wheel is packed from this build tree, and everything that must be in it is."""
+"""What `pip install ./python` installs: a wheel packed from this build tree, which must contain everything needed."""
 from __future__ import annotations
 
 import ctypes
@@ -37,7 +37,7 @@ class Wheel(unittest.TestCase):
         packed = self.pack(BUILD)
         self.assertEqual(packed.returncode, 0, packed.stdout + packed.stderr)
         wheel, = (self.folder / "out").glob("*.whl")
-        self.assertNotIn("-none-any", wheel.name)  # it fits one Python on one kind of machine
+        self.assertNotIn("-none-any", wheel.name)  # the wheel is for one Python version and one kind of machine
         built = Path(BUILD) / "python" / "muster"
         mpi = built / "libmuster_mpi.so"
         modules = [path.name for path in built.glob("_muster.*.so")]
@@ -53,7 +53,7 @@ class Wheel(unittest.TestCase):
             self.assertIn(f"muster/{name},sha256=", record)
         if not mpi.exists():
             self.skipTest("Muster was built without the mpi backend: apt-get install libopenmpi-dev, and build again")
-        # It is the one that this module looks for, and whole.
+        # It is the library that this module looks for, and it is complete.
         library = ctypes.CDLL(str(self.folder / "installed" / "muster" / mpi.name))
         symbols = [name for name in (b"muster_make_mpi_wire_%d" % version for version in range(1, 100))
                    if name + b"\0" in (built / modules[0]).read_bytes()]
