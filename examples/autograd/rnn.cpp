@@ -257,8 +257,7 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   auto world = muster::init();
   if (world.world_size() != 2) {
-    if (world.rank() == 0)
-      std::fprintf(stderr, "autograd_rnn: needs two workers: muster run -n 2 autograd_rnn\n");
+    if (world.rank() == 0) std::fprintf(stderr, "autograd_rnn: needs two workers: muster run -n 2 autograd_rnn\n");
     return 2;
   }
   rpc::init({.name = world.rank() == 0 ? "ps" : "trainer"});

@@ -34,10 +34,9 @@ Score evaluate(torch::nn::Sequential& net, Loader& loader) {
 inline void check(const Flags& flags, const muster::World& world) {
   const int ranks = world.world_size();
   if (flags.batch % ranks != 0) {
-    throw muster::InvalidArgument(
-        "a batch of " + std::to_string(flags.batch) + " images cannot be split evenly over " + std::to_string(ranks) +
-            " ranks",
-        "Give --batch a multiple of " + std::to_string(ranks));
+    throw muster::InvalidArgument("a batch of " + std::to_string(flags.batch) + " images cannot be split evenly over " +
+                                      std::to_string(ranks) + " ranks",
+                                  "Give --batch a multiple of " + std::to_string(ranks));
   }
   if (world.rank() != 0) return;
   for (const auto& file : {flags.out, flags.json}) {

@@ -213,8 +213,7 @@ void History::write_json(const Flags& flags) const {
   file << json.dump() << '\n';
   file.close();
   if (!file)
-    throw muster::Unavailable("cannot write " + flags.json.string(),
-                              "Check that its folder exists and is writable");
+    throw muster::Unavailable("cannot write " + flags.json.string(), "Check that its folder exists and is writable");
 }
 
 std::string History::table(const Flags& flags) const {

@@ -133,8 +133,7 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
 }
 
 std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
-  if (batch_size == 0)
-    throw InvalidArgument("DistributedSampler: the batch size must be at least 1, got 0");
+  if (batch_size == 0) throw InvalidArgument("DistributedSampler: the batch size must be at least 1, got 0");
   auto& state = *state_;
   if (!state.begun) reset();
   const size_t count = std::min(batch_size, state.size() - state.index);

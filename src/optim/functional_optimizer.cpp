@@ -103,10 +103,9 @@ void FunctionalOptimizer::load_state(at::TensorList parameters, const State& sta
     const std::string rest(end, name.data() + name.size());
     const auto which = std::find_if(names_.begin(), names_.end(), [&](const auto& one) { return rest == "." + one; });
     if (error != std::errc() || i >= parameters.size() || (rest != ".step" && which == names_.end()))
-      throw InvalidArgument(
-          text("this optimizer of ", parameters.size(), " parameters has no state '", name, "'"),
-          "A name is the parameter's index, a point, and one of: " + join(names_) +
-              (names_.empty() ? "step." : ", step."));
+      throw InvalidArgument(text("this optimizer of ", parameters.size(), " parameters has no state '", name, "'"),
+                            "A name is the parameter's index, a point, and one of: " + join(names_) +
+                                (names_.empty() ? "step." : ", step."));
     const bool is_step = rest == ".step";
     const auto expected = is_step ? std::vector<int64_t>{} : as_real(parameters[i]).sizes().vec();
     if (!tensor.defined() || (tensor.sizes() != expected && !(is_step && tensor.numel() == 1)))

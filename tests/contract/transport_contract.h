@@ -33,8 +33,8 @@ struct TransportKind {
       const std::vector<transport::Receiver*>& receivers, const transport::Limits& limits)>;
   std::string name;
   Make make;
-  bool is_driven = false;                                               // by poll() and sleep()
-  bool to_itself = false;                                               // a worker may send to itself
+  bool is_driven = false;  // by poll() and sleep()
+  bool to_itself = false;  // a worker may send to itself
   // Why this machine does not have the transport; empty if it has it.
   std::function<std::string()> why_not = [] { return std::string(); };
 };
