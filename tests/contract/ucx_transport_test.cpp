@@ -1,5 +1,5 @@
 // The ucx transport: the contract, over UCX's TCP transport and over those that UCX chooses; which workers cannot meet;
-// and that loading UCX does not change the program.
+// and what loading UCX leaves unchanged in the program.
 
 #include <gmock/gmock.h>
 #include <signal.h>
@@ -93,7 +93,7 @@ TEST_F(Ucx, LeavesNoDescriptorsBehind) {
     receivers[1].take(1);
     return open_fds();
   };
-  open_and_end();  // UCX keeps some descriptors and threads forever
+  open_and_end();  // UCX keeps some descriptors forever
   const size_t before = open_fds();
   EXPECT_GT(open_and_end(), before);
   EXPECT_EQ(open_fds(), before);
