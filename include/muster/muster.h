@@ -1,5 +1,9 @@
-// Muster: distributed training for C++. This header brings all of it but muster/comm/objects.h, muster/rpc/,
-// muster/autograd/, muster/optim/distributed_optimizer.h and muster/remote/, which need msgpack-cxx.
+// Muster: distributed training for C++. This header includes what a data-parallel training needs: World, collectives,
+// DistributedDataParallel, the sampler, snapshots, spawn() and the store. Include separately
+//   - what needs msgpack-cxx: muster/comm/objects.h, muster/rpc/, muster/autograd/, muster/remote/ and
+//     muster/optim/distributed_optimizer.h;
+//   - the rest of muster/optim/, muster/train/, muster/data/idx.h, muster/launch/launcher.h and
+//     muster/store/c10d_store.h.
 #pragma once
 
 #include "muster/base/error.h"

@@ -1,4 +1,5 @@
-// Random bytes from the kernel (getrandom(2)), for secrets, names and nonces that nobody can guess.
+// Random bytes from the kernel (getrandom(2)), for secrets and nonces that nobody can guess, and for names that do not
+// collide.
 //
 // Thread-safety: all functions.
 #pragma once

@@ -60,8 +60,7 @@ Placement torchrun_placement() {
 }
 
 // A store that this process serves for its job lives as long as the process: when this rank's first World has ended,
-// other ranks may still need the store or connect again. (A job consists of processes, not of ranks that are threads;
-// only this function depends on that.)
+// other ranks may still need the store or connect again. (docs/architecture.md lists all state of the process.)
 std::shared_ptr<Store> served_by_this_process(const std::string& name,
                                               const std::function<std::shared_ptr<Store>()>& serve) {
   struct Served {

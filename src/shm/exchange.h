@@ -1,7 +1,7 @@
 // The meeting of a group's ranks on one host: they prove who they are and send each other file descriptors.
 //
-// Rank 0 is the hub. It listens on a Unix socket with an unguessable name in the abstract namespace (which the kernel
-// frees), and puts
+// Rank 0 is the hub. It listens on a Unix socket with a random name in the abstract namespace (which the kernel
+// frees; any process of the network namespace can list such names, so the name protects nothing), and puts
 //     <prefix>/hub = boot id, socket name, nonce
 // into the store. Each other rank reads this, connects, and sends {nonce, rank, size} with its descriptors
 // (SCM_RIGHTS). When all have connected, the hub sends every rank the table of pids and all descriptors, including its

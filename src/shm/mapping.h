@@ -6,7 +6,7 @@
 //
 // A process maps each memfd once, however many of its ranks ask: map_memfd() finds an existing mapping by the kernel's
 // identity of the file. So thread ranks share addresses as well as bytes, which lets ThreadSanitizer check the real
-// protocol. This cache is the one exception to "no process-global state";
+// protocol. This cache is state of the process (docs/architecture.md lists all of it);
 // docs/decisions/0002-one-mapping-per-process.md gives the reasons.
 //
 // Thread-safety: functions, from any thread; a Mapping is immutable (what it maps is not).

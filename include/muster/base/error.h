@@ -20,7 +20,7 @@ enum class ErrorCode {
   kMismatch,         // ranks disagree about an operation
   kPeerLost,         // a rank died or left
   kTimeout,          // a deadline passed
-  kAborted,          // the group or World was shut down, or had failed before
+  kAborted,          // the group or World was shut down, or this thread has no World
   kUnauthorized,     // the other side is not who it has to be
   kUnavailable,      // a component, resource or service is not here
   kCorrupt,          // bytes are not what their format says

@@ -19,7 +19,7 @@
 //
 // A handler that somebody else installs meanwhile stays: then the wish is theirs to pass on.
 //
-// Signals are the process's, and so is this state; an exception to "no process-global state".
+// Signals belong to the process, and so does this state (docs/architecture.md, "State of the process").
 //
 // Thread-safety: all of it.
 #pragma once

@@ -6,7 +6,7 @@
 //
 //   muster::run_threads(4, [](muster::World& world) { … });
 //
-// There is no process-global state: free functions such as all_reduce() use the World that is current in the calling
+// No job state belongs to the process: free functions such as all_reduce() use the World that is current in the calling
 // thread. init() and run_threads() make theirs current; other threads use World::Scope.
 //
 // Destroying a World says good-bye to the peers: a peer that still waits for this rank gets PeerLost ("left"), and

@@ -95,7 +95,7 @@ class StoreServer {
   virtual std::shared_ptr<Store> local() = 0;      // the same table, without the socket; valid after the server too
 };
 
-// name: empty for a fresh unguessable name in the abstract namespace; "@name" for a chosen abstract one; "/path" for a
+// name: empty for a fresh random name in the abstract namespace; "@name" for a chosen abstract one; "/path" for a
 // socket in the file system (made with mode 0600, removed at the end); "tls://host:port" for TLS at an address of this
 // host ([::] or 0.0.0.0 for all of them; port 0 for a free one, which address() names). Unavailable where the name is
 // taken.
