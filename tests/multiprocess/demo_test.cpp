@@ -166,7 +166,7 @@ TEST_F(Demo, GoesOnToTheBitWhereItWasKilledOrStopped) {
   EXPECT_EQ(resumed["train_accuracy"], whole["train_accuracy"]);
 }
 
-// With --long, since the real images' training, below, shows it too. The replacement dies at the same operation of its
+// With --full, since the real images' training, below, shows it too. The replacement dies at the same operation of its
 // World again, and so does each after it.
 TEST_F(Demo, AnElasticTrainingHasTheLossesOfAnUndisturbedOneThoughRanksAreKilled) {
   const std::string flags = "--elastic --epochs 8 --batch 60 --limit 480";  // 64 steps
