@@ -1,5 +1,5 @@
-// Faults on order: "kill rank 1 at its fifth all_reduce", for tests of what your program does then. Muster's own tests
-// use it.
+// Injected faults, such as "kill rank 1 at its operation 5". They test what a program does after a failure; Muster's
+// own tests use them.
 //
 //   muster::FaultPlan plan;
 //   plan.add({.action = FaultAction::kKill, .rank = 1, .operation = 5});
@@ -7,11 +7,11 @@
 //
 // or, without a change to the program, MUSTER_FAULTS="kill:rank=1,operation=5;delay:rank=0,operation=9,ms=200".
 //
-// Acts on backend shm and, except kCorrupt, on hierarchical, whose operations are made of steps: there kPosted and
-// kMiddle are both after the first step inside the host. A group over a backend that cannot inject its faults is not
-// made: Unavailable.
+// Backend shm injects all faults; backend hierarchical injects all but kCorrupt. The operations of hierarchical are
+// made of steps: there kPosted and kMiddle are both after the first step inside the host. A backend that cannot inject
+// the faults of a group throws Unavailable when the group is made.
 //
-// Operations are numbered per group from 0, in the order of issue. Only collectives of a group named by `group` count
+// Operations are numbered per group from 0, in the order of issue. Only collectives of the group named by `group` count
 // ("world" is the default group). Thread-safety: a value; immutable once given to a World.
 #pragma once
 
@@ -24,8 +24,8 @@
 namespace muster {
 
 enum class FaultAction : uint8_t {
-  kKill,     // SIGKILL to the own process; a thread rank drops out without good-bye
-  kStop,     // SIGSTOP to the own process; a thread rank stands still until its World closes
+  kKill,     // SIGKILL to the rank's own process; a rank that is a thread drops out without a good-bye
+  kStop,     // SIGSTOP to the rank's own process; a rank that is a thread stands still until its World closes
   kDelay,    // waits for `delay` first
   kCorrupt,  // flips a bit of this rank's contribution; the phase does not matter
 };
@@ -52,7 +52,8 @@ class FaultPlan {
   bool empty() const { return faults_.empty(); }
   const std::vector<Fault>& faults() const { return faults_; }
 
-  // InvalidArgument with the offending piece where `text` is not of the form above.
+  // Parses the form of MUSTER_FAULTS above. Throws InvalidArgument, which quotes the offending piece, if `text` does
+  // not have that form.
   static FaultPlan parse(std::string_view text);
 
  private:

@@ -1,12 +1,11 @@
 // Collectives that autograd differentiates: each returns a new tensor, and its backward is the collective that carries
-// gradients the other way. To any order, since every backward is made of these functions.
+// gradients the other way. Every backward is made of these functions, so derivatives of any order work.
 //
-//   auto y = muster::functional::all_reduce(x * w);       // y: the sum over ranks
-//   y.square().sum().backward();                          // w.grad: what this rank's w contributed, through all ranks'
-//   losses
+//   auto y = muster::functional::all_reduce(x * w);   // y: the sum over ranks
+//   y.square().sum().backward();                      // w.grad: the gradient of the sum of all ranks' losses
 //
-// The gradient is that of the sum of all ranks' losses: what a rank's x changes in the others' results comes back to
-// it. All ranks must call backward(), and their graphs must have the same collectives in the same order.
+// The gradient is that of the sum of all ranks' losses: it contains what a rank's x changes in the other ranks'
+// results. All ranks must call backward(), and their graphs must have the same collectives in the same order.
 //
 //   forward                     backward
 //   all_reduce SUM, AVG         all_reduce SUM, AVG
@@ -18,8 +17,8 @@
 //   all_to_all                  all_to_all with the splits exchanged
 //   send, recv                  recv, send
 //
-// Tensors, errors and thread-safety as muster/comm/collectives.h; InvalidArgument for a reduce operation that is not
-// differentiable here. Source: torch.distributed.nn.functional.
+// Tensors, errors and thread-safety are as in muster/comm/collectives.h; a reduce operation that is not differentiable
+// here throws InvalidArgument. Source: torch.distributed.nn.functional.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,12 +41,12 @@ at::Tensor reduce_scatter(const at::Tensor& input, const ReduceOptions& options 
 // As all_to_all_single; the output has output_splits' rows, or as many as the input.
 at::Tensor all_to_all(const at::Tensor& input, const AllToAllOptions& options = {}, const Site& site = Site::current());
 
-// Sends `input`. The token returned is zero; add it to the loss (and to what is differentiated again), or nothing asks
-// for the gradient that the receiver sends back.
+// Sends `input`. The token returned is zero; add it to the loss (and to what is differentiated again). Otherwise
+// autograd does not run this function's backward, which receives the gradient that the other rank sends back.
 [[nodiscard]] at::Tensor send(const at::Tensor& input, int dst, const MessageOptions& options = {},
                               const Site& site = Site::current());
-// A tensor like `like`, which is only looked at for its shape and dtype. Where `like` requires a gradient, it gets one
-// of zeros.
+// Receives a tensor with the shape and dtype of `like`; the values of `like` are not read. If `like` requires grad, its
+// gradient is zero.
 at::Tensor recv(const at::Tensor& like, int src, const MessageOptions& options = {},
                 const Site& site = Site::current());
 

@@ -6,8 +6,8 @@
 //
 // Ranks given to operations (src, dst, root) are ranks *in the group*, 0 to size()-1; global_rank() translates.
 //
-// Thread-safety: a handle may be copied and used by several threads at once. The order of two collectives that two
-// threads issue without synchronising is not defined, and the ranks would disagree about it.
+// Thread-safety: several threads may copy and use a handle concurrently. The order of two collectives that two threads
+// issue without synchronising is not defined, and the ranks would disagree about it.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -25,7 +25,7 @@ class Backend;
 
 namespace muster {
 
-inline constexpr int kAnySource = -1;  // the source of a receive that takes what comes first
+inline constexpr int kAnySource = -1;  // the source of a receive that takes the message that comes first
 
 class World;
 namespace comm {
@@ -43,7 +43,7 @@ struct CommStats {
   std::chrono::nanoseconds blocked{};  // time that callers spent waiting in blocking operations or in Work::wait()
 };
 
-// How often a rank was the last to come to a collective of its group, and how long all others waited for it alone.
+// How often a rank was the last to come to a collective of its group, and how long all other ranks waited for it alone.
 struct Straggler {
   int rank = 0;  // in the group
   uint64_t times_last = 0;
@@ -59,8 +59,8 @@ class Group {
   Group& operator=(Group&&) noexcept;
   ~Group();
 
-  // All throw Aborted on a default-constructed handle in a thread without a World.
-  int rank() const;  // this rank in the group, or -1 where it is not a member
+  // All methods throw Aborted on a default-constructed handle in a thread without a World.
+  int rank() const;  // this rank in the group, or -1 if it is not a member
   int size() const;
   int global_rank(int group_rank) const;  // InvalidArgument outside 0..size()-1
   const std::vector<int>& ranks() const;  // global ranks of the members, in group order
@@ -68,18 +68,19 @@ class Group {
 
   std::string_view backend_name() const;  // "shm", …
   CommStats stats() const;
-  // By rank, of collectives so far, over a wire but the last (docs/backends.md); empty for a backend that cannot tell.
+  // By rank, of all collectives so far; a backend over a wire leaves out the last one (docs/backends.md). Empty for a
+  // backend that cannot tell.
   std::vector<Straggler> stragglers() const;
-  // The same in a sentence, where one rank (or host) holds up the others: it comes last to two thirds of the
-  // collectives and costs `at_least` and more than a twentieth of the time since the group was made. Else "". When a
-  // group ends, its rank 0 logs the sentence if a second or more was lost.
+  // One sentence that names the rank (or host) that holds up the others: it comes last to at least two thirds of the
+  // collectives, and costs at least `at_least` and a twentieth of the time since the group was made. "" if there is
+  // none. When a group ends, its rank 0 logs the sentence if a second or more was lost.
   std::string straggler_verdict(std::chrono::nanoseconds at_least = {}) const;
 
-  // The backend itself, for code that speaks c10d. InvalidArgument where this rank is not a member.
+  // The backend itself, for code that uses c10d. InvalidArgument if this rank is not a member.
   c10::intrusive_ptr<c10d::Backend> c10d_backend() const;
 
-  // Itself; or, of a default-constructed handle, the default group of this thread's World now. For what outlives the
-  // call or crosses threads.
+  // This group; or, of a default-constructed handle, the present default group of this thread's World. For objects that
+  // outlive the call or move to other threads.
   Group resolved() const;
 
   // Internal.

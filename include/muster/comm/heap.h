@@ -3,8 +3,8 @@
 //   auto buffer = world.heap().empty({1 << 20}, at::kFloat);      // then all_reduce(buffer) takes the direct path
 //
 // The heap is one memory file of the kernel (memfd) that every rank of the host maps. It takes memory as it grows,
-// never more than `capacity`; a shortage is Unavailable (with the figures), never a SIGBUS. The kernel frees it with
-// the last process.
+// never more than `capacity`; a shortage of memory throws Unavailable (with the figures) and never causes a SIGBUS. The
+// kernel frees the file when the last process that maps it has ended.
 //
 // Any dense CPU tensor may live here; it is an ordinary at::Tensor, and outlives the World (its bytes stay mapped).
 //
@@ -31,9 +31,9 @@ class Heap final : public c10::Allocator {
   at::Tensor zeros(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
 
   bool contains(const void* address) const;
-  static bool allocated(const c10::DataPtr& data);  // whether `data` came from a Heap, any
+  static bool allocated(const c10::DataPtr& data);  // whether `data` came from any Heap
   size_t used() const;                              // bytes in live allocations
-  size_t committed() const;                         // bytes that the kernel has been asked for
+  size_t committed() const;                         // bytes that this heap has requested from the kernel
   size_t capacity() const;
 
   // c10::Allocator, for code that takes one.

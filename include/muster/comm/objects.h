@@ -2,29 +2,30 @@
 //
 //   struct Report { std::string host; double loss; std::vector<int64_t> sizes; at::Tensor histogram;
 //                   MSGPACK_DEFINE(host, loss, sizes, histogram); };
-//   const auto reports = muster::gather_object(Report{…});   // on rank 0 one a rank, elsewhere none
+//   const auto reports = muster::gather_object(Report{…});   // on rank 0: one per rank; on the others: none
 //
 // An object is anything that msgpack-cxx packs: numbers, bool, enums (MSGPACK_ADD_ENUM), strings, byte strings,
 // std::vector, array, map, set, tuple, pair, optional, unique_ptr, structs with MSGPACK_DEFINE; and at::Tensor, alone
-// or inside of these. Tensors: dense and on the CPU, of any dtype but quantized ones and any shape, undefined ones too;
-// what arrives is contiguous, has memory of its own and asks for no gradient. A type must own its data (no string_view)
-// and have a default constructor. A single string or byte string may have 4 GiB, as msgpack has it; tensors and the
-// whole are limited by memory alone, which a rank needs twice: for the object and for its bytes.
+// or inside of these. Tensors must be dense and on the CPU; they may have any shape and any dtype except the quantized
+// ones, and may be undefined. A tensor that arrives is contiguous, has its own memory and does not require grad. A type
+// must own its data (no string_view) and have a default constructor. A single string or byte string has at most 4 GiB,
+// the limit of msgpack; tensors and whole objects are limited only by memory, which a rank needs twice: for the object
+// and for its bytes.
 //
 // Each call is two collectives (or messages): the sizes, then the bytes. `.timeout` holds for each. Objects are copied
-// several times on the way; for data of weight send tensors (collectives.h).
+// several times on the way; send large data as tensors (collectives.h).
 //
-// Errors: as collectives.h. InvalidArgument, before anything is sent: a tensor that does not fit the above, a list of
-// the wrong length, an object that msgpack cannot pack. Corrupt: what came does not parse as T, because the ranks named
-// different types; the message names both. The operation is over then, and the group works on. Unavailable: no memory
-// for what comes; it breaks the group, as the other ranks would wait. What an object's own pack or unpack functions
-// throw passes through.
+// Errors: as collectives.h. InvalidArgument, before anything is sent: a tensor that is none of the above, a list of the
+// wrong length, an object that msgpack cannot pack. Corrupt: the received bytes do not parse as T, because the ranks
+// named different types; the message names both. The operation is complete then, and the group can still be used.
+// Unavailable: no memory for an object that arrives; this breaks the group, because the other ranks would wait for this
+// one. An exception of an object's own pack or unpack function passes through.
 //
-// Thread-safety: see group.h; of two threads that send objects to one rank, each needs a tag of its own.
+// Thread-safety: see group.h; if two threads send objects to the same rank, each needs its own tag.
 // Source: torch.distributed, broadcast_object_list, all_gather_object, gather_object, scatter_object_list,
 // send_object_list, recv_object_list, with one object of any type, a vector too, in place of their lists.
 //
-// This header brings all of msgpack-cxx (Debian: libmsgpack-cxx-dev), so muster/muster.h leaves it out.
+// This header includes all of msgpack-cxx (Debian: libmsgpack-cxx-dev), so muster/muster.h does not include it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,7 +43,7 @@
 namespace muster {
 namespace detail {
 
-// A packed object: the name of its type as the sender has it, for messages, and what msgpack makes of it.
+// A packed object: the name of its type at the sender, for error messages, and the bytes from msgpack.
 class PackedObject {
  public:
   explicit PackedObject(const std::type_info& type);
@@ -53,16 +54,16 @@ class PackedObject {
   std::string bytes_;
 };
 
-// One that came from another rank.
+// A packed object that came from another rank.
 struct ReceivedObject {
   at::Tensor bytes;  // kByte
   int from = 0;      // a rank in the group
 
-  std::string_view packed() const;                                                     // Corrupt where there is none
+  std::string_view packed() const;                                                     // Corrupt if `bytes` has none
   [[noreturn]] void is_not(const std::type_info& wanted, std::string_view why) const;  // Corrupt
 };
 
-// Both steps of each operation, on bytes.
+// These do both steps of an operation: the sizes, then the bytes.
 ReceivedObject broadcast_bytes(const PackedObject* mine, int src, const CollectiveOptions& options, const Site& site);
 std::vector<ReceivedObject> all_gather_bytes(const PackedObject& mine, const CollectiveOptions& options,
                                              const Site& site);
@@ -91,9 +92,9 @@ template <typename T>
 T unpack_object(const ReceivedObject& received) {
   const std::string_view bytes = received.packed();
   try {
-    // Nothing has more elements than there are bytes: a wrong length is found before memory is taken for it.
+    // No container has more elements than there are bytes: msgpack rejects a wrong length before it allocates memory.
     const msgpack::unpack_limit limit(bytes.size(), bytes.size(), bytes.size(), bytes.size(), bytes.size());
-    const auto refer = [](msgpack::type::object_type, std::size_t, void*) { return true; };  // `bytes` stays
+    const auto refer = [](msgpack::type::object_type, std::size_t, void*) { return true; };  // `bytes` outlives it
     size_t end = 0;
     const msgpack::object_handle handle = msgpack::unpack(bytes.data(), bytes.size(), end, refer, nullptr, limit);
     if (end == bytes.size()) return handle.get().as<T>();
@@ -133,14 +134,14 @@ std::vector<T> all_gather_object(const T& object, const CollectiveOptions& optio
   return detail::unpack_objects<T>(detail::all_gather_bytes(detail::pack_object(object), options, site));
 }
 
-// Every rank's object, in rank order, on rank dst; nothing elsewhere.
+// Every rank's object, in rank order, on rank dst; an empty vector on the other ranks.
 template <typename T>
 std::vector<T> gather_object(const T& object, int dst = 0, const CollectiveOptions& options = {},
                              const Site& site = Site::current()) {
   return detail::unpack_objects<T>(detail::gather_bytes(detail::pack_object(object), dst, options, site));
 }
 
-// Rank src's objects[rank()]. src gives one a rank, the others none: scatter_object<T>({}, src).
+// Rank src's objects[rank()]. Rank src gives one object per rank, the other ranks none: scatter_object<T>({}, src).
 template <typename T>
 T scatter_object(const std::vector<T>& objects, int src = 0, const CollectiveOptions& options = {},
                  const Site& site = Site::current()) {
@@ -150,9 +151,9 @@ T scatter_object(const std::vector<T>& objects, int src = 0, const CollectiveOpt
   return detail::unpack_object<T>(detail::scatter_bytes(parts, src, options, site));
 }
 
-// One object from this rank to dst, and from src. They are messages: sizes and bytes have the tag of `options`, and
-// other messages with it must not come in between. `source` receives the rank that it came from, where src is
-// kAnySource.
+// Send one object from this rank to dst, and receive one from src. The sizes and the bytes are two messages with the
+// tag of `options`; no other message with that tag may come between them. If `source` is not null, recv_object stores
+// there the rank that sent the object (of use if src is kAnySource).
 template <typename T>
 void send_object(const T& object, int dst, const MessageOptions& options = {}, const Site& site = Site::current()) {
   detail::send_bytes(detail::pack_object(object), dst, options, site);

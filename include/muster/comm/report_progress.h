@@ -1,14 +1,15 @@
-// How far the training is, told to whoever watches: `muster top` shows each rank's step and samples a second.
+// Reports how far the training is: `muster top` shows each rank's step and samples per second.
 //
 //   for (int64_t step = 0; …; ++step) {
 //     …
 //     muster::report_progress({.step = step + 1, .samples = (step + 1) * global_batch});
 //   }
 //
-// The numbers go into the rank's black box (docs/blackbox.md), memory that other processes read: a reading of the clock
-// and a few stores, no lock, no system call. muster::Progress reports by itself: its advance() calls are the steps.
+// The numbers go into the rank's black box (docs/blackbox.md), memory that other processes read. A report costs a
+// reading of the clock and a few stores; it takes no lock and makes no system call. muster::Progress reports by itself:
+// its advance() calls are the steps.
 //
-// Thread-safety: from any threads; the last report counts.
+// Thread-safety: any thread may call it; the last report counts.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +17,11 @@
 namespace muster {
 
 struct TrainingProgress {
-  int64_t step = -1;     // steps done so far; negative: as it was
-  int64_t samples = -1;  // samples that the whole job has trained on so far; negative: as it was
+  int64_t step = -1;     // steps done so far; negative: unchanged
+  int64_t samples = -1;  // samples that the whole job has trained on so far; negative: unchanged
 };
 
-// For the rank that is the calling thread's World; without one nothing happens. Never throws.
+// Reports for the rank of the calling thread's World; does nothing if the thread has no World. Never throws.
 void report_progress(const TrainingProgress& progress) noexcept;
 
 }  // namespace muster

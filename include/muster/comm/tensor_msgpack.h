@@ -1,10 +1,10 @@
 // How msgpack-cxx packs at::Tensor: into the bytes, or beside them.
 //
 // In an object collective (objects.h) a tensor is an array in the stream: dtype, sizes, and its elements in byte
-// strings; an undefined one is nil. While a PackContext::Scope with lists of tensors is on the thread, as in a remote
-// call, it goes to the list `out`, and the stream has its index (an ext of type kTensorExt, 4 bytes, little-endian);
-// unpacking takes it from the list `in`. `user` is for types that need more than their bytes to be packed, such as
-// references to remote objects.
+// strings; an undefined one is nil. If the thread has a PackContext::Scope with lists of tensors, as in a remote call,
+// packing appends the tensor to the list `out` and writes its index to the stream (an ext of type kTensorExt, 4 bytes,
+// little-endian); unpacking takes the tensor from the list `in`. `user` is for types that need more than their bytes to
+// be packed, such as references to remote objects.
 //
 // Errors while packing: InvalidArgument, for a tensor that cannot be in a stream (sparse, quantized, not on the CPU).
 // While unpacking: msgpack::type_error, which the caller turns into Corrupt. Thread-safety: the context is per thread.
@@ -27,11 +27,11 @@
 namespace muster::detail {
 
 struct PackContext {
-  std::vector<at::Tensor>* out = nullptr;       // while packing beside the stream
-  const std::vector<at::Tensor>* in = nullptr;  // while unpacking so
+  std::vector<at::Tensor>* out = nullptr;       // while tensors are packed beside the stream
+  const std::vector<at::Tensor>* in = nullptr;  // while tensors from beside the stream are unpacked
   void* user = nullptr;
 
-  // The thread's, for as long as the scope lives; scopes nest.
+  // Makes a context the thread's, for as long as the scope lives; scopes nest.
   class Scope;
 };
 PackContext& pack_context() noexcept;  // of the calling thread
@@ -49,8 +49,8 @@ class PackContext::Scope {
 
 inline constexpr int8_t kTensorExt = 1;
 
-at::Tensor packable(const at::Tensor& tensor);  // contiguous; InvalidArgument
-// Undefined where these are no tensor of `bytes` bytes.
+at::Tensor packable(const at::Tensor& tensor);  // contiguous; InvalidArgument if it cannot be in a stream
+// An undefined tensor if dtype and sizes do not describe a tensor of `bytes` bytes.
 at::Tensor tensor_like(int64_t dtype, const std::vector<int64_t>& sizes, uint64_t bytes);
 inline constexpr size_t kTensorPiece = size_t{1} << 30;  // a byte string of msgpack has at most 4 GiB
 

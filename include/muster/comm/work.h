@@ -1,9 +1,9 @@
 // An operation under way.
 //
 // Work is a shared handle. Dropping it neither cancels nor waits: the operation goes on and keeps its tensors alive.
-// Until it has completed, do not read its outputs nor write its inputs or outputs.
+// Until it has completed, do not read its outputs and do not write its inputs or outputs.
 //
-// Thread-safety: all methods, from any thread.
+// Thread-safety: any thread may call any method.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -27,11 +27,11 @@ class Work {
   ~Work();
 
   // Blocks until the operation has completed; throws its error (Mismatch, PeerLost, Timeout, Aborted). The deadline is
-  // the operation's own, given when it was issued.
+  // that of the operation, from the time when it was issued.
   void wait();
   // As wait(), but returns false when `timeout` has passed first; the operation goes on.
   bool wait_for(std::chrono::milliseconds timeout);
-  // Whether it has completed, well or not. Never blocks.
+  // Whether the operation has completed, successfully or with an error. Never blocks.
   bool is_completed() const;
   // For a receive from any source: the rank it came from. Otherwise -1.
   int source_rank() const;

@@ -1,6 +1,6 @@
 // World: one rank's membership in a job. It owns the store, the default group, the heap and the watch over the peers.
 //
-//   auto world = muster::init();            // under muster run, torchrun, mpirun, srun, or alone (a world of one)
+//   auto world = muster::init();   // under muster run, torchrun, mpirun, srun, or alone (a world of one rank)
 //
 // or, for N ranks that are threads of this process (debuggers, sanitizers, tests):
 //
@@ -10,9 +10,10 @@
 // thread. init() and run_threads() make theirs current; other threads use World::Scope.
 //
 // Destroying a World says good-bye to the peers: a peer that still waits for this rank gets PeerLost ("left"), and
-// operations of this rank that are under way fail with Aborted. It does not wait for anybody and throws nothing.
+// operations of this rank that are under way fail with Aborted. The destructor waits for no other rank and does not
+// throw.
 //
-// Thread-safety: const methods and abort(), from any thread; construction, move and destruction, from one.
+// Thread-safety: any thread may call const methods and abort(); construct, move and destroy a World in one thread only.
 #pragma once
 
 #include <chrono>
@@ -30,7 +31,7 @@
 
 namespace muster {
 
-// Where a rank stands. local: among the ranks of its host.
+// The position of a rank in the job; local_… is its position among the ranks of its host.
 struct Placement {
   int rank = 0, world_size = 1;
   int local_rank = 0, local_world_size = 1;
@@ -42,21 +43,22 @@ struct WorldOptions {
   // "gloo"          libtorch's Gloo: ranks anywhere that TCP reaches
   // "mpi"           ranks that mpirun or srun started, over MPI
   // "nccl"          libtorch's NCCL, for CUDA tensors
-  // "hierarchical"  shm inside each host, gloo between the first ranks of the hosts; "hierarchical:mpi": mpi there
-  // "fake"          this rank alone plays a world of any size, and no data moves: for dry runs
+  // "hierarchical"  shm inside each host, gloo between the first ranks of the hosts; "hierarchical:mpi": mpi for gloo
+  // "fake"          this rank alone simulates a world of any size, and no data moves: for dry runs
   // "auto"          shm on one host, hierarchical over several; the log says which
   std::string backend = "auto";
-  std::chrono::milliseconds timeout{300'000};  // of each operation that does not bring its own, and of the start
+  std::chrono::milliseconds timeout{300'000};  // of the start, and of each operation without a timeout of its own
   size_t heap_capacity = 0;                    // bytes; 0: the host's memory
   FaultPlan faults;                            // for tests; MUSTER_FAULTS adds to it
-  std::vector<std::string> hosts;              // by rank, for tests: who shares a host; empty: each finds out
+  std::vector<std::string> hosts;              // by rank, for tests: who shares a host; empty: each rank finds out
   bool ranks_are_threads = false;              // several ranks share this process; run_threads() sets it
 };
 
 class [[nodiscard("a World that nobody keeps leaves the job at the end of the statement")]] World {
  public:
-  // A rank with everything given: `store` is shared by all ranks. Blocks until all have come. Errors: InvalidArgument
-  // (rank outside the world), Timeout (who is missing), Unavailable (no common shared memory: ranks on several hosts).
+  // Joins a world at the given placement; all ranks share `store`. Blocks until all ranks have come. Errors:
+  // InvalidArgument (rank outside the world), Timeout (names the missing ranks), Unavailable (no common shared memory:
+  // ranks are on several hosts).
   World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options = {});
   World(World &&) noexcept;
   World& operator=(World&&) noexcept;
@@ -69,13 +71,14 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
   int node_rank() const;
 
   const Group& group() const;  // every rank
-  // A group of some ranks (global ranks, in the order that they shall have). Every rank of the World must call it, with
-  // the same ranks and in the same order of calls; those that are not in it get a handle with is_member() == false.
-  // When the last handle of the group goes, this rank leaves it: soon after operations that are still under way.
+  // Makes a group of some ranks (global ranks, in the order that they have in the group). Every rank of the World must
+  // call it, with the same ranks and in the same order of calls; ranks outside the group get a handle with
+  // is_member() == false. When its last handle of the group is destroyed, this rank leaves the group, soon after the
+  // end of operations that are still under way.
   Group new_group(const std::vector<int>& ranks);
 
-  // Ends what this World can do: operations of all its groups, under way or to come, throw Aborted with `why`, on all
-  // ranks that notice. For whoever knows that its peers are gone before they do.
+  // Breaks all groups of this World: their operations, under way or to come, throw Aborted with `why`, on all ranks
+  // that notice. For a caller that learns before the groups do that peers are gone.
   void abort(const std::string& why) noexcept;
 
   Store& store() const;
@@ -83,15 +86,15 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
   Heap& heap() const;
   std::shared_ptr<Heap> shared_heap() const;
 
-  // The World of the calling thread. current() throws Aborted where there is none.
+  // The World of the calling thread. current() throws Aborted if there is none.
   static World& current();
   static World* current_or_null();
 
   struct State;
-  struct Parts;  // src/comm/world_parts.h: what the layers above build on
+  struct Parts;  // src/comm/world_parts.h: for the layers that build on a World
   const Parts& parts() const;
 
-  // Makes a World current in this thread for a while, e.g. in a thread that the program started itself.
+  // Makes a World current in this thread for as long as the Scope lives, e.g. in a thread that the program started.
   class Scope {
    public:
     explicit Scope(World& world);
@@ -104,8 +107,8 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
     void* previous_;
   };
 
-  // What a layer above keeps with a World (the RPC agent), at most one of each type. It ends before the World's groups
-  // do, what was attached last first. find() is null where there is none.
+  // A component that a layer above keeps with a World (the RPC agent), at most one of each type. The World destroys its
+  // components before its groups, the last attached first. find() returns null if there is none of that type.
   template <typename T>
   void attach(std::shared_ptr<T> component) {
     attach(typeid(T), std::move(component));
@@ -129,18 +132,19 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
   std::unique_ptr<State> state_;
 };
 
-// Joins the job that the environment describes, and makes the World current in this thread. In this order:
+// Joins the job that the environment describes, and makes the World current in this thread. It looks, in this order,
+// for:
 //   MUSTER_STORE with RANK, WORLD_SIZE …     muster run, spawn()
 //   MASTER_ADDR, MASTER_PORT, RANK, …        torchrun and anything else that speaks env://
 //   …, JOB_COMPLETION_INDEX for RANK         a Kubernetes Indexed Job with a rank in each pod
 //   OMPI_COMM_WORLD_RANK, …                  mpirun (Open MPI); PMI_RANK, … (MPICH)
 //   SLURM_PROCID, SLURM_NTASKS, …            srun
 //   nothing of these                         a world of one
-// Errors: InvalidArgument names the variable that is wrong or missing; Unavailable, a store that nobody serves.
+// Errors: InvalidArgument names the variable that is wrong or missing; Unavailable if no process serves the store.
 World init(const WorldOptions& options = {});
 
 // Runs fn in n threads, each with a World of its own, and joins them. If some throw, rethrows the first cause: an
-// exception that is not merely the echo (PeerLost, Aborted) of another rank's end. Nested calls work.
+// exception that is not merely the consequence (PeerLost, Aborted) of another rank's end. Nested calls work.
 void run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options = {});
 
 }  // namespace muster
