@@ -1,29 +1,30 @@
 // Remote calls: any function or object of any worker.
 //
 //   at::Tensor forward(at::Tensor x);
-//   at::Tensor y        = rpc::sync<&forward>("worker1", x);            // waits
+//   at::Tensor y         = rpc::sync<&forward>("worker1", x);           // waits
 //   Future<at::Tensor> f = rpc::async<&forward>("worker1", x);          // future.h
-//   RRef<at::Tensor> r  = rpc::remote<&forward>("worker1", x);          // the result stays there: rref.h
-//   RRef<Server> server = rpc::remote<Server>("ps", config);            // an object made there
-//   at::Tensor w        = server.sync<&Server::pull>(keys);             // and called
+//   RRef<at::Tensor> r   = rpc::remote<&forward>("worker1", x);         // the result stays there: rref.h
+//   RRef<Server> server  = rpc::remote<Server>("ps", config);           // an object made there
+//   at::Tensor w         = server.sync<&Server::pull>(keys);            // and called
 //   rpc::sync<&forward>({"worker1", {.timeout = 100ms}}, x);
 //
-// Functions are their own registration: naming &forward here, in a program that both workers run, is all (function.h).
-// A function may be a coroutine that returns Task<R> (task.h). What may be an argument or a result: serialize.h.
+// Functions need no registration: it is enough to name &forward here, in a program that both workers run (function.h).
+// A function may be a coroutine that returns Task<R> (task.h). serialize.h lists the types of arguments and results.
 //
 // Arguments are packed before the call returns, converted to the types of the function's parameters. A tensor that is
-// moved in, and that nobody else holds, changes hands without a copy if it lives in World::heap() (or came from that
-// worker); others are copied once. The callee owns what it gets: nothing that it does to an argument is seen here.
+// moved in, and that has no other holder, is handed over without a copy if it lives in World::heap() (or came from that
+// worker); other tensors are copied once. The callee owns the arguments that it gets: the caller does not see what the
+// callee does to them.
 //
-// Handlers of one worker run in any order and at the same time.
+// Handlers of one worker run in any order and concurrently.
 //
 // Errors, thrown by sync and get(): RemoteError (what the function threw, remote_error.h), PeerLost (the worker died or
 // left: within 100 ms on one host), Timeout (Options::timeout or the call's own; the callee is told to stop), Aborted
 // (cancelled; RPC was shut down). Thrown by the call itself: InvalidArgument (no such worker, an argument that cannot
-// be sent), Aborted (RPC is not running here), Timeout (the worker has not answered Options::max_calls calls for as
-// long; those that were cancelled or too late count until it has answered them, too).
+// be sent), Aborted (RPC is not running here), Timeout (Options::max_calls calls to the worker were unanswered until
+// the call's deadline; calls that were cancelled or timed out count until the worker has answered them).
 //
-// Thread-safety: all functions, in threads whose current World runs RPC; handlers are such.
+// Thread-safety: all functions, in threads whose current World runs RPC, such as the threads of handlers.
 // Source: torch.distributed.rpc, rpc_sync, rpc_async, remote.
 #pragma once
 
@@ -48,7 +49,7 @@ struct CallOptions {
   std::optional<std::chrono::milliseconds> timeout;  // 0: none
 };
 
-// Whom a call goes to: by name or by rank.
+// The worker that a call goes to, by name or by rank.
 class To {
  public:
   To(const char* name, CallOptions options = {}) : To(std::string_view(name), options) {}
@@ -69,9 +70,9 @@ namespace detail {
 
 struct CallSpec {
   const Function* function = nullptr;
-  uint64_t object = 0;  // on which it is called
+  uint64_t object = 0;  // the object that the function is called on
   bool store = false;
-  uint64_t result = 0;  // the id of what is stored
+  uint64_t result = 0;  // the id of the stored result
   std::optional<std::chrono::milliseconds> timeout;
 };
 
@@ -79,13 +80,13 @@ struct CallSpec {
 class PendingCall {
  public:
   virtual FutureState& state() = 0;
-  virtual void succeed(PayloadReader& result) = 0;  // does not throw: what does not parse is its error
+  virtual void succeed(PayloadReader& result) = 0;  // does not throw: a parse error becomes the future's error
 
   int to = 0;
   uint64_t id = 0;
   const Function* function = nullptr;
   Deadline deadline = Deadline::never();
-  std::shared_ptr<void> sent;  // what the layer above wants back with the result
+  std::shared_ptr<void> sent;  // for the layer above, which gets it back with the result
 
  protected:
   ~PendingCall() = default;
@@ -104,7 +105,7 @@ class CallState final : public FutureStateOf<R>, public PendingCall {
 };
 
 Waits* waits();
-// Throws InvalidArgument for what cannot be sent; all else completes the state with an error.
+// Throws InvalidArgument for an argument that cannot be sent; any other failure completes the state with an error.
 void start_call(int to, const CallSpec& spec, Payload payload, PendingCall& call);
 
 template <typename R>

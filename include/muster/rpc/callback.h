@@ -1,7 +1,8 @@
-// A function that is called once and may own what cannot be copied: std::move_only_function, which C++20 has not.
+// A function that is called once and may own objects that cannot be copied, as std::move_only_function, which C++20
+// lacks.
 //
-// Small ones (48 bytes) need no allocation. Thread-safety: a value. Calling an empty one is undefined, as it is for a
-// null pointer to a function.
+// Functions of up to 48 bytes need no allocation. Thread-safety: a value. Calling an empty Callback is undefined, as it
+// is for a null pointer to a function.
 #pragma once
 
 #include <concepts>
@@ -47,7 +48,7 @@ class Callback<R(Args...)> {
  private:
   struct Table {
     R (*call)(void*, Args&&...);
-    void (*move)(void* from, void* to) noexcept;  // and destroys what is left in `from`
+    void (*move)(void* from, void* to) noexcept;  // also destroys what is left in `from`
     void (*destroy)(void*) noexcept;
   };
   static constexpr size_t kRoom = 48;

@@ -8,15 +8,16 @@
 //   rpc::Task<int> slow(int x);                           coroutine: the result is the int
 //
 // An id is the hash of the function's mangled name, so it is the same in every process that has the function with the
-// same parameters, and a program that has another one says "unknown function" rather than call it. Two functions with
-// one name (both `static`, in two files) have one id: a call of either is InvalidArgument, which says where they are.
+// same parameters; a program that has it with other parameters reports "unknown function". Two functions with the same
+// name (both `static`, in two files) have the same id: a call of either throws InvalidArgument, which says where they
+// are.
 //
 // Parameters are received by value: an out-parameter (T& other than the first) does not compile. Results by reference
 // are copied; a std::span arrives as a std::vector, a std::string_view as a std::string. With `store` (rpc::remote) the
 // result stays as an object: what a unique_ptr or shared_ptr points to, or the value itself.
 //
-// Errors: what a function throws is in Outcome::error; find_function() and decode() say Corrupt and InvalidArgument.
-// Thread-safety: the table may be read from any thread without a lock, also while a library that is loaded adds to it.
+// Errors: Outcome::error has what a function throws; find_function() throws InvalidArgument, decode() Corrupt.
+// Thread-safety: any thread may read the table without a lock, also while a library that is being loaded adds to it.
 #pragma once
 
 #include <concepts>
@@ -38,7 +39,7 @@
 
 namespace muster::rpc {
 
-// What came of a call: an error, or a value, or an object that stays (with `store`).
+// The outcome of a call: an error, or a value, or an object that stays (with `store`).
 struct Outcome {
   std::exception_ptr error;
   Payload value;
@@ -51,22 +52,22 @@ using Done = Callback<void(Outcome&&)>;
 class Invocation {
  public:
   virtual ~Invocation() = default;
-  // Calls the function, once; on `object` if it is one of an object, else null. `done` is called exactly once, with the
-  // arguments and, of a coroutine, its frame gone: perhaps later and in another thread. Until then the Invocation must
-  // live; done may destroy it. Throws nothing; done must not either.
+  // Calls the function, once, on `object` (null for a function that is not called on an object). Calls `done` exactly
+  // once, perhaps later and in another thread, after the arguments and a coroutine's frame were destroyed. Until then
+  // the Invocation must live; `done` may destroy it. Does not throw; `done` must not throw either.
   virtual void run(void* object, bool store, Done done) noexcept = 0;
 };
 
 struct Function {
   uint64_t id = 0;
   std::string name;                             // "forward(at::Tensor)"
-  const std::type_info* object_type = nullptr;  // what it is called on; null: on nothing
-  const std::type_info* result_type = nullptr;  // result_of: void, or what travels
+  const std::type_info* object_type = nullptr;  // of the object that it is called on; null: none
+  const std::type_info* result_type = nullptr;  // result_of: void, or the type that is sent
   const std::type_info* stored_type = nullptr;  // with `store`; null: the result cannot be kept (void)
   std::unique_ptr<Invocation> (*decode)(PayloadReader&) = nullptr;  // Corrupt
 };
 
-// By id, from this program. InvalidArgument where two functions have it. Null: there is none.
+// Finds a function of this program by id. Null if there is none; InvalidArgument if two functions have the id.
 const Function* find_function(uint64_t id);
 size_t function_count();
 
@@ -99,7 +100,7 @@ MUSTER_RPC_SIGNATURE(&&, ) MUSTER_RPC_SIGNATURE(&& noexcept, )
 template <typename R, typename... A>
 struct Signature<R (*)(A...) noexcept> : Signature<R (*)(A...)> {};
 
-// Free functions and lambdas alike: the parameters without an object; members and free functions of an object: with it.
+// Whether a function's first parameter, of type P, is the object that a free function or lambda is called on.
 template <typename P>
 inline constexpr bool is_object_parameter =
     std::is_lvalue_reference_v<P> && !std::is_const_v<std::remove_reference_t<P>> &&
@@ -182,18 +183,18 @@ using FactsOf = Facts<std::remove_cv_t<decltype(F)>>;
 template <auto F>
 using arguments_of = typename detail::Arguments<typename detail::FactsOf<F>::Parameters>::type;  // a std::tuple
 template <auto F>
-using object_of = typename detail::FactsOf<F>::Object;  // void: called on none
+using object_of = typename detail::FactsOf<F>::Object;  // void: not called on an object
 template <auto F>
 using result_of = Held<typename detail::Awaited<typename detail::FactsOf<F>::Result>::type>;  // what the caller gets
 template <auto F>
 using stored_of = typename detail::Kept<result_of<F>>::type;  // the T of the RRef<T> that rpc::remote<F>() gives
 
-// The registration of F. Object is the type whose pointer run() gets: by default that of F; a class derived from it
-// where the object is one.
+// The registration of F. Object is the type whose pointer run() gets: by default the class of F; a derived class, if
+// the object belongs to one.
 template <auto F, typename Object = object_of<F>>
 const Function& function_of();
 
-// Makes a T from the arguments; store it.
+// The registration of T's constructor from Args; its calls have `store` set.
 template <typename T, typename... Args>
 const Function& constructor_of();
 

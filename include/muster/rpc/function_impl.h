@@ -8,11 +8,11 @@
 namespace muster::rpc {
 namespace detail {
 
-// Whose mangled name is the function's: its type is that of a template over it.
+// A type per function: its mangled name contains that of the function.
 template <auto F, typename Object>
 struct Tag {};
 
-// What tells two functions with one id apart.
+// Distinguishes two functions that have the same id.
 struct Identity {
   uintptr_t words[2] = {0, 0};
   bool operator==(const Identity&) const = default;
@@ -34,8 +34,8 @@ Identity identity_of() {
   return identity;
 }
 
-// Adds it to the table, or finds it there. `tag` is what the id is of; `signature`, the type of a pointer to the
-// function, has the parameters for the name, which the tag's own name leaves out.
+// Adds `function` to the table, or finds it there. The id comes from `tag`. `signature`, the type of a pointer to the
+// function, supplies the parameters for the function's name; the name of `tag` does not have them.
 const Function& add_function(const std::type_info& tag, const std::type_info& signature, Function function,
                              const Identity& identity);
 [[noreturn]] void result_stays(const std::type_info& result);
@@ -62,7 +62,7 @@ void keep_result(R&& result, Outcome& outcome) {
   }
 }
 
-// The value of a call, out of what the function returned: references are copied, views become owners.
+// The value of a call, made from what the function returned: references are copied, views become owners.
 template <typename Result, typename Returned>
 Result settle(Returned&& returned) {
   if constexpr (std::is_convertible_v<Returned&&, Result>) {

@@ -1,38 +1,36 @@
-// Futures: results that come later, from another worker or from this process.
+// Futures: results that arrive later, from another worker or from this process.
 //
 //   auto y = rpc::async<&forward>("worker1", x);          // Future<at::Tensor>
 //   auto loss = y.then([](Future<at::Tensor> y) { return y.get().sum(); });
 //   if (!loss.wait_for(5s)) loss.cancel();
 //   at::Tensor here = co_await y;                         // in a Task (task.h)
 //
-// A Future is a handle; copies stand for the same result. It is completed once, with a value or an error, by whoever
-// comes first: the answer, the timeout of the call, the loss of the worker, cancel(). Those who come later learn that
-// they came too late.
+// A Future is a handle; its copies refer to the same result. The first of these events completes it, with a value or
+// an error: the answer, the timeout of the call, the loss of the worker, cancel(). Later events have no effect;
+// try_set_value(), try_set_error() and cancel() then return false.
 //
-//   get()              waits, and returns a copy, or throws the error; any number of times. std::move(future).get()
-//                      moves the value out, for all handles: only for one who does not share it.
-//   wait, wait_for     return when it is complete (wait_for: whether it is); never throw the error.
-//   then(fn)           calls fn(Future<T>), when it is complete: in this thread and at once if it is already; else
-//   where
-//                      the agent runs continuations, or in the completing thread if the future is not of a call. What
-//                      fn returns or throws completes the future that then() returned.
-//   cancel()           completes it with Aborted, if it is not complete, and asks the callee to stop. Returns whether
-//   it
-//                      did. A future from then(), when_all() or when_any() is cancelled by itself, not what it waits
-//                      for.
-//   when_all           the values of all, or the first error as soon as there is one.
-//   when_any           the index of the first that is complete, with value or error.
+//   get()            waits, and returns a copy, or throws the error; any number of times. std::move(future).get() moves
+//                    the value out, for all handles: use it only if no other thread uses a copy of the handle.
+//   wait, wait_for   return when the future is complete (wait_for: whether it is); never throw the error.
+//   then(fn)         calls fn(Future<T>) when the future is complete. If it already is, in this thread, immediately;
+//                    else in a thread of the agent, or, if the future does not belong to an agent, in the thread
+//                    that completes it. What fn returns or throws completes the future that then() returned.
+//   cancel()         completes the future with Aborted, if it is not complete, and asks the callee to stop. Returns
+//                    whether it did. Cancelling a future from then(), when_all() or when_any() does not cancel the
+//                    futures that it waits for.
+//   when_all         the values of all, or the first error as soon as there is one.
+//   when_any         the index of the first that is complete, with value or error.
 //
-// A Promise that is destroyed without a value completes its future with Aborted, so waits end. A future of a call is
-// completed by the call's timeout at the latest.
+// A Promise that is destroyed without a value completes its future with Aborted, so waits end. The future of a call
+// completes at the call's timeout at the latest.
 //
-// How it works: one allocation; a word with bits claimed, ready and sleepers, and a stack of continuations that is
-// closed on completion, both atomic. Completing costs two atomic operations and a third for the continuations; a system
-// call only if somebody sleeps. No lock is held while a continuation runs. Continuations that become due while one runs
-// in the same thread wait for it to end (no recursion), or for it to block in wait() or get().
+// How it works: a future is one allocation, with an atomic word (bits claimed, ready and sleepers) and an atomic stack
+// of continuations that is closed on completion. Completing it costs two atomic operations and a third for the
+// continuations; a system call only if a thread sleeps. No lock is held while a continuation runs. Continuations that
+// become due while one runs in the same thread wait until that one ends (no recursion), or blocks in wait() or get().
 //
-// Thread-safety: everything from any thread, but for the value itself: get() of a copy while another thread moves it
-// out is a race of the program's own.
+// Thread-safety: any thread may call any function. Only the value is not protected: get() of a copy while another
+// thread moves the value out is a data race of the program.
 #pragma once
 
 #include <atomic>
@@ -58,16 +56,17 @@ namespace detail {
 class FutureState;
 }
 
-// Who makes progress for a future that is not complete: the agent, for the futures of its calls and for those made of
-// them. It must live until all futures that it was given to are complete, and must complete them also if nobody waits.
+// Makes progress for futures that are not complete. The agent is the Waits of its calls' futures and of futures made
+// from them. It must live until all its futures are complete, and must complete them also if no thread waits.
 class Waits {
  public:
-  // Returns when `state` is done or the deadline has passed, and whether it is done. The state may be one without
-  // Waits that a thread of the agent waits for (WaitsOfThread).
+  // Returns when `state` is done or the deadline has passed, and whether it is done. `state` may have no Waits of its
+  // own, if a thread of the agent waits for it (WaitsOfThread).
   virtual bool wait(detail::FutureState& state, Deadline deadline) = 0;
-  // Runs a continuation, or resumes a coroutine, where it may block: now or later. Must not throw, nor drop it.
+  // Runs a continuation, or resumes a coroutine, in a thread where it may block: now or later. Must not throw and must
+  // not drop the continuation.
   virtual void run(std::function<void()> continuation) = 0;
-  // `state` has just been completed with Aborted by its user. Called for derived states (then, when_all) too.
+  // Tells that the user has just completed `state` with Aborted. Called for derived states (then, when_all) too.
   virtual void cancel(detail::FutureState& state) = 0;
 
  protected:
@@ -76,7 +75,7 @@ class Waits {
 
 namespace detail {
 
-// What happens when a state is complete. Belongs to itself: run() is called once, and may destroy it.
+// What happens when a state is complete. A Continuation owns itself: run() is called once, and may destroy it.
 class Continuation {
  public:
   virtual void run() noexcept = 0;
@@ -90,7 +89,7 @@ class Continuation {
   Continuation* next_ = nullptr;
 };
 
-// The shared part, without the value. To complete one: claim(), store value or error, publish().
+// The state that handles share, without the value. To complete it: claim(), store value or error, publish().
 class FutureState {
  public:
   explicit FutureState(Waits* waits = nullptr) : waits_(waits) {}
@@ -99,7 +98,8 @@ class FutureState {
   virtual ~FutureState() = default;
 
   bool done() const noexcept { return word_.load(std::memory_order_acquire) & kReady; }
-  // Whether the caller is the one who completes it. He must then call publish(), and hold a reference until it returns.
+  // True for the one caller that may complete the state. That caller must then call publish(), and must hold a
+  // reference until publish() returns.
   bool claim() noexcept { return !(word_.fetch_or(kClaimed, std::memory_order_acq_rel) & kClaimed); }
   bool claimed() const noexcept { return word_.load(std::memory_order_acquire) & kClaimed; }
   void set_error(std::exception_ptr error) noexcept { error_ = std::move(error); }  // between claim() and publish()
@@ -113,9 +113,9 @@ class FutureState {
   }
   const std::exception_ptr& error() const noexcept { return error_; }  // once done(); null: there is a value
 
-  bool wait(Deadline deadline);           // by way of waits(), else of the thread's
-  bool sleep(Deadline deadline);          // in this thread, on a futex: what wait() does without either
-  bool add(Continuation& then) noexcept;  // false: it is done; `then` was not taken
+  bool wait(Deadline deadline);           // through waits(), else through the thread's Waits, else sleep()
+  bool sleep(Deadline deadline);          // in this thread, on a futex
+  bool add(Continuation& then) noexcept;  // false: the state is done already; `then` was not taken
   bool cancel();
   Waits* waits() const noexcept { return waits_; }
 
@@ -135,8 +135,8 @@ class FutureState {
   std::exception_ptr error_;
 };
 
-// By way of what this thread waits for futures that have no Waits of their own: an agent's threads have one, so that a
-// handler gives up its place whatever it waits for.
+// Sets the Waits through which this thread waits for futures that have none of their own. An agent's threads have one,
+// so that a handler gives up its place in the thread pool no matter what it waits for.
 class WaitsOfThread {
  public:
   explicit WaitsOfThread(Waits* waits) noexcept;
@@ -179,20 +179,21 @@ class StateRef {  // intrusive: an agent can keep the pointer in a table and reb
 template <typename T>
 using NotVoid = std::conditional_t<std::is_void_v<T>, std::monostate, T>;
 
-// With the value. An agent may derive from it, to keep what belongs to the call in the same allocation.
+// A state with its value. An agent may derive from it, to keep what belongs to the call in the same allocation.
 template <typename T>
 class FutureStateOf : public FutureState {
  public:
   using FutureState::FutureState;
 
-  // Completes it with what make() returns or throws; false, and make() is not called: it was claimed before.
+  // Completes the state with what make() returns or throws. Returns false without calling make() if the state was
+  // claimed before.
   template <typename Make>
   bool try_set_from(Make&& make) noexcept {
     if (!claim()) return false;
     set_from(std::forward<Make>(make));
     return true;
   }
-  // The same for one who has claimed it.
+  // The same for a caller that has claimed the state.
   template <typename Make>
   void set_from(Make&& make) noexcept {
     try {
@@ -216,13 +217,14 @@ class FutureStateOf : public FutureState {
   std::optional<NotVoid<T>> value_;
 };
 
-// What belongs to the running call and not to the thread: a coroutine has it again after each co_await, and keeps it.
+// What belongs to the running call and not to the thread. A coroutine keeps it across each co_await, also if it goes on
+// in another thread.
 struct CallContext {
-  std::shared_ptr<void> call;  // for rpc::this_call(): the agent's own; it may outlive the call
+  std::shared_ptr<void> call;  // for rpc::this_call(): the agent's record of the call; it may outlive the call
   bool grad_mode = true;       // libtorch's
 
-  static CallContext here();  // the thread's
-  class Scope;                // makes one the thread's
+  static CallContext here();  // the thread's context
+  class Scope;                // makes a context the thread's
 };
 class CallContext::Scope {
  public:
@@ -249,7 +251,7 @@ class Future {
   using Value = T;
   using State = detail::FutureStateOf<T>;
 
-  Future() = default;  // of nothing: valid() is false, all else throws InvalidArgument
+  Future() = default;  // without a result: valid() is false, all other methods throw InvalidArgument
   explicit Future(detail::StateRef<State> state) : state_(std::move(state)) {}
 
   bool valid() const noexcept { return static_cast<bool>(state_); }
@@ -286,7 +288,7 @@ class Future {
   detail::FutureAwaiter<T, false> operator co_await() const& { return detail::FutureAwaiter<T, false>(*this); }
   detail::FutureAwaiter<T, true> operator co_await() && { return detail::FutureAwaiter<T, true>(std::move(*this)); }
 
-  // For those who complete or wait for it by themselves.
+  // For code that completes or awaits the state directly.
   State& state() const {
     if (!state_) detail::throw_empty_future();
     return *state_;
@@ -312,7 +314,8 @@ class Promise {
   ~Promise() { abandon(); }
 
   Future<T> future() const { return Future<T>(state_); }
-  // Whether it won: nobody had completed or cancelled it before. May be called by several threads.
+  // Returns true if this call completed the future: it had not been completed or cancelled before. Several threads may
+  // call it.
   template <typename... V>
   bool try_set_value(V&&... value) {
     return state_->try_set_from([&]() -> T {
@@ -352,7 +355,7 @@ Future<T> make_failed_future(std::exception_ptr error) {
   return promise.future();
 }
 
-// Of T: a vector of the values, or nothing for Future<void>.
+// For futures of T: a vector of the values, or nothing for Future<void>.
 template <typename T>
 Future<std::conditional_t<std::is_void_v<T>, void, std::vector<detail::NotVoid<T>>>> when_all(
     std::vector<Future<T>> futures);

@@ -6,7 +6,7 @@
 namespace muster::rpc {
 namespace detail {
 
-// Adds `then` to what happens when `state` is done, or does it now.
+// Has `then` run when `state` is done, or runs it now if it is done already.
 inline void when_done(FutureState& state, Continuation& then) noexcept {
   if (!state.add(then)) then.run();
 }
@@ -19,7 +19,7 @@ class Then final : public Continuation {
       : input_(std::move(input)), output_(std::move(output)), function_(std::move(function)) {}
   void run() noexcept override {
     const std::unique_ptr<Then> self(this);
-    // What is claimed was cancelled: nobody wants the result.
+    // A claimed output was cancelled: its result is not needed.
     if (output_->claimed()) return;
     std::optional<NotVoid<R>> value;
     std::exception_ptr error;
@@ -55,8 +55,7 @@ class FutureAwaiter final : public Continuation {
   bool await_suspend(std::coroutine_handle<> awaiting) {
     awaiting_ = awaiting;
     context_ = CallContext::here();
-    // Once it is added another thread may resume the coroutine and with it destroy this: nothing is touched after
-    // add().
+    // After add(), another thread may resume the coroutine, which destroys *this: no member may be touched any more.
     return future_.state().add(*this);
   }
   T await_resume() {
@@ -68,7 +67,7 @@ class FutureAwaiter final : public Continuation {
   }
   void run() noexcept override {
     const CallContext::Scope scope(std::move(context_));
-    awaiting_.resume();  // `this` may be gone
+    awaiting_.resume();  // may destroy *this
   }
 
  private:
@@ -89,7 +88,7 @@ NotVoid<T> value_of(const Future<T>& future) {
   }
 }
 
-// All, counted down by each; the first error ends the wait at once.
+// The state of when_all(): each input counts `left` down; the first error completes the output immediately.
 template <typename R, typename Inputs>
 struct Gather {
   explicit Gather(Inputs given, size_t count, Waits* waits)
@@ -113,7 +112,7 @@ class Arrival final : public Continuation {
 
  private:
   std::shared_ptr<State> all_;
-  FutureState* input_;  // alive: all_->inputs has it
+  FutureState* input_;  // kept alive by all_->inputs
   Collect collect_;
 };
 
@@ -135,8 +134,8 @@ class First final : public Continuation {
   size_t index_;
 };
 
-// Who makes progress for a future made of others: the one that all of them have; else none, since waiting with one
-// would not serve the other, and each makes progress by itself too.
+// The Waits of a future that is made from others: the Waits that all of them have in common, else none. Waiting through
+// one of several would not serve the others, and each of them makes progress by itself, too.
 inline void same_waits(Waits*& common, bool& first, Waits* another) {
   if (first) common = another;
   if (common != another) common = nullptr;

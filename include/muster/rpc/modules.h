@@ -1,13 +1,17 @@
 // Modules and optimizers as arguments of calls: their state, as named tensors.
 //
-//   at::Tensor evaluate(rpc::ModuleState state, at::Tensor x) { Net net; rpc::load(net, state); return net.forward(x);
-//   } rpc::sync<&evaluate>("worker1", rpc::state_of(*net), x);
+//   at::Tensor evaluate(rpc::ModuleState state, at::Tensor x) {
+//     Net net;
+//     rpc::load(net, state);
+//     return net.forward(x);
+//   }
+//   rpc::sync<&evaluate>("worker1", rpc::state_of(*net), x);
 //
-// The tensors of a state are the module's own, not copies, until it is sent. A header of its own because it needs
-// libtorch's modules, which take seconds to compile.
+// The tensors of a state are the module's own, not copies, until the state is sent. This is a separate header because
+// libtorch's modules take seconds to compile.
 //
-// Errors: load() throws Mismatch before it changes anything, naming what is missing, left over or of another shape.
-// Thread-safety: as the module's.
+// Errors: load() throws Mismatch, before it changes anything, and names the tensors that are missing, left over or of
+// another shape. Thread-safety: that of the module.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -21,7 +25,7 @@
 
 namespace muster::rpc {
 
-// Parameters and buffers by their dotted names, in the module's order. Undefined buffers stay so.
+// Parameters and buffers by their dotted names, in the module's order. Undefined buffers stay undefined.
 struct ModuleState {
   std::vector<std::pair<std::string, at::Tensor>> parameters, buffers;
   bool training = true;

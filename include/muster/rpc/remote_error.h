@@ -1,8 +1,8 @@
-// The error of a callee, at the caller.
+// The error of a callee, as the caller gets it.
 //
 //   worker "ps" in forward(at::Tensor): std::out_of_range: no such key
 //
-// An ErrorReply is what travels: the type's name and the message of any exception, also one that is not a
+// The callee sends an ErrorReply: the type's name and the message of any exception, also one that is not a
 // std::exception. Thread-safety: values.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace muster::rpc {
 
-// Caught as muster::Remote too. message() and what() are the whole line above.
+// Can be caught as muster::Remote too. message() and what() have the whole line above.
 class RemoteError : public Remote {
  public:
   RemoteError(std::string worker, std::string function, std::string type, std::string remote_message,

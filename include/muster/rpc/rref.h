@@ -1,23 +1,23 @@
 // RRef<T>: a reference to an object that lives on some worker, its owner.
 //
-//   RRef<Server> server = rpc::remote<Server>("ps", config);       // made there; does not wait
+//   RRef<Server> server = rpc::remote<Server>("ps", config);        // made there; does not wait
 //   at::Tensor w = server.sync<&Server::pull>(keys);                // called there
 //   rpc::sync<&train>("trainer1", server);                          // handed on: the trainer calls the same object
-//   RRef<Agent> self = rpc::make_rref(agent);                       // an object of this worker, for others
+//   RRef<Agent> self = rpc::make_rref(agent);                       // an object of this worker, for other workers
 //
-// Calls on an object wait, there, until it has been made; if making it failed they fail with that error. The functions
-// are members of T (or its bases), or free functions that take a T& first.
+// A call on an object waits, at the owner, until the object has been made; if making it failed, the call fails with
+// that error. The functions are members of T (or its bases), or free functions that take a T& first.
 //
-// The owner keeps the object while anybody holds an RRef to it, anywhere, or one is on its way; a worker that dies
-// holds none any more (objects.h has the protocol). When the owner dies, all else about the object fails with PeerLost.
+// The owner keeps the object as long as any worker holds an RRef to it, or an RRef is on its way; the RRefs of a worker
+// that dies do not count (objects.h has the protocol). When the owner dies, all operations on the RRef fail with
+// PeerLost.
 //
-// An RRef belongs to the RPC in which it was made: after rpc::shutdown(), and also after another init(), it refers to
-// nothing that is there.
+// An RRef is valid only until rpc::shutdown(); a later init() does not make it valid again.
 //
-// Errors: as call.h; InvalidArgument where local_value() is asked of another worker's object, or an empty RRef is used;
-// Aborted where one that was made before rpc::shutdown(), or in another World, is used or sent.
-// Thread-safety: a value; copies are the same reference. Handlers of one object run at the same time: an object that is
-// not read-only brings its own mutex.
+// Errors: as call.h; InvalidArgument if local_value() is called for another worker's object, or an empty RRef is used;
+// Aborted if an RRef that was made before rpc::shutdown(), or in another World, is used or sent.
+// Thread-safety: a value; copies are the same reference. Handlers of one object run concurrently: an object that is not
+// read-only needs its own mutex.
 // Source: torch.distributed.rpc.RRef.
 #pragma once
 
@@ -44,7 +44,7 @@ struct NewObject {
   std::shared_ptr<Reference> reference;
   uint64_t id = 0;
 };
-NewObject new_object(int owner);  // a hold on what a call with `store` is going to make
+NewObject new_object(int owner);  // a reference to the object that a call with `store` is going to make
 void abandon_object(int owner, uint64_t id, std::exception_ptr error);  // the call was never sent
 std::shared_ptr<Reference> keep_object(std::shared_ptr<void> value, const std::type_info& type);
 const WorkerInfo& owner_of(const std::shared_ptr<Reference>& reference);  // InvalidArgument for null; Aborted
@@ -52,8 +52,8 @@ uint64_t object_of(const Reference& reference);
 std::shared_ptr<void> local_value_of(const std::shared_ptr<Reference>& reference, const std::type_info& type);
 
 inline constexpr int8_t kReferenceExt = 2;
-uint32_t add_reference(std::shared_ptr<Reference> reference);        // to the payload being packed; its place there
-std::shared_ptr<Reference> reference_at(const msgpack::object& in);  // of the payload being unpacked
+uint32_t add_reference(std::shared_ptr<Reference> reference);        // to the payload being packed; returns its place
+std::shared_ptr<Reference> reference_at(const msgpack::object& in);  // from the payload being unpacked
 
 template <typename T>
 T copy_of(T& object) {
@@ -65,7 +65,7 @@ T copy_of(T& object) {
 template <typename T>
 class RRef {
  public:
-  RRef() = default;  // of nothing
+  RRef() = default;  // empty: refers to no object
   explicit RRef(std::shared_ptr<detail::Reference> reference) : reference_(std::move(reference)) {}
 
   explicit operator bool() const { return reference_ != nullptr; }
@@ -121,7 +121,7 @@ RRef<T> create(int owner, CallSpec spec, Payload payload) {
   spec.store = true;
   spec.result = made.id;
   RRef<T> result(std::move(made.reference));
-  if (!spec.timeout) spec.timeout = std::chrono::milliseconds(0);  // the object is made, however long that takes
+  if (!spec.timeout) spec.timeout = std::chrono::milliseconds(0);  // none: making the object may take any time
   try {
     call<void>(owner, spec, std::move(payload));
   } catch (...) {
@@ -141,21 +141,21 @@ RRef<stored_of<F>> RRef<T>::remote(A&&... args) const {
       pack_for<arguments_of<F>>(std::forward<A>(args)...));
 }
 
-// The result of a function, kept where it was computed.
+// Calls a function and keeps the result on the worker that computed it.
 template <auto F, typename... A>
 RRef<stored_of<F>> remote(const To& to, A&&... args) {
   return detail::create<stored_of<F>>(to.rank(), {.function = &function_of<F>(), .timeout = to.options().timeout},
                                       pack_for<arguments_of<F>>(std::forward<A>(args)...));
 }
 
-// A new T, made there with these arguments.
+// Makes a new T from these arguments, on the worker `to`.
 template <typename T, typename... A>
 RRef<T> remote(const To& to, A&&... args) {
   return detail::create<T>(to.rank(), {.function = &constructor_of<T, Held<A>...>(), .timeout = to.options().timeout},
                            pack(std::forward<A>(args)...));
 }
 
-// A reference to an object of this worker. The object lives at least as long as anybody refers to it.
+// A reference to an object of this worker. The object lives at least as long as any worker holds an RRef to it.
 template <typename T>
 RRef<T> make_rref(std::shared_ptr<T> object) {
   return RRef<T>(detail::keep_object(std::move(object), typeid(T)));
@@ -167,7 +167,7 @@ namespace msgpack {
 MSGPACK_API_VERSION_NAMESPACE(MSGPACK_DEFAULT_API_NS) {
   namespace adaptor {
 
-  // Its place among the references of the message; nil for an empty one.
+  // An RRef is packed as its place among the references of the message; an empty one as nil.
   template <typename T>
   struct pack<muster::rpc::RRef<T>> {
     template <typename Stream>

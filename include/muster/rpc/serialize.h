@@ -2,20 +2,21 @@
 //
 //   numbers, bool, enums, std::string, at::Tensor; std::optional, variant, pair, tuple, vector, array, list, deque,
 //   map, set and their unordered kin, unique_ptr and shared_ptr of such; structs with one line, MSGPACK_DEFINE(a, b,
-//   c). A struct needs a default constructor. Types that msgpack has another adaptor for: specialise rpc::is_sendable.
+//   c). A struct needs a default constructor. For types with another msgpack adaptor, specialise rpc::is_sendable.
 //
-// Parameters that refer to memory of others arrive as their owners (Held): std::string_view as std::string, std::span
-// and at::ArrayRef as std::vector. A unique_ptr or shared_ptr that is null stays so; two that share do not share there.
+// Parameters that refer to memory of other objects arrive as owners (Held): std::string_view as std::string, std::span
+// and at::ArrayRef as std::vector. A unique_ptr or shared_ptr that is null stays null; two shared_ptrs to one object
+// arrive as pointers to two objects.
 //
-// Format: the values one after another as msgpack has them; an enum is its number, a variant [index, value], a tensor
-// its index in Payload::tensors (tensor_msgpack.h).
+// Format: the values one after another, in msgpack's encoding; an enum is its number, a variant [index, value], a
+// tensor its index in Payload::tensors (tensor_msgpack.h).
 //
-// Bounds: a body is checked as a whole before anything is built: containers nest at most 128 deep, and have no more
-// elements than there are bytes left for all of them. Decoding takes at most 24 times the body's bytes besides the
-// values themselves.
+// Bounds: a body is checked as a whole before any object is built: containers nest at most 128 deep, and have no more
+// elements than there are bytes left for all of them. Decoding needs at most 24 times the body's bytes in addition to
+// the values themselves.
 //
-// Errors: packing throws InvalidArgument (a string above 4 GiB); unpacking throws Corrupt, naming the types. What an
-// object's own pack and unpack functions throw passes through. Thread-safety: functions of their arguments.
+// Errors: packing throws InvalidArgument (a string above 4 GiB); unpacking throws Corrupt, which names the types. An
+// exception of an object's own pack or unpack function passes through. Thread-safety: no shared state.
 #pragma once
 
 #include <array>
@@ -44,7 +45,7 @@
 namespace muster::rpc {
 namespace detail {
 
-// Where msgpack writes to.
+// The output stream for msgpack: appends to a body.
 class BodyWriter {
  public:
   explicit BodyWriter(std::string& body) : body_(body) {}
@@ -54,14 +55,14 @@ class BodyWriter {
   std::string& body_;
 };
 
-// The values of a body as msgpack's objects, which refer to its bytes.
+// Reads the values of a body as msgpack objects, which refer to its bytes.
 class BodyReader {
  public:
   explicit BodyReader(std::string_view body);
   BodyReader(const BodyReader&) = delete;
   BodyReader& operator=(const BodyReader&) = delete;
 
-  msgpack::object next();    // Corrupt: there is none, or it does not parse
+  msgpack::object next();    // Corrupt: there is no further value, or it does not parse
   void expect_done() const;  // Corrupt: bytes are left over
 
  private:
@@ -78,7 +79,7 @@ class BodyReader {
   std::vector<std::unique_ptr<msgpack::object[]>> far_;
 };
 
-// The number of the value, from 1, that has the tensor with that index; none where no value shows it.
+// The number of the value, counted from 1, that contains the tensor with that index; nullopt if no value does.
 std::optional<size_t> argument_with(std::string_view body, size_t tensor);
 
 [[noreturn]] void cannot_send(const std::type_info& type, std::string_view why);
@@ -101,7 +102,7 @@ inline constexpr bool sendable = (std::is_integral_v<T> && sizeof(T) <= 8 && !is
                                  (MsgpackDefined<T> && std::default_initializable<T>);
 }  // namespace detail
 
-// For types that a header of the program teaches msgpack (namespace msgpack::adaptor): specialise it as true.
+// Specialise it as true for a type with an adaptor of the program's own (namespace msgpack::adaptor).
 template <typename T>
 inline constexpr bool is_sendable = detail::sendable<T>;
 
@@ -133,7 +134,7 @@ template <typename... T> inline constexpr bool is_sendable<std::variant<T...>> =
 template <typename T>
 concept Sendable = is_sendable<T>;
 
-// What a parameter or result is while it travels and waits: itself, or the owner of what it refers to.
+// The type of a parameter or result while it is sent and stored: the type itself, or, of a view, an owner.
 template <typename T>
 struct HeldAs {
   using type = T;
@@ -178,7 +179,7 @@ void pack_one(msgpack::packer<BodyWriter>& out, T&& value) {
   require_sendable<Value>();
   if constexpr (!std::is_trivially_destructible_v<Value> && std::is_rvalue_reference_v<T&&> &&
                 !std::is_const_v<std::remove_reference_t<T>>) {
-    const Value mine = std::move(value);  // goes at once, so that the payload alone holds its tensors
+    const Value mine = std::move(value);  // destroyed right after, so that only the payload holds its tensors
     out.pack(mine);
   } else {
     out.pack(value);
@@ -200,8 +201,8 @@ void pack_as(msgpack::packer<BodyWriter>& out, From&& from) {
 
 }  // namespace detail
 
-// Packs the values converted to what the parameters of a function are: Parameters is a std::tuple of them (function.h).
-// What is given as an rvalue is gone afterwards: its tensors are held by the payload alone.
+// Packs the values, converted to the types of a function's parameters: Parameters is a std::tuple of them (function.h).
+// An rvalue is moved from, so that only the payload holds its tensors afterwards.
 template <typename Parameters, typename... T>
 Payload pack_for(T&&... values) {
   static_assert(std::tuple_size_v<Parameters> == sizeof...(T),
@@ -224,7 +225,7 @@ Payload pack_for(T&&... values) {
   return payload;
 }
 
-// The same, each as it is.
+// The same without a conversion.
 template <typename... T>
 Payload pack(T&&... values) {
   return pack_for<std::tuple<Held<T>...>>(std::forward<T>(values)...);
@@ -245,7 +246,7 @@ std::tuple<T...> unpack(PayloadReader& payload) {
   } catch (const msgpack::type_error&) {
     detail::is_not(typeid(std::tuple<T...>), "its parts are of other kinds");
   }
-  payload.tensors.clear();  // what nobody has asked for goes, and the values alone hold the others
+  payload.tensors.clear();  // frees tensors that no value took; only the values hold the others
   return values;
 }
 
@@ -255,7 +256,7 @@ namespace msgpack {
 MSGPACK_API_VERSION_NAMESPACE(MSGPACK_DEFAULT_API_NS) {
   namespace adaptor {
 
-  // An enum without MSGPACK_ADD_ENUM: its number. (With it, that specialisation is the closer one.)
+  // An enum without MSGPACK_ADD_ENUM is packed as its number. (MSGPACK_ADD_ENUM is the more specialised template.)
   template <typename T>
   struct pack<T, std::enable_if_t<std::is_enum_v<T>>> {
     template <typename Stream>

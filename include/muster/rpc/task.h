@@ -1,4 +1,4 @@
-// Task<T>: a coroutine, for handlers that wait without holding a thread.
+// Task<T>: a coroutine, for handlers that wait without blocking a thread.
 //
 //   rpc::Task<at::Tensor> act(at::Tensor state) {
 //     at::Tensor batch = co_await batcher.add(state);                  // a Future
@@ -7,16 +7,16 @@
 //   rpc::sync<&act>("agent", state);                                   // the handler of a call
 //   Future<at::Tensor> y = rpc::start(act(state));                     // or here
 //
-// A Task is lazy: nothing runs before it is awaited or started. It is awaited once. Exceptions go to whoever awaits.
-// Awaiting one Task after another costs no stack, in a build without optimization too; Tasks that await Tasks nest as
-// deep as the functions they read like. Destroying one that is not started destroys its frame; one that runs is owned
-// by who awaits it, or by itself (start()).
+// A Task is lazy: nothing runs before it is awaited or started. It is awaited once. Its exception goes to the coroutine
+// that awaits it. Awaiting one Task after another uses no stack, even in a build without optimization; Tasks that await
+// Tasks use stack as nested function calls do. Destroying a Task that is not started destroys its frame; a running one
+// is owned by the coroutine that awaits it, or by itself (start()).
 //
 // After `co_await future` the coroutine goes on where the future's continuations run (future.h): perhaps in another
-// thread, so it must not hold a lock across a co_await. rpc::this_call() is what it was.
+// thread, so it must not hold a lock across a co_await. rpc::this_call() stays the same.
 //
-// A lambda that is a coroutine must not capture, or must outlive its Task: that is C++, not Muster. Parameters of a
-// handler, references too, live until it has ended.
+// A lambda that is a coroutine must not capture, or must outlive its Task: this is a rule of C++. Parameters of a
+// handler, references too, live until the handler has ended.
 //
 // Thread-safety: a Task belongs to one thread at a time.
 #pragma once
@@ -37,10 +37,10 @@ class Task;
 
 namespace detail {
 
-// Who awaits and who is awaited meet twice: when the one has run the other up to its first wait, and when the other has
-// ended, perhaps in another thread. The second of them lets the awaiting one go on. So one that ends without a wait is
-// a call that returns: symmetric transfer would keep a stack frame for each where the compiler makes no tail call of it
-// (GCC before 15 without -O2, or with a sanitizer).
+// Two events let the awaiting coroutine go on: it has run the awaited one up to its first wait, and the awaited one has
+// ended, perhaps in another thread. The second of the two events resumes it. So a coroutine that ends without a wait is
+// a call that returns. Symmetric transfer would keep a stack frame for each if the compiler does not make a tail call
+// of it (GCC before 15 without -O2, or with a sanitizer).
 class TaskPromiseBase {
  public:
   struct AtEnd {
@@ -49,7 +49,7 @@ class TaskPromiseBase {
     std::coroutine_handle<> await_suspend(std::coroutine_handle<P> ended) noexcept {
       TaskPromiseBase& promise = ended.promise();
       const std::coroutine_handle<> awaiting = promise.awaiting_;
-      // Without being the second, this may be gone behind it.
+      // If this is the first of the two events, another thread may destroy this frame right after the exchange.
       return promise.meets_.exchange(true, std::memory_order_acq_rel) ? awaiting : std::noop_coroutine();
     }
     void await_resume() noexcept {}
@@ -58,7 +58,8 @@ class TaskPromiseBase {
   AtEnd final_suspend() noexcept { return {}; }
   void unhandled_exception() noexcept { error_ = std::current_exception(); }
 
-  // Whether `awaiting` is to be suspended until this one, whose frame is `own`, has ended.
+  // Runs this coroutine, whose frame is `own`, up to its first wait. Returns whether `awaiting` must be suspended until
+  // this coroutine has ended.
   bool run_for(std::coroutine_handle<> awaiting, std::coroutine_handle<> own) noexcept {
     awaiting_ = awaiting;
     own.resume();
@@ -97,7 +98,7 @@ class TaskPromise<void> : public TaskPromiseBase {
   }
 };
 
-// A coroutine that runs at once and frees itself: the root of a started Task. Its body must not throw.
+// A coroutine that runs immediately and frees itself: the root of a started Task. Its body must not throw.
 struct Detached {
   struct promise_type {
     Detached get_return_object() noexcept { return {}; }
@@ -153,7 +154,7 @@ Detached drive(Task<T> task, StateRef<FutureStateOf<T>> state) {
   std::optional<NotVoid<T>> value;
   std::exception_ptr error;
   try {
-    const Task<T> running = std::move(task);  // its frame goes before anybody hears of the end
+    const Task<T> running = std::move(task);  // its frame is destroyed before the future completes
     if constexpr (std::is_void_v<T>) {
       co_await const_cast<Task<T>&>(running);
     } else {
@@ -172,7 +173,7 @@ Detached drive(Task<T> task, StateRef<FutureStateOf<T>> state) {
 }
 }  // namespace detail
 
-// Runs the task, in this thread up to its first wait. The task runs on if the future is cancelled or forgotten.
+// Runs the task, in this thread up to its first wait. The task goes on if the future is cancelled or dropped.
 template <typename T>
 Future<T> start(Task<T> task, Waits* waits = nullptr) {
   detail::StateRef<detail::FutureStateOf<T>> state(new detail::FutureStateOf<T>(waits));

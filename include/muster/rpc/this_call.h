@@ -1,8 +1,8 @@
-// What a handler may ask about the call that it serves.
+// What a handler can learn about the call that it serves.
 //
 //   at::Tensor step(at::Tensor state) {
 //     while (!converged(state)) {
-//       rpc::this_call().check();          // throws Aborted once nobody waits for the result any more
+//       rpc::this_call().check();   // throws Aborted when the result is not needed any more
 //       …
 //
 // Thread-safety: a value, valid in the handler's thread and, in a coroutine, after every co_await; copies may go to
@@ -20,11 +20,11 @@ struct IncomingCall;
 
 class ThisCall {
  public:
-  // Who calls; the default-constructed nobody ("", id -1) outside of a handler.
+  // The worker that called; outside of a handler a WorkerInfo with name "" and id -1.
   const WorkerInfo& caller() const;
   std::string function() const;
-  // Whether nobody waits for the result any more: the caller gave up (cancel(), its deadline passed) or died, or this
-  // worker shuts down.
+  // True when the result is not needed any more: the caller cancelled the call, timed out or died, or this worker shuts
+  // down.
   bool cancelled() const;
   void check() const;  // Aborted if cancelled()
 

@@ -1,17 +1,18 @@
-// What a worker has sent to other workers and received from them since rpc::init(): to see what a step costs.
+// What a worker has sent to other workers and received from them since rpc::init(). Shows what a step costs.
 //
 //   const rpc::Traffic before = rpc::traffic();
 //   step();
-//   const rpc::Traffic one = rpc::traffic() - before;      // calls, and bytes each way
+//   const rpc::Traffic one = rpc::traffic() - before;   // calls, and bytes each way
 //
-// Bytes are those of whole messages as the transport gets them: headers, arguments or results, tensors; also of
-// replies, and of what the agents tell each other. A tensor that changes hands in shared memory counts as any other,
-// though its bytes do not move. What a transport adds (TLS, frames) does not count, nor does what a worker sends to
-// itself. Calls are requests: a result is not one, but the backward of a remote call is, and so is the end of a context
-// (autograd/context.h).
+// Bytes are those of whole messages as the transport gets them: headers, arguments or results, tensors. They include
+// replies, and the messages that agents exchange. A tensor that is handed over in shared memory counts as any other,
+// though its bytes do not move. What a transport adds (TLS, frames) does not count, and neither do messages of a worker
+// to itself. Calls are requests: a result is not one, but the backward of a remote call is, and so is the end of a
+// context (autograd/context.h).
 //
-// When a call has returned, its caller has counted it and its answer; the callee may be about to. Errors: Aborted where
-// RPC is not running. Thread-safety: any thread; each number only grows, but they are not all read at one moment.
+// When a call has returned, its caller has counted it and its answer; the callee may not have counted them yet. Errors:
+// Aborted if RPC is not running. Thread-safety: any thread; each number only grows, but they are not all read at the
+// same moment.
 #pragma once
 
 #include <cstdint>
