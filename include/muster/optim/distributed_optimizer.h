@@ -1,38 +1,39 @@
 // An optimizer of parameters that live on several workers.
 //
-//   optim::DistributedOptimizer<optim::SGD> sgd({.lr = 0.05}, parameters);   // parameters: RRef<at::Tensor>, of any
-//   workers for (…) {
+//   // parameters: RRef<at::Tensor>, of any workers
+//   optim::DistributedOptimizer<optim::SGD> sgd({.lr = 0.05}, parameters);
+//   for (…) {
 //     autograd::Context context;
 //     autograd::backward(context, {loss(batch)});
-//     sgd.step(context);                                                     // nothing to set to zero
+//     sgd.step(context);                            // there are no gradients to set to zero
 //   }
 //
-// The constructor makes one O on each owner, of the parameters that live there; what it keeps of them (momenta) never
-// travels. step() is one call to each owner, all under way at once; there the gradients are those that the context has
-// on that worker, and parameters without one stay as they are. lr travels with the step, so a schedule (lr_scheduler.h)
-// costs no call, and no owner steps with another rate than the others.
+// The constructor makes one O on each owner, for the parameters that live there; its state of them (momenta) stays on
+// the owner. step() calls all owners concurrently, once each; an owner takes the gradients that the context has on that
+// worker, and leaves parameters without a gradient as they are. The call carries lr, so a schedule (lr_scheduler.h)
+// needs no call of its own, and all owners step with the same rate.
 //
-// References to parameters: those of this worker by parameter_rrefs(model->parameters()), those of another by a
-// function there that returns the same. An optimizer refers to the tensor that it was given: parameters that a module
-// replaces later (set_data is fine) are no longer stepped.
+// References to parameters: parameter_rrefs(model->parameters()) gives those of this worker; for those of another
+// worker, call a function there that returns the same. An optimizer refers to the tensor that it was given: it no
+// longer steps a parameter that a module replaces later (set_data is fine).
 //
-// O: any of functional.h, or a class of yours that meets optim::Optimizer and whose Options travel (MSGPACK_DEFINE);
-// it needs no registration, because its template is its own, in every program that has it.
+// O: any optimizer of functional.h, or your own class that meets optim::Optimizer and whose Options can be sent
+// (MSGPACK_DEFINE). Your class needs no registration: the template registers itself in every program that names it.
 //
-// step() changes parameters in place. A backward() of another context that still needs the values from before then
-// throws libtorch's "modified by an inplace operation", on every worker, as locally; docs/optim.md says what to do.
+// step() changes parameters in place. If the backward() of another context still needs the earlier values, it throws
+// libtorch's "modified by an inplace operation", on every worker, as locally; docs/optim.md says what to do.
 //
-// Errors: RemoteError names the worker whose optimizer threw; PeerLost, Timeout, Aborted as call.h. All owners are
-// asked, and all answers are waited for: when the error comes, those whose calls have not failed have stepped, each as
-// a whole. If several failed, the error is that of the first owner by rank. InvalidArgument: no parameters, an empty
+// Errors: RemoteError names the worker whose optimizer threw; PeerLost, Timeout, Aborted as call.h. step() calls all
+// owners and waits for all answers: when it throws, each owner whose call did not fail has stepped all its parameters.
+// If several calls failed, step() throws the error of the first owner by rank. InvalidArgument: no parameters, an empty
 // reference, one twice; bad options, before anything is sent.
 //
-// An owner that is lost: every step() throws, and steps the others, until drop_lost(). When none is left, step() throws
-// Aborted.
+// If an owner is lost, every step() throws, but steps the parameters of the other owners, until drop_lost(). When no
+// owner is left, step() throws Aborted.
 //
-// Thread-safety: all functions, from any thread that may call. On the owner each optimizer has a mutex of its own:
-// steps of one DistributedOptimizer take turns there. Two of them, of two trainers, know nothing of each other: where
-// they have parameters in common that is HogWild (functional.h). Source: torch.distributed.optim.DistributedOptimizer.
+// Thread-safety: all functions, from any thread that may make remote calls. On the owner each optimizer has its own
+// mutex: steps of one DistributedOptimizer take turns there. The optimizers of two trainers do not know each other; if
+// they share parameters, this is HogWild (functional.h). Source: torch.distributed.optim.DistributedOptimizer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -58,7 +59,7 @@
 
 namespace muster::optim {
 
-// Structs that say their fields as functional.h's Options do travel as these.
+// Structs that list their fields, as the Options of functional.h do, are sent as these fields.
 template <typename T>
 concept Fielded = requires {
   std::tuple_size<std::remove_cvref_t<decltype(T::kFields)>>::value;
@@ -77,7 +78,7 @@ struct Share {
 };
 std::vector<Share> shares_of(const std::vector<ParameterRef>& parameters);  // by rank. InvalidArgument
 
-// Of all results, or the first error when all have ended.
+// Runs several functions and keeps the first error, for rethrow() when all have run.
 class Failures {
  public:
   template <typename F>
@@ -100,10 +101,10 @@ using State = FunctionalOptimizer::State;
 State renamed(const State& state, const std::vector<size_t>& places);                // "0.step" to "<places[0]>.step"
 State part_of(const State& state, const std::vector<size_t>& places, size_t count);  // the reverse. InvalidArgument
 std::vector<at::Tensor> tensors_of(const std::vector<ParameterRef>& parameters);     // on their owner. InvalidArgument
-// Of the current context; `lent`: its own, not to be changed.
+// The gradients of the current context. With `lent` they are the context's own tensors, which must not be changed.
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters, bool lent);
 
-// What lives on an owner.
+// The part of a DistributedOptimizer that lives on an owner.
 template <typename O>
 class OwnedOptimizer {
  public:
@@ -141,11 +142,11 @@ class DistributedOptimizer {
   using Options = typename O::Options;
   using State = FunctionalOptimizer::State;
 
-  // Returns when all owners have theirs.
+  // Returns when all owners have made their optimizers.
   DistributedOptimizer(Options options, std::vector<ParameterRef> parameters)
       : lr_(O(options).lr()), count_(parameters.size()) {
     const at::NoGradGuard no_grad;
-    const autograd::Context::Scope in_none(nullptr);  // they outlive the context that happens to be current
+    const autograd::Context::Scope in_none(nullptr);  // the optimizers outlive the current context
     Owners all;
     for (detail::Share& share : detail::shares_of(parameters)) {
       auto optimizer = rpc::remote<Owned>(share.owner, options, std::move(share.parameters));
@@ -155,7 +156,7 @@ class DistributedOptimizer {
     on_all(*owners_, [](const Owner& owner) { return owner.optimizer.template async<&Owned::ready>(); });
   }
 
-  // Returns when all owners have stepped with their gradients of this context.
+  // Returns when all owners have stepped with the gradients that they have of this context.
   void step(const autograd::Context& context) {
     const at::NoGradGuard no_grad;
     const autograd::Context::Scope in(context);
@@ -165,12 +166,12 @@ class DistributedOptimizer {
     on_all(*owners, [lr](const Owner& owner) { return owner.optimizer.template async<&Owned::step>(lr); });
   }
 
-  // Goes on over the owners that live (rpc::is_alive): calls that begin from now on know of no others. Gives the places
-  // of the parameters that are gone, in order; load_state() passes over what is kept of them.
+  // Drops the owners that are lost (rpc::is_alive): later calls go only to the others. Returns the places of the lost
+  // parameters, in order; load_state() ignores their state.
   std::vector<size_t> drop_lost() {
     std::vector<size_t> gone;
     Owners living;
-    std::shared_ptr<const Owners> before;  // goes without the lock
+    std::shared_ptr<const Owners> before;  // destroyed after the lock is released
     const std::lock_guard lock(mutex_);
     for (const Owner& owner : *owners_) {
       if (rpc::is_alive(owner.optimizer.owner().id)) {
@@ -185,15 +186,15 @@ class DistributedOptimizer {
   }
 
   double lr() const { return lr_.load(std::memory_order_relaxed); }
-  // From the next step() on, on all owners. Errors: what O says, at that step; InvalidArgument here for what is below
-  // 0.
+  // Sets the rate from the next step() on, on all owners. Errors: InvalidArgument if lr is below 0; that step() throws
+  // the errors of O.
   void set_lr(double lr) {
     if (!(lr >= 0)) throw InvalidArgument("lr is " + std::to_string(lr) + " and must not be below 0");
     lr_.store(lr, std::memory_order_relaxed);
   }
 
-  // What all owners keep, under the places of the parameters in the constructor's list: "3.exp_avg". For O that has
-  // state() and load_state() as FunctionalOptimizer. An error may leave some owners with the new state.
+  // The state of all owners, under the places of the parameters in the constructor's list: "3.exp_avg". O must have
+  // state() and load_state() as FunctionalOptimizer has. If load_state() throws, some owners may have the new state.
   State state() const requires requires(O& o) { o.state(at::TensorList()); }
   {
     const at::NoGradGuard no_grad;
@@ -210,7 +211,7 @@ class DistributedOptimizer {
     const at::NoGradGuard no_grad;
     const autograd::Context::Scope in_none(nullptr);
     const auto owners = this->owners();
-    std::vector<State> all;  // before the first one is sent
+    std::vector<State> all;  // all checked before the first one is sent
     for (const Owner& owner : *owners) all.push_back(detail::part_of(state, owner.places, count_));
     auto next = all.begin();
     on_all(*owners,
@@ -241,7 +242,7 @@ class DistributedOptimizer {
   }
 
   mutable std::mutex mutex_;
-  std::shared_ptr<const Owners> owners_;  // guarded by it
+  std::shared_ptr<const Owners> owners_;  // guarded by mutex_
   std::atomic<double> lr_;
   size_t count_;
 };

@@ -1,26 +1,26 @@
 // Functional optimizers: a step takes the gradients as an argument, not from .grad.
 //
 //   optim::Adam adam({.lr = 1e-3, .weight_decay = 0.1});
-//   adam.step(parameters, gradients);          // a gradient that is undefined: that parameter stays as it is
+//   adam.step(parameters, gradients);   // a parameter whose gradient is undefined stays as it is
 //
-// So each context (autograd/context.h), thread or micro-batch may have gradients of its own. The arithmetic, the names
-// and the defaults of the options are those of Python's torch.optim; where C++'s torch::optim differs (Adagrad's eps,
-// AdamW's decay), Python's count. What is kept of a parameter begins with its first gradient.
+// So each context (autograd/context.h), thread or micro-batch may have its own gradients. The arithmetic, the names and
+// the defaults of the options are those of Python's torch.optim, also where C++'s torch::optim differs (Adagrad's eps,
+// AdamW's decay). An optimizer's state of a parameter begins with the parameter's first gradient.
 //
-// Your own: a class derived from FunctionalOptimizer with an update() of one parameter (docs/optim.md has one), or any
-// class with step(), lr(), set_lr() and Options: the concept Optimizer below.
+// Your own optimizer: a class derived from FunctionalOptimizer with an update() of one parameter (docs/optim.md has
+// one), or any class with step(), lr(), set_lr() and Options: the concept Optimizer below.
 //
-// Complex parameters are treated as pairs of real ones, and so is what is kept of them. Sparse gradients: SGD without
-// momentum and weight decay, and Adagrad; the others throw InvalidArgument.
+// Complex parameters are treated as pairs of real ones, and so is their state. SGD without momentum and weight decay,
+// and Adagrad without weight decay, accept sparse gradients; the others throw InvalidArgument.
 //
 // Errors: InvalidArgument, before anything has changed: options out of their range (from the constructor), lists of
-// different lengths, a gradient of another shape than its parameter, a sparse one where there must be none.
+// different lengths, a gradient of another shape than its parameter, a sparse gradient that is not accepted.
 //
-// Thread-safety: there is no lock around the arithmetic. Two step() of one optimizer may run at once if no parameter is
-// in both; an own mutex guards only the list of what is kept. The same parameter in two steps at once is HogWild: no
-// crash on its side, but who comes last wins, element by element, and what is kept of it may be of either; give each
-// thread an optimizer of its own, or lock. state() and load_state() must not run beside a step() of their parameters.
-// lr() and set_lr(): any time; a step() that runs goes on with what it began with.
+// Thread-safety: there is no lock around the arithmetic. Two step() of one optimizer may run concurrently if no
+// parameter is in both; a mutex guards only the table of states. Two concurrent steps of the same parameter are
+// HogWild: they do not crash, but of each element the last write wins, and the state may be that of either; give each
+// thread its own optimizer, or lock. state() and load_state() must not run concurrently with a step() of their
+// parameters. lr() and set_lr() may be called any time; a step() that runs keeps the rate with which it began.
 // Source: torch.optim (single-tensor algorithms; Adam and AdamW of dense floats and doubles on the CPU:
 // fused=True); torch.distributed.optim._functional_*.
 #pragma once
@@ -42,7 +42,7 @@
 
 namespace muster::optim {
 
-// Whatever can step. O(options), with O::Options.
+// Any class that can step, and that O(options) constructs from an O::Options.
 template <typename O>
 concept Optimizer = requires(O& optimizer, const O& same, at::TensorList parameters, at::TensorList gradients,
                              double lr) {
@@ -53,9 +53,9 @@ concept Optimizer = requires(O& optimizer, const O& same, at::TensorList paramet
   { same.lr() } -> std::convertible_to<double>;
 };
 
-// What is kept of one parameter.
+// An optimizer's state of one parameter.
 struct ParameterState {
-  int64_t step = 0;                  // how many there were, this one included
+  int64_t step = 0;                  // number of steps so far, the present one included
   std::array<at::Tensor, 3> kept{};  // in the order of the optimizer's names
 };
 
@@ -73,33 +73,34 @@ class FunctionalOptimizer {
   double lr() const { return lr_.load(std::memory_order_relaxed); }
   void set_lr(double lr);  // InvalidArgument: below 0, or not finite
 
-  // What is kept of these parameters, under "<index>.<PyTorch's name>": "0.step", "0.exp_avg"; parameters that never
-  // had a gradient have nothing. The tensors are copies.
+  // The state of these parameters, under "<index>.<PyTorch's name>": "0.step", "0.exp_avg"; a parameter that never had
+  // a gradient has none. The tensors are copies.
   State state(at::TensorList parameters) const;
-  // Instead of what was kept of these parameters. InvalidArgument, before anything has changed: a name that this
-  // optimizer does not have, a tensor of another shape than the parameter's, one without its step.
+  // Replaces the state of these parameters. InvalidArgument, before anything has changed: a name that this optimizer
+  // does not have, a tensor of another shape than the parameter's, a tensor without its step.
   void load_state(at::TensorList parameters, const State& state);
 
  protected:
-  // `names`: of what is kept, at most three.
+  // `names`: of the tensors in ParameterState::kept, at most three.
   FunctionalOptimizer(double lr, std::vector<std::string> names);
 
-  // One parameter, without a tape; real, and of the gradient's shape. `state.step` counts this one already. The
-  // gradient must not change: it may be a context's own.
+  // Updates one parameter, without recording autograd; the parameter is real and has the gradient's shape. `state.step`
+  // counts this step already. The gradient must not be changed: it may be a context's own tensor.
   virtual void update(double lr, at::Tensor& parameter, const at::Tensor& gradient, ParameterState& state) const = 0;
 
   struct Item {
     at::Tensor parameter, gradient;
-    ParameterState* state;  // its step does not count this one yet
+    ParameterState* state;  // state->step does not count this step yet
   };
-  // All of one step(). Those that libtorch's fused kernels can take are done many at once; here, by update_one() each.
+  // Updates all parameters of one step(). An override passes many of them to one of libtorch's fused kernels; this
+  // implementation calls update_one() for each.
   virtual void update_all(double lr, std::vector<Item>& items) const;
   void update_one(double lr, Item& item) const;
   virtual bool takes_sparse() const { return false; }
 
  private:
   struct Known {
-    at::Tensor parameter;  // so that no other can be at its address
+    at::Tensor parameter;  // held so that no other tensor can get its address
     ParameterState state;
   };
   Known& known(const at::Tensor& parameter);  // with the lock
@@ -110,7 +111,7 @@ class FunctionalOptimizer {
   std::unordered_map<const at::TensorImpl*, std::unique_ptr<Known>> table_;
 };
 
-// kFields: for who writes options down or sends them (distributed_optimizer.h).
+// kFields lists the fields, for code that stores options or sends them (distributed_optimizer.h).
 struct SGDOptions {
   double lr = 1e-3, momentum = 0, dampening = 0, weight_decay = 0;
   bool nesterov = false, maximize = false;
@@ -165,7 +166,7 @@ struct AdamaxOptions {
                                                   &AdamaxOptions::weight_decay, &AdamaxOptions::maximize);
 };
 struct RpropOptions {
-  double lr = 1e-2;  // the size of the first steps; later ones do not know it
+  double lr = 1e-2;  // the size of the first steps only
   std::pair<double, double> etas{0.5, 1.2}, step_sizes{1e-6, 50};
   bool maximize = false;
   static constexpr auto kFields =
@@ -177,7 +178,7 @@ struct RpropOptions {
    public:                                                                                                           \
     using Options = NAME##Options;                                                                                   \
     explicit NAME(Options options = {});                                                                             \
-    const Options& options() const { return options_; } /* lr: the first one */                                      \
+    const Options& options() const { return options_; } /* lr: the initial rate */                                   \
                                                                                                                      \
    private:                                                                                                          \
     void update(double lr, at::Tensor& parameter, const at::Tensor& gradient, ParameterState& state) const override; \

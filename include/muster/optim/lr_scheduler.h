@@ -1,11 +1,11 @@
 // Schedules of the learning rate, for everything that has lr() and set_lr(): functional optimizers here, and
 // DistributedOptimizer, where the new rate is that of the next step on all owners.
 //
-//   optim::CosineAnnealingLR schedule(adam, 100);     // from the rate that it has now down to 0 in 100 epochs
+//   optim::CosineAnnealingLR schedule(adam, 100);     // from adam's present rate down to 0 in 100 epochs
 //   for (…) { …; schedule.step(); }
 //
-// The rates are those of torch.optim.lr_scheduler: each is a function of the first rate and the number of step(), so
-// that step(epoch) can be any, and a training that goes on says schedule.step(epochs_done).
+// The rates are those of torch.optim.lr_scheduler: each is a function of the first rate and the epoch. So step(epoch)
+// may take any epoch, and a training that is resumed calls schedule.step(epochs_done).
 //
 // Errors: InvalidArgument for options out of their range, and those of set_lr(). Thread-safety: none; the optimizer
 // must outlive its schedule.
@@ -18,7 +18,7 @@
 
 namespace muster::optim {
 
-// Any: rate_of(first rate, epoch).
+// A schedule from any function of the first rate and the epoch.
 class LRScheduler {
  public:
   using Rate = std::function<double(double first, int64_t epoch)>;
@@ -51,11 +51,11 @@ LRScheduler::Rate cosine_annealing(int64_t t_max, double eta_min);
 LRScheduler::Rate linear(double start_factor, double end_factor, int64_t total_iters);
 }  // namespace rates
 
-struct StepLR : LRScheduler {  // times gamma every step_size epochs
+struct StepLR : LRScheduler {  // multiplies by gamma every step_size epochs
   template <typename O>
   StepLR(O& optimizer, int64_t step_size, double gamma = 0.1) : LRScheduler(optimizer, rates::step(step_size, gamma)) {}
 };
-struct MultiStepLR : LRScheduler {  // times gamma at each of these epochs
+struct MultiStepLR : LRScheduler {  // multiplies by gamma at each of these epochs
   template <typename O>
   MultiStepLR(O& optimizer, std::vector<int64_t> milestones, double gamma = 0.1)
       : LRScheduler(optimizer, rates::multi_step(std::move(milestones), gamma)) {}

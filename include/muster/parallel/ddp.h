@@ -5,20 +5,21 @@
 //   loss_function(ddp.forward(x), y).backward();      // gradients are averaged when backward() returns
 //   optimizer.step();
 //
-// At construction parameters and buffers become those of rank 0. Gradients live in *buckets*: flat tensors on the
-// World's heap. Small ones share buckets, of which each parameter's .grad is a view; one of 1 MiB or more is a bucket
-// of its own, and is born there: autograd's allocations of exactly its size are served from the heap while backward
-// runs. A hook after each gradient's accumulation marks it ready; a bucket whose gradients are all ready is all-reduced
-// (AVG) at once, while backward goes on; backward() ends when all buckets are done. The first step's order of
-// readiness, on rank 0, becomes the order of the buckets from then on.
+// The constructor copies rank 0's parameters and buffers to all ranks. Gradients live in *buckets*: flat tensors on the
+// World's heap. Small gradients share buckets, and each parameter's .grad is a view of its bucket. A gradient of 1 MiB
+// or more is its own bucket and is allocated on the heap: while backward runs, the heap serves autograd's allocations
+// of exactly its size. A hook after each gradient's accumulation marks it ready; when all gradients of a bucket are
+// ready, the bucket is all-reduced (AVG) immediately, while backward goes on; backward() ends when all buckets are
+// done. The order in which gradients become ready in the first step, on rank 0, becomes the order of the buckets from
+// then on.
 //
-// backward() throws, on every rank alike, InvalidArgument naming parameters that got no gradient on some rank, unless
-// find_unused_parameters is set; then such a gradient counts as zero, and a parameter without gradient on all ranks
-// keeps the .grad that it had. The gradients of the others are complete in either case.
+// backward() throws InvalidArgument, on every rank alike, which names the parameters that got no gradient on some rank,
+// unless find_unused_parameters is set; then such a gradient counts as zero, and a parameter without a gradient on all
+// ranks keeps the .grad that it had. The gradients of the other parameters are complete in either case.
 //
 // Results: the averaged gradients are equal to the bit on all ranks.
-// Errors: Mismatch where ranks have different parameters (the first that differs is named, with both shapes); and those
-// of all_reduce. Thread-safety: one thread, as an nn::Module. Source: torch.nn.parallel.DistributedDataParallel; Li et
+// Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes); and those of
+// all_reduce. Thread-safety: one thread, as an nn::Module. Source: torch.nn.parallel.DistributedDataParallel; Li et
 // al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 #pragma once
 
@@ -38,11 +39,11 @@ namespace muster {
 struct DdpOptions {
   Group group;                          // default: all ranks
   size_t bucket_bytes = 25 << 20;       // a bucket of small gradients is closed before it exceeds this
-  size_t first_bucket_bytes = 1 << 20;  // the first one is smaller, so that communication starts early
+  size_t first_bucket_bytes = 1 << 20;  // the first bucket is smaller, so that communication starts early
   bool find_unused_parameters = false;
   bool broadcast_buffers = true;  // rank 0's buffers to all before each forward in training mode
-  // Large gradients are born on the heap, by a CPU allocator of DDP's that stands before the process's own from the
-  // first such DDP on (docs/decisions/0005). false: this DDP does not ask for it, and copies its large gradients.
+  // true: DDP allocates large gradients on the heap. For this, the first such DDP puts its own CPU allocator in front
+  // of the process's (docs/decisions/0005). false: this DDP leaves the allocator alone, and copies its large gradients.
   bool replace_allocator = true;
 };
 
@@ -57,7 +58,7 @@ class Reducer {
   ~Reducer();
 
   void before_forward();
-  bool set_sync(bool on);                                      // returns what it was
+  bool set_sync(bool on);                                      // returns the previous value
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
 
  private:
@@ -102,7 +103,7 @@ class DistributedDataParallel {
 
   const std::shared_ptr<ModuleType>& module() const { return module_; }
   ModuleType* operator->() { return module_.get(); }
-  // For tests and the curious: which parameters share a bucket, in the order of reduction.
+  // For tests and diagnosis: which parameters share a bucket, in the order of reduction.
   std::vector<std::vector<std::string>> bucket_names() const { return reducer_.bucket_names(); }
 
  private:

@@ -1,4 +1,4 @@
-// A program whose workers call each other, from its first line to its last.
+// Runs a program whose workers call each other: starts RPC before its main function and shuts it down afterwards.
 //
 //   int main(int argc, char** argv) {
 //     return muster::auto_init_rpc([&] { return train(argc, argv); },
@@ -7,11 +7,12 @@
 //   muster run -n 8 ./program
 //
 // In this order: joins the job (muster::init(), unless the thread has a World, as under run_threads() and spawn());
-// starts RPC; calls worker_init; waits until all workers have done so, so that nobody is called before it is ready;
-// runs main; shuts RPC down gracefully, which waits until nobody calls any more; leaves the job, if it had joined it.
+// starts RPC; calls worker_init; waits until all workers have done so, so that no worker is called before it is ready;
+// runs main; shuts RPC down gracefully, which waits until no worker makes calls any more; leaves the job, if it had
+// joined it.
 //
-// An exception from worker_init or main ends RPC abruptly, on its way: calls to this worker fail with PeerLost, and
-// nobody is waited for. One that nobody catches ends the process where it was thrown, with its stack.
+// An exception that leaves worker_init or main ends RPC abruptly: calls to this worker fail with PeerLost, and this
+// worker waits for no other. An exception that is never caught ends the process where it was thrown, with its stack.
 //
 // Returns what main returns. Errors: those of muster::init(), rpc::init(), barrier() and rpc::shutdown(); what
 // worker_init and main throw. Thread-safety: one thread of a worker calls it.
@@ -36,8 +37,8 @@ struct AutoInitOptions {
   std::function<void()> worker_init = {};                         // seeds, devices, data: with RPC running
   std::function<std::string(const WorldInfo&)> worker_name = {};  // empty: rpc.name, or "worker<rank>"
   rpc::Options rpc = {};
-  WorldOptions world = {};                              // of a job that is joined here
-  std::chrono::milliseconds shutdown_timeout{300'000};  // how long the end waits for the others
+  WorldOptions world = {};                              // used if auto_init_rpc() joins the job
+  std::chrono::milliseconds shutdown_timeout{300'000};  // how long the shutdown waits for the other workers
 };
 
 namespace detail {
@@ -50,7 +51,7 @@ class RpcSession {
  private:
   struct Running {
     bool on = false;
-    ~Running();  // abruptly
+    ~Running();  // ends RPC abruptly, if it is on
   };
   std::optional<World> world_;
   Running rpc_;

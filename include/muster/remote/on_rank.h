@@ -5,13 +5,13 @@
 //   std::optional<double> loss = muster::rank_zero_only(&train)(config);
 //   if (muster::on_rank({0, 2}, [] { … })()) …                      // true where it ran
 //
-// What comes back: std::optional of the function's result, empty where it did not run; of a function that returns
-// nothing, whether it ran. Results by reference are copied.
+// A call returns a std::optional of the function's result, empty on a worker where the function did not run; for a
+// function that returns nothing, it returns whether the function ran. Results by reference are copied.
 //
-// The rank is looked up at each call, so a wrapper may be made before there is a World. Ranks that the job does not
-// have are nobody's. No worker waits for another.
+// The rank is looked up at each call, so a wrapper may be made before there is a World. Ranks outside the job are
+// ignored. No worker waits for another.
 //
-// Errors: what the function throws; Aborted where the thread has no World. Thread-safety: as the function's.
+// Errors: what the function throws; Aborted if the thread has no World. Thread-safety: that of the function.
 // Source: torchopt.distributed: on_rank, not_on_rank, rank_zero_only, rank_non_zero_only, rank_all.
 #pragma once
 
@@ -50,7 +50,7 @@ class OnRanks {
 
  private:
   std::vector<int> ranks_;
-  bool there_;  // or on all others
+  bool there_;  // true: runs on ranks_; false: runs on all others
   F function_;
 };
 

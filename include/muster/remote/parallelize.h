@@ -1,7 +1,7 @@
-// A function made parallel once, and then called like any other.
+// Makes a parallel function object from a function, to be called like any other.
 //
 //   at::Tensor loss_of_part(rpc::ModuleState model, at::Tensor batch);
-//   const auto loss = muster::parallelize<&loss_of_part>();                 // by rows, and the mean
+//   const auto loss = muster::parallelize<&loss_of_part>();   // splits by rows, and averages
 //   …
 //   at::Tensor value = loss(model, batch);
 //
@@ -11,13 +11,14 @@
 //   parallelize<&f>()                                   batch_partitioner, mean_reducer (f returns nothing: no reducer)
 //   parallelize<&f>({.partitioner = …})                 a std::vector of the results
 //   parallelize<&f>({.partitioner = …, .reducer = …})   the reducer's result; parallelize<&f, U>, if it is not f's type
-//   each with .timeout = … as last
 //
-// Returns a function object: its call is that of remote_sync_call<&f> with these options, and of parallelize_async()'s
-// that of remote_async_call<&f>. It may be made before there is a World, as a global for example.
+// Each form takes .timeout = … as its last option.
 //
-// Errors: as remote_call.h; InvalidArgument for options that contradict each other, when it is made. Thread-safety: the
-// object may be called by several threads at once.
+// Returns a function object: calling it calls remote_sync_call<&f> with these options; the function object of
+// parallelize_async() calls remote_async_call<&f>. It may be made before there is a World, as a global for example.
+//
+// Errors: as remote_call.h; InvalidArgument for options that contradict each other, when the object is made.
+// Thread-safety: several threads may call the object concurrently.
 // Source: torchopt.distributed: parallelize, parallelize_async, parallelize_sync.
 #pragma once
 
@@ -30,7 +31,8 @@
 
 namespace muster {
 
-// Without a partitioner and reducer; and with a partitioner alone. (MapReduceOptions: with a reducer.)
+// ParallelOptions has neither partitioner nor reducer, ParallelMapOptions only a partitioner. (MapReduceOptions has a
+// reducer.)
 struct ParallelOptions {
   std::optional<std::chrono::milliseconds> timeout = {};
 };

@@ -1,29 +1,29 @@
-// Partitioners: how the arguments of a call become the parts that workers get.
+// Partitioners split the arguments of a call into the parts that workers get.
 //
 //   dim_partitioner(1)                                        splits all tensors along dimension 1
 //   batch_partitioner                                         = dim_partitioner(0); the default
-//   exclusive_batch_partitioner                               one row a part
-//   dim_partitioner(0, {.exclusive = true, .keepdim = false}) one row a part, without the dimension
-//   3, "ps"                                                   no split: all of it to that worker
-//   every_worker                                              no split: all of it to each worker
+//   exclusive_batch_partitioner                               one row per part
+//   dim_partitioner(0, {.exclusive = true, .keepdim = false}) one row per part, without the dimension
+//   3, "ps"                                                   no split: all arguments to that worker
+//   every_worker                                              no split: all arguments to each worker
 //   [](const at::Tensor& x) -> std::vector<muster::RemotePart<at::Tensor>> { … }
-//                                                             your own: of the function's arguments, as they arrive
+//                                                             your own, with the same arguments as the function
 //
 // dim_partitioner. All tensors of the arguments, also those in containers (tensor_tree.h), must have the same size B in
-// the dimension, which counts from the end if it is negative. All else goes to each part. With W workers:
+// the dimension, which counts from the end if it is negative. All other arguments go to each part. With W workers:
 //
-//   .exclusive = false   B <= W: B parts of one row. B > W: W parts of B / W rows, rounded down; the last one has what
-//                        is left over too (10 rows, 4 workers: 2, 2, 2, 4).
-//   .exclusive = true    B parts of one row; the workers take turns, part i is worker i modulo W's.
+//   .exclusive = false   B <= W: B parts of one row. B > W: W parts of B / W rows, rounded down; the last part gets the
+//                        remaining rows too (10 rows, 4 workers: 2, 2, 2, 4).
+//   .exclusive = true    B parts of one row; part i goes to worker i modulo W.
 //   .keepdim = false     the row without the dimension (x[i]); only with .exclusive.
 //   .workers             which workers, in which order; empty: all, by rank. May name one twice.
 //
-// No rows: no parts. No tensor: one part, for this worker. An undefined tensor stays what it is. Parts are views, and
-// keep their gradient's way to the whole.
+// No rows: no parts. No tensor: one part, for this worker. An undefined tensor stays undefined. Parts are views through
+// which gradients flow back to the whole.
 //
-// Errors: InvalidArgument, before anything is sent: two sizes (says of which arguments), a tensor without that
-// dimension, keepdim = false without exclusive, a worker that there is not. Aborted: RPC is not running.
-// Thread-safety: values; calling one changes nothing in it.
+// Errors: InvalidArgument, before anything is sent: two sizes (the message says of which arguments), a tensor without
+// that dimension, keepdim = false without exclusive, a worker that does not exist. Aborted: RPC is not running.
+// Thread-safety: values; calling a partitioner does not change it.
 // Source: torchopt.distributed: TensorDimensionPartitioner, dim_partitioner, batch_partitioner.
 #pragma once
 
@@ -45,7 +45,7 @@
 
 namespace muster {
 
-// Arguments of one remote call, and who gets them.
+// The arguments of one remote call, and the worker that gets them.
 template <typename... A>
 struct RemotePart {
   WorkerId worker;
@@ -62,7 +62,7 @@ class DimPartitioner {
  public:
   explicit DimPartitioner(int64_t dim, DimOptions options = {});
 
-  // Also for partitioners of your own that build on it.
+  // Also for your own partitioners that build on this one.
   template <typename... A>
   std::vector<RemotePart<A...>> operator()(const A&... arguments) const;
 
@@ -92,7 +92,7 @@ namespace detail {
 class DimSplit {
  public:
   explicit DimSplit(const DimPartitioner& how) : how_(how) {}
-  void add(const at::Tensor& tensor, size_t argument);  // every tensor, before what follows
+  void add(const at::Tensor& tensor, size_t argument);  // for every tensor, before plan()
   void plan();
   size_t parts() const { return parts_; }
   bool whole() const { return !rows_; }
@@ -102,7 +102,7 @@ class DimSplit {
  private:
   const DimPartitioner& how_;
   std::optional<int64_t> rows_;
-  size_t argument_ = 0;  // the one that rows_ is of
+  size_t argument_ = 0;  // the argument that rows_ comes from
   size_t workers_ = 0, parts_ = 0;
 };
 

@@ -1,16 +1,16 @@
-// Reducers: how the results of the parts become one.
+// Reducers combine the results of the parts into one.
 //
 //   mean_reducer, sum_reducer       element by element: tensors of one shape and dtype, floating-point numbers (sums:
 //                                   integers too), and pairs, tuples, arrays, vectors, maps, optionals and structs
 //                                   with tree() of these (tensor_tree.h), which must be alike in all parts
 //   [](std::vector<R> results) { return …; }
-//                                   your own: R is what the function returns; in the order of the parts
+//                                   your own: R is the function's result type; results are in the order of the parts
 //
-// The mean is that of the parts: where they have different numbers of rows, it is not that of the rows. Tensors are
-// stacked and reduced along the new dimension, so gradients flow to each part's result.
+// The mean is that of the parts: if they have different numbers of rows, it differs from the mean of the rows. Tensors
+// are stacked and reduced along the new dimension, so gradients flow to each part's result.
 //
-// Errors: InvalidArgument: no results (a batch without rows), results that are not alike (says which part), the mean of
-// integer tensors. Thread-safety: functions of their arguments. Source: torchopt.distributed: mean_reducer,
+// Errors: InvalidArgument: no results (a batch without rows), results that are not alike (the message says which part),
+// the mean of integer tensors. Thread-safety: no shared state. Source: torchopt.distributed: mean_reducer,
 // sum_reducer.
 #pragma once
 
@@ -35,13 +35,13 @@ enum class Combine { kSum, kMean };
 
 at::Tensor combine_tensors(const std::vector<at::Tensor>& results, Combine how);
 void require_results(size_t count);
-// Throws InvalidArgument: part `part` differs from part 0 in this.
+// Throws InvalidArgument: part `part` differs from part 0 in `what`.
 [[noreturn]] void results_differ(size_t part, std::string_view what);
 
 template <Combine kHow, typename T>
 T combine(std::vector<T> results);
 
-// The same member of all results.
+// Combines the same member of all results.
 template <Combine kHow, typename T, typename Member>
 auto combine_member(std::vector<T>& results, Member&& member) {
   std::vector<std::remove_cvref_t<decltype(member(results[0]))>> members;
@@ -128,11 +128,11 @@ struct Combiner {
 inline constexpr detail::Combiner<detail::Combine::kMean> mean_reducer;
 inline constexpr detail::Combiner<detail::Combine::kSum> sum_reducer;
 
-// What the parts of a call of a function that returns R return; of one that returns nothing, as many std::monostate.
+// The results of the parts of a call, for a function that returns R; if R is void, one std::monostate per part.
 template <typename R>
 using PartResults = std::vector<rpc::detail::NotVoid<R>>;
 
-// Any of the above, from results R to U.
+// Any of the reducers above, from results R to a U.
 template <typename R, typename U>
 class Reducer {
  public:

@@ -2,38 +2,39 @@
 //
 //   at::Tensor loss(rpc::ModuleState model, at::Tensor batch);
 //
-//   auto losses = muster::remote_sync_call<&loss>(model, batch);                       // std::vector, one a part
+//   auto losses = muster::remote_sync_call<&loss>(model, batch);                       // std::vector, one per part
 //   auto mean = muster::remote_sync_call<&loss>(model, batch, {.reducer = mean_reducer});
 //   auto one = muster::remote_sync_call<&loss>(model, batch, {.partitioner = "worker1"})[0];
 //   auto tasks = muster::remote_async_call<&inner_loop>(                               // rpc::Future
 //       model, batch, {.partitioner = dim_partitioner(0, {.exclusive = true, .keepdim = false}),
 //                      .reducer = mean_reducer, .timeout = 5s});
-//   double worst = muster::remote_sync_call<&loss, double>(                            // of another type than loss()'s
+//   double worst = muster::remote_sync_call<&loss, double>(                            // not the result type of loss()
 //       model, batch, {.reducer = [](std::vector<at::Tensor> all) { return at::stack(all).max().item<double>(); }});
 //
-// In braces, last, in this order and all optional:
-//   .partitioner   how the arguments are split, or who gets them all (partitioner.h): batch_partitioner
-//   .reducer       how the results become one (reducer.h); without: a std::vector of them, in the order of the parts
-//                  (of a function that returns nothing: nothing)
-//   .timeout       of each part's call (rpc::Options::timeout)
+// The options come last, in braces, in this order; all are optional:
+//   .partitioner   how to split the arguments, or which workers get all of them (partitioner.h); default:
+//                  batch_partitioner
+//   .reducer       how to combine the results (reducer.h); without one, the call returns a std::vector of them, in the
+//                  order of the parts (nothing, if the function returns nothing)
+//   .timeout       of each part's call; default: rpc::Options::timeout
 //
 // Arguments are converted to the types of the function's parameters, as in rpc::async, and these must be copyable. The
-// function is any that rpc::async takes, a coroutine or lambda too. Parts of one worker run at the same time. Each part
-// is a rpc::async<&f> of its own, made in the caller's thread and in the parts' order: so what holds for remote calls
-// (gradients, push-back, tensors by reference) holds for it.
+// function is any that rpc::async takes, a coroutine or lambda too. Parts of one worker run concurrently. Each part is
+// its own rpc::async<&f>, made in the caller's thread and in the order of the parts: what holds for remote calls
+// (gradients, push-back, tensors by reference) holds for each part.
 //
-// The first part that fails ends the call: the other parts are cancelled, and the error is that part's, its kind kept
-// (RemoteError, PeerLost, Timeout), with "[part 2 of 4]" (from 0) added where there are several; RemoteError::worker()
-// and the text say where. Cancelling the future of an asynchronous call cancels all parts.
+// The first part that fails ends the call: the other parts are cancelled, and the call throws that part's error, of the
+// same kind (RemoteError, PeerLost, Timeout), with "[part 2 of 4]" (from 0) added if there are several;
+// RemoteError::worker() and the text name the worker. Cancelling the future of an asynchronous call cancels all parts.
 //
-// A reducer runs in the caller's thread; in an asynchronous call where the agent runs continuations, with the caller's
-// grad mode and the rest of at::ThreadLocalState.
+// A reducer of a synchronous call runs in the caller's thread; that of an asynchronous call runs where the agent runs
+// continuations, with the caller's grad mode and the rest of at::ThreadLocalState.
 //
 // In a co_await expression GCC 12 destroys twice what closures with captures, and braces within braces, hold: give the
 // call a name before you await it, unless its options are as simple as {.partitioner = "ps", .reducer = mean_reducer}.
 //
-// Errors: of the partitioner and of rpc::async thrown by the call itself (what has been sent by then is cancelled); of
-// parts, and what the reducer throws, by sync and get(). Thread-safety: as rpc::async.
+// Errors: the call itself throws those of the partitioner and of rpc::async (parts that were sent already are
+// cancelled); sync and get() throw those of the parts and of the reducer. Thread-safety: as rpc::async.
 // Source: torchopt.distributed: remote_sync_call, remote_async_call.
 #pragma once
 
@@ -54,7 +55,7 @@ namespace muster {
 template <auto F>
 using PartitionerOf = Partitioner<rpc::arguments_of<F>>;
 
-// Without a reducer, and with one that makes a U.
+// Options without a reducer, and with a reducer that returns a U.
 template <auto F>
 struct MapOptions {
   PartitionerOf<F> partitioner = batch_partitioner;
@@ -67,7 +68,7 @@ struct MapReduceOptions {
   std::optional<std::chrono::milliseconds> timeout = {};
 };
 
-// What comes of a call without a reducer.
+// The result of a call without a reducer.
 template <auto F>
 using MapResult = std::conditional_t<std::is_void_v<rpc::result_of<F>>, void, PartResults<rpc::result_of<F>>>;
 
@@ -80,10 +81,10 @@ template <typename How, auto F, typename U, typename Arguments = rpc::arguments_
 class RemoteCall;
 }  // namespace detail
 
-// MapResult<F>, or with a reducer U.
+// Returns MapResult<F>, or U if there is a reducer.
 template <auto F, typename U = rpc::result_of<F>>
 inline constexpr detail::RemoteCall<detail::SyncCall<F, U>, F, U> remote_sync_call{};
-// The Future of it.
+// Returns the Future of MapResult<F> or U.
 template <auto F, typename U = rpc::result_of<F>>
 inline constexpr detail::RemoteCall<detail::AsyncCall<F, U>, F, U> remote_async_call{};
 

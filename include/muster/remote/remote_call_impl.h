@@ -12,7 +12,7 @@
 
 namespace muster::detail {
 
-// The same error, of the same kind, that says which part it is of.
+// The same error, of the same kind, with the number of the part added.
 std::exception_ptr error_of_part(const std::exception_ptr& error, size_t part, size_t parts);
 
 template <typename R>
@@ -26,7 +26,7 @@ void cancel_all(const PartCalls<R>& calls) {
 template <auto F, typename... A>
 PartCalls<rpc::result_of<F>> start_parts(std::vector<RemotePart<A...>> parts,
                                          std::optional<std::chrono::milliseconds> timeout) {
-  std::vector<rpc::To> workers;  // all are looked up before anything is sent
+  std::vector<rpc::To> workers;  // all looked up before anything is sent
   workers.reserve(parts.size());
   for (const auto& part : parts) workers.push_back(part.worker.to({.timeout = timeout}));
   PartCalls<rpc::result_of<F>> calls;
@@ -60,7 +60,8 @@ rpc::Future<void> when_over(const PartCalls<R>& calls) {
   return countdown->over.future();
 }
 
-// Waits for that in this thread, which fetches short answers by itself; longer ones cost a thread's wake-up each.
+// Waits in this thread until when_over(calls). It fetches answers that come soon by itself; each answer that comes
+// later costs the wake-up of a thread.
 template <typename R>
 void wait_until_over(const PartCalls<R>& calls) {
   const auto soon = Deadline::after(std::chrono::milliseconds(1));
@@ -70,7 +71,7 @@ void wait_until_over(const PartCalls<R>& calls) {
   }
 }
 
-// The results, once it is over. On an error: it is thrown, and nobody waits for the other parts any more.
+// The results, once when_over(calls) is complete. If a part failed, cancels the other parts and throws its error.
 template <typename R>
 PartResults<R> take_results(PartCalls<R>& calls) {
   for (size_t part = 0; part < calls.size(); ++part) {
@@ -114,13 +115,13 @@ struct AsyncCall {
           const at::ThreadLocalStateGuard guard(state);
           return finish(take_results(calls));
         });
-    // Whoever cancels the result cancels the parts; when it has failed, the parts that still run.
+    // Cancelling the result cancels the parts; if the result fails, the parts that still run are cancelled.
     result.then([calls](const auto&) { cancel_all(calls); });
     return result;
   }
 };
 
-// An argument on its way to a parameter whose held type is P: what rpc::async converts, this does.
+// An argument for a parameter whose held type is P. It converts what rpc::async converts.
 template <typename P>
 struct Given {
   P value;
@@ -141,8 +142,8 @@ struct Given {
   }
 };
 
-// The call operators of remote_sync_call<F, U>, with the types that F has: only so can options be written in braces.
-// How is SyncCall or AsyncCall.
+// The call operators of remote_sync_call<F, U>. Their parameters have the types of F's, because options could not be
+// written in braces otherwise. How is SyncCall or AsyncCall.
 template <typename How, auto F, typename U, typename... P>
 class RemoteCall<How, F, U, std::tuple<P...>> {
   static_assert(std::is_void_v<rpc::object_of<F>>,
@@ -151,7 +152,7 @@ class RemoteCall<How, F, U, std::tuple<P...>> {
                 "the arguments are copied to each part, and one of these can only be moved: use rpc::async, or a "
                 "shared_ptr");
 
-  // Whether the first ones of A are arguments: as many as there are parameters.
+  // Whether the leading types of A, one per parameter, convert to the parameters.
   template <typename A, size_t... I>
   static constexpr bool fit(std::index_sequence<I...>) {
     if constexpr (sizeof...(I) == sizeof...(P))

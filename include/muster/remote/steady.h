@@ -1,10 +1,10 @@
-// A value that survives GCC 12's way with braces in a co_await expression: there a member of an aggregate is made,
-// copied bit by bit into the aggregate, and destroyed in both places. A Steady knows where it was made, and a copy of
-// its bits elsewhere is read, but neither destroyed nor moved from.
+// A value that survives a bug of GCC 12 with braces in a co_await expression: GCC constructs a member of an aggregate,
+// copies its bytes into the aggregate, and destroys it in both places. A Steady records the address where it was made;
+// a bytewise copy at another address can be read, but is neither destroyed nor moved from.
 //
 //   co_await remote_async_call<&f>(x, {.reducer = mean_reducer});     // its options are such members
 //
-// Thread-safety: as T's.
+// Thread-safety: that of T.
 #pragma once
 
 #include <cstddef>

@@ -5,14 +5,14 @@
 //   unordered_map (the values), shared_ptr of what has tensors            those inside
 //   a struct with a member  auto tree() { return std::tie(data, target); }
 //                                                                         those of the members that it names
-//   Whole<T>, any other struct, all else                                  none: it is one thing
+//   Whole<T>, any other struct, any other type                            none: the value is not split
 //
-// So a struct that is sent by MSGPACK_DEFINE, a rpc::ModuleState for example, stays whole unless it says tree().
-// Whole<T> keeps a tensor or container whole where a function gets one besides the batch:
+// So a struct that is sent by MSGPACK_DEFINE, a rpc::ModuleState for example, stays whole unless it has tree().
+// Whole<T> keeps a tensor or container whole, if a function has one besides the batch:
 //
 //   at::Tensor loss(muster::Whole<std::vector<at::Tensor>> parameters, at::Tensor batch);
 //
-// Thread-safety: functions of their arguments. Source: torchopt.pytree, of whose nodes these are C++'s.
+// Thread-safety: no shared state. Source: torchopt.pytree, with the kinds of nodes that C++ has.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -87,8 +87,8 @@ template <typename A, typename B> struct HasTensors<std::pair<A, B>> : std::disj
 template <typename... T> struct HasTensors<std::tuple<T...>> : std::disjunction<HasTensors<T>...> {};
 // clang-format on
 
-// Calls fn(at::Tensor&) for each defined tensor. What a shared_ptr points to is copied first, so that who shares it
-// keeps his.
+// Calls fn(at::Tensor&) for each defined tensor. The object of a shared_ptr is copied first, so that other holders of
+// it see no change.
 template <typename T, typename Fn>
 void for_each_tensor(T& value, Fn&& fn) {
   if constexpr (!HasTensors<T>::value) {

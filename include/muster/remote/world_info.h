@@ -1,13 +1,13 @@
-// Where this worker stands in the job: TorchOpt's names for what World and rpc::worker_info() know.
+// This worker's position in the job: TorchOpt's names for the ranks and names of World and rpc::worker_info().
 //
 //   torch::Device device(torch::kCUDA, muster::get_local_rank());
-//   if (muster::get_rank() == 0) …                          // on_rank.h has it as a wrapper of functions
+//   if (muster::get_rank() == 0) …                          // on_rank.h wraps functions in this condition
 //   int ps = muster::get_worker_id("ps");
 //
-// They work in any thread that has a World: that of auto_init_rpc() or muster::init(), those of run_threads(), and
-// handlers of remote calls, which learn about the worker that they run on.
+// The functions work in any thread that has a World: that of auto_init_rpc() or muster::init(), those of run_threads(),
+// and threads of handlers of remote calls, which get the numbers of the worker that they run on.
 //
-// Errors: Aborted where the thread has no World; of names, InvalidArgument (says which there are) and Aborted (RPC is
+// Errors: Aborted if the thread has no World; for a name, InvalidArgument (lists the known names) and Aborted (RPC is
 // not running). Thread-safety: all functions; WorldInfo and WorkerId are values.
 // Source: torchopt.distributed.world. Its barrier is muster::barrier() (muster/comm/collectives.h).
 #pragma once
@@ -24,7 +24,7 @@ namespace muster {
 struct WorldInfo {
   int world_rank = 0, world_size = 1;
   int local_rank = 0, local_world_size = 1;  // among the workers of its host
-  std::string worker_name;                   // as others call it; "worker<rank>" while RPC is not running
+  std::string worker_name;                   // its name for remote calls; "worker<rank>" while RPC is not running
 
   int rank() const { return world_rank; }
   bool is_world_leader() const { return world_rank == 0; }
@@ -41,7 +41,7 @@ std::string get_worker_name();
 bool is_world_leader();
 bool is_local_leader();
 
-// A worker by number or by name. A name is looked up when it is used, so one may be written down before RPC runs.
+// A worker by number or by name. A name is looked up when it is used, so a WorkerId can be made before RPC runs.
 class WorkerId {
  public:
   WorkerId(int rank) : id_(rank) {}
@@ -50,13 +50,13 @@ class WorkerId {
   WorkerId(std::string name) : id_(std::move(name)) {}
   WorkerId(const rpc::WorkerInfo& worker) : id_(worker.id) {}
 
-  rpc::To to(const rpc::CallOptions& options = {}) const;  // InvalidArgument: there is no such worker
+  rpc::To to(const rpc::CallOptions& options = {}) const;  // InvalidArgument if there is no such worker
 
  private:
   std::variant<int, std::string> id_;
 };
 
-int get_worker_id();  // this worker's
+int get_worker_id();  // of this worker
 int get_worker_id(const WorkerId& worker);
 
 }  // namespace muster
