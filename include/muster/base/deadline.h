@@ -1,4 +1,4 @@
-// Deadlines: every wait in Muster has one, as a point on the steady clock, so nested waits cannot add up.
+// Deadlines: every wait in Muster has one, as a point on the steady clock, so the times of nested waits do not add up.
 //
 // Thread-safety: a value.
 #pragma once
@@ -38,7 +38,7 @@ class Deadline {
     return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(nanos).count());
   }
   Clock::time_point when() const { return when_; }
-  // condition.wait_until() that knows never(): whether `over` was true in time. Wakes spuriously as that does.
+  // As condition.wait_until(), but accepts never(). Returns whether `over` was true in time.
   template <typename Condition, typename Lock, typename Predicate>
   bool wait(Condition& condition, Lock& lock, Predicate over) const {
     if (!is_never()) return condition.wait_until(lock, when_, std::move(over));

@@ -1,8 +1,8 @@
-// Errors: what went wrong, with whom, and what to do about it.
+// Errors: what went wrong, on which rank, and what to do about it.
 //
-// Every failure that Muster reports is a muster::Error. Catch the base class for a message fit to print, or one of the
-// kinds to react: PeerLost knows the rank, Timeout knows who is missing. docs/errors.md lists each kind with its causes
-// and cures.
+// Every failure that Muster reports is a muster::Error. Catch the base class to print its message, or a derived class
+// to react: PeerLost has the rank, Timeout has the missing ranks. docs/errors.md lists each kind with its causes and
+// cures.
 //
 // Thread-safety: errors are values; copies are independent.
 #pragma once
@@ -20,8 +20,8 @@ enum class ErrorCode {
   kMismatch,         // ranks disagree about an operation
   kPeerLost,         // a rank died or left
   kTimeout,          // a deadline passed
-  kAborted,          // the group or World was shut down, or this thread has no World
-  kUnauthorized,     // the other side is not who it has to be
+  kAborted,          // the group or World was shut down, or had failed before; or this thread has no World
+  kUnauthorized,     // the other side did not prove that it belongs to the job or the user
   kUnavailable,      // a component, resource or service is not here
   kCorrupt,          // bytes are not what their format says
   kRemote,           // the callee's own error
@@ -32,7 +32,7 @@ std::string_view to_string(ErrorCode code);
 
 class Error : public std::runtime_error {
  public:
-  // what() is `message`, followed by ". " and `advice` where there is one.
+  // what() is `message`, followed by ". " and `advice` if there is one.
   Error(ErrorCode code, std::string message, std::string advice = {});
 
   ErrorCode code() const noexcept { return code_; }
@@ -77,8 +77,8 @@ class Remote : public detail::ErrorOf<ErrorCode::kRemote> {
 
 class PeerLost : public detail::ErrorOf<ErrorCode::kPeerLost> {
  public:
-  // `rank` is the rank in the group whose operation failed; `pid` is its process, which is the own one
-  // where ranks are threads.
+  // `rank` is the rank in the group whose operation failed; `pid` is its process, which is this process if ranks are
+  // threads.
   PeerLost(int rank, int pid, std::string message, std::string advice = {})
       : ErrorOf(std::move(message), std::move(advice)), rank_(rank), pid_(pid) {}
   int rank() const noexcept { return rank_; }
@@ -90,7 +90,7 @@ class PeerLost : public detail::ErrorOf<ErrorCode::kPeerLost> {
 
 class Timeout : public detail::ErrorOf<ErrorCode::kTimeout> {
  public:
-  // `missing`: the ranks that had not arrived; empty where the wait was not for ranks.
+  // `missing`: the ranks that had not arrived; empty if the wait was not for ranks.
   explicit Timeout(std::string message, std::vector<int> missing = {}, std::string advice = {})
       : ErrorOf(std::move(message), std::move(advice)), missing_(std::move(missing)) {}
   const std::vector<int>& missing() const noexcept { return missing_; }

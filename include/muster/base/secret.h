@@ -1,10 +1,9 @@
-// The secret of a job: 32 bytes that its processes share and nobody else knows. Whoever has it may join the job.
+// The secret of a job: 32 bytes that only its processes know. Any process that has the secret may join the job.
 //
-// It is never used itself. Each use derives a key of its own from it (HKDF-SHA256, RFC 5869), named by a label, so that
-// what is learned of one key says nothing about the others.
+// The secret itself is never used as a key. Each use derives its own key from it (HKDF-SHA256, RFC 5869), named by a
+// label, so that knowledge of one key gives no information about the others.
 //
-// A secret is never part of a message or a log: there is no way to print one but hex(). Its bytes are wiped when it
-// ends.
+// A secret is never part of a message or a log: only hex() can print it. The destructor wipes its bytes.
 //
 // Thread-safety: a value.
 #pragma once
@@ -28,15 +27,15 @@ class Secret {
   static Secret generate();
 
   // From text: 64 hexadecimal digits are the bytes themselves; any other text of at least 16 bytes is hashed. White
-  // space around it does not count. InvalidArgument where it is shorter. Choose text that nobody can guess: guesses can
-  // be tried against a recorded handshake.
+  // space around it does not count. InvalidArgument if it is shorter. Choose text that cannot be guessed: an attacker
+  // can try guesses against a recorded handshake.
   static Secret from_text(std::string_view text);
 
-  // From the text in a file. Unauthorized where others than its owner may read or write it, or the owner is neither
-  // this user nor root; Unavailable where it cannot be read.
+  // From the text in a file. Unauthorized if users other than its owner may read or write it, or the owner is neither
+  // this user nor root; Unavailable if it cannot be read.
   static Secret from_file(const std::string& path);
 
-  // From MUSTER_SECRET; nullopt where it is not set.
+  // From MUSTER_SECRET; nullopt if it is not set.
   static std::optional<Secret> from_environment();
 
   Secret(const Secret&) = default;
@@ -47,7 +46,7 @@ class Secret {
   Secret derive(std::string_view label) const;
 
   std::span<const unsigned char, kBytes> bytes() const { return bytes_; }
-  std::string hex() const;  // what from_text() takes; for handing it on to a process of the job
+  std::string hex() const;  // the form that from_text() takes; to pass the secret to another process of the job
 
   friend bool operator==(const Secret& one, const Secret& other);  // in constant time
   friend std::ostream& operator<<(std::ostream&, const Secret&) = delete;

@@ -1,27 +1,28 @@
-// SIGTERM as a wish that a program grants at its next boundary.
+// StopSignal: turns SIGTERM into a request to stop, which the program obeys at its next boundary.
 //
 //   int main() {
-//     muster::StopSignal stop;         // from here on, whatever the program does: no SIGTERM ends it by itself
+//     muster::StopSignal stop;         // from here on, a SIGTERM alone does not end the process
 //     auto world = muster::init();
-//     …                                // data, models: a wish from this time waits for the first boundary
-//     muster::Snapshot snapshot(…);    // whose step() and stop_here() save and say so; or elastic::run()
+//     …                                // data, models: a signal that comes now takes effect at the first boundary
+//     muster::Snapshot snapshot(…);    // its step() and stop_here() save and return true; or elastic::run()
 //   }
 //
-// A Snapshot and elastic::run() have one of their own, so a training needs none for the time in which they live. One
-// more, made first, covers what comes before, between and after them.
+// A Snapshot and elastic::run() each have a StopSignal, so a training needs none while they exist. Another one, made
+// first, covers the time before, between and after them.
 //
-// The first StopSignal of a process installs a handler, which does nothing but count, and the last one puts back what
-// was there. All that live at the same time (ranks that are threads, several Snapshots) see the same signal. A signal
-// from before the first of them does not count for the next ones: who has ended a training and begins another in the
-// same process was not asked to end that.
+// The first StopSignal of a process installs a handler, which only counts signals, and the last one restores the
+// previous handler. All StopSignals that exist at the same time (ranks that are threads, several Snapshots) see the
+// same signal. A signal does not count for StopSignals that are made when all earlier ones are gone: it was a request
+// to end the earlier training, not the next one in the same process.
 //
-// Who takes the signal as a wish must grant it: `muster run` kills what has not ended --stop-grace (5 s) after it.
+// A program that has a StopSignal must stop when requested: `muster run` kills processes that have not ended
+// --stop-grace (5 s) after the signal.
 //
-// A handler that somebody else installs meanwhile stays: then the wish is theirs to pass on.
+// If other code installs a handler meanwhile, that handler stays, and has to pass the request on.
 //
 // Signals belong to the process, and so does this state (docs/architecture.md, "State of the process").
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <cstdint>
@@ -35,12 +36,12 @@ class StopSignal {
   StopSignal& operator=(const StopSignal&) = delete;
   ~StopSignal();
 
-  // Whether this process was asked. Other ranks may learn of it at other times: step() and stop_here() of a Snapshot
-  // agree.
+  // Whether this process was asked to stop. Other ranks may learn of it at other times; step() and stop_here() of a
+  // Snapshot make the ranks agree.
   bool requested() const noexcept;
 
  private:
-  uint64_t before_;  // signals when the first of those that live now was made
+  uint64_t before_;  // number of signals when the first of the present StopSignals was made
 };
 
 }  // namespace muster
