@@ -60,8 +60,7 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
                                  Deadline deadline) {
   if (size == 1) return {{.host = 0, .pid = ::getpid(), .cpus = own_cpus()}};
   const auto key = [&](int r) { return text(prefix, "/member/", r); };
-  const std::string all_key = prefix + "/members",
-                    advice = "Start every rank with the same world size and its own rank";
+  const std::string all_key = prefix + "/members";
   store.set(key(rank), text(size, ' ', ::getpid(), ' ', to_text(own_cpus()), ' ', host));
   if (rank == 0) {
     std::vector<std::string> keys;
@@ -76,16 +75,22 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
   } catch (const Timeout&) {
     throw Timeout("the group did not come together: rank 0 did not come", {0}, "Look whether it started");
   }
+  return read_members(said, rank, size);
+}
+
+std::vector<Member> read_members(const std::string& said, int rank, int size) {
+  const char* const advice = "Start every rank with the same world size and its own rank";
   std::istringstream list(said);
   std::string kind;
   list >> kind;
   if (kind == kMissing) {
     std::vector<int> missing;
-    for (int r = 0; list >> r;) missing.push_back(r);
+    for (int r = 0; list >> r && r >= 0 && r < size;) missing.push_back(r);
     throw Timeout(text("the group did not come together: rank(s) ", join(missing), " of ", size, " did not come"),
                   missing, "Look whether they started");
   }
-  if (kind == kMismatch) throw Mismatch(said.substr(kind.size() + 1), advice);
+  if (kind == kMismatch) throw Mismatch(said.substr(std::min(said.size(), kind.size() + 1)), advice);
+  if (kind != kComplete) throw Corrupt("rank 0's list of the group's ranks cannot be read");
   int their_size = 0;
   list >> their_size;
   if (their_size != size)

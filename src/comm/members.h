@@ -29,6 +29,10 @@ std::string host_identity();
 std::vector<Member> meet_members(Store& store, const std::string& prefix, int rank, int size, const std::string& host,
                                  Deadline deadline);
 
+// Reads the list of all ranks that rank 0 leaves in the store, `said`, on rank `rank` of `size`. Corrupt, unless it is
+// one; Mismatch and Timeout, where it says what rank 0 found wrong.
+std::vector<Member> read_members(const std::string& said, int rank, int size);
+
 bool on_one_host(const std::vector<Member>& members);
 // How many cores the members on the host of member `rank` may use together.
 int cores_of_host(const std::vector<Member>& members, int rank);

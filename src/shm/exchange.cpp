@@ -11,24 +11,20 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <numeric>
 #include <optional>
 
 #include "base/random.h"
 #include "base/text.h"
-#include "base/wire.h"
 #include "muster/base/error.h"
+#include "shm/exchange_messages.h"
 
 namespace muster::shm {
 namespace {
 
 constexpr size_t kMaxMessage = 64 << 10;
 constexpr size_t kFdsPerMessage = 128;  // the kernel's SCM_MAX_FD is 253
-constexpr int kMaxFdsEach = 16;
 
 constexpr std::chrono::milliseconds kLook{200};  // between looks at the board during a wait
-
-enum class Reply : uint8_t { kWelcome, kTimeout, kMismatch, kLost, kGaveUp };
 
 sockaddr_un abstract_address(const std::string& name, socklen_t* length) {
   sockaddr_un address{};
@@ -203,7 +199,7 @@ class Hub {
     participants_[0].pid = ::getpid();
     for (const int fd : fds) participants_[0].fds.push_back(duplicate(fd));
     for (int rank = 0; rank < size; ++rank) peers_.push_back(peer_of(known, rank));
-    board_.post(key_, WireWriter().put(boot_id()).put(name).put(nonce_).bytes());
+    board_.post(key_, Invitation{boot_id(), name, nonce_}.bytes());
   }
 
   std::vector<Participant> run() {
@@ -232,8 +228,7 @@ class Hub {
       for (int rank = 1; rank < size_ && ready > 0; ++rank) {
         if (sockets_[rank] || !peers_[rank].dead()) continue;
         if (wait_for(listener_.get(), POLLIN, Deadline::after(std::chrono::milliseconds(0)))) return;  // its last deed
-        tell(
-            WireWriter().put(Reply::kLost).put(static_cast<int32_t>(rank)).put(static_cast<int32_t>(peers_[rank].pid)));
+        tell({.kind = Answer::Kind::kLost, .lost = rank, .pid = peers_[rank].pid});
         throw lost(known_, rank, peers_[rank].pid);
       }
       if (deadline_.passed()) give_up();
@@ -248,15 +243,15 @@ class Hub {
     try {
       board_.look(key_);
     } catch (const Error& error) {
-      tell(WireWriter().put(Reply::kGaveUp).put(std::string_view(error.message())));
+      tell({.kind = Answer::Kind::kGaveUp, .why = error.message()});
       throw;
     }
   }
 
   // To all who have come.
-  void tell(const WireWriter& reply) const {
+  void tell(const Answer& answer) const {
     for (const auto& socket : sockets_)
-      if (socket) send_message(socket.get(), reply.bytes(), {}, Deadline::after(std::chrono::milliseconds(100)));
+      if (socket) send_message(socket.get(), answer.bytes(), {}, Deadline::after(std::chrono::milliseconds(100)));
   }
 
   // Takes one connection, and drops it if it is not from a rank of this group.
@@ -272,20 +267,19 @@ class Hub {
     if (!wait_for(socket.get(), POLLIN, earlier(deadline_, Deadline::after(std::chrono::seconds(2))))) return;
     auto message = receive_message(socket.get());
     if (!message) return;
-    int32_t rank = 0, size = 0;
+    Hello hello;
     try {
-      WireReader reader(message->bytes);
-      if (reader.get_string() != nonce_) return;
-      rank = reader.get<int32_t>();
-      size = reader.get<int32_t>();
+      hello = Hello::parse(message->bytes);
     } catch (const Corrupt&) {
       return;
     }
+    if (hello.nonce != nonce_) return;
+    const int rank = hello.rank, size = hello.size;
     if (size != size_ || rank < 1 || rank >= size_ || sockets_[rank]) {
       const std::string why = size != size_
                                   ? text("rank ", rank, " expects a group of ", size, " ranks, rank 0 one of ", size_)
                                   : text("two processes claim rank ", rank, " of ", size_);
-      const auto reply = WireWriter().put(Reply::kMismatch).put(why).take();
+      const auto reply = Answer{.kind = Answer::Kind::kMismatch, .why = why}.bytes();
       for (const auto& other : sockets_)
         if (other) send_message(other.get(), reply, {}, deadline_);
       send_message(socket.get(), reply, {}, deadline_);
@@ -297,11 +291,10 @@ class Hub {
   }
 
   void welcome() {
-    WireWriter table;
+    Answer table{.kind = Answer::Kind::kWelcome};
     std::vector<int> fds;
-    table.put(Reply::kWelcome);
     for (const auto& participant : participants_) {
-      table.put(static_cast<int32_t>(participant.pid)).put(static_cast<uint32_t>(participant.fds.size()));
+      table.ranks.push_back({participant.pid, static_cast<uint32_t>(participant.fds.size())});
       for (const auto& fd : participant.fds) fds.push_back(fd.get());
     }
     for (int rank = 1; rank < size_; ++rank) {
@@ -316,12 +309,9 @@ class Hub {
 
   [[noreturn]] void give_up() {
     std::vector<int> missing;
-    WireWriter reply;
     for (int rank = 1; rank < size_; ++rank)
       if (!sockets_[rank]) missing.push_back(rank);
-    reply.put(Reply::kTimeout).put(static_cast<uint32_t>(missing.size()));
-    for (const int rank : missing) reply.put(static_cast<int32_t>(rank));
-    tell(reply);
+    tell({.kind = Answer::Kind::kTimeout, .missing = missing});
     throw not_come(known_, std::move(missing), size_);
   }
 
@@ -404,53 +394,40 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
   const auto look = [&] {
     if (board.look) board.look(key);
   };
-  const std::string invitation = await_invitation(board, key, deadline, known);
-  WireReader reader(invitation);
-  const std::string boot(reader.get_string()), name(reader.get_string()), nonce(reader.get_string());
-  if (boot != boot_id())
+  const auto invitation = Invitation::parse(await_invitation(board, key, deadline, known));
+  if (invitation.boot != boot_id())
     throw Unavailable(text("rank ", known.called(rank), " and rank ", known.called(0),
                            " are on different hosts, and shared memory joins only ranks of one host"),
                       "Use another backend between hosts");
   deadline = with_slack(deadline);
-  const UniqueFd socket = connect_to_hub(name, deadline, known);
-  const auto hello = WireWriter().put(nonce).put(static_cast<int32_t>(rank)).put(static_cast<int32_t>(size)).take();
-  if (!send_message(socket.get(), hello, fds, deadline)) throw_hub_left(known);
+  const UniqueFd socket = connect_to_hub(invitation.name, deadline, known);
+  const Hello hello{invitation.nonce, rank, size};
+  if (!send_message(socket.get(), hello.bytes(), fds, deadline)) throw_hub_left(known);
 
-  Message table = next_message(socket.get(), deadline, known, look);
-  WireReader answer(table.bytes);
-  switch (answer.get<Reply>()) {
-    case Reply::kWelcome:
+  const auto answer = Answer::parse(next_message(socket.get(), deadline, known, look).bytes, size);
+  switch (answer.kind) {
+    case Answer::Kind::kWelcome:
       break;
-    case Reply::kMismatch:
-      throw Mismatch(std::string(answer.get_string()), "Start every rank with the same world size and its own rank");
-    case Reply::kGaveUp:
-      throw Aborted(text("rank 0 gave up while the group came together: ", answer.get_string()));
-    case Reply::kLost: {
-      const auto peer = answer.get<int32_t>(), pid = answer.get<int32_t>();
-      throw lost(known, peer, pid);
-    }
-    case Reply::kTimeout: {
-      std::vector<int> missing(std::min<uint32_t>(answer.get<uint32_t>(), 1u << 16));
-      for (int& peer : missing) peer = answer.get<int32_t>();
-      throw not_come(known, std::move(missing), size);
-    }
-    default:
-      throw Corrupt(text("rank ", known.called(0), " sent an answer of an unknown kind while the group came together"),
-                    "Run the same version of Muster on all ranks");
+    case Answer::Kind::kMismatch:
+      throw Mismatch(answer.why, "Start every rank with the same world size and its own rank");
+    case Answer::Kind::kGaveUp:
+      throw Aborted(text("rank 0 gave up while the group came together: ", answer.why));
+    case Answer::Kind::kLost:
+      throw lost(known, answer.lost, answer.pid);
+    case Answer::Kind::kTimeout:
+      throw not_come(known, answer.missing, size);
   }
   std::vector<Participant> participants(static_cast<size_t>(size));
-  std::vector<uint32_t> counts;
-  for (auto& participant : participants) {
-    participant.pid = answer.get<int32_t>();
-    counts.push_back(answer.get<uint32_t>());
-    if (counts.back() > kMaxFdsEach) throw Corrupt("rank 0 sent a table that makes no sense");
+  size_t total = 0;
+  for (size_t r = 0; r < participants.size(); ++r) {
+    participants[r].pid = answer.ranks[r].pid;
+    total += answer.ranks[r].fds;
   }
   // The pids are those of the hub's pid namespace. In another one they would name other processes.
   if (participants[static_cast<size_t>(rank)].pid != ::getpid())
     throw Unavailable("the ranks are in different pid namespaces, so they cannot watch each other",
                       "Run them in one container");
   std::vector<UniqueFd> all;
-  const size_t total = std::accumulate(counts.begin(), counts.end(), size_t{0});
   while (all.size() < total) {
     Message more = next_message(socket.get(), deadline, known, look);
     if (more.fds.empty()) throw Corrupt("rank 0 sent fewer descriptors than it announced");
@@ -458,7 +435,7 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
   }
   size_t next = 0;
   for (int r = 0; r < size; ++r)
-    for (uint32_t i = 0; i < counts[r]; ++i) participants[r].fds.push_back(std::move(all[next++]));
+    for (uint32_t i = 0; i < answer.ranks[r].fds; ++i) participants[r].fds.push_back(std::move(all[next++]));
   return participants;
 }
 
