@@ -12,4 +12,12 @@ std::thread start_thread(const std::string& name, std::function<void()> body) {
   return thread;
 }
 
+void join_or_detach(std::thread& thread) {
+  if (!thread.joinable()) return;
+  if (thread.get_id() == std::this_thread::get_id())
+    thread.detach();
+  else
+    thread.join();
+}
+
 }  // namespace muster

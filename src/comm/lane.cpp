@@ -16,7 +16,7 @@ void Lane::submit(Job job, After after) {
 
 void Lane::have_free_thread() {
   if (free_threads_ > 0) return;
-  threads_.push_back(start_thread(name_, [this] { work(); }));
+  threads_.push_back(start_thread(name_, [this, alive = weak_from_this().lock()] { work(); }));
   ++free_threads_;
 }
 
@@ -64,7 +64,7 @@ void Lane::stop() {
   while (!threads_.empty()) {  // until they end, they may start others
     auto threads = std::exchange(threads_, {});
     lock.unlock();
-    for (auto& thread : threads) thread.join();
+    for (auto& thread : threads) join_or_detach(thread);
     lock.lock();
   }
   while (busy()) await_turn(lock);
@@ -116,11 +116,16 @@ void Lane::release() {
 void Lane::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return !busy() && (!jobs_.empty() || stop_); });
+    wake_.wait(lock, [this] {
+      if (stop_)
+        want();  // a thread may have taken the lane without the lock; now it wakes this one when it gives it back
+      return !busy() && (!jobs_.empty() || stop_);
+    });
     if (jobs_.empty()) break;
     run_first(lock, false);
   }
   --free_threads_;
+  if (idle_but_wanted()) release();
 }
 
 }  // namespace muster::comm

@@ -10,14 +10,16 @@
 //
 // Thread-safety: run(), submit() and drive() from any thread; destruction from one, after the last call. Jobs must not
 // throw and must not call the lane. stop() waits for the job under way, on whichever thread it runs, and for the queued
-// jobs (they fail, because the channel has failed), and joins the threads. So it must not be called within a job, nor
-// in an `after` on one of the lane's threads.
+// jobs (they fail, because the channel has failed), and joins the threads. So it must not be called within a job. In an
+// `after` on one of the lane's threads it does not wait for that thread, which ends when its `after` has returned: a
+// callback may release the last reference to the lane's owner. The lane lives as long if a shared_ptr owns it.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -27,7 +29,7 @@
 
 namespace muster::comm {
 
-class Lane {
+class Lane : public std::enable_shared_from_this<Lane> {
  public:
   // `by_waiter`: the job runs on a thread that waits for it, not on one of the lane's. Returns whether the lane must
   // call its `after`.

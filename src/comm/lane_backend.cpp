@@ -86,6 +86,21 @@ void LaneBackend::abort() { fail(Aborted(text("rank ", shown(getRank()), " abort
 void LaneBackend::end_membership() {
   lane_->stop();
   if (on_leave_) on_leave_(this);
+  std::shared_ptr<void> released;  // without the lock
+  const std::lock_guard lock(memory_mutex_);
+  released.swap(memory_);
+}
+
+void LaneBackend::hold_memory() {
+  const std::lock_guard lock(memory_mutex_);
+  if (memory_) return;
+  const auto self = c10::intrusive_ptr<LaneBackend>::unsafe_reclaim_from_nonowning(this);
+  memory_ = std::make_shared<c10::weak_intrusive_ptr<LaneBackend>>(self);
+}
+
+std::shared_ptr<void> LaneBackend::memory() const {
+  const std::lock_guard lock(memory_mutex_);
+  return memory_;
 }
 
 bool LaneBackend::in_fork() const { return pid_ != ::getpid(); }
@@ -187,6 +202,7 @@ void LaneBackend::run(const Operation& operation) {
 c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
   validate(operation, getRank(), getSize(), name_);
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
+  hold_memory();
   const Deadline deadline = deadline_for(operation.timeout);
   const uint64_t ticket = log_begin(operation, shm::BlackBoxState::kRunning, Clock::now());
   auto work = make_work(nullptr, {std::move(operation)}, deadline);

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "base/cycles.h"
@@ -100,11 +101,16 @@ class LaneBackend : public Backend {
   }
 
   // Makes the work of a message. The caller completes it, and writes its entries in the black box.
-  WorkPtr make_message_work(Operation message) const {
+  WorkPtr make_message_work(Operation message) {
+    hold_memory();
     const Deadline deadline = deadline_for(message.timeout);
     return make_work(nullptr, {std::move(message)}, deadline);
   }
   void count(const Operation& operation) { counters_->count(operation); }
+  // Keeps this object's memory for a thread of the backend that runs callbacks of messages. A callback may release the
+  // last reference to the backend: then release_resources() ends the membership inside the callback, and the thread
+  // finds the object still there when the callback returns. May be null if no message has been submitted.
+  std::shared_ptr<void> memory() const;
   // The last step of leave(). Destructors of derived classes call leave(), before what execute() needs is destroyed.
   void end_membership();
   bool in_fork() const;        // this process is a fork of the member; the membership belongs to its parent
@@ -124,6 +130,7 @@ class LaneBackend : public Backend {
   void all_reduce_sparse(const Operation& operation, Deadline deadline, bool by_waiter);
   WorkPtr make_work(std::shared_ptr<Lane> lane, std::vector<Operation> operations, Deadline deadline) const;
   WorkPtr enqueue(std::vector<Operation> operations);
+  void hold_memory();  // called while the caller owns a reference to this backend
 
   // The black box. Tickets have no meaning if there is none.
   uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
@@ -144,6 +151,8 @@ class LaneBackend : public Backend {
   const std::shared_ptr<Lane> lane_;
   const std::shared_ptr<shm::BlackBox> black_box_;
   int black_box_group_ = shm::kNoGroup;
+  mutable std::mutex memory_mutex_;
+  std::shared_ptr<void> memory_;  // a weak reference to this object, until the membership ends
 };
 
 }  // namespace muster::comm

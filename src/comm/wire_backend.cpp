@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "base/thread.h"
 #include "comm/algorithms/reduce_kernels.h"
 #include "comm/failure_note.h"
 #include "comm/flatten.h"
@@ -232,7 +233,7 @@ void WireBackend::leave(const std::string& cause) {
     stop_threads_ = true;
     job_.notify_all();
   }
-  for (auto& thread : threads_) thread.join();
+  for (auto& thread : threads_) join_or_detach(thread);
   end_membership();
 }
 

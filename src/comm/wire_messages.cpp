@@ -214,6 +214,7 @@ void WireBackend::on_a_thread_or_here(const std::function<void()>& job) {
 }
 
 void WireBackend::work_on_jobs() {
+  std::shared_ptr<void> alive;  // released last
   std::unique_lock mine(threads_mutex_);
   for (;;) {
     ++idle_;
@@ -223,6 +224,7 @@ void WireBackend::work_on_jobs() {
     auto next = std::move(jobs_.front());
     jobs_.pop_front();
     mine.unlock();
+    if (!alive) alive = memory();
     next();
     next = nullptr;  // without the lock, because this may release objects of the user
     mine.lock();

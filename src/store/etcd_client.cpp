@@ -120,7 +120,8 @@ void EtcdClient::erase_all(std::string_view prefix, Deadline deadline) {
 }
 
 int64_t EtcdClient::count(std::string_view prefix, Deadline deadline) {
-  const Json request = {{"key", etcd::to_base64(prefix)}, {"range_end", etcd::to_base64(end_of(prefix))}, {"count_only", true}};
+  const Json request = {
+      {"key", etcd::to_base64(prefix)}, {"range_end", etcd::to_base64(end_of(prefix))}, {"count_only", true}};
   const auto called = call("/v3/kv/range", request.dump(), deadline);
   return etcd::number_in(called.body, "count");
 }

@@ -8,10 +8,17 @@
 #include <unistd.h>
 
 #include <functional>
+#include <future>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <tuple>
 
 #include "base/text.h"
+#include "comm/backend.h"
+#include "muster/base/error.h"
+#include "muster/store/store.h"
+#include "shm/peer_watch.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -161,6 +168,62 @@ TEST(ProcessGroup, ForkDoesNotEndItsParentsMembership) {
   EXPECT_EQ(status, 0);
   EXPECT_EQ(all_reduced(one), 1);
 }
+
+// A callback of a future may release the last reference to the backend, in one of the backend's own threads. Then the
+// membership ends inside the callback, the peer sees that, and the callback goes on.
+class LastReference : public testing::TestWithParam<std::tuple<std::string, c10d::OpType>> {};
+
+TEST_P(LastReference, MayBeReleasedInACallback) {
+  const auto& [name, type] = GetParam();
+  const auto store = make_memory_store();
+  const auto backend_of = [&, &name = name](int rank) {
+    return comm::create_backend(name, {.group_name = "test",
+                                       .store_prefix = "test",
+                                       .rank = rank,
+                                       .size = 2,
+                                       .store = store,
+                                       .timeout = kPatience,
+                                       .watch = std::make_shared<shm::PeerWatch>()});
+  };
+  const auto submit = [&type = type](comm::Backend& backend, at::Tensor& tensor) {
+    if (type == c10d::OpType::ALLREDUCE) return backend.submit({.kind = comm::OpKind::kAllReduce, .tensor = tensor});
+    const bool sends = backend.getRank() == 1;
+    return backend.submit(
+        {.kind = sends ? comm::OpKind::kSend : comm::OpKind::kRecv, .peer = 1 - backend.getRank(), .tensor = tensor});
+  };
+  std::promise<void> hooked, released;
+  std::thread peer([&] {
+    const auto backend = backend_of(1);
+    at::Tensor tensor = at::ones({1000});
+    hooked.get_future().wait();
+    submit(*backend, tensor)->wait();
+    released.get_future().wait();
+    EXPECT_THROW(backend->run({.kind = comm::OpKind::kBarrier}), PeerLost);
+  });
+  at::Tensor tensor = at::ones({1000});
+  std::vector<c10::intrusive_ptr<comm::Backend>> owners = {backend_of(0)};
+  std::thread::id ran_in;
+  {
+    const auto work = submit(*owners[0], tensor);
+    work->getFuture()->addCallback([&](c10::ivalue::Future& done) {
+      EXPECT_FALSE(done.hasError());
+      ran_in = std::this_thread::get_id();
+      owners.clear();
+      released.set_value();
+    });
+  }
+  hooked.set_value();
+  peer.join();
+  EXPECT_NE(ran_in, std::this_thread::get_id()) << "the callback was to run in a thread of the backend";
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, LastReference,
+                         testing::Combine(testing::Values("shm", "gloo"),
+                                          testing::Values(c10d::OpType::ALLREDUCE, c10d::OpType::RECV)),
+                         [](const auto& info) {
+                           return std::get<0>(info.param) +
+                                  (std::get<1>(info.param) == c10d::OpType::RECV ? "_recv" : "_all_reduce");
+                         });
 
 }  // namespace
 }  // namespace muster::test

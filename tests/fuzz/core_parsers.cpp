@@ -177,16 +177,17 @@ void parse_etcd(Bytes bytes) {
 }
 
 Seeds etcd_seeds() {
-  return {'\0' + std::string(R"({"header":{"revision":"12"},"kvs":[{"key":"YQ==","mod_revision":"5","value":"dg=="}]})"),
-          '\1' + std::string(R"({"header":{"revision":"9"},"succeeded":true})"),
-          '\1' + std::string(R"({"header":{"revision":"9"},"responses":[{"response_range":{"kvs":[)"
-                             R"({"mod_revision":"5","value":"dmFsdWU="}]}}]})"),
-          '\2' + std::string(R"({"header":{},"deleted":"1"})"),
-          '\3' + std::string(R"({"result":{"events":[{"kv":{"mod_revision":"8","value":"dg=="}}]}})"),
-          '\3' + std::string(R"({"result":{"events":[{"type":"DELETE","kv":{"mod_revision":"8"}}]}})"),
-          '\3' + std::string(R"({"result":{"canceled":true,"compact_revision":"100"}})"),
-          '\4' + std::string(R"({"error":"etcdserver: request is too large","code":3})"),
-          '\5' + std::string("dmFsdWU=")};
+  return {
+      '\0' + std::string(R"({"header":{"revision":"12"},"kvs":[{"key":"YQ==","mod_revision":"5","value":"dg=="}]})"),
+      '\1' + std::string(R"({"header":{"revision":"9"},"succeeded":true})"),
+      '\1' + std::string(R"({"header":{"revision":"9"},"responses":[{"response_range":{"kvs":[)"
+                         R"({"mod_revision":"5","value":"dmFsdWU="}]}}]})"),
+      '\2' + std::string(R"({"header":{},"deleted":"1"})"),
+      '\3' + std::string(R"({"result":{"events":[{"kv":{"mod_revision":"8","value":"dg=="}}]}})"),
+      '\3' + std::string(R"({"result":{"events":[{"type":"DELETE","kv":{"mod_revision":"8"}}]}})"),
+      '\3' + std::string(R"({"result":{"canceled":true,"compact_revision":"100"}})"),
+      '\4' + std::string(R"({"error":"etcdserver: request is too large","code":3})"),
+      '\5' + std::string("dmFsdWU=")};
 }
 
 // --- black boxes ---

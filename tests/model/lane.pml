@@ -25,9 +25,6 @@
  * have none here, so nothing can depend on it); wake-ups without a cause; threads that cannot be started; the lifetime
  * of the objects.
  *
- * -DMENDED has a change that the code has not yet: a progress thread that finds the lane busy while stop() waits for it
- * says that it wants the lane. README.md says what goes wrong without that.
- *
  * Checked: one job runs at a time, each is started once and completed once, and those queued start in the order of
  * submit() (assert); a lane is not taken past a queued job (assert); a future is marked once (assert); when all is done
  * nothing is queued, nobody is counted as waiting and, unless it has been stopped, the lane can be taken without the
@@ -300,7 +297,7 @@ inline run_job() {
   fi
 }
 
-#ifdef MENDED
+#ifndef MUTANT_STOP_UNWANTED
 #define SLEEPS ((IS_BUSY && (!stopping || (state & WANTED))) || (queued == 0 && !stopping))
 #else
 #define SLEEPS (IS_BUSY || (queued == 0 && !stopping))
@@ -311,7 +308,7 @@ proctype Progress(byte me) {
   bool more;
   atomic { LOCK() };
   do
-#ifdef MENDED
+#ifndef MUTANT_STOP_UNWANTED
   :: atomic { stopping && !(state & WANTED) -> state = state | WANTED }
 #endif
   :: atomic { !IS_BUSY && queued > 0 }; run_first(false)
@@ -319,7 +316,15 @@ proctype Progress(byte me) {
   :: atomic { SLEEPS -> asleep_wake = asleep_wake | BIT(me); UNLOCK() };
      atomic { !(asleep_wake & BIT(me)) && !locked -> locked = true }
   od;
-  atomic { free_threads--; ended_threads = ended_threads | BIT(me); UNLOCK() }
+  atomic {
+    free_threads--;
+    ended_threads = ended_threads | BIT(me);
+    if
+    :: state == WANTED -> release()
+    :: else
+    fi;
+    UNLOCK()
+  }
 }
 
 proctype Callback() {

@@ -1,7 +1,7 @@
 /* Messages between two ranks of a group: each receive gets its message whole and once, also when the sender has left.
  *
  * Models src/comm/backends/shm/messages.cpp: run(), submit(), post(), progress(), push(), pull(), put_aside(),
- * match_aside(), report(), check_peers(), check_receives_of_any(), wait_for_news(), work() and stop(); and fail() and
+ * match_aside(), report(), check_peers(), check_receives_of_any(), sleep_until_moved(), work() and stop(); and fail() and
  * leave() of channel.cpp, as far as they ring the inbox bells. The ring is a stream of cells, without records: a message
  * has a header of one cell and DATA cells behind it, and flows through a ring of RING cells as its receiver reads.
  *
@@ -26,10 +26,6 @@
  * Left out: send_now(), receive_now() and find(), which refuse where anything is under way; deadlines; messages that do
  * not fit; the death of a rank, which ends in the same fail() (slots.pml); all time limits, also kNap, so nothing can
  * depend on them.
- *
- * -DMENDED has two changes that the code has not yet: check_receives_of_any() looks whether a rank has left before it
- * looks whether its ring is empty, and work() does not sleep on the bell when nothing is pending. README.md says what
- * goes wrong without them.
  *
  * Checked: a receive that completes has its own message, whole; nothing fails unless the other rank has left too early
  * (assert); every thread ends in every run (ltl every_thread_ends).
@@ -219,7 +215,7 @@ inline check_peers() {
      fi
 #ifdef ANY
   :: !KNOWN_SOURCE ->
-#ifdef MENDED
+#ifndef MUTANT_ANY_EMPTY_FIRST
      gone = left[1];
      empty_ring = (written == read);
 #else
@@ -263,7 +259,7 @@ inline report() {
   fi
 }
 
-/* progress(), and wait_for_news() where that moves nothing: the same again, as the bell's condition, and the sleep. */
+/* progress(), and sleep_until_moved() where that moves nothing: the same again, as the bell's condition, and the sleep. */
 inline go_on(done) {
 #ifndef MUTANT_LOOKS_FIRST
   if
@@ -344,7 +340,7 @@ proctype Second(byte rank) {
      :: atomic { !IS_PENDING && stopping[rank] -> locked[rank] = false; break }
      :: atomic { IS_PENDING -> locked[rank] = false };
         do
-#ifdef MENDED
+#ifndef MUTANT_SLEEPS_IDLE
         :: go_on(!IS_PENDING);
 #else
         :: go_on(false);

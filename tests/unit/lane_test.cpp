@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <future>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -71,6 +73,27 @@ TEST(Lane, WhatComesAfterAJobMayWaitForAnother) {
                 result.set_value(ran == std::future_status::ready ? "ran" : "stuck");
               });
   EXPECT_EQ(result.get_future().get(), "ran");
+}
+
+// A callback may release the last reference to the lane's owner, which stops the lane.
+TEST(Lane, StopsInWhatComesAfterAJobAndOutlivesItsOwner) {
+  auto lane = std::make_shared<Lane>("test");
+  std::promise<void> began, stopped;
+  std::atomic<int> ran{0};
+  lane->submit([](bool) { return true; },
+               [&] {
+                 began.get_future().wait();
+                 lane->stop();
+                 lane.reset();
+                 stopped.set_value();
+               });
+  lane->submit([&](bool) {
+    ++ran;
+    return false;
+  });
+  began.set_value();
+  stopped.get_future().wait();
+  EXPECT_EQ(ran, 1) << "stop() was to wait for the queued job";
 }
 
 }  // namespace

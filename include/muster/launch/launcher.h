@@ -121,8 +121,8 @@ struct LaunchOptions {
 };
 
 struct Outcome {
-  int status = 0;  // for exit(3): 0, the first failing rank's status, or 128 + signal. 0 also if the user
-                   // ended the job, and all ranks then ended with 0
+  int status = 0;              // for exit(3): 0, the first failing rank's status, or 128 + signal. 0 also if the user
+                               // ended the job, and all ranks then ended with 0
   int first_failed_rank = -1;  // -1: none failed here, or the user ended the job
   int restarts = 0;            // how often the job started again
   pid_t pid = 0;               // of the first failed rank

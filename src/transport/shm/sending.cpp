@@ -150,12 +150,12 @@ void ShmTransport::announce(Peer& peer, bool can_wait) {
     peer.ready->fetch_or(peer.ready_bit, std::memory_order_seq_cst);
   if (!can_wait) return ring(peer);
   int64_t none = 0;
-  waiting_since_.compare_exchange_strong(none, FastClock::now().time_since_epoch().count(), std::memory_order_release);
+  waiting_since_.compare_exchange_strong(none, FastClock::now().time_since_epoch().count(), std::memory_order_seq_cst);
 }
 
 void ShmTransport::announce_waiting() {
   if (waiting_since_.load(std::memory_order_relaxed) == 0) return;
-  waiting_since_.exchange(0, std::memory_order_acquire);
+  waiting_since_.exchange(0, std::memory_order_seq_cst);  // before the look at `ready`, as announce() is after it
   for (auto& peer : peers_)
     if (peer->ready->load(std::memory_order_seq_cst) & peer->ready_bit) ring(*peer);  // the peer has not looked yet
 }

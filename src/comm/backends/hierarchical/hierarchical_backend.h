@@ -101,7 +101,7 @@ class HierarchicalBackend final : public LaneBackend {
   std::atomic<bool> has_left_{false};
   std::atomic<bool> local_first_{true};  // whether a receive from any source looks into local_ first
   std::atomic<int> first_place_{0};      // the rank of local_ with which it begins
-  ReceiveQueue receives_;
+  ReceiveQueue receives_{[this] { return memory(); }};
 };
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);

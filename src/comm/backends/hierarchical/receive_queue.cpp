@@ -20,7 +20,7 @@ void ReceiveQueue::add(int tag, Deadline deadline, Attempt attempt) {
   lines_[tag].receives.push_back({deadline, std::move(attempt)});
   advance(lock, tag);
   if (lines_.empty()) return;
-  if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-receives", [this] { work(); });
+  if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-receives", [this, alive = owner_()] { work(); });
   news_.notify_all();
 }
 
@@ -100,7 +100,7 @@ void ReceiveQueue::stop() {
     stop_ = true;
     news_.notify_all();
   }
-  if (thread_.joinable()) thread_.join();
+  join_or_detach(thread_);
 }
 
 }  // namespace muster::comm::hierarchical_backend

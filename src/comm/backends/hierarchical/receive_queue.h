@@ -19,6 +19,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -37,6 +38,9 @@ class ReceiveQueue {
   // deadline that has passed ends it. Must not throw.
   using Attempt = std::function<bool(Turn)>;
 
+  // `owner` returns what keeps this object alive. The thread holds it, because a callback of a receive may release the
+  // last other reference to the owner.
+  explicit ReceiveQueue(std::function<std::shared_ptr<void>()> owner) : owner_(std::move(owner)) {}
   ~ReceiveQueue() { stop(); }
 
   // Attempts the receive immediately if none with its tag waits. Otherwise, or if nothing has come, attempts it later,
@@ -44,7 +48,9 @@ class ReceiveQueue {
   void add(int tag, Deadline deadline, Attempt attempt);
   // Whether a receive with this tag has to go through add().
   bool has(int tag);
-  void stop();  // ends receives that wait, and those that add() gets later
+  // Ends receives that wait, and those that add() gets later. Called in an attempt on the queue's thread, it returns
+  // before that thread has ended them.
+  void stop();
 
  private:
   struct Receive {
@@ -63,6 +69,7 @@ class ReceiveQueue {
   void end_late(std::unique_lock<std::mutex>& lock, int tag);
   void work();
 
+  const std::function<std::shared_ptr<void>()> owner_;
   std::mutex mutex_;
   std::condition_variable news_;
   std::map<int, Line> lines_;  // by tag; none is empty

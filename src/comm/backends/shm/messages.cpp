@@ -38,8 +38,9 @@ std::string show(const MessageHeader& header) {
 
 }  // namespace
 
-Messages::Messages(Channel& channel)
+Messages::Messages(Channel& channel, std::function<std::shared_ptr<void>()> owner)
     : channel_(channel),
+      owner_(std::move(owner)),
       sends_(channel.size()),
       wanted_(channel.size()),
       incoming_(channel.size()),
@@ -55,7 +56,7 @@ void Messages::run(const std::shared_ptr<Message>& message) {
     if (shm::spin_until(channel_.spin(),
                         [&] { return progress() || message->complete.load(std::memory_order_acquire); }))
       continue;
-    wait_for_news(message->deadline, message.get());
+    sleep_until_moved(message->deadline, *message);
   }
   if (message->error) std::rethrow_exception(message->error);
 }
@@ -115,7 +116,7 @@ void Messages::work_on(const std::shared_ptr<Message>& message) {
   progress();
   if (message->complete.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(mutex_);
-  if (!thread_.joinable()) thread_ = start_thread("muster-messages", [this] { work(); });
+  if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-messages", [this, alive = owner_()] { work(); });
   work_.notify_one();
 }
 
@@ -477,9 +478,10 @@ void Messages::check_peers() {
 void Messages::check_receives_of_any() {
   bool somebody = channel_.size() == 1;
   for (int peer = 0; peer < channel_.size(); ++peer) {
+    const bool left = channel_.left(peer);  // first: what the peer sent before it left is in the ring then
     const RingControl& from = ring(peer, channel_.rank());
     const bool drained = from.written.load(std::memory_order_acquire) == from.read.load(std::memory_order_relaxed);
-    somebody = somebody || (peer != channel_.rank() && (!channel_.left(peer) || !drained));
+    somebody = somebody || (peer != channel_.rank() && (!left || !drained));
   }
   for (const auto& message : receives_) {
     if (message->peer != kAnySource) continue;
@@ -496,15 +498,20 @@ void Messages::check_receives_of_any() {
   }
 }
 
+bool Messages::nothing_pending() {
+  const std::lock_guard lock(mutex_);
+  return !pending();
+}
+
 bool Messages::pending() const {
   for (int peer = 0; peer < channel_.size(); ++peer)
     if (!sends_[peer].empty() || incoming_[peer].target) return true;
   return !receives_.empty();
 }
 
-void Messages::wait_for_news(Deadline deadline, const Message* message) {
+void Messages::sleep_until_moved(Deadline deadline, const Message& message) {
   channel_.control(channel_.rank()).inbox.sleep(std::min(kNap, deadline.left()), [&] {
-    return progress() || (message && message->complete.load(std::memory_order_acquire));
+    return progress() || message.complete.load(std::memory_order_acquire);
   });
 }
 
@@ -515,7 +522,9 @@ void Messages::work() {
       work_.wait(lock, [&] { return pending() || stop_; });
       if (stop_ && !pending()) return;
     }
-    if (!progress()) wait_for_news(Deadline::never(), nullptr);
+    if (progress()) continue;
+    // Another thread may complete all that is pending before this one sleeps. Then no peer rings for it.
+    channel_.control(channel_.rank()).inbox.sleep(kNap, [&] { return progress() || nothing_pending(); });
   }
 }
 
@@ -529,7 +538,7 @@ void Messages::stop() {
       fail_all(completed, std::make_exception_ptr(Aborted(text("group '", channel_.name(), "' is closing"))));
   }
   report(completed);
-  if (thread_.joinable()) thread_.join();
+  join_or_detach(thread_);
 }
 
 }  // namespace muster::comm::shm_backend

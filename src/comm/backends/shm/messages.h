@@ -59,7 +59,10 @@ struct Message {
 
 class Messages {
  public:
-  explicit Messages(Channel& channel);
+  // `owner` returns what keeps this object alive (its memory, at least). The thread holds it, because a callback may
+  // release the last other reference to the owner.
+  explicit Messages(
+      Channel& channel, std::function<std::shared_ptr<void>()> owner = [] { return nullptr; });
   ~Messages();
 
   void run(const std::shared_ptr<Message>& message);  // returns when complete; throws its error
@@ -79,7 +82,8 @@ class Messages {
   int submit_if_here(const std::shared_ptr<Message>& receive, int first);
   bool all_left() const;  // whether all other ranks have left
 
-  // Fails pending messages (the channel must have failed or be stopping) and joins the thread.
+  // Fails pending messages (the channel must have failed or be stopping) and joins the thread. In a callback on that
+  // thread it does not wait for the thread, which ends soon after the callback.
   void stop();
 
  private:
@@ -121,14 +125,16 @@ class Messages {
   bool receiving(int peer) const {
     return wanted_[peer] + wanted_of_any_ > 0 || incoming_[peer].target || incoming_[peer].aside;
   }
-  bool pending() const;
-  void wait_for_news(Deadline deadline, const Message* message);
+  bool pending() const;  // with the lock
+  bool nothing_pending();
+  void sleep_until_moved(Deadline deadline, const Message& message);
   void work();
   RingControl& ring(int from, int to) const { return *reinterpret_cast<RingControl*>(channel_.ring(from, to)); }
   int shown(int rank) const { return channel_.shown(rank); }
   std::byte* ring_data(int from, int to) const { return channel_.ring(from, to) + sizeof(RingControl); }
 
   Channel& channel_;
+  const std::function<std::shared_ptr<void>()> owner_;
   std::mutex mutex_;
   std::vector<std::deque<std::shared_ptr<Message>>> sends_;  // by destination
   std::list<std::shared_ptr<Message>> receives_;             // in the order posted

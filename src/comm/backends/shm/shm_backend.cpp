@@ -29,7 +29,7 @@ ShmBackend::ShmBackend(const BackendContext& context)
       channel_(*context.store, context.store_prefix, context.rank, context.size, channel_options(context),
                context.watch, Deadline::after(context.timeout)),
       arena_(context.arena),
-      messages_(channel_) {}
+      messages_(channel_, [this] { return memory(); }) {}
 
 ShmBackend::~ShmBackend() { leave({}); }
 
