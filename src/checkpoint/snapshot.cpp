@@ -44,8 +44,7 @@ SnapshotOptions checked(SnapshotOptions options) {
   if (options.every < 0)
     throw InvalidArgument(text("a snapshot's .every must be at least 0, got ", options.every),
                           "Use 1 or more, or 0 for none");
-  if (options.keep < 1)
-    throw InvalidArgument(text("a snapshot's .keep must be at least 1, got ", options.keep), "Keep at least 1");
+  if (options.keep < 1) throw InvalidArgument(text("a snapshot's .keep must be at least 1, got ", options.keep));
   options.group = options.group.resolved();
   if (!options.group.is_member())
     throw InvalidArgument("this rank is not in the snapshot's group", "Make the Snapshot on the group's ranks only");

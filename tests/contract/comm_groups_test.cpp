@@ -354,7 +354,7 @@ TEST_P(Groups, SpeakC10d) {
     EXPECT_TRUE(is(tensors[0], 1));
     backend->barrier({})->wait();
     tensors = {mine(), mine()};
-    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { backend->allreduce(tensors, {}); }), "one tensor a rank");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { backend->allreduce(tensors, {}); }), "one tensor per rank");
   });
 }
 

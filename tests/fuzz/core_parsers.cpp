@@ -201,7 +201,7 @@ std::vector<uint64_t> some_box() {
   box->set_names(operations, dtypes);
   const int group = box->group("world", std::vector<int>{0, 1, 2, 3});
   for (uint64_t i = 0; i < 3; ++i) {
-    const uint64_t ticket = box->begin({.operation = 0, .dtype = 1, .group = group, .sequence = i, .bytes = 4096});
+    const uint64_t ticket = box->begin({.group = group, .operation = 0, .dtype = 1, .bytes = 4096, .sequence = i});
     if (i < 2) box->end(ticket, shm::BlackBoxState::kDone);
   }
   box->report(10, 320);

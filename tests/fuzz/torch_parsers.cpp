@@ -1,0 +1,176 @@
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/text.h"
+#include "checkpoint/container.h"
+#include "comm/failure_note.h"
+#include "comm/members.h"
+#include "fuzz/memory_file.h"
+#include "fuzz/parsers.h"
+#include "muster/base/error.h"
+#include "muster/comm/objects.h"
+#include "muster/comm/tensor_msgpack.h"
+#include "muster/data/idx.h"
+
+namespace muster::test {
+namespace {
+
+using Bytes = std::string_view;
+using Seeds = std::vector<std::string>;
+
+// --- what the ranks of a group read from each other in the store ---
+
+constexpr int kRanks = 3;
+
+void parse_members(Bytes bytes) {
+  try {
+    const auto members = comm::read_members(std::string(bytes), 1, kRanks);
+    if (members.size() != kRanks) std::abort();
+    for (const auto& member : members)
+      if (member.host < 0 || member.host >= kRanks) std::abort();
+    comm::cores_of_host(members, 1);
+  } catch (const Corrupt&) {
+  } catch (const Mismatch&) {
+  } catch (const Timeout&) {
+  }
+}
+
+Seeds members_seeds() {
+  return {"complete 3 0 100 3 0 101 3 1 102 ff", "missing 1 2", "mismatch rank 1 expects a group of 4 ranks"};
+}
+
+void parse_failure_note(Bytes bytes) {
+  try {
+    std::rethrow_exception(comm::read_failure(std::string(bytes)));
+  } catch (const Error& error) {
+    // What has been read can be written, and says the same again.
+    try {
+      std::rethrow_exception(comm::read_failure(comm::write_failure(error)));
+    } catch (const Error& again) {
+      if (again.code() != error.code() || again.message() != error.message()) std::abort();
+    }
+  }
+}
+
+Seeds failure_note_seeds() {
+  return {comm::write_failure(PeerLost(1, 4711, "killed by signal 9")),
+          comm::write_failure(Timeout("all_reduce timed out", {1, 2}, "Look at them")),
+          comm::write_failure(Mismatch("ranks disagree", "Call the same")), comm::write_failure(Aborted("closed"))};
+}
+
+// --- objects ---
+
+struct Tree {
+  int value = 0;
+  std::vector<Tree> below;
+  MSGPACK_DEFINE(value, below)
+};
+
+template <typename T>
+void unpack(Bytes bytes) {
+  const at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  detail::unpack_object<T>({.bytes = tensor, .from = 1});
+}
+
+void parse_object(Bytes bytes) {
+  if (bytes.empty()) return;
+  const auto choice = static_cast<uint8_t>(bytes[0]);
+  bytes.remove_prefix(1);
+  try {
+    switch (choice % 4) {
+      case 0:
+        return unpack<std::map<std::string, std::vector<double>>>(bytes);
+      case 1:
+        return unpack<at::Tensor>(bytes);
+      case 2:
+        return unpack<Tree>(bytes);
+      default:
+        return unpack<std::vector<std::pair<std::string, at::Tensor>>>(bytes);
+    }
+  } catch (const Corrupt&) {
+  }
+}
+
+Seeds object_seeds() {
+  const auto packed = [](char choice, const auto& object) { return choice + detail::pack_object(object).bytes(); };
+  const at::Tensor tensor = at::arange(6, at::kFloat).reshape({2, 3});
+  return {packed('\0', std::map<std::string, std::vector<double>>{{"loss", {0.5, 0.25}}, {"", {}}}),
+          packed('\1', tensor), packed('\1', at::Tensor()), packed('\2', Tree{1, {Tree{2, {}}, Tree{3, {Tree{}}}}}),
+          packed('\3', std::vector<std::pair<std::string, at::Tensor>>{{"a", tensor}, {"b", at::Tensor()}})};
+}
+
+// --- files ---
+
+void parse_idx(Bytes bytes) {
+  try {
+    read_idx(MemoryFile(bytes).path());
+  } catch (const Corrupt&) {
+  }
+}
+
+Seeds idx_seeds() {
+  using namespace std::string_literals;
+  return {"\0\0\10\1\0\0\0\5hello"s, "\0\0\10\3\0\0\0\2\0\0\0\2\0\0\0\1abcd"s};
+}
+
+// The first byte says whether the checksums are made right again. Without that, almost no mutant gets past them.
+void parse_snapshot(Bytes bytes) {
+  if (bytes.empty()) return;
+  const bool repair = bytes[0] == 1;
+  std::string file(bytes.substr(1));
+  if (repair && file.size() >= checkpoint::kPreambleBytes) {
+    uint64_t header_bytes = 0;
+    std::memcpy(&header_bytes, file.data() + 16, 8);
+    const uint64_t file_bytes = file.size();
+    std::memcpy(file.data() + 24, &file_bytes, 8);
+    const uint64_t sum = checkpoint::checksum(Bytes(file).substr(checkpoint::kPreambleBytes).substr(0, header_bytes));
+    std::memcpy(file.data() + 32, &sum, 8);
+    const uint64_t own = checkpoint::checksum(Bytes(file).substr(0, 40));
+    std::memcpy(file.data() + 40, &own, 8);
+  }
+  const MemoryFile on_disk(file);
+  try {
+    checkpoint::read_about(on_disk.path());
+    checkpoint::Container::read(on_disk.path());
+  } catch (const Corrupt&) {
+  }
+}
+
+Seeds snapshot_seeds() {
+  const checkpoint::Entry weight{
+      .item = "model", .name = "weight", .kind = "tensor", .order = 0, .tensor = at::arange(10, at::kFloat)};
+  const checkpoint::Entry own{
+      .item = "model", .name = "own", .kind = "tensor", .rank = 1, .order = 1, .tensor = at::arange(3, at::kByte)};
+  Seeds seeds;
+  for (const auto& about :
+       {checkpoint::About{.steps = 7, .world_size = 2, .rank = 1},
+        checkpoint::About{.steps = 7, .world_size = 1, .shards = {{.file = "step-7.rank-0", .bytes = 640, .sum = 99}}}})
+    for (const char repair : {'\0', '\1'}) {
+      MemoryFile written;
+      checkpoint::write_container(written.path(), about, {weight, own});
+      seeds.push_back(repair + written.bytes());
+    }
+  return seeds;
+}
+
+}  // namespace
+
+const std::vector<Parser>& torch_parsers() {
+  static const std::vector<Parser> parsers{{"members", parse_members, members_seeds},
+                                           {"failure_note", parse_failure_note, failure_note_seeds},
+                                           {"object", parse_object, object_seeds},
+                                           {"idx", parse_idx, idx_seeds},
+                                           {"snapshot", parse_snapshot, snapshot_seeds}};
+  return parsers;
+}
+
+}  // namespace muster::test
