@@ -42,6 +42,10 @@ std::exception_ptr read_failure(const std::string& note) {
       return std::make_exception_ptr(Aborted(message, advice));
     case ErrorCode::kInvalidArgument:
       return std::make_exception_ptr(InvalidArgument(message, advice));
+    case ErrorCode::kUnauthorized:
+      return std::make_exception_ptr(Unauthorized(message, advice));
+    case ErrorCode::kCorrupt:
+      return std::make_exception_ptr(Corrupt(message, advice));
     default:
       return std::make_exception_ptr(Unavailable(message, advice));
   }

@@ -22,12 +22,6 @@ class MemoryFile {
       bytes.remove_prefix(static_cast<size_t>(written));
     }
   }
-  std::string bytes() const {
-    std::string all(static_cast<size_t>(::lseek(fd_.get(), 0, SEEK_END)), '\0');
-    if (::pread(fd_.get(), all.data(), all.size(), 0) != static_cast<ssize_t>(all.size()))
-      throw_errno("reading a memfd");
-    return all;
-  }
   std::string path() const { return text("/proc/self/fd/", fd_.get()); }
 
  private:

@@ -34,7 +34,7 @@ using test::TlsEnd;
 int64_t setting(const char* name, int64_t otherwise) { return env_int(name).value_or(otherwise); }
 
 // `bytes`, changed in one to four places.
-std::string mutated(std::string bytes, Dice& dice) {
+std::string mangled(std::string bytes, Dice& dice) {
   static constexpr char kBorders[] = {'\x00', '\x01', '\x7f', '\x80', '\xfe', '\xff'};
   for (size_t changes = 1 + dice.below(4); changes > 0; --changes) {
     const size_t at = dice.below(bytes.size() + 1), length = dice.below(std::min<size_t>(bytes.size() - at, 32) + 1);
@@ -86,11 +86,11 @@ std::string some_frames(Dice& dice) {
     const std::string value = dice.bytes(dice.below(200));
     const auto request = some_request(dice, value);
     if (dice.one_in(2)) {  // the frame is right, and its body may not be
-      const std::string body = dice.one_in(3) ? dice.bytes(dice.below(100)) : mutated(encode(request), dice);
+      const std::string body = dice.one_in(3) ? dice.bytes(dice.below(100)) : mangled(encode(request), dice);
       const auto size = static_cast<uint32_t>(body.size());
       frames.append(reinterpret_cast<const char*>(&size), sizeof size).append(body);
     } else {
-      frames += dice.one_in(2) ? frame(request) : mutated(frame(request), dice);
+      frames += dice.one_in(2) ? frame(request) : mangled(frame(request), dice);
     }
   }
   return frames;
@@ -122,11 +122,11 @@ class StoreFuzz : public testing::Test {
     TlsEnd end(dice.one_in(3) ? Secret::generate() : secret_);
     end.shake_hands();
     const std::string hello = end.to_send();
-    if (dice.one_in(2)) return send_in_pieces(client, mutated(hello, dice), dice);
+    if (dice.one_in(2)) return send_in_pieces(client, mangled(hello, dice), dice);
     client.send_bytes(hello);
     end.feed(client.read_some());
     end.shake_hands();
-    send_in_pieces(client, mutated(end.to_send() + (dice.one_in(2) ? dice.bytes(dice.below(100)) : ""), dice), dice);
+    send_in_pieces(client, mangled(end.to_send() + (dice.one_in(2) ? dice.bytes(dice.below(100)) : ""), dice), dice);
   }
 
   // With the right key: records that are not as TLS has them, and messages of TLS's own.
@@ -146,7 +146,7 @@ class StoreFuzz : public testing::Test {
       }
     }
     const std::string records = client.tls().to_send();
-    send_in_pieces(client, dice.one_in(2) ? mutated(records, dice) : records, dice);
+    send_in_pieces(client, dice.one_in(2) ? mangled(records, dice) : records, dice);
     end(client, dice);
   }
 
@@ -213,7 +213,7 @@ TEST(ProtocolFuzz, AnyBytesAreAMessageOrCorrupt) {
     const std::string value = dice.bytes(dice.below(50));
     store::Reply reply = store::error_reply(Timeout(value));
     if (dice.one_in(2)) reply.value = value;
-    const std::string request = mutated(encode(some_request(dice, value)), dice), answer = mutated(encode(reply), dice);
+    const std::string request = mangled(encode(some_request(dice, value)), dice), answer = mangled(encode(reply), dice);
     try {
       const auto decoded = store::decode_request(request);
       EXPECT_LE(decoded.value.size(), request.size());

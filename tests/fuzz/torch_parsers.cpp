@@ -2,8 +2,12 @@
 #include <ATen/ops/empty.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <string>
 #include <string_view>
@@ -28,14 +32,14 @@ using Seeds = std::vector<std::string>;
 
 // --- what the ranks of a group read from each other in the store ---
 
-constexpr int kRanks = 3;
+constexpr int kSize = 3;
 
 void parse_members(Bytes bytes) {
   try {
-    const auto members = comm::read_members(std::string(bytes), 1, kRanks);
-    if (members.size() != kRanks) std::abort();
+    const auto members = comm::read_members(std::string(bytes), 1, kSize);
+    if (members.size() != kSize) std::abort();
     for (const auto& member : members)
-      if (member.host < 0 || member.host >= kRanks) std::abort();
+      if (member.host < 0 || member.host >= kSize) std::abort();
     comm::cores_of_host(members, 1);
   } catch (const Corrupt&) {
   } catch (const Mismatch&) {
@@ -150,15 +154,19 @@ Seeds snapshot_seeds() {
       .item = "model", .name = "weight", .kind = "tensor", .order = 0, .tensor = at::arange(10, at::kFloat)};
   const checkpoint::Entry own{
       .item = "model", .name = "own", .kind = "tensor", .rank = 1, .order = 1, .tensor = at::arange(3, at::kByte)};
+  std::string folder = (std::filesystem::temp_directory_path() / "snapshot-seeds-XXXXXX").string();
+  if (!::mkdtemp(folder.data())) throw_errno("making a folder");
   Seeds seeds;
   for (const auto& about :
        {checkpoint::About{.steps = 7, .world_size = 2, .rank = 1},
         checkpoint::About{.steps = 7, .world_size = 1, .shards = {{.file = "step-7.rank-0", .bytes = 640, .sum = 99}}}})
     for (const char repair : {'\0', '\1'}) {
-      MemoryFile written;
-      checkpoint::write_container(written.path(), about, {weight, own});
-      seeds.push_back(repair + written.bytes());
+      const auto path = std::filesystem::path(folder) / "seed";
+      checkpoint::write_container(path, about, {weight, own});
+      std::ifstream in(path, std::ios::binary);
+      seeds.push_back(repair + std::string(std::istreambuf_iterator<char>(in), {}));
     }
+  std::filesystem::remove_all(folder);
   return seeds;
 }
 
