@@ -17,7 +17,7 @@ def code(path):
 
 def main():
     page = (ROOT / "docs" / "security.md").read_text()
-    tests = "\n".join(each.read_text() for each in (ROOT / "tests").rglob("*.cpp"))
+    tests = "\n".join(each.read_text() for suffix in ("cpp", "h") for each in (ROOT / "tests").rglob(f"*.{suffix}"))
     known = set(re.findall(r"TEST(?:_F|_P)?\(\s*(\w+),\s*(\w+)\)", tests))
     wrong, checked = [], 0
     for name in re.findall(r"`([^`]+)`", page):
