@@ -43,7 +43,7 @@ inline uint64_t parse_number(const std::string& option, const std::string& word,
   return number;
 }
 
-// Of standard output; 0 where it is no terminal. ps.cpp
+// Of standard output; 0 if it is not a terminal. ps.cpp
 int terminal_columns();
 int terminal_rows();
 

@@ -111,7 +111,7 @@ std::optional<muster::launch::HostOptions> hosts_of(const RunArguments& argument
   return hosts;
 }
 
-// CLI11 does not know of PROGRAM, since it sees only the words before it.
+// CLI11 does not know PROGRAM, because it sees only the words before it.
 struct RunHelp : CLI::Formatter {
   std::string make_usage(const CLI::App*, std::string) const override { return text("Usage: ", kUsage, '\n'); }
 };
@@ -271,7 +271,7 @@ int dispatch(std::vector<std::string> words) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Descriptors that we open must never become somebody's standard output.
+  // Descriptors that this process opens must never become the standard output of another one.
   for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; ++fd)
     if (::fcntl(fd, F_GETFD) < 0) [[maybe_unused]]
       const int null = ::open("/dev/null", O_RDWR);

@@ -9,7 +9,7 @@ namespace muster::tools {
 
 namespace {
 
-// Zeros where standard output is no terminal.
+// Zeros if standard output is not a terminal.
 winsize terminal_size() {
   winsize size{};
   return ::isatty(STDOUT_FILENO) && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size : winsize{};

@@ -90,7 +90,7 @@ int top_command(std::vector<std::string> words) {
     else
       std::cout << launch::activity_table(activity) << (arguments.once ? "" : "\n") << std::flush;
     if (arguments.once) return 0;
-    if (!std::cout) return 1;  // nobody reads any more
+    if (!std::cout) return 1;  // the reader has gone
     ::poll(nullptr, 0, static_cast<int>(interval * 1000));
     try {
       boxes = launch::find_black_boxes(job, 0);

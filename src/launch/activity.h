@@ -1,11 +1,12 @@
 // What the ranks of a job do at the moment, from readings of their black boxes: the table of `muster top`.
 //
-// Samples a second come from two reports of the program that lie apart; from a single reading, from its first report to
-// its last. The share of time in communication is the union of the collectives' times within the window that ends with
-// the reading: since the reading before, or else the last ten seconds. Messages do not count: one that waits for its
-// peer keeps nobody busy. A box holds 4,096 operations; where more have come, the window is as long as what is left.
+// Samples per second come from two reports of the program at different times; from a single reading, they come from its
+// first and its last report. The share of time in communication is the union of the collectives' times within a window
+// that ends with the reading. The window begins with the reading before, or else ten seconds earlier. Messages do not
+// count, because a message that waits for its peer keeps no rank busy. A box holds 4,096 operations; if more have come,
+// the window is as long as the operations that are left.
 //
-// Nothing here costs the job anything: its memory is read, never written.
+// The job pays nothing for this: its memory is read, never written.
 //
 // Thread-safety: none.
 #pragma once
@@ -46,7 +47,7 @@ class ActivityWatch {
     uint64_t when, samples;
   };
   struct History {
-    uint64_t box = 0;  // when it was made: another box is another history
+    uint64_t box = 0;  // when it was made; a box made at another time has another history
     uint64_t looked_ns = 0;
     std::vector<Report> reports;  // different ones, the oldest first
   };
@@ -54,7 +55,7 @@ class ActivityWatch {
   std::map<int, History> ranks_;
 };
 
-// The share of [from, to] in which a collective ran; nullopt where the rank has begun none.
+// The share of [from, to] in which a collective ran; nullopt if the rank has begun none.
 std::optional<double> communication_share(const shm::BlackBoxSnapshot& box, uint64_t from_ns, uint64_t to_ns);
 
 std::string activity_table(const JobActivity& activity);

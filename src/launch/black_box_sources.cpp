@@ -69,7 +69,7 @@ std::vector<Found> find_all() {
       try {
         found[identity] = {shm::read_black_box(fd.get()), {pid}};
       } catch (const Error&) {
-        found.erase(identity);  // somebody else's memory file of that name
+        found.erase(identity);  // a memfd of that name that is not Muster's
       }
     }
   }

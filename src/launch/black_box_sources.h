@@ -1,13 +1,13 @@
 // Where black boxes come from: the processes that live on this host, and files.
 //
-// Live. Every process with a rank's box (the launcher, the rank) has a link /proc/<pid>/fd/… to its memfd, which its
-// user may open. So the boxes of a job are found by looking at all processes of this user.
+// Live: every process with a rank's box (the launcher, the rank) has a link /proc/<pid>/fd/… to its memfd, which its
+// user may open. So these functions find the boxes of a job by looking at all processes of this user.
 //
-// A file. `muster run --black-box FILE` writes, when a job fails:
+// A file: `muster run --black-box FILE` writes, when a job fails:
 //   "MUSTERBX" | format | time (CLOCK_MONOTONIC, ns) | number of ranks |
 //   for each: rank's end in words (length, bytes) | number of words, words of the segment
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <sys/types.h>
@@ -22,7 +22,7 @@ namespace muster::launch {
 
 struct RankBox {
   shm::BlackBoxSnapshot box;
-  std::string end;             // what has become of the rank: "running", "stopped", "killed by SIGKILL (9)", …
+  std::string end;             // the state of the rank: "running", "stopped", "killed by SIGKILL (9)", …
   std::vector<pid_t> holders;  // processes that have the box open, sorted; of a file: none
 };
 
@@ -36,18 +36,19 @@ struct JobBoxes {
 std::vector<JobBoxes> find_jobs();
 
 // The boxes of the job whose id begins with `job`, or that process `pid` (launcher or rank) belongs to; with neither,
-// of the only job there is. InvalidArgument where there is no such job or more than one.
+// of the only job. InvalidArgument if there is no such job, or more than one.
 JobBoxes find_black_boxes(const std::string& job, pid_t pid);
 
-// InvalidArgument where there is no such file, Corrupt where it is none of ours or cut short.
+// InvalidArgument if the file does not exist, Corrupt if it is not a file of black boxes or is cut short.
 JobBoxes read_black_boxes(const std::filesystem::path& file);
 
 struct SavedBox {
   int fd;           // the memfd
   std::string end;  // of the rank
 };
-// Whole or not at all. Unavailable where it cannot be written.
+// Writes all or nothing. Unavailable if the file cannot be written.
 void write_black_boxes(const std::filesystem::path& file, const std::vector<SavedBox>& boxes);
-void clear_black_boxes(const std::filesystem::path& file);  // what was written there; nothing where there is no name
+// Removes what was written there; does nothing if the name is empty.
+void clear_black_boxes(const std::filesystem::path& file);
 
 }  // namespace muster::launch

@@ -1,8 +1,8 @@
 // Black boxes as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 //
 // The Trace Event Format's JSON object: a process for each rank, a thread for each of its groups. A collective is a
-// complete event ("X") from where it ran; a message, of which several may be under way at once, a pair of async events
-// ("b", "e"). What is under way lasts until the boxes were read. Times count from the first operation.
+// complete event ("X") from where it ran. A message is a pair of async events ("b", "e"), because several may be under
+// way at the same time. An operation under way lasts until the boxes were read. Times count from the first operation.
 //
 // Thread-safety: all of it.
 #pragma once

@@ -85,7 +85,8 @@ void use_default_signals() {
   if (plan.default_signals) use_default_signals();
   ::sigprocmask(SIG_SETMASK, &plan.mask, nullptr);
   if (plan.body) run_body(plan);
-  // What the launcher was started with, and its own; not before the exec, since error_pipe is needed until then.
+  // The descriptors that the launcher was started with, and its own; only at the exec, because error_pipe is needed
+  // until then.
   ::close_range(STDERR_FILENO + 1, ~0u, CLOSE_RANGE_CLOEXEC);
   if (plan.black_box >= 0) ::fcntl(plan.black_box, F_SETFD, 0);
   ::execve(plan.path, plan.arguments, plan.environment);
@@ -104,7 +105,7 @@ pid_t start_rank(const ChildPlan& plan) {
                 "Use fewer ranks, or raise the limit of processes (ulimit -u)");
   if (pid == 0) be_rank(plan, launcher);
   ::setpgid(pid,
-            pid);  // by both, so that it holds for whoever comes first; fails where the rank has started its program
+            pid);  // both do it, so it holds for the one that runs first; fails if the rank has started its program
   return pid;
 }
 

@@ -1,8 +1,8 @@
-// One rank's process: fork, make it a process of its own standing, then the program or the function.
+// One rank's process: fork, its own process group and its own descriptors, then the program or the function.
 //
 // Between fork(2) and execve(2) only async-signal-safe calls are made; everything else is prepared before.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <signal.h>
@@ -24,17 +24,17 @@ struct ChildPlan {
   char** arguments = nullptr;
   const std::function<int()>* body = nullptr;
 
-  // What becomes 0, 1 and 2; -1: stays as it is.
+  // The descriptors that become 0, 1 and 2; -1: stays as it is.
   int standard[3] = {-1, -1, -1};
   const std::vector<unsigned long>* affinity = nullptr;  // a mask for sched_setaffinity(2); null: as it is
   std::vector<int> to_close;  // in a rank that runs a function; execve(2) closes them otherwise
   int black_box = -1;         // stays open in the program
-  int error_pipe = -1;        // gets an ExecError where execve(2) fails
+  int error_pipe = -1;        // gets an ExecError if execve(2) fails
   int guardian_socket = -1;
 
   sigset_t mask;                     // the rank's
   bool default_signals = false;      // every disposition back to its default, except an ignored SIGHUP (nohup)
-  std::optional<rlimit> open_files;  // the rank's limit, where the launcher raised its own
+  std::optional<rlimit> open_files;  // the rank's limit, if the launcher raised its own
 };
 
 // What a rank that could not start its program writes before it ends with kNotStarted. Written whole.
@@ -43,7 +43,7 @@ struct ExecError {
 };
 inline constexpr int kNotStarted = 127;
 
-// Returns the rank's process id, the leader of its process group. Unavailable where there are too many processes.
+// Returns the process id of the rank, which leads its process group. Unavailable if there are too many processes.
 pid_t start_rank(const ChildPlan& plan);
 
 }  // namespace muster::launch

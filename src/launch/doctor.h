@@ -1,12 +1,12 @@
 // What this machine offers to a job, and what to change: `muster doctor`.
 //
-// Each finding has a verdict: good; worth knowing (it works, with a limit that somebody may meet); bad (jobs fail or
-// are much slower than they need to be). The advice says what to change. What cannot be found out is left out.
+// Each finding has a verdict: good; worth knowing (it works, with a limit that a job may reach); bad (jobs fail or are
+// much slower than necessary). The advice says what to change. What cannot be determined is left out.
 //
-// Files of the system are read below `root`, so that tests can bring a machine of their own; limits, calls that are
-// tried out and the environment are always this process's.
+// The system's files are read below `root`, so that tests can describe another machine. Limits, system calls that are
+// tried, and the environment are always those of this process.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <filesystem>
@@ -21,7 +21,7 @@ struct Finding {
   std::string name;   // "open files"
   std::string value;  // "1024, at most 1048576"
   Verdict verdict = Verdict::kGood;
-  std::string advice;  // empty where all is well
+  std::string advice;  // empty if nothing has to change
 };
 
 // What the muster command was built with.

@@ -1,24 +1,25 @@
-// What a launcher and its ranks in muster::elastic::run() (train/elastic.h) say to each other: how ranks stay while
-// others are lost, replaced, left out or added.
+// What a launcher and its ranks in muster::elastic::run() (train/elastic.h) tell each other, so that ranks can stay
+// while other ranks are lost, replaced, left out or added.
 //
 // The keys are in the launcher's own store, which each host's launcher serves to the ranks that it started
-// (MUSTER_LAUNCHER; on one host that is the job's store), by the rank's number on that host:
+// (MUSTER_LAUNCHER; on one host that is the job's store). <l> is the rank's number on that host:
 //
-//   elastic/rank/<l>   The rank's mark. "stays": it is in run(), and would meet others again. "<e>": the launcher has
-//                      called it away from epoch e, and promises a word. "done": it wants no word any more. Absent: it
-//                      is not in run() yet.
-//   elastic/word/<l>   The launcher's word: a number of the epoch and the rank's place in it (ElasticWord). Or "stop",
-//                      which is the last: the job ends, and no epoch will come for who waits for one, or for its
-//                      peers to come into one. It says so to ranks that it has called away; those that train learn of
-//                      the end by a signal, at the next step.
+//   elastic/rank/<l>   The rank's mark. "stays": the rank is in run(), and would meet others again. "<e>": the launcher
+//                      has called the rank away from epoch e, and will write a word for it. "done": the rank waits for
+//                      no further word. Absent: the rank is not in run() yet.
+//   elastic/word/<l>   The launcher's word: the number of an epoch and the rank's place in it (ElasticWord). Or "stop",
+//                      the last word: the job ends, and no epoch will come for a rank that waits for one, or for its
+//                      peers to enter one. Only ranks that the launcher has called away get it; ranks that train learn
+//                      of the end by a signal, at the next step.
 //
-// A mark changes by compare-and-swap alone, so a rank that has come to its end is either called or done, never both:
+// A mark changes only by compare-and-swap, so a rank that has come to its end is either called away or done, never
+// both:
 //
 //   absent ──rank──▶ "stays" ──launcher──▶ "<e>" ──rank, with a word of an epoch after e──▶ "stays" ──rank──▶ "done"
 //
-// Epochs are numbered upward; over several hosts they are those of the launchers' rendezvous (rendezvous.h). What the
-// ranks of epoch e tell each other is in the job's store, under elastic/epochs/<e>. A rank that is started into a
-// running job finds its epoch in MUSTER_EPOCH.
+// The numbers of epochs grow; over several hosts they are those of the launchers' rendezvous (rendezvous.h). What the
+// ranks of epoch e tell each other is in the job's store, under elastic/epochs/<e>. A rank that is started while the
+// job runs finds its epoch in MUSTER_EPOCH.
 //
 // Thread-safety: functions without state.
 #pragma once
@@ -55,7 +56,7 @@ inline std::string to_text(const ElasticWord& word) {
   return out.str();
 }
 
-// Nothing where that is no word.
+// nullopt if `text` is not a word.
 inline std::optional<ElasticWord> elastic_word(const std::string& text) {
   std::istringstream in(text);
   ElasticWord word;
@@ -63,13 +64,13 @@ inline std::optional<ElasticWord> elastic_word(const std::string& text) {
   return std::nullopt;
 }
 
-// The epoch from which a mark calls its rank away; nothing where it does not.
+// The epoch from which a mark calls its rank away; nullopt if it does not.
 inline std::optional<int64_t> called_from(const std::optional<std::string>& mark) {
   if (!mark || mark->empty() || mark->find_first_not_of("0123456789") != std::string::npos) return std::nullopt;
   return std::stoll(*mark);
 }
 
-// The launcher's side: calls a rank away from `epoch`. Its mark before: "done" where it is, and stays so.
+// The launcher calls a rank away from `epoch`. Returns its mark before that; "done" is not changed.
 inline std::optional<std::string> call_away(Store& store, int local_rank, int64_t epoch) {
   const std::string key = mark_key(local_rank), called = std::to_string(epoch);
   for (auto mark = store.try_get(key);;) {

@@ -30,7 +30,7 @@ int free_port(const std::string& where) {
   if (!socket || ::inet_pton(AF_INET, where.c_str(), &address.sin_addr) != 1 ||
       ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
       ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0)
-    return 29500;  // PyTorch's default. Without IPv4 nobody can use it, and Muster does not.
+    return 29500;  // PyTorch's default. Without IPv4 no program can use it, and Muster does not.
   return ntohs(address.sin_port);
 }
 

@@ -15,7 +15,7 @@ struct Job {
   std::string run;  // the same on all hosts
   std::string store_address;
   std::string launcher_address;  // the store of this launcher alone; on one host the job's
-  std::string secret;            // for that; empty: it needs none
+  std::string secret;            // for that store; empty: it needs none
   std::string store_prefix;      // of the keys that the ranks use there; empty: all
   int ranks = 1;                 // here
   int first_rank = 0, world_size = 1;
@@ -30,7 +30,7 @@ struct Job {
 
 // A fresh id and store name, and a free port.
 Job make_job(const LaunchOptions& options);
-// At an IPv4 address of this host; nobody has it now. 29500, which is PyTorch's, where there is no such address.
+// A port that is free now at an IPv4 address of this host. 29500, PyTorch's default, if there is no such address.
 int free_port(const std::string& address = "127.0.0.1");
 
 // "NAME=value" strings and the array of pointers to them that execve(2) takes.
@@ -40,7 +40,7 @@ class Environment {
   void set(const std::string& name, const std::string& value);
   void unset(const std::string& name);
   bool has(const std::string& name) const;
-  std::string get(const std::string& name) const;  // empty where it is not set
+  std::string get(const std::string& name) const;  // empty if it is not set
   char** block();                                  // valid until the next change
 
  private:

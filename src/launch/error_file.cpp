@@ -19,7 +19,7 @@ using nlohmann::json;
 
 constexpr std::streamsize kMost = 1 << 20;  // bytes of a rank's own file
 
-// null where there is no file, or none of JSON.
+// null if there is no file, or if it is not JSON.
 json read_rank_error(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string bytes(static_cast<size_t>(kMost), '\0');

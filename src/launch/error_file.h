@@ -4,10 +4,10 @@
 //    "stack": [...], "last_lines": [...], "last_operations": [...], "cause", "rank_error"}
 //
 // "rank_error" is what the failing rank itself wrote to the file that TORCHELASTIC_ERROR_FILE names, as programs under
-// torchrun do (Python: torch.distributed.elastic.multiprocessing.errors.record); null where it wrote none. These files
-// are FILE.rank_N while the job runs. A job that ends well leaves no file.
+// torchrun do (Python: torch.distributed.elastic.multiprocessing.errors.record); null if it wrote none. These files
+// are FILE.rank_N while the job runs. A job that succeeds leaves no file.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <optional>
@@ -22,17 +22,18 @@ inline constexpr const char* kRankErrorVariable = "TORCHELASTIC_ERROR_FILE";
 
 std::string rank_error_path(const std::string& error_file, int rank);
 
-// Removes what a job before left there. InvalidArgument where there is no folder for it.
+// Removes the file of an earlier job. InvalidArgument if its folder does not exist.
 void check_error_file(const std::string& error_file);
 void clear_rank_error(const std::string& path);
-// Of a job that ended well after all: nothing is left, of the ranks' `paths` neither.
+// For a job that succeeded after all: removes the file and the ranks' `paths`.
 void clear_error_file(const std::string& error_file, const std::set<std::string>& paths);
 
-// The message of the rank's own file: "RuntimeError: the disk is full"; nullopt where there is none, or no such one.
+// The message of the rank's own file: "RuntimeError: the disk is full"; nullopt if there is no such file, or no such
+// message in it.
 std::optional<std::string> rank_error(const std::string& path);
 
-// Whole or not at all, and the ranks' own files are removed; `own`: that of the rank that failed, which is part of it.
-// Unavailable where it cannot be written.
+// Writes all or nothing, and removes the ranks' own files. `own`: the file of the rank that failed; its content becomes
+// part of the written file. Unavailable if it cannot be written.
 void write_error_file(const std::string& error_file, const Outcome& outcome, const std::string& job,
                       const std::string& own, const std::set<std::string>& paths);
 

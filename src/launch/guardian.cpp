@@ -72,7 +72,7 @@ void detach(const UniqueFd& socket) {
 }
 
 void say(int socket, pid_t record) {
-  // It fails only where somebody killed the other side.
+  // It fails only if another process killed the other side.
   [[maybe_unused]] const ssize_t written = ::send(socket, &record, sizeof record, MSG_NOSIGNAL);
 }
 
@@ -116,7 +116,7 @@ Guardian Guardian::start(const std::string& job_id) {
   }
   sockets.other.reset();
   guardian.socket_ = std::move(sockets.one);
-  // Before that, whoever kills our process group kills it too.
+  // Before that, a signal that kills this process group kills the guardian, too.
   pollfd ready{guardian.socket_.get(), POLLIN, 0};
   const auto deadline = Deadline::after(kStartTakes);
   while (::poll(&ready, 1, deadline.poll_ms()) < 0 && errno == EINTR) {

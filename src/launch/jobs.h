@@ -1,12 +1,12 @@
-// The jobs of this user on this host, as `muster ps` lists them. There is no registry: whoever holds a black box
-// (black_box_sources.h) takes part in its job.
+// The jobs of this user on this host, as `muster ps` lists them. There is no registry: every process that holds a black
+// box (black_box_sources.h) takes part in its job.
 //
-// Who is who. The launcher holds the boxes of all its ranks and takes none for itself: of a box's holders it is the
-// one whose parent holds none. A rank is the process that has taken the box; until it makes a World, or where it never
-// does, the launcher's child that holds it. Ranks that other launchers started have boxes of their own, and no launcher
-// is known.
+// The launcher holds the boxes of all its ranks and takes none for itself: of a box's holders it is the one whose
+// parent holds none. The rank is the process that has taken the box. If no process has taken it (the rank has not made
+// a World yet, or never makes one), the rank is the launcher's child that holds the box. Ranks that other launchers
+// (mpirun, srun) started have their own boxes, and no known launcher.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <sys/types.h>

@@ -1,9 +1,9 @@
-// What a rank wrote last to its standard error, bounded, and the exception that it reported there.
+// The last lines that a rank wrote to its standard error, bounded, and the exception that it reported there.
 //
 // Knows the two lines that libstdc++ prints for an uncaught exception:
 //   terminate called after throwing an instance of 'std::runtime_error'
 //     what():  no such file
-// and those of a fault (base/crash_report.h), which are kept apart from the lines:
+// and the lines of a fault (base/crash_report.h), which it keeps apart from the others:
 //   muster: SIGSEGV (11) at address 0x0, in thread 4711 'train'
 //   muster: stack: ./train +0x1234
 //
@@ -24,7 +24,7 @@ class LastLines {
   static constexpr size_t kMaxLines = 20, kMaxLineBytes = 1000, kMaxFrames = 100;
 
   void feed(std::string_view bytes);
-  void finish();  // no more bytes: a last line without end is a line too
+  void finish();  // no more bytes will come: a last line without its end counts as a line, too
 
   const std::deque<std::string>& lines() const { return lines_; }
   const std::string& exception_type() const { return exception_type_; }  // empty: none was reported

@@ -1,10 +1,10 @@
-// Whether the kernel's out-of-memory killer was at work: what its counters say now, against when the job began.
+// Whether the kernel's out-of-memory killer killed a process: compares its counters now with those when the job began.
 //
-// Sources, the surest first: the kernel's log, where it may be read and shows our process ids; memory.events of the
-// cgroups around us, whose counter includes the groups below (cgroup v2); and the count of the whole system in
-// /proc/vmstat. The kernel counts before it kills, so that what is read after a death includes it.
+// Sources, the most reliable first: the kernel's log, if it may be read and shows this job's process ids; memory.events
+// of the cgroups around this process, whose counters include the groups below (cgroup v2); and the count of the whole
+// system in /proc/vmstat. The kernel counts before it kills, so a count that is read after a death includes that death.
 //
-// Thread-safety: const methods, all of it.
+// Thread-safety: const methods.
 #pragma once
 
 #include <sys/types.h>
@@ -22,11 +22,11 @@ class OomWatch {
   explicit OomWatch(std::filesystem::path root = "/");
 
   struct Verdict {
-    bool known = false;   // there is a counter that can be read
-    bool killed = false;  // by the out-of-memory killer: this process, or one that it is hard to tell from it
-    std::string words;    // e.g. "the out-of-memory killer of the kernel ended it: …"; empty where not known
+    bool known = false;   // a counter could be read
+    bool killed = false;  // by the out-of-memory killer: this process, or one that cannot be distinguished from it
+    std::string words;    // e.g. "the out-of-memory killer of the kernel ended it: …"; empty if not known
   };
-  // About a process that SIGKILL has ended.
+  // For a process that SIGKILL has ended.
   Verdict about(pid_t pid) const;
 
  private:

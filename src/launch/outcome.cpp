@@ -72,7 +72,7 @@ bool Failure::is_consequence() const {
   const auto& words = last_lines->exception_text();
   const bool no_store =
       type == "muster::Unavailable" && words.starts_with("the store ") && words.find(" went away") != std::string::npos;
-  // A peer was lost, and without the store nobody could say which.
+  // A peer was lost, and without the store it is unknown which.
   const bool no_names = type == "muster::Unavailable" && words.starts_with("the connections of group ");
   return type == "muster::PeerLost" || type == "muster::Aborted" || no_store || no_names;
 }

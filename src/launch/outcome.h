@@ -1,4 +1,4 @@
-// Which of the ranks that failed is the cause, and how to say so.
+// Which of the failed ranks is the cause, and how to report it.
 //
 // Thread-safety: values.
 #pragma once
@@ -18,23 +18,23 @@ namespace muster::launch {
 struct Failure {
   int rank = 0;
   pid_t pid = 0;
-  int exit_status = 0;  // where signal is 0
+  int exit_status = 0;  // if signal is 0
   int signal = 0;
   bool dumped_core = false;
-  bool unknown = false;  // somebody else in this process took its exit status
+  bool unknown = false;  // other code in this process reaped it, so its exit status is unknown
   Clock::time_point when;
   const LastLines* last_lines = nullptr;  // of its standard error
-  std::string killer;                     // who sent SIGKILL, in words; empty: not known
+  std::string killer;                     // who sent SIGKILL, in words; empty: unknown
   std::string error;                      // what it wrote to its error file; empty: nothing
 
-  // Whether the rank only says that another one, or the job's store, went away: its exception is muster::PeerLost,
+  // Whether the rank only reports that another rank, or the job's store, went away: its exception is muster::PeerLost,
   // muster::Aborted, or muster::Unavailable about the store.
   bool is_consequence() const;
 };
 
-// The cause among `failures`, which are in the order in which we learned of them; at least one. The first, unless a
-// better one came within `settle` (LaunchOptions): deaths by a signal before exits, consequences last.
-// `echo`: how long before its cause a consequence may come; more over several hosts.
+// The cause among `failures` (at least one), which are in the order in which the launcher learned of them. It is the
+// first, unless a better one came within `settle` (LaunchOptions): deaths by a signal before exits, consequences last.
+// `echo`: how long before its cause a consequence may arrive; longer over several hosts.
 const Failure& choose_cause(const std::vector<Failure>& failures, std::chrono::nanoseconds settle,
                             std::chrono::nanoseconds echo);
 

@@ -65,7 +65,7 @@ size_t RankStream::read(size_t limit) {
 
 void RankStream::drain() {
   if (!fd_) return;
-  // What its dead writers left fits into the pipe; more would be from somebody who is not part of the job.
+  // The bytes that the dead writers left fit into the pipe; more would come from a process outside the job.
   const int capacity = ::fcntl(fd_.get(), F_GETPIPE_SZ);
   read(static_cast<size_t>(std::max(capacity, 0)));
   close();

@@ -3,17 +3,17 @@
 // RankStream cuts the bytes of one pipe into lines; Printer puts the lines of all pipes that go to one Sink one after
 // another. A '\r' ends a piece that the next piece is meant to overwrite, as progress bars do:
 //
-//   Style::kTerminal   The piece is a bar: drawn in place, taken away for a line of another rank and drawn again below.
-//                      A line without end yet (a prompt) is drawn in the same way.
+//   Style::kTerminal   The piece is a progress bar: drawn in place, removed for a line of another rank, and drawn again
+//                      below it. A line that has no end yet (a prompt) is drawn in the same way.
 //   Style::kLog        Only the last piece before a '\n' is printed.
-//   Style::kUnchanged  A byte like any other.
+//   Style::kUnchanged  '\r' is a byte like any other.
 //
-// A line is printed when it is complete; one longer than kMaxLine in pieces of that size, each a line of its own (with
-// kUnchanged: without a line end added, so that it may be torn). What a pipe holds at its end without a '\n' gets one,
-// except with kUnchanged.
+// A line is printed when it is complete. A line longer than kMaxLine is printed in pieces of that size, each as its own
+// line (with kUnchanged no line end is added, so other ranks' lines may come between the pieces). If the bytes of a
+// pipe end without a '\n', one is added, except with kUnchanged.
 //
 // The addresses that a rank writes when it dies of a fault (base/crash_report.h) are not printed, except with
-// kUnchanged: the report has the failing rank's with names, and those of the others, who only lost it, help nobody.
+// kUnchanged: the final report has the failing rank's addresses with names, and those of other ranks do not help.
 //
 // Thread-safety: none.
 #pragma once
@@ -40,7 +40,7 @@ class Printer {
 
   Sink& sink() const { return sink_; }
 
-  // A complete line of `owner`, in place of its bar where it has one.
+  // Prints a complete line of `owner`, in place of its bar if it has one.
   void line(const void* owner, std::string_view prefix, std::string_view text, std::string_view end = "\n");
   // The bar at the bottom of the terminal, cut to its width: the one whose owner drew last.
   void bar(const void* owner, std::string_view prefix, std::string_view text);
@@ -51,7 +51,7 @@ class Printer {
   void clear();
 
   Sink& sink_;
-  const void* bar_owner_ = nullptr;  // nullptr: there is no bar
+  const void* bar_owner_ = nullptr;  // nullptr: no bar is drawn
   std::string bar_;
   bool bar_is_drawn_ = false;
 };
@@ -62,7 +62,7 @@ class RankStream {
   // `tail` gets a copy of the bytes; may be null.
   RankStream(UniqueFd fd, Printer& printer, Style style, std::string prefix, LastLines* tail);
 
-  // A copy of every byte goes to `file`, or, with `only`, all go there and none to the printer. Null: as it is.
+  // Copies every byte to `file`; with `only`, none goes to the printer. Null: no copy.
   void log_to(LogFile* file, bool only) {
     log_ = file;
     log_only_ = file && only;
@@ -74,9 +74,9 @@ class RankStream {
   int fd() const { return fd_.get(); }
   Printer& printer() const { return *printer_; }
 
-  // Reads what is there, up to `limit` bytes. Returns how many there were; closes the pipe at its end.
+  // Reads the available bytes, up to `limit`. Returns how many there were; closes the pipe at its end.
   size_t read(size_t limit);
-  // Reads what is there and closes the pipe, whoever may still hold its other end.
+  // Reads the available bytes and closes the pipe, even if processes still hold its other end.
   void drain();
   void close();
 
@@ -97,7 +97,7 @@ class RankStream {
   std::string piece_;  // the last one that a '\r' ended, unless a '\n' came since
 };
 
-// "[3] ", in the rank's colour where `colour`.
+// "[3] ", in the rank's colour if `colour`.
 std::string prefix_of(int rank, bool colour);
 
 // As much of `text` as fits into `columns`, taking UTF-8 and terminal escapes into account.

@@ -1,11 +1,11 @@
-// A store that may be away for a while and be there again as before (an etcd): what finds it silent is tried again, for
-// as long as its user bears that.
+// A store that may be unreachable for a while and come back with its data (an etcd): an operation that gets no answer
+// is tried again, for as long as its user tolerates that.
 //
-// A wait's own Timeout is none of this: it says that the store answered, and that nothing was there. An operation that
-// is tried again may have had its effect before: what is set twice is the same, and compare_set() with a value that
-// only one writer writes too; who counts with add() must not mind a count too many.
+// A wait that ends with Timeout is not tried again: the store answered, and the key was not there. An operation that is
+// tried again may have taken effect before. set() has the same effect twice, and so has compare_set() with a value that
+// only one writer writes; add() may count twice, which its caller must tolerate.
 //
-// Thread-safety: as the store's, if `bears` and `heard` are.
+// Thread-safety: as the store's, if `bears` and `heard` are thread-safe.
 #pragma once
 
 #include <poll.h>
@@ -80,7 +80,7 @@ class PatientStore final : public Store, public store::EraseAll {
     }
   }
 
-  static constexpr int kPause = 10;  // milliseconds, for a store that is quick to say that it is away
+  static constexpr int kPause = 10;  // milliseconds, for a store that refuses quickly
 
   const std::shared_ptr<Store> store_;
   const std::function<bool(const Error&)> bears_;

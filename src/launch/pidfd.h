@@ -1,8 +1,8 @@
-// Process descriptors (pidfd_open(2)): they name a process for good, and become readable when it ends.
+// Process descriptors (pidfd_open(2)): they identify a process for ever, and become readable when it ends.
 //
 // glibc 2.36 declares its wrappers without extern "C", so these are the system calls.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <poll.h>
@@ -17,7 +17,7 @@
 
 namespace muster::launch {
 
-// Close-on-exec by nature. Empty, with errno set, where there is no such process or descriptor.
+// Always close-on-exec. Empty, with errno set, if there is no such process or no free descriptor.
 inline UniqueFd open_pidfd(pid_t pid) { return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))); }
 
 inline void signal_pidfd(const UniqueFd& pidfd, int signal) {

@@ -1,6 +1,6 @@
-// What /proc tells about a process, for tables; a process that has ended meanwhile gives the empty value.
+// What /proc says about a process, for tables. For a process that has ended, the functions return empty values.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <sys/types.h>
@@ -12,7 +12,7 @@
 
 namespace muster::launch {
 
-std::string command_of(pid_t pid);       // its words, separated by spaces and fit to print
+std::string command_of(pid_t pid);       // its words, separated by spaces, without control characters
 std::string state_in_words(char state);  // of process_state(): "running", "stopped", "gone"
 
 struct ProcessMemory {

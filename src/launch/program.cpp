@@ -15,13 +15,13 @@
 namespace muster::launch {
 namespace {
 
-// 0, or the errno that says why `path` is no program.
+// 0, or the errno that says why `path` is not a program.
 int check(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) return errno;
   if (S_ISDIR(status.st_mode)) return EISDIR;
   if (!S_ISREG(status.st_mode)) return EACCES;
-  // access(2) lets root execute what nobody may.
+  // access(2) lets root execute files without any execute permission.
   if ((status.st_mode & 0111) == 0 || ::access(path.c_str(), X_OK) != 0) return EACCES;
   return 0;
 }

@@ -1,8 +1,8 @@
 // Files with what the ranks print: FOLDER/rank_0.out, rank_0.err, rank_1.out, …, byte by byte as the ranks wrote it,
 // without prefixes. They are emptied when the job begins.
 //
-// What cannot be written (a full disk, a limit, a quota) is lost, and counted; the next bytes are tried again. Nothing
-// of that stops a rank, or makes one wait: the job is worth more than its log.
+// Bytes that cannot be written (a full disk, a limit, a quota) are lost, and counted; the next bytes are tried again. A
+// failing log neither stops a rank nor makes it wait, because the job is worth more than its log.
 //
 // Thread-safety: none.
 #pragma once
@@ -21,7 +21,7 @@ namespace muster::launch {
 
 class LogFile {
  public:
-  // InvalidArgument where it cannot be opened and `must` be; without, all that is written to it is lost.
+  // InvalidArgument if it cannot be opened and `must` is set; without `must`, all that is written to it is lost.
   explicit LogFile(const std::string& path, bool must = true);
 
   void append(std::string_view bytes);
@@ -39,19 +39,19 @@ class LogFile {
 class RankLogs {
  public:
   RankLogs() = default;  // no files
-  // Makes the folder. InvalidArgument where that does not go.
+  // Makes the folder. InvalidArgument if that fails.
   RankLogs(std::string folder, bool files_only);
 
-  // Makes the files of a rank, unless it has them: one that is started again writes on. `must`: as for LogFile.
+  // Makes the files of a rank, unless it has them: a rank that is started again appends. `must`: as for LogFile.
   void open(int rank, bool must);
 
-  // Null where there are no files.
+  // Null if there are no files.
   LogFile* out(int rank) { return file(rank, 0); }
   LogFile* err(int rank) { return file(rank, 1); }
   bool files_only() const { return files_only_; }
 
   std::vector<int> descriptors() const;
-  // "12 KiB of the ranks' output are lost: …", a line; empty where nothing is.
+  // "12 KiB of the ranks' output are lost: …", a line; empty if nothing is lost.
   std::string complaint() const;
 
  private:

@@ -1,7 +1,7 @@
-// The ranks as processes: signals to them, their ends, and nobody left behind.
+// The ranks as processes: sends signals to them, notices their ends, and leaves no process behind.
 //
-// No rank is reaped before reap(), also when it has ended long before. So its process id, which is also its group's,
-// cannot come to belong to a stranger, and SIGKILL to the group is safe at any time, here and in the guardian.
+// No rank is reaped before reap(), even if it ended long before. So no other process can get its process id, which is
+// also the id of its group, and SIGKILL to the group is safe at any time, here and in the guardian.
 //
 // Thread-safety: none.
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace muster::launch {
 
-// How long a process may take to end after SIGKILL. Only one that hangs in the kernel takes longer.
+// How long a process may take to end after SIGKILL. Only a process that hangs in the kernel takes longer.
 inline constexpr std::chrono::seconds kDeathTakes{10};
 
 struct Rank {
@@ -28,11 +28,11 @@ struct Rank {
   pid_t pid = 0;
   UniqueFd pidfd;  // readable when it has ended
   bool ended = false;
-  bool well = false;       // and with status 0
-  bool replaces = false;   // another, which was lost, and has not been called away from run() since
-  bool taken = false;      // somebody else in this process reaped it, so its id may be a stranger's now
+  bool well = false;       // with status 0
+  bool replaces = false;   // replaces a lost rank, and has not been called away from run() since
+  bool taken = false;      // other code in this process reaped it, so its id may belong to another process now
   std::string end;         // how it ended, in words; empty: not yet
-  std::string error_path;  // where it may write its own error file; empty: nowhere
+  std::string error_path;  // of the rank's own error file; empty: none
   UniqueFd black_box;      // shm/black_box.h
   LastLines last_lines;    // of its standard error
   RankStream out, err;
@@ -43,12 +43,13 @@ class RankProcesses {
   RankProcesses() = default;
   RankProcesses(const RankProcesses&) = delete;
   RankProcesses& operator=(const RankProcesses&) = delete;
-  ~RankProcesses();  // ends and reaps what is left
+  ~RankProcesses();  // ends and reaps the processes that are left
 
   // Takes over a process that was just started. Its Rank keeps its address.
   Rank& add(std::unique_ptr<Rank> rank);
 
-  // Reaps one that has ended, to whose place another comes. The old Rank keeps its address, too, but is none of all().
+  // Reaps a rank that has ended, because another one takes its place. The old Rank keeps its address, too, but all() no
+  // longer lists it.
   Rank& replace(size_t index, std::unique_ptr<Rank> rank);
 
   const std::vector<std::unique_ptr<Rank>>& all() const { return ranks_; }
@@ -56,7 +57,7 @@ class RankProcesses {
 
   void signal_groups(int signal) const;   // every process of every rank's group
   void signal_leaders(int signal) const;  // the ranks themselves, those that have not ended
-  void reap();                            // those that have ended; afterwards only the destructor may follow
+  void reap();                            // reaps those that have ended; afterwards only the destructor may follow
 
  private:
   static void watch(Rank& rank);
@@ -71,7 +72,7 @@ class AdoptedProcesses {
   explicit AdoptedProcesses(std::vector<pid_t> not_these);
   std::vector<pid_t> list() const;
   void reap() const;                   // those that have ended
-  void kill(Deadline deadline) const;  // all of them, and what these leave to us in turn
+  void kill(Deadline deadline) const;  // all of them, and the processes that this process then adopts from them
 
  private:
   std::vector<pid_t> not_these_;  // sorted

@@ -338,7 +338,7 @@ void Rendezvous::write_end(int epoch, const EpochEnd& end) {
   store_->compare_set(key(epoch, "end"), std::nullopt, to_string(end));
 }
 
-// What nobody reads any more when a plan stands.
+// Erases the keys that no agent reads any more when a plan exists.
 void Rendezvous::sweep_before(const Plan& plan) {
   for (; swept_ < plan.epoch; ++swept_) {
     for (const char* part : {"seat", "beat/", "done"})
@@ -363,7 +363,7 @@ void Rendezvous::sweep(const Plan& plan, const EpochEnd& end) {
     bare_->set(kEnded, to_string(end));
     store::erase_all(*bare_, "agents/");
     store::erase_all(*bare_, "ranks/");
-  } catch (const Error&) {  // whoever served the store has gone, and so have the keys
+  } catch (const Error&) {  // the server of the store has gone, and so have the keys
   }
 }
 
@@ -381,7 +381,7 @@ std::optional<Plan> Rendezvous::plan_of(int epoch, milliseconds wait) const {
   return plan;
 }
 
-// The job has ended. Whoever serves the store must not take it away before all know.
+// The job has ended. The agent that serves the store must not end before all know.
 void Rendezvous::await_others(const Plan& plan) {
   const std::string name = key(plan.epoch, "seen");
   auto seen = store_->add(name, 1);
@@ -582,7 +582,7 @@ void Rendezvous::propose(int epoch, std::vector<Agent> agents) {
   if (std::any_of(agents.begin(), agents.end(), before) &&
       std::all_of(agents.begin(), agents.end(), [&](const Agent& agent) { return agent.done || !before(agent); }))
     return write_end(epoch, {.last = true});
-  // Whoever was there before comes first, whatever its seat.
+  // Agents of the epoch before come first, whatever their seats.
   std::stable_sort(agents.begin(), agents.end(),
                    [](const Agent& a, const Agent& b) { return (a.was >= 0) > (b.was >= 0); });
   if (agents.size() > static_cast<size_t>(options_.most)) agents.resize(static_cast<size_t>(options_.most));
@@ -655,7 +655,7 @@ std::optional<EpochEnd> Rendezvous::run(const Plan& plan) {
     if (stopping()) {
       if (Words last = take_words(); last.end) write_own(*last.end);
       if (wrote_last) {
-        store_->add(key(plan.epoch, "seen"), 1);  // nobody need stay for this one
+        store_->add(key(plan.epoch, "seen"), 1);  // no agent has to wait for this one
       } else if (!told) {
         tell_stop(plan.epoch);  // the plan came when the user had just stopped this one
       }

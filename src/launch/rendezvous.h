@@ -1,55 +1,59 @@
-// How the agents of a job meet: one agent a host (`muster run`), through a store, epoch by epoch.
+// How the agents of a job meet: one agent per host (`muster run`), through a store, epoch by epoch.
 //
 // An epoch is one membership: which agents, in which order, with how many ranks each. It ends when all ranks are done,
-// when a rank failed, when an agent is lost, or when one more wants to come in; then those who are left meet in the
-// next one. Keys, under "agents/<epoch>/":
+// when a rank failed, when an agent is lost, or when another agent wants to join; then the remaining agents meet in the
+// next epoch. Keys, under "agents/<epoch>/":
 //
-//   seats, seat/<s>   An agent that joins adds 1 to `seats`, which gives its seat, and writes there what it brings; it
-//                     erases that again if it goes before there is a plan.
+//   seats, seat/<s>   An agent that joins adds 1 to `seats`; the result is its seat. It writes its Agent to seat/<s>,
+//                     and erases that again if it leaves before there is a plan.
 //   beat/<s>          Grows every kBeat while the agent of that seat lives, and faster while it waits for a plan. Only
-//                     an agent whose beat has been seen to grow gets a place.
-//   plan              Who is in the epoch, in order. Written once, by whoever first finds that `most` seats are taken
-//                     by agents that beat, or at least `least` and none more for `last_call`. An agent that comes
-//                     later, or is not in it, ends the epoch if there is room for it, and else waits for its end.
-//   stop              The signal by which the user ends the job, for all to forward. Between two epochs it is the next
-//                     one's, which then needs no plan: whoever comes to meet reads it.
-//   seen              How many agents have read the last end, or that stop; whoever serves the store stays for them.
+//                     an agent whose beat was seen to grow gets a place.
+//   plan              The agents of the epoch, in order. Written once, by the first agent that finds that agents that
+//                     beat have taken `most` seats, or at least `least` and no further one for `last_call`. An agent
+//                     that comes later, or is not in the plan, ends the epoch if there is room for it. Otherwise it
+//                     waits for the epoch's end.
+//   stop              The signal by which the user ends the job, which all agents forward. Between two epochs it
+//                     belongs to the next one, which then needs no plan: every agent that comes to meet reads it.
+//   seen              How many agents have read the last end, or that stop. The agent that serves the store waits for
+//                     them before it ends.
 //   gone              How many agents' ranks have ended since.
-//   done, done/<n>    That an agent's ranks, those of node <n>, have all ended well; the last of them, who finds all
-//                     others', writes the end.
-//   end               Written once, by the first who knows: how the epoch ended, and whether it was the last. Each
-//                     agent watches the next one's beats, in a ring: standing still for `patience` means that it is
-//                     lost, unless its ranks are done: then the one after it is watched instead. One that waits for
-//                     a place watches all: when all stand still, the epoch has been abandoned.
+//   done, done/<n>    The ranks of node <n> have all succeeded. The last agent to write its key finds all others' keys,
+//                     and writes the end.
+//   end               Written once, by the first agent that knows: how the epoch ended, and whether it was the last.
 //
-// In a store that outlives its users (etcd), an epoch's keys are erased when the next plan stands, all but `plan` and
-// `end`, by which those that come late find their way; so are those of the ranks. The last agent whose ranks have ended
-// erases all of the job's keys but one, "ended", which holds the last end: whoever comes now comes too late. If that
-// agent dies before, they stay.
+// Each agent watches the beats of the next one, in a ring. A beat that stands still for `patience` means that its agent
+// is lost, unless that agent's ranks are done; then the agent after it is watched instead. An agent that waits for a
+// place watches all: when all beats stand still, the epoch has been abandoned.
 //
-// Order: agents keep the node numbers that they had; the others fill the holes, first those that had a number which
-// there is no more, then new ones. With wishes (--node-rank) those decide; of two with one wish, one that beats and one
-// that does not any more, the second is a launcher that died, and gets no place. Agents that were there before get one
-// before new ones. How often the job has started again goes along in the plan, so that all count alike.
+// In a store that outlives its users (etcd), an epoch's keys are erased when the next plan exists, and so are those of
+// the ranks. Only `plan` and `end` stay, so that agents that come late find the current epoch. The last agent whose
+// ranks have ended erases all keys of the job but one, "ended", which holds the last end: an agent that comes now comes
+// too late. If that agent dies before, the keys stay.
 //
-// Lines: ranks may stay while agents meet (elastic_words.h). A line is the epochs through which some rank always
-// stayed, named by the first of them; all ranks of a line use one part of the store. An agent says which line those
-// that stayed with it are of; the newest is the plan's, and an agent whose ranks are of another starts new ones.
+// Order: agents keep the node numbers that they had. The others fill the gaps: first those that had a number that does
+// not exist any more, then new ones. With wishes (--node-rank), the wishes decide; if two agents have one wish and only
+// one of them beats, the other is a launcher that died, and gets no place. Agents that were in the epoch before get
+// places before new ones. The plan carries the number of restarts, so that all agents count alike.
 //
-// An epoch that ended to make room, when its ranks had just ended well everywhere, was the job's last: instead of a
-// plan, the next one gets an end of kind kDone, and who came is told that the job is over.
+// Lines: ranks may stay while agents meet (elastic_words.h). A line is a sequence of epochs through which at least one
+// rank always stayed; the first epoch names it. All ranks of a line use one part of the store. An agent announces the
+// line of the ranks that stayed with it. The plan takes the newest line, and an agent whose ranks are of another line
+// starts new ranks.
 //
-// After a rank's failure, a plan is made as soon as all are there who were in the epoch before. After an agent was lost
-// or another has come, there may be more than those.
+// If an epoch ended to make room, and its ranks had just succeeded everywhere, it was the job's last epoch: instead of
+// a plan, the next epoch gets an end of kind kDone, which tells the agents that came that the job is over.
 //
-// A store that is silent. One that a process of the job serves (TLS, a Unix socket) has gone with that process, or when
-// it has not answered a call for kStillFor; the rendezvous then ends with that error. One that others keep (etcd) may
-// come again, with what was in it. Ranks that run need none, so an epoch goes on without it for as long as the
-// supervisor has nothing to say. When agents meet, or once there is something to say, kNeeded of silence is the end,
-// and kStopTakes of it where the user wants to stop; those are multiples of `patience`. Nobody is missed for a time in
-// which the store itself was silent.
+// After a rank's failure, a plan is made as soon as all agents of the epoch before are there. After an agent was lost
+// or another one came, more than those may come.
 //
-// All that happens on a thread of its own, since stores block; the supervisor polls events_fd().
+// A store that does not answer. If a process of the job serves the store (TLS, a Unix socket), the store has gone when
+// that process ends, or when it has not answered a call for kStillFor; the rendezvous then ends with that error. A
+// store that others run (etcd) may come back with its data. Running ranks do not need it, so an epoch continues without
+// it as long as the supervisor has nothing to report. When agents meet, or when there is something to report, the
+// rendezvous ends after kNeeded of silence; if the user wants to stop, after kStopTakes. Both are multiples of
+// `patience`. The time in which the store did not answer counts against no agent.
+//
+// All this happens on a separate thread, because stores block. The supervisor polls events_fd().
 //
 // Thread-safety: of one Rendezvous, none (one thread calls it); many of them may share a store.
 #pragma once
@@ -74,14 +78,14 @@
 namespace muster::launch {
 
 inline constexpr std::chrono::milliseconds kBeat{500};
-inline constexpr std::chrono::milliseconds kStillFor{10'000};  // or twice the patience, where that is more
+inline constexpr std::chrono::milliseconds kStillFor{10'000};  // or twice the patience, if that is more
 inline constexpr int kNeeded = 12, kStopTakes = 2;             // times the patience
 
 struct Agent {
-  std::string host;      // by which the others reach it
-  int ranks = 1;         // that it starts
-  int wish = -1;         // the node number that its user gave it
-  int was = -1;          // its node number in the epoch before
+  std::string host;      // at which the others reach it
+  int ranks = 1;         // number of ranks that it starts
+  int wish = -1;         // the node number that its user asked for; -1: none
+  int was = -1;          // its node number in the epoch before; -1: none
   int master_port = 0;   // a free port there, for scripts that bring their own TCPStore
   int restarts = 0;      // of the job after failures, as far as it knows
   int max_restarts = 0;  // as its user said
@@ -98,46 +102,46 @@ struct Plan {
 
   int first_rank() const;  // of this agent's
   int world_size() const;
-  int restarts() const;      // the most that an agent knows of
-  int max_restarts() const;  // the least that a user allows
-  int line() const;          // this epoch, where no rank stayed
+  int restarts() const;      // the largest number that an agent knows
+  int max_restarts() const;  // the smallest number that a user allows
+  int line() const;          // this epoch, if no rank stayed
 };
 
 struct EpochEnd {
-  enum class Kind { kDone, kFailed, kLost, kRoom, kStopped };  // kRoom: one more wants to come in
+  enum class Kind { kDone, kFailed, kLost, kRoom, kStopped };  // kRoom: another agent wants to join
   Kind kind = Kind::kDone;
   int node = -1;      // whose
   int status = 0;     // of the job, if this was its last epoch
-  std::string cause;  // for people; empty where kDone
-  bool last = false;  // whether the job ends with it
+  std::string cause;  // for people; empty for kDone
+  bool last = false;  // whether the job ends with this epoch
 };
 
-// The user ends the job, by a signal to one of the launchers: all forward it to their ranks.
+// The user ends the job by a signal to one of the launchers. All launchers forward it to their ranks.
 struct StopRequest {
   int signal = 0;
 };
 
-// The store does not answer, and ranks go on without it; or it does again (`why` is empty).
+// The store does not answer, and the ranks go on without it; or it answers again (`why` is empty).
 struct StoreSilence {
   std::string why;
 };
 
 struct RendezvousOptions {
   int least = 1, most = 1;                    // agents
-  std::chrono::milliseconds last_call{1000};  // with `least` there, how long to wait for more
-  std::chrono::milliseconds patience{5000};   // with an agent that gives no sign of life
+  std::chrono::milliseconds last_call{1000};  // how long to wait for more agents than `least`
+  std::chrono::milliseconds patience{5000};   // an agent without a heartbeat for this long is lost
   std::chrono::milliseconds timeout{300000};  // to meet
 };
 
 class Rendezvous {
  public:
-  // Joins the first epoch that takes it, at once. Destruction waits for the others to read the last end, for a moment.
+  // Starts to join the first epoch that takes it. The destructor waits a moment for the others to read the last end.
   Rendezvous(std::shared_ptr<Store> store, Agent self, const RendezvousOptions& options);
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
   ~Rendezvous();
 
-  // A plan, a wish to stop, the end of that epoch, or why there is no more: Timeout (who has come, of how many),
+  // A plan, the user's wish to stop, the end of that epoch, or why there is no plan: Timeout (which agents came),
   // InvalidArgument (two agents with one wish), Unavailable (the store is gone). In that order.
   using Event = std::variant<Plan, StopRequest, EpochEnd, std::exception_ptr, StoreSilence>;
   int events_fd() const { return events_fd_.get(); }  // readable when next_event() has one
@@ -146,14 +150,14 @@ class Rendezvous {
   // Of the epoch of the last plan. The end comes as an event to all of its agents, this one included; if there was one
   // already, that.
   void end(EpochEnd end);
-  void done();  // all ranks here ended well
-  // An event for all agents. Also between two epochs: then leave() has to follow, and not meet_again(). Before this
-  // agent's first epoch, nobody is told.
+  void done();  // all ranks here have succeeded
+  // Sends an event to all agents. Between two epochs, leave() must follow, not meet_again(). Before this agent's first
+  // epoch, no other agent is told.
   void stop(int signal);
-  // In the next epoch, after an end. `done`: all ranks here had ended well by then. Where that goes for all, the next
-  // event is the end of the job.
+  // Meets in the next epoch, after an end. `done`: all ranks here had succeeded by then. If that is true for all
+  // agents, the next event is the end of the job.
   void meet_again(int restarts, int master_port, int line = -1, bool done = false);
-  void leave();  // begins what destruction waits for
+  void leave();  // starts to leave; the destructor waits for it
 
  private:
   struct Words {  // of the supervisor

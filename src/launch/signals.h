@@ -1,9 +1,8 @@
 // The launcher's signals while it launches: blocked, and read from a descriptor beside all others.
 //
-// SIGPIPE and SIGXFSZ are always blocked (a reader of our output that goes away, or a file that may not grow, is an
-// error of write(2), not our death). With
-// `forward`, so are the signals that the launcher passes on to the ranks, and SIGCHLD. SIGHUP stays ignored where it
-// was, as nohup(1) wants it.
+// SIGPIPE and SIGXFSZ are always blocked: if a reader of the output goes away, or a file may not grow, write(2) fails
+// and the launcher lives on. With `forward`, the signals that the launcher passes on to the ranks are blocked, too, and
+// SIGCHLD. SIGHUP stays ignored if it was ignored, as nohup(1) requires.
 //
 // Thread-safety: none. Threads started meanwhile inherit the mask, as they must; ranks get original_mask() back.
 #pragma once
@@ -28,7 +27,7 @@ class Signals {
   std::vector<int> take();
 
  private:
-  WriteSignalsBlocked of_writes_;  // its end restores the whole mask
+  WriteSignalsBlocked of_writes_;  // its destructor restores the whole mask
   UniqueFd fd_;
 };
 

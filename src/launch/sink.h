@@ -1,9 +1,10 @@
-// A descriptor of the launcher's own that output goes to, written without ever blocking the launcher: a reader that
-// stands still holds up the ranks' output, not the launcher's watch over them.
+// A descriptor of the launcher that output goes to, written without ever blocking the launcher: a reader that stands
+// still delays the ranks' output, not the launcher's supervision of the ranks.
 //
-// O_NONBLOCK belongs to the open file, which we share with whoever started us, so it is never set there. A pipe, FIFO
-// or terminal is opened a second time through /proc instead; where that is not allowed, we write at most PIPE_BUF bytes
-// when poll(2) says so. A regular file cannot block and is written as it is: a second opening has its own offset.
+// O_NONBLOCK belongs to the open file, which the launcher shares with the process that started it, so it is never set
+// there. A pipe, FIFO or terminal is opened a second time through /proc instead. If that is not allowed, at most
+// PIPE_BUF bytes are written when poll(2) says so. A regular file cannot block and is written directly, because a
+// second opening would have its own offset.
 //
 // Thread-safety: none.
 #pragma once
@@ -22,15 +23,15 @@ class Sink {
   void append(std::string_view bytes) {
     if (error_ == 0 && !discard_) pending_.append(bytes);
   }
-  void flush();  // as much as goes without waiting
+  void flush();  // writes as much as possible without waiting
 
-  bool full() const { return size() > kFull; }  // take no more from the ranks until it is not
+  bool full() const { return size() > kFull; }  // read no more from the ranks until it is false
   bool empty() const { return size() == 0; }
-  // Why nothing can be written any more, e.g. EPIPE where the reader went away; the rest is dropped. 0: all is well.
+  // Why nothing can be written any more, e.g. EPIPE if the reader has gone; the rest is dropped. 0: no error.
   int error() const { return error_; }
   bool is_terminal() const { return terminal_; }
-  int columns() const;                       // the terminal's width now
-  int own_fd() const { return own_.get(); }  // our own opening of it; -1: there is none
+  int columns() const;                       // the terminal's current width
+  int own_fd() const { return own_.get(); }  // the second opening; -1: none
   int poll_fd() const { return own_ ? own_.get() : fd_; }
 
   // Whether two descriptors are the same pipe, terminal or socket: two Sinks would tear each other's lines.
@@ -42,9 +43,9 @@ class Sink {
   long write_some(std::string_view bytes);
 
   int fd_;
-  UniqueFd own_;  // our own opening of it
+  UniqueFd own_;  // the second opening
   bool terminal_ = false, socket_ = false, blocking_ = false;
-  bool discard_ = false;  // we were started without it
+  bool discard_ = false;  // this process was started without the descriptor
   int error_ = 0;
   std::string pending_;
   size_t done_ = 0;  // bytes of pending_ that are written

@@ -88,7 +88,7 @@ Outcome Supervisor::run() {
     }
     if (!goes_on()) break;
   }
-  // Ranks that were kept hear of the end at once, while the rendezvous may still wait for a store that is silent.
+  // Kept ranks learn of the end immediately, while the rendezvous may still wait for a silent store.
   auto leaving = std::move(hosts_);
   if (leaving) leaving->leave();
   end_kept();
@@ -462,7 +462,8 @@ void Supervisor::flush_outputs() {
     printer->settle();
     printer->sink().flush();
     if (printer->sink().error() != EPIPE) continue;
-    // Whoever read our output went away (muster run … | head): the ranks learn of it as if they wrote there themselves.
+    // The reader of this process's output went away (muster run … | head): the ranks get the error as if they wrote
+    // there themselves.
     for (const auto& rank : ranks_->all())
       for (RankStream* stream : {&rank->out, &rank->err})
         if (stream->open() && &stream->printer() == printer.get()) stream->close();

@@ -1,23 +1,26 @@
-// The watch over a job: one thread, one poll(2) on the ranks' ends (pidfds), their output, our output and our signals.
+// Supervises a job: one thread, one poll(2) on the ranks' ends (pidfds), their output, this process's output and its
+// signals.
 //
 //   running ──a rank fails──▶ SIGTERM to all groups ──grace──▶ SIGKILL to all groups ──▶ finished
 //      │                         ▲
-//      ├──with PeerLost──settle: the rank that it is about may show why it went
+//      ├──with PeerLost──settle: the lost rank may end, which shows the cause
 //      ├──the user's SIGINT, SIGTERM …, forwarded──▶ waiting ──stop_grace, or a second one──▶ SIGKILL ──▶ finished
-//      └──all ranks end well──▶ finished
+//      └──all ranks succeed──▶ finished
 //
-//   finished: SIGKILL to what is left in the groups, the rest of the pipes read and written, the cause chosen
+//   finished: SIGKILL to the processes that are left in the groups, the rest of the pipes read and written, the cause
+//             chosen
 //
-// That is one attempt. A job has several, where it may start again after a failure; and where launchers of several
-// hosts run it together, each attempt is an epoch of their rendezvous: it begins with its plan, and what ends it on one
-// host ends it on all.
+// That is one attempt. A job has several attempts if it may start again after a failure. If launchers of several hosts
+// run it together, each attempt is an epoch of their rendezvous: it begins with the epoch's plan, and what ends it on
+// one host ends it on all.
 //
 // Ranks in muster::elastic::run() say so (elastic_words.h), and stay. On one host, only a rank that failed is started
-// anew, within the attempt. Over several, an attempt then ends without the end of its ranks: while the launchers meet,
-// the ranks wait (`kept_`); the next attempt starts what is missing, and tells all their places.
+// again, within the attempt. Over several hosts an attempt then ends without the end of its ranks: while the launchers
+// meet, the ranks wait (`kept_`); the next attempt starts the missing ranks, and tells each its place.
 //
-// The store of a job of functions is served from after the last fork(2) to the end: no rank holds its socket, no copy
-// of its thread's locks. Programs may be started beside it: between fork and exec nothing takes a lock.
+// The store of a job of functions is served from the last fork(2) to the end, so no rank holds its socket or a copy of
+// its thread's locks. Programs may be started while the store is served, because between fork and exec no lock is
+// taken.
 //
 // Thread-safety: none; one thread runs it.
 #pragma once
@@ -52,7 +55,7 @@ class Supervisor {
   Supervisor(const LaunchOptions& options, std::string path);
   Supervisor(const LaunchOptions& options, const std::function<int()>& body);
 
-  // Starts the ranks, again where they may, and returns when all have ended. Once only.
+  // Starts the ranks, again after failures if options allow it, and returns when all have ended. Call it once.
   Outcome run();
 
  private:
@@ -117,15 +120,15 @@ class Supervisor {
   Job job_;
   OomWatch oom_;                               // since this attempt began
   Signals signals_;                            // before all that may raise SIGPIPE
-  const std::vector<pid_t> earlier_children_;  // of a shell that started jobs and then exec'ed us: none of our business
-  const std::optional<rlimit> open_files_;     // the limit before we raised it, for the ranks
+  const std::vector<pid_t> earlier_children_;  // of a shell that exec'ed this process; left alone
+  const std::optional<rlimit> open_files_;     // the limit before this process raised it; for the ranks
   const Placement placement_;
   Guardian guardian_;
   std::vector<std::unique_ptr<Sink>> sinks_;  // one, or two: standard output and error
   std::vector<std::unique_ptr<Printer>> printers_;
   RankLogs logs_;
-  std::unique_ptr<StoreServer> hosts_server_;  // where this launcher serves the others
-  std::unique_ptr<Rendezvous> hosts_;          // where there are several
+  std::unique_ptr<StoreServer> hosts_server_;  // if this launcher serves the others
+  std::unique_ptr<Rendezvous> hosts_;          // if there are several
   std::unique_ptr<StoreServer> store_;         // of this launcher alone
   Pipe exec_errors_;
   std::unique_ptr<RankProcesses> ranks_ =
@@ -140,24 +143,24 @@ class Supervisor {
 
   // Of this attempt.
   struct Attempt {
-    std::vector<Failure> failures;  // by themselves, not by us
+    std::vector<Failure> failures;  // not those that this process ended
     std::optional<ExecError> exec_error;
     std::optional<EpochEnd> end;     // of all hosts
-    std::exception_ptr hosts_error;  // why they cannot go on together
+    std::exception_ptr hosts_error;  // why the hosts cannot go on together
     bool terminated = false, killed = false, finished = false, abandoned = false;
-    bool too_late = false;                    // terminated, when all had ended by themselves
-    bool told = false;                        // the other hosts, how it went here
-    std::string late;                         // the ranks that had not ended when the user's patience had, in words
+    bool too_late = false;                    // terminated when all had already ended
+    bool told = false;                        // the other hosts know how the attempt ended here
+    std::string late;                         // the ranks that had not ended by the user's deadline, in words
     Deadline settle_at = Deadline::never();   // then terminate()
     Deadline kill_at = Deadline::never();     // then kill_all()
-    Deadline abandon_at = Deadline::never();  // then those that SIGKILL did not end are left alone
+    Deadline abandon_at = Deadline::never();  // then ranks that SIGKILL did not end are abandoned
   };
   Attempt now_;
-  bool store_comes_again_ = false;  // that of the hosts, where it has been away
+  bool store_comes_again_ = false;  // the store of the hosts was unreachable, and may come back
   bool first_attempt_ = true;       // of this launcher
   bool meeting_ = false;            // with the other hosts, before an attempt
-  bool kept_ = false;               // the ranks of the attempt before live, for the next one
-  bool done_ = false;               // all ranks here had ended well when the attempt before made room for another host
+  bool kept_ = false;               // the ranks of the attempt before live on in the next one
+  bool done_ = false;               // all ranks here had succeeded when the attempt before made room for another host
   int epoch_ = 0;                   // as elastic_words.h counts them
   int line_ = -1;        // over several hosts: the epoch since which there have always been ranks that were kept
   int stop_signal_ = 0;  // the first by which the user ended the job

@@ -42,7 +42,7 @@ bool Supervisor::call(size_t local) {
 bool Supervisor::replace(const Rank& rank, const Failure& failure) {
   if (hosts_ || !store_ || job_.restarts >= max_restarts_ || now_.terminated || now_.killed || now_.exec_error)
     return false;
-  if (ranks_->all().size() < 2) return false;  // nobody else has the state
+  if (ranks_->all().size() < 2) return false;  // no other rank has the state
   const auto count = ranks_->all().size();
   for (size_t local = 0; local < count; ++local) {
     const Rank* const other = ranks_->all()[local].get();
@@ -114,7 +114,7 @@ bool Supervisor::keep() {
   return kept_ = true;
 }
 
-// Ranks that were kept for an epoch in which nobody knows them: those of the other hosts began again meanwhile.
+// Ranks that were kept for an epoch that has no place for them: the ranks of the other hosts started again meanwhile.
 void Supervisor::give_up_kept() {
   kept_ = false;
   guardian_.forget();

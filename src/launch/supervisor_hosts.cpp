@@ -48,14 +48,14 @@ bool Supervisor::join_hosts() {
       hosts_server_ = serve_everywhere(job_.store_address.substr(job_.store_address.rfind(':') + 1), secret);
     } catch (const Unavailable& error) {
       if (hosts.node == 0) throw;
-      why_not_here = error.message();  // another launcher of this host serves it, or nobody does
+      why_not_here = error.message();  // another launcher of this host serves it, or none does
     }
   }
   std::shared_ptr<Store> store;
   for (const auto deadline = Deadline::after(hosts.timeout); !store;) {
     try {
       store = connect_store(job_.store_address, Deadline::after(std::min(kConnectAtOnce, deadline.left())), secret);
-    } catch (const Error& error) {  // nobody serves there yet, or has its turn on a host that is busy
+    } catch (const Error& error) {  // no server is there yet, or it waits for a busy host's processor
       const bool yet = error.code() == ErrorCode::kUnavailable || error.code() == ErrorCode::kTimeout;
       if (!yet) throw;
       if (deadline.passed()) {

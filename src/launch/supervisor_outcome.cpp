@@ -24,7 +24,7 @@ std::vector<std::string> Supervisor::operations_of(const Failure& failure) const
   const auto when = static_cast<uint64_t>(failure.when.time_since_epoch() / std::chrono::nanoseconds(1));
   try {
     return last_operations(shm::read_black_box(rank.black_box.get()), when, kLastOperations);
-  } catch (const Error& error) {  // what the rank did to its own memory is no reason not to report its end
+  } catch (const Error& error) {  // the rank may have damaged its own memory; its end is reported anyway
     return {error.message()};
   }
 }
@@ -95,7 +95,7 @@ Outcome Supervisor::cause() const {
   const bool well = done_ || (now_.finished && all_well());
   if (now_.hosts_error && stop_signal_ == 0) {
     Outcome outcome;
-    // By themselves; as outcome() warns, there is no saying how those of the other hosts did.
+    // All ranks of this host ended by themselves. As outcome() warns, the state of the other hosts' ranks is unknown.
     if (well && store_comes_again_ && !now_.terminated) return outcome;
     outcome.status = 1;
     outcome.cause = why_apart() + '\n';

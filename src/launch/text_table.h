@@ -9,8 +9,8 @@
 
 namespace muster::launch {
 
-// A line for each row, two spaces between columns, each as wide as its widest cell; `right`: those that end at their
-// right edge, as numbers do. Rows are as long as `right`.
+// One line per row, two spaces between columns, each column as wide as its widest cell. `right`: whether a column is
+// aligned to the right, as numbers are. Rows have as many cells as `right`.
 std::string aligned(const std::vector<std::vector<std::string>>& rows, const std::vector<bool>& right);
 
 // "3.1"
@@ -19,7 +19,7 @@ std::string fixed(double number, int digits);
 std::string with_commas(double number);
 // "12:31", "3:00:12", "5d 3:00:12"
 std::string clock_time(double seconds);
-// Without what could upset a terminal; UTF-8 passes.
+// Without control characters; UTF-8 is kept.
 std::string printable(std::string_view words);
 
 }  // namespace muster::launch

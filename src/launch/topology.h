@@ -1,7 +1,7 @@
-// The cores of this machine, as hwloc knows them. hwloc is loaded when they are asked for: a job without placement does
-// not pay for it (it takes milliseconds), and needs none.
+// The cores of this machine, as hwloc knows them. hwloc is loaded when they are asked for, so a job without placement
+// neither pays for it (milliseconds) nor needs it.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <set>
@@ -12,11 +12,11 @@ namespace muster::launch {
 
 struct Core {
   int package = 0;              // the socket, counted from 0
-  std::vector<int> processors;  // what the kernel calls CPUs: one, or more with hyper-threading; sorted
+  std::vector<int> processors;  // the CPUs of the kernel: one, or more with hyper-threading; sorted
 };
 
-// All cores in the machine's order: those that share caches are neighbours, and those of a package lie together. Empty
-// where hwloc is not here or knows nothing.
+// All cores in the machine's order: cores that share caches are neighbours, and the cores of a package lie together.
+// Empty if hwloc is not installed or knows nothing.
 std::vector<Core> cores_of_machine();
 
 // The processors that this process may run on.

@@ -1,4 +1,4 @@
-// The kinds of addresses at which there are stores. connect_store() and serve_store() choose by the scheme.
+// The kinds of addresses of stores. connect_store() and serve_store() choose by the scheme.
 //
 // Thread-safety: functions.
 #pragma once
@@ -24,7 +24,7 @@ std::unique_ptr<StoreServer> serve_unix(std::string_view name, std::shared_ptr<S
 std::unique_ptr<StoreServer> serve_tls(std::string_view address, const Secret& secret,
                                        std::shared_ptr<SharedTable> table);
 
-// Serves a table of the caller's: what serve_store() does with a fresh one.
+// Serves the caller's table, as serve_store() serves a new one.
 std::unique_ptr<StoreServer> serve_table(std::string_view name, std::shared_ptr<SharedTable> table,
                                          const std::optional<Secret>& secret = {});
 

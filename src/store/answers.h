@@ -1,10 +1,11 @@
-// What a server answered lately to requests that change something, so that one which comes again, because the
-// connection was cut before its answer arrived, has the answer of the first time and is not done twice.
+// The latest answers of a server to requests that change something. A client sends a request again if the connection
+// was cut before the answer arrived; then the server sends the first answer again and does not execute the request
+// twice.
 //
-// Bounded: by number and bytes the oldest go first. A client gives up a cut connection within seconds, in which that
-// many are not made; and one request of a client is under way on each of its connections.
+// Number and bytes are bounded; the oldest answers are dropped first. A client gives up a cut connection within
+// seconds, which is too short for so many requests, and each of its connections carries one request at a time.
 //
-// Thread-safety: belongs to one thread, the server's.
+// Thread-safety: belongs to the server's thread.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,7 @@ class Answers {
 
   uint64_t server() const { return server_; }  // fresh for each server, never 0
 
-  // Why a request is not for this server; nullopt where it is.
+  // Why a request is not for this server; nullopt if it is.
   std::optional<Reply> refusal(const Request& request) const;
   std::optional<Reply> recall(const Request& request) const;
   void keep(const Request& request, const Reply& reply);

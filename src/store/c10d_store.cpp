@@ -151,7 +151,7 @@ class FromC10d final : public Store {
 
   bool erase(std::string_view key) override {
     const std::string name(key);
-    // Looks first, since FileStore says yes to any key.
+    // Looks first, because FileStore returns true for any key.
     const bool erased =
         translated("erase a key", [base = base_, name] { return base->check({name}) && base->deleteKey(name); });
     if (erased) note(name, std::nullopt);
@@ -183,7 +183,7 @@ class FromC10d final : public Store {
   }
 
   // c10d's get() waits where the key is absent, and check() before it leaves a gap. An exchange that cannot succeed
-  // answers at once with the value, or with what was expected where there is none.
+  // returns immediately: the value, or the expected one if there is none.
   std::optional<std::string> look_raw(const std::string& key) {
     const std::string nobodys = envelope("");
     std::string raw = exchange(key, nobodys, nobodys);

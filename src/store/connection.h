@@ -19,17 +19,17 @@ namespace muster::store {
 
 class Connection {
  public:
-  static constexpr ssize_t kGone = -1;  // the other side is
+  static constexpr ssize_t kGone = -1;  // the other side has gone
 
   explicit Connection(UniqueFd socket) : socket_(std::move(socket)) {}
   virtual ~Connection() = default;
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
-  // How many bytes were moved; 0: none until fd() is ready for `*events`; or kGone.
+  // Return the number of bytes moved; 0: none until fd() is ready for `*events`; or kGone.
   virtual ssize_t send_some(std::string_view bytes, short* events);
   virtual ssize_t receive_some(std::span<char> to, short* events);
-  // Whether receive_some() has bytes that were taken from the socket already.
+  // Whether receive_some() has bytes that were already read from the socket.
   virtual bool has_received() const { return false; }
 
   int fd() const { return socket_.get(); }

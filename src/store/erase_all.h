@@ -1,5 +1,5 @@
-// Many keys erased at once, in stores that outlive those who use them: etcd, and parts of it. What a launcher or a test
-// serves ends with it.
+// Erases many keys with one call, in stores that outlive their users (etcd, and parts of it). A store that a launcher
+// or a test serves ends with its server.
 //
 // Thread-safety: as every Store.
 #pragma once
@@ -10,15 +10,15 @@
 
 namespace muster::store {
 
-// A store that can.
+// A store that supports it.
 class EraseAll {
  public:
   virtual ~EraseAll() = default;
-  // Every key that begins so. `prefix`: not empty. Errors as a Store's.
+  // Erases every key that begins with `prefix`, which must not be empty. Errors as a Store's.
   virtual void erase_all(std::string_view prefix) = 0;
 };
 
-// False where the store cannot.
+// Returns false if the store does not support it.
 inline bool erase_all(Store& store, std::string_view prefix) {
   auto* const able = dynamic_cast<EraseAll*>(&store);
   if (able) able->erase_all(prefix);

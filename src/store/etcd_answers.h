@@ -1,6 +1,6 @@
-// What etcd says (etcd_client.h): JSON, of which nothing is believed.
+// Parses etcd's answers (etcd_client.h), which are JSON, and checks everything in them.
 //
-// Errors: Corrupt where an answer is none of etcd's, whatever it is. Thread-safety: pure functions.
+// Errors: Corrupt for any bytes that are not such an answer. Thread-safety: pure functions.
 #pragma once
 
 #include <cstdint>
@@ -15,17 +15,17 @@ std::string to_base64(std::string_view bytes);
 std::string from_base64(const std::string& text);
 
 EtcdClient::Looked looked(const std::string& body);    // of a range request
-EtcdClient::Swapped swapped(const std::string& body);  // of a transaction; surely_once is the caller's
-// A number of 64 bits at the top of an answer; 0 where it is left out.
+EtcdClient::Swapped swapped(const std::string& body);  // of a transaction; the caller sets surely_once
+// A 64-bit number at the top level of an answer; 0 if it is absent.
 int64_t number_in(const std::string& body, const char* name);
-// One message of a watch, into `watched`. False: it is the last that the caller wants to see.
+// Reads one message of a watch into `watched`. Returns false if the caller needs no further message.
 bool read_event(const std::string& line, EtcdClient::Watched& watched);
 
 struct Refusal {
   std::string words;
   int64_t code = 0;  // gRPC's; 0: none
 };
-// Why etcd refused a request; `otherwise`, where `body` does not say.
+// Why etcd refused a request; `otherwise` if `body` does not say why.
 Refusal refusal_of(const std::string& body, const std::string& otherwise);
 
 }  // namespace muster::store::etcd

@@ -1,14 +1,13 @@
 // etcd's v3 interface as JSON over HTTP (its grpc-gateway), as much of it as a store needs.
 //
-// A request goes to one endpoint, and to the next where that one is gone, too slow or has no leader, until its
-// deadline. So it may have its effect more than once, or have had it although it seems to have failed:
-// Sent::surely_once says.
+// A request goes to one endpoint, and to the next one if that endpoint has gone, is too slow or has no leader, until
+// the deadline. So a request may take effect more than once, or may have taken effect although it seems to have failed;
+// surely_once says whether that is possible.
 //
 // https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/ and …/learning/api/ describe the messages.
 //
-// Errors: Unavailable where no endpoint answers in time, or etcd refuses (its words are in the message);
-// InvalidArgument where a request is too large for it; Corrupt where an answer is none of etcd's. Thread-safety: all of
-// it.
+// Errors: Unavailable if no endpoint answers in time, or if etcd refuses (the message quotes it); InvalidArgument if a
+// request is too large for etcd; Corrupt if an answer is not etcd's. Thread-safety: all methods.
 #pragma once
 
 #include <atomic>
@@ -35,11 +34,11 @@ class EtcdClient {
   };
   struct Looked {
     std::optional<Entry> entry;
-    int64_t revision = 0;  // the store's, when it was looked at: what comes later is above
+    int64_t revision = 0;  // the store's at the time of the read; later changes have greater ones
   };
   struct Swapped {
     bool stored = false;
-    bool surely_once = true;  // false: where not stored, an earlier sending may have been
+    bool surely_once = true;  // false: if it was not stored, an earlier attempt may have stored it
     Looked now;               // where not stored
   };
   struct Event {
@@ -49,7 +48,7 @@ class EtcdClient {
   struct Watched {
     enum class End { kEvent, kLate, kCompacted } end = End::kLate;
     Event event;               // the first one
-    int64_t compacted_to = 0;  // etcd has forgotten what was before
+    int64_t compacted_to = 0;  // etcd has forgotten the changes before
   };
 
   Looked look(std::string_view key, Deadline deadline);
@@ -57,14 +56,14 @@ class EtcdClient {
   // Stores `value` if the key's revision is `revision` (0: it is not there).
   Swapped swap(std::string_view key, int64_t revision, std::string_view value, Deadline deadline);
   bool erase(std::string_view key, Deadline deadline);
-  void erase_all(std::string_view prefix, Deadline deadline);  // what begins so
+  void erase_all(std::string_view prefix, Deadline deadline);  // all keys that begin with `prefix`
   int64_t count(std::string_view prefix, Deadline deadline);
-  // Waits for the first change of the key from revision `from` on, past or to come. Late after `deadline`, and also
-  // after a while, so that the caller looks again: an endpoint that is cut off from the others hears of nothing.
+  // Waits for the first change of the key from revision `from` on, which may be in the past. Late after `deadline`, and
+  // also after a while, so that the caller reads the key: an endpoint that is cut off from the others sees no change.
   Watched watch(std::string_view key, int64_t from, Deadline deadline);
 
   std::string names() const;                   // "host:port,host:port"
-  bool was_silent() const { return silent_; }  // the last time that it was called
+  bool was_silent() const { return silent_; }  // the last call got no answer
 
  private:
   struct Called {
@@ -73,7 +72,7 @@ class EtcdClient {
   };
   Called call(const char* path, const std::string& body, Deadline deadline);
   std::string url(size_t endpoint, const char* path) const;
-  void leave(size_t endpoint);  // for the next one, unless another thread has
+  void leave(size_t endpoint);  // uses the next one, unless another thread already does
 
   const std::vector<TcpAddress> endpoints_;
   std::atomic<size_t> current_{0};

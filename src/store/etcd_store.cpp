@@ -112,7 +112,8 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
     const auto above = static_cast<int64_t>(std::min<uint64_t>(after, INT64_MAX - 1));
     auto looked = client_.look(full(key), look_deadline(deadline));
     if (looked.entry && looked.entry->revision > above) return versioned(key, *looked.entry);
-    // A key that is not there and was: its end may lie between `after` and now. One that nobody has seen begins now.
+    // A key that existed and does not exist now may have been erased between `after` and now. A key that was never seen
+    // is watched from now on.
     int64_t from = !looked.entry && above > 0 ? above + 1 : looked.revision + 1;
     for (;;) {
       const auto watched = client_.watch(full(key), from, deadline);

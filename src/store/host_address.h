@@ -1,7 +1,7 @@
-// The addresses of this host by which other hosts reach it.
+// The addresses at which other hosts reach this host.
 //
 // Thread-safety: pure functions. They read the host's interfaces and routes, and send nothing; a name is looked up by
-// getaddrinfo(3), which knows no deadline.
+// getaddrinfo(3), which has no deadline.
 #pragma once
 
 #include <string>
@@ -9,9 +9,9 @@
 
 namespace muster::store {
 
-// The address by which this host reaches `host`, since the answer comes back the same way. Empty if there is no route,
-// or if the name stands for this host's loopback, by which no other host can reach it: Debian gives a host's own name
-// the address 127.0.1.1. "localhost" and "127.…" are taken as they are.
+// The address from which this host reaches `host`, because the answer comes back the same way. Empty if there is no
+// route, or if the name stands for this host's loopback, at which no other host can reach it: Debian gives a host's own
+// name the address 127.0.1.1. "localhost" and "127.…" are returned unchanged.
 std::string address_towards(const std::string& host, const std::string& port = "9");
 // The same for the host in the address of a store, "tls://head:29400"; 127.0.0.1 for a store of this host, "unix:…".
 std::string address_towards_store(const std::string& store_address);

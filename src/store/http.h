@@ -1,10 +1,10 @@
-// HTTP requests by libcurl, which is loaded when the first one is made: it and the twenty libraries that it brings cost
-// nothing to who needs none. Debian's package is libcurl4.
+// HTTP requests with libcurl. It is loaded when the first request is made, so a process without requests does not load
+// it and the twenty libraries that it needs. Debian's package is libcurl4.
 //
 // Connections are kept for the next request. No proxies, no redirections, no signals; sockets are close-on-exec and
 // notice a dead host like those of tcp_address.h.
 //
-// Thread-safety: all of it; requests of several threads run at once.
+// Thread-safety: all methods; requests of several threads run concurrently.
 #pragma once
 
 #include <functional>
@@ -21,27 +21,27 @@ class Http {
  public:
   struct Answer {
     enum class End {
-      kWhole,    // all of it is here
+      kWhole,    // the whole answer has come
       kStopped,  // by `on_bytes`
       kLate,     // the deadline passed
       kRefused,  // there was no connection, so the request was not sent
-      kBroken    // the connection ended, or what came was no HTTP; the request may have had its effect
+      kBroken    // the connection ended, or the answer was not HTTP; the request may have taken effect
     };
     End end = End::kWhole;
     long status = 0;     // HTTP's
     std::string body;    // without on_bytes
     std::string reason;  // of kRefused and kBroken
-    // Whether the request may have arrived twice: libcurl sends it again where a kept connection ends without a word.
+    // Whether the request may have arrived twice: libcurl sends it again if a kept connection ends without an answer.
     bool perhaps_twice = false;
   };
 
-  // Unavailable where there is no libcurl.
+  // Unavailable if libcurl is not installed.
   Http();
   ~Http();
   Http(const Http&) = delete;
   Http& operator=(const Http&) = delete;
 
-  // Sends JSON. With `on_bytes` each piece of the answer goes there as it comes, until it returns false.
+  // Sends JSON. If `on_bytes` is given, it gets each piece of the answer as it arrives, until it returns false.
   Answer post(const std::string& url, std::string_view body, Deadline deadline,
               const std::function<bool(std::string_view)>& on_bytes = {});
 

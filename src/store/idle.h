@@ -1,10 +1,10 @@
-// The place where a client keeps the connections that it does not need just now.
+// The connections that a client keeps but does not need at the moment.
 //
-// They lie in a fixed array of atomics rather than under a mutex, each with the process that opened it. So a child of
+// They are in a fixed array of atomics rather than under a mutex, each with the process that opened it. So a child of
 // fork(2) finds no mutex that another thread held, and closes its copies of the parent's connections instead of using
 // them.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ class Idle {
     }
   }
 
-  // Null where there is none.
+  // Null if there is none.
   std::unique_ptr<T> take() {
     for (auto& slot : slots_) {
       if (!slot.load(std::memory_order_relaxed)) continue;
@@ -35,7 +35,7 @@ class Idle {
     return nullptr;
   }
 
-  // Closes it where there is no room.
+  // Closes it if there is no room.
   void give(std::unique_ptr<T> one) {
     for (auto& slot : slots_) {
       T* empty = nullptr;

@@ -1,4 +1,4 @@
-// The errors of waits that end too late, the same for every store: they name the keys.
+// The errors of waits whose deadline has passed, the same for every store: they name the keys.
 //
 // Thread-safety: functions.
 #pragma once

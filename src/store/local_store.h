@@ -1,6 +1,6 @@
-// A Store right on a SharedTable: what make_memory_store() and a server's local() return.
+// A Store directly on a SharedTable: what make_memory_store() and a server's local() return.
 //
-// Thread-safety: all of it; a thread that waits blocks nobody.
+// Thread-safety: all methods; a thread that waits does not block others.
 #pragma once
 
 #include <memory>

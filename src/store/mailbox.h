@@ -1,6 +1,6 @@
-// The way from any thread to the server's thread, safe also while the server goes away.
+// Passes tasks from any thread to the server's thread. Safe also while the server is destroyed.
 //
-// Thread-safety: all of it.
+// Thread-safety: all functions.
 #pragma once
 
 #include <asio/io_context.hpp>
@@ -14,7 +14,7 @@ class Mailbox {
  public:
   explicit Mailbox(asio::io_context& io) : io_(&io) {}
 
-  // Runs `task` on the server's thread, later; drops it once closed.
+  // Runs `task` on the server's thread, later; drops it if the mailbox is closed.
   template <typename Task>
   void post(Task&& task) {
     std::lock_guard lock(mutex_);  // asio::post never runs the task itself

@@ -1,15 +1,15 @@
-// What a client wants to know and to say about the time in which its store does not answer.
+// How a client of a store handles the time in which the store does not answer.
 //
-//   comes_again       A store that others keep (an etcd) may be away for a while and then be there as before. One that
-//                     a process of the job serves ends with that process.
-//   set_call_timeout  How long the calls wait for their answer that take no deadline (set, try_get, add, …): a minute
-//                     unless somebody says otherwise. Whoever calls often, as a launcher that beats twice a second, so
-//                     has a heartbeat of the store for nothing.
-//   CallsBy           How long one thread bears it now, in all: for notes that others would like to have, from a
-//                     process that ends or has lost its peers, and must not wait for a store that went with them. Or
-//                     for one try of several.
+//   comes_again       Whether the store may come back with its data. A store that others run (an etcd) may; a store
+//                     that a process of the job serves ends with that process.
+//   set_call_timeout  How long calls that take no deadline (set, try_get, add, …) wait for their answer; the default is
+//                     a minute. A client that calls often, such as a launcher that beats twice per second, thereby
+//                     notices a silent store without extra messages.
+//   CallsBy           A common deadline for the next calls of one thread. It is for notes of a process that ends or has
+//                     lost its peers: others would like to read them, but the process must not wait for a store that
+//                     went with its peers. Or it is for one attempt of several.
 //
-// Thread-safety: all of it. A new time counts for calls that begin later. A CallsBy belongs to its thread.
+// Thread-safety: all functions. A new timeout applies to calls that begin later. A CallsBy belongs to its thread.
 #pragma once
 
 #include <chrono>
@@ -19,10 +19,10 @@
 
 namespace muster::store {
 
-// For calls that take no deadline, where nobody has set another.
+// For calls that take no deadline, if no other timeout has been set.
 inline constexpr std::chrono::milliseconds kCallTimeout{60'000};
 
-// A store whose server may be away.
+// A store whose server may be unreachable.
 class Outage {
  public:
   virtual ~Outage() = default;
@@ -40,9 +40,9 @@ inline void set_call_timeout(Store& store, std::chrono::milliseconds timeout) {
   if (auto* const able = dynamic_cast<Outage*>(&store)) able->set_call_timeout(timeout);
 }
 
-// While it lives, the calls of this thread that take no deadline end by this one, whatever their store's own time is.
-// For a note, a store that was silent the last time is only asked whether it is back; a try has the whole of its time.
-// Scopes nest; the earliest deadline counts, and what is tried for a note is a note.
+// While it lives, calls of this thread that take no deadline end by this deadline, whatever their store's own timeout
+// is. For a note, a store that was silent the last time is only asked whether it is back; an attempt has all of its
+// time. Scopes nest; the earliest deadline counts, and an attempt inside a note is a note.
 class CallsBy {
  public:
   enum class For { kNote, kTry };
@@ -51,8 +51,8 @@ class CallsBy {
   CallsBy(const CallsBy&) = delete;
   CallsBy& operator=(const CallsBy&) = delete;
 
-  static Deadline of_this_thread();              // never() where there is none
-  static Deadline of_this_thread(Deadline own);  // of that and a store's own, the earlier
+  static Deadline of_this_thread();              // never() if there is none
+  static Deadline of_this_thread(Deadline own);  // the earlier of that and a store's own
   static bool is_for_note();                     // in this thread
 
  private:

@@ -1,4 +1,4 @@
-// What goes between a store's client and its server, over any stream of bytes.
+// The protocol between a store's client and its server, over any stream of bytes.
 //
 // A connection carries one request at a time, each answered by one reply. Both are frames:
 //
@@ -6,14 +6,15 @@
 //   request body:  u8 protocol version | u8 operation | all fields of Request
 //   reply body:    u8 status (0, or 1 + ErrorCode) | all fields of Reply
 //
-// Numbers and strings are those of base/wire.h. Every frame carries all fields, used or not: about 70 bytes more than
-// need be, and one encoding to test instead of nine. Times travel as the milliseconds that are left, since clocks
-// differ; the server answers a wait that ends too late with Timeout. While a request waits, its client sends nothing; a
-// byte then is an error. A server drops a connection that breaks these rules and tells it nothing.
+// Numbers and strings are those of base/wire.h. Every frame carries all fields, used or not: that is about 70 bytes
+// more than necessary, and one encoding to test instead of nine. Times are sent as the milliseconds that are left,
+// because clocks differ; the server answers a wait whose time has passed with Timeout. While a request waits, its
+// client must send nothing. A server closes a connection that breaks these rules, without an answer.
 //
 // Between hosts a connection may be cut, and a client then sends its request again on another one (served_store.h). So
-// each request names its client and its call, by which the server knows whether it has done that already (answers.h),
-// and the server for which it is, which every reply names: what serves at the same address later knows nothing of it.
+// each request names its client and its call, by which the server knows whether it has executed the request already
+// (answers.h). It also names its server, as every reply does: a server that later serves at the same address knows
+// nothing of the request.
 //
 // Thread-safety: values.
 #pragma once
@@ -42,17 +43,17 @@ struct Request {
   std::optional<std::string> expected;  // kCompareSet
   int64_t number = 0;                   // kAdd: delta; kWatch: after
   uint64_t wait_ms = 0;                 // kGet, kWait, kWatch: the time left; kForever: no end
-  uint64_t client = 0, call = 0;        // who sends it, and a number that grows with each of its requests
-  uint64_t server = 0;                  // for which it is; 0: whichever serves there
+  uint64_t client = 0, call = 0;        // the sender, and a number that grows with each of its requests
+  uint64_t server = 0;                  // the addressee; 0: any server at that address
 };
 
 struct Reply {
-  // The error: code, message, advice. Without one, the fields below.
+  // An error: code, message, advice. If there is none, the fields below.
   std::optional<ErrorCode> error;
   std::string message, advice;
   std::optional<std::string> value;  // kGet, kTryGet, kCompareSet (what the key holds now), kWatch
   int64_t number = 0;                // kAdd: sum; kWatch: version; kNumKeys: count; kCompareSet, kErase: 1 or 0
-  uint64_t server = 0;               // who answers, also with an error; 0: one to which no request is sent again
+  uint64_t server = 0;               // the sender, also with an error; 0: a server to which no request is sent again
 };
 
 inline constexpr uint64_t kForever = UINT64_MAX;
@@ -63,7 +64,7 @@ Deadline deadline_of(uint64_t wait_ms);
 // message with the fields that its operation needs.
 std::string encode(const Request& request);
 std::string encode(const Reply& reply);
-std::string frame(const Request& request);  // its body with the length before it
+std::string frame(const Request& request);  // the length, and the body
 Request decode_request(std::string_view body);
 Reply decode_reply(std::string_view body);
 

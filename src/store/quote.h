@@ -1,4 +1,4 @@
-// Keys and values in messages: quoted, escaped and cut to a readable length, since they may be any bytes.
+// Keys and values in messages: quoted, escaped and cut to a readable length, because they may be any bytes.
 #pragma once
 
 #include <string>

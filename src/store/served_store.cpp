@@ -160,7 +160,7 @@ class ServedStore final : public Store, public Outage {
       Dialer::Dialed dialed;
       try {
         dialed = dialer_->dial(until);
-      } catch (const Timeout&) {  // somebody took the connection, and said nothing: he is stopped, or has much to do
+      } catch (const Timeout&) {  // a server took the connection, but did not answer: it is stopped, or busy
         if (deadline.passed()) throw;
         if (!patience->is_never()) throw_gone();
         continue;
@@ -174,7 +174,7 @@ class ServedStore final : public Store, public Outage {
     }
   }
 
-  // Of one connection; nobody knows of the server.
+  // The error of one connection; the state of the server is unknown.
   struct Cut {};
 
   [[noreturn]] void throw_gone() const {

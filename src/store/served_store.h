@@ -1,17 +1,17 @@
-// A store that a server in another process, or on another host, holds: all of a client but how it gets its connections.
+// A store that a server in another process, or on another host, holds: the client, except how it makes connections.
 //
-// A call takes an idle connection, or makes one where all are in use, sends its request and waits for the reply with
-// poll(2); so a thread that waits blocks no other, and the client needs no thread. A connection whose call failed is
-// closed: nobody knows what it would say next.
+// A call takes an idle connection, or makes one if all are in use, sends its request and waits for the reply with
+// poll(2). So a thread that waits does not block others, and the client needs no thread. A connection whose call failed
+// is closed, because its next bytes could belong to the failed call.
 //
-// A server that is gone stays gone: its table was in its memory. So where nobody serves any more, a call fails with
-// Unavailable, and those after it do too.
+// A server that has gone does not come back, because its table was in its memory. So if nobody serves any more, this
+// call and all later ones fail with Unavailable.
 //
-// Between hosts a connection may be cut although the server lives. There, for Dialer::patience(), a call makes another
-// connection and is sent again; the server does it once (answers.h). One that was refused, by a host that is there,
-// ends that at once: nobody serves there.
+// Between hosts a connection may be cut although the server lives. Then, for Dialer::patience(), a call makes another
+// connection and is sent again; the server executes it once (answers.h). If the host refuses the connection, nobody
+// serves there, and the call fails immediately.
 //
-// Thread-safety: as Store. A Dialer's methods may run in several threads at once.
+// Thread-safety: as Store. A Dialer's methods may run in several threads concurrently.
 #pragma once
 
 #include <chrono>
@@ -30,18 +30,18 @@ class Dialer {
   virtual ~Dialer() = default;
 
   struct Dialed {
-    std::unique_ptr<Connection> connection;  // null where there is none
-    bool busy = false;                       // then: somebody serves there, and cannot take one more just now
-    std::string reason;                      // then: why, or nothing
-    bool cut = false;                        // then: nobody knows who is there
+    std::unique_ptr<Connection> connection;  // null if there is none
+    bool busy = false;                       // then: a server is there, but cannot take another connection now
+    std::string reason;                      // then: why; may be empty
+    bool cut = false;                        // then: it is unknown whether the server lives
   };
-  // Tries once. Throws what trying again would not change (Unauthorized), and Timeout.
+  // Tries once. Throws errors that another attempt would not change (Unauthorized), and Timeout.
   virtual Dialed dial(Deadline deadline) = 0;
 
   virtual std::string address() const = 0;
-  // How long to try to reach a server again to which a connection was cut; 0: who cannot be reached has gone.
+  // How long to try to reach a server again after its connection was cut; 0: a server that cannot be reached has gone.
   virtual std::chrono::milliseconds patience() const { return std::chrono::milliseconds(0); }
-  // What to do where nobody serves there.
+  // What to do if nobody serves there.
   virtual std::string advice() const { return "Is the launcher (muster run) that serves it still alive?"; }
 };
 

@@ -1,9 +1,9 @@
-// The one thread on which a store's server serves its connections, and how it takes them.
+// The thread on which a store's server serves its connections, and how it accepts them.
 //
-// Sockets are made by us, not by asio, so that each is close-on-exec from birth: a worker that the launcher starts must
-// not hold the server's end of another's connection, or nobody would learn of the launcher's death.
+// This code, not asio, makes the sockets, so that each is close-on-exec from the beginning. If a worker that the
+// launcher starts held the server's end of another worker's connection, nobody would notice the launcher's death.
 //
-// Thread-safety: belongs to the thread that made it; what runs on io() runs on the server's.
+// Thread-safety: belongs to the thread that made it; what runs on io() runs on the server's thread.
 #pragma once
 
 #include <sys/socket.h>
@@ -36,7 +36,7 @@ class ServerThread {
   asio::io_context& io() { return *io_; }
   const std::shared_ptr<Mailbox>& mailbox() const { return mailbox_; }
 
-  // Begins to run what was spawned on io(). Unavailable where there can be no more threads.
+  // Begins to run what was spawned on io(). Unavailable if no thread can be started.
   void start();
   // Ends the thread and destroys what runs on io(), which closes all connections. In a child forked without exec it
   // does neither: thread and connections are the parent's.
@@ -50,7 +50,7 @@ class ServerThread {
   std::thread thread_;
 };
 
-// The next connection. Waits also while descriptors or memory have run out: clients then stay in the backlog.
+// Returns the next connection. While there are no free descriptors or no memory, it waits: clients stay in the backlog.
 template <typename Protocol>
 asio::awaitable<UniqueFd> accept_next(asio::basic_socket_acceptor<Protocol>& acceptor) {
   for (;;) {
@@ -64,7 +64,7 @@ asio::awaitable<UniqueFd> accept_next(asio::basic_socket_acceptor<Protocol>& acc
       MUSTER_LOG(kError) << "store: cannot accept a connection: " << std::generic_category().message(error);
       asio::steady_timer pause(acceptor.get_executor(), std::chrono::milliseconds(100));
       co_await pause.async_wait(asio::use_awaitable);
-    }  // else that one connection's trouble, or a signal
+    }  // otherwise the error concerns only that connection, or it was a signal
   }
 }
 

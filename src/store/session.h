@@ -2,13 +2,13 @@
 //
 // Two coroutines on the server's one thread share a Session:
 //
-//   serve()   reads frames, one after another, and answers at once what can be answered at once. So it always reads,
-//             also while a request waits, and learns of the client's end right then.
-//   finish()  is started for a request that must wait. It loops over SharedTable::find() and sleeps on `bell` in the
-//             meantime. That rings when the table changes, when the client is gone, and at the deadline.
+//   serve()   reads frames, one after another, and immediately answers requests that need not wait. It always reads,
+//             also while a request waits, so it notices immediately when the client ends.
+//   finish()  is started for a request that must wait. It loops over SharedTable::find() and sleeps on `bell` in
+//             between. The bell rings when the table changes, when the client has gone, and at the deadline.
 //
-// A request that comes while another waits breaks the protocol. One that comes while finish() still writes has only
-// overtaken our own bookkeeping; it waits its turn.
+// A request that comes while another waits breaks the protocol. A request that comes while finish() still
+// writes does not: it waits until finish() has ended.
 //
 // Thread-safety: everything here runs on the thread of the io_context; only SessionWaiter::wake() may be called from
 // others.
@@ -41,9 +41,9 @@
 
 namespace muster::store {
 
-// Answers a request that waits for nothing, and one that `answers`, if any, has had before; nullopt for one that waits.
+// Answers a request that need not wait, or that `answers` (if any) has answered before; nullopt if it has to wait.
 std::optional<Reply> answer(SharedTable& table, Answers* answers, const Request& request);
-// What a waiting request waits for, and the reply once it is found.
+// What a waiting request waits for, and the reply when that has been found.
 Want want_of(const Request& request);
 Reply reply_to(const Request& request, SharedTable::Versioned found);
 
@@ -63,7 +63,7 @@ struct Session {
   Session& operator=(const Session&) = delete;
   ~Session() { end(); }
 
-  // shutdown() ends the connection also where a child of this process, forked without exec, holds a copy of the socket.
+  // shutdown() ends the connection even if a child of this process, forked without exec, holds a copy of the socket.
   void end() {
     gone = true;
     bell.cancel();
@@ -76,7 +76,7 @@ struct Session {
   std::string peer;  // for the log
   std::shared_ptr<SharedTable> table;
   std::shared_ptr<Mailbox> mailbox;
-  std::shared_ptr<Answers> answers;  // null where connections are not cut, so that nothing is sent again
+  std::shared_ptr<Answers> answers;  // null if connections cannot be cut, so that no request is sent again
   asio::steady_timer bell;
   State state = State::kReading;
   bool gone = false;
@@ -120,7 +120,7 @@ asio::awaitable<void> write_reply(Session<Stream>& session, Reply reply) {
   co_await asio::async_write(session.stream, parts, asio::use_awaitable);
 }
 
-// `body` is what `request` points into.
+// `request` points into `body`.
 template <typename Stream>
 asio::awaitable<void> finish(std::shared_ptr<Session<Stream>> session, std::string body, Request request) {
   const auto waiter = std::make_shared<SessionWaiter<Stream>>(session);
@@ -139,7 +139,7 @@ asio::awaitable<void> finish(std::shared_ptr<Session<Stream>> session, std::stri
     } else if (deadline.passed()) {
       reply = error_reply(session->table->timed_out(want));
     } else {
-      asio::error_code ignored;  // rung or run out: look again either way
+      asio::error_code ignored;  // whether it rang or timed out, look again
       session->bell.expires_at(deadline.when());
       co_await session->bell.async_wait(asio::redirect_error(asio::use_awaitable, ignored));
     }
@@ -151,11 +151,11 @@ asio::awaitable<void> finish(std::shared_ptr<Session<Stream>> session, std::stri
     session->state = Session<Stream>::State::kReading;
     session->bell.cancel();
   } catch (const std::exception&) {
-    session->end();  // the client is gone; serve() ends too
+    session->end();  // the client has gone; serve() ends, too
   }
 }
 
-// Reads and answers until the client is gone or breaks the protocol.
+// Reads and answers until the client has gone or breaks the protocol.
 template <typename Stream>
 asio::awaitable<void> serve_requests(std::shared_ptr<Session<Stream>> session) {
   using State = typename Session<Stream>::State;

@@ -1,12 +1,12 @@
-// A Table for many threads, and waiting for what it holds: the one implementation under the memory store, the server's
-// local() and the server's sessions.
+// A Table for many threads, with waits for its keys. The memory store, the server's local() and the server's sessions
+// all use it.
 //
-// A wait is a loop over find(want, waiter): either the table holds what is wanted, or the waiter is registered under
-// the first key that lacks it and woken once, at that key's next change; then look again. Registering under one key at
-// a time keeps a change's cost at the number of those who wait for that very key. A waiter decides itself what waking
+// A wait is a loop over find(want, waiter): either the table holds all that is wanted, or the waiter is registered
+// under the first key that is missing and is woken once, at that key's next change; then it looks again. A waiter is
+// registered under one key at a time, so a change wakes only the waiters of its own key. A waiter decides what waking
 // means: a thread's condition variable (wait_for, below) or a message to the server's thread.
 //
-// Thread-safety: all of it. Waiters are woken after the table's lock is released, on the thread that made the change.
+// Thread-safety: all methods. Waiters are woken after the table's lock is released, on the thread that made the change.
 #pragma once
 
 #include <memory>
@@ -63,7 +63,7 @@ class SharedTable {
   // How many waiters are registered.
   size_t num_waiting() const;
 
-  // The error for a wait that ended too late: it names the keys that are not there.
+  // The error of a wait whose deadline has passed: it names the missing keys.
   Timeout timed_out(const Want& want) const;
 
  private:

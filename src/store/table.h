@@ -1,9 +1,9 @@
-// The keys, values and versions of a store: what a store is, without threads, waits or sockets.
+// The keys, values and versions of a store, without threads, waits or sockets.
 //
 // Versions come from one revision counter for the whole table, so a key's versions grow also when it is erased and set
-// again. An erased key leaves a tombstone (its last version), so that somebody who watches it learns of the end.
-// Tombstones are bounded: beyond kMaxTombstones the oldest are forgotten, and `forgotten_` remembers up to which
-// revision. Of a key that is not in the table, a watcher who has seen a version up to there is told that it was erased.
+// again. An erased key leaves a tombstone (its last version), so that a watcher learns that it was erased. Tombstones
+// are bounded: beyond kMaxTombstones the oldest are forgotten, and `forgotten_` remembers up to which revision. If a
+// key is not in the table, a watcher that has seen a version up to that revision is told that it was erased.
 //
 // Thread-safety: none; SharedTable adds it.
 #pragma once
@@ -30,13 +30,13 @@ class Table {
   using Versioned = Store::Versioned;
   static constexpr size_t kMaxTombstones = 65'536;
 
-  // nullptr where the key is not in the table and left no tombstone.
+  // nullptr if the key is not in the table and has no tombstone.
   const Versioned* find(std::string_view key) const {
     const auto entry = entries_.find(key);
     return entry == entries_.end() ? nullptr : &entry->second;
   }
 
-  // Value and version where the version of `key` is above `after`.
+  // Value and version if the version of `key` is above `after`.
   std::optional<Versioned> newer(std::string_view key, uint64_t after) const {
     const Versioned* entry = find(key);
     if (entry) return entry->version > after ? std::optional(*entry) : std::nullopt;
@@ -95,7 +95,7 @@ class Table {
     return entry != entries_.end() ? entry->second : entries_.emplace(std::string(key), Versioned{}).first->second;
   }
 
-  // A key that was set again since is no tombstone any more; only its record here is dropped.
+  // If a key was set again, it is not a tombstone any more, and only its record here is dropped.
   void forget_oldest() {
     const auto [key, version] = std::move(tombstones_.front());
     tombstones_.pop_front();

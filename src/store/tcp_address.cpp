@@ -149,7 +149,7 @@ UniqueFd listen_tcp(const TcpAddress& address) {
   bool taken = false;
   for (const auto& one : found.addresses) {
     UniqueFd socket = make_socket(one.family());
-    // Connections of a server that was here before, which the kernel keeps for a minute, are nobody's.
+    // The kernel keeps connections of an earlier server at this address for a minute; they do not matter.
     if (socket) set(socket.get(), SOL_SOCKET, SO_REUSEADDR, 1);
     if (one.family() == AF_INET6 && socket) set(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);  // "::" is IPv4 too
     if (socket && ::bind(socket.get(), one.get(), one.size()) == 0 && ::listen(socket.get(), SOMAXCONN) == 0)
@@ -176,7 +176,7 @@ UniqueFd dial_tcp(const SocketAddress& address, Deadline deadline, int* error) {
     if (::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, error, &size) != 0) *error = errno;
     if (*error != 0) return {};
   }
-  // Where nobody listens at a port that the kernel also gives to clients, a socket may come to connect to itself.
+  // If nobody listens at a port that the kernel also gives to clients, a socket may connect to itself.
   *error = ECONNREFUSED;
   if (SocketAddress::of(socket.get()) == SocketAddress::of_peer(socket.get())) return {};
   *error = 0;

@@ -19,7 +19,7 @@ constexpr std::string_view kLabel = "store tls psk", kIdentity = "muster store 1
   throw Unavailable(text("OpenSSL cannot do TLS 1.3 here: ", tls_error()), "Look at its configuration, openssl.cnf");
 }
 
-// A copy of the key for one connection, since OpenSSL writes into it. Null where memory has run out.
+// A copy of the key for one connection, because OpenSSL writes into it. Null if memory has run out.
 SSL_SESSION* key_of(SSL* connection) {
   auto* key = static_cast<SSL_SESSION*>(SSL_CTX_get_app_data(::SSL_get_SSL_CTX(connection)));
   return ::SSL_SESSION_dup(key);
@@ -67,7 +67,7 @@ TlsContext::TlsContext(const Secret& secret, Side side) {
   ::SSL_CTX_set_max_early_data(context, 0);
   ::SSL_CTX_set_mode(context,
                      SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER | SSL_MODE_RELEASE_BUFFERS);
-  // A server that answers with a certificate instead has one that nobody vouches for.
+  // If a server answers with a certificate instead, nothing proves that the certificate is right.
   ::SSL_CTX_set_verify(context, server ? SSL_VERIFY_NONE : SSL_VERIFY_PEER, nullptr);
   if (server) {
     ::SSL_CTX_set_psk_find_session_callback(context, find_key);

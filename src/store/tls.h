@@ -1,10 +1,10 @@
 // TLS 1.3 (RFC 8446) between processes that share a secret, for stores.
 //
 // The key of the handshake is an external pre-shared key that both sides derive from the job's secret; there are no
-// certificates. Each handshake makes fresh keys besides (psk_dhe_ke), so a secret that becomes known later opens no
-// recorded connection. One version, one cipher suite, no tickets, no resumption, no early data: there is nothing to
-// fall back to. Who lacks the key fails at the binder of the first message (a client) or at the server's Finished (a
-// server), and neither side has then read or sent a byte of what the connection is for.
+// certificates. Each handshake also makes fresh keys (psk_dhe_ke), so a secret that becomes known later does not
+// decrypt recorded connections. One version, one cipher suite, no tickets, no resumption, no early data: there is
+// nothing to fall back to. A client without the key fails at the binder of its first message, a server without it at
+// its Finished message. By then neither side has read or sent a byte of the store's protocol.
 //
 // OpenSSL is first used when the first TlsContext is made, never at program start.
 //
@@ -32,23 +32,23 @@ class TlsContext {
  public:
   enum class Side { kClient, kServer };
 
-  // Unavailable where OpenSSL cannot do TLS 1.3 here.
+  // Unavailable if this OpenSSL does not support TLS 1.3.
   TlsContext(const Secret& secret, Side side);
   TlsContext(const TlsContext&) = delete;
   TlsContext& operator=(const TlsContext&) = delete;
 
-  // For one connection, which must end before this does.
+  // For one connection, which must end before this object does.
   TlsPtr make_connection() const;
 
   // Whether a finished handshake has proved that the other side knows the key.
   static bool is_proved(SSL* connection);
 
  private:
-  std::unique_ptr<SSL_SESSION, TlsFree> key_;  // the pre-shared key, in the shape that OpenSSL's callbacks return
+  std::unique_ptr<SSL_SESSION, TlsFree> key_;  // the pre-shared key, in the form that OpenSSL's callbacks return
   std::unique_ptr<SSL_CTX, TlsFree> context_;
 };
 
-// The last of OpenSSL's errors in this thread, in words, and forgets them all.
+// Returns the last of OpenSSL's errors in this thread, in words, and clears them all.
 std::string tls_error();
 
 }  // namespace muster::store

@@ -42,7 +42,7 @@ int bio_read(BIO* bio, char* to, int size) {
 
 long bio_ctrl(BIO*, int command, long, void*) { return command == BIO_CTRL_FLUSH ? 1 : 0; }
 
-// A BIO on a socket that somebody else closes.
+// A BIO on a socket that the caller closes.
 BIO* make_bio(int socket) {
   static BIO_METHOD* const method = [] {
     BIO_METHOD* made = ::BIO_meth_new(::BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "muster socket");
@@ -158,7 +158,7 @@ class TlsDialer final : public Dialer {
         continue;
       }
       auto connection = std::make_unique<TlsConnection>(std::move(socket), tls_.make_connection());
-      if (!shake_hands(*connection, deadline)) return {nullptr, true, "it closes connections at once"};
+      if (!shake_hands(*connection, deadline)) return {nullptr, true, "it closes connections immediately"};
       // Written once, while the store is made and no other thread has it.
       if (known_.size() == 0) known_ = where;
       return {std::move(connection), false, {}};

@@ -32,8 +32,8 @@ class UnixAddress {
   socklen_t size_ = 0;
 };
 
-// Who made the other end of a connected Unix-domain socket (SO_PEERCRED, unix(7)); Unavailable where the kernel does
-// not say.
+// The process and user that made the other end of a connected Unix-domain socket (SO_PEERCRED, unix(7)). Unavailable if
+// the kernel does not say.
 ucred peer_of(int socket);
 
 }  // namespace muster::store

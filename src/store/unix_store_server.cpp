@@ -25,7 +25,7 @@ using Protocol = asio::local::stream_protocol;
 UniqueFd listen_at(const UnixAddress& address) {
   UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) throw_errno("cannot make a socket for the store");
-  // On Linux the mode of a bound path is the mode of the socket at bind(2), so nobody else can ever connect in between.
+  // On Linux the mode of a bound path is the mode of the socket at bind(2), so no other user can connect in between.
   if (::fchmod(socket.get(), 0600) != 0) throw_errno("fchmod of the store's socket");
   if (::bind(socket.get(), address.get(), address.size()) != 0)
     throw_errno(text("cannot serve a store at ", address.text()),
@@ -37,7 +37,7 @@ UniqueFd listen_at(const UnixAddress& address) {
 }
 
 // Lets in processes of the server's own user. Connections of others are closed before a byte of them is read. The
-// first one of each user is logged, up to kMaxLogged users: nobody else can fill the log.
+// first one of each user is logged, up to kMaxLogged users: so other users cannot fill the log.
 class UserDoor {
  public:
   bool admit(int connection, std::string* peer) {

@@ -1,4 +1,4 @@
-// Serving a table of the caller's: what serve_store() does with a fresh one.
+// Serves the caller's table, as serve_store() serves a new one.
 //
 // Thread-safety: a function.
 #pragma once

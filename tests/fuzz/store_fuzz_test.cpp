@@ -159,7 +159,7 @@ class StoreFuzz : public testing::Test {
     end(client, dice);
   }
 
-  // Goes away at once, with unread bytes and all, or says that it is done and waits for the server to close.
+  // Goes away immediately, with unread bytes and all, or says that it is done and waits for the server to close.
   static void end(RawClient& client, Dice& dice) {
     if (dice.one_in(3)) return;
     client.no_more();

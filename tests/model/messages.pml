@@ -5,7 +5,7 @@
  * leave() of channel.cpp, as far as they ring the inbox bells. The ring is a stream of cells, without records: a message
  * has a header of one cell and DATA cells behind it, and flows through a ring of RING cells as its receiver reads.
  *
- * Rank 1 sends two messages, of tag 0 and of tag 1, in either order, and leaves at once. Rank 0 receives tag 1, then tag
+ * Rank 1 sends two messages, of tag 0 and of tag 1, in either order, and leaves immediately. Rank 0 receives tag 1, then tag
  * 0, and leaves. So a message is put aside in some runs. All of them are blocking calls on the ranks' own threads;
  *
  *   -DASYNC=1  rank 0 submits the receive of tag 0, and a second thread of it (work()) moves what nobody waits for

@@ -15,7 +15,7 @@
  *
  * Memory. Every thread has a store buffer, as in bell.pml: what it stores reaches the memory later and in order, while
  * its loads do not wait. That holds of the unlocking of a mutex, too. A fence waits until the buffer is empty. An
- * exchange whose result is used acts on the memory itself. The cells of a record are written at once, which is before
+ * exchange whose result is used acts on the memory itself. The cells of a record are written in one step, which is before
  * the code's own stores of them can arrive; `tail` comes later, so no run of a reader that comes too early is missing.
  * The buffers of a killed process empty before its watch learns of the death, because the kernel has changed threads.
  *

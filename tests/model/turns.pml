@@ -63,7 +63,7 @@ byte tensor[RANKS * RANKS];                       /* for DIRECT: 2 * operation, 
   :: else -> r = 0; break                                                                                       \
   od
 
-/* Turns::stage(), the copy into the buffer, Turns::staged(). The pipeline does not wait, and leaves the own slice. */
+/* Turns::stage(), the copy into the buffer, Turns::staged(). The pipeline does not wait, and leaves its own slice. */
 inline stage() {
 #ifndef MUTANT_NO_DONE
   if

@@ -64,7 +64,7 @@ void expect_same(const Training& disturbed, const Training& quiet, size_t missin
   }
 }
 
-// One death after another, some of them two at once, since what costs time is to start a process.
+// One death after another, some of them two at the same time, because starting a process is what costs time.
 TEST(ElasticProcess, ATrainingGoesOnToTheBitWhereverRanksAreKilled) {
   const Training quiet = train(3, {});
   ASSERT_EQ(quiet.status, 0) << quiet.err;
@@ -126,7 +126,7 @@ class ElasticSnapshot : public JobFolderTest {
 };
 
 TEST_F(ElasticSnapshot, RanksOfWhichNoneIsLeftGoOnFromTheLastOne) {
-  // One after the other or at once, as it comes: the first one's replacement finds nobody who knows more.
+  // One after the other or concurrently, as it happens: the first one's replacement finds no rank that knows more.
   const auto job = start({"-n", "2", "--max-restarts", "2"}, {"0@7:before", "1@7:before"});
   EXPECT_EQ(job->finish(), 0) << job->err;
   EXPECT_THAT(job->out, HasSubstr("rank 0 of 2 from step 6"));
@@ -232,7 +232,7 @@ TEST_F(ElasticSnapshot, AStopWhileALostRankIsReplacedSavesWhatTheOthersHave) {
   }
 }
 
-// It says why, at once, and does not take the full disk for another rank that saves.
+// It says why immediately, and does not take the full disk for another rank that saves.
 TEST_F(ElasticSnapshot, AStopThatFindsNoRoomForTheStateSaysSo) {
   const std::string disk = path("snapshots");
   const SmallDisk mounted(disk);

@@ -399,7 +399,7 @@ TEST_F(Restarts, AnyLauncherMayBeKilledWhereTheyMeetInAnEtcd) {
   const Etcd etcd(1);
   const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
   std::filesystem::remove(file);
-  // A job for each victim, all at once: they spend their time on waiting for the dead.
+  // A job for each victim, all concurrently: they spend their time on waiting for the dead.
   std::vector<std::vector<std::unique_ptr<Process>>> jobs(3);
   for (size_t victim = 0; victim < 3; ++victim)
     for (const char* node : {"0", "1", "2"})

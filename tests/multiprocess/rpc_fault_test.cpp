@@ -38,7 +38,7 @@ void for_ever() {
   while (!rpc::this_call().cancelled()) std::this_thread::yield();
 }
 
-// The kernel says that a process has ended; all who wait for it know at once.
+// The kernel says that a process has ended; all workers that wait for it know immediately.
 void kill_a_called_worker(const rpc::Options& options, const std::string& how) {
   constexpr int kWorkers = 3, kVictim = 1;
   const auto before = leftovers();

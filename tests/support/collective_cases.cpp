@@ -207,7 +207,7 @@ Finish start_all_to_all_with_splits(const Case& c) {
       c, 3, [&](int from, int to) { return (from + 2 * to) % 4 == 1 ? 0 : c.count / 3 + from + 2 * to; }, true);
 }
 
-// Each rank to the next one, at once.
+// Each rank to the next one, all concurrently.
 Finish start_send_recv(const Case& c) {
   const int n = c.group.size(), me = c.group.rank();
   const auto out = tensor(c, input_of(c), c.shift, c.count), in = output(c, c.count);

@@ -1,4 +1,4 @@
-// A fabric (transport/ucx/fabric.h) within the process: packets arrive in any order, transfers end at once or later,
+// A fabric (transport/ucx/fabric.h) within the process: packets arrive in any order, transfers end immediately or later,
 // and ways are cut at will. What the ucx transport does on top of UCX is tested with it, also where there is no UCX,
 // and under the sanitizers, which do not see into UCX.
 //

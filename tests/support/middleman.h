@@ -18,7 +18,7 @@ class Middleman {
  public:
   enum class State {
     kOpen,
-    kDown,   // connections are reset, new ones at once
+    kDown,   // connections are reset, new ones immediately
     kStill,  // connections stay, and no byte is forwarded
   };
 

@@ -29,7 +29,7 @@ void run_launched(int n, const std::function<void(World&)>& body, const WorldOpt
   const auto patience = [] { return Deadline::after(std::chrono::minutes(4)); };
   static const comm::Job job = [&] {
     comm::Job mine = comm::join_job(patience());
-    // MPI begins in all processes of a job at once, and tests have worlds of some.
+    // MPI begins in all processes of a job at the same time, and tests have worlds of some.
     const World everybody(mine.placement, mine.store, options);
     return mine;
   }();

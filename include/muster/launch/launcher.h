@@ -114,9 +114,9 @@ struct LaunchOptions {
   // Variables for every rank, over those of this process and those above.
   std::vector<std::pair<std::string, std::string>> env;
 
-  // This process is there for this job alone, as `muster run` is, and has one thread. Then it also forwards signals (a
-  // second SIGINT or SIGTERM kills at once), becomes a subreaper that at the end kills whatever the ranks left running,
-  // and keeps a guardian process beside them that does the same if this process is killed.
+  // This process exists only for this job, as `muster run` does, and has one thread. Then it also forwards signals (a
+  // second SIGINT or SIGTERM kills immediately), becomes a subreaper that at the end kills the processes that the ranks
+  // left running, and starts a guardian process that does the same if this process is killed.
   bool own_process = false;
 };
 

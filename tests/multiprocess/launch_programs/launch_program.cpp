@@ -217,7 +217,7 @@ int crash(const Arguments& arguments) {
   }
   if (how == "thread") std::thread([] { follow_bad_pointer(nullptr); }).join();
   if (how == "sent") ::kill(::getpid(), SIGSEGV);
-  if (how == "both") {  // at once, in several threads
+  if (how == "both") {  // concurrently, in several threads
     std::vector<std::thread> threads;
     for (int i = 0; i < 4; ++i) threads.emplace_back([] { follow_bad_pointer(nullptr); });
     for (auto& thread : threads) thread.join();

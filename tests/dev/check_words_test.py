@@ -1,0 +1,28 @@
+#!/usr/bin/env python3
+"""tools/check_words.py finds what it is for, and nothing else."""
+
+import pathlib
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
+from check_words import phrases_in  # noqa: E402
+
+
+class CheckWords(unittest.TestCase):
+    def test_finds(self):
+        for line in ("// It answers at once.", "believes in 4 ranks", "the own slot", "// an own thread", "// lest it hang",
+                     "a worker that there is not", "At once, all of them"):
+            self.assertEqual(len(phrases_in(line)), 1, line)
+
+    def test_says_what_is_better(self):
+        self.assertEqual(phrases_in("it asks for no gradient"), [("asks for no gradient", "does not require grad")])
+
+    def test_leaves_other_words_alone(self):
+        for line in ("at one's own risk", "its own slot", "the owner", "the latest", "a celesta", "that there is no room",
+                     '"at once" stands in a quotation  // words: ok'):
+            self.assertEqual(phrases_in(line), [], line)
+
+
+if __name__ == "__main__":
+    unittest.main()

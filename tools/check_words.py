@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""Finds phrases in comments, texts and messages that readers had to decode, and says what to write instead.
+
+Reads all tracked files that people read (C++, Markdown, Python, CMake, dev) line by line.
+
+    tools/check_words.py [FILE…]      exit status 0: none; 1: phrases, one per line
+
+The list is short on purpose: each phrase is wrong wherever it stands. A line that needs one all the same (a quotation)
+says "words: ok".
+"""
+import pathlib
+import re
+import subprocess
+import sys
+
+PHRASES = [
+    (r"\bat once\b", "immediately, or: concurrently, at the same time"),
+    (r"\bbelieves? in\b", "expects"),
+    (r"\b(a|an|the) own\b", "its own, a separate"),
+    (r"\bof its own accord\b", "by itself"),
+    (r"\blest\b", "so that … not"),
+    (r"\bthat there (is|are) not\b", "that does not exist"),
+    (r"\basks for no gradient\b", "does not require grad"),
+]
+READ = {".h", ".cpp", ".md", ".py", ".txt", ".cmake", ".in", ".sh", ".1", ".pml"}
+EXCEPT = {"tools/check_words.py", "tests/dev/check_words_test.py"}
+
+
+def phrases_in(line):
+    """The (phrase, better words) of a line."""
+    if "words: ok" in line:
+        return []
+    return [(match[0], better) for pattern, better in PHRASES if (match := re.search(pattern, line, re.IGNORECASE))]
+
+
+def files(root):
+    names = subprocess.run(["git", "ls-files"], cwd=root, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [name for name in names if name not in EXCEPT and (pathlib.Path(name).suffix in READ or name == "dev")]
+
+
+def main():
+    root = pathlib.Path(__file__).resolve().parents[1]
+    names = sys.argv[1:] or files(root)
+    found = 0
+    for name in names:
+        for number, line in enumerate((root / name).read_text().splitlines(), 1):
+            for phrase, better in phrases_in(line):
+                print(f"{name}:{number}: '{phrase}': write {better}")
+                found += 1
+    print(f"check_words: {len(names)} files, {found} phrases")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
