@@ -1,4 +1,4 @@
-// Muster: distributed training for C++. This header includes what a data-parallel training needs: World, collectives,
+// Muster: distributed training for C++. This header includes what data-parallel training needs: World, collectives,
 // DistributedDataParallel, the sampler, snapshots, spawn() and the store. Include separately
 //   - what needs msgpack-cxx: muster/comm/objects.h, muster/rpc/, muster/autograd/, muster/remote/ and
 //     muster/optim/distributed_optimizer.h;

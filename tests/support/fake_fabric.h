@@ -1,6 +1,6 @@
-// A fabric (transport/ucx/fabric.h) within the process: packets arrive in any order, transfers end immediately or later,
-// and ways are cut at will. What the ucx transport does on top of UCX is tested with it, also where there is no UCX,
-// and under the sanitizers, which do not see into UCX.
+// A fabric (transport/ucx/fabric.h) within the process: packets arrive in any order, transfers end immediately or
+// later, and a test cuts connections when it likes. It tests what the ucx transport does on top of UCX, on machines
+// without UCX too, and under the sanitizers, which do not see into UCX.
 //
 // Thread-safety: a Hub's methods; each fabric as Fabric says.
 #pragma once

@@ -1,5 +1,6 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -11,6 +12,7 @@
 #include "base/cores.h"
 #include "base/env.h"
 #include "base/fd.h"
+#include "base/fork_count.h"
 #include "base/random.h"
 #include "base/text.h"
 #include "base/wire.h"
@@ -172,6 +174,18 @@ TEST(UniqueFd, ClosesOnce) {
   three.reset();
   EXPECT_TRUE(is_open(released));
   ::close(released);
+}
+
+// Nothing in this process has called fork_count() when it forks: a suite has its own process.
+TEST(ForkCount, CountsAForkBeforeTheFirstCall) {
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) ::_exit(fork_count());
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 1);
+  EXPECT_EQ(fork_count(), 0);
 }
 
 TEST(Text, WritesAnything) {

@@ -1,14 +1,14 @@
 // Reader for idx files, the format of MNIST and its family, plain or packed with gzip.
 //
 // The format: two zero bytes, a type byte (8: unsigned bytes, the only one read here), the number of dimensions, each
-// dimension as a big-endian 32-bit number, then the elements, row by row. A file is read whole, and believed only as
-// far as its bytes reach: memory grows with the data that arrives, never with what a header claims.
+// dimension as a big-endian 32-bit number, then the elements, row by row. The whole file is read. Memory grows with the
+// bytes that the file holds, never with the size that its header claims.
 //
-// Errors: Corrupt names the file and the byte (of the unpacked data, where it is packed) at which it stops making
-// sense; Unavailable, a file that is not there or cannot be read.
+// Errors: Corrupt names the file and the first byte that is wrong (its offset in the unpacked data if the file is
+// packed); Unavailable if the file does not exist or cannot be read.
 //
-// Thread-safety: all functions. Source: http://yann.lecun.com/exdb/mnist; Xiao, Rasul and Vollgraf, "Fashion-MNIST",
-// 2017.
+// Thread-safety: any number of threads may call these functions. Source: http://yann.lecun.com/exdb/mnist; Xiao, Rasul
+// and Vollgraf, "Fashion-MNIST", 2017.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,8 +27,8 @@ struct FashionMnist {
   at::Tensor labels;  // N, int64, 0 to 9
 };
 
-// Reads {train,t10k}-{images-idx3,labels-idx1}-ubyte.gz, or the same without .gz, from a folder; checks that they
-// belong together. The names are those of all of the family, so MNIST itself can be read as well.
+// Reads {train,t10k}-{images-idx3,labels-idx1}-ubyte.gz, or the same without .gz, from a folder, and checks that there
+// are as many labels as images. MNIST and its other descendants use the same names, so they can be read as well.
 FashionMnist load_fashion_mnist(const std::filesystem::path& folder, FashionMnistPart part);
 
 }  // namespace muster

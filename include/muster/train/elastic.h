@@ -1,5 +1,5 @@
-// Trainings that survive the loss of a rank: the others keep their processes and memory, the lost one is started again,
-// gets the state from a rank that lives, and the step is tried again.
+// Trainings that survive the loss of a rank: the other ranks keep their processes and memory; the lost rank is started
+// again and gets the state from a living rank; then all ranks repeat the step.
 //
 //   muster::elastic::TrainingState state(*net, sgd);
 //   muster::elastic::run(state, [&](muster::World& world) {
@@ -12,36 +12,38 @@
 //
 //   muster run -n 4 --max-restarts 10 ./train
 //
-// Epochs. run() makes a World, brings the state of the rank that is furthest to those that are behind, calls `setup`
-// and then, step by step, what that returned. When a step throws PeerLost, Timeout, Aborted or Unavailable, the World
-// is gone; the ranks that are left wait for the launcher's word about the next epoch, and begin it. Where no such word
-// comes (not under `muster run`, or no restarts are left), the error is thrown on.
+// Epochs. run() makes a World, sends the state of the rank that has completed most steps to those that are behind, and
+// calls `setup`. Then it calls the step function that `setup` returned, once per step. If a step throws PeerLost,
+// Timeout, Aborted or Unavailable, the World ends; the remaining ranks wait until the launcher announces the next
+// epoch, and begin it. If the launcher announces none (the job does not run under `muster run`, or no restarts are
+// left), run() throws the error.
 //
-// Over several hosts the launchers meet before each epoch (docs/starting.md): a rank that was lost is started again,
-// the ranks of a host that was lost are left out or those of another one take their places, and one that comes
-// (--nnodes 2:4) brings more. The others keep their processes and, where it can be, their numbers: a World says which a
-// rank has (world.rank(), world.world_size()), not RANK and WORLD_SIZE, which are those of its first epoch.
+// Over several hosts the launchers meet before each epoch (docs/starting.md). A lost rank is started again. The ranks
+// of a lost host are left out, or the ranks of another host take their places. A new host (--nnodes 2:4) brings more
+// ranks. The other ranks keep their processes and, if possible, their numbers. A rank reads its number from the World
+// (world.rank(), world.world_size()): RANK and WORLD_SIZE are those of its first epoch.
 //
-// Whatever belongs to the World (groups, DDP, tensors on its heap) belongs into `setup`, since it ends with the epoch,
-// and so does what depends on the number of ranks. What a step changes before it throws is undone from a copy that is
-// made after each step (Options::copy).
+// Make everything that belongs to the World (groups, DDP, tensors on its heap) in `setup`, because it ends with the
+// epoch; also everything that depends on the number of ranks. Changes that a step made before it threw are undone from
+// a copy that is made after each step (Options::copy).
 //
-// What only the lost rank knew is lost: where its state differed from the others' (running statistics of a BatchNorm,
-// which DDP takes from rank 0), it goes on with those of the rank that is furthest. All else goes on to the bit.
+// What only the lost rank knew is lost: if its state differed from the others' (running statistics of a BatchNorm,
+// which DDP takes from rank 0), it goes on with the state of the rank that has completed most steps. Everything else
+// goes on bit for bit as without the loss.
 //
-// What is not part of the state is the program's: a rank that was started again begins with main(), so random numbers
-// that must go on as before follow from state.step() and the rank (torch::manual_seed at each step, say), and so does
-// the place in the data.
+// The program itself restores what is not part of the state: a rank that was started again begins with main(). So
+// derive random numbers from state.step() and the rank (for example with torch::manual_seed at each step), and the
+// position in the data too.
 //
-// When nobody is left who has the state (all ranks were lost, or the job started again as a whole), it comes from the
-// last snapshot in Options::snapshot, and the steps since then are done again. Rank 0 writes the state alone, so ranks
-// of any number can go on with it; the folder must be where rank 0 finds it, whatever host that is on. A SIGTERM to any
-// rank, or to the launcher, then makes all save at the next boundary and run() return false; the next start goes on
-// there. Boundaries are the end of each step and the beginning of each epoch, after `setup`. Where the launcher ends
-// the job while ranks wait for one that was lost, those that have the state save it without an epoch. A StopSignal that
-// is made first in main() makes a SIGTERM from before run() count.
+// If no living rank has the state (all ranks were lost, or the whole job was started again), it comes from the last
+// snapshot in Options::snapshot, and the steps since then are repeated. Rank 0 alone writes the state, so any number of
+// ranks can go on with it. Rank 0 must find the folder on whatever host it runs. A SIGTERM to any rank, or to the
+// launcher, makes all ranks save at the next boundary, and run() returns false; the next start goes on there.
+// Boundaries are the end of each step and the beginning of each epoch, after `setup`. If the launcher ends the job
+// while ranks wait for a lost one, the ranks that have the state save it outside of an epoch. A StopSignal that is made
+// first in main() also catches a SIGTERM that comes before run().
 //
-// Thread-safety: none; one thread a rank.
+// Thread-safety: none; one thread per rank.
 #pragma once
 
 #include <chrono>
@@ -71,9 +73,9 @@ class State {
  public:
   virtual ~State() = default;
   virtual std::string save() const = 0;
-  virtual void load(const std::string& bytes) = 0;  // what save() gave, on another rank perhaps
+  virtual void load(const std::string& bytes) = 0;  // what save() returned, possibly on another rank
 
-  int64_t step() const { return step_; }  // how many are complete
+  int64_t step() const { return step_; }  // number of complete steps
 
  private:
   friend bool run(State&, const std::function<std::function<bool()>(World&)>&, const Options&);
@@ -94,22 +96,22 @@ class TrainingState : public State {
 };
 
 struct Options {
-  WorldOptions world;                         // of every epoch
-  std::chrono::milliseconds patience{60000};  // with the launcher, for its word
-  // Keep a copy of the state as of the end of each step, for the case that the next one throws half-way. Without it a
-  // step must change nothing that is part of the state before its last collective.
+  WorldOptions world;                         // for the World of every epoch
+  std::chrono::milliseconds patience{60000};  // how long to wait for the launcher to announce an epoch
+  // Keep a copy of the state as of the end of each step, in case the next step throws half-way. If false, a step must
+  // change no part of the state before its last collective.
   bool copy = true;
-  // Where nobody alive has the state, it comes from here. .every says how often it is saved; .group, .sharded and
-  // .default_generator count for nothing: rank 0 saves, and the state is all that is saved.
+  // If no living rank has the state, it comes from here. .every says how often it is saved. .group, .sharded and
+  // .default_generator are ignored: rank 0 saves the state and nothing else.
   std::optional<SnapshotOptions> snapshot;
 };
 
 using Step = std::function<bool()>;
 using Setup = std::function<Step(World&)>;
 
-// Once in a process. Returns on all ranks: true when the step function has returned false on all, false where they were
-// asked to stop, and have saved (Options::snapshot). Errors: those of the step that are no loss of a rank; the loss
-// itself, where nobody replaces it; those of Snapshot.
+// A process may call it once. Returns on all ranks: true when the step function has returned false on all ranks, false
+// if the ranks were asked to stop and have saved (Options::snapshot). Errors: those of the step that are not the loss
+// of a rank; the loss itself, if the launcher does not replace the rank; those of Snapshot.
 bool run(State& state, const Setup& setup, const Options& options = {});
 
 }  // namespace muster::elastic

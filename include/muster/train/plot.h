@@ -3,11 +3,11 @@
 //   muster::write_svg("curves.svg", {.title = "Fashion-MNIST",
 //                                    .panels = {{.title = "loss", .x_label = "epoch", .series = {{"train", x, y}}}}});
 //
-// Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart, and a series has the same
-// colour in each panel where it stands at the same place. A point that is not finite, or beyond 1e100, is a gap in its
-// line; a panel without any point says so. Texts may hold any UTF-8; what XML cannot hold becomes '?'.
+// Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart. The n-th series of every
+// panel has the same colour. A point that is not finite, or beyond 1e100, is a gap in its line. A panel without any
+// point says so. Texts may hold any UTF-8; characters that XML cannot hold become '?'.
 //
-// Thread-safety: all functions.
+// Thread-safety: any number of threads may call these functions.
 #pragma once
 
 #include <filesystem>
@@ -18,8 +18,8 @@
 namespace muster {
 
 struct Series {
-  std::string name;          // in the legend; without a name, not there
-  std::vector<double> x, y;  // equally many
+  std::string name;          // in the legend; an empty name is left out
+  std::vector<double> x, y;  // of the same length
   bool markers = false;  // a dot at each point, which shows its values when pointed at, and the last value in writing
   bool faint = false;    // for a noisy line behind its smoothed one
   std::optional<int> color;  // number in the palette of 7; default: the series' place in its panel
@@ -38,11 +38,10 @@ struct Chart {
   std::vector<Panel> panels;  // from left to right
 };
 
-// The chart as an SVG document. InvalidArgument where a series has not as many x as y.
+// The chart as an SVG document. InvalidArgument if a series' x and y differ in length.
 std::string to_svg(const Chart& chart);
 
-// Writes it to a file, whole or not at all: a reader never sees half of it. Unavailable where the file cannot be
-// written.
+// Writes it to a file atomically: a reader never sees half of it. Unavailable if the file cannot be written.
 void write_svg(const std::filesystem::path& path, const Chart& chart);
 
 }  // namespace muster

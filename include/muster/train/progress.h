@@ -7,17 +7,17 @@
 //
 //   epoch 3/10 ███████████▍             46%  9,214 samples/s  loss 0.2518  0:31 left
 //
-// On a terminal, which is what isatty(3) or MUSTER_TERMINAL=1 (set by `muster run`, whose ranks write into pipes) calls
-// one, the bar is redrawn in place, at most ten times a second; elsewhere it is a line for each tenth of the way. Each
-// drawing is one write(2), so other output cannot tear it. The width is COLUMNS, else the terminal's; what does not fit
-// is left out, the bar first.
+// On a terminal the bar is redrawn in place, at most ten times per second; elsewhere one line is written per tenth of
+// the total. A terminal is what isatty(3) says is one; MUSTER_TERMINAL=1 says it too (`muster run` sets it, whose ranks
+// write into pipes). Each drawing is one write(2), so other output cannot split it. The width is COLUMNS, else the
+// terminal's; parts that do not fit are left out, the bar first.
 //
 // On every rank, each advance() is also a step for `muster top` (muster/comm/report_progress.h).
 //
-// advance() costs nanoseconds between two drawings. Nothing here throws: a bar that cannot be drawn is no reason to
-// lose a training.
+// advance() costs nanoseconds between two drawings. Nothing here throws: a bar that cannot be drawn must not end a
+// training.
 //
-// Thread-safety: none; one thread.
+// Thread-safety: none; one thread at a time.
 #pragma once
 
 #include <unistd.h>
@@ -33,9 +33,9 @@
 namespace muster {
 
 struct ProgressOptions {
-  std::optional<bool> draw;      // default: on rank 0 of the calling thread's World, and where there is none
+  std::optional<bool> draw;      // default: true on rank 0 of the calling thread's World, and without a World
   std::optional<bool> terminal;  // default: as above
-  std::optional<bool> unicode;   // block characters; default: where the locale is UTF-8
+  std::optional<bool> unicode;   // block characters; default: true if the locale is UTF-8
   std::optional<int> width;      // in columns; default: as above
   int fd = STDERR_FILENO;        // not owned
   std::string unit = "samples";
@@ -44,16 +44,16 @@ struct ProgressOptions {
 
 class Progress {
  public:
-  // `total`: how far it is, in units of the whole job (not of one rank).
+  // `total`: units of the whole job (not of one rank) until it is complete.
   explicit Progress(int64_t total, ProgressOptions options = {});
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
-  ~Progress();  // ends the line where finish() was not called, e.g. by an exception
+  ~Progress();  // ends the line if finish() was not called, e.g. after an exception
 
   void set_label(std::string label);
-  // `units` further, with the newest loss where there is one. The bar shows a moving average of about 20.
+  // Adds `units` to what is done, and the newest loss if given. The bar shows a moving average of about 20 losses.
   void advance(int64_t units, std::optional<double> loss = std::nullopt);
-  // Draws the bar as it stands a last time, with the time taken, and ends its line. Later calls do nothing.
+  // Draws the bar one last time, with the time taken, and ends its line. Later calls do nothing.
   void finish();
 
   int64_t done() const { return done_; }
