@@ -1,9 +1,9 @@
-# How Muster's own targets are compiled. An outside project that uses Muster inherits none of it.
+# How Muster's own targets are compiled. A project that uses Muster inherits none of this.
 find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
-  # Precompiled headers need this sloppiness (ccache's manual, "Precompiled headers"). The base directory lets one checkout
-  # use what another has compiled (the manual, "Compiling in different directories"): paths below it are compared as
-  # relative ones. A compiler option that names a place of the checkout would defeat this; folders of headers do not.
+  # Precompiled headers need this sloppiness (ccache's manual, "Precompiled headers"). With the base directory, one checkout
+  # uses what another has compiled (the manual, "Compiling in different directories"): ccache compares paths below it as
+  # relative paths. A compiler option that names a path of the checkout would defeat this; include folders do not.
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1
       CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CCACHE_PROGRAM})
 endif()
@@ -11,9 +11,9 @@ endif()
 find_program(MOLD_PROGRAM mold)
 find_program(LLD_PROGRAM ld.lld)
 
-# With MUSTER_UNITY the sources of a target are compiled twelve at a time: most of the time of each goes into headers.
-# CMake's own unity builds include sources by absolute names, by which ccache knows a checkout's from another's; these
-# include them by names that are relative to the checkout.
+# With MUSTER_UNITY the sources of a target are compiled twelve at a time: a source spends most of its time in headers.
+# CMake's own unity builds include sources by absolute names, so ccache could not share them between checkouts. Ours include
+# them by names relative to the checkout.
 function(muster_unity target)
   get_target_property(sources ${target} SOURCES)
   set(batches 0)
@@ -70,7 +70,7 @@ function(muster_compile_options target)
   if(MUSTER_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
   endif()
-  # A mistake with bytes from outside ends the process instead of overwriting its memory. Sanitizers see more.
+  # If our code mishandles bytes from outside, the process ends instead of overwriting its memory. Sanitizers find more.
   if(NOT MUSTER_SANITIZE)
     target_compile_options(${target} PRIVATE -fstack-protector-strong -D_GLIBCXX_ASSERTIONS
                            $<$<CONFIG:Release,RelWithDebInfo>:-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=2>)

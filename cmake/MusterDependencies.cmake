@@ -1,12 +1,12 @@
 # Everything Muster takes from outside. A missing piece says which Debian package brings it.
-set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)  # a project around ours links our static libraries, and with them these
+set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)  # a project that contains ours links our static libraries, and so these too
 
 find_package(Threads REQUIRED)
 
 include(MusterTorch)
 muster_find_torch(MUSTER_TORCH_ERROR)
 if(MUSTER_TORCH_ERROR)
-  message(FATAL_ERROR "${MUSTER_TORCH_ERROR}. Or run ./dev build, which brings its own.")
+  message(FATAL_ERROR "${MUSTER_TORCH_ERROR}. Or run ./dev build, which installs one.")
 endif()
 message(STATUS "libtorch ${MUSTER_TORCH_VERSION}: ${Torch_DIR}")
 set(TORCH_LIBRARIES Muster::torch)
@@ -21,11 +21,11 @@ endfunction()
 muster_require_header(ASIO asio.hpp libasio-dev)
 muster_require_header(CLI11 CLI/CLI.hpp libcli11-dev)
 muster_require_header(JSON nlohmann/json.hpp nlohmann-json3-dev)
-muster_require_header(CURL curl/curl.h libcurl4-openssl-dev)  # the library is loaded by who uses etcd (store/http.h)
-muster_require_header(ELFUTILS elfutils/libdwfl.h libdw-dev)  # the library is loaded when a rank has died of a fault
-muster_require_header(HWLOC hwloc.h libhwloc-dev)  # as well: when ranks are pinned to cores
+muster_require_header(CURL curl/curl.h libcurl4-openssl-dev)  # store/http.h loads the library when a program uses etcd
+muster_require_header(ELFUTILS elfutils/libdwfl.h libdw-dev)  # the launcher loads the library when a rank has crashed
+muster_require_header(HWLOC hwloc.h libhwloc-dev)  # the launcher loads the library when it pins ranks to cores
 muster_require_header(XXHASH xxhash.h libxxhash-dev)
-muster_require_header(MSGPACK msgpack.hpp libmsgpack-cxx-dev)  # of muster/comm/objects.h alone, which says so where it is not there
+muster_require_header(MSGPACK msgpack.hpp libmsgpack-cxx-dev)  # only for muster/comm/objects.h, rpc/, autograd/ and remote/
 
 find_package(OpenSSL 3.0 QUIET)  # OpenSSL::SSL, OpenSSL::Crypto
 if(NOT OPENSSL_FOUND)
@@ -43,17 +43,17 @@ if(NOT ZLIB_FOUND)
   message(FATAL_ERROR "Muster needs zlib: apt-get install zlib1g-dev")
 endif()
 
-# What backends need, if they are to be had: Gloo's headers (the library is libtorch's), an MPI, libtorch's NCCL.
+# What the optional backends need: Gloo's headers (the library is libtorch's), an MPI, libtorch's NCCL.
 get_target_property(torch_definitions Muster::torch INTERFACE_COMPILE_DEFINITIONS)
 if("USE_C10D_GLOO" IN_LIST torch_definitions)
   find_path(MUSTER_GLOO_INCLUDE gloo/context.h)
 endif()
 if("USE_C10D_NCCL" IN_LIST torch_definitions)
-  # A torch for CUDA that pip installed brings these headers along, in the folder nvidia/ beside its own.
+  # A torch for CUDA that pip installed has these headers in the folder nvidia/ beside its own.
   file(GLOB MUSTER_CUDA_WHEELS ${Torch_DIR}/../../../../nvidia/*/include)
   find_path(MUSTER_NCCL_INCLUDE nccl.h HINTS ${MUSTER_CUDA_WHEELS})
   find_path(MUSTER_CUDA_INCLUDE cusparse.h HINTS ENV CUDA_HOME PATHS /usr/local/cuda ${MUSTER_CUDA_WHEELS} PATH_SUFFIXES include)
-  # Packages of their own: nvidia-cuda-crt, and nvidia-cuda-cccl, which a toolkit has in a folder of its own since CUDA 13.
+  # Separate packages: nvidia-cuda-crt, and nvidia-cuda-cccl, which has its own folder in a toolkit since CUDA 13.
   find_path(MUSTER_CUDA_CRT_INCLUDE crt/host_config.h HINTS ${MUSTER_CUDA_INCLUDE} ${MUSTER_CUDA_WHEELS})
   find_path(MUSTER_CUDA_CCCL_INCLUDE nv/target HINTS ${MUSTER_CUDA_INCLUDE} ${MUSTER_CUDA_WHEELS} PATH_SUFFIXES cccl)
   find_library(MUSTER_TORCH_CUDA torch_cuda PATHS ${Torch_DIR}/../../../lib NO_DEFAULT_PATH)
@@ -64,7 +64,7 @@ if("USE_C10D_NCCL" IN_LIST torch_definitions)
       list(APPEND MUSTER_NCCL_INCLUDES ${MUSTER_CUDA_WHEELS})
     endif()
     list(REMOVE_DUPLICATES MUSTER_NCCL_INCLUDES)
-    list(REMOVE_ITEM MUSTER_NCCL_INCLUDES ${CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES})  # as CMake does for a target, not for a file
+    list(REMOVE_ITEM MUSTER_NCCL_INCLUDES ${CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES})  # CMake does this for a target, but not for a file
   else()
     message(STATUS "No nccl backend, though this libtorch has NCCL: headers are missing (docs/backends.md)")
   endif()

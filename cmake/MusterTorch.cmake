@@ -1,14 +1,14 @@
-# Finds libtorch and makes Muster::torch, the one name by which Muster knows it. Used by Muster's own build and, installed, by
-# find_package(Muster), so both see the same rules.
+# Finds libtorch and makes the target Muster::torch, which all of Muster links. Muster's own build uses this file, and so does
+# find_package(Muster) after the installation, so both follow the same rules.
 #
 #   muster_find_torch(ERROR)   # ERROR: empty, or one sentence that says what is wrong and what to do
 #
 # Looks at Torch_DIR, at CMAKE_PREFIX_PATH (both as CMake or environment variables), at MUSTER_TORCH_HINT, and last at a Python
 # torch, which is a libtorch too. Sets Torch_DIR and MUSTER_TORCH_VERSION.
 #
-# Why not find_package(Torch): a build for CUDA (what pip may well bring) stops the configuration where there is no CUDA toolkit,
-# although code for the CPU needs none; and its targets are not visible to a project around ours. A libtorch is a folder with
-# include/ and lib/. A project may call find_package(Torch) besides: the libraries are the same files.
+# Why not find_package(Torch): with a build for CUDA (which pip may install) it stops the configuration if there is no CUDA
+# toolkit, although code for the CPU needs none; and its targets are not visible to a project that contains ours. A libtorch is
+# a folder with include/ and lib/. A project may also call find_package(Torch): the libraries are the same files.
 
 set(MUSTER_TORCH_MINIMUM 2.11)
 
@@ -24,7 +24,7 @@ function(muster_find_torch error)
             DOC "Folder of libtorch's TorchConfig.cmake")
   if(NOT Torch_DIR)
     find_program(MUSTER_PYTHON NAMES python3 python)
-    if(MUSTER_PYTHON)  # find_spec looks for the package without importing it: 30 ms, not 3 s
+    if(MUSTER_PYTHON)  # find_spec finds the package without importing it: 30 ms, not 3 s
       execute_process(
         COMMAND ${MUSTER_PYTHON} -c
                 "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
@@ -61,7 +61,7 @@ function(muster_find_torch error)
     return()
   endif()
 
-  # How libtorch itself was configured, e.g. USE_C10D_GLOO: its headers look at it.
+  # How libtorch itself was configured, e.g. USE_C10D_GLOO: its headers use these definitions.
   set(definitions "")
   file(STRINGS ${prefix}/share/cmake/Caffe2/Caffe2Targets.cmake lines REGEX "INTERFACE_COMPILE_DEFINITIONS \"[A-Z0-9_;]+\"")
   foreach(line IN LISTS lines)
@@ -73,10 +73,10 @@ function(muster_find_torch error)
   add_library(Muster::torch INTERFACE IMPORTED GLOBAL)
   target_include_directories(Muster::torch SYSTEM INTERFACE ${prefix}/include ${prefix}/include/torch/csrc/api/include)
   target_compile_definitions(Muster::torch INTERFACE ${definitions})
-  # libtorch.so holds no code; it loads the device libraries, which nothing else refers to.
+  # libtorch.so contains no code; it loads the device libraries, to which nothing else refers.
   target_link_libraries(Muster::torch INTERFACE -Wl,--push-state,--no-as-needed,${prefix}/lib/libtorch.so,--pop-state
                         ${prefix}/lib/libtorch_cpu.so ${prefix}/lib/libc10.so)
-  if(EXISTS ${prefix}/lib/libtorch_cuda.so)  # CUDA's own libraries are found when the program starts, not by the linker
+  if(EXISTS ${prefix}/lib/libtorch_cuda.so)  # the program finds CUDA's own libraries when it starts; the linker does not
     target_link_options(Muster::torch INTERFACE -Wl,--allow-shlib-undefined)
   endif()
   set(MUSTER_TORCH_VERSION ${PACKAGE_VERSION} PARENT_SCOPE)

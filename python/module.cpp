@@ -1,5 +1,5 @@
-// The module muster._muster: what muster/__init__.py needs of C++. Only torch's own types cross the border, which
-// torch's Python registers.
+// The module muster._muster: what muster/__init__.py needs from C++. Arguments and results have only torch's own types,
+// which torch's Python registers.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -36,8 +36,8 @@ std::string straggler_verdict(const BackendPtr& backend, milliseconds at_least) 
   return muster::comm::straggler_verdict(*backend, at_least);
 }
 
-// Where Python called, "train.py:17": the innermost frame of this thread that is not torch's own. "" on a thread that
-// is not Python's.
+// The call site in Python, for example "train.py:17": the innermost frame of this thread that is not torch's own. "" on
+// a thread that does not belong to Python.
 std::string calling_line() {
   if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return {};
   const py::gil_scoped_acquire gil;

@@ -1,4 +1,4 @@
-// muster blackbox: what the ranks of a job did last, whether it runs, stands still or has ended.
+// muster blackbox: what the ranks of a job did last, whether it runs, hangs or has ended.
 #include <sys/types.h>
 
 #include <fstream>
@@ -17,18 +17,19 @@ struct BlackBoxArguments {
 };
 
 void declare_black_box(CLI::App& app, BlackBoxArguments& arguments) {
-  app.add_option("FILE", arguments.file, "what muster run --black-box FILE left of a job that failed")->type_name("");
-  app.add_option("--job", arguments.job, "the job on this host whose id begins so")->type_name("ID");
-  app.add_option("--pid", arguments.pid, "the job of this process, a rank or its muster run")->type_name("PID");
+  app.add_option("FILE", arguments.file, "the file that muster run --black-box FILE wrote for a failed job")
+      ->type_name("");
+  app.add_option("--job", arguments.job, "the job on this host whose id begins with ID")->type_name("ID");
+  app.add_option("--pid", arguments.pid, "the job of this process: a rank or its muster run")->type_name("PID");
   app.add_option("--last", arguments.last, "how many operations of each rank to print; 0: none")
       ->type_name("N")
       ->default_str("10");
-  app.add_option("--perfetto", arguments.perfetto, "write all of them there, as a trace for ui.perfetto.dev")
+  app.add_option("--perfetto", arguments.perfetto, "write all operations to FILE, as a trace for ui.perfetto.dev")
       ->type_name("FILE");
   app.footer(
       "Without FILE, --job and --pid: the only job of this user that runs on this host.\n"
-      "Prints the operations of all ranks by the time at which they began, in seconds before now, and for each group\n"
-      "where its ranks are and who holds up whom.\n"
+      "Prints the operations of all ranks in the order in which they began, in seconds before now, and for each group\n"
+      "where its ranks are and who waits for whom.\n"
       "\n"
       "Examples:\n"
       "  muster blackbox\n"
@@ -38,7 +39,7 @@ void declare_black_box(CLI::App& app, BlackBoxArguments& arguments) {
 
 launch::JobBoxes read(const BlackBoxArguments& arguments) {
   const int sources = !arguments.job.empty() + !arguments.pid.empty() + !arguments.file.empty();
-  if (sources > 1) throw InvalidArgument("FILE, --job and --pid name three different things", "Give one of them");
+  if (sources > 1) throw InvalidArgument("FILE, --job and --pid exclude each other", "Give one of them");
   if (!arguments.file.empty()) {
     try {
       return launch::read_black_boxes(arguments.file);
@@ -60,7 +61,7 @@ void write(const std::string& path, const std::string& bytes) {
 }  // namespace
 
 int blackbox_command(std::vector<std::string> words) {
-  CLI::App app("Prints what the ranks of a job did last, and who holds up whom.", "muster blackbox");
+  CLI::App app("Prints what the ranks of a job did last, and who waits for whom.", "muster blackbox");
   BlackBoxArguments arguments;
   declare_black_box(app, arguments);
   if (!parse(app, words, "muster blackbox --help")) return 0;

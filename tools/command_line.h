@@ -38,7 +38,7 @@ inline uint64_t parse_number(const std::string& option, const std::string& word,
   const char* end = word.data() + word.size();
   const auto [stop, error] = std::from_chars(word.data(), end, number);
   if (error != std::errc() || stop != end || number > most)
-    throw InvalidArgument(text(option, " takes a whole number of at most ", most, ", and '", word, "' is none"),
+    throw InvalidArgument(text(option, ": expected a whole number of at most ", most, ", got '", word, "'"),
                           text("Use for example ", option, " 100"));
   return number;
 }

@@ -1,4 +1,4 @@
-// muster doctor: what this machine offers to a job, and what to change.
+// muster doctor: checks this machine, and says what to change for a job.
 #include "launch/doctor.h"
 
 #include "command_line.h"
@@ -6,12 +6,12 @@
 namespace muster::tools {
 
 int doctor_command(std::vector<std::string> words) {
-  CLI::App app("Looks at this machine as a job would meet it, and says what to change.", "muster doctor");
+  CLI::App app("Checks this machine as a job would see it, and says what to change.", "muster doctor");
   bool json = false;
   app.add_flag("--json", json, "for programs: an array of findings");
   app.footer(
       "Run it where the job will run: inside the container or the batch job, with its limits.\n"
-      "Exit status 1 where something is bad, 0 otherwise.\n"
+      "Exit status: 1 if a finding is bad, 0 otherwise.\n"
       "\n"
       "Examples:\n"
       "  muster doctor\n"

@@ -33,11 +33,10 @@ int parse_ranks(const std::string& word) {
   const char* end = word.data() + word.size();
   const auto [stop, error] = std::from_chars(word.data(), end, ranks);
   if (error == std::errc::invalid_argument || stop != end)
-    throw InvalidArgument(text("-n takes the number of ranks, and '", word, "' is no whole number"),
-                          "Use for example -n 2");
+    throw InvalidArgument(text("-n: expected a whole number of ranks, got '", word, "'"), "Use for example -n 2");
   if (error != std::errc() || ranks < 1 || ranks > muster::launch::kMaxRanks)
-    throw InvalidArgument(text("-n ", word, " ranks cannot be run"),
-                          text("Use -n 1 to -n ", muster::launch::kMaxRanks));
+    throw InvalidArgument(text("-n: expected 1 to ", muster::launch::kMaxRanks, " ranks, got ", word),
+                          "Use for example -n 2");
   return ranks;
 }
 
@@ -50,7 +49,7 @@ milliseconds parse_time(const std::string& option, const std::string& word) {
   const std::string unit(stop, end);
   if (unit == "s" && number <= kLongest) number *= 1000;
   if (error != std::errc() || number < 0 || number > kLongest || (unit != "" && unit != "ms" && unit != "s"))
-    throw InvalidArgument(text(option, " takes a time of at most a day, and '", word, "' is none"),
+    throw InvalidArgument(text(option, ": expected a time of at most a day, got '", word, "'"),
                           text("Use for example ", option, " 700ms or ", option, " 2s"));
   return milliseconds(number);
 }
@@ -60,7 +59,7 @@ muster::launch::Pin parse_pin(const std::string& word) {
   if (word == "auto") return Pin::kAuto;
   if (word == "none") return Pin::kNone;
   if (word == "cores") return Pin::kCores;
-  throw InvalidArgument(text("--pin takes auto, none or cores, and not '", word, "'"), "Use for example --pin cores");
+  throw InvalidArgument(text("--pin: expected auto, none or cores, got '", word, "'"), "Use for example --pin cores");
 }
 
 // "2", or "1:4" for any number from 1 to 4.
@@ -69,7 +68,7 @@ void parse_hosts(const std::string& word, muster::launch::HostOptions* hosts) {
     int value = 0;
     const auto [stop, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
     if (error != std::errc() || stop != digits.data() + digits.size() || value < 1)
-      throw InvalidArgument(text("--nnodes takes a number of hosts or MIN:MAX, and '", word, "' is neither"),
+      throw InvalidArgument(text("--nnodes: expected a number of hosts or MIN:MAX, got '", word, "'"),
                             "Use for example --nnodes 2 or --nnodes 1:4");
     return value;
   };
@@ -86,9 +85,9 @@ struct RunArguments {
   int node = -1;
 };
 
-// Where a scheduler numbers the launchers, so do we; -1 where none does. srun numbers those of its step, of which
-// several may be on one host. A step of another size is only a part of the job, or the launchers are not its tasks, as
-// in a batch script: then its numbers are not the job's, and hosts get theirs as they come.
+// The number that a scheduler gave this launcher, or -1. srun numbers the tasks of its step, and several of them may be
+// on one host. If the step's size is not the number of hosts, its numbers are not the job's: the step is only a part of
+// the job, or the launchers are not its tasks, as in a batch script. Then hosts get their numbers as they come.
 int scheduled_node(int hosts) {
   const auto number = [](const char* name) { return static_cast<int>(muster::env_int(name).value_or(-1)); };
   if (number("SLURM_STEP_NUM_TASKS") == hosts) return number("SLURM_PROCID");
@@ -120,55 +119,57 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
   run.formatter(std::make_shared<RunHelp>());
   run.add_option("-n,--ranks", arguments.ranks, "how many processes of PROGRAM to start")->type_name("RANKS");
   run.add_flag("--no-prefix", arguments.no_prefix, "print the ranks' output as it is, without [RANK] before each line");
-  run.add_option("--settle", arguments.settle, "from the end of a rank that only lost another to SIGTERM for all")
+  run.add_option("--settle", arguments.settle, "time from the end of a rank that only lost a peer to SIGTERM for all")
       ->type_name("TIME")
       ->default_str("50ms");
-  run.add_option("--grace", arguments.grace, "from a rank's failure to SIGKILL for the others")
+  run.add_option("--grace", arguments.grace, "time from a rank's failure to SIGKILL for the others")
       ->type_name("TIME")
       ->default_str("700ms");
-  run.add_option("--stop-grace", arguments.stop_grace, "from the first Ctrl-C to SIGKILL")
+  run.add_option("--stop-grace", arguments.stop_grace, "time from the first Ctrl-C to SIGKILL")
       ->type_name("TIME")
       ->default_str("5s");
-  run.add_option("--black-box", arguments.black_box, "where a job that fails leaves what its ranks did last")
+  run.add_option("--black-box", arguments.black_box, "where a job that fails writes its ranks' last operations")
       ->type_name("FILE");
-  run.add_option("--error-file", arguments.error_file, "where a job that fails says why, as JSON")->type_name("FILE");
+  run.add_option("--error-file", arguments.error_file, "where a job that fails writes the cause, as JSON")
+      ->type_name("FILE");
   run.add_option("--log-dir", arguments.log_dir, "write what rank N prints to DIR/rank_N.out and DIR/rank_N.err")
       ->type_name("DIR");
   run.add_flag("--tee", arguments.tee, "with --log-dir: print it here too (the default)");
-  run.add_flag("--redirect", arguments.redirect, "with --log-dir: print nothing of it here");
-  run.add_option("--pin", arguments.pin,
-                 "keep each rank on cores of its own; auto: where the cores are this job's alone")
+  run.add_flag("--redirect", arguments.redirect, "with --log-dir: do not print it here");
+  run.add_option("--pin", arguments.pin, "keep each rank on its own cores; auto: if no other job uses them")
       ->type_name("auto|none|cores")
       ->default_str("auto");
   run.add_flag("-v,--verbose", arguments.verbose, "say where each rank runs, and how remote calls reach the others");
-  run.add_option("--max-restarts", arguments.max_restarts, "how often the job starts again after a rank failed")
+  run.add_option("--max-restarts", arguments.max_restarts, "how often the job is restarted after a rank failed")
       ->type_name("TIMES")
       ->default_str("0");
   run.add_option("--nnodes", arguments.hosts, "how many hosts, with a muster run on each; MIN:MAX for as many as come")
       ->type_name("HOSTS")
       ->default_str("1");
-  run.add_option("--node-rank", arguments.node, "this host's number, from 0; as they come where none is given")
+  run.add_option("--node-rank", arguments.node, "this host's number, from 0; by default in the order of arrival")
       ->type_name("NUMBER");
   run.add_option("--rdzv", arguments.rendezvous,
-                 "HOST:PORT of one of them, where they meet; or a store: tls://, etcd://")
+                 "where the hosts meet: HOST:PORT of one of them, or a store: tls://, etcd://")
       ->type_name("ADDRESS");
-  run.add_option("--secret-file", arguments.secret_file, "what the hosts know each other by: see muster secret")
+  run.add_option("--secret-file", arguments.secret_file,
+                 "the secret that all hosts of the job share: see muster secret")
       ->type_name("FILE");
-  run.add_option("--rdzv-timeout", arguments.meet, "how long to wait there for the others")
+  run.add_option("--rdzv-timeout", arguments.meet, "how long to wait for the other hosts")
       ->type_name("TIME")
       ->default_str("300s");
-  run.add_option("--rdzv-patience", arguments.patience, "with a host that gives no sign of life; then it is lost")
+  run.add_option("--rdzv-patience", arguments.patience,
+                 "how long a host may give no sign of life before it counts as lost")
       ->type_name("TIME")
       ->default_str("5s");
-  run.add_option("--job-id", arguments.job, "tells jobs apart that meet in one store")->type_name("NAME");
-  run.add_option("--host", arguments.address, "this host's address for the others, where the one found is wrong")
+  run.add_option("--job-id", arguments.job, "the job's name, if several jobs meet in one store")->type_name("NAME");
+  run.add_option("--host", arguments.address, "this host's address for the others, if the one found is wrong")
       ->type_name("ADDRESS");
   run.footer(
       "Each rank finds its place in RANK, WORLD_SIZE and torchrun's other variables; muster::init() reads them.\n"
-      "The first rank that fails ends the job and gives the exit status. Rank 0 has the standard input, unless that is "
-      "a\n"
-      "terminal. Everything that a rank started ends with the job.\n"
-      "muster blackbox prints what the ranks did last, muster top what they do.\n"
+      "The first rank that fails ends the job and gives the exit status.\n"
+      "Rank 0 has the standard input, unless that is a terminal.\n"
+      "All processes that a rank started end with the job.\n"
+      "muster blackbox prints what the ranks did last; muster top shows what they do now.\n"
       "\n"
       "Examples:\n"
       "  muster run -n 2 ./train --lr 0.1\n"
@@ -176,7 +177,8 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
       "  muster run -n 4 --log-dir logs --redirect ./train");
 }
 
-// Where the words for us end and PROGRAM begins: all after it is the program's, also what looks like an option of ours.
+// The index at which our own words end and PROGRAM begins. All words after it belong to the program, also those that
+// look like options of ours.
 size_t program_index(const CLI::App& run, const std::vector<std::string>& words) {
   size_t index = 0;
   while (index < words.size() && words[index].size() > 1 && words[index][0] == '-' && words[index] != "--") {
@@ -217,8 +219,7 @@ int run_command(std::vector<std::string> words) {
   options.verbose = arguments.verbose;
   options.pin = parse_pin(arguments.pin);
   if (arguments.log_dir.empty() && (arguments.tee || arguments.redirect))
-    throw InvalidArgument(text(arguments.tee ? "--tee" : "--redirect", " says nothing without a folder"),
-                          "Use it with --log-dir DIR");
+    throw InvalidArgument(text(arguments.tee ? "--tee" : "--redirect", " needs a folder"), "Use it with --log-dir DIR");
   if (arguments.tee && arguments.redirect)
     throw InvalidArgument("--tee and --redirect contradict each other", "Give one of them");
   options.log_folder = arguments.log_dir;
@@ -240,11 +241,11 @@ struct Subcommand {
 
 constexpr Subcommand kSubcommands[] = {
     {"run", "starts a program as the ranks of one job on this host", run_command},
-    {"blackbox", "prints what the ranks of a job did last, and who holds up whom", muster::tools::blackbox_command},
-    {"secret", "makes the secret with which the hosts of a job know each other", muster::tools::secret_command},
+    {"blackbox", "prints what the ranks of a job did last, and who waits for whom", muster::tools::blackbox_command},
+    {"secret", "makes the secret that the hosts of a job share", muster::tools::secret_command},
     {"ps", "lists the jobs of this user on this host", muster::tools::ps_command},
     {"top", "shows what the ranks of a job do: step, speed, time in communication, memory", muster::tools::top_command},
-    {"doctor", "says what this machine offers to a job, and what to change", muster::tools::doctor_command},
+    {"doctor", "checks this machine, and says what to change for a job", muster::tools::doctor_command},
 };
 
 void print_help(std::ostream& out) {

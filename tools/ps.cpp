@@ -25,7 +25,7 @@ int ps_command(std::vector<std::string> words) {
   bool json = false;
   app.add_flag("--json", json, "for programs: an array of jobs");
   app.footer(
-      "A job that stands still, or has ranks that are stopped or gone, says so.\n"
+      "The list says which jobs hang, and which have ranks that are stopped or gone.\n"
       "\n"
       "Examples:\n"
       "  muster ps\n"

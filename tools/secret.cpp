@@ -1,4 +1,4 @@
-// muster secret: a new secret for a job, in a file of one's own or on the standard output.
+// muster secret: makes a new secret for a job, in a private file or on the standard output.
 #include "muster/base/secret.h"
 
 #include <fcntl.h>
@@ -12,13 +12,13 @@
 namespace muster::tools {
 namespace {
 
-// The file is new and private, or there is none.
+// The file is new and private; on an error there is no file.
 void write_new(const std::string& path, std::string_view bytes) {
   const UniqueFd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (!file && errno == EEXIST)
-    throw InvalidArgument(text(path, " is there already, and is not overwritten"),
+    throw InvalidArgument(text(path, " exists already, and is not overwritten"),
                           "Choose another name, or remove it if no job uses it");
-  if (!file) throw_errno(text("cannot make ", path));
+  if (!file) throw_errno(text("cannot create ", path));
   while (!bytes.empty()) {
     const ssize_t n = ::write(file.get(), bytes.data(), bytes.size());
     if (n < 0 && errno == EINTR) continue;
@@ -34,13 +34,12 @@ void write_new(const std::string& path, std::string_view bytes) {
 }  // namespace
 
 int secret_command(std::vector<std::string> words) {
-  CLI::App app("Makes a new secret, with which the hosts of a job know each other.", "muster secret");
+  CLI::App app("Makes a new secret for the hosts of a job to share.", "muster secret");
   std::string file;
-  app.add_option("FILE", file, "where to put it: a new file that only you can read; without, it is printed")
-      ->type_name("");
+  app.add_option("FILE", file, "a new file that only you can read; without FILE, it is printed")->type_name("");
   app.footer(
-      "Copy the file to each host of the job, or give its text to all processes in MUSTER_SECRET. Whoever has it may\n"
-      "join the job.\n"
+      "Copy the file to each host of the job, or give its text to all processes in MUSTER_SECRET. Anybody who has the\n"
+      "secret can join the job.\n"
       "\n"
       "Examples:\n"
       "  muster secret job.secret\n"
@@ -52,7 +51,7 @@ int secret_command(std::vector<std::string> words) {
     return 0;
   }
   std::cout << line << std::flush;
-  if (!std::cout) throw Unavailable("the secret could not be printed", "Look at where the standard output goes");
+  if (!std::cout) throw Unavailable("cannot print the secret", "Check where the standard output goes");
   return 0;
 }
 

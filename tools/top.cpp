@@ -1,4 +1,4 @@
-// muster top: what the ranks of a job do, now and every second.
+// muster top: shows what the ranks of a job do, now and every second.
 #include <poll.h>
 #include <unistd.h>
 
@@ -19,17 +19,18 @@ struct TopArguments {
 };
 
 void declare_top(CLI::App& app, TopArguments& arguments) {
-  app.add_option("--job", arguments.job, "the job on this host whose id begins so")->type_name("ID");
-  app.add_option("--pid", arguments.pid, "the job of this process, a rank or its muster run")->type_name("PID");
-  app.add_option("--interval", arguments.interval, "seconds between two looks")->type_name("SECONDS")->default_str("1");
-  app.add_flag("--once", arguments.once, "look once and end");
-  app.add_flag("--json", arguments.json, "for programs: a line of JSON for each look");
+  app.add_option("--job", arguments.job, "the job on this host whose id begins with ID")->type_name("ID");
+  app.add_option("--pid", arguments.pid, "the job of this process: a rank or its muster run")->type_name("PID");
+  app.add_option("--interval", arguments.interval, "seconds between two samples")
+      ->type_name("SECONDS")
+      ->default_str("1");
+  app.add_flag("--once", arguments.once, "take one sample and end");
+  app.add_flag("--json", arguments.json, "for programs: one line of JSON per sample");
   app.footer(
       "Without --job and --pid: the only job of this user that runs on this host. Ends with the job.\n"
-      "Steps and samples are those that the program reports, by muster::report_progress() or muster::Progress. comm: "
-      "the\n"
-      "share of the time in which a collective ran. shared: the part of the memory that other ranks use as well.\n"
-      "Looking costs the job nothing: its shared memory is read.\n"
+      "Steps and samples: as the program reports them, with muster::report_progress() or muster::Progress. comm: the\n"
+      "share of the time in which a collective ran. shared: the part of the memory that other ranks use too.\n"
+      "muster top costs the job nothing: it reads the job's shared memory.\n"
       "\n"
       "Examples:\n"
       "  muster top\n"
@@ -37,7 +38,7 @@ void declare_top(CLI::App& app, TopArguments& arguments) {
       "  muster top --json --interval 10 >> samples.json");
 }
 
-// Draws the table over the one before it, cut to the terminal.
+// Draws the table over the previous one, cut to the terminal.
 class Screen {
  public:
   void draw(const std::string& table) {
@@ -63,18 +64,19 @@ class Screen {
 }  // namespace
 
 int top_command(std::vector<std::string> words) {
-  CLI::App app("Shows what the ranks of a job do: step, samples a second, time in communication, memory.",
+  CLI::App app("Shows what the ranks of a job do: step, samples per second, time in communication, memory.",
                "muster top");
   TopArguments arguments;
   declare_top(app, arguments);
   if (!parse(app, words, "muster top --help")) return 0;
   if (!arguments.job.empty() && !arguments.pid.empty())
-    throw InvalidArgument("--job and --pid name two different things", "Give one of them");
+    throw InvalidArgument("--job and --pid exclude each other", "Give one of them");
   const auto pid = arguments.pid.empty()
                        ? pid_t{0}
                        : static_cast<pid_t>(parse_number("--pid", arguments.pid, std::numeric_limits<pid_t>::max()));
   const auto interval = parse_number("--interval", arguments.interval, 3600);
-  if (interval == 0) throw InvalidArgument("--interval takes at least a second", "Use for example --interval 1");
+  if (interval == 0)
+    throw InvalidArgument("--interval: expected at least 1 second, got 0", "Use for example --interval 1");
 
   const bool terminal = ::isatty(STDOUT_FILENO) && !arguments.json && !arguments.once;
   launch::ActivityWatch watch;

@@ -7,9 +7,10 @@ Importing it registers the backend:
 
     dist.init_process_group("muster")             # or "cpu:muster,cuda:nccl"
 
-Everything else is PyTorch's own interface. README.md says what to expect of it.
+Everything else is PyTorch's own interface. README.md says how it differs from gloo.
 
-Thread-safety: as torch.distributed; create_backend(), create_process_group() and what they return from any thread.
+Thread-safety: as torch.distributed. create_backend(), create_process_group() and what they return may be used from any
+thread.
 """
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 try:
     from . import _muster
 except ImportError as error:
-    raise ImportError(f"Muster's module does not fit this Python or its torch ({torch.__version__}): {error}. "
+    raise ImportError(f"Muster's module was built for another Python or torch than torch {torch.__version__}: {error}. "
                       "Install it again with this Python.") from error
 
 __all__ = ["create_backend", "create_process_group", "monitored_barrier", "straggler_verdict"]
@@ -33,31 +34,33 @@ _CPU = torch.device("cpu")
 
 def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=5),
                    name: str = "world") -> torch._C._distributed_c10d.Backend:
-    """One rank's end of a group of `size`, without a process group around it; waits for all of them.
+    """Returns one rank's backend for a group of `size` ranks, without a process group. Waits for all ranks.
 
-    For ranks that are threads of one process, with one dist.HashStore for all: torch.distributed itself has one rank a
-    process. `name` appears in messages. Raises ValueError, and dist.DistBackendError where a rank does not come in time.
+    Use it for ranks that are threads of one process, with one dist.HashStore for all of them: torch.distributed itself
+    has one rank per process. `name` appears in messages. Raises ValueError for bad arguments, and dist.DistBackendError
+    if a rank does not come in time.
     """
     return _muster.create_backend(store, rank, size, timeout, name)
 
 
 def create_process_group(store: dist.Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=5),
                          name: str = "world") -> dist.ProcessGroup:
-    """As create_backend(), with a process group around it, of which torch.distributed knows nothing.
+    """As create_backend(), but returns a process group, which torch.distributed does not register.
 
-    For processes that outlive their group, as torchft's do: after abort() they make another, of another size. Each needs
-    a store of its own, or a dist.PrefixStore. The group's abort() ends what is under way on all ranks, by an error.
+    Use it in processes that outlive their group, as torchft's do: after abort() they create another one, of another
+    size. Each group needs its own store, or a dist.PrefixStore. abort() makes the operations that run on any rank fail
+    with an error.
     """
     return _muster.create_process_group(store, rank, size, timeout, name)
 
 
 def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None,
                       wait_all_ranks: bool = False) -> None:
-    """dist.monitored_barrier(), which itself accepts no backend but gloo: waits for all ranks of the group.
+    """Does what dist.monitored_barrier() does, which accepts only gloo: waits for all ranks of the group.
 
-    Raises dist.DistBackendError, on every rank that came, naming the first rank that did not, or all of them
-    (wait_all_ranks). `timeout` is a timedelta or seconds; without it that of the group holds. Afterwards the group has
-    failed, as after any timeout.
+    If a rank does not come, every rank that came raises dist.DistBackendError. The error names the first missing rank,
+    or all of them with wait_all_ranks. `timeout` is a timedelta or seconds; the default is the group's timeout. After
+    the error the group has failed, as after any timeout.
     """
     group = group or dist.distributed_c10d._get_default_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -67,16 +70,16 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
     if timeout is None:
         timeout = timedelta(milliseconds=-1)  # c10d::kUnsetTimeout
     elif timeout <= timedelta(0):
-        raise ValueError(f"monitored_barrier needs a timeout above 0, not {timeout}")
+        raise ValueError(f"monitored_barrier: expected a timeout above 0, got {timeout}")
     _muster.monitored_barrier(group._get_backend(_CPU), timeout, wait_all_ranks)
 
 
 def straggler_verdict(group: dist.ProcessGroup | None = None, at_least: timedelta = timedelta(0)) -> str:
-    """Which rank came last to the group's collectives, how often, and how long the others waited for it in all.
+    """Says which rank came last to the group's collectives, how often, and how long the others waited for it in total.
 
-    An empty string if that is less than `at_least`, or if no rank stands out. At the end of a group its rank 0 logs the
-    same of a rank that was late by a second or more in all. Any member may call it at any time; it sends nothing. Raises
-    ValueError for a group of another backend.
+    Returns an empty string if they waited less than `at_least`, or if no rank stands out. At the end of a group, its
+    rank 0 logs the verdict if a rank was late by a second or more in total. Any member may call it at any time; it
+    sends nothing. Raises ValueError for a group of another backend.
     """
     group = group or dist.distributed_c10d._get_default_group()
     return _muster.straggler_verdict(group._get_backend(_CPU), at_least)
@@ -84,10 +87,10 @@ def straggler_verdict(group: dist.ProcessGroup | None = None, at_least: timedelt
 
 def _create(options: dist.distributed_c10d._DistributedBackendOptions,
             _: object) -> torch._C._distributed_c10d.Backend | dist.ProcessGroup:
-    """What torch.distributed calls for each group.
+    """torch.distributed calls it for each group.
 
-    It may be given a whole process group instead of a backend, which then knows its name and sequence numbers; but only
-    for a group without another backend beside, and where nobody wants to wrap the backend.
+    It may return a whole process group instead of a backend. A process group knows its name and its sequence numbers.
+    torch.distributed accepts one only if the group has no other backend and if nobody wraps the backend.
     """
     config = sys._getframe(1).f_locals.get("backend_config")
     alone = config is not None and set(config.get_device_backend_map().values()) == {"muster"}
@@ -97,11 +100,11 @@ def _create(options: dist.distributed_c10d._DistributedBackendOptions,
 
 
 def _leave() -> None:
-    """At the end of a process that has not destroyed its groups: peers that wait for it learn so, and why."""
+    """At the end of a process that has not destroyed its groups, tells the waiting peers that it ends, and why."""
     error = getattr(sys, "last_value", None)
     _muster.leave_process_groups(f"{type(error).__name__}: {error}" if error is not None else "")
 
 
-# devices are a capability: gloo stays the default of CPU tensors.
+# `devices` says what the backend can do; gloo remains the default for CPU tensors.
 dist.Backend.register_backend("muster", _create, extended_api=True, devices=["cpu"])
 atexit.register(_leave)

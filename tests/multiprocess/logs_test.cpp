@@ -119,8 +119,8 @@ TEST_F(Logs, AFifoWithoutReaderDoesNotHoldUpTheLauncher) {
 TEST_F(Logs, BadInputIsOneSentence) {
   std::ofstream(path("file")) << "in the way";
   const std::pair<Words, const char*> cases[] = {
-      {{"--tee"}, "--tee says nothing without a folder"},
-      {{"--redirect"}, "--redirect says nothing without a folder"},
+      {{"--tee"}, "--tee needs a folder"},
+      {{"--redirect"}, "--redirect needs a folder"},
       {{"--tee", "--redirect", "--log-dir", path("logs")}, "contradict each other"},
       {{"--log-dir", path("file")}, "cannot make the folder"},
       {{"--log-dir", path("file/below")}, "cannot make the folder"},

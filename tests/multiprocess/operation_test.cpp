@@ -171,7 +171,7 @@ TEST_F(Operation, BadInputIsOneSentence) {
   const std::pair<Words, const char*> cases[] = {
       {{"top", "--job", "no such job"}, "no job 'no such job' runs here"},
       {{"top", "--job", "a", "--pid", "1"}, "two different things"},
-      {{"top", "--pid", "one"}, "'one' is none"},
+      {{"top", "--pid", "one"}, "got 'one'"},
       {{"top", "--interval", "0"}, "at least a second"},
       {{"ps", "--bogus"}, "there is no option --bogus"},
       {{"doctor", "now"}, "there is no option now"},

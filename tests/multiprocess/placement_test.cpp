@@ -99,7 +99,7 @@ TEST_F(Pinning, WhatTheUserSetsStays) {
 TEST(PinningInput, IsChecked) {
   Process job(run_program({"-n", "1", "--pin", "tight"}, {"true"}));
   EXPECT_EQ(job.finish(), 2);
-  EXPECT_EQ(job.err, "muster: --pin takes auto, none or cores, and not 'tight'. Use for example --pin cores\n");
+  EXPECT_EQ(job.err, "muster: --pin: expected auto, none or cores, got 'tight'. Use for example --pin cores\n");
 }
 
 }  // namespace

@@ -173,7 +173,7 @@ TEST_F(SecretTest, TheCommandMakesAPrivateFileOnce) {
   const auto secret = Secret::from_file(path("new"));
   const auto [again, refused] = run_muster("secret " + path("new"));
   EXPECT_EQ(refused, 2) << again;
-  EXPECT_NE(again.find("is there already"), std::string::npos) << again;
+  EXPECT_NE(again.find("exists already"), std::string::npos) << again;
   EXPECT_TRUE(Secret::from_file(path("new")) == secret);
   EXPECT_EQ(run_muster("secret " + path("no/folder")).second, 1);
 }
