@@ -30,7 +30,7 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
                                  Deadline deadline);
 
 // Reads the list of all ranks that rank 0 leaves in the store, `said`, on rank `rank` of `size`. Corrupt, unless it is
-// one; Mismatch and Timeout, where it says what rank 0 found wrong.
+// one; Mismatch and Timeout, if it says what rank 0 found wrong.
 std::vector<Member> read_members(const std::string& said, int rank, int size);
 
 bool on_one_host(const std::vector<Member>& members);

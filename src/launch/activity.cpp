@@ -16,7 +16,7 @@ constexpr uint64_t kLate = 5 * kSecond;  // without a report: from then on the r
 
 double seconds(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) / 1e9 : 0; }
 
-// The collective that runs, where one does: a message that waits beside it says less.
+// The running collective, if there is one: a message that waits beside it says less.
 std::string last_operation(const shm::BlackBoxSnapshot& box, uint64_t now_ns) {
   shm::BlackBoxSnapshot chosen{.groups = box.groups};
   for (const auto& operation : box.operations)

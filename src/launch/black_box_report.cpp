@@ -91,7 +91,7 @@ std::string ranks(const std::vector<const Member*>& members) {
   return text(many ? "ranks " : "rank ", human_ranks(std::move(numbers)));
 }
 
-// What a rank does that has not come to where the others wait.
+// What a rank does that is late for the operation in which the others wait.
 std::string occupation(const RankBox& rank, uint64_t now_ns) {
   const BlackBoxOperation* current = nullptr;
   for (const auto& operation : rank.box.operations)
@@ -139,7 +139,7 @@ std::string positions(const GroupView& group, uint64_t now_ns) {
   return out;
 }
 
-// Who holds up whom; empty where nothing can be said.
+// Which rank waits for which; empty if this is unknown.
 std::string conclusion(const GroupView& group, uint64_t now_ns) {
   const BlackBoxOperation* front = nullptr;
   for (const auto& member : group.members)
@@ -254,7 +254,7 @@ std::string verdict(const JobBoxes& job) {
 }
 
 std::vector<std::string> last_operations(const BlackBoxSnapshot& box, uint64_t now_ns, size_t count) {
-  // What is under way says most, even where later operations have ended.
+  // Running operations say most, even if later operations have ended.
   std::vector<const BlackBoxOperation*> chosen;
   for (const bool under_way : {true, false})
     for (size_t i = box.operations.size(); i-- > 0 && chosen.size() < count;)

@@ -1,4 +1,4 @@
-// What black boxes tell, in words: a table of operations by time, and for each group who holds up whom.
+// The contents of black boxes as text: a table of operations by time, and for each group which rank waits for which.
 //
 // Thread-safety: all of it.
 #pragma once
@@ -17,7 +17,7 @@ std::string describe_ranks(const JobBoxes& job);
 // The last `each` operations of each rank, merged by the time at which they began.
 std::string operations_table(const JobBoxes& job, size_t each);
 
-// For each group: where its ranks are, and if they are not at the same collective, who has yet to come and what it does
+// For each group: where its ranks are, and if they are not at the same collective, which rank is late and what it does
 // instead.
 std::string verdict(const JobBoxes& job);
 

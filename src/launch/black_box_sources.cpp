@@ -52,7 +52,7 @@ std::vector<Found> find_all() {
   for (const pid_t pid : numbers_in("/proc")) {
     if (pid == ::getpid()) continue;
     const auto folder = text("/proc/", pid, "/fd");
-    for (const int number : numbers_in(folder)) {  // none where the process is another user's, or has ended meanwhile
+    for (const int number : numbers_in(folder)) {  // none if the process is another user's, or has ended meanwhile
       const auto link = text(folder, '/', number);
       char target[64] = {};
       if (::readlink(link.c_str(), target, sizeof target - 1) < 0) continue;

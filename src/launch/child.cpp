@@ -78,7 +78,7 @@ void use_default_signals() {
   Guardian::announce(plan.guardian_socket);
   for (int fd = 0; fd <= STDERR_FILENO; ++fd)
     if (plan.standard[fd] >= 0) ::dup2(plan.standard[fd], fd);
-  if (plan.affinity)  // fails where a core has gone meanwhile, and then the rank runs anywhere
+  if (plan.affinity)  // fails if a core has gone meanwhile; then the rank runs anywhere
     ::sched_setaffinity(0, plan.affinity->size() * sizeof(unsigned long),
                         reinterpret_cast<const cpu_set_t*>(plan.affinity->data()));
   if (plan.open_files) ::setrlimit(RLIMIT_NOFILE, &*plan.open_files);

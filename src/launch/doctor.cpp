@@ -60,7 +60,7 @@ class Examination {
   }
 
   fs::path at(const std::string& path) const { return root_ / path; }
-  // The file without the line end; nullopt where it cannot be read.
+  // The file without the line end; nullopt if it cannot be read.
   std::optional<std::string> read(const fs::path& path) const {
     std::ifstream file(path);
     if (!file) return std::nullopt;
@@ -96,7 +96,7 @@ class Examination {
     }
     return folders;
   }
-  // The smallest number that this file has in one of them; "max" is none.
+  // The smallest number that this file has in any of them. "max" does not count as a number.
   std::optional<uint64_t> cgroup_limit(const std::string& file) const {
     std::optional<uint64_t> least;
     for (const auto& folder : cgroups())

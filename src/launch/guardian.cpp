@@ -31,7 +31,7 @@ constexpr std::chrono::seconds kStartTakes{10};  // far less, unless the machine
 constexpr std::chrono::seconds kGoodbyeTakes{2};
 constexpr int kMaxRounds = 1000;  // of killing, a millisecond apart
 
-// Whether the process started with `entry` ("NAME=value") in its environment. False where that may not be read.
+// Whether the process started with `entry` ("NAME=value") in its environment. Returns false if we may not read it.
 bool has_in_environment(const char* pid, const std::string& entry) {
   std::ifstream file(text("/proc/", pid, "/environ"), std::ios::binary);
   for (std::string variable; std::getline(file, variable, '\0');)

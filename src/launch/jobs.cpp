@@ -49,7 +49,7 @@ JobRank rank_of(const RankBox& box, pid_t launcher) {
   return rank;
 }
 
-// "stands still for 31 s in all_reduce #12", where operations are under way and none has begun or ended for long.
+// "stands still for 31 s in all_reduce #12", if operations run and none has begun or ended for long.
 std::string stillness(const JobBoxes& job) {
   uint64_t last = 0;
   const shm::BlackBoxOperation* first_waiting = nullptr;

@@ -17,8 +17,9 @@
 namespace muster::launch {
 namespace {
 
-// How many of `ranks` each package gets: one rank after the other goes where it has most cores to itself, so that the
-// least that any of them has is as much as can be. Never more than cores. (D'Hondt's method.)
+// How many of `ranks` each package gets. One rank after the other goes to the package where it gets most cores, so that
+// the rank with the fewest cores has as many as possible. A package never gets more ranks than cores. This is D'Hondt's
+// method.
 std::vector<int> share_out(const std::vector<int>& sizes, int ranks) {
   std::vector<int> shares(sizes.size());
   for (int rank = 0; rank < ranks; ++rank) {

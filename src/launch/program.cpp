@@ -26,7 +26,7 @@ int check(const std::string& path) {
   return 0;
 }
 
-// What "#!" names on the first line; empty where there is none.
+// The interpreter that "#!" names on the first line; empty if there is none.
 std::string interpreter_of(const std::string& path) {
   std::ifstream file(path);
   std::string line, interpreter;

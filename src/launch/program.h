@@ -7,11 +7,11 @@
 
 namespace muster::launch {
 
-// The path for execve(2): `name` itself where it has a slash, else what PATH has. InvalidArgument where it is missing,
-// a folder or not executable.
+// The path for execve(2): `name` itself if it contains a slash, else the file that PATH has. InvalidArgument if it is
+// missing, a folder or not executable.
 std::string find_program(const std::string& name);
 
-// InvalidArgument, or Unavailable where the system rather than the program is to blame, for execve(2)'s `error`.
+// Throws InvalidArgument for execve(2)'s `error`, or Unavailable if the cause is the system and not the program.
 [[noreturn]] void throw_exec_error(const std::string& path, int error);
 
 }  // namespace muster::launch

@@ -24,11 +24,11 @@ namespace {
 using Json = nlohmann::json;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLook{50};        // between looks at who has come
+constexpr milliseconds kLook{50};        // between two looks at the agents that have come
 constexpr milliseconds kFarewell{3000};  // for the others to learn of the job's end
 constexpr milliseconds kGoing{1000};     // to give back a seat, or to say why one goes
-constexpr int kDead = 20;                // looks without a beat, where another agent has the same wish
-constexpr int kAlive = 3;                // looks with one, in that case
+constexpr int kDead = 20;                // looks without a beat, if another agent wants the same number
+constexpr int kAlive = 3;                // looks with a beat, in that case
 
 constexpr const char* kEnded = "ended";  // instead of all else, when the job has ended
 
@@ -57,7 +57,7 @@ Agent agent_of(const Json& json) {
           .identity = json.at("identity")};
 }
 
-// What another agent wrote; Corrupt where it is not that.
+// Reads what another agent wrote. Throws Corrupt if no agent can have written it.
 template <typename Read>
 auto parse(const std::string& name, const std::string& value, Read read) {
   try {
@@ -92,7 +92,8 @@ std::string to_string(const EpochEnd& end) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// By wish where there are wishes. Else each keeps its number, where there still is one; the others fill the holes.
+// By the numbers that agents want, if they want any. Otherwise each agent keeps its number if it still has a place, and
+// the others take the free numbers.
 void put_in_order(std::vector<Agent>& agents) {
   const bool wishes = std::any_of(agents.begin(), agents.end(), [](const Agent& agent) { return agent.wish >= 0; });
   const auto place = [&](const Agent& agent) {
@@ -450,8 +451,8 @@ void Rendezvous::tell_stop(int epoch) {
 
 // --- joining ---
 
-// Takes a seat in the first epoch from *epoch on that has room. Nothing where this rendezvous is to stop, or the job
-// has ended, which is then an event.
+// Takes a seat in the first epoch from *epoch on that has room. Returns nothing if this rendezvous has to stop, or if
+// the job has ended, which is then an event.
 std::optional<Plan> Rendezvous::join(int* epoch) {
   for (;; ++*epoch) {
     if (has_ended()) return std::nullopt;
@@ -462,7 +463,7 @@ std::optional<Plan> Rendezvous::join(int* epoch) {
       beat(*epoch);
       const std::string seat = key(*epoch, text("seat/", self_.seat));
       store_->set(seat, to_json(self_).dump());
-      const auto go = [&] {  // whom nobody hears is missed, too, if later
+      const auto go = [&] {  // if this fails, the others still notice, but later
         const store::CallsBy soon(Deadline::after(kGoing));
         store_->erase(seat);
       };
@@ -485,7 +486,8 @@ std::optional<Plan> Rendezvous::join(int* epoch) {
   }
 }
 
-// Until the epoch of `plan`, which has no place for us, ends; false where the job ends with it, or we are to stop.
+// Waits until the epoch of `plan`, which has no place for us, ends. Returns false if the job ends with it, or if we
+// have to stop.
 bool Rendezvous::await_room(const Plan& plan) {
   std::vector<Pulse> pulses(plan.agents.size());
   for (;;) {
@@ -504,7 +506,7 @@ bool Rendezvous::await_room(const Plan& plan) {
 
 std::optional<Plan> Rendezvous::await_plan(int epoch, Deadline deadline) {
   size_t seen = 0;
-  std::vector<Agent> here;  // who has taken a seat, said what it brings, and lives
+  std::vector<Agent> here;  // those that have taken a seat, said what they bring, and live
   auto quiet = Deadline::never();
   std::map<int64_t, Pulse> pulses;
   for (;;) {
@@ -629,8 +631,8 @@ std::optional<EpochEnd> Rendezvous::run(const Plan& plan) {
       const Agent& neighbour = plan.agents[static_cast<size_t>(next)];
       const bool lives = beats(plan.epoch, neighbour.seat, &pulse);
       if (!lives && store_->try_get(key(plan.epoch, text("done/", next)))) {
-        // It may have gone because the store was silent for long, and is missed by nobody; but it owes the end where
-        // it was the last.
+        // It may have left because the store was silent for long, and then no agent misses it. But if it was the last,
+        // it must write the end.
         if (counted && all_done(plan)) write_end(plan.epoch, {.last = true});
         next = (next + 1) % count;
         pulse = {};

@@ -212,7 +212,7 @@ class Rendezvous {
   std::condition_variable changed_;
   std::deque<Event> events_;
   std::optional<EpochEnd> to_write_;
-  int to_stop_ = 0;  // the signal by which the user has ended the job, as far as it is known
+  int to_stop_ = 0;  // the signal by which the user has ended the job, if we know of one
   bool done_ = false, again_ = false, stop_ = false, were_done_ = false;
   int restarts_ = 0, master_port_ = 0, line_ = -1;  // for the next epoch
   bool meeting_ = true;                             // no epoch runs

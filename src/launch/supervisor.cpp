@@ -32,7 +32,7 @@ constexpr size_t kReadAtOnce = 64 * 1024;           // from one pipe, before the
 constexpr size_t kReadAtEnd = 1024 * 1024;          // of a rank that ended: what a pipe may hold
 constexpr rlim_t kDescriptorsPerRank = 4, kLogsPerRank = 2, kOtherDescriptors = 64;
 
-// Raises the soft limit of open files where `ranks` need it. The limit before, for the ranks.
+// Raises the soft limit of open files if `ranks` need more. Returns the previous limit, for the ranks.
 std::optional<rlimit> raise_open_files(int ranks, bool logs) {
   rlimit before{};
   const rlim_t each = kDescriptorsPerRank + (logs ? kLogsPerRank : 0);
@@ -122,7 +122,7 @@ bool Supervisor::goes_on() {
   if (counts) ++job_.restarts;
   const std::string why = kept_ ? cause().cause : outcome().cause;  // which saves the black boxes, for now
   const std::string count = counts ? text(" (", job_.restarts, " of ", max_restarts_, ")\n") : "\n";
-  // Not where we ended them: they may have saved what they have, and are not through.
+  // Not if we ended them: they may have saved their state without having completed their work.
   done_ = !kept_ && now_.end && now_.end->kind == EpochEnd::Kind::kRoom && (!now_.terminated || now_.too_late) &&
           all_well();
   if (!done_)
@@ -346,7 +346,7 @@ void Supervisor::handle_events() {
       case Watched::kEnd:
         handle_end(*rank);
         break;
-      case Watched::kOut:  // or closed, where the rank was replaced a moment ago
+      case Watched::kOut:  // or closed, if the rank was replaced a moment ago
         if (rank->out.open()) rank->out.read(kReadAtOnce);
         break;
       case Watched::kErr:
@@ -376,7 +376,7 @@ void Supervisor::handle_signals() {
       default:
         if (now_.finished && (!hosts_ || now_.end || stop_signal_ != 0)) {
           now_.abandoned = true;  // only a slow reader of our output is left, and the user does not want to wait for it
-          if (hosts_) hosts_->stop(signal);  // where the others are to meet again
+          if (hosts_) hosts_->stop(signal);  // in the store, for the others that meet again
         } else if (stop_signal_ != 0) {
           kill_all();
         } else {
@@ -424,7 +424,7 @@ void Supervisor::handle_end(Rank& rank) {
   rank.well = !failed || (stop_signal_ != 0 && failure.signal == stop_signal_ && is_on_its_way(rank));
   const bool by_us = (now_.terminated && failure.signal == SIGTERM) || (now_.killed && failure.signal == SIGKILL);
   if (!failed || by_us || stop_signal_ != 0 || replace(rank, failure)) return;
-  // The cause that a consequence waits for comes in time where this thread gets to see it late.
+  // A consequence waits for its cause. If this thread sees the cause late, it still counts as in time.
   if (!now_.settle_at.is_never()) failure.when = std::min(failure.when, now_.failures.front().when + echo());
   now_.failures.push_back(failure);
   if (now_.terminated || meeting_) return;
@@ -433,7 +433,7 @@ void Supervisor::handle_end(Rank& rank) {
   } else if (!failure.is_consequence()) {
     terminate();
   } else if (now_.settle_at.is_never()) {
-    // The host of the rank that went first will say so; or it is gone itself, and will be missed.
+    // The host of the rank that failed first will report it. If that host is lost, the others notice.
     now_.settle_at = Deadline::after(echo());
   }
 }

@@ -163,7 +163,7 @@ class Supervisor {
   bool done_ = false;               // all ranks here had succeeded when the attempt before made room for another host
   int epoch_ = 0;                   // as elastic_words.h counts them
   int line_ = -1;        // over several hosts: the epoch since which there have always been ranks that were kept
-  int stop_signal_ = 0;  // the first by which the user ended the job
+  int stop_signal_ = 0;  // the first signal by which the user ended the job
   std::set<std::string> error_paths_;  // that ranks were given
   int max_restarts_ = options_.max_restarts;
   Deadline reap_at_ = Deadline::never();  // then adopted processes that ended are reaped

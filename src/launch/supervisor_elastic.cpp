@@ -31,7 +31,7 @@ bool Supervisor::others_stay(const Rank* rank) const {
   return false;
 }
 
-// Calls a rank away from this epoch. False where it is done.
+// Calls a rank away from this epoch. Returns false if the rank is done.
 bool Supervisor::call(size_t local) {
   const auto mark = call_away(*store_->local(), static_cast<int>(local), epoch_);
   if (mark == kStays) ranks_->all()[local]->replaces = false;  // it has come into run() meanwhile
@@ -123,7 +123,7 @@ void Supervisor::give_up_kept() {
   store_.reset();
 }
 
-// The ranks that were kept get their new places, and others are started where there are none.
+// Gives the ranks that were kept their new places, and starts ranks in the places that are free.
 void Supervisor::start_missing() {
   auto environment = rank_environment();
   environment.set(kEpochVariable, text(epoch_));

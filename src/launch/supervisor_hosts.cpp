@@ -1,4 +1,4 @@
-// What the Supervisor has to do with the launchers of other hosts: the store where they meet, their plans, their ends.
+// The Supervisor's work with the launchers of other hosts: the store where they meet, their plans, their ends.
 #include <signal.h>
 
 #include <algorithm>
@@ -27,8 +27,8 @@ std::unique_ptr<StoreServer> serve_everywhere(const std::string& port, const std
 
 }  // namespace
 
-// "host:port" is a store over TLS, served by the launcher that is there. False where the user ended the job meanwhile,
-// or nobody serves there (now_.hosts_error).
+// "host:port" is a store over TLS, served by the launcher on that host. Returns false if the user ended the job
+// meanwhile, or if nobody serves there (now_.hosts_error).
 bool Supervisor::join_hosts() {
   const HostOptions& hosts = *options_.hosts;
   job_.store_address = hosts.rendezvous;
@@ -93,7 +93,7 @@ void Supervisor::say_silence(const std::string& why) {
                   : text("muster: the store does not answer, and ranks go on as long as they need none: ", why, '\n'));
 }
 
-// Waits for the next plan and makes this the launcher of its part. False where the user ends the job before.
+// Waits for the next plan and makes this the launcher of its part. Returns false if the user ends the job before.
 bool Supervisor::meet() {
   meeting_ = true;
   for (;;) {

@@ -18,7 +18,7 @@ constexpr size_t kLastOperations = 3;  // of the failing rank, in the report
 
 }  // namespace
 
-// The last operations of a failing rank, as of its end; none where it had no World.
+// The last operations of a failing rank, as of its end; empty if it had no World.
 std::vector<std::string> Supervisor::operations_of(const Failure& failure) const {
   const auto& rank = *ranks_->all()[static_cast<size_t>(failure.rank - job_.first_rank)];
   const auto when = static_cast<uint64_t>(failure.when.time_since_epoch() / std::chrono::nanoseconds(1));
@@ -72,7 +72,7 @@ Outcome Supervisor::described(Failure failure) const {
 
 // Why the attempt ended, or ends, as far as is known.
 Outcome Supervisor::cause() const {
-  const bool lost = now_.end && now_.end->kind == EpochEnd::Kind::kLost;  // also where it is this one that was missed
+  const bool lost = now_.end && now_.end->kind == EpochEnd::Kind::kLost;  // also if this agent is the one that was lost
   const bool elsewhere = lost || (now_.end && now_.end->kind != EpochEnd::Kind::kDone && now_.end->node != job_.node);
   if (elsewhere && stop_signal_ == 0) {
     Outcome outcome;

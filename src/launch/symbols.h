@@ -1,4 +1,4 @@
-// Names for addresses in files: functions, and lines where there is debug information.
+// Names for addresses in files: functions, and lines if there is debug information.
 //
 // libdw (elfutils) finds the names. It is loaded when the first name is needed, so a job that succeeds does not need
 // it. If a host does not have it, the addresses stay as they are. Debug information comes only from the file itself;

@@ -71,7 +71,7 @@ std::vector<Core> cores_of_machine() {
 
 std::set<int> allowed_processors() {
   std::set<int> allowed;
-  // As large as the kernel wants it, which says EINVAL where the mask is too small.
+  // The kernel says EINVAL if the mask is too small for it.
   for (size_t size = 1024; size <= kMostProcessors; size *= 2) {
     std::vector<unsigned long> mask(size / kBits);
     if (::sched_getaffinity(0, mask.size() * sizeof(unsigned long), reinterpret_cast<cpu_set_t*>(mask.data())) != 0)

@@ -182,7 +182,7 @@ class FromC10d final : public Store {
     });
   }
 
-  // c10d's get() waits where the key is absent, and check() before it leaves a gap. An exchange that cannot succeed
+  // c10d's get() waits if the key is absent, and check() before it leaves a gap. An exchange that cannot succeed
   // returns immediately: the value, or the expected one if there is none.
   std::optional<std::string> look_raw(const std::string& key) {
     const std::string nobodys = envelope("");

@@ -47,7 +47,7 @@ auto reading(Read read) {
   }
 }
 
-// Numbers of 64 bits are strings, and are left out where they are 0.
+// Numbers of 64 bits are strings, and etcd leaves them out if they are 0.
 int64_t number(const Json& object, const char* name) {
   const std::string digits = object.value(name, "0");
   int64_t value = 0;

@@ -39,7 +39,7 @@ class EtcdClient {
   struct Swapped {
     bool stored = false;
     bool surely_once = true;  // false: if it was not stored, an earlier attempt may have stored it
-    Looked now;               // where not stored
+    Looked now;               // if not stored
   };
   struct Event {
     std::optional<std::string> value;  // nullopt: erased

@@ -156,7 +156,7 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
   }
   std::string full(std::string_view key) const { return prefix_ + std::string(key); }
 
-  // The value, once there is one; nullopt where the deadline passed.
+  // The value, once there is one; nullopt if the deadline passed.
   std::optional<std::string> wait_for(std::string_view key, Deadline deadline) {
     for (;;) {
       const auto looked = client_.look(full(key), look_deadline(deadline));
@@ -168,7 +168,7 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
     }
   }
 
-  // Stores what `decide` makes of the value now, unless that is nothing; asks it again where another was faster.
+  // Stores what `decide` makes of the value now, unless that is nothing; asks it again if another client was faster.
   void change(std::string_view key,
               const std::function<std::optional<std::string>(const std::optional<std::string>&)>& decide) {
     const Deadline deadline = call_deadline();

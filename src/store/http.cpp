@@ -80,7 +80,7 @@ size_t receive(char* bytes, size_t one, size_t size, void* to) {
     } else if (!(*receiver.on_bytes)(got)) {
       receiver.stopped = true;
     }
-  } catch (...) {  // no exception may pass through libcurl; too little memory, or an answer that is none
+  } catch (...) {  // no exception may pass through libcurl; too little memory, or a malformed answer
     return 0;
   }
   return receiver.stopped ? 0 : got.size();

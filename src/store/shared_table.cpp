@@ -90,7 +90,7 @@ size_t SharedTable::num_waiting() const {
   return count;
 }
 
-// With `found`, also stores the key's value and version there, where it has what is wanted.
+// With `found`, also stores the key's value and version there if they are what `want` wants.
 bool SharedTable::lacks(const Want& want, const std::string& key, std::optional<Versioned>* found) const {
   if (want.above) {
     auto newer = table_.newer(key, *want.above);

@@ -170,7 +170,7 @@ class TlsDialer final : public Dialer {
   static constexpr std::chrono::seconds kPatience{3};
   static constexpr std::chrono::seconds kCut{5};  // as long as the launchers of other hosts wait for a sign of life
 
-  // False where the other side closed the connection: it ends, or has too many.
+  // False if the other side closed the connection: it ends, or has too many.
   bool shake_hands(TlsConnection& connection, Deadline deadline) const {
     for (;;) {
       short events = 0;

@@ -5,7 +5,7 @@
 // block to all destinations. The order is part of the result: sources are combined 0, 1, …, n-1 whatever the size or
 // alignment, so all paths give the same bits. bfloat16 and float16 accumulate in float32 and round once, to nearest
 // even. AVG divides by n before that rounding; for integers it sums in 64 bits and truncates the quotient. MIN and MAX
-// give NaN where any source has one. Integer SUM and PRODUCT wrap.
+// give NaN if any source has one. Integer SUM and PRODUCT wrap.
 //
 // The kernels are compiled once for each instruction set that Highway knows (SSE4, AVX2, AVX-512, NEON, …); the program
 // chooses one when it runs.
