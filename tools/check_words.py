@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Finds phrases in comments, texts and messages that readers had to decode, and says what to write instead.
 
-Reads all tracked files that people read (C++, Markdown, Python, CMake, dev) line by line.
+Reads all tracked files that people read (C++, Markdown, Python, CMake, dev) line by line. In Markdown it also finds
+prose of more than 100 columns; tables, code and quoted output may be wider.
 
-    tools/check_words.py [FILE…]      exit status 0: none; 1: phrases, one per line
+    tools/check_words.py [FILE…]      exit status 0: nothing found; 1: findings, one per line
 
 The list is short on purpose: each phrase is wrong wherever it stands. A line that needs one all the same (a quotation)
 says "words: ok".
@@ -22,6 +23,7 @@ PHRASES = [
     (r"\bthat there (is|are) not\b", "that does not exist"),
     (r"\basks for no gradient\b", "does not require grad"),
 ]
+COLUMNS = 100
 READ = {".h", ".cpp", ".md", ".py", ".txt", ".cmake", ".in", ".sh", ".1", ".pml"}
 EXCEPT = {"tools/check_words.py", "tests/dev/check_words_test.py"}
 
@@ -31,6 +33,17 @@ def phrases_in(line):
     if "words: ok" in line:
         return []
     return [(match[0], better) for pattern, better in PHRASES if (match := re.search(pattern, line, re.IGNORECASE))]
+
+
+def wide_lines_in(text):
+    """The numbers of the lines of a Markdown text that are prose and too wide."""
+    fenced, found = False, []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif len(line) > COLUMNS and not fenced and not line.startswith(("|", "    ")):
+            found.append(number)
+    return found
 
 
 def files(root):
@@ -43,11 +56,15 @@ def main():
     names = sys.argv[1:] or files(root)
     found = 0
     for name in names:
-        for number, line in enumerate((root / name).read_text().splitlines(), 1):
+        text = (root / name).read_text()
+        for number, line in enumerate(text.splitlines(), 1):
             for phrase, better in phrases_in(line):
                 print(f"{name}:{number}: '{phrase}': write {better}")
                 found += 1
-    print(f"check_words: {len(names)} files, {found} phrases")
+        for number in wide_lines_in(text) if name.endswith(".md") else []:
+            print(f"{name}:{number}: wrap at {COLUMNS} columns")
+            found += 1
+    print(f"check_words: {len(names)} files, {found} findings")
     return 1 if found else 0
 
 

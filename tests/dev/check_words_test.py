@@ -6,7 +6,7 @@ import sys
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
-from check_words import phrases_in  # noqa: E402
+from check_words import phrases_in, wide_lines_in  # noqa: E402
 
 
 class CheckWords(unittest.TestCase):
@@ -22,6 +22,10 @@ class CheckWords(unittest.TestCase):
         for line in ("at one's own risk", "its own slot", "the owner", "the latest", "a celesta", "that there is no room",
                      '"at once" stands in a quotation  // words: ok'):
             self.assertEqual(phrases_in(line), [], line)
+
+    def test_finds_wide_prose_only(self):
+        wide = "word " * 21
+        self.assertEqual(wide_lines_in("\n".join(["short", wide, "| " + wide, "    " + wide, "```", wide, "```", wide])), [2, 8])
 
 
 if __name__ == "__main__":
