@@ -276,9 +276,9 @@ class Hub {
     if (hello.nonce != nonce_) return;
     const int rank = hello.rank, size = hello.size;
     if (size != size_ || rank < 1 || rank >= size_ || sockets_[rank]) {
-      const std::string why = size != size_
-                                  ? text("rank ", rank, " expects a group of ", size, " ranks, rank 0 one of ", size_)
-                                  : text("two processes claim rank ", rank, " of ", size_);
+      const std::string why = size != size_ ? text("rank ", known_.called(rank), " expects a group of ", size,
+                                                   " ranks, and rank ", known_.called(0), " one of ", size_)
+                                            : text("two processes claim rank ", known_.called(rank), " of ", size_);
       const auto reply = Answer{.kind = Answer::Kind::kMismatch, .why = why}.bytes();
       for (const auto& other : sockets_)
         if (other) send_message(other.get(), reply, {}, deadline_);
@@ -352,11 +352,13 @@ UniqueFd connect_to_hub(const std::string& name, Deadline deadline, const KnownR
     if (error == ECONNREFUSED) throw_if_one_died(known);  // it has left already
     errno = error;
     if (errno != EINTR)
-      throw_errno("reaching rank 0 over shared memory's Unix socket",
-                  "Ranks must be on one host and in one network namespace; look whether rank 0 still runs");
+      throw_errno(text("cannot reach rank ", known.called(0), " over shared memory's Unix socket"),
+                  text("Ranks must be on one host and in one network namespace. Check whether rank ", known.called(0),
+                       " still runs"));
   }
   if (credentials(socket.get()).uid != ::geteuid())
-    throw Unauthorized("rank 0's socket belongs to another user", "Run all ranks as one user");
+    throw Unauthorized(text("the socket of rank ", known.called(0), " belongs to another user"),
+                       "Run all ranks as one user");
   return socket;
 }
 
@@ -411,7 +413,7 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
     case Answer::Kind::kMismatch:
       throw Mismatch(answer.why, "Start every rank with the same world size and its own rank");
     case Answer::Kind::kGaveUp:
-      throw Aborted(text("rank 0 gave up while the group came together: ", answer.why));
+      throw Aborted(text("rank ", known.called(0), " gave up while the group came together: ", answer.why));
     case Answer::Kind::kLost:
       throw lost(known, answer.lost, answer.pid);
     case Answer::Kind::kTimeout:
@@ -430,7 +432,7 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
   std::vector<UniqueFd> all;
   while (all.size() < total) {
     Message more = next_message(socket.get(), deadline, known, look);
-    if (more.fds.empty()) throw Corrupt("rank 0 sent fewer descriptors than it announced");
+    if (more.fds.empty()) throw Corrupt(text("rank ", known.called(0), " sent fewer descriptors than it announced"));
     std::move(more.fds.begin(), more.fds.end(), std::back_inserter(all));
   }
   size_t next = 0;

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <map>
 #include <regex>
+#include <set>
 
 #include "launch/outcome.h"
 #include "multiprocess/job_test.h"
@@ -438,6 +439,19 @@ TEST_F(Launch, ManyRanksAndManyJobsAtOnce) {
   EXPECT_EQ(other.finish(), 0) << other.err;
   for (int rank = 0; rank < 64; ++rank)
     for (const auto* out : {&one.out, &other.out}) EXPECT_THAT(*out, HasSubstr(text('[', rank, "] RANK=", rank, '\n')));
+}
+
+// The launcher needs more descriptors than its soft limit allows, so it raises the limit. The ranks keep the old one.
+TEST_F(Launch, AJobOf512RanksHasEnoughDescriptors) {
+  constexpr int kRanks = 512;
+  Process job(
+      {"/bin/sh", "-c", text("ulimit -Sn 256; exec ", kMusterCommand, " run -n ", kRanks, " sh -c 'ulimit -Sn'")});
+  ASSERT_EQ(job.finish(), 0) << job.err;
+  std::set<std::string> expected;
+  for (int rank = 0; rank < kRanks; ++rank) expected.insert(text('[', rank, "] 256"));
+  const auto lines = lines_of(job.out);
+  EXPECT_EQ(std::set<std::string>(lines.begin(), lines.end()), expected);
+  EXPECT_EQ(lines.size(), expected.size());
 }
 
 // Ends the ranks of a job after they wrote more than fits anywhere, since nobody reads: the launcher lives and sleeps.

@@ -53,10 +53,9 @@ bool Handshake::write_out() {
 // Reads exactly one greeting: the bytes that follow are for the connection's next reader.
 bool Handshake::read_greeting() {
   std::array<std::byte, kHelloBytes> buffer;
-  for (bool fetch = true; in_.size() < kHelloBytes;) {
-    const ssize_t n = stream_->read({}, std::span(buffer).first(kHelloBytes - in_.size()), fetch);
+  while (in_.size() < kHelloBytes) {
+    const ssize_t n = stream_->read({}, std::span(buffer).first(kHelloBytes - in_.size()), true);
     if (n == Stream::kGone) throw Unavailable(text("its connection ", stream_->why()));
-    if (n == 0 && !fetch) return false;
     if (n == 0) return false;
     in_.append(reinterpret_cast<const char*>(buffer.data()), static_cast<size_t>(n));
   }
