@@ -3,13 +3,19 @@
 //
 // `bytes` is the size of a rank's larger tensor: the tensor of all_reduce and broadcast, the output of all_gather, the
 // input of reduce_scatter and all_to_all. send_recv is a message and its answer.
+//
+// With --serve, each rank first prints its pid, and then rank 0 reads what to measure from its standard input, a line
+// "OP BYTES" at a time, and prints {"done": true} after the rows (bench/rounds.py).
 #include <ATen/Parallel.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <functional>
+#include <iostream>
 
 #include "measure.h"
 #include "muster/comm/collectives.h"
@@ -18,6 +24,9 @@
 namespace {
 
 using Tensor = at::Tensor;
+
+const std::vector<std::string> kOps = {"all_reduce", "broadcast", "all_gather", "reduce_scatter",
+                                       "all_to_all", "send_recv", "barrier",    "floor"};
 
 // Does the same memory traffic as an all_reduce of two ranks on the heap, without another rank: reads two halves of a
 // tensor and writes their sum into both.
@@ -51,40 +60,65 @@ std::function<void()> call_of(const std::string& op, int64_t count, muster::Worl
   return [all, other] { muster::all_to_all_single(other, all); };
 }
 
+// Measures the operation with tensors on the heap and with others. Rank 0 prints the rows.
+void measure(const std::string& op, size_t bytes, muster::World& world) {
+  for (const bool heap : {false, true}) {
+    if (op == "floor" && !heap) continue;
+    const auto call = call_of(op, static_cast<int64_t>(std::max<size_t>(1, bytes / sizeof(float))), world, heap);
+    const double seconds = bench::best_mean(bench::calls_for(bytes), call, [] { muster::barrier(); });
+    if (world.rank() != 0) continue;
+    const char* const impl = op == "floor" ? "floor" : heap ? "muster-heap" : "muster";
+    std::printf(R"({"bench": "collectives", "op": "%s", "bytes": %zu, "ranks": %d, "impl": "%s", "us": %.3f})"
+                "\n",
+                op.c_str(), bytes, world.world_size(), impl, seconds * 1e6);
+    std::fflush(stdout);
+  }
+}
+
+// Measures what rank 0 reads, until the end of its input.
+void serve(muster::World& world) {
+  std::printf("{\"pid\": %d}\n", ::getpid());
+  std::fflush(stdout);
+  for (;;) {
+    const Tensor request = at::zeros({2}, at::kLong);  // the operation's index, or -1 for the end; bytes
+    int64_t* const words = request.mutable_data_ptr<int64_t>();
+    if (world.rank() == 0) {
+      std::string op;
+      words[0] = -1;
+      if (std::cin >> op >> words[1]) words[0] = std::find(kOps.begin(), kOps.end(), op) - kOps.begin();
+    }
+    muster::broadcast(request, 0);
+    if (words[0] < 0) return;
+    measure(kOps.at(static_cast<size_t>(words[0])), static_cast<size_t>(words[1]), world);
+    if (world.rank() == 0) std::printf("{\"done\": true}\n");
+    std::fflush(stdout);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   std::vector<std::string> ops = {"all_reduce"};
   std::vector<size_t> sizes;
+  bool serves = false;
   muster::WorldOptions options;
   CLI::App app{"Collectives over Muster"};
-  app.add_option("--op", ops)
-      ->check(CLI::IsMember(
-          {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier", "floor"}));
+  app.add_option("--op", ops)->check(CLI::IsMember(kOps));
   app.add_option("--bytes", sizes);
   app.add_option("--backend", options.backend);
+  app.add_flag("--serve", serves);
   CLI11_PARSE(app, argc, argv);
   if (sizes.empty())
     for (size_t bytes = 16; bytes <= size_t{64} << 20; bytes = bytes == 16 ? 1 << 10 : bytes * 4)
       sizes.push_back(bytes);
 
   at::set_num_threads(1);
+  if (serves) options.timeout = std::chrono::hours(6);  // the ranks are stopped while others are measured
   auto world = muster::init(options);
+  if (serves) {
+    serve(world);
+    return 0;
+  }
   for (const auto& op : ops)
-    for (const size_t bytes : sizes)
-      for (const bool heap : {false, true}) {
-        if (op == "floor" && !heap) continue;
-        const auto call = call_of(op, static_cast<int64_t>(std::max<size_t>(1, bytes / sizeof(float))), world, heap);
-        const double seconds = bench::best_mean(bench::calls_for(bytes), call, [] { muster::barrier(); });
-        if (world.rank() == 0) {
-          std::printf(R"({"bench": "collectives", "op": "%s", "bytes": %zu, "ranks": %d, "impl": "%s", "us": %.3f})"
-                      "\n",
-                      op.c_str(), bytes, world.world_size(),
-                      op == "floor" ? "floor"
-                      : heap        ? "muster-heap"
-                                    : "muster",
-                      seconds * 1e6);
-          std::fflush(stdout);
-        }
-      }
+    for (const size_t bytes : sizes) measure(op, bytes, world);
 }

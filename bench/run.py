@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,fault,idle,memory] [--ranks 2] [--rounds 3]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,fault,idle,memory]
+                 [--ranks 2] [--rounds 3]
 
-The implementations take turns, `rounds` times, so that a noisy minute affects all of them. The best round of each row counts. A peer that is not installed is
-left out, and the output says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object per
-line, after a first line about the machine.
+The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
+fastest peer counts, from rounds in the machine's fast state (bench/rounds.py); of the others, the best round of each row. A peer that is not installed is left
+out, and the output says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object per line,
+after a first line about the machine.
 """
 
 import argparse
@@ -20,7 +22,16 @@ import time
 from datetime import date
 from pathlib import Path
 
+from rounds import Reference, Server, measure_case
+
 HERE = Path(__file__).resolve().parent
+INTEL_MPI = Path(sys.prefix)  # where pip puts it
+MPIS = {  # the launcher, and how to install it
+    "openmpi": ("mpirun.openmpi", "apt-get install openmpi-bin libopenmpi-dev"),
+    "mpich": ("mpiexec.mpich", "apt-get install mpich libmpich-dev"),
+    "intelmpi": ("mpiexec.hydra", "pip install impi-rt impi-devel"),
+}
+SIZES = (16, 4 << 10, 64 << 10, 256 << 10, 4 << 20)
 
 
 class Bench:
@@ -38,6 +49,8 @@ class Bench:
         n = str(ranks)
         if impl == "muster":
             return [str(self.muster), "run", "--no-prefix", "-n", n, *program]
+        if impl == "muster-bound":
+            return [str(self.muster), "run", "--no-prefix", "--pin", "cores", "-n", n, *program]
         if impl == "torchrun":
             try:
                 import torch  # noqa: F401
@@ -45,13 +58,26 @@ class Bench:
                 self.missing["pytorch"] = "PyTorch is not in this Python: pip install torch==2.13.0"
                 return None
             return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n, *program]
-        if shutil.which("mpirun") is None:
-            self.missing["openmpi"] = "Open MPI is not installed: apt-get install openmpi-bin libopenmpi-dev"
+        return self.mpi_command(impl, *program, ranks=ranks)
+
+    def mpi_command(self, impl, *program, ranks, bound="core"):
+        """The same for an MPI: "openmpi", "mpich" or "intelmpi". `bound`: "core" binds each rank to a core, "none" none."""
+        launcher, package = MPIS[impl]
+        launcher = str(INTEL_MPI / "bin" / launcher) if impl == "intelmpi" else shutil.which(launcher)
+        if launcher is None or not Path(launcher).exists():
+            self.missing[impl] = f"it is not installed: {package}"
             return None
-        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        crowded = ranks > os.cpu_count()
-        place = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"] if crowded else ["--bind-to", "core"]
-        return ["mpirun", *root, *place, "-n", n, *program]
+        n, crowded = str(ranks), ranks > os.cpu_count()
+        if impl == "openmpi":
+            root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            place = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"] if crowded else ["--bind-to", bound]
+            return [launcher, *root, *place, "-n", n, *program]
+        if impl == "mpich":
+            return [launcher, *([] if crowded else ["-bind-to", bound]), "-n", n, *program]
+        pin = ["-genv", "I_MPI_PIN", "0" if crowded or bound == "none" else "1"]
+        library = f"{INTEL_MPI / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+        wait = ["-genv", "I_MPI_WAIT_MODE", "1"] if crowded else []
+        return ["env", f"LD_LIBRARY_PATH={library}", launcher, *pin, *wait, "-genv", "I_MPI_FABRICS", "shm", "-n", n, *program]
 
     def built(self, program, name, package):
         """Returns the command of a peer's program, or None if CMake did not build it because its library was not installed."""
@@ -69,45 +95,66 @@ class Bench:
             sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
         return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
-    def collectives(self, ops, sizes):
-        bin_dir = self.build / "bench"
-        plain = [*ops, "--", *map(str, sizes)]
-        commands = [
-            self.command("muster", str(bin_dir / "bench_collectives"), *(f"--op={op}" for op in ops), *(f"--bytes={n}" for n in sizes)),
-            self.command("mpirun", str(bin_dir / "peer_collectives_mpi"), *plain),
-            self.command("torchrun", str(HERE / "peers" / "collectives_gloo.py"), *plain),
-        ]
-        return self.rounds(commands, lambda row: (row["op"], row["bytes"], row["impl"]), "us", min)
+    def mpi_peers(self, ranks, bound):
+        """Returns the commands of all MPIs that are installed, with the program for each."""
+        for impl in MPIS:
+            program = self.build / "bench" / f"peer_collectives_{impl}"
+            if impl == "intelmpi" and (INTEL_MPI / "include" / "mpi.h").exists():
+                source = HERE / "peers" / "collectives_mpi.cpp"
+                subprocess.run(["g++", "-O3", "-std=c++17", f"-I{INTEL_MPI / 'include'}", str(source), str(INTEL_MPI / "lib" / "libmpi.so.12"),
+                                f"-Wl,-rpath,{INTEL_MPI / 'lib'}", "-o", str(program)], check=True)
+            if not program.exists():
+                self.missing[impl] = f"it was not installed when the benchmarks were built: {MPIS[impl][1]}"
+                continue
+            command = self.mpi_command(impl, str(program), impl, ranks=ranks, bound=bound)
+            if command:
+                yield command
+
+    def collectives(self, cases, ranks=None, bound="none", launcher=None, gloo=True):
+        """Measures cases, (op, bytes). `bound`: whether each rank is bound to a core. `launcher`: "openmpi" starts Muster's ranks."""
+        ranks = ranks or self.args.ranks
+        program = [str(self.build / "bench" / "bench_collectives"), "--serve"]
+        ours = (self.mpi_command(launcher, *program, ranks=ranks, bound=bound) if launcher
+                else self.command("muster-bound" if bound == "core" and ranks <= os.cpu_count() else "muster", *program, ranks=ranks))
+        commands = [ours, *self.mpi_peers(ranks, bound)]
+        if gloo:
+            commands.append(self.command("torchrun", str(HERE / "peers" / "collectives_gloo.py"), ranks=ranks))
+        servers, reference = [], Reference([str(self.build / "bench" / "bench_reference")])
+        try:
+            for command in commands:
+                if command:
+                    servers.append(Server(command, ranks, self.env))
+            return [row for op, size in cases for row in measure_case(servers[:1] if op == "floor" else servers, reference, op, size, self.args.rounds)]
+        finally:
+            for server in servers:
+                server.close()
+            reference.close()
 
     def all_reduce(self):
         sizes = [16, *(1 << shift for shift in range(10, 27, 2))]
-        floor = self.command("muster", str(self.build / "bench" / "bench_collectives"), "--op=floor", *(f"--bytes={n}" for n in sizes))
-        return self.collectives(["all_reduce"], sizes) + self.rounds([floor], lambda row: row["bytes"], "us", min)
+        return self.collectives([(op, n) for op in ("all_reduce", "floor") for n in sizes])
+
+    def messages(self):
+        return self.collectives([("send_recv", n) for n in [16, *(1 << shift for shift in range(10, 27, 2))]])
 
     def crowd(self):
         """More ranks than cores. Gloo is left out: the goal does not mention it, and it takes minutes."""
-        ops, sizes, rows = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"], [16, 4 << 10, 256 << 10, 4 << 20], []
-        for ranks in (4, 8):
-            commands = [
-                self.command("muster", str(self.build / "bench" / "bench_collectives"), *(f"--op={op}" for op in ops), *(f"--bytes={n}" for n in sizes), ranks=ranks),
-                self.command("mpirun", str(self.build / "bench" / "peer_collectives_mpi"), *ops, "--", *map(str, sizes), ranks=ranks),
-            ]
-            rows += self.rounds(commands, lambda row: (row["op"], row["bytes"], row["impl"]), "us", min)
-        return rows
+        cases = [(op, n) for op in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all") for n in (16, 4 << 10, 256 << 10, 4 << 20)]
+        return [row for ranks in (4, 8) for row in self.collectives(cases, ranks=ranks, gloo=False)]
 
     def pinned(self):
-        """Ranks that mpirun starts, bound as by default, and unbound. Muster's ranks must all wait for their peers in the same way."""
-        ops, sizes, rows = ["send_recv", "barrier", "all_reduce"], [16, 4 << 10, 4 << 20], []
-        for bound in ("none", "core"):
-            commands = [self.command("mpirun", str(self.build / "bench" / "bench_collectives"), *(f"--op={op}" for op in ops), *(f"--bytes={n}" for n in sizes)),
-                        self.command("mpirun", str(self.build / "bench" / "peer_collectives_mpi"), *ops, "--", *map(str, sizes))]
-            commands = [command and [bound if word == "core" else word for word in command] for command in commands]
-            rows += [dict(row, bound=bound) for row in self.rounds(commands, lambda row: (row["op"], row["bytes"], row["impl"]), "us", min)]
+        """Ranks that are bound to cores and ranks that are not, started by muster run and by mpirun."""
+        cases = [(op, n) for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv") for n in SIZES] + [("barrier", 8)]
+        rows = []
+        for launcher, bound in ((None, "core"), ("openmpi", "none"), ("openmpi", "core")):
+            if launcher and self.mpi_command(launcher, ranks=2) is None:
+                continue
+            rows += [dict(row, bound=bound, launcher=launcher or "muster") for row in self.collectives(cases, bound=bound, launcher=launcher, gloo=False)]
         return rows
 
     def others(self):
-        rows = self.collectives(["broadcast", "all_gather", "reduce_scatter", "all_to_all"], [16, 4 << 10, 256 << 10, 4 << 20, 64 << 20])
-        return rows + self.collectives(["send_recv", "barrier"], [8])
+        cases = [(op, n) for op in ("broadcast", "all_gather", "reduce_scatter", "all_to_all") for n in (*SIZES, 64 << 20)]
+        return self.collectives([*cases, *(("send_recv", n) for n in SIZES), ("barrier", 8)])
 
     def ddp(self):
         commands = []
@@ -255,23 +302,21 @@ def show_crowd(rows):
 
 
 def show_pinned(rows):
-    for bound in ("none", "core"):
-        print(f"\nmpirun --bind-to {bound}")
-        show_collectives([row for row in rows if row["bound"] == bound])
+    for launcher, bound in dict.fromkeys((row["launcher"], row["bound"]) for row in rows):
+        print(f"\nMuster's ranks started by {launcher}, " + ("all ranks bound to a core each" if bound == "core" else "no rank bound"))
+        show_collectives([row for row in rows if (row["launcher"], row["bound"]) == (launcher, bound)])
 
 
 def show_collectives(rows):
     floor = {row["bytes"]: row["us"] for row in rows if row["op"] == "floor"}
     rows = [row for row in rows if row["op"] != "floor"]
     us = {(row["op"], row["bytes"], row["impl"]): row["us"] for row in rows}
-    peers = [impl for impl in ("openmpi", "gloo") if any(key[2] == impl for key in us)]
+    ratio = {(row["op"], row["bytes"], row["impl"]): f"{row['ratio']:.2f}x" for row in rows if "ratio" in row}
+    peers = [impl for impl in (*MPIS, "gloo") if any(key[2] == impl for key in us)]
     lines = []
     for op, n in dict.fromkeys(sorted((key[:2] for key in us), key=lambda key: (list(us).index((*key, "muster")), key[1]))):
-        fastest = min((us[op, n, peer] for peer in peers), default=None)
-        cells = [op, size(n)] + [f"{us[op, n, impl]:.2f}" for impl in ("muster-heap", "muster", *peers)]
-        cells += [f"{fastest / us[op, n, impl]:.1f}x" if fastest else "" for impl in ("muster-heap", "muster")]
-        lines.append(cells)
-    table("float32, sums: microseconds per call, and how many times faster than the fastest peer",
+        lines.append([op, size(n), *(f"{us[op, n, impl]:.2f}" for impl in ("muster-heap", "muster", *peers)), *(ratio.get((op, n, impl), "") for impl in ("muster-heap", "muster"))])
+    table("float32, sums: microseconds per call (median), and how many times faster than the fastest peer (median of the rounds' ratios)",
           ["operation", "size", "heap", "ordinary", *peers, "heap/peer", "ordinary/peer"], lines)
     if floor:
         table("the same memory traffic without a peer: microseconds, and its share of the time on the heap", ["size", "floor", "share"],
@@ -343,18 +388,18 @@ def main():
     parser.add_argument("--build", default=str(HERE.parent / "build" / "release"), help="where Muster was built")
     parser.add_argument("--json", metavar="FILE", help="write the rows to this file, one object per line")
     parser.add_argument("--picture", metavar="FILE", help="with --json: draw all_reduce's time over size in this file (bench/plot.py)")
-    parser.add_argument("--only", default="all_reduce,others,ddp,launch,recovery,fault,idle,memory", help="which benchmarks, separated by commas")
+    parser.add_argument("--only", default="all_reduce,messages,others,ddp,launch,recovery,fault,idle,memory", help="which benchmarks, separated by commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
+    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
             "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")
     bench = Bench(args)
     rows = [machine()]
-    print(f"{rows[0]['cpu']}, {rows[0]['cores']} cores, {args.ranks} ranks, best of {args.rounds} rounds")
+    print(f"{rows[0]['cpu']}, {rows[0]['cores']} cores, {args.ranks} ranks, {args.rounds} rounds")
     for name in chosen:
         found = getattr(bench, name)()
         rows += found

@@ -1,16 +1,19 @@
-"""Collectives over PyTorch's Gloo. torchrun --nproc-per-node 2 collectives_gloo.py OP… -- BYTES….
+"""Collectives over PyTorch's Gloo: torchrun --nproc-per-node 2 collectives_gloo.py.
 
-Measures as ../measure.h does, with the sizes of ../collectives.cpp. One JSON object per line.
+Speaks as ../collectives.cpp --serve does, with the same sizes, and measures as ../measure.h does.
 """
 
 import json
+import os
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 REPEATS = 5
+OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier")
 
 
 def call_of(op, count, rank, world):
@@ -37,28 +40,38 @@ def call_of(op, count, rank, world):
     }[op]
 
 
+def best_mean(size, call):
+    # Gloo takes a tenth of a millisecond or more per call, however small the call is: fewer calls give the same mean.
+    calls = 10 if size >= 1 << 22 else 100
+    best = float("inf")
+    for _ in range(REPEATS):
+        call()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best
+
+
 def main():
-    split = sys.argv.index("--")
-    ops, sizes = sys.argv[1:split], [int(n) for n in sys.argv[split + 1:]]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(hours=6))  # the ranks are stopped while others are measured
     rank, world = dist.get_rank(), dist.get_world_size()
-    for op in ops:
-        for size in sizes:
-            call = call_of(op, max(1, size // 4), rank, world)
-            # Gloo takes a millisecond per call, however small the call is: fewer calls give the same mean.
-            calls = 10 if size >= 1 << 22 else 100
-            best = float("inf")
-            for _ in range(REPEATS):
-                call()
-                dist.barrier()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    call()
-                best = min(best, (time.perf_counter() - start) / calls)
-            if rank == 0:
-                row = {"bench": "collectives", "op": op, "bytes": size, "ranks": world, "impl": "gloo", "us": round(best * 1e6, 3)}
-                print(json.dumps(row), flush=True)
+    print(json.dumps({"pid": os.getpid()}), flush=True)
+    while True:
+        request = torch.tensor([-1, 0])  # the operation's index, or -1 for the end; bytes
+        if rank == 0 and (line := sys.stdin.readline()):
+            op, size = line.split()
+            request = torch.tensor([OPS.index(op), int(size)])
+        dist.broadcast(request, 0)
+        index, size = request.tolist()
+        if index < 0:
+            break
+        best = best_mean(size, call_of(OPS[index], max(1, size // 4), rank, world))
+        if rank == 0:
+            row = {"bench": "collectives", "op": OPS[index], "bytes": size, "ranks": world, "impl": "gloo", "us": round(best * 1e6, 3)}
+            print(json.dumps(row), json.dumps({"done": True}), sep="\n", flush=True)
     dist.destroy_process_group()
 
 

@@ -1,11 +1,13 @@
-// Collectives over MPI. mpicxx -O3; mpirun -n 2 peer_collectives_mpi OP… -- BYTES…. Measures as ../measure.h does, with
-// the sizes of ../collectives.cpp. One JSON object per line.
+// Collectives over an MPI: mpirun -n 2 peer_collectives_openmpi NAME. Speaks as ../collectives.cpp --serve does, with the
+// same sizes, and measures as ../measure.h does. NAME is the implementation's in the rows.
 #include <mpi.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <iostream>
 #include <string>
 #include <vector>
 
@@ -35,26 +37,34 @@ std::function<void()> call_of(const std::string& op, int count, int rank, int wo
   };
 }
 
+struct Request {
+  char op[24] = {};  // empty: the end
+  unsigned long long bytes = 0;
+};
+
 }  // namespace
 
 int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
-  int rank, world, i = 1;
+  int rank, world;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &world);
-  std::vector<std::string> ops;
-  for (; i < argc && std::string(argv[i]) != "--"; ++i) ops.push_back(argv[i]);
-  for (const auto& op : ops)
-    for (int s = i + 1; s < argc; ++s) {
-      const size_t bytes = std::strtoull(argv[s], nullptr, 10);
-      const auto call = call_of(op, static_cast<int>(std::max<size_t>(1, bytes / sizeof(float))), rank, world);
-      const double seconds = bench::best_mean(bench::calls_for(bytes), call, [] { MPI_Barrier(MPI_COMM_WORLD); });
-      if (rank == 0) {
-        std::printf(R"({"bench": "collectives", "op": "%s", "bytes": %zu, "ranks": %d, "impl": "openmpi", "us": %.3f})"
-                    "\n",
-                    op.c_str(), bytes, world, seconds * 1e6);
-        std::fflush(stdout);
-      }
-    }
+  std::printf("{\"pid\": %d}\n", ::getpid());
+  std::fflush(stdout);
+  for (;;) {
+    Request request;
+    std::string op;
+    if (rank == 0 && std::cin >> op >> request.bytes) std::strncpy(request.op, op.c_str(), sizeof request.op - 1);
+    MPI_Bcast(&request, sizeof request, MPI_BYTE, 0, MPI_COMM_WORLD);
+    if (!request.op[0]) break;
+    const size_t bytes = request.bytes;
+    const auto call = call_of(request.op, static_cast<int>(std::max<size_t>(1, bytes / sizeof(float))), rank, world);
+    const double seconds = bench::best_mean(bench::calls_for(bytes), call, [] { MPI_Barrier(MPI_COMM_WORLD); });
+    if (rank != 0) continue;
+    std::printf(R"({"bench": "collectives", "op": "%s", "bytes": %zu, "ranks": %d, "impl": "%s", "us": %.3f})"
+                "\n{\"done\": true}\n",
+                request.op, bytes, world, argc > 1 ? argv[1] : "mpi", seconds * 1e6);
+    std::fflush(stdout);
+  }
   MPI_Finalize();
 }
