@@ -25,7 +25,7 @@ from pathlib import Path
 from rounds import Reference, Server, measure_case
 
 HERE = Path(__file__).resolve().parent
-INTEL_MPI = Path(sys.prefix)  # where pip puts it
+INTEL_MPI = Path(os.environ.get("I_MPI_ROOT", sys.prefix))  # its own variable, or where pip installs it
 MPIS = {  # the launcher, and how to install it
     "openmpi": ("mpirun.openmpi", "apt-get install openmpi-bin libopenmpi-dev"),
     "mpich": ("mpiexec.mpich", "apt-get install mpich libmpich-dev"),
