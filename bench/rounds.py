@@ -12,6 +12,7 @@ A virtual machine has faster and slower states, which last for seconds: a copy o
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -28,15 +29,21 @@ class Server:
         self.command = command
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
-        self.pids = []
+        self.pids, self.said = [], []
         while len(self.pids) < ranks:
             self.pids.append(self._line()["pid"])
         self._signal(signal.SIGSTOP)
 
     def _line(self):
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
+        while not self.said:
+            line = self.process.stdout.readline()
+            if not line:
+                self._ended()
+            # The ranks share a pipe, and a launcher may join what two of them print.
+            self.said = [json.loads(text) for text in re.findall(r"\{[^{}]*\}", line)]
+        return self.said.pop(0)
+
+    def _ended(self):
         status = self.process.wait()
         self.errors.seek(0)
         said = self.errors.read()[-2000:]

@@ -11,6 +11,7 @@
  *   -DASYNC=1  rank 0 submits the receive of tag 0, and a second thread of it (work()) moves what nobody waits for
  *   -DASYNC=2  rank 1 submits both sends, and has such a thread
  *   -DASYNC=3  both
+ *   -DPIECES   a message moves in pieces of any size, and a turn may end after any of them (kPiece, kTurn)
  *   -DANY      the receives are from any source
  *   -DSHORT    rank 1 leaves when it has sent its first message
  *   -DQUITS    rank 0 leaves when its first receive has ended
@@ -95,6 +96,14 @@ inline fail_all(rank) {
   completed = true
 }
 
+#ifdef PIECES
+#define A_PIECE_ENDS if :: break :: skip fi
+#define A_TURN_ENDS :: atomic { any -> break }
+#else
+#define A_PIECE_ENDS skip
+#define A_TURN_ENDS
+#endif
+
 /* Rank 1. */
 inline push() {
   do
@@ -110,7 +119,8 @@ inline push() {
        :: moved < CELLS && written - read < RING ->
           cell[written % RING] = EXPECTED(sent, moved);
           written++;
-          moved++
+          moved++;
+          A_PIECE_ENDS
        :: else -> break
        od;
        n = 0;
@@ -122,6 +132,7 @@ inline push() {
      };
      RING_INBOX(0)
   :: atomic { !SENDING || written - read == RING -> break }
+  A_TURN_ENDS
   od
 }
 
@@ -162,7 +173,7 @@ inline pull() {
        :: else
        fi;
        do
-       :: written != read && data_read < DATA -> take_cell(header + 1); data_read++
+       :: written != read && data_read < DATA -> take_cell(header + 1); data_read++; A_PIECE_ENDS
        :: else -> break
        od;
        if
@@ -174,6 +185,7 @@ inline pull() {
      RING_INBOX(1)
 #endif
   :: atomic { !RECEIVING || written == read -> break }
+  A_TURN_ENDS
   od
 }
 

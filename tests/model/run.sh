@@ -96,6 +96,8 @@ run_large holds rings MESSAGES=2 GUEST
 run_large holds rings MESSAGES=2 GUEST CLOSE
 
 run holds messages
+run_large holds messages PIECES
+run_large holds messages PIECES SHORT
 run_large holds messages SHORT
 run_large holds messages QUITS
 run_large holds messages DATA=1 RING=3

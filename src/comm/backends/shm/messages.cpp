@@ -14,6 +14,12 @@
 namespace muster::comm::shm_backend {
 namespace {
 
+// A message moves in pieces, so that its receiver reads one while its sender writes the next. A piece and its copy fit
+// into a core's first-level cache.
+constexpr size_t kPiece = size_t{8} << 10;
+// After so many bytes from or to one peer, it is the others' turn.
+constexpr uint64_t kTurn = uint64_t{256} << 10;
+
 // Copies between a ring (at `position`, wrapping) and flat memory.
 void ring_write(std::byte* ring, size_t size, uint64_t position, const std::byte* from, size_t bytes) {
   if (bytes == 0) return;  // `from` may be null
@@ -232,6 +238,7 @@ bool Messages::push(int peer, Completed& completed) {
   RingControl& control = ring(channel_.rank(), peer);
   std::byte* const data = ring_data(channel_.rank(), peer);
   const size_t size = channel_.layout().ring;
+  const uint64_t limit = control.written.load(std::memory_order_relaxed) + kTurn;
   bool moved = false;
   while (!sends_[peer].empty()) {
     Message& message = *sends_[peer].front();
@@ -239,7 +246,7 @@ bool Messages::push(int peer, Completed& completed) {
     size_t room = size - (written - control.read.load(std::memory_order_acquire));
     uint64_t position = written;
     const auto put = [&](const std::byte* from, size_t bytes) {
-      const size_t now = std::min(bytes, room);
+      const size_t now = std::min({bytes, room, kPiece});
       ring_write(data, size, position, from, now);
       position += now;
       room -= now;
@@ -254,7 +261,10 @@ bool Messages::push(int peer, Completed& completed) {
     control.written.store(position, std::memory_order_release);
     channel_.control(peer).inbox.ring();
     moved = true;
-    if (message.moved < sizeof(MessageHeader) + message.header.bytes) break;
+    if (message.moved < sizeof(MessageHeader) + message.header.bytes) {
+      if (position >= limit) break;
+      continue;
+    }
     finish(sends_[peer].front(), completed);
     sends_[peer].pop_front();
   }
@@ -266,13 +276,14 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
   std::byte* const data = ring_data(peer, channel_.rank());
   const size_t size = channel_.layout().ring;
   Incoming& in = incoming_[peer];
+  const uint64_t limit = control.read.load(std::memory_order_relaxed) + kTurn;
   bool moved = false;
   while (receiving(peer) || sought) {
     uint64_t position = control.read.load(std::memory_order_relaxed);
     const uint64_t start = position;
     size_t there = control.written.load(std::memory_order_acquire) - position;
     const auto take = [&](std::byte* to, size_t bytes) {
-      const size_t now = std::min(bytes, there);
+      const size_t now = std::min({bytes, there, kPiece});
       ring_read(data, size, position, to, now);
       position += now;
       there -= now;
@@ -311,7 +322,10 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
       channel_.control(peer).inbox.ring();
       moved = true;
     }
-    if (!complete) break;
+    if (!complete) {
+      if (position == start || position >= limit) break;
+      continue;
+    }
     if (in.target) {
       finish(in.target, completed);
       in = Incoming{};
