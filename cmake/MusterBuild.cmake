@@ -80,6 +80,9 @@ function(muster_compile_options target)
     target_compile_options(${target} PRIVATE -fsanitize=${MUSTER_SANITIZE} -fno-omit-frame-pointer -g1
                            $<$<CXX_COMPILER_ID:GNU>:-Wno-error=tsan -Wno-tsan>)
     target_link_options(${target} PRIVATE -fsanitize=${MUSTER_SANITIZE})
+    if(MUSTER_SANITIZE MATCHES "address")  # GCC then sees uninitialized values in libtorch's headers where there are none
+      target_compile_options(${target} PRIVATE -Wno-maybe-uninitialized)
+    endif()
   endif()
   if(MOLD_PROGRAM)
     target_link_options(${target} PRIVATE -fuse-ld=mold)
