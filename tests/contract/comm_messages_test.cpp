@@ -39,7 +39,8 @@ MUSTER_COMM_CONTRACT(Messages);
 TEST_P(Messages, EverySize) {
   run(2, [](World& world) {
     int64_t shift = 0;
-    for (const int64_t bytes : {0, 1, 8, 31, 4096, 65'000, 65'512, 65'513, 65'536, 65'537, 200'003, 1 << 20})
+    for (const int64_t bytes :
+         {0, 1, 8, 31, 4096, 65'000, 65'512, 65'513, 65'536, 65'537, 200'003, 262'120, 262'121, 1 << 20, (4 << 20) + 3})
       for (const auto kind : kKinds) {
         ++shift;
         SCOPED_TRACE(testing::Message() << bytes << " bytes, " << to_string(kind));
@@ -240,6 +241,84 @@ TEST_P(Messages, ToOneself) {
       receive.wait();
       EXPECT_TRUE((in == 1).all().item<bool>());
     });
+}
+
+// On one host, such messages go by reference: each receiver copies them from the sender's heap.
+TEST_P(Messages, LargeOnesOnTheHeap) {
+  constexpr int64_t kLarge = (int64_t{5} << 20) / 4 + 1;
+  run(3, [](World& world) {
+    const int n = world.world_size(), me = world.rank();
+    const auto value = [](int from, int to, int turn) { return 100.0 * turn + 10.0 * from + to; };
+    const auto all_are = [](const at::Tensor& t, double expected) { return (t == expected).all().item<bool>(); };
+    const at::Tensor shared = world.heap().zeros({kLarge}), in = world.heap().zeros({kLarge});
+    at::Tensor ordinary = at::zeros({kLarge});
+
+    // One tensor to all ranks, this one included, beside small messages; received in another order than sent.
+    for (int turn = 0; turn < 3; ++turn) {
+      shared.fill_(value(me, 0, turn));
+      std::vector<Work> sends;
+      for (int peer = 0; peer < n; ++peer) {
+        sends.push_back(isend(shared, peer, {.tag = 1}));
+        sends.push_back(isend(number(turn), peer, {.tag = 2}));
+      }
+      for (int peer = 0; peer < n; ++peer) {
+        at::Tensor small = number(-1);
+        recv(small, peer, {.tag = 2});  // puts the large one aside
+        EXPECT_EQ(small.item<int64_t>(), turn);
+        const at::Tensor& large = turn == 1 ? in : ordinary;
+        recv(large, peer, {.tag = 1});
+        EXPECT_TRUE(all_are(large, value(peer, 0, turn))) << "from " << peer << ", turn " << turn;
+      }
+      for (auto& work : sends) work.wait();
+    }
+
+    // A ring of blocking calls: the receiver is there first, or the sender. The tensor changes after each send.
+    for (int turn = 0; turn < 10; ++turn) {
+      shared.fill_(value(me, (me + 1) % n, turn));
+      const int from = (me + n - 1) % n;
+      if (me == turn % n) {
+        send(shared, (me + 1) % n);
+        shared.fill_(-1);
+        EXPECT_EQ(recv(in, turn % 2 ? from : kAnySource), from);
+      } else {
+        EXPECT_EQ(recv(in, turn % 2 ? from : kAnySource), from);
+        send(shared, (me + 1) % n);
+        shared.fill_(-1);
+      }
+      EXPECT_TRUE(all_are(in, value(from, me, turn))) << "turn " << turn;
+    }
+  });
+}
+
+// The sender gives up before its receiver comes. The receiver must not take what the tensor holds by then.
+TEST_P(Messages, ALargeOneOnTheHeapWhoseSenderGivesUp) {
+  constexpr int64_t kLarge = (int64_t{5} << 20) / 4;
+  run(2, [](World& world) {
+    const at::Tensor t = world.heap().zeros({kLarge});
+    if (world.rank() == 0) {
+      EXPECT_THROW(send(t, 1, {.timeout = std::chrono::milliseconds(300)}), Timeout);
+      t.fill_(13);
+      say(world, "gave up");
+    } else {
+      hear(world, "gave up");
+      EXPECT_THROW(recv(t, 0), Timeout);
+    }
+  });
+  run(2, [this](World& outer) {
+    {
+      World world = world_beside(outer);
+      const World::Scope scope(world);
+      const at::Tensor t = world.heap().zeros({kLarge});
+      if (world.rank() == 0) {
+        const Work pending = isend(t, 1);
+      } else {
+        hear(world, "left");
+        EXPECT_THROW(recv(t, 0), Error);  // PeerLost, or what the leaving rank says
+      }
+    }
+    if (outer.rank() == 0) say(outer, "left");
+    barrier();
+  });
 }
 
 // Messages and collectives do not block each other.

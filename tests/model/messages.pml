@@ -12,6 +12,8 @@
  *   -DASYNC=2  rank 1 submits both sends, and has such a thread
  *   -DASYNC=3  both
  *   -DPIECES   a message moves in pieces of any size, and a turn may end after any of them (kPiece, kTurn)
+ *   -DREFERENCE  the ring has only the headers, and rank 0 copies the data from rank 1's heap: is_copied(), copy_reference()
+ *   -DGIVES_UP   rank 1 submits one send and leaves without waiting for it; only with REFERENCE
  *   -DANY      the receives are from any source
  *   -DSHORT    rank 1 leaves when it has sent its first message
  *   -DQUITS    rank 0 leaves when its first receive has ended
@@ -47,6 +49,7 @@
 /* In shared memory. */
 byte cell[RING];
 byte written, read;
+byte copied;                   /* messages by reference */
 bool left[2], failed;
 
 /* Of the ranks. */
@@ -58,6 +61,7 @@ byte target = NONE, to_aside = NONE, header, data_read;
 byte sends, sent, moved;       /* posted; complete; cells of the one under way */
 byte first_tag;
 bool send_broken;
+bool torn;                     /* the data changed while rank 0 copied it: its send had ended */
 bool rung[4];                  /* by thread: 2 * rank, + 1 for the second one */
 bool work_asleep[2], second_ended[2], ended[2];
 #define FIRST(rank) (2 * (rank))
@@ -106,6 +110,19 @@ inline fail_all(rank) {
 
 /* Rank 1. */
 inline push() {
+#ifdef REFERENCE
+  do
+  :: atomic { SENDING && moved == 0 && written - read < RING ->
+       cell[written % RING] = EXPECTED(sent, 0);
+       written++;
+       moved = 1;
+       any = true
+     };
+     RING_INBOX(0)
+  :: atomic { SENDING && moved == 1 && copied > sent -> moved = 0; sent++; any = true; completed = true }
+  :: atomic { !SENDING || (moved == 0 && written - read == RING) || (moved == 1 && copied <= sent) -> break }
+  od
+#else
   do
   :: atomic { SENDING && written - read < RING ->
 #ifdef MUTANT_COUNTER_FIRST
@@ -134,6 +151,7 @@ inline push() {
   :: atomic { !SENDING || written - read == RING -> break }
   A_TURN_ENDS
   od
+#endif
 }
 
 /* Rank 0. One turn of the loop: what is there of the header and the data; then the ring. */
@@ -157,6 +175,45 @@ inline finish() {
 }
 
 inline pull() {
+#ifdef REFERENCE
+  do
+  :: atomic { RECEIVING && written != read && !header_read ->
+       header = cell[read % RING] - HEADER;
+       assert(header < 2);
+       read++;
+       header_read = true;
+       any = true;
+       if
+       :: posted[header] -> posted[header] = false; target = header
+       :: else -> to_aside = header
+       fi
+     };
+     RING_INBOX(1)
+  :: atomic { RECEIVING && header_read && data_read < DATA -> torn = torn || sent > copied; data_read++; any = true }
+  :: RECEIVING && header_read && data_read == DATA ->
+#ifndef MUTANT_NO_LOOK
+     gone = failed;
+     atomic {
+       gone = gone || left[1];
+       if
+       :: gone -> gone = false; break
+       :: else
+       fi
+     };
+#endif
+     assert(!torn);
+#ifndef MUTANT_COMPLETE_FIRST
+     copied++;
+     RING_INBOX(1);
+#endif
+     atomic { finish(); header = 0; any = true }
+#ifdef MUTANT_COMPLETE_FIRST
+     ; copied++;
+     RING_INBOX(1)
+#endif
+  :: atomic { !RECEIVING || (!header_read && written == read) -> break }
+  od
+#else
   do
   :: atomic { RECEIVING && written != read ->
        any = true;
@@ -187,11 +244,12 @@ inline pull() {
   :: atomic { !RECEIVING || written == read -> break }
   A_TURN_ENDS
   od
+#endif
 }
 
 /* With the lock. Not a word about deadlines. */
 inline lose() {
-#ifdef SHORT
+#if defined(SHORT) || defined(GIVES_UP)
   assert(rank == 0);
 #else
 #ifdef QUITS
@@ -222,7 +280,12 @@ inline check_peers() {
      empty_ring = (written == read);
 #endif
      if
+#if defined(REFERENCE) && !defined(MUTANT_LEFT_IS_LOST)
+     :: gone && rank == 1 && copied > sent /* it left after that */
+     :: gone && ((rank == 0 && empty_ring) || (rank == 1 && copied <= sent)) -> lose()
+#else
      :: gone && (empty_ring || rank == 1) -> lose()
+#endif
      :: else
      fi
 #ifdef ANY
@@ -394,7 +457,9 @@ wait:
 proctype Sender() {
   byte rank = 1, me = FIRST(1), n;
   bool any, completed, result, listens, gone, empty_ring;
-#if ASYNC & 2
+#ifdef GIVES_UP
+  submit(0);
+#elif ASYNC & 2
   submit(0);
 #ifndef SHORT
   submit(0);

@@ -99,6 +99,9 @@ class Channel {
     return staging(peer) + layout_.early + (turn % kTurnBuffers) * layout_.turn_bytes();
   }
   std::byte* heap(int peer) const { return options_.heaps[static_cast<size_t>(peer)]->data(); }
+  size_t heap_bytes(int peer) const {
+    return options_.heaps.empty() ? 0 : options_.heaps[static_cast<size_t>(peer)]->size();
+  }
   // Whether the data that a rank announced for the operation under way lies on its heap, and where (announced_data).
   bool on_heap(int peer) const { return !options_.heaps.empty() && descriptor(peer).heap_offset < kEvenParts; }
   bool all_on_heap() const {

@@ -116,6 +116,7 @@ struct alignas(kLine) GroupHeader {
 struct alignas(kLine) RingControl {
   alignas(kLine) std::atomic<uint64_t> written{0};  // by the sender
   alignas(kLine) std::atomic<uint64_t> read{0};     // by the receiver
+  std::atomic<uint64_t> copied{0};                  // messages by reference whose data the receiver has
 };
 
 // Sizes and offsets. They are the same on all ranks, because they depend only on the sizes of the group and the board.
@@ -125,7 +126,9 @@ struct Layout {
         board(board_words * sizeof(uint64_t)),
         chunk(std::clamp<size_t>((size_t{256} << 10) / ranks / 4096 * 4096, size_t{16} << 10, size_t{128} << 10)),
         early(size_t{16} << 10),
-        ring(ranks <= 16 ? size_t{64} << 10 : size_t{16} << 10) {}
+        ring(ranks <= 4    ? size_t{256} << 10
+             : ranks <= 16 ? size_t{64} << 10
+                           : size_t{16} << 10) {}
 
   size_t ranks;
   size_t board;  // bytes

@@ -19,6 +19,10 @@ namespace {
 constexpr size_t kPiece = size_t{8} << 10;
 // After so many bytes from or to one peer, it is the others' turn.
 constexpr uint64_t kTurn = uint64_t{256} << 10;
+// Messages on the heap go by reference if they have so many bytes. For smaller ones two copies through the ring are
+// faster than one from the sender's heap: the receiver may not write to the lines that it reads there
+// (docs/decisions/0009).
+constexpr uint64_t kLeastByReference = uint64_t{4} << 20;
 
 // Copies between a ring (at `position`, wrapping) and flat memory.
 void ring_write(std::byte* ring, size_t size, uint64_t position, const std::byte* from, size_t bytes) {
@@ -49,6 +53,7 @@ Messages::Messages(Channel& channel, std::function<std::shared_ptr<void>()> owne
       owner_(std::move(owner)),
       sends_(channel.size()),
       wanted_(channel.size()),
+      referenced_(channel.size()),
       incoming_(channel.size()),
       aside_(channel.size()) {}
 
@@ -133,6 +138,7 @@ void Messages::post(const std::shared_ptr<Message>& message) {
     if (message->op == OpKind::kSend) {
       channel_.commit_ring(message->peer);
       note_site(message->header, message->site);
+      if (message->header.bytes < kLeastByReference) message->header.place = kNotOnHeap;
       sends_[message->peer].push_back(message);
     } else if (!match_aside(message, completed)) {
       receives_.push_back(message);
@@ -242,6 +248,15 @@ bool Messages::push(int peer, Completed& completed) {
   bool moved = false;
   while (!sends_[peer].empty()) {
     Message& message = *sends_[peer].front();
+    if (message.number != 0) {
+      if (!is_copied(message)) break;
+      finish(sends_[peer].front(), completed);
+      sends_[peer].pop_front();
+      moved = true;
+      continue;
+    }
+    const bool by_reference = message.header.place != kNotOnHeap;
+    const uint64_t in_ring = sizeof(MessageHeader) + (by_reference ? 0 : message.header.bytes);
     const uint64_t written = control.written.load(std::memory_order_relaxed);
     size_t room = size - (written - control.read.load(std::memory_order_acquire));
     uint64_t position = written;
@@ -255,13 +270,15 @@ bool Messages::push(int peer, Completed& completed) {
     if (message.moved < sizeof(MessageHeader))
       put(reinterpret_cast<const std::byte*>(&message.header) + message.moved, sizeof(MessageHeader) - message.moved);
     const uint64_t sent = message.moved - std::min<uint64_t>(message.moved, sizeof(MessageHeader));
-    if (message.moved >= sizeof(MessageHeader) && sent < message.header.bytes)
+    if (message.moved >= sizeof(MessageHeader) && message.moved < in_ring)
       put(message.data + sent, message.header.bytes - sent);
     if (position == written) break;
+    if (by_reference && message.moved == in_ring) message.number = ++referenced_[peer];
     control.written.store(position, std::memory_order_release);
     channel_.control(peer).inbox.ring();
     moved = true;
-    if (message.moved < sizeof(MessageHeader) + message.header.bytes) {
+    if (message.number != 0) continue;
+    if (message.moved < in_ring) {
       if (position >= limit) break;
       continue;
     }
@@ -269,6 +286,32 @@ bool Messages::push(int peer, Completed& completed) {
     sends_[peer].pop_front();
   }
   return moved;
+}
+
+bool Messages::is_copied(const Message& message) const {
+  return message.number != 0 &&
+         ring(channel_.rank(), message.peer).copied.load(std::memory_order_acquire) >= message.number;
+}
+
+// Copies the next part of a message that came by reference; returns whether the message is complete. False also if its
+// sender may have changed the data meanwhile. Then check() or check_peers() fails the receive.
+bool Messages::copy_reference(int peer, Incoming& in, std::byte* to) {
+  const uint64_t place = in.header.place, bytes = in.header.bytes, heap = channel_.heap_bytes(peer);
+  if (bytes > heap || place > heap - bytes) {
+    channel_.fail(Failure::kUnavailable, shown(peer),
+                  text("rank ", shown(peer), " sent a message of ", bytes, " bytes that is not on its heap"));
+    return false;
+  }
+  const uint64_t now = std::min(bytes - in.data_bytes, kTurn);
+  copy_bytes(to + in.data_bytes, channel_.heap(peer) + place + in.data_bytes, now);
+  in.data_bytes += now;
+  if (in.data_bytes < bytes) return false;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (channel_.failed() || channel_.left(peer)) return false;
+  RingControl& control = ring(peer, channel_.rank());
+  control.copied.store(control.copied.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  channel_.control(peer).inbox.ring();
+  return true;
 }
 
 bool Messages::pull(int peer, Completed& completed, const int* sought) {
@@ -314,8 +357,14 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
         }
       }
       std::byte* const to = in.target ? in.target->data : in.aside->data();
-      in.data_bytes += take(to + in.data_bytes, in.header.bytes - in.data_bytes);
-      complete = in.data_bytes == in.header.bytes;
+      if (in.by_reference()) {
+        const uint64_t before = in.data_bytes;
+        complete = copy_reference(peer, in, to);
+        moved = moved || in.data_bytes != before;
+      } else {
+        in.data_bytes += take(to + in.data_bytes, in.header.bytes - in.data_bytes);
+        complete = in.data_bytes == in.header.bytes;
+      }
     }
     if (position != start) {
       control.read.store(position, std::memory_order_release);
@@ -465,6 +514,7 @@ void Messages::check_peers() {
 
     // What the peer sent before it left can still be received.
     const bool left = channel_.left(peer);
+    if (left && !sends_[peer].empty() && is_copied(*sends_[peer].front())) continue;  // before it left
     const RingControl& from = ring(peer, channel_.rank());
     const bool drained = from.written.load(std::memory_order_acquire) == from.read.load(std::memory_order_relaxed);
     if (left && (drained || !receiving(peer))) {

@@ -4,6 +4,11 @@
 // data} pairs. A sender writes as much as there is room for. A small message is sent immediately; a large one flows as
 // its receiver reads. Sender and receiver ring each other's `inbox` bell.
 //
+// A large message that lies on the sender's heap goes by reference: only its header goes through the ring, and the
+// receiver copies the data from the sender's heap. Then it counts the message in RingControl::copied, and the sender's
+// part is complete. If the sender has left or the group has failed before that, the data may have changed during the
+// copy, so the receiver looks at both after the copy, and then the receive fails.
+//
 // A receive takes the oldest message from its source with its tag. A receive from any source takes the message that
 // comes first; of those that have come already, it takes one from the first source after that of the previous such
 // receive. Receives that want the same message get it in the order in which they were posted. If no receive wants the
@@ -35,6 +40,7 @@ namespace muster::comm::shm_backend {
 
 struct MessageHeader {
   uint64_t bytes = 0;
+  uint64_t place = kNotOnHeap;  // of the data in the sender's heap, or kNotOnHeap: the data follows in the ring
   int32_t tag = 0;
   uint8_t dtype = 0;
   // Where it was sent from: an index into RankControl::files and a line, 0 if unknown. Set by Messages.
@@ -52,7 +58,8 @@ struct Message {
   std::function<void(const Message&)> on_complete;  // may be empty
 
   // Only Messages uses the rest.
-  uint64_t moved = 0;  // bytes of header and data (send), or of data (recv)
+  uint64_t moved = 0;   // bytes of header and data (send), or of data (recv)
+  uint64_t number = 0;  // by reference, once its header is in the ring: 1 for the first such message to that peer, …
   std::atomic<bool> complete{false};
   std::exception_ptr error;
 };
@@ -94,6 +101,8 @@ class Messages {
     std::shared_ptr<Message> target;          // once matched: the receive that gets the message
     std::vector<std::byte>* aside = nullptr;  // if put aside: the buffer for the message
     uint64_t data_bytes = 0;
+
+    bool by_reference() const { return header.place != kNotOnHeap; }
   };
   struct Aside {
     MessageHeader header;
@@ -104,6 +113,8 @@ class Messages {
   void post(const std::shared_ptr<Message>& message);
   bool progress();  // moves all that can be moved; returns whether anything was
   bool push(int peer, Completed& completed);
+  bool is_copied(const Message& message) const;  // by reference, and the receiver has the data
+  bool copy_reference(int peer, Incoming& in, std::byte* to);
   // If `sought` is given, a message with this tag that no receive wants stays where it is.
   bool pull(int peer, Completed& completed, const int* sought = nullptr);
   int find_here(int tag, int first, Completed& completed);  // with the lock
@@ -140,7 +151,8 @@ class Messages {
   std::list<std::shared_ptr<Message>> receives_;             // in the order posted
   std::vector<int> wanted_;                                  // how many receives there are from each source
   int wanted_of_any_ = 0;
-  int first_ = 0;  // where the next round over the sources begins
+  int first_ = 0;                     // where the next round over the sources begins
+  std::vector<uint64_t> referenced_;  // by destination: messages by reference whose headers are in the ring
   std::vector<Incoming> incoming_;
   std::vector<std::list<Aside>> aside_;
   std::vector<const char*> files_;  // the files whose names are in this rank's RankControl::files, from 1 on

@@ -128,6 +128,8 @@ std::shared_ptr<Message> ShmBackend::make_message(const Operation& operation, co
   message->peer = operation.peer;
   message->header.bytes = tensor.nbytes();
   message->header.tag = operation.tag;
+  if (operation.kind == OpKind::kSend && channel_.heap_bytes(getRank()) > 0)
+    message->header.place = heap_offset(tensor);
   message->header.dtype = static_cast<uint8_t>(tensor.scalar_type());
   message->data = data_of(tensor);
   message->deadline = deadline;
