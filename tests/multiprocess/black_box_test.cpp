@@ -239,7 +239,7 @@ TEST_F(BlackBoxCommand, BadInputIsOneSentenceAndStatus2) {
       {{"--pid", text(::getpid())}, "process [0-9]+ has no black box"},
       {{"--pid"}, "--pid needs a value"},
       {{"--job", "nobody's"}, "no job 'nobody's' runs here"},
-      {{"--job", "a", "--pid", "1"}, "three different things"},
+      {{"--job", "a", "--pid", "1"}, "exclude each other"},
       {{path("boxes"), "--last", "many"}, "got 'many'"},
       {{path("boxes"), "--last", "4097"}, "at most 4096"},
       {{path("boxes"), "--perfetto", path("nowhere/trace")}, "cannot write to '.*/nowhere/trace'"},
