@@ -170,7 +170,7 @@ TEST_F(Operation, ARankThatNeverReportedHasNoStep) {
 TEST_F(Operation, BadInputIsOneSentence) {
   const std::pair<Words, const char*> cases[] = {
       {{"top", "--job", "no such job"}, "no job 'no such job' runs here"},
-      {{"top", "--job", "a", "--pid", "1"}, "two different things"},
+      {{"top", "--job", "a", "--pid", "1"}, "exclude each other"},
       {{"top", "--pid", "one"}, "got 'one'"},
       {{"top", "--interval", "0"}, "at least a second"},
       {{"ps", "--bogus"}, "there is no option --bogus"},
