@@ -63,7 +63,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
 
   // Runs the queued jobs in their order on this thread, until done() holds or no job is queued. While another thread
   // runs a job, it sleeps, at most until `deadline`. done() must become true inside a job. It is called with the lane's
-  // lock held.
+  // lock held, while a job may run on another thread: what it reads must be atomic, or guarded by a lock that the job
+  // takes.
   void drive(const std::function<bool()>& done, Deadline deadline = Deadline::never());
 
   void stop();

@@ -46,7 +46,7 @@ TEST(Lane, JobsRunInTheirOrderAndOnTheThreadThatWaits) {
     return false;
   });
   began.get_future().wait();
-  bool done = false;
+  std::atomic<bool> done{false};  // drive() reads it while the progress thread may run the job that sets it
   for (int i = 1; i <= 3; ++i)
     lane.submit([&, i](bool) {
       order.push_back(i);
@@ -54,7 +54,7 @@ TEST(Lane, JobsRunInTheirOrderAndOnTheThreadThatWaits) {
       return false;
     });
   go_on.set_value();
-  lane.drive([&] { return done; });
+  lane.drive([&] { return done.load(); });
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
 }
 
