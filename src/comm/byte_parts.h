@@ -8,27 +8,13 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <vector>
 
+#include "base/copy.h"
 #include "comm/bytes.h"
 
 namespace muster::comm {
-
-// memcpy with null pointers is undefined even for 0 bytes, and empty tensors have null pointers. One or two words are
-// copied without a call, because the call would take longer than the copy.
-inline void copy_bytes(Bytes to, ConstBytes from, size_t bytes) {
-  if (bytes >= sizeof(uint64_t) && bytes <= 2 * sizeof(uint64_t)) {
-    uint64_t first = 0, last = 0;
-    std::memcpy(&first, from, sizeof first);
-    std::memcpy(&last, from + bytes - sizeof last, sizeof last);
-    std::memcpy(to, &first, sizeof first);
-    std::memcpy(to + bytes - sizeof last, &last, sizeof last);
-  } else if (bytes != 0 && to != from) {
-    std::memcpy(to, from, bytes);
-  }
-}
 
 // A pointer for each rank of a group. The common case does not allocate.
 template <typename Pointer>

@@ -3,8 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/zeros.h>
 
-#include <cstring>
-
+#include "base/copy.h"
 #include "shm/arena.h"
 
 namespace muster {
@@ -31,7 +30,7 @@ c10::DataPtr Heap::allocate(size_t bytes) {
   return {data, std::make_unique<Block>(Block{arena_, data}).release(), &free_block, c10::Device(c10::DeviceType::CPU)};
 }
 
-void Heap::copy_data(void* dest, const void* src, std::size_t count) const { std::memcpy(dest, src, count); }
+void Heap::copy_data(void* dest, const void* src, std::size_t count) const { copy_bytes(dest, src, count); }
 
 at::Tensor Heap::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::detail::empty_generic(sizes, this, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);

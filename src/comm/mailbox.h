@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "base/copy.h"
 #include "comm/wire.h"
 #include "muster/base/error.h"
 #include "muster/comm/group.h"
@@ -57,7 +58,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     for (auto it = kept_.begin(); it != kept_.end(); ++it)
       if (it->tag == tag) {
         const int source = it->source;
-        std::memcpy(data, it->data.data(), std::min(bytes, it->data.size()));
+        copy_bytes(data, it->data.data(), std::min(bytes, it->data.size()));
         kept_.erase(it);
         return source;
       }
@@ -91,7 +92,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     }
     bool wants(int from, WireTag with) const { return with == tag && (source == from || source == kAnySource); }
     void take(int from, const std::byte* message, size_t size) {
-      std::memcpy(data, message, std::min(bytes, size));
+      copy_bytes(data, message, std::min(bytes, size));
       source = from;
       complete = true;
     }

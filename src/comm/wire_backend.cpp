@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "base/thread.h"
 #include "comm/algorithms/reduce_kernels.h"
@@ -465,7 +466,7 @@ void WireBackend::announce(const Operation& operation, std::span<const std::byte
     }
   }
   describe(operation.site, mine.site);
-  if (!payload.empty()) std::memcpy(mine.payload.data(), payload.data(), payload.size());
+  copy_bytes(mine.payload.data(), payload.data(), payload.size());
   std::vector<Announcement> sent(n, mine);
   for (size_t r = 0; r < parts.size(); ++r) sent[r].part = parts[r];
   announcements_[me] = sent[me];

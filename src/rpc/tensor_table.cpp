@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/heap.h"
@@ -318,7 +319,7 @@ class Storages {
       owner.release();
     } else {
       data = allocator->allocate(piece.bytes);
-      std::memcpy(data.get(), piece.data, piece.bytes);
+      copy_bytes(data.get(), piece.data, piece.bytes);
     }
     return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), piece.bytes, std::move(data),
                                                  allocator, /*resizable=*/true);
@@ -410,7 +411,7 @@ at::Tensor read_row(WireReader& body, const std::vector<transport::Piece>& piece
     if (reinterpret_cast<uintptr_t>(piece.data) % static_cast<uintptr_t>(std::min<int64_t>(item, 8)) != 0) {
       // Unaligned: the processor could read it, but C++ does not allow it.
       c10::DataPtr data = c10::GetDefaultCPUAllocator()->allocate(static_cast<size_t>(bytes));
-      std::memcpy(data.get(), piece.data + at, static_cast<size_t>(bytes));
+      copy_bytes(data.get(), piece.data + at, static_cast<size_t>(bytes));
       storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
                                                       c10::GetDefaultCPUAllocator(), true);
       offset = 0;

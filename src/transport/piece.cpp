@@ -4,8 +4,9 @@
 
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <new>
+
+#include "base/copy.h"
 
 namespace muster::transport {
 namespace {
@@ -44,7 +45,7 @@ Piece make_piece(size_t bytes) {
 
 Piece copy_of(std::span<const std::byte> data) {
   Piece piece = make_piece(data.size());
-  if (!data.empty()) std::memcpy(piece.data, data.data(), data.size());
+  copy_bytes(piece.data, data.data(), data.size());
   return piece;
 }
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/copy.h"
 #include "base/cycles.h"
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -58,7 +59,7 @@ void ShmTransport::plan_pieces(Peer& peer, const Message& message, Plan& plan) {
       record.offset = static_cast<uint64_t>(piece.data - peer.heap->data());
     } else {
       plan.copies[i] = block(piece.bytes);
-      std::memcpy(plan.copies[i].get(), piece.data, piece.bytes);
+      copy_bytes(plan.copies[i].get(), piece.data, piece.bytes);
       record.where = Where::kMine;
       record.offset = options_.heap->offset_of(plan.copies[i].get());
     }
@@ -119,10 +120,10 @@ void ShmTransport::fill(std::byte* at, const Message& message, const Plan& plan,
   size_t used = sizeof header;
   if (!plan.records.empty()) std::memcpy(at + used, plan.records.data(), plan.records.size() * sizeof(PieceRecord));
   used = align(used + plan.records.size() * sizeof(PieceRecord));
-  if (header.body) std::memcpy(at + used, message.body.data(), header.body);
+  copy_bytes(at + used, message.body.data(), header.body);
   for (size_t i = 0; i < plan.records.size(); ++i)
-    if (plan.records[i].where == Where::kInline && plan.records[i].bytes)
-      std::memcpy(at + plan.records[i].offset, message.pieces[i].data, plan.records[i].bytes);
+    if (plan.records[i].where == Where::kInline)
+      copy_bytes(at + plan.records[i].offset, message.pieces[i].data, plan.records[i].bytes);
 }
 
 // Contiguous room for a record, or null.
@@ -207,7 +208,7 @@ bool ShmTransport::flush(Peer& peer) {
       at = reserve(peer, record.size());
       if (!at) break;
     }
-    std::memcpy(at, record.data(), record.size());
+    copy_bytes(at, record.data(), record.size());
     publish(peer, record.size());
     peer.outbox.pop_front();
     wrote = true;
@@ -222,7 +223,7 @@ void ShmTransport::put_release(Peer& peer, uint64_t token) {
   std::memcpy(record.data(), &header, sizeof header);
   std::memcpy(record.data() + sizeof header, &token, sizeof token);
   if (std::byte* const at = peer.outbox.empty() ? reserve(peer, record.size()) : nullptr) {
-    std::memcpy(at, record.data(), record.size());
+    copy_bytes(at, record.data(), record.size());
     publish(peer, record.size());
     announce(peer);
   } else {

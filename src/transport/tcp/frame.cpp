@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 
@@ -111,7 +112,7 @@ bool FrameParser::take(std::span<const std::byte>& bytes) {
         const auto to = room();
         const size_t n = std::min(to.size(), bytes.size());
         if (n == 0) return false;
-        std::memcpy(to.data(), bytes.data(), n);
+        copy_bytes(to.data(), bytes.data(), n);
         bytes = bytes.subspan(n);
         if (filled(n)) return true;
         break;
@@ -147,7 +148,7 @@ Outgoing::Outgoing(Message message) : body_(std::move(message.body)) {
   std::byte* at = copied_.get();
   std::byte* run = at;  // start of what was copied since the last part that was not copied
   const auto copy = [&](const void* from, size_t bytes) {
-    if (bytes > 0) std::memcpy(at, from, bytes);
+    copy_bytes(at, from, bytes);
     at += bytes;
   };
   const auto end_run = [&] {

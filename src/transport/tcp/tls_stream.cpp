@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "transport/tcp/stream.h"
@@ -79,7 +80,7 @@ int TlsStream::bio_read(BIO* bio, char* to, int size) {
     BIO_set_retry_read(bio);
     return -1;
   }
-  std::memcpy(to, in.data(), n);
+  copy_bytes(to, in.data(), n);
   in = in.subspan(n);
   return static_cast<int>(n);
 }
@@ -162,7 +163,7 @@ size_t TlsStream::seal(std::span<const iovec> parts) {
       while (!parts.empty() && size < kRecord) {
         const size_t n = std::min(parts[0].iov_len - at, kRecord - size);
         if (n >= kGathered) break;
-        std::memcpy(gathered + size, static_cast<const char*>(parts[0].iov_base) + at, n);
+        copy_bytes(gathered + size, static_cast<const char*>(parts[0].iov_base) + at, n);
         size += n;
         at += n;
         if (at == parts[0].iov_len) parts = parts.subspan(1), at = 0;

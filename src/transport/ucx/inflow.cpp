@@ -1,10 +1,10 @@
 #include "transport/ucx/inflow.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <utility>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "transport/piece.h"
@@ -88,7 +88,7 @@ Inflow::Block& Inflow::claim(Incoming& message, const Header& header, size_t byt
 // Stores a chunk that has come.
 void Inflow::put(Incoming& message, const Header& header, std::span<const std::byte> data) {
   Block& block = claim(message, header, data.size());
-  if (!data.empty()) std::memcpy(block.data.data + header.offset, data.data(), data.size());
+  copy_bytes(block.data.data + header.offset, data.data(), data.size());
   came(message, header, block);
 }
 
