@@ -203,6 +203,10 @@ int BlackBox::group(std::string_view name, std::span<const int> ranks) {
 
 uint64_t BlackBox::begin(const BlackBoxEntry& entry, uint64_t now) noexcept {
   if (now == 0) now = monotonic_ns();
+  return write(entry, now, entry.state == BlackBoxState::kPosted ? 0 : now, 0);
+}
+
+uint64_t BlackBox::write(const BlackBoxEntry& entry, uint64_t posted, uint64_t began, uint64_t ended) noexcept {
   Segment& segment = segment_of(*mapping_);
   const uint64_t ticket = at(segment.header.head).fetch_add(1, std::memory_order_relaxed);
   Record& record = segment.records[ticket % kRecords];
@@ -213,10 +217,10 @@ uint64_t BlackBox::begin(const BlackBoxEntry& entry, uint64_t now) noexcept {
   set(record.sequence, entry.sequence);
   set(record.bytes, entry.bytes);
   set(record.tag, entry.tag);
-  set(record.posted_ns, now);
-  set(record.start_ns, entry.state == BlackBoxState::kPosted ? 0 : now);
-  set(record.end_ns, 0);
-  set(record.version, ticket << kStepBits | kBegun);
+  set(record.posted_ns, posted);
+  set(record.start_ns, began);
+  set(record.end_ns, ended);
+  set(record.version, ticket << kStepBits | (ended == 0 ? kBegun : kEnded));
   return ticket;
 }
 

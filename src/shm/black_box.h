@@ -78,6 +78,8 @@ class BlackBox {
   // Adds an entry that begins now. `now`: the time by monotonic_ns(), if the caller knows it; 0: read the clock.
   // Returns the entry's ticket.
   uint64_t begin(const BlackBoxEntry& entry, uint64_t now = 0) noexcept;
+  // Adds an entry that has ended, at `ended`, with entry.state.
+  void add(const BlackBoxEntry& entry, uint64_t began, uint64_t ended) noexcept { write(entry, began, began, ended); }
   // A posted operation runs from now on. `sequence`: its number, if that is known only now.
   void start(uint64_t ticket, uint64_t sequence = kNoSequence) noexcept;
   void end(uint64_t ticket, BlackBoxState state, uint64_t now = 0) noexcept;
@@ -92,6 +94,7 @@ class BlackBox {
   friend std::shared_ptr<BlackBox> open_black_box(int rank, int world_size, bool thread_rank);
   friend void renumber_black_box(int fd, int rank, int world_size);
   explicit BlackBox(std::shared_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {}
+  uint64_t write(const BlackBoxEntry& entry, uint64_t posted, uint64_t began, uint64_t ended) noexcept;
 
   const std::shared_ptr<Mapping> mapping_;
   UniqueFd own_;  // keeps this rank's own box open, so that it can be found under /proc
