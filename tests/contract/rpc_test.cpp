@@ -126,6 +126,8 @@ struct Counter {
   int value;
 };
 int bump(Counter& counter, int n) { return counter.add(n); }
+int half(int number) { return number / 2; }
+void set_number(int& number, int to) { number = to; }
 int bump_through(RRef<Counter> counter) { return counter.sync<&Counter::add>(1); }
 RRef<Counter> pass_on(RRef<Counter> counter) { return counter; }
 int hand_to(int worker, RRef<Counter> counter) { return rpc::sync<&bump_through>(worker, counter); }
@@ -551,6 +553,11 @@ TEST_P(Rpc, ObjectsAreMadeCalledAndFreed) {
       EXPECT_THROW(counter.local_value(), InvalidArgument);
       const auto result = rpc::remote<&twice>(2, at::ones({3}));
       EXPECT_TRUE(at::equal(result.to_here(), at::ones({3}) * 2));
+      EXPECT_EQ(rpc::remote<&half>(2, 8).to_here(), 4);  // not of a class
+      EXPECT_EQ(rpc::remote<std::string>(1, "text").to_here(), "text");
+      const auto number = rpc::remote<int>(1, 5);
+      number.sync<&set_number>(6);
+      EXPECT_EQ(number.to_here(), 6);
       const auto mine = rpc::make_rref(std::make_shared<Counter>(1));
       EXPECT_EQ(rpc::sync<&bump_through>(1, mine), 2);
       EXPECT_EQ(mine.local_value()->value, 2);

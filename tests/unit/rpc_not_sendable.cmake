@@ -1,5 +1,5 @@
 # cmake -D COMPILER=… -D CCACHE=… -D BASE=… -D INCLUDES=… -D SOURCE=… -P: each variant of SOURCE must fail with its message, and the plain one compile.
-set(HEADER muster/rpc/function.h)
+set(HEADER muster/rpc/call.h)
 include(${CMAKE_CURRENT_LIST_DIR}/misuse.cmake)
 
 function(compile variant says)
@@ -19,4 +19,5 @@ compile(PLAIN "")
 compile(ARGUMENT "MSGPACK_DEFINE\\(its, members\\)")
 compile(DECODED "MSGPACK_DEFINE\\(its, members\\)")
 compile(OUT_PARAMETER "return the value instead")
+compile(OBJECT "call it on an RRef")
 compile(COUNT "more or fewer arguments")

@@ -1,5 +1,5 @@
 // Does not compile, and says why: rpc_not_sendable.cmake.
-#include "muster/rpc/function.h"
+#include "muster/rpc/call.h"
 
 struct Opaque {
   int file = -1;
@@ -13,6 +13,9 @@ muster::rpc::Payload payload = muster::rpc::pack_for<muster::rpc::arguments_of<&
 const auto& function = muster::rpc::function_of<&use>();
 #elif defined(OUT_PARAMETER)
 const auto& function = muster::rpc::function_of<&write_to>();
+#elif defined(OBJECT)
+void count_up(int& number) { ++number; }
+const auto future = muster::rpc::async<&count_up>("worker");
 #elif defined(COUNT)
 muster::rpc::Payload payload = muster::rpc::pack_for<muster::rpc::arguments_of<&write_to>>(1, 2, 3);
 #else

@@ -115,10 +115,18 @@ Future<R> call(int to, const CallSpec& spec, Payload payload) {
   return Future<R>(state);
 }
 
+template <auto F>
+constexpr void must_not_need_an_object() {
+  static_assert(std::is_void_v<object_of<F>>,
+                "this function is a member, or its first parameter is a reference that it could write to: call it on "
+                "an RRef, or take the parameter by value and return the value instead");
+}
+
 }  // namespace detail
 
 template <auto F, typename... A>
 Future<result_of<F>> async(const To& to, A&&... args) {
+  detail::must_not_need_an_object<F>();
   return detail::call<result_of<F>>(to.rank(), {.function = &function_of<F>(), .timeout = to.options().timeout},
                                     pack_for<arguments_of<F>>(std::forward<A>(args)...));
 }

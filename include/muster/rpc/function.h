@@ -103,8 +103,7 @@ struct Signature<R (*)(A...) noexcept> : Signature<R (*)(A...)> {};
 // Whether a function's first parameter, of type P, is the object that a free function or lambda is called on.
 template <typename P>
 inline constexpr bool is_object_parameter =
-    std::is_lvalue_reference_v<P> && !std::is_const_v<std::remove_reference_t<P>> &&
-    std::is_class_v<std::remove_reference_t<P>>;
+    std::is_lvalue_reference_v<P> && !std::is_const_v<std::remove_reference_t<P>>;
 
 template <typename Parameters>
 struct SplitObject {

@@ -73,9 +73,8 @@ class RRef {
   bool is_owner() const { return owner().id == worker_info().id; }
 
   // A copy of the object. T must be Sendable.
-  T to_here(CallOptions options = {}) const {
-    return call<T>(function_of<&detail::copy_of<T>, T>(), options, pack()).get();
-  }
+  T to_here() const { return to_here(options_); }
+  T to_here(CallOptions options) const { return call<T>(function_of<&detail::copy_of<T>, T>(), options, pack()).get(); }
   // On its owner: the object itself. Waits until it has been made.
   std::shared_ptr<T> local_value() const {
     return std::static_pointer_cast<T>(detail::local_value_of(reference_, typeid(T)));
@@ -144,6 +143,7 @@ RRef<stored_of<F>> RRef<T>::remote(A&&... args) const {
 // Calls a function and keeps the result on the worker that computed it.
 template <auto F, typename... A>
 RRef<stored_of<F>> remote(const To& to, A&&... args) {
+  detail::must_not_need_an_object<F>();
   return detail::create<stored_of<F>>(to.rank(), {.function = &function_of<F>(), .timeout = to.options().timeout},
                                       pack_for<arguments_of<F>>(std::forward<A>(args)...));
 }
