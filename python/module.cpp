@@ -9,6 +9,7 @@
 
 #include "comm/descriptor.h"
 #include "comm/process_group.h"
+#include "muster/base/error.h"
 
 namespace {
 
@@ -34,6 +35,19 @@ void monitored_barrier(const BackendPtr& backend, milliseconds timeout, bool wai
 
 std::string straggler_verdict(const BackendPtr& backend, milliseconds at_least) {
   return muster::comm::straggler_verdict(*backend, at_least);
+}
+
+at::Tensor empty(const std::vector<int64_t>& size, at::ScalarType dtype) {
+  try {
+    return muster::comm::process_heap()->empty(size, dtype);
+  } catch (const muster::Unavailable& error) {
+    throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, error.what());
+  }
+}
+
+bool is_on_heap(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() && tensor.is_cpu() &&
+         muster::Heap::allocated(tensor.storage().data_ptr());
 }
 
 // The call site in Python, for example "train.py:17": the innermost frame of this thread that is not torch's own. "" on
@@ -63,6 +77,8 @@ PYBIND11_MODULE(_muster, module) {
              py::arg("timeout") = milliseconds(300'000), py::arg("name") = "world", no_gil);
   module.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("name"), no_gil);
+  module.def("empty", &empty, py::arg("size"), py::arg("dtype"), no_gil);
+  module.def("is_on_heap", &is_on_heap, py::arg("tensor"));
   module.def("monitored_barrier", &monitored_barrier, py::arg("backend"), py::arg("timeout"),
              py::arg("wait_all_ranks") = false, no_gil);
   module.def("straggler_verdict", &straggler_verdict, py::arg("backend"), py::arg("at_least"), no_gil);

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -27,9 +28,33 @@ except ImportError as error:
     raise ImportError(f"Muster's module was built for another Python or torch than torch {torch.__version__}: {error}. "
                       "Install it again with this Python.") from error
 
-__all__ = ["create_backend", "create_process_group", "monitored_barrier", "straggler_verdict"]
+__all__ = ["create_backend", "create_process_group", "empty", "is_on_heap", "monitored_barrier", "straggler_verdict",
+           "zeros"]
 
 _CPU = torch.device("cpu")
+
+
+def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns an uninitialised contiguous CPU tensor on this process's heap, memory that all ranks of the host share.
+
+    If the tensors of all ranks are on their heaps, collectives work on them in place and copy nothing. Such a tensor
+    can be used like any other. A view of it is on the heap, too; the result of an operation on it is not. `size` and
+    `dtype` are those of torch.empty(). The heap takes memory as it grows, and gives it back. A fork of the process
+    shares the memory with it: what the fork writes to the tensor, the parent sees. Raises torch.OutOfMemoryError if the
+    heap or the host is full.
+    """
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return _muster.empty(list(shape), dtype or torch.get_default_dtype())
+
+
+def zeros(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Does the same as empty(), and fills the tensor with zeros."""
+    return empty(*size, dtype=dtype).zero_()
+
+
+def is_on_heap(tensor: torch.Tensor) -> bool:
+    """Returns whether the tensor's memory is on this process's heap (see empty())."""
+    return _muster.is_on_heap(tensor)
 
 
 def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=5),

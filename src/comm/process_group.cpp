@@ -13,8 +13,10 @@
 #include "base/text.h"
 #include "comm/backend.h"
 #include "comm/c10d_errors.h"
+#include "comm/heaps.h"
 #include "muster/base/error.h"
 #include "muster/store/c10d_store.h"
+#include "shm/arena.h"
 #include "shm/black_box.h"
 #include "shm/peer_watch.h"
 
@@ -38,6 +40,23 @@ class Memberships {
       pid_ = ::getpid();
     }
     return watch_;
+  }
+
+  // One heap for all groups of this process.
+  struct ProcessHeap {
+    pid_t pid = 0;
+    std::shared_ptr<shm::Arena> arena;
+    std::shared_ptr<Heap> heap;
+  };
+  ProcessHeap heap() {
+    const std::lock_guard lock(mutex_);
+    if (heap_.pid != ::getpid()) {
+      if (heap_.heap) (void)new ProcessHeap(std::move(heap_));  // leaked: its tensors may live on in this fork
+      auto arena =
+          std::make_shared<shm::Arena>(default_heap_capacity(static_cast<int>(env_int("WORLD_SIZE").value_or(1))));
+      heap_ = {.pid = ::getpid(), .arena = arena, .heap = std::make_shared<Heap>(arena)};
+    }
+    return heap_;
   }
 
   // One black box for all groups of this process, which is one rank of its job.
@@ -103,6 +122,7 @@ class Memberships {
   std::mutex mutex_;
   pid_t pid_ = 0;
   std::shared_ptr<shm::PeerWatch> watch_;
+  ProcessHeap heap_;
   pid_t black_box_pid_ = 0;
   std::shared_ptr<shm::BlackBox> black_box_;
   std::vector<Weak> backends_;
@@ -127,27 +147,29 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
     const std::shared_ptr<Store> ours = from_c10d(store);
     Memberships& memberships = Memberships::instance();
     const std::string prefix = text("muster/group/", ours->add(text("muster/groups/", rank), 1));
-    BackendContext context{
-        .group_name = options.name,
-        .store_prefix = prefix,
-        .rank = rank,
-        .size = size,
-        .store = ours,
-        .timeout = options.timeout,
-        .faults = FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")),
-        .watch = memberships.watch(),
-        .black_box = memberships.black_box(rank, size),
-        .members = meet_members(*ours, prefix, rank, size, host_identity(), Deadline::after(options.timeout)),
-        .for_pytorch = true,
-        .on_leave = [&memberships](const Backend* backend) {
-          memberships.remove(backend);
-          backend->warn_of_straggler();
-        }};
+    const auto deadline = Deadline::after(options.timeout);
+    BackendContext context{.group_name = options.name,
+                           .store_prefix = prefix,
+                           .rank = rank,
+                           .size = size,
+                           .store = ours,
+                           .timeout = options.timeout,
+                           .faults = FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")),
+                           .arena = memberships.heap().arena,
+                           .watch = memberships.watch(),
+                           .black_box = memberships.black_box(rank, size),
+                           .members = meet_members(*ours, prefix, rank, size, host_identity(), deadline),
+                           .for_pytorch = true,
+                           .on_leave = [&memberships](const Backend* backend) {
+                             memberships.remove(backend);
+                             backend->warn_of_straggler();
+                           }};
     const int me = context.members[static_cast<size_t>(rank)].host;
     const auto here =
         std::count_if(context.members.begin(), context.members.end(), [me](const Member& m) { return m.host == me; });
     std::tie(context.local_threads, context.cores) =
         memberships.crowd(static_cast<int>(here), cores_of_host(context.members, rank));
+    context.heaps = exchange_heaps(*ours, prefix, rank, context.members, *context.arena, deadline);
     auto backend = create_backend("auto", context);
     memberships.add(backend);
     return backend;
@@ -164,6 +186,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, std::move(backend));
   return group;
 }
+
+std::shared_ptr<Heap> process_heap() { return Memberships::instance().heap().heap; }
 
 std::string straggler_verdict(const c10d::Backend& backend, std::chrono::nanoseconds at_least) {
   const auto* const ours = dynamic_cast<const Backend*>(&backend);

@@ -13,10 +13,13 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "muster/comm/heap.h"
 
 namespace muster::comm {
 
@@ -33,6 +36,10 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
 // logging, in messages), and would have no sequence numbers.
 c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                             int size, const ProcessGroupOptions& options = {});
+
+// The heap of this process (muster/comm/heap.h), which all of its groups map. It is made by the first call, and a fork
+// gets one of its own.
+std::shared_ptr<Heap> process_heap();
 
 // Group::straggler_verdict() of such a backend. c10::ValueError for any other backend.
 std::string straggler_verdict(const c10d::Backend& backend, std::chrono::nanoseconds at_least);

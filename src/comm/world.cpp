@@ -17,13 +17,13 @@
 #include "base/text.h"
 #include "comm/environment.h"
 #include "comm/group_state.h"
+#include "comm/heaps.h"
 #include "comm/thread_pool.h"
 #include "comm/world_parts.h"
 #include "muster/base/error.h"
 #include "muster/comm/report_progress.h"
 #include "shm/arena.h"
 #include "shm/black_box.h"
-#include "shm/exchange.h"
 #include "shm/peer_watch.h"
 
 namespace muster {
@@ -57,44 +57,23 @@ thread_local World::State* current_world = nullptr;
 
 FaultPlan faults_of_environment() { return FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")); }
 
-size_t default_heap_capacity(const Placement& placement) {
-  // This limits address space, not memory: each rank maps every rank's heap, so the sum of all heaps must stay below
-  // what processors can address.
-  constexpr size_t kAddressSpace = size_t{32} << 40;
-  const auto ranks = static_cast<size_t>(placement.world_size);
-  return std::max<size_t>(std::min(shm::memory_total(), kAddressSpace / ranks), size_t{64} << 20);
-}
-
 }  // namespace
 
 // The ranks tell each other who they are; those of one host exchange their heaps.
 void World::State::meet(Deadline deadline) {
   const auto n = static_cast<size_t>(placement.world_size), me = static_cast<size_t>(placement.rank);
-  heaps.resize(n);
   if (!comm::find_backend(options.backend, true).needs_peers) {
     members.resize(n);
+    heaps.resize(n);
     return;
   }
   members = comm::meet_members(*store, prefix, placement.rank, placement.world_size,
                                options.hosts.empty() ? comm::host_identity() : options.hosts.at(me), deadline);
   cores = comm::cores_of_host(members, placement.rank);
-  if (!comm::find_backend(options.backend, comm::on_one_host(members)).maps_heaps) return;
-  std::vector<size_t> here;
-  std::vector<pid_t> pids;
-  for (size_t r = 0; r < n; ++r) {
-    if (members[r].host != members[me].host) continue;
-    here.push_back(r);
-    pids.push_back(members[r].pid);
-  }
-  const auto place = std::find(here.begin(), here.end(), me) - here.begin();
-  auto participants = shm::exchange(*store, text(prefix, "/heaps/", members[me].host), static_cast<int>(place),
-                                    static_cast<int>(here.size()), {arena->fd()}, deadline,
-                                    {.pids = pids, .shown = {here.begin(), here.end()}});
-  for (size_t i = 0; i < here.size(); ++i) {
-    if (participants[i].fds.size() != 1)
-      throw Corrupt("a rank sent no heap", "Run the same version of Muster on all ranks");
-    heaps[here[i]] = shm::map_memfd(participants[i].fds[0].get());
-  }
+  if (!comm::find_backend(options.backend, comm::on_one_host(members)).maps_heaps)
+    heaps.resize(n);
+  else
+    heaps = comm::exchange_heaps(*store, prefix, placement.rank, members, *arena, deadline);
 }
 
 std::shared_ptr<Group::State> World::State::make_group(const std::string& name, const std::vector<int>& ranks) {
@@ -187,8 +166,8 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
   // A process may leave a job's World and make another. Each World has its own prefix in the store.
   s.prefix = text("muster/world/", s.store->add(text("muster/worlds/", placement.rank), 1));
   s.black_box = shm::open_black_box(placement.rank, placement.world_size, options.ranks_are_threads);
-  s.arena =
-      std::make_shared<shm::Arena>(options.heap_capacity ? options.heap_capacity : default_heap_capacity(placement));
+  s.arena = std::make_shared<shm::Arena>(options.heap_capacity ? options.heap_capacity
+                                                               : comm::default_heap_capacity(placement.world_size));
   s.heap = std::make_shared<Heap>(s.arena);
   s.meet(Deadline::after(options.timeout));
   std::vector<int> everybody(static_cast<size_t>(placement.world_size));

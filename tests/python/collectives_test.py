@@ -1,6 +1,7 @@
 """Every collective and form of messages of torch.distributed, compared with gloo in the same processes."""
 from __future__ import annotations
 
+import os
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ranks import raised, run
+import muster
+from ranks import raised, run, run_threads
 
 Op = dist.ReduceOp
 Group = dist.ProcessGroup
@@ -257,6 +259,91 @@ class Movement(Case):
             return listed
 
         self.assertEqual(run(2, body), [[{"a": 1}, [2, 3]]] * 2)
+
+
+def staged_bytes() -> int:
+    """How much memory this process's groups have taken. A tensor that is not on a heap makes a rank take its staging."""
+    taken = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{descriptor}"
+        if "memfd:muster-group" in (os.readlink(path) if os.path.islink(path) else ""):
+            taken += os.stat(path).st_blocks * 512
+    return taken
+
+
+class Heap(Case):
+    def test_collectives_copy_nothing(self):
+        def body(rank):
+            count = 100_003
+            ours, theirs = muster.empty(count), torch.empty(count)
+            ours.copy_(torch.arange(count) % 1000 + rank)
+            theirs.copy_(ours)
+            dist.barrier()
+            before = staged_bytes()
+            dist.all_reduce(ours)
+            all_of_ours = muster.empty(2, count)
+            dist.all_gather_into_tensor(all_of_ours, ours)
+            after = staged_bytes()
+            dist.all_reduce(theirs)
+            self.assertTrue(torch.equal(ours, theirs))
+            self.assertTrue(torch.equal(all_of_ours, torch.stack([ours, ours])))
+            self.assertEqual(before, after)
+            self.assertGreater(staged_bytes(), after, "this test cannot see whether staging is used")
+
+        run(2, body)
+
+    def test_subgroup_and_threads(self):
+        def body(rank):
+            group = dist.new_group([0, 2])
+            if rank == 1:
+                return
+            tensor = muster.zeros(70_000, dtype=torch.float64).add_(rank + 1)
+            dist.all_reduce(tensor, group=group)
+            self.assertTrue(torch.equal(tensor, torch.full((70_000,), 4.0, dtype=torch.float64)))
+
+        run(3, body)
+
+        def thread(rank, backend):
+            tensor = muster.zeros(70_000).add_(rank + 1)
+            backend.allreduce([tensor]).wait()
+            return bool((tensor == 3).all())
+
+        self.assertEqual(run_threads(2, thread), [True, True])
+
+    def test_tensors_are_ordinary(self):
+        def body(rank):
+            tensor = muster.empty(3, 5)
+            self.assertEqual((tensor.shape, tensor.dtype, tensor.is_contiguous()), ((3, 5), torch.float32, True))
+            self.assertEqual(muster.empty((2, 3), dtype=torch.bfloat16).dtype, torch.bfloat16)
+            self.assertEqual(muster.zeros(0, 4).numel(), 0)
+            self.assertTrue(muster.is_on_heap(tensor) and muster.is_on_heap(tensor[1:, 2]))
+            self.assertFalse(muster.is_on_heap(torch.empty(3)) or muster.is_on_heap(tensor + 1))
+            raised(torch.OutOfMemoryError, lambda: muster.empty(1 << 50))
+            parameter = torch.nn.Parameter(muster.zeros(4))
+            (parameter * torch.arange(4.0)).sum().backward()
+            self.assertTrue(torch.equal(parameter.grad, torch.arange(4.0)))
+            dist.destroy_process_group()
+            self.assertTrue(bool((muster.zeros(9).add_(rank) == rank).all()))
+
+        run(2, body, destroy=False)
+
+    def test_a_fork_has_a_heap_of_its_own(self):
+        def body(rank):
+            tensor = muster.zeros(1000)
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                mine = muster.zeros(1000).add_(7)
+                os.write(writer, b"1" if bool((mine == 7).all()) else b"0")
+                os._exit(0)
+            self.assertEqual(os.read(reader, 1), b"1")
+            os.waitpid(pid, 0)
+            self.assertTrue(bool((tensor == 0).all()))
+            tensor.add_(rank)
+            dist.all_reduce(tensor)
+            self.assertTrue(bool((tensor == 1).all()))
+
+        run(2, body)
 
 
 class Asynchronous(Case):
