@@ -1,4 +1,6 @@
-// Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--no-sync]. One JSON object.
+// Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--sync ddp|barrier|none].
+// One JSON object. With `barrier`, a barrier after each step is all that connects the ranks: no synchronisation can be
+// faster, because each step takes as long as the slower rank's.
 // The data are random, in Fashion-MNIST's shapes: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
 #include <torch/nn.h>
@@ -42,14 +44,14 @@ struct Wide final : Net {  // 25.5 million parameters, 102 MB of gradients
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string name = "small";
-  bool no_sync = false;
+  std::string name = "small", sync = "ddp";
   int steps = 200, batch = 64;
   CLI::App app{"Data-parallel training over Muster"};
   app.add_option("--net", name)->check(CLI::IsMember({"small", "wide"}));
   app.add_option("--steps", steps);
   app.add_option("--batch", batch);
-  app.add_flag("--no-sync", no_sync, "plain training: the ranks do not synchronize");
+  app.add_option("--sync", sync, "what connects the ranks: DDP, a barrier per step, or nothing")
+      ->check(CLI::IsMember({"ddp", "barrier", "none"}));
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(1);
@@ -61,7 +63,7 @@ int main(int argc, char** argv) {
   else
     net = std::make_shared<Wide>();
   std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
-  if (!no_sync) ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
+  if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.5));
   const auto x = torch::rand({8192, 1, 28, 28});
   const auto y = torch::randint(10, {8192});
@@ -79,13 +81,17 @@ int main(int argc, char** argv) {
     const auto output = ddp ? ddp->forward(input) : net->forward(input);
     torch::nn::functional::cross_entropy(output, target).backward();
     optimizer.step();
+    if (sync == "barrier") muster::barrier();
   }
   muster::barrier();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (world.rank() == 0)
     std::printf(R"({"bench": "ddp", "net": "%s", "impl": "%s", "ranks": %d, "samples_per_s": %.1f, "blocked": %.4f})"
                 "\n",
-                name.c_str(), no_sync ? "muster-nosync" : "muster", world.world_size(),
-                steps * batch * world.world_size() / seconds,
+                name.c_str(),
+                sync == "ddp"    ? "muster"
+                : sync == "none" ? "muster-nosync"
+                                 : "muster-barrier",
+                world.world_size(), steps * batch * world.world_size() / seconds,
                 std::chrono::duration<double>(world.group().stats().blocked).count() / seconds);
 }

@@ -160,8 +160,8 @@ class Bench:
         commands = []
         for net, steps in (("small", 300), ("wide", 20)):
             flags = ["--net", net, "--steps", str(steps)]
-            for no_sync in ([], ["--no-sync"]):
-                commands.append(self.command("muster", str(self.build / "bench" / "bench_ddp"), *flags, *no_sync))
+            for sync in ("ddp", "barrier", "none"):
+                commands.append(self.command("muster", str(self.build / "bench" / "bench_ddp"), *flags, "--sync", sync))
             for no_sync in ([], ["--no-sync"]):
                 commands.append(self.command("torchrun", str(HERE / "peers" / "ddp_torch.py"), *flags, *no_sync))
         return self.rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
@@ -329,9 +329,11 @@ def show_ddp(rows):
     for net in dict.fromkeys(key[0] for key in rate):
         for name in ("muster", "pytorch"):
             if (net, name) in rate:
-                with_sync, without = rate[net, name], rate[net, name + "-nosync"]
-                lines.append([net, name, f"{with_sync:.0f}", f"{without:.0f}", f"{100 * with_sync / without:.1f} %"])
-    table("data-parallel training: samples/s with and without synchronisation", ["net", "impl", "sync", "no sync", "kept"], lines)
+                with_sync, without, barrier = rate[net, name], rate[net, name + "-nosync"], rate.get((net, name + "-barrier"))
+                lines.append([net, name, f"{with_sync:.0f}", f"{barrier:.0f}" if barrier else "", f"{without:.0f}",
+                              f"{100 * with_sync / without:.1f} %", f"{100 * with_sync / barrier:.1f} %" if barrier else ""])
+    table("data-parallel training: samples/s with DDP, with a barrier per step instead (no synchronisation can be faster), and with neither",
+          ["net", "impl", "DDP", "barrier", "neither", "DDP/neither", "DDP/barrier"], lines)
 
 
 def show_launch(rows):
