@@ -172,7 +172,7 @@ TEST_F(Operation, BadInputIsOneSentence) {
       {{"top", "--job", "no such job"}, "no job 'no such job' runs here"},
       {{"top", "--job", "a", "--pid", "1"}, "exclude each other"},
       {{"top", "--pid", "one"}, "got 'one'"},
-      {{"top", "--interval", "0"}, "at least a second"},
+      {{"top", "--interval", "0"}, "at least 1 second"},
       {{"ps", "--bogus"}, "there is no option --bogus"},
       {{"doctor", "now"}, "there is no option now"},
   };
