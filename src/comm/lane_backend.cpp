@@ -107,28 +107,45 @@ bool LaneBackend::in_fork() const { return pid_ != ::getpid(); }
 
 // --- the black box ---
 
+namespace {
+uint64_t nanoseconds_of(Clock::time_point time) { return static_cast<uint64_t>(time.time_since_epoch().count()); }
+}  // namespace
+
 uint64_t LaneBackend::log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const {
   if (!black_box_) return 0;
   const at::Tensor& sample =
       operation.tensor.defined() || operation.inputs.empty() ? operation.tensor : operation.inputs[0];
-  return log_begin(operation.kind, operation.peer, operation.tag, sample.defined() ? sample.scalar_type() : at::kByte,
-                   bytes_of(operation), state, now);
+  return black_box_->begin(entry_of(operation.kind, operation.peer, operation.tag,
+                                    sample.defined() ? sample.scalar_type() : at::kByte, bytes_of(operation), state),
+                           nanoseconds_of(now));
 }
 
-uint64_t LaneBackend::log_begin(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes,
-                                shm::BlackBoxState state, Clock::time_point now) const {
+shm::BlackBoxEntry LaneBackend::entry_of(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes,
+                                         shm::BlackBoxState state) const {
   const bool message = is_message(kind), rooted = kind == OpKind::kBroadcast || kind == OpKind::kReduce ||
                                                   kind == OpKind::kGather || kind == OpKind::kScatter;
-  return black_box_->begin(
-      {.group = black_box_group_,
-       .operation = static_cast<uint8_t>(kind),
-       .dtype = static_cast<uint8_t>(dtype),
-       .bytes = bytes,
-       .sequence = message || state == shm::BlackBoxState::kPosted ? shm::kNoSequence : next_sequence(),
-       .peer = message || rooted ? peer : -1,
-       .tag = static_cast<uint64_t>(tag),
-       .state = state},
-      static_cast<uint64_t>(now.time_since_epoch().count()));
+  return {.group = black_box_group_,
+          .operation = static_cast<uint8_t>(kind),
+          .dtype = static_cast<uint8_t>(dtype),
+          .bytes = bytes,
+          .sequence = message || state == shm::BlackBoxState::kPosted ? shm::kNoSequence : next_sequence(),
+          .peer = message || rooted ? peer : -1,
+          .tag = static_cast<uint64_t>(tag),
+          .state = state};
+}
+
+uint64_t LaneBackend::log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes,
+                                Clock::time_point now) const {
+  if (!black_box_) return 0;
+  return black_box_->begin(entry_of(call.kind, call.peer, call.tag, dtype, bytes, shm::BlackBoxState::kRunning),
+                           nanoseconds_of(now));
+}
+
+void LaneBackend::log_done(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point began,
+                           Clock::time_point ended) const {
+  if (!black_box_) return;
+  black_box_->add(entry_of(call.kind, call.peer, call.tag, dtype, bytes, shm::BlackBoxState::kDone),
+                  nanoseconds_of(began), nanoseconds_of(ended));
 }
 
 void LaneBackend::log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now) const {
@@ -143,7 +160,7 @@ void LaneBackend::log_end(uint64_t ticket, const std::exception_ptr& error, Cloc
     } catch (...) {
     }
   }
-  black_box_->end(ticket, state, static_cast<uint64_t>(now.time_since_epoch().count()));
+  black_box_->end(ticket, state, nanoseconds_of(now));
 }
 
 void LaneBackend::run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket) {

@@ -92,11 +92,12 @@ class LaneBackend : public Backend {
     const auto self = c10::intrusive_ptr<LaneBackend>::unsafe_reclaim_from_nonowning(this);  // run() says why
     const auto began = FastClock::now();
     if (!body()) return false;
-    const auto ended = FastClock::now();
-    log_end(log_begin(call, dtype, bytes, began), nullptr, ended);
+    // A send that is done here has not waited; reading the clock again would take as long as the send.
+    const auto ended = call.kind == OpKind::kSend ? began : FastClock::now();
+    log_done(call, dtype, bytes, began, ended);
     counters_->operations.fetch_add(1, std::memory_order_relaxed);
     counters_->bytes.fetch_add(bytes, std::memory_order_relaxed);
-    counters_->add_blocked(ended - began);
+    if (ended != began) counters_->add_blocked(ended - began);
     return true;
   }
 
@@ -119,7 +120,10 @@ class LaneBackend : public Backend {
   }
   // The deadline of an operation with the timeout `own`; 0: the group's timeout.
   Deadline deadline_for(std::chrono::milliseconds own, Clock::time_point now = Clock::now()) const {
-    return Deadline::after(own.count() > 0 ? own : timeout(), now);
+    return Deadline::after(timeout_for(own), now);
+  }
+  std::chrono::milliseconds timeout_for(std::chrono::milliseconds own) const {
+    return own.count() > 0 ? own : timeout();
   }
 
  private:
@@ -134,11 +138,11 @@ class LaneBackend : public Backend {
 
   // The black box. Tickets have no meaning if there is none.
   uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
-  uint64_t log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point now) const {
-    return black_box_ ? log_begin(call.kind, call.peer, call.tag, dtype, bytes, shm::BlackBoxState::kRunning, now) : 0;
-  }
-  uint64_t log_begin(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes, shm::BlackBoxState state,
-                     Clock::time_point now) const;
+  uint64_t log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point now) const;
+  void log_done(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point began,
+                Clock::time_point ended) const;
+  shm::BlackBoxEntry entry_of(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes,
+                              shm::BlackBoxState state) const;
   void log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now = Clock::now()) const;
   void run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket);
 

@@ -202,6 +202,8 @@ TEST_P(ChannelTest, MovesInEveryTier) {
     });
 }
 
+constexpr auto kLong = std::chrono::minutes(10);  // only a hang can reach it
+
 std::shared_ptr<Message> message_of(OpKind op, int peer, int tag, std::vector<float>& values) {
   auto message = std::make_shared<Message>();
   message->op = op;
@@ -269,7 +271,7 @@ TEST_P(ChannelTest, MessagesBesideCollectives) {
           };
           const auto receive = [&] {
             const MessageHeader header{.bytes = count * sizeof(float), .tag = -number};
-            if (header.bytes > Messages::kSmall || !rank.messages.receive_now(previous, header, bytes_of(in))) {
+            if (header.bytes > Messages::kSmall || !rank.messages.receive_now(previous, header, bytes_of(in), kLong)) {
               const auto message = message_of(OpKind::kRecv, previous, -number, in);
               message->header = header;
               rank.messages.run(message);
@@ -286,6 +288,58 @@ TEST_P(ChannelTest, MessagesBesideCollectives) {
         }
       collectives.join();
     });
+}
+
+// The ring has no room for the end of the message before the receiver has read its beginning.
+TEST_P(ChannelTest, ASmallMessageThatDoesNotGoOnIsReceivedLikeALargeOne) {
+  run(5, [](Rank& rank) {
+    constexpr size_t kCount = Messages::kSmall / sizeof(float);
+    ASSERT_GT(Messages::kSmall + kRecordLine, rank.channel.layout().ring);
+    const int me = rank.channel.rank();
+    std::vector<float> data = contribution(me, kCount, 1);
+    const MessageHeader header{.bytes = Messages::kSmall, .tag = 3};
+    const auto sent = message_of(OpKind::kSend, 1, 3, data);
+    sent->header = header;
+    if (me == 0) {
+      EXPECT_FALSE(rank.messages.send_now(1, header, bytes_of(data)));
+      rank.messages.submit(sent);
+    }
+    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+    if (me == 1) {
+      EXPECT_TRUE(rank.messages.receive_now(0, header, bytes_of(data), kLong));
+      EXPECT_EQ(data, contribution(0, kCount, 1));
+    }
+    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+  });
+}
+
+// find() reads the header of a message and leaves the message where it is. A message behind it is found all the same.
+TEST_P(ChannelTest, AMessageIsFoundBehindOneThatWasFound) {
+  run(2, [](Rank& rank) {
+    std::vector<float> first = contribution(0, 5, 1), second = contribution(0, 50'000, 2);
+    const auto message = [&](OpKind op, int tag, std::vector<float>& data) {
+      auto made = message_of(op, 1 - rank.channel.rank(), tag, data);
+      made->header = {.bytes = data.size() * sizeof(float), .tag = tag};
+      return made;
+    };
+    if (rank.channel.rank() == 0) {
+      rank.messages.submit(message(OpKind::kSend, 1, first));
+      rank.messages.submit(message(OpKind::kSend, 2, second));
+    }
+    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+    if (rank.channel.rank() == 1) {
+      EXPECT_EQ(rank.messages.find(1, 0), 0);
+      EXPECT_EQ(rank.messages.find(1, 0), 0) << "it is still there";
+      EXPECT_EQ(rank.messages.find(2, 0), 0);
+      std::vector<float> got(second.size());
+      rank.messages.run(message(OpKind::kRecv, 2, got));
+      EXPECT_EQ(got, second);
+      got.resize(first.size());
+      rank.messages.run(message(OpKind::kRecv, 1, got));
+      EXPECT_EQ(got, first);
+    }
+    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+  });
 }
 
 // --- failures ---

@@ -236,6 +236,12 @@ int Channel::who_holds_up(int peer) const {
   return peer;
 }
 
+bool Channel::shares_core(int peer) const {
+  const int here = ::sched_getcpu();
+  control(rank_).core.store(here, std::memory_order_relaxed);
+  return control(peer).core.load(std::memory_order_relaxed) == here;
+}
+
 void Channel::wait_longer(const Awaited& awaited, const std::atomic<uint64_t>& word) {
   const int peer = awaited.peer;
   const auto ready = [&word, value = awaited.value] { return word.load(std::memory_order_acquire) >= value; };
@@ -243,8 +249,7 @@ void Channel::wait_longer(const Awaited& awaited, const std::atomic<uint64_t>& w
   // If there is a core for each rank but the peer shares this one, this rank sleeps instead of yielding. If both ranks
   // only yield to each other, the scheduler does not move one of them (seen: two ranks on one core for minutes, the
   // other core idle). A thread that sleeps is woken on an idle core.
-  const bool crowded =
-      options_.spin.count() > 0 && control(peer).core.load(std::memory_order_relaxed) == ::sched_getcpu();
+  const bool crowded = options_.spin.count() > 0 && shares_core(peer);
   if (!crowded && shm::yield_until(yield_, over) && ready()) return;
   const auto began = Clock::now();
   struct Told {
@@ -426,14 +431,15 @@ void Channel::ring_everybody() {
   }
 }
 
+// The peers can see that this rank has left before `stopping_` ends its own operations: until an operation has ended,
+// peers may read its tensors.
 void Channel::leave(const std::string& cause) {
-  stopping_.store(true, std::memory_order_release);
   watch_->unsubscribe(subscription_);
-  if (!cause.empty()) {
+  if (cause.empty())
+    control(rank_).presence.store(Presence::kLeft, std::memory_order_release);
+  else
     lose(rank_, text("rank ", shown(rank_), " ended: ", cause));
-    return;
-  }
-  control(rank_).presence.store(Presence::kLeft, std::memory_order_release);
+  stopping_.store(true, std::memory_order_seq_cst);
   ring_everybody();
 }
 

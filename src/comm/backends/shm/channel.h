@@ -147,6 +147,8 @@ class Channel {
   void leave(const std::string& cause = {});
 
   std::chrono::nanoseconds spin() const { return options_.spin; }
+  // Notes on which core this rank is; returns whether the peer was there when it last did so.
+  bool shares_core(int peer) const;
   // For the next operations: where the user called, and how long their waits yield after they have spun and before they
   // sleep (spin.h). A blocking caller yields for longer than a thread that runs beside one that computes.
   void set_caller(const std::source_location& site, std::chrono::nanoseconds yield) {

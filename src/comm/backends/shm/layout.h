@@ -29,7 +29,8 @@
 
 namespace muster::comm::shm_backend {
 
-inline constexpr uint64_t kMagic = 0x33726574'73756d00;  // "\0muster3"; change it with the layout below
+// "\0muster4"; change it with the layout below, and with that of messages (messages.h).
+inline constexpr uint64_t kMagic = 0x34726574'73756d00;
 inline constexpr size_t kLine = 128;
 inline constexpr size_t kSlots = 2;
 inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
@@ -89,7 +90,7 @@ struct alignas(kLine) RankControl {
   alignas(kLine) std::atomic<uint64_t> position{0};
   std::atomic<uint64_t> awaits{
       0};                         // what it sleeps for (Awaited), or 0; from it a timeout finds who holds up the others
-  std::atomic<int32_t> core{-1};  // on which it announced its last operation
+  std::atomic<int32_t> core{-1};  // on which it was when it last announced an operation or began to wait
   std::atomic<Presence> presence{Presence::kAbsent};
   std::atomic<int32_t> pid{0};
   int32_t lost_pid{0};     // of a lost rank: its process
@@ -112,7 +113,10 @@ struct alignas(kLine) GroupHeader {
   alignas(kLine) std::atomic<uint64_t> abort{0};  // 0, or Failure | subject's rank << 8 | reporter's rank << 32
 };
 
-// A byte stream from one rank to another. The counters only grow; positions are the counters modulo the ring's size.
+inline constexpr size_t kRecordLine = 64;  // records of a ring begin and end on multiples of it
+
+// A byte stream of records (messages.h) from one rank to another. The counters only grow; positions are the counters
+// modulo the ring's size.
 struct alignas(kLine) RingControl {
   alignas(kLine) std::atomic<uint64_t> written{0};  // by the sender
   alignas(kLine) std::atomic<uint64_t> read{0};     // by the receiver

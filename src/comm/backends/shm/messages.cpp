@@ -7,6 +7,7 @@
 #include <limits>
 #include <string_view>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "base/thread.h"
 #include "comm/backends/shm/take.h"
@@ -14,9 +15,11 @@
 namespace muster::comm::shm_backend {
 namespace {
 
-// A message moves in pieces, so that its receiver reads one while its sender writes the next. A piece and its copy fit
-// into a core's first-level cache.
-constexpr size_t kPiece = size_t{8} << 10;
+// A message moves in pieces, so that its receiver reads one while its sender writes the next: at least four, if they are
+// not shorter than 2 KiB, of at most half a core's first-level cache.
+constexpr uint64_t piece_of(uint64_t bytes) {
+  return std::clamp<uint64_t>(bytes / 4 / kRecordLine * kRecordLine, 2 << 10, 16 << 10);
+}
 // After so many bytes from or to one peer, it is the others' turn.
 constexpr uint64_t kTurn = uint64_t{256} << 10;
 // Messages on the heap go by reference if they have so many bytes. For smaller ones two copies through the ring are
@@ -24,21 +27,12 @@ constexpr uint64_t kTurn = uint64_t{256} << 10;
 // (docs/decisions/0009).
 constexpr uint64_t kLeastByReference = uint64_t{4} << 20;
 
-// Copies between a ring (at `position`, wrapping) and flat memory.
-void ring_write(std::byte* ring, size_t size, uint64_t position, const std::byte* from, size_t bytes) {
-  if (bytes == 0) return;  // `from` may be null
-  const size_t at = position % size;
-  const size_t first = std::min(bytes, size - at);
-  std::memcpy(ring + at, from, first);
-  std::memcpy(ring, from + first, bytes - first);
-}
-void ring_read(std::byte* ring, size_t size, uint64_t position, std::byte* to, size_t bytes) {
-  if (bytes == 0) return;
-  const size_t at = position % size;
-  const size_t first = std::min(bytes, size - at);
-  take_bytes(to, ring + at, first);
-  take_bytes(to + first, ring, bytes - first);
-}
+constexpr uint64_t whole_lines(uint64_t bytes) { return (bytes + kRecordLine - 1) / kRecordLine * kRecordLine; }
+// The bytes of the data that follow the line.
+constexpr uint64_t behind_line(uint64_t bytes) { return bytes <= RecordLine::kData ? 0 : whole_lines(bytes); }
+
+// A receiver keeps larger messages out of its caches, where they have no room.
+constexpr uint64_t kStreamed = uint64_t{24} << 20;
 
 // "10 x Float".
 std::string show(const MessageHeader& header) {
@@ -48,77 +42,128 @@ std::string show(const MessageHeader& header) {
 
 }  // namespace
 
+Messages::Ring::Ring(Channel& channel, int from, int to)
+    : control(*reinterpret_cast<RingControl*>(channel.ring(from, to))),
+      data(channel.ring(from, to) + sizeof(RingControl)),
+      size(channel.layout().ring) {}
+
+// Positions are multiples of a line.
+void Messages::Ring::write_data(uint64_t position, const std::byte* from, size_t bytes) const {
+  const size_t first = std::min<size_t>(bytes, size - (position & (size - 1)));
+  copy_bytes(at(position), from, first);
+  copy_bytes(data, from + first, bytes - first);
+}
+void Messages::Ring::read_data(uint64_t position, std::byte* to, size_t bytes, bool stream) const {
+  const size_t first = std::min<size_t>(bytes, size - (position & (size - 1)));
+  take_and_clear(to, at(position), first, stream);
+  take_and_clear(to + first, data, bytes - first, stream);
+}
+
 Messages::Messages(Channel& channel, std::function<std::shared_ptr<void>()> owner)
     : channel_(channel),
       owner_(std::move(owner)),
       sends_(channel.size()),
       wanted_(channel.size()),
       referenced_(channel.size()),
+      read_seen_(channel.size()),
       incoming_(channel.size()),
-      aside_(channel.size()) {}
+      aside_(channel.size()) {
+  for (int peer = 0; peer < channel.size(); ++peer) {
+    in_.emplace_back(channel, peer, channel.rank());
+    out_.emplace_back(channel, channel.rank(), peer);
+  }
+}
 
 Messages::~Messages() { stop(); }
 
 void Messages::run(const std::shared_ptr<Message>& message) {
-  channel_.check();
   post(message);
-  while (!message->complete.load(std::memory_order_acquire)) {
+  await(*message);
+}
+
+template <typename Condition>
+bool Messages::spin(int peer, Condition condition) const {
+  constexpr std::chrono::nanoseconds kFirst = std::chrono::microseconds(3);
+  const auto limit = channel_.spin();
+  if (limit <= kFirst || peer == kAnySource || peer == channel_.rank()) return shm::spin_until(limit, condition);
+  return shm::spin_until(kFirst, condition) ||
+         (!channel_.shares_core(peer) && shm::spin_until(limit - kFirst, condition));
+}
+
+void Messages::await(Message& message) {
+  const int peer = message.peer;  // progress() changes that of a receive from any source
+  while (!message.complete.load(std::memory_order_acquire)) {
     if (progress()) continue;
-    if (shm::spin_until(channel_.spin(),
-                        [&] { return progress() || message->complete.load(std::memory_order_acquire); }))
-      continue;
-    sleep_until_moved(message->deadline, *message);
+    if (spin(peer, [&] { return progress() || message.complete.load(std::memory_order_acquire); })) continue;
+    sleep_until_moved(message);
   }
-  if (message->error) std::rethrow_exception(message->error);
+  if (message.error) std::rethrow_exception(message.error);
 }
 
 bool Messages::send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site) {
-  channel_.check();
   const std::lock_guard lock(mutex_);
+  channel_.check();
   if (!sends_[peer].empty()) return false;
   channel_.commit_ring(peer);
-  RingControl& control = ring(channel_.rank(), peer);
-  const size_t size = channel_.layout().ring;
-  const uint64_t written = control.written.load(std::memory_order_relaxed),
-                 end = written + sizeof header + header.bytes;
-  if (end - control.read.load(std::memory_order_acquire) > size) return false;
+  const uint64_t bytes = kRecordLine + behind_line(header.bytes);
+  if (room(peer, bytes) < bytes) return false;
   note_site(header, site);
-  std::byte* const to = ring_data(channel_.rank(), peer);
-  ring_write(to, size, written, reinterpret_cast<const std::byte*>(&header), sizeof header);
-  ring_write(to, size, written + sizeof header, data, header.bytes);
-  control.written.store(end, std::memory_order_release);
-  channel_.control(peer).inbox.ring();
+  bool whole = false;
+  begin(peer, header, data, whole);
+  shm::Bell& bell = channel_.control(peer).inbox;
+  if (!whole) {
+    bell.ring();  // a peer that sleeps wakes up while the rest is written
+    const uint64_t piece = piece_of(header.bytes);
+    for (uint64_t sent = 0; sent < header.bytes; sent += piece)
+      put_piece(peer, data + sent, std::min(piece, header.bytes - sent));
+  }
+  bell.ring();
   return true;
 }
 
-bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* data) {
+bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* data, std::chrono::nanoseconds timeout,
+                           const std::source_location& site) {
   channel_.check();
-  RingControl& control = ring(peer, channel_.rank());
-  const auto there = [&] {
-    return control.written.load(std::memory_order_acquire) != control.read.load(std::memory_order_relaxed);
-  };
-  if (!shm::spin_until(channel_.spin(), there)) return false;
-  const std::lock_guard lock(mutex_);
-  if (!receives_.empty() || !aside_[peer].empty() || incoming_[peer].header_bytes > 0 || incoming_[peer].target)
-    return false;
-  const uint64_t position = control.read.load(std::memory_order_relaxed);
-  const uint64_t bytes = control.written.load(std::memory_order_acquire) - position;
-  std::byte* const from = ring_data(peer, channel_.rank());
-  const size_t size = channel_.layout().ring;
-  MessageHeader header;
-  if (bytes < sizeof header) return false;
-  ring_read(from, size, position, reinterpret_cast<std::byte*>(&header), sizeof header);
-  if (header.tag != wanted.tag || header.bytes != wanted.bytes || header.dtype != wanted.dtype ||
-      bytes < sizeof header + header.bytes)
-    return false;
-  ring_read(from, size, position + sizeof header, data, header.bytes);
-  control.read.store(position + sizeof header + header.bytes, std::memory_order_release);
-  channel_.control(peer).inbox.ring();
+  const Ring& ring = in_[peer];
+  if (!spin(peer, [&] { return ring.has_line(); })) return false;
+  std::shared_ptr<Message> rest;
+  {
+    const std::lock_guard lock(mutex_);
+    channel_.check();
+    if (!receives_.empty() || !aside_[peer].empty() || incoming_[peer].begun || !ring.has_line()) return false;
+    uint64_t position = ring.read();
+    const MessageHeader& header = ring.line(position).header;
+    if (header.tag != wanted.tag || header.bytes != wanted.bytes || header.dtype != wanted.dtype ||
+        header.place != kNotOnHeap)
+      return false;
+    Incoming in;
+    if (!read_line(peer, in, position)) return false;
+    bool complete = in.in_line();
+    if (complete) copy_bytes(data, in.data, in.header.bytes);
+    while (!complete && !(complete = copy_from_ring(peer, in, data, position))) {
+      const auto more = [&] { return ring.control.written.load(std::memory_order_acquire) != position; };
+      if (!spin(peer, [&] { return more() || channel_.failed(); }) || !more()) break;
+    }
+    if (!complete) {
+      rest = std::make_shared<Message>();
+      rest->op = OpKind::kRecv;
+      rest->peer = peer;
+      rest->header = in.header;
+      rest->data = data;
+      rest->deadline = Deadline::after(timeout);
+      rest->site = site;
+      in.target = rest;
+      incoming_[peer] = in;
+    }
+    ring.control.read.store(position, std::memory_order_release);
+    channel_.control(peer).inbox.ring();
+    if (complete) return true;
+  }
+  await(*rest);
   return true;
 }
 
 void Messages::submit(const std::shared_ptr<Message>& message) {
-  channel_.check();
   post(message);
   work_on(message);
 }
@@ -126,15 +171,23 @@ void Messages::submit(const std::shared_ptr<Message>& message) {
 void Messages::work_on(const std::shared_ptr<Message>& message) {
   progress();
   if (message->complete.load(std::memory_order_acquire)) return;
-  const std::lock_guard lock(mutex_);
-  if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-messages", [this, alive = owner_()] { work(); });
-  work_.notify_one();
+  try {
+    const std::lock_guard lock(mutex_);
+    if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-messages", [this, alive = owner_()] { work(); });
+    work_.notify_one();
+  } catch (const std::exception& error) {
+    // A part of the message may be in a ring, so the peer may read the tensor as long as the group has not failed.
+    channel_.fail(Failure::kUnavailable, shown(channel_.rank()),
+                  text("rank ", shown(channel_.rank()), " cannot start a thread for its messages: ", error.what()));
+    progress();
+  }
 }
 
 void Messages::post(const std::shared_ptr<Message>& message) {
   Completed completed;
   {
     const std::lock_guard lock(mutex_);
+    channel_.check();
     if (message->op == OpKind::kSend) {
       channel_.commit_ring(message->peer);
       note_site(message->header, message->site);
@@ -149,11 +202,11 @@ void Messages::post(const std::shared_ptr<Message>& message) {
 }
 
 int Messages::find(int tag, int first) {
-  channel_.check();
   Completed completed;
   int source = kAnySource;
   {
     const std::lock_guard lock(mutex_);
+    channel_.check();
     source = find_here(tag, first, completed);
   }
   report(completed);
@@ -161,11 +214,11 @@ int Messages::find(int tag, int first) {
 }
 
 int Messages::submit_if_here(const std::shared_ptr<Message>& receive, int first) {
-  channel_.check();
   Completed completed;
   int source = kAnySource;
   {
     const std::lock_guard lock(mutex_);
+    channel_.check();
     source = find_here(receive->header.tag, first, completed);
     // No other receive wants the message, and none can be posted before the lock is free.
     if (source != kAnySource && !match_aside_of(source, receive, completed)) {
@@ -187,11 +240,10 @@ int Messages::find_here(int tag, int first, Completed& completed) {
     // No receive wants a message that has been put aside completely; such a receive would have taken it.
     for (const auto& aside : aside_[peer])
       if (aside.header.tag == tag && &aside.data != incoming_[peer].aside) return peer;
-    const RingControl& control = ring(peer, channel_.rank());
-    const bool more = control.written.load(std::memory_order_acquire) != control.read.load(std::memory_order_relaxed);
-    if (more || receiving(peer)) pull(peer, completed, &tag);
+    // A message with another tag that has begun to arrive, and that no receive wants, is put aside: another may follow.
     const Incoming& in = incoming_[peer];
-    if (in.header_bytes < sizeof(MessageHeader) || in.target || in.header.tag != tag) continue;
+    if (receiving(peer) || (in.begun ? in.header.tag != tag : in_[peer].has_line())) pull(peer, completed, &tag);
+    if (!in.begun || in.target || in.header.tag != tag) continue;
     // The message has begun to arrive, and waits or is being put aside. A receive may have been posted for it since.
     const bool wanted = std::any_of(receives_.begin(), receives_.end(), [&](const auto& receive) {
       return receive->header.tag == tag && (receive->peer == peer || receive->peer == kAnySource);
@@ -207,7 +259,7 @@ bool Messages::all_left() const {
   return true;
 }
 
-bool Messages::progress() {
+bool Messages::progress(bool before_sleep) {
   Completed completed;
   bool moved = false;
   {
@@ -218,10 +270,10 @@ bool Messages::progress() {
       moved = (!sends_[peer].empty() && push(peer, completed)) || moved;
       moved = (receiving(peer) && pull(peer, completed)) || moved;
     }
-    if (completed.empty() && pending()) {
+    if (pending()) {
       try {
         channel_.check();
-        if (!moved || Clock::now() >= next_check_) check_peers();
+        if (before_sleep || ((moved || !completed.empty()) && Clock::now() >= next_check_)) check_peers();
       } catch (...) {
         fail_all(completed, std::current_exception());
       }
@@ -240,158 +292,202 @@ void Messages::report(const Completed& completed) {
   channel_.control(channel_.rank()).inbox.ring();
 }
 
+uint64_t Messages::room(int peer, uint64_t wanted) {
+  const Ring& ring = out_[peer];
+  // The receiver writes `read`, so a look at it costs a cache miss.
+  if (ring.size - (ring.written() - read_seen_[peer]) < wanted)
+    read_seen_[peer] = ring.control.read.load(std::memory_order_acquire);
+  return ring.size - (ring.written() - read_seen_[peer]);
+}
+
+bool Messages::begin(int peer, const MessageHeader& header, const std::byte* data, bool& whole) {
+  const Ring& ring = out_[peer];
+  const uint64_t written = ring.written(), end = written + kRecordLine;
+  const uint64_t behind = header.place == kNotOnHeap ? behind_line(header.bytes) : 0;
+  const uint64_t space = room(peer, kRecordLine + std::min(behind, piece_of(header.bytes)));
+  if (space < kRecordLine) return false;
+  whole = behind <= std::min(piece_of(header.bytes), space - kRecordLine);
+  // The receiver looks at the line all the time, so all that is written to it is written together, last.
+  if (behind > 0 && whole) ring.write_data(end, data, header.bytes);
+  RecordLine& line = ring.line(written);
+  line.header = header;
+  if (behind == 0 && header.place == kNotOnHeap) copy_bytes(line.data, data, header.bytes);
+  ring.control.written.store(end + (whole ? behind : 0), std::memory_order_release);
+  line.stamp.store(end | (whole ? RecordLine::kWhole : 0), std::memory_order_release);
+  return true;
+}
+
+void Messages::put_piece(int peer, const std::byte* data, uint64_t bytes) {
+  const Ring& ring = out_[peer];
+  const uint64_t written = ring.written();
+  ring.write_data(written, data, bytes);
+  ring.control.written.store(written + whole_lines(bytes), std::memory_order_release);
+}
+
 bool Messages::push(int peer, Completed& completed) {
-  RingControl& control = ring(channel_.rank(), peer);
-  std::byte* const data = ring_data(channel_.rank(), peer);
-  const size_t size = channel_.layout().ring;
-  const uint64_t limit = control.written.load(std::memory_order_relaxed) + kTurn;
-  bool moved = false;
-  while (!sends_[peer].empty()) {
+  shm::Bell& bell = channel_.control(peer).inbox;
+  uint64_t bytes = 0;  // in this turn
+  while (!sends_[peer].empty() && bytes < kTurn) {
     Message& message = *sends_[peer].front();
-    if (message.number != 0) {
-      if (!is_copied(message)) break;
-      finish(sends_[peer].front(), completed);
-      sends_[peer].pop_front();
-      moved = true;
-      continue;
-    }
     const bool by_reference = message.header.place != kNotOnHeap;
-    const uint64_t in_ring = sizeof(MessageHeader) + (by_reference ? 0 : message.header.bytes);
-    const uint64_t written = control.written.load(std::memory_order_relaxed);
-    size_t room = size - (written - control.read.load(std::memory_order_acquire));
-    uint64_t position = written;
-    const auto put = [&](const std::byte* from, size_t bytes) {
-      const size_t now = std::min({bytes, room, kPiece});
-      ring_write(data, size, position, from, now);
-      position += now;
-      room -= now;
+    const uint64_t before = bytes;
+    if (!message.begun) {
+      bool whole = false;
+      if (!begin(peer, message.header, message.data, whole)) break;
+      message.begun = true;
+      if (by_reference) message.number = ++referenced_[peer];
+      message.moved = whole ? message.header.bytes : 0;
+      bytes += kRecordLine + (by_reference ? 0 : message.moved);
+    } else if (!by_reference && message.moved < message.header.bytes) {
+      const uint64_t piece = std::min(message.header.bytes - message.moved, piece_of(message.header.bytes));
+      const uint64_t now = std::min(piece, room(peer, whole_lines(piece)));
+      if (now == 0) break;
+      put_piece(peer, message.data + message.moved, now);
       message.moved += now;
-    };
-    if (message.moved < sizeof(MessageHeader))
-      put(reinterpret_cast<const std::byte*>(&message.header) + message.moved, sizeof(MessageHeader) - message.moved);
-    const uint64_t sent = message.moved - std::min<uint64_t>(message.moved, sizeof(MessageHeader));
-    if (message.moved >= sizeof(MessageHeader) && message.moved < in_ring)
-      put(message.data + sent, message.header.bytes - sent);
-    if (position == written) break;
-    if (by_reference && message.moved == in_ring) message.number = ++referenced_[peer];
-    control.written.store(position, std::memory_order_release);
-    channel_.control(peer).inbox.ring();
-    moved = true;
-    if (message.number != 0) continue;
-    if (message.moved < in_ring) {
-      if (position >= limit) break;
+      bytes += now;
+    }
+    if (before == 0 && bytes > 0) bell.ring();  // a peer that sleeps wakes up while the rest is written
+    if (by_reference ? !is_copied(message) : message.moved < message.header.bytes) {
+      if (by_reference) break;
       continue;
     }
+    bytes += kRecordLine;  // something moved, also if it was the peer
     finish(sends_[peer].front(), completed);
     sends_[peer].pop_front();
   }
-  return moved;
+  if (bytes > 0) bell.ring();
+  return bytes > 0;
 }
 
 bool Messages::is_copied(const Message& message) const {
-  return message.number != 0 &&
-         ring(channel_.rank(), message.peer).copied.load(std::memory_order_acquire) >= message.number;
+  return message.number != 0 && out_[message.peer].control.copied.load(std::memory_order_acquire) >= message.number;
+}
+
+// Reads the line at `position`, where has_line() has seen one, and moves `position` behind it. Returns false if no
+// message can have such a header; then the group has failed.
+bool Messages::read_line(int peer, Incoming& in, uint64_t& position) {
+  RecordLine& line = in_[peer].line(position);
+  in.begun = true;
+  in.whole = (line.stamp.load(std::memory_order_relaxed) & RecordLine::kWhole) != 0;
+  in.header = line.header;
+  if (in.in_line()) std::memcpy(in.data, line.data, sizeof in.data);
+  line.stamp.store(0, std::memory_order_relaxed);
+  position += kRecordLine;
+  const uint64_t heap = channel_.heap_bytes(peer);
+  if (in.header.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined) &&
+      (!in.by_reference() || (in.header.place < heap && in.header.bytes <= heap - in.header.place)))
+    return true;
+  channel_.fail(Failure::kUnavailable, shown(peer),
+                text("rank ", shown(peer), " sent a message of ", in.header.bytes,
+                     " bytes whose header is damaged: it has the dtype ", int{in.header.dtype}, " and the place ",
+                     in.header.place, " on a heap of ", heap, " bytes"));
+  return false;
 }
 
 // Copies the next part of a message that came by reference; returns whether the message is complete. False also if its
-// sender may have changed the data meanwhile. Then check() or check_peers() fails the receive.
+// sender may have changed the data meanwhile. Then check() or check_peers() fails the receive. The sender writes to the
+// data only after it has ended its send, which the looks after the copy find out: as in a seqlock, what was copied is
+// only used if no write can have come before them.
 bool Messages::copy_reference(int peer, Incoming& in, std::byte* to) {
-  const uint64_t place = in.header.place, bytes = in.header.bytes, heap = channel_.heap_bytes(peer);
-  if (bytes > heap || place > heap - bytes) {
-    channel_.fail(Failure::kUnavailable, shown(peer),
-                  text("rank ", shown(peer), " sent a message of ", bytes, " bytes that is not on its heap"));
-    return false;
-  }
-  const uint64_t now = std::min(bytes - in.data_bytes, kTurn);
-  copy_bytes(to + in.data_bytes, channel_.heap(peer) + place + in.data_bytes, now);
+  const uint64_t now = std::min(in.header.bytes - in.data_bytes, kTurn);
+  std::byte* const from = channel_.heap(peer) + in.header.place + in.data_bytes;
+  if (reinterpret_cast<uintptr_t>(from) % kCacheLine == 0)
+    look_at_bytes(to + in.data_bytes, from, now, in.header.bytes >= kStreamed);
+  else
+    copy_bytes(to + in.data_bytes, from, now);
   in.data_bytes += now;
-  if (in.data_bytes < bytes) return false;
+  if (in.data_bytes < in.header.bytes) return false;
   std::atomic_thread_fence(std::memory_order_acquire);
   if (channel_.failed() || channel_.left(peer)) return false;
-  RingControl& control = ring(peer, channel_.rank());
-  control.copied.store(control.copied.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  auto& copied = in_[peer].control.copied;
+  copied.store(copied.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   channel_.control(peer).inbox.ring();
   return true;
 }
 
-bool Messages::pull(int peer, Completed& completed, const int* sought) {
-  RingControl& control = ring(peer, channel_.rank());
-  std::byte* const data = ring_data(peer, channel_.rank());
-  const size_t size = channel_.layout().ring;
-  Incoming& in = incoming_[peer];
-  const uint64_t limit = control.read.load(std::memory_order_relaxed) + kTurn;
-  bool moved = false;
-  while (receiving(peer) || sought) {
-    uint64_t position = control.read.load(std::memory_order_relaxed);
-    const uint64_t start = position;
-    size_t there = control.written.load(std::memory_order_acquire) - position;
-    const auto take = [&](std::byte* to, size_t bytes) {
-      const size_t now = std::min({bytes, there, kPiece});
-      ring_read(data, size, position, to, now);
-      position += now;
-      there -= now;
-      return now;
-    };
-    if (in.header_bytes < sizeof(MessageHeader))
-      in.header_bytes +=
-          take(reinterpret_cast<std::byte*>(&in.header) + in.header_bytes, sizeof(MessageHeader) - in.header_bytes);
-    bool complete = false;
-    if (in.header_bytes == sizeof(MessageHeader)) {
-      if (!in.target && !in.aside) {
-        if (const auto receive = take_receive(peer, in.header.tag)) {
-          if (!fits(*receive, peer, in.header)) {  // then the group has failed, and progress() fails the receive
-            receives_.push_front(receive);
-            add_wanted(receive->peer, 1);
-            return true;
-          }
-          receive->peer = peer;
-          in.target = receive;
-        } else if (sought && in.header.tag == *sought) {
-          if (position != start) {
-            control.read.store(position, std::memory_order_release);
-            channel_.control(peer).inbox.ring();
-          }
-          return moved || position != start;
-        } else if (!put_aside(peer)) {
-          return true;  // the group has failed, and progress() fails the messages that wait
-        }
-      }
-      std::byte* const to = in.target ? in.target->data : in.aside->data();
-      if (in.by_reference()) {
-        const uint64_t before = in.data_bytes;
-        complete = copy_reference(peer, in, to);
-        moved = moved || in.data_bytes != before;
-      } else {
-        in.data_bytes += take(to + in.data_bytes, in.header.bytes - in.data_bytes);
-        complete = in.data_bytes == in.header.bytes;
-      }
+// Copies what the ring has of a message's data, at most a piece, and moves `position` behind it. Returns whether the
+// message is complete.
+bool Messages::copy_from_ring(int peer, Incoming& in, std::byte* to, uint64_t& position) {
+  const uint64_t rest = in.header.bytes - in.data_bytes;
+  const uint64_t there = in.whole ? rest : in_[peer].control.written.load(std::memory_order_acquire) - position;
+  const uint64_t now = std::min({rest, there, piece_of(in.header.bytes)});
+  in_[peer].read_data(position, to + in.data_bytes, now, in.header.bytes >= kStreamed);
+  position += whole_lines(now);
+  in.data_bytes += now;
+  return in.data_bytes == in.header.bytes;
+}
+
+// Finds the receive that gets a message that has begun to arrive, or puts it aside. Returns false if the message stays
+// where it is: it is `sought`, or the group has failed (then progress() fails the messages that wait).
+bool Messages::match(int peer, Incoming& in, const int* sought) {
+  if (in.target || in.aside) return true;
+  if (const auto receive = take_receive(peer, in.header.tag)) {
+    if (fits(*receive, peer, in.header)) {
+      receive->peer = peer;
+      in.target = receive;
+      return true;
     }
-    if (position != start) {
-      control.read.store(position, std::memory_order_release);
-      channel_.control(peer).inbox.ring();
-      moved = true;
-    }
-    if (!complete) {
-      if (position == start || position >= limit) break;
-      continue;
-    }
-    if (in.target) {
-      finish(in.target, completed);
-      in = Incoming{};
-    } else {
-      in = Incoming{};
-      // A receive for it may have come while it was put aside.
-      const auto match = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
-        const int wanted = receive->peer;
-        if ((wanted != peer && wanted != kAnySource) || !match_aside_of(peer, receive, completed)) return false;
-        add_wanted(wanted, -1);
-        return true;
-      });
-      if (match != receives_.end()) receives_.erase(match);
-    }
-    moved = true;
+    receives_.push_front(receive);
+    add_wanted(receive->peer, 1);
+    return false;
   }
-  return moved;
+  return !(sought && in.header.tag == *sought) && put_aside(peer);
+}
+
+// Completes the receive of a message that is whole, or the receive that has come for it while it was put aside.
+void Messages::deliver(int peer, Incoming& in, Completed& completed) {
+  const std::shared_ptr<Message> target = std::move(in.target);
+  in = Incoming{};
+  if (target) return finish(target, completed);
+  const auto match = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
+    const int wanted = receive->peer;
+    if ((wanted != peer && wanted != kAnySource) || !match_aside_of(peer, receive, completed)) return false;
+    add_wanted(wanted, -1);
+    return true;
+  });
+  if (match != receives_.end()) receives_.erase(match);
+}
+
+bool Messages::pull(int peer, Completed& completed, const int* sought) {
+  const Ring& ring = in_[peer];
+  shm::Bell& bell = channel_.control(peer).inbox;
+  Incoming& in = incoming_[peer];
+  uint64_t bytes = 0;  // in this turn
+  bool stays = false, freed = false;
+  while (!stays && bytes < kTurn && (receiving(peer) || sought)) {
+    const uint64_t start = ring.read();
+    uint64_t position = start;
+    if (!in.begun) {
+      if (!ring.has_line()) break;
+      bytes += kRecordLine;
+      if (!read_line(peer, in, position)) return true;
+    }
+    const uint64_t before = in.data_bytes;
+    bool complete = false;
+    if (!match(peer, in, sought)) {
+      stays = true;
+    } else if (std::byte* const to = in.target ? in.target->data : in.aside->data(); in.in_line()) {
+      copy_bytes(to, in.data, in.header.bytes);
+      complete = true;
+    } else {
+      complete = in.by_reference() ? copy_reference(peer, in, to) : copy_from_ring(peer, in, to, position);
+    }
+    const uint64_t now = in.data_bytes - before;
+    bytes += now;
+    if (position != start) {
+      ring.control.read.store(position, std::memory_order_release);
+      if (!freed) bell.ring();  // a sender that sleeps because the ring is full writes while the rest is read
+      freed = true;
+    }
+    if (complete) {
+      bytes += kRecordLine;
+      deliver(peer, in, completed);
+    } else if (now == 0) {
+      break;
+    }
+  }
+  if (freed) bell.ring();
+  return bytes > 0;
 }
 
 bool Messages::put_aside(int peer) {
@@ -438,7 +534,7 @@ bool Messages::match_aside_of(int peer, const std::shared_ptr<Message>& receive,
   if (match == waiting.end()) return false;
   if (!fits(*receive, peer, match->header)) return false;
   receive->peer = peer;
-  if (!match->data.empty()) std::memcpy(receive->data, match->data.data(), match->data.size());
+  copy_bytes(receive->data, match->data.data(), match->data.size());
   waiting.erase(match);
   finish(receive, completed);
   return true;
@@ -491,6 +587,8 @@ void Messages::fail_all(Completed& completed, std::exception_ptr error) {
   for (int peer = 0; peer < channel_.size(); ++peer) {
     for (const auto& message : sends_[peer]) finish(message, completed, error);
     if (incoming_[peer].target) finish(incoming_[peer].target, completed, error);
+    if (incoming_[peer].aside)  // a half message, which no receive may get
+      aside_[peer].remove_if([&](const Aside& aside) { return &aside.data == incoming_[peer].aside; });
     sends_[peer].clear();
     incoming_[peer] = Incoming{};
     wanted_[peer] = 0;
@@ -515,8 +613,7 @@ void Messages::check_peers() {
     // What the peer sent before it left can still be received.
     const bool left = channel_.left(peer);
     if (left && !sends_[peer].empty() && is_copied(*sends_[peer].front())) continue;  // before it left
-    const RingControl& from = ring(peer, channel_.rank());
-    const bool drained = from.written.load(std::memory_order_acquire) == from.read.load(std::memory_order_relaxed);
+    const bool drained = in_[peer].drained();
     if (left && (drained || !receiving(peer))) {
       channel_.lose(
           peer, text("rank ", shown(peer), " left group '", channel_.name(), "' while rank ", shown(channel_.rank()),
@@ -543,9 +640,7 @@ void Messages::check_receives_of_any() {
   bool somebody = channel_.size() == 1;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     const bool left = channel_.left(peer);  // first: what the peer sent before it left is in the ring then
-    const RingControl& from = ring(peer, channel_.rank());
-    const bool drained = from.written.load(std::memory_order_acquire) == from.read.load(std::memory_order_relaxed);
-    somebody = somebody || (peer != channel_.rank() && (!left || !drained));
+    somebody = somebody || (peer != channel_.rank() && (!left || !in_[peer].drained()));
   }
   for (const auto& message : receives_) {
     if (message->peer != kAnySource) continue;
@@ -573,9 +668,9 @@ bool Messages::pending() const {
   return !receives_.empty();
 }
 
-void Messages::sleep_until_moved(Deadline deadline, const Message& message) {
-  channel_.control(channel_.rank()).inbox.sleep(std::min(kNap, deadline.left()), [&] {
-    return progress() || message.complete.load(std::memory_order_acquire);
+void Messages::sleep_until_moved(const Message& message) {
+  channel_.control(channel_.rank()).inbox.sleep(std::min(kNap, message.deadline.left()), [&] {
+    return progress(true) || message.complete.load(std::memory_order_acquire);
   });
 }
 
@@ -588,7 +683,7 @@ void Messages::work() {
     }
     if (progress()) continue;
     // Another thread may complete all that is pending before this one sleeps. Then no peer rings for it.
-    channel_.control(channel_.rank()).inbox.sleep(kNap, [&] { return progress() || nothing_pending(); });
+    channel_.control(channel_.rank()).inbox.sleep(kNap, [&] { return progress(true) || nothing_pending(); });
   }
 }
 

@@ -1,13 +1,29 @@
 // Messages between two ranks of a group: send and recv with tags.
 //
-// Each ordered pair of ranks has a ring in the segment: a byte stream from one to the other that consists of {header,
-// data} pairs. A sender writes as much as there is room for. A small message is sent immediately; a large one flows as
-// its receiver reads. Sender and receiver ring each other's `inbox` bell.
+// Each ordered pair of ranks has a ring in the segment: a byte stream from one to the other that consists of records. A
+// record begins with a Line of 64 bytes: the header, and the data if they fit there. All other data follow, up to a
+// whole number of lines; so tensors, which begin on 64 bytes, are copied at full speed (base/copy.h). A small message is
+// sent immediately; a large one flows in pieces as its receiver reads. Sender and receiver ring each other's `inbox`
+// bell.
 //
-// A large message that lies on the sender's heap goes by reference: only its header goes through the ring, and the
+//   sender                                             receiver, at position `read`
+//   1 data; header, in the line at `written`           a line.stamp == read + kLine   (acquire)
+//   2 written += what is there   (release)             b copies the header and what is there of the data: all of it if
+//   3 line.stamp = its end       (release)               the stamp says so, else up to `written` (acquire)
+//   4 further pieces: data; written (release)          c first word of each line = 0
+//   5 rings the receiver's inbox                       d read += these lines (release); rings the sender's inbox
+//
+// So a small message is one cache line that moves from core to core. Nothing else can look like a stamp: positions only
+// grow, and (c) leaves 0 where data may have looked like one.
+//
+// A large message that lies on the sender's heap goes by reference: only its line goes through the ring, and the
 // receiver copies the data from the sender's heap. Then it counts the message in RingControl::copied, and the sender's
 // part is complete. If the sender has left or the group has failed before that, the data may have changed during the
-// copy, so the receiver looks at both after the copy, and then the receive fails.
+// copy, so the receiver looks at both after the copy, and then the receive fails. (A sender makes either of them visible
+// before it ends its own messages: Channel::leave(), Channel::fail().)
+//
+// Every function looks for the group's failure after it has taken the lock, because fail_all() drops messages of which
+// a part is in a ring: nothing may be sent or received behind them.
 //
 // A receive takes the oldest message from its source with its tag. A receive from any source takes the message that
 // comes first; of those that have come already, it takes one from the first source after that of the previous such
@@ -23,6 +39,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -40,13 +57,24 @@ namespace muster::comm::shm_backend {
 
 struct MessageHeader {
   uint64_t bytes = 0;
-  uint64_t place = kNotOnHeap;  // of the data in the sender's heap, or kNotOnHeap: the data follows in the ring
+  uint64_t place = kNotOnHeap;  // of the data in the sender's heap, or kNotOnHeap: the data is in the ring
   int32_t tag = 0;
   uint8_t dtype = 0;
   // Where it was sent from: an index into RankControl::files and a line, 0 if unknown. Set by Messages.
   uint8_t file = 0;
   uint16_t line = 0;
 };
+
+// The first line of a record. The layout of records is a part of the segment's (layout.h).
+struct alignas(kRecordLine) RecordLine {
+  static constexpr uint64_t kWhole = 1;  // in the stamp: all data of the message were there before it
+  static constexpr size_t kData = 32;
+
+  std::atomic<uint64_t> stamp;  // the position behind this line, and kWhole
+  MessageHeader header;
+  std::byte data[kData];
+};
+static_assert(sizeof(RecordLine) == kRecordLine);
 
 struct Message {
   OpKind op = OpKind::kSend;  // kSend or kRecv
@@ -58,7 +86,8 @@ struct Message {
   std::function<void(const Message&)> on_complete;  // may be empty
 
   // Only Messages uses the rest.
-  uint64_t moved = 0;   // bytes of header and data (send), or of data (recv)
+  bool begun = false;   // a send whose header is in the ring
+  uint64_t moved = 0;   // bytes of the data of a send that are in the ring
   uint64_t number = 0;  // by reference, once its header is in the ring: 1 for the first such message to that peer, …
   std::atomic<bool> complete{false};
   std::exception_ptr error;
@@ -73,12 +102,14 @@ class Messages {
   ~Messages();
 
   void run(const std::shared_ptr<Message>& message);  // returns when complete; throws its error
-  // The same for a small message, if nothing is in its way: send_now() needs room in the ring; receive_now() needs the
-  // wanted message to be there soon, and no other receive that could want it. If they return false, they have done
-  // nothing.
-  static constexpr uint64_t kSmall = 4096;  // bytes
+  // The same for a message of at most kSmall bytes, if nothing is in its way, without a Message: send_now() needs room
+  // in the ring for all of it; receive_now() needs the wanted message to begin soon, and no other receive that could
+  // want it. If they return false, they have done nothing. If a message begins but does not go on soon, receive_now()
+  // waits for the rest like run(), for `timeout` at most.
+  static constexpr uint64_t kSmall = uint64_t{64} << 10;
   bool send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site = {});
-  bool receive_now(int peer, const MessageHeader& wanted, std::byte* data);
+  bool receive_now(int peer, const MessageHeader& wanted, std::byte* data, std::chrono::nanoseconds timeout,
+                   const std::source_location& site = {});
   void submit(const std::shared_ptr<Message>& message);
 
   // The first source, in the order first, first + 1, …, from which a receive with this tag, posted now, would get a
@@ -96,13 +127,16 @@ class Messages {
  private:
   // The message that is arriving from one source.
   struct Incoming {
+    bool begun = false;  // its line has been read
+    bool whole = false;  // all its data are in the ring
     MessageHeader header;
-    size_t header_bytes = 0;                  // of the header, read so far
+    std::byte data[RecordLine::kData];        // if they fit there
     std::shared_ptr<Message> target;          // once matched: the receive that gets the message
     std::vector<std::byte>* aside = nullptr;  // if put aside: the buffer for the message
-    uint64_t data_bytes = 0;
+    uint64_t data_bytes = 0;                  // that have been copied
 
     bool by_reference() const { return header.place != kNotOnHeap; }
+    bool in_line() const { return !by_reference() && header.bytes <= sizeof data; }
   };
   struct Aside {
     MessageHeader header;
@@ -110,11 +144,49 @@ class Messages {
   };
   using Completed = std::vector<std::shared_ptr<Message>>;
 
+  // A ring as one of its two ends sees it. Its size is a power of two.
+  struct Ring {
+    Ring(Channel& channel, int from, int to);
+    std::byte* at(uint64_t position) const { return data + (position & (size - 1)); }
+    RecordLine& line(uint64_t position) const { return *reinterpret_cast<RecordLine*>(at(position)); }
+    uint64_t read() const { return control.read.load(std::memory_order_relaxed); }        // at the receiver's end
+    uint64_t written() const { return control.written.load(std::memory_order_relaxed); }  // at the sender's end
+    void write_data(uint64_t position, const std::byte* from, size_t bytes) const;
+    void read_data(uint64_t position, std::byte* to, size_t bytes, bool stream) const;
+    bool has_line() const {  // at the receiver's end: whether there is a line at the read position
+      const uint64_t position = read(), stamp = line(position).stamp.load(std::memory_order_acquire);
+      return (stamp & ~RecordLine::kWhole) == position + kRecordLine;
+    }
+    // At the receiver's end: whether all has been read. The acquire lets the receiver see all that a peer sent before
+    // the peer was seen to have left.
+    bool drained() const { return control.written.load(std::memory_order_acquire) == read(); }
+
+    RingControl& control;
+    std::byte* data;
+    uint64_t size;
+  };
+
   void post(const std::shared_ptr<Message>& message);
-  bool progress();  // moves all that can be moved; returns whether anything was
+  void await(Message& message);
+  // As shm::spin_until(), but ends early if `peer`, for which this rank waits, runs on this rank's core: it cannot go on
+  // before this rank sleeps.
+  template <typename Condition>
+  bool spin(int peer, Condition condition) const;
+  // Moves all that can be moved; returns whether anything was. Looks for the group's failure; before a sleep, and now and
+  // then, also for deadlines and for peers that have left.
+  bool progress(bool before_sleep = false);
   bool push(int peer, Completed& completed);
+  // Puts the header of a message into the ring, with all of its data if there is room and they are few. Returns false if
+  // there is no room for a line.
+  bool begin(int peer, const MessageHeader& header, const std::byte* data, bool& whole);
+  void put_piece(int peer, const std::byte* data, uint64_t bytes);
+  uint64_t room(int peer, uint64_t wanted);      // in the ring to a peer; exact if it is less than `wanted`
   bool is_copied(const Message& message) const;  // by reference, and the receiver has the data
+  bool read_line(int peer, Incoming& in, uint64_t& position);
+  bool match(int peer, Incoming& in, const int* sought);
   bool copy_reference(int peer, Incoming& in, std::byte* to);
+  bool copy_from_ring(int peer, Incoming& in, std::byte* to, uint64_t& position);
+  void deliver(int peer, Incoming& in, Completed& completed);
   // If `sought` is given, a message with this tag that no receive wants stays where it is.
   bool pull(int peer, Completed& completed, const int* sought = nullptr);
   int find_here(int tag, int first, Completed& completed);  // with the lock
@@ -138,14 +210,12 @@ class Messages {
   }
   bool pending() const;  // with the lock
   bool nothing_pending();
-  void sleep_until_moved(Deadline deadline, const Message& message);
+  void sleep_until_moved(const Message& message);
   void work();
-  RingControl& ring(int from, int to) const { return *reinterpret_cast<RingControl*>(channel_.ring(from, to)); }
   int shown(int rank) const { return channel_.shown(rank); }
-  std::byte* ring_data(int from, int to) const { return channel_.ring(from, to) + sizeof(RingControl); }
-
   Channel& channel_;
   const std::function<std::shared_ptr<void>()> owner_;
+  std::vector<Ring> in_, out_;  // by peer
   std::mutex mutex_;
   std::vector<std::deque<std::shared_ptr<Message>>> sends_;  // by destination
   std::list<std::shared_ptr<Message>> receives_;             // in the order posted
@@ -153,6 +223,7 @@ class Messages {
   int wanted_of_any_ = 0;
   int first_ = 0;                     // where the next round over the sources begins
   std::vector<uint64_t> referenced_;  // by destination: messages by reference whose headers are in the ring
+  std::vector<uint64_t> read_seen_;   // by destination: RingControl::read, when this rank last looked at it
   std::vector<Incoming> incoming_;
   std::vector<std::list<Aside>> aside_;
   std::vector<const char*> files_;  // the files whose names are in this rank's RankControl::files, from 1 on

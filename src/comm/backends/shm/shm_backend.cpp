@@ -68,7 +68,7 @@ void ShmBackend::fail(const Error& cause) {
 }
 
 uint64_t ShmBackend::heap_offset(const at::Tensor& tensor) const {
-  const void* const data = tensor.const_data_ptr();
+  const void* const data = data_of(tensor);  // not const_data_ptr(): a lazy copy gets its own memory only now
   return arena_ && tensor.nbytes() > 0 && arena_->contains(data) ? arena_->offset_of(data) : kNotOnHeap;
 }
 
@@ -188,8 +188,8 @@ bool ShmBackend::run_small(const SmallCall& small) {
     if (call.bytes() > Messages::kSmall) return false;
     const MessageHeader header{.bytes = call.bytes(), .tag = small.tag, .dtype = call.dtype};
     return run_message_framed(small, dtype, call.bytes(), [&] {
-      return small.kind == OpKind::kSend ? messages_.send_now(small.peer, header, data_of(*tensor), small.site)
-                                         : messages_.receive_now(small.peer, header, data_of(*tensor));
+      if (small.kind == OpKind::kSend) return messages_.send_now(small.peer, header, data_of(*tensor), small.site);
+      return messages_.receive_now(small.peer, header, data_of(*tensor), timeout_for(small.timeout), small.site);
     });
   }
   const bool reduces =

@@ -8,11 +8,12 @@
 // Use this only for memory that no other thread reads or writes meanwhile.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/byte_parts.h"
+#include "base/copy.h"
+#include "comm/algorithms/take_kernels.h"
+#include "comm/bytes.h"
 
 namespace muster::comm::shm_backend {
 
@@ -20,7 +21,6 @@ inline constexpr size_t kTakenAtOnce = size_t{16} << 10;  // lines that have jus
 
 // Stores one word back in each line of memory that was just read. Words that lie only partly in it are not touched.
 inline void take(Bytes data, size_t bytes) {
-  constexpr size_t kCacheLine = 64;
   using Word = volatile uint64_t;
   const auto begin = reinterpret_cast<uintptr_t>(data), end = begin + bytes;
   for (uintptr_t at = (begin + sizeof(Word) - 1) / sizeof(Word) * sizeof(Word); at + sizeof(Word) <= end;
@@ -32,11 +32,32 @@ inline void take(Bytes data, size_t bytes) {
 
 // Copies and takes.
 inline void take_bytes(Bytes to, Bytes from, size_t bytes) {
-  for (size_t at = 0; at < bytes; at += kTakenAtOnce) {
-    const size_t now = std::min(kTakenAtOnce, bytes - at);
-    copy_bytes(to + at, from + at, now);
-    take(from + at, now);
-  }
+  size_t head = (kCacheLine - reinterpret_cast<uintptr_t>(from) % kCacheLine) % kCacheLine;
+  if (bytes < head + kCacheLine) head = bytes;
+  copy_bytes(to, from, head);
+  take(from, head);
+  const size_t lines = (bytes - head) / kCacheLine;
+  if (lines > 0) take_lines(to + head, from + head, lines, Leave::kUnchanged, false);
+  const size_t tail = head + lines * kCacheLine;
+  copy_bytes(to + tail, from + tail, bytes - tail);
+  take(from + tail, bytes - tail);
+}
+
+// The same for `bytes` at the start of a line of which this rank may write all lines that they touch: leaves 0 in the
+// first word of each. `stream`: the copy does not come into this core's caches.
+inline void take_and_clear(Bytes to, Bytes from, size_t bytes, bool stream) {
+  const size_t lines = bytes / kCacheLine, tail = lines * kCacheLine;
+  take_lines(to, from, lines, Leave::kZero, stream);
+  if (tail == bytes) return;
+  copy_bytes(to + tail, from + tail, bytes - tail);
+  *reinterpret_cast<uint64_t*>(from + tail) = 0;
+}
+
+// Copies without writing to `from`, which begins on a line.
+inline void look_at_bytes(Bytes to, Bytes from, size_t bytes, bool stream) {
+  const size_t lines = bytes / kCacheLine, tail = lines * kCacheLine;
+  take_lines(to, from, lines, Leave::kNothing, stream);
+  copy_bytes(to + tail, from + tail, bytes - tail);
 }
 
 }  // namespace muster::comm::shm_backend

@@ -1,0 +1,70 @@
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "comm/algorithms/take_kernels.cpp"
+#include <hwy/cache_control.h>
+#include <hwy/foreach_target.h>  // compiles this file again for each target; must come before highway.h
+#include <hwy/highway.h>
+
+#include <cstdint>
+
+#include "comm/algorithms/take_kernels.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace muster::comm::HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <Leave kLeave, bool kStream>
+void take(uint8_t* HWY_RESTRICT to, uint8_t* HWY_RESTRICT from, size_t lines) {
+  const hn::CappedTag<uint8_t, kCacheLine> bytes;
+  const size_t step = hn::Lanes(bytes);
+#if HWY_COMPILER_GCC
+#pragma GCC unroll 4
+#endif
+  for (size_t line = 0; line < lines; ++line, to += kCacheLine, from += kCacheLine) {
+    for (size_t at = 0; at < kCacheLine; at += step) {
+      const auto data = hn::Load(bytes, from + at);
+      if (kStream)
+        hn::Stream(data, bytes, to + at);
+      else
+        hn::StoreU(data, bytes, to + at);
+    }
+    auto* const word = reinterpret_cast<volatile uint64_t*>(from);
+    if (kLeave != Leave::kNothing) *word = kLeave == Leave::kZero ? 0 : *word;
+  }
+  if (kStream) hwy::FlushStream();
+}
+
+template <Leave kLeave>
+void take(uint8_t* to, uint8_t* from, size_t lines, bool stream) {
+  stream ? take<kLeave, true>(to, from, lines) : take<kLeave, false>(to, from, lines);
+}
+
+void take_any(uint8_t* to, uint8_t* from, size_t lines, Leave leave, bool stream) {
+  switch (leave) {
+    case Leave::kNothing:
+      return take<Leave::kNothing>(to, from, lines, stream);
+    case Leave::kUnchanged:
+      return take<Leave::kUnchanged>(to, from, lines, stream);
+    case Leave::kZero:
+      return take<Leave::kZero>(to, from, lines, stream);
+  }
+}
+
+}  // namespace
+}  // namespace muster::comm::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace muster::comm {
+
+HWY_EXPORT(take_any);
+
+void take_lines(std::byte* to, std::byte* from, size_t lines, Leave leave, bool stream) {
+  HWY_DYNAMIC_DISPATCH(take_any)
+  (reinterpret_cast<uint8_t*>(to), reinterpret_cast<uint8_t*>(from), lines, leave,
+   stream && reinterpret_cast<uintptr_t>(to) % kCacheLine == 0);
+}
+
+}  // namespace muster::comm
+#endif
