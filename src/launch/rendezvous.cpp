@@ -231,8 +231,8 @@ void Rendezvous::meet_again(int restarts, int master_port, int line, bool done) 
 std::shared_ptr<Store> Rendezvous::patient(std::shared_ptr<Store> store) {
   const auto still = std::max(kStillFor, 2 * options_.patience);
   const bool again = store::comes_again(*store);
-  // PatientStore repeats a call that got no answer, and asks bears_silence() in between whether the supervisor wants to
-  // stop. So each call ends soon. A call that nobody repeats gets the whole time.
+  // PatientStore repeats a call that got no answer, and bears_silence() looks in between whether the supervisor has
+  // something to say. So such a call ends sooner than one that is not repeated.
   store::set_call_timeout(*store, again ? std::max(options_.patience, milliseconds(1000)) : still);
   if (!again) return store;
   return std::make_shared<PatientStore>(
@@ -281,8 +281,8 @@ void Rendezvous::work() {
   } catch (...) {
     error = std::current_exception();
   }
-  if (error)
-    post(std::move(error));  // after the catch, in which this thread would still hold what the supervisor reads
+  // Within the catch, this thread would still hold the exception while the supervisor reads it.
+  if (error) post(std::move(error));
 }
 
 void Rendezvous::take_part() {

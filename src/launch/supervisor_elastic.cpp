@@ -112,8 +112,8 @@ bool Supervisor::keep() {
   if (!store_ || body_ || !now_.end || now_.end->last || now_.exec_error || now_.terminated || now_.killed)
     return false;
   if (!others_stay(nullptr)) return false;
-  for (size_t local = 0; local < ranks_->all().size();
-       ++local)  // call() leaves a rank that is done as it is: it ends by itself
+  // call() changes nothing for a rank that is done: it ends by itself.
+  for (size_t local = 0; local < ranks_->all().size(); ++local)
     if (!ranks_->all()[local]->ended) call(local);
   return kept_ = true;
 }
