@@ -30,7 +30,7 @@ std::vector<std::string> Supervisor::operations_of(const Failure& failure) const
 }
 
 // Writes the black boxes to the file that the user asked for. Returns what to tell the user: where they are, or why
-// there are none; empty if the user asked for no file.
+// there are none; empty if the user named no file.
 std::string Supervisor::save_black_boxes() const {
   if (options_.black_box_file.empty()) return {};
   std::vector<SavedBox> boxes;
