@@ -2,12 +2,12 @@
 """Checks that the layers of docs/architecture.md include each other in one direction only.
 
 Reads the #include lines of src/, include/muster/ and tools/ and fails on
-  - an include of a later layer, or of a folder that is no layer;
+  - an include of a later layer, or of a folder that is not a layer;
   - an include from one sibling folder to another (e.g. parallel/ddp to parallel/fsdp);
   - libtorch, or a layer that brings it, where there must be none (the launcher starts in milliseconds);
   - an include of the umbrella header muster/muster.h, which brings every layer.
 
-    tools/check_layers.py [ROOT]      exit status 0: in order; 1: violations, one a line; 2: wrong usage
+    tools/check_layers.py [ROOT]      exit status 0: in order; 1: violations, one per line; 2: wrong usage
 """
 import pathlib
 import re
@@ -70,7 +70,7 @@ def problem_with(root, file, target):
         return "the umbrella header brings every layer; include the headers that you need"
     included = Place(target)
     if included.layer not in ORDER:
-        return f"'{included.layer}' is no layer; the layers are {', '.join(LAYERS)}" if target.startswith("muster/") else None
+        return f"'{included.layer}' is not a layer; the layers are {', '.join(LAYERS)}" if target.startswith("muster/") else None
     if ORDER[included.layer] > ORDER[file.layer]:
         return f"layer {file.layer} comes before {included.layer} and must not include it"
     if included.may_see_torch and not file.may_see_torch:
@@ -98,7 +98,7 @@ def check(root):
             continue
         place = Place(shown)
         if place.layer not in ORDER:
-            problems.append(f"{shown}:1: '{place.layer}' is no layer; the layers are {', '.join(LAYERS)}")
+            problems.append(f"{shown}:1: '{place.layer}' is not a layer; the layers are {', '.join(LAYERS)}")
             continue
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 
+UNIT = "(call|core|device|epoch|file|group|host|job|line|message|node|operation|peer|process|rank|second|step|thread|worker)"
 PHRASES = [
     (r"\bat once\b", "immediately, or: concurrently, at the same time"),
     (r"\bbelieves? in\b", "expects"),
@@ -22,6 +23,18 @@ PHRASES = [
     (r"\blest\b", "so that … not"),
     (r"\bthat there (is|are) not\b", "that does not exist"),
     (r"\basks for no gradient\b", "does not require grad"),
+    (r"\b(ask|asks|asked) for no (?!gradient)", "does not ask for"),
+    (r"\bmakes? no jobs?\b", "expected …, got …"),
+    # Good: "there is no file"; "is no longer". A line that begins with "is no" may continue a "there" of the line before.
+    (r"(?<=[\w'\"`)] )(?<!there )(is|are|was|were) no (?!(longer|more|less|fewer|better|worse|faster|slower|larger|"
+     r"smaller|greater|different)\b)\w+", "is not a"),
+    (r"(?<!depend )(?<!depends )(?<!based )\bon order\b", "injected, on request"),
+    # Good: "the one with a line", "who sends one gets a process". A word in -s after "one" is a verb, not a noun.
+    (r"\bone (?!(a|an|and|as|at|by|for|from|had|has|in|is|of|on|or|per|than|that|to|was|which|with)\b)(\w*[^\Ws]|\w*ss) "
+     rf"an? {UNIT}\b", "per"),
+    (rf"\bone an? {UNIT}\b", "one per"),
+    # Programs want nothing. Users do.
+    (r"(?<!user )(?<!users )(?<!you )(?<!who )\b(do|does|did) not want\b", "does not need, refuses, must not"),
 ]
 COLUMNS = 100
 READ = {".h", ".cpp", ".md", ".py", ".txt", ".cmake", ".in", ".sh", ".1", ".pml"}

@@ -13,8 +13,8 @@
 
 namespace muster::tools {
 
-// Parses `words`; false where they ask for help, which is then printed. InvalidArgument, one sentence, where they are
-// wrong. `usage`: e.g. "muster run --help".
+// Parses `words`. If they ask for help, prints it and returns false. If they are wrong, throws InvalidArgument. `usage`
+// is the command that prints the help, for the error's advice: e.g. "muster run --help".
 inline bool parse(CLI::App& app, const std::vector<std::string>& words, const std::string& usage) {
   const std::string advice = "See " + usage;
   try {

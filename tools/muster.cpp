@@ -1,6 +1,6 @@
 // The muster command: a function for each subcommand, which parses its arguments and calls the layer below.
 //
-// Exit status: that of the work; 2 for a mistake in the arguments, 1 where the system does not let us.
+// Exit status: the subcommand's own; 2 for a mistake in the arguments; 1 if the system refuses what the command needs.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -136,7 +136,7 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
       ->type_name("DIR");
   run.add_flag("--tee", arguments.tee, "with --log-dir: print it here too (the default)");
   run.add_flag("--redirect", arguments.redirect, "with --log-dir: do not print it here");
-  run.add_option("--pin", arguments.pin, "keep each rank on its own cores; auto: if no other job uses them")
+  run.add_option("--pin", arguments.pin, "keep each rank on its own cores; auto: if they are reserved for the job")
       ->type_name("auto|none|cores")
       ->default_str("auto");
   run.add_flag("-v,--verbose", arguments.verbose, "say where each rank runs, and how remote calls reach the others");

@@ -12,11 +12,11 @@ namespace muster::launch {
 namespace {
 
 constexpr uint64_t kSecond = 1'000'000'000, kWindow = 10 * kSecond;
-constexpr uint64_t kLate = 5 * kSecond;  // without a report: from then on the rate falls
+constexpr uint64_t kLate = 5 * kSecond;  // if there is no report for longer, the rate falls
 
 double seconds(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) / 1e9 : 0; }
 
-// The running collective, if there is one: a message that waits beside it says less.
+// The operation to show: the running collective if there is one, because it says more than a message that waits too.
 std::string last_operation(const shm::BlackBoxSnapshot& box, uint64_t now_ns) {
   shm::BlackBoxSnapshot chosen{.groups = box.groups};
   for (const auto& operation : box.operations)
@@ -29,7 +29,7 @@ std::string last_operation(const shm::BlackBoxSnapshot& box, uint64_t now_ns) {
 
 std::optional<double> communication_share(const shm::BlackBoxSnapshot& box, uint64_t from_ns, uint64_t to_ns) {
   if (box.operations.empty()) return std::nullopt;
-  // What came before the oldest record is not known.
+  // What happened before the oldest record is unknown.
   if (box.begun > box.operations.size()) from_ns = std::max(from_ns, box.operations.front().posted_ns);
   from_ns = std::max(from_ns, box.created_ns);
   if (to_ns <= from_ns) return std::nullopt;
@@ -57,7 +57,7 @@ std::optional<double> ActivityWatch::rate(const shm::BlackBoxSnapshot& box, uint
   const auto& training = box.training;
   if (!training.samples || training.reported_ns == 0) return std::nullopt;
   auto& reports = history.reports;
-  // Fewer samples than before: the program counts anew.
+  // If there are fewer samples than before, the program has begun to count again.
   if (!reports.empty() && *training.samples < reports.back().samples) reports.clear();
   if (reports.empty() || reports.back().when != training.reported_ns)
     reports.push_back({training.reported_ns, *training.samples});
@@ -66,7 +66,7 @@ std::optional<double> ActivityWatch::rate(const shm::BlackBoxSnapshot& box, uint
   const uint64_t until = late ? now : training.reported_ns;
   if (reports.size() >= 2)
     return static_cast<double>(reports.back().samples - reports.front().samples) / seconds(reports.front().when, until);
-  // From one reading alone: the first report came when its own samples were done already.
+  // There is only one reading. The samples of the first report do not count: they were done before `started_ns`.
   const double took = seconds(training.started_ns, until);
   if (training.reports < 2 || took <= 0) return std::nullopt;
   const auto counted = static_cast<double>(training.reports - 1) / static_cast<double>(training.reports);

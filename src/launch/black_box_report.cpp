@@ -91,7 +91,7 @@ std::string ranks(const std::vector<const Member*>& members) {
   return text(many ? "ranks " : "rank ", human_ranks(std::move(numbers)));
 }
 
-// What a rank does that is late for the operation in which the others wait.
+// What a rank is doing while the others wait for it in an operation.
 std::string occupation(const RankBox& rank, uint64_t now_ns) {
   const BlackBoxOperation* current = nullptr;
   for (const auto& operation : rank.box.operations)
@@ -102,7 +102,7 @@ std::string occupation(const RankBox& rank, uint64_t now_ns) {
          text(name_of(*current), " of group '", group_of(rank.box, *current), "', ", state_of(*current, now_ns));
 }
 
-// Lines for the members' positions; those with the same share one.
+// Lines that say where the members are. Members at the same place share a line.
 std::string positions(const GroupView& group, uint64_t now_ns) {
   using Key = std::tuple<std::string, BlackBoxState, uint64_t, size_t>;
   std::vector<std::pair<Key, std::vector<const Member*>>> lines;

@@ -28,7 +28,7 @@ namespace {
 constexpr std::string_view kMagic = "MUSTERBX";
 constexpr uint64_t kFormat = 1;
 
-// The names in a folder that are numbers.
+// The numbers among the names in a folder.
 std::vector<int> numbers_in(const std::string& folder) {
   std::vector<int> numbers;
   const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(folder.c_str()), ::closedir);
@@ -83,7 +83,7 @@ std::string state_of_process(const shm::BlackBoxSnapshot& box) {
   return start_time_of(box.pid) == box.pid_start ? state_in_words(process_state(box.pid)) : "gone";
 }
 
-// A launcher's box that its rank did not take is of no use beside the rank's own.
+// Drops the box that a launcher made for a rank, if the rank did not use it and has a box of its own.
 void drop_unused(std::vector<RankBox>& ranks) {
   std::set<int> used;
   for (const auto& rank : ranks)
@@ -155,10 +155,11 @@ JobBoxes read_black_boxes(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   std::error_code error;
   if (!file || std::filesystem::is_directory(path, error))
-    throw InvalidArgument(text("there is no file '", path.string(), "' to read"), "Give one of muster run --black-box");
+    throw InvalidArgument(text("there is no file '", path.string(), "' to read"),
+                          "Give one that muster run --black-box wrote");
   const std::string bytes((std::istreambuf_iterator<char>(file)), {});
   try {
-    if (!bytes.starts_with(kMagic)) throw Corrupt("it does not begin as one");
+    if (!bytes.starts_with(kMagic)) throw Corrupt(text("it does not begin with ", kMagic));
     WireReader reader(std::string_view(bytes).substr(kMagic.size()));
     if (const auto format = reader.get<uint64_t>(); format != kFormat)
       throw Corrupt(text("it has format ", format, ", and this Muster reads format ", kFormat));
@@ -173,11 +174,11 @@ JobBoxes read_black_boxes(const std::filesystem::path& path) {
       boxes.ranks.push_back({shm::read_black_box(std::as_bytes(std::span(words))), std::move(end), {}});
     }
     reader.expect_done();
-    if (boxes.ranks.empty()) throw Corrupt("it holds no rank");
+    if (boxes.ranks.empty()) throw Corrupt("it has the black box of no rank");
     boxes.job = boxes.ranks.front().box.job;
     return sorted(std::move(boxes));
   } catch (const Corrupt& problem) {
-    throw Corrupt(text("'", path.string(), "' is no file of black boxes: ", problem.message()), problem.advice());
+    throw Corrupt(text("'", path.string(), "' is not a file of black boxes: ", problem.message()), problem.advice());
   }
 }
 

@@ -50,7 +50,7 @@ class Trace {
     if (operation.start_ns != 0)
       args["queued_us"] = static_cast<double>(operation.start_ns - operation.posted_ns) / 1e3;
     event["ts"] = microseconds(begin);
-    // Posted collectives overlap each other and the one that runs.
+    // Complete events ("X") of a row must not overlap. Posted collectives overlap each other and the one that runs.
     if (operation.is_collective() && operation.state != shm::BlackBoxState::kPosted) {
       event["ph"] = "X";
       event["dur"] = static_cast<double>(end - begin) / 1e3;
@@ -76,7 +76,7 @@ std::string trace_json(const JobBoxes& job) {
   Trace trace(job);
   for (size_t i = 0; i < job.ranks.size(); ++i) trace.add(job.ranks[i], static_cast<int>(i));
   const json document{{"traceEvents", trace.take()}, {"displayTimeUnit", "ns"}, {"otherData", {{"job", job.job}}}};
-  // Names are bytes of the program's; those that are no UTF-8 must not stop us.
+  // Names are the program's bytes. Those that are not UTF-8 are replaced, so that they do not stop us.
   return document.dump(-1, ' ', false, json::error_handler_t::replace) + '\n';
 }
 

@@ -74,7 +74,7 @@ void use_default_signals() {
 [[noreturn]] void be_rank(const ChildPlan& plan, pid_t launcher) {
   ::setpgid(0, 0);
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != launcher) ::_exit(kNotStarted);  // it died before it could have an effect
+  if (::getppid() != launcher) ::_exit(kNotStarted);  // the launcher died before PR_SET_PDEATHSIG was set
   Guardian::announce(plan.guardian_socket);
   for (int fd = 0; fd <= STDERR_FILENO; ++fd)
     if (plan.standard[fd] >= 0) ::dup2(plan.standard[fd], fd);
@@ -85,8 +85,7 @@ void use_default_signals() {
   if (plan.default_signals) use_default_signals();
   ::sigprocmask(SIG_SETMASK, &plan.mask, nullptr);
   if (plan.body) run_body(plan);
-  // The descriptors that the launcher was started with, and its own; only at the exec, because error_pipe is needed
-  // until then.
+  // Closes the launcher's other descriptors, but only at the exec, because error_pipe is needed until then.
   ::close_range(STDERR_FILENO + 1, ~0u, CLOSE_RANGE_CLOEXEC);
   if (plan.black_box >= 0) ::fcntl(plan.black_box, F_SETFD, 0);
   ::execve(plan.path, plan.arguments, plan.environment);
@@ -104,8 +103,9 @@ pid_t start_rank(const ChildPlan& plan) {
     throw_errno(text("cannot start the process of rank ", plan.rank),
                 "Use fewer ranks, or raise the limit of processes (ulimit -u)");
   if (pid == 0) be_rank(plan, launcher);
-  ::setpgid(pid,
-            pid);  // both do it, so it holds for the one that runs first; fails if the rank has started its program
+  // Both processes call setpgid(), so the group exists whichever runs first. This call fails if the rank has already
+  // started its program.
+  ::setpgid(pid, pid);
   return pid;
 }
 

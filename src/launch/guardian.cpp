@@ -27,7 +27,7 @@ namespace muster::launch {
 namespace {
 
 constexpr pid_t kGoodbye = 0, kReady = -1, kForget = -2;
-constexpr std::chrono::seconds kStartTakes{10};  // far less, unless the machine is overloaded
+constexpr std::chrono::seconds kStartTakes{10};  // usually milliseconds; more if the machine is overloaded
 constexpr std::chrono::seconds kGoodbyeTakes{2};
 constexpr int kMaxRounds = 1000;  // of killing, a millisecond apart
 
@@ -39,7 +39,7 @@ bool has_in_environment(const char* pid, const std::string& entry) {
   return false;
 }
 
-// SIGKILL to every other process of the job, whatever group or session it moved to. Returns how many there were.
+// Sends SIGKILL to every other process of the job, whatever group or session it moved to. Returns how many there were.
 int kill_by_environment(const std::string& entry) {
   int count = 0;
   const std::unique_ptr<DIR, int (*)(DIR*)> folder(::opendir("/proc"), ::closedir);
@@ -53,7 +53,7 @@ int kill_by_environment(const std::string& entry) {
   return count;
 }
 
-// Detaches from everything of the user's that would otherwise stay open, busy or reachable for as long as the job runs.
+// Gives up this process's session, folder and descriptors, which would otherwise stay in use as long as the job runs.
 void detach(const UniqueFd& socket) {
   sigset_t all;
   ::sigfillset(&all);
@@ -66,17 +66,17 @@ void detach(const UniqueFd& socket) {
   const auto number = static_cast<unsigned>(socket.get());
   if (number > STDERR_FILENO + 1) ::close_range(STDERR_FILENO + 1, number - 1, 0);
   ::close_range(number + 1, ~0u, 0);
-  // Where this launcher is itself a rank of a job, its environment, which fork(2) copied, makes the guardian look like
-  // a part of that job. But it must outlive that job's ranks, to clean up after them.
+  // If this launcher is itself a rank of another job, the guardian's copy of the environment has that job's id, so the
+  // other job would kill the guardian as one of its processes. But the guardian has to clean up first.
   if (char* id = std::getenv("MUSTER_JOB_ID")) *id = '\0';
 }
 
 void say(int socket, pid_t record) {
-  // It fails only if another process killed the other side.
+  // send(2) fails only if somebody killed the other side.
   [[maybe_unused]] const ssize_t written = ::send(socket, &record, sizeof record, MSG_NOSIGNAL);
 }
 
-// False at the end of file.
+// Receives a record. Returns false at the end of file.
 bool hear(int socket, pid_t* record) {
   ssize_t size = 0;
   do size = ::recv(socket, record, sizeof *record, 0);
@@ -116,7 +116,7 @@ Guardian Guardian::start(const std::string& job_id) {
   }
   sockets.other.reset();
   guardian.socket_ = std::move(sockets.one);
-  // Before that, a signal that kills this process group kills the guardian, too.
+  // Wait until the guardian has left this process group: before, a signal to the group would kill the guardian too.
   pollfd ready{guardian.socket_.get(), POLLIN, 0};
   const auto deadline = Deadline::after(kStartTakes);
   while (::poll(&ready, 1, deadline.poll_ms()) < 0 && errno == EINTR) {
@@ -132,7 +132,7 @@ void Guardian::announce(int socket) {
 }
 
 void Guardian::forget() {
-  if (pid_ != 0) say(socket_.get(), kForget);  // it reads that before the end of file, so before it kills anybody
+  if (pid_ != 0) say(socket_.get(), kForget);  // the guardian reads this before it reads the end of file and kills
 }
 
 void Guardian::forget(pid_t rank) {

@@ -68,7 +68,7 @@ OomWatch::Verdict OomWatch::about(pid_t pid) const {
     verdict.known = true;
     const auto now = counter(group.folder / "memory.events", "oom_kill");
     if (!now || *now <= *group.kills) continue;
-    // Of the groups that count the kill, the one with a limit is the one that is used up.
+    // The innermost cgroup with a limit is the one that ran out of memory.
     std::string limit;
     for (const auto& around : groups_) {
       uint64_t bytes = 0;

@@ -1,8 +1,8 @@
 // Whether the kernel's out-of-memory killer killed a process: compares its counters now with those when the job began.
 //
-// Sources, the most reliable first: the kernel's log, if it may be read and shows this job's process ids; memory.events
-// of the cgroups around this process, whose counters include the groups below (cgroup v2); and the count of the whole
-// system in /proc/vmstat. The kernel counts before it kills, so a count that is read after a death includes that death.
+// Sources, in this order: memory.events of the cgroups around this process, whose counters include the groups below
+// (cgroup v2); the count of the whole system in /proc/vmstat; and the kernel's log, if it may be read. Only the log
+// names the process. The kernel counts before it kills, so a count that is read after a death includes that death.
 //
 // Thread-safety: const methods.
 #pragma once

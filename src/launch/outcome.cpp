@@ -18,7 +18,7 @@ int order(const Failure& failure) {
   return failure.signal != 0 ? 0 : 1;
 }
 
-// What people want to know next.
+// What usually causes this signal, in words; null if Muster has no explanation for it.
 const char* meaning_of(int signal) {
   switch (signal) {
     case SIGKILL:
@@ -72,7 +72,7 @@ bool Failure::is_consequence() const {
   const auto& words = last_lines->exception_text();
   const bool no_store =
       type == "muster::Unavailable" && words.starts_with("the store ") && words.find(" went away") != std::string::npos;
-  // A peer was lost, and without the store it is unknown which.
+  // This rank lost a peer, but could not find out which one, because the store did not answer.
   const bool no_names = type == "muster::Unavailable" && words.starts_with("the connections of group ");
   return type == "muster::PeerLost" || type == "muster::Aborted" || no_store || no_names;
 }

@@ -27,7 +27,7 @@ void Printer::line(const void* owner, std::string_view prefix, std::string_view 
 void Printer::bar(const void* owner, std::string_view prefix, std::string_view text) {
   bar_owner_ = owner;
   bar_.assign(prefix).append(text);
-  // Over the bar before it, without clearing that first, which would flicker.
+  // Draws over the last bar. Clearing that first would flicker.
   sink_.append("\r");
   sink_.append(cut_to_columns(bar_, sink_.columns() - 1));
   sink_.append("\x1b[K");
@@ -134,7 +134,7 @@ void RankStream::end_line() {
     return;
   }
   if (line_.empty() && !piece_.empty()) {
-    // The end of a bar, or a line that ends in "\r\n", whose '\r' a log keeps.
+    // The last state of a bar, or a line that ends in "\r\n". A log keeps the '\r'.
     printer_->line(this, prefix_, piece_, style_ == Style::kLog ? "\r\n" : "\n");
   } else {
     printer_->line(this, prefix_, line_);

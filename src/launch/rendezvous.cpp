@@ -25,12 +25,13 @@ using Json = nlohmann::json;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLook{50};        // between two looks at the agents that have come
-constexpr milliseconds kFarewell{3000};  // for the others to learn of the job's end
-constexpr milliseconds kGoing{1000};     // to give back a seat, or to say why one goes
-constexpr int kDead = 20;                // looks without a beat, if another agent wants the same number
-constexpr int kAlive = 3;                // looks with a beat, in that case
+constexpr milliseconds kFarewell{3000};  // the time in which the other agents may learn of the job's end
+constexpr milliseconds kGoing{1000};     // the time in which an agent that leaves gives back its seat or says why
+// If two agents want the same number: an agent is dead after kDead looks without a beat, and lives after kAlive looks
+// that saw one.
+constexpr int kDead = 20, kAlive = 3;
 
-constexpr const char* kEnded = "ended";  // instead of all else, when the job has ended
+constexpr const char* kEnded = "ended";  // the job's only key after its end
 
 std::string key(int epoch, const std::string& name) { return text("agents/", epoch, '/', name); }
 
@@ -63,12 +64,12 @@ auto parse(const std::string& name, const std::string& value, Read read) {
   try {
     return read(Json::parse(value));
   } catch (const Json::exception& error) {
-    throw Corrupt(text("the job's store has nonsense at '", name, "': ", error.what()),
+    throw Corrupt(text("the job's store has a value at '", name, "' that no agent wrote: ", error.what()),
                   "Run the same version of Muster on all hosts, and one job per store and --job-id");
   }
 }
 
-// A wait that ends with "not yet" instead of an error.
+// Runs a wait; nullopt if it ends with Timeout.
 template <typename Wait>
 auto unless_late(Wait wait) -> std::optional<decltype(wait())> {
   try {
@@ -92,8 +93,8 @@ std::string to_string(const EpochEnd& end) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// By the numbers that agents want, if they want any. Otherwise each agent keeps its number if it still has a place, and
-// the others take the free numbers.
+// Sorts the agents by node number. If any agent asks for a number, these wishes decide. Otherwise each agent keeps its
+// number if there still is one like it, and the others take the free numbers.
 void put_in_order(std::vector<Agent>& agents) {
   const bool wishes = std::any_of(agents.begin(), agents.end(), [](const Agent& agent) { return agent.wish >= 0; });
   const auto place = [&](const Agent& agent) {
@@ -230,7 +231,8 @@ void Rendezvous::meet_again(int restarts, int master_port, int line, bool done) 
 std::shared_ptr<Store> Rendezvous::patient(std::shared_ptr<Store> store) {
   const auto still = std::max(kStillFor, 2 * options_.patience);
   const bool again = store::comes_again(*store);
-  // Where it is tried again anyway, a call ends sooner, so that the supervisor is heard in between.
+  // PatientStore repeats a call that got no answer, and bears_silence() looks in between whether the supervisor has
+  // something to say. So such a call ends sooner than one that is not repeated.
   store::set_call_timeout(*store, again ? std::max(options_.patience, milliseconds(1000)) : still);
   if (!again) return store;
   return std::make_shared<PatientStore>(
@@ -279,7 +281,8 @@ void Rendezvous::work() {
   } catch (...) {
     error = std::current_exception();
   }
-  if (error) post(std::move(error));  // not from within the catch, which would still hold it while another reads it
+  // Within the catch, this thread would still hold the exception while the supervisor reads it.
+  if (error) post(std::move(error));
 }
 
 void Rendezvous::take_part() {
@@ -307,7 +310,7 @@ void Rendezvous::take_part() {
   }
 }
 
-// Whether there is to be another epoch.
+// Waits until the supervisor calls meet_again() or leave(). Returns whether there is another epoch.
 bool Rendezvous::ask_again() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return stop_ || again_; });
@@ -328,7 +331,7 @@ std::optional<EpochEnd> Rendezvous::end_of(int epoch, milliseconds wait) const {
   return found ? std::optional(parse(name, *found, end_in)) : std::nullopt;
 }
 
-// Whether there is nothing left of the job, of which the end is then an event.
+// Whether the job has ended and only kEnded is left of it. If so, posts the end that is stored there.
 bool Rendezvous::has_ended() {
   const auto found = store_->try_get(kEnded);
   if (found) post(parse(kEnded, *found, end_in));
@@ -339,19 +342,20 @@ void Rendezvous::write_end(int epoch, const EpochEnd& end) {
   store_->compare_set(key(epoch, "end"), std::nullopt, to_string(end));
 }
 
-// Erases the keys that no agent reads any more when a plan exists.
+// Erases those keys of the epochs before `plan` that no agent reads once `plan` exists.
 void Rendezvous::sweep_before(const Plan& plan) {
   for (; swept_ < plan.epoch; ++swept_) {
     for (const char* part : {"seat", "beat/", "done"})
       if (!store::erase_all(*store_, key(swept_, part))) return;
     for (const char* name : {"stop", "seen", "gone"}) store_->erase(key(swept_, name));
-    // Ranks that stay are of the plan's line, and use a part of it for each epoch.
+    // The ranks of an older line have ended: all their keys go. The ranks of the plan's line stay: only what they wrote
+    // for that epoch goes.
     store::erase_all(*store_, swept_ < plan.line() ? text("ranks/", swept_, '/')
                                                    : text("ranks/", plan.line(), "/elastic/epochs/", swept_, '/'));
   }
 }
 
-// When the supervisor is done: the last one erases what is left of the job.
+// Waits until the supervisor calls leave(). The last agent to come here erases the job's keys and writes kEnded.
 void Rendezvous::sweep(const Plan& plan, const EpochEnd& end) {
   {
     std::unique_lock lock(mutex_);
@@ -359,7 +363,8 @@ void Rendezvous::sweep(const Plan& plan, const EpochEnd& end) {
   }
   try {
     if (!dynamic_cast<store::EraseAll*>(bare_.get())) return;
-    // Once: a count too many would take away the end from one that has not seen it.
+    // Not through store_, which may repeat a call. If an agent counted twice, the keys would be erased before the last
+    // agent has read the end.
     if (bare_->add(key(plan.epoch, "gone"), 1) < static_cast<int64_t>(plan.agents.size())) return;
     bare_->set(kEnded, to_string(end));
     store::erase_all(*bare_, "agents/");
@@ -382,7 +387,8 @@ std::optional<Plan> Rendezvous::plan_of(int epoch, milliseconds wait) const {
   return plan;
 }
 
-// The job has ended. The agent that serves the store must not end before all know.
+// Called when the job has ended: waits until all agents have read that, or for kFarewell. The agent that serves the
+// store must not end earlier.
 void Rendezvous::await_others(const Plan& plan) {
   const std::string name = key(plan.epoch, "seen");
   auto seen = store_->add(name, 1);
@@ -402,8 +408,9 @@ void Rendezvous::beat(int epoch) {
   store_->add(key(epoch, text("beat/", self_.seat)), 1);
 }
 
-// To be called each time `between` has passed. By looks and not by time, so that a store that stood still itself is
-// nobody's death; and after that all have their patience's time to find it again, and then that to beat.
+// Whether the agent of that seat lives: false if its beat has stood still for `patience`. The caller looks every
+// `between`. The looks are counted instead of the time, so no agent counts as lost because the store did not answer.
+// After such a silence every agent has `patience` to reach the store again, and then `patience` to beat.
 bool Rendezvous::beats(int epoch, int64_t seat, Pulse* pulse, milliseconds between) const {
   const auto now = store_->try_get(key(epoch, text("beat/", seat)));
   if (std::exchange(pulse->outages, outages_) != outages_)
@@ -416,7 +423,7 @@ bool Rendezvous::beats(int epoch, int64_t seat, Pulse* pulse, milliseconds betwe
 
 // --- a stop between two epochs ---
 
-// Whether the user has ended the job instead of the epoch `epoch`; that is an event then.
+// Whether the user has ended the job before there was a plan for `epoch`. If so, posts a StopRequest.
 bool Rendezvous::hears_stop(int epoch) {
   const auto stop = store_->try_get(key(epoch, "stop"));
   if (!stop) return false;
@@ -429,15 +436,15 @@ bool Rendezvous::hears_stop(int epoch) {
   return true;
 }
 
-// Where the user has ended the job: that `epoch` is not to be, or not to last. Waits for the others to read it, and
-// sweeps, as after a last end.
+// If the user has ended the job: tells the other agents so in `epoch`, which has no plan yet or has just got one. Waits
+// for them to read it, and sweeps, as after a last end.
 void Rendezvous::tell_stop(int epoch) {
   int signal = 0;
   {
     const std::lock_guard lock(mutex_);
     signal = to_stop_;
   }
-  if (signal == 0 || self_.was < 0) return;  // one that never had a place has no say
+  if (signal == 0 || self_.was < 0) return;  // an agent that never had a place tells no other agent
   {
     const store::CallsBy soon(Deadline::after(kGoing));
     store_->compare_set(key(epoch, "stop"), std::nullopt, text(signal));
@@ -451,8 +458,8 @@ void Rendezvous::tell_stop(int epoch) {
 
 // --- joining ---
 
-// Takes a seat in the first epoch from *epoch on that has room. Returns nothing if this rendezvous has to stop, or if
-// the job has ended, which is then an event.
+// Takes a seat in the first epoch from *epoch on that has room. Returns nullopt if this rendezvous has to stop, or if
+// the job has ended; then that end has been posted.
 std::optional<Plan> Rendezvous::join(int* epoch) {
   for (;; ++*epoch) {
     if (has_ended()) return std::nullopt;
@@ -463,7 +470,7 @@ std::optional<Plan> Rendezvous::join(int* epoch) {
       beat(*epoch);
       const std::string seat = key(*epoch, text("seat/", self_.seat));
       store_->set(seat, to_json(self_).dump());
-      const auto go = [&] {  // if this fails, the others still notice, but later
+      const auto go = [&] {  // gives back the seat; if that fails, the others notice later that it does not beat
         const store::CallsBy soon(Deadline::after(kGoing));
         store_->erase(seat);
       };
@@ -479,7 +486,8 @@ std::optional<Plan> Rendezvous::join(int* epoch) {
       }
     }
     if (plan->node >= 0) return plan;
-    // Too late for this one. Where there is room, the others make some by meeting again; else somebody has to go first.
+    // This epoch has a plan without us. If it has room for one more agent, end it: then the agents meet again, with us.
+    // Otherwise wait until it ends.
     if (static_cast<int>(plan->agents.size()) < options_.most && !store_->try_get(key(*epoch, "done")))
       write_end(*epoch, {.kind = EpochEnd::Kind::kRoom, .cause = text("an agent on '", self_.host, "' joins the job")});
     if (!await_room(*plan)) return std::nullopt;
@@ -506,7 +514,7 @@ bool Rendezvous::await_room(const Plan& plan) {
 
 std::optional<Plan> Rendezvous::await_plan(int epoch, Deadline deadline) {
   size_t seen = 0;
-  std::vector<Agent> here;  // those that have taken a seat, said what they bring, and live
+  std::vector<Agent> here;  // agents that have a seat, have written their Agent, and beat
   auto quiet = Deadline::never();
   std::map<int64_t, Pulse> pulses;
   for (;;) {
@@ -553,8 +561,8 @@ std::optional<Plan> Rendezvous::await_plan(int epoch, Deadline deadline) {
   }
 }
 
-// A launcher that died while the agents meet, and the one that was started in its place, have one wish: whoever does
-// not beat any more goes. False as long as there is no telling whether both do.
+// Two agents may ask for one number: a launcher that died while the agents met, and the one that was started in its
+// place. Removes those that do not beat any more from `here`. Returns false while it is not known which of them beat.
 bool Rendezvous::settle_wishes(std::vector<Agent>& here, std::map<int64_t, Pulse>& pulses) {
   bool settled = true;
   std::vector<int64_t> dead;
@@ -601,7 +609,7 @@ void Rendezvous::propose(int epoch, std::vector<Agent> agents) {
 
 // --- an epoch ---
 
-// The ranks of this node have all ended well; whether all others' have, too.
+// Writes that all ranks of this node have succeeded. Returns whether those of all other nodes have, too.
 bool Rendezvous::all_done(const Plan& plan) {
   const auto of = [&](int node) { return key(plan.epoch, text("done/", node)); };
   store_->set(key(plan.epoch, "done"), "");
@@ -611,7 +619,8 @@ bool Rendezvous::all_done(const Plan& plan) {
   return true;
 }
 
-// The life of an epoch: beats, the neighbour's beats, and what the supervisor says, until the end is written.
+// Runs an epoch until its end is written: beats, watches the neighbour's beats, and writes what the supervisor reports.
+// Returns that end, or nullopt if this rendezvous has to stop.
 std::optional<EpochEnd> Rendezvous::run(const Plan& plan) {
   const int count = static_cast<int>(plan.agents.size());
   int next = (plan.node + 1) % count;
@@ -631,8 +640,8 @@ std::optional<EpochEnd> Rendezvous::run(const Plan& plan) {
       const Agent& neighbour = plan.agents[static_cast<size_t>(next)];
       const bool lives = beats(plan.epoch, neighbour.seat, &pulse);
       if (!lives && store_->try_get(key(plan.epoch, text("done/", next)))) {
-        // It may have left because the store was silent for long, and then no agent misses it. But if it was the last,
-        // it must write the end.
+        // The neighbour's ranks are done, so the job does not need its agent any more, which may have left because the
+        // store was silent for long. If it left before it could write the end, this agent writes it.
         if (counted && all_done(plan)) write_end(plan.epoch, {.last = true});
         next = (next + 1) % count;
         pulse = {};
@@ -652,14 +661,14 @@ std::optional<EpochEnd> Rendezvous::run(const Plan& plan) {
       counted = true;
       if (all_done(plan)) write_end(plan.epoch, {.last = true});
     }
-    // What the supervisor says meanwhile is heard within kLook.
+    // Waits for kLook at most, then the loop reads what the supervisor has said meanwhile.
     if (auto end = end_of(plan.epoch, kLook)) return end;
     if (stopping()) {
       if (Words last = take_words(); last.end) write_own(*last.end);
       if (wrote_last) {
         store_->add(key(plan.epoch, "seen"), 1);  // no agent has to wait for this one
       } else if (!told) {
-        tell_stop(plan.epoch);  // the plan came when the user had just stopped this one
+        tell_stop(plan.epoch);  // the plan came just when the user had stopped this agent
       }
       return std::nullopt;
     }

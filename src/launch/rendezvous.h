@@ -166,12 +166,12 @@ class Rendezvous {
     int stop = 0;
   };
 
-  struct Pulse {  // another agent's beats, as they were last, and for how many looks
-    std::optional<std::string> last;
-    int still = 0;
-    bool seen = false;    // to change, ever
-    int rivalled = 0;     // looks at which it had changed, since another agent has the same wish
-    int64_t outages = 0;  // of the store, at that look
+  struct Pulse {                      // what this agent has seen of another agent's beat
+    std::optional<std::string> last;  // its value at the last look
+    int still = 0;                    // number of looks since it changed
+    bool seen = false;                // it has changed at least once
+    int rivalled = 0;                 // number of looks at which it had changed while another agent has the same wish
+    int64_t outages = 0;              // outages_ at the last look
   };
 
   void work();
@@ -203,8 +203,8 @@ class Rendezvous {
   Words take_words();
 
   const RendezvousOptions options_;
-  const std::shared_ptr<Store> bare_;   // tries nothing again
-  const std::shared_ptr<Store> store_;  // the same, for as long as its silence can be borne
+  const std::shared_ptr<Store> bare_;   // repeats no call
+  const std::shared_ptr<Store> store_;  // the same store; repeats a call as long as bears_silence()
   Agent self_;
   UniqueFd events_fd_;
 
@@ -220,11 +220,12 @@ class Rendezvous {
   std::optional<Clock::time_point> wanted_since_;   // the supervisor has something to say
   std::optional<Clock::time_point> stopped_since_;  // the user wants to stop
 
-  size_t before_ = 0;                  // agents in the last epoch of this one. Of the thread alone
-  int swept_ = 0;                      // epochs whose keys have been erased. Of the thread alone
-  std::vector<std::string> expected_;  // in the next epoch, by identity; empty: not known. Of the thread alone
-  Deadline next_beat_ = Deadline::after(std::chrono::milliseconds(0));  // of the thread alone
-  int64_t outages_ = 0;                                                 // of the thread alone
+  // Used only by thread_:
+  size_t before_ = 0;                  // number of agents in this agent's last epoch
+  int swept_ = 0;                      // number of epochs whose keys have been erased
+  std::vector<std::string> expected_;  // the identities of the next epoch's agents; empty: not known
+  Deadline next_beat_ = Deadline::after(std::chrono::milliseconds(0));
+  int64_t outages_ = 0;  // how often the store has fallen silent
 
   std::thread thread_;
 };

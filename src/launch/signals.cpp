@@ -17,7 +17,7 @@ bool is_ignored(int signal) {
 
 Signals::Signals(bool forward) {
   if (!forward) return;
-  // A shell may start the launcher with SIGCHLD ignored, and then there would be no exit statuses.
+  // A shell may start the launcher with SIGCHLD ignored. Then the kernel would not keep the ranks' exit statuses.
   ::signal(SIGCHLD, SIG_DFL);
   sigset_t forwarded;
   ::sigemptyset(&forwarded);
@@ -26,7 +26,7 @@ Signals::Signals(bool forward) {
   if (!is_ignored(SIGHUP)) ::sigaddset(&forwarded, SIGHUP);
   fd_.reset(::signalfd(-1, &forwarded, SFD_CLOEXEC | SFD_NONBLOCK));
   if (!fd_) throw_errno("signalfd");
-  ::pthread_sigmask(SIG_BLOCK, &forwarded, nullptr);  // until the end of of_writes_
+  ::pthread_sigmask(SIG_BLOCK, &forwarded, nullptr);  // of_writes_ restores the mask when it is destroyed
 }
 
 std::vector<int> Signals::take() {

@@ -46,7 +46,7 @@ std::optional<rlimit> raise_open_files(int ranks, bool logs) {
   return before;
 }
 
-// Where a rank may draw in place.
+// Whether a rank may draw in place (redraw a line) there.
 bool is_terminal(const Printer& printer) {
   const char* type = std::getenv("TERM");
   return printer.sink().is_terminal() && !(type && std::string_view(type) == "dumb");
@@ -105,14 +105,14 @@ Outcome Supervisor::run() {
 
 // One attempt, from the first rank's start to the last one's end.
 void Supervisor::run_attempt() {
-  now_.failures.clear();  // of ranks that were kept, while the hosts met
+  now_.failures.clear();  // failures of kept ranks while the hosts met
   start_ranks();
   if (!store_) store_ = serve_store(std::string_view(job_.launcher_address).substr(std::string_view("unix:").size()));
   watch();
   if (!kept_) store_.reset();
 }
 
-// Whether there is to be another attempt; then nothing of this one is left.
+// Whether there is another attempt. If so, prepares it: forgets this attempt and reaps the ranks that are not kept.
 bool Supervisor::goes_on() {
   if (stop_signal_ != 0 || now_.exec_error || now_.hosts_error || now_.abandoned) return false;
   if (now_.end && now_.end->last) return false;
@@ -120,9 +120,9 @@ bool Supervisor::goes_on() {
                       (now_.end->kind == EpochEnd::Kind::kLost && options_.hosts->least == options_.hosts->most);
   if (counts && (job_.restarts >= max_restarts_ || cause().status == 0)) return false;
   if (counts) ++job_.restarts;
-  const std::string why = kept_ ? cause().cause : outcome().cause;  // which saves the black boxes, for now
+  const std::string why = kept_ ? cause().cause : outcome().cause;  // outcome() also saves the black boxes
   const std::string count = counts ? text(" (", job_.restarts, " of ", max_restarts_, ")\n") : "\n";
-  // Not if we ended them: they may have saved their state without having completed their work.
+  // Ranks that we ended are not done: they may have saved their state without having completed their work.
   done_ = !kept_ && now_.end && now_.end->kind == EpochEnd::Kind::kRoom && (!now_.terminated || now_.too_late) &&
           all_well();
   if (!done_)
@@ -142,7 +142,7 @@ bool Supervisor::goes_on() {
   return true;
 }
 
-// Ranks that waited for the hosts to meet, which will not be.
+// Ends the ranks that were kept for a next epoch, because there will be none.
 void Supervisor::end_kept() {
   if (!std::exchange(kept_, false)) return;
   if (stop_signal_ == 0) {
@@ -155,7 +155,7 @@ void Supervisor::end_kept() {
   watch();
 }
 
-// A line of ours, between those of the ranks.
+// Prints lines of this launcher, between the lines of the ranks.
 void Supervisor::say(const std::string& lines) {
   printers_.back()->line(this, {}, lines, {});
   flush_outputs();
@@ -172,7 +172,7 @@ void Supervisor::open_outputs() {
   clear_black_boxes(options_.black_box_file);  // of a job before
 }
 
-// What all ranks of this host share.
+// The environment that all ranks of this host share.
 Environment Supervisor::rank_environment() const {
   auto environment = job_environment(job_, options_);
   if (options_.verbose) environment.set(kVerboseVariable, "1");
@@ -192,7 +192,7 @@ void Supervisor::start_ranks() {
   if (kept_) {
     start_missing();
   } else {
-    // Where others are in the job already, these find their epoch.
+    // If this is not the first epoch of its line, ranks of other hosts have stayed, and new ranks need its number.
     if (epoch_ != std::max(line_, 0)) environment.set(kEpochVariable, text(epoch_));
     for (int local = 0; local < options_.ranks; ++local) ranks_->add(start_rank(local, environment, null));
   }
@@ -308,7 +308,7 @@ void Supervisor::wait_for_events() {
   if (hosts_ && !now_.end && !now_.hosts_error) add(hosts_->events_fd(), POLLIN, Watched::kHosts);
   if (exec_errors_.read) add(exec_errors_.read.get(), POLLIN, Watched::kExecErrors);
   for (const auto& rank : ranks_->all()) {
-    // Output before ends, so that what a rank printed is printed before what we say about it.
+    // Streams before the rank's end, so that what the rank printed is printed before our report about it.
     const auto add_stream = [&](const RankStream& stream, decltype(Watched::kind) kind) {
       if (stream.open() && !stream.printer().sink().full()) add(stream.fd(), POLLIN, kind, rank.get());
     };
@@ -424,7 +424,8 @@ void Supervisor::handle_end(Rank& rank) {
   rank.well = !failed || (stop_signal_ != 0 && failure.signal == stop_signal_ && is_on_its_way(rank));
   const bool by_us = (now_.terminated && failure.signal == SIGTERM) || (now_.killed && failure.signal == SIGKILL);
   if (!failed || by_us || stop_signal_ != 0 || replace(rank, failure)) return;
-  // A consequence waits for its cause. If this thread sees the cause late, it still counts as in time.
+  // After a failure that is only a consequence, the launcher waits for its cause. A cause that this thread sees late
+  // still counts as in time.
   if (!now_.settle_at.is_never()) failure.when = std::min(failure.when, now_.failures.front().when + echo());
   now_.failures.push_back(failure);
   if (now_.terminated || meeting_) return;
@@ -438,7 +439,7 @@ void Supervisor::handle_end(Rank& rank) {
   }
 }
 
-// How long before its cause a consequence may come.
+// How long before its cause a consequence may be seen.
 std::chrono::nanoseconds Supervisor::echo() const {
   if (job_.nodes == 1) return options_.settle;
   return options_.hosts->patience + kOtherHostTakes;
@@ -449,12 +450,12 @@ void Supervisor::handle_exec_errors() {
   pollfd ready{exec_errors_.read.get(), POLLIN, 0};
   if (::poll(&ready, 1, 0) <= 0) return;
   ExecError error{};
-  // While the hosts meet, it is the next attempt that starts the program again, and sees.
+  // While the hosts meet, this error does not count: the next attempt starts the program again and gets it again.
   if (::read(exec_errors_.read.get(), &error, sizeof error) == sizeof error && !meeting_) {
     now_.exec_error = error;
     kill_all();
   }
-  exec_errors_.read.reset();  // all have started their program, or the first that did not has told
+  exec_errors_.read.reset();  // all ranks have started the program, or one has said why it could not
 }
 
 void Supervisor::flush_outputs() {

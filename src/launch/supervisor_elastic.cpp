@@ -19,7 +19,7 @@ std::optional<std::string> Supervisor::mark_of(size_t local) const {
   return store_->local()->try_get(mark_key(static_cast<int>(local)));
 }
 
-// Whether one that lives, other than `rank`, is in run().
+// Whether a living rank other than `rank` is in muster::elastic::run().
 bool Supervisor::others_stay(const Rank* rank) const {
   if (!store_ || body_) return false;
   for (size_t local = 0; local < ranks_->all().size(); ++local) {
@@ -38,7 +38,7 @@ bool Supervisor::call(size_t local) {
   return mark != kDone;
 }
 
-// Starts another process in place of a rank that failed, if all others stay for it. On one host.
+// Starts another process in place of a rank that failed, if all others stay. Returns whether it did. On one host only.
 bool Supervisor::replace(const Rank& rank, const Failure& failure) {
   if (hosts_ || !store_ || job_.restarts >= max_restarts_ || now_.terminated || now_.killed || now_.exec_error)
     return false;
@@ -51,7 +51,7 @@ bool Supervisor::replace(const Rank& rank, const Failure& failure) {
   }
   for (size_t local = 0; local < count; ++local)
     if (ranks_->all()[local].get() != &rank && !call(local)) return false;
-  ::kill(-rank.pid, SIGKILL);  // what it left running
+  ::kill(-rank.pid, SIGKILL);  // the processes that it left running
   Rank& old = *ranks_->all()[static_cast<size_t>(rank.number)];
   for (RankStream* stream : {&old.out, &old.err}) stream->drain();
   say(text("muster: ", described(failure).cause, "muster: rank ", rank.number,
@@ -68,8 +68,9 @@ bool Supervisor::replace(const Rank& rank, const Failure& failure) {
 // Starts a process in the place of one that has ended, into a job that goes on.
 void Supervisor::fill_place(int local, Environment& environment, const UniqueFd& null) {
   const pid_t before = ranks_->all()[static_cast<size_t>(local)]->pid;
-  // It is promised the word that give_words() gives; so whoever else is lost while it still starts does not end the
-  // job.
+  // The mark says that the new rank has been called away from the epoch before, so it waits for the word that
+  // give_words() writes. Without a mark, the job would end if another rank were lost while this one starts: replace()
+  // needs the marks of all ranks.
   store_->local()->set(mark_key(local), text(epoch_ - 1));
   auto next = start_rank(local, environment, null);
   next->replaces = true;
@@ -94,7 +95,8 @@ void Supervisor::give_stop() {
     if (!ranks_->all()[local]->ended) store_->local()->set(word_key(static_cast<int>(local)), kStop);
 }
 
-// Whether it was started in another's place and is not in run() yet: then it has nothing that could be saved.
+// Whether the rank was started in place of another and is not in muster::elastic::run() yet. Such a rank has no state
+// to save.
 bool Supervisor::is_on_its_way(const Rank& rank) const {
   const auto& all = ranks_->all();
   for (size_t local = 0; local < all.size(); ++local)
@@ -104,17 +106,20 @@ bool Supervisor::is_on_its_way(const Rank& rank) const {
 
 // --- over several hosts ---
 
-// The epoch is over. Whether ranks here wait for the next one; those that do are called away from this one.
+// Called when the epoch is over. If a rank here is in muster::elastic::run(), calls the living ranks away from this
+// epoch, so that they wait for the next one. Returns whether ranks are kept for it.
 bool Supervisor::keep() {
   if (!store_ || body_ || !now_.end || now_.end->last || now_.exec_error || now_.terminated || now_.killed)
     return false;
   if (!others_stay(nullptr)) return false;
-  for (size_t local = 0; local < ranks_->all().size(); ++local)  // one that is done comes to its end by itself
+  // call() changes nothing for a rank that is done: it ends by itself.
+  for (size_t local = 0; local < ranks_->all().size(); ++local)
     if (!ranks_->all()[local]->ended) call(local);
   return kept_ = true;
 }
 
-// Ranks that were kept for an epoch that has no place for them: the ranks of the other hosts started again meanwhile.
+// Kills the ranks that were kept. The new epoch has no place for them, because the ranks of the other hosts have all
+// started again meanwhile.
 void Supervisor::give_up_kept() {
   kept_ = false;
   guardian_.forget();
@@ -130,7 +135,7 @@ void Supervisor::start_missing() {
   const UniqueFd null = open_null(O_RDONLY);
   for (int local = 0; local < job_.ranks; ++local) {
     Rank& rank = *ranks_->all()[static_cast<size_t>(local)];
-    if (!rank.ended && mark_of(static_cast<size_t>(local)) == kDone) {  // too late for it to come along
+    if (!rank.ended && mark_of(static_cast<size_t>(local)) == kDone) {  // it enters no further epoch
       ::kill(-rank.pid, SIGKILL);
       rank.ended = await_end(rank.pidfd, Deadline::after(kDeathTakes));
     }
@@ -138,7 +143,7 @@ void Supervisor::start_missing() {
       renumber(rank, job_.first_rank + local);
       continue;
     }
-    ::kill(-rank.pid, SIGKILL);  // what it left running
+    ::kill(-rank.pid, SIGKILL);  // the processes that it left running
     for (RankStream* stream : {&rank.out, &rank.err}) stream->drain();
     fill_place(local, environment, null);
   }
@@ -156,7 +161,8 @@ void Supervisor::renumber(Rank& rank, int number) {
   rank.err.log_to(logs_.err(number), logs_.files_only());
 }
 
-// For a rank that is started; one that was started with the same number may have another now, and its file still.
+// The path of the error file for a rank that is about to start. A rank that was renumbered keeps the file of its first
+// number; if a living rank has the file of this number, the path gets the epoch as a suffix.
 std::string Supervisor::new_error_path(int number) {
   auto path = rank_error_path(options_.error_file, number);
   const auto& others = ranks_->all();
@@ -164,7 +170,7 @@ std::string Supervisor::new_error_path(int number) {
                   [&](const auto& other) { return !other->ended && other->error_path == path; }))
     path += text('.', epoch_);
   error_paths_.insert(path);
-  clear_rank_error(path);  // of an attempt before
+  clear_rank_error(path);  // which an earlier attempt may have left
   return path;
 }
 

@@ -13,10 +13,10 @@
 namespace muster::launch {
 namespace {
 
-constexpr std::chrono::nanoseconds kConnectAtOnce = std::chrono::seconds(2);  // then the user's signals have their turn
+constexpr std::chrono::nanoseconds kConnectAtOnce = std::chrono::seconds(2);  // between two looks for signals
 constexpr std::chrono::seconds kLastCall{1};                                  // for one more host, after the one before
 
-// At all addresses of this host.
+// Serves the store at all addresses of this host.
 std::unique_ptr<StoreServer> serve_everywhere(const std::string& port, const std::optional<Secret>& secret) {
   try {
     return serve_store(text("tls://[::]:", port), secret);
@@ -63,7 +63,7 @@ bool Supervisor::join_hosts() {
             why_not_here.empty()
                 ? std::current_exception()
                 : std::make_exception_ptr(Unavailable(
-                      text(error.message(), "; nor does this launcher, which ", why_not_here), error.advice()));
+                      text(error.message(), "; this launcher tried to serve it: ", why_not_here), error.advice()));
         return false;
       }
     }
@@ -89,11 +89,13 @@ bool Supervisor::join_hosts() {
 }
 
 void Supervisor::say_silence(const std::string& why) {
-  say(why.empty() ? "muster: the store answers again\n"
-                  : text("muster: the store does not answer, and ranks go on as long as they need none: ", why, '\n'));
+  say(why.empty()
+          ? "muster: the store answers again\n"
+          : text("muster: the store does not answer; ranks continue as long as they do not need it: ", why, '\n'));
 }
 
-// Waits for the next plan and makes this the launcher of its part. Returns false if the user ends the job before.
+// Waits for the next plan, and takes from it what this launcher has to run. Returns false if there is none, because the
+// user has ended the job, the job has ended without this host, or the hosts do not meet (now_.hosts_error).
 bool Supervisor::meet() {
   meeting_ = true;
   for (;;) {
@@ -113,7 +115,7 @@ bool Supervisor::meet() {
         handle_stop(stop->signal);
         return false;
       }
-      if (const auto* end = std::get_if<EpochEnd>(&*event)) {  // of the job, which has no place for us
+      if (const auto* end = std::get_if<EpochEnd>(&*event)) {  // the job has ended without us
         now_.end = *end;
         job_.node = -1;
         meeting_ = false;
@@ -172,7 +174,7 @@ void Supervisor::handle_stop(int signal) {
   if (!now_.terminated && !now_.finished) now_.kill_at = Deadline::after(options_.stop_grace);
 }
 
-// What happened here, once: the other hosts end their part too.
+// Tells the other hosts, once, how the attempt ended here. They then end their parts of it too.
 void Supervisor::tell_hosts() {
   if (!hosts_ || now_.told || now_.end) return;
   Outcome how = cause();
@@ -194,7 +196,7 @@ void Supervisor::tell_hosts() {
   now_.told = true;
 }
 
-// Whether this attempt is, on all hosts.
+// Whether this attempt is over on all hosts, and its output is written.
 bool Supervisor::over() const {
   return now_.finished && (!hosts_ || now_.end || now_.hosts_error || now_.exec_error) &&
          std::all_of(sinks_.begin(), sinks_.end(), [](const auto& sink) { return sink->empty(); });

@@ -1,4 +1,4 @@
-// What a job came to: the cause of its end, in words, as a status, and in the files that the user asked for.
+// How a job ended: the cause in words, the status, and the files that the user asked for.
 #include <signal.h>
 
 #include <algorithm>
@@ -29,7 +29,8 @@ std::vector<std::string> Supervisor::operations_of(const Failure& failure) const
   }
 }
 
-// Where the user asked for it. What is to be said about it.
+// Writes the black boxes to the file that the user asked for. Returns what to tell the user: where they are, or why
+// there are none; empty if the user named no file.
 std::string Supervisor::save_black_boxes() const {
   if (options_.black_box_file.empty()) return {};
   std::vector<SavedBox> boxes;
@@ -43,7 +44,8 @@ std::string Supervisor::save_black_boxes() const {
   }
 }
 
-// Where the user asked for it. What is to be said about it: only that it did not go.
+// Writes the cause to the error file that the user asked for, or clears that file if the job succeeded. Returns why the
+// file could not be written; otherwise empty.
 std::string Supervisor::save_error(const Outcome& outcome) const {
   if (options_.error_file.empty()) return {};
   if (outcome.status == 0) {
@@ -91,7 +93,7 @@ Outcome Supervisor::cause() const {
       return outcome;
     }
   }
-  // Ranks that take a signal as a request, save what they have and end well, have done what was asked.
+  // If all ranks react to the user's signal by saving their state and ending with status 0, the job has succeeded.
   const bool well = done_ || (now_.finished && all_well());
   if (now_.hosts_error && stop_signal_ == 0) {
     Outcome outcome;

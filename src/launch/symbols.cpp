@@ -16,14 +16,14 @@
 namespace muster::launch {
 namespace {
 
-constexpr std::chrono::seconds kPatience{3};  // debug information of gigabytes is not worth more
+constexpr std::chrono::seconds kPatience{3};  // for all names: reading gigabytes of debug information takes longer
 constexpr size_t kSameShown = 3, kLongName = 120;
 
 // The functions of libdw that are used here.
 class Libdw {
  public:
   Libdw() {
-    void* handle = ::dlopen("libdw.so.1", RTLD_LAZY | RTLD_LOCAL);  // stays: it is wanted once or never
+    void* handle = ::dlopen("libdw.so.1", RTLD_LAZY | RTLD_LOCAL);  // never closed
     if (!handle) return;
     const auto load = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(handle, name));
@@ -65,7 +65,7 @@ std::string demangled(const char* name) {
   return plain ? plain.get() : name;
 }
 
-// A long name without what stands in its brackets: "f<…>(…) const". Some in libtorch have thousands of characters.
+// Cuts the text in the brackets of a long name: "f<…>(…) const". Names in libtorch may have thousands of characters.
 std::string shortened(const std::string& name) {
   if (name.size() <= kLongName) return name;
   constexpr std::string_view kNameless = "(anonymous namespace)", kCall = "operator()";
@@ -80,17 +80,17 @@ std::string shortened(const std::string& name) {
       continue;
     }
     const char byte = name[at];
-    const bool closes = byte == ')' || (byte == '>' && at > 0 && name[at - 1] != '-');  // and not ->
+    const bool closes = byte == ')' || (byte == '>' && at > 0 && name[at - 1] != '-');  // "->" closes nothing
     if (closes && depth > 0 && --depth == 0) out += "…";
     if (depth == 0) out += byte;
     if (byte == '(' || byte == '<') ++depth;
   }
-  return depth == 0 ? out : name.substr(0, kLongName) + "…";  // operator< and its like
+  return depth == 0 ? out : name.substr(0, kLongName) + "…";  // unpaired brackets, as in operator<
 }
 
 std::string base_name(const std::string& path) { return std::filesystem::path(path).filename().string(); }
 
-// One file with its symbols.
+// The symbols of one file.
 class Symbols {
  public:
   explicit Symbols(const std::string& path) {
@@ -109,7 +109,7 @@ class Symbols {
     if (session_) libdw().end(session_);
   }
 
-  // "crash(int*) at train.cpp:42", or nothing.
+  // "crash(int*) at train.cpp:42"; without debug information "crash(int*)"; empty if the file has no such symbol.
   std::string name(uint64_t offset) const {
     if (!module_) return {};
     GElf_Off within = 0;
@@ -157,7 +157,7 @@ std::vector<std::string> name_frames(const std::vector<Frame>& frames) {
   for (const auto& frame : frames) {
     std::string name;
     std::error_code error;
-    // Nothing but a file: a device or FIFO of that name would be read for ever.
+    // Only a regular file: reading a device or a FIFO of that name might never end.
     if (libdw().there() && !deadline.passed() && std::filesystem::is_regular_file(frame.file, error))
       name = files.try_emplace(frame.file, frame.file).first->second.name(frame.offset);
     if (name.empty())

@@ -82,7 +82,8 @@ struct Answer {
     }
     return out.take();
   }
-  // `size`: of the group. Ranks are as many as that; who is missing or lost is one of them.
+  // `size`: number of ranks in the group. A kWelcome must have that many ranks; a missing or lost rank must be one of
+  // them. Corrupt if not.
   static Answer parse(std::string_view bytes, int size) {
     WireReader in(bytes);
     Answer answer;
@@ -96,7 +97,8 @@ struct Answer {
       case Kind::kWelcome:
         for (int rank = 0; rank < size; ++rank) {
           answer.ranks.push_back({in.get<int32_t>(), in.get<uint32_t>()});
-          if (answer.ranks.back().fds > kMaxFdsEach) throw Corrupt("rank 0 sent a table that makes no sense");
+          if (answer.ranks.back().fds > kMaxFdsEach)
+            throw Corrupt("rank 0 says that a rank has more descriptors than it may");
         }
         break;
       case Kind::kTimeout:

@@ -29,7 +29,8 @@ std::string to_string(const Bytes& bytes) { return {bytes.begin(), bytes.end()};
 
 // --- A c10d::Store as a Store ---
 
-// A value on its way through compare_set(): mark, token, value.
+// compare_set() first stores a value in an envelope, which consists of a mark, a token and the value. The token tells
+// whether this call or another one has stored it.
 constexpr std::string_view kMark = "\x01muster-compare-set\x01";
 constexpr size_t kTokenBytes = 16;
 
@@ -42,9 +43,9 @@ std::string open_envelope(std::string raw) {
   return raw.size() >= kHead && raw.starts_with(kMark) ? raw.substr(kHead) : raw;
 }
 
-// Runs `call`, by the deadline that the calls of this thread have, if any (store/outage.h). c10d's calls know none:
-// such a call is made in a thread of its own, which is left behind if it does not return in time. So `call` owns what
-// it uses.
+// Runs `call` by this thread's deadline for calls, if there is one (store/outage.h). c10d's calls take no deadline, so
+// `call` then runs in a separate thread, which is left running if `call` does not return in time. Therefore `call` must
+// own what it uses.
 template <typename Call>
 auto run_in_time(Call call) {
   const Deadline deadline = store::CallsBy::of_this_thread();
@@ -57,7 +58,7 @@ auto run_in_time(Call call) {
   return result.get();
 }
 
-// The same; what c10d throws becomes a Muster error.
+// Runs `call` as run_in_time() does, and converts what c10d throws into a Muster error.
 template <typename Call>
 auto translated(std::string_view what, Call&& call) {
   try {
@@ -82,7 +83,8 @@ class FromC10d final : public Store {
     const std::string name(key);
     translated("set a key", [base = base_, name, bytes = to_bytes(value)] {
       base->set(name, bytes);
-      base->check({name});  // TCPStore's set() only sends; its server answers in order, so this answer says it is done
+      // TCPStore's set() only sends. Its server answers in order, so when it answers check(), the value is set.
+      base->check({name});
     });
     note(name, std::string(value));
   }
@@ -108,7 +110,7 @@ class FromC10d final : public Store {
     if (const auto raw = look_raw(name)) {
       const std::string value = open_envelope(*raw);
       require_number(name, value, delta);
-      if (value != *raw) exchange(name, *raw, value);  // finish what another began
+      if (value != *raw) exchange(name, *raw, value);  // completes another call's compare_set()
     }
     const int64_t sum = translated("add to a key", [base = base_, name, delta] { return base->add(name, delta); });
     note(name, std::to_string(sum));
@@ -118,7 +120,7 @@ class FromC10d final : public Store {
   Exchanged compare_set(std::string_view key, const std::optional<std::string>& expected,
                         std::string_view desired) override {
     const std::string name(key), mine = envelope(desired);
-    if (!expected || expected->empty()) {  // c10d cannot tell them apart
+    if (!expected || expected->empty()) {  // for c10d, "absent" and "empty" are the same
       auto current = look(name);
       if (current != expected) return {false, std::move(current)};
     }
@@ -130,10 +132,10 @@ class FromC10d final : public Store {
         note(name, std::string(desired));
         return {true, std::string(desired)};
       }
-      if (raw == asked && expected) return {false, std::nullopt};  // what c10d says of a key that is not there
+      if (raw == asked && expected) return {false, std::nullopt};  // c10d's answer if the key is absent
       std::string value = open_envelope(raw);
       if (value != expected) return {false, std::move(value)};
-      asked = raw;  // the expected value in an envelope, or just taken out of it
+      asked = raw;  // the expected value, but in an envelope, or just taken out of one
     }
   }
 
@@ -182,8 +184,8 @@ class FromC10d final : public Store {
     });
   }
 
-  // c10d's get() waits if the key is absent, and check() before it leaves a gap. An exchange that cannot succeed
-  // returns immediately: the value, or the expected one if there is none.
+  // Reads a key with a compareSet() that cannot succeed. It returns immediately: the key's value, or, if the key is
+  // absent, the expected value. c10d's get() would wait for an absent key, also if the key is erased after a check().
   std::optional<std::string> look_raw(const std::string& key) {
     const std::string nobodys = envelope("");
     std::string raw = exchange(key, nobodys, nobodys);
@@ -215,8 +217,8 @@ class FromC10d final : public Store {
                   "A rank that sets it may have failed or not have started; look at its output");
   }
 
-  // What a look at a watched key shows. A change that this bridge made meanwhile was noted by note(), and the look may
-  // be older than it; then the note stands.
+  // Reads a watched key and returns its value and version. If note() has noted a change by this bridge meanwhile, the
+  // value that was read may be older, and is ignored.
   Versioned observe(const std::string& key) {
     std::unique_lock lock(mutex_);
     const uint64_t before = watched_[key].version;
@@ -228,7 +230,7 @@ class FromC10d final : public Store {
     return entry;
   }
 
-  // A change that this bridge made.
+  // Notes a change that this bridge made.
   void note(const std::string& key, std::optional<std::string> value) {
     std::lock_guard lock(mutex_);
     const auto entry = watched_.find(key);
@@ -242,7 +244,7 @@ class FromC10d final : public Store {
 
 // --- A Store as a c10d::Store ---
 
-// Runs `call`; what Muster throws becomes what c10d's users expect.
+// Runs `call`, and converts Muster's errors into those that c10d's users expect.
 template <typename Call>
 auto as_c10d(Call&& call) {
   try {
@@ -276,7 +278,7 @@ class ToC10d final : public c10d::Store {
     const std::string expected = to_string(expected_bytes), desired = to_string(desired_bytes);
     return as_c10d([&]() -> Bytes {
       auto result = base_->compare_set(key, expected.empty() ? std::nullopt : std::optional(expected), desired);
-      // To c10d an empty value matches the empty expectation as well as an absent key does.
+      // In c10d an empty expected value matches an absent key, and also a key with an empty value.
       if (!result.stored && expected.empty() && result.value == "") result = base_->compare_set(key, "", desired);
       return to_bytes(result.value.value_or(expected));
     });

@@ -11,7 +11,7 @@
 namespace muster::store::etcd {
 
 std::string to_base64(std::string_view bytes) {
-  std::string text(4 * ((bytes.size() + 2) / 3) + 1, '\0');  // and a zero
+  std::string text(4 * ((bytes.size() + 2) / 3) + 1, '\0');  // EVP_EncodeBlock adds a zero byte
   const int size =
       ::EVP_EncodeBlock(reinterpret_cast<unsigned char*>(text.data()),
                         reinterpret_cast<const unsigned char*>(bytes.data()), static_cast<int>(bytes.size()));
@@ -25,7 +25,7 @@ std::string from_base64(const std::string& text) {
   const int size =
       ::EVP_DecodeBlock(reinterpret_cast<unsigned char*>(bytes.data()),
                         reinterpret_cast<const unsigned char*>(text.data()), static_cast<int>(text.size()));
-  if (size < 0 || text.size() % 4 != 0) throw Corrupt("etcd sent a value that is no base64");
+  if (size < 0 || text.size() % 4 != 0) throw Corrupt("etcd sent a value that is not base64");
   const size_t padding = text.ends_with("==") ? 2 : text.ends_with("=") ? 1 : 0;
   bytes.resize(static_cast<size_t>(size) - padding);
   return bytes;
@@ -41,13 +41,13 @@ auto reading(Read read) {
   try {
     return read();
   } catch (const Json::exception& error) {
-    throw Corrupt(text("an answer is none of etcd's: ", error.what()),
+    throw Corrupt(text("an answer does not have etcd's format: ", error.what()),
                   "Look whether an etcd of version 3.4 or later "
                   "serves at that address");
   }
 }
 
-// Numbers of 64 bits are strings, and etcd leaves them out if they are 0.
+// etcd writes numbers of 64 bits as strings, and leaves out those that are 0.
 int64_t number(const Json& object, const char* name) {
   const std::string digits = object.value(name, "0");
   int64_t value = 0;
@@ -95,7 +95,7 @@ bool read_event(const std::string& line, EtcdClient::Watched& watched) {
   return reading([&] {
     const auto json = Json::parse(line);
     const auto result = json.find("result");
-    if (result == json.end()) return false;  // an error of etcd's; look again
+    if (result == json.end()) return false;  // etcd reports an error: the caller reads the key again
     if (result->value("canceled", false)) {
       watched.compacted_to = number(*result, "compact_revision");
       if (watched.compacted_to > 0) watched.end = End::kCompacted;

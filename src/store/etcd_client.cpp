@@ -17,12 +17,12 @@ using std::chrono::milliseconds;
 using Json = nlohmann::json;
 using End = Http::Answer::End;
 
-constexpr milliseconds kAttempt{3000};    // for one endpoint's answer, and a second for each megabyte
-constexpr milliseconds kWatchTurn{8000};  // then look whether the endpoint still belongs to the cluster
+constexpr milliseconds kAttempt{3000};    // for one endpoint's answer; a second more per megabyte
+constexpr milliseconds kWatchTurn{8000};  // then the caller reads the key: the endpoint may be cut off
 constexpr milliseconds kMaxPause{100};
-constexpr int kInvalidArgument = 3, kResourceExhausted = 8;  // of gRPC's codes
+constexpr int kInvalidArgument = 3, kResourceExhausted = 8;  // gRPC's codes
 
-// The first key that does not begin so; a prefix is text, whose last byte is not the greatest.
+// The first key after all keys that begin with `prefix`. A prefix is text, so its last byte is below 0xff.
 std::string end_of(std::string_view prefix) {
   std::string end(prefix);
   end.back() = static_cast<char>(end.back() + 1);
@@ -52,10 +52,10 @@ EtcdClient::Called EtcdClient::call(const char* path, const std::string& body, D
   std::string reason;
   Called called;
   for (auto pause = milliseconds(1);; pause = std::min(2 * pause, kMaxPause)) {
-    for (size_t tried = 0; tried < endpoints_.size(); ++tried) {  // each once, then a pause
+    for (size_t tried = 0; tried < endpoints_.size(); ++tried) {  // asks each endpoint once; then comes a pause
       const size_t endpoint = current_.load();
       const auto left = endpoints_.size() - tried;
-      // One that hangs leaves their time to the others.
+      // If an endpoint hangs, the others still have their share of the time.
       const auto mine = Deadline::after(std::min<std::chrono::nanoseconds>(patience, deadline.left() / left));
       auto answer = http_.post(url(endpoint, path), body, endpoints_.size() == 1 ? deadline : mine);
       if (answer.end == End::kWhole && answer.status == 200) {
@@ -69,7 +69,7 @@ EtcdClient::Called EtcdClient::call(const char* path, const std::string& body, D
         if (refusal.code == kInvalidArgument ||
             (refusal.code == kResourceExhausted && refusal.words.find("larger than max") != std::string::npos))
           throw InvalidArgument(text("etcd refuses a request: ", refusal.words),
-                                "Keep values small; etcd's limit is 1.5 MB unless it was started with another");
+                                "Keep values below etcd's limit, which is 1.5 MB unless it was started with another");
         reason = refusal.words;
       } else {
         reason = answer.end == End::kLate ? "no answer in time" : answer.reason;
@@ -150,7 +150,7 @@ EtcdClient::Watched EtcdClient::watch(std::string_view key, int64_t from, Deadli
   const auto answer = http_.post(url(endpoint, "/v3/watch"), request.dump(),
                                  std::min(turn.when(), deadline.when()) == turn.when() ? turn : deadline, on_bytes);
   if (trouble) std::rethrow_exception(trouble);
-  if (answer.end != End::kStopped && answer.end != End::kLate) {  // the endpoint is gone, or does not like it
+  if (answer.end != End::kStopped && answer.end != End::kLate) {  // the endpoint is gone, or refuses the watch
     leave(endpoint);
     ::poll(nullptr, 0, deadline.poll_ms(milliseconds(5)));
   }

@@ -1,8 +1,8 @@
 // etcd's v3 interface as JSON over HTTP (its grpc-gateway), as much of it as a store needs.
 //
 // A request goes to one endpoint, and to the next one if that endpoint has gone, is too slow or has no leader, until
-// the deadline. So a request may take effect more than once, or may have taken effect although it seems to have failed;
-// surely_once says whether that is possible.
+// the deadline. So a request may take effect more than once, or may have taken effect although it seems to have failed.
+// If surely_once is true, neither has happened.
 //
 // https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/ and …/learning/api/ describe the messages.
 //

@@ -1,13 +1,13 @@
 // A store in an etcd, which survives the loss of any host as long as a majority of etcd's members lives.
 //
-// Keys lie below a prefix. A version is the revision of etcd's at which the key last changed. A value is stored with a
-// token of 16 characters before it that names the writing: a request that is sent again, because an endpoint died or
-// was too slow, may find that its first sending has had its effect, and the token says so. So add() and compare_set()
-// count once, whatever happens to etcd's members; a set() or erase() that is sent again may come after another's
-// change.
+// Keys lie below a prefix. A key's version is etcd's revision at which the key last changed. Before each value stands a
+// token of 16 characters that is new for each write. If an endpoint dies or is too slow, the request is sent again,
+// although it may have taken effect already; the token shows whether it has. So add() and compare_set() count once,
+// whatever happens to etcd's members. A set() or erase() that is sent again may undo a change that another client made
+// in between.
 //
-// A wait looks, and then watches from the revision at which it looked, so no change is missed. It looks again every few
-// seconds, and after each failure.
+// A wait reads the key, and then watches it from the revision of that read on, so it misses no change. It reads the key
+// again every few seconds, and after each failure.
 //
 // Thread-safety: as Store.
 
@@ -33,8 +33,8 @@ namespace muster::store {
 namespace {
 
 using std::chrono::milliseconds;
-constexpr milliseconds kLook{2000};     // that a wait begins or ends with
-constexpr milliseconds kQuestion{200};  // whether etcd is back, of a thread that would leave a note (CallsBy)
+constexpr milliseconds kLook{2000};     // the time for a wait's first and last read, beyond the wait's deadline
+constexpr milliseconds kQuestion{200};  // for a note (CallsBy) if etcd was silent at the last call
 constexpr size_t kTokenSize = 16;
 constexpr std::string_view kDefaultPrefix = "muster";
 
@@ -89,7 +89,7 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
   int64_t add(std::string_view key, int64_t delta) override {
     int64_t sum = 0;
     change(key, [&](const std::optional<std::string>& now) {
-      Table table;  // knows how to add, and what cannot be added to
+      Table table;  // adds, and refuses values that are not numbers
       if (now) table.set(key, *now);
       sum = table.add(key, delta);
       return std::optional(std::to_string(sum));
@@ -121,14 +121,14 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
         return {watched.event.value ? std::optional(value_of(key, *watched.event.value)) : std::nullopt,
                 static_cast<uint64_t>(watched.event.revision)};
       if (watched.end == EtcdClient::Watched::End::kCompacted && watched.compacted_to > above) {
-        // What happened in between is forgotten; the last state is not.
+        // etcd has forgotten the changes in between, but not the latest state.
         looked = client_.look(full(key), look_deadline(deadline));
         if (looked.entry && looked.entry->revision > above) return versioned(key, *looked.entry);
         if (!looked.entry && above > 0) return {std::nullopt, static_cast<uint64_t>(watched.compacted_to)};
         from = looked.revision + 1;
       }
       if (deadline.passed()) throw did_not_change(std::string(key));
-      client_.look(full(key), look_deadline(deadline));  // leaves an endpoint that is cut off
+      client_.look(full(key), look_deadline(deadline));  // if the endpoint is cut off, changes to the next one
     }
   }
 
@@ -145,7 +145,7 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
     const bool only_ask = client_.was_silent() && CallsBy::is_for_note() && deadline.left() > kQuestion;
     return only_ask ? Deadline::after(kQuestion) : deadline;
   }
-  // What is there needs no time.
+  // A wait may read the key even if no time is left, because a value that is there already must be returned.
   Deadline look_deadline(Deadline deadline) const {
     return deadline.is_never()
                ? call_deadline()
@@ -156,7 +156,7 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
   }
   std::string full(std::string_view key) const { return prefix_ + std::string(key); }
 
-  // The value, once there is one; nullopt if the deadline passed.
+  // Waits for a value. Returns nullopt if the deadline has passed.
   std::optional<std::string> wait_for(std::string_view key, Deadline deadline) {
     for (;;) {
       const auto looked = client_.look(full(key), look_deadline(deadline));
@@ -168,7 +168,8 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
     }
   }
 
-  // Stores what `decide` makes of the value now, unless that is nothing; asks it again if another client was faster.
+  // Stores what `decide` returns for the current value; nothing if that is nullopt. If another client changes the key
+  // meanwhile, calls `decide` again.
   void change(std::string_view key,
               const std::function<std::optional<std::string>(const std::optional<std::string>&)>& decide) {
     const Deadline deadline = call_deadline();
@@ -188,7 +189,8 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
     }
   }
 
-  // Whether the first change of the key after `revision` is the one with our token: no other can have passed the guard.
+  // Whether our write was stored. If it was, the first change of the key after `revision` has our token, because swap()
+  // stores a value only if the key has not changed.
   bool was_stored(const std::string& name, int64_t revision, std::string_view token, Deadline deadline) {
     for (;;) {
       const auto watched = client_.watch(name, revision + 1, deadline);

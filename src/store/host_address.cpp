@@ -73,7 +73,7 @@ bool is_own(const std::string& store_address) {
   if (!split(store_address, &host, &port) || ::getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return false;
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> targets(found, ::freeaddrinfo);
   for (const addrinfo* target = found; target; target = target->ai_next) {
-    // Only an address of this host can be bound; with port 0, any time.
+    // A socket can be bound only to an address of this host. Port 0 lets the kernel choose a free port.
     const UniqueFd socket(::socket(target->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (socket && ::bind(socket.get(), target->ai_addr, target->ai_addrlen) == 0) return true;
   }

@@ -1,6 +1,6 @@
 #include "store/http.h"
 
-#define CURL_DISABLE_TYPECHECK  // its macros know only the functions' own names
+#define CURL_DISABLE_TYPECHECK  // its macros know only the functions' names; here calls go through pointers
 #include <curl/curl.h>
 #include <dlfcn.h>
 #include <sys/socket.h>
@@ -20,7 +20,7 @@ namespace {
 // The functions of libcurl, whose binary interface has been the same since 2006.
 struct Curl {
   Curl() {
-    void* const library = ::dlopen("libcurl.so.4", RTLD_NOW | RTLD_LOCAL);  // for good, as its own threads may run
+    void* const library = ::dlopen("libcurl.so.4", RTLD_NOW | RTLD_LOCAL);  // never closed: its threads may run
     if (!library)
       throw Unavailable(text("HTTP needs libcurl, which cannot be loaded: ", ::dlerror()), "apt-get install libcurl4");
     load(library, "curl_global_init", global_init);
@@ -80,7 +80,7 @@ size_t receive(char* bytes, size_t one, size_t size, void* to) {
     } else if (!(*receiver.on_bytes)(got)) {
       receiver.stopped = true;
     }
-  } catch (...) {  // no exception may pass through libcurl; too little memory, or a malformed answer
+  } catch (...) {  // no memory, or a malformed answer; libcurl is C, which no exception may pass through
     return 0;
   }
   return receiver.stopped ? 0 : got.size();
@@ -88,12 +88,12 @@ size_t receive(char* bytes, size_t one, size_t size, void* to) {
 
 }  // namespace
 
-// A connection of libcurl's, and the process that made it.
+// One of libcurl's easy handles, and the process that made it.
 class Http::Handle {
  public:
   Handle() : easy_(curl().init()) {
     if (!easy_) throw Unavailable("there is no memory for an HTTP request");
-    // No "Expect: 100-continue": a server that does not answer that costs a second.
+    // Without "Expect: 100-continue": if a server does not answer that header, libcurl waits for a second.
     for (const char* header : {"Content-Type: application/json", "Expect:"}) headers_ = curl().append(headers_, header);
     set(CURLOPT_HTTPHEADER, headers_);
     set(CURLOPT_POST, 1L);
@@ -147,7 +147,7 @@ class Http::Handle {
     if (curl().setopt(easy_, option, value) != CURLE_OK)
       throw Unavailable("libcurl cannot do what an HTTP request needs");
   }
-  // libcurl takes 0 for no end, and what does not fit into 32 bits for a mistake.
+  // To libcurl, 0 means no timeout, and a number of more than 32 bits is an error.
   static long left_ms(Deadline deadline) {
     if (deadline.is_never()) return 0;
     using std::chrono::milliseconds;
@@ -157,7 +157,7 @@ class Http::Handle {
 
   CURL* easy_;
   curl_slist* headers_ = nullptr;
-  bool is_used_ = false;  // may have a connection of an earlier request
+  bool is_used_ = false;  // it may have a connection from an earlier request
   pid_t pid_ = ::getpid();
 };
 

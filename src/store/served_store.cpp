@@ -22,7 +22,8 @@ namespace muster::store {
 namespace {
 
 using std::chrono::milliseconds;
-// A wait's answer, also "too late", comes from the server, which knows what is missing. We listen longer by this.
+// How much longer than its deadline a wait listens. The server answers when the deadline has passed, because it knows
+// which keys are missing.
 constexpr milliseconds kSlack{2000};
 constexpr milliseconds kMaxBackOff{50};
 
@@ -36,7 +37,7 @@ class ServedStore final : public Store, public Outage {
  public:
   ServedStore(std::unique_ptr<Dialer> dialer, Deadline deadline)
       : dialer_(std::move(dialer)), address_(dialer_->address()) {
-    std::optional<std::string> reason;  // of the last attempt that had the time to find one
+    std::optional<std::string> reason;  // why the last attempt failed that did not run out of time
     for (auto pause = milliseconds(1);; pause = std::min(2 * pause, kMaxBackOff)) {
       Dialer::Dialed dialed;
       try {
@@ -50,7 +51,7 @@ class ServedStore final : public Store, public Outage {
       }
       if (!reason || !deadline.passed()) reason = dialed.reason;
       if (!deadline.passed()) ::poll(nullptr, 0, deadline.poll_ms(pause));
-      if (deadline.passed())  // now or after the pause: one more attempt would have no time, and would be told so
+      if (deadline.passed())  // another attempt would only fail because it has no time
         throw Unavailable(text("nobody serves the store at ", address_, reason->empty() ? "" : ": ", *reason),
                           dialer_->advice());
     }
@@ -151,7 +152,8 @@ class ServedStore final : public Store, public Outage {
     }
   }
 
-  // One more connection to a server that we had one to before. `*patience`: with a cut, from when it was first seen on.
+  // Makes another connection to the server. `*patience` is when to stop trying after a cut; it is never() until this
+  // function, or its caller, first notices a cut.
   std::unique_ptr<Connection> connect(Deadline deadline, Deadline* patience) const {
     for (auto pause = milliseconds(1);; pause = std::min(2 * pause, kMaxBackOff)) {
       Deadline until = patience->when() < deadline.when() ? *patience : deadline;
@@ -174,7 +176,7 @@ class ServedStore final : public Store, public Outage {
     }
   }
 
-  // The error of one connection; the state of the server is unknown.
+  // Thrown if a connection is cut. Whether the server still lives is unknown.
   struct Cut {};
 
   [[noreturn]] void throw_gone() const {
@@ -195,7 +197,7 @@ class ServedStore final : public Store, public Outage {
     }
   }
 
-  // At least one byte, at most `size`, into `to`.
+  // Receives at least one byte into `to`. Returns how many.
   size_t receive_some(Connection& connection, std::span<char> to, const Request& request, Deadline deadline) const {
     short events = connection.has_received() ? 0 : POLLIN;
     for (;;) {
@@ -209,7 +211,7 @@ class ServedStore final : public Store, public Outage {
     }
   }
 
-  // The body of the reply; most replies come in one piece.
+  // Receives a reply and returns its body. Most replies come in one piece.
   std::string receive(Connection& connection, const Request& request, Deadline deadline) const {
     std::array<char, 4096> first;
     uint32_t size = 0;
@@ -232,7 +234,7 @@ class ServedStore final : public Store, public Outage {
   Idle<Connection> idle_;
 };
 
-// The result of send(2) or recv(2) as Connection's.
+// Converts a result of send(2) or recv(2) into a result of Connection.
 ssize_t moved(ssize_t n, short wait_for, short* events) {
   if (n >= 0) return n;
   if (errno != EAGAIN && errno != EINTR) return Connection::kGone;

@@ -42,7 +42,7 @@ Reply do_answer(SharedTable& table, const Request& request) {
     case Op::kGet:
     case Op::kWait:
     case Op::kWatch:
-      break;  // not here
+      break;  // these wait: finish() answers them
   }
   return reply;
 }

@@ -18,7 +18,7 @@ class ThreadWaiter final : public Waiter {
     }
     changed_.notify_one();
   }
-  // Whether woken before the deadline; the next call waits for the next wake.
+  // Returns whether it was woken before the deadline. The next call waits for the next wake().
   bool wait(Deadline deadline) {
     std::unique_lock lock(mutex_);
     deadline.wait(changed_, lock, [this] { return woken_; });
@@ -33,7 +33,7 @@ class ThreadWaiter final : public Waiter {
 
 }  // namespace
 
-// Makes a change of `key` under the lock, and wakes those who wait for it if it was one.
+// Runs `make` under the lock. If that has changed the table, wakes the waiters of `key`.
 template <typename Change>
 auto SharedTable::change(std::string_view key, Change&& make) {
   Waiters woken;
@@ -90,7 +90,8 @@ size_t SharedTable::num_waiting() const {
   return count;
 }
 
-// With `found`, also stores the key's value and version there if they are what `want` wants.
+// Returns true if the table does not hold what `want` asks of this key. Otherwise, if `found` is not null, stores the
+// key's value and version there.
 bool SharedTable::lacks(const Want& want, const std::string& key, std::optional<Versioned>* found) const {
   if (want.above) {
     auto newer = table_.newer(key, *want.above);
@@ -145,7 +146,7 @@ SharedTable::Versioned SharedTable::wait_for(const Want& want, Deadline deadline
     }
     if (waiter->wait(deadline)) continue;
     forget(*waiter);
-    if (auto found = find(want, nullptr)) return *std::move(found);  // set in the last moment
+    if (auto found = find(want, nullptr)) return *std::move(found);  // it was set just before the deadline
     throw timed_out(want);
   }
 }

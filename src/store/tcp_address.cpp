@@ -100,7 +100,7 @@ TcpAddress TcpAddress::parse(std::string_view address, std::string_view whole) {
   const std::string_view digits = address.substr(colon + 1);
   TcpAddress parsed;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), parsed.port);
-  if (error != std::errc() || end != digits.data() + digits.size()) refuse("its port is no number from 0 to 65535");
+  if (error != std::errc() || end != digits.data() + digits.size()) refuse("its port is not a number from 0 to 65535");
   if (host.starts_with('[') && host.ends_with(']')) {
     host = host.substr(1, host.size() - 2);
   } else if (host.find(':') != std::string_view::npos) {

@@ -25,7 +25,8 @@ SSL_SESSION* key_of(SSL* connection) {
   return ::SSL_SESSION_dup(key);
 }
 
-// The key to offer. `md`: asked again, for a suite of this hash, which ours has.
+// OpenSSL's callback for the key that a client offers. OpenSSL may ask again for a key of a certain hash (the unnamed
+// argument); our suite has it.
 int offer_key(SSL* connection, const EVP_MD*, const unsigned char** identity, size_t* size, SSL_SESSION** key) {
   *identity = reinterpret_cast<const unsigned char*>(kIdentity.data());
   *size = kIdentity.size();
@@ -33,7 +34,8 @@ int offer_key(SSL* connection, const EVP_MD*, const unsigned char** identity, si
   return *key ? 1 : 0;
 }
 
-// The key of that identity; none for others, and then nothing is left to go on with.
+// OpenSSL's callback for the key that a client has named. For an unknown identity there is no key, and the handshake
+// fails, because the server has no certificate either.
 int find_key(SSL* connection, const unsigned char* identity, size_t size, SSL_SESSION** key) {
   *key = nullptr;
   if (std::string_view(reinterpret_cast<const char*>(identity), size) != kIdentity) return 1;
@@ -41,8 +43,8 @@ int find_key(SSL* connection, const unsigned char* identity, size_t size, SSL_SE
   return *key ? 1 : 0;
 }
 
-// Before OpenSSL's first use: it must not be torn down at exit while a thread of ours, or a static object that ends
-// later, still uses it.
+// Called before OpenSSL's first use. OpenSSL must not clean itself up at exit, because a thread of ours, or a static
+// object that is destroyed later, may still use it.
 void prepare_openssl() {
   static const bool prepared = ::OPENSSL_init_ssl(OPENSSL_INIT_NO_ATEXIT, nullptr) == 1;
   if (!prepared) throw_tls();
@@ -59,7 +61,7 @@ TlsContext::TlsContext(const Secret& secret, Side side) {
   if (::SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
       ::SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION) != 1 || ::SSL_CTX_set_ciphersuites(context, kSuite) != 1)
     throw_tls();
-  // The key is what counts: the other modes, which a configuration file may have set, are taken back.
+  // Only handshakes with the key and a fresh key exchange are allowed. A configuration file may have allowed others.
   ::SSL_CTX_clear_options(context, SSL_OP_ALLOW_NO_DHE_KEX | SSL_OP_ALLOW_CLIENT_RENEGOTIATION);
   ::SSL_CTX_set_options(context, SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION | SSL_OP_NO_COMPRESSION);
   ::SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);

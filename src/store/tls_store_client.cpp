@@ -1,7 +1,7 @@
 // Connections to a store's server on any host, over TLS (tls.h).
 //
-// OpenSSL reads and writes through a BIO of ours: its own writes with write(2), which would end a program by SIGPIPE
-// when the server is gone.
+// OpenSSL reads and writes through our own BIO. OpenSSL's BIO uses write(2), so SIGPIPE would end the program when the
+// server has gone.
 
 #include <openssl/bio.h>
 #include <openssl/err.h>
@@ -75,8 +75,8 @@ class TlsConnection final : public Connection {
   }
   bool has_received() const override { return ::SSL_pending(tls_.get()) > 0; }
 
-  // 1: the handshake is done; 0: not before the socket is ready for `*events`; kGone: the other side is gone, without
-  // a word if `*refusal` is empty.
+  // Returns 1 if the handshake is done, 0 if it has to wait until the socket is ready for `*events`, and kGone if it
+  // failed: `*refusal` says why, or is empty if the other side only closed the connection.
   int shake_hands(short* events, std::string* refusal) {
     const int result = ::SSL_connect(prepared());
     if (result == 1) {
@@ -95,7 +95,7 @@ class TlsConnection final : public Connection {
   }
 
  private:
-  // OpenSSL judges a result by this thread's errors, so there must be no old ones.
+  // SSL_get_error() also looks at this thread's earlier errors, so they are cleared before each operation.
   SSL* prepared() const {
     ::ERR_clear_error();
     return tls_.get();
@@ -146,7 +146,7 @@ class TlsDialer final : public Dialer {
     Dialed none{nullptr, false, found.reason};
     for (size_t i = 0; i < found.addresses.size(); ++i) {
       const auto& where = found.addresses[i];
-      // Of several addresses one that does not answer must leave time for the others.
+      // If there are several addresses, one that does not answer must leave time for the others.
       const bool last = i + 1 == found.addresses.size();
       const Deadline mine =
           last ? deadline : Deadline::after(std::min<std::chrono::nanoseconds>(deadline.left() / 2, kPatience));
@@ -159,7 +159,7 @@ class TlsDialer final : public Dialer {
       }
       auto connection = std::make_unique<TlsConnection>(std::move(socket), tls_.make_connection());
       if (!shake_hands(*connection, deadline)) return {nullptr, true, "it closes connections immediately"};
-      // Written once, while the store is made and no other thread has it.
+      // Written once, by the store's constructor, when no other thread can use it.
       if (known_.size() == 0) known_ = where;
       return {std::move(connection), false, {}};
     }
@@ -170,7 +170,7 @@ class TlsDialer final : public Dialer {
   static constexpr std::chrono::seconds kPatience{3};
   static constexpr std::chrono::seconds kCut{5};  // as long as the launchers of other hosts wait for a sign of life
 
-  // False if the other side closed the connection: it ends, or has too many.
+  // Returns false if the other side closed the connection, because it ends or has too many connections.
   bool shake_hands(TlsConnection& connection, Deadline deadline) const {
     for (;;) {
       short events = 0;

@@ -1,9 +1,9 @@
 // A store served over TLS (tls.h) to processes on any host, by one thread of its own.
 //
-// Who connects is nobody until the handshake has proved that it knows the secret. Until then it has a TLS connection of
-// OpenSSL's and a time limit, and no session: no byte of the store's protocol is read. At most kMaxHandshakes are under
-// way; further ones wait in the kernel's backlog, so a flood of connections costs a bounded amount of memory and
-// descriptors. A refusal is logged once for each address, and for kMaxLogged of them at most.
+// A client gets a session when its handshake has proved that it knows the secret. Until then the client has only
+// OpenSSL's TLS connection, with a time limit, and the server reads no byte of the store's protocol. At most
+// kMaxHandshakes are under way; further connections wait in the kernel's backlog, so a flood of them costs a bounded
+// amount of memory and descriptors. The server logs one refusal per address, for at most kMaxLogged addresses.
 
 #include <asio/ip/tcp.hpp>
 #include <asio/ssl/stream.hpp>
@@ -29,7 +29,7 @@ constexpr std::chrono::seconds kHandshakeLimit{5};
 constexpr int kMaxHandshakes = 64;
 constexpr size_t kMaxLogged = 256;
 
-// What all connections before their proof have in common. Belongs to the server's thread.
+// What all connections that have not proved the secret share. Only the server's thread uses it.
 struct Door {
   Door(ServerThread& thread, const TlsContext& tls, std::shared_ptr<SharedTable> table)
       : tls(tls), table(std::move(table)), mailbox(thread.mailbox()), room(thread.io()) {}
@@ -38,7 +38,7 @@ struct Door {
     if (logged.size() >= kMaxLogged || !logged.insert(host).second) return;
     MUSTER_LOG(kWarning) << "store: refused a connection from " << host
                          << ", which did not prove that it knows the job's "
-                         << "secret (" << why << "). Further ones from there are refused without a word";
+                         << "secret (" << why << "). Further refusals from there are not logged";
     if (logged.size() == kMaxLogged) {
       MUSTER_LOG(kWarning) << "store: connections from " << kMaxLogged << " addresses were refused; no more are logged";
     }
@@ -53,7 +53,7 @@ struct Door {
   std::set<std::string> logged;
 };
 
-// One of the kMaxHandshakes places.
+// Holds one of the kMaxHandshakes places while it lives.
 class Place {
  public:
   explicit Place(std::shared_ptr<Door> door) : door_(std::move(door)) { ++door_->handshakes; }
@@ -69,7 +69,7 @@ class Place {
   std::shared_ptr<Door> door_;
 };
 
-// A stream that is closed when its time is over, unless that is called off.
+// Closes a stream after kHandshakeLimit, unless call_off() comes first.
 class Limit {
  public:
   explicit Limit(const std::shared_ptr<TlsStream>& stream) : timer_(stream->get_executor(), kHandshakeLimit) {
@@ -81,7 +81,7 @@ class Limit {
       late->lowest_layer().close(ignored);
     });
   }
-  // Whether the time was over.
+  // Returns whether the time was over already.
   bool call_off() {
     const bool was_over = std::exchange(*over_, true);
     timer_.cancel();
@@ -93,7 +93,7 @@ class Limit {
   asio::steady_timer timer_;
 };
 
-// The handshake; why it failed, or nothing.
+// Performs the handshake. Returns why it failed; empty if it succeeded.
 asio::awaitable<std::string> shake_hands(std::shared_ptr<TlsStream> stream) {
   Limit limit(stream);
   asio::error_code error;

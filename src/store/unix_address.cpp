@@ -14,7 +14,7 @@ UnixAddress::UnixAddress(std::string_view name) : name_(name) {
   if (!abstract && !name.starts_with('/'))
     throw InvalidArgument(muster::text(quote(name), " does not name a Unix-domain socket"),
                           "Use '@name' for an abstract socket or '/path' for one in the file system");
-  // A path is ended by a zero, which must fit; an abstract name starts with one instead of the '@'.
+  // A path needs room for a zero byte at its end; an abstract name has a zero byte at its start, in place of the '@'.
   if (name.size() + (abstract ? 0 : 1) > sizeof address_.sun_path || name.size() < 2 ||
       name.find('\0') != std::string_view::npos)
     throw InvalidArgument(muster::text("the socket name ", quote(name), " is empty, has a zero byte or is longer than ",

@@ -154,7 +154,7 @@ SnapshotOptions of_state(SnapshotOptions options, const Group& group) {
 // The snapshots of one epoch. Collective: all ranks construct it and call step() and stop_here().
 class Snapshots {
  public:
-  // `signal` may be null: then SIGTERM asks for no stop.
+  // `signal` may be null: then SIGTERM does not stop the training.
   Snapshots(World& world, const std::optional<SnapshotOptions>& options, const StopSignal* signal)
       : on_(options.has_value()), signal_(signal) {
     if (!on_) return;

@@ -49,7 +49,7 @@ bool is_terminal(int fd) {
 }
 
 int terminal_width(int fd) {
-  // A COLUMNS that is not a positive number is ignored: it is no reason to fail.
+  // A COLUMNS that is not a positive number is ignored: training must not fail because of it.
   if (const char* told = std::getenv("COLUMNS"); told != nullptr && std::atoi(told) > 0) return std::atoi(told);
   winsize size{};
   if (::ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;

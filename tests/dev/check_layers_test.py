@@ -50,8 +50,8 @@ BROKEN = {
     "torch in tools": ("tools/muster.cpp", "#include <torch/torch.h>", "tools must not include libtorch"),
     "comm in tools": ("tools/muster.cpp", '#include "comm/table.h"', "which brings libtorch"),
     "umbrella": ("src/comm/group.cpp", '#include "muster/muster.h"', "umbrella"),
-    "no such layer": ("src/comm/group.cpp", '#include "muster/misc/stuff.h"', "'misc' is no layer"),
-    "new folder": ("src/misc/stuff.cpp", "#include <string>", "'misc' is no layer"),
+    "no such layer": ("src/comm/group.cpp", '#include "muster/misc/stuff.h"', "'misc' is not a layer"),
+    "new folder": ("src/misc/stuff.cpp", "#include <string>", "'misc' is not a layer"),
 }
 
 

@@ -1,9 +1,9 @@
-// Bytes that nobody should send, to the parser of frames, in portions of any size: it must give the frames that were
-// written, or Corrupt, read nothing that is not there, and take no more memory than bytes that came (and some).
+// Feeds bytes that nobody should send to the parser of frames, in portions of any size. The parser must return the
+// frames that were written, or throw Corrupt. It must not read beyond the bytes, nor take much more memory than came.
 //
-//   MUSTER_FUZZ_ROUNDS=1000000 core_tests --gtest_filter='FrameFuzz.*'
-//   MUSTER_FUZZ_SEED=77 MUSTER_FUZZ_ROUNDS=1 core_tests --gtest_filter='FrameFuzz.*'   # round 77 of seed 0
-//   MUSTER_FUZZ_SECONDS=3600 core_tests --gtest_filter='FrameFuzz.*'                   # for an hour
+//   MUSTER_FUZZ_ROUNDS=1000000 transport_tests --gtest_filter='FrameFuzz.*'
+//   MUSTER_FUZZ_SEED=77 MUSTER_FUZZ_ROUNDS=1 transport_tests --gtest_filter='FrameFuzz.*'   # round 77 of seed 0
+//   MUSTER_FUZZ_SECONDS=3600 transport_tests --gtest_filter='FrameFuzz.*'                   # for an hour
 
 #include <gtest/gtest.h>
 

@@ -1,10 +1,10 @@
-// Packets that nobody should send, to what puts those of the ucx transport together: it must give the messages that
-// were sent, in their order, or say that they are broken; read nothing that is not there, and fetch nothing above the
-// limits.
+// Feeds packets that nobody should send to the code that puts the ucx transport's packets together. That code must
+// return the messages that were sent, in their order, or say that they are broken. It must not read beyond the bytes,
+// nor fetch anything above the limits.
 //
-//   MUSTER_FUZZ_ROUNDS=1000000 core_tests --gtest_filter='UcxFuzz.*'
-//   MUSTER_FUZZ_SEED=77 MUSTER_FUZZ_ROUNDS=1 core_tests --gtest_filter='UcxFuzz.*'   # round 77 of seed 0
-//   MUSTER_FUZZ_SECONDS=3600 core_tests --gtest_filter='UcxFuzz.*'                   # for an hour
+//   MUSTER_FUZZ_ROUNDS=1000000 transport_tests --gtest_filter='UcxFuzz.*'
+//   MUSTER_FUZZ_SEED=77 MUSTER_FUZZ_ROUNDS=1 transport_tests --gtest_filter='UcxFuzz.*'   # round 77 of seed 0
+//   MUSTER_FUZZ_SECONDS=3600 transport_tests --gtest_filter='UcxFuzz.*'                   # for an hour
 
 #include <gtest/gtest.h>
 

@@ -9,11 +9,11 @@
  * Memory. Every thread has a store buffer: what it stores, counting atomic additions, reaches the memory later, in
  * order, at a moment of the model's choosing, and its loads do not wait for that. A seq_cst fence waits until the
  * buffer is empty; so does futex_wake(), a full barrier in the kernel. An addition may thus lag behind later loads, as
- * on processors whose atomic additions are no barriers; where they are, there are only fewer runs. A killed thread's
- * buffer still empties. No thread loads a word that waits in its own buffer, so nothing is forwarded.
+ * on processors whose atomic additions are not barriers; where they are, some of these runs cannot happen. A killed
+ * thread's buffer still empties. No thread loads a word that waits in its own buffer, so nothing is forwarded.
  *
  * Steps. `atomic` joins a load with the thread's own next entries into its buffer, which nobody else can see yet, and a
- * fence with the load after it: these are no fewer runs, only fewer states.
+ * fence with the load after it: this leaves out no run, it only makes fewer states.
  *
  * Left out: the futex's time limit, so that nothing can depend on it; overflow of the 32-bit words; loads out of order,
  * which the acquire loads at b and c forbid (MUTANT_SEEN_LATE is what they prevent).

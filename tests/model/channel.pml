@@ -5,11 +5,11 @@
  * at any later moment". With -DCRASH any one rank is killed at any step.
  *
  * A bell does what bell.pml proves of one: to look at the condition and to fall asleep is one step, and a ring wakes
- * all who sleep. To publish and to ring are two. Spinning is a look before the sleep's own, so it is no case of its
- * own. Memory is in order: what a rank learns here of another it learns by an acquire load of what that one stored
+ * all who sleep. To publish and to ring are two. Spinning is a look before the sleep's own, so it needs no separate
+ * case. Memory is in order: what a rank learns here of another it learns by an acquire load of what that one stored
  * with release, before which that one did all that matters. Only the bell needs more than that.
  *
- * Left out: deadlines, mismatches, abort(), faults on order, what a failure's report says. All of them end in fail(),
+ * Left out: deadlines, mismatches, abort(), injected faults, what a failure's report says. All of them end in fail(),
  * as a lost peer does.
  *
  * A rank is a process `Rank(me)` with variables p and b, 0 between uses, and a label `thrown` for its waits to go to.
@@ -48,7 +48,7 @@ inline check() {
 
 /* Waits until `ready` holds for every p but me, one after the other. A look takes in all that are ready and falls
  * asleep on the bell of the first that is not. A rank that wakes up to a failure throws, also if p is ready by
- * now. That p has left is no failure if it did before what is waited for, so this needs a last look. */
+ * now. If p has left, that is not a failure if it first did what is waited for, so this needs a last look. */
 inline wait_all(ready) {
   do
   :: atomic {

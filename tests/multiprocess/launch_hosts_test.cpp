@@ -196,7 +196,8 @@ TEST_F(Hosts, OneMoreComesIntoARunningJob) {
   std::filesystem::remove(file);
 }
 
-// Room for one more is no restart, and how often a launcher has met the others is nobody's business.
+// An epoch that ends to make room for another host does not count as a restart. Ranks do not see how often a launcher
+// has met the others.
 TEST_F(Hosts, AllRanksKnowHowOftenTheJobHasStartedAgain) {
   const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
   std::filesystem::remove(file);

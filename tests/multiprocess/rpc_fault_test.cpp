@@ -83,7 +83,7 @@ TEST(RpcFaultProcess, AKilledWorkerFailsTheCallsToItOverUcx) {
   kill_a_called_worker({.transport = "ucx"}, "is lost: ");
 }
 
-// A stopped worker is no dead one: calls to it time out.
+// A stopped worker is not a dead one: calls to it time out.
 TEST(RpcFaultProcess, AStoppedWorkerTimesOut) {
   const ForkedJob job;
   ForkedRanks ranks(2, [&](int rank) -> std::string {
@@ -176,7 +176,7 @@ struct Shelf {
   std::vector<RRef<Box>> boxes;
 };
 Shelf& shelf() {
-  static Shelf mine;  // one worker a process here
+  static Shelf mine;  // one worker per process here
   return mine;
 }
 void put(std::vector<RRef<Box>> boxes) {

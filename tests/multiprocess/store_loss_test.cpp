@@ -22,7 +22,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-constexpr const char* kSilent = "the store does not answer, and ranks go on as long as they need none: no etcd at ";
+constexpr const char* kSilent = "the store does not answer; ranks continue as long as they do not need it: no etcd at ";
 
 // Two launchers of one rank each.
 class StoreLoss : public JobFolderTest {

@@ -194,7 +194,7 @@ class Compared(unittest.TestCase):
 
 class Models(Compared):
     def test_resnet_with_batch_norm(self):
-        """Each rank has statistics of its own, so one process has no like; rank 0's are broadcast before each step."""
+        """Ranks normalize by their own batches, so no single process trains alike; DDP broadcasts rank 0's statistics."""
         self.assertEqual(sum(p.numel() for p in resnet18().parameters()), 11_689_512)
 
         def train_over(rank: int, group: dist.ProcessGroup) -> Parameters:

@@ -24,8 +24,8 @@
 //   call in a separate thread and waits for it for a limited time.
 //
 // to_c10d() makes a c10d::Store of a Muster store, for ProcessGroupGloo, NCCL and Python. It has c10d's semantics: an
-// empty expected value means "absent", get() waits for the store's own timeout, zero is no timeout. It has the extended
-// API (append, multiGet, multiSet), not the queues.
+// empty expected value means "absent", get() waits for the store's own timeout, a timeout of zero means none. It has the
+// extended API (append, multiGet, multiSet), not the queues.
 //
 // Errors: from_c10d: c10::DistStoreError becomes Timeout, everything else that c10d throws Unavailable. to_c10d:
 // Timeout becomes c10::DistStoreError, Unavailable c10::DistNetworkError, InvalidArgument c10::ValueError, the rest

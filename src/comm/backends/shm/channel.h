@@ -3,9 +3,9 @@
 // deadlines, and the group's failure.
 //
 // An operation, on every rank:
-//   enter()      announces it, waits until all have announced theirs, compares; from here on all ranks agree about what
-//   happens …            algorithms/: data moves through slots, staging or heaps; publish() and await() keep the ranks
-//   in step leave_op()   this rank's part is complete
+//   enter()      announces it, waits for the peers' announcements and compares them: afterwards all ranks agree
+//   algorithms/  moves the data through slots, staging or heaps; publish() and await() keep the ranks in step
+//   leave_op()   says that this rank's part is complete
 //
 // Failure. The first rank that notices a failure (a dead peer, a timeout, a mismatch) writes its reason into its
 // control block, sets the abort word by compare-and-swap and rings all bells. Every wait of every rank then throws that
