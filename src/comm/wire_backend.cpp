@@ -18,6 +18,7 @@
 #include "comm/flatten.h"
 #include "shm/peer_watch.h"
 #include "store/outage.h"
+#include "store/stored_number.h"
 
 namespace muster::comm {
 namespace {
@@ -325,7 +326,9 @@ void WireBackend::explain(const std::string& what, bool timed_out, const std::st
               shown(r), pid_of(r),
               text("rank ", shown(r), " left group '", group_name(), "' while rank ", shown(me), " waited in ", what)));
         } else if (const auto far = store_->try_get(key(text("broke/", r)))) {
-          said[static_cast<size_t>(r)] = std::stoull(*far);
+          // "12" or "12 timed out"
+          said[static_cast<size_t>(r)] = static_cast<uint64_t>(
+              store::stored_number(text("broke/", r), far->substr(0, far->find(' ')), 0, INT64_MAX));
           another_timed_out = another_timed_out || far->ends_with(" timed out");
         } else {
           all = false;

@@ -30,6 +30,7 @@
 #include <string>
 
 #include "muster/store/store.h"
+#include "store/stored_number.h"
 
 namespace muster::launch {
 
@@ -66,8 +67,7 @@ inline std::optional<ElasticWord> elastic_word(const std::string& text) {
 
 // The epoch from which a mark calls its rank away; nullopt if it does not.
 inline std::optional<int64_t> called_from(const std::optional<std::string>& mark) {
-  if (!mark || mark->empty() || mark->find_first_not_of("0123456789") != std::string::npos) return std::nullopt;
-  return std::stoll(*mark);
+  return mark ? store::number_of(*mark, 0, INT64_MAX) : std::nullopt;
 }
 
 // The launcher calls a rank away from `epoch`. Returns its mark before that; "done" is not changed.

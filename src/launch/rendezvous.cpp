@@ -17,6 +17,7 @@
 #include "muster/base/error.h"
 #include "store/erase_all.h"
 #include "store/outage.h"
+#include "store/stored_number.h"
 
 namespace muster::launch {
 namespace {
@@ -24,6 +25,7 @@ namespace {
 using Json = nlohmann::json;
 using std::chrono::milliseconds;
 
+constexpr int64_t kSeats = 1 << 16;      // more than any job has agents
 constexpr milliseconds kLook{50};        // between two looks at the agents that have come
 constexpr milliseconds kFarewell{3000};  // the time in which the other agents may learn of the job's end
 constexpr milliseconds kGoing{1000};     // the time in which an agent that leaves gives back its seat or says why
@@ -394,7 +396,7 @@ void Rendezvous::await_others(const Plan& plan) {
   auto seen = store_->add(name, 1);
   for (const auto patience = Deadline::after(kFarewell); seen < static_cast<int64_t>(plan.agents.size());) {
     const auto more = unless_late([&] { return store_->watch(name, 0, Deadline::after(milliseconds(1))); });
-    seen = more && more->value ? std::stoll(*more->value) : seen;
+    seen = more && more->value ? store::stored_number(name, *more->value, 0, INT64_MAX) : seen;
     if (patience.passed()) return;
     if (seen < static_cast<int64_t>(plan.agents.size())) ::poll(nullptr, 0, 5);
   }
@@ -423,11 +425,19 @@ bool Rendezvous::beats(int epoch, int64_t seat, Pulse* pulse, milliseconds betwe
 
 // --- a stop between two epochs ---
 
+// The signal with which the user has ended the job in this epoch.
+std::optional<int> Rendezvous::stop_of(int epoch) const {
+  const std::string name = key(epoch, "stop");
+  const auto said = store_->try_get(name);
+  if (!said) return std::nullopt;
+  return static_cast<int>(store::stored_number(name, *said, 1, 64));
+}
+
 // Whether the user has ended the job before there was a plan for `epoch`. If so, posts a StopRequest.
 bool Rendezvous::hears_stop(int epoch) {
-  const auto stop = store_->try_get(key(epoch, "stop"));
+  const auto stop = stop_of(epoch);
   if (!stop) return false;
-  const int signal = static_cast<int>(std::stoll(*stop));
+  const int signal = *stop;
   {
     const std::lock_guard lock(mutex_);
     to_stop_ = signal;
@@ -533,7 +543,8 @@ std::optional<Plan> Rendezvous::await_plan(int epoch, Deadline deadline) {
     }
     if (has_ended()) return std::nullopt;
     store_->add(key(epoch, text("beat/", self_.seat)), 1);
-    const auto seats = std::stoll(store_->try_get(key(epoch, "seats")).value_or("0"));
+    const auto seats =
+        store::stored_number(key(epoch, "seats"), store_->try_get(key(epoch, "seats")).value_or("0"), 0, kSeats);
     here.clear();
     for (int64_t seat = 1; seat <= seats; ++seat) {
       const std::string name = key(epoch, text("seat/", seat));
@@ -672,14 +683,14 @@ std::optional<EpochEnd> Rendezvous::run(const Plan& plan) {
       }
       return std::nullopt;
     }
-    if (const auto stop = told ? std::nullopt : store_->try_get(key(plan.epoch, "stop"))) {
+    if (const auto stop = told ? std::nullopt : stop_of(plan.epoch)) {
       told = true;
       {
         const std::lock_guard lock(mutex_);
-        to_stop_ = static_cast<int>(std::stoll(*stop));
+        to_stop_ = *stop;
         if (!stopped_since_) stopped_since_ = Clock::now();
       }
-      post(StopRequest{static_cast<int>(std::stoll(*stop))});
+      post(StopRequest{*stop});
     }
   }
 }

@@ -178,6 +178,7 @@ class Rendezvous {
   void take_part();
   std::optional<Plan> join(int* epoch);
   std::optional<Plan> await_plan(int epoch, Deadline deadline);
+  std::optional<int> stop_of(int epoch) const;
   bool hears_stop(int epoch);
   void tell_stop(int epoch);
   static bool settle_wishes(std::vector<Agent>& here, std::map<int64_t, Pulse>& pulses);

@@ -14,6 +14,7 @@
  *   -DPIECES   a message moves in pieces of any size, and a turn may end after any of them (kPiece, kTurn)
  *   -DREFERENCE  the ring has only the headers, and rank 0 copies the data from rank 1's heap: is_copied(), copy_reference()
  *   -DGIVES_UP   rank 1 submits one send and leaves without waiting for it; only with REFERENCE
+ *   -DFAILS      rank 1 may fail the group while its send waits (a deadline has passed)
  *   -DANY      the receives are from any source
  *   -DSHORT    rank 1 leaves when it has sent its first message
  *   -DQUITS    rank 0 leaves when its first receive has ended
@@ -26,9 +27,11 @@
  * Steps. What a thread does under its rank's lock is one step from one access to shared memory to the next. To copy
  * data and to publish the counter is one step: the other side looks at the data only behind the counter.
  *
- * Left out: send_now(), receive_now() and find(), which refuse where anything is under way; deadlines; messages that do
- * not fit; the death of a rank, which ends in the same fail() (slots.pml); all time limits, also kNap, so nothing can
- * depend on them.
+ * A message of which all comes together (RecordLine::kWhole) is one whose cells come in one step.
+ *
+ * Left out: send_now(), receive_now() and find(), which refuse if anything is under way; messages that do not fit; the
+ * death of a rank, which ends in the same fail() (slots.pml); all time limits, also kNap, so nothing can depend on them,
+ * except that a rank may look for peers that have left at any time (progress(), next_check_).
  *
  * Checked: a receive that completes has its own message, whole; nothing fails unless the other rank has left too early
  * (assert); every thread ends in every run (ltl every_thread_ends).
@@ -51,6 +54,7 @@ byte cell[RING];
 byte written, read;
 byte copied;                   /* messages by reference */
 bool left[2], failed;
+bool closing[2];               /* Channel::stopping_: of one rank, for its own threads */
 
 /* Of the ranks. */
 bool locked[2], stopping[2];
@@ -72,6 +76,7 @@ bool work_asleep[2], second_ended[2], ended[2];
 #define TAG(message) ((message) == 0 -> first_tag : 1 - first_tag)
 #define EXPECTED(message, at) ((at) == 0 -> HEADER + TAG(message) : TAG(message) + 1)
 
+#define FAILED(rank) (failed || closing[rank])
 #define SENDING (sends > sent)
 #define POSTED (posted[0] || posted[1])
 #define IS_PENDING ((rank == 0 && (POSTED || target != NONE)) || (rank == 1 && SENDING))
@@ -192,9 +197,15 @@ inline pull() {
   :: atomic { RECEIVING && header_read && data_read < DATA -> torn = torn || sent > copied; data_read++; any = true }
   :: RECEIVING && header_read && data_read == DATA ->
 #ifndef MUTANT_NO_LOOK
-     gone = failed;
+#ifdef MUTANT_FAILURE_UNSEEN
+     gone = false;
+#else
+     gone = FAILED(rank);
+#endif
      atomic {
+#ifndef MUTANT_LEAVING_UNSEEN
        gone = gone || left[1];
+#endif
        if
        :: gone -> gone = false; break
        :: else
@@ -250,7 +261,9 @@ inline pull() {
 /* With the lock. Not a word about deadlines. */
 inline lose() {
 #if defined(SHORT) || defined(GIVES_UP)
-  assert(rank == 0);
+  assert(rank == 0 || left[1]);
+#elif defined(FAILS)
+  assert(failed); /* and so the ranks left */
 #else
 #ifdef QUITS
   assert(rank == 1 || left[0]);
@@ -314,11 +327,14 @@ inline progress() {
   :: rank == 1 -> push()
   fi;
   if
-  :: !completed && IS_PENDING ->
+  :: IS_PENDING ->
      if
-     :: failed -> atomic { fail_all(rank) }
-     :: !failed && !any -> check_peers()
-     :: else
+     :: FAILED(rank) -> atomic { fail_all(rank) }
+#ifdef FAILS
+     :: !failed && rank == 1 -> failed = true; atomic { RING_INBOX(0); RING_INBOX(1) }; atomic { fail_all(rank) }
+#endif
+     :: !FAILED(rank) && (listens || any || completed) -> check_peers()
+     :: !FAILED(rank) && !listens
      fi
   :: else
   fi;
@@ -361,9 +377,14 @@ inline post(tag) {
   LOCK(rank);
   atomic {
     if
-    :: rank == 1 -> sends++
-    :: rank == 0 && aside[tag] -> aside[tag] = false; complete[tag] = true; completed = true
-    :: rank == 0 && !aside[tag] -> posted[tag] = true
+    :: FAILED(rank) -> /* it throws */
+       if
+       :: rank == 1 -> send_broken = true
+       :: rank == 0 -> complete[tag] = true; broken[tag] = true
+       fi
+    :: !FAILED(rank) && rank == 1 -> sends++
+    :: !FAILED(rank) && rank == 0 && aside[tag] -> aside[tag] = false; complete[tag] = true; completed = true
+    :: !FAILED(rank) && rank == 0 && !aside[tag] -> posted[tag] = true
     fi;
     locked[rank] = false
   };
@@ -386,7 +407,13 @@ inline submit(tag) {
 }
 
 inline leave_and_stop() {
+#ifdef MUTANT_STOPS_FIRST
+  closing[rank] = true;
   left[rank] = true;
+#else
+  left[rank] = true;
+  closing[rank] = true;
+#endif
 #ifndef MUTANT_SILENT_LEAVE
   atomic { RING_INBOX(0); RING_INBOX(1) };
 #endif

@@ -104,6 +104,8 @@ run_large holds messages DATA=1 RING=3
 run_large holds messages REFERENCE
 run_large holds messages REFERENCE QUITS
 run_large holds messages REFERENCE GIVES_UP
+run_large holds messages REFERENCE GIVES_UP ASYNC=2
+run_large holds messages REFERENCE FAILS
 run_large holds messages REFERENCE ASYNC=2
 run_large holds messages REFERENCE ASYNC=1 DATA=1
 run_large holds messages ASYNC=1 DATA=1
@@ -169,6 +171,9 @@ run_large assert messages ANY DATA=1 MUTANT_ANY_EMPTY_FIRST
 run_large stuck messages ASYNC=1 MUTANT_SLEEPS_IDLE
 run_large stuck messages SHORT MUTANT_SILENT_LEAVE
 run_large assert messages REFERENCE GIVES_UP MUTANT_NO_LOOK
+run_large assert messages REFERENCE GIVES_UP MUTANT_LEAVING_UNSEEN
+run_large assert messages REFERENCE GIVES_UP ASYNC=2 MUTANT_STOPS_FIRST
+run_large assert messages REFERENCE FAILS MUTANT_FAILURE_UNSEEN
 run_large assert messages REFERENCE MUTANT_LEFT_IS_LOST
 run_large assert messages REFERENCE ASYNC=1 DATA=1 MUTANT_COMPLETE_FIRST
 

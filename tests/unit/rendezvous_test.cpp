@@ -442,6 +442,11 @@ TEST(Rendezvous, NonsenseInTheStoreIsCorrupt) {
   const auto store = make_memory_store();
   store->set("agents/0/plan", "what is this");
   EXPECT_THROW(Host(store, "a", fixed(1)).plan(), Corrupt);
+  for (const char* stop : {"", "x", "-1", "0", "65", "9 ", "99999999999999999999"}) {
+    const auto other = make_memory_store();
+    other->set("agents/0/stop", stop);
+    EXPECT_THROW(Host(other, "a", fixed(1)).plan(), Corrupt) << stop;
+  }
 }
 
 TEST(Rendezvous, EndsWhenItIsDestroyedWhateverItDoes) {

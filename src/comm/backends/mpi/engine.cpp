@@ -11,6 +11,7 @@
 
 #include "base/signals_blocked.h"
 #include "base/text.h"
+#include "store/stored_number.h"
 
 namespace muster::comm::mpi_backend {
 namespace {
@@ -191,7 +192,11 @@ std::shared_ptr<Circle> Engine::join(const WireSite& site) {
     if (theirs != first)
       site.unavailable(text("the ranks of group '", site.group_name, "' were started by more than one mpirun"),
                        "Start all ranks with one mpirun");
-    ranks.push_back(std::stoi(said));
+    const auto rank = store::number_of(said.substr(0, said.find(' ')), 0, INT32_MAX);
+    if (!rank)
+      site.unavailable(text("the ranks of group '", site.group_name, "' cannot be read from the store"),
+                       "Look whether another program uses the same store");
+    ranks.push_back(static_cast<int>(*rank));
   }
   if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size())
     site.unavailable(

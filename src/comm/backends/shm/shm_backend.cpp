@@ -152,8 +152,10 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
     // A peer that has not noticed the failure yet may still write to tensors on the heap, so this keeps the tensor: its
     // memory must not be given to another one.
     const std::lock_guard lock(quarantine_mutex_);
-    if (operation.tensor.defined() && arena_ && arena_->contains(operation.tensor.const_data_ptr()))
+    if (operation.tensor.defined() && arena_ && arena_->contains(operation.tensor.const_data_ptr())) {
       quarantine_.push_back(operation.tensor);
+      if (for_pytorch_) (void)new at::Tensor(operation.tensor);  // leaked: the heap is the process's, not the group's
+    }
     throw;
   }
 }
