@@ -1,5 +1,6 @@
 // DistributedDataParallel on ranks that are threads: what it promises in its header, point by point.
 #include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
@@ -568,6 +569,39 @@ TEST_F(DdpTest, BuffersFollowRankZero) {
     const auto before_batch = (net->norm->running_var - 0.1 * part(world.rank(), 9).var(0)) / 0.9;
     EXPECT_TRUE(torch::allclose(before_batch, torch::zeros({12}), 1e-4, 1e-5));
   });
+}
+
+// ctest runs it in a process of its own (EACH), because nothing takes the allocator away again that DDP has installed.
+TEST(DdpAllocator, IsReplacedOnlyOnRequest) {
+  struct Large : torch::nn::Module {
+    torch::nn::Linear first = register_module("first", torch::nn::Linear(600, 600)),
+                      second = register_module("second", torch::nn::Linear(600, 2));
+    torch::Tensor forward(torch::Tensor x) { return second(torch::relu(first(x))); }
+  };
+  at::set_num_threads(1);
+  c10::Allocator* const before = c10::GetCPUAllocator();
+  if (before != c10::GetDefaultCPUAllocator()) GTEST_SKIP() << "an earlier test of this process has had it replaced";
+  for (const bool replace : {false, true}) {
+    SCOPED_TRACE(replace);
+    run_threads(2, [replace](World& world) {
+      const auto net = make<Large>(7), alone = make<Large>(7);
+      DistributedDataParallel ddp(net, {.replace_allocator = replace});
+      int born = 0;  // gradients that autograd computed where they are reduced
+      net->first->weight.register_hook(
+          [&](const torch::Tensor& grad) { born += world.heap().contains(grad.const_data_ptr()); });
+      const auto input = [](int rank, int step) { return part(rank, step, 50).flatten().view({1, 600}); };
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        alone->zero_grad();
+        ddp(input(world.rank(), step)).square().sum().backward();
+        for (int r = 0; r < 2; ++r) (alone->forward(input(r, step)).square().sum() / 2).backward();
+        EXPECT_TRUE(world.heap().contains(net->first->weight.grad().const_data_ptr()));
+        EXPECT_TRUE(torch::allclose(net->first->weight.grad(), alone->first->weight.grad(), 1e-4, 1e-5)) << step;
+      }
+      EXPECT_EQ(born > 0, replace);
+    });
+    EXPECT_EQ(c10::GetCPUAllocator() != before, replace);
+  }
 }
 
 TEST_F(DdpTest, DifferentModulesAreAMismatch) {
