@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import muster
-from ranks import cpu, fork, hear, raised, run, run_threads, say
+from ranks import LIMIT, cpu, fork, hear, raised, run, run_threads, say
 
 
 def await_sleep(pid):
@@ -373,6 +373,21 @@ class Hosts(unittest.TestCase):
 
         with tempfile.TemporaryDirectory() as folder:
             self.assertEqual(fork(3, body), [(3.0, [0.0, 1.0, 2.0], [{"rank": r} for r in range(3)])] * 3)
+
+    def test_mismatch_between_hosts_says_where_each_rank_called(self):
+        for hosts in ("ab", "aab"):
+            last = len(hosts) - 1
+
+            def body(rank):
+                os.environ["MUSTER_HOST"] = hosts[rank]
+                dist.init_process_group("muster", store=dist.FileStore(f"{folder}/store", len(hosts)), rank=rank,
+                                        world_size=len(hosts), timeout=timedelta(seconds=LIMIT))
+                return raised(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(3 + (rank == last))))
+
+            with tempfile.TemporaryDirectory() as folder:
+                for text in fork(len(hosts), body):
+                    self.assertIn("rank 0 called all_reduce of 3 x Float, SUM (backend_test.py:", text)
+                    self.assertIn(f"rank {last} called all_reduce of 4 x Float, SUM (backend_test.py:", text)
 
 
 class Stragglers(unittest.TestCase):
