@@ -7,6 +7,9 @@
 A process that loads libtorch takes a third of a second to start, and many tests take less. A suite with named
 parameters, such as a backend's name, becomes one ctest test per parameter: "Comm/Errors/gloo_threads".
 
+A suite whose name contains "Fuzz" gets MUSTER_FUZZ_SECONDS more for each of its tests. ctest reads the variable when it
+runs, as the tests do.
+
 Patterns are gtest's, separated by colons. ctest runs nothing else at the same time as tests that match --alone. Tests
 that match --full get the label `full`: `./dev test` leaves them out. A suite with tests of several of these kinds
 becomes one ctest test per kind: "Comm/Errors/gloo_threads", "Comm/Errors/gloo_threads.alone",
@@ -63,10 +66,14 @@ def main():
     if not entries:
         sys.exit(f"{args.program} has no tests that match '{args.filter}'")
 
-    lines = []
+    lines = ['set(fuzz_seconds "$ENV{MUSTER_FUZZ_SECONDS}")', "if(NOT fuzz_seconds)", "  set(fuzz_seconds 0)", "endif()"]
     for (entry, kind), names in entries.items():
         entry = args.prefix + entry
-        properties = {"TIMEOUT": str(args.timeout), "LABELS": args.labels + (";full" if kind == ".full" else "")}
+        timeout = str(args.timeout)
+        if "Fuzz" in entry:
+            lines.append(f'math(EXPR fuzz_timeout "{args.timeout} + {len(names)} * ${{fuzz_seconds}}")')
+            timeout = "${fuzz_timeout}"
+        properties = {"TIMEOUT": timeout, "LABELS": args.labels + (";full" if kind == ".full" else "")}
         if kind and any(matches(name, args.alone) for name in names):
             properties["RUN_SERIAL"] = "TRUE"
         if args.environment:

@@ -89,6 +89,8 @@ class WireBackend final : public LaneBackend {
   // Exchanges announcements and compares them. `parts`: of an all_to_all, the bytes for each rank.
   void announce(const Operation& operation, std::span<const std::byte> payload, Deadline deadline,
                 const std::vector<uint64_t>& parts = {});
+  // After a mismatch: the ranks tell each other where they called.
+  void tell_sites(const Operation& operation, Deadline deadline);
   void count_arrivals();  // of the collective before the one that has been announced
   const std::byte* payload_of(int rank) const;
   void all_reduce(const Operation& operation, Bytes data, size_t count, size_t item, Deadline deadline);

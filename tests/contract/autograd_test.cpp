@@ -577,6 +577,33 @@ TEST_P(Autograd, AContextKeepsGradientsApart) {
   });
 }
 
+TEST_P(Autograd, GradInAContextAccumulatesNowhere) {
+  trainer(2, [] {
+    const auto model = rpc::remote<Linear>(1, uint64_t{7});
+    Linear local(7), mine(8), mine_local(8);
+    const Tensor x = random_leaf({2, 3}, 1), x1 = x.detach().clone().set_requires_grad(true);
+    const Tensor ones = at::ones({2, 3}, at::kDouble), other = leaf({1});
+    autograd::Context context;
+    const Tensor y = mine.forward(model.sync<&Linear::forward>(x)), y1 = mine_local.forward(local.forward(x1));
+    const Tensors got = autograd::grad(context, {y}, {x, mine.weight, other}, {ones}, true, true, true),
+                  expected = torch::autograd::grad({y1}, {x1, mine_local.weight}, {ones}, true, true);
+    ASSERT_EQ(got.size(), 3u);
+    expect_close(got[0], expected[0]);
+    expect_close(got[1], expected[1]);
+    EXPECT_FALSE(got[2].defined());  // it was not used
+    // Of a gradient too.
+    expect_close(autograd::grad(context, {got[0].square().sum()}, {x}, {}, true)[0],
+                 torch::autograd::grad({expected[0].square().sum()}, {x1})[0]);
+    EXPECT_TRUE(context.gradients().empty());
+    EXPECT_FALSE(x.grad().defined());
+    EXPECT_FALSE(mine.weight.grad().defined());
+    EXPECT_FALSE(model.sync<&Linear::context_grad>().defined());
+    EXPECT_FALSE(model.sync<&Linear::grad>().defined());
+    context.end();
+    EXPECT_THROW(autograd::grad(context, {y}, {x}, {ones}), Aborted);
+  });
+}
+
 TEST_P(Autograd, AContextKeepsNoTensorOfTheCallers) {
   trainer(2, [] {
     const Tensor x = leaf({1, 2}), y = leaf({3, 4});

@@ -216,7 +216,14 @@ TEST_P(Rpc, ALongErrorIsCut) {
 }
 
 TEST_P(Rpc, TwoWorkersOfOneName) {
-  run(2, [](World&) { EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::init({.name = "a"}); }), "\"a\""); });
+  run(2, [](World&) {
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::init({.name = "a"}); }), "\"a\"");
+    EXPECT_FALSE(rpc::is_running());
+    rpc::shutdown();  // there is nothing to end
+    rpc::init();
+    EXPECT_EQ(rpc::sync<&add>(1, 2, 3), 5);
+    rpc::shutdown();
+  });
 }
 
 TEST_P(Rpc, TensorsOfAllSizes) {
@@ -686,6 +693,8 @@ TEST_P(Rpc, WaysThatThereAreNot) {
                     "there is no transport \"pigeon\"");
     EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::init({.transport = "tcp,ucx"}); }), "shm,ucx");
     EXPECT_FALSE(rpc::is_running());
+    rpc::shutdown();
+    rpc::shutdown(rpc::Shutdown::kAbrupt);
   });
 }
 
@@ -695,6 +704,8 @@ TEST_P(Rpc, WorkersWithOtherWaysAreToldSo) {
         message_of<Mismatch>([&] { rpc::init({.transport = world.rank() == 0 ? "tcp" : "shm,tcp"}); });
     EXPECT_CONTAINS(said, "uses the transports");
     EXPECT_CONTAINS(said, "shm,tcp");
+    rpc::shutdown();
+    EXPECT_FALSE(rpc::is_running());
   });
 }
 

@@ -11,6 +11,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "base/text.h"
@@ -23,6 +24,8 @@
 #include "muster/comm/objects.h"
 #include "muster/comm/tensor_msgpack.h"
 #include "muster/data/idx.h"
+#include "muster/store/store.h"
+#include "support/patience.h"
 
 namespace muster::test {
 namespace {
@@ -47,8 +50,15 @@ void parse_members(Bytes bytes) {
   }
 }
 
+// The first is what rank 0 posts when all have come: two ranks of one host, and one of another.
 Seeds members_seeds() {
-  return {"complete 3 0 100 3 0 101 3 1 102 ff", "missing 1 2", "mismatch rank 1 expects a group of 4 ranks"};
+  const auto store = make_memory_store();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < kSize; ++rank)
+    ranks.emplace_back(
+        [&, rank] { comm::meet_members(*store, "group", rank, kSize, rank < 2 ? "a" : "b", patience()); });
+  for (auto& rank : ranks) rank.join();
+  return {*store->try_get("group/members"), "missing 1 2", "mismatch rank 1 expects a group of 4 ranks"};
 }
 
 void parse_failure_note(Bytes bytes) {

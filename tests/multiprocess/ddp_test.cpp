@@ -1,5 +1,6 @@
 // DistributedDataParallel on ranks that are threads: what it promises in its header, point by point.
 #include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
@@ -337,6 +338,35 @@ TEST_F(DdpTest, UnusedParametersCountAsZeroWhereAllowed) {
   });
 }
 
+// All parameters are used, but the first backward() that reduces comes only to some of them.
+TEST_F(DdpTest, TheOrderOfReadinessIsThatOfAllParameters) {
+  struct Sides : torch::nn::Module {
+    torch::nn::Linear left = register_module("left", torch::nn::Linear(12, 1)),
+                      right = register_module("right", torch::nn::Linear(12, 1));
+    torch::Tensor forward(torch::Tensor x, bool use_right) { return use_right ? right(x) : left(x); }
+  };
+  run_threads(2, [](World& world) {
+    auto net = make<Sides>(3);
+    DistributedDataParallel ddp(net, {.bucket_bytes = 64, .first_bucket_bytes = 64});
+    const auto rows = [](int step) { return (part(0, step).sum(0, true) + part(1, step).sum(0, true)) / 2; };
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      net->zero_grad();
+      const bool right_last = (step + world.rank()) % 2 == 0;
+      {
+        const auto guard = ddp.no_sync();
+        ddp(part(world.rank(), step), !right_last).sum().backward();
+      }
+      ddp(part(world.rank(), step), right_last).sum().backward();
+      EXPECT_TRUE(torch::allclose(net->left->weight.grad(), rows(step), 1e-5, 1e-5));
+      EXPECT_TRUE(torch::allclose(net->right->weight.grad(), rows(step), 1e-5, 1e-5));
+      size_t parameters = 0;
+      for (const auto& bucket : ddp.bucket_names()) parameters += bucket.size();
+      EXPECT_EQ(parameters, 4u);
+    }
+  });
+}
+
 TEST_F(DdpTest, WhatNoSyncAloneUsedIsAveraged) {
   run_threads(2, [](World& world) {
     auto net = make<Branches>(3);
@@ -440,6 +470,87 @@ TEST_F(DdpTest, ABackwardThatThrewIsMadeUpForInNoSyncToo) {
   });
 }
 
+// The gradient of the input comes after those of all parameters. So the other rank's step is right, and it is the first
+// after which the ranks agree on the order of the buckets.
+TEST_F(DdpTest, ABackwardThatThrewBehindAllParametersIsAStepOfTheOthers) {
+  run_failing([](World& world, Failing& net, auto& ddp, DdpNet& alone) {
+    torch::Tensor x = part(world.rank(), 10).set_requires_grad(true);
+    if (world.rank() == 0)
+      x.register_hook([](const torch::Tensor&) -> void { throw std::runtime_error("in a hook of the input"); });
+    const auto loss = ddp(x * 1).sum();  // backward comes to the product last
+    if (world.rank() == 0) {
+      EXPECT_THROW(loss.backward(), std::runtime_error);
+    } else {
+      loss.backward();
+      for (int r = 0; r < 2; ++r) (alone.forward(part(r, 10)).sum() / 2).backward();
+      EXPECT_TRUE(torch::allclose(net.a->weight.grad(), alone.a->weight.grad(), 1e-4, 1e-5));
+    }
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      expect_right_average(ddp, alone, world, step);
+    }
+  });
+}
+
+// What one backward() owes is made up for when the next one begins, if no forward() comes between them.
+TEST_F(DdpTest, ABackwardThatThrewIsMadeUpForByTheNextOne) {
+  run_failing([](World& world, Failing& net, auto& ddp, DdpNet& alone) {
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      const auto first = ddp(part(world.rank(), 10 + step)).sum(), second = ddp(part(world.rank(), step)).sum();
+      net.zero_grad();
+      if (world.rank() == 0)
+        net.backward_fails(first);
+      else
+        EXPECT_THROW(first.backward(), InvalidArgument);  // not all gradients are there
+      net.zero_grad();
+      alone.zero_grad();
+      second.backward();
+      for (int r = 0; r < 2; ++r) (alone.forward(part(r, step)).sum() / 2).backward();
+      const auto ours = gradients(net), expected = gradients(alone);
+      for (size_t i = 0; i < ours.size(); ++i)
+        EXPECT_TRUE(ours[i].defined() && torch::allclose(ours[i], expected[i], 1e-4, 1e-5)) << i;
+    }
+  });
+}
+
+// The gradient with which the next backward() begins is one that the failed one did not come to.
+TEST_F(DdpTest, TheNextBackwardMayBeginWithAnotherParameter) {
+  struct Two : torch::nn::Module {
+    torch::Tensor left = register_parameter("left", torch::ones({12})),
+                  right = register_parameter("right", torch::ones({12}));
+    // Backward comes to the factor of the later term first.
+    torch::Tensor forward(const torch::Tensor& x, bool left_first) {
+      const auto earlier = (x * (left_first ? right : left)).sum();
+      return earlier + (x * (left_first ? left : right)).sum();
+    }
+  };
+  run_threads(2,
+              [](World& world) {
+                const auto net = make<Two>(3);
+                DistributedDataParallel ddp(net, {.bucket_bytes = 4, .first_bucket_bytes = 4});
+                bool fails = false;
+                net->left.register_hook([&](const torch::Tensor&) {
+                  if (fails) throw std::runtime_error("in a hook");
+                });
+                for (int step = 0; step < 3; ++step) {
+                  SCOPED_TRACE(step);
+                  const auto first = ddp(part(world.rank(), 10 + step), false),
+                             second = ddp(part(world.rank(), step), true);
+                  fails = world.rank() == 0;
+                  EXPECT_THROW(first.backward(), std::exception);
+                  fails = false;
+                  net->zero_grad();
+                  second.backward();
+                  const auto expected = (part(0, step) + part(1, step)).sum(0) / 2;
+                  EXPECT_TRUE(torch::allclose(net->left.grad(), expected, 1e-4, 1e-5));
+                  EXPECT_TRUE(torch::allclose(net->right.grad(), expected, 1e-4, 1e-5));
+                  net->zero_grad();
+                }
+              },
+              {.timeout = test::kPatience});
+}
+
 TEST_F(DdpTest, BuffersFollowRankZero) {
   struct WithBuffers : torch::nn::Module {
     torch::nn::BatchNorm1d norm = register_module("norm", torch::nn::BatchNorm1d(12));
@@ -458,6 +569,39 @@ TEST_F(DdpTest, BuffersFollowRankZero) {
     const auto before_batch = (net->norm->running_var - 0.1 * part(world.rank(), 9).var(0)) / 0.9;
     EXPECT_TRUE(torch::allclose(before_batch, torch::zeros({12}), 1e-4, 1e-5));
   });
+}
+
+// ctest runs it in a process of its own (EACH), because nothing takes the allocator away again that DDP has installed.
+TEST(DdpAllocator, IsReplacedOnlyOnRequest) {
+  struct Large : torch::nn::Module {
+    torch::nn::Linear first = register_module("first", torch::nn::Linear(600, 600)),
+                      second = register_module("second", torch::nn::Linear(600, 2));
+    torch::Tensor forward(torch::Tensor x) { return second(torch::relu(first(x))); }
+  };
+  at::set_num_threads(1);
+  c10::Allocator* const before = c10::GetCPUAllocator();
+  if (before != c10::GetDefaultCPUAllocator()) GTEST_SKIP() << "an earlier test of this process has had it replaced";
+  for (const bool replace : {false, true}) {
+    SCOPED_TRACE(replace);
+    run_threads(2, [replace](World& world) {
+      const auto net = make<Large>(7), alone = make<Large>(7);
+      DistributedDataParallel ddp(net, {.replace_allocator = replace});
+      int born = 0;  // gradients that autograd computed where they are reduced
+      net->first->weight.register_hook(
+          [&](const torch::Tensor& grad) { born += world.heap().contains(grad.const_data_ptr()); });
+      const auto input = [](int rank, int step) { return part(rank, step, 50).flatten().view({1, 600}); };
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        alone->zero_grad();
+        ddp(input(world.rank(), step)).square().sum().backward();
+        for (int r = 0; r < 2; ++r) (alone->forward(input(r, step)).square().sum() / 2).backward();
+        EXPECT_TRUE(world.heap().contains(net->first->weight.grad().const_data_ptr()));
+        EXPECT_TRUE(torch::allclose(net->first->weight.grad(), alone->first->weight.grad(), 1e-4, 1e-5)) << step;
+      }
+      EXPECT_EQ(born > 0, replace);
+    });
+    EXPECT_EQ(c10::GetCPUAllocator() != before, replace);
+  }
 }
 
 TEST_F(DdpTest, DifferentModulesAreAMismatch) {

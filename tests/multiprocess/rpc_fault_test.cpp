@@ -83,6 +83,32 @@ TEST(RpcFaultProcess, AKilledWorkerFailsTheCallsToItOverUcx) {
   kill_a_called_worker({.transport = "ucx"}, "is lost: ");
 }
 
+// The handler runs until the death of its caller has cancelled the call, which has no timeout.
+TEST(RpcFaultProcess, TheCallsOfAKilledWorkerAreCancelled) {
+  constexpr int kVictim = 0;
+  static constexpr auto serve = [] {
+    for_ever();
+    World::current().store().set("cancelled", rpc::this_call().caller().name);
+  };
+  const ForkedJob job;
+  ForkedRanks ranks(2, [&](int rank) -> std::string {
+    World world = job.join(rank, 2);
+    const World::Scope scope(world);
+    rpc::init();
+    if (rank == kVictim) rpc::sync<serve>({1, {.timeout = 0ms}});
+    const std::string caller = world.store().get("cancelled", patience());
+    EXPECT_FALSE(rpc::is_alive(kVictim));
+    rpc::shutdown(rpc::Shutdown::kAbrupt);
+    return caller;
+  });
+  await_count(*job.store(), "serving", 1);
+  ranks.signal(kVictim, SIGKILL);
+  const auto end = ranks.wait(1, patience());
+  EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+  EXPECT_EQ(end.said, "worker0");
+  ranks.wait(kVictim, patience());
+}
+
 // A stopped worker is not a dead one: calls to it time out.
 TEST(RpcFaultProcess, AStoppedWorkerTimesOut) {
   const ForkedJob job;

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import unittest
 from datetime import timedelta
 
@@ -14,7 +15,16 @@ import torch
 import torch.distributed as dist
 
 import muster
-from ranks import cpu, fork, hear, raised, run, run_threads, say
+from ranks import LIMIT, cpu, fork, hear, raised, run, run_threads, say
+
+
+def await_sleep(pid):
+    """Waits until a process with one thread of Python is found asleep a few times in a row (tests/support/asleep.h)."""
+    found = 0
+    while found < 5:
+        with open(f"/proc/{pid}/stat") as file:
+            found = found + 1 if file.read().rpartition(")")[2].split()[0] == "S" else 0
+        time.sleep(0)
 
 
 class Registration(unittest.TestCase):
@@ -363,6 +373,58 @@ class Hosts(unittest.TestCase):
 
         with tempfile.TemporaryDirectory() as folder:
             self.assertEqual(fork(3, body), [(3.0, [0.0, 1.0, 2.0], [{"rank": r} for r in range(3)])] * 3)
+
+    def test_mismatch_between_hosts_says_where_each_rank_called(self):
+        for hosts in ("ab", "aab"):
+            last = len(hosts) - 1
+
+            def body(rank):
+                os.environ["MUSTER_HOST"] = hosts[rank]
+                dist.init_process_group("muster", store=dist.FileStore(f"{folder}/store", len(hosts)), rank=rank,
+                                        world_size=len(hosts), timeout=timedelta(seconds=LIMIT))
+                return raised(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(3 + (rank == last))))
+
+            with tempfile.TemporaryDirectory() as folder:
+                for text in fork(len(hosts), body):
+                    self.assertIn("rank 0 called all_reduce of 3 x Float, SUM (backend_test.py:", text)
+                    self.assertIn(f"rank {last} called all_reduce of 4 x Float, SUM (backend_test.py:", text)
+
+
+class Stragglers(unittest.TestCase):
+    def test_who_comes_last_is_named(self):
+        """Rank 1 comes a second after rank 0, which by then sleeps in the collective."""
+        def body(rank):
+            group = dist.new_group()
+            nobody = muster.straggler_verdict(group)
+            if rank == 0:
+                dist.distributed_c10d._get_default_store().set("pid", str(os.getpid()))
+            else:
+                await_sleep(int(dist.distributed_c10d._get_default_store().get("pid")))
+                time.sleep(1.1)  # what is measured
+            dist.all_reduce(torch.ones(3), group=group)
+            known = muster.straggler_verdict(group), muster.straggler_verdict(group, timedelta(hours=1))
+            world = muster.straggler_verdict()
+            with tempfile.TemporaryFile() as log:
+                stderr = os.dup(2)
+                os.dup2(log.fileno(), 2)
+                dist.destroy_process_group(group)
+                os.dup2(stderr, 2)
+                log.seek(0)
+                said = log.read().decode()
+            return nobody, *known, world, said
+
+        words = "rank 1 came last to 100 % of 1 collectives of group '"
+        for rank, (nobody, known, not_that_late, world, said) in enumerate(run(2, body)):
+            self.assertEqual((nobody, not_that_late, world), ("", "", ""))
+            self.assertIn(words, known)
+            self.assertEqual(words in said, rank == 0, said)  # at the end of the group
+
+    def test_of_another_backend(self):
+        def body(_):
+            return raised(ValueError, lambda: muster.straggler_verdict(dist.new_group(backend="gloo")))
+
+        for text in run(2, body):
+            self.assertIn("the group's backend is 'gloo', not 'muster'", text)
 
 
 class Threads(unittest.TestCase):

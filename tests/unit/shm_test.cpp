@@ -29,6 +29,7 @@
 #include "shm/arena.h"
 #include "shm/bell.h"
 #include "shm/exchange.h"
+#include "shm/exchange_messages.h"
 #include "shm/mapping.h"
 #include "shm/peer_watch.h"
 #include "shm/spin.h"
@@ -404,6 +405,19 @@ TEST(Exchange, AnotherHostIsUnavailable) {
                              .put(std::string_view("nonce"))
                              .bytes());
   EXPECT_THROW(exchange(*store, "gone", 1, 2, {}, soon()), Unavailable);
+}
+
+// The name of rank 0's socket comes from the store. An address takes 107 bytes of it, and the longest is only a name
+// that nobody has.
+TEST(Exchange, ASocketNameThatDoesNotFitIsCorrupt) {
+  const auto store = make_memory_store();
+  const auto meet = [&](size_t length) {
+    const std::string key = "meeting of " + std::to_string(length), name(length, 'x');
+    store->set(key + "/hub", Invitation{boot_id(), name, "nonce"}.bytes());
+    exchange(*store, key, 1, 2, {}, soon());
+  };
+  for (const size_t length : {0, 108, 109, 200, 4096, 1 << 20}) EXPECT_THROW(meet(length), Corrupt) << length;
+  EXPECT_THROW(meet(107), Unavailable);
 }
 
 // Rank 0 of another version, or another process in its place, sends an answer of an unknown kind.

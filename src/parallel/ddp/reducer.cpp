@@ -46,6 +46,11 @@ class ReadyHook final : public torch::autograd::PostAccumulateGradHook {
   Pointer before_;  // the user's own, or another DistributedDataParallel's
 };
 
+// Whether all ranks reached all parameters.
+bool complete(const std::vector<float>& shares) {
+  return std::all_of(shares.begin(), shares.end(), [](float share) { return share >= 1; });
+}
+
 }  // namespace
 
 struct Reducer::Impl : std::enable_shared_from_this<Reducer::Impl> {
@@ -73,8 +78,8 @@ struct Reducer::Impl : std::enable_shared_from_this<Reducer::Impl> {
   void on_ready(size_t index);
   void adopt(Parameter& parameter);
   void launch_ready_buckets();
-  void begin_backward();
-  void reduce_the_rest();
+  void begin_backward(Parameter& first);
+  std::vector<float> reduce_the_rest();
   void finish_backward();
   void abandon_backward();
   void reset();
@@ -189,7 +194,7 @@ void Reducer::Impl::adopt(Parameter& parameter) {
 
 void Reducer::Impl::on_ready(size_t index) {
   Parameter& parameter = parameters[index];
-  if (running.expired()) begin_backward();
+  if (running.expired()) begin_backward(parameter);
   adopt(parameter);
   parameter.used = true;
   if (!synced || parameter.ready) return;  // a parameter used twice in a double backward is ready once
@@ -199,8 +204,15 @@ void Reducer::Impl::on_ready(size_t index) {
   if (--bucket.pending == 0) launch_ready_buckets();
 }
 
-void Reducer::Impl::begin_backward() {
-  if (dirty) abandon_backward();
+// The gradient of `first` has come, and belongs to this backward(), not to the one that threw.
+void Reducer::Impl::begin_backward(Parameter& first) {
+  if (dirty) {
+    at::Tensor& grad = first.tensor.mutable_grad();
+    at::Tensor own;
+    if (!grad.is_same(first.view)) own = std::exchange(grad, at::Tensor());
+    abandon_backward();
+    if (own.defined()) grad = own;
+  }
   dirty = true;
   synced = sync;
   ready_order.clear();
@@ -227,7 +239,8 @@ void Reducer::Impl::launch_ready_buckets() {
 
 // Reduces the buckets that are not reduced yet, and waits for all. Every rank reduces every bucket in every backward(),
 // whatever happens in it, so that the ranks' collectives stay in step; parameters without a gradient contribute zeros.
-void Reducer::Impl::reduce_the_rest() {
+// Returns the share of the ranks that reached each parameter.
+std::vector<float> Reducer::Impl::reduce_the_rest() {
   const at::NoGradGuard no_grad;
   for (auto& parameter : parameters) {
     if (parameter.ready) continue;
@@ -244,17 +257,26 @@ void Reducer::Impl::reduce_the_rest() {
   launch_ready_buckets();
   mark_used(buckets.back(), parameters);
   all_reduce(buckets.back().flat, {.op = ReduceOp::AVG, .group = group});
-  for (auto& bucket : buckets) bucket.work.wait();
+  std::vector<float> shares(parameters.size());
+  for (auto& bucket : buckets) {
+    bucket.work.wait();
+    const std::vector<float> of_bucket = shares_used(bucket);
+    for (size_t i = 0; i < of_bucket.size(); ++i) shares[bucket.parameters[i]] = of_bucket[i];
+  }
+  return shares;
 }
 
 // To be called after a backward() threw on this rank. If it was not in no_sync(), the other ranks wait for its buckets;
-// they learn from `used` that not all gradients are there, whatever an earlier no_sync() has left.
+// they learn from `used` that not all gradients are there, whatever an earlier no_sync() has left. If all are there,
+// this was the step of the other ranks, after which they may agree on the order of the buckets.
 void Reducer::Impl::abandon_backward() {
+  bool all = false;
   if (synced) {
     for (auto& parameter : parameters) parameter.used = parameter.ready;
-    reduce_the_rest();
+    all = complete(reduce_the_rest());
   }
   reset();
+  if (!rebuilt && all) rebuild_in_ready_order();
 }
 
 // Runs when the engine has finished this backward().
@@ -265,24 +287,19 @@ void Reducer::Impl::finish_backward() {
     return;
   }
   const at::NoGradGuard no_grad;
-  reduce_the_rest();
+  const std::vector<float> shares = reduce_the_rest();
   std::vector<size_t> some, none;
-  for (auto& bucket : buckets) {
-    const std::vector<float> shares = shares_used(bucket);
-    for (size_t i = 0; i < shares.size(); ++i) {
-      const size_t index = bucket.parameters[i];
-      if (shares[i] == 0) {
-        none.push_back(index);
-        continue;
-      }
-      if (shares[i] < 1) some.push_back(index);
-      parameters[index].tensor.mutable_grad() = parameters[index].view;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    if (shares[i] == 0) {
+      none.push_back(i);
+      continue;
     }
+    if (shares[i] < 1) some.push_back(i);
+    parameters[i].tensor.mutable_grad() = parameters[i].view;
   }
-  const bool complete = some.empty() && none.empty();
   reset();
-  if (!rebuilt && complete) rebuild_in_ready_order();
-  if (!complete && !options.find_unused_parameters) report_unused(some, none);
+  if (!rebuilt && complete(shares)) rebuild_in_ready_order();
+  if (!complete(shares) && !options.find_unused_parameters) report_unused(some, none);
 }
 
 void Reducer::Impl::reset() {
@@ -299,9 +316,14 @@ void Reducer::Impl::reset() {
   }
 }
 
-// All ranks use rank 0's order, so that buckets stay the same on all ranks.
+// All ranks use rank 0's order, so that buckets stay the same on all ranks. Parameters that only an earlier backward()
+// in no_sync() came to follow at the end.
 void Reducer::Impl::rebuild_in_ready_order() {
   rebuilt = true;
+  std::vector<bool> listed(parameters.size());
+  for (const size_t index : ready_order) listed[index] = true;
+  for (size_t i = 0; i < listed.size(); ++i)
+    if (!listed[i]) ready_order.push_back(i);
   const auto n = static_cast<int64_t>(ready_order.size());
   at::Tensor order = at::zeros({n}, at::kLong);
   std::copy(ready_order.begin(), ready_order.end(), order.mutable_data_ptr<int64_t>());
