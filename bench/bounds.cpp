@@ -1,10 +1,12 @@
 // Measures what Muster promises in units of time and memory, and prints each figure with its bound, one JSON object per
-// line: bench_bounds fault|idle|memory… Tests assert the same promises by events, which a busy machine cannot disturb.
+// line: bench_bounds fault|idle|memory|copy… Tests assert the same promises by events, which a busy machine cannot disturb.
 //
 //   fault    the time from the end of a rank until the other ranks know it
 //   idle     the share of a core that a rank takes while it waits; the cost of the black box per operation; a barrier
 //            of far more ranks than cores
 //   memory   the memory that a group's segment takes after the group has used everything that it can do
+//   copy     how much longer copy_bytes() takes at some offset between source and destination than at none, in the first-
+//            and second-level cache; and memcpy()
 //
 // The ranks are forks of this program. There is no launcher, because it would end the survivors of a lost rank.
 #include <ATen/Parallel.h>
@@ -29,6 +31,8 @@
 #include <random>
 #include <sstream>
 
+#include "base/copy.h"
+#include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
@@ -489,13 +493,56 @@ void memory() {
   }
 }
 
+// --- copy ---
+
+template <typename Copy>
+double seconds_of(std::byte* to, const std::byte* from, size_t bytes, Copy copy) {
+  double best = 1;
+  for (int round = 0; round < 5; ++round) {
+    const auto calls = static_cast<int>((size_t{1} << 20) / bytes);
+    const auto began = Clock::now();
+    for (int i = 0; i < calls; ++i) {
+      copy(to, from, bytes);
+      asm volatile("" ::: "memory");  // the compiler must not drop a copy that the next one repeats
+    }
+    best = std::min(best, std::chrono::duration<double>(Clock::now() - began).count() / calls);
+  }
+  return best;
+}
+
+void copy() {
+  constexpr size_t kPage = 4096, kMost = 64 << 10;
+  const auto room = [] {
+    return std::unique_ptr<std::byte, decltype(&std::free)>(
+        static_cast<std::byte*>(std::aligned_alloc(kPage, kMost + 2 * kPage)), &std::free);
+  };
+  const auto from = room(), to = room();
+  std::fill_n(from.get(), kMost, std::byte{1});
+  const auto walk = [&](const std::string& name, size_t bytes, double bound, auto copy) {
+    const double aligned = seconds_of(to.get(), from.get(), bytes, copy);
+    std::vector<double> ratios;
+    for (size_t offset = 1; offset < kPage; offset += offset < 128 ? 1 : 61)
+      ratios.push_back(seconds_of(to.get() + offset, from.get(), bytes, copy) / aligned);
+    std::sort(ratios.begin(), ratios.end());
+    print("copy", muster::text(name, " of ", bytes >> 10, " KiB at any offset"), 1, ratios[ratios.size() / 2],
+          ratios.back(), bound, "times the aligned copy");
+  };
+  for (const size_t bytes : {size_t{4} << 10, size_t{16} << 10, kMost}) {
+    walk("copy_bytes()", bytes, 6, [](auto* to, auto* from, size_t n) { muster::copy_bytes(to, from, n); });
+    walk("memcpy(), for comparison,", bytes, 1000, [](auto* to, auto* from, size_t n) { std::memcpy(to, from, n); });
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::map<std::string, std::function<void()>> known = {{"fault", fault}, {"idle", idle}, {"memory", memory}};
+  const std::map<std::string, std::function<void()>> known = {
+      {"fault", fault}, {"idle", idle}, {"memory", memory}, {"copy", copy}};
   std::vector<std::string> names;
   CLI::App app{"Muster's promises of time and memory, measured"};
-  app.add_option("name", names, "fault, idle, memory")->required()->check(CLI::IsMember({"fault", "idle", "memory"}));
+  app.add_option("name", names, "fault, idle, memory, copy")
+      ->required()
+      ->check(CLI::IsMember({"fault", "idle", "memory", "copy"}));
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   for (const auto& name : names) known.at(name)();

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,fault,idle,memory]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
 fastest peer counts, from rounds in the machine's fast state (bench/rounds.py); of the others, the best round of each row. A peer that is not installed is left
-out, and the output says so. fault, idle and memory have no peers: each figure stands beside the bound that Muster promises. --json writes one object per line,
+out, and the output says so. fault, idle, memory and copy have no peers: each figure stands beside the bound that Muster promises. --json writes one object per line,
 after a first line about the machine.
 """
 
@@ -273,6 +273,9 @@ class Bench:
     def memory(self):
         return self.bounds("memory")
 
+    def copy(self):
+        return self.bounds("copy")
+
     def rounds(self, commands, key, value, best):
         found = {}
         for _ in range(self.args.rounds):
@@ -395,7 +398,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
-            "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds}
+            "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")

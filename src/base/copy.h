@@ -3,9 +3,9 @@
 //   null pointers   are undefined for memcpy even if it copies 0 bytes. Empty tensors have null pointers.
 //   slow offsets    From 2,112 bytes on, glibc's memcpy uses "rep movsb" on processors that say they do it fast (FSRM:
 //                   Zen 3 and 4, Ice Lake). Zen 4 copies 3.6 GB/s instead of 107 if (to - from) mod 4096 is 1 to 23,
-//                   and 42 if it is 24 to 31 (8 KiB in the first-level cache; `./dev bench --only copy` walks all
-//                   offsets). Tensors and pages begin on 64 bytes and never meet it; views of tensors and data behind
-//                   a header do. Then shorter pieces, which glibc copies with vectors, are 30 times faster.
+//                   and 42 if it is 24 to 31 (8 KiB in the first-level cache). Tensors and pages begin on 64 bytes and
+//                   never meet it; views of tensors and data behind a header do. Then shorter pieces, which glibc
+//                   copies with vectors, are 5 to 15 times faster (`bench/run.py --only copy` walks all offsets).
 //
 // Thread-safety: as memcpy.
 #pragma once

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -15,6 +16,7 @@
 
 #include "comm/backends/shm/collectives.h"
 #include "comm/backends/shm/messages.h"
+#include "comm/backends/shm/take.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
 #include "shm/arena.h"
@@ -288,6 +290,50 @@ TEST_P(ChannelTest, MessagesBesideCollectives) {
         }
       collectives.join();
     });
+}
+
+// The copy is whole, and writes only one word per line of what it reads: the same again, or 0.
+TEST(Take, CopiesAnyBytesAndLeavesWhatItMust) {
+  constexpr size_t kRoom = 4 << 10;
+  std::vector<std::byte> from(kRoom + kCacheLine), to(kRoom + 2 * kCacheLine);
+  const auto begin_of_line = [](std::vector<std::byte>& memory) {
+    return memory.data() + (kCacheLine - reinterpret_cast<uintptr_t>(memory.data()) % kCacheLine) % kCacheLine;
+  };
+  std::byte *const lines = begin_of_line(from), *const out = begin_of_line(to);
+  const auto fill = [&] {
+    for (size_t i = 0; i < kRoom; ++i) lines[i] = static_cast<std::byte>(i * 7 + i / 251 + 1);
+    std::fill(to.begin(), to.end(), std::byte{0xaa});
+  };
+  for (const size_t bytes : {0, 1, 8, 63, 64, 65, 128, 200, 1000, 4000})
+    for (const size_t offset : {0, 1, 8, 63})
+      for (const bool stream : {false, true}) {
+        SCOPED_TRACE(testing::Message() << bytes << " bytes at " << offset << (stream ? ", streamed" : ""));
+        const auto is_copied = [&](const std::byte* source) {
+          return std::equal(source, source + bytes, out + offset) &&
+                 std::all_of(out + offset + bytes, to.data() + to.size(),
+                             [](std::byte b) { return b == std::byte{0xaa}; });
+        };
+        fill();
+        const std::vector<std::byte> before(lines, lines + kRoom);
+        take_bytes(out + offset, lines + 32 - offset % 32, bytes);
+        EXPECT_TRUE(is_copied(before.data() + 32 - offset % 32));
+        EXPECT_TRUE(std::equal(before.begin(), before.end(), lines));
+
+        fill();
+        look_at_bytes(out + offset, lines, bytes, stream);
+        EXPECT_TRUE(is_copied(before.data()));
+        EXPECT_TRUE(std::equal(before.begin(), before.end(), lines));
+
+        fill();
+        take_and_clear(out + offset, lines, bytes, stream);
+        EXPECT_TRUE(is_copied(before.data()));
+        for (size_t at = 0; at < kRoom; at += sizeof(uint64_t)) {
+          const bool cleared = at % kCacheLine == 0 && at < bytes;
+          EXPECT_TRUE(cleared ? std::all_of(lines + at, lines + at + 8, [](std::byte b) { return b == std::byte{0}; })
+                              : std::equal(lines + at, lines + at + 8, before.data() + at))
+              << at;
+        }
+      }
 }
 
 // The ring has no room for the end of the message before the receiver has read its beginning.

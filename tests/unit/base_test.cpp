@@ -3,12 +3,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <limits>
 #include <set>
 #include <string>
+#include <vector>
 
+#include "base/copy.h"
 #include "base/cores.h"
 #include "base/env.h"
 #include "base/fd.h"
@@ -200,6 +203,25 @@ CpuSet cpus(std::initializer_list<size_t> numbers) {
   CpuSet set;
   for (const size_t number : numbers) set[number] = true;
   return set;
+}
+
+// Of each size on both sides of the borders, at each offset at which memcpy may be slow, and some others.
+TEST(Copy, AnySizeAtAnyOffset) {
+  constexpr size_t kPage = 4096;
+  std::vector<unsigned char> from(16 * kPage), to(16 * kPage);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<unsigned char>(i * 7 + i / 251);
+  for (const size_t bytes : {0, 1, 7, 8, 9, 15, 16, 17, 63, 2047, 2048, 2049, 4096, 6145, 20'000})
+    for (const size_t offset : {0, 1, 8, 23, 24, 31, 32, 33, 4095}) {
+      std::fill(to.begin(), to.end(), 0xaa);
+      copy_bytes(to.data() + kPage + offset, from.data() + kPage, bytes);
+      const auto begin = to.begin() + static_cast<ptrdiff_t>(kPage + offset),
+                 end = begin + static_cast<ptrdiff_t>(bytes);
+      EXPECT_TRUE(std::equal(begin, end, from.begin() + kPage)) << bytes << " bytes at " << offset;
+      EXPECT_EQ(std::count(to.begin(), begin, 0xaa) + std::count(end, to.end(), 0xaa),
+                static_cast<ptrdiff_t>(to.size() - bytes))
+          << bytes << " bytes at " << offset;
+    }
+  copy_bytes(nullptr, nullptr, 0);
 }
 
 TEST(Cores, TextAndBack) {

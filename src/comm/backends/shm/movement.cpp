@@ -11,6 +11,7 @@
 #include "comm/backends/shm/collectives.h"
 #include "comm/backends/shm/take.h"
 #include "comm/backends/shm/turns.h"
+#include "comm/byte_parts.h"
 
 namespace muster::comm::shm_backend {
 namespace {
