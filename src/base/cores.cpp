@@ -4,9 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <vector>
 
+#include "base/cgroups.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 
@@ -16,8 +18,8 @@ namespace {
 constexpr double kUnlimited = 1e6;
 
 // The quota of one cgroup of version 2: 1.5 for "150000 100000"; kUnlimited for "max", or if there is no quota.
-double quota_of(const std::string& cgroup) {
-  std::ifstream file(cgroup + "/cpu.max");
+double quota_of(const std::filesystem::path& cgroup) {
+  std::ifstream file(cgroup / "cpu.max");
   double quota = 0, period = 0;
   return file >> quota >> period && period > 0 ? quota / period : kUnlimited;
 }
@@ -76,14 +78,7 @@ CpuSet cpus_from_text(std::string_view text) {
 
 double cpu_quota() {
   double least = kUnlimited;
-  std::ifstream membership("/proc/self/cgroup");
-  for (std::string line; std::getline(membership, line);) {
-    if (!line.starts_with("0::")) continue;
-    for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
-      least = std::min(least, quota_of("/sys/fs/cgroup" + path));
-      if (path.rfind('/') == std::string::npos) break;
-    }
-  }
+  for (const auto& cgroup : own_cgroups()) least = std::min(least, quota_of(cgroup));
   double micros = 0, period = 0;
   std::ifstream quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), of("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
   if (quota >> micros && of >> period && micros > 0 && period > 0) least = std::min(least, micros / period);

@@ -6,6 +6,12 @@
 
 namespace muster::comm {
 
+namespace {
+thread_local Deadline patience = Deadline::never();
+}  // namespace
+
+Deadline Lane::patience_of_this_thread() { return patience; }
+
 void Lane::submit(Job job, After after) {
   const std::lock_guard lock(mutex_);
   have_free_thread();
@@ -20,15 +26,18 @@ void Lane::have_free_thread() {
   ++free_threads_;
 }
 
-void Lane::run_in_turn(const std::function<void(bool by_waiter)>& job) {
-  bool finished = false;  // guarded by the lane's lock
+void Lane::run_in_turn(const std::function<void(bool by_waiter)>& job, Deadline deadline,
+                       const std::function<void()>& late) {
+  std::atomic<bool> begun = false, finished = false;
   submit([&](bool by_waiter) {
+    begun = true;
     job(by_waiter);
-    const std::lock_guard lock(mutex_);
     finished = true;
     return false;
   });
-  drive([&] { return finished; });
+  drive([&] { return finished.load(); }, deadline);
+  if (!begun && late) late();
+  drive([&] { return finished.load(); });
 }
 
 void Lane::await_turn(std::unique_lock<std::mutex>& lock, Deadline deadline) {
@@ -42,6 +51,11 @@ void Lane::await_turn(std::unique_lock<std::mutex>& lock, Deadline deadline) {
 }
 
 void Lane::drive(const std::function<bool()>& done, Deadline deadline) {
+  struct Patience {  // drives nest: a job of one group may use another group's lane
+    explicit Patience(Deadline deadline) : before(std::exchange(patience, deadline)) {}
+    ~Patience() { patience = before; }
+    const Deadline before;
+  } const mine(deadline);
   std::unique_lock lock(mutex_);
   while (!done()) {
     if (busy()) {

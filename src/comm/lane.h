@@ -41,10 +41,11 @@ class Lane : public std::enable_shared_from_this<Lane> {
 
   void submit(Job job, After after = nullptr);
 
-  // Runs `job` in its turn, on this thread, and returns when it has run.
+  // Runs `job` in its turn, and returns when it has run. If its turn has not come by `deadline`, calls late() once, which
+  // must make the jobs before it end soon.
   template <typename Function>
-  void run(Function&& job) {
-    if (!try_take()) return run_in_turn(job);
+  void run(Function&& job, Deadline deadline = Deadline::never(), const std::function<void()>& late = nullptr) {
+    if (!try_take()) return run_in_turn(job, deadline, late);
     job(true);
     give_back();
   }
@@ -66,6 +67,9 @@ class Lane : public std::enable_shared_from_this<Lane> {
   // lock held, while a job may run on another thread: what it reads must be atomic, or guarded by a lock that the job
   // takes.
   void drive(const std::function<bool()>& done, Deadline deadline = Deadline::never());
+  // In a job that a thread runs because it waits for a later one: until when that thread can wait. Else never(). The job
+  // must not take longer, whatever its own deadline is.
+  static Deadline patience_of_this_thread();
 
   void stop();
 
@@ -79,7 +83,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
     After after;
   };
 
-  void run_in_turn(const std::function<void(bool by_waiter)>& job);
+  void run_in_turn(const std::function<void(bool by_waiter)>& job, Deadline deadline,
+                   const std::function<void()>& late);
   void run_first(std::unique_lock<std::mutex>& lock, bool by_waiter);
   void await_turn(std::unique_lock<std::mutex>& lock, Deadline deadline = Deadline::never());
   void give_back_to_others();

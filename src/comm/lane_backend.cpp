@@ -211,9 +211,17 @@ void LaneBackend::run(const Operation& operation) {
       count(operation);
     });
   } else {
-    lane_->run([&](bool by_waiter) { framed([&] { run_collective(operation, deadline, by_waiter); }); });
+    lane_->run([&](bool by_waiter) { framed([&] { run_collective(operation, deadline, by_waiter); }); }, deadline,
+               [&] { fail_late(operation, began); });
   }
   if (error) std::rethrow_exception(error);
+}
+
+void LaneBackend::fail_late(const Operation& operation, Clock::time_point began) {
+  fail(Timeout(text(describe(descriptor_of(operation)), " of group '", group_name_, "' on rank ", shown(getRank()),
+                    " has waited for its turn for ", describe(Clock::now() - began),
+                    ", behind operations of this rank that have not ended"),
+               {}, "Look at the operations before it, or raise the timeout"));
 }
 
 c10::intrusive_ptr<c10d::Work> LaneBackend::submit(Operation operation) {
@@ -259,6 +267,9 @@ LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
     tickets.push_back(log_begin(operation, shm::BlackBoxState::kPosted, Clock::now()));
   auto work = make_work(lane_, std::move(operations), deadline);
   const auto job = [this, work, deadline, tickets](bool by_waiter) {
+    // A thread that waits for a later operation with a shorter timeout runs this one only until then.
+    const Deadline patience = Lane::patience_of_this_thread();
+    const Deadline until = by_waiter && patience.when() < deadline.when() ? patience : deadline;
     std::exception_ptr error;
     for (size_t i = 0; i < tickets.size(); ++i) {
       if (error) {  // an earlier operation of the batch failed
@@ -267,7 +278,7 @@ LaneBackend::WorkPtr LaneBackend::enqueue(std::vector<Operation> operations) {
       }
       if (black_box_) black_box_->start(tickets[i], next_sequence());
       try {
-        run_logged(work->operations()[i], deadline, by_waiter, tickets[i]);
+        run_logged(work->operations()[i], until, by_waiter, tickets[i]);
       } catch (...) {
         error = std::current_exception();
       }

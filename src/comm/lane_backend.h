@@ -128,6 +128,8 @@ class LaneBackend : public Backend {
 
  private:
   void run_collective(const Operation& operation, Deadline deadline, bool by_waiter);
+  // The operation has not begun by its deadline, because others of this group wait for other ranks.
+  void fail_late(const Operation& operation, Clock::time_point began);
   void run_parts(const Operation& operation, Deadline deadline, bool by_waiter);
   void all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter);

@@ -119,6 +119,7 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
 
 // The process `dead` has ended; `pids`: of the ranks on this host, else 0.
 void WireBackend::note_death(const std::vector<pid_t>& pids, pid_t dead) {
+  const store::CallsBy soon(Deadline::after(kNotes));  // all notes together: a destructor may wait for this
   bool lost = false;
   for (size_t r = 0; r < pids.size(); ++r) {
     // A process that has left the group may end. A rank that still waits for it learns of that from the wire.
@@ -138,13 +139,13 @@ void WireBackend::note_death(const std::vector<pid_t>& pids, pid_t dead) {
 // The wire to `peer` has ended. If the peer left in order, that concerns only the ranks that wait for it, which find
 // out themselves. Otherwise the group has failed, and ranks that wait for others must learn of it, too.
 void WireBackend::look_after(int peer) {
+  const store::CallsBy soon(Deadline::after(kGrace + kNotes));  // all calls together: a destructor may wait for this
   try {
     for (const auto grace = Deadline::after(kGrace); !grace.passed(); std::this_thread::sleep_for(kLook)) {
       {
         const std::lock_guard lock(state_mutex_);
         if (left_ || failure_ || explaining_) return;
       }
-      const store::CallsBy soon(Deadline::after(kNotes));
       if (store_->try_get(key(text("left/", peer)))) return;
       if (settled_elsewhere() || store_->try_get(key(text("broke/", peer)))) break;
     }

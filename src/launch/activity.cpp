@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kSecond = 1'000'000'000, kWindow = 10 * kSecond;
 constexpr uint64_t kLate = 5 * kSecond;  // if there is no report for longer, the rate falls
 
-double seconds(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) / 1e9 : 0; }
+double seconds_between(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) / 1e9 : 0; }
 
 // The operation to show: the running collective if there is one, because it says more than a message that waits too.
 std::string last_operation(const shm::BlackBoxSnapshot& box, uint64_t now_ns) {
@@ -65,9 +65,10 @@ std::optional<double> ActivityWatch::rate(const shm::BlackBoxSnapshot& box, uint
   const bool late = training.reported_ns + kLate < now;
   const uint64_t until = late ? now : training.reported_ns;
   if (reports.size() >= 2)
-    return static_cast<double>(reports.back().samples - reports.front().samples) / seconds(reports.front().when, until);
+    return static_cast<double>(reports.back().samples - reports.front().samples) /
+           seconds_between(reports.front().when, until);
   // There is only one reading. The samples of the first report do not count: they were done before `started_ns`.
-  const double took = seconds(training.started_ns, until);
+  const double took = seconds_between(training.started_ns, until);
   if (training.reports < 2 || took <= 0) return std::nullopt;
   const auto counted = static_cast<double>(training.reports - 1) / static_cast<double>(training.reports);
   return static_cast<double>(*training.samples) * counted / took;

@@ -16,6 +16,7 @@
 #include <optional>
 #include <sstream>
 
+#include "base/cgroups.h"
 #include "base/cores.h"
 #include "base/env.h"
 #include "base/fd.h"
@@ -83,23 +84,10 @@ class Examination {
     if (open == std::string::npos) return std::nullopt;
     return content->substr(open + 1, content->find(']', open) - open - 1);
   }
-  // The folders of this process's cgroups, the innermost first (cgroup v2).
-  std::vector<fs::path> cgroups() const {
-    std::vector<fs::path> folders;
-    std::istringstream lines(read(at("proc/self/cgroup")).value_or(""));
-    for (std::string line; std::getline(lines, line);) {
-      if (!line.starts_with("0::/")) continue;
-      for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
-        folders.push_back(at("sys/fs/cgroup" + path));
-        if (path.rfind('/') == std::string::npos) break;
-      }
-    }
-    return folders;
-  }
-  // The smallest number that this file has in any of them. "max" does not count as a number.
+  // The smallest number that this file has in any of this process's cgroups. "max" does not count as a number.
   std::optional<uint64_t> cgroup_limit(const std::string& file) const {
     std::optional<uint64_t> least;
-    for (const auto& folder : cgroups())
+    for (const auto& folder : own_cgroups(root_))
       if (const auto limit = number(folder / file)) least = std::min(limit.value(), least.value_or(UINT64_MAX));
     return least;
   }
@@ -146,7 +134,7 @@ class Examination {
     const long online = ::sysconf(_SC_NPROCESSORS_ONLN);
     const int allowed = ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : static_cast<int>(online);
     double quota = 0;  // in cores; 0: none
-    for (const auto& folder : cgroups()) {
+    for (const auto& folder : own_cgroups(root_)) {
       std::istringstream words(read(folder / "cpu.max").value_or(""));
       double time = 0, period = 0;
       if (words >> time >> period && period > 0) quota = quota == 0 ? time / period : std::min(quota, time / period);

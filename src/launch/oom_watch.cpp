@@ -8,6 +8,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "base/cgroups.h"
 #include "base/fd.h"
 #include "base/text.h"
 #include "launch/black_box_report.h"
@@ -33,15 +34,8 @@ std::optional<uint64_t> counter(const std::filesystem::path& path, const std::st
 }  // namespace
 
 OomWatch::OomWatch(std::filesystem::path root) : root_(std::move(root)), system_(kills_of_system()) {
-  std::ifstream membership(root_ / "proc/self/cgroup");
-  for (std::string line; std::getline(membership, line);) {
-    if (!line.starts_with("0::/")) continue;
-    for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
-      const auto folder = root_ / ("sys/fs/cgroup" + path);
-      groups_.push_back({folder, counter(folder / "memory.events", "oom_kill")});
-      if (path.rfind('/') == std::string::npos) break;
-    }
-  }
+  for (const auto& folder : own_cgroups(root_))
+    groups_.push_back({folder, counter(folder / "memory.events", "oom_kill")});
 }
 
 std::optional<uint64_t> OomWatch::kills_of_system() const { return counter(root_ / "proc/vmstat", "oom_kill"); }

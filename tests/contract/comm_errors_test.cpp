@@ -325,6 +325,22 @@ TEST(WireErrors, WhoHasComeIsNotMissingThoughItSaysNothingMore) {
   for (auto& rank : ranks) rank.get();
 }
 
+// A blocking operation behind one that may wait for hours ends by its own timeout.
+TEST_P(Errors, ABlockingOperationBehindAnotherOneTimesOut) {
+  run(2, [](World& world) {
+    broadcast(at::ones({3}), 0);
+    if (world.rank() == 0) {
+      auto work = all_reduce_async(at::ones({10}), {.timeout = std::chrono::hours(1)});
+      EXPECT_THROW(barrier({.timeout = milliseconds(50)}), Timeout);
+      EXPECT_THROW(work.wait(), Timeout);
+      say(world, "timed out");
+    } else {
+      hear(world, "timed out");
+      EXPECT_THROW(all_reduce(at::ones({10})), Timeout);
+    }
+  });
+}
+
 TEST_P(Errors, TheWorldsTimeoutIsTheDefault) {
   WorldOptions options;
   options.timeout = 2 * kPatience;

@@ -58,6 +58,29 @@ TEST(Lane, JobsRunInTheirOrderAndOnTheThreadThatWaits) {
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
 }
 
+TEST(Lane, WhoeverWaitsForItsTurnUntilItsDeadlineSaysSoOnce) {
+  Lane lane("test");
+  std::promise<void> began, go_on;
+  lane.submit([&](bool) {
+    began.set_value();
+    go_on.get_future().wait();
+    return false;
+  });
+  began.get_future().wait();
+  int late = 0;
+  bool ran = false;
+  lane.run([&](bool) { ran = true; }, Deadline::after(std::chrono::milliseconds(1)),
+           [&] {
+             ++late;
+             EXPECT_FALSE(ran);
+             go_on.set_value();
+           });
+  EXPECT_TRUE(ran);
+  EXPECT_EQ(late, 1);
+  lane.run([](bool) {}, Deadline::after(patience().left()), [&] { ++late; });
+  EXPECT_EQ(late, 1);
+}
+
 // A job's continuation may use the lane, while another thread of the lane runs what is queued.
 TEST(Lane, WhatComesAfterAJobMayWaitForAnother) {
   Lane lane("test");
