@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "base/env.h"
+#include "base/process.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "shm/exchange.h"
@@ -21,6 +22,9 @@ std::string host_identity() {
 }
 
 namespace {
+
+std::string key_of(const std::string& prefix, int rank) { return text(prefix, "/member/", rank); }
+std::string key_of_all(const std::string& prefix) { return prefix + "/members"; }
 
 // What rank 0 posts: a list of the ranks' hosts, pids and cores, or the reason why there is none.
 constexpr std::string_view kComplete = "all", kMissing = "missing", kMismatch = "mismatch";
@@ -42,13 +46,14 @@ std::string verdict(Store& store, const std::vector<std::string>& keys, int size
     }
     int their_size = 0;
     pid_t pid = 0;
+    uint64_t start = 0;
     std::string host, cpus;
-    said >> their_size >> pid >> cpus >> host;
+    said >> their_size >> pid >> start >> cpus >> host;
     if (their_size != size)
       return text(kMismatch, " rank ", r, " expects a group of ", their_size, " ranks, rank 0 one of ", size);
     auto at = std::find(hosts.begin(), hosts.end(), host);
     if (at == hosts.end()) at = hosts.insert(hosts.end(), host);
-    list << ' ' << at - hosts.begin() << ' ' << pid << ' ' << cpus;
+    list << ' ' << at - hosts.begin() << ' ' << pid << ' ' << start << ' ' << cpus;
   }
   return list.str();
 }
@@ -58,13 +63,13 @@ std::string verdict(Store& store, const std::vector<std::string>& keys, int size
 // Rank 0 collects the ranks' entries and posts one list, so that N ranks make 3N requests, not N².
 std::vector<Member> meet_members(Store& store, const std::string& prefix, int rank, int size, const std::string& host,
                                  Deadline deadline) {
-  if (size == 1) return {{.host = 0, .pid = ::getpid(), .cpus = own_cpus()}};
-  const auto key = [&](int r) { return text(prefix, "/member/", r); };
-  const std::string all_key = prefix + "/members";
-  store.set(key(rank), text(size, ' ', ::getpid(), ' ', to_text(own_cpus()), ' ', host));
+  const uint64_t started = start_time_of(::getpid());
+  if (size == 1) return {{.host = 0, .pid = ::getpid(), .start = started, .cpus = own_cpus()}};
+  const std::string all_key = key_of_all(prefix);
+  store.set(key_of(prefix, rank), text(size, ' ', ::getpid(), ' ', started, ' ', to_text(own_cpus()), ' ', host));
   if (rank == 0) {
     std::vector<std::string> keys;
-    for (int r = 0; r < size; ++r) keys.push_back(key(r));
+    for (int r = 0; r < size; ++r) keys.push_back(key_of(prefix, r));
     store.set(all_key, verdict(store, keys, size, deadline));
   }
   std::string said;
@@ -76,6 +81,14 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
     throw Timeout("the group did not come together: rank 0 did not come", {0}, "Look whether it started");
   }
   return read_members(said, rank, size);
+}
+
+void forget_members(Store& store, const std::string& prefix, int size) {
+  try {
+    for (int r = 0; r < size; ++r) store.erase(key_of(prefix, r));
+    store.erase(key_of_all(prefix));
+  } catch (const Error&) {  // these keys harm nobody
+  }
 }
 
 std::vector<Member> read_members(const std::string& said, int rank, int size) {
@@ -98,7 +111,7 @@ std::vector<Member> read_members(const std::string& said, int rank, int size) {
   std::vector<Member> members(static_cast<size_t>(size));
   for (auto& member : members) {
     std::string cpus;
-    list >> member.host >> member.pid >> cpus;
+    list >> member.host >> member.pid >> member.start >> cpus;
     if (!list || member.host < 0 || member.host >= size || member.pid < 0)
       throw Corrupt("rank 0's list of the group's ranks cannot be read");
     member.cpus = cpus_from_text(cpus);

@@ -170,6 +170,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
     std::tie(context.local_threads, context.cores) =
         memberships.crowd(static_cast<int>(here), cores_of_host(context.members, rank));
     context.heaps = exchange_heaps(*ours, prefix, rank, context.members, *context.arena, deadline);
+    // All ranks have read who the others are: otherwise they could not have exchanged their heaps.
+    if (rank == 0 && on_one_host(context.members)) forget_members(*ours, prefix, size);
     auto backend = create_backend("auto", context);
     memberships.add(backend);
     return backend;

@@ -107,9 +107,9 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
   std::vector<pid_t> pids(n, 0);
   for (size_t r = 0; r < n; ++r)
     if (members_[r].host == members_[me].host) pids[r] = members_[r].pid;
-  std::vector<pid_t> watched;
-  for (const pid_t pid : pids)
-    if (pid > 0) watched.push_back(pid);
+  std::vector<shm::PeerWatch::Process> watched;
+  for (size_t r = 0; r < n; ++r)
+    if (pids[r] > 0) watched.emplace_back(pids[r], members_[r].start);
   subscription_ = watch_->subscribe(watched, [this, pids](pid_t dead) {
     // note_death() asks the store, which may not answer. So it does not run on the watch's thread, which also tells
     // other groups of deaths.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/process.h"
 #include "base/thread.h"
 #include "muster/base/error.h"
 
@@ -31,23 +32,28 @@ void PeerWatch::wake() {
       ::write(wake_.get(), &one, sizeof one);  // cannot fail: the counter does not fill up
 }
 
-// The process that has this pid now: a peer that is already watched, if it has not ended; otherwise a new one.
-std::shared_ptr<PeerWatch::Peer> PeerWatch::peer_of(pid_t pid) {
+// The process: a peer that is already watched, if it has not ended; otherwise a new one.
+std::shared_ptr<PeerWatch::Peer> PeerWatch::peer_of(const Process& process) {
+  const auto is_process = [&](const Process& other) {
+    return other.pid == process.pid && (other.start == process.start || other.start == 0 || process.start == 0);
+  };
   for (const auto& [id, subscription] : subscriptions_)
     for (const auto& peer : subscription.peers)
-      if (pollfd end{peer->pidfd.get(), POLLIN, 0}; peer->pid == pid && peer->pidfd && ::poll(&end, 1, 0) == 0)
+      if (pollfd end{peer->pidfd.get(), POLLIN, 0}; is_process(peer->process) && peer->pidfd && ::poll(&end, 1, 0) == 0)
         return peer;
-  const int fd = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0 && errno != ESRCH) throw_errno("pidfd_open", "Muster needs a Linux kernel of 5.3 or later");
-  return std::make_shared<Peer>(Peer{.pid = pid, .pidfd = UniqueFd(fd)});
+  UniqueFd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0)));
+  if (!pidfd && errno != ESRCH) throw_errno("pidfd_open", "Muster needs a Linux kernel of 5.3 or later");
+  // After pidfd_open(): the start time is that of the process that the pidfd holds, or of none if it has ended.
+  if (process.start != 0 && start_time_of(process.pid) != process.start) pidfd = UniqueFd();
+  return std::make_shared<Peer>(Peer{.process = process, .pidfd = std::move(pidfd)});
 }
 
-uint64_t PeerWatch::subscribe(std::vector<pid_t> pids, OnDeath on_death) {
-  std::erase(pids, ::getpid());
+uint64_t PeerWatch::subscribe(const std::vector<Process>& processes, OnDeath on_death) {
   const std::lock_guard lock(mutex_);
   Subscription subscription{.peers = {}, .on_death = std::move(on_death)};
-  for (const pid_t pid : pids) subscription.peers.push_back(peer_of(pid));
-  if (!pids.empty() && !thread_.joinable()) thread_ = start_thread("muster-watch", [this] { run(); });
+  for (const Process& process : processes)
+    if (process.pid != ::getpid()) subscription.peers.push_back(peer_of(process));
+  if (!subscription.peers.empty() && !thread_.joinable()) thread_ = start_thread("muster-watch", [this] { run(); });
   for (const auto& peer : subscription.peers)
     if (!peer->pidfd) dead_on_arrival_.push_back(peer);
   const uint64_t id = next_id_++;
@@ -72,7 +78,7 @@ void PeerWatch::report(const Peer* peer) {
                       [&](const auto& p) { return p.get() == peer; }))
         calls.push_back(subscription.on_death);
   }
-  for (const auto& call : calls) call(peer->pid);
+  for (const auto& call : calls) call(peer->process.pid);
 }
 
 void PeerWatch::run() {

@@ -1,11 +1,10 @@
 // The watch over peers: one thread that learns immediately when a process of the job dies.
 //
 // Each peer process is held by a pidfd (pidfd_open(2)), which becomes readable when the process ends, for any reason;
-// there is no heartbeat and no polling. The pids come from the peers' own sockets (SO_PEERCRED, exchange.h) a moment
-// before. If a peer died in between and its pid was reused immediately, the new process would be watched instead; the
-// order in which the kernel assigns pids makes that practically impossible. Later, a pid may well belong to another
-// process. So a peer is forgotten with the last subscription to it, and a subscription to a pid whose process has ended
-// watches the new process with that pid.
+// there is no heartbeat and no polling. A pid may be used again, so pid and start time identify a process: if the process
+// that has the pid started at another time, the peer has died. Pids that come from the peers' own sockets (SO_PEERCRED,
+// exchange.h) a moment before need no start time. A peer is forgotten with the last subscription to it, and a
+// subscription to a pid whose process has ended watches the new process with that pid.
 //
 // Ranks that are threads of this process cannot die unseen; they report their end themselves (Channel::leave()).
 //
@@ -15,6 +14,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
@@ -31,15 +31,20 @@ class PeerWatch {
   PeerWatch();
   ~PeerWatch();
 
-  // Calls on_death(pid) for each of `pids` that dies, perhaps twice; soon, if the process has died already. The
-  // caller's own pid is ignored.
+  // Calls on_death(pid) for each of these processes that dies, perhaps twice; soon, if it has died already. The caller's
+  // own pid is ignored.
+  struct Process {
+    Process(pid_t pid, uint64_t start = 0) : pid(pid), start(start) {}  // NOLINT(google-explicit-constructor)
+    pid_t pid;
+    uint64_t start;  // start_time_of(pid); 0 if it is not known
+  };
   using OnDeath = std::function<void(pid_t)>;
-  uint64_t subscribe(std::vector<pid_t> pids, OnDeath on_death);
+  uint64_t subscribe(const std::vector<Process>& processes, OnDeath on_death);
   void unsubscribe(uint64_t id);
 
  private:
   struct Peer {  // a process
-    pid_t pid = 0;
+    Process process{0};
     UniqueFd pidfd;  // none: the process had ended before
     bool reported = false;
   };
@@ -50,7 +55,7 @@ class PeerWatch {
 
   void run();
   void wake();
-  std::shared_ptr<Peer> peer_of(pid_t pid);  // with the lock
+  std::shared_ptr<Peer> peer_of(const Process& process);  // with the lock
   void report(const Peer* peer);
 
   std::mutex mutex_;                                // guards the tables

@@ -431,6 +431,25 @@ class Stragglers(unittest.TestCase):
 
 
 class Threads(unittest.TestCase):
+    def test_groups_leave_no_keys_in_the_store(self):
+        def rank_threads(_):
+            store, n, keys = dist.HashStore(), 3, []
+
+            def one(rank):
+                muster.create_backend(store, rank, n, timedelta(seconds=LIMIT)).barrier().wait()
+
+            for _ in range(4):
+                threads = [threading.Thread(target=one, args=(rank,)) for rank in range(n)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                keys.append(store.num_keys())
+            return keys
+
+        keys = fork(1, rank_threads)[0]
+        self.assertEqual(keys, [keys[0]] * 4)
+
     def test_collectives_and_messages(self):
         def body(rank, backend):
             t = torch.full((5,), float(rank))

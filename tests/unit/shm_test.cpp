@@ -22,6 +22,7 @@
 #include <random>
 #include <thread>
 
+#include "base/process.h"
 #include "base/random.h"
 #include "base/wire.h"
 #include "muster/base/error.h"
@@ -579,6 +580,21 @@ TEST(PeerWatchFork, APidThatIsUsedAgainIsAnotherProcess) {
     EXPECT_EQ(of_new.pids, (std::vector{other.pid(), pid}));
     EXPECT_EQ(of_old.pids, std::vector{pid});
   }
+}
+
+// The pid belongs to another process than the one that is meant, which has died.
+TEST(PeerWatchFork, AProcessThatStartedAtAnotherTimeIsAnotherOne) {
+  Child running;
+  const uint64_t start = start_time_of(running.pid());
+  PeerWatch watch;
+  Deaths of_it, of_another;
+  watch.subscribe({{running.pid(), start}}, of_it.note());
+  watch.subscribe({{running.pid(), start - 1}}, of_another.note());
+  EXPECT_TRUE(of_another.reach(1));
+  EXPECT_TRUE(of_it.pids.empty());
+  running.kill();
+  EXPECT_TRUE(of_it.reach(1));
+  EXPECT_EQ(of_another.pids.size(), 1u);
 }
 
 TEST(PeerWatchFork, UnsubscribedMeansSilent) {

@@ -74,7 +74,7 @@ void ShmTransport::meet(const shm::NoticeBoard& directory, Deadline deadline) {
     place_of_[static_cast<size_t>(peer->rank)] = place;
     peers_.push_back(std::move(peer));
   }
-  watched_ = options_.watch->subscribe(std::move(pids), [this](pid_t pid) {
+  watched_ = options_.watch->subscribe({pids.begin(), pids.end()}, [this](pid_t pid) {
     for (auto& peer : peers_)
       if (peer->pid == pid) peer->died.store(true, std::memory_order_release);
     around_.store(true, std::memory_order_seq_cst);

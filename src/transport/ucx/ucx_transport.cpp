@@ -104,7 +104,7 @@ void UcxTransport::watch() {
   if (!options_.watch) return;
   std::vector<pid_t> pids;
   for (const int rank : options_.local) pids.push_back(to(rank).pid);
-  watched_ = options_.watch->subscribe(std::move(pids), [this](pid_t pid) {
+  watched_ = options_.watch->subscribe({pids.begin(), pids.end()}, [this](pid_t pid) {
     for (const int rank : options_.local)
       if (Peer& peer = to(rank); peer.pid == pid) peer.died = true;
     ring();

@@ -78,7 +78,7 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
   std::vector<pid_t> pids;
   for (const auto& member : members) pids.push_back(member.pid);
   try {
-    subscription_ = watch_->subscribe(pids, [this, pids](pid_t dead) {
+    subscription_ = watch_->subscribe({pids.begin(), pids.end()}, [this, pids](pid_t dead) {
       for (int r = 0; r < size_; ++r) {
         if (pids[static_cast<size_t>(r)] != dead) continue;
         if (left(r))
