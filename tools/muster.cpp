@@ -118,7 +118,8 @@ struct RunHelp : CLI::Formatter {
 void declare_run(CLI::App& run, RunArguments& arguments) {
   run.formatter(std::make_shared<RunHelp>());
   run.add_option("-n,--ranks", arguments.ranks, "how many processes of PROGRAM to start")->type_name("RANKS");
-  run.add_flag("--no-prefix", arguments.no_prefix, "print the ranks' output as it is, without [RANK] before each line");
+  run.add_flag("--no-prefix", arguments.no_prefix,
+               "print the ranks' output as it is, without [RANK] or [HOST:RANK] before each line");
   run.add_option("--settle", arguments.settle, "time from the end of a rank that only lost a peer to SIGTERM for all")
       ->type_name("TIME")
       ->default_str("50ms");
@@ -252,7 +253,7 @@ void print_help(std::ostream& out) {
   out << "Usage: muster COMMAND [ARGUMENTS...]\n\n";
   for (const auto& command : kSubcommands)
     out << "  " << std::left << std::setw(10) << command.name << command.what << "\n";
-  out << "\nmuster COMMAND --help says more.\n";
+  out << "\n  --version   says which Muster this is\n\nmuster COMMAND --help says more.\n";
 }
 
 int dispatch(std::vector<std::string> words) {
@@ -262,6 +263,10 @@ int dispatch(std::vector<std::string> words) {
   }
   if (words[0] == "--help" || words[0] == "-h" || words[0] == "help") {
     print_help(std::cout);
+    return 0;
+  }
+  if (words[0] == "--version") {
+    std::cout << "muster " << MUSTER_VERSION << std::endl;
     return 0;
   }
   for (const auto& command : kSubcommands)

@@ -16,8 +16,10 @@
 #include "base/random.h"
 #include "base/text.h"
 #include "launch/elastic_words.h"
+#include "launch/output.h"
 #include "muster/base/error.h"
 #include "shm/black_box.h"
+#include "store/host_address.h"
 
 namespace muster::launch {
 namespace {}  // namespace
@@ -34,6 +36,12 @@ int free_port(const std::string& where) {
   return ntohs(address.sin_port);
 }
 
+std::string prefix_host(const LaunchOptions& options) {
+  if (!options.hosts) return {};
+  const std::string name = store::host_name();
+  return name.substr(0, name.find('.'));
+}
+
 Job make_job(const LaunchOptions& options) {
   Job job;
   job.id = random_hex(16);
@@ -46,7 +54,8 @@ Job make_job(const LaunchOptions& options) {
   winsize size{};
   if (job.terminal && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0)
     job.terminal_width = size.ws_col;
-  if (options.output == RankOutput::kPrefixed) job.terminal_width -= 4;  // "[0] "
+  if (options.output == RankOutput::kPrefixed)
+    job.terminal_width -= static_cast<int>(prefix_of(prefix_host(options), 0, false).size());
   job.terminal_width = std::max(job.terminal_width, 1);
   return job;
 }

@@ -29,6 +29,8 @@ struct Job {
 };
 
 // A fresh id and store name, and a free port.
+// What names this host in the lines that its ranks print: its name up to the first dot, if there are several hosts.
+std::string prefix_host(const LaunchOptions& options);
 Job make_job(const LaunchOptions& options);
 // A port that is free now at an IPv4 address of this host. 29500, PyTorch's default, if there is no such address.
 int free_port(const std::string& address = "127.0.0.1");

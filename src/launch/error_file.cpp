@@ -11,6 +11,7 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "store/host_address.h"
 
 namespace muster::launch {
 namespace {
@@ -69,11 +70,9 @@ std::optional<std::string> rank_error(const std::string& path) {
 
 void write_error_file(const std::string& error_file, const Outcome& outcome, const std::string& job,
                       const std::string& own, const std::set<std::string>& paths) {
-  char host[256] = {};
-  ::gethostname(host, sizeof host - 1);
   const json document{
       {"job", job},
-      {"host", host},
+      {"host", store::host_name()},
       {"time", static_cast<int64_t>(::time(nullptr))},
       {"status", outcome.status},
       {"rank", outcome.first_failed_rank < 0 ? json(nullptr) : json(outcome.first_failed_rank)},

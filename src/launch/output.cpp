@@ -143,10 +143,10 @@ void RankStream::end_line() {
   piece_.clear();
 }
 
-std::string prefix_of(int rank, bool colour) {
+std::string prefix_of(const std::string& host, int rank, bool colour) {
   static constexpr int kColours[] = {36, 33, 32, 35, 34, 31};  // cyan, yellow, green, magenta, blue, red
-  if (!colour) return text('[', rank, "] ");
-  return text("\x1b[", kColours[rank % std::size(kColours)], "m[", rank, "]\x1b[0m ");
+  const std::string name = text('[', host, host.empty() ? "" : ":", rank, ']');
+  return colour ? text("\x1b[", kColours[rank % std::size(kColours)], 'm', name, "\x1b[0m ") : name + ' ';
 }
 
 std::string_view cut_to_columns(std::string_view text, int columns) {

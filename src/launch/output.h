@@ -97,8 +97,8 @@ class RankStream {
   std::string piece_;  // the last one that a '\r' ended, unless a '\n' came since
 };
 
-// "[3] ", in the rank's colour if `colour`.
-std::string prefix_of(int rank, bool colour);
+// "[3] " or, if there is a host, "[host:3] "; in the rank's colour if `colour`.
+std::string prefix_of(const std::string& host, int rank, bool colour);
 
 // As much of `text` as fits into `columns`, taking UTF-8 and terminal escapes into account.
 std::string_view cut_to_columns(std::string_view text, int columns);

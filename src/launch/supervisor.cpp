@@ -203,7 +203,7 @@ void Supervisor::start_ranks() {
 // What stands before each line that a rank prints there.
 std::string Supervisor::prefix_for(const Printer& printer, int number) const {
   if (options_.output != RankOutput::kPrefixed) return {};
-  return prefix_of(number, is_terminal(printer) && !env_string("NO_COLOR"));
+  return prefix_of(prefix_host(options_), number, is_terminal(printer) && !env_string("NO_COLOR"));
 }
 
 std::unique_ptr<Rank> Supervisor::start_rank(int local, Environment& environment, const UniqueFd& null) {

@@ -16,12 +16,13 @@
 #include "store/tcp_address.h"
 
 namespace muster::store {
-namespace {
 
 std::string host_name() {
   char name[256] = {};
   return ::gethostname(name, sizeof name - 1) == 0 ? name : "localhost";
 }
+
+namespace {
 
 // "scheme://host:port,…/…" -> host and port.
 bool split(const std::string& address, std::string* host, std::string* port) {

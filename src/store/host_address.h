@@ -9,6 +9,9 @@
 
 namespace muster::store {
 
+// This host's name, "localhost" if it has none.
+std::string host_name();
+
 // The address from which this host reaches `host`, because the answer comes back the same way. Empty if there is no
 // route, or if the name stands for this host's loopback, at which no other host can reach it: Debian gives a host's own
 // name the address 127.0.1.1. "localhost" and "127.…" are returned unchanged.

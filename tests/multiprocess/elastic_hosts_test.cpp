@@ -130,8 +130,8 @@ TEST_F(ElasticHosts, TheProcessesOfSurvivorsStay) {
   };
   EXPECT_EQ(starts(first.out), 2u);
   EXPECT_EQ(starts(second.out), 3u) << "the one that was killed, once more";
-  EXPECT_THAT(first.out, AllOf(HasSubstr("[0] rank 0 of 4 from step 5"), HasSubstr("[1] rank 1 of 4 from step 5")));
-  EXPECT_THAT(second.out, HasSubstr("[2] rank 2 of 4 from step 5"));
+  EXPECT_THAT(first.out, AllOf(HasSubstr(":0] rank 0 of 4 from step 5"), HasSubstr(":1] rank 1 of 4 from step 5")));
+  EXPECT_THAT(second.out, HasSubstr(":2] rank 2 of 4 from step 5"));
 }
 
 // Of one rank and of two that do the same, losses are equal.

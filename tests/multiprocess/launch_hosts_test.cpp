@@ -19,6 +19,7 @@
 #include "launch/environment.h"
 #include "multiprocess/job_test.h"
 #include "muster/store/store.h"
+#include "store/host_address.h"
 #include "support/etcd.h"
 #include "support/seccomp.h"
 #include "support/stolen.h"
@@ -107,15 +108,17 @@ TEST_F(HostsMeet, RanksAreNumberedThroughAllHosts) {
   Process& first = start({"--nnodes", "2", "--node-rank", "0", "-n", "2"}, {"environment"});
   EXPECT_EQ(first.finish(), 0) << first.err;
   EXPECT_EQ(second.finish(), 0) << second.err;
+  const std::string host = store::host_name();
   for (const int rank : {0, 1})
     EXPECT_THAT(
         first.out,
-        AllOf(HasSubstr(text('[', rank, "] RANK=", rank, '\n')),
-              HasSubstr(text('[', rank, "] LOCAL_RANK=", rank, '\n')), HasSubstr(text('[', rank, "] WORLD_SIZE=3\n")),
-              HasSubstr(text('[', rank, "] LOCAL_WORLD_SIZE=2\n")), HasSubstr(text('[', rank, "] GROUP_RANK=0\n"))));
+        AllOf(HasSubstr(text(':', rank, "] RANK=", rank, '\n')),
+              HasSubstr(text(':', rank, "] LOCAL_RANK=", rank, '\n')), HasSubstr(text(':', rank, "] WORLD_SIZE=3\n")),
+              HasSubstr(text(':', rank, "] LOCAL_WORLD_SIZE=2\n")), HasSubstr(text(':', rank, "] GROUP_RANK=0\n"))));
+  EXPECT_EQ(second.out.substr(0, second.out.find(']')), text('[', host.substr(0, host.find('.')), ":2"));
   EXPECT_THAT(second.out,
-              AllOf(HasSubstr("[2] RANK=2\n"), HasSubstr("[2] LOCAL_RANK=0\n"), HasSubstr("[2] WORLD_SIZE=3\n"),
-                    HasSubstr("[2] GROUP_RANK=1\n"), HasSubstr("[2] GROUP_WORLD_SIZE=2\n")));
+              AllOf(HasSubstr(":2] RANK=2\n"), HasSubstr(":2] LOCAL_RANK=0\n"), HasSubstr(":2] WORLD_SIZE=3\n"),
+                    HasSubstr(":2] GROUP_RANK=1\n"), HasSubstr(":2] GROUP_WORLD_SIZE=2\n")));
   const auto run_id = [](const std::string& out) {
     const auto at = out.find("TORCHELASTIC_RUN_ID=");
     return out.substr(at, out.find('\n', at) - at);
@@ -227,7 +230,7 @@ TEST_F(Hosts, OneMoreDoesNotEndAJobWhoseRanksEndWellWhenTheyAreAskedTo) {
   ASSERT_TRUE(first.read_until("ready")) << first.err;
   Process& second = start(options, {"signals", "well"});
   ASSERT_TRUE(second.read_until("ready")) << second.err;  // both are, since they meet before
-  ASSERT_TRUE(first.read_until("[0] got TERM")) << first.err;
+  ASSERT_TRUE(first.read_until(":0] got TERM")) << first.err;
   first.signal(SIGTERM);
   for (Process* launcher : {&first, &second}) EXPECT_EQ(launcher->finish(), 0) << launcher->err;
 }

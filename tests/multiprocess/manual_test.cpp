@@ -65,6 +65,12 @@ Words completions(const Words& words) {
   return offered;
 }
 
+TEST(Manual, TheCommandSaysItsVersion) {
+  Process version({kMusterCommand, "--version"});
+  EXPECT_EQ(version.finish(), 0) << version.err;
+  EXPECT_TRUE(std::regex_match(version.out, std::regex("muster \\d+\\.\\d+\\.\\d+\n"))) << version.out;
+}
+
 TEST(Manual, HelpHasExamplesForEveryCommand) {
   EXPECT_THAT(commands(), IsSupersetOf({"run", "blackbox", "ps", "top", "doctor"}));
   for (const auto& command : commands()) {
@@ -93,7 +99,9 @@ TEST(Manual, ThePageHasEveryOptionInItsCommandsSection) {
 TEST(Manual, ThePageNamesNoOptionThatIsGone) {
   const auto page = std::regex_replace(source("docs/man/muster.1"), std::regex("\\\\-"), "-");
   Words all{"--lr"};  // of a program, in an example
-  for (const auto& command : commands())
+  Words of{""};       // muster itself
+  for (const auto& command : commands()) of.push_back(command);
+  for (const auto& command : of)
     for (const auto& option : options_of(command)) all.push_back(option);
   const std::regex option("--[a-z][a-z-]*");
   for (std::sregex_iterator at(page.begin(), page.end(), option), end; at != end; ++at)

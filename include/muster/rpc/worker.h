@@ -40,7 +40,9 @@ using DeviceMap = std::vector<MappedDevice>;
 struct Options {
   std::string name;                           // of this worker, unique in the job; empty: "worker<rank>"
   std::chrono::milliseconds timeout{60'000};  // of each call without a timeout of its own; 0: none
-  int max_threads = 16;                       // handlers that run concurrently; blocked handlers do not count
+  // Handlers that run concurrently. Those that wait for Muster (a Future, an RRef) do not count; those that wait for
+  // anything else (a mutex, a condition variable, a store, a file) do.
+  int max_threads = 16;
   // Between hosts: a worker that is silent for this long is lost. MUSTER_RPC_HEARTBEAT (milliseconds), else 2 s.
   std::chrono::milliseconds heartbeat = default_heartbeat();
   int max_calls = 4096;                   // calls unanswered by one worker, also cancelled ones; further calls block
@@ -73,7 +75,9 @@ enum class Shutdown {
   kGraceful,  // waits until all workers have called shutdown() and their calls are over
   kAbrupt,    // waits for no worker: calls under way fail, here with Aborted and on other workers with PeerLost
 };
-// Ends RPC in the current World. If a graceful shutdown has not ended by the deadline, or a worker died, RPC ends
+// Ends RPC in the current World. Before it returns, handlers that run on this worker end; nothing else can end a thread.
+// So a handler that may run for long must look at this_call().cancelled(), which is true from now on; waits of Muster in
+// a handler end by themselves. If a graceful shutdown has not ended by the deadline, or a worker died, RPC ends
 // abruptly, and shutdown() then throws Timeout or PeerLost. Without init() it does nothing.
 void shutdown(Shutdown how = Shutdown::kGraceful,
               std::chrono::milliseconds timeout = std::chrono::milliseconds(300'000));
