@@ -37,8 +37,8 @@ void give_each_its_own_storage(variable_list& gradients) {
 }  // namespace
 
 CallNode::CallNode(std::shared_ptr<rpc::detail::Reference> graph, std::shared_ptr<ContextState> context,
-                   edge_list slots)
-    : Node(uint64_t{0}), graph_(std::move(graph)), context_(std::move(context)) {
+                   std::optional<std::chrono::milliseconds> timeout, edge_list slots)
+    : Node(uint64_t{0}), graph_(std::move(graph)), context_(std::move(context)), timeout_(timeout) {
   slots.push_back(sink());
   set_next_edges(std::move(slots));
 }
@@ -66,8 +66,8 @@ CallNode::Request CallNode::ask(const variable_list& gradients) {
   variable_list sent = gradients;
   for (Tensor& one : sent) one = sendable(std::move(one));  // a hook between the nodes may have changed them
   return {.gradients = gradients,
-          .answer = rpc::detail::call_on<&SubGraph::backward>(*agent, *graph, sent, wanted, bool(run.accumulates),
-                                                              bool(run.keeps_graph))};
+          .answer = rpc::detail::call_on<&SubGraph::backward>(*agent, rpc::detail::CalleeObject(*graph, timeout_), sent,
+                                                              wanted, bool(run.accumulates), bool(run.keeps_graph))};
 }
 
 void CallNode::prefetch(const variable_list& gradients) {

@@ -14,9 +14,11 @@
 // Thread-safety: as libtorch's nodes: several engines may run them concurrently.
 #pragma once
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,8 +31,10 @@ namespace muster::autograd {
 
 class CallNode final : public Node {
  public:
-  // `slots`: where the gradients in the callee's answer go, in the same order.
-  CallNode(std::shared_ptr<rpc::detail::Reference> graph, std::shared_ptr<ContextState> context, edge_list slots);
+  // `timeout`: of the call, and so of its backward; the worker's if there is none. `slots`: where the gradients in the
+  // callee's answer go, in the same order.
+  CallNode(std::shared_ptr<rpc::detail::Reference> graph, std::shared_ptr<ContextState> context,
+           std::optional<std::chrono::milliseconds> timeout, edge_list slots);
 
   void prefetch(const variable_list& gradients);
   variable_list apply(variable_list&& gradients) override;
@@ -45,8 +49,9 @@ class CallNode final : public Node {
   Request ask(const variable_list& gradients);
 
   std::mutex mutex_;
-  std::shared_ptr<rpc::detail::Reference> graph_;   // null: used up
-  const std::shared_ptr<ContextState> context_;     // in which the call was made; may be null
+  std::shared_ptr<rpc::detail::Reference> graph_;  // null: used up
+  const std::shared_ptr<ContextState> context_;    // in which the call was made; may be null
+  const std::optional<std::chrono::milliseconds> timeout_;
   std::map<int, std::weak_ptr<Request>> requests_;  // by the engine's task
 };
 

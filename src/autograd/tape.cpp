@@ -30,6 +30,7 @@ struct Sent {
   std::shared_ptr<Arguments> arguments;
   uint64_t object = 0;  // which they are
   std::shared_ptr<ContextState> context;
+  rpc::Interceptor::Timeout timeout;  // the call's own, if it has one
 };
 
 bool asks(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
@@ -103,12 +104,13 @@ Path Tape::path_in(ContextState& context) const {
 
 // --- the caller ---
 
-std::shared_ptr<void> Tape::outgoing(int to, rpc::Payload& payload, uint64_t& context) {
+std::shared_ptr<void> Tape::outgoing(int to, Timeout timeout, rpc::Payload& payload, uint64_t& context) {
   auto in = current_context();
   const bool records = !payload.tensors.empty() && at::GradMode::is_enabled() &&
                        std::any_of(payload.tensors.begin(), payload.tensors.end(), asks);
-  if (!in && !records) return nullptr;
+  if (!in && !records && !timeout) return nullptr;
   auto sent = std::make_shared<Sent>();
+  sent->timeout = timeout;
   if (in) {
     in->check_agent(agent_);
     in->calls(to);
@@ -162,7 +164,8 @@ void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context
     slots.push_back(arguments->edges[index]);
   }
   if (!note.empty()) throw Corrupt("the note of a remote result is longer than it says");
-  const auto call = make_node<CallNode>(std::move(graph), sent ? sent->context : nullptr, std::move(slots));
+  const auto call = make_node<CallNode>(std::move(graph), sent ? sent->context : nullptr,
+                                        sent ? sent->timeout : std::nullopt, std::move(slots));
   const auto prefetch = make_node<PrefetchNode>(call, static_cast<uint32_t>(results.size()));
   for (const uint32_t result : results) {
     const Tensor& tensor = payload.tensors[result];

@@ -30,10 +30,18 @@ Future<result_of<F>> call_on(Agent& agent, Callee callee, A&&... args) {
 }
 
 // The same for a function of an object.
+struct CalleeObject {
+  CalleeObject(const Reference& object, std::optional<std::chrono::milliseconds> timeout = {})
+      : object(object), timeout(timeout) {}
+  const Reference& object;
+  std::optional<std::chrono::milliseconds> timeout;  // 0: none
+};
+
 template <auto F, typename... A>
-Future<result_of<F>> call_on(Agent& agent, const Reference& object, A&&... args) {
+Future<result_of<F>> call_on(Agent& agent, const CalleeObject& callee, A&&... args) {
   StateRef<CallState<result_of<F>>> state(new CallState<result_of<F>>(agent.waits()));
-  agent.call(object.owner, {.function = &function_of<F>(), .object = object.object},
+  agent.call(callee.object.owner,
+             {.function = &function_of<F>(), .object = callee.object.object, .timeout = callee.timeout},
              pack_for<arguments_of<F>>(std::forward<A>(args)...), *state);
   return Future<result_of<F>>(state);
 }

@@ -74,7 +74,7 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
                 .function = spec.function->id,
                 .object = spec.object,
                 .result = spec.result};
-  call.sent = interceptor_->outgoing(to, payload, header.context);
+  call.sent = interceptor_->outgoing(to, spec.timeout, payload, header.context);
   call.to = to;
   call.id = header.call;
   call.function = spec.function;

@@ -16,8 +16,10 @@
 // incoming() and returning() throw is the call's error at the caller; what returned() throws becomes its result.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "muster/rpc/payload.h"
 
@@ -30,8 +32,9 @@ class Interceptor {
  public:
   virtual ~Interceptor() = default;
 
-  // Returns what returned() is to be given; may be null.
-  virtual std::shared_ptr<void> outgoing(int to, Payload& payload, uint64_t& context) = 0;
+  // `timeout`: the call's own, if it has one. Returns what returned() is to be given; may be null.
+  using Timeout = std::optional<std::chrono::milliseconds>;
+  virtual std::shared_ptr<void> outgoing(int to, Timeout timeout, Payload& payload, uint64_t& context) = 0;
   virtual void returned(const std::shared_ptr<void>& sent, int from, uint64_t context, Payload& payload) = 0;
 
   virtual std::shared_ptr<void> incoming(const IncomingCall& call, Payload& payload) = 0;

@@ -39,9 +39,9 @@ size_t owned() { return rpc::census().owned_objects; }
 class Autograd : public CommContract {
  protected:
   // Runs the body in worker 0 while the others serve. Checks that nothing is left on any worker.
-  void trainer(int n, const std::function<void()>& body) const {
+  void trainer(int n, const std::function<void()>& body, const rpc::Options& options = {}) const {
     run(n, [&](World& world) {
-      rpc::init();
+      rpc::init(options);
       if (world.rank() == 0) body();
       nothing_is_left();
       rpc::shutdown();
@@ -543,6 +543,32 @@ TEST_P(Autograd, IndependentCallsRunBackwardSideBySide) {
     sum.sum().backward();
     expect_close(x.grad(), at::full({2}, 8.0, at::kDouble));
   });
+}
+
+// A call's own timeout is that of its backward, too. Its forward ends long before.
+Tensor waits_in_backward(Tensor x) {
+  Tensor y = x * 2;
+  y.register_hook([](Tensor gradient) {
+    World::current().store().get("timed out", patience());
+    return gradient;
+  });
+  return y;
+}
+
+TEST_P(Autograd, TheBackwardOfACallHasItsTimeout) {
+  const auto body = [] {
+    const Tensor x = leaf({1, 2});
+    const Tensor y = rpc::sync<&waits_in_backward>({1, {.timeout = 200ms}}, x);
+    try {
+      y.sum().backward();
+      ADD_FAILURE() << "no timeout";
+    } catch (const Timeout& timeout) {
+      EXPECT_NE(std::string(timeout.what()).find("did not answer"), std::string::npos) << timeout.what();
+    }
+    World::current().store().set("timed out", "1");
+    EXPECT_FALSE(x.grad().defined());
+  };
+  trainer(2, body, {.timeout = 0ms});  // other calls have none
 }
 
 // --- contexts ---
