@@ -18,6 +18,14 @@ namespace {
 
 uint64_t turns_for(size_t bytes, size_t per_turn) { return (bytes + per_turn - 1) / per_turn; }
 
+// How much of `bytes` goes in one turn: so little that ranks read one turn while they write the next, but not less than
+// is copied in the time of a turn's synchronisation. The same on all ranks, and whole cache lines.
+size_t bytes_per_turn(size_t bytes, size_t most) {
+  constexpr size_t kLeast = size_t{16} << 10;
+  if (bytes <= 2 * kLeast) return std::min(most, 2 * kLeast);
+  return std::min(most, std::max(kLeast, (bytes / 4 + kLine - 1) / kLine * kLine));
+}
+
 // One piece of `whole` bytes in turn i.
 struct Piece {
   Piece(size_t whole, size_t per_turn, uint64_t i)
@@ -43,10 +51,23 @@ void read_all(Channel& channel, Read read) {
   }
 }
 
-// Copies what a peer put into its slot or staging. `alone`: no other rank reads it.
-void fetch(Bytes to, Bytes from, size_t bytes, bool alone) {
+// Whether the copy of a tensor of so many bytes stays out of this core's caches, because it has no room there.
+bool streams(size_t bytes) { return bytes >= size_t{24} << 20; }
+
+// Copies what a peer has on its heap.
+void read_heap(Bytes to, Bytes from, size_t bytes) {
+  if (streams(bytes) && reinterpret_cast<uintptr_t>(from) % kCacheLine == 0)
+    look_at_bytes(to, from, bytes, true);
+  else
+    copy_bytes(to, from, bytes);
+}
+
+// Copies what a peer put into its slot or staging, a part of `whole` bytes. `alone`: no other rank reads it.
+void fetch(Bytes to, Bytes from, size_t bytes, size_t whole, bool alone) {
   if (alone)
-    take_bytes(to, from, bytes);
+    take_bytes(to, from, bytes, streams(whole));
+  else if (streams(whole))
+    look_at_bytes(to, from, bytes, true);
   else
     copy_bytes(to, from, bytes);
 }
@@ -102,15 +123,15 @@ void broadcast(Channel& channel, const Call& call, Bytes data) {
   if (call.bytes() <= kSlotPayload) {
     channel.enter(call.descriptor(),
                   root ? std::span<const std::byte>(data, call.bytes()) : std::span<const std::byte>{}, call.deadline);
-    if (!root) fetch(data, channel.payload(call.root), call.bytes(), channel.size() == 2);
+    if (!root) fetch(data, channel.payload(call.root), call.bytes(), call.bytes(), channel.size() == 2);
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
     if (channel.on_heap(call.root)) {
-      if (!root) copy_bytes(data, channel.announced_data(call.root), call.bytes());
+      if (!root) read_heap(data, channel.announced_data(call.root), call.bytes());
       all_have_read(channel, call.root);
       return channel.leave_op();
     }
-    const size_t per_turn = channel.layout().turn_bytes();
+    const size_t per_turn = bytes_per_turn(call.bytes(), channel.layout().turn_bytes());
     from_root(
         channel, call, turns_for(call.bytes(), per_turn), 0,
         [&](Bytes buffer, uint64_t i) {
@@ -119,7 +140,7 @@ void broadcast(Channel& channel, const Call& call, Bytes data) {
         },
         [&](Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), per_turn, i);
-          fetch(data + piece.begin, buffer, piece.length, channel.size() == 2);
+          fetch(data + piece.begin, buffer, piece.length, call.bytes(), channel.size() == 2);
         });
   }
   channel.leave_op();
@@ -135,18 +156,18 @@ void gather_parts(Channel& channel, const Call& call, std::span<const Bytes> out
   if (call.bytes() <= kSlotPayload) {
     channel.enter(call.descriptor(), {input, call.bytes()}, call.deadline);
     for (int peer = 0; takes && peer < channel.size(); ++peer)
-      if (peer != channel.rank()) fetch(outputs[static_cast<size_t>(peer)], channel.payload(peer), call.bytes(), alone);
+      if (peer != channel.rank())
+        fetch(outputs[static_cast<size_t>(peer)], channel.payload(peer), call.bytes(), call.bytes(), alone);
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
     if (channel.all_on_heap()) {
       if (takes)
-        read_all(channel, [&](int peer, ConstBytes from) {
-          copy_bytes(outputs[static_cast<size_t>(peer)], from, call.bytes());
-        });
+        read_all(channel,
+                 [&](int peer, Bytes from) { read_heap(outputs[static_cast<size_t>(peer)], from, call.bytes()); });
       all_have_read(channel, -1);
       return channel.leave_op();
     }
-    const size_t per_turn = channel.layout().turn_bytes();
+    const size_t per_turn = bytes_per_turn(call.bytes(), channel.layout().turn_bytes());
     from_all(
         channel, turns_for(call.bytes(), per_turn), takes,
         [&](Bytes buffer, uint64_t i) {
@@ -156,7 +177,7 @@ void gather_parts(Channel& channel, const Call& call, std::span<const Bytes> out
         },
         [&](int peer, Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), per_turn, i);
-          fetch(outputs[static_cast<size_t>(peer)] + piece.begin, buffer, piece.length, alone);
+          fetch(outputs[static_cast<size_t>(peer)] + piece.begin, buffer, piece.length, call.bytes(), alone);
         });
   }
   channel.leave_op();
@@ -189,11 +210,11 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
   } else {
     channel.enter(call.descriptor(), {}, call.deadline);
     if (channel.on_heap(call.root)) {
-      if (!root) copy_bytes(output, channel.announced_data(call.root) + me * call.bytes(), call.bytes());
+      if (!root) read_heap(output, channel.announced_data(call.root) + me * call.bytes(), call.bytes());
       all_have_read(channel, call.root);
       return channel.leave_op();
     }
-    const size_t chunk = channel.layout().chunk;
+    const size_t chunk = bytes_per_turn(call.bytes(), channel.layout().chunk);
     from_root(
         channel, call, turns_for(call.bytes(), chunk), chunk,
         [&](Bytes buffer, uint64_t i) {
@@ -203,7 +224,7 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
         },
         [&](Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), chunk, i);
-          take_bytes(output + piece.begin, buffer + me * chunk, piece.length);
+          take_bytes(output + piece.begin, buffer + me * chunk, piece.length, streams(call.bytes()));
         });
   }
   channel.leave_op();
@@ -242,7 +263,7 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
       all_have_read(channel, -1);
       return channel.leave_op();
     }
-    const size_t chunk = channel.layout().chunk;  // a multiple of every item
+    const size_t chunk = bytes_per_turn(call.bytes(), channel.layout().chunk);  // a multiple of every item
     const uint64_t turns = turns_for(call.bytes(), chunk);
     Turns pipeline(channel, turns);
     for (uint64_t i = 0; i < turns; ++i) {
@@ -405,13 +426,13 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
     for (size_t step = 1; step < n; ++step) {
       const size_t peer = (me + step) % n;
       if (const uint64_t bytes = staged_bytes(peer); bytes > 0)
-        copy_bytes(parts.outputs[peer], channel.announced_data(static_cast<int>(peer)) + tables.sent_by(peer).before,
-                   bytes);
+        read_heap(parts.outputs[peer], channel.announced_data(static_cast<int>(peer)) + tables.sent_by(peer).before,
+                  bytes);
     }
     all_have_read(channel, -1);
     return channel.leave_op();
   }
-  const size_t chunk = channel.layout().chunk;
+  const size_t chunk = bytes_per_turn(longest, channel.layout().chunk);
   const bool staging = !tables.came(me, tables.sent_by(me));
   from_all(
       channel, turns_for(longest, chunk), true,
@@ -426,7 +447,7 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
       [&](int peer, Bytes buffer, uint64_t i) {
         const auto from = static_cast<size_t>(peer);
         const Piece piece(staged_bytes(from), chunk, i);
-        take_bytes(parts.outputs[from] + piece.begin, buffer + me * chunk, piece.length);
+        take_bytes(parts.outputs[from] + piece.begin, buffer + me * chunk, piece.length, streams(longest));
       });
   channel.leave_op();
 }

@@ -30,21 +30,21 @@ inline void take(Bytes data, size_t bytes) {
   }
 }
 
-// Copies and takes.
-inline void take_bytes(Bytes to, Bytes from, size_t bytes) {
+// Copies and takes. `stream`: the copy does not come into this core's caches.
+inline void take_bytes(Bytes to, Bytes from, size_t bytes, bool stream = false) {
   size_t head = (kCacheLine - reinterpret_cast<uintptr_t>(from) % kCacheLine) % kCacheLine;
   if (bytes < head + kCacheLine) head = bytes;
   copy_bytes(to, from, head);
   take(from, head);
   const size_t lines = (bytes - head) / kCacheLine;
-  if (lines > 0) take_lines(to + head, from + head, lines, Leave::kUnchanged, false);
+  if (lines > 0) take_lines(to + head, from + head, lines, Leave::kUnchanged, stream);
   const size_t tail = head + lines * kCacheLine;
   copy_bytes(to + tail, from + tail, bytes - tail);
   take(from + tail, bytes - tail);
 }
 
 // The same for `bytes` at the start of a line of which this rank may write all lines that they touch: leaves 0 in the
-// first word of each. `stream`: the copy does not come into this core's caches.
+// first word of each.
 inline void take_and_clear(Bytes to, Bytes from, size_t bytes, bool stream) {
   const size_t lines = bytes / kCacheLine, tail = lines * kCacheLine;
   take_lines(to, from, lines, Leave::kZero, stream);
