@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/thread.h"
 #include "comm/descriptor.h"
 #include "comm/process_group.h"
 #include "muster/base/error.h"
@@ -72,6 +73,9 @@ std::string calling_line() {
 
 PYBIND11_MODULE(_muster, module) {
   muster::comm::set_site_finder(&calling_line);
+  muster::set_interpreter_lock(
+      []() -> void* { return Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr; },
+      [](void* held) { PyEval_RestoreThread(static_cast<PyThreadState*>(held)); });
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def("create_backend", &create_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout") = milliseconds(300'000), py::arg("name") = "world", no_gil);

@@ -1,6 +1,7 @@
 #include "base/thread.h"
 
 #include <pthread.h>
+#include <atomic>
 
 #include "base/signals_blocked.h"
 
@@ -18,6 +19,22 @@ void join_or_detach(std::thread& thread) {
     thread.detach();
   else
     thread.join();
+}
+
+namespace {
+std::atomic<void* (*)()> release_interpreter{nullptr};
+std::atomic<void (*)(void*)> retake_interpreter{nullptr};
+}  // namespace
+
+void set_interpreter_lock(void* (*release)(), void (*retake)(void* held)) {
+  retake_interpreter = retake;
+  release_interpreter = release;
+}
+
+WithoutInterpreterLock::WithoutInterpreterLock()
+    : held_(release_interpreter.load() != nullptr ? release_interpreter.load()() : nullptr) {}
+WithoutInterpreterLock::~WithoutInterpreterLock() {
+  if (held_ != nullptr) retake_interpreter.load()(held_);
 }
 
 }  // namespace muster

@@ -219,6 +219,7 @@ void WireBackend::leave(const std::string& cause) {
           std::make_exception_ptr(Aborted(text("group '", group_name(), "' is closing on rank ", shown(getRank()))));
     explained_.notify_all();
   }
+  const WithoutInterpreterLock unlocked;
   if (watch_ && subscription_) watch_->unsubscribe(subscription_);
   try {
     const store::CallsBy soon(Deadline::after(kFarewell));

@@ -431,6 +431,28 @@ class Stragglers(unittest.TestCase):
 
 
 class Threads(unittest.TestCase):
+    def test_a_backend_may_go_with_an_operation_under_way(self):
+        def rank_threads(_):
+            store = dist.HashStore()
+
+            def one(rank):
+                backend = muster.create_backend(store, rank, 2, timedelta(seconds=LIMIT))
+                if rank == 0:
+                    # Only the operation holds the tensor, which a thread of Muster releases while this one waits for it.
+                    backend.allreduce([torch.ones(3)])
+                    del backend
+                else:
+                    raised(dist.DistBackendError, lambda: backend.barrier().wait())
+
+            threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        for _ in range(5):
+            fork(1, rank_threads)
+
     def test_groups_leave_no_keys_in_the_store(self):
         def rank_threads(_):
             store, n, keys = dist.HashStore(), 3, []

@@ -12,6 +12,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "base/thread.h"
 #include "comm/byte_parts.h"
 #include "comm/flatten.h"
 #include "comm/stragglers.h"
@@ -149,6 +150,7 @@ void HierarchicalBackend::between_hosts(const Operation& step) {
 
 void HierarchicalBackend::leave(const std::string& cause) {
   if (in_fork() || has_left_.exchange(true)) return;
+  const WithoutInterpreterLock unlocked;
   for (Inner* const group : {&leaders_, &all_, &local_})
     if (*group) (*group)->leave(cause);
   receives_.stop();

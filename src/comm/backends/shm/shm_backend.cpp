@@ -3,6 +3,7 @@
 #include <array>
 
 #include "base/text.h"
+#include "base/thread.h"
 #include "comm/byte_parts.h"
 #include "comm/flatten.h"
 #include "shm/arena.h"
@@ -36,6 +37,7 @@ ShmBackend::~ShmBackend() { leave({}); }
 void ShmBackend::leave(const std::string& cause) {
   if (in_fork()) return;
   if (has_left_.exchange(true)) return;
+  const WithoutInterpreterLock unlocked;
   channel_.leave(cause);
   messages_.stop();
   end_membership();
