@@ -16,6 +16,7 @@
 #include "fuzz/parsers.h"
 #include "support/dice.h"
 #include "support/fuzz.h"
+#include "support/places.h"
 
 namespace muster::test {
 
@@ -23,7 +24,7 @@ class ParserFuzz : public testing::TestWithParam<Parser> {
  protected:
   static std::vector<std::string> inputs() {
     std::vector<std::string> all = GetParam().seeds();
-    const std::filesystem::path folder = std::filesystem::path(MUSTER_FUZZ_CORPUS) / GetParam().name;
+    const std::filesystem::path folder = std::filesystem::path(kSourceFolder) / "tests/fuzz/corpus" / GetParam().name;
     if (std::filesystem::is_directory(folder))
       for (const auto& file : std::filesystem::directory_iterator(folder)) {
         std::ifstream in(file.path(), std::ios::binary);
