@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,fault,idle,memory,copy]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
@@ -253,6 +253,17 @@ class Bench:
             yield from self.rows(self.command("torchrun", str(HERE / "peers" / "optim_torch.py"), ranks=3))
         return self.best_rows(commands)
 
+    def meta(self):
+        """Meta-steps in one process and over two workers, and TorchOpt's."""
+        def commands():
+            for ranks in (1, 2):
+                yield from self.rows(self.command("muster", str(self.build / "bench" / "bench_meta"), ranks=ranks))
+            if subprocess.run([self.python, "-c", "import torchopt"], capture_output=True).returncode:
+                self.missing["torchopt"] = "pip install torchopt==0.7.3"
+            else:
+                yield from self.rows([self.python, str(HERE / "peers" / "meta_torchopt.py")])
+        return self.best_rows(commands)
+
     def autograd(self):
         """Gradients through remote calls. The steps run on two workers, because more would take their cores; the sleepers run on five."""
         def commands():
@@ -362,6 +373,16 @@ def show_optim(rows):
     table("a step of a distributed optimizer over 3 owners: microseconds", ["case", "muster", "torch", "faster"], lines)
 
 
+def show_meta(rows):
+    us = {(row["case"], row["impl"]): row["us"] for row in rows}
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        peers = [figure for (its, impl), figure in us.items() if its == case and impl.startswith("torchopt")]
+        lines += [[case, impl, f"{figure:.0f}", f"{min(peers) / figure:.2f}x" if peers and impl.startswith("muster") else ""]
+                  for (its, impl), figure in us.items() if its == case]
+    table("differentiable optimizers: microseconds, and how much faster than TorchOpt's best", ["case", "implementation", "us", "faster"], lines)
+
+
 def show_autograd(rows):
     cell = {(row["case"], row["impl"]): f"{row['us']:.4g} us" if "us" in row else f"{row['ms']:.4g} ms" for row in rows}
     table("gradients through remote calls", ["case", "muster", "torch"],
@@ -398,7 +419,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
-            "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
+            "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")

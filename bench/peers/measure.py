@@ -4,9 +4,9 @@ import json
 import time
 
 
-def row(bench, case, **figures):
+def row(bench, case, impl="torch", **figures):
     rounded = {name: round(value, 3) for name, value in figures.items()}
-    print(json.dumps({"bench": bench, "case": case, "impl": "torch", **rounded}), flush=True)
+    print(json.dumps({"bench": bench, "case": case, "impl": impl, **rounded}), flush=True)
 
 
 def best_us(calls, call):

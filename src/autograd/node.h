@@ -86,8 +86,9 @@ void release_resources_of(T& node) {
 }
 
 // All nodes that can be reached from `edges`, each once, in an order that depends only on the graph. If there are more
-// than `most`, only some of them: more than `most`.
-std::vector<Node*> reachable(const edge_list& edges, size_t most = SIZE_MAX);
+// than `most`, only some of them: more than `most`. It goes to the nodes in `stops`, but not beyond.
+std::vector<Node*> reachable(const edge_list& edges, size_t most = SIZE_MAX,
+                             const std::vector<const Node*>& stops = {});
 
 // A node without edges that gets no gradient. The nodes of calls have an edge to it: asking the engine for its gradient
 // makes the engine run them all, even those with no other path to the requested outputs.

@@ -180,7 +180,7 @@ void leave_nothing_if_this_run_fails() {
   engine::Engine::get_default_engine().queue_callback([end = std::make_shared<AtTheEnd>()] { end->succeeded = true; });
 }
 
-std::vector<Node*> reachable(const edge_list& edges, size_t most) {
+std::vector<Node*> reachable(const edge_list& edges, size_t most, const std::vector<const Node*>& stops) {
   std::vector<Node*> found, ahead;
   std::unordered_set<const Node*> seen;
   const auto visit = [&](const edge_list& next) {
@@ -192,7 +192,7 @@ std::vector<Node*> reachable(const edge_list& edges, size_t most) {
     Node* const node = ahead.back();
     ahead.pop_back();
     found.push_back(node);
-    visit(node->next_edges());
+    if (std::find(stops.begin(), stops.end(), node) == stops.end()) visit(node->next_edges());
   }
   return found;
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -42,11 +43,13 @@ SmallGraph::Step& SmallGraph::step_of(const Node* node) {
   return steps_[static_cast<size_t>(std::find(nodes_.begin(), nodes_.end(), node) - nodes_.begin())];
 }
 
-std::optional<SmallGraph> SmallGraph::of(const edge_list& roots, const std::function<bool(Node&)>& ends) {
+std::optional<SmallGraph> SmallGraph::of(const edge_list& roots, const std::function<bool(Node&)>& ends,
+                                         const std::vector<const Node*>& stops) {
   // Within a run of the engine (in a hook, for example), nodes would ask what that outer run needs from them.
   if (engine::get_current_graph_task_id() >= 0 || engine::AnomalyMode::is_enabled() || at::hasCallbacks()) return {};
   SmallGraph graph;
-  graph.nodes_ = reachable(roots, kMostNodes);
+  graph.stops_ = stops;
+  graph.nodes_ = reachable(roots, kMostNodes, stops);
   if (graph.nodes_.size() > kMostNodes) return {};
   for (Node* const node : graph.nodes_) {
     const bool known = is_of_an_operator(*node) || dynamic_cast<engine::AccumulateGrad*>(node) || ends(*node);
@@ -58,8 +61,13 @@ std::optional<SmallGraph> SmallGraph::of(const edge_list& roots, const std::func
       if (edge.is_valid()) ++graph.step_of(edge.function.get()).missing;
   };
   count(roots);
-  for (const Node* const node : graph.nodes_) count(node->next_edges());
+  for (const Node* const node : graph.nodes_)
+    if (!graph.stops_at(node)) count(node->next_edges());
   return graph;
+}
+
+bool SmallGraph::stops_at(const Node* node) const {
+  return std::find(stops_.begin(), stops_.end(), node) != stops_.end();
 }
 
 void SmallGraph::give(const Edge& edge, Tensor gradient) {
@@ -75,8 +83,8 @@ void SmallGraph::give(const Edge& edge, Tensor gradient) {
 }
 
 void SmallGraph::run(const edge_list& roots, variable_list gradients, bool keep_graph,
-                     const std::function<bool(Node&, variable_list&)>& take) {
-  const at::AutoGradMode no_grad(false);
+                     const std::function<bool(Node&, variable_list&)>& take, bool create_graph) {
+  const at::AutoGradMode mode(create_graph);
   engine::validate_outputs(roots, gradients, [](const std::string& what) { return what; });
   for (size_t i = 0; i < roots.size(); ++i) give(roots[i], std::move(gradients[i]));
   for (size_t left = nodes_.size(); left > 0; --left) {
@@ -96,9 +104,43 @@ void SmallGraph::run(const edge_list& roots, variable_list gradients, bool keep_
       engine::validate_outputs(
           edges, outputs, [&](const std::string& what) { return "Function " + node->name() + " returned an " + what; });
     }
+    if (stops_at(node)) continue;
     for (size_t i = 0; i < edges.size(); ++i)
       if (edges[i].is_valid()) give(edges[i], std::move(outputs[i]));
   }
+}
+
+std::optional<variable_list> small_grad(const Tensor& root, const variable_list& inputs) {
+  if (inputs.empty() || !root.requires_grad() || root.numel() != 1) return {};
+  const edge_list roots{engine::impl::gradient_edge(root)};
+  std::vector<Edge> wanted;
+  std::vector<const Node*> stops;
+  for (const Tensor& input : inputs) {
+    if (!input.requires_grad()) return {};
+    wanted.push_back(engine::impl::gradient_edge(input));
+    const Node* const node = wanted.back().function.get();
+    const bool leaf = dynamic_cast<const engine::AccumulateGrad*>(node);
+    if (!leaf && wanted.front().function.get() != node) return {};
+    if (leaf && !wanted.front().function->next_edges().empty()) return {};
+    if (std::find(stops.begin(), stops.end(), node) == stops.end()) stops.push_back(node);
+  }
+  auto graph = SmallGraph::of(
+      roots, [&](Node& node) { return std::find(stops.begin(), stops.end(), &node) != stops.end(); }, stops);
+  if (!graph) return {};
+  variable_list results(inputs.size());
+  graph->run(
+      roots, {at::ones_like(root)}, /*keep_graph=*/true,
+      [&](Node& node, variable_list& gradients) {
+        bool taken = false;
+        for (size_t i = 0; i < wanted.size(); ++i) {
+          if (wanted[i].function.get() != &node) continue;
+          results[i] = gradients[wanted[i].input_nr];
+          taken = true;
+        }
+        return taken;
+      },
+      /*create_graph=*/true);
+  return results;
 }
 
 }  // namespace muster::autograd

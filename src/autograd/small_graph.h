@@ -7,9 +7,8 @@
 // gradients come. So the results have the same bits. (Two threads may have given the same number; the engine's order is
 // then that of a heap, this one that of the graph.)
 //
-// The engine is still used for everything else: hooks, anomaly mode, profilers, gradients of gradients, runs within
-// another run, other devices, nodes of anything but libtorch's operators (they may ask for the engine's task), and many
-// nodes.
+// The engine is still used for everything else: hooks, anomaly mode, profilers, runs within another run, other devices,
+// nodes of anything but libtorch's operators (they may ask for the engine's task), and many nodes.
 //
 // Errors: what the nodes throw; c10::Error for a gradient that does not fit, with the engine's text.
 // Thread-safety: as libtorch's nodes: several passes over the same nodes may run concurrently.
@@ -29,15 +28,17 @@ class SmallGraph {
   static constexpr size_t kMostNodes = 32;
 
   // The graph that can be reached from `roots`; none if it needs the engine. `ends` says whether run() may end at a
-  // node that is not libtorch's.
-  static std::optional<SmallGraph> of(const edge_list& roots, const std::function<bool(Node&)>& ends);
+  // node that is not libtorch's. The graph beyond `stops` does not belong to it.
+  static std::optional<SmallGraph> of(const edge_list& roots, const std::function<bool(Node&)>& ends,
+                                      const std::vector<const Node*>& stops = {});
 
   const std::vector<Node*>& nodes() const { return nodes_; }  // in the order of reachable()
 
   // May be called once, with the same `roots`. `take` is offered each node's gradients before the node runs; if it
-  // returns true, the node does not run. The gradients of the roots must all be defined.
+  // returns true, the node does not run. The gradients of the roots must all be defined. `create_graph`: autograd
+  // records what the nodes do.
   void run(const edge_list& roots, variable_list gradients, bool keep_graph,
-           const std::function<bool(Node&, variable_list&)>& take);
+           const std::function<bool(Node&, variable_list&)>& take, bool create_graph = false);
 
  private:
   struct Step {
@@ -46,9 +47,16 @@ class SmallGraph {
   };
   Step& step_of(const Node* node);
   void give(const Edge& edge, Tensor gradient);
+  bool stops_at(const Node* node) const;
 
   std::vector<Node*> nodes_;  // kept alive by the roots
   std::vector<Step> steps_;   // one for each node
+  std::vector<const Node*> stops_;
 };
+
+// torch::autograd::grad({root}, inputs) with create_graph and allow_unused, without the engine. None if that is not
+// possible: see above; and if the inputs are neither all leaves nor all results of one node, since one of them may then
+// be a function of another. The root is a scalar.
+std::optional<variable_list> small_grad(const Tensor& root, const variable_list& inputs);
 
 }  // namespace muster::autograd

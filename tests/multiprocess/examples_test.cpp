@@ -42,12 +42,14 @@ TEST(Examples, RemoteTrain) {
   }
 }
 
-// The gradient of second order is the same on one worker and on two; and it learns.
-TEST(Examples, AutogradMaml) {
+// A program of MAML: the meta-gradient is the same on one worker and on two; and it learns.
+void maml_learns(const std::string& program, const std::vector<std::string>& options, size_t gradients_printed) {
   const std::string curve = text(testing::TempDir(), "/maml.", ::getpid(), ".svg");
   std::vector<double> gradients[2];
   for (const int workers : {1, 2}) {
-    const auto lines = lines_of("autograd_maml", workers, {"--steps", "30", "--tasks", "4", "--curve", curve});
+    auto arguments = options;
+    arguments.insert(arguments.end(), {"--curve", curve});
+    const auto lines = lines_of(program, workers, arguments);
     ASSERT_EQ(lines.size(), 3u) << testing::PrintToString(lines);
     double first = 0, last = 0;
     ASSERT_EQ(std::sscanf(lines[0].c_str(), "loss after adapting: %lf at first, %lf at last", &first, &last), 2);
@@ -56,13 +58,16 @@ TEST(Examples, AutogradMaml) {
     std::string title;
     words >> title;
     for (double one = 0; words >> one;) gradients[workers - 1].push_back(one);
-    ASSERT_EQ(gradients[workers - 1].size(), 8u) << lines[1];
+    ASSERT_EQ(gradients[workers - 1].size(), gradients_printed) << lines[1];
   }
-  for (size_t i = 0; i < 8; ++i) EXPECT_NEAR(gradients[0][i], gradients[1][i], 1e-6);
+  for (size_t i = 0; i < gradients_printed; ++i) EXPECT_NEAR(gradients[0][i], gradients[1][i], 1e-6);
   std::ifstream picture(curve);
   EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("</svg>"), std::string::npos);
   std::remove(curve.c_str());
 }
+
+TEST(Examples, AutogradMaml) { maml_learns("autograd_maml", {"--steps", "30", "--tasks", "4"}, 8); }
+TEST(Examples, MetaMaml) { maml_learns("meta_maml", {"--steps", "100", "--tasks", "4"}, 6); }
 
 TEST(Examples, AutogradParameterServer) {
   const std::string curve = text(testing::TempDir(), "/updates.", ::getpid(), ".svg");

@@ -6,17 +6,9 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
-#include <unistd.h>
 
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <functional>
-#include <limits>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,7 +16,7 @@
 #include "muster/base/error.h"
 #include "muster/optim/functional.h"
 #include "muster/optim/lr_scheduler.h"
-#include "support/places.h"
+#include "support/ask_python.h"
 
 namespace muster::test {
 namespace {
@@ -32,7 +24,7 @@ namespace {
 using at::Tensor;
 using optim::FunctionalOptimizer;
 using Tensors = std::vector<Tensor>;
-using Made = std::unique_ptr<FunctionalOptimizer>;
+using MadeOptimizer = std::unique_ptr<FunctionalOptimizer>;
 
 Tensor gradient(const Tensor& parameter, size_t index, int step) {  // optim_reference.py has the same
   return parameter * (0.5 + static_cast<double>(index)) + at::cos(parameter * 3 + 0.3 * step);
@@ -50,13 +42,13 @@ Tensors gradients(const Tensors& parameters, int step) {
 }
 
 template <typename O>
-std::function<Made()> maker(typename O::Options options) {
+std::function<MadeOptimizer()> maker(typename O::Options options) {
   return [options] { return std::make_unique<O>(options); };
 }
 
 struct Case {
   std::string python;
-  std::function<Made()> make;
+  std::function<MadeOptimizer()> make;
 };
 std::vector<Case> cases() {
   using namespace optim;
@@ -129,7 +121,8 @@ std::vector<Schedule> schedules() {
   };
 }
 
-std::vector<double> trajectory(const Made& optimizer, at::ScalarType dtype, const Schedule* schedule = nullptr) {
+std::vector<double> trajectory(const MadeOptimizer& optimizer, at::ScalarType dtype,
+                               const Schedule* schedule = nullptr) {
   Tensors parameters = start(dtype);
   const auto scheduler = schedule ? schedule->make(*optimizer) : nullptr;
   std::vector<double> numbers;
@@ -149,42 +142,8 @@ std::vector<double> trajectory(const Made& optimizer, at::ScalarType dtype, cons
   return numbers;
 }
 
-std::vector<std::vector<double>> answers_of_python(const std::vector<std::string>& lines) {
-  const auto base = std::filesystem::temp_directory_path() / ("muster_optim_" + std::to_string(::getpid()));
-  const std::string in = base.string() + ".in", out = base.string() + ".out";
-  {
-    std::ofstream file(in);
-    for (const auto& line : lines) file << line << '\n';
-  }
-  const std::string script = std::string(kSourceFolder) + "/tests/unit/optim_reference.py";
-  const std::string python = "'" + std::string(kPython) + "'";
-  const int status = std::system((python + " -W ignore '" + script + "' < '" + in + "' > '" + out + "'").c_str());
-  std::vector<std::vector<double>> answers;
-  std::ifstream file(out);
-  for (std::string line; std::getline(file, line);) {
-    auto& numbers = answers.emplace_back();
-    std::istringstream words(line);
-    for (std::string word; words >> word;) numbers.push_back(std::strtod(word.c_str(), nullptr));
-  }
-  std::filesystem::remove(in);
-  std::filesystem::remove(out);
-  EXPECT_EQ(status, 0);
-  return answers;
-}
-
-double farthest(const std::vector<double>& a, const std::vector<double>& b) {
-  if (a.size() != b.size()) return std::numeric_limits<double>::infinity();
-  double most = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    const double apart = std::abs(a[i] - b[i]);
-    if (!(apart <= most)) most = apart;  // NaN too
-  }
-  return most;
-}
-
 TEST(Optim, EqualsPython) {
-  if (std::system(("'" + std::string(kPython) + "' -c 'import torch' 2> /dev/null").c_str()) != 0)
-    GTEST_SKIP() << "no Python with torch ('" << kPython << "'): pip install torch==2.13.0";
+  if (!python_has("torch")) GTEST_SKIP() << "no Python with torch ('" << kPython << "'): pip install torch==2.13.0";
   std::vector<std::string> lines;
   std::vector<std::vector<double>> ours;
   const auto all = cases();
@@ -199,7 +158,7 @@ TEST(Optim, EqualsPython) {
     ours.push_back(
         trajectory(std::make_unique<optim::SGD>(optim::SGDOptions{.lr = 0.1, .momentum = 0.5}), at::kDouble, &plan));
   }
-  const auto theirs = answers_of_python(lines);
+  const auto theirs = ask_python("unit/optim_reference.py", lines);
   ASSERT_EQ(theirs.size(), lines.size());
   for (size_t i = 0; i < lines.size(); ++i) {
     const double apart = farthest(ours[i], theirs[i]);
@@ -210,7 +169,7 @@ TEST(Optim, EqualsPython) {
 
 // Compares with the optimizers of the C++ API, whose defaults differ.
 template <typename Theirs, typename Options>
-void expect_like_cpp(Options options, const Made& ours) {
+void expect_like_cpp(Options options, const MadeOptimizer& ours) {
   Tensors parameters = start(at::kDouble), mine = start(at::kDouble);
   for (Tensor& parameter : parameters) parameter.requires_grad_();
   Theirs theirs(parameters, options);
@@ -245,14 +204,14 @@ TEST(Optim, EqualsCpp) {
 TEST(Optim, SavedStateGoesOnToTheBit) {
   for (const Case& one : cases()) {
     Tensors straight = start(at::kFloat), halved = start(at::kFloat);
-    const Made whole = one.make(), first = one.make(), second = one.make();
+    const MadeOptimizer whole = one.make(), first = one.make(), second = one.make();
     for (int step = 0; step < 20; ++step) whole->step(straight, gradients(straight, step));
     for (int step = 0; step < 10; ++step) first->step(halved, gradients(halved, step));
     const auto state = first->state(halved);
     EXPECT_TRUE(state.contains("0.step") && state.contains("1.step"));
     first->step(halved, gradients(halved, 10));  // must not reach what was saved
     halved = start(at::kFloat);
-    const Made again = one.make();
+    const MadeOptimizer again = one.make();
     for (int step = 0; step < 10; ++step) again->step(halved, gradients(halved, step));
     second->load_state(halved, state);
     for (int step = 10; step < 20; ++step) second->step(halved, gradients(halved, step));
@@ -310,13 +269,13 @@ TEST(Optim, BadArguments) {
 TEST(Optim, SparseGradientsAreLikeDenseOnes) {
   const Tensor indices = at::tensor({1, 4, 1}, at::kLong).reshape({1, 3});
   const Tensor sparse = at::sparse_coo_tensor(indices, at::tensor({1.0, 2.0, 3.0}), {6}, at::kDouble);
-  const std::vector<std::function<Made()>> makers{maker<optim::SGD>({.lr = 0.1}),
-                                                  maker<optim::SGD>({.lr = 0.1, .maximize = true}),
-                                                  maker<optim::Adagrad>({.lr = 0.1, .initial_accumulator_value = 0.1}),
-                                                  maker<optim::Adagrad>({.lr = 0.1, .maximize = true})};
+  const std::vector<std::function<MadeOptimizer()>> makers{
+      maker<optim::SGD>({.lr = 0.1}), maker<optim::SGD>({.lr = 0.1, .maximize = true}),
+      maker<optim::Adagrad>({.lr = 0.1, .initial_accumulator_value = 0.1}),
+      maker<optim::Adagrad>({.lr = 0.1, .maximize = true})};
   for (const auto& make : makers) {
     const Tensor a = at::linspace(0, 1, 6, at::kDouble), b = a.clone();
-    const Made first = make(), second = make();
+    const MadeOptimizer first = make(), second = make();
     for (int step = 0; step < 5; ++step) {
       first->step({a}, {sparse});
       second->step({b}, {sparse.to_dense()});
@@ -330,7 +289,7 @@ TEST(Optim, ComplexOnesArePairs) {
   for (const Case& one : cases()) {
     const Tensor real = at::linspace(-1, 2, 10, at::kDouble).reshape({5, 2}), pairs = real.clone();
     const Tensor complex = at::view_as_complex(pairs);
-    const Made first = one.make(), second = one.make();
+    const MadeOptimizer first = one.make(), second = one.make();
     for (int step = 0; step < 3; ++step) {
       const Tensor g = gradient(real, 0, step);
       first->step({real}, {g});
@@ -363,12 +322,12 @@ TEST(Optim, ManyAtOnceAreLikeEachAlone) {
     all.push_back(all[0]);
     return all;
   };
-  for (const auto& make : std::vector<std::function<Made()>>{
+  for (const auto& make : std::vector<std::function<MadeOptimizer()>>{
            maker<Adam>({.lr = 0.02}), maker<Adam>({.lr = 0.02, .weight_decay = 0.1, .amsgrad = true}),
            maker<AdamW>({.lr = 0.02, .amsgrad = true, .maximize = true}), maker<SGD>({.lr = 0.02, .momentum = 0.9})}) {
     const Tensors together = make_parameters(), alone = make_parameters();
     const auto one = make();
-    std::vector<Made> each;
+    std::vector<MadeOptimizer> each;
     for (size_t i = 0; i + 1 < alone.size(); ++i) each.push_back(make());
     each.push_back(nullptr);  // the first one's
     for (int step = 0; step < 20; ++step) {
@@ -390,8 +349,8 @@ TEST(Optim, ManyAtOnceAreLikeEachAlone) {
 // A graph that has saved a parameter's value notices the step, like every in-place operation.
 TEST(Optim, GraphsThatKeptAValueNoticeTheStep) {
   using namespace optim;
-  for (const auto& make : std::vector<std::function<Made()>>{maker<Adam>({.lr = 0.02}), maker<AdamW>({.lr = 0.02}),
-                                                             maker<SGD>({.lr = 0.02})})
+  for (const auto& make : std::vector<std::function<MadeOptimizer()>>{
+           maker<Adam>({.lr = 0.02}), maker<AdamW>({.lr = 0.02}), maker<SGD>({.lr = 0.02})})
     for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kComplexDouble}) {
       SCOPED_TRACE(dtype);
       const Tensor w = at::ones({4}, at::dtype(dtype).requires_grad(true));

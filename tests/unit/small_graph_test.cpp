@@ -111,6 +111,51 @@ TEST(SmallGraph, GivesTheBitsOfTheEngine) {
   EXPECT_GT(small, 200);
 }
 
+// Gradients that can be differentiated again, with respect to leaves and to the results of one node.
+TEST(SmallGraph, GradientsOfGradients) {
+  const auto grad_by_engine = [](const Tensor& of, const variable_list& by) {
+    return torch::autograd::grad({of}, by, {}, true, true, true);
+  };
+  int small = 0;
+  for (uint32_t seed = 0; seed < 100; ++seed) {
+    const Made made = make(seed);
+    const Tensor root = made.roots[0].sum() + (made.leaves[0] * made.leaves[1]).sum();
+    const auto ours = muster::autograd::small_grad(root, made.leaves);
+    if (!ours) continue;
+    ++small;
+    const auto theirs = grad_by_engine(root, made.leaves);
+    Tensor sum = at::zeros({}, root.options()), expected = sum;
+    for (size_t i = 0; i < theirs.size(); ++i) {
+      ASSERT_EQ((*ours)[i].defined(), theirs[i].defined()) << seed;
+      if (!theirs[i].defined()) continue;
+      EXPECT_TRUE(at::equal((*ours)[i], theirs[i])) << seed;
+      sum = sum + (*ours)[i].square().sum();
+      expected = expected + theirs[i].square().sum();
+    }
+    ASSERT_EQ(sum.requires_grad(), expected.requires_grad()) << seed;
+    if (!sum.requires_grad()) continue;
+    const auto second = grad_by_engine(sum, made.leaves), wanted = grad_by_engine(expected, made.leaves);
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (!wanted[i].defined()) continue;
+      EXPECT_TRUE(at::equal(second[i], wanted[i])) << seed;
+    }
+  }
+  EXPECT_GT(small, 50);
+
+  const Tensor x = at::rand({4, 2}).set_requires_grad(true);
+  const auto parts = (x * 2).split(2);  // two results of one node
+  const Tensor loss = (parts[0] * parts[1].exp()).sum();
+  const auto ours = muster::autograd::small_grad(loss, parts);
+  ASSERT_TRUE(ours);
+  const auto theirs = grad_by_engine(loss, parts);
+  for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal((*ours)[i], theirs[i]));
+  EXPECT_TRUE(
+      at::equal(grad_by_engine((*ours)[1].square().sum(), {x})[0], grad_by_engine(theirs[1].square().sum(), {x})[0]));
+  const Tensor of_one = parts[0].exp(), both = (of_one * parts[0]).sum();
+  EXPECT_FALSE(muster::autograd::small_grad(both, {parts[0], of_one}));  // one is a function of the other
+  EXPECT_FALSE(muster::autograd::small_grad(both, {x, parts[0]}));
+}
+
 TEST(SmallGraph, UsedUpAsTheEngineUsesUp) {
   const Tensor x = at::ones({3}).set_requires_grad(true), y = (x * x).exp(), one = at::ones({3});
   backward({y}, {one});

@@ -9,8 +9,8 @@
 //   [](const at::Tensor& x) -> std::vector<muster::RemotePart<at::Tensor>> { … }
 //                                                             your own, with the same arguments as the function
 //
-// dim_partitioner. All tensors of the arguments, also those in containers (tensor_tree.h), must have the same size B in
-// the dimension, which counts from the end if it is negative. All other arguments go to each part. With W workers:
+// dim_partitioner. All tensors of the arguments, also those in containers (comm/tensor_tree.h), must have the same size
+// B in the dimension, which counts from the end if it is negative. All other arguments go to each part. With W workers:
 //
 //   .exclusive = false   B <= W: B parts of one row. B > W: W parts of B / W rows, rounded down; the last part gets the
 //                        remaining rows too (10 rows, 4 workers: 2, 2, 2, 4).
@@ -40,7 +40,7 @@
 #include <vector>
 
 #include "muster/remote/steady.h"
-#include "muster/remote/tensor_tree.h"
+#include "muster/remote/whole.h"
 #include "muster/remote/world_info.h"
 
 namespace muster {

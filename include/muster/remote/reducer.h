@@ -2,7 +2,7 @@
 //
 //   mean_reducer, sum_reducer       element by element: tensors of one shape and dtype, floating-point numbers (sums:
 //                                   integers too), and pairs, tuples, arrays, vectors, maps, optionals and structs
-//                                   with tree() of these (tensor_tree.h), which must be alike in all parts
+//                                   with tree() of these (comm/tensor_tree.h), which must be alike in all parts
 //   [](std::vector<R> results) { return …; }
 //                                   your own: R is the function's result type; results are in the order of the parts
 //
@@ -24,8 +24,8 @@
 #include <utility>
 #include <vector>
 
+#include "muster/comm/tensor_tree.h"
 #include "muster/remote/steady.h"
-#include "muster/remote/tensor_tree.h"
 #include "muster/rpc/future.h"
 
 namespace muster {

@@ -1,16 +1,12 @@
-// The tensors in a value: those that a partitioner splits and a reducer combines.
+// The tensors in a value. A value is a tree, whose leaves are tensors:
 //
 //   at::Tensor                                                            itself
 //   vector, deque, list, array, pair, tuple, optional, map and
-//   unordered_map (the values), shared_ptr of what has tensors            those inside
+//   unordered_map, torch::OrderedDict (the values), shared_ptr of what
+//   has tensors                                                           those inside
 //   a struct with a member  auto tree() { return std::tie(data, target); }
 //                                                                         those of the members that it names
-//   Whole<T>, any other struct, any other type                            none: the value is not split
-//
-// So a struct that is sent by MSGPACK_DEFINE, a rpc::ModuleState for example, stays whole unless it has tree().
-// Whole<T> keeps a tensor or container whole, if a function has one besides the batch:
-//
-//   at::Tensor loss(muster::Whole<std::vector<at::Tensor>> parameters, at::Tensor batch);
+//   any other type                                                        none
 //
 // Thread-safety: no shared state. Source: torchopt.pytree, with the kinds of nodes that C++ has.
 #pragma once
@@ -30,25 +26,12 @@
 #include <utility>
 #include <vector>
 
-#include "muster/rpc/serialize.h"
+namespace torch {
+template <typename Key, typename Value>
+class OrderedDict;
+}
 
 namespace muster {
-
-// A value that goes to every part as it is.
-template <typename T>
-struct Whole {
-  T value{};
-
-  Whole() = default;
-  Whole(T given) : value(std::move(given)) {}
-  operator const T&() const { return value; }
-  const T& operator*() const { return value; }
-  const T* operator->() const { return &value; }
-  MSGPACK_DEFINE(value);
-};
-template <typename T>
-inline constexpr bool rpc::is_sendable<Whole<T>> = rpc::is_sendable<T>;
-
 namespace detail {
 
 template <typename T>
@@ -65,6 +48,8 @@ template <typename T> inline constexpr bool is_sequence<std::list<T>> = true;
 template <typename T> inline constexpr bool is_map = false;
 template <typename K, typename V, typename C> inline constexpr bool is_map<std::map<K, V, C>> = true;
 template <typename K, typename V, typename H, typename E> inline constexpr bool is_map<std::unordered_map<K, V, H, E>> = true;
+template <typename T> inline constexpr bool is_ordered_dict = false;
+template <typename K, typename V> inline constexpr bool is_ordered_dict<torch::OrderedDict<K, V>> = true;
 template <typename T> inline constexpr bool is_tuple = false;
 template <typename A, typename B> inline constexpr bool is_tuple<std::pair<A, B>> = true;
 template <typename... T> inline constexpr bool is_tuple<std::tuple<T...>> = true;
@@ -80,6 +65,7 @@ template <> struct HasTensors<at::Tensor> : std::true_type {};
 template <HasTree T> struct HasTensors<T> : std::true_type {};
 template <typename T> requires is_sequence<T> struct HasTensors<T> : HasTensors<typename T::value_type> {};
 template <typename T> requires is_map<T> struct HasTensors<T> : HasTensors<typename T::mapped_type> {};
+template <typename K, typename V> struct HasTensors<torch::OrderedDict<K, V>> : HasTensors<V> {};
 template <typename T> struct HasTensors<std::optional<T>> : HasTensors<T> {};
 template <typename T> struct HasTensors<std::shared_ptr<T>> : HasTensors<std::remove_const_t<T>> {};
 template <typename T, size_t N> struct HasTensors<std::array<T, N>> : HasTensors<T> {};
@@ -87,32 +73,42 @@ template <typename A, typename B> struct HasTensors<std::pair<A, B>> : std::disj
 template <typename... T> struct HasTensors<std::tuple<T...>> : std::disjunction<HasTensors<T>...> {};
 // clang-format on
 
-// Calls fn(at::Tensor&) for each defined tensor. The object of a shared_ptr is copied first, so that other holders of
-// it see no change.
+// Calls fn(at::Tensor&) for each leaf, also for undefined tensors. The object of a shared_ptr is copied first, so that
+// other holders of it see no change.
 template <typename T, typename Fn>
-void for_each_tensor(T& value, Fn&& fn) {
+void for_each_leaf(T& value, Fn&& fn) {
   if constexpr (!HasTensors<T>::value) {
     return;
   } else if constexpr (std::same_as<T, at::Tensor>) {
-    if (value.defined()) fn(value);
+    fn(value);
   } else if constexpr (is_sequence<T>) {
-    for (auto& each : value) for_each_tensor(each, fn);
+    for (auto& each : value) for_each_leaf(each, fn);
+  } else if constexpr (is_ordered_dict<T>) {
+    for (auto& item : value) for_each_leaf(item.value(), fn);
   } else if constexpr (is_map<T>) {
-    for (auto& [key, each] : value) for_each_tensor(each, fn);
+    for (auto& [key, each] : value) for_each_leaf(each, fn);
   } else if constexpr (is_box<T>) {
     if (!value) return;
     if constexpr (is_shared<T>) {
       auto mine = std::make_shared<std::remove_cvref_t<decltype(*value)>>(*value);
-      for_each_tensor(*mine, fn);
+      for_each_leaf(*mine, fn);
       value = std::move(mine);
     } else {
-      for_each_tensor(*value, fn);
+      for_each_leaf(*value, fn);
     }
   } else if constexpr (is_tuple<T>) {
-    std::apply([&](auto&... each) { (for_each_tensor(each, fn), ...); }, value);
+    std::apply([&](auto&... each) { (for_each_leaf(each, fn), ...); }, value);
   } else {
-    std::apply([&](auto&... each) { (for_each_tensor(each, fn), ...); }, value.tree());
+    std::apply([&](auto&... each) { (for_each_leaf(each, fn), ...); }, value.tree());
   }
+}
+
+// The same for the defined tensors only.
+template <typename T, typename Fn>
+void for_each_tensor(T& value, Fn&& fn) {
+  for_each_leaf(value, [&](at::Tensor& leaf) {
+    if (leaf.defined()) fn(leaf);
+  });
 }
 
 }  // namespace detail

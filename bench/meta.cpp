@@ -1,0 +1,124 @@
+// Meta-steps of MAML on sinusoids, in one process and over the workers of muster run -n N bench_meta. One JSON object
+// per line. peers/meta_torchopt.py does the same with TorchOpt.
+//
+//   maml_sgd    8 tasks of 10 points, 5 inner steps of SGD each, a net 1-40-40-1; Adam outside
+//   maml_adam   the same with Adam inside
+//   adam_100    a step of differentiable Adam of 100 parameters of 64 floats, and its gradient
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/stack.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/linear.h>
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "measure.h"
+#include "muster/comm/world.h"
+#include "muster/optim/functional.h"
+#include "muster/optim/meta.h"
+#include "muster/remote/remote_call.h"
+#include "muster/rpc/worker.h"
+
+namespace {
+
+namespace optim = muster::optim;
+namespace rpc = muster::rpc;
+using at::Tensor;
+
+struct Net : torch::nn::Module {
+  torch::nn::Linear in{1, 40}, middle{40, 40}, out{40, 1};
+  Net() {
+    register_module("in", in);
+    register_module("middle", middle);
+    register_module("out", out);
+  }
+  Tensor forward(const Tensor& x) { return out(middle(in(x).relu()).relu()); }
+};
+
+Tensor loss(Net& net, const Tensor& x, const Tensor& y) { return torch::nn::functional::mse_loss(net.forward(x), y); }
+
+// The loss on new points after adapting to a task: points to learn from and new ones, of shape [2 (x, y), 2, 10, 1].
+template <typename Inner>
+Tensor loss_after_adapting(optim::ModuleState state, Tensor task) {
+  Net net;
+  optim::recover_state_dict(net, state);
+  Inner inner(net, {.lr = 0.01});
+  for (int step = 0; step < 5; ++step) inner.step(loss(net, task[0][0], task[1][0]));
+  return loss(net, task[0][1], task[1][1]);
+}
+
+Tensor tasks() {
+  const Tensor x = at::rand({8, 2, 10, 1}) * 10 - 5;
+  return at::stack({x, (x + at::rand({8, 1, 1, 1}) * 3.14).sin() * (at::rand({8, 1, 1, 1}) * 4.9 + 0.1)}, 1);
+}
+
+void report(const char* name, const char* impl, double seconds) {
+  std::printf("{\"bench\": \"meta\", \"case\": \"%s\", \"impl\": \"%s\", \"us\": %.3f}\n", name, impl, 1e6 * seconds);
+  std::fflush(stdout);
+}
+
+template <typename Inner>
+void maml(const char* name, size_t workers) {
+  Net net;
+  optim::Adam adam({.lr = 1e-3});
+  const auto step = [&] {
+    const auto state = optim::extract_state_dict(net);
+    const Tensor batch = tasks();
+    Tensor total;
+    if (workers == 1) {
+      std::vector<Tensor> losses;
+      for (const Tensor& task : batch.unbind()) losses.push_back(loss_after_adapting<Inner>(state, task));
+      total = at::stack(losses).mean();
+    } else {
+      total = muster::remote_sync_call<&loss_after_adapting<Inner>>(
+          state, batch,
+          {.partitioner = muster::dim_partitioner(0, {.exclusive = true, .keepdim = false}),
+           .reducer = muster::mean_reducer});
+    }
+    const auto parameters = net.parameters();
+    adam.step(parameters, torch::autograd::grad({total}, parameters));
+  };
+  report(name, workers == 1 ? "muster" : "muster, 2 workers", bench::best_mean(30, step, [] {}));
+}
+
+void adam_step(const char* impl, bool fused) {
+  const auto adam = optim::adam({.lr = 1e-3, .fused = fused});
+  std::vector<Tensor> parameters, gradients;
+  for (int i = 0; i < 100; ++i) {
+    parameters.push_back(at::rand({64}));
+    gradients.push_back(at::rand({64}).set_requires_grad(true));
+  }
+  const auto state = adam.init(parameters);
+  report("adam_100", impl,
+         bench::best_mean(
+             50,
+             [&] {
+               auto [updates, next] = adam.update(gradients, state, parameters);
+               (void)torch::autograd::grad(updates, gradients, std::vector<Tensor>(100, at::ones({64})));
+             },
+             [] {}));
+}
+
+}  // namespace
+
+int main() {
+  at::set_num_threads(1);
+  auto world = muster::init();
+  if (world.world_size() == 1) {
+    maml<optim::MetaSGD>("maml_sgd", 1);
+    maml<optim::MetaAdam>("maml_adam", 1);
+    adam_step("muster", true);
+    adam_step("muster, not fused", false);
+    return 0;
+  }
+  rpc::init();
+  if (world.rank() == 0) {
+    maml<optim::MetaSGD>("maml_sgd", rpc::all_workers().size());
+    maml<optim::MetaAdam>("maml_adam", rpc::all_workers().size());
+  }
+  rpc::shutdown();
+}

@@ -1,0 +1,180 @@
+#include "muster/optim/meta.h"
+
+#include <ATen/Context.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "autograd/small_graph.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "optim/add_scaled.h"
+
+namespace muster::optim {
+namespace {
+
+using at::Tensor;
+using Slot = detail::ModuleSlots::Slot;
+
+Tensor replica(const Tensor& tensor, CopyMode by, std::optional<at::Device> device) {
+  if (!tensor.defined()) return tensor;
+  Tensor result = tensor;
+  if (device && tensor.device() != *device)
+    result = tensor.to(*device);
+  else if (by != CopyMode::kReference)
+    result = tensor.clone();
+  if (by != CopyMode::kDeepCopy) return result;
+  return result.detach().set_requires_grad(tensor.requires_grad());
+}
+
+Tensor cut(const Tensor& tensor) {
+  return tensor.defined() ? tensor.detach().set_requires_grad(tensor.requires_grad()) : tensor;
+}
+
+std::string shape(const Tensor& tensor) { return text(tensor.sizes(), " ", tensor.scalar_type()); }
+
+void check(const Slot* slot, const std::string& name, const Tensor& tensor) {
+  if (!slot) throw Mismatch(text("the module has no tensor '", name, "', which the state has"));
+  if (!tensor.defined()) throw Mismatch(text("the state's '", name, "' is undefined, the module's is not"));
+  if (slot->get().sizes() != tensor.sizes())
+    throw Mismatch(text("the module's '", name, "' is ", shape(slot->get()), ", the state's is ", shape(tensor)));
+}
+
+}  // namespace
+
+ModuleState extract_state_dict(const torch::nn::Module& module, ExtractOptions options) {
+  ModuleState state(rpc::state_of(module), options.detach_buffers);
+  for (auto& [name, tensor] : state.parameters) tensor = replica(tensor, options.by, options.device);
+  if (!options.with_buffers) state.buffers.clear();
+  for (auto& [name, tensor] : state.buffers)
+    tensor = replica(tensor, options.detach_buffers ? CopyMode::kDeepCopy : options.by, options.device);
+  return state;
+}
+
+void recover_state_dict(torch::nn::Module& module, const ModuleState& state) {
+  const detail::ModuleSlots slots(module);
+  std::vector<std::pair<const Slot*, Tensor>> all;
+  all.reserve(state.parameters.size() + state.buffers.size());
+  for (const auto& [name, tensor] : state.parameters)
+    all.emplace_back(slots.find(name), tensor), check(all.back().first, name, tensor);
+  size_t parameters = 0;
+  for (const Slot& slot : slots.all()) parameters += !slot.is_buffer;
+  if (parameters != state.parameters.size())
+    throw Mismatch(text("the module has ", parameters, " parameters, the state ", state.parameters.size()));
+  for (const auto& [name, tensor] : state.buffers) {
+    if (!tensor.defined()) continue;
+    all.emplace_back(slots.find(name), state.detach_buffers ? tensor.detach().clone() : tensor);
+    check(all.back().first, name, tensor);
+  }
+  for (const auto& [slot, tensor] : all) slot->set(tensor);
+  if (module.is_training() != state.training) module.train(state.training);
+}
+
+void stop_gradient(torch::nn::Module& module) {
+  const detail::ModuleSlots slots(module);
+  for (const Slot& slot : slots.all()) slot.set(cut(slot.get()));
+}
+
+void stop_gradient(ModuleState& state) {
+  for (auto& [name, tensor] : state.parameters) tensor = cut(tensor);
+  for (auto& [name, tensor] : state.buffers) tensor = cut(tensor);
+}
+
+void stop_gradient(OptState& state) {
+  muster::detail::for_each_tensor(state, [](Tensor& tensor) { tensor = cut(tensor); });
+}
+
+OptState copy_state(const OptState& state, CopyMode by, std::optional<at::Device> device) {
+  OptState result = state;
+  muster::detail::for_each_tensor(result, [&](Tensor& tensor) { tensor = replica(tensor, by, device); });
+  return result;
+}
+
+detail::Swapped::Swapped(torch::nn::Module& module, const NamedTensors& tensors) : slots_(module) {
+  before_.reserve(tensors.size());
+  for (const auto& [name, tensor] : tensors) check(slots_.find(name), name, tensor);
+  for (const auto& [name, tensor] : tensors) {
+    const Slot* const slot = slots_.find(name);
+    before_.emplace_back(slot, slot->get());
+    slot->set(tensor);
+  }
+}
+
+detail::Swapped::~Swapped() {
+  for (auto one = before_.rbegin(); one != before_.rend(); ++one) one->first->set(one->second);
+}
+
+std::shared_ptr<torch::nn::Module> detail::clone_module(const torch::nn::Module& module, ExtractOptions options) {
+  // clone() makes the copy's parameters anew, with random numbers, before it copies the values.
+  auto generator = at::globalContext().defaultGenerator(at::kCPU);
+  Tensor random;
+  {
+    const std::lock_guard lock(generator.mutex());
+    random = generator.get_state();
+  }
+  auto copy = module.clone();
+  {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(random);
+  }
+  recover_state_dict(*copy, extract_state_dict(module, options));
+  return copy;
+}
+
+MetaOptimizer::MetaOptimizer(torch::nn::Module& module, GradientTransformation transformation)
+    : transformation_(std::move(transformation)) {
+  add_param_group(module);
+}
+
+void MetaOptimizer::add_param_group(torch::nn::Module& module) { parts_.push_back({detail::ModuleSlots(module), {}}); }
+
+void MetaOptimizer::step(const Tensor& loss) {
+  if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad())
+    throw InvalidArgument(text("step() needs a loss of one element that requires grad, and got ",
+                               loss.defined() ? shape(loss) : "an undefined tensor"));
+  for (Part& part : parts_) {
+    std::vector<const Slot*> slots;
+    Tensors parameters, inputs;
+    for (const Slot& slot : part.slots.all()) {
+      if (slot.is_buffer) continue;
+      slots.push_back(&slot);
+      parameters.push_back(slot.get());
+      if (slot.get().requires_grad()) inputs.push_back(slot.get());
+    }
+    auto gradients = autograd::small_grad(loss, inputs);
+    if (!gradients)
+      gradients = torch::autograd::grad({loss}, inputs, {}, /*retain_graph=*/true, /*create_graph=*/true,
+                                        /*allow_unused=*/true);
+    Tensors updates(parameters.size());
+    for (size_t i = 0, next = 0; i < parameters.size(); ++i)
+      if (parameters[i].requires_grad()) updates[i] = (*gradients)[next++];
+    if (!part.begun) part.state = transformation_.init_list(parameters);
+    part.begun = true;
+    const double factor = transformation_.update_unscaled(updates, part.state, parameters);
+    const Tensors stepped = add_scaled(std::move(parameters), updates, factor);
+    for (size_t i = 0; i < stepped.size(); ++i)
+      if (updates[i].defined()) slots[i]->set(stepped[i]);
+  }
+}
+
+std::vector<OptState> MetaOptimizer::state_dict() const { return extract_state_dict(); }
+
+std::vector<OptState> MetaOptimizer::extract_state_dict(CopyMode by, std::optional<at::Device> device) const {
+  std::vector<OptState> states;
+  for (const Part& part : parts_)
+    if (part.begun) states.push_back(copy_state(part.state, by, device));
+  return states;
+}
+
+void MetaOptimizer::load_state_dict(const std::vector<OptState>& states) {
+  if (!states.empty() && states.size() != parts_.size())
+    throw InvalidArgument(text("this optimizer has ", parts_.size(), " modules, and got ", states.size(), " states"));
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    parts_[i].begun = !states.empty();
+    parts_[i].state = states.empty() ? OptState() : states[i];
+  }
+}
+
+void MetaOptimizer::stop_gradient() {
+  for (Part& part : parts_) optim::stop_gradient(part.state);
+}
+
+}  // namespace muster::optim

@@ -1,0 +1,149 @@
+// Differentiable optimizers over workers: the meta-gradient is the same however many workers share the tasks, contexts
+// carry it home, and nothing is left on any worker.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/linear.h>
+
+#include <string>
+#include <vector>
+
+#include "muster/autograd/context.h"
+#include "muster/comm/collectives.h"
+#include "muster/optim/meta.h"
+#include "muster/remote/auto_init_rpc.h"
+#include "muster/remote/remote_call.h"
+#include "muster/rpc/call.h"
+#include "support/patience.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+using at::Tensor;
+namespace nn = torch::nn;
+using Tensors = std::vector<Tensor>;
+
+struct MetaNet : nn::Module {
+  nn::Linear in{1, 6}, out{6, 1};
+  MetaNet() {
+    register_module("in", in);
+    register_module("out", out);
+    to(at::kDouble);
+  }
+  Tensor loss(const Tensor& x, const Tensor& y) { return (out(in(x).tanh()) - y).square().mean(); }
+};
+
+Tensor adapted(optim::ModuleState model, Tensor task) {
+  MetaNet net;
+  optim::recover_state_dict(net, model);
+  optim::MetaAdam inner(net, {.lr = 0.05});
+  for (int step = 0; step < 3; ++step) inner.step(net.loss(task[0], task[1]));
+  return net.loss(task[0] + 0.1, task[1]);
+}
+Tensor squared_distance(Tensor a, Tensor b) { return (a - b).square().mean(); }
+
+Tensor tasks() {  // [task, x and y, point, 1]
+  const Tensor x = at::linspace(-1, 1, 40, at::kDouble).view({4, 10, 1});
+  return at::stack({x, (x * 3).sin()}, 1);
+}
+
+Tensors start_of(MetaNet& net) {
+  const at::NoGradGuard no_grad;
+  double i = 0;
+  for (Tensor& parameter : net.parameters())
+    parameter.copy_((at::cos(at::arange(parameter.numel(), at::kDouble) * 1.3 + i++) * 0.5).view_as(parameter));
+  return net.parameters();
+}
+
+Tensors local_meta_gradient() {
+  MetaNet net;
+  const Tensors parameters = start_of(net);
+  const auto state = optim::extract_state_dict(net);
+  Tensors losses;
+  for (const Tensor& task : tasks().unbind()) losses.push_back(adapted(state, task));
+  return torch::autograd::grad({at::stack(losses).mean()}, parameters);
+}
+
+double distance(const Tensors& a, const Tensors& b) {
+  double most = a.size() == b.size() ? 0 : INFINITY;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i)
+    most = std::max(most, a[i].defined() ? (a[i] - b[i]).abs().max().item<double>() : INFINITY);
+  return most;
+}
+
+class MetaWorkers : public CommContract {
+ protected:
+  // Runs the body in worker 0 while the others serve. Checks that nothing is left on any worker.
+  void lead(int n, const std::function<void()>& body) const {
+    run(n, [&](World& world) {
+      at::set_num_threads(1);
+      auto_init_rpc([&] {
+        if (world.rank() != 0) return;
+        body();
+        for (int worker = 0; worker < n; ++worker) {
+          const auto left = [&] {
+            return rpc::sync<[] {
+              const auto census = autograd::census();
+              return census.sub_graphs + census.arguments + census.contexts;
+            }>(worker);
+          };
+          const auto end = patience();  // references are released by message
+          while (left() != 0 && !end.passed()) {
+          }
+          EXPECT_EQ(left(), 0u) << worker;
+        }
+      });
+    });
+  }
+};
+
+Tensor over_workers(const optim::ModuleState& state) {
+  return remote_sync_call<&adapted>(
+      state, tasks(),
+      {.partitioner = dim_partitioner(0, {.exclusive = true, .keepdim = false}), .reducer = mean_reducer});
+}
+
+TEST_P(MetaWorkers, TheSameMetaGradientOnAnyNumberOfWorkers) {
+  const Tensors expected = local_meta_gradient();
+  for (const int workers : {1, 2, 4})
+    lead(workers, [&] {
+      MetaNet net;
+      const Tensors parameters = start_of(net);
+      over_workers(optim::extract_state_dict(net)).backward();
+      Tensors gradients;
+      for (const Tensor& one : parameters) gradients.push_back(one.grad());
+      EXPECT_LE(distance(gradients, expected), 1e-10) << workers;
+
+      const autograd::Context context;
+      autograd::backward(context, {over_workers(optim::extract_state_dict(net))});
+      Tensors of_context;
+      for (const Tensor& one : parameters) of_context.push_back(context.gradient(one));
+      EXPECT_LE(distance(of_context, expected), 1e-10) << workers;
+      for (size_t i = 0; i < parameters.size(); ++i) EXPECT_TRUE(parameters[i].grad().is_same(gradients[i]));
+    });
+}
+
+// The inner steps are here; the loss, and so the gradient of each step, is on another worker.
+TEST_P(MetaWorkers, AnInnerLossMayBeARemoteCall) {
+  lead(2, [&] {
+    const Tensor task = tasks()[0];
+    const auto meta_gradient = [&](const std::function<Tensor(const Tensor&, const Tensor&)>& loss) {
+      MetaNet net;
+      const Tensors parameters = start_of(net);
+      optim::MetaSGD inner(net, {.lr = 0.1, .momentum = 0.5});
+      const auto output = [&] { return net.out(net.in(task[0]).tanh()); };
+      for (int step = 0; step < 3; ++step) inner.step(loss(output(), task[1]));
+      return torch::autograd::grad({loss(output(), task[1] * 2)}, parameters);
+    };
+    const Tensors here = meta_gradient(squared_distance);
+    const Tensors there =
+        meta_gradient([](const Tensor& a, const Tensor& b) { return rpc::sync<&squared_distance>(1, a, b); });
+    EXPECT_LE(distance(there, here), 1e-12);
+  });
+}
+
+MUSTER_RPC_CONTRACT(Rpc, MetaWorkers);
+
+}  // namespace
+}  // namespace muster::test

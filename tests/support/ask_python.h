@@ -1,0 +1,59 @@
+// References that Python computes: a script of tests/ answers each line of its standard input with numbers on one line.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "support/places.h"
+
+namespace muster::test {
+
+// Whether the build's Python can import this module.
+inline bool python_has(const std::string& module) {
+  return std::system(("'" + std::string(kPython) + "' -c 'import " + module + "' > /dev/null 2>&1").c_str()) == 0;
+}
+
+inline std::vector<std::vector<double>> ask_python(const std::string& script, const std::vector<std::string>& lines) {
+  const auto base = std::filesystem::temp_directory_path() / ("muster_ask_" + std::to_string(::getpid()));
+  const std::string in = base.string() + ".in", out = base.string() + ".out";
+  {
+    std::ofstream file(in);
+    for (const auto& line : lines) file << line << '\n';
+  }
+  const int status = std::system(("'" + std::string(kPython) + "' -W ignore '" + kSourceFolder + "/tests/" + script +
+                                  "' < '" + in + "' > '" + out + "'")
+                                     .c_str());
+  std::vector<std::vector<double>> answers;
+  std::ifstream file(out);
+  for (std::string line; std::getline(file, line);) {
+    auto& numbers = answers.emplace_back();
+    std::istringstream words(line);
+    for (std::string word; words >> word;) numbers.push_back(std::strtod(word.c_str(), nullptr));
+  }
+  std::filesystem::remove(in);
+  std::filesystem::remove(out);
+  EXPECT_EQ(status, 0);
+  return answers;
+}
+
+// The largest difference of two lists; infinity if they have different lengths.
+inline double farthest(const std::vector<double>& a, const std::vector<double>& b) {
+  if (a.size() != b.size()) return std::numeric_limits<double>::infinity();
+  double most = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double apart = std::abs(a[i] - b[i]);
+    if (!(apart <= most)) most = apart;  // NaN too
+  }
+  return most;
+}
+
+}  // namespace muster::test

@@ -1,0 +1,389 @@
+// Differentiable optimizers of modules: their steps and meta-gradients are TorchOpt's, and libtorch's modules, and
+// those of users, get the new parameters wherever they keep them.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "muster/base/error.h"
+#include "muster/optim/meta.h"
+#include "support/ask_python.h"
+#include "support/finite_differences.h"
+#include "support/transform_cases.h"
+
+namespace muster::test {
+namespace {
+
+using at::Tensor;
+using optim::CopyMode;
+using optim::Tensors;
+namespace nn = torch::nn;
+
+// meta_reference.py has the same net and points.
+nn::Sequential small_net() {
+  nn::Sequential net(nn::Linear(1, 8), nn::Tanh(), nn::Linear(8, 1));
+  net->to(at::kDouble);
+  const at::NoGradGuard no_grad;
+  double i = 0;
+  for (Tensor& parameter : net->parameters())
+    parameter.copy_((at::cos(at::arange(parameter.numel(), at::kDouble) * 1.3 + i++) * 0.5).view_as(parameter));
+  return net;
+}
+
+Tensor loss_of(nn::Sequential& net, int step) {
+  const Tensor x = at::linspace(-2, 2, 16, at::kDouble).unsqueeze(1);
+  return (net->forward(x) - at::sin(1.5 * x + 0.1 * step)).square().mean();
+}
+
+std::string meta_name(const std::string& name) {
+  const std::pair<std::string, std::string> names[] = {
+      {"sgd", "MetaSGD"},         {"adam", "MetaAdam"},         {"adamw", "MetaAdamW"},   {"adagrad", "MetaAdaGrad"},
+      {"rmsprop", "MetaRMSProp"}, {"adadelta", "MetaAdaDelta"}, {"adamax", "MetaAdaMax"}, {"radam", "MetaRAdam"}};
+  for (const auto& [ours, meta] : names)
+    if (ours == name) return meta;
+  ADD_FAILURE() << name;
+  return {};
+}
+
+// The parameters after the steps, and the gradient of a loss after them by those before.
+std::vector<double> adapted(const optim::GradientTransformation& with, int steps) {
+  auto net = small_net();
+  const Tensors first = net->parameters();
+  optim::MetaOptimizer inner(*net, with);
+  for (int step = 0; step < steps; ++step) inner.step(loss_of(net, step));
+  auto all = numbers(net->parameters());
+  const auto gradients = numbers(torch::autograd::grad({loss_of(net, 1000)}, first));
+  all.insert(all.end(), gradients.begin(), gradients.end());
+  return all;
+}
+
+TEST(Meta, EqualsTorchOpt) {
+  if (!python_has("torchopt"))
+    GTEST_SKIP() << "no Python with torchopt ('" << kPython << "'): pip install torchopt==0.7.3";
+  std::vector<std::string> lines;
+  std::vector<std::vector<double>> ours;
+  size_t i = 0;
+  for (const auto& one : transform_cases()) {
+    if (one.torchopt.find("maximize=True") != std::string::npos) continue;  // the loss explodes
+    const int steps = std::array{5, 20, 100}[i++ % 3];
+    lines.push_back("meta|" + std::to_string(steps) + "|" + meta_name(one.name) + one.torchopt.substr(one.name.size()));
+    ours.push_back(adapted(one.make(), steps));
+  }
+  const auto theirs = ask_python("unit/meta_reference.py", lines);
+  ASSERT_EQ(theirs.size(), ours.size());
+  for (size_t k = 0; k < ours.size(); ++k) EXPECT_LE(farthest(ours[k], theirs[k]), 1e-9) << lines[k];
+}
+
+TEST(Meta, MetaGradientsEqualDifferences) {
+  for (const auto& [name, with] :
+       {std::pair<std::string, optim::GradientTransformation>("sgd", optim::sgd({.lr = 0.1, .momentum = 0.9})),
+        {"adam", optim::adam({.lr = 0.05})},
+        {"rmsprop", optim::rmsprop({.lr = 0.01})}}) {
+    const auto of = [&](const Tensors& first) {
+      auto net = small_net();
+      auto state = optim::extract_state_dict(*net);
+      for (size_t i = 0; i < first.size(); ++i) state.parameters[i].second = first[i];
+      optim::recover_state_dict(*net, state);
+      optim::MetaOptimizer inner(*net, with);
+      for (int step = 0; step < 5; ++step) inner.step(loss_of(net, step));
+      return loss_of(net, 1000);
+    };
+    auto net = small_net();
+    const Tensors first = net->parameters();
+    const auto exact = torch::autograd::grad({of(first)}, first);
+    EXPECT_LE(farthest(numbers(exact), numbers(finite_differences(of, first))), 1e-6) << name;
+  }
+}
+
+TEST(Meta, EachClassHasItsOptimizer) {
+  for (const auto& run : std::vector<
+           std::pair<std::function<std::unique_ptr<optim::MetaOptimizer>(nn::Module&)>, optim::GradientTransformation>>{
+           {[](nn::Module& m) { return std::make_unique<optim::MetaSGD>(m); }, optim::sgd({})},
+           {[](nn::Module& m) { return std::make_unique<optim::MetaAdam>(m); }, optim::adam()},
+           {[](nn::Module& m) { return std::make_unique<optim::MetaAdamW>(m); }, optim::adamw()},
+           {[](nn::Module& m) { return std::make_unique<optim::MetaAdaGrad>(m); }, optim::adagrad()},
+           {[](nn::Module& m) { return std::make_unique<optim::MetaRMSProp>(m); }, optim::rmsprop()},
+           {[](nn::Module& m) { return std::make_unique<optim::MetaAdaDelta>(m); }, optim::adadelta()},
+           {[](nn::Module& m) { return std::make_unique<optim::MetaAdaMax>(m); }, optim::adamax()},
+           {[](nn::Module& m) { return std::make_unique<optim::MetaRAdam>(m); }, optim::radam()}}) {
+    auto a = small_net(), b = small_net();
+    const auto one = run.first(*a);
+    optim::MetaOptimizer other(*b, run.second);
+    for (int step = 0; step < 2; ++step) one->step(loss_of(a, step)), other.step(loss_of(b, step));
+    EXPECT_EQ(numbers(a->parameters()), numbers(b->parameters()));
+    EXPECT_NE(numbers(a->parameters()), numbers(small_net()->parameters()));
+  }
+}
+
+// A module computes with the tensors that it is given: two modules of a class, one with the other's tensors, agree.
+template <typename Holder, typename... Arguments>
+void takes_over(const std::function<Holder()>& make, const Arguments&... arguments) {
+  auto first = make(), second = make();
+  const auto state = optim::extract_state_dict(*second);
+  ASSERT_FALSE(state.parameters.empty());
+  optim::recover_state_dict(*first, state);
+  const auto output = [&](Holder& holder) {
+    auto result = holder->forward(arguments...);
+    if constexpr (std::is_same_v<decltype(result), Tensor>) {
+      return result;
+    } else {
+      return std::get<0>(result);
+    }
+  };
+  const Tensor ours = output(first), theirs = output(second);
+  EXPECT_TRUE(at::equal(ours, theirs)) << first->name();
+  // And the graph is the given tensors'.
+  for (const auto& [name, tensor] : state.parameters) {
+    const auto gradient = torch::autograd::grad({ours.sum()}, {tensor}, {}, true, false, true)[0];
+    EXPECT_TRUE(gradient.defined()) << first->name() << " " << name;
+  }
+}
+
+TEST(Meta, LibtorchsModulesTakeNewParameters) {
+  const auto x = at::randn({4, 6});
+  const auto image = at::randn({2, 3, 8, 8});
+  takes_over<nn::Linear>([] { return nn::Linear(6, 3); }, x);
+  takes_over<nn::Bilinear>([] { return nn::Bilinear(6, 6, 3); }, x, x);
+  takes_over<nn::Conv1d>([] { return nn::Conv1d(3, 5, 3); }, at::randn({2, 3, 8}));
+  takes_over<nn::Conv2d>([] { return nn::Conv2d(3, 5, 3); }, image);
+  takes_over<nn::Conv3d>([] { return nn::Conv3d(3, 5, 3); }, at::randn({2, 3, 4, 4, 4}));
+  takes_over<nn::ConvTranspose1d>([] { return nn::ConvTranspose1d(3, 5, 3); }, at::randn({2, 3, 8}));
+  takes_over<nn::ConvTranspose2d>([] { return nn::ConvTranspose2d(3, 5, 3); }, image);
+  takes_over<nn::ConvTranspose3d>([] { return nn::ConvTranspose3d(3, 5, 3); }, at::randn({2, 3, 4, 4, 4}));
+  takes_over<nn::BatchNorm1d>([] { return nn::BatchNorm1d(6); }, x);
+  takes_over<nn::BatchNorm2d>([] { return nn::BatchNorm2d(3); }, image);
+  takes_over<nn::BatchNorm3d>([] { return nn::BatchNorm3d(3); }, at::randn({2, 3, 4, 4, 4}));
+  takes_over<nn::InstanceNorm1d>([] { return nn::InstanceNorm1d(nn::InstanceNorm1dOptions(3).affine(true)); },
+                                 at::randn({2, 3, 8}));
+  takes_over<nn::InstanceNorm2d>([] { return nn::InstanceNorm2d(nn::InstanceNorm2dOptions(3).affine(true)); }, image);
+  takes_over<nn::InstanceNorm3d>([] { return nn::InstanceNorm3d(nn::InstanceNorm3dOptions(3).affine(true)); },
+                                 at::randn({2, 3, 4, 4, 4}));
+  takes_over<nn::LayerNorm>([] { return nn::LayerNorm(nn::LayerNormOptions({6})); }, x);
+  takes_over<nn::GroupNorm>([] { return nn::GroupNorm(nn::GroupNormOptions(1, 3)); }, image);
+  takes_over<nn::Embedding>([] { return nn::Embedding(10, 4); }, at::arange(5));
+  takes_over<nn::EmbeddingBag>([] { return nn::EmbeddingBag(10, 4); }, at::arange(6).view({2, 3}));
+  takes_over<nn::RNN>([] { return nn::RNN(nn::RNNOptions(6, 5).num_layers(2)); }, at::randn({3, 4, 6}));
+  takes_over<nn::LSTM>([] { return nn::LSTM(nn::LSTMOptions(6, 5).num_layers(2).bidirectional(true)); },
+                       at::randn({3, 4, 6}));
+  takes_over<nn::GRU>([] { return nn::GRU(nn::GRUOptions(6, 5)); }, at::randn({3, 4, 6}));
+  takes_over<nn::RNNCell>([] { return nn::RNNCell(6, 5); }, x);
+  takes_over<nn::LSTMCell>([] { return nn::LSTMCell(6, 5); }, x);
+  takes_over<nn::GRUCell>([] { return nn::GRUCell(6, 5); }, x);
+  takes_over<nn::MultiheadAttention>([] { return nn::MultiheadAttention(6, 2); }, at::randn({3, 2, 6}),
+                                     at::randn({3, 2, 6}), at::randn({3, 2, 6}));
+  takes_over<nn::PReLU>([] { return nn::PReLU(); }, x);
+  takes_over<nn::TransformerEncoderLayer>(
+      [] {
+        return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(6, 2).dim_feedforward(8).dropout(0));
+      },
+      at::randn({3, 2, 6}));
+}
+
+// Meta-gradients through nets with state: a recurrent one, and one with batch norm, equal differences.
+TEST(Meta, RealNets) {
+  struct Net : nn::Module {
+    nn::Conv1d conv{1, 3, 3};
+    nn::BatchNorm1d norm{3};
+    nn::LSTM lstm{3, 4};
+    nn::Linear out{4, 1};
+    Net() {
+      register_module("conv", conv);
+      register_module("norm", norm);
+      register_module("lstm", lstm);
+      register_module("out", out);
+      to(at::kDouble);
+    }
+    Tensor forward(const Tensor& x) {
+      return out(std::get<0>(lstm(norm(conv(x)).relu().permute({2, 0, 1}))).select(0, -1));
+    }
+  };
+  const Tensor x = at::randn({5, 1, 7}, at::kDouble), y = at::randn({5, 1}, at::kDouble);
+  Net net;
+  const auto start = optim::extract_state_dict(net, {.detach_buffers = true});
+  const auto of = [&](const Tensors& first) {
+    auto state = start;
+    for (size_t i = 0; i < first.size(); ++i) state.parameters[i].second = first[i];
+    optim::recover_state_dict(net, state);
+    optim::MetaSGD inner(net, {.lr = 0.1});
+    for (int step = 0; step < 2; ++step) inner.step((net.forward(x) - y).square().mean());
+    return (net.forward(x) - y).square().mean();
+  };
+  Tensors first;
+  for (const auto& [name, tensor] : start.parameters) first.push_back(tensor);
+  const auto exact = torch::autograd::grad({of(first)}, first);
+  EXPECT_LE(farthest(numbers(exact), numbers(finite_differences(of, first))), 1e-6);
+  optim::recover_state_dict(net, start);
+  EXPECT_EQ(net.norm->num_batches_tracked.item<int64_t>(), 0);  // the buffers of the start were not overwritten
+  EXPECT_TRUE(net.parameters()[0].is_same(first[0]));           // and an outer optimizer has the right tensors again
+}
+
+struct OwnScale : nn::Module {
+  Tensor by;
+  OwnScale() { by = register_parameter("by", at::ones({1})); }
+  Tensor forward(const Tensor& x) { return x * by; }
+};
+struct DeclaredScale : OwnScale, optim::TensorMembers {
+  std::vector<Tensor*> tensor_members() override { return {&by}; }
+};
+struct OnlyRegistered : nn::Module, optim::TensorMembers {
+  OnlyRegistered() { register_parameter("by", at::ones({1})); }
+  std::vector<Tensor*> tensor_members() override { return {}; }
+};
+
+TEST(Meta, OwnModules) {
+  nn::Sequential hidden(nn::Linear(1, 1), OwnScale());
+  try {
+    optim::MetaSGD inner(*hidden);
+    FAIL();
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("'1.by'"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("OwnScale"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("TensorMembers"), std::string::npos) << error.what();
+  }
+  DeclaredScale declared;
+  optim::MetaSGD inner(declared, {.lr = 0.5});
+  inner.step(declared.forward(at::full({1}, 3.f)).sum());
+  EXPECT_EQ(declared.by.item<float>(), 1 - 0.5 * 3);
+  EXPECT_EQ(declared.forward(at::ones({1})).item<float>(), 1 - 0.5 * 3);
+
+  OnlyRegistered only;
+  auto other = optim::extract_state_dict(only, {.by = CopyMode::kCopy});
+  optim::recover_state_dict(only, other);
+  EXPECT_TRUE(only.parameters()[0].is_same(other.parameters[0].second));
+}
+
+// Two modules that register one tensor, as an encoder and a decoder with tied weights do.
+struct Tied : nn::Module, optim::TensorMembers {
+  Tensor in, out;
+  Tied() {
+    in = register_parameter("in", at::ones({2, 2}, at::kDouble));
+    out = register_parameter("out", in);
+  }
+  std::vector<Tensor*> tensor_members() override { return {&in, &out}; }
+};
+
+TEST(Meta, SharedParametersStayShared) {
+  Tied tied;
+  optim::MetaSGD inner(tied, {.lr = 1});
+  inner.step((tied.in + 2 * tied.out).sum());
+  EXPECT_TRUE(tied.in.is_same(tied.out));
+  EXPECT_EQ(tied.in[0][0].item<double>(), 1 - 3);
+}
+
+TEST(Meta, ParametersThatTheLossLacksStay) {
+  auto net = small_net();
+  const Tensors before = net->parameters();
+  before[1].set_requires_grad(false);
+  optim::MetaSGD inner(*net, {.lr = 0.1});
+  inner.step(before[0].square().sum());
+  const Tensors after = net->parameters();
+  EXPECT_FALSE(after[0].is_same(before[0]));
+  for (const size_t i : {1, 2, 3}) EXPECT_TRUE(after[i].is_same(before[i])) << i;
+  EXPECT_THROW(inner.step(at::ones({2}).requires_grad_()), InvalidArgument);
+  EXPECT_THROW(inner.step(at::ones({1})), InvalidArgument);
+  EXPECT_THROW(inner.step(Tensor()), InvalidArgument);
+}
+
+TEST(Meta, StatesByReferenceAndCopies) {
+  auto net = small_net();
+  auto outer = net->parameters();
+  const auto reference = optim::extract_state_dict(*net);
+  EXPECT_TRUE(reference.parameters[0].second.is_same(outer[0]));
+  const auto copy = optim::extract_state_dict(*net, {.by = CopyMode::kCopy});
+  EXPECT_FALSE(copy.parameters[0].second.is_leaf());
+  EXPECT_FALSE(copy.parameters[0].second.is_alias_of(outer[0]));
+  const auto deep = optim::extract_state_dict(*net, {.by = CopyMode::kDeepCopy});
+  EXPECT_TRUE(deep.parameters[0].second.is_leaf() && deep.parameters[0].second.requires_grad());
+  EXPECT_FALSE(deep.parameters[0].second.is_alias_of(outer[0]));
+
+  optim::MetaAdam inner(*net);
+  const auto fresh = inner.state_dict();
+  inner.step(loss_of(net, 0));
+  const auto after_one = inner.extract_state_dict();
+  const auto one = optim::extract_state_dict(*net);
+  inner.step(loss_of(net, 1));
+  const auto two = numbers(net->parameters());
+  // Back to the state after one step, and the same second step again.
+  optim::recover_state_dict(*net, one);
+  inner.load_state_dict(after_one);
+  inner.step(loss_of(net, 1));
+  EXPECT_EQ(numbers(net->parameters()), two);
+  // And from the beginning.
+  optim::recover_state_dict(*net, reference);
+  inner.load_state_dict(fresh);
+  inner.step(loss_of(net, 0));
+  EXPECT_EQ(numbers(net->parameters()), numbers([&] {
+              Tensors all;
+              for (const auto& [name, tensor] : one.parameters) all.push_back(tensor);
+              return all;
+            }()));
+
+  optim::stop_gradient(*net);
+  inner.stop_gradient();
+  for (const Tensor& parameter : net->parameters()) EXPECT_TRUE(parameter.is_leaf() && parameter.requires_grad());
+  EXPECT_FALSE(one.parameters[0].second.is_leaf());  // what was extracted keeps its graph
+  auto cut = one;
+  optim::stop_gradient(cut);
+  EXPECT_TRUE(cut.parameters[0].second.is_leaf());
+
+  auto wrong = reference;
+  wrong.parameters[0].first = "9.weight";
+  EXPECT_THROW(optim::recover_state_dict(*net, wrong), Mismatch);
+  wrong = reference;
+  wrong.parameters[0].second = at::ones({3});
+  EXPECT_THROW(optim::recover_state_dict(*net, wrong), Mismatch);
+  wrong = reference;
+  wrong.parameters.pop_back();
+  EXPECT_THROW(optim::recover_state_dict(*net, wrong), Mismatch);
+}
+
+TEST(Meta, FunctionalCallAndClone) {
+  nn::Linear linear(2, 1);
+  const Tensor x = at::ones({1, 2}), weight = at::full({1, 2}, 3.f).set_requires_grad(true);
+  const Tensor own = linear->weight;
+  const Tensor y =
+      optim::functional_call(*linear, {{"weight", weight}, {"bias", at::zeros({1})}}, [&] { return linear(x); });
+  EXPECT_EQ(y.item<float>(), 6);
+  EXPECT_TRUE(linear->weight.is_same(own));
+  EXPECT_TRUE(torch::autograd::grad({y.sum()}, {weight})[0].equal(x));
+  EXPECT_THROW(optim::functional_call(*linear, {{"weight", weight}}, [&]() -> Tensor { throw Aborted("in the call"); }),
+               Aborted);
+  EXPECT_TRUE(linear->weight.is_same(own));
+  EXPECT_THROW(optim::functional_call(*linear, {{"nothing", weight}}, [&] { return linear(x); }), Mismatch);
+
+  at::manual_seed(1);
+  const Tensor expected = at::rand({3});
+  at::manual_seed(1);
+  const auto clone = optim::module_clone(linear);
+  EXPECT_TRUE(at::equal(at::rand({3}), expected));  // the clone drew no random numbers
+  EXPECT_NE(clone.get(), linear.get());
+  EXPECT_TRUE(clone->weight.is_same(linear->weight));
+  const auto copy = optim::module_clone(linear, {.by = CopyMode::kCopy});
+  EXPECT_TRUE(torch::autograd::grad({copy->weight.sum()}, {linear->weight})[0].equal(at::ones({1, 2})));
+}
+
+// Nothing of an inner loop is left once its loss is gone.
+TEST(Meta, InnerLoopsLeaveNoMemory) {
+  auto net = small_net();
+  const auto start = optim::extract_state_dict(*net);
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> seen;
+  for (int round = 0; round < 3; ++round) {
+    optim::recover_state_dict(*net, start);
+    optim::MetaAdam inner(*net);
+    for (int step = 0; step < 3; ++step) {
+      inner.step(loss_of(net, step));
+      for (const Tensor& each : net->parameters()) seen.emplace_back(each.getIntrusivePtr());
+    }
+    loss_of(net, 1000).backward();
+  }
+  optim::recover_state_dict(*net, start);
+  for (const auto& each : seen) EXPECT_TRUE(each.expired());
+}
+
+}  // namespace
+}  // namespace muster::test
