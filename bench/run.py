@@ -258,10 +258,10 @@ class Bench:
         def commands():
             for ranks in (1, 2):
                 yield from self.rows(self.command("muster", str(self.build / "bench" / "bench_meta"), ranks=ranks))
-            if subprocess.run([self.python, "-c", "import torchopt"], capture_output=True).returncode:
+            if subprocess.run([sys.executable, "-c", "import torchopt"], capture_output=True).returncode:
                 self.missing["torchopt"] = "pip install torchopt==0.7.3"
             else:
-                yield from self.rows([self.python, str(HERE / "peers" / "meta_torchopt.py")])
+                yield from self.rows([sys.executable, "-W", "ignore", str(HERE / "peers" / "meta_torchopt.py")])
         return self.best_rows(commands)
 
     def autograd(self):

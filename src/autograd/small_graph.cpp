@@ -70,6 +70,19 @@ bool SmallGraph::stops_at(const Node* node) const {
   return std::find(stops_.begin(), stops_.end(), node) != stops_.end();
 }
 
+bool SmallGraph::all_lead_to(const std::vector<const Node*>& ends) const {
+  std::vector<const Node*> leading = ends;
+  const auto leads = [&](const Node* node) { return std::find(leading.begin(), leading.end(), node) != leading.end(); };
+  for (size_t before = 0; before != leading.size();) {  // until no node is added
+    before = leading.size();
+    for (const Node* const node : nodes_)
+      if (!leads(node) && std::any_of(node->next_edges().begin(), node->next_edges().end(),
+                                      [&](const Edge& edge) { return leads(edge.function.get()); }))
+        leading.push_back(node);
+  }
+  return std::all_of(nodes_.begin(), nodes_.end(), leads);
+}
+
 void SmallGraph::give(const Edge& edge, Tensor gradient) {
   Step& step = step_of(edge.function.get());
   --step.missing;
@@ -111,7 +124,7 @@ void SmallGraph::run(const edge_list& roots, variable_list gradients, bool keep_
 }
 
 std::optional<variable_list> small_grad(const Tensor& root, const variable_list& inputs) {
-  if (inputs.empty() || !root.requires_grad() || root.numel() != 1) return {};
+  if (inputs.empty() || !root.requires_grad() || root.numel() != 1 || root.is_complex()) return {};
   const edge_list roots{engine::impl::gradient_edge(root)};
   std::vector<Edge> wanted;
   std::vector<const Node*> stops;
@@ -126,7 +139,7 @@ std::optional<variable_list> small_grad(const Tensor& root, const variable_list&
   }
   auto graph = SmallGraph::of(
       roots, [&](Node& node) { return std::find(stops.begin(), stops.end(), &node) != stops.end(); }, stops);
-  if (!graph) return {};
+  if (!graph || !graph->all_lead_to(stops)) return {};
   variable_list results(inputs.size());
   graph->run(
       roots, {at::ones_like(root)}, /*keep_graph=*/true,

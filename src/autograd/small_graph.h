@@ -32,6 +32,9 @@ class SmallGraph {
   static std::optional<SmallGraph> of(const edge_list& roots, const std::function<bool(Node&)>& ends,
                                       const std::vector<const Node*>& stops = {});
 
+  // Whether each node has a way to one of these: the engine would run no other, and accumulate into no other leaf.
+  bool all_lead_to(const std::vector<const Node*>& ends) const;
+
   const std::vector<Node*>& nodes() const { return nodes_; }  // in the order of reachable()
 
   // May be called once, with the same `roots`. `take` is offered each node's gradients before the node runs; if it
@@ -55,8 +58,8 @@ class SmallGraph {
 };
 
 // torch::autograd::grad({root}, inputs) with create_graph and allow_unused, without the engine. None if that is not
-// possible: see above; and if the inputs are neither all leaves nor all results of one node, since one of them may then
-// be a function of another. The root is a scalar.
+// possible: see above; if the inputs are neither all leaves nor all results of one node, since one of them may then be
+// a function of another; and if a node leads to none of the inputs. The root has one element.
 std::optional<variable_list> small_grad(const Tensor& root, const variable_list& inputs);
 
 }  // namespace muster::autograd

@@ -63,8 +63,13 @@ variable_list add_scaled(variable_list parameters, const variable_list& updates,
   std::vector<size_t> places;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!updates[i].defined()) continue;
+    const bool recorded = at::GradMode::is_enabled() && (parameters[i].requires_grad() || updates[i].requires_grad());
     if (!alike(parameters[i], updates[i])) {
       parameters[i] = parameters[i].add(updates[i], factor);
+      continue;
+    }
+    if (!recorded) {
+      parameters[i] = sum(parameters[i], updates[i], factor);
       continue;
     }
     chosen.push_back(parameters[i]);

@@ -192,7 +192,8 @@ Tensor sqrt_without_infinity(const Tensor& x) {
 
 bool AdamBatch::takes(const Tensor& g, const Tensor& mean, const Tensor& square) {
   return fusible(mean, square) && g.layout() == at::kStrided && g.device().is_cpu() &&
-         g.scalar_type() == mean.scalar_type() && g.sizes() == mean.sizes() && !g._is_zerotensor();
+         g.scalar_type() == mean.scalar_type() && g.sizes() == mean.sizes() && square.sizes() == mean.sizes() &&
+         !g._is_zerotensor();
 }
 
 void AdamBatch::add(const Tensor& g, const Tensor& mean, const Tensor& square, double count) {
@@ -204,16 +205,14 @@ void AdamBatch::add(const Tensor& g, const Tensor& mean, const Tensor& square, d
 
 void AdamBatch::run(const AdamNumbers& of, bool inplace) {
   const size_t n = updates.size();
-  const auto recorded = [](const Tensor& one) { return one.requires_grad(); };
-  if (inplace && !(at::GradMode::is_enabled() && (std::any_of(updates.begin(), updates.end(), recorded) ||
-                                                  std::any_of(means.begin(), means.end(), recorded) ||
-                                                  std::any_of(squares.begin(), squares.end(), recorded)))) {
+  if (inplace) {
     for (size_t i = 0; i < n; ++i)
       AT_DISPATCH_FLOATING_TYPES(updates[i].scalar_type(), "fused_adam", [&] {
         auto* const g = updates[i].mutable_data_ptr<scalar_t>();
         auto* const mean = means[i].mutable_data_ptr<scalar_t>();
         auto* const square = squares[i].mutable_data_ptr<scalar_t>();
         forward_kernel<scalar_t>(of, counts[i], updates[i].numel(), g, mean, square, g, mean, square);
+        for (const Tensor& one : {updates[i], means[i], squares[i]}) torch::autograd::impl::bump_version(one);
       });
     return;
   }

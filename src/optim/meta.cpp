@@ -3,6 +3,8 @@
 #include <ATen/Context.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
+
 #include "autograd/small_graph.h"
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -17,8 +19,8 @@ using Slot = detail::ModuleSlots::Slot;
 Tensor replica(const Tensor& tensor, CopyMode by, std::optional<at::Device> device) {
   if (!tensor.defined()) return tensor;
   Tensor result = tensor;
-  if (device && tensor.device() != *device)
-    result = tensor.to(*device);
+  if (device)
+    result = tensor.to(*device, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/by != CopyMode::kReference);
   else if (by != CopyMode::kReference)
     result = tensor.clone();
   if (by != CopyMode::kDeepCopy) return result;
@@ -52,20 +54,26 @@ ModuleState extract_state_dict(const torch::nn::Module& module, ExtractOptions o
 void recover_state_dict(torch::nn::Module& module, const ModuleState& state) {
   const detail::ModuleSlots slots(module);
   std::vector<std::pair<const Slot*, Tensor>> all;
-  all.reserve(state.parameters.size() + state.buffers.size());
-  for (const auto& [name, tensor] : state.parameters)
-    all.emplace_back(slots.find(name), tensor), check(all.back().first, name, tensor);
-  size_t parameters = 0;
-  for (const Slot& slot : slots.all()) parameters += !slot.is_buffer;
-  if (parameters != state.parameters.size())
-    throw Mismatch(text("the module has ", parameters, " parameters, the state ", state.parameters.size()));
-  for (const auto& [name, tensor] : state.buffers) {
-    if (!tensor.defined()) continue;
-    all.emplace_back(slots.find(name), state.detach_buffers ? tensor.detach().clone() : tensor);
-    check(all.back().first, name, tensor);
+  const auto find = [&](const std::string& name, const Tensor& tensor) {
+    const Slot* const slot = slots.find(name);
+    check(slot, name, tensor);
+    for (const auto& [other, given] : all)
+      if (other == slot && !given.is_same(tensor))
+        throw Mismatch(
+            text("the module's '", name, "' is the same tensor as '", slot->name, "', in the state it is not"));
+    return slot;
+  };
+  for (const auto& [name, tensor] : state.parameters) all.emplace_back(find(name, tensor), tensor);
+  for (const Slot& slot : slots.all())
+    if (!slot.is_buffer && std::none_of(all.begin(), all.end(), [&](const auto& one) { return one.first == &slot; }))
+      throw Mismatch(text("the state has no parameter '", slot.name, "', which the module has"));
+  const size_t parameters = all.size();
+  for (const auto& [name, tensor] : state.buffers)
+    if (tensor.defined()) all.emplace_back(find(name, tensor), tensor);
+  for (size_t i = 0; i < all.size(); ++i) {
+    auto& [slot, tensor] = all[i];
+    slot->set(i >= parameters && state.detach_buffers ? tensor.detach().clone() : tensor);
   }
-  for (const auto& [slot, tensor] : all) slot->set(tensor);
-  if (module.is_training() != state.training) module.train(state.training);
 }
 
 void stop_gradient(torch::nn::Module& module) {
@@ -130,6 +138,12 @@ void MetaOptimizer::step(const Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad())
     throw InvalidArgument(text("step() needs a loss of one element that requires grad, and got ",
                                loss.defined() ? shape(loss) : "an undefined tensor"));
+  struct Step {
+    Part* part;
+    OptState state;
+    std::vector<std::pair<const Slot*, Tensor>> tensors;
+  };
+  std::vector<Step> steps;  // made when all of them are known, so that an error leaves everything as it was
   for (Part& part : parts_) {
     std::vector<const Slot*> slots;
     Tensors parameters, inputs;
@@ -139,6 +153,7 @@ void MetaOptimizer::step(const Tensor& loss) {
       parameters.push_back(slot.get());
       if (slot.get().requires_grad()) inputs.push_back(slot.get());
     }
+    if (inputs.empty()) continue;  // without inputs, autograd would accumulate into all leaves
     auto gradients = autograd::small_grad(loss, inputs);
     if (!gradients)
       gradients = torch::autograd::grad({loss}, inputs, {}, /*retain_graph=*/true, /*create_graph=*/true,
@@ -146,12 +161,17 @@ void MetaOptimizer::step(const Tensor& loss) {
     Tensors updates(parameters.size());
     for (size_t i = 0, next = 0; i < parameters.size(); ++i)
       if (parameters[i].requires_grad()) updates[i] = (*gradients)[next++];
-    if (!part.begun) part.state = transformation_.init_list(parameters);
-    part.begun = true;
-    const double factor = transformation_.update_unscaled(updates, part.state, parameters);
+    Step step{&part, part.begun ? part.state : transformation_.init_list(parameters), {}};
+    const double factor = transformation_.update_unscaled(updates, step.state, parameters);
     const Tensors stepped = add_scaled(std::move(parameters), updates, factor);
     for (size_t i = 0; i < stepped.size(); ++i)
-      if (updates[i].defined()) slots[i]->set(stepped[i]);
+      if (updates[i].defined()) step.tensors.emplace_back(slots[i], stepped[i]);
+    steps.push_back(std::move(step));
+  }
+  for (Step& step : steps) {
+    step.part->state = std::move(step.state);
+    step.part->begun = true;
+    for (const auto& [slot, tensor] : step.tensors) slot->set(tensor);
   }
 }
 
@@ -159,17 +179,16 @@ std::vector<OptState> MetaOptimizer::state_dict() const { return extract_state_d
 
 std::vector<OptState> MetaOptimizer::extract_state_dict(CopyMode by, std::optional<at::Device> device) const {
   std::vector<OptState> states;
-  for (const Part& part : parts_)
-    if (part.begun) states.push_back(copy_state(part.state, by, device));
+  for (const Part& part : parts_) states.push_back(copy_state(part.state, by, device));
   return states;
 }
 
 void MetaOptimizer::load_state_dict(const std::vector<OptState>& states) {
-  if (!states.empty() && states.size() != parts_.size())
+  if (states.size() != parts_.size())
     throw InvalidArgument(text("this optimizer has ", parts_.size(), " modules, and got ", states.size(), " states"));
   for (size_t i = 0; i < parts_.size(); ++i) {
-    parts_[i].begun = !states.empty();
-    parts_[i].state = states.empty() ? OptState() : states[i];
+    parts_[i].state = states[i];
+    parts_[i].begun = !(states[i].tensors.empty() && states[i].counts.empty() && states[i].parts.empty());
   }
 }
 

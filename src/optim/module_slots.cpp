@@ -12,8 +12,6 @@
 #include <torch/nn/modules/pooling.h>
 #include <torch/nn/modules/rnn.h>
 
-#include <algorithm>
-#include <set>
 #include <typeindex>
 #include <typeinfo>
 #include <unordered_map>
@@ -49,44 +47,53 @@ struct Parameters : nn::Module {
   static Dict& of(nn::Module& module) { return module.*&Parameters::parameters_; }
 };
 
-// Adds a module's members that may hold registered tensors, if it is an M.
-using Collect = bool (*)(nn::Module& module, Places& to);
-template <typename M, auto... kMembers>
-bool collect(nn::Module& module, Places& to) {
-  auto* const known = dynamic_cast<M*>(&module);
-  if (known) (to.push_back(&(known->*kMembers)), ...);
-  return known;
-}
+// What is known of a module's members that hold tensors. kAll: of a class of libtorch; a tensor that it has registered
+// but none of them holds is not used. kSome: a class that derives from one of libtorch's, and may have more.
+enum class Known { kNothing, kSome, kAll };
 
+// Adds a module's members that may hold registered tensors, if it is an M.
+using Collect = Known (*)(nn::Module& module, Places& to);
+template <typename M, typename Fn>
+Known collect_if(nn::Module& module, Fn fn) {
+  auto* const known = dynamic_cast<M*>(&module);
+  if (!known) return Known::kNothing;
+  fn(*known);
+  return typeid(module) == typeid(M) ? Known::kAll : Known::kSome;
+}
+template <typename M, auto... kMembers>
+Known collect(nn::Module& module, Places& to) {
+  return collect_if<M>(module, [&](M& known) { (to.push_back(&(known.*kMembers)), ...); });
+}
 template <typename M>
-bool collect_conv(nn::Module& module, Places& to) {
+Known collect_conv(nn::Module& module, Places& to) {
   return collect<M, &M::weight, &M::bias>(module, to);
 }
 template <typename M>
-bool collect_norm(nn::Module& module, Places& to) {
+Known collect_norm(nn::Module& module, Places& to) {
   return collect<M, &M::weight, &M::bias, &M::running_mean, &M::running_var, &M::num_batches_tracked>(module, to);
 }
 template <typename M>
-bool collect_cell(nn::Module& module, Places& to) {
+Known collect_cell(nn::Module& module, Places& to) {
   return collect<M, &M::weight_ih, &M::weight_hh, &M::bias_ih, &M::bias_hh>(module, to);
 }
 template <typename M>
-bool collect_rnn(nn::Module& module, Places& to) {
-  struct Open : M {
-    static std::vector<Tensor>& flat(M& rnn) { return rnn.*&Open::flat_weights_; }
+Known collect_rnn(nn::Module& module, Places& to) {
+  struct Open : nn::detail::RNNImplBase<M> {
+    static std::vector<Tensor>& flat(nn::detail::RNNImplBase<M>& rnn) { return rnn.*&Open::flat_weights_; }
   };
-  auto* const known = dynamic_cast<M*>(&module);
-  if (known)
-    for (Tensor& one : Open::flat(*known)) to.push_back(&one);
-  return known;
+  return collect_if<M>(module, [&](M& known) {
+    for (Tensor& one : Open::flat(known)) to.push_back(&one);
+  });
 }
-
-// Losses that keep their weight among their options.
+// Losses that read the weight in their options.
 template <typename M>
-bool collect_loss(nn::Module& module, Places& to) {
-  auto* const known = dynamic_cast<M*>(&module);
-  if (known) to.push_back(&known->options.weight());
-  return known;
+Known collect_loss(nn::Module& module, Places& to) {
+  return collect_if<M>(module, [&](M& known) { to.push_back(&known.options.weight()); });
+}
+Known collect_loss_with_logits(nn::Module& module, Places& to) {
+  return collect_if<nn::BCEWithLogitsLossImpl>(module, [&](nn::BCEWithLogitsLossImpl& known) {
+    to.insert(to.end(), {&known.weight, &known.pos_weight, &known.options.weight(), &known.options.pos_weight()});
+  });
 }
 
 constexpr Collect kKnown[] = {
@@ -108,9 +115,9 @@ constexpr Collect kKnown[] = {
     collect<nn::GroupNormImpl, &nn::GroupNormImpl::weight, &nn::GroupNormImpl::bias>,
     collect<nn::EmbeddingImpl, &nn::EmbeddingImpl::weight>,
     collect<nn::EmbeddingBagImpl, &nn::EmbeddingBagImpl::weight>,
-    collect_rnn<nn::detail::RNNImplBase<nn::RNNImpl>>,
-    collect_rnn<nn::detail::RNNImplBase<nn::LSTMImpl>>,
-    collect_rnn<nn::detail::RNNImplBase<nn::GRUImpl>>,
+    collect_rnn<nn::RNNImpl>,
+    collect_rnn<nn::LSTMImpl>,
+    collect_rnn<nn::GRUImpl>,
     collect_cell<nn::RNNCellImpl>,
     collect_cell<nn::LSTMCellImpl>,
     collect_cell<nn::GRUCellImpl>,
@@ -126,66 +133,78 @@ constexpr Collect kKnown[] = {
     collect_loss<nn::MultiMarginLossImpl>,
     collect<nn::NLLLossImpl, &nn::NLLLossImpl::weight>,
     collect<nn::CrossEntropyLossImpl, &nn::CrossEntropyLossImpl::weight>,
-    collect<nn::BCEWithLogitsLossImpl, &nn::BCEWithLogitsLossImpl::weight, &nn::BCEWithLogitsLossImpl::pos_weight>,
-    collect<nn::ParameterDictImpl>,  // only in the dictionary
-    collect<nn::ParameterListImpl>,
+    collect_loss_with_logits,
 };
 
-// Returns whether it knows all members of the module that hold tensors.
-bool members_of(nn::Module& module, Places& to) {
-  static thread_local std::unordered_map<std::type_index, Collect> known;  // saves the search among the classes
+Known members_of(nn::Module& module, Places& to) {
+  const auto search = [&] {
+    for (const Collect each : kKnown)
+      if (const Known known = each(module, to); known != Known::kNothing) return std::pair(each, known);
+    // Parameters that only the dictionary has.
+    const bool container =
+        typeid(module) == typeid(nn::ParameterDictImpl) || typeid(module) == typeid(nn::ParameterListImpl);
+    return std::pair(Collect{}, container ? Known::kAll : Known::kNothing);
+  };
   if (auto* const own = dynamic_cast<TensorMembers*>(&module)) {
     for (Tensor* const one : own->tensor_members()) to.push_back(one);
-    for (const Collect each : kKnown)  // a class may derive from one of libtorch's
-      if (each(module, to)) break;
-    return true;
+    search();  // a class may derive from one of libtorch's
+    return Known::kAll;
   }
-  const auto [at, first] = known.try_emplace(typeid(module), nullptr);
-  if (!first) return at->second && at->second(module, to);
-  for (const Collect each : kKnown)
-    if (each(module, to)) {
-      at->second = each;
-      return true;
-    }
-  return false;
+  static thread_local std::unordered_map<std::type_index, std::pair<Collect, Known>> found;  // saves the search
+  const auto at = found.find(typeid(module));
+  if (at == found.end()) return found.try_emplace(typeid(module), search()).first->second.second;
+  if (at->second.first) at->second.first(module, to);
+  return at->second.second;
 }
 
 }  // namespace
 
 detail::ModuleSlots::ModuleSlots(nn::Module& root) {
-  std::set<const nn::Module*> seen;
-  std::unordered_map<const at::TensorImpl*, size_t> slot_of;
+  // A tensor may be registered in several modules, and a member of one may hold what another has registered. So first
+  // all members are collected, and then all registered tensors. A module may be registered twice, under two names.
+  struct Found {
+    nn::Module* module;
+    std::string prefix;
+    Known known;
+  };
+  std::vector<Found> modules;
+  Places members;
   const auto visit = [&](const auto& self, nn::Module& module, const std::string& prefix) -> void {
-    if (!seen.insert(&module).second) return;
-    Places members;
-    const bool known = members_of(module, members);
-    const auto add = [&](Dict& dict, bool buffers) {
-      for (auto& item : dict) {
-        Tensor& registered = item.value();
-        if (!registered.defined()) continue;
-        const std::string name = prefix + item.key();
-        const auto [at, fresh] = slot_of.try_emplace(registered.unsafeGetTensorImpl(), slots_.size());
-        if (fresh) slots_.push_back({name, buffers, {}});
-        Slot& slot = slots_[at->second];
-        names_.emplace_back(name, at->second);
-        slot.places.push_back(&registered);
-        const size_t before = slot.places.size();
-        for (Tensor* const member : members)
-          if (member->is_same(registered)) slot.places.push_back(member);
-        if (slot.places.size() == before && !known)
-          throw InvalidArgument(text("the ", buffers ? "buffer '" : "parameter '", name,
-                                     "' cannot be replaced: Muster does not know which "
-                                     "member of ",
-                                     module.name(), " holds it"),
-                                "Derive this class from muster::optim::TensorMembers too, and return its members, or "
-                                "none if there are none.");
-      }
-    };
-    add(Parameters::of(module), false);
-    add(nn::Cloneable<BuffersOf>::get(module), true);
+    modules.push_back({&module, prefix, members_of(module, members)});
     for (const auto& child : module.named_children()) self(self, *child.value(), prefix + child.key() + ".");
   };
   visit(visit, root, "");
+  std::unordered_map<const at::TensorImpl*, Places> held_by;
+  for (Tensor* const member : members)
+    if (member->defined()) held_by[member->unsafeGetTensorImpl()].push_back(member);
+
+  std::unordered_map<const at::TensorImpl*, size_t> slot_of;
+  for (const auto& [module, prefix, known] : modules) {
+    const auto add = [&, module = module, prefix = prefix, known = known](Dict& dict, bool buffers) {
+      for (auto& item : dict) {
+        Tensor& registered = item.value();
+        if (!registered.defined()) continue;
+        const auto* const tensor = registered.unsafeGetTensorImpl();
+        const std::string name = prefix + item.key();
+        const auto holders = held_by.find(tensor);
+        if (holders == held_by.end() && known != Known::kAll)
+          throw InvalidArgument(
+              text("the ", buffers ? "buffer '" : "parameter '", name,
+                   "' cannot be replaced: Muster does not know which member of ", module->name(), " holds it"),
+              "Derive this class from muster::optim::TensorMembers too, and return its members, or none "
+              "if there are none.");
+        const auto [at, fresh] = slot_of.try_emplace(tensor, slots_.size());
+        if (fresh) slots_.push_back({name, buffers, {}});
+        Places& places = slots_[at->second].places;
+        places.push_back(&registered);
+        if (fresh && holders != held_by.end())
+          places.insert(places.end(), holders->second.begin(), holders->second.end());
+        names_.emplace_back(name, at->second);
+      }
+    };
+    add(Parameters::of(*module), false);
+    add(nn::Cloneable<BuffersOf>::get(*module), true);
+  }
 }
 
 const detail::ModuleSlots::Slot* detail::ModuleSlots::find(const std::string& name) const {

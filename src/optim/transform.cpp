@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -34,6 +35,13 @@ void GradientTransformation::check(const Tensors& updates, at::TensorList parame
 void GradientTransformation::update_list(Tensors& updates, OptState& state, at::TensorList parameters,
                                          UpdateOptions options) const {
   check(updates, parameters);
+  if (options.inplace) {
+    std::set<const void*> seen;  // autograd may return one tensor as the gradient of several inputs
+    for (Tensor& one : updates)
+      if (one.defined() && one.layout() == at::kStrided && one.numel() != 0 &&
+          !seen.insert(one.const_data_ptr()).second)
+        one = one.clone();
+  }
   parts_->update(updates, state, parameters, options);
 }
 
@@ -43,6 +51,8 @@ double GradientTransformation::update_unscaled(Tensors& updates, OptState& state
   parts_->update(updates, state, parameters, {});
   return 1;
 }
+
+void detail::keys_differ() { throw InvalidArgument("parameters and updates have different keys"); }
 
 Tensors detail::apply_updates(Tensors parameters, const Tensors& updates, bool inplace) {
   if (parameters.size() != updates.size())
@@ -54,6 +64,18 @@ Tensors detail::apply_updates(Tensors parameters, const Tensors& updates, bool i
     if (updates[i].defined()) parameters[i].add_(updates[i]);
   return parameters;
 }
+
+namespace {
+
+// A learning rate that is a tensor, as a factor that changes neither shape nor dtype.
+Tensor scalar_like(const Tensor& rate, const Tensor& update) {
+  if (!rate.defined() || rate.numel() != 1)
+    throw InvalidArgument(text("a learning rate has one element, not the shape ",
+                               rate.defined() ? text(rate.sizes()) : "of an undefined tensor"));
+  return rate.reshape({}).to(update.options());
+}
+
+}  // namespace
 
 GradientTransformation identity() {
   return {[](at::TensorList) { return OptState{}; }, [](Tensors&, OptState&, at::TensorList, UpdateOptions) {}};
@@ -102,8 +124,11 @@ GradientTransformation scale_by_schedule(Rate by) {
             const Arithmetic in{options.inplace};
             for (size_t i = 0; i < updates.size(); ++i) {
               if (!updates[i].defined()) continue;
-              updates[i] =
-                  std::visit([&](const auto& factor) { return in.mul(updates[i], factor); }, by(state.counts[i]++));
+              const auto factor = by(state.counts[i]++);
+              if (const auto* const tensor = std::get_if<Tensor>(&factor))
+                updates[i] = in.mul(updates[i], scalar_like(*tensor, updates[i]));
+              else
+                updates[i] = in.mul(updates[i], std::get<double>(factor));
             }
           }};
 }

@@ -1,4 +1,5 @@
 // Transformations that keep moments of the updates.
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/where.h>
@@ -52,11 +53,14 @@ Tensor adam(const AdamNumbers& of, const Tensor& g, std::array<Tensor*, 2> kept,
   return mean.div(1 - std::pow(of.beta1, count)).div_(sqrt_without_infinity(by).add(of.eps));
 }
 
-// The parameters for which there is a kernel go to it together, in one node of the graph.
+// The parameters for which there is a kernel go to it together: those that autograd records in one node of the graph,
+// the others without one.
 void fused_adam_of_all(const AdamNumbers& of, Tensors& updates, OptState& state, UpdateOptions options) {
   const size_t n = updates.size();
-  AdamBatch batch;
-  std::vector<size_t> places;
+  struct Group {
+    AdamBatch batch;
+    std::vector<size_t> places;
+  } recorded, plain;
   for (size_t i = 0; i < n; ++i) {
     if (!updates[i].defined()) continue;
     Tensor &mean = state.tensors[i], &square = state.tensors[n + i];
@@ -65,15 +69,19 @@ void fused_adam_of_all(const AdamNumbers& of, Tensors& updates, OptState& state,
       updates[i] = adam(of, updates[i], {&mean, &square}, count, Arithmetic{options.inplace});
       continue;
     }
-    batch.add(updates[i], mean, square, count);
-    places.push_back(i);
+    const bool records = updates[i].requires_grad() || mean.requires_grad() || square.requires_grad();
+    Group& group = records && at::GradMode::is_enabled() ? recorded : plain;
+    group.batch.add(updates[i], mean, square, count);
+    group.places.push_back(i);
   }
-  if (places.empty()) return;
-  batch.run(of, options.inplace);
-  for (size_t k = 0; k < places.size(); ++k) {
-    updates[places[k]] = batch.updates[k];
-    state.tensors[places[k]] = batch.means[k];
-    state.tensors[n + places[k]] = batch.squares[k];
+  for (Group* const group : {&recorded, &plain}) {
+    if (group->places.empty()) continue;
+    group->batch.run(of, options.inplace && group == &plain);
+    for (size_t k = 0; k < group->places.size(); ++k) {
+      updates[group->places[k]] = group->batch.updates[k];
+      state.tensors[group->places[k]] = group->batch.means[k];
+      state.tensors[n + group->places[k]] = group->batch.squares[k];
+    }
   }
 }
 
@@ -155,7 +163,7 @@ GradientTransformation scale_by_adadelta(ScaleByAdadeltaOptions o) {
 
 GradientTransformation scale_by_rms(ScaleByRmsOptions o) {
   at_least("eps", o.eps, 0);
-  require(o.alpha >= 0 && o.alpha <= 1, "alpha", o.alpha, "at least 0 and at most 1");
+  require(o.alpha >= 0 && o.alpha < 1, "alpha", o.alpha, "at least 0 and below 1");
   return with_moments<1>({o.initial_scale}, false, [o](const Tensor& g, auto kept, double, Arithmetic in) {
     Tensor& square = *kept[0];
     square = in.mean_of_squares(square, g, o.alpha);
@@ -165,7 +173,7 @@ GradientTransformation scale_by_rms(ScaleByRmsOptions o) {
 
 GradientTransformation scale_by_stddev(ScaleByStddevOptions o) {
   at_least("eps", o.eps, 0);
-  require(o.alpha >= 0 && o.alpha <= 1, "alpha", o.alpha, "at least 0 and at most 1");
+  require(o.alpha >= 0 && o.alpha < 1, "alpha", o.alpha, "at least 0 and below 1");
   return with_moments<2>({0, o.initial_scale}, false, [o](const Tensor& g, auto kept, double, Arithmetic in) {
     Tensor &mean = *kept[0], &square = *kept[1];
     mean = in.mean(mean, g, o.alpha);

@@ -5,7 +5,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/linear.h>
 
-#include <string>
+#include <algorithm>
+#include <cmath>
+#include <functional>
 #include <vector>
 
 #include "muster/autograd/context.h"
@@ -66,9 +68,12 @@ Tensors local_meta_gradient() {
 }
 
 double distance(const Tensors& a, const Tensors& b) {
-  double most = a.size() == b.size() ? 0 : INFINITY;
-  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i)
-    most = std::max(most, a[i].defined() ? (a[i] - b[i]).abs().max().item<double>() : INFINITY);
+  double most = 0;
+  for (size_t i = 0; i < b.size(); ++i) {
+    const double apart = i < a.size() && a[i].defined() ? (a[i] - b[i]).abs().max().item<double>() : INFINITY;
+    if (!std::isfinite(apart)) return INFINITY;
+    most = std::max(most, apart);
+  }
   return most;
 }
 

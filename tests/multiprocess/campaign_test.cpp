@@ -43,6 +43,7 @@ TEST(CampaignProcess, EveryFaultIsToldAndLeavesNothing) {
   std::cout << "seed " << seed << ", " << count << " faults\n";
   std::mt19937 random(static_cast<unsigned>(seed));
   const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+  const OwnPlace place;
   std::map<std::string, int> done;
   for (int i = 0; i < count && !HasFailure(); ++i) {
     const Fault& fault = kFaults[below(std::size(kFaults))];
@@ -50,7 +51,6 @@ TEST(CampaignProcess, EveryFaultIsToldAndLeavesNothing) {
     SCOPED_TRACE(text("seed ", seed, ", fault ", i, ": ", fault.name, " in rank ", victim, " of ", ranks, " after ",
                       delay, " us"));
     ++done[fault.name];
-    const auto before = traces();
     Process job({kMusterCommand, "run", "-n", text(ranks), "--grace", "300ms", "--stop-grace", "300ms", kLaunchProgram,
                  "campaign", fault.name, text(victim), text(delay)});
     EXPECT_EQ(job.finish(), fault.status) << job.err;
@@ -62,7 +62,7 @@ TEST(CampaignProcess, EveryFaultIsToldAndLeavesNothing) {
       EXPECT_EQ(job.err.find("\n[", report), std::string::npos) << "lines of ranks after the report: " << job.err;
     }
     EXPECT_THAT(processes_left(Deadline::after(seconds(5))), IsEmpty());
-    expect_no_traces_but(before);
+    place.expect_empty();
   }
   for (const auto& [name, times] : done) std::cout << "  " << name << ": " << times << '\n';
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -45,13 +46,14 @@ inline std::vector<std::vector<double>> ask_python(const std::string& script, co
   return answers;
 }
 
-// The largest difference of two lists; infinity if they have different lengths.
+// The largest difference of two lists; infinity if they have different lengths, or something that is not a number.
 inline double farthest(const std::vector<double>& a, const std::vector<double>& b) {
   if (a.size() != b.size()) return std::numeric_limits<double>::infinity();
   double most = 0;
   for (size_t i = 0; i < a.size(); ++i) {
     const double apart = std::abs(a[i] - b[i]);
-    if (!(apart <= most)) most = apart;  // NaN too
+    if (!std::isfinite(apart)) return std::numeric_limits<double>::infinity();
+    most = std::max(most, apart);
   }
   return most;
 }

@@ -5,9 +5,12 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules.h>
 
+#include <array>
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "muster/base/error.h"
@@ -74,6 +77,16 @@ TEST(Meta, EqualsTorchOpt) {
     lines.push_back("meta|" + std::to_string(steps) + "|" + meta_name(one.name) + one.torchopt.substr(one.name.size()));
     ours.push_back(adapted(one.make(), steps));
   }
+  for (const auto& [name, with] : {std::pair<std::string, optim::GradientTransformation>("MetaAdam", optim::adam()),
+                                   {"MetaAdamW", optim::adamw()},
+                                   {"MetaAdaGrad", optim::adagrad()},
+                                   {"MetaRMSProp", optim::rmsprop()},
+                                   {"MetaAdaDelta", optim::adadelta({.lr = 1.0})},
+                                   {"MetaAdaMax", optim::adamax({.lr = 2e-3, .eps = 1e-8})},
+                                   {"MetaRAdam", optim::radam({.eps = 1e-8})}}) {  // the classes' defaults
+    lines.push_back("meta|5|" + name + "()");
+    ours.push_back(adapted(with, 5));
+  }
   const auto theirs = ask_python("unit/meta_reference.py", lines);
   ASSERT_EQ(theirs.size(), ours.size());
   for (size_t k = 0; k < ours.size(); ++k) EXPECT_LE(farthest(ours[k], theirs[k]), 1e-9) << lines[k];
@@ -100,23 +113,29 @@ TEST(Meta, MetaGradientsEqualDifferences) {
   }
 }
 
-TEST(Meta, EachClassHasItsOptimizer) {
-  for (const auto& run : std::vector<
-           std::pair<std::function<std::unique_ptr<optim::MetaOptimizer>(nn::Module&)>, optim::GradientTransformation>>{
-           {[](nn::Module& m) { return std::make_unique<optim::MetaSGD>(m); }, optim::sgd({})},
-           {[](nn::Module& m) { return std::make_unique<optim::MetaAdam>(m); }, optim::adam()},
-           {[](nn::Module& m) { return std::make_unique<optim::MetaAdamW>(m); }, optim::adamw()},
-           {[](nn::Module& m) { return std::make_unique<optim::MetaAdaGrad>(m); }, optim::adagrad()},
-           {[](nn::Module& m) { return std::make_unique<optim::MetaRMSProp>(m); }, optim::rmsprop()},
-           {[](nn::Module& m) { return std::make_unique<optim::MetaAdaDelta>(m); }, optim::adadelta()},
-           {[](nn::Module& m) { return std::make_unique<optim::MetaAdaMax>(m); }, optim::adamax()},
-           {[](nn::Module& m) { return std::make_unique<optim::MetaRAdam>(m); }, optim::radam()}}) {
+TEST(Meta, EachClassHasItsOptimizerWithTorchOptsDefaults) {
+  using Make = std::function<std::unique_ptr<optim::MetaOptimizer>(nn::Module&)>;
+  const auto plain = []<typename M>(std::type_identity<M>) -> Make {
+    return [](nn::Module& module) { return std::make_unique<M>(module); };
+  };
+  const std::pair<std::string, std::pair<Make, optim::GradientTransformation>> classes[] = {
+      {"MetaSGD(lr=0.1)",
+       {[](nn::Module& m) { return std::make_unique<optim::MetaSGD>(m, optim::FuncSGDOptions{.lr = 0.1}); },
+        optim::sgd({.lr = 0.1})}},
+      {"MetaAdam()", {plain(std::type_identity<optim::MetaAdam>()), optim::adam()}},
+      {"MetaAdamW()", {plain(std::type_identity<optim::MetaAdamW>()), optim::adamw()}},
+      {"MetaAdaGrad()", {plain(std::type_identity<optim::MetaAdaGrad>()), optim::adagrad()}},
+      {"MetaRMSProp()", {plain(std::type_identity<optim::MetaRMSProp>()), optim::rmsprop()}},
+      {"MetaAdaDelta()", {plain(std::type_identity<optim::MetaAdaDelta>()), optim::adadelta({.lr = 1.0})}},
+      {"MetaAdaMax()", {plain(std::type_identity<optim::MetaAdaMax>()), optim::adamax({.lr = 2e-3, .eps = 1e-8})}},
+      {"MetaRAdam()", {plain(std::type_identity<optim::MetaRAdam>()), optim::radam({.eps = 1e-8})}}};
+  for (const auto& [name, both] : classes) {
     auto a = small_net(), b = small_net();
-    const auto one = run.first(*a);
-    optim::MetaOptimizer other(*b, run.second);
+    const auto one = both.first(*a);
+    optim::MetaOptimizer other(*b, both.second);
     for (int step = 0; step < 2; ++step) one->step(loss_of(a, step)), other.step(loss_of(b, step));
-    EXPECT_EQ(numbers(a->parameters()), numbers(b->parameters()));
-    EXPECT_NE(numbers(a->parameters()), numbers(small_net()->parameters()));
+    EXPECT_EQ(numbers(a->parameters()), numbers(b->parameters())) << name;
+    EXPECT_NE(numbers(a->parameters()), numbers(small_net()->parameters())) << name;
   }
 }
 
@@ -238,7 +257,7 @@ struct OnlyRegistered : nn::Module, optim::TensorMembers {
 TEST(Meta, OwnModules) {
   nn::Sequential hidden(nn::Linear(1, 1), OwnScale());
   try {
-    optim::MetaSGD inner(*hidden);
+    optim::MetaSGD inner(*hidden, {.lr = 1});
     FAIL();
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("'1.by'"), std::string::npos) << error.what();
@@ -257,6 +276,17 @@ TEST(Meta, OwnModules) {
   EXPECT_TRUE(only.parameters()[0].is_same(other.parameters[0].second));
 }
 
+// One more parameter than the class of libtorch that it derives from.
+struct ScaledLinear : nn::LinearImpl {
+  Tensor by;
+  ScaledLinear() : LinearImpl(2, 2) { by = register_parameter("by", at::ones({1})); }
+};
+
+TEST(Meta, AClassThatDerivesFromOneOfLibtorchs) {
+  ScaledLinear scaled;
+  EXPECT_THROW(optim::MetaSGD(scaled, {.lr = 1}), InvalidArgument);
+}
+
 // Two modules that register one tensor, as an encoder and a decoder with tied weights do.
 struct Tied : nn::Module, optim::TensorMembers {
   Tensor in, out;
@@ -273,6 +303,86 @@ TEST(Meta, SharedParametersStayShared) {
   inner.step((tied.in + 2 * tied.out).sum());
   EXPECT_TRUE(tied.in.is_same(tied.out));
   EXPECT_EQ(tied.in[0][0].item<double>(), 1 - 3);
+
+  auto state = optim::extract_state_dict(tied, {.by = CopyMode::kReference});
+  optim::recover_state_dict(tied, state);
+  state.parameters[1].second = at::zeros({2, 2}, at::kDouble);
+  EXPECT_THROW(optim::recover_state_dict(tied, state), Mismatch);  // no longer the same tensor
+}
+
+// As users of libtorch tie weights: the second module's dictionary still has the tensor that nobody uses any more.
+TEST(Meta, AMemberThatHoldsAnotherModulesParameter) {
+  struct Net : nn::Module {
+    nn::Linear in{2, 2}, out{2, 2};
+    Net() {
+      register_module("in", in);
+      register_module("out", out);
+      register_module("in_again", in);
+      out->weight = in->weight;
+    }
+  } net;
+  optim::MetaSGD inner(net, {.lr = 0.5});
+  const Tensor before = net.in->weight;
+  inner.step(net.out(at::ones({1, 2})).sum());
+  EXPECT_FALSE(net.in->weight.is_same(before));
+  EXPECT_TRUE(net.out->weight.is_same(net.in->weight));
+  const auto state = optim::extract_state_dict(net);
+  EXPECT_EQ(state.parameters.size(), 6u);
+  optim::recover_state_dict(net, state);
+  EXPECT_TRUE(net.out->weight.is_same(net.in->weight));
+}
+
+TEST(Meta, LossesTakeNewWeights) {
+  const Tensor old = at::ones({3}), weight = at::tensor({1.f, 2.f, 3.f}), x = at::rand({4, 3}),
+               classes = at::tensor({0, 1, 2, 1}, at::kLong);
+  const Tensor ones = at::ones({4, 3});
+  const auto check = [&](auto loss, const Tensor& target, const char* name = "weight") {
+    const Tensor before = loss->forward(x, target);
+    const Tensor now = optim::functional_call(*loss, {{name, weight}}, [&] { return loss->forward(x, target); });
+    EXPECT_FALSE(at::equal(before, now)) << loss->name() << " " << name;
+    EXPECT_TRUE(at::equal(before, loss->forward(x, target)));
+  };
+  check(nn::NLLLoss(nn::NLLLossOptions().weight(old)), classes);
+  check(nn::CrossEntropyLoss(nn::CrossEntropyLossOptions().weight(old)), classes);
+  check(nn::BCELoss(nn::BCELossOptions().weight(old)), ones);
+  check(nn::BCEWithLogitsLoss(nn::BCEWithLogitsLossOptions().weight(old).pos_weight(old.clone())), ones);
+  check(nn::BCEWithLogitsLoss(nn::BCEWithLogitsLossOptions().weight(old).pos_weight(old.clone())), ones, "pos_weight");
+  check(nn::MultiMarginLoss(nn::MultiMarginLossOptions().weight(old)), classes);
+  check(nn::MultiLabelSoftMarginLoss(nn::MultiLabelSoftMarginLossOptions().weight(old)), ones);
+}
+
+// A step differentiates by the module's parameters, and touches no other leaf's .grad.
+TEST(Meta, AStepTouchesNoOtherGradient) {
+  auto net = small_net();
+  const Tensors outer = net->parameters();
+  const Tensor rate = at::scalar_tensor(0.1, at::kDouble).set_requires_grad(true);
+  optim::MetaSGD inner(*net, {.lr = 0.1});
+  const auto proximal = [&](int step) {
+    Tensor loss = loss_of(net, step);
+    for (size_t i = 0; i < outer.size(); ++i) loss = loss + rate * (net->parameters()[i] - outer[i]).square().sum();
+    return loss;
+  };
+  for (int step = 0; step < 3; ++step) inner.step(proximal(step));
+  auto frozen = small_net();
+  for (const Tensor& one : frozen->parameters()) one.set_requires_grad(false);
+  inner.add_param_group(*frozen);
+  inner.step(proximal(3) + loss_of(frozen, 3));
+  EXPECT_FALSE(rate.grad().defined());
+  for (const Tensor& one : outer) EXPECT_FALSE(one.grad().defined());
+  EXPECT_EQ(inner.state_dict().size(), 2u);
+  inner.load_state_dict(inner.state_dict());
+  EXPECT_THROW(inner.load_state_dict({}), InvalidArgument);
+}
+
+TEST(Meta, AnErrorLeavesModuleAndStateAsTheyWere) {
+  auto net = small_net(), other = small_net();
+  const auto chain = optim::chain(optim::scale_by_adam(), optim::clip_grad_norm(1, 2, /*error_if_nonfinite=*/true),
+                                  optim::scale(-0.1));
+  optim::MetaOptimizer inner(*net, chain), same(*other, chain);
+  inner.step(loss_of(net, 0)), same.step(loss_of(other, 0));
+  EXPECT_THROW(inner.step(loss_of(net, 1) * NAN), InvalidArgument);
+  inner.step(loss_of(net, 1)), same.step(loss_of(other, 1));
+  EXPECT_EQ(numbers(net->parameters()), numbers(other->parameters()));
 }
 
 TEST(Meta, ParametersThatTheLossLacksStay) {
@@ -330,6 +440,10 @@ TEST(Meta, StatesByReferenceAndCopies) {
   auto cut = one;
   optim::stop_gradient(cut);
   EXPECT_TRUE(cut.parameters[0].second.is_leaf());
+
+  net->eval();
+  optim::recover_state_dict(*net, reference);
+  EXPECT_FALSE(net->is_training());
 
   auto wrong = reference;
   wrong.parameters[0].first = "9.weight";

@@ -154,6 +154,9 @@ TEST(SmallGraph, GradientsOfGradients) {
   const Tensor of_one = parts[0].exp(), both = (of_one * parts[0]).sum();
   EXPECT_FALSE(muster::autograd::small_grad(both, {parts[0], of_one}));  // one is a function of the other
   EXPECT_FALSE(muster::autograd::small_grad(both, {x, parts[0]}));
+  const Tensor other = at::rand({2, 2}).set_requires_grad(true);
+  EXPECT_FALSE(muster::autograd::small_grad((parts[0] * other.exp()).sum(), parts));  // the engine leaves `other` out
+  EXPECT_FALSE(other.grad().defined());
 }
 
 TEST(SmallGraph, UsedUpAsTheEngineUsesUp) {

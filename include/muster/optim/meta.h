@@ -78,7 +78,7 @@ struct ExtractOptions {
 ModuleState extract_state_dict(const torch::nn::Module& module, ExtractOptions options = {});
 
 // Gives the module these tensors, not their values: their graph and the memory come along. A state without buffers
-// leaves the module's.
+// leaves the module its own. The module stays in its mode (train(), eval()).
 void recover_state_dict(torch::nn::Module& module, const ModuleState& state);
 
 // Cuts the graph: replaces the tensors by others with the same memory that do not know where they come from. Parameters
@@ -152,7 +152,7 @@ auto functional_call(torch::nn::Module& module, const NamedTensors& tensors, Fn&
 }
 
 // A module of the same class with the same tensors, or copies of them. The class must have clone()
-// (torch::nn::Cloneable); c10::Error otherwise. Random numbers stay as they were.
+// (torch::nn::Cloneable); c10::Error otherwise. The random numbers that clone() draws are drawn again.
 template <std::derived_from<torch::nn::Module> M>
 std::shared_ptr<M> module_clone(const M& module, ExtractOptions options = {}) {
   return std::static_pointer_cast<M>(detail::clone_module(module, options));
@@ -169,13 +169,14 @@ class MetaOptimizer {
   MetaOptimizer(torch::nn::Module& module, GradientTransformation transformation);
 
   // Differentiates the loss, a scalar, with respect to the module's parameters, and gives the module the updated ones.
-  // Parameters that the loss does not depend on, and those that do not require grad, stay.
+  // Parameters that the loss does not depend on, and those that do not require grad, stay. After an error everything is
+  // as it was.
   void step(const at::Tensor& loss);
 
   // Adds another module, with a state of its own.
   void add_param_group(torch::nn::Module& module);
 
-  // One state per module; empty before the first step. Keeps and restores the state across inner loops.
+  // One state per module, empty before its first step: keeps and restores them across inner loops.
   std::vector<OptState> state_dict() const;
   void load_state_dict(const std::vector<OptState>& states);
   std::vector<OptState> extract_state_dict(CopyMode by = CopyMode::kReference,
@@ -192,20 +193,45 @@ class MetaOptimizer {
   std::vector<Part> parts_;
 };
 
+// Where TorchOpt's classes have other defaults than its functions.
+struct MetaAdaDeltaOptions {
+  Rate lr = 1.0;
+  double rho = 0.9, eps = 1e-6, weight_decay = 0;
+  bool moment_requires_grad = false, maximize = false;
+  operator FuncAdadeltaOptions() const { return {lr, rho, eps, weight_decay, moment_requires_grad, maximize}; }
+};
+struct MetaAdaMaxOptions {
+  Rate lr = 2e-3;
+  std::pair<double, double> betas{0.9, 0.999};
+  double eps = 1e-8, weight_decay = 0;
+  bool moment_requires_grad = false, maximize = false;
+  operator FuncAdamaxOptions() const { return {lr, betas, eps, weight_decay, moment_requires_grad, maximize}; }
+};
+struct MetaRAdamOptions {
+  Rate lr = 1e-3;
+  std::pair<double, double> betas{0.9, 0.999};
+  double eps = 1e-8, weight_decay = 0;
+  bool moment_requires_grad = false, maximize = false;
+  operator FuncRAdamOptions() const { return {lr, betas, eps, weight_decay, moment_requires_grad, maximize}; }
+};
+
+class MetaSGD : public MetaOptimizer {  // without a default rate
+ public:
+  MetaSGD(torch::nn::Module& module, FuncSGDOptions options) : MetaOptimizer(module, sgd(std::move(options))) {}
+};
 #define MUSTER_META_OPTIMIZER(NAME, OPTIONS, FUNCTION)                  \
   class NAME : public MetaOptimizer {                                   \
    public:                                                              \
     explicit NAME(torch::nn::Module& module, OPTIONS options = {})      \
         : MetaOptimizer(module, optim::FUNCTION(std::move(options))) {} \
   }
-MUSTER_META_OPTIMIZER(MetaSGD, FuncSGDOptions, sgd);
 MUSTER_META_OPTIMIZER(MetaAdam, FuncAdamOptions, adam);
 MUSTER_META_OPTIMIZER(MetaAdamW, FuncAdamWOptions, adamw);
 MUSTER_META_OPTIMIZER(MetaAdaGrad, FuncAdagradOptions, adagrad);
 MUSTER_META_OPTIMIZER(MetaRMSProp, FuncRMSpropOptions, rmsprop);
-MUSTER_META_OPTIMIZER(MetaAdaDelta, FuncAdadeltaOptions, adadelta);
-MUSTER_META_OPTIMIZER(MetaAdaMax, FuncAdamaxOptions, adamax);
-MUSTER_META_OPTIMIZER(MetaRAdam, FuncRAdamOptions, radam);
+MUSTER_META_OPTIMIZER(MetaAdaDelta, MetaAdaDeltaOptions, adadelta);
+MUSTER_META_OPTIMIZER(MetaAdaMax, MetaAdaMaxOptions, adamax);
+MUSTER_META_OPTIMIZER(MetaRAdam, MetaRAdamOptions, radam);
 #undef MUSTER_META_OPTIMIZER
 
 }  // namespace muster::optim

@@ -17,8 +17,8 @@
 //     updates      same shapes and dtypes as the parameters
 //     state        from init() or the last update(); not changed, unless .inplace
 //     parameters   only weight decay reads them; may be left out otherwise
-//     .inplace     overwrites the updates and the tensors of the state instead of allocating new ones. For training
-//                  without gradients through the step; under NoGradGuard.
+//     .inplace     may overwrite the updates and the tensors of the state, to save memory: use what is returned, and
+//                  nothing else. For training without gradients through the step.
 //
 // Errors: InvalidArgument: options out of their range (when the transformation is made); trees of different lengths, a
 // state of another transformation, missing parameters (update()). Thread-safety: a transformation is immutable; several
@@ -81,7 +81,8 @@ class Rate {
 
 class GradientTransformation {
  public:
-  // Your own transformation. `update` changes the updates and the state, which are the caller's alone.
+  // Your own transformation. `update` replaces tensors in the updates and in the state by new ones. It may overwrite
+  // the tensors themselves if options.inplace is set.
   using Init = std::function<OptState(at::TensorList parameters)>;
   using Update =
       std::function<void(Tensors& updates, OptState& state, at::TensorList parameters, UpdateOptions options)>;
@@ -119,8 +120,33 @@ class GradientTransformation {
 
 namespace detail {
 
+template <typename T>
+inline constexpr bool is_unordered = false;
+template <typename K, typename V, typename H, typename E>
+inline constexpr bool is_unordered<std::unordered_map<K, V, H, E>> = true;
+
+[[noreturn]] void keys_differ();
+
+// Throws InvalidArgument if two dictionaries have different keys.
+template <typename Tree>
+void check_keys(const Tree& a, const Tree& b) {
+  if constexpr (muster::detail::is_map<Tree> || muster::detail::is_ordered_dict<Tree>) {
+    const auto key = [](const auto& item) -> const auto& {
+      if constexpr (muster::detail::is_map<Tree>) {
+        return item.first;
+      } else {
+        return item.key();
+      }
+    };
+    if (a.size() != b.size()) keys_differ();
+    for (auto one = a.begin(), other = b.begin(); one != a.end(); ++one, ++other)
+      if (key(*one) != key(*other)) keys_differ();
+  }
+}
+
 template <typename Tree>
 Tensors leaves_of(const Tree& tree) {
+  static_assert(!is_unordered<Tree>, "a std::unordered_map has no order: use a std::map or a torch::OrderedDict");
   if constexpr (std::same_as<Tree, Tensors>) {
     return tree;
   } else {
@@ -157,15 +183,17 @@ OptState GradientTransformation::init(const Tree& parameters) const {
 template <typename Tree>
 std::pair<Tree, OptState> GradientTransformation::update(const Tree& updates, const OptState& state,
                                                          const Tree& parameters, UpdateOptions options) const {
-  Tensors leaves = detail::leaves_of(updates);
+  Tensors leaves = detail::leaves_of(updates), its = detail::leaves_of(parameters);
+  if (!its.empty()) detail::check_keys(updates, parameters);
   OptState next = state;
-  update_list(leaves, next, detail::leaves_of(parameters), options);
+  update_list(leaves, next, its, options);
   return {detail::with_leaves(updates, std::move(leaves)), std::move(next)};
 }
 
 // parameters + updates. `inplace` adds to the parameters themselves, without recording it.
 template <typename Tree>
 Tree apply_updates(const Tree& parameters, const Tree& updates, UpdateOptions options = {}) {
+  detail::check_keys(parameters, updates);
   return detail::with_leaves(
       parameters, detail::apply_updates(detail::leaves_of(parameters), detail::leaves_of(updates), options.inplace));
 }
@@ -278,7 +306,7 @@ Schedule exponential_decay(ExponentialDecayOptions options);
 // Func, since SGDOptions and the others are those of optim/functional.h.
 
 struct FuncSGDOptions {
-  Rate lr = 1e-3;
+  Rate lr;  // no default
   double momentum = 0, weight_decay = 0, dampening = 0;
   bool nesterov = false, moment_requires_grad = false, maximize = false;
 };
