@@ -77,8 +77,9 @@ Messages::Messages(Channel& channel, std::function<std::shared_ptr<void>()> owne
 Messages::~Messages() { stop(); }
 
 void Messages::run(const std::shared_ptr<Message>& message) {
+  const int peer = message->peer;  // from now on, any thread's progress() may change that of a receive from any source
   post(message);
-  await(*message);
+  await(*message, peer);
 }
 
 template <typename Condition>
@@ -90,8 +91,7 @@ bool Messages::spin(int peer, Condition condition) const {
          (!channel_.shares_core(peer) && shm::spin_until(limit - kFirst, condition));
 }
 
-void Messages::await(Message& message) {
-  const int peer = message.peer;  // progress() changes that of a receive from any source
+void Messages::await(Message& message, int peer) {
   while (!message.complete.load(std::memory_order_acquire)) {
     if (progress()) continue;
     if (spin(peer, [&] { return progress() || message.complete.load(std::memory_order_acquire); })) continue;
@@ -159,7 +159,7 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
     channel_.control(peer).inbox.ring();
     if (complete) return true;
   }
-  await(*rest);
+  await(*rest, peer);
   return true;
 }
 

@@ -167,7 +167,7 @@ class Messages {
   };
 
   void post(const std::shared_ptr<Message>& message);
-  void await(Message& message);
+  void await(Message& message, int peer);
   // As shm::spin_until(), but ends early if `peer`, for which this rank waits, runs on this rank's core: it cannot go on
   // before this rank sleeps.
   template <typename Condition>
