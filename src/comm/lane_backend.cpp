@@ -88,12 +88,13 @@ void LaneBackend::end_membership() {
   if (on_leave_) on_leave_(this);
   std::shared_ptr<void> released;  // without the lock
   const std::lock_guard lock(memory_mutex_);
+  membership_has_ended_ = true;
   released.swap(memory_);
 }
 
 void LaneBackend::hold_memory() {
   const std::lock_guard lock(memory_mutex_);
-  if (memory_) return;
+  if (memory_ || membership_has_ended_) return;  // after the end, nothing would release it
   const auto self = c10::intrusive_ptr<LaneBackend>::unsafe_reclaim_from_nonowning(this);
   memory_ = std::make_shared<c10::weak_intrusive_ptr<LaneBackend>>(self);
 }

@@ -110,7 +110,7 @@ class LaneBackend : public Backend {
   void count(const Operation& operation) { counters_->count(operation); }
   // Keeps this object's memory for a thread of the backend that runs callbacks of messages. A callback may release the
   // last reference to the backend: then release_resources() ends the membership inside the callback, and the thread
-  // finds the object still there when the callback returns. May be null if no message has been submitted.
+  // finds the object still there when the callback returns. Null before the first message, and after the membership.
   std::shared_ptr<void> memory() const;
   // The last step of leave(). Destructors of derived classes call leave(), before what execute() needs is destroyed.
   void end_membership();
@@ -159,6 +159,7 @@ class LaneBackend : public Backend {
   int black_box_group_ = shm::kNoGroup;
   mutable std::mutex memory_mutex_;
   std::shared_ptr<void> memory_;  // a weak reference to this object, until the membership ends
+  bool membership_has_ended_ = false;
 };
 
 }  // namespace muster::comm
