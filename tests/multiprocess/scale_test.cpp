@@ -151,7 +151,7 @@ void run_ranks(int n, const std::function<void(World&)>& body) {
 
 class ManyProcesses : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Scale, ManyProcesses, testing::Values(8, 16, 33, 64),
-                         [](const auto& info) { return std::to_string(info.param) + "_ranks"; });
+                         [](const auto& info) { return std::to_string(info.param) + "_processes"; });
 
 TEST_P(ManyProcesses, EveryCollectiveIsRight) {
   run_ranks(GetParam(), [](World& world) {
