@@ -12,15 +12,15 @@
 #include <ATen/core/grad_mode.h>
 #include <muster/comm/world.h>
 #include <muster/rpc/rref.h>
-#include <muster/train/plot.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
-#include <numeric>
 #include <string>
 #include <vector>
+
+#include "../curve.h"
 
 namespace rpc = muster::rpc;
 using at::Tensor;
@@ -104,18 +104,9 @@ void train(const Settings& settings) {
     losses.push_back(loss.item<double>());
   }
   std::printf("loss after adapting: %.6f at first, %.6f at last\n", losses.front(), losses.back());
-  if (settings.curve.empty()) return;
-  std::vector<double> steps(losses.size());
-  std::iota(steps.begin(), steps.end(), 1);
-  muster::write_svg(settings.curve, {.title = "MAML on sinusoids",
-                                     .subtitle = "loss on new points, after " + std::to_string(settings.inner_steps) +
-                                                 " steps on ten others, of all tasks",
-                                     .panels = {{.title = "loss",
-                                                 .x_label = "outer step",
-                                                 .series = {{.x = steps, .y = losses}},
-                                                 .x_whole = true,
-                                                 .y_min = 0}}});
-  std::printf("the curve is in %s\n", settings.curve.c_str());
+  draw_curve(settings.curve, "MAML on sinusoids",
+             "loss on new points, after " + std::to_string(settings.inner_steps) + " steps on ten others, of all tasks",
+             "loss", losses);
 }
 
 }  // namespace

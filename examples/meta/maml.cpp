@@ -15,7 +15,6 @@
 #include <muster/optim/meta.h>
 #include <muster/remote/remote_call.h>
 #include <muster/rpc/worker.h>
-#include <muster/train/plot.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
@@ -26,6 +25,8 @@
 #include <numeric>
 #include <string>
 #include <vector>
+
+#include "../curve.h"
 
 namespace optim = muster::optim;
 using at::Tensor;
@@ -89,18 +90,10 @@ void train(const Settings& settings) {
   }
   const auto mean = [&](auto from) { return std::accumulate(from, from + 10, 0.0) / 10; };
   std::printf("loss after adapting: %.6f at first, %.6f at last\n", mean(losses.begin()), mean(losses.end() - 10));
-  if (settings.curve.empty()) return;
-  std::vector<double> steps(losses.size());
-  std::iota(steps.begin(), steps.end(), 1);
-  muster::write_svg(settings.curve, {.title = "MAML on sinusoids",
-                                     .subtitle = "loss on new points, after " + std::to_string(settings.inner_steps) +
-                                                 " steps on ten others; each step has new tasks",
-                                     .panels = {{.title = "loss",
-                                                 .x_label = "outer step",
-                                                 .series = {{.x = steps, .y = losses}},
-                                                 .x_whole = true,
-                                                 .y_min = 0}}});
-  std::printf("the curve is in %s\n", settings.curve.c_str());
+  draw_curve(settings.curve, "MAML on sinusoids",
+             "loss on new points, after " + std::to_string(settings.inner_steps) +
+                 " steps on ten others; each step has new tasks",
+             "loss", losses);
 }
 
 }  // namespace
