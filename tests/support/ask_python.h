@@ -12,6 +12,7 @@
 #include <limits>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/places.h"
@@ -58,4 +59,31 @@ inline double farthest(const std::vector<double>& a, const std::vector<double>& 
   return most;
 }
 
+// Numbers of ours that must equal those that a script answers.
+class Comparison {
+ public:
+  void add(std::string question, std::vector<double> ours, double tolerance) {
+    questions_.push_back(std::move(question));
+    expected_.push_back({std::move(ours), tolerance});
+  }
+  void with(const std::string& script) const {
+    const auto theirs = ask_python(script, questions_);
+    ASSERT_EQ(theirs.size(), questions_.size());
+    for (size_t i = 0; i < theirs.size(); ++i)
+      EXPECT_LE(farthest(expected_[i].ours, theirs[i]), expected_[i].tolerance) << questions_[i];
+  }
+
+ private:
+  struct Expected {
+    std::vector<double> ours;
+    double tolerance;
+  };
+  std::vector<std::string> questions_;
+  std::vector<Expected> expected_;
+};
+
 }  // namespace muster::test
+
+#define MUSTER_NEEDS_TORCHOPT()              \
+  if (!muster::test::python_has("torchopt")) \
+  GTEST_SKIP() << "no Python with torchopt ('" << muster::test::kPython << "'): pip install torchopt==0.7.3"

@@ -66,16 +66,14 @@ std::vector<double> adapted(const optim::GradientTransformation& with, int steps
 }
 
 TEST(Meta, EqualsTorchOpt) {
-  if (!python_has("torchopt"))
-    GTEST_SKIP() << "no Python with torchopt ('" << kPython << "'): pip install torchopt==0.7.3";
-  std::vector<std::string> lines;
-  std::vector<std::vector<double>> ours;
+  MUSTER_NEEDS_TORCHOPT();
+  Comparison same;
   size_t i = 0;
   for (const auto& one : transform_cases()) {
     if (one.torchopt.find("maximize=True") != std::string::npos) continue;  // the loss explodes
     const int steps = std::array{5, 20, 100}[i++ % 3];
-    lines.push_back("meta|" + std::to_string(steps) + "|" + meta_name(one.name) + one.torchopt.substr(one.name.size()));
-    ours.push_back(adapted(one.make(), steps));
+    same.add("meta|" + std::to_string(steps) + "|" + meta_name(one.name) + one.torchopt.substr(one.name.size()),
+             adapted(one.make(), steps), 1e-9);
   }
   for (const auto& [name, with] : {std::pair<std::string, optim::GradientTransformation>("MetaAdam", optim::adam()),
                                    {"MetaAdamW", optim::adamw()},
@@ -84,12 +82,9 @@ TEST(Meta, EqualsTorchOpt) {
                                    {"MetaAdaDelta", optim::adadelta({.lr = 1.0})},
                                    {"MetaAdaMax", optim::adamax({.lr = 2e-3, .eps = 1e-8})},
                                    {"MetaRAdam", optim::radam({.eps = 1e-8})}}) {  // the classes' defaults
-    lines.push_back("meta|5|" + name + "()");
-    ours.push_back(adapted(with, 5));
+    same.add("meta|5|" + name + "()", adapted(with, 5), 1e-9);
   }
-  const auto theirs = ask_python("unit/meta_reference.py", lines);
-  ASSERT_EQ(theirs.size(), ours.size());
-  for (size_t k = 0; k < ours.size(); ++k) EXPECT_LE(farthest(ours[k], theirs[k]), 1e-9) << lines[k];
+  same.with("unit/meta_reference.py");
 }
 
 TEST(Meta, MetaGradientsEqualDifferences) {

@@ -47,15 +47,11 @@ Tensors trained(const GradientTransformation& with, Tensors parameters, optim::U
 }
 
 TEST(Transform, EqualsTorchOpt) {
-  if (!python_has("torchopt"))
-    GTEST_SKIP() << "no Python with torchopt ('" << kPython << "'): pip install torchopt==0.7.3";
-  std::vector<std::string> lines;
-  std::vector<std::vector<double>> ours;
+  MUSTER_NEEDS_TORCHOPT();
+  Comparison same;
   for (const auto& one : transform_cases()) {
-    lines.push_back("functional|" + one.torchopt);
-    ours.push_back(numbers(trained(one.make(), two_parameters())));
+    same.add("functional|" + one.torchopt, numbers(trained(one.make(), two_parameters())), 1e-10);
   }
-  const size_t optimizers = lines.size();
   const std::pair<std::string, optim::Schedule> schedules[] = {
       {"polynomial_schedule(0.3, 0.01, 2.5, 20, 3)",
        optim::polynomial_schedule(
@@ -69,14 +65,11 @@ TEST(Transform, EqualsTorchOpt) {
            {.init_value = 0.2, .decay_rate = 0.8, .transition_steps = 5, .staircase = true, .end_value = 0.09})},
   };
   for (const auto& [python, schedule] : schedules) {
-    lines.push_back("schedule|" + python);
-    auto& values = ours.emplace_back();
+    std::vector<double> values;
     for (int64_t count = 0; count < 40; ++count) values.push_back(schedule(count));
+    same.add("schedule|" + python, values, 1e-14);
   }
-  const auto theirs = ask_python("unit/meta_reference.py", lines);
-  ASSERT_EQ(theirs.size(), ours.size());
-  for (size_t i = 0; i < ours.size(); ++i)
-    EXPECT_LE(farthest(ours[i], theirs[i]), i < optimizers ? 1e-10 : 1e-14) << lines[i];
+  same.with("unit/meta_reference.py");
 }
 
 // The derivative of the last parameters with respect to the first, through three steps, by autograd and by differences.
