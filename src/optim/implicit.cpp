@@ -145,17 +145,13 @@ Tensors detail::implicit(Residual residual, const Tensors& solution, const Tenso
                                  ImplicitGradient::Given{solution, Root{std::move(residual), solve}});
 }
 
-void detail::MetaParameters::add(std::string name, torch::nn::Module& module) {
-  modules_.emplace_back(std::move(name), &module);
-}
-
-std::vector<std::pair<std::string, std::vector<Tensor*>>> detail::MetaParameters::places() const {
-  std::vector<std::pair<std::string, std::vector<Tensor*>>> all;
-  for (const auto& [name, member] : own_) all.emplace_back(name, std::vector<Tensor*>{member});
+std::vector<detail::MetaParameters::Place> detail::MetaParameters::places() const {
+  std::vector<Place> all;
+  for (const auto& [name, member] : own_) all.push_back({name, {member}});
   for (const auto& [name, module] : modules_) {
     const ModuleSlots slots(*module);
     for (const auto& slot : slots.all())
-      if (!slot.is_buffer) all.emplace_back(text(name, ".", slot.name), slot.places);
+      if (!slot.is_buffer) all.push_back({text(name, ".", slot.name), slot.places});
   }
   return all;
 }
@@ -169,9 +165,9 @@ void detail::solve_implicitly(torch::nn::Module& module, ImplicitProblem problem
     places.push_back(slot.places);
     solution.push_back(slot.get());
   }
-  for (const auto& [name, its] : problem.meta->places()) {
-    places.push_back(its);
-    arguments.push_back(*its.front());
+  for (auto& [name, members] : problem.meta->places()) {
+    arguments.push_back(*members.front());
+    places.push_back(std::move(members));
   }
   if (solution.empty()) throw InvalidArgument("the module has no parameters, which would be the solution");
   if (arguments.empty())
@@ -179,18 +175,8 @@ void detail::solve_implicitly(torch::nn::Module& module, ImplicitProblem problem
 
   // Computes with these tensors in the module and the meta-parameters' places.
   const auto with = [places](const Tensors& now, const Tensors& given, const auto& compute) {
-    struct Lent {
-      const std::vector<std::vector<Tensor*>>& places;
-      Tensors before;
-      void put(size_t i, const Tensor& tensor) const {
-        for (Tensor* const place : places[i]) *place = tensor;
-      }
-      ~Lent() {
-        for (size_t i = 0; i < before.size(); ++i) put(i, before[i]);
-      }
-    } lent{places, {}};
-    for (const auto& each : places) lent.before.push_back(*each.front());
-    for (size_t i = 0; i < places.size(); ++i) lent.put(i, i < now.size() ? now[i] : given[i - now.size()]);
+    Lent lent;
+    for (size_t i = 0; i < places.size(); ++i) lent.put(places[i], i < now.size() ? now[i] : given[i - now.size()]);
     return compute();
   };
   const LinearSolver solve = problem.solve;

@@ -3,8 +3,6 @@
 #include <ATen/Context.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <algorithm>
-
 #include "autograd/small_graph.h"
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -53,26 +51,26 @@ ModuleState extract_state_dict(const torch::nn::Module& module, ExtractOptions o
 
 void recover_state_dict(torch::nn::Module& module, const ModuleState& state) {
   const detail::ModuleSlots slots(module);
-  std::vector<std::pair<const Slot*, Tensor>> all;
-  const auto find = [&](const std::string& name, const Tensor& tensor) {
+  Tensors given(slots.all().size());  // for each slot
+  const auto give = [&](const std::string& name, const Tensor& tensor) {
     const Slot* const slot = slots.find(name);
     check(slot, name, tensor);
-    for (const auto& [other, given] : all)
-      if (other == slot && !given.is_same(tensor))
-        throw Mismatch(
-            text("the module's '", name, "' is the same tensor as '", slot->name, "', in the state it is not"));
-    return slot;
+    Tensor& to = given[static_cast<size_t>(slot - slots.all().data())];
+    if (to.defined() && !to.is_same(tensor))
+      throw Mismatch(
+          text("the module's '", name, "' is the same tensor as '", slot->name, "', in the state it is not"));
+    to = tensor;
   };
-  for (const auto& [name, tensor] : state.parameters) all.emplace_back(find(name, tensor), tensor);
-  for (const Slot& slot : slots.all())
-    if (!slot.is_buffer && std::none_of(all.begin(), all.end(), [&](const auto& one) { return one.first == &slot; }))
+  for (const auto& [name, tensor] : state.parameters) give(name, tensor);
+  for (size_t i = 0; i < given.size(); ++i)
+    if (const Slot& slot = slots.all()[i]; !slot.is_buffer && !given[i].defined())
       throw Mismatch(text("the state has no parameter '", slot.name, "', which the module has"));
-  const size_t parameters = all.size();
   for (const auto& [name, tensor] : state.buffers)
-    if (tensor.defined()) all.emplace_back(find(name, tensor), tensor);
-  for (size_t i = 0; i < all.size(); ++i) {
-    auto& [slot, tensor] = all[i];
-    slot->set(i >= parameters && state.detach_buffers ? tensor.detach().clone() : tensor);
+    if (tensor.defined()) give(name, tensor);
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (!given[i].defined()) continue;
+    const Slot& slot = slots.all()[i];
+    slot.set(slot.is_buffer && state.detach_buffers ? given[i].detach().clone() : given[i]);
   }
 }
 
@@ -96,18 +94,20 @@ OptState copy_state(const OptState& state, CopyMode by, std::optional<at::Device
   return result;
 }
 
-detail::Swapped::Swapped(torch::nn::Module& module, const NamedTensors& tensors) : slots_(module) {
-  before_.reserve(tensors.size());
-  for (const auto& [name, tensor] : tensors) check(slots_.find(name), name, tensor);
-  for (const auto& [name, tensor] : tensors) {
-    const Slot* const slot = slots_.find(name);
-    before_.emplace_back(slot, slot->get());
-    slot->set(tensor);
-  }
+void detail::Lent::put(const std::vector<Tensor*>& places, const Tensor& tensor) {
+  before_.emplace_back(places, *places.front());
+  for (Tensor* const place : places) *place = tensor;
 }
 
-detail::Swapped::~Swapped() {
-  for (auto one = before_.rbegin(); one != before_.rend(); ++one) one->first->set(one->second);
+detail::Lent::~Lent() {
+  for (auto one = before_.rbegin(); one != before_.rend(); ++one)
+    for (Tensor* const place : one->first) *place = one->second;
+}
+
+detail::Swapped::Swapped(torch::nn::Module& module, const NamedTensors& tensors) {
+  const ModuleSlots slots(module);
+  for (const auto& [name, tensor] : tensors) check(slots.find(name), name, tensor);
+  for (const auto& [name, tensor] : tensors) lent_.put(slots.find(name)->places, tensor);
 }
 
 std::shared_ptr<torch::nn::Module> detail::clone_module(const torch::nn::Module& module, ExtractOptions options) {

@@ -199,7 +199,7 @@ detail::ModuleSlots::ModuleSlots(nn::Module& root) {
         places.push_back(&registered);
         if (fresh && holders != held_by.end())
           places.insert(places.end(), holders->second.begin(), holders->second.end());
-        names_.emplace_back(name, at->second);
+        names_.try_emplace(name, at->second);
       }
     };
     add(Parameters::of(*module), false);
@@ -208,9 +208,8 @@ detail::ModuleSlots::ModuleSlots(nn::Module& root) {
 }
 
 const detail::ModuleSlots::Slot* detail::ModuleSlots::find(const std::string& name) const {
-  for (const auto& [each, index] : names_)
-    if (each == name) return &slots_[index];
-  return nullptr;
+  const auto at = names_.find(name);
+  return at == names_.end() ? nullptr : &slots_[at->second];
 }
 
 }  // namespace muster::optim

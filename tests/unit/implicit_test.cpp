@@ -101,10 +101,8 @@ TEST(Implicit, GradientsOfAnyOrderEqualDifferences) {
 }
 
 TEST(Implicit, EqualsTorchOpt) {
-  if (!python_has("torchopt"))
-    GTEST_SKIP() << "no Python with torchopt ('" << kPython << "'): pip install torchopt==0.7.3";
-  std::vector<std::string> lines;
-  std::vector<std::vector<double>> ours;
+  MUSTER_NEEDS_TORCHOPT();
+  Comparison same;
   for (const auto& [python, solve] :
        {std::pair<std::string, LinearSolver>("solve_cg(rtol=1e-12)", optim::solve_cg({.rtol = 1e-12})),
         {"solve_cg(rtol=1e-12, ridge=0.5)", optim::solve_cg({.rtol = 1e-12, .ridge = 0.5})},
@@ -113,19 +111,17 @@ TEST(Implicit, EqualsTorchOpt) {
         {"solve_inv()", optim::solve_inv()},
         {"solve_inv(ridge=0.1)", optim::solve_inv({.ridge = 0.1})},
         {"solve_inv(ns=True, maxiter=5, alpha=0.1)", optim::solve_neumann_series({.maxiter = 5, .alpha = 0.1})}}) {
-    lines.push_back("root|" + python);
     const Tensors at = ridge_arguments();
     const Tensor w = ridge(solve)(start(), at[0], at[1], Data());
     Tensors all = torch::autograd::grad({weighted(w)}, at);
     all.insert(all.begin(), w);
-    ours.push_back(numbers(all));
+    same.add("root|" + python, numbers(all), 1e-8);
   }
   for (const auto& [python, options] :
        {std::pair<std::string, optim::ZeroOrderOptions>("naive|3|0.5",
                                                         {.method = ZeroOrder::kNaive, .num_samples = 3, .sigma = 0.5}),
         {"forward|1|1", {.method = ZeroOrder::kForward}},  // TorchOpt is right for these only
         {"antithetic|4|0.2", {.method = ZeroOrder::kAntithetic, .num_samples = 4, .sigma = 0.2}}}) {
-    lines.push_back("zero_order|" + python);
     auto with = options;
     with.sampler = [count = 0](const Tensor& like) mutable {
       return at::cos(at::arange(like.numel(), at::kDouble) * 1.7 + ++count).view(like.sizes());
@@ -134,16 +130,36 @@ TEST(Implicit, EqualsTorchOpt) {
         optim::zero_order<0, 1>([](const Tensor& a, const Tensor& b) { return (a.sin() * b.sum()).sum(); }, with);
     const Tensors at{at::linspace(-1, 1, 4, at::kDouble).view({2, 2}).set_requires_grad(true),
                      at::linspace(0, 1, 3, at::kDouble).set_requires_grad(true)};
-    ours.push_back(numbers(torch::autograd::grad({fn(at[0], at[1]) * 3}, at)));
+    same.add("zero_order|" + python, numbers(torch::autograd::grad({fn(at[0], at[1]) * 3}, at)), 1e-8);
   }
-  lines.push_back("implicit_module|solve_cg(rtol=1e-12)");
   const Tensor meta = at::tensor({0.5, 1.5, 0.2}, at::kDouble).set_requires_grad(true);
   Inner inner(meta);
   inner.solve_implicitly(Data().x, Data().y);
-  ours.push_back(numbers({inner.weight, torch::autograd::grad({inner.weight.exp().sum()}, {meta})[0]}));
-  const auto theirs = ask_python("unit/meta_reference.py", lines);
-  ASSERT_EQ(theirs.size(), ours.size());
-  for (size_t i = 0; i < ours.size(); ++i) EXPECT_LE(farthest(ours[i], theirs[i]), 1e-8) << lines[i];
+  same.add("implicit_module|solve_cg(rtol=1e-12)",
+           numbers({inner.weight, torch::autograd::grad({inner.weight.exp().sum()}, {meta})[0]}), 1e-8);
+  same.with("unit/meta_reference.py");
+}
+
+TEST(Implicit, MetaParametersHaveNames) {
+  struct Named : optim::ImplicitMetaGradientModule<Named> {
+    torch::nn::Linear fc{2, 1};
+    Tensor rate;
+    Named(Tensor given, torch::nn::Linear& outer) : rate(std::move(given)) {
+      register_module("fc", fc);
+      register_meta_parameter("rate", rate);
+      register_meta_module("outer", *outer);
+    }
+  };
+  torch::nn::Linear outer(3, 4);
+  Named named(at::ones({}), outer);
+  const auto all = named.named_meta_parameters();
+  std::vector<std::string> names;
+  for (const auto& one : all) names.push_back(one.first);
+  EXPECT_EQ(names, (std::vector<std::string>{"rate", "outer.weight", "outer.bias"}));
+  const Tensors tensors = named.meta_parameters();
+  ASSERT_EQ(tensors.size(), 3u);
+  EXPECT_TRUE(tensors[0].is_same(named.rate) && tensors[1].is_same(outer->weight) && tensors[2].is_same(outer->bias));
+  EXPECT_TRUE(all[2].second.is_same(outer->bias));
 }
 
 TEST(Implicit, AuxiliaryOutputAndTrees) {

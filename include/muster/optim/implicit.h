@@ -111,23 +111,13 @@ class CustomRoot {
  private:
   template <typename Solution, typename... A>
   Solution implicit_in(Solution solution, const A&... arguments) const {
-    std::tuple<A...> all(arguments...);
-    Tensors differentiable;
-    const auto append = [&](const auto& tree) {
-      for (at::Tensor& leaf : leaves_of(tree)) differentiable.push_back(std::move(leaf));
-    };
-    (append(std::get<kNumbers - 1>(all)), ...);
+    const std::tuple<A...> all(arguments...);
     auto residual = [optimality = optimality_, solution, all](const Tensors& at, const Tensors& given) {
-      auto now = all;
-      size_t next = 0;
-      const auto take = [&](auto& tree) {
-        muster::detail::for_each_leaf(tree, [&](at::Tensor& leaf) { leaf = given[next++]; });
-      };
-      (take(std::get<kNumbers - 1>(now)), ...);
       const auto here = with_leaves(solution, at);
-      return leaves_of(std::apply([&](const auto&... each) { return optimality(here, each...); }, now));
+      return leaves_of(std::apply([&](const auto&... each) { return optimality(here, each...); },
+                                  with_leaves_of_numbered<kNumbers - 1 ...>(all, given)));
     };
-    const Tensors leaves = leaves_of(solution);
+    const Tensors leaves = leaves_of(solution), differentiable = leaves_of_numbered<kNumbers - 1 ...>(all);
     return with_leaves(std::move(solution), implicit(std::move(residual), leaves, differentiable, options_.solve));
   }
 
@@ -139,9 +129,13 @@ class CustomRoot {
 // Where an ImplicitMetaGradientModule keeps what its solution depends on.
 class MetaParameters {
  public:
+  struct Place {
+    std::string name;
+    std::vector<at::Tensor*> members;
+  };
   void add(std::string name, at::Tensor& member) { own_.emplace_back(std::move(name), &member); }
-  void add(std::string name, torch::nn::Module& module);
-  std::vector<std::pair<std::string, std::vector<at::Tensor*>>> places() const;
+  void add(std::string name, torch::nn::Module& module) { modules_.emplace_back(std::move(name), &module); }
+  std::vector<Place> places() const;
 
  private:
   std::vector<std::pair<std::string, at::Tensor*>> own_;
@@ -196,6 +190,18 @@ class ImplicitMetaGradientModule : public torch::nn::Module {
       finish();
       return result;
     }
+  }
+
+  // What is registered below, by its names: a member's own, or the module's, a point and the parameter's.
+  NamedTensors named_meta_parameters() const {
+    NamedTensors all;
+    for (const auto& place : meta_.places()) all.emplace_back(place.name, *place.members.front());
+    return all;
+  }
+  Tensors meta_parameters() const {
+    Tensors all;
+    for (const auto& place : meta_.places()) all.push_back(*place.members.front());
+    return all;
   }
 
  protected:

@@ -34,6 +34,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -116,20 +117,29 @@ class ModuleSlots {
 
  private:
   std::vector<Slot> slots_;
-  std::vector<std::pair<std::string, size_t>> names_;
+  std::unordered_map<std::string, size_t> names_;
+};
+
+// Puts tensors into places, which hold one tensor together, until it is destroyed.
+class Lent {
+ public:
+  Lent() = default;
+  Lent(const Lent&) = delete;
+  Lent& operator=(const Lent&) = delete;
+  ~Lent();
+  void put(const std::vector<at::Tensor*>& places, const at::Tensor& tensor);
+
+ private:
+  std::vector<std::pair<std::vector<at::Tensor*>, at::Tensor>> before_;
 };
 
 // Puts the named tensors into the module until it is destroyed.
 class Swapped {
  public:
   Swapped(torch::nn::Module& module, const NamedTensors& tensors);
-  Swapped(const Swapped&) = delete;
-  Swapped& operator=(const Swapped&) = delete;
-  ~Swapped();
 
  private:
-  ModuleSlots slots_;
-  std::vector<std::pair<const ModuleSlots::Slot*, at::Tensor>> before_;
+  Lent lent_;
 };
 
 template <typename M>

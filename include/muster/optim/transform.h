@@ -171,6 +171,22 @@ Tree with_leaves(Tree tree, Tensors leaves) {
   }
 }
 
+// The same of several trees, of those with these numbers, in this order.
+template <size_t... kNumbers, typename... Trees>
+Tensors leaves_of_numbered(const std::tuple<Trees...>& trees) {
+  Tensors leaves;
+  const auto append = [&](Tensors its) { leaves.insert(leaves.end(), its.begin(), its.end()); };
+  (append(leaves_of(std::get<kNumbers>(trees))), ...);
+  return leaves;
+}
+template <size_t... kNumbers, typename... Trees>
+std::tuple<Trees...> with_leaves_of_numbered(std::tuple<Trees...> trees, const Tensors& leaves) {
+  auto next = leaves.begin();
+  const auto put = [&](auto& tree) { muster::detail::for_each_leaf(tree, [&](at::Tensor& leaf) { leaf = *next++; }); };
+  (put(std::get<kNumbers>(trees)), ...);
+  return trees;
+}
+
 Tensors apply_updates(Tensors parameters, const Tensors& updates, bool inplace);
 
 }  // namespace detail

@@ -32,7 +32,8 @@
 // shape. Thread-safety: that of the function and of the sampler.
 // Source: torchopt.diff.zero_order; Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement
 // Learning", 2017; Nesterov and Spokoiny, "Random Gradient-Free Minimization of Convex Functions", 2017. TorchOpt's
-// forward method multiplies by sigma where it should divide, and subtracts the sum of earlier differences.
+// forward method multiplies by sigma where it should divide, and subtracts the last difference where it should subtract
+// f(x).
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -75,23 +76,12 @@ class ZeroOrderFunction {
 
   template <typename... A>
   at::Tensor operator()(const A&... arguments) const {
-    std::tuple<A...> all(arguments...);
-    Tensors leaves;
-    const auto append = [&](const auto& tree) {
-      for (at::Tensor& leaf : leaves_of(tree)) leaves.push_back(std::move(leaf));
-    };
-    (append(std::get<kNumbers>(all)), ...);
+    const std::tuple<A...> all(arguments...);
     return detail::estimate(
         [fn = fn_, all](const Tensors& at) {
-          auto now = all;
-          size_t next = 0;
-          const auto take = [&](auto& tree) {
-            muster::detail::for_each_leaf(tree, [&](at::Tensor& leaf) { leaf = at[next++]; });
-          };
-          (take(std::get<kNumbers>(now)), ...);
-          return at::Tensor(std::apply([&](const auto&... each) { return fn(each...); }, now));
+          return at::Tensor(std::apply(fn, with_leaves_of_numbered<kNumbers...>(all, at)));
         },
-        leaves, options_);
+        leaves_of_numbered<kNumbers...>(all), options_);
   }
 
  private:
