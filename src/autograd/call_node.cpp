@@ -10,6 +10,7 @@
 
 #include "autograd/pass.h"
 #include "autograd/sub_graph.h"
+#include "muster/autograd/again.h"
 #include "muster/base/error.h"
 #include "muster/rpc/call.h"
 #include "muster/rpc/remote_error.h"
@@ -34,6 +35,14 @@ void give_each_its_own_storage(variable_list& gradients) {
       one = one.clone();
 }
 
+// The call that these tensors are results of; null if none requires grad.
+CallNode* call_of(const std::vector<Tensor>& results) {
+  for (const Tensor& one : results)
+    if (one.defined() && one.requires_grad())
+      if (auto* const node = dynamic_cast<PrefetchNode*>(one.grad_fn().get())) return &node->call();
+  return nullptr;
+}
+
 }  // namespace
 
 CallNode::CallNode(std::shared_ptr<rpc::detail::Reference> graph, std::shared_ptr<ContextState> context,
@@ -43,12 +52,13 @@ CallNode::CallNode(std::shared_ptr<rpc::detail::Reference> graph, std::shared_pt
   set_next_edges(std::move(slots));
 }
 
+std::shared_ptr<rpc::detail::Reference> CallNode::graph() {
+  const std::lock_guard lock(mutex_);
+  return graph_;
+}
+
 CallNode::Request CallNode::ask(const variable_list& gradients) {
-  std::shared_ptr<rpc::detail::Reference> graph;
-  {
-    const std::lock_guard lock(mutex_);
-    graph = graph_;
-  }
+  const auto graph = this->graph();
   TORCH_CHECK(graph, torch::autograd::ERR_BACKWARD_TWICE);
   const Run run = current_run();
   const auto context = run.context ? run.context : context_;
@@ -67,13 +77,15 @@ CallNode::Request CallNode::ask(const variable_list& gradients) {
   for (Tensor& one : sent) one = sendable(std::move(one));  // a hook between the nodes may have changed them
   return {.gradients = gradients,
           .answer = rpc::detail::call_on<&SubGraph::backward>(*agent, rpc::detail::CalleeObject(*graph, timeout_), sent,
-                                                              wanted, bool(run.accumulates), bool(run.keeps_graph))};
+                                                              wanted, bool(run.accumulates), bool(run.keeps_graph)),
+          .worker = graph->owner};
 }
 
 void CallNode::prefetch(const variable_list& gradients) {
   leave_nothing_if_this_run_fails();
   if (!pre_hooks().empty() || !tensor_pre_hooks().empty()) return;
   const auto request = std::make_shared<Request>(ask(gradients));
+  replace_early();
   torch::autograd::Engine::get_default_engine().queue_callback([request] { (void)request; });
   const std::lock_guard lock(mutex_);
   std::erase_if(requests_, [](const auto& entry) { return entry.second.expired(); });
@@ -91,12 +103,19 @@ variable_list CallNode::apply(variable_list&& gradients) {
   TORCH_INTERNAL_ASSERT(same(request->gradients, gradients),
                         "gradients changed between the two nodes of a remote call");
   variable_list results;
-  try {
-    results = std::move(request->answer).get();
-  } catch (const rpc::RemoteError& error) {
-    // If the callee's part of the graph is used up, report it as libtorch does for a local graph.
-    TORCH_CHECK(error.remote_message().find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos, error.message());
-    throw;
+  for (bool answered = false; !answered;) {
+    try {
+      results = std::move(request->answer).get();
+      answered = true;
+    } catch (const rpc::RemoteError& error) {
+      // If the callee's part of the graph is used up, report it as libtorch does for a local graph.
+      TORCH_CHECK(error.remote_message().find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos,
+                  error.message());
+      throw;
+    } catch (const PeerLost& lost) {
+      if (lost.rank() != request->worker || !replaced(request->worker)) throw;
+      request = std::make_shared<Request>(ask(gradients));
+    }
   }
   if (results.size() + 1 != num_outputs()) throw Corrupt("a remote call's backward gave another number of gradients");
   for (uint32_t i = 0; i < results.size(); ++i) results[i] = placed(std::move(results[i]), next_edge(i));
@@ -106,9 +125,40 @@ variable_list CallNode::apply(variable_list&& gradients) {
 }
 
 void CallNode::release_variables() {
+  set_again(nullptr);
   std::shared_ptr<rpc::detail::Reference> graph;
   const std::lock_guard lock(mutex_);
   graph.swap(graph_);
+}
+
+void CallNode::set_again(Again again) {
+  const std::lock_guard lock(again_mutex_);
+  again_.swap(again);
+}
+
+void CallNode::replace_early() {
+  const std::lock_guard lock(again_mutex_);
+  if (!again_ || replacement_.valid()) return;
+  const auto graph = this->graph();
+  const auto agent = graph ? graph->agent.lock() : nullptr;
+  if (agent && !agent->is_alive(graph->owner)) replacement_ = again_();
+}
+
+bool CallNode::replaced(int lost) {
+  const std::lock_guard lock(again_mutex_);
+  if (const auto graph = this->graph(); !graph || graph->owner != lost) return graph != nullptr;
+  if (!again_) return false;
+  if (!replacement_.valid()) replacement_ = again_();
+  if (!replacement_.valid()) return false;
+  const auto tensors = std::exchange(replacement_, {}).get();
+  const auto* const other = call_of(tensors);
+  if (!other || other->next_edges() != next_edges())
+    throw InvalidArgument(
+        "a call was done again, because its worker was lost, and its result depends on other arguments than before",
+        "A function whose calls are done again (.max_retries) must depend on nothing but its arguments.");
+  const std::lock_guard also(mutex_);
+  graph_ = other->graph_;
+  return true;
 }
 
 PrefetchNode::PrefetchNode(PtrTo<CallNode> call, uint32_t results) : Node(UINT64_MAX), call_(*call) {
@@ -121,6 +171,10 @@ variable_list PrefetchNode::apply(variable_list&& gradients) {
   for (Tensor& one : gradients) one = sendable(std::move(one));
   if (post_hooks().empty()) call_.prefetch(gradients);
   return std::move(gradients);
+}
+
+void call_again_if_lost(const std::vector<Tensor>& results, CallNode::Again again) {
+  if (auto* const call = call_of(results)) call->set_again(std::move(again));
 }
 
 }  // namespace muster::autograd

@@ -11,10 +11,14 @@
 // The prefetch node is on the devices of the results, and passes gradients on over the CPU. So the call node runs on
 // the thread that called the engine, and no thread that serves a device waits for another worker, which may need it.
 //
+// A call that may be done again (again.h) and whose worker is lost takes the graph of the call that replaces it. The
+// prefetch node begins with that, so that several calls of a lost worker are done again concurrently.
+//
 // Thread-safety: as libtorch's nodes: several engines may run them concurrently.
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -41,13 +45,23 @@ class CallNode final : public Node {
   void release_variables() override;
   std::string name() const override { return "MusterRemoteCall"; }
 
+  using Again = std::function<rpc::Future<std::vector<Tensor>>()>;
+  void set_again(Again again);
+
  private:
   struct Request {  // belongs to the engine's task and is destroyed with it, even if the call node never runs
     variable_list gradients;
     rpc::Future<std::vector<Tensor>> answer;
+    int worker = -1;  // that was asked; none if there is nothing to compute
   };
   Request ask(const variable_list& gradients);
+  std::shared_ptr<rpc::detail::Reference> graph();
+  void replace_early();
+  bool replaced(int lost);  // whether the graph is no longer on that worker; may wait
 
+  std::mutex again_mutex_;  // taken before mutex_
+  Again again_;             // null: the call is not done again
+  rpc::Future<std::vector<Tensor>> replacement_;
   std::mutex mutex_;
   std::shared_ptr<rpc::detail::Reference> graph_;  // null: used up
   const std::shared_ptr<ContextState> context_;    // in which the call was made; may be null
@@ -60,6 +74,7 @@ class PrefetchNode final : public Node {
   explicit PrefetchNode(PtrTo<CallNode> call, uint32_t results);
   variable_list apply(variable_list&& gradients) override;
   std::string name() const override { return "MusterPrefetch"; }
+  CallNode& call() const { return call_; }
 
  private:
   CallNode& call_;  // next_edges() hold it

@@ -14,6 +14,9 @@ DimPartitioner::DimPartitioner(int64_t dim, DimOptions options) : dim_(dim), opt
   if (!options_.keepdim && !options_.exclusive)
     throw InvalidArgument("dim_partitioner: .keepdim = false removes the dimension that parts of several rows need",
                           "Set .exclusive = true with it");
+  if (options_.balanced && !options_.exclusive)
+    throw InvalidArgument("dim_partitioner: .balanced = true needs more parts than workers",
+                          "Set .exclusive = true with it");
 }
 
 namespace detail {
@@ -45,6 +48,7 @@ void DimSplit::plan() {
 WorkerId DimSplit::worker(size_t part) const {
   if (whole()) return get_worker_id();
   const auto& given = how_.options().workers;
+  if (how_.options().balanced) return any_worker(given);
   return given.empty() ? WorkerId(static_cast<int>(part % workers_)) : given[part % workers_];
 }
 

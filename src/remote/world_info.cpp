@@ -24,7 +24,13 @@ bool is_world_leader() { return get_world_rank() == 0; }
 bool is_local_leader() { return get_local_rank() == 0; }
 
 rpc::To WorkerId::to(const rpc::CallOptions& options) const {
-  return std::visit([&](const auto& id) { return rpc::To(id, options); }, id_);
+  if (among()) throw InvalidArgument("any_worker() names no worker; it says where a part of a remote_call may go");
+  const auto* const rank = std::get_if<int>(&id_);
+  return rank ? rpc::To(*rank, options) : rpc::To(std::get<std::string>(id_), options);
+}
+
+WorkerId any_worker(std::vector<WorkerId> among) {
+  return WorkerId(std::make_shared<const std::vector<WorkerId>>(std::move(among)));
 }
 
 int get_worker_id() { return rpc::worker_info().id; }

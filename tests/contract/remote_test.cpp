@@ -8,6 +8,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <map>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -208,6 +210,67 @@ TEST_P(Remote, AllOfItToSome) {
     EXPECT_EQ(parts[0].first, world.rank());
     EXPECT_EQ(parts[1].first, 1);
     EXPECT_EQ(parts[1].second.size(0), 4);
+  });
+}
+
+// Worker 2 answers when the others have done all parts that it does not have.
+std::pair<int, int64_t> slow_on_worker_2(std::string key, int64_t others, Tensor x) {
+  Store& store = World::current().store();
+  if (get_rank() == 2) {
+    const auto until = patience();
+    while (store.add(key, 0) < others && !until.passed()) std::this_thread::yield();
+    EXPECT_FALSE(until.passed());
+  } else {
+    store.add(key, 1);
+  }
+  return {get_rank(), x.item<int64_t>()};
+}
+
+TEST_P(Remote, ABalancedCallGivesASlowWorkerFewParts) {
+  lead(3, [](World&) {
+    constexpr int64_t kParts = 40, kOfTheSlow = 2;
+    const auto balanced = [](std::vector<WorkerId> workers) {
+      return dim_partitioner(0, {.exclusive = true, .keepdim = false, .workers = std::move(workers), .balanced = true});
+    };
+    const auto done = remote_sync_call<&slow_on_worker_2>("slow", kParts - kOfTheSlow, at::arange(kParts),
+                                                          {.partitioner = balanced({})});
+    ASSERT_EQ(done.size(), static_cast<size_t>(kParts));
+    std::map<int, int64_t> of;
+    for (int64_t i = 0; i < kParts; ++i) {
+      EXPECT_EQ(done[static_cast<size_t>(i)].second, i);  // the order of the parts
+      ++of[done[static_cast<size_t>(i)].first];
+    }
+    EXPECT_EQ(of[2], kOfTheSlow);
+    EXPECT_GT(of[0], 2);
+    EXPECT_GT(of[1], 2);
+
+    const auto some = remote_async_call<&rank_of>(at::arange(20), {.partitioner = balanced({"worker1", 2})}).get();
+    EXPECT_EQ(std::set<int>(some.begin(), some.end()), (std::set{1, 2}));
+  });
+}
+
+TEST_P(Remote, AnyWorker) {
+  lead(3, [](World&) {
+    const auto one = remote_sync_call<&rank_of>(at::arange(5), {.partitioner = any_worker({1, "worker2"})});
+    ASSERT_EQ(one.size(), 1u);
+    EXPECT_TRUE(one[0] == 1 || one[0] == 2);
+    remote_sync_call<&note>("any", at::arange(3), {.partitioner = any_worker(), .max_retries = 1});
+    EXPECT_EQ(World::current().store().add("any", 0), 3);
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { get_worker_id(any_worker()); }), "names no worker");
+    EXPECT_THROW(remote_sync_call<&rank_of>(at::arange(5), {.partitioner = any_worker({"nobody"})}), InvalidArgument);
+    EXPECT_THROW(dim_partitioner(0, {.balanced = true}), InvalidArgument);
+    // Errors and cancellation are those of any call.
+    EXPECT_CONTAINS(message_of<rpc::RemoteError>([] {
+                      remote_sync_call<&fails_in_part_2>(
+                          "any fails ", at::arange(3),
+                          {.partitioner = dim_partitioner(0, {.exclusive = true, .balanced = true}), .max_retries = 3});
+                    }),
+                    "no such row [part 2 of 3]");
+    for (const int part : {0, 1}) World::current().store().get("any fails stopped" + text_of(part), patience());
+    const auto never = remote_async_call<&never_ends>("any ", at::arange(1), {.partitioner = any_worker({1})});
+    World::current().store().get("any begun0", patience());
+    EXPECT_TRUE(never.cancel());
+    World::current().store().get("any stopped0", patience());
   });
 }
 

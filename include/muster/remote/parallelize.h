@@ -12,7 +12,7 @@
 //   parallelize<&f>({.partitioner = …})                 a std::vector of the results
 //   parallelize<&f>({.partitioner = …, .reducer = …})   the reducer's result; parallelize<&f, U>, if it is not f's type
 //
-// Each form takes .timeout = … as its last option.
+// Each form takes .timeout = … and .max_retries = … as its last options.
 //
 // Returns a function object: calling it calls remote_sync_call<&f> with these options; the function object of
 // parallelize_async() calls remote_async_call<&f>. It may be made before there is a World, as a global for example.
@@ -35,11 +35,13 @@ namespace muster {
 // reducer.)
 struct ParallelOptions {
   std::optional<std::chrono::milliseconds> timeout = {};
+  int max_retries = 0;
 };
 template <auto F>
 struct ParallelMapOptions {
   PartitionerOf<F> partitioner;
   std::optional<std::chrono::milliseconds> timeout = {};
+  int max_retries = 0;
 };
 
 namespace detail {
@@ -67,13 +69,15 @@ class Parallelize {
  public:
   With<Default> operator()(ParallelOptions options = {}) const {
     if constexpr (kVoid) {
-      return With<Default>({.timeout = options.timeout});
+      return With<Default>({.timeout = options.timeout, .max_retries = options.max_retries});
     } else {
-      return With<Default>({.reducer = mean_reducer, .timeout = options.timeout});
+      return With<Default>({.reducer = mean_reducer, .timeout = options.timeout, .max_retries = options.max_retries});
     }
   }
   With<MapOptions<F>> operator()(ParallelMapOptions<F> options) const {
-    return With<MapOptions<F>>({.partitioner = std::move(options.partitioner), .timeout = options.timeout});
+    return With<MapOptions<F>>({.partitioner = std::move(options.partitioner),
+                                .timeout = options.timeout,
+                                .max_retries = options.max_retries});
   }
   With<MapReduceOptions<F, U>> operator()(MapReduceOptions<F, U> options) const {
     return With<MapReduceOptions<F, U>>(std::move(options));

@@ -4,8 +4,10 @@
 //   batch_partitioner                                         = dim_partitioner(0); the default
 //   exclusive_batch_partitioner                               one row per part
 //   dim_partitioner(0, {.exclusive = true, .keepdim = false}) one row per part, without the dimension
+//   dim_partitioner(0, {.exclusive = true, .balanced = true}) one row per part, to the worker that has time for it
 //   3, "ps"                                                   no split: all arguments to that worker
 //   every_worker                                              no split: all arguments to each worker
+//   any_worker()                                              no split: to the worker that has the fewest parts to do
 //   [](const at::Tensor& x) -> std::vector<muster::RemotePart<at::Tensor>> { … }
 //                                                             your own, with the same arguments as the function
 //
@@ -17,12 +19,14 @@
 //   .exclusive = true    B parts of one row; part i goes to worker i modulo W.
 //   .keepdim = false     the row without the dimension (x[i]); only with .exclusive.
 //   .workers             which workers, in which order; empty: all, by rank. May name one twice.
+//   .balanced = true     with .exclusive: no part has a certain worker. Each worker has two unanswered parts, and gets
+//                        the next one when it answers, so that slow workers get fewer.
 //
 // No rows: no parts. No tensor: one part, for this worker. An undefined tensor stays undefined. Parts are views through
 // which gradients flow back to the whole.
 //
 // Errors: InvalidArgument, before anything is sent: two sizes (the message says of which arguments), a tensor without
-// that dimension, keepdim = false without exclusive, a worker that does not exist. Aborted: RPC is not running.
+// that dimension, keepdim = false or balanced without exclusive, a worker that does not exist. Aborted: RPC is not running.
 // Thread-safety: values; calling a partitioner does not change it.
 // Source: torchopt.distributed: TensorDimensionPartitioner, dim_partitioner, batch_partitioner.
 #pragma once
@@ -56,6 +60,7 @@ struct DimOptions {
   bool exclusive = false;
   bool keepdim = true;
   std::vector<WorkerId> workers = {};
+  bool balanced = false;
 };
 
 class DimPartitioner {

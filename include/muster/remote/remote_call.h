@@ -17,15 +17,25 @@
 //   .reducer       how to combine the results (reducer.h); without one, the call returns a std::vector of them, in the
 //                  order of the parts (nothing, if the function returns nothing)
 //   .timeout       of each part's call; default: rpc::Options::timeout
+//   .max_retries   how often a part is called again, on another worker, because its worker was lost; default: 0
 //
 // Arguments are converted to the types of the function's parameters, as in rpc::async, and these must be copyable. The
 // function is any that rpc::async takes, a coroutine or lambda too. Parts of one worker run concurrently. Each part is
-// its own rpc::async<&f>, made in the caller's thread and in the order of the parts: what holds for remote calls
-// (gradients, push-back, tensors by reference) holds for each part.
+// its own rpc::async<&f>, made in the caller's thread and in the order of the parts (parts for any_worker() that wait
+// for a worker: in a thread of the agent): what holds for remote calls (gradients, push-back, tensors by reference)
+// holds for each part.
 //
 // The first part that fails ends the call: the other parts are cancelled, and the call throws that part's error, of the
 // same kind (RemoteError, PeerLost, Timeout), with "[part 2 of 4]" (from 0) added if there are several;
 // RemoteError::worker() and the text name the worker. Cancelling the future of an asynchronous call cancels all parts.
+//
+// With .max_retries the function must depend on nothing but its arguments. The loss of a worker is then no error, neither
+// before the part has answered nor before its backward has: the part is called again on a living worker (one that the
+// call's parts name; of these, the one with the fewest parts to do), and its graph continues there. The results and
+// gradients are the same as without a loss. Other errors end the call as ever, as does a loss after so many retries, or
+// if a tensor of the arguments was changed in place meanwhile. The arguments are kept until the graph is used up. What
+// the first worker's handler called or changed elsewhere stays; gradients of gradients (create_graph) of a part are lost
+// with its worker.
 //
 // A reducer of a synchronous call runs in the caller's thread; that of an asynchronous call runs where the agent runs
 // continuations, with the caller's grad mode and the rest of at::ThreadLocalState.
@@ -60,12 +70,14 @@ template <auto F>
 struct MapOptions {
   PartitionerOf<F> partitioner = batch_partitioner;
   std::optional<std::chrono::milliseconds> timeout = {};
+  int max_retries = 0;
 };
 template <auto F, typename U = rpc::result_of<F>>
 struct MapReduceOptions {
   PartitionerOf<F> partitioner = batch_partitioner;
   Reducer<rpc::result_of<F>, U> reducer;
   std::optional<std::chrono::milliseconds> timeout = {};
+  int max_retries = 0;
 };
 
 // The result of a call without a reducer.

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "muster/remote/remote_call.h"
+#include "muster/remote/team.h"
 
 namespace muster::detail {
 
@@ -23,18 +24,36 @@ void cancel_all(const PartCalls<R>& calls) {
   for (const auto& call : calls) call.cancel();
 }
 
-template <auto F, typename... A>
-PartCalls<rpc::result_of<F>> start_parts(std::vector<RemotePart<A...>> parts,
-                                         std::optional<std::chrono::milliseconds> timeout) {
-  std::vector<rpc::To> workers;  // all looked up before anything is sent
-  workers.reserve(parts.size());
-  for (const auto& part : parts) workers.push_back(part.worker.to({.timeout = timeout}));
+template <auto F, typename Options, typename... A>
+PartCalls<rpc::result_of<F>> start_parts(std::vector<RemotePart<A...>> parts, const Options& options) {
+  if (options.max_retries < 0) throw InvalidArgument("remote_call: .max_retries is below 0");
+  std::vector<std::optional<int>> workers;  // all looked up before anything is sent; none: any
+  std::vector<int> named;
+  bool any = false;
+  for (const auto& part : parts) {
+    if (const auto* const among = part.worker.among()) {
+      any = true;
+      workers.emplace_back();
+      for (const WorkerId& one : *among) named.push_back(one.to().rank());
+    } else {
+      named.push_back(*workers.emplace_back(part.worker.to().rank()));
+    }
+  }
+  const auto team = any || options.max_retries > 0 ? Team::make(std::move(named)) : nullptr;
   PartCalls<rpc::result_of<F>> calls;
   calls.reserve(parts.size());
   try {
-    for (size_t part = 0; part < parts.size(); ++part)
-      calls.push_back(std::apply([&](A&... each) { return rpc::async<F>(workers[part], std::move(each)...); },
-                                 parts[part].arguments));
+    for (size_t part = 0; part < parts.size(); ++part) {
+      auto& arguments = parts[part].arguments;
+      if (team) {
+        const auto shared =
+            std::make_shared<Part<F, A...>>(team, std::move(arguments), options.timeout, options.max_retries);
+        calls.push_back(shared->start(workers[part]));
+      } else {
+        const rpc::To to(*workers[part], {.timeout = options.timeout});
+        calls.push_back(std::apply([&](A&... each) { return rpc::async<F>(to, std::move(each)...); }, arguments));
+      }
+    }
   } catch (...) {
     cancel_all(calls);
     std::rethrow_exception(error_of_part(std::current_exception(), calls.size(), parts.size()));
@@ -181,7 +200,7 @@ class RemoteCall<How, F, U, std::tuple<P...>> {
     return map({std::move(arguments.value)...}, options);
   }
   typename How::Reduced operator()(Given<P>... arguments, MapReduceOptions<F, U> options) const {
-    return How::run(start_parts<F>(options.partitioner({std::move(arguments.value)...}), options.timeout),
+    return How::run(start_parts<F>(options.partitioner({std::move(arguments.value)...}), options),
                     [reducer = std::move(options.reducer)](PartResults<rpc::result_of<F>>&& results) -> U {
                       return reducer(std::move(results));
                     });
@@ -196,7 +215,7 @@ class RemoteCall<How, F, U, std::tuple<P...>> {
 
  private:
   static typename How::Mapped map(std::tuple<P...>&& arguments, const MapOptions<F>& options) {
-    return How::run(start_parts<F>(options.partitioner(std::move(arguments)), options.timeout),
+    return How::run(start_parts<F>(options.partitioner(std::move(arguments)), options),
                     [](PartResults<rpc::result_of<F>>&& results) -> MapResult<F> {
                       if constexpr (!std::is_void_v<MapResult<F>>) return std::move(results);
                     });

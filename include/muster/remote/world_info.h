@@ -12,10 +12,12 @@
 // Source: torchopt.distributed.world. Its barrier is muster::barrier() (muster/comm/collectives.h).
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "muster/rpc/call.h"
 
@@ -50,11 +52,23 @@ class WorkerId {
   WorkerId(std::string name) : id_(std::move(name)) {}
   WorkerId(const rpc::WorkerInfo& worker) : id_(worker.id) {}
 
-  rpc::To to(const rpc::CallOptions& options = {}) const;  // InvalidArgument if there is no such worker
+  rpc::To to(const rpc::CallOptions& options = {}) const;  // InvalidArgument if there is no such worker, or it is any
+  // What any_worker() was given; null for a certain worker.
+  const std::vector<WorkerId>* among() const {
+    const auto* const any = std::get_if<Any>(&id_);
+    return any ? any->get() : nullptr;
+  }
 
  private:
-  std::variant<int, std::string> id_;
+  using Any = std::shared_ptr<const std::vector<WorkerId>>;
+  friend WorkerId any_worker(std::vector<WorkerId> among);
+  explicit WorkerId(Any any) : id_(std::move(any)) {}
+
+  std::variant<int, std::string, Any> id_;
 };
+
+// For partitioners: whichever of these workers (empty: of all) has the fewest parts to do.
+WorkerId any_worker(std::vector<WorkerId> among = {});
 
 int get_worker_id();  // of this worker
 int get_worker_id(const WorkerId& worker);
