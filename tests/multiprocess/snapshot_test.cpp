@@ -128,13 +128,13 @@ std::string train(World& world, const fs::path& folder, bool sharded, const Dist
   return "done";
 }
 
-class SnapshotProcesses : public testing::Test {
+class SnapshotProcess : public testing::Test {
  protected:
-  SnapshotProcesses() {
+  SnapshotProcess() {
     std::string pattern = (fs::temp_directory_path() / "snapshot-test-XXXXXX").string();
     folder_ = ::mkdtemp(pattern.data());
   }
-  ~SnapshotProcesses() override { fs::remove_all(folder_); }
+  ~SnapshotProcess() override { fs::remove_all(folder_); }
 
   std::vector<ForkedRanks::End> run(const fs::path& folder, bool sharded, const Disturbance& disturbance) const {
     fs::create_directories(folder);
@@ -175,7 +175,7 @@ class SnapshotProcesses : public testing::Test {
   fs::path folder_;
 };
 
-TEST_F(SnapshotProcesses, TwentyRandomEndsChangeNothing) {
+TEST_F(SnapshotProcess, TwentyRandomEndsChangeNothing) {
   const char* given = std::getenv("MUSTER_TEST_SEED");
   const auto seed = given ? std::stoul(given) : std::random_device()();
   std::cout << "MUSTER_TEST_SEED=" << seed << std::endl;
@@ -211,7 +211,7 @@ TEST_F(SnapshotProcesses, TwentyRandomEndsChangeNothing) {
 }
 
 // A rank dies in the middle of writing its file, at another byte each time.
-TEST_F(SnapshotProcesses, ADeathWhileWritingLeavesTheOldSnapshots) {
+TEST_F(SnapshotProcess, ADeathWhileWritingLeavesTheOldSnapshots) {
   for (const bool sharded : {false, true}) {
     const auto reference = folder_ / text("whole-", sharded);
     expect_all(run(reference, sharded, {}), "done");
@@ -242,7 +242,7 @@ TEST_F(SnapshotProcesses, ADeathWhileWritingLeavesTheOldSnapshots) {
 }
 
 // From outside, as schedulers do it: to one rank, to both, and twice.
-TEST_F(SnapshotProcesses, SigtermFromOutsideStopsAll) {
+TEST_F(SnapshotProcess, SigtermFromOutsideStopsAll) {
   for (const int rank : {0, 1, kRanks}) {
     const auto folder = folder_ / text("run-", rank);
     fs::create_directories(folder);
