@@ -52,13 +52,12 @@ CallNode::CallNode(std::shared_ptr<rpc::detail::Reference> graph, std::shared_pt
   set_next_edges(std::move(slots));
 }
 
-std::shared_ptr<rpc::detail::Reference> CallNode::graph() {
-  const std::lock_guard lock(mutex_);
-  return graph_;
-}
-
 CallNode::Request CallNode::ask(const variable_list& gradients) {
-  const auto graph = this->graph();
+  std::shared_ptr<rpc::detail::Reference> graph;
+  {
+    const std::lock_guard lock(mutex_);
+    graph = graph_;
+  }
   TORCH_CHECK(graph, torch::autograd::ERR_BACKWARD_TWICE);
   const Run run = current_run();
   const auto context = run.context ? run.context : context_;
@@ -85,7 +84,7 @@ void CallNode::prefetch(const variable_list& gradients) {
   leave_nothing_if_this_run_fails();
   if (!pre_hooks().empty() || !tensor_pre_hooks().empty()) return;
   const auto request = std::make_shared<Request>(ask(gradients));
-  replace_early();
+  replace_early(request->worker);
   torch::autograd::Engine::get_default_engine().queue_callback([request] { (void)request; });
   const std::lock_guard lock(mutex_);
   std::erase_if(requests_, [](const auto& entry) { return entry.second.expired(); });
@@ -125,39 +124,55 @@ variable_list CallNode::apply(variable_list&& gradients) {
 }
 
 void CallNode::release_variables() {
-  set_again(nullptr);
-  std::shared_ptr<rpc::detail::Reference> graph;
+  std::shared_ptr<rpc::detail::Reference> graph;  // these are destroyed without the lock
+  Again again;
+  rpc::Future<std::vector<Tensor>> replacement;
   const std::lock_guard lock(mutex_);
   graph.swap(graph_);
+  again.swap(again_);
+  std::swap(replacement, replacement_);
 }
 
 void CallNode::set_again(Again again) {
-  const std::lock_guard lock(again_mutex_);
+  const std::lock_guard lock(mutex_);
   again_.swap(again);
 }
 
-void CallNode::replace_early() {
-  const std::lock_guard lock(again_mutex_);
-  if (!again_ || replacement_.valid()) return;
-  const auto graph = this->graph();
-  const auto agent = graph ? graph->agent.lock() : nullptr;
-  if (agent && !agent->is_alive(graph->owner)) replacement_ = again_();
+void CallNode::replace_early(int worker) {
+  const std::lock_guard lock(mutex_);
+  if (!graph_ || graph_->owner != worker || !again_ || replacement_.valid()) return;
+  const auto agent = graph_->agent.lock();
+  if (agent && !agent->is_alive(worker)) replacement_ = again_();
 }
 
 bool CallNode::replaced(int lost) {
-  const std::lock_guard lock(again_mutex_);
-  if (const auto graph = this->graph(); !graph || graph->owner != lost) return graph != nullptr;
-  if (!again_) return false;
-  if (!replacement_.valid()) replacement_ = again_();
-  if (!replacement_.valid()) return false;
-  const auto tensors = std::exchange(replacement_, {}).get();
+  rpc::Future<std::vector<Tensor>> replacement;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!graph_ || graph_->owner != lost) return graph_ != nullptr;
+    if (!again_) return false;
+    if (!replacement_.valid()) replacement_ = again_();
+    replacement = replacement_;
+  }
+  if (!replacement.valid()) return false;
+  std::vector<Tensor> tensors;
+  try {
+    tensors = replacement.get();  // other runs over this graph may wait here too
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    replacement_ = {};
+    throw;
+  }
   const auto* const other = call_of(tensors);
   if (!other || other->next_edges() != next_edges())
     throw InvalidArgument(
         "a call was done again, because its worker was lost, and its result depends on other arguments than before",
         "A function whose calls are done again (.max_retries) must depend on nothing but its arguments.");
-  const std::lock_guard also(mutex_);
-  graph_ = other->graph_;
+  std::shared_ptr<rpc::detail::Reference> before;
+  const std::lock_guard lock(mutex_);
+  if (!graph_ || graph_->owner != lost) return graph_ != nullptr;
+  before = std::exchange(graph_, other->graph_);
+  replacement_ = {};
   return true;
 }
 

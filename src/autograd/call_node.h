@@ -55,15 +55,15 @@ class CallNode final : public Node {
     int worker = -1;  // that was asked; none if there is nothing to compute
   };
   Request ask(const variable_list& gradients);
-  std::shared_ptr<rpc::detail::Reference> graph();
-  void replace_early();
-  bool replaced(int lost);  // whether the graph is no longer on that worker; may wait
+  // Begins to do the call again, if its graph is on that worker, which is lost.
+  void replace_early(int worker);
+  // Does the call again, and takes the result's graph. False: it cannot; true: the graph is no longer on that worker.
+  bool replaced(int lost);
 
-  std::mutex again_mutex_;  // taken before mutex_
-  Again again_;             // null: the call is not done again
-  rpc::Future<std::vector<Tensor>> replacement_;
   std::mutex mutex_;
   std::shared_ptr<rpc::detail::Reference> graph_;  // null: used up
+  Again again_;                                    // null: the call is not done again
+  rpc::Future<std::vector<Tensor>> replacement_;   // under way
   const std::shared_ptr<ContextState> context_;    // in which the call was made; may be null
   const std::optional<std::chrono::milliseconds> timeout_;
   std::map<int, std::weak_ptr<Request>> requests_;  // by the engine's task

@@ -1,15 +1,17 @@
 #include "muster/remote/team.h"
 
 #include <ATen/ThreadLocalState.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <map>
-#include <typeinfo>
+#include <set>
 
 #include "autograd/context.h"
-#include "base/text.h"
 #include "muster/base/error.h"
+#include "muster/remote/remote_call.h"
 #include "rpc/agent.h"
 
 namespace muster::detail {
@@ -17,30 +19,39 @@ namespace {
 
 constexpr int kAhead = 2;  // unanswered parts of one worker: it does one while the next is on its way
 
+std::vector<int> without_repetitions(const std::vector<int>& all) {
+  std::vector<int> once;
+  std::set<int> seen;
+  for (const int one : all)
+    if (seen.insert(one).second) once.push_back(one);
+  return once;
+}
+
+std::vector<int> ranks_of(const rpc::Agent& agent) {
+  std::vector<int> all;
+  for (const auto& worker : agent.workers()) all.push_back(worker.id);
+  return all;
+}
+
 class TeamOfCall final : public Team {
  public:
-  TeamOfCall(rpc::Agent& agent, std::vector<int> workers)
-      : agent_(agent.weak_from_this()), waits_(agent.waits()), workers_(std::move(workers)) {
-    if (workers_.empty())
-      for (const auto& worker : agent.workers()) workers_.push_back(worker.id);
-  }
+  TeamOfCall(rpc::Agent& agent, const std::vector<int>& named)
+      : agent_(agent.weak_from_this()),
+        waits_(agent.waits()),
+        all_(std::make_shared<const std::vector<int>>(ranks_of(agent))),
+        named_(named.empty() ? all_ : std::make_shared<const std::vector<int>>(without_repetitions(named))) {}
 
-  void give(std::optional<int> worker, Start part) override {
+  void give_to(int worker, Start part) override {
     {
       const std::lock_guard lock(mutex_);
-      if (worker) {
-        ++unanswered_[*worker];
-      } else {
-        waiting_.push_back(std::move(part));
-      }
+      ++unanswered_[worker];
     }
-    if (worker) {
-      start(part, *worker);
-    } else {
-      start_those_that_wait();
-    }
+    start(part, worker);
   }
-
+  void give_to_any(Workers among, Start part) override {
+    wait_for_worker({std::move(part), among ? std::move(among) : all_, false});
+  }
+  void give_again(Start part) override { wait_for_worker({std::move(part), named_, true}); }
   void over(int worker) override {
     {
       const std::lock_guard lock(mutex_);
@@ -48,73 +59,138 @@ class TeamOfCall final : public Team {
     }
     start_those_that_wait();
   }
-
   rpc::Waits* waits() const override { return waits_; }
 
  private:
+  struct Waiting {
+    Start part;
+    Workers among;
+    bool again;
+  };
+
+  void wait_for_worker(Waiting part) {
+    {
+      const std::lock_guard lock(mutex_);
+      waiting_.push_back(std::move(part));
+    }
+    start_those_that_wait();
+  }
+
+  // One thread at a time starts parts. If a part is over immediately, or another thread comes meanwhile, that thread
+  // looks again.
+  void start_those_that_wait() {
+    std::unique_lock lock(mutex_);
+    if (starting_) return;
+    starting_ = true;
+    while (auto next = take_next()) {
+      lock.unlock();
+      start(next->first, next->second);
+      next.reset();
+      lock.lock();
+    }
+    starting_ = false;
+  }
+
+  // The first part that a worker has time for.
+  std::optional<std::pair<Start, int>> take_next() {
+    const std::vector<int>* busy = nullptr;  // most parts wait for the same workers
+    for (auto part = waiting_.begin(); part != waiting_.end(); ++part) {
+      if (part->among.get() == busy) continue;
+      const auto worker = free_one(*part);
+      if (worker) {
+        ++unanswered_[*worker];
+        std::pair<Start, int> next(std::move(part->part), *worker);
+        waiting_.erase(part);
+        return next;
+      }
+      busy = part->among.get();
+    }
+    return {};
+  }
+
+  std::optional<int> free_one(const Waiting& part) {
+    const auto agent = agent_.lock();
+    if (!agent) return part.among->front();  // the call says why it cannot be made
+    const auto living = [&](const std::vector<int>& of) {
+      std::vector<int> result;
+      for (const int one : of)
+        if (agent->is_alive(one)) result.push_back(one);
+      return result;
+    };
+    std::vector<int> free = living(*part.among);
+    if (free.empty() && part.again) free = living(*all_);
+    if (free.empty()) return part.among->front();  // the call says that it is lost
+    std::rotate(free.begin(), free.begin() + static_cast<ptrdiff_t>(next_first_++ % free.size()), free.end());
+    const int least =
+        *std::min_element(free.begin(), free.end(), [&](int a, int b) { return unanswered_[a] < unanswered_[b]; });
+    return unanswered_[least] < kAhead ? std::optional(least) : std::nullopt;
+  }
+
   void start(const Start& part, int worker) const {
-    const rpc::detail::CallContext::Scope call(call_);
+    const rpc::detail::CallContext::Scope call({.call = call_.lock(), .grad_mode = at::GradMode::is_enabled()});
     const at::ThreadLocalStateGuard guard(state_);
     const autograd::Context::Scope context(context_);
     part(worker);
   }
 
-  void start_those_that_wait() {
-    for (;;) {
-      Start part;
-      int worker = 0;
-      {
-        const std::lock_guard lock(mutex_);
-        const auto free = waiting_.empty() ? std::nullopt : free_worker();
-        if (!free) return;
-        worker = *free;
-        ++unanswered_[worker];
-        part = std::move(waiting_.front());
-        waiting_.pop_front();
-      }
-      start(part, worker);
-    }
-  }
-
-  std::optional<int> free_worker() {
-    const auto agent = agent_.lock();
-    if (!agent) return workers_.front();  // the call says why it cannot be made
-    std::vector<int> living;
-    for (const int one : workers_)
-      if (agent->is_alive(one)) living.push_back(one);
-    if (living.empty())
-      for (const auto& one : agent->workers())
-        if (agent->is_alive(one.id)) living.push_back(one.id);
-    const auto least =
-        std::min_element(living.begin(), living.end(), [&](int a, int b) { return unanswered_[a] < unanswered_[b]; });
-    return unanswered_[*least] < kAhead ? std::optional(*least) : std::nullopt;
-  }
+  // Where calls of one part each go next: each in its turn.
+  static inline std::atomic<size_t> next_first_{0};
 
   const std::weak_ptr<rpc::Agent> agent_;
   rpc::Waits* const waits_;
-  std::vector<int> workers_;
-  const rpc::detail::CallContext call_ = rpc::detail::CallContext::here();
+  const Workers all_, named_;
+  const std::weak_ptr<void> call_ = rpc::detail::current_call();  // a handler's, which holds the agent
   const at::ThreadLocalState state_;
   const std::shared_ptr<autograd::ContextState> context_ = autograd::current_context();
   std::mutex mutex_;
   std::map<int, int> unanswered_;  // parts of each worker
-  std::deque<Start> waiting_;
+  std::deque<Waiting> waiting_;
+  bool starting_ = false;
 };
-
-constexpr const char* kChanged =
-    "the call cannot be done again, because a tensor of its arguments was changed in place";
 
 }  // namespace
 
-std::shared_ptr<Team> Team::make(std::vector<int> workers) {
-  return std::make_shared<TeamOfCall>(*rpc::current_agent(), std::move(workers));
+std::shared_ptr<Team> Team::make(std::vector<int> named) {
+  return std::make_shared<TeamOfCall>(*rpc::current_agent(), named);
 }
 
-std::vector<int64_t> versions_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<int64_t> versions;
-  versions.reserve(tensors.size());
-  for (const at::Tensor& one : tensors) versions.push_back(one.defined() && !one.is_inference() ? one._version() : 0);
-  return versions;
+Team::Workers candidates(const WorkerId& worker, const Team::Workers& like) {
+  const auto* const among = worker.among();
+  if (!among || among->empty()) return nullptr;
+  std::vector<int> ranks;
+  for (const WorkerId& one : *among) ranks.push_back(one.to().rank());
+  return like && *like == ranks ? like : std::make_shared<const std::vector<int>>(std::move(ranks));
+}
+
+std::vector<PartTensors::Seen> PartTensors::seen_in(const rpc::Payload& payload) {
+  std::vector<Seen> seen;
+  for (const at::Tensor& one : payload.tensors)
+    if (one.defined())
+      seen.push_back({.version = one.is_inference() ? 0 : one._version(),
+                      .storage = one.has_storage() ? one.storage().unsafeGetStorageImpl() : nullptr,
+                      .sizes = one.sizes().vec()});
+  return seen;
+}
+
+PartTensors::PartTensors(rpc::Payload& payload, bool keep) {
+  if (keep) {
+    for (at::Tensor& one : payload.tensors) {
+      if (!one.defined()) continue;
+      at::Tensor alias = one.detach();
+      if (one.requires_grad())
+        torch::autograd::impl::set_gradient_edge(alias, torch::autograd::impl::gradient_edge(one));
+      one = std::move(alias);
+    }
+  }
+  seen_ = seen_in(payload);
+}
+
+void PartTensors::check_unchanged(const rpc::Payload& payload) const {
+  if (seen_in(payload) == seen_) return;
+  throw InvalidArgument(
+      "a tensor of the arguments was changed in place before the part was sent to a worker that had time, or again in "
+      "place of a lost one",
+      "Change tensors after the call's results are there; with max_retries, after backward().");
 }
 
 bool is_loss_of(int worker, const std::exception_ptr& error) {
@@ -125,17 +201,6 @@ bool is_loss_of(int worker, const std::exception_ptr& error) {
   } catch (...) {
     return false;
   }
-}
-
-std::exception_ptr changed_since(const std::exception_ptr& loss) {
-  const std::string advice = "Change the parameters after backward(), or without max_retries";
-  try {
-    if (loss) std::rethrow_exception(loss);
-  } catch (const PeerLost& lost) {
-    return std::make_exception_ptr(PeerLost(lost.rank(), lost.pid(), text(lost.message(), "; ", kChanged), advice));
-  } catch (...) {
-  }
-  return std::make_exception_ptr(InvalidArgument(text("a worker was lost, and ", kChanged), advice));
 }
 
 }  // namespace muster::detail

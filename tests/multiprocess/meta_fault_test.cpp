@@ -230,7 +230,7 @@ TEST(RpcFaultProcess, SomeTasksCannotBeDoneAgain) {
       net.in->bias.add_(1);
     }
     const auto message = message_of<InvalidArgument>([&] { (void)torch::autograd::grad({loss}, parameters); });
-    EXPECT_CONTAINS(message, "a tensor of its arguments was changed in place");
+    EXPECT_CONTAINS(message, "a tensor of the arguments was changed in place");
     EXPECT_EQ(rank_lost_in([&] { (void)torch::autograd::grad({without_retries}, parameters); }), 1);
     EXPECT_EQ(rank_lost_in([&] { loss_over_workers(net, {"auto", false, 0}, {}); }), 1);
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { loss_over_workers(net, {"auto", false, -1}, {}); }), "below 0");

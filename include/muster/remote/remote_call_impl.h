@@ -24,35 +24,38 @@ void cancel_all(const PartCalls<R>& calls) {
   for (const auto& call : calls) call.cancel();
 }
 
+// The ranks of any_worker()'s workers; null: of all, or it is a certain worker. `like` if they are the same.
+Team::Workers candidates(const WorkerId& worker, const Team::Workers& like);
+
 template <auto F, typename Options, typename... A>
 PartCalls<rpc::result_of<F>> start_parts(std::vector<RemotePart<A...>> parts, const Options& options) {
   if (options.max_retries < 0) throw InvalidArgument("remote_call: .max_retries is below 0");
-  std::vector<std::optional<int>> workers;  // all looked up before anything is sent; none: any
-  std::vector<int> named;
+  std::vector<int> workers, named;  // all looked up before anything is sent; -1: any of `among`
+  std::vector<Team::Workers> among;
   bool any = false;
   for (const auto& part : parts) {
-    if (const auto* const among = part.worker.among()) {
-      any = true;
-      workers.emplace_back();
-      for (const WorkerId& one : *among) named.push_back(one.to().rank());
-    } else {
-      named.push_back(*workers.emplace_back(part.worker.to().rank()));
-    }
+    workers.push_back(part.worker.among() ? -1 : part.worker.to().rank());
+    among.push_back(candidates(part.worker, among.empty() ? nullptr : among.back()));
+    any = any || workers.back() < 0;
+    if (workers.back() >= 0) named.push_back(workers.back());
+    if (among.back()) named.insert(named.end(), among.back()->begin(), among.back()->end());
   }
   const auto team = any || options.max_retries > 0 ? Team::make(std::move(named)) : nullptr;
   PartCalls<rpc::result_of<F>> calls;
   calls.reserve(parts.size());
   try {
-    for (size_t part = 0; part < parts.size(); ++part) {
-      auto& arguments = parts[part].arguments;
-      if (team) {
-        const auto shared =
-            std::make_shared<Part<F, A...>>(team, std::move(arguments), options.timeout, options.max_retries);
-        calls.push_back(shared->start(workers[part]));
-      } else {
-        const rpc::To to(*workers[part], {.timeout = options.timeout});
+    for (size_t i = 0; i < parts.size(); ++i) {
+      auto& arguments = parts[i].arguments;
+      if (!team) {
+        const rpc::To to(workers[i], {.timeout = options.timeout});
         calls.push_back(std::apply([&](A&... each) { return rpc::async<F>(to, std::move(each)...); }, arguments));
+        continue;
       }
+      const auto part = std::make_shared<Part<F>>(
+          team,
+          std::apply([](A&... each) { return rpc::pack_for<rpc::arguments_of<F>>(std::move(each)...); }, arguments),
+          options.timeout, options.max_retries);
+      calls.push_back(workers[i] < 0 ? part->start_on_any(among[i]) : part->start(workers[i]));
     }
   } catch (...) {
     cancel_all(calls);
