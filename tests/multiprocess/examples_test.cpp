@@ -69,6 +69,59 @@ void maml_learns(const std::string& program, const std::vector<std::string>& opt
 TEST(Examples, AutogradMaml) { maml_learns("autograd_maml", {"--steps", "30", "--tasks", "4"}, 8); }
 TEST(Examples, MetaMaml) { maml_learns("meta_maml", {"--steps", "100", "--tasks", "4"}, 6); }
 
+// A program that prints "<what>: … at first, … at last" and draws its curve; returns the two numbers.
+std::pair<double, double> learned(const std::string& program, int workers, const std::string& what,
+                                  std::vector<std::string> options) {
+  const std::string curve = text(testing::TempDir(), "/", program, ".", ::getpid(), ".svg");
+  options.insert(options.end(), {"--curve", curve});
+  std::pair<double, double> numbers{NAN, NAN};
+  int found = 0;
+  for (const auto& line : lines_of(program, workers, options))
+    if (std::sscanf(line.c_str(), (what + ": %lf at first, %lf at last").c_str(), &numbers.first, &numbers.second) == 2)
+      ++found;
+  EXPECT_EQ(found, 1) << what;
+  std::ifstream picture(curve);
+  EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("</svg>"), std::string::npos);
+  std::remove(curve.c_str());
+  return numbers;
+}
+
+TEST(Examples, MetaFewShot) {
+  if (!std::filesystem::exists("/usr/share/datasets/fashion-mnist"))
+    GTEST_SKIP() << "no Fashion-MNIST (Debian: dataset-fashion-mnist)";
+  const auto [first, last] =
+      learned("meta_few_shot", 2, "accuracy on unseen classes", {"--steps", "40", "--tasks", "4"});
+  EXPECT_LT(first, 0.27);  // chance is 0.2
+  EXPECT_GT(last, 0.32);
+}
+TEST(Examples, MetaImplicit) {
+  const auto [first, last] = learned("meta_imaml", 1, "loss after adapting", {"--steps", "60", "--tasks", "4"});
+  EXPECT_LT(last, 0.8 * first);
+}
+TEST(Examples, MetaLearnedRate) {
+  const std::string graph = text(testing::TempDir(), "/rates.", ::getpid(), ".dot");
+  const auto [first, last] = learned("meta_learned_rate", 1, "loss of a trained net", {"--graph", graph});
+  EXPECT_LT(last, 0.7 * first);
+  std::ifstream dot(graph);
+  const std::string drawn(std::istreambuf_iterator<char>(dot), {});
+  for (const std::string name : {"log rate 1", "step 1: in.weight"}) EXPECT_NE(drawn.find(name), std::string::npos);
+  std::remove(graph.c_str());
+}
+TEST(Examples, MetaGradientRl) {
+  const auto [first, last] = learned("meta_gradient_rl", 1, "collected", {});
+  EXPECT_GT(last, 0.8);
+  const auto fixed = learned("meta_gradient_rl", 1, "collected", {"--fixed"});
+  EXPECT_LT(fixed.second, 0.4);  // with a discount that is too small, it never finds the end of the corridor
+}
+TEST(Examples, MetaEvolution) {
+  const auto [first, last] = learned("meta_evolution", 2, "steps that the pole stands", {});
+  EXPECT_GT(last, 5 * first);
+}
+TEST(Examples, MetaMamlRl) {
+  const auto [first, last] = learned("meta_maml_rl", 3, "reward after adapting", {"--steps", "80", "--tasks", "6"});
+  EXPECT_GT(last, first + 0.1);
+}
+
 TEST(Examples, AutogradParameterServer) {
   const std::string curve = text(testing::TempDir(), "/updates.", ::getpid(), ".svg");
   const auto lines = lines_of("autograd_parameter_server", 3, {"--steps", "60", "--curve", curve});
