@@ -60,7 +60,7 @@ def wide_lines_in(text):
 
 
 def files(root):
-    names = subprocess.run(["git", "ls-files"], cwd=root, check=True, capture_output=True, text=True).stdout.splitlines()
+    names = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, check=True, capture_output=True, text=True).stdout.splitlines()
     return [name for name in names if name not in EXCEPT and (pathlib.Path(name).suffix in READ or name == "dev")]
 
 
