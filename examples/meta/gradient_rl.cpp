@@ -94,8 +94,8 @@ void train(const Settings& settings) {
   }
   std::printf("collected: %.4f at first, %.4f at last\n", collected.front(), collected.back());
   std::printf("discount: %.4f at first, %.4f at last\n", settings.discount, logit.sigmoid().item<double>());
-  draw_curve(settings.curve, "An agent that learns its discount", "0.3 in the first room, or 1 at the end of the corridor",
-             "collected", collected, "step");
+  draw_curve(settings.curve, "An agent that learns its discount",
+             "0.3 in the first room, or 1 at the end of the corridor", "collected", collected, "step");
 }
 
 }  // namespace
