@@ -15,6 +15,8 @@
 #include <typeinfo>
 #include <utility>
 
+#include "autograd/linear_gradient.h"
+
 namespace muster::autograd {
 namespace {
 
@@ -100,17 +102,22 @@ void SmallGraph::run(const edge_list& roots, variable_list gradients, bool keep_
   const at::AutoGradMode mode(create_graph);
   engine::validate_outputs(roots, gradients, [](const std::string& what) { return what; });
   for (size_t i = 0; i < roots.size(); ++i) give(roots[i], std::move(gradients[i]));
-  for (size_t left = nodes_.size(); left > 0; --left) {
+  for (;;) {
     size_t next = nodes_.size();
     for (size_t i = 0; i < nodes_.size(); ++i)
       if (steps_[i].missing == 0 && (next == nodes_.size() || nodes_[i]->sequence_nr() > nodes_[next]->sequence_nr()))
         next = i;
+    if (next == nodes_.size()) return;
     Node* const node = nodes_[next];
     steps_[next].missing = -1;
     variable_list inputs = std::move(steps_[next].inputs);
     const edge_list& edges = node->next_edges();
     variable_list outputs(edges.size());
     if (!take(*node, inputs)) {
+      if (create_graph && keep_graph && is_linear(*node, inputs[0])) {
+        run_linear(*node, inputs[0]);
+        continue;
+      }
       if (!keep_graph) node->will_release_variables();
       outputs = (*node)(std::move(inputs));
       if (!keep_graph) node->release_variables();
@@ -121,6 +128,18 @@ void SmallGraph::run(const edge_list& roots, variable_list gradients, bool keep_
     for (size_t i = 0; i < edges.size(); ++i)
       if (edges[i].is_valid()) give(edges[i], std::move(outputs[i]));
   }
+}
+
+void SmallGraph::run_linear(Node& node, const Tensor& of_result) {
+  // The transposition of the weight goes with the layer, if nothing else needs its gradient.
+  const Edge& weight = node.next_edge(2);
+  Node* const after = weight.function.get();
+  const bool transposed = after && is_transposition(*after) && !stops_at(after) && step_of(after).missing == 1;
+  variable_list gradients = linear_gradient(node, of_result, transposed);
+  if (transposed) step_of(after).missing = -1;
+  for (uint32_t i = 0; i < gradients.size(); ++i)
+    if (const Edge& edge = transposed && i == 2 ? after->next_edge(0) : node.next_edge(i); edge.is_valid())
+      give(edge, std::move(gradients[i]));
 }
 
 std::optional<variable_list> small_grad(const Tensor& root, const variable_list& inputs) {

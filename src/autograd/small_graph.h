@@ -4,7 +4,8 @@
 // several times as long as these nodes, and the caller waits for it
 // (docs/decisions/0014-small-graphs-without-engine.md). The nodes are called here as the engine calls them: in its
 // order (by sequence number, highest first), with the same checks of their outputs, and with sums in the order in which
-// gradients come. So the results have the same bits. (Two threads may have given the same number; the engine's order is
+// gradients come. So the results have the same bits. (What is recorded of the gradients of linear layers, to be
+// differentiated again, has fewer nodes than the engine's: linear_gradient.h.) (Two threads may have given the same number; the engine's order is
 // then that of a heap, this one that of the graph.)
 //
 // The engine is still used for everything else: hooks, anomaly mode, profilers, runs within another run, other devices,
@@ -49,6 +50,7 @@ class SmallGraph {
     variable_list inputs;
   };
   Step& step_of(const Node* node);
+  void run_linear(Node& node, const Tensor& of_result);  // linear_gradient.h
   void give(const Edge& edge, Tensor gradient);
   bool stops_at(const Node* node) const;
 

@@ -159,6 +159,87 @@ TEST(SmallGraph, GradientsOfGradients) {
   EXPECT_FALSE(other.grad().defined());
 }
 
+// The gradient of a linear layer is recorded as one node: first derivatives have the engine's bits, all orders its values.
+TEST(SmallGraph, LinearLayersAreOneNode) {
+  const auto by_engine = [](const Tensor& of, const variable_list& by) {
+    return torch::autograd::grad({of}, by, {}, true, true, true);
+  };
+  const auto square_of = [](const variable_list& all) {
+    Tensor sum = at::zeros({}, at::kDouble);
+    for (const Tensor& one : all)
+      if (one.defined()) sum = sum + (one.tanh() * (one * 0.5).cos()).sum();
+    return sum;
+  };
+  struct Layers {
+    const char* name;
+    std::function<Tensor(const variable_list&)> of;  // x, two weights, two biases
+    bool one_node = true;
+  };
+  const Layers cases[] = {
+      {"two layers",
+       [](const variable_list& v) { return at::linear(at::linear(v[0], v[1], v[3]).tanh(), v[2], v[4]); }},
+      {"one layer", [](const variable_list& v) { return at::linear(v[0], v[1], v[3]); }},
+      {"a weight used twice",
+       [](const variable_list& v) {
+         return at::linear(at::linear(v[0], v[1], v[3]).sigmoid(), v[1].t().contiguous(), v[0][0]) + v[1].sum();
+       }},
+      {"frozen weight",
+       [](const variable_list& v) { return at::linear(at::linear(v[0], v[1].detach(), v[3]).tanh(), v[2], v[4]); }},
+      {"frozen input",
+       [](const variable_list& v) {
+         return at::linear(at::linear(v[0].detach(), v[1], v[3]).tanh(), v[2], v[4].detach());
+       }},
+      {"a bias per row",
+       [](const variable_list& v) { return at::addmm(at::linear(v[0], v[1], v[3]), v[0], v[1].t()).tanh(); }},
+      {"three dimensions",
+       [](const variable_list& v) {
+         return at::linear(v[0].view({2, 2, 3}), v[1], v[3]).tanh().sum(0);
+       }},
+      {"other factors", [](const variable_list& v) { return at::addmm(v[3], v[0], v[1].t(), 0.5, 2); }, false},
+      {"no transposition", [](const variable_list& v) { return at::addmm(v[3], v[0], v[1].t().contiguous()); }},
+      {"no bias", [](const variable_list& v) { return at::linear(v[0], v[1]).tanh(); }, false}};
+  for (const auto& [name, of, one_node] : cases) {
+    SCOPED_TRACE(name);
+    at::manual_seed(7);
+    const variable_list leaves{
+        at::randn({4, 3}, at::kDouble).set_requires_grad(true), at::randn({5, 3}, at::kDouble).set_requires_grad(true),
+        at::randn({2, 5}, at::kDouble).set_requires_grad(true), at::randn({5}, at::kDouble).set_requires_grad(true),
+        at::randn({2}, at::kDouble).set_requires_grad(true)};
+    const Tensor root = square_of({of(leaves)});
+    // Those that it does not depend on would need the engine.
+    variable_list inputs;
+    const auto reached = by_engine(root, leaves);
+    for (size_t i = 0; i < leaves.size(); ++i)
+      if (reached[i].defined()) inputs.push_back(leaves[i]);
+    const auto ours = muster::autograd::small_grad(root, inputs);
+    ASSERT_TRUE(ours);
+    const auto theirs = by_engine(root, inputs);
+    const auto nodes_of = [](const variable_list& all) {
+      torch::autograd::edge_list edges;
+      for (const Tensor& one : all) edges.push_back(torch::autograd::impl::gradient_edge(one));
+      return muster::autograd::reachable(edges).size();
+    };
+    for (size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(at::equal((*ours)[i], theirs[i])) << i;
+    if (one_node) {
+      EXPECT_LT(nodes_of(*ours), nodes_of(theirs));
+    }
+    variable_list mine = *ours, wanted = theirs;
+    for (int order = 2; order <= 4; ++order) {
+      mine = by_engine(square_of(mine), inputs);
+      wanted = by_engine(square_of(wanted), inputs);
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        ASSERT_EQ(mine[i].defined(), wanted[i].defined()) << i;
+        if (!wanted[i].defined()) continue;
+        EXPECT_TRUE(at::allclose(mine[i], wanted[i], 1e-9, 1e-9)) << order << ", " << i;
+      }
+    }
+    // A graph that is used up says so.
+    const Tensor again = square_of(*muster::autograd::small_grad(square_of({of(leaves)}), inputs));
+    (void)torch::autograd::grad({again}, inputs, {}, false, false, true);
+    EXPECT_THROW((void)torch::autograd::grad({again}, inputs, {}, false, false, true), c10::Error);
+  }
+}
+
 TEST(SmallGraph, UsedUpAsTheEngineUsesUp) {
   const Tensor x = at::ones({3}).set_requires_grad(true), y = (x * x).exp(), one = at::ones({3});
   backward({y}, {one});
