@@ -228,7 +228,7 @@ class Bench:
         for _ in range(self.args.rounds):
             for row in commands():
                 known = found.setdefault((row["case"], row["impl"]), row)
-                for unit, best in (("us", min), ("ms", min), ("per_s", max), ("percent", min)):
+                for unit, best in (("us", min), ("ms", min), ("per_s", max), ("percent", min), ("kb", min)):
                     if unit in row:
                         known[unit] = round(best(known[unit], row[unit]), 3)
         return list(found.values())
@@ -374,13 +374,14 @@ def show_optim(rows):
 
 
 def show_meta(rows):
-    us = {(row["case"], row["impl"]): row["us"] for row in rows}
+    us = {(row["case"], row["impl"]): row["us"] for row in rows if "us" in row}
     lines = []
-    for case in dict.fromkeys(row["case"] for row in rows):
+    for case in dict.fromkeys(case for case, _ in us):
         peers = [figure for (its, impl), figure in us.items() if its == case and impl.startswith("torchopt")]
         lines += [[case, impl, f"{figure:.0f}", f"{min(peers) / figure:.2f}x" if peers and impl.startswith("muster") else ""]
                   for (its, impl), figure in us.items() if its == case]
     table("differentiable optimizers: microseconds, and how much faster than TorchOpt's best", ["case", "implementation", "us", "faster"], lines)
+    table("growth of a process from the 200th to the 2,000th meta-step", ["implementation", "KB"], [[row["impl"], row["kb"]] for row in rows if "kb" in row])
 
 
 def show_autograd(rows):

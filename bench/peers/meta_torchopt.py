@@ -3,6 +3,10 @@
 python bench/peers/meta_torchopt.py
 """
 
+import ctypes
+import os
+from pathlib import Path
+
 import torch
 import torchopt
 from measure import best_us, row
@@ -19,7 +23,8 @@ def tasks():
     return torch.stack([x, (x + torch.rand(8, 1, 1, 1) * 3.14).sin() * (torch.rand(8, 1, 1, 1) * 4.9 + 0.1)], 1)
 
 
-def maml(name, kind, impl="torchopt", **options):
+def maml(kind, **options):
+    """Returns a function that takes a meta-step."""
     net = make_net()
     outer = torch.optim.Adam(net.parameters(), lr=1e-3)
     inner = kind(net, lr=0.01, **options)
@@ -37,7 +42,22 @@ def maml(name, kind, impl="torchopt", **options):
         torch.stack(losses).mean().backward()
         outer.step()
 
-    row("meta", name, impl=impl, us=best_us(10, step))
+    return step
+
+
+def resident_kb():
+    ctypes.CDLL(None).malloc_trim(0)  # what is free, but kept for the next allocation, does not leak
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") // 1024
+
+
+def memory():
+    step = maml(torchopt.MetaSGD)
+    for _ in range(200):
+        step()
+    before = resident_kb()
+    for _ in range(1800):
+        step()
+    row("meta", "memory", impl="torchopt", kb=resident_kb() - before)
 
 
 def adam_step(impl, accelerated):
@@ -56,11 +76,12 @@ def adam_step(impl, accelerated):
 
 def main():
     torch.set_num_threads(1)
-    maml("maml_sgd", torchopt.MetaSGD)
-    maml("maml_adam", torchopt.MetaAdam)
-    maml("maml_adam", torchopt.MetaAdam, impl="torchopt, accelerated", use_accelerated_op=True)
+    row("meta", "maml_sgd", impl="torchopt", us=best_us(10, maml(torchopt.MetaSGD)))
+    row("meta", "maml_adam", impl="torchopt", us=best_us(10, maml(torchopt.MetaAdam)))
+    row("meta", "maml_adam", impl="torchopt, accelerated", us=best_us(10, maml(torchopt.MetaAdam, use_accelerated_op=True)))
     adam_step("torchopt", False)
     adam_step("torchopt, accelerated", True)
+    memory()
 
 
 if __name__ == "__main__":
