@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <tuple>
 #include <vector>
 
 #include "muster/autograd/context.h"
@@ -127,6 +128,39 @@ TEST_P(MetaWorkers, TheSameMetaGradientOnAnyNumberOfWorkers) {
       EXPECT_LE(distance(of_context, expected), 1e-10) << workers;
       for (size_t i = 0; i < parameters.size(); ++i) EXPECT_TRUE(parameters[i].grad().is_same(gradients[i]));
     });
+}
+
+// An optimizer's state is an argument and a result like any other: the inner loop goes on on another worker.
+std::tuple<optim::ModuleState, std::vector<optim::OptState>> two_steps(optim::ModuleState model,
+                                                                       std::vector<optim::OptState> state,
+                                                                       Tensor task) {
+  MetaNet net;
+  optim::recover_state_dict(net, model);
+  optim::MetaAdam inner(net, {.lr = 0.05});
+  if (!state.empty()) inner.load_state_dict(state);
+  for (int step = 0; step < 2; ++step) inner.step(net.loss(task[0], task[1]));
+  return {optim::extract_state_dict(net), inner.state_dict()};
+}
+
+TEST_P(MetaWorkers, StatesTravel) {
+  lead(3, [] {
+    const Tensor task = tasks()[0];
+    MetaNet net;
+    const Tensors parameters = start_of(net);
+    const auto meta_gradient = [&](const auto& steps_on) {
+      auto [model, state] = steps_on(1, optim::extract_state_dict(net), std::vector<optim::OptState>());
+      std::tie(model, state) = steps_on(2, model, state);
+      MetaNet last;
+      optim::recover_state_dict(last, model);
+      return torch::autograd::grad({last.loss(task[0] + 0.1, task[1])}, parameters);
+    };
+    const Tensors here =
+        meta_gradient([&](int, const auto& model, const auto& state) { return two_steps(model, state, task); });
+    const Tensors there = meta_gradient([&](int worker, const auto& model, const auto& state) {
+      return rpc::sync<&two_steps>(worker, model, state, task);
+    });
+    EXPECT_LE(distance(there, here), 1e-12);
+  });
 }
 
 // The inner steps are here; the loss, and so the gradient of each step, is on another worker.

@@ -92,6 +92,46 @@ TEST(Transform, GradientsFlowThroughSteps) {
   }
 }
 
+// One step of each optimizer, twice differentiated, by the gradient and by the state before.
+TEST(Transform, StepsCanBeDifferentiatedTwice) {
+  for (const auto& one : transform_cases()) {
+    const auto with = one.make();
+    Tensors parameters{at::linspace(-0.9, 1.1, 4, at::kDouble)};
+    OptState before = with.init(parameters);
+    for (int step = 0; step < 2; ++step) {  // a state that is not 0
+      Tensors updates{slope(parameters[0], 0, step)};
+      with.update_list(updates, before, parameters);
+      parameters = optim::apply_updates(parameters, updates);
+    }
+    Tensors in{slope(parameters[0], 0, 2)};
+    for (const Tensor& kept : optim::detail::leaves_of(before)) in.push_back(kept.detach().clone());
+    for (Tensor& tensor : in) tensor = tensor.detach().set_requires_grad(true);
+    const auto after = [&](const Tensors& at) {
+      Tensors updates{at[0]};
+      OptState state = optim::detail::with_leaves(before, Tensors(at.begin() + 1, at.end()));
+      with.update_list(updates, state, parameters);
+      Tensor sum = (updates[0] * at::linspace(1, 2, 4, at::kDouble)).sum() * 10;
+      for (const Tensor& kept : optim::detail::leaves_of(state)) sum = sum + kept.square().sum();
+      return sum;
+    };
+    const auto first_derivative = [&](const Tensors& at) {
+      Tensor sum = at::zeros({}, at::kDouble);
+      for (const Tensor& gradient : torch::autograd::grad({after(at)}, at, {}, true, true, true))
+        if (gradient.defined()) sum = sum + gradient.square().sum();
+      return sum;
+    };
+    const Tensor of = first_derivative(in);
+    if (!of.requires_grad()) continue;  // linear
+    const auto exact = torch::autograd::grad({of}, in, {}, {}, false, true);
+    const auto differences = finite_differences(first_derivative, in, 1e-7);  // adadelta's state is small
+    for (size_t i = 0; i < in.size(); ++i) {
+      const Tensor mine = exact[i].defined() ? exact[i] : at::zeros_like(in[i]);
+      EXPECT_TRUE(at::allclose(mine, differences[i], 1e-4, 1e-5)) << one.torchopt << ", input " << i << "\n"
+                                                                  << mine << differences[i];
+    }
+  }
+}
+
 // Gradients of gradients through a step, for each input of the fused kernel.
 TEST(Transform, FusedAdamHasDerivativesOfAnyOrder) {
   for (const bool fused : {true, false}) {

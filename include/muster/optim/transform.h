@@ -41,6 +41,7 @@
 #include <variant>
 #include <vector>
 
+#include "muster/comm/tensor_msgpack.h"
 #include "muster/comm/tensor_tree.h"
 
 namespace muster::optim {
@@ -53,6 +54,7 @@ struct OptState {
   std::vector<int64_t> counts;  // of each parameter: updates so far
   std::vector<OptState> parts;  // of the transformations in a chain, or of the masked one
   auto tree() { return std::tie(tensors, parts); }
+  MSGPACK_DEFINE(tensors, counts, parts);  // calls may carry it, with its graph
 };
 
 struct UpdateOptions {
