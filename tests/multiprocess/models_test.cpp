@@ -5,6 +5,7 @@
 // buffers (the running statistics of BatchNorm) must be equal as well: those that each rank has after the last step.
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
@@ -14,6 +15,7 @@
 #include <stdexcept>
 
 #include "muster/muster.h"
+#include "muster/optim/meta.h"
 #include "support/full_run.h"
 #include "support/patience.h"
 
@@ -94,7 +96,7 @@ struct WideConvolutions : nn::Module {
     Tensor x = drawn(rank, step, {2, 256, 6, 6}).to(first->weight.scalar_type());
     if (first->weight.is_contiguous(torch::MemoryFormat::ChannelsLast))
       x = x.contiguous(torch::MemoryFormat::ChannelsLast);
-    return second(torch::relu(first(x))).mean({2, 3}).to(torch::kFloat).square().sum();
+    return second(torch::relu(first(x))).mean({2, 3}).to(torch::get_default_dtype()).square().sum();
   }
   nn::Conv2d first = register_module("first", nn::Conv2d(nn::Conv2dOptions(256, 512, 3).padding(1))),
              second = register_module("second", nn::Conv2d(nn::Conv2dOptions(512, 256, 3).padding(1)));
@@ -252,6 +254,70 @@ TEST(Models, ResNet18) { expect_as_alone<ResNet18>({.rate = 0.05}); }
 TEST(Models, WideConvolutions) { expect_as_alone<WideConvolutions>({.rate = 1e-3}); }
 TEST(Models, TransformerWithTiedEmbeddings) { expect_as_alone<Transformer>(); }
 TEST(Models, TwoLayersOfLstm) { expect_as_alone<Recurrent>({.rate = 0.5}); }
+// --- meta-learning on the same models ---
+
+// Everything is computed in doubles while it lives.
+struct InDoubles {
+  InDoubles() { torch::set_default_dtype(caffe2::TypeMeta::Make<double>()); }
+  ~InDoubles() { torch::set_default_dtype(caffe2::TypeMeta::Make<float>()); }
+};
+
+// Two steps of MetaSGD are those of torch::optim::SGD, and the gradient of the loss after them, with respect to the
+// parameters before, is the slope in a random direction.
+template <typename Net>
+void expect_meta_gradient(double rate) {
+  at::set_num_threads(1);
+  const InDoubles in_doubles;
+  const auto start = make<Net>(7, nullptr);
+  const auto adapt = [&](const optim::ModuleState& from) {
+    const auto net = make<Net>(8, nullptr);
+    optim::recover_state_dict(*net, from);
+    optim::MetaSGD inner(*net, {.lr = rate, .momentum = 0.9});
+    for (int step = 0; step < 2; ++step) inner.step(net->forward(0, step));
+    return net;
+  };
+  const auto state = optim::extract_state_dict(*start, {.detach_buffers = true});
+  const auto adapted = adapt(state);
+  {
+    const auto alone = make<Net>(7, nullptr);
+    torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
+    for (int step = 0; step < 2; ++step) {
+      sgd.zero_grad();
+      alone->forward(0, step).backward();
+      sgd.step();
+    }
+    const auto expected = alone->named_parameters();
+    for (const auto& item : adapted->named_parameters())
+      EXPECT_LE(largest(item.value() - expected[item.key()]), 1e-9 * largest(expected[item.key()])) << item.key();
+    for (const auto& item : adapted->named_buffers())
+      EXPECT_LE(largest(item.value() - alone->named_buffers()[item.key()]), 1e-9) << item.key();
+  }
+  const auto gradients = torch::autograd::grad({adapted->forward(0, 2)}, start->parameters());
+  torch::manual_seed(3);
+  std::vector<Tensor> direction;
+  double slope = 0;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    direction.push_back(
+        torch::randn_like(gradients[i]) * gradients[i].norm() / std::sqrt(double(gradients[i].numel())) + gradients[i]);
+    slope += (direction[i] * gradients[i]).sum().template item<double>();
+  }
+  const auto loss_at = [&](double along) {
+    auto moved = optim::extract_state_dict(*start, {.by = optim::CopyMode::kDeepCopy, .detach_buffers = true});
+    const torch::NoGradGuard values_only;
+    for (size_t i = 0; i < moved.parameters.size(); ++i) moved.parameters[i].second.add_(direction[i], along);
+    const torch::AutoGradMode record(true);
+    return adapt(moved)->forward(0, 2).template item<double>();
+  };
+  const double step = 1e-5 / std::sqrt(slope);
+  EXPECT_GT(slope, 0);
+  EXPECT_NEAR((loss_at(step) - loss_at(-step)) / (2 * step), slope, 1e-4 * slope);
+}
+
+TEST(Models, MetaGradientOfResNet18) { expect_meta_gradient<ResNet18>(0.01); }
+TEST(Models, MetaGradientOfWideConvolutions) { expect_meta_gradient<WideConvolutions>(1e-3); }
+TEST(Models, MetaGradientOfATransformerWithTiedEmbeddings) { expect_meta_gradient<Transformer>(0.05); }
+TEST(Models, MetaGradientOfTwoLayersOfLstm) { expect_meta_gradient<Recurrent>(0.5); }
+
 TEST(Models, FrozenUnusedSharedAndEmptyParameters) {
   expect_as_alone<Mixed>({.ddp = {.find_unused_parameters = true}, .rate = 0.5});
 }
