@@ -10,10 +10,10 @@
 // Learning", 2017.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <muster/comm/world.h>
 #include <muster/optim/zero_order.h>
+#include <muster/remote/auto_init_rpc.h>
+#include <muster/remote/on_rank.h>
 #include <muster/remote/remote_call.h>
-#include <muster/rpc/worker.h>
 #include <torch/optim/adam.h>
 
 #include <CLI/CLI.hpp>
@@ -97,8 +97,5 @@ int main(int argc, char** argv) {
   app.add_option("--curve", settings.curve, "draw the rewards in this file")->type_name("FILE.svg");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
-  auto world = muster::init();
-  muster::rpc::init();
-  if (world.rank() == 0) train(settings);
-  muster::rpc::shutdown();
+  muster::auto_init_rpc([&] { muster::rank_zero_only(train)(settings); });
 }

@@ -11,10 +11,10 @@
 // C. Finn, P. Abbeel, S. Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <muster/comm/world.h>
 #include <muster/optim/meta.h>
+#include <muster/remote/auto_init_rpc.h>
+#include <muster/remote/on_rank.h>
 #include <muster/remote/remote_call.h>
-#include <muster/rpc/worker.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
@@ -111,8 +111,5 @@ int main(int argc, char** argv) {
   app.add_option("--curve", settings.curve, "draw the loss in this file")->type_name("FILE.svg");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
-  auto world = muster::init();
-  muster::rpc::init();
-  if (world.rank() == 0) train(settings);
-  muster::rpc::shutdown();
+  muster::auto_init_rpc([&] { muster::rank_zero_only(train)(settings); });
 }

@@ -11,7 +11,6 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <mutex>
-#include <optional>
 #include <typeinfo>
 
 namespace muster::autograd {
@@ -33,9 +32,7 @@ class LinearGradient final : public Node {
     std::unique_lock lock(mutex_);  // another run may release them
     const Tensor g = g_.unpack(), x = x_.unpack(), m = m_.unpack();
     lock.unlock();
-    const bool recorded = at::GradMode::is_enabled();
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below;  // where there is nothing to do, but to look
-    if (!recorded) below.emplace();
+    const BelowAutogradUnlessRecorded below;
     const Tensor &of_self = to[0], &of_x = to[1], of_m = transposed_ && to[2].defined() ? to[2].t() : to[2];
     variable_list results(3);
     if (task_should_compute_output(0)) {
@@ -48,7 +45,7 @@ class LinearGradient final : public Node {
       if (of_m.defined()) {
         if (!sum.defined()) {
           sum = of_self.defined() ? at::addmm(of_self, x, of_m) : x.mm(of_m);
-        } else if (recorded) {
+        } else if (below.recorded()) {
           sum = at::addmm(sum, x, of_m);
         } else {
           sum.addmm_(x, of_m);

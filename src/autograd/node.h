@@ -4,12 +4,15 @@
 // Thread-safety: functions of their arguments.
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -78,6 +81,18 @@ inline Tensor sendable(Tensor gradient) {
 
 // A tensor of the same dtype and shape on the CPU, without memory for its elements.
 Tensor on_host(const Tensor& like);
+
+// For a node's apply(): below autograd, unless it is to be recorded. Operators would only look there.
+class BelowAutogradUnlessRecorded {
+ public:
+  BelowAutogradUnlessRecorded() {
+    if (!at::GradMode::is_enabled()) below_.emplace();
+  }
+  bool recorded() const { return !below_; }
+
+ private:
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
+};
 
 // Calls release_resources() of the base class, in versions of libtorch that have it.
 template <typename Base, typename T>

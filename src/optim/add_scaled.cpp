@@ -6,7 +6,6 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -49,14 +48,12 @@ class AddScaled final : public Node {
 
   variable_list apply(variable_list&& to) override {
     const size_t n = to.size();
-    const bool recorded = at::GradMode::is_enabled();
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below;  // where there is nothing to do, but to look
-    if (!recorded) below.emplace();
+    const autograd::BelowAutogradUnlessRecorded below;
     variable_list results(2 * n);
     for (size_t i = 0; i < n; ++i) {
       if (!to[i].defined()) continue;
       if (task_should_compute_output(n + i))
-        results[n + i] = recorded ? to[i].mul(factor_) : sum(nullptr, to[i], factor_);
+        results[n + i] = below.recorded() ? to[i].mul(factor_) : sum(nullptr, to[i], factor_);
       results[i] = std::move(to[i]);
     }
     return results;

@@ -17,7 +17,7 @@
 #include "muster/remote/auto_init_rpc.h"
 #include "muster/remote/remote_call.h"
 #include "muster/rpc/call.h"
-#include "support/patience.h"
+#include "support/nothing_left.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -87,18 +87,7 @@ class MetaWorkers : public CommContract {
       auto_init_rpc([&] {
         if (world.rank() != 0) return;
         body();
-        for (int worker = 0; worker < n; ++worker) {
-          const auto left = [&] {
-            return rpc::sync<[] {
-              const auto census = autograd::census();
-              return census.sub_graphs + census.arguments + census.contexts;
-            }>(worker);
-          };
-          const auto end = patience();  // references are released by message
-          while (left() != 0 && !end.passed()) {
-          }
-          EXPECT_EQ(left(), 0u) << worker;
-        }
+        expect_nothing_left();
       });
     });
   }

@@ -14,12 +14,12 @@
 #include <thread>
 #include <vector>
 
-#include "muster/autograd/context.h"
 #include "muster/comm/collectives.h"
 #include "muster/remote/on_rank.h"
 #include "muster/remote/parallelize.h"
 #include "muster/rpc/remote_error.h"
 #include "muster/rpc/this_call.h"
+#include "support/nothing_left.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -329,18 +329,7 @@ TEST_P(Remote, ArgumentsThatAreKeptAreNotKeptForEver) {
       EXPECT_TRUE(result.requires_grad());
       hidden.add_(result);
     }
-    for (const int worker : {0, 1}) {
-      const auto left = [&] {
-        return rpc::sync<[] {
-          const auto census = autograd::census();
-          return census.sub_graphs + census.arguments;
-        }>(worker);
-      };
-      const auto until = patience();  // references are released by message
-      while (left() != 0 && !until.passed()) {
-      }
-      EXPECT_EQ(left(), 0u) << worker;
-    }
+    expect_nothing_left();
   });
 }
 

@@ -27,6 +27,7 @@
 #include "muster/rpc/worker.h"
 #include "rpc/agent.h"
 #include "support/forked.h"
+#include "support/led_job.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -306,26 +307,12 @@ void campaign(int steps, int kills, unsigned seed) {
   const auto before = leftovers();
   {
     const ForkedJob job;
-    ForkedRanks ranks(workers, [&](int rank) -> std::string {
-      at::set_num_threads(1);
-      World world = job.join(rank, workers);
-      const World::Scope scope(world);
-      rpc::init();
-      std::string said;
-      if (rank == 0) {
+    ForkedRanks ranks(workers, [&](int rank) {
+      return lead_or_serve(job, rank, workers, {}, [&] {
         Campaign all(workers, steps, kills, seed);
-        try {
-          all.run();
-          said = all.said();
-        } catch (const std::exception& error) {
-          ADD_FAILURE() << error.what();
-        }
-        world.store().set("over", "");
-      } else {
-        world.store().get("over", patience());
-      }
-      rpc::shutdown(rpc::Shutdown::kAbrupt);
-      return said;
+        all.run();
+        return all.said();
+      });
     });
     const auto end = ranks.wait(0, patience());
     EXPECT_TRUE(end.exited && end.status == 0) << end.said;

@@ -1,7 +1,6 @@
 // A worker dies in an outer step of meta-learning. Its tasks are done again on the others, the meta-gradient is the same
 // to the last bit, and nothing is left on the workers that live.
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/linear.h>
@@ -22,6 +21,8 @@
 #include "muster/rpc/call.h"
 #include "muster/rpc/worker.h"
 #include "support/forked.h"
+#include "support/led_job.h"
+#include "support/nothing_left.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -102,44 +103,16 @@ int rank_lost_in(Fn&& fn) {
   return -1;
 }
 
-void nothing_is_left() {
-  for (const auto& worker : rpc::all_workers()) {
-    if (!rpc::is_alive(worker.id)) continue;
-    const auto left = [&] {
-      return rpc::sync<[] {
-        const auto census = autograd::census();
-        return census.sub_graphs + census.arguments + census.contexts + rpc::census().owned_objects;
-      }>(worker);
-    };
-    const auto until = patience();  // references are released by message
-    while (left() != 0 && !until.passed()) {
-    }
-    EXPECT_EQ(left(), 0u) << worker.name;
-  }
-}
-
 // Worker 0 runs the body, the others serve.
 void lead(const Job& job, const std::vector<int>& victims, const std::function<void()>& body) {
   const auto before = leftovers();
   {
     const ForkedJob forked;
-    ForkedRanks ranks(kTeam, [&](int rank) -> std::string {
-      at::set_num_threads(1);
-      World world = forked.join(rank, kTeam);
-      const World::Scope scope(world);
-      rpc::init({.transport = job.transport});
-      if (rank == 0) {
-        try {
-          body();
-        } catch (const std::exception& error) {
-          ADD_FAILURE() << error.what();
-        }
-        world.store().set("over", "");
-      } else {
-        world.store().get("over", patience());
-      }
-      rpc::shutdown(rpc::Shutdown::kAbrupt);
-      return "";
+    ForkedRanks ranks(kTeam, [&](int rank) {
+      return lead_or_serve(forked, rank, kTeam, {.transport = job.transport}, [&] {
+        body();
+        return std::string();
+      });
     });
     for (int rank = 0; rank < kTeam; ++rank) {
       const auto end = ranks.wait(rank, patience());
@@ -186,7 +159,7 @@ void expect_same_gradient(const Job& job, Moment moment) {
       expect_equal(of_context);
     }
     loss = Tensor();
-    nothing_is_left();
+    expect_nothing_left();
   });
 }
 
@@ -212,7 +185,7 @@ TEST(RpcFaultProcess, TheLastWorkerDoesAllTasks) {
     kill_and_await(2);
     const Tensors gradients = torch::autograd::grad({loss}, parameters);
     for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(gradients[i].equal(expected[i])) << i;
-    nothing_is_left();
+    expect_nothing_left();
   });
 }
 

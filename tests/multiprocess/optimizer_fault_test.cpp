@@ -23,6 +23,7 @@
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
 #include "support/forked.h"
+#include "support/led_job.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -143,21 +144,9 @@ void nothing_is_left(const SpreadModel& model, size_t objects) {
 class Training {
  public:
   Training(const rpc::Options& options, const std::function<std::string(const SharedNumbers&)>& body)
-      : ranks_(kWorkers, [&](int rank) -> std::string {
-          at::set_num_threads(1);
-          World world = job_.join(rank, kWorkers);
-          const World::Scope scope(world);
-          rpc::init(options);
-          std::string said;
-          if (rank == 0) {
-            said = body(numbers_);
-            world.store().set("over", "");
-          } else {
-            world.store().get("over", patience());
-          }
-          rpc::shutdown(rpc::Shutdown::kAbrupt);
-          return said;
-        }) {}
+      : ranks_(kWorkers,
+               [&](int rank) { return lead_or_serve(job_, rank, kWorkers, options, [&] { return body(numbers_); }); }) {
+  }
   ForkedRanks& ranks() { return ranks_; }
   Store& store() { return *store_; }
   const SharedNumbers& numbers() const { return numbers_; }

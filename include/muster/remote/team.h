@@ -121,17 +121,14 @@ class Part : public std::enable_shared_from_this<Part<F>> {
         if (done->cancelled()) return self->team_->over(worker);
         self->call_on(worker, done, first);
       } catch (...) {
-        self->refuse(std::current_exception(), *done);
+        {
+          const std::lock_guard lock(self->mutex_);
+          self->refused_ = std::current_exception();
+        }
+        done->try_set_error(std::current_exception());
         self->team_->over(worker);
       }
     };
-  }
-  void refuse(const std::exception_ptr& error, rpc::Promise<R>& done) {
-    {
-      const std::lock_guard lock(mutex_);
-      refused_ = error;
-    }
-    done.try_set_error(error);
   }
 
   void call_on(int worker, const Done& done, bool first) {
