@@ -251,7 +251,7 @@ void stopped() {
               began = now_ns();
               muster::all_reduce(t);
             }
-          } catch (const muster::Timeout&) {
+          } catch (const muster::TimeoutError&) {
             waited[static_cast<size_t>(world.rank())] = now_ns() - began;
           }
         },

@@ -136,8 +136,9 @@ int main(int argc, char** argv) {
     if (impl.tls) secret = Secret::generate();
     std::string name = "@muster-bench-" + std::to_string(::getpid());
     const pid_t pid = ::fork();
-    if (pid == 0) ::_exit(impl.ucx && !transport::ucx::why_not().empty() ? 0 : child(impl, "unix:" + name, secret));
-    if (const std::string why = impl.ucx ? transport::ucx::why_not() : ""; !why.empty()) {
+    if (pid == 0)
+      ::_exit(impl.ucx && !transport::ucx::unavailable_reason().empty() ? 0 : child(impl, "unix:" + name, secret));
+    if (const std::string why = impl.ucx ? transport::ucx::unavailable_reason() : ""; !why.empty()) {
       std::fprintf(stderr, "no ucx: %s\n", why.c_str());
       ::waitpid(pid, nullptr, 0);
       continue;

@@ -8,8 +8,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/thread.h"
-#include "comm/descriptor.h"
-#include "comm/process_group.h"
+#include "comm/c10d/process_group.h"
+#include "comm/core/descriptor.h"
 #include "muster/base/error.h"
 
 namespace {
@@ -34,8 +34,8 @@ void monitored_barrier(const BackendPtr& backend, milliseconds timeout, bool wai
   backend->monitoredBarrier(options, wait_all_ranks);
 }
 
-std::string straggler_verdict(const BackendPtr& backend, milliseconds at_least) {
-  return muster::comm::straggler_verdict(*backend, at_least);
+std::string straggler_report(const BackendPtr& backend, milliseconds at_least) {
+  return muster::comm::straggler_report(*backend, at_least);
 }
 
 at::Tensor empty(const std::vector<int64_t>& size, at::ScalarType dtype) {
@@ -85,6 +85,6 @@ PYBIND11_MODULE(_muster, module) {
   module.def("is_on_heap", &is_on_heap, py::arg("tensor"));
   module.def("monitored_barrier", &monitored_barrier, py::arg("backend"), py::arg("timeout"),
              py::arg("wait_all_ranks") = false, no_gil);
-  module.def("straggler_verdict", &straggler_verdict, py::arg("backend"), py::arg("at_least"), no_gil);
+  module.def("straggler_report", &straggler_report, py::arg("backend"), py::arg("at_least"), no_gil);
   module.def("leave_process_groups", &muster::comm::leave_process_groups, py::arg("cause"), no_gil);
 }

@@ -31,7 +31,7 @@ muster_check(layers COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tools/che
 muster_check(layers_check COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/check_layers_test.py)
 muster_check(words COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tools/check_words.py)
 muster_check(words_check COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/check_words_test.py)
-muster_check(security_names COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/security_names_test.py)
+muster_check(names_in_docs COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/names_in_docs_test.py)
 muster_check(bench_rounds COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/bench_rounds_test.py)
 muster_check(dev COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/dev_test.py)
 muster_check(model COMMAND ${PROJECT_SOURCE_DIR}/tests/model/run.sh --quick)

@@ -43,7 +43,7 @@ launch::JobBoxes read(const BlackBoxArguments& arguments) {
   if (!arguments.file.empty()) {
     try {
       return launch::read_black_boxes(arguments.file);
-    } catch (const Corrupt& error) {
+    } catch (const CorruptError& error) {
       throw InvalidArgument(error.message(), error.advice());
     }
   }
@@ -69,7 +69,7 @@ int blackbox_command(std::vector<std::string> words) {
   const auto job = read(arguments);
   std::cout << launch::describe_ranks(job) << '\n';
   if (last > 0) std::cout << launch::operations_table(job, last) << '\n';
-  std::cout << launch::verdict(job) << std::flush;
+  std::cout << launch::diagnosis(job) << std::flush;
   if (!arguments.perfetto.empty()) write(arguments.perfetto, launch::trace_json(job));
   return 0;
 }

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Checks that the layers of docs/architecture.md include each other in one direction only.
+"""Checks that the layers of docs/architecture.md, and the rooms of a layer, include each other in one direction only.
 
 Reads the #include lines of src/, include/muster/ and tools/ and fails on
   - an include of a later layer, or of a folder that is not a layer;
+  - an include of a later room of the same layer, and a file of a layer with rooms that is in none of them;
   - an include from one sibling folder to another (e.g. parallel/ddp to parallel/fsdp);
   - libtorch, or a layer that brings it, where there must be none (the launcher starts in milliseconds);
   - an include of the umbrella header muster/muster.h, which brings every layer.
@@ -14,11 +15,15 @@ import re
 import sys
 
 # In order: each layer may include itself and the layers before it.
-LAYERS = ["base", "shm", "store", "transport", "comm", "rpc", "autograd", "optim", "mesh", "parallel", "remote", "data",
-          "checkpoint", "launch", "train"]
+LAYERS = ["base", "shm", "store", "launch", "transport", "comm", "rpc", "autograd", "optim", "mesh", "parallel", "remote",
+          "data", "checkpoint", "train"]
 NO_TORCH = {"base", "shm", "store", "transport", "launch", "tools"}
-# tools/ is thin mains over launch/; it stands after it.
-ORDER = {layer: i for i, layer in enumerate(LAYERS)} | {"tools": LAYERS.index("launch") + 0.5}
+# tools/ is thin mains over the layers without libtorch; it stands after them.
+ORDER = {layer: i for i, layer in enumerate(LAYERS)} | {"tools": LAYERS.index("transport") + 0.5}
+
+# The rooms of a layer, in order: folders of src/LAYER that may include themselves and the rooms before them. Public
+# headers stand before all rooms.
+ROOMS = {"comm": ["core", "algorithms", "kit", "wire", "backends", "world", "api", "c10d"]}
 
 # Folders whose sub-folders must not include each other.
 SIBLINGS = ["parallel", "transport", "comm/backends"]
@@ -26,7 +31,6 @@ SIBLINGS = ["parallel", "transport", "comm/backends"]
 # Files that may include libtorch, and the layers that bring it, all the same. By path without root and extension.
 TORCH_EXCEPTIONS = {
     "store/c10d_store",  # the adapters to and from c10d::Store
-    "launch/spawn",      # muster::spawn(): hands a World to a function, so it is for training programs
 }
 
 UMBRELLA = "muster/muster.h"
@@ -40,7 +44,11 @@ class Place:
 
     def __init__(self, path):
         self.path = re.sub(r"^(src|include/muster|muster)/", "", path)
-        self.layer = self.path.split("/")[0]
+        self.layer, *inside = self.path.split("/")
+        self.public = self.path != path and not path.startswith("src/")
+        rooms = ROOMS.get(self.layer) if not self.public else None
+        self.has_room = rooms is None or (len(inside) > 1 and inside[0] in rooms)
+        self.room = rooms.index(inside[0]) if rooms and self.has_room else -1
         self.stem = re.sub(r"\.[a-z]+$", "", self.path)
         self.may_see_torch = self.layer not in NO_TORCH or self.stem in TORCH_EXCEPTIONS
 
@@ -75,6 +83,9 @@ def problem_with(root, file, target):
         return f"layer {file.layer} comes before {included.layer} and must not include it"
     if included.may_see_torch and not file.may_see_torch:
         return f"layer {file.layer} must not include {included.path}, which brings libtorch"
+    if included.layer == file.layer and included.room > file.room:
+        where = f"room {ROOMS[file.layer][file.room]}" if file.room >= 0 else "a public header"
+        return f"{where} of {file.layer} comes before room {ROOMS[file.layer][included.room]} and must not include it"
     ours, theirs = sibling(root, file), sibling(root, included)
     if ours and theirs and ours[0] == theirs[0] and ours != theirs:
         return f"{'/'.join(ours)} and {'/'.join(theirs)} are siblings and must not include each other"
@@ -99,6 +110,9 @@ def check(root):
         place = Place(shown)
         if place.layer not in ORDER:
             problems.append(f"{shown}:1: '{place.layer}' is not a layer; the layers are {', '.join(LAYERS)}")
+            continue
+        if not place.has_room:
+            problems.append(f"{shown}:1: not in a room of {place.layer}; the rooms are {', '.join(ROOMS[place.layer])}")
             continue
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):

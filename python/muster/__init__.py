@@ -28,7 +28,7 @@ except ImportError as error:
     raise ImportError(f"Muster's module was built for another Python or torch than torch {torch.__version__}: {error}. "
                       "Install it again with this Python.") from error
 
-__all__ = ["create_backend", "create_process_group", "empty", "is_on_heap", "monitored_barrier", "straggler_verdict",
+__all__ = ["create_backend", "create_process_group", "empty", "is_on_heap", "monitored_barrier", "straggler_report",
            "zeros"]
 
 _CPU = torch.device("cpu")
@@ -99,15 +99,15 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
     _muster.monitored_barrier(group._get_backend(_CPU), timeout, wait_all_ranks)
 
 
-def straggler_verdict(group: dist.ProcessGroup | None = None, at_least: timedelta = timedelta(0)) -> str:
+def straggler_report(group: dist.ProcessGroup | None = None, at_least: timedelta = timedelta(0)) -> str:
     """Says which rank came last to the group's collectives, how often, and how long the others waited for it in total.
 
     Returns an empty string if they waited less than `at_least`, or if no rank stands out. At the end of a group, its
-    rank 0 logs the verdict if a rank was late by a second or more in total. Any member may call it at any time; it
+    rank 0 logs the report if a rank was late by a second or more in total. Any member may call it at any time; it
     sends nothing. Raises ValueError for a group of another backend.
     """
     group = group or dist.distributed_c10d._get_default_group()
-    return _muster.straggler_verdict(group._get_backend(_CPU), at_least)
+    return _muster.straggler_report(group._get_backend(_CPU), at_least)
 
 
 def _create(options: dist.distributed_c10d._DistributedBackendOptions,

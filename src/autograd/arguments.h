@@ -19,7 +19,7 @@ struct Arguments {
   std::shared_ptr<void> counted;
 };
 
-// Finds Arguments of this agent by id; null if there is no such object. Corrupt if the object is something else.
+// Finds Arguments of this agent by id; null if there is no such object. CorruptError if the object is something else.
 std::shared_ptr<Arguments> find_arguments(rpc::Agent& agent, uint64_t object);
 
 // A gradient that has come back to the caller.

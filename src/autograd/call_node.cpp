@@ -13,7 +13,6 @@
 #include "muster/autograd/again.h"
 #include "muster/base/error.h"
 #include "muster/rpc/call.h"
-#include "muster/rpc/remote_error.h"
 #include "rpc/call_on.h"
 #include "rpc/reference.h"
 
@@ -106,7 +105,7 @@ variable_list CallNode::apply(variable_list&& gradients) {
     try {
       results = std::move(request->answer).get();
       answered = true;
-    } catch (const rpc::RemoteError& error) {
+    } catch (const RemoteError& error) {
       // If the callee's part of the graph is used up, report it as libtorch does for a local graph.
       TORCH_CHECK(error.remote_message().find(torch::autograd::ERR_BACKWARD_TWICE) == std::string::npos,
                   error.message());
@@ -116,7 +115,8 @@ variable_list CallNode::apply(variable_list&& gradients) {
       request = std::make_shared<Request>(ask(gradients));
     }
   }
-  if (results.size() + 1 != num_outputs()) throw Corrupt("a remote call's backward gave another number of gradients");
+  if (results.size() + 1 != num_outputs())
+    throw CorruptError("a remote call's backward gave another number of gradients");
   for (uint32_t i = 0; i < results.size(); ++i) results[i] = placed(std::move(results[i]), next_edge(i));
   give_each_its_own_storage(results);
   results.emplace_back();  // the sink's

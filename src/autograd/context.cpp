@@ -204,7 +204,7 @@ void Context::end(std::chrono::milliseconds timeout) {
   const auto workers = tape_of(*agent).contexts().end(state_->id());
   for (const auto& answer : tell_end(*agent, state_->id(), workers)) {
     if (!answer.wait_for(deadline.left()))
-      throw Timeout("an autograd context was ended, and not all workers that it had called have answered");
+      throw TimeoutError("an autograd context was ended, and not all workers that it had called have answered");
   }
 }
 

@@ -56,12 +56,12 @@ void append_slot(std::string& note, const ReceiveNode& node, uint32_t reference)
 Tensor read_like(std::string_view& note) {
   const auto dtype = read_pod<uint8_t>(note), dims = read_pod<uint8_t>(note);
   if (dtype >= static_cast<uint8_t>(at::ScalarType::Undefined) || dims > kMostDims)
-    throw Corrupt("the note of a remote result names a tensor that cannot exist");
+    throw CorruptError("the note of a remote result names a tensor that cannot exist");
   const auto type = static_cast<at::ScalarType>(dtype);
-  if (!at::isFloatingType(type) && !at::isComplexType(type)) throw Corrupt("a gradient of a dtype that has none");
+  if (!at::isFloatingType(type) && !at::isComplexType(type)) throw CorruptError("a gradient of a dtype that has none");
   std::vector<int64_t> sizes(dims);
   for (int64_t& size : sizes)
-    if ((size = read_pod<int64_t>(note)) < 0) throw Corrupt("a tensor of negative size");
+    if ((size = read_pod<int64_t>(note)) < 0) throw CorruptError("a tensor of negative size");
   return at::zeros({}, type).expand(sizes);
 }
 
@@ -77,7 +77,7 @@ std::shared_ptr<Received> current_received() {
 std::shared_ptr<Arguments> find_arguments(rpc::Agent& agent, uint64_t object) {
   const auto stored = agent.objects().find(object);
   if (!stored || !stored->type) return nullptr;
-  if (*stored->type != typeid(Arguments)) throw Corrupt("no list of arguments has this number");
+  if (*stored->type != typeid(Arguments)) throw CorruptError("no list of arguments has this number");
   return std::static_pointer_cast<Arguments>(stored->value);
 }
 
@@ -136,19 +136,20 @@ void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context
   const auto sent = std::static_pointer_cast<Sent>(any);
   std::string_view note = payload.note;
   const auto count = read_pod<uint32_t>(note);
-  if (count > note.size() / sizeof(uint32_t)) throw Corrupt("the note of a remote result is shorter than it says");
+  if (count > note.size() / sizeof(uint32_t)) throw CorruptError("the note of a remote result is shorter than it says");
   std::vector<uint32_t> results(count);
   for (uint32_t& result : results) {
     result = read_pod<uint32_t>(note);
     if (result >= payload.tensors.size() || !asks(payload.tensors[result]))
-      throw Corrupt("the note of a remote result names a tensor that did not come");
+      throw CorruptError("the note of a remote result names a tensor that did not come");
   }
   const auto reference_at = [&](uint32_t place) {
-    if (place >= payload.refs.size()) throw Corrupt("the note of a remote result names a reference that did not come");
+    if (place >= payload.refs.size())
+      throw CorruptError("the note of a remote result names a reference that did not come");
     return std::static_pointer_cast<Reference>(payload.refs[place]);
   };
   auto graph = reference_at(read_pod<uint32_t>(note));
-  if (graph->owner != from) throw Corrupt("the graph of a remote result is on another worker");
+  if (graph->owner != from) throw CorruptError("the graph of a remote result is on another worker");
   edge_list slots;
   for (uint32_t left = read_pod<uint32_t>(note); left > 0; --left) {
     const auto owner = read_pod<int>(note);
@@ -160,10 +161,10 @@ void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context
     }
     const auto arguments = sent && sent->object == object ? sent->arguments : find_arguments(agent_, object);
     if (owner != agent_.rank() || !arguments || index >= arguments->edges.size())
-      throw Corrupt("the note of a remote result names an argument that does not exist");
+      throw CorruptError("the note of a remote result names an argument that does not exist");
     slots.push_back(arguments->edges[index]);
   }
-  if (!note.empty()) throw Corrupt("the note of a remote result is longer than it says");
+  if (!note.empty()) throw CorruptError("the note of a remote result is longer than it says");
   const auto call = make_node<CallNode>(std::move(graph), sent ? sent->context : nullptr,
                                         sent ? sent->timeout : std::nullopt, std::move(slots));
   const auto prefetch = make_node<PrefetchNode>(call, static_cast<uint32_t>(results.size()));
@@ -182,13 +183,13 @@ std::shared_ptr<void> Tape::incoming(const rpc::IncomingCall& call, rpc::Payload
   auto received = std::make_shared<Received>();
   if (const uint64_t id = call.header.context & kIdBits) {
     if (creator_of_context(id) >= static_cast<int>(agent_.workers().size()))
-      throw Corrupt("a call is in a context of a worker that does not exist");
+      throw CorruptError("a call is in a context of a worker that does not exist");
     received->context = contexts_.find(id);
     for (std::string_view note = payload.note; !note.empty();) received->path.push_back(read_pod<uint32_t>(note));
   }
   if (call.header.context & kRecorded) {
     if (payload.refs.empty())
-      throw Corrupt("a call's arguments require grad, but the call does not say where their gradients go");
+      throw CorruptError("a call's arguments require grad, but the call does not say where their gradients go");
     const auto reference = std::static_pointer_cast<Reference>(payload.refs.back());
     uint32_t index = 0;
     for (const Tensor& tensor : payload.tensors) {

@@ -67,10 +67,10 @@ std::string to_text(const CpuSet& cpus) {
 
 CpuSet cpus_from_text(std::string_view text) {
   CpuSet cpus;
-  if (text.empty() || text.size() > cpus.size() / 4) throw Corrupt("this is not a set of CPUs");
+  if (text.empty() || text.size() > cpus.size() / 4) throw CorruptError("this is not a set of CPUs");
   for (size_t digit = 0; digit < text.size(); ++digit) {
     const size_t value = std::string_view("0123456789abcdef").find(text[text.size() - 1 - digit]);
-    if (value == std::string_view::npos) throw Corrupt("this is not a set of CPUs");
+    if (value == std::string_view::npos) throw CorruptError("this is not a set of CPUs");
     for (size_t bit = 0; bit < 4; ++bit) cpus[4 * digit + bit] = (value >> bit) & 1;
   }
   return cpus;

@@ -16,7 +16,7 @@ using CpuSet = std::bitset<1024>;
 CpuSet own_cpus();  // the calling thread's affinity
 
 std::string to_text(const CpuSet& cpus);       // hexadecimal, without leading zeros: "f", "8000000000000001"
-CpuSet cpus_from_text(std::string_view text);  // Corrupt
+CpuSet cpus_from_text(std::string_view text);  // CorruptError
 
 // How many CPUs' worth of time this process's cgroups grant (cpu.max of version 2, the cfs quota of version 1); a large
 // number if there is no limit.

@@ -16,7 +16,7 @@ std::string_view to_string(ErrorCode code) {
     case ErrorCode::kPeerLost:
       return "PeerLost";
     case ErrorCode::kTimeout:
-      return "Timeout";
+      return "TimeoutError";
     case ErrorCode::kAborted:
       return "Aborted";
     case ErrorCode::kUnauthorized:
@@ -24,9 +24,9 @@ std::string_view to_string(ErrorCode code) {
     case ErrorCode::kUnavailable:
       return "Unavailable";
     case ErrorCode::kCorrupt:
-      return "Corrupt";
+      return "CorruptError";
     case ErrorCode::kRemote:
-      return "Remote";
+      return "RemoteError";
   }
   return "Error";
 }
@@ -36,6 +36,16 @@ Error::Error(ErrorCode code, std::string message, std::string advice)
       code_(code),
       message_(std::move(message)),
       advice_(std::move(advice)) {}
+
+RemoteError::RemoteError(std::string worker, std::string function, std::string type, std::string remote_message,
+                         std::string advice)
+    : ErrorOf(
+          text("worker \"", worker, "\" in ", function, ": ", type, remote_message.empty() ? "" : ": ", remote_message),
+          std::move(advice)),
+      worker_(std::move(worker)),
+      function_(std::move(function)),
+      type_(std::move(type)),
+      remote_message_(std::move(remote_message)) {}
 
 void throw_errno(int error_number, std::string_view what, std::string advice) {
   // generic_category().message() is thread-safe, unlike strerror().

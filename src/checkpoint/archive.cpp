@@ -39,7 +39,7 @@ at::Tensor tensor_of(int64_t value) { return tensor_of(&value, 1, at::kLong, {})
 at::Tensor tensor_of(double value) { return tensor_of(&value, 1, at::kDouble, {}); }
 
 [[noreturn]] void malformed(const std::string& name) {
-  throw Corrupt(text("'", name, "' is not a valid entry of an archive"), "Use the Muster that wrote the snapshot");
+  throw CorruptError(text("'", name, "' is not a valid entry of an archive"), "Use the Muster that wrote the snapshot");
 }
 
 template <typename T>

@@ -72,7 +72,7 @@ class Reader {
 
   template <typename... Words>
   [[noreturn]] void fail(uint64_t byte, const Words&... words) const {
-    throw Corrupt(text(file_, ", byte ", byte, ": ", words...), kOlder);
+    throw CorruptError(text(file_, ", byte ", byte, ": ", words...), kOlder);
   }
 
   // `given` are the file's first bytes; there may be fewer than a preamble needs, even none.

@@ -17,7 +17,7 @@
 //
 // A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file.
 //
-// Errors: Corrupt names the file, the byte and, if the byte is in one, the tensor. Unavailable: the file cannot be read
+// Errors: CorruptError names the file, the byte and, if the byte is in one, the tensor. Unavailable: the file cannot be read
 // or written. Thread-safety: values, and functions without state.
 #pragma once
 

@@ -32,7 +32,7 @@ void throw_problem(const Problem& problem) {
     case ErrorCode::kMismatch:
       throw Mismatch(problem.message, problem.advice);
     case ErrorCode::kCorrupt:
-      throw Corrupt(problem.message, problem.advice);
+      throw CorruptError(problem.message, problem.advice);
     case ErrorCode::kUnavailable:
       throw Unavailable(problem.message, problem.advice);
     case ErrorCode::kAborted:

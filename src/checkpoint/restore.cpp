@@ -11,7 +11,7 @@
 #include "base/text.h"
 #include "checkpoint/container.h"
 #include "checkpoint/problem.h"
-#include "comm/broadcast_bytes.h"
+#include "comm/api/broadcast_bytes.h"
 
 namespace muster::checkpoint {
 namespace {
@@ -43,9 +43,9 @@ void agree(const Job& job, const Problem& mine) {
 // Throws if the file, though intact, is not the one that its name says, or was written by another number of ranks.
 void check_is(const About& about, int64_t steps, const Job& job, int rank, const std::string& file) {
   if (about.steps != steps || about.rank != rank)
-    throw Corrupt(text(file, ", byte ", kPreambleBytes, ": this is the snapshot of step ", about.steps,
-                       about.rank == kShared ? "" : text(" of rank ", about.rank)),
-                  "Do not rename snapshots");
+    throw CorruptError(text(file, ", byte ", kPreambleBytes, ": this is the snapshot of step ", about.steps,
+                            about.rank == kShared ? "" : text(" of rank ", about.rank)),
+                       "Do not rename snapshots");
   if (about.world_size != job.size)
     throw InvalidArgument(text(file, " was written by ", about.world_size, " ranks, but this job has ", job.size),
                           text("Restore with ", about.world_size, " ranks"));
@@ -67,7 +67,7 @@ class Loader {
         file = Container::read(path);
         check_is(file->about(), steps_, job_, kShared, path.string());
         if (!file->about().shards.empty() && file->about().shards.size() != static_cast<size_t>(job_.size))
-          throw Corrupt(text(path.string(), ", byte ", kPreambleBytes, ": the list of shards is incomplete"));
+          throw CorruptError(text(path.string(), ", byte ", kPreambleBytes, ": the list of shards is incomplete"));
       });
       if (!offer.problem) offer.bytes = file->bytes().nbytes();
     }
@@ -103,11 +103,11 @@ class Loader {
     Offer offer;
     offer.problem = problem_of([&] {
       if (std::filesystem::path(shard.file).filename() != shard.file)
-        throw Corrupt(text(shard.file, " is not a file name"));
+        throw CorruptError(text(shard.file, " is not a file name"));
       mine = Container::read(path);
       check_is(mine->about(), steps_, job_, job_.rank, path.string());
       if (mine->bytes().nbytes() != shard.bytes || mine->sum() != shard.sum)
-        throw Corrupt(text(path.string(), ", byte 0: this is not the shard that the snapshot was made of"));
+        throw CorruptError(text(path.string(), ", byte 0: this is not the shard that the snapshot was made of"));
       offer.bytes = mine->shared_bytes();
     });
     const auto offers = all_gather_object(offer, job_.collective);
@@ -196,8 +196,8 @@ Restored restore(Job& job, const Items& items) {
     break;
   }
   if (restored.steps == 0 && !why.empty())
-    throw Corrupt(text("no snapshot in ", job.folder.path().string(), " is intact: ", join(why, "; ")),
-                  "Restore one from a backup, or name another folder to begin anew");
+    throw CorruptError(text("no snapshot in ", job.folder.path().string(), " is intact: ", join(why, "; ")),
+                       "Restore one from a backup, or name another folder to begin anew");
   job.folder.remove_temporaries(job.rank, job.size);
   if (job.rank == 0 && restored.steps > 0) {
     MUSTER_LOG(kInfo) << "restored step " << restored.steps << " from " << job.folder.path().string();

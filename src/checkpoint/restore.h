@@ -19,7 +19,7 @@ struct Restored {
   std::set<int64_t> refused;  // newer snapshots that are damaged
 };
 
-// Throws the same on all ranks: Corrupt if there are snapshots and all of them are refused, InvalidArgument if the
+// Throws the same on all ranks: CorruptError if there are snapshots and all of them are refused, InvalidArgument if the
 // snapshot does not fit the items.
 Restored restore(Job& job, const Items& items);
 

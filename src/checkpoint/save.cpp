@@ -38,7 +38,7 @@ struct Part {
 };
 
 // What rank 0 sends to all ranks at the end.
-struct Verdict {
+struct Conclusion {
   Problem problem;
   bool in_use = false;           // in spite of the problem, a manifest may refer to the new shards
   bool known = false;            // `keep` and `keep_steps` name all shards that have to stay
@@ -120,7 +120,7 @@ void check_folder(Job& job) {
 }
 
 // Rank 0 calls this when the new snapshot exists. Removes old snapshots, and sets the shards that have to stay.
-void remove_old(const Job& job, const SaveOptions& options, Verdict& verdict) {
+void remove_old(const Job& job, const SaveOptions& options, Conclusion& conclusion) {
   std::vector<int64_t> keep{options.steps};
   for (const int64_t steps : job.folder.snapshots()) {
     if (steps == options.steps) continue;
@@ -132,9 +132,9 @@ void remove_old(const Job& job, const SaveOptions& options, Verdict& verdict) {
   }
   for (const int64_t steps : keep) {
     try {
-      for (const auto& shard : read_about(job.folder.snapshot(steps)).shards) verdict.keep.insert(shard.file);
+      for (const auto& shard : read_about(job.folder.snapshot(steps)).shards) conclusion.keep.insert(shard.file);
     } catch (const Error&) {
-      verdict.keep_steps.insert(steps);  // the names of its shards are unknown
+      conclusion.keep_steps.insert(steps);  // the names of its shards are unknown
     }
   }
 }
@@ -153,22 +153,22 @@ bool may_refer_to(const std::filesystem::path& manifest, const std::string& shar
 
 // The last part of both ways to save: rank 0 writes the file that makes this the newest snapshot, and removes old ones.
 // Then every rank removes its old shards.
-Verdict conclude(const Job& job, const SaveOptions& options, const std::function<void(Verdict&)>& write) {
-  Verdict verdict;
+Conclusion conclude(const Job& job, const SaveOptions& options, const std::function<void(Conclusion&)>& write) {
+  Conclusion conclusion;
   if (job.rank == 0) {
-    write(verdict);
-    if (!verdict.problem) {
-      const Problem left = problem_of([&] { remove_old(job, options, verdict); });
-      verdict.known = !left;
+    write(conclusion);
+    if (!conclusion.problem) {
+      const Problem left = problem_of([&] { remove_old(job, options, conclusion); });
+      conclusion.known = !left;
       if (left) {
         MUSTER_LOG(kWarning) << "older snapshots stay in " << job.folder.path().string()
                              << " until the next one is saved: " << left.what();
       }
     }
   }
-  verdict = broadcast_object(verdict, 0, job.collective);
-  if (verdict.known) job.folder.remove_shards(job.rank, job.size, verdict.keep, verdict.keep_steps);
-  return verdict;
+  conclusion = broadcast_object(conclusion, 0, job.collective);
+  if (conclusion.known) job.folder.remove_shards(job.rank, job.size, conclusion.keep, conclusion.keep_steps);
+  return conclusion;
 }
 
 Problem save_whole(Job& job, const Items& items, const SaveOptions& options) {
@@ -179,7 +179,7 @@ Problem save_whole(Job& job, const Items& items, const SaveOptions& options) {
       mine.entries.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
   });
   const auto parts = gather_object(mine, 0, job.collective);
-  const auto verdict = conclude(job, options, [&](Verdict& said) {
+  const auto conclusion = conclude(job, options, [&](Conclusion& said) {
     said.problem = problem_among(parts);
     if (said.problem) return;
     said.problem = problem_of([&] {
@@ -191,7 +191,7 @@ Problem save_whole(Job& job, const Items& items, const SaveOptions& options) {
       write_container(job.folder.snapshot(options.steps), {.steps = options.steps, .world_size = job.size}, all);
     });
   });
-  return verdict.problem;
+  return conclusion.problem;
 }
 
 Problem save_sharded(Job& job, const Items& items, const SaveOptions& options) {
@@ -214,10 +214,10 @@ Problem save_sharded(Job& job, const Items& items, const SaveOptions& options) {
     mine.sum = shard.sum;
   });
   const auto parts = all_gather_object(mine, job.collective);
-  Verdict verdict;
-  verdict.problem = problem_among(parts);
-  if (!verdict.problem) {
-    verdict = conclude(job, options, [&](Verdict& said) {
+  Conclusion conclusion;
+  conclusion.problem = problem_among(parts);
+  if (!conclusion.problem) {
+    conclusion = conclude(job, options, [&](Conclusion& said) {
       const auto manifest = job.folder.snapshot(options.steps);
       said.problem = problem_of([&] {
         About about{.steps = options.steps, .world_size = job.size};
@@ -228,8 +228,8 @@ Problem save_sharded(Job& job, const Items& items, const SaveOptions& options) {
     });
   }
   std::error_code ignored;
-  if (verdict.problem && !verdict.in_use) std::filesystem::remove(path, ignored);  // nothing refers to it
-  return verdict.problem;
+  if (conclusion.problem && !conclusion.in_use) std::filesystem::remove(path, ignored);  // nothing refers to it
+  return conclusion.problem;
 }
 
 }  // namespace

@@ -62,9 +62,9 @@ class FileBytes {
         // zlib puts the descriptor's number before its reason. It unpacks ahead, so the offset that the error names is
         // one in the packed file.
         const char* colon = std::strstr(reason, ": ");
-        throw Corrupt(text(path_.string(), ", byte ", ::gzoffset(file_.get()), ": the gzip data breaks off (",
-                           colon != nullptr ? colon + 2 : reason, ")"),
-                      kFresh);
+        throw CorruptError(text(path_.string(), ", byte ", ::gzoffset(file_.get()), ": the gzip data breaks off (",
+                                colon != nullptr ? colon + 2 : reason, ")"),
+                           kFresh);
       }
       if (got <= 0) break;
     }
@@ -75,7 +75,7 @@ class FileBytes {
   size_t offset() const { return offset_; }
 
   [[noreturn]] void corrupt(size_t offset, const std::string& why) const {
-    throw Corrupt(
+    throw CorruptError(
         text(path_.string(), ", byte ", offset, ::gzdirect(file_.get()) != 0 ? "" : " of the unpacked data", ": ", why),
         kFresh);
   }
@@ -170,17 +170,19 @@ FashionMnist load_fashion_mnist(const std::filesystem::path& folder, FashionMnis
 
   const auto where = text(folder.string(), ": ", prefix);
   if (data.images.dim() != 3 || data.images.size(1) != 28 || data.images.size(2) != 28) {
-    throw Corrupt(text(where, "-images is of shape ", join(data.images.sizes(), " x "), ", not N x 28 x 28"), kFresh);
+    throw CorruptError(text(where, "-images is of shape ", join(data.images.sizes(), " x "), ", not N x 28 x 28"),
+                       kFresh);
   }
   if (labels.dim() != 1 || labels.size(0) != data.images.size(0)) {
-    throw Corrupt(text(where, "-labels is of shape ", join(labels.sizes(), " x "), ", and there are ",
-                       data.images.size(0), " images"),
-                  kFresh);
+    throw CorruptError(text(where, "-labels is of shape ", join(labels.sizes(), " x "), ", and there are ",
+                            data.images.size(0), " images"),
+                       kFresh);
   }
   const auto* begin = labels.const_data_ptr<uint8_t>();
   const auto* end = begin + labels.numel();
   if (const auto* bad = std::find_if(begin, end, [](uint8_t label) { return label > 9; }); bad != end) {
-    throw Corrupt(text(where, "-labels: image ", bad - begin, " has label ", int{*bad}, "; labels are 0 to 9"), kFresh);
+    throw CorruptError(text(where, "-labels: image ", bad - begin, " has label ", int{*bad}, "; labels are 0 to 9"),
+                       kFresh);
   }
   data.labels = labels.to(at::kLong);
   return data;

@@ -81,8 +81,8 @@ constexpr int64_t kVersion = 1;
 int64_t read_number(torch::serialize::InputArchive& archive, const std::string& key) {
   c10::IValue value;
   if (!archive.try_read(key, value) || !value.isInt()) {
-    throw Corrupt(text("the archive does not hold a DistributedSampler: its number \"", key, "\" is missing"),
-                  "Load the archive that DistributedSampler::save() wrote");
+    throw CorruptError(text("the archive does not hold a DistributedSampler: its number \"", key, "\" is missing"),
+                       "Load the archive that DistributedSampler::save() wrote");
   }
   return value.toInt();
 }
@@ -156,7 +156,7 @@ void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   auto& state = *state_;
   if (const auto version = read_number(archive, kKind); version != kVersion) {
-    throw Corrupt(
+    throw CorruptError(
         text("the archive holds a DistributedSampler of version ", version, ", but this is version ", kVersion));
   }
   for (const auto& [name, value] : state.identity()) {
@@ -168,7 +168,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   const auto epoch = read_number(archive, "epoch");
   const auto index = read_number(archive, "index");
   if (index < 0 || static_cast<size_t>(index) > state.longest()) {
-    throw Corrupt(text("the saved DistributedSampler is at sample ", index, " of ", state.longest()));
+    throw CorruptError(text("the saved DistributedSampler is at sample ", index, " of ", state.longest()));
   }
   state.resume(static_cast<uint64_t>(epoch), std::min(static_cast<size_t>(index), state.size()));
 }

@@ -241,7 +241,7 @@ std::string operations_table(const JobBoxes& job, size_t each) {
   return rows.size() == 1 ? "no operations\n" : aligned(rows, {true, true, false, true, false, true, true, false});
 }
 
-std::string verdict(const JobBoxes& job) {
+std::string diagnosis(const JobBoxes& job) {
   std::string out;
   for (const auto& group : groups_of(job)) {
     const auto here = group.members.size();

@@ -19,7 +19,7 @@ std::string operations_table(const JobBoxes& job, size_t each);
 
 // For each group: where its ranks are, and if they are not at the same collective, which rank is late and what it does
 // instead.
-std::string verdict(const JobBoxes& job);
+std::string diagnosis(const JobBoxes& job);
 
 // "all_reduce #12 of group 'world', 1.2 MiB, running for 3.1 s" for the last `count` operations of one rank, last last.
 std::vector<std::string> last_operations(const shm::BlackBoxSnapshot& box, uint64_t now_ns, size_t count);

@@ -15,10 +15,10 @@
 #include <memory>
 #include <set>
 
+#include "base/byte_stream.h"
 #include "base/fd.h"
 #include "base/process.h"
 #include "base/text.h"
-#include "base/wire.h"
 #include "launch/process_info.h"
 #include "muster/base/error.h"
 
@@ -159,10 +159,10 @@ JobBoxes read_black_boxes(const std::filesystem::path& path) {
                           "Give one that muster run --black-box wrote");
   const std::string bytes((std::istreambuf_iterator<char>(file)), {});
   try {
-    if (!bytes.starts_with(kMagic)) throw Corrupt(text("it does not begin with ", kMagic));
+    if (!bytes.starts_with(kMagic)) throw CorruptError(text("it does not begin with ", kMagic));
     WireReader reader(std::string_view(bytes).substr(kMagic.size()));
     if (const auto format = reader.get<uint64_t>(); format != kFormat)
-      throw Corrupt(text("it has format ", format, ", and this Muster reads format ", kFormat));
+      throw CorruptError(text("it has format ", format, ", and this Muster reads format ", kFormat));
     JobBoxes boxes{.taken_ns = reader.get<uint64_t>()};
     for (auto count = reader.get<uint64_t>(); count > 0; --count) {
       std::string end(reader.get_string());
@@ -174,11 +174,12 @@ JobBoxes read_black_boxes(const std::filesystem::path& path) {
       boxes.ranks.push_back({shm::read_black_box(std::as_bytes(std::span(words))), std::move(end), {}});
     }
     reader.expect_done();
-    if (boxes.ranks.empty()) throw Corrupt("it has the black box of no rank");
+    if (boxes.ranks.empty()) throw CorruptError("it has the black box of no rank");
     boxes.job = boxes.ranks.front().box.job;
     return sorted(std::move(boxes));
-  } catch (const Corrupt& problem) {
-    throw Corrupt(text("'", path.string(), "' is not a file of black boxes: ", problem.message()), problem.advice());
+  } catch (const CorruptError& problem) {
+    throw CorruptError(text("'", path.string(), "' is not a file of black boxes: ", problem.message()),
+                       problem.advice());
   }
 }
 

@@ -39,7 +39,7 @@ std::vector<JobBoxes> find_jobs();
 // of the only job. InvalidArgument if there is no such job, or more than one.
 JobBoxes find_black_boxes(const std::string& job, pid_t pid);
 
-// InvalidArgument if the file does not exist, Corrupt if it is not a file of black boxes or is cut short.
+// InvalidArgument if the file does not exist, CorruptError if it is not a file of black boxes or is cut short.
 JobBoxes read_black_boxes(const std::filesystem::path& file);
 
 struct SavedBox {

@@ -55,11 +55,11 @@ bool OomWatch::in_kernel_log(pid_t pid) const {
   return false;
 }
 
-OomWatch::Verdict OomWatch::about(pid_t pid) const {
-  Verdict verdict;
+OomWatch::Finding OomWatch::about(pid_t pid) const {
+  Finding finding;
   for (const auto& group : groups_) {
     if (!group.kills) continue;
-    verdict.known = true;
+    finding.known = true;
     const auto now = counter(group.folder / "memory.events", "oom_kill");
     if (!now || *now <= *group.kills) continue;
     // The innermost cgroup with a limit is the one that ran out of memory.
@@ -69,22 +69,22 @@ OomWatch::Verdict OomWatch::about(pid_t pid) const {
       std::ifstream file(around.folder / "memory.max");
       if (limit.empty() && file >> bytes) limit = human_bytes(bytes);
     }
-    verdict.killed = true;
-    verdict.words = text("the kernel's out-of-memory killer ended it",
+    finding.killed = true;
+    finding.words = text("the kernel's out-of-memory killer ended it",
                          limit.empty() ? "" : text(", since its cgroup has used up its ", limit), "; ", kWhatToDo,
                          limit.empty() ? "" : ", or raise memory.max");
-    return verdict;
+    return finding;
   }
   const auto now = kills_of_system();
   const bool system_kill = now && system_ && *now > *system_;
   if (system_kill || in_kernel_log(pid)) {
-    verdict.known = verdict.killed = true;
-    verdict.words = text("the system ran out of memory, and the kernel's out-of-memory killer ended it; ", kWhatToDo);
-    return verdict;
+    finding.known = finding.killed = true;
+    finding.words = text("the system ran out of memory, and the kernel's out-of-memory killer ended it; ", kWhatToDo);
+    return finding;
   }
-  verdict.known = verdict.known || (now && system_);
-  if (verdict.known) verdict.words = "somebody killed it; the system did not run out of memory";
-  return verdict;
+  finding.known = finding.known || (now && system_);
+  if (finding.known) finding.words = "somebody killed it; the system did not run out of memory";
+  return finding;
 }
 
 }  // namespace muster::launch

@@ -21,13 +21,13 @@ class OomWatch {
  public:
   explicit OomWatch(std::filesystem::path root = "/");
 
-  struct Verdict {
+  struct Finding {
     bool known = false;   // a counter could be read
     bool killed = false;  // by the out-of-memory killer: this process, or one that cannot be distinguished from it
     std::string words;    // e.g. "the out-of-memory killer of the kernel ended it: …"; empty if not known
   };
   // For a process that SIGKILL has ended.
-  Verdict about(pid_t pid) const;
+  Finding about(pid_t pid) const;
 
  private:
   struct Group {

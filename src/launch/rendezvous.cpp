@@ -7,13 +7,13 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "base/text.h"
 #include "base/thread.h"
 #include "launch/outcome.h"
 #include "launch/patient_store.h"
+#include "launch/rendezvous_plan.h"
 #include "muster/base/error.h"
 #include "store/erase_all.h"
 #include "store/outage.h"
@@ -22,138 +22,12 @@
 namespace muster::launch {
 namespace {
 
-using Json = nlohmann::json;
 using std::chrono::milliseconds;
 
-constexpr int64_t kSeats = 1 << 16;      // more than any job has agents
-constexpr milliseconds kLook{50};        // between two looks at the agents that have come
 constexpr milliseconds kFarewell{3000};  // the time in which the other agents may learn of the job's end
-constexpr milliseconds kGoing{1000};     // the time in which an agent that leaves gives back its seat or says why
-// If two agents want the same number: an agent is dead after kDead looks without a beat, and lives after kAlive looks
-// that saw one.
-constexpr int kDead = 20, kAlive = 3;
-
 constexpr const char* kEnded = "ended";  // the job's only key after its end
 
-std::string key(int epoch, const std::string& name) { return text("agents/", epoch, '/', name); }
-
-Json to_json(const Agent& agent) {
-  return {{"host", agent.host},         {"ranks", agent.ranks},
-          {"wish", agent.wish},         {"was", agent.was},
-          {"port", agent.master_port},  {"identity", agent.identity},
-          {"restarts", agent.restarts}, {"max_restarts", agent.max_restarts},
-          {"line", agent.line},         {"seat", agent.seat},
-          {"done", agent.done}};
-}
-
-Agent agent_of(const Json& json) {
-  return {.host = json.at("host"),
-          .ranks = json.at("ranks"),
-          .wish = json.at("wish"),
-          .was = json.at("was"),
-          .master_port = json.at("port"),
-          .restarts = json.at("restarts"),
-          .max_restarts = json.at("max_restarts"),
-          .line = json.at("line"),
-          .done = json.at("done"),
-          .seat = json.at("seat"),
-          .identity = json.at("identity")};
-}
-
-// Reads what another agent wrote. Throws Corrupt if no agent can have written it.
-template <typename Read>
-auto parse(const std::string& name, const std::string& value, Read read) {
-  try {
-    return read(Json::parse(value));
-  } catch (const Json::exception& error) {
-    throw Corrupt(text("the job's store has a value at '", name, "' that no agent wrote: ", error.what()),
-                  "Run the same version of Muster on all hosts, and one job per store and --job-id");
-  }
-}
-
-// Runs a wait; nullopt if it ends with Timeout.
-template <typename Wait>
-auto unless_late(Wait wait) -> std::optional<decltype(wait())> {
-  try {
-    return wait();
-  } catch (const Timeout&) {
-    return std::nullopt;
-  }
-}
-
-EpochEnd end_in(const Json& json) {
-  return {.kind = json.at("kind").get<EpochEnd::Kind>(),
-          .node = json.at("node"),
-          .status = json.at("status"),
-          .cause = json.at("cause"),
-          .last = json.at("last")};
-}
-
-std::string to_string(const EpochEnd& end) {
-  const Json json = {
-      {"kind", end.kind}, {"node", end.node}, {"status", end.status}, {"cause", end.cause}, {"last", end.last}};
-  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
-// Sorts the agents by node number. If any agent asks for a number, these wishes decide. Otherwise each agent keeps its
-// number if there still is one like it, and the others take the free numbers.
-void put_in_order(std::vector<Agent>& agents) {
-  const bool wishes = std::any_of(agents.begin(), agents.end(), [](const Agent& agent) { return agent.wish >= 0; });
-  const auto place = [&](const Agent& agent) {
-    const int number = wishes ? agent.wish : agent.was;
-    return number < 0 ? std::numeric_limits<int>::max() : number;
-  };
-  std::stable_sort(agents.begin(), agents.end(), [&](const Agent& a, const Agent& b) { return place(a) < place(b); });
-  for (size_t i = 0; wishes && i + 1 < agents.size(); ++i)
-    if (agents[i].wish >= 0 && agents[i].wish == agents[i + 1].wish)
-      throw InvalidArgument(text("the agents on '", agents[i].host, "' and '", agents[i + 1].host,
-                                 "' both want to be node ", agents[i].wish),
-                            "Give each host its own --node-rank, or none any");
-  if (wishes) return;
-  std::vector<std::optional<Agent>> places(agents.size());
-  std::vector<Agent> others;
-  for (auto& agent : agents) {
-    const auto was = static_cast<size_t>(place(agent));
-    if (was < places.size() && !places[was])
-      places[was] = std::move(agent);
-    else
-      others.push_back(std::move(agent));
-  }
-  auto next = others.begin();
-  for (size_t i = 0; i < places.size(); ++i) agents[i] = places[i] ? *std::move(places[i]) : std::move(*next++);
-}
-
 }  // namespace
-
-int Plan::first_rank() const {
-  int first = 0;
-  for (int i = 0; i < node; ++i) first += agents[static_cast<size_t>(i)].ranks;
-  return first;
-}
-
-int Plan::world_size() const {
-  int size = 0;
-  for (const auto& agent : agents) size += agent.ranks;
-  return size;
-}
-
-int Plan::restarts() const {
-  int restarts = 0;
-  for (const auto& agent : agents) restarts = std::max(restarts, agent.restarts);
-  return restarts;
-}
-
-int Plan::max_restarts() const {
-  int most = std::numeric_limits<int>::max();
-  for (const auto& agent : agents) most = std::min(most, agent.max_restarts);
-  return most;
-}
-
-int Plan::line() const {
-  int newest = -1;
-  for (const auto& agent : agents) newest = std::max(newest, agent.line);
-  return newest < 0 ? epoch : newest;
-}
 
 Rendezvous::Rendezvous(std::shared_ptr<Store> store, Agent self, const RendezvousOptions& options)
     : options_(options),
@@ -464,158 +338,6 @@ void Rendezvous::tell_stop(int epoch) {
   const Outcome why = describe_stop(signal);
   sweep(nobodys,
         {.kind = EpochEnd::Kind::kStopped, .node = self_.was, .status = why.status, .cause = why.cause, .last = true});
-}
-
-// --- joining ---
-
-// Takes a seat in the first epoch from *epoch on that has room. Returns nullopt if this rendezvous has to stop, or if
-// the job has ended; then that end has been posted.
-std::optional<Plan> Rendezvous::join(int* epoch) {
-  for (;; ++*epoch) {
-    if (has_ended()) return std::nullopt;
-    auto plan = plan_of(*epoch, milliseconds(0));
-    if (!plan) {
-      self_.seat = store_->add(key(*epoch, "seats"), 1);
-      next_beat_ = Deadline::after(milliseconds(0));
-      beat(*epoch);
-      const std::string seat = key(*epoch, text("seat/", self_.seat));
-      store_->set(seat, to_json(self_).dump());
-      const auto go = [&] {  // gives back the seat; if that fails, the others notice later that it does not beat
-        const store::CallsBy soon(Deadline::after(kGoing));
-        store_->erase(seat);
-      };
-      try {
-        plan = await_plan(*epoch, Deadline::after(options_.timeout));
-      } catch (...) {
-        go();
-        throw;
-      }
-      if (!plan) {
-        go();
-        return std::nullopt;
-      }
-    }
-    if (plan->node >= 0) return plan;
-    // This epoch has a plan without us. If it has room for one more agent, end it: then the agents meet again, with us.
-    // Otherwise wait until it ends.
-    if (static_cast<int>(plan->agents.size()) < options_.most && !store_->try_get(key(*epoch, "done")))
-      write_end(*epoch, {.kind = EpochEnd::Kind::kRoom, .cause = text("an agent on '", self_.host, "' joins the job")});
-    if (!await_room(*plan)) return std::nullopt;
-  }
-}
-
-// Waits until the epoch of `plan`, which has no place for us, ends. Returns false if the job ends with it, or if we
-// have to stop.
-bool Rendezvous::await_room(const Plan& plan) {
-  std::vector<Pulse> pulses(plan.agents.size());
-  for (;;) {
-    if (auto end = end_of(plan.epoch, kBeat)) {
-      if (end->last) post(*std::move(end));
-      return !end->last;
-    }
-    if (stopping() || has_ended()) return false;
-    bool any = false;
-    for (size_t i = 0; i < pulses.size(); ++i) any = beats(plan.epoch, plan.agents[i].seat, &pulses[i]) || any;
-    if (!any)
-      write_end(plan.epoch,
-                {.kind = EpochEnd::Kind::kLost, .status = 1, .cause = "no agent of the job gave a sign of life"});
-  }
-}
-
-std::optional<Plan> Rendezvous::await_plan(int epoch, Deadline deadline) {
-  size_t seen = 0;
-  std::vector<Agent> here;  // agents that have a seat, have written their Agent, and beat
-  auto quiet = Deadline::never();
-  std::map<int64_t, Pulse> pulses;
-  for (;;) {
-    if (auto plan = plan_of(epoch, kLook)) return plan;
-    if (hears_stop(epoch) || stopping()) {
-      tell_stop(epoch);
-      return std::nullopt;
-    }
-    if (const auto end = end_of(epoch, milliseconds(0))) {
-      if (end->kind != EpochEnd::Kind::kDone) throw InvalidArgument(end->cause, "Look at what the other hosts say");
-      post(*end);
-      const Plan nobodys{.epoch = epoch, .agents = here};
-      await_others(nobodys);
-      sweep(nobodys, *end);
-      return std::nullopt;
-    }
-    if (has_ended()) return std::nullopt;
-    store_->add(key(epoch, text("beat/", self_.seat)), 1);
-    const auto seats =
-        store::stored_number(key(epoch, "seats"), store_->try_get(key(epoch, "seats")).value_or("0"), 0, kSeats);
-    here.clear();
-    for (int64_t seat = 1; seat <= seats; ++seat) {
-      const std::string name = key(epoch, text("seat/", seat));
-      const auto value = store_->try_get(name);
-      if (!value) continue;
-      Pulse& pulse = pulses[seat];
-      if ((beats(epoch, seat, &pulse, kLook) && pulse.seen) || seat == self_.seat)
-        here.push_back(parse(name, *value, agent_of));
-    }
-    const bool settled = settle_wishes(here, pulses);
-    if (here.size() != seen) quiet = Deadline::after(options_.last_call);
-    seen = here.size();
-    const auto count = static_cast<int>(here.size());
-    const auto is_here = [&](const std::string& identity) {
-      return std::any_of(here.begin(), here.end(), [&](const Agent& agent) { return agent.identity == identity; });
-    };
-    const bool all = !expected_.empty() && std::all_of(expected_.begin(), expected_.end(), is_here);
-    if (settled && (count >= options_.most || (count >= options_.least && (all || quiet.passed()))))
-      propose(epoch, here);
-    if (deadline.passed())
-      throw Timeout(text(count, " of ", options_.least, options_.least == 1 ? " agent" : " agents", " came within ",
-                         options_.timeout.count(), " ms"),
-                    {},
-                    "Look whether muster run is started on the other hosts, with the same --rdzv, --nnodes and secret");
-  }
-}
-
-// Two agents may ask for one number: a launcher that died while the agents met, and the one that was started in its
-// place. Removes those that do not beat any more from `here`. Returns false while it is not known which of them beat.
-bool Rendezvous::settle_wishes(std::vector<Agent>& here, std::map<int64_t, Pulse>& pulses) {
-  bool settled = true;
-  std::vector<int64_t> dead;
-  for (const auto& agent : here) {
-    Pulse& pulse = pulses[agent.seat];
-    const bool has_rival = agent.wish >= 0 && std::any_of(here.begin(), here.end(), [&](const Agent& other) {
-                             return other.wish == agent.wish && other.seat != agent.seat;
-                           });
-    if (!has_rival) {
-      pulse.rivalled = 0;
-      continue;
-    }
-    if (pulse.still == 0) ++pulse.rivalled;
-    if (pulse.still >= kDead) {
-      dead.push_back(agent.seat);
-    } else if (pulse.rivalled < kAlive) {
-      settled = false;
-    }
-  }
-  std::erase_if(here,
-                [&](const Agent& agent) { return std::find(dead.begin(), dead.end(), agent.seat) != dead.end(); });
-  return settled;
-}
-
-void Rendezvous::propose(int epoch, std::vector<Agent> agents) {
-  const auto before = [](const Agent& agent) { return agent.was >= 0; };
-  if (std::any_of(agents.begin(), agents.end(), before) &&
-      std::all_of(agents.begin(), agents.end(), [&](const Agent& agent) { return agent.done || !before(agent); }))
-    return write_end(epoch, {.last = true});
-  // Agents of the epoch before come first, whatever their seats.
-  std::stable_sort(agents.begin(), agents.end(),
-                   [](const Agent& a, const Agent& b) { return (a.was >= 0) > (b.was >= 0); });
-  if (agents.size() > static_cast<size_t>(options_.most)) agents.resize(static_cast<size_t>(options_.most));
-  try {
-    put_in_order(agents);
-  } catch (const InvalidArgument& error) {
-    write_end(epoch, {.kind = EpochEnd::Kind::kFailed, .status = 2, .cause = error.message(), .last = true});
-    throw;
-  }
-  Json plan = Json::array();
-  for (const auto& agent : agents) plan.push_back(to_json(agent));
-  store_->compare_set(key(epoch, "plan"), std::nullopt, plan.dump());
 }
 
 // --- an epoch ---

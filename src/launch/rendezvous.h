@@ -141,7 +141,7 @@ class Rendezvous {
   Rendezvous& operator=(const Rendezvous&) = delete;
   ~Rendezvous();
 
-  // A plan, the user's wish to stop, the end of that epoch, or why there is no plan: Timeout (which agents came),
+  // A plan, the user's wish to stop, the end of that epoch, or why there is no plan: TimeoutError (which agents came),
   // InvalidArgument (two agents with one wish), Unavailable (the store is gone). In that order.
   using Event = std::variant<Plan, StopRequest, EpochEnd, std::exception_ptr, StoreSilence>;
   int events_fd() const { return events_fd_.get(); }  // readable when next_event() has one

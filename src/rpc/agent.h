@@ -40,7 +40,7 @@
 #include <vector>
 
 #include "base/fork_count.h"
-#include "comm/world_parts.h"
+#include "comm/world/world_parts.h"
 #include "muster/base/error.h"
 #include "muster/rpc/call.h"
 #include "muster/rpc/function.h"

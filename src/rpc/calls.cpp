@@ -40,8 +40,8 @@ void Agent::wait_for_room(int to, Deadline deadline) {
   if (room()) return;
   if (!executor_->wait(
           room, [&](nanoseconds limit) { there.room.sleep(limit, room); }, deadline))
-    throw Timeout(text("worker \"", workers_[static_cast<size_t>(to)].name, "\" has not answered ",
-                       there.outstanding.load(), " calls; no more can be made"));
+    throw TimeoutError(text("worker \"", workers_[static_cast<size_t>(to)].name, "\" has not answered ",
+                            there.outstanding.load(), " calls; no more can be made"));
 }
 
 // Waits while more than max_backlog bytes wait on the way to the worker. If the thread is one of the pool, another
@@ -57,8 +57,8 @@ void Agent::wait_for_backlog(int to, Deadline deadline) {
     }
   };
   if (!room() && !executor_->wait(room, sleep, deadline))
-    throw Timeout(text("worker \"", workers_[static_cast<size_t>(to)].name,
-                       "\" does not take what was sent to it: ", way.backlog(to), " bytes wait"));
+    throw TimeoutError(text("worker \"", workers_[static_cast<size_t>(to)].name,
+                            "\" does not take what was sent to it: ", way.backlog(to), " bytes wait"));
 }
 
 void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::PendingCall& call) {
@@ -254,9 +254,9 @@ void Agent::cancel(detail::FutureState& state) {
 }
 
 std::exception_ptr Agent::late_error(const detail::PendingCall& call) const {
-  return std::make_exception_ptr(Timeout(text("worker \"", workers_[static_cast<size_t>(call.to)].name,
-                                              "\" did not answer ", call.function->name, " in time"),
-                                         {call.to}));
+  return std::make_exception_ptr(TimeoutError(text("worker \"", workers_[static_cast<size_t>(call.to)].name,
+                                                   "\" did not answer ", call.function->name, " in time"),
+                                              {call.to}));
 }
 
 Clock::time_point Agent::next_tick() const {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/byte_stream.h"
 #include "base/text.h"
-#include "base/wire.h"
 #include "muster/base/error.h"
 
 namespace muster::rpc {
@@ -44,7 +44,7 @@ c10::Device decode_device(WireReader& reader) {
   const auto type = reader.get<int8_t>();
   const auto index = reader.get<c10::DeviceIndex>();
   if (type < 0 || type >= c10::COMPILE_TIME_MAX_DEVICE_TYPES || index < -1)
-    throw Corrupt("a device map has a device that cannot exist");
+    throw CorruptError("a device map has a device that cannot exist");
   return {static_cast<c10::DeviceType>(type), index};
 }
 

@@ -1,11 +1,12 @@
+#include "rpc/error_reply.h"
+
 #include <cxxabi.h>
 
 #include <typeinfo>
 
+#include "base/byte_stream.h"
 #include "base/text.h"
-#include "base/wire.h"
 #include "muster/rpc/function.h"
-#include "muster/rpc/remote_error.h"
 
 namespace muster::rpc {
 namespace {
@@ -20,22 +21,7 @@ void cut(std::string& text) {
   text += "…";
 }
 
-std::string line(const std::string& worker, const std::string& function, const std::string& type,
-                 const std::string& message) {
-  std::string line = text("worker \"", worker, "\" in ", function, ": ", type);
-  if (!message.empty()) line += ": " + message;
-  return line;
-}
-
 }  // namespace
-
-RemoteError::RemoteError(std::string worker, std::string function, std::string type, std::string remote_message,
-                         std::string advice)
-    : Remote(line(worker, function, type, remote_message), std::move(advice)),
-      worker_(std::move(worker)),
-      function_(std::move(function)),
-      type_(std::move(type)),
-      remote_message_(std::move(remote_message)) {}
 
 namespace detail {
 

@@ -10,7 +10,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "muster/rpc/remote_error.h"
+#include "rpc/error_reply.h"
 #include "rpc/tensor_table.h"
 
 namespace muster::rpc {
@@ -18,7 +18,7 @@ namespace {
 
 Header header_of(std::string_view& body) {
   const auto header = read_pod<Header>(body);
-  if (header.payload > body.size()) throw Corrupt("a message of the agent is shorter than it says");
+  if (header.payload > body.size()) throw CorruptError("a message of the agent is shorter than it says");
   return header;
 }
 
@@ -88,7 +88,7 @@ void Agent::on_message(int from, std::string_view body, std::vector<transport::P
         return;
       }
     }
-    throw Corrupt("a message of an unknown kind");
+    throw CorruptError("a message of an unknown kind");
   } catch (const std::exception& error) {
     MUSTER_LOG(kError) << "rpc: a message of worker \"" << workers_[static_cast<size_t>(from)].name
                        << "\" was dropped: " << error.what();
@@ -103,7 +103,7 @@ Payload Agent::read(int from, const Header& header, std::string_view& rest, std:
   Payload payload;
   rest.remove_prefix(header.payload);
   if (header.kind == Kind::kCall || header.kind == Kind::kReply) {
-    if (header.token > rest.size()) throw Corrupt("a message of the agent is shorter than it says");
+    if (header.token > rest.size()) throw CorruptError("a message of the agent is shorter than it says");
     payload.note = rest.substr(0, header.token);
     rest.remove_prefix(header.token);
   }

@@ -74,7 +74,7 @@ void load(torch::optim::Optimizer& optimizer, const OptimizerState& state) {
   try {
     archive.load_from(state.archive.data(), state.archive.size());
   } catch (const c10::Error& error) {
-    throw Corrupt(text("the state of an optimizer does not parse: ", error.what_without_backtrace()));
+    throw CorruptError(text("the state of an optimizer does not parse: ", error.what_without_backtrace()));
   }
   try {
     optimizer.load(archive);

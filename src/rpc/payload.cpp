@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kDeepest = 128;
 
-[[noreturn]] void corrupt(std::string_view why) { throw Corrupt(text("the values of a message: ", why)); }
+[[noreturn]] void corrupt(std::string_view why) { throw CorruptError(text("the values of a message: ", why)); }
 
 }  // namespace
 
@@ -220,7 +220,7 @@ std::optional<size_t> argument_with(std::string_view body, size_t tensor) {
   for (size_t number = 1;; ++number) {
     try {
       if (has_tensor(reader.next(), static_cast<uint32_t>(tensor))) return number;
-    } catch (const Corrupt&) {  // no more arguments
+    } catch (const CorruptError&) {  // no more arguments
       return {};
     }
   }
@@ -232,7 +232,7 @@ void cannot_send(const std::type_info& type, std::string_view why) {
 }
 
 void is_not(const std::type_info& type, std::string_view why) {
-  throw Corrupt(
+  throw CorruptError(
       text("the values of a message are not of type ", type_name(type), ": ", why),
       "The two programs have the function, but another definition of a type in it: build both from one source");
 }

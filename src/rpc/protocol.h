@@ -71,7 +71,7 @@ static_assert(sizeof(RefRecord) == 24);
 
 template <typename T>
 T read_pod(std::string_view& bytes) {
-  if (bytes.size() < sizeof(T)) throw Corrupt("a message of the agent is shorter than it says");
+  if (bytes.size() < sizeof(T)) throw CorruptError("a message of the agent is shorter than it says");
   T value;
   std::memcpy(&value, bytes.data(), sizeof value);
   bytes.remove_prefix(sizeof value);

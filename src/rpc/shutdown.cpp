@@ -102,9 +102,10 @@ void Agent::shut_down(Shutdown how, Deadline deadline) {
   close(Deadline::after(std::clamp<nanoseconds>(deadline.left(), milliseconds(500), milliseconds(10'000))));
   if (error) throw *error;
   if (!in_time)
-    throw Timeout(text("shutdown of RPC: ", missing.empty() ? std::string("calls of this worker have not ended")
-                                                            : text("worker ", join(missing), " has not shut down")),
-                  missing, "Every worker must call rpc::shutdown()");
+    throw TimeoutError(
+        text("shutdown of RPC: ", missing.empty() ? std::string("calls of this worker have not ended")
+                                                  : text("worker ", join(missing), " has not shut down")),
+        missing, "Every worker must call rpc::shutdown()");
 }
 
 void Agent::close(Deadline flush) {

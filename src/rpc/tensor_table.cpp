@@ -284,7 +284,7 @@ void write_tensors(std::vector<at::Tensor>& tensors, std::string& body, std::vec
 
 namespace {
 
-[[noreturn]] void corrupt_tensor(std::string_view what) { throw Corrupt(text("a tensor of a message: ", what)); }
+[[noreturn]] void corrupt_tensor(std::string_view what) { throw CorruptError(text("a tensor of a message: ", what)); }
 
 using Numbers = c10::SmallVector<int64_t, 6>;
 

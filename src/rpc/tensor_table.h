@@ -23,7 +23,7 @@
 // A received piece with an owner becomes the tensors' memory, in place, if its address suits the dtype; others are
 // copied. Such a tensor can be resized: it then moves to memory from libtorch's own allocator.
 //
-// Errors of reading: Corrupt, for every number that does not fit. No allocation trusts the table: its lengths are
+// Errors of reading: CorruptError, for every number that does not fit. No allocation trusts the table: its lengths are
 // compared with the bytes and the pieces that are there. Thread-safety: functions of their arguments.
 #pragma once
 
@@ -34,7 +34,7 @@
 #include <string>
 #include <vector>
 
-#include "base/wire.h"
+#include "base/byte_stream.h"
 #include "muster/base/error.h"
 #include "transport/transport.h"
 

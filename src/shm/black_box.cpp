@@ -143,7 +143,7 @@ void renumber_black_box(int fd, int rank, int world_size) {
 
 std::shared_ptr<BlackBox> BlackBox::open(int fd) {
   if (!is_black_box(fd))
-    throw Corrupt(text("descriptor ", fd, " is not a black box, or is one of another version of Muster"));
+    throw CorruptError(text("descriptor ", fd, " is not a black box, or is one of another version of Muster"));
   commit(fd, 0, sizeof(Segment));  // a shortage is an error here, and not a SIGBUS in the middle of training
   auto mapping = map_memfd(fd);
 #ifdef MADV_POPULATE_WRITE

@@ -64,7 +64,7 @@ struct BlackBoxEntry {
 
 class BlackBox {
  public:
-  // The box in `fd`, which must come from create_black_box() and may be closed afterwards. Corrupt if it does not.
+  // The box in `fd`, which must come from create_black_box() and may be closed afterwards. CorruptError if it does not.
   static std::shared_ptr<BlackBox> open(int fd);
 
   // The names of the codes; the first 32 operations and 64 dtypes are kept. Every call must pass the same names.

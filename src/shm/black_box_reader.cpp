@@ -79,7 +79,7 @@ struct ReadOnly {
     // It must be sealed, or it could shrink while it is read.
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(fd, &info) != 0 ||
         static_cast<size_t>(info.st_size) < sizeof(Segment))
-      throw Corrupt("a descriptor is not a black box");
+      throw CorruptError("a descriptor is not a black box");
     size = static_cast<size_t>(info.st_size);
     data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
     if (data == MAP_FAILED) throw_errno("mapping a black box");
@@ -92,17 +92,17 @@ struct ReadOnly {
 }  // namespace
 
 BlackBoxSnapshot read_black_box(std::span<const std::byte> bytes) {
-  if (bytes.size() < sizeof(Segment)) throw Corrupt(text("a black box of ", bytes.size(), " bytes is too short"));
+  if (bytes.size() < sizeof(Segment)) throw CorruptError(text("a black box of ", bytes.size(), " bytes is too short"));
   const auto& segment = *reinterpret_cast<const Segment*>(bytes.data());
   const auto header = std::make_unique<Header>();
   copy_words(header.get(), &segment.header, sizeof(Header));
   constexpr uint64_t kMost = std::numeric_limits<int>::max();
-  if (header->magic != kMagic) throw Corrupt("a black box does not begin with its magic number");
+  if (header->magic != kMagic) throw CorruptError("a black box does not begin with its magic number");
   if (header->format != kFormat)
-    throw Corrupt(text("a black box has format ", header->format, ", and this Muster reads format ", kFormat),
-                  "Use the muster command of the version that made it");
+    throw CorruptError(text("a black box has format ", header->format, ", and this Muster reads format ", kFormat),
+                       "Use the muster command of the version that made it");
   if (header->world_size > kMost || header->rank >= header->world_size || header->owner > kMost)
-    throw Corrupt("a black box names an impossible rank");
+    throw CorruptError("a black box names an impossible rank");
 
   BlackBoxSnapshot box;
   box.rank = static_cast<int>(header->rank);

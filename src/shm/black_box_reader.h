@@ -60,7 +60,7 @@ struct BlackBoxSnapshot {
 
 // `segment`: aligned to 8 bytes, as mappings and vectors of words are.
 BlackBoxSnapshot read_black_box(std::span<const std::byte> segment);
-// The box in a memfd, which may be open for reading only. Corrupt, too, if it is not a sealed memfd.
+// The box in a memfd, which may be open for reading only. CorruptError, too, if it is not a sealed memfd.
 BlackBoxSnapshot read_black_box(int fd);
 // The bytes of a box, for a file; read_black_box() understands them.
 std::vector<uint64_t> copy_black_box(int fd);

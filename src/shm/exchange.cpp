@@ -30,8 +30,8 @@ sockaddr_un abstract_address(const std::string& name, socklen_t* length) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (name.empty() || name.size() >= sizeof address.sun_path)  // it may come from the store
-    throw Corrupt(text("a name of ", name.size(), " bytes for a Unix socket"),
-                  "Run the same version of Muster on all ranks");
+    throw CorruptError(text("a name of ", name.size(), " bytes for a Unix socket"),
+                       "Run the same version of Muster on all ranks");
   // sun_path[0] stays 0: the abstract namespace (unix(7)).
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   *length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
@@ -88,11 +88,11 @@ void throw_if_one_died(const KnownRanks& known) {
     if (const auto peer = peer_of(known, rank); peer.dead()) throw lost(known, rank, peer.pid);
 }
 
-Timeout not_come(const KnownRanks& known, std::vector<int> missing, int size) {
+TimeoutError not_come(const KnownRanks& known, std::vector<int> missing, int size) {
   for (int& rank : missing) rank = known.called(rank);
-  return Timeout(text("the group did not come together: rank(s) ", join(missing), " of ",
-                      known.shown.empty() ? std::to_string(size) : join(known.shown), " did not come"),
-                 missing, "Check whether they started, and look at their standard error");
+  return TimeoutError(text("the group did not come together: rank(s) ", join(missing), " of ",
+                           known.shown.empty() ? std::to_string(size) : join(known.shown), " did not come"),
+                      missing, "Check whether they started, and look at their standard error");
 }
 
 Deadline earlier(Deadline a, Deadline b) { return b.when() < a.when() ? b : a; }
@@ -270,7 +270,7 @@ class Hub {
     Hello hello;
     try {
       hello = Hello::parse(message->bytes);
-    } catch (const Corrupt&) {
+    } catch (const CorruptError&) {
       return;
     }
     if (hello.nonce != nonce_) return;
@@ -366,8 +366,8 @@ UniqueFd connect_to_hub(const std::string& name, Deadline deadline, const KnownR
 Message next_message(int socket, Deadline deadline, const KnownRanks& known, const std::function<void()>& look) {
   while (!wait_for(socket, POLLIN, earlier(deadline, Deadline::after(kLook))) && !deadline.passed()) look();
   if (!wait_for(socket, POLLIN, Deadline::after(std::chrono::milliseconds(0))))
-    throw Timeout(text("rank ", known.called(0), " did not answer while the group came together"), {known.called(0)},
-                  "Look at its standard error");
+    throw TimeoutError(text("rank ", known.called(0), " did not answer while the group came together"),
+                       {known.called(0)}, "Look at its standard error");
   auto message = receive_message(socket);
   if (!message) throw_hub_left(known);
   return std::move(*message);
@@ -381,11 +381,11 @@ std::string await_invitation(const NoticeBoard& board, const std::string& key, D
     try {
       return board.read(
           key, hub.pidfd ? earlier(deadline, Deadline::after(dead ? std::chrono::milliseconds(0) : kLook)) : deadline);
-    } catch (const Timeout&) {
+    } catch (const TimeoutError&) {
       if (dead) throw lost(known, 0, hub.pid);
       if (deadline.passed())
-        throw Timeout(text("the group did not come together: rank ", known.called(0), " did not come"),
-                      {known.called(0)}, "Check whether it started");
+        throw TimeoutError(text("the group did not come together: rank ", known.called(0), " did not come"),
+                           {known.called(0)}, "Check whether it started");
     }
   }
 }
@@ -432,7 +432,8 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
   std::vector<UniqueFd> all;
   while (all.size() < total) {
     Message more = next_message(socket.get(), deadline, known, look);
-    if (more.fds.empty()) throw Corrupt(text("rank ", known.called(0), " sent fewer descriptors than it announced"));
+    if (more.fds.empty())
+      throw CorruptError(text("rank ", known.called(0), " sent fewer descriptors than it announced"));
     std::move(more.fds.begin(), more.fds.end(), std::back_inserter(all));
   }
   size_t next = 0;

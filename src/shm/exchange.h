@@ -12,7 +12,7 @@
 // arrives. Ranks of another host, or of another network namespace, get Unavailable.
 //
 // Errors:
-//   Timeout    names the ranks that did not come, on all ranks that did
+//   TimeoutError    names the ranks that did not come, on all ranks that did
 //   PeerLost   names a rank that died: the hub, or a rank whose process id is known beforehand (a pidfd then reports
 //              its death immediately)
 //   Mismatch   ranks disagree about the group's size
@@ -41,7 +41,7 @@ struct Participant {
 // Where the hub leaves its invitation: the job's store. This layer knows nothing else about the store.
 struct NoticeBoard {
   std::function<void(const std::string& key, const std::string& value)> post;
-  std::function<std::string(const std::string& key, Deadline deadline)> read;  // waits for it; Timeout
+  std::function<std::string(const std::string& key, Deadline deadline)> read;  // waits for it; TimeoutError
   std::function<void(const std::string& key)> look = {};    // called now and then during a wait; may throw
   std::function<void(const std::string& key)> remove = {};  // when all have met; may throw
 };

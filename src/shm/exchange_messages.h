@@ -4,7 +4,7 @@
 //   hello       a rank to rank 0: nonce, rank, size; with its descriptors
 //   answer      rank 0 to a rank: a kind, and what belongs to it
 //
-// Every parse() takes bytes of any origin and throws Corrupt unless they are such a message; what it returns is within
+// Every parse() takes bytes of any origin and throws CorruptError unless they are such a message; what it returns is within
 // the bounds said here. Thread-safety: values.
 #pragma once
 
@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/wire.h"
+#include "base/byte_stream.h"
 
 namespace muster::shm {
 
@@ -83,14 +83,14 @@ struct Answer {
     return out.take();
   }
   // `size`: number of ranks in the group. A kWelcome must have that many ranks; a missing or lost rank must be one of
-  // them. Corrupt if not.
+  // them. CorruptError if not.
   static Answer parse(std::string_view bytes, int size) {
     WireReader in(bytes);
     Answer answer;
     answer.kind = in.get<Kind>();
     const auto rank_of_group = [&] {
       const auto rank = in.get<int32_t>();
-      if (rank < 0 || rank >= size) throw Corrupt("rank 0 names a rank that is not in the group");
+      if (rank < 0 || rank >= size) throw CorruptError("rank 0 names a rank that is not in the group");
       return rank;
     };
     switch (answer.kind) {
@@ -98,7 +98,7 @@ struct Answer {
         for (int rank = 0; rank < size; ++rank) {
           answer.ranks.push_back({in.get<int32_t>(), in.get<uint32_t>()});
           if (answer.ranks.back().fds > kMaxFdsEach)
-            throw Corrupt("rank 0 says that a rank has more descriptors than it may");
+            throw CorruptError("rank 0 says that a rank has more descriptors than it may");
         }
         break;
       case Kind::kTimeout:
@@ -113,8 +113,8 @@ struct Answer {
         answer.pid = in.get<int32_t>();
         break;
       default:
-        throw Corrupt("rank 0 sent an answer of an unknown kind while the group came together",
-                      "Run the same version of Muster on all ranks");
+        throw CorruptError("rank 0 sent an answer of an unknown kind while the group came together",
+                           "Run the same version of Muster on all ranks");
     }
     in.expect_done();
     return answer;

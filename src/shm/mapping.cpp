@@ -72,7 +72,7 @@ std::shared_ptr<Mapping> map_memfd(int fd) {
   if (::fstat(fd, &info) != 0) throw_errno("fstat of a shared-memory segment");
   const int seals = ::fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & kSizeSeals) != kSizeSeals)
-    throw Corrupt("a shared-memory segment from a peer is not sealed");
+    throw CorruptError("a shared-memory segment from a peer is not sealed");
 
   auto& cache = mapping_cache();
   const std::lock_guard lock(cache.mutex);

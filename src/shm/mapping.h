@@ -37,7 +37,7 @@ class Mapping {
   size_t size_;
 };
 
-// Maps the whole of a memfd, readable and writable. Corrupt if the size is not sealed (the memfd did not come from
+// Maps the whole of a memfd, readable and writable. CorruptError if the size is not sealed (the memfd did not come from
 // create_memfd()).
 std::shared_ptr<Mapping> map_memfd(int fd);
 

@@ -54,7 +54,7 @@ auto run_in_time(Call call) {
   auto result = task->get_future();
   start_thread("muster-c10d", [task] { (*task)(); }).detach();
   if (result.wait_until(deadline.when()) == std::future_status::timeout)
-    throw Timeout("the c10d store does not answer");
+    throw TimeoutError("the c10d store does not answer");
   return result.get();
 }
 
@@ -66,7 +66,7 @@ auto translated(std::string_view what, Call&& call) {
   } catch (const Error&) {
     throw;
   } catch (const c10::DistStoreError& error) {
-    throw Timeout(text("the c10d store did not ", what, " in time: ", error.msg()));
+    throw TimeoutError(text("the c10d store did not ", what, " in time: ", error.msg()));
   } catch (const c10::Error& error) {
     throw Unavailable(text("the c10d store could not ", what, ": ", error.msg()),
                       "The process that serves it (torchrun, or rank 0) may have ended");
@@ -147,7 +147,7 @@ class FromC10d final : public Store {
       return result.version > after;
     };
     if (!poll(deadline, is_newer))
-      throw Timeout(text("the store's key ", store::quote(name), " did not change in time"));
+      throw TimeoutError(text("the store's key ", store::quote(name), " did not change in time"));
     return result;
   }
 
@@ -213,8 +213,8 @@ class FromC10d final : public Store {
     for (const auto& key : keys)
       if (!translated("check a key", [base = base_, key] { return base->check({key}); }))
         missing.push_back(store::quote(key));
-    throw Timeout(text("nobody set the store's key ", join(missing), " in time"), {},
-                  "A rank that sets it may have failed or not have started; look at its output");
+    throw TimeoutError(text("nobody set the store's key ", join(missing), " in time"), {},
+                       "A rank that sets it may have failed or not have started; look at its output");
   }
 
   // Reads a watched key and returns its value and version. If note() has noted a change by this bridge meanwhile, the
@@ -249,7 +249,7 @@ template <typename Call>
 auto as_c10d(Call&& call) {
   try {
     return call();
-  } catch (const Timeout& error) {
+  } catch (const TimeoutError& error) {
     C10_THROW_ERROR(DistStoreError, error.what());
   } catch (const Unavailable& error) {
     C10_THROW_ERROR(DistNetworkError, error.what());

@@ -25,7 +25,7 @@ std::string from_base64(const std::string& text) {
   const int size =
       ::EVP_DecodeBlock(reinterpret_cast<unsigned char*>(bytes.data()),
                         reinterpret_cast<const unsigned char*>(text.data()), static_cast<int>(text.size()));
-  if (size < 0 || text.size() % 4 != 0) throw Corrupt("etcd sent a value that is not base64");
+  if (size < 0 || text.size() % 4 != 0) throw CorruptError("etcd sent a value that is not base64");
   const size_t padding = text.ends_with("==") ? 2 : text.ends_with("=") ? 1 : 0;
   bytes.resize(static_cast<size_t>(size) - padding);
   return bytes;
@@ -41,9 +41,9 @@ auto reading(Read read) {
   try {
     return read();
   } catch (const Json::exception& error) {
-    throw Corrupt(text("an answer does not have etcd's format: ", error.what()),
-                  "Look whether an etcd of version 3.4 or later "
-                  "serves at that address");
+    throw CorruptError(text("an answer does not have etcd's format: ", error.what()),
+                       "Look whether an etcd of version 3.4 or later "
+                       "serves at that address");
   }
 }
 
@@ -53,7 +53,7 @@ int64_t number(const Json& object, const char* name) {
   int64_t value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
   if (error != std::errc() || end != digits.data() + digits.size())
-    throw Corrupt(text("etcd's ", name, " is '", digits, "', not a number"));
+    throw CorruptError(text("etcd's ", name, " is '", digits, "', not a number"));
   return value;
 }
 

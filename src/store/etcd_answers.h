@@ -1,6 +1,6 @@
 // Parses etcd's answers (etcd_client.h), which are JSON, and checks everything in them.
 //
-// Errors: Corrupt for any bytes that are not such an answer. Thread-safety: pure functions.
+// Errors: CorruptError for any bytes that are not such an answer. Thread-safety: pure functions.
 #pragma once
 
 #include <cstdint>

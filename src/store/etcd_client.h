@@ -7,7 +7,7 @@
 // https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/ and …/learning/api/ describe the messages.
 //
 // Errors: Unavailable if no endpoint answers in time, or if etcd refuses (the message quotes it); InvalidArgument if a
-// request is too large for etcd; Corrupt if an answer is not etcd's. Thread-safety: all methods.
+// request is too large for etcd; CorruptError if an answer is not etcd's. Thread-safety: all methods.
 #pragma once
 
 #include <atomic>

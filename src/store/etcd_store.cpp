@@ -44,8 +44,8 @@ std::string_view token_of(std::string_view stored) { return stored.substr(0, kTo
 
 std::string value_of(std::string_view key, std::string_view stored) {
   if (stored.size() < kTokenSize)
-    throw Corrupt(text("etcd's key ", quote(key), " holds what no store of Muster has put there"),
-                  "Use another prefix in the address: etcd://host:port/prefix");
+    throw CorruptError(text("etcd's key ", quote(key), " holds what no store of Muster has put there"),
+                       "Use another prefix in the address: etcd://host:port/prefix");
   return std::string(stored.substr(kTokenSize));
 }
 
@@ -183,8 +183,8 @@ class EtcdStore final : public Store, public EraseAll, public Outage {
       if (swapped.stored) return;
       if (!swapped.surely_once && was_stored(name, now.revision, token, deadline)) return;
       if (deadline.passed())
-        throw Timeout(text("the store's key ", quote(key), " is changed by others all the time"), {},
-                      "Look whether etcd is overloaded");
+        throw TimeoutError(text("the store's key ", quote(key), " is changed by others all the time"), {},
+                           "Look whether etcd is overloaded");
       now = std::move(swapped.now);
     }
   }

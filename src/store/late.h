@@ -22,14 +22,14 @@ inline std::string quote_some(const std::vector<std::string>& keys) {
   return join(names) + (keys.size() > named ? text(" and ", keys.size() - named, " more") : "");
 }
 
-inline Timeout nobody_set(const std::vector<std::string>& missing) {
-  return Timeout(
+inline TimeoutError nobody_set(const std::vector<std::string>& missing) {
+  return TimeoutError(
       text("nobody set the store's ", missing.size() > 1 ? "keys " : "key ", quote_some(missing), " in time"), {},
       "A rank that sets them may have failed or not have started; look at its output");
 }
 
-inline Timeout did_not_change(const std::string& key) {
-  return Timeout(text("the store's key ", quote(key), " did not change in time"));
+inline TimeoutError did_not_change(const std::string& key) {
+  return TimeoutError(text("the store's key ", quote(key), " did not change in time"));
 }
 
 }  // namespace muster::store

@@ -3,8 +3,8 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/byte_stream.h"
 #include "base/text.h"
-#include "base/wire.h"
 
 namespace muster::store {
 namespace {
@@ -53,10 +53,11 @@ std::string frame(const Request& request) {
 Request decode_request(std::string_view body) {
   WireReader in(body);
   if (const auto version = in.get<uint8_t>(); version != kProtocolVersion)
-    throw Corrupt(text("a request of protocol version ", int{version}, ", not ", int{kProtocolVersion}));
+    throw CorruptError(text("a request of protocol version ", int{version}, ", not ", int{kProtocolVersion}));
   Request request;
   request.op = in.get<Op>();
-  if (request.op > kLastOp) throw Corrupt(text("a request for an unknown operation ", static_cast<int>(request.op)));
+  if (request.op > kLastOp)
+    throw CorruptError(text("a request for an unknown operation ", static_cast<int>(request.op)));
   request.number = in.get<int64_t>();
   request.wait_ms = in.get<uint64_t>();
   request.client = in.get<uint64_t>();
@@ -68,7 +69,7 @@ Request decode_request(std::string_view body) {
   request.value = in.get_string();
   in.expect_done();
   const bool counts = request.op == Op::kWait || request.keys.size() == (request.op == Op::kNumKeys ? 0 : 1);
-  if (!counts) throw Corrupt(text("a request with ", request.keys.size(), " keys"));
+  if (!counts) throw CorruptError(text("a request with ", request.keys.size(), " keys"));
   return request;
 }
 
@@ -84,7 +85,7 @@ Reply decode_reply(std::string_view body) {
   WireReader in(body);
   Reply reply;
   const auto status = in.get<uint8_t>();
-  if (status > 1 + static_cast<int>(ErrorCode::kRemote)) throw Corrupt(text("a reply with status ", int{status}));
+  if (status > 1 + static_cast<int>(ErrorCode::kRemote)) throw CorruptError(text("a reply with status ", int{status}));
   if (status > 0) reply.error = static_cast<ErrorCode>(status - 1);
   reply.message = in.get_string();
   reply.advice = in.get_string();
@@ -106,7 +107,7 @@ Reply error_reply(const Error& error) {
 void throw_error(const Reply& reply) {
   switch (*reply.error) {
     case ErrorCode::kTimeout:
-      throw Timeout(reply.message, {}, reply.advice);
+      throw TimeoutError(reply.message, {}, reply.advice);
     case ErrorCode::kInvalidArgument:
       throw InvalidArgument(reply.message, reply.advice);
     case ErrorCode::kUnauthorized:

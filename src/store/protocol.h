@@ -6,9 +6,9 @@
 //   request body:  u8 protocol version | u8 operation | all fields of Request
 //   reply body:    u8 status (0, or 1 + ErrorCode) | all fields of Reply
 //
-// Numbers and strings are those of base/wire.h. Every frame carries all fields, used or not: that is about 70 bytes
+// Numbers and strings are those of base/byte_stream.h. Every frame carries all fields, used or not: that is about 70 bytes
 // more than necessary, and one encoding to test instead of nine. Times are sent as the milliseconds that are left,
-// because clocks differ; the server answers a wait whose time has passed with Timeout. While a request waits, its
+// because clocks differ; the server answers a wait whose time has passed with TimeoutError. While a request waits, its
 // client must send nothing. A server closes a connection that breaks these rules, without an answer.
 //
 // Between hosts a connection may be cut, and a client then sends its request again on another one (served_store.h). So
@@ -60,7 +60,7 @@ inline constexpr uint64_t kForever = UINT64_MAX;
 uint64_t wait_ms(Deadline deadline);
 Deadline deadline_of(uint64_t wait_ms);
 
-// `value` of a decoded request is valid as long as `body`. Decoding throws Corrupt unless the body is exactly one
+// `value` of a decoded request is valid as long as `body`. Decoding throws CorruptError unless the body is exactly one
 // message with the fields that its operation needs.
 std::string encode(const Request& request);
 std::string encode(const Reply& reply);

@@ -42,7 +42,7 @@ class ServedStore final : public Store, public Outage {
       Dialer::Dialed dialed;
       try {
         dialed = dialer_->dial(deadline);
-      } catch (const Timeout&) {
+      } catch (const TimeoutError&) {
         if (!reason) throw;
       }
       if (dialed.connection) {
@@ -64,7 +64,7 @@ class ServedStore final : public Store, public Outage {
   }
   std::string get(std::string_view key, Deadline deadline) override {
     auto reply = call_waiting(about(Op::kGet, key), deadline);
-    if (!reply.value) throw Corrupt(text("the store at ", address_, " answered without a value"));
+    if (!reply.value) throw CorruptError(text("the store at ", address_, " answered without a value"));
     return *std::move(reply.value);
   }
   std::optional<std::string> try_get(std::string_view key) override { return call(about(Op::kTryGet, key)).value; }
@@ -162,7 +162,7 @@ class ServedStore final : public Store, public Outage {
       Dialer::Dialed dialed;
       try {
         dialed = dialer_->dial(until);
-      } catch (const Timeout&) {  // a server took the connection, but did not answer: it is stopped, or busy
+      } catch (const TimeoutError&) {  // a server took the connection, but did not answer: it is stopped, or busy
         if (deadline.passed()) throw;
         if (!patience->is_never()) throw_gone();
         continue;
@@ -171,7 +171,7 @@ class ServedStore final : public Store, public Outage {
       const bool may_heal = (dialed.cut || dialed.busy) && dialer_->patience() > milliseconds(0);
       if (may_heal && patience->is_never()) *patience = Deadline::after(dialer_->patience());
       if (!(dialed.busy || may_heal) || patience->passed()) throw_gone();
-      if (deadline.passed()) throw Timeout(text("the store at ", address_, " accepts no connection in time"));
+      if (deadline.passed()) throw TimeoutError(text("the store at ", address_, " accepts no connection in time"));
       ::poll(nullptr, 0, until.poll_ms(pause));
     }
   }
@@ -193,7 +193,7 @@ class ServedStore final : public Store, public Outage {
       if (n == Connection::kGone) throw Cut();
       bytes.remove_prefix(static_cast<size_t>(n));
       if (n == 0 && events && !await(connection.fd(), events, deadline))
-        throw Timeout(text("the store at ", address_, " did not take a request in time"));
+        throw TimeoutError(text("the store at ", address_, " did not take a request in time"));
     }
   }
 
@@ -202,9 +202,9 @@ class ServedStore final : public Store, public Outage {
     short events = connection.has_received() ? 0 : POLLIN;
     for (;;) {
       if (events && !await(connection.fd(), events, deadline))
-        throw Timeout(text("the store at ", address_, " did not answer in time",
-                           request.keys.empty() ? "" : text(", asked about ", quote(request.keys[0]))),
-                      {}, "The process that serves it may be stopped or overloaded");
+        throw TimeoutError(text("the store at ", address_, " did not answer in time",
+                                request.keys.empty() ? "" : text(", asked about ", quote(request.keys[0]))),
+                           {}, "The process that serves it may be stopped or overloaded");
       const ssize_t n = connection.receive_some(to, &events);
       if (n == Connection::kGone) throw Cut();
       if (n > 0) return static_cast<size_t>(n);
@@ -219,7 +219,7 @@ class ServedStore final : public Store, public Outage {
     while (got < sizeof size) got += receive_some(connection, std::span(first).subspan(got), request, deadline);
     std::memcpy(&size, first.data(), sizeof size);
     got -= sizeof size;
-    if (size > kMaxBody || got > size) throw Corrupt(text("the store at ", address_, " sent what is not a reply"));
+    if (size > kMaxBody || got > size) throw CorruptError(text("the store at ", address_, " sent what is not a reply"));
     std::string body(first.data() + sizeof size, got);
     body.resize(size);
     while (got < size) got += receive_some(connection, std::span(body).subspan(got), request, deadline);

@@ -35,7 +35,7 @@ class Dialer {
     std::string reason;                      // then: why; may be empty
     bool cut = false;                        // then: it is unknown whether the server lives
   };
-  // Tries once. Throws errors that another attempt would not change (Unauthorized), and Timeout.
+  // Tries once. Throws errors that another attempt would not change (Unauthorized), and TimeoutError.
   virtual Dialed dial(Deadline deadline) = 0;
 
   virtual std::string address() const = 0;

@@ -103,7 +103,7 @@ template <typename Stream>
 asio::awaitable<std::string> read_body(Stream& stream) {
   uint32_t size = 0;
   co_await asio::async_read(stream, asio::buffer(&size, sizeof size), asio::use_awaitable);
-  if (size > kMaxBody) throw Corrupt(text("a message of ", size, " bytes; at most ", kMaxBody, " are allowed"));
+  if (size > kMaxBody) throw CorruptError(text("a message of ", size, " bytes; at most ", kMaxBody, " are allowed"));
   std::string body(size, '\0');
   co_await asio::async_read(stream, asio::buffer(body), asio::use_awaitable);
   co_return body;
@@ -161,7 +161,7 @@ asio::awaitable<void> serve_requests(std::shared_ptr<Session<Stream>> session) {
   using State = typename Session<Stream>::State;
   for (;;) {
     std::string body = co_await read_body(session->stream);
-    if (session->state == State::kWaiting) throw Corrupt("a request while another waits");
+    if (session->state == State::kWaiting) throw CorruptError("a request while another waits");
     while (session->state == State::kWriting && !session->gone) {
       asio::error_code ignored;
       session->bell.expires_at(Deadline::never().when());

@@ -151,7 +151,7 @@ SharedTable::Versioned SharedTable::wait_for(const Want& want, Deadline deadline
   }
 }
 
-Timeout SharedTable::timed_out(const Want& want) const {
+TimeoutError SharedTable::timed_out(const Want& want) const {
   if (want.above) return did_not_change(want.keys.at(0));
   std::vector<std::string> missing;
   {

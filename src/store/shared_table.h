@@ -64,7 +64,7 @@ class SharedTable {
   size_t num_waiting() const;
 
   // The error of a wait whose deadline has passed: it names the missing keys.
-  Timeout timed_out(const Want& want) const;
+  TimeoutError timed_out(const Want& want) const;
 
  private:
   using Waiters = std::vector<std::shared_ptr<Waiter>>;

@@ -22,12 +22,12 @@ inline std::optional<int64_t> number_of(std::string_view text, int64_t least, in
   return number;
 }
 
-// The same for the value of a key. Corrupt, if it is anything else.
+// The same for the value of a key. CorruptError, if it is anything else.
 inline int64_t stored_number(std::string_view key, std::string_view value, int64_t least, int64_t most) {
   if (const auto number = number_of(value, least, most)) return *number;
-  throw Corrupt(text("the store's key '", key, "': expected a whole number from ", least, " to ", most, ", got ",
-                     value.size(), " bytes that are not one"),
-                "Look whether another program uses the same store");
+  throw CorruptError(text("the store's key '", key, "': expected a whole number from ", least, " to ", most, ", got ",
+                          value.size(), " bytes that are not one"),
+                     "Look whether another program uses the same store");
 }
 
 }  // namespace muster::store

@@ -138,8 +138,8 @@ Resolved resolve(const TcpAddress& address, Deadline deadline) {
   }
   std::unique_lock lock(search->mutex);
   if (!deadline.wait(search->over, lock, [&] { return search->found.has_value(); }))
-    throw Timeout(text("the address of host ", quote(address.host), " was not found in time"), {},
-                  "Look whether its name server answers");
+    throw TimeoutError(text("the address of host ", quote(address.host), " was not found in time"), {},
+                       "Look whether its name server answers");
   return *std::move(search->found);
 }
 

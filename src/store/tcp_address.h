@@ -58,7 +58,7 @@ struct Resolved {
 };
 
 // The addresses of a host, from getaddrinfo(3). That function has no deadline, so a separate thread looks up names; if
-// it takes longer, it is left running. Timeout.
+// it takes longer, it is left running. TimeoutError.
 Resolved resolve(const TcpAddress& address, Deadline deadline);
 
 // A listening socket at the first of the host's addresses that allows it. Unavailable.

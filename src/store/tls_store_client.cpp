@@ -183,8 +183,8 @@ class TlsDialer final : public Dialer {
                            "store's address and not another service's");
       if (result == Connection::kGone) return false;
       if (!await(connection.fd(), events, deadline))
-        throw Timeout(text("the store at ", address(), " did not answer in time"), {},
-                      "The process that serves it may be stopped or overloaded");
+        throw TimeoutError(text("the store at ", address(), " did not answer in time"), {},
+                           "The process that serves it may be stopped or overloaded");
     }
   }
 

@@ -20,8 +20,8 @@
 #include "base/text.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/save.h"
-#include "comm/broadcast_bytes.h"
-#include "comm/environment.h"
+#include "comm/api/broadcast_bytes.h"
+#include "comm/world/job_environment.h"
 #include "launch/elastic_words.h"
 #include "muster/base/error.h"
 #include "muster/checkpoint/stop_signal.h"
@@ -104,14 +104,14 @@ void TrainingState::load(const std::string& bytes) {
   const auto theirs = c10::impl::toTypedDict<std::string, at::Tensor>(parts.at(0).toGenericDict());
   const Named mine = named_tensors(module_);
   if (mine.size() != theirs.size())
-    throw Corrupt(text("a module of ", mine.size(), " tensors cannot load a state of ", theirs.size()),
-                  "Build the same module on all ranks");
+    throw CorruptError(text("a module of ", mine.size(), " tensors cannot load a state of ", theirs.size()),
+                       "Build the same module on all ranks");
   const torch::NoGradGuard no_grad;
   for (const auto& entry : mine) {
     const auto found = theirs.find(entry.key());
     if (found == theirs.end() || found->value().sizes() != entry.value().sizes())
-      throw Corrupt(text("the state has no tensor '", entry.key(), "' with this module's shape"),
-                    "Build the same module on all ranks");
+      throw CorruptError(text("the state has no tensor '", entry.key(), "' with this module's shape"),
+                         "Build the same module on all ranks");
     entry.value().copy_(found->value());
   }
   const std::string& archived = parts.at(1).toStringRef();
@@ -263,7 +263,7 @@ std::shared_ptr<Store> launcher_store(Deadline deadline) {
 
 bool run(State& state, const Setup& setup, const Options& options) {
   const auto start = Deadline::after(options.world.timeout);
-  comm::Job job = comm::join_job(start);
+  comm::JoinedJob job = comm::join_job(start);
   Launcher launcher(launcher_store(start), job.placement.local_rank);
   int64_t epoch = env_int(launch::kEpochVariable).value_or(0);
   std::optional<StopSignal> signal;

@@ -127,7 +127,7 @@ auto EpochStore::in_slices(Deadline deadline, Wait wait) -> decltype(wait(deadli
   for (;;) {
     try {
       return wait(deadline.left() < kLook ? deadline : Deadline::after(kLook));
-    } catch (const Timeout&) {
+    } catch (const TimeoutError&) {
       if (deadline.passed()) throw;
     } catch (const Unavailable&) {
       if (!comes_again_ || deadline.passed()) throw;

@@ -12,7 +12,7 @@ namespace muster::transport {
 
 struct Directory {
   std::function<void(const std::string& key, const std::string& value)> post;
-  std::function<std::string(const std::string& key, Deadline deadline)> read;  // waits for it; Timeout
+  std::function<std::string(const std::string& key, Deadline deadline)> read;  // waits for it; TimeoutError
 };
 
 }  // namespace muster::transport

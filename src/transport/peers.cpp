@@ -40,7 +40,7 @@ void read_entries(const Directory& directory, const std::vector<int>& peers, con
     try {
       // After the first worker that does not come, a look without waiting tells which of the others are missing too.
       entry = directory.read(key_of(peer), missing.empty() ? deadline : Deadline::after(milliseconds(0)));
-    } catch (const Timeout&) {
+    } catch (const TimeoutError&) {
       missing.push_back(peer);
       continue;
     }
@@ -49,8 +49,8 @@ void read_entries(const Directory& directory, const std::vector<int>& peers, con
   if (missing.empty()) return;
   std::vector<std::string> words;
   for (const int peer : missing) words.push_back(worker_name(names, peer));
-  throw Timeout(text("workers have not come in time: ", join(words)), missing,
-                "Check whether they have been started, and whether they have failed");
+  throw TimeoutError(text("workers have not come in time: ", join(words)), missing,
+                     "Check whether they have been started, and whether they have failed");
 }
 
 }  // namespace muster::transport

@@ -21,7 +21,7 @@ std::string worker_name(const std::vector<std::string>& names, int rank);
 std::vector<int> checked_peers(int rank, int size, std::vector<int> peers, std::chrono::milliseconds heartbeat);
 
 // Waits for what each of `peers` leaves under key_of(rank), in their order, and passes it to take(). If some do not
-// come by the deadline, the others are still read, and Timeout names the missing ones.
+// come by the deadline, the others are still read, and TimeoutError names the missing ones.
 void read_entries(const Directory& directory, const std::vector<int>& peers, const std::vector<std::string>& names,
                   const std::function<std::string(int rank)>& key_of,
                   const std::function<void(int rank, const std::string& entry)>& take, Deadline deadline);

@@ -94,7 +94,7 @@ class Transport {
   virtual void send(int peer, Message message) = 0;
   // Bytes that send() has taken and the way has not.
   virtual size_t backlog(int peer) const = 0;
-  // Returns when backlog(peer) is at most `bytes`; throws PeerLost if the peer is lost, and Timeout. Must not be called
+  // Returns when backlog(peer) is at most `bytes`; throws PeerLost if the peer is lost, and TimeoutError. Must not be called
   // from the receiver's methods. A transport that is driven by poll() must be polled meanwhile: by another thread, or
   // by this one between short waits.
   virtual void wait_below(int peer, size_t bytes, Deadline deadline) = 0;

@@ -11,7 +11,7 @@ int main() {
   store->add("visitors", 3);
   try {
     store->get("nobody", muster::Deadline::after(std::chrono::milliseconds(10)));
-  } catch (const muster::Timeout&) {
+  } catch (const muster::TimeoutError&) {
     std::cout << "visitors: " << store->get("visitors", muster::Deadline::never()) << std::endl;
     return 0;
   }

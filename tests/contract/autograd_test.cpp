@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "muster/autograd/context.h"
+#include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/rpc/call.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
 #include "support/patience.h"
@@ -378,7 +378,7 @@ TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
   trainer(2, [&] {  // there: the other calls' parts of the graph have not run when it fails
     const Tensor x = leaf({1, 2});
     const Tensor loss = more(x.exp()) + rpc::sync<fails>(1, x.sin()).sum() + more(rpc::sync<fails>(1, x.cos()));
-    EXPECT_THROW(loss.backward(), rpc::RemoteError);
+    EXPECT_THROW(loss.backward(), RemoteError);
   });
   trainer(2, [&] {  // here, in what stands beside calls and behind one
     const Tensor x = leaf({1, 2});
@@ -395,7 +395,7 @@ TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
       (rpc::sync<&triple>(0, x).sum() + rpc::sync<fails>(0, inner).sum() + rpc::sync<&triple>(0, inner).sum())
           .backward();
     };
-    EXPECT_THROW(rpc::sync<runs>(1, x), rpc::RemoteError);
+    EXPECT_THROW(rpc::sync<runs>(1, x), RemoteError);
   });
 }
 
@@ -444,7 +444,7 @@ TEST_P(Autograd, ErrorsOfBackwardName) {
       return y;
     };
     const Tensor y = rpc::sync<throws>(1, x).sum();
-    EXPECT_CONTAINS(message_of<rpc::RemoteError>([&] { y.backward(); }), "in a hook");
+    EXPECT_CONTAINS(message_of<RemoteError>([&] { y.backward(); }), "in a hook");
     EXPECT_FALSE(x.grad().defined());
   });
 }
@@ -562,7 +562,7 @@ TEST_P(Autograd, TheBackwardOfACallHasItsTimeout) {
     try {
       y.sum().backward();
       ADD_FAILURE() << "no timeout";
-    } catch (const Timeout& timeout) {
+    } catch (const TimeoutError& timeout) {
       EXPECT_NE(std::string(timeout.what()).find("did not answer"), std::string::npos) << timeout.what();
     }
     World::current().store().set("timed out", "1");
@@ -599,7 +599,7 @@ TEST_P(Autograd, AContextKeepsGradientsApart) {
       EXPECT_THROW(context.gradients(), Aborted);
     }
     EXPECT_FALSE(model.sync<&Linear::grad>().defined());
-    EXPECT_THROW(model.sync<&Linear::context_grad>(), rpc::RemoteError);  // in none
+    EXPECT_THROW(model.sync<&Linear::context_grad>(), RemoteError);  // in none
   });
 }
 

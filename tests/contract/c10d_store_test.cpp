@@ -157,7 +157,7 @@ TEST(FromC10d, ANoteIsLeftInTimeOrNotAtAll) {
   const auto store = from_c10d(stopped);
   {
     const store::CallsBy soon(Deadline::after(milliseconds(20)));
-    EXPECT_THROW(store->compare_set("cause", std::nullopt, "none"), Timeout);
+    EXPECT_THROW(store->compare_set("cause", std::nullopt, "none"), TimeoutError);
   }
   {
     const store::CallsBy later(test::patience());

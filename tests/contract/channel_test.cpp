@@ -97,16 +97,21 @@ std::vector<float> sum(int ranks, size_t count, int number) {
 
 Bytes bytes_of(std::vector<float>& values) { return reinterpret_cast<Bytes>(values.data()); }
 
-Call call_of(OpKind op, size_t count, int root = 0) {
-  const bool reduces = op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
-  return {.op = op,
-          .count = count,
-          .item = sizeof(float),
-          .dtype = static_cast<uint8_t>(c10::ScalarType::Float),
-          .kernel = reduces ? reduce_kernel(c10::ScalarType::Float, ReduceOp::SUM) : nullptr,
-          .root = root,
-          .deadline = patience()};
+Call call_of(OpKind kind, size_t count, Bytes data, int root = 0) {
+  const bool reduces = kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
+  Call call;
+  call.kind = kind;
+  call.root = root;
+  call.count = count;
+  call.item = sizeof(float);
+  call.dtype = static_cast<uint8_t>(c10::ScalarType::Float);
+  call.kernel = reduces ? reduce_kernel(c10::ScalarType::Float, ReduceOp::SUM) : nullptr;
+  call.deadline = patience();
+  call.data = data;
+  return call;
 }
+
+Call barrier_call() { return call_of(OpKind::kBarrier, 0, nullptr); }
 
 // Sizes on both sides of every border between tiers, and a pipeline that uses each of its buffers twice.
 std::vector<size_t> counts(int n) {
@@ -124,19 +129,21 @@ TEST_P(ChannelTest, ReducesInEveryTier) {
       for (const size_t count : counts(n)) {
         ++number;
         auto values = contribution(me, count, number);
-        all_reduce(channel, call_of(OpKind::kAllReduce, count), bytes_of(values));
+        all_reduce(channel, call_of(OpKind::kAllReduce, count, bytes_of(values)));
         ASSERT_EQ(values, sum(n, count, number)) << "all_reduce of " << count;
 
         const int root = number % n;
         values = contribution(me, count, ++number);
-        all_reduce(channel, call_of(OpKind::kReduce, count, root), bytes_of(values));
+        all_reduce(channel, call_of(OpKind::kReduce, count, bytes_of(values), root));
         ASSERT_EQ(values, me == root ? sum(n, count, number) : contribution(me, count, number))
             << "reduce of " << count;
 
         std::vector<float> whole = contribution(me, count * static_cast<size_t>(n), ++number), part(count);
         std::vector<ConstBytes> inputs;
         for (int r = 0; r < n; ++r) inputs.push_back(bytes_of(whole) + static_cast<size_t>(r) * count * sizeof(float));
-        reduce_scatter(channel, call_of(OpKind::kReduceScatter, count), bytes_of(part), inputs);
+        Call call = call_of(OpKind::kReduceScatter, count, bytes_of(part));
+        call.inputs = inputs;
+        reduce_scatter(channel, call);
         const auto expected = sum(n, whole.size(), number);
         ASSERT_TRUE(std::equal(part.begin(), part.end(), expected.begin() + me * static_cast<ptrdiff_t>(count)))
             << "reduce_scatter of " << count;
@@ -154,9 +161,9 @@ TEST_P(ChannelTest, ReducesInPlaceOnTheHeaps) {
         Bytes const data = channel.heap(channel.rank()) + offset;
         const auto mine = contribution(channel.rank(), count, number);
         std::memcpy(data, mine.data(), count * sizeof(float));
-        Call call = call_of(OpKind::kAllReduce, count);
+        Call call = call_of(OpKind::kAllReduce, count, data);
         call.heap_offset = offset;
-        all_reduce(channel, call, data);
+        all_reduce(channel, call);
         const auto expected = sum(n, count, number);
         ASSERT_EQ(std::memcmp(data, expected.data(), count * sizeof(float)), 0) << "all_reduce " << number;
       }
@@ -173,14 +180,16 @@ TEST_P(ChannelTest, MovesInEveryTier) {
         const int root = ++number % n;
         const size_t bytes = count * sizeof(float);
         auto values = contribution(me, count, number);
-        broadcast(channel, call_of(OpKind::kBroadcast, count, root), bytes_of(values));
+        broadcast(channel, call_of(OpKind::kBroadcast, count, bytes_of(values), root));
         ASSERT_EQ(values, contribution(root, count, number)) << "broadcast of " << count;
 
-        const auto mine = contribution(me, count, ++number);
+        auto mine = contribution(me, count, ++number);
         std::vector<std::vector<float>> parts(static_cast<size_t>(n), std::vector<float>(count));
         std::vector<Bytes> outputs;
         for (auto& part : parts) outputs.push_back(bytes_of(part));
-        all_gather(channel, call_of(OpKind::kAllGather, count), outputs, reinterpret_cast<ConstBytes>(mine.data()));
+        Call call = call_of(OpKind::kAllGather, count, bytes_of(mine));
+        call.outputs = outputs;
+        all_gather(channel, call);
         for (int r = 0; r < n; ++r)
           ASSERT_EQ(parts[static_cast<size_t>(r)], contribution(r, count, number)) << "all_gather of " << count;
 
@@ -193,13 +202,16 @@ TEST_P(ChannelTest, MovesInEveryTier) {
           outputs.push_back(bytes_of(got) + r * bytes);
         }
         const std::vector<uint64_t> sizes(static_cast<size_t>(n), bytes);
-        Call call = call_of(OpKind::kAllToAll, 0);
-        all_to_all(channel, call, {.inputs = inputs, .outputs = outputs, .send = sizes, .receive = sizes});
+        call = call_of(OpKind::kAllToAll, 0, nullptr);
+        call.inputs = inputs;
+        call.outputs = outputs;
+        call.send = call.receive = sizes;
+        all_to_all(channel, call);
         for (int r = 0; r < n; ++r)
           for (size_t i = 0; i < count; ++i)
             ASSERT_EQ(got[static_cast<size_t>(r) * count + i], value(r, static_cast<size_t>(me) * count + i, number))
                 << "all_to_all of " << count;
-        barrier(channel, call_of(OpKind::kBarrier, 0));
+        barrier(channel, barrier_call());
       }
     });
 }
@@ -227,7 +239,7 @@ TEST_P(ChannelTest, MessagesBesideCollectives) {
       std::thread collectives([&] {
         for (int number = 0; number < 200; ++number) {
           auto values = contribution(me, 100, number);
-          all_reduce(rank.channel, call_of(OpKind::kAllReduce, 100), bytes_of(values));
+          all_reduce(rank.channel, call_of(OpKind::kAllReduce, 100, bytes_of(values)));
           ASSERT_EQ(values, sum(n, 100, number));
         }
       });
@@ -350,12 +362,12 @@ TEST_P(ChannelTest, ASmallMessageThatDoesNotGoOnIsReceivedLikeALargeOne) {
       EXPECT_FALSE(rank.messages.send_now(1, header, bytes_of(data)));
       rank.messages.submit(sent);
     }
-    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+    barrier(rank.channel, barrier_call());
     if (me == 1) {
       EXPECT_TRUE(rank.messages.receive_now(0, header, bytes_of(data), kLong));
       EXPECT_EQ(data, contribution(0, kCount, 1));
     }
-    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+    barrier(rank.channel, barrier_call());
   });
 }
 
@@ -372,7 +384,7 @@ TEST_P(ChannelTest, AMessageIsFoundBehindOneThatWasFound) {
       rank.messages.submit(message(OpKind::kSend, 1, first));
       rank.messages.submit(message(OpKind::kSend, 2, second));
     }
-    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+    barrier(rank.channel, barrier_call());
     if (rank.channel.rank() == 1) {
       EXPECT_EQ(rank.messages.find(1, 0), 0);
       EXPECT_EQ(rank.messages.find(1, 0), 0) << "it is still there";
@@ -384,7 +396,7 @@ TEST_P(ChannelTest, AMessageIsFoundBehindOneThatWasFound) {
       rank.messages.run(message(OpKind::kRecv, 1, got));
       EXPECT_EQ(got, first);
     }
-    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+    barrier(rank.channel, barrier_call());
   });
 }
 
@@ -394,12 +406,12 @@ TEST_P(ChannelTest, AMessageIsFoundBehindOneThatWasFound) {
 TEST_P(ChannelTest, EverybodyLearnsOfALostRank) {
   for (const int n : {2, 4})
     run(n, [](Rank& rank) {
-      for (int number = 0; number < 20; ++number) barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+      for (int number = 0; number < 20; ++number) barrier(rank.channel, barrier_call());
       if (rank.channel.rank() == 1) return rank.channel.lose(1, "rank 1 died");
       try {
         for (;;) {
           auto values = contribution(rank.channel.rank(), 50'000, 0);
-          all_reduce(rank.channel, call_of(OpKind::kAllReduce, values.size()), bytes_of(values));
+          all_reduce(rank.channel, call_of(OpKind::kAllReduce, values.size(), bytes_of(values)));
         }
       } catch (const PeerLost& lost) {
         EXPECT_EQ(lost.rank(), 1);
@@ -410,10 +422,10 @@ TEST_P(ChannelTest, EverybodyLearnsOfALostRank) {
 TEST_P(ChannelTest, ARankThatLeavesIsNamed) {
   for (const int n : {2, 3})
     run(n, [](Rank& rank) {
-      barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+      barrier(rank.channel, barrier_call());
       if (rank.channel.rank() == 1) return rank.channel.leave();
       try {
-        barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+        barrier(rank.channel, barrier_call());
         ADD_FAILURE() << "a barrier without rank 1";
       } catch (const PeerLost& lost) {
         EXPECT_EQ(lost.rank(), 1);
@@ -425,7 +437,7 @@ TEST_P(ChannelTest, AMismatchIsTheSameErrorOnAllRanks) {
   run(3, [](Rank& rank) {
     auto values = contribution(rank.channel.rank(), 100, 0);
     try {
-      all_reduce(rank.channel, call_of(OpKind::kAllReduce, rank.channel.rank() == 2 ? 99 : 100), bytes_of(values));
+      all_reduce(rank.channel, call_of(OpKind::kAllReduce, rank.channel.rank() == 2 ? 99 : 100, bytes_of(values)));
       ADD_FAILURE() << "no error";
     } catch (const Mismatch& error) {
       EXPECT_NE(std::string(error.what()).find("all_reduce of 99 x Float"), std::string::npos) << error.what();
@@ -437,7 +449,7 @@ TEST_P(ChannelTest, AMismatchIsTheSameErrorOnAllRanks) {
 TEST_P(ChannelTest, PendingMessagesEndWithTheGroup) {
   run(3, [](Rank& rank) {
     const int me = rank.channel.rank();
-    barrier(rank.channel, call_of(OpKind::kBarrier, 0));
+    barrier(rank.channel, barrier_call());
     std::vector<float> never(10), neither(10), word(1);
     if (me == 0) {
       const auto pending = message_of(OpKind::kRecv, 2, 5, never);

@@ -103,7 +103,7 @@ TEST_P(AnySource, WhoIsLateBehindAnotherIsTold) {
   run(2, [](World& world) {
     if (world.rank() == 0) {
       const Work waiting = irecv(number(-1), kAnySource, {.tag = 4, .timeout = 2 * kPatience});
-      EXPECT_THROW(recv(number(-1), 1, {.tag = 4, .timeout = milliseconds(100)}), Timeout);
+      EXPECT_THROW(recv(number(-1), 1, {.tag = 4, .timeout = milliseconds(100)}), TimeoutError);
       say(world, "told");
     }
     hear(world, "told");
@@ -197,17 +197,17 @@ TEST_P(AnySource, WhatIsWrongIsSaid) {
   run(3, [](World& world) {
     if (world.rank() != 0) {
       hear(world, "waited");
-      EXPECT_THROW(recv(number(0), 0), Timeout);  // the group's failure
+      EXPECT_THROW(recv(number(0), 0), TimeoutError);  // the group's failure
       return;
     }
     EXPECT_THROW(irecv(number(0), 3), InvalidArgument);
     const auto began = Clock::now();
     const std::string message =
-        message_of<Timeout>([] { recv(at::zeros({4}), kAnySource, {.tag = 17, .timeout = milliseconds(80)}); });
+        message_of<TimeoutError>([] { recv(at::zeros({4}), kAnySource, {.tag = 17, .timeout = milliseconds(80)}); });
     for (const char* const part : {"recv of 4 x Float with tag 17 from any rank on rank 0", "timed out"})
       EXPECT_CONTAINS(message, part);
     EXPECT_GE(Clock::now() - began, milliseconds(80));
-    EXPECT_THROW(irecv(number(0), kAnySource).wait(), Timeout);  // the group has failed
+    EXPECT_THROW(irecv(number(0), kAnySource).wait(), TimeoutError);  // the group has failed
     say(world, "waited");
   });
 }

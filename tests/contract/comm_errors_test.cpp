@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "base/text.h"
-#include "comm/backend.h"
+#include "comm/core/backend.h"
 #include "muster/comm/collectives.h"
 #include "support/asleep.h"
 #include "support/forwarding_store.h"
@@ -248,7 +248,7 @@ TEST_P(Errors, TimeoutNamesWhoIsMissing) {
         try {
           call(milliseconds(world.rank() == 0 ? 300 : 0));
           ADD_FAILURE() << "no timeout";
-        } catch (const Timeout& timeout) {
+        } catch (const TimeoutError& timeout) {
           // On several hosts, a rank sees only missing ranks that its host or its leader waits for.
           const bool sees_all = GetParam().backend != "hierarchical";
           EXPECT_EQ(timeout.missing(), sees_all ? (std::vector<int>{1, 3}) : (std::vector<int>{1}));
@@ -262,11 +262,11 @@ TEST_P(Errors, TimeoutNamesWhoIsMissing) {
           EXPECT_CONTAINS(text, "its last: broadcast #0");
         }
         say(world, text("timed out on ", world.rank()));
-        EXPECT_THROW(barrier(), Timeout);
+        EXPECT_THROW(barrier(), TimeoutError);
       } else {
         hear(world, "timed out on 0");
         hear(world, "timed out on 2");
-        EXPECT_THROW(call(milliseconds(0)), Timeout);
+        EXPECT_THROW(call(milliseconds(0)), TimeoutError);
       }
     });
 }
@@ -309,12 +309,12 @@ TEST(WireErrors, WhoHasComeIsNotMissingThoughItSaysNothingMore) {
         all_reduce(at::ones({10}), {.group = world.group(), .timeout = timeout});
       };
       sum(kPatience);
-      if (rank == 0) return (void)message_of<Timeout>([&] { sum(kPatience); });  // rank 2's deadline passes
+      if (rank == 0) return (void)message_of<TimeoutError>([&] { sum(kPatience); });  // rank 2's deadline passes
       if (rank == 2) {
         try {
           sum(milliseconds(1000));
           ADD_FAILURE() << "no timeout";
-        } catch (const Timeout& timeout) {
+        } catch (const TimeoutError& timeout) {
           EXPECT_EQ(timeout.missing(), (std::vector<int>{1, 3})) << timeout.what();
         }
         named.set_value();
@@ -331,8 +331,8 @@ TEST_P(Errors, ABlockingOperationBehindAnotherOneTimesOut) {
     broadcast(at::ones({3}), 0);
     if (world.rank() == 0) {
       auto work = all_reduce_async(at::ones({10}), {.timeout = std::chrono::hours(1)});
-      EXPECT_THROW(barrier({.timeout = milliseconds(50)}), Timeout);
-      EXPECT_THROW(work.wait(), Timeout);
+      EXPECT_THROW(barrier({.timeout = milliseconds(50)}), TimeoutError);
+      EXPECT_THROW(work.wait(), TimeoutError);
       say(world, "timed out");
     } else {
       hear(world, "timed out");
@@ -341,7 +341,7 @@ TEST_P(Errors, ABlockingOperationBehindAnotherOneTimesOut) {
         all_reduce(at::ones({10}));
         all_reduce(at::ones({10}));
       };
-      EXPECT_THROW(both(), Timeout);
+      EXPECT_THROW(both(), TimeoutError);
     }
   });
 }
@@ -352,11 +352,11 @@ TEST_P(Errors, TheWorldsTimeoutIsTheDefault) {
   run(
       2,
       [&](World& world) {
-        comm::Backend& backend = world.group().backend();
+        comm::Backend& backend = comm::backend_of(world.group());
         EXPECT_EQ(backend.timeout(), options.timeout);
         backend.setTimeout(milliseconds(300));
         if (world.rank() == 1) return hear(world, "timed out");
-        EXPECT_THROW(barrier(), Timeout);
+        EXPECT_THROW(barrier(), TimeoutError);
         say(world, "timed out");
       },
       options);

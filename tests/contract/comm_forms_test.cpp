@@ -18,7 +18,7 @@
 #include <future>
 
 #include "base/text.h"
-#include "comm/backend.h"
+#include "comm/core/backend.h"
 #include "muster/comm/collectives.h"
 #include "shm/black_box_reader.h"
 #include "support/asleep.h"
@@ -123,7 +123,7 @@ TEST_P(Forms, Coalesced) {
     all_reduce_coalesced({});
 
     // c10d's other coalesced forms.
-    comm::Backend& backend = world.group().backend();
+    comm::Backend& backend = comm::backend_of(world.group());
     std::vector<at::Tensor> in = {at::full({2}, world.rank(), at::kFloat),
                                   at::full({700}, world.rank() + 10, at::kFloat)};
     std::vector<at::Tensor> out = {at::zeros({6}), at::zeros({2100})};
@@ -202,7 +202,7 @@ TEST_P(Forms, PremultipliedSum) {
     c10d::AllreduceOptions options;
     options.reduceOp.op_ = c10d::ReduceOp::PREMUL_SUM;
     options.reduceOp.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(at::tensor(3.0));
-    world.group().backend().allreduce(list, options)->wait();
+    comm::backend_of(world.group()).allreduce(list, options)->wait();
     EXPECT_TRUE(list[0].eq(9).all().item<bool>());
     // A factor of another dtype: an optimizer in full precision has one for tensors in half precision.
     c10d::ReduceScatterOptions scatters;
@@ -210,7 +210,7 @@ TEST_P(Forms, PremultipliedSum) {
     scatters.reduceOp.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(at::full({1}, 0.5));
     std::vector<at::Tensor> halves = {at::zeros({5}, at::kHalf)};
     std::vector<std::vector<at::Tensor>> inputs = {std::vector<at::Tensor>(3, at::ones({5}, at::kHalf))};
-    world.group().backend().reduce_scatter(halves, inputs, scatters)->wait();
+    comm::backend_of(world.group()).reduce_scatter(halves, inputs, scatters)->wait();
     EXPECT_TRUE(halves[0].eq(1.5).all().item<bool>());
   });
 }
@@ -220,7 +220,7 @@ TEST_P(Forms, ReceiveFromAnybody) {
     if (world.rank() != 0) {
       send(at::full({3}, world.rank(), at::kFloat), 0, {.tag = 7});
       send(at::full({50'000}, world.rank(), at::kFloat), 0, {.tag = 9});
-      EXPECT_THROW(recv(at::zeros({1}), 0), Timeout);  // the group's failure, which is caused below
+      EXPECT_THROW(recv(at::zeros({1}), 0), TimeoutError);  // the group's failure, which is caused below
     } else {
       std::vector<int> sources;
       const Work early = irecv(at::zeros({50'000}), kAnySource, {.tag = 9});
@@ -245,7 +245,7 @@ TEST_P(Forms, ReceiveFromAnybody) {
       isend(at::ones({1}), 0, {.tag = 1});
       EXPECT_EQ(recv(at::zeros({1}), kAnySource, {.tag = 1}), 0);  // any source includes this rank
       EXPECT_CONTAINS(
-          message_of<Timeout>([] { recv(at::zeros({1}), kAnySource, {.tag = 2, .timeout = milliseconds(50)}); }),
+          message_of<TimeoutError>([] { recv(at::zeros({1}), kAnySource, {.tag = 2, .timeout = milliseconds(50)}); }),
           "from any rank");
     }
   });
@@ -289,7 +289,7 @@ TEST_P(Forms, MonitoredBarrierNamesTheMissing) {
     run(4, [this, all](World& world) {
       monitored_barrier();
       if (world.rank() >= 2) {  // until the others have given up
-        EXPECT_THROW(while (true) recv(at::zeros({1}), 0), Timeout);
+        EXPECT_THROW(while (true) recv(at::zeros({1}), 0), TimeoutError);
         return;
       }
       // Rank 1 waits already when the timeout of rank 0 begins.
@@ -299,7 +299,7 @@ TEST_P(Forms, MonitoredBarrierNamesTheMissing) {
       else
         world.store().get("1 waits", patience());
       const milliseconds limit = world.rank() == 0 ? milliseconds(300) : milliseconds(kPatience);
-      EXPECT_CONTAINS(message_of<Timeout>([&] { monitored_barrier({.timeout = limit}, all); }),
+      EXPECT_CONTAINS(message_of<TimeoutError>([&] { monitored_barrier({.timeout = limit}, all); }),
                       text(all && GetParam().backend != "hierarchical" ? "Ranks 2, 3" : "Rank 2",
                            " failed to pass monitoredBarrier in ", limit.count(), " ms"));
     });
@@ -307,7 +307,7 @@ TEST_P(Forms, MonitoredBarrierNamesTheMissing) {
 
 TEST_P(Forms, FuturesOfWorks) {
   run(2, [](World& world) {
-    comm::Backend& backend = world.group().backend();
+    comm::Backend& backend = comm::backend_of(world.group());
     for (const bool late : {false, true}) {
       std::vector<at::Tensor> list = {at::ones({3})};
       const auto work = backend.allreduce(list, {});
@@ -321,7 +321,7 @@ TEST_P(Forms, FuturesOfWorks) {
       future->wait();
       EXPECT_TRUE(future->completed());
       EXPECT_FALSE(future->hasError());
-      // wait() may return before the callback has run in the lane's thread; the future's own wait does not.
+      // wait() may return before the callback has run in the queue's thread; the future's own wait does not.
       while (called == 0) std::this_thread::yield();
       EXPECT_EQ(called, 1);
     }
@@ -336,7 +336,7 @@ TEST_P(Forms, FuturesOfWorks) {
 // on any thread.
 TEST_P(Forms, CallbacksDoAndAwaitOperations) {
   run(2, [](World& world) {
-    comm::Backend& backend = world.group().backend();
+    comm::Backend& backend = comm::backend_of(world.group());
     const auto ones = [] { return std::vector<at::Tensor>{at::ones({3})}; };
     for (const bool waits : {false, true}) {
       const std::string begin = text("begin ", waits);
@@ -363,7 +363,7 @@ TEST_P(Forms, CallbacksDoAndAwaitOperations) {
   });
 }
 
-// Works that no thread waits for, that are waited for out of order, and from another thread, while the lane runs.
+// Works that no thread waits for, that are waited for out of order, and from another thread, while the queue runs.
 TEST_P(Forms, WaitersRunWhatTheyWaitFor) {
   run(2, [](World& world) {
     for (int round = 0; round < 30; ++round) {
@@ -390,7 +390,7 @@ TEST_P(Forms, WaitersRunWhatTheyWaitFor) {
 TEST_P(Forms, StragglersAreNamed) {
   if (GetParam().backend != "shm") GTEST_SKIP() << "only ranks that share a clock measure microseconds; see below";
   run(3, [](World& world) {
-    EXPECT_EQ(world.group().straggler_verdict(), "");
+    EXPECT_EQ(world.group().straggler_report(), "");
     constexpr int kTimes = 20;
     for (int i = 0; i < kTimes; ++i) {
       const auto waits = [i](int rank) { return text("in ", i, " waits ", rank); };
@@ -409,7 +409,7 @@ TEST_P(Forms, StragglersAreNamed) {
     for (const size_t rank : {0, 1}) EXPECT_EQ(ranks[rank].times_last, 0u);
     EXPECT_EQ(ranks[2].times_last, static_cast<uint64_t>(kTimes));
     EXPECT_GT(ranks[2].late.count(), 0);
-    const auto verdict = world.group().straggler_verdict();
+    const auto verdict = world.group().straggler_report();
     EXPECT_CONTAINS(verdict, "rank 2 came last to ");
     EXPECT_CONTAINS(verdict, " of 20 collectives of group 'world'");
   });
@@ -431,7 +431,7 @@ TEST_P(Forms, StragglersAreNamedOverAWire) {
     ASSERT_EQ(ranks.size(), 3u);
     EXPECT_EQ(ranks[0].times_last + ranks[1].times_last + ranks[2].times_last, uint64_t{kTimes - 1});
     EXPECT_GE(ranks[2].times_last, uint64_t{kTimes * 3 / 4});
-    const auto verdict = world.group().straggler_verdict();
+    const auto verdict = world.group().straggler_report();
     EXPECT_CONTAINS(verdict, "rank 2 came last to ");
     EXPECT_CONTAINS(verdict, " of 39 collectives of group 'world'");
   });

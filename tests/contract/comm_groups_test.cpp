@@ -16,7 +16,8 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "muster/launch/spawn.h"
+#include "comm/core/backend.h"
+#include "muster/comm/spawn.h"
 #include "support/asleep.h"
 #include "support/collective_cases.h"
 #include "support/forked.h"
@@ -81,6 +82,45 @@ TEST_P(Groups, BadRanksAreInvalidArgument) {
       EXPECT_THROW(world.new_group(ranks), InvalidArgument);
     const Group group = world.new_group({0, 1});  // the ranks still agree about which group is the next
     use(world, group);
+  });
+}
+
+TEST_P(Groups, SplitByColorInTheOrderOfKeys) {
+  run(5, [](World& world) {
+    const int me = world.rank();
+    // Ranks 0, 2, 4 in the reverse order; 1 and 3 in their own, because their keys are equal.
+    const Group parity = world.group().split(me % 2, me % 2 == 0 ? -me : 7);
+    EXPECT_EQ(parity.ranks(), me % 2 == 0 ? (std::vector<int>{4, 2, 0}) : (std::vector<int>{1, 3}));
+    use(world, parity);
+    // A part of a part: each rank alone, except for rank 2, which is in none.
+    const Group alone = parity.split(me == 2 ? -1 : parity.rank());
+    EXPECT_EQ(alone.ranks(), me == 2 ? std::vector<int>() : std::vector<int>{me});
+    EXPECT_EQ(alone.is_member(), me != 2);
+    if (alone.is_member())
+      use(world, alone);
+    else
+      EXPECT_THROW(alone.split(0), InvalidArgument);
+    // The second split of the same group is another group.
+    const Group again = world.group().split(0);
+    EXPECT_EQ(again.ranks(), world.group().ranks());
+    use(world, again);
+    use(world, parity);
+  });
+}
+
+TEST_P(Groups, HaveBackendsTimeoutsAndNamesOfTheirOwn) {
+  run(3, [](World& world) {
+    const GroupOptions options{.backend = "gloo", .timeout = 2 * kPatience, .name = "the pair"};
+    const Group named = world.new_group({0, 2}, options),
+                other = world.group().split(world.rank() == 1 ? -1 : 3, 0, options);
+    for (const Group& group : {named, other}) {
+      if (!group.is_member()) continue;
+      EXPECT_EQ(group.backend_name(), "gloo");
+      EXPECT_EQ(comm::backend_of(group).timeout(), 2 * kPatience);
+      EXPECT_EQ(comm::backend_of(group).group_name(), "the pair");
+      use(world, group);
+    }
+    EXPECT_THROW(world.new_group({0, 1, 2}, {.backend = "tin cans"}), InvalidArgument);
   });
 }
 
@@ -207,6 +247,7 @@ TEST_P(Groups, HandleOutlivesItsWorld) {
       EXPECT_THROW(send(at::ones({3}), 0, {.group = group}), Aborted);
       EXPECT_THROW(irecv(at::ones({3}), 0, {.group = group}), Aborted);
       EXPECT_THROW(barrier({.group = group}), Aborted);
+      EXPECT_THROW(group.split(0), Aborted);
     }
     work.wait();
     barrier();

@@ -10,7 +10,8 @@
 #include <algorithm>
 
 #include "base/text.h"
-#include "comm/backend.h"
+#include "comm/backends/registry.h"
+#include "comm/core/backend.h"
 #include "multiprocess/launch_support.h"
 #include "support/collective_cases.h"
 #include "support/forked.h"
@@ -181,7 +182,7 @@ void expect_straggler(World& world, int victim, int told) {
   EXPECT_GE(late.times_last, static_cast<uint64_t>(kTimes * 3 / 4));
   EXPECT_GE(late.late, kLate * kTimes * 3 / 4);
   EXPECT_LE(late.late, seconds(60));
-  EXPECT_CONTAINS(world.group().straggler_verdict(), text("rank ", victim, " came last to "));
+  EXPECT_CONTAINS(world.group().straggler_report(), text("rank ", victim, " came last to "));
 }
 
 struct Late {
@@ -206,7 +207,7 @@ TEST(Hosts, TheRankThatComesLastIsNamedOnAll) {
     run_threads(
         static_cast<int>(hosts.size()),
         [victim = victim, told = told](World& world) {
-          EXPECT_EQ(world.group().straggler_verdict(), "");
+          EXPECT_EQ(world.group().straggler_report(), "");
           collectives_of_all_kinds(kTimes, world.world_size());
           expect_straggler(world, victim, told);
         },
@@ -246,7 +247,7 @@ TEST(Hosts, TheHostThatComesLastIsNamed) {
       4,
       [](World& world) {
         collectives_of_all_kinds(kTimes, 4);
-        EXPECT_CONTAINS(world.group().straggler_verdict(), "the host of ranks 2, 3 came last to ");
+        EXPECT_CONTAINS(world.group().straggler_report(), "the host of ranks 2, 3 came last to ");
         barrier();  // no rank ends while others look
       },
       options);
@@ -264,7 +265,7 @@ TEST(Hosts, WhereRanksTakeTurnsNobodyIsNamed) {
         [](World& world) {
           collectives_of_all_kinds(kTimes, 4);
           for (const auto& rank : world.group().stragglers()) EXPECT_LE(rank.times_last, uint64_t{kTimes / 2});
-          EXPECT_EQ(world.group().straggler_verdict(), "");
+          EXPECT_EQ(world.group().straggler_report(), "");
         },
         options);
     EXPECT_EQ(testing::internal::GetCapturedStderr().find("came last"), std::string::npos);
@@ -282,7 +283,7 @@ TEST(Hosts, BroadcastsTellToo) {
       [](World& world) {
         const at::Tensor t = at::full({20'000}, world.rank());
         for (int i = 0; i < kTimes; ++i) broadcast(t, 0);
-        EXPECT_CONTAINS(world.group().straggler_verdict(), text("rank ", kLeader, " came last to "));
+        EXPECT_CONTAINS(world.group().straggler_report(), text("rank ", kLeader, " came last to "));
         barrier();
       },
       options);
@@ -412,7 +413,7 @@ TEST(Fake, OneRankPlaysAThousand) {
 TEST(Backends, TheTableNamesEachOnce) {
   for (const auto& entry : comm::backends()) {
     EXPECT_EQ(&comm::find_backend(std::string(entry.name), true), &entry);
-    if (const auto reason = entry.why_not(); !reason.empty()) {
+    if (const auto reason = entry.unavailable_reason(); !reason.empty()) {
       WorldOptions options;
       options.backend = std::string(entry.name);
       EXPECT_CONTAINS(message_of<Unavailable>([&] { World({}, make_memory_store(), options); }), reason);

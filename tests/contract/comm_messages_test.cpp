@@ -296,12 +296,12 @@ TEST_P(Messages, ALargeOneOnTheHeapWhoseSenderGivesUp) {
   run(2, [](World& world) {
     const at::Tensor t = world.heap().zeros({kLarge});
     if (world.rank() == 0) {
-      EXPECT_THROW(send(t, 1, {.timeout = std::chrono::milliseconds(300)}), Timeout);
+      EXPECT_THROW(send(t, 1, {.timeout = std::chrono::milliseconds(300)}), TimeoutError);
       t.fill_(13);
       say(world, "gave up");
     } else {
       hear(world, "gave up");
-      EXPECT_THROW(recv(t, 0), Timeout);
+      EXPECT_THROW(recv(t, 0), TimeoutError);
     }
   });
   run(2, [this](World& outer) {
@@ -436,21 +436,21 @@ TEST_P(Messages, AnotherSizeOrDtypeIsMismatch) {
 TEST_P(Messages, Timeouts) {
   run(2, [](World& world) {
     if (world.rank() == 0) {
-      EXPECT_CONTAINS(
-          message_of<Timeout>([&] { recv(at::ones({10}), 1, {.tag = 9, .timeout = std::chrono::milliseconds(300)}); }),
-          "recv of 10 x Float");
+      EXPECT_CONTAINS(message_of<TimeoutError>(
+                          [&] { recv(at::ones({10}), 1, {.tag = 9, .timeout = std::chrono::milliseconds(300)}); }),
+                      "recv of 10 x Float");
       say(world, "timed out");
     } else {
       hear(world, "timed out");
-      EXPECT_CONTAINS(message_of<Timeout>([&] { send(at::ones({10}), 0); }), "timed out");
+      EXPECT_CONTAINS(message_of<TimeoutError>([&] { send(at::ones({10}), 0); }), "timed out");
     }
   });
   run(2, [](World& world) {
     if (world.rank() == 0) {
       Work patient = isend(at::ones({100'000}), 1);
       // In the same queue, but with a shorter timeout.
-      EXPECT_THROW(send(at::ones({100'000}), 1, {.timeout = std::chrono::milliseconds(300)}), Timeout);
-      EXPECT_THROW(patient.wait(), Timeout);
+      EXPECT_THROW(send(at::ones({100'000}), 1, {.timeout = std::chrono::milliseconds(300)}), TimeoutError);
+      EXPECT_THROW(patient.wait(), TimeoutError);
       say(world, "timed out");
     } else {
       hear(world, "timed out");

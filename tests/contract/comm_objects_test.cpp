@@ -254,21 +254,21 @@ TEST_P(Objects, AnotherTypeIsCorruptAndNamesBoth) {
       broadcast_object(std::tuple<int, std::vector<int>, std::string>(99, {3}, "xxxx"));
       send_object(everything(0), 1);
     } else {
-      const auto received = [](auto wanted) { return message_of<Corrupt>([&] { broadcast_object(wanted); }); };
+      const auto received = [](auto wanted) { return message_of<CorruptError>([&] { broadcast_object(wanted); }); };
       expect_corrupt(received(7), 0, "std::string", "int");
       expect_corrupt(received(std::vector<int>()), 0, "std::vector<double", "std::vector<int");
       expect_corrupt(received(at::Tensor()), 0, "std::vector<std::string", "at::Tensor");
       expect_corrupt(received(std::string()), 0, "at::Tensor", "std::string");
       expect_corrupt(received(at::Tensor()), 0, "std::tuple<int", "at::Tensor");
-      expect_corrupt(message_of<Corrupt>([] { recv_object<std::map<std::string, int>>(0); }), 0,
+      expect_corrupt(message_of<CorruptError>([] { recv_object<std::map<std::string, int>>(0); }), 0,
                      "muster::test::Everything", "std::map<std::string, int");
     }
     EXPECT_EQ(all_gather_object(me), (std::vector<int>{0, 1}));  // the group still works
     // The ranks name different types.
     if (me == 0)
-      EXPECT_CONTAINS(message_of<Corrupt>([] { all_gather_object(5); }), "rank 1 sent a std::string");
+      EXPECT_CONTAINS(message_of<CorruptError>([] { all_gather_object(5); }), "rank 1 sent a std::string");
     else
-      EXPECT_CONTAINS(message_of<Corrupt>([] { all_gather_object(std::string("five")); }), "rank 0 sent a int");
+      EXPECT_CONTAINS(message_of<CorruptError>([] { all_gather_object(std::string("five")); }), "rank 0 sent a int");
     barrier();
   });
 }
@@ -313,15 +313,15 @@ TEST_P(Objects, BytesThatAreNoObjectAreCorrupt) {
           send(at::full({1}, bytes.numel(), at::kLong), 1);
           send(bytes, 1);
         } else if (list == &wrong) {
-          EXPECT_THROW(recv_object<std::vector<int>>(0), Corrupt) << (&text - wrong.data());
+          EXPECT_THROW(recv_object<std::vector<int>>(0), CorruptError) << (&text - wrong.data());
         } else {
-          EXPECT_THROW(recv_object<at::Tensor>(0), Corrupt) << (&text - tensors.data());
+          EXPECT_THROW(recv_object<at::Tensor>(0), CorruptError) << (&text - tensors.data());
         }
       }
     if (world.rank() == 0)
       send(at::full({1}, -5, at::kLong), 1);
     else
-      EXPECT_CONTAINS(message_of<Corrupt>([] { recv_object<int>(0); }), "an object of -5 bytes");
+      EXPECT_CONTAINS(message_of<CorruptError>([] { recv_object<int>(0); }), "an object of -5 bytes");
     barrier();
   });
 }

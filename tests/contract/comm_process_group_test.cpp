@@ -1,5 +1,6 @@
 // The backend as PyTorch's ProcessGroup uses it: without a World, with c10d's names and errors.
-#include "comm/process_group.h"
+#include "comm/backends/registry.h"
+#include "comm/c10d/process_group.h"
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
@@ -14,7 +15,7 @@
 #include <tuple>
 
 #include "base/text.h"
-#include "comm/backend.h"
+#include "comm/core/backend.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
 #include "shm/peer_watch.h"
@@ -177,13 +178,11 @@ TEST_P(LastReference, MayBeReleasedInACallback) {
   const auto& [name, type] = GetParam();
   const auto store = make_memory_store();
   const auto backend_of = [&, &name = name](int rank) {
-    return comm::create_backend(name, {.group_name = "test",
-                                       .store_prefix = "test",
-                                       .rank = rank,
-                                       .size = 2,
-                                       .store = store,
-                                       .timeout = kPatience,
-                                       .watch = std::make_shared<shm::PeerWatch>()});
+    return comm::create_backend(
+        name,
+        {.group =
+             {.name = "test", .store_prefix = "test", .store = store, .rank = rank, .size = 2, .timeout = kPatience},
+         .host = {.watch = std::make_shared<shm::PeerWatch>()}});
   };
   const auto submit = [&type = type](comm::Backend& backend, at::Tensor& tensor) {
     if (type == c10d::OpType::ALLREDUCE) return backend.submit({.kind = comm::OpKind::kAllReduce, .tensor = tensor});

@@ -14,7 +14,7 @@
 #include "base/cores.h"
 #include "base/fd.h"
 #include "base/text.h"
-#include "comm/world_parts.h"
+#include "comm/world/world_parts.h"
 #include "muster/comm/collectives.h"
 #include "support/forked.h"
 #include "support/patience.h"
@@ -77,7 +77,7 @@ TEST(World, TimeoutOfTheStartNamesWhoDidNotCome) {
     try {
       World({.rank = rank, .world_size = 4}, store, options);
       ADD_FAILURE() << "two ranks made a World of four";
-    } catch (const Timeout& timeout) {
+    } catch (const TimeoutError& timeout) {
       EXPECT_EQ(timeout.missing(), (std::vector<int>{2, 3}));
       EXPECT_CONTAINS(timeout.what(), "2, 3");
     } catch (const Error& error) {
@@ -90,7 +90,7 @@ TEST(World, TimeoutOfTheStartNamesWhoDidNotCome) {
   other.join();
   WorldOptions options;
   options.timeout = milliseconds(300);
-  EXPECT_CONTAINS(message_of<Timeout>([&] { World({.rank = 1, .world_size = 2}, make_memory_store(), options); }),
+  EXPECT_CONTAINS(message_of<TimeoutError>([&] { World({.rank = 1, .world_size = 2}, make_memory_store(), options); }),
                   "rank 0 did not come");
 }
 

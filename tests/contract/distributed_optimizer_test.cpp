@@ -13,12 +13,12 @@
 #include <vector>
 
 #include "muster/autograd/context.h"
+#include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/optim/distributed_optimizer.h"
 #include "muster/optim/functional.h"
 #include "muster/optim/lr_scheduler.h"
 #include "muster/rpc/call.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
 #include "support/patience.h"
@@ -239,7 +239,7 @@ TEST_P(DistributedOptimizerTest, ItsStateGoesOn) {
     Adam second(options, halved.parameters());
     EXPECT_THROW(second.load_state({{"9.step", at::tensor(1)}}), InvalidArgument);
     EXPECT_THROW(second.load_state({{"step", at::tensor(1)}}), InvalidArgument);
-    EXPECT_THROW(second.load_state({{"3.other", at::tensor(1)}}), rpc::RemoteError);
+    EXPECT_THROW(second.load_state({{"3.other", at::tensor(1)}}), RemoteError);
     second.load_state(state);
     train(halved, second, 3, 6);
     expect_equal(straight.values(), halved.values());
@@ -256,7 +256,7 @@ TEST_P(DistributedOptimizerTest, ErrorsNameTheWorker) {
     try {
       picky.step(context);
       ADD_FAILURE() << "it did not throw";
-    } catch (const rpc::RemoteError& error) {
+    } catch (const RemoteError& error) {
       EXPECT_EQ(error.worker(), "worker1");
       EXPECT_EQ(error.remote_message(), "not here");
     }
@@ -274,7 +274,7 @@ TEST_P(DistributedOptimizerTest, ErrorsNameTheWorker) {
     EXPECT_THROW(Sgd({.lr = 0.1}, twice), InvalidArgument);
     twice = model.parameters();
     twice.push_back(model.parameters()[0]);  // another reference to the same parameter
-    EXPECT_THROW(Sgd({.lr = 0.1}, twice), rpc::RemoteError);
+    EXPECT_THROW(Sgd({.lr = 0.1}, twice), RemoteError);
     Sgd fine({.lr = 0.1}, model.parameters());
     EXPECT_THROW(fine.set_lr(-1), InvalidArgument);
     context.end();

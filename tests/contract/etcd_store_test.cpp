@@ -109,8 +109,8 @@ TEST_F(EtcdStore, WhatIsTooLongIsInvalid) {
 TEST_F(EtcdStore, WhatOthersPutThereIsCorrupt) {
   const auto store = connect_store(shared_etcd().address("p"), soon());
   post("/v3/kv/put", R"({"key": "cC9rZXk=", "value": "c2hvcnQ="})");  // p/key, short
-  EXPECT_THROW(store->try_get("key"), Corrupt);
-  EXPECT_THROW(store->add("key", 1), Corrupt);
+  EXPECT_THROW(store->try_get("key"), CorruptError);
+  EXPECT_THROW(store->add("key", 1), CorruptError);
   store->erase("key");
 }
 

@@ -14,10 +14,10 @@
 #include <thread>
 #include <vector>
 
+#include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/remote/on_rank.h"
 #include "muster/remote/parallelize.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/this_call.h"
 #include "support/nothing_left.h"
 #include "support/patience.h"
@@ -276,7 +276,7 @@ TEST_P(Remote, AnyWorker) {
       one_each.insert(remote_sync_call<&rank_of>(at::arange(5), {.partitioner = any_worker()})[0]);
     EXPECT_EQ(one_each, (std::set{0, 1, 2}));
     // Errors and cancellation are those of any call.
-    EXPECT_CONTAINS(message_of<rpc::RemoteError>([] {
+    EXPECT_CONTAINS(message_of<RemoteError>([] {
                       remote_sync_call<&fails_in_part_2>(
                           "any fails ", at::arange(3),
                           {.partitioner = dim_partitioner(0, {.exclusive = true, .balanced = true}), .max_retries = 3});
@@ -311,7 +311,7 @@ TEST_P(Remote, PartsThatWait) {
       world.store().set(key, "");
       EXPECT_CONTAINS(message_of<InvalidArgument>([&] { results.get(); }), "was changed in place before the part was");
     }
-    EXPECT_THROW(remote_sync_call<&fails_in_row_0>(at::arange(20'000), {.partitioner = balanced}), rpc::RemoteError);
+    EXPECT_THROW(remote_sync_call<&fails_in_row_0>(at::arange(20'000), {.partitioner = balanced}), RemoteError);
     EXPECT_EQ(remote_sync_call<&rank_of>(at::arange(2'000), {.partitioner = balanced}).size(), 2'000u);
     // What cannot be sent is the call's own error.
     const Tensor sparse = at::eye(2).to_sparse();
@@ -469,7 +469,7 @@ TEST_P(Remote, TheFirstPartThatFailsEndsTheCall) {
       try {
         call(key, at::arange(3));
         ADD_FAILURE() << "nothing was thrown";
-      } catch (const rpc::RemoteError& error) {
+      } catch (const RemoteError& error) {
         EXPECT_EQ(error.worker(), "worker2");
         EXPECT_EQ(error.type(), "std::out_of_range");
         EXPECT_CONTAINS(error.what(), "no such row [part 2 of 3]");
@@ -485,7 +485,7 @@ TEST_P(Remote, TheFirstPartThatFailsEndsTheCall) {
 
 TEST_P(Remote, TimeoutsSayThePart) {
   lead(2, [](World&) {
-    const auto late = message_of<Timeout>([] {
+    const auto late = message_of<TimeoutError>([] {
       remote_sync_call<[](std::string key, Tensor x) {
         if (x.item<int64_t>() == 1) until_cancelled(key, 1);
       }>("t", at::arange(2), {.timeout = 6000ms});

@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/wire.h"
+#include "base/byte_stream.h"
 #include "muster/autograd/context.h"
+#include "muster/base/error.h"
 #include "muster/rpc/call.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
 #include "rpc/devices.h"
@@ -217,7 +217,7 @@ TEST_P(RpcDevices, ObjectsAndTheirCopies) {
     const RRef<Tensor> result = rpc::remote<&twice>(1, x);
     expect_same(result.to_here(), x * 2);
     const RRef<Tensor> elsewhere = rpc::remote<&made_on>(1, 2);
-    EXPECT_CONTAINS(message_of<rpc::RemoteError>([&] { elsewhere.to_here(); }), fake(2).str());
+    EXPECT_CONTAINS(message_of<RemoteError>([&] { elsewhere.to_here(); }), fake(2).str());
   });
 }
 
@@ -237,7 +237,7 @@ TEST_P(RpcDevices, ADeviceWithoutAMapIsRefused) {
     EXPECT_EQ(rpc::census().pending_calls, 0u);
     EXPECT_EQ(rpc::sync<&first>(1, 5, Tensors{at::ones({1}), on_0}, "word"), 5);
     // Results.
-    const auto result = message_of<rpc::RemoteError>([] { rpc::sync<&made_on>(1, 2); });
+    const auto result = message_of<RemoteError>([] { rpc::sync<&made_on>(1, 2); });
     EXPECT_CONTAINS(result, "made_on(int)");
     EXPECT_CONTAINS(result, fake(2).str());
     EXPECT_CONTAINS(result, "device_maps[\"worker1\"]");
@@ -394,14 +394,15 @@ TEST(RpcDeviceTable, OnlyPlacesThatTheReceiverGives) {
   EXPECT_EQ(got[0].device(), fake(0));
   EXPECT_EQ(got[1].device(), at::Device(at::kCPU));
   EXPECT_EQ(got[2].device(), fake(1));
-  EXPECT_THROW(read(written(sent, three), std::span(other).first(1)), Corrupt);
-  EXPECT_THROW(read(written({sent[2]}, three), std::span(other).first(2)), Corrupt);  // a tensor without elements, too
-  EXPECT_THROW(read(written(sent, three), {}), Corrupt);
+  EXPECT_THROW(read(written(sent, three), std::span(other).first(1)), CorruptError);
+  EXPECT_THROW(read(written({sent[2]}, three), std::span(other).first(2)),
+               CorruptError);  // a tensor without elements, too
+  EXPECT_THROW(read(written(sent, three), {}), CorruptError);
   EXPECT_THROW(written(sent, {}), InvalidArgument);
   EXPECT_THROW(written(sent, std::span(three).first(1)), InvalidArgument);
   Wire undefined = written({Tensor()}, three);
   undefined.body.back() = 8;  // the undefined tensor gets an index
-  EXPECT_THROW(read(undefined, three), Corrupt);
+  EXPECT_THROW(read(undefined, three), CorruptError);
 }
 
 TEST(RpcDeviceTable, FuzzedPlacesAreCorruptAtWorst) {
@@ -428,7 +429,7 @@ TEST(RpcDeviceTable, FuzzedPlacesAreCorruptAtWorst) {
         EXPECT_NE(tensor.device(), fake(1));
         tensor.cpu().clone();  // reads every byte that the tensor claims to have
       }
-    } catch (const Corrupt&) {
+    } catch (const CorruptError&) {
     }
   }
   EXPECT_EQ(fake_device_counts().blocks, before);
@@ -460,13 +461,13 @@ TEST(RpcDeviceTable, MapsOfOthersAreChecked) {
   EXPECT_TRUE(meet(map(1, "b", 1, {type, 0, type, 2})).empty());
   EXPECT_THROW(meet(map(1, "a", 1, {type, 0, type, 3})), InvalidArgument);
   EXPECT_THROW(meet(map(1, "a", 1, {type, 0, type, -1})), InvalidArgument);
-  EXPECT_THROW(meet(map(1, "a", 1, {type, 0, type, -2})), Corrupt);
-  EXPECT_THROW(meet(map(1, "a", 1, {type, 0, 100, 0})), Corrupt);
-  EXPECT_THROW(meet(map(1, "a", 1, {type, 0, -1, 0})), Corrupt);
-  EXPECT_THROW(meet(map(1, "a", UINT32_MAX, {type, 0, type, 1})), Corrupt);
-  EXPECT_THROW(meet(map(UINT32_MAX, "a", 1, {type, 0, type, 1})), Corrupt);
-  EXPECT_THROW(meet(map(1, "a", 1, {type, 0, type, 1, 0})), Corrupt);
-  EXPECT_THROW(meet(""), Corrupt);
+  EXPECT_THROW(meet(map(1, "a", 1, {type, 0, type, -2})), CorruptError);
+  EXPECT_THROW(meet(map(1, "a", 1, {type, 0, 100, 0})), CorruptError);
+  EXPECT_THROW(meet(map(1, "a", 1, {type, 0, -1, 0})), CorruptError);
+  EXPECT_THROW(meet(map(1, "a", UINT32_MAX, {type, 0, type, 1})), CorruptError);
+  EXPECT_THROW(meet(map(UINT32_MAX, "a", 1, {type, 0, type, 1})), CorruptError);
+  EXPECT_THROW(meet(map(1, "a", 1, {type, 0, type, 1, 0})), CorruptError);
+  EXPECT_THROW(meet(""), CorruptError);
 }
 
 }  // namespace

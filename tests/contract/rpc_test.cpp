@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "base/verbose.h"
+#include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/rpc/call.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/this_call.h"
 #include "muster/rpc/traffic.h"
@@ -209,7 +209,7 @@ TEST_P(Rpc, WorkersAreKnownAfterTheEnd) {
 // The cut error fits what the delivering thread may send without waiting.
 TEST_P(Rpc, ALongErrorIsCut) {
   serve(2, [](World& world) {
-    const auto text = message_of<rpc::RemoteError>([&] { rpc::sync<&fails_at_length>(1 - world.rank()); });
+    const auto text = message_of<RemoteError>([&] { rpc::sync<&fails_at_length>(1 - world.rank()); });
     EXPECT_CONTAINS(text, "xxx…");
     EXPECT_LT(text.size(), size_t{20} << 10);
   });
@@ -409,18 +409,18 @@ TEST_P(Rpc, CallsGivenUpCountUntilTheyAreAnswered) {
           std::vector<Future<int>> stuck, late;
           for (int i = 0; i < kThreads; ++i) stuck.push_back(rpc::async<&held>(1, 0));
           const auto large = rpc::async<&echo>({1, {.timeout = 50ms}}, world.heap().zeros({1 << 18}));
-          EXPECT_THROW(large.get(), Timeout);
+          EXPECT_THROW(large.get(), TimeoutError);
           // Its argument did not have to wait.
           EXPECT_TRUE(soon([&] { return world.heap().used() == 0; })) << world.heap().used();
           int refused = 0;
           for (int i = 0; i < 3 * kMost; ++i) try {
               late.push_back(rpc::async<&add>({1, {.timeout = 10ms}}, i, 1));
-            } catch (const Timeout&) {
+            } catch (const TimeoutError&) {
               ++refused;
             }
           EXPECT_EQ(late.size(), size_t{kMost - kThreads - 1});
           EXPECT_EQ(refused, 3 * kMost - (kMost - kThreads - 1));
-          for (const auto& call : late) EXPECT_THROW(call.get(), Timeout);
+          for (const auto& call : late) EXPECT_THROW(call.get(), TimeoutError);
           world.store().set("tried", "");
           for (const auto& call : stuck) EXPECT_EQ(call.get(), 0);
           for (int i = 0; i < 2 * kMost; ++i) EXPECT_EQ(rpc::sync<&add>(1, i, 1), i + 1);
@@ -435,7 +435,7 @@ TEST_P(Rpc, WhatTheFunctionThrowsArrives) {
     try {
       rpc::sync<&fails>(1, 5);
       ADD_FAILURE();
-    } catch (const rpc::RemoteError& error) {
+    } catch (const RemoteError& error) {
       EXPECT_EQ(error.worker(), "worker1");
       EXPECT_EQ(error.type(), "std::out_of_range");
       EXPECT_CONTAINS(error.what(), "no such key");
@@ -447,12 +447,12 @@ TEST_P(Rpc, WhatTheFunctionThrowsArrives) {
 TEST_P(Rpc, TimeoutsNameTheFunctionAndStopIt) {
   serve(2, [](World& world) {
     if (world.rank() != 0) return;
-    const auto message = message_of<Timeout>([] { rpc::sync<&held>({"worker1", {.timeout = 50ms}}, 1); });
+    const auto message = message_of<TimeoutError>([] { rpc::sync<&held>({"worker1", {.timeout = 50ms}}, 1); });
     EXPECT_CONTAINS(message, "worker1");
     EXPECT_CONTAINS(message, "held(int)");
     const Future<int> late = rpc::async<&held>({1, {.timeout = 50ms}}, 2);  // no thread waits for it
     EXPECT_TRUE(soon([&] { return late.done(); }));
-    EXPECT_THROW(late.get(), Timeout);
+    EXPECT_THROW(late.get(), TimeoutError);
     for (const int number : {1, 2}) world.store().set("go" + std::to_string(number), "");
     EXPECT_EQ(rpc::sync<&add>(1, 2, 2), 4);
   });
@@ -534,7 +534,7 @@ TEST_P(Rpc, ShutdownEndsAtItsDeadline) {
   run(2, [](World& world) {
     rpc::init();
     if (world.rank() == 0) {
-      EXPECT_CONTAINS(message_of<Timeout>([] { rpc::shutdown(rpc::Shutdown::kGraceful, 100ms); }), "1");
+      EXPECT_CONTAINS(message_of<TimeoutError>([] { rpc::shutdown(rpc::Shutdown::kGraceful, 100ms); }), "1");
       world.store().set("over", "");
     } else {
       world.store().get("over", patience());
@@ -581,7 +581,7 @@ TEST_P(Rpc, ObjectsAreMadeCalledAndFreed) {
 TEST_P(Rpc, AnObjectThatCouldNotBeMade) {
   serve(2, [](World&) {
     const auto bad = rpc::remote<Counter>(1, -1);
-    EXPECT_CONTAINS(message_of<rpc::RemoteError>([&] { bad.sync<&Counter::get>(); }), "a counter starts at 0");
+    EXPECT_CONTAINS(message_of<RemoteError>([&] { bad.sync<&Counter::get>(); }), "a counter starts at 0");
   });
 }
 
@@ -662,7 +662,7 @@ TEST_P(Rpc, HandlersMayBeCoroutines) {
 // --- transports ---
 
 TEST_P(Rpc, OverUcxForWhoAsksForIt) {
-  if (const std::string why = as_threads() ? transport::ucx::why_not() : why_no_ucx(); !why.empty())
+  if (const std::string why = as_threads() ? transport::ucx::unavailable_reason() : why_no_ucx(); !why.empty())
     GTEST_SKIP() << why;
   // On one host UCX has to be forced. Between hosts it is used together with shared memory.
   const bool is_one_host = GetParam().backend == "shm";
@@ -682,7 +682,7 @@ TEST_P(Rpc, OverUcxForWhoAsksForIt) {
           const auto counter = rpc::remote<Counter>(next, 10);
           EXPECT_EQ(rpc::sync<&bump_through>((next + 1) % 3, counter), 11);
           EXPECT_EQ(counter.sync<&Counter::get>(), 11);
-          EXPECT_THROW(rpc::sync<&fails>(next, 1), rpc::RemoteError);
+          EXPECT_THROW(rpc::sync<&fails>(next, 1), RemoteError);
         },
         {.transport = is_one_host ? "ucx" : "shm,ucx"});
 }

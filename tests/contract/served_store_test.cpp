@@ -202,7 +202,7 @@ TEST_P(ServedStore, AStoppedServerIsNoticedByWhoeverCallsInTheTimeThatItGives) {
   EXPECT_FALSE(store::comes_again(*part));
   ::kill(server.pid(), SIGSTOP);
   ASSERT_EQ(::waitpid(server.pid(), nullptr, WUNTRACED), server.pid());
-  EXPECT_THROW(part->add("two", 2), Timeout);
+  EXPECT_THROW(part->add("two", 2), TimeoutError);
   ::kill(server.pid(), SIGCONT);
 }
 

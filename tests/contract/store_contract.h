@@ -66,10 +66,10 @@ template <typename Fn>
 std::string timeout_of(Fn fn) {
   try {
     fn();
-  } catch (const Timeout& error) {
+  } catch (const TimeoutError& error) {
     return error.what();
   }
-  ADD_FAILURE() << "no Timeout";
+  ADD_FAILURE() << "no TimeoutError";
   return {};
 }
 

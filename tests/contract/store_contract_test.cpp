@@ -198,13 +198,13 @@ TEST(StoreProtocol, MessagesSurviveTheTrip) {
   EXPECT_EQ(decoded.value, request.value);
   EXPECT_EQ(decoded.number, request.number);
   EXPECT_EQ(decoded.wait_ms, request.wait_ms);
-  EXPECT_THROW(store::decode_request(body + "x"), Corrupt);
+  EXPECT_THROW(store::decode_request(body + "x"), CorruptError);
 
-  const auto reply = store::decode_reply(encode(store::error_reply(Timeout("late", {}, "hurry"))));
+  const auto reply = store::decode_reply(encode(store::error_reply(TimeoutError("late", {}, "hurry"))));
   try {
     store::throw_error(reply);
     FAIL();
-  } catch (const Timeout& error) {
+  } catch (const TimeoutError& error) {
     EXPECT_EQ(error.message(), "late");
     EXPECT_EQ(error.advice(), "hurry");
   }

@@ -321,7 +321,7 @@ TEST_F(ByHand, GreetingsAreChecked) {
     const std::string answer = read(transport::kHelloBytes);
     ASSERT_EQ(answer.size(), answered ? transport::kHelloBytes : 0);
     if (answered) {
-      EXPECT_NE(Hello::parse(answer).verdict, transport::Verdict::kWelcome);
+      EXPECT_NE(Hello::parse(answer).answer, transport::HelloAnswer::kWelcome);
     }
     EXPECT_EQ(read(1), "") << "the connection is open";
   }
@@ -484,13 +484,13 @@ TEST(TcpMeeting, WithoutTheSecretThereIsNone) {
         outcome[rank] = "connected";
       } catch (const Unauthorized& error) {
         outcome[rank] = std::string("Unauthorized: ") + error.what();
-      } catch (const Timeout& error) {
-        outcome[rank] = std::string("Timeout: ") + error.what();
+      } catch (const TimeoutError& error) {
+        outcome[rank] = std::string("TimeoutError: ") + error.what();
       }
     });
   for (auto& rank : ranks) rank.join();
   EXPECT_THAT(outcome[1], HasSubstr("Unauthorized: worker 0 at "));
-  EXPECT_THAT(outcome[0], HasSubstr("Timeout: workers have not connected in time: worker 1"));
+  EXPECT_THAT(outcome[0], HasSubstr("TimeoutError: workers have not connected in time: worker 1"));
   EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("transport: worker 0 refused a connection from"));
 }
 
@@ -508,7 +508,7 @@ TEST(TcpMeeting, WhoHasNoSecretIsKeptOut) {
         options.host = "127.0.0.1";
         EXPECT_THROW(
             make_tcp_transport(options, directory_of(store), receivers[rank], Deadline::after(std::chrono::seconds(5))),
-            Timeout);
+            TimeoutError);
       });
     for (auto& rank : ranks) rank.join();
     EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("worker 0 refused a connection from 127.0.0.1"));
@@ -524,7 +524,7 @@ TEST(TcpMeeting, JobsOfAnotherSizeDoNotMeet) {
     options.peers = {1};
     EXPECT_THROW(
         make_tcp_transport(options, directory_of(store), receivers[0], Deadline::after(std::chrono::seconds(8))),
-        Timeout);
+        TimeoutError);
   });
   EXPECT_THROW(make_tcp_transport(options_of(1, 2, std::nullopt), directory_of(store), receivers[1], in_time()),
                Mismatch);
@@ -541,7 +541,7 @@ TEST(TcpMeeting, WhoDoesNotComeIsNamed) {
   try {
     make_tcp_transport(options, directory_of(store), receiver, Deadline::after(milliseconds(200)));
     ADD_FAILURE() << "it connected";
-  } catch (const Timeout& error) {
+  } catch (const TimeoutError& error) {
     EXPECT_EQ(error.missing(), (std::vector<int>{0, 3}));
     EXPECT_THAT(error.message(), HasSubstr("zero, three"));
   }

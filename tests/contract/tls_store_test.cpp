@@ -363,7 +363,7 @@ TEST(TlsClient, RepliesThatAreNoneAreCorrupt) {
     }
   });
   const auto client = connect_store(liar.address(), soon(), secret);
-  EXPECT_THROW(client->try_get("key"), Corrupt);
+  EXPECT_THROW(client->try_get("key"), CorruptError);
 }
 
 TEST(TlsClient, NobodyIsUnavailableAndSaysWhy) {
@@ -399,7 +399,7 @@ TEST(TlsClient, AHostWithoutAnAddressIsUnavailableOrLate) {
   try {
     connect_store("tls://no-such-host.invalid:29400", in_ms(50), Secret::generate());
     FAIL();
-  } catch (const Error& error) {  // Timeout if a name server does not answer
+  } catch (const Error& error) {  // TimeoutError if a name server does not answer
     EXPECT_TRUE(error.code() == ErrorCode::kUnavailable || error.code() == ErrorCode::kTimeout) << error.what();
     EXPECT_NE(std::string(error.what()).find("no-such-host.invalid"), std::string::npos) << error.what();
   }
@@ -596,7 +596,7 @@ TEST_F(CutStore, AWaitGoesOnBehindACut) {
   client_->set("late", "come");
   waits.join();
   middleman_.cut();
-  EXPECT_THROW(far_->get("never", Deadline::after(std::chrono::milliseconds(300))), Timeout);
+  EXPECT_THROW(far_->get("never", Deadline::after(std::chrono::milliseconds(300))), TimeoutError);
 }
 
 TEST_F(CutStore, AServerThatIsGoneIsNotWaitedFor) {

@@ -246,7 +246,7 @@ TEST_P(TransportContract, WhoDoesNotReadIsSeenInTheBacklog) {
   try {
     at(0).wait_below(1, size_t{1} << 20, Deadline::after(milliseconds(100)));
     ADD_FAILURE() << "the backlog went away";
-  } catch (const Timeout& error) {
+  } catch (const TimeoutError& error) {
     EXPECT_EQ(error.missing(), std::vector<int>{1});
   }
   // The other ranks are not held up.

@@ -36,7 +36,7 @@ struct TransportKind {
   bool is_driven = false;  // by poll() and sleep()
   bool to_itself = false;  // a worker may send to itself
   // Why this machine does not have the transport; empty if it has it.
-  std::function<std::string()> why_not = [] { return std::string(); };
+  std::function<std::string()> unavailable_reason = [] { return std::string(); };
 };
 
 inline void PrintTo(const TransportKind& kind, std::ostream* out) { *out << kind.name; }
@@ -134,7 +134,7 @@ class Gate {
 class TransportContract : public testing::TestWithParam<TransportKind> {
  protected:
   void SetUp() override {
-    if (const std::string why = GetParam().why_not(); !why.empty()) GTEST_SKIP() << why;
+    if (const std::string why = GetParam().unavailable_reason(); !why.empty()) GTEST_SKIP() << why;
   }
   ~TransportContract() override { end_all(); }
 

@@ -454,7 +454,7 @@ TEST(UcxMeeting, WhoDoesNotComeIsNamed) {
   try {
     transport::make_ucx_transport(options, directory_of(store), receiver, Deadline::after(milliseconds(50)));
     ADD_FAILURE() << "it did not wait for carol";
-  } catch (const Timeout& error) {
+  } catch (const TimeoutError& error) {
     EXPECT_THAT(error.message(), HasSubstr("carol"));
     EXPECT_EQ(error.missing(), std::vector<int>{2});
   }
@@ -470,7 +470,7 @@ TEST(UcxMeeting, WhoDoesNotSayHelloIsNamed) {
   try {
     transport::make_ucx_transport(options, directory_of(store), receiver, Deadline::after(milliseconds(50)));
     ADD_FAILURE() << "it did not wait for bob";
-  } catch (const Timeout& error) {
+  } catch (const TimeoutError& error) {
     EXPECT_THAT(error.message(), HasSubstr("workers have not connected in time: bob"));
     EXPECT_EQ(error.missing(), std::vector<int>{1});
   }
@@ -487,9 +487,9 @@ TEST(UcxMeeting, OtherVersionsSizesAndNonsenseAreRefused) {
   const std::string good = UcxEntry{transport::ucx::make_key(), 2, 1, 1000, "0"}.text();
   EXPECT_THROW(meet(UcxEntry{transport::ucx::make_key(), 3, 1, 1000, "0"}.text()), Mismatch);
   EXPECT_THROW(meet("muster-ucx2" + good.substr(11)), Mismatch);
-  EXPECT_THROW(meet(""), Corrupt);
-  EXPECT_THROW(meet(good.substr(0, 20)), Corrupt);
-  EXPECT_THROW(meet(good + "f"), Corrupt);
+  EXPECT_THROW(meet(""), CorruptError);
+  EXPECT_THROW(meet(good.substr(0, 20)), CorruptError);
+  EXPECT_THROW(meet(good + "f"), CorruptError);
   EXPECT_THROW(meet(UcxEntry{transport::ucx::make_key(), 2, 1, 1000, "999"}.text()), Unavailable);  // no such fabric
 }
 

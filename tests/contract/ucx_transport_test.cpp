@@ -50,7 +50,7 @@ std::vector<std::unique_ptr<Transport>> make_ucx_mesh(const std::vector<Receiver
 TransportKind kind_of(const std::string& name, const std::string& ways) {
   TransportKind kind{
       name, [ways](const auto& receivers, const Limits& limits) { return make_ucx_mesh(receivers, limits, ways); }};
-  kind.why_not = transport::ucx::why_not;
+  kind.unavailable_reason = transport::ucx::unavailable_reason;
   return kind;
 }
 
@@ -60,7 +60,7 @@ INSTANTIATE_TEST_SUITE_P(Ucx, TransportContract, testing::Values(kind_of("tcp", 
 class Ucx : public testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string why = transport::ucx::why_not(); !why.empty()) GTEST_SKIP() << why;
+    if (const std::string why = transport::ucx::unavailable_reason(); !why.empty()) GTEST_SKIP() << why;
   }
 };
 
@@ -73,7 +73,7 @@ TEST(UcxLoading, TheProgramKeepsItsSignalsForkProcess) {
   const pid_t child = fork_child([] {
     ::setenv("UCX_HANDLE_ERRORS", "bt,freeze", 1);
     ::signal(SIGSEGV, &crash_handler);
-    if (!transport::ucx::why_not().empty()) return kNotHere;
+    if (!transport::ucx::unavailable_reason().empty()) return kNotHere;
     struct sigaction segv {
     }, bus{};
     ::sigaction(SIGSEGV, nullptr, &segv);
@@ -81,7 +81,7 @@ TEST(UcxLoading, TheProgramKeepsItsSignalsForkProcess) {
     return segv.sa_handler == &crash_handler && bus.sa_handler == SIG_DFL ? 0 : 2;
   });
   const int status = exit_status(child);
-  if (status == kNotHere) GTEST_SKIP() << transport::ucx::why_not();
+  if (status == kNotHere) GTEST_SKIP() << transport::ucx::unavailable_reason();
   EXPECT_EQ(status, 0);
 }
 

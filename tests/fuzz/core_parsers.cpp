@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/byte_stream.h"
 #include "base/cores.h"
 #include "base/text.h"
-#include "base/wire.h"
 #include "fuzz/memory_file.h"
 #include "fuzz/parsers.h"
 #include "launch/black_box_sources.h"
@@ -57,7 +57,7 @@ void parse_store(Bytes bytes) {
       require(encode(store::decode_reply(again)) == again);
       if (reply.error) store::throw_error(reply);
     }
-  } catch (const Error&) {  // Corrupt, or what the reply says
+  } catch (const Error&) {  // CorruptError, or what the reply says
   }
 }
 
@@ -71,7 +71,7 @@ Seeds store_seeds() {
     seeds.push_back('\0' + encode(request));
   }
   seeds.push_back('\1' + encode(store::Reply{.value = "a value", .number = -1, .server = 77}));
-  seeds.push_back('\1' + encode(store::error_reply(Timeout("nobody set the key", {1, 2}, "Look"))));
+  seeds.push_back('\1' + encode(store::error_reply(TimeoutError("nobody set the key", {1, 2}, "Look"))));
   return seeds;
 }
 
@@ -93,7 +93,7 @@ void parse_exchange(Bytes bytes) {
       for (const auto& rank : answer.ranks) require(rank.fds <= shm::kMaxFdsEach);
       for (const int rank : answer.missing) require(rank >= 0 && rank < kRanks);
     }
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 
@@ -121,7 +121,7 @@ void parse_workers(Bytes bytes) {
     } else {
       require(transport::Hello::parse(bytes).bytes() == bytes);
     }
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 
@@ -138,7 +138,7 @@ void parse_cpus(Bytes bytes) {
   try {
     const CpuSet cpus = cpus_from_text(bytes);
     require(cpus_from_text(to_text(cpus)) == cpus);
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 
@@ -172,7 +172,7 @@ void parse_etcd(Bytes bytes) {
         require(store::etcd::from_base64(store::etcd::to_base64(body)) == body);
         store::etcd::from_base64(body);
     }
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 
@@ -234,7 +234,7 @@ void parse_black_box(Bytes bytes) {
   if (is_short) words.resize(words.size() / 2);
   try {
     look_at(shm::read_black_box(std::as_bytes(std::span(words))));
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 
@@ -249,7 +249,7 @@ Seeds black_box_seeds() {
 void parse_black_box_file(Bytes bytes) {
   try {
     for (const auto& rank : launch::read_black_boxes(MemoryFile(bytes).path()).ranks) look_at(rank.box);
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 

@@ -104,7 +104,7 @@ bool parse(FrameParser& parser, std::string_view bytes, Dice& dice, std::vector<
       }
     }
     return true;
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
     return false;
   }
 }

@@ -33,7 +33,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         if (sum == SIZE_MAX) std::abort();  // so that the bytes are read
       }
     }
-  } catch (const muster::Corrupt&) {
+  } catch (const muster::CorruptError&) {
     // As it should be.
   }
   return 0;

@@ -16,10 +16,10 @@
 #include <variant>
 #include <vector>
 
-#include "base/wire.h"
+#include "base/byte_stream.h"
 #include "muster/base/error.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/serialize.h"
+#include "rpc/error_reply.h"
 #include "rpc/tensor_table.h"
 
 namespace {
@@ -88,7 +88,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
           std::abort();
     }
     read_values(what, rest, tensors);
-  } catch (const muster::Corrupt&) {
+  } catch (const muster::CorruptError&) {
     // As it should be.
   } catch (const muster::InvalidArgument&) {
     // Of other types than these.

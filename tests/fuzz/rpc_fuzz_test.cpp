@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/text.h"
-#include "comm/world_parts.h"
+#include "comm/world/world_parts.h"
 #include "muster/comm/world.h"
 #include "muster/rpc/call.h"
 #include "muster/rpc/rref.h"

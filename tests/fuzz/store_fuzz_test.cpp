@@ -205,14 +205,14 @@ TEST(ProtocolFuzz, AnyBytesAreAMessageOrCorrupt) {
   const int64_t rounds = test::repeat(test::kSanitized ? 6000 : 30'000, [&](uint64_t i) {
     Dice dice(i);
     const std::string value = dice.bytes(dice.below(50));
-    store::Reply reply = store::error_reply(Timeout(value));
+    store::Reply reply = store::error_reply(TimeoutError(value));
     if (dice.one_in(2)) reply.value = value;
     const std::string request = mangled(encode(some_request(dice, value)), dice), answer = mangled(encode(reply), dice);
     try {
       const auto decoded = store::decode_request(request);
       EXPECT_LE(decoded.value.size(), request.size());
       store::decode_reply(answer);
-    } catch (const Corrupt&) {
+    } catch (const CorruptError&) {
       ++corrupt;
     }
   });

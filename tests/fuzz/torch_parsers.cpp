@@ -16,8 +16,9 @@
 
 #include "base/text.h"
 #include "checkpoint/container.h"
-#include "comm/failure_note.h"
-#include "comm/members.h"
+#include "comm/core/members.h"
+#include "comm/kit/failure_note.h"
+#include "comm/world/meeting.h"
 #include "fuzz/memory_file.h"
 #include "fuzz/parsers.h"
 #include "muster/base/error.h"
@@ -44,9 +45,9 @@ void parse_members(Bytes bytes) {
     for (const auto& member : members)
       if (member.host < 0 || member.host >= kSize) std::abort();
     comm::cores_of_host(members, 1);
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   } catch (const Mismatch&) {
-  } catch (const Timeout&) {
+  } catch (const TimeoutError&) {
   }
 }
 
@@ -76,7 +77,7 @@ void parse_failure_note(Bytes bytes) {
 
 Seeds failure_note_seeds() {
   return {comm::write_failure(PeerLost(1, 4711, "killed by signal 9")),
-          comm::write_failure(Timeout("all_reduce timed out", {1, 2}, "Look at them")),
+          comm::write_failure(TimeoutError("all_reduce timed out", {1, 2}, "Look at them")),
           comm::write_failure(Mismatch("ranks disagree", "Call the same")), comm::write_failure(Aborted("closed"))};
 }
 
@@ -110,7 +111,7 @@ void parse_object(Bytes bytes) {
       default:
         return unpack<std::vector<std::pair<std::string, at::Tensor>>>(bytes);
     }
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 
@@ -127,7 +128,7 @@ Seeds object_seeds() {
 void parse_idx(Bytes bytes) {
   try {
     read_idx(MemoryFile(bytes).path());
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 
@@ -155,7 +156,7 @@ void parse_snapshot(Bytes bytes) {
   try {
     checkpoint::read_about(on_disk.path());
     checkpoint::Container::read(on_disk.path());
-  } catch (const Corrupt&) {
+  } catch (const CorruptError&) {
   }
 }
 

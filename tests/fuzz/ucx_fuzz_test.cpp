@@ -212,7 +212,7 @@ bool feed(const std::vector<Packet>& packets, Dice& dice, std::vector<Said>& got
         const std::vector<char> data(packet.data.begin(), packet.data.end());
         flow.on_arrival(header, std::as_bytes(std::span(data)));
       }
-    } catch (const Corrupt&) {
+    } catch (const CorruptError&) {
       good = false;
       break;
     }

@@ -113,13 +113,13 @@ run_large holds messages ASYNC=2
 run_large holds messages ASYNC=1 ANY DATA=1
 run_large holds messages ASYNC=3 SHORT DATA=1
 
-run holds lane WORKS=2 WAIT RUNS=1
-run_large holds lane WORKS=3 WAIT RUNS=1
-run_large holds lane WORKS=2 WAIT RUNS=2
-run_large holds lane WORKS=2 FUTURE WAIT
-run_large holds lane WORKS=1 STOP RUNS=2
-run_large holds lane WORKS=2 STOP WAIT
-run_large holds lane WORKS=2 STOP FUTURE
+run holds collective_queue WORKS=2 WAIT RUNS=1
+run_large holds collective_queue WORKS=3 WAIT RUNS=1
+run_large holds collective_queue WORKS=2 WAIT RUNS=2
+run_large holds collective_queue WORKS=2 FUTURE WAIT
+run_large holds collective_queue WORKS=1 STOP RUNS=2
+run_large holds collective_queue WORKS=2 STOP WAIT
+run_large holds collective_queue WORKS=2 STOP FUTURE
 
 echo "Mutants:"
 run stuck bell RANKS=2 MUTANT_NO_RING_FENCE
@@ -177,19 +177,19 @@ run_large assert messages REFERENCE FAILS MUTANT_FAILURE_UNSEEN
 run_large assert messages REFERENCE MUTANT_LEFT_IS_LOST
 run_large assert messages REFERENCE ASYNC=1 DATA=1 MUTANT_COMPLETE_FIRST
 
-run_large assert lane WORKS=2 WAIT MUTANT_NOT_TAKEN
-run stuck lane WORKS=2 WAIT RUNS=1 MUTANT_WAITERS_ONLY
-run_large assert lane WORKS=2 WAIT MUTANT_SUBMIT_UNWANTED
-run_large assert lane WORKS=1 WAIT RUNS=1 MUTANT_BLIND_GIVE_BACK
-run_large assert lane WORKS=2 WAIT MUTANT_LEFT_WANTED
-run_large assert lane WORKS=2 WAIT MUTANT_STILL_COUNTED
-run_large stuck lane WORKS=2 FUTURE MUTANT_NO_SPARE
-run_large stuck lane WORKS=2 FUTURE MUTANT_FUTURE_EARLY
-run_large assert lane WORKS=2 FUTURE MUTANT_MARK_TWICE
-run_large stuck lane WORKS=1 STOP RUNS=1 MUTANT_STOP_UNWANTED
-run_large stuck lane WORKS=1 STOP RUNS=1 MUTANT_NO_WANT
-run_large stuck lane WORKS=1 STOP RUNS=1 MUTANT_WANT_LATE
-run_large stuck lane WORKS=1 STOP RUNS=1 MUTANT_SILENT_STOP
+run_large assert collective_queue WORKS=2 WAIT MUTANT_NOT_TAKEN
+run stuck collective_queue WORKS=2 WAIT RUNS=1 MUTANT_WAITERS_ONLY
+run_large assert collective_queue WORKS=2 WAIT MUTANT_SUBMIT_UNWANTED
+run_large assert collective_queue WORKS=1 WAIT RUNS=1 MUTANT_BLIND_GIVE_BACK
+run_large assert collective_queue WORKS=2 WAIT MUTANT_LEFT_WANTED
+run_large assert collective_queue WORKS=2 WAIT MUTANT_STILL_COUNTED
+run_large stuck collective_queue WORKS=2 FUTURE MUTANT_NO_SPARE
+run_large stuck collective_queue WORKS=2 FUTURE MUTANT_FUTURE_EARLY
+run_large assert collective_queue WORKS=2 FUTURE MUTANT_MARK_TWICE
+run_large stuck collective_queue WORKS=1 STOP RUNS=1 MUTANT_STOP_UNWANTED
+run_large stuck collective_queue WORKS=1 STOP RUNS=1 MUTANT_NO_WANT
+run_large stuck collective_queue WORKS=1 STOP RUNS=1 MUTANT_WANT_LATE
+run_large stuck collective_queue WORKS=1 STOP RUNS=1 MUTANT_SILENT_STOP
 
 echo "$SECONDS s, $surprises surprises"
 ((surprises == 0))

@@ -1,6 +1,6 @@
 /* Slots: two suffice. Nobody overwrites what another may still read, or reads what is not yet written.
  *
- * Models Channel::enter() and own_payload() of src/comm/backends/shm/channel.{h,cpp} and the slot tiers of
+ * Models Channel::begin_operation() and own_payload() of src/comm/backends/shm/channel.{h,cpp} and the slot tiers of
  * all_reduce.cpp and movement.cpp; waiting, failure and death are channel.pml's. Every operation fills its slot,
  * announces itself, waits for the peers' announcements and reads all slots. A rank that throws ends: whatever it called
  * next would throw in check(), because a failed group stays failed (MUTANT_NO_CHECK calls on).

@@ -12,7 +12,7 @@
  *   DIRECT     reduces slices of memory that is there before the announcement: the tensors themselves, on the heaps, or
  *              the one early buffer of each rank
  *
- * enter() is here only "announce, wait for all"; slots.pml has its data. A turn buffer has a slice for each rank, and a
+ * begin_operation() is here only "announce, wait for all"; slots.pml has its data. A turn buffer has a slice for each rank, and a
  * slice's content is the mark of the turn that wrote it, or mark + REDUCED. To change data and to publish them is one
  * step, and so is to read and to say so: waits are monotone, so where an error needs the two apart there is also a run
  * in which they are not. Ringing is a step of its own.

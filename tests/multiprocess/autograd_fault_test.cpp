@@ -21,8 +21,8 @@
 
 #include "base/text.h"
 #include "muster/autograd/context.h"
+#include "muster/base/error.h"
 #include "muster/rpc/call.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
 #include "rpc/agent.h"
@@ -127,7 +127,7 @@ std::string step(RRef<FallibleLayer> middle, RRef<FallibleLayer> last, int64_t s
     for (const auto& [there, here] : pairs)
       if (!there.defined() || !at::allclose(there, here, 1e-9, 1e-9)) return "wrong gradients";
     return "ok";
-  } catch (const rpc::RemoteError& error) {
+  } catch (const RemoteError& error) {
     return text("RemoteError: ", error.what());
   } catch (const PeerLost& error) {
     return text("PeerLost: ", error.what());
@@ -226,7 +226,7 @@ class Campaign {
       return answer.get();
     } catch (const PeerLost& error) {
       return text("PeerLost: ", error.what());
-    } catch (const Error& error) {  // also Timeout: something hangs
+    } catch (const Error& error) {  // also TimeoutError: something hangs
       return text("thrown: ", error.what());
     }
   }

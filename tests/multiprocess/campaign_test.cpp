@@ -26,7 +26,7 @@ struct Fault {
 constexpr Fault kFaults[] = {
     {"kill", 128 + SIGKILL, "muster: rank {} \\(pid [0-9]+\\) killed by SIGKILL"},
     {"term", 128 + SIGTERM, "muster: rank {} \\(pid [0-9]+\\) killed by SIGTERM"},
-    {"stop", 128 + SIGABRT, "exception muster::Timeout", 2},
+    {"stop", 128 + SIGABRT, "exception muster::TimeoutError", 2},
     {"throw", 128 + SIGABRT, "exception std::runtime_error: the disk is full"},
     {"exit", 3, "muster: rank {} \\(pid [0-9]+\\) exited with status 3"},
     {"segv", 128 + SIGSEGV, "muster: rank {} \\(pid [0-9]+\\) killed by SIGSEGV"},

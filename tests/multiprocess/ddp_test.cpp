@@ -21,6 +21,8 @@
 namespace muster {
 namespace {
 
+constexpr double kByte = 1.0 / (1 << 20);  // in MiB
+
 struct DdpNet : torch::nn::Module {
   torch::nn::Linear a = register_module("a", torch::nn::Linear(12, 33)),
                     b = register_module("b", torch::nn::Linear(33, 17)),
@@ -73,7 +75,7 @@ TEST_F(DdpTest, StartsFromRankZeroAndAveragesToTheBit) {
     run_threads(n, [n](World& world) {
       auto net = make<DdpNet>(7 + world.rank());  // different on each rank
       const auto reference = make<DdpNet>(7);     // what rank 0 started with
-      DistributedDataParallel ddp(net, {.bucket_bytes = 2048, .first_bucket_bytes = 512});
+      DistributedDataParallel ddp(net, {.bucket_cap_mb = 2048 * kByte, .first_bucket_cap_mb = 512 * kByte});
       torch::optim::SGD optimizer(net->parameters(), 0.1), reference_optimizer(reference->parameters(), 0.1);
       for (int step = 0; step < 4; ++step) {
         optimizer.zero_grad(/*set_to_none=*/step % 2 == 0);
@@ -105,7 +107,7 @@ TEST_F(DdpTest, GradientsLiveOnTheHeapAndBucketsFollowTheOrderOfReadiness) {
   };
   run_threads(2, [](World& world) {
     auto net = make<Crossed>(1);
-    DistributedDataParallel ddp(net, {.bucket_bytes = 64, .first_bucket_bytes = 64});
+    DistributedDataParallel ddp(net, {.bucket_cap_mb = 64 * kByte, .first_bucket_cap_mb = 64 * kByte});
     const auto names = [&] {
       std::vector<std::string> flat;
       for (const auto& bucket : ddp.bucket_names()) flat.insert(flat.end(), bucket.begin(), bucket.end());
@@ -254,7 +256,7 @@ TEST_F(DdpTest, GradientsThatBackwardHasYetToReadAreNotReducedInPlace) {
 TEST_F(DdpTest, ReducesWhileBackwardIsStillRunning) {
   run_threads(2, [](World& world) {
     auto net = make<DdpNet>(3);
-    DistributedDataParallel ddp(net, {.bucket_bytes = 64, .first_bucket_bytes = 64});
+    DistributedDataParallel ddp(net, {.bucket_cap_mb = 64 * kByte, .first_bucket_cap_mb = 64 * kByte});
     ddp(part(world.rank(), 0)).sum().backward();
     const auto before = world.group().stats().operations;
     bool overlapped = false;
@@ -347,7 +349,7 @@ TEST_F(DdpTest, TheOrderOfReadinessIsThatOfAllParameters) {
   };
   run_threads(2, [](World& world) {
     auto net = make<Sides>(3);
-    DistributedDataParallel ddp(net, {.bucket_bytes = 64, .first_bucket_bytes = 64});
+    DistributedDataParallel ddp(net, {.bucket_cap_mb = 64 * kByte, .first_bucket_cap_mb = 64 * kByte});
     const auto rows = [](int step) { return (part(0, step).sum(0, true) + part(1, step).sum(0, true)) / 2; };
     for (int step = 0; step < 3; ++step) {
       SCOPED_TRACE(step);
@@ -420,7 +422,7 @@ void run_failing(const std::function<void(World&, Failing&, DistributedDataParal
               [&](World& world) {
                 const auto net = make<Failing>(3);
                 const auto alone = make<DdpNet>(3);
-                DistributedDataParallel ddp(net, {.bucket_bytes = 64, .first_bucket_bytes = 64});
+                DistributedDataParallel ddp(net, {.bucket_cap_mb = 64 * kByte, .first_bucket_cap_mb = 64 * kByte});
                 body(world, *net, ddp, *alone);
               },
               {.timeout = test::kPatience});
@@ -528,7 +530,7 @@ TEST_F(DdpTest, TheNextBackwardMayBeginWithAnotherParameter) {
   run_threads(2,
               [](World& world) {
                 const auto net = make<Two>(3);
-                DistributedDataParallel ddp(net, {.bucket_bytes = 4, .first_bucket_bytes = 4});
+                DistributedDataParallel ddp(net, {.bucket_cap_mb = 4 * kByte, .first_bucket_cap_mb = 4 * kByte});
                 bool fails = false;
                 net->left.register_hook([&](const torch::Tensor&) {
                   if (fails) throw std::runtime_error("in a hook");

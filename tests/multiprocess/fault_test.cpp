@@ -9,7 +9,7 @@
 #include <random>
 
 #include "base/text.h"
-#include "comm/backend.h"
+#include "comm/core/backend.h"
 #include "muster/comm/collectives.h"
 #include "support/asleep.h"
 #include "support/fault_calls.h"
@@ -38,8 +38,8 @@ WorldOptions with(Fault fault) {
 // Calls until `stops`, in which the victim stops, and that one with little time: only the victim is missing then.
 std::string stop_of(World& world, int64_t count, int stops) {
   for (int i = 0; i < stops; ++i) kCalls[0].run(world, count);
-  if (world.rank() != kVictim) world.group().backend().setTimeout(milliseconds(400));
-  return message_of<Timeout>([&] {
+  if (world.rank() != kVictim) comm::backend_of(world.group()).setTimeout(milliseconds(400));
+  return message_of<TimeoutError>([&] {
     // In the last phase the victim stops when the others have what they need from it: the next call shows it.
     for (int i = 0; i < 2; ++i) kCalls[0].run(world, count);
   });
@@ -87,7 +87,7 @@ TEST(Fault, KillAtEachPhase) {
 // Ten operations, of which those from the third on have less time than coming together may take.
 void reduce_on(World& world, int64_t count) {
   for (int i = 0; i < 10; ++i) {
-    if (i == 3) world.group().backend().setTimeout(milliseconds(400));
+    if (i == 3) comm::backend_of(world.group()).setTimeout(milliseconds(400));
     kCalls[0].run(world, count);
   }
 }
@@ -211,7 +211,7 @@ TEST(FaultHosts, StopIsTimeoutNamingIt) {
               EXPECT_THROW(reduce_on(world, kSmall), Error);
               return;
             }
-            const std::string said = message_of<Timeout>([&] { reduce_on(world, kSmall); });
+            const std::string said = message_of<TimeoutError>([&] { reduce_on(world, kSmall); });
             EXPECT_CONTAINS(said, "rank 1");
             EXPECT_CONTAINS(said, "timed out");
           },
@@ -245,7 +245,7 @@ TEST(FaultHostsProcess, KillAndStopAtEachPhase) {
         const auto end = ranks.wait(rank, patience());
         EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
         EXPECT_CONTAINS(end.said, text("rank 1 (pid ", ranks.pid(kVictim), ")"));
-        EXPECT_CONTAINS(end.said, action == FaultAction::kKill ? "PeerLost" : "Timeout");
+        EXPECT_CONTAINS(end.said, action == FaultAction::kKill ? "PeerLost" : "TimeoutError");
       }
       if (action == FaultAction::kStop) ranks.signal(kVictim, SIGKILL);
       EXPECT_EQ(ranks.wait(kVictim, patience()).signal, SIGKILL);

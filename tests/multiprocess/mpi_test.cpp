@@ -5,7 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "base/text.h"
-#include "comm/backend.h"
+#include "comm/core/backend.h"
 #include "muster/comm/collectives.h"
 #include "support/patience.h"
 #include "support/ranks.h"
@@ -94,7 +94,7 @@ TEST_P(Mpi, LeavesWithMessagesUnderWay) {
             receiving = irecv(at::ones({kLarge}), 2);
           }
           if (!late) hear(outer, "1 waits"), hear(outer, "2 waits");
-          world.group().backend().leave({});
+          comm::backend_of(world.group()).leave({});
           say(outer, "left");
           EXPECT_THROW(sending.wait(), Aborted);
           EXPECT_THROW(receiving.wait(), Aborted);

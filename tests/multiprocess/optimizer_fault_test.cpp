@@ -17,9 +17,9 @@
 
 #include "base/text.h"
 #include "muster/autograd/context.h"
+#include "muster/base/error.h"
 #include "muster/optim/distributed_optimizer.h"
 #include "muster/rpc/call.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
 #include "support/forked.h"
@@ -261,7 +261,7 @@ TEST(RpcFaultProcess, AnOwnerIsKilledAtAnyTimeOfATraining) {
         }
       } catch (const PeerLost& error) {
         said = error.what();
-      } catch (const rpc::RemoteError& error) {
+      } catch (const RemoteError& error) {
         said = error.what();
       }
       model.drop(kVictim);
@@ -313,7 +313,7 @@ TEST(RpcFaultProcess, AnOwnerIsStoppedBeforeItsStep) {
     numbers[0] = now_ns();
     try {
       optimizer.step(context);
-    } catch (const Timeout& error) {
+    } catch (const TimeoutError& error) {
       said = error.what();
     }
     numbers[1] = now_ns();
@@ -323,7 +323,7 @@ TEST(RpcFaultProcess, AnOwnerIsStoppedBeforeItsStep) {
       try {
         EXPECT_EQ(model.owners[kVictim].sync<&Weights::steps>(), 1);
         break;
-      } catch (const Timeout&) {
+      } catch (const TimeoutError&) {
       }
     }
     EXPECT_EQ(model.owners[1].sync<&Weights::steps>(), 2);

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "base/text.h"
+#include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/remote/remote_call.h"
 #include "muster/rpc/call.h"
-#include "muster/rpc/remote_error.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/this_call.h"
 #include "muster/rpc/worker.h"
@@ -123,7 +123,7 @@ TEST(RpcFaultProcess, AStoppedWorkerTimesOut) {
     std::string said;
     try {
       for (;;) rpc::sync<[] {}>({1, {.timeout = 200ms}});
-    } catch (const Timeout& error) {
+    } catch (const TimeoutError& error) {
       said = error.what();
     }
     rpc::shutdown(rpc::Shutdown::kAbrupt);
@@ -282,7 +282,7 @@ TEST(RpcFaultProcess, ReferencesWanderWhileAWorkerIsKilled) {
           some.back().sync<&Box::touch>();
           sent.get();
         } catch (const PeerLost&) {
-        } catch (const rpc::RemoteError& error) {
+        } catch (const RemoteError& error) {
           ++freed_early;
           early = error.what();
         }

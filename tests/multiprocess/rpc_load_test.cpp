@@ -117,7 +117,7 @@ TEST_P(RpcSleep, DeadlinesAreKept) {
       if (busy && world.rank() == 1) slow = rpc::async<&until_told>(0, first);
       if (world.rank() == 0) {
         if (busy) std::this_thread::sleep_for(20ms);
-        EXPECT_THROW((rpc::sync<&until_told>(rpc::To(other, {.timeout = 100ms}), second)), Timeout);
+        EXPECT_THROW((rpc::sync<&until_told>(rpc::To(other, {.timeout = 100ms}), second)), TimeoutError);
         for (const int number : {first, second}) world.store().set(text("go", number), "");
       }
       if (busy && world.rank() == 1) {

@@ -15,7 +15,7 @@
 #include <optional>
 
 #include "base/text.h"
-#include "comm/backend.h"
+#include "comm/core/backend.h"
 #include "muster/comm/collectives.h"
 #include "support/asleep.h"
 #include "support/collective_cases.h"
@@ -86,12 +86,12 @@ TEST(FaultProcess, StopAtEachPhaseAndTheOthersGoOn) {
         {
           const World::Scope scope(*world);
           call->run(*world, count);
-          if (rank != kVictim) world->group().backend().setTimeout(milliseconds(200));
+          if (rank != kVictim) comm::backend_of(world->group()).setTimeout(milliseconds(200));
           try {
             // In the last phase rank 1 stops when the others have what they need from it: the next call shows it.
             for (int time = 0; time < 2; ++time) call->run(*world, count);
             ADD_FAILURE() << "no timeout";
-          } catch (const Timeout& timeout) {
+          } catch (const TimeoutError& timeout) {
             EXPECT_CONTAINS(timeout.what(), text("rank 1 (pid "));
             EXPECT_EQ(timeout.missing(), std::vector<int>{kVictim}) << timeout.what();
           }

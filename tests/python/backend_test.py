@@ -395,15 +395,15 @@ class Stragglers(unittest.TestCase):
         """Rank 1 comes a second after rank 0, which by then sleeps in the collective."""
         def body(rank):
             group = dist.new_group()
-            nobody = muster.straggler_verdict(group)
+            nobody = muster.straggler_report(group)
             if rank == 0:
                 dist.distributed_c10d._get_default_store().set("pid", str(os.getpid()))
             else:
                 await_sleep(int(dist.distributed_c10d._get_default_store().get("pid")))
                 time.sleep(1.1)  # what is measured
             dist.all_reduce(torch.ones(3), group=group)
-            known = muster.straggler_verdict(group), muster.straggler_verdict(group, timedelta(hours=1))
-            world = muster.straggler_verdict()
+            known = muster.straggler_report(group), muster.straggler_report(group, timedelta(hours=1))
+            world = muster.straggler_report()
             with tempfile.TemporaryFile() as log:
                 stderr = os.dup(2)
                 os.dup2(log.fileno(), 2)
@@ -422,7 +422,7 @@ class Stragglers(unittest.TestCase):
     def test_of_another_backend(self):
         def body(_):
             group = dist.new_group(backend="gloo")
-            answer = raised(ValueError, lambda: muster.straggler_verdict(group))
+            answer = raised(ValueError, lambda: muster.straggler_report(group))
             dist.barrier()  # gloo's other rank may still be connecting to this one
             return answer
 

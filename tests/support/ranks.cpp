@@ -7,9 +7,10 @@
 
 #include "base/env.h"
 #include "base/text.h"
-#include "comm/backend.h"
-#include "comm/environment.h"
-#include "muster/launch/spawn.h"
+#include "comm/backends/registry.h"
+#include "comm/core/backend.h"
+#include "comm/world/job_environment.h"
+#include "muster/comm/spawn.h"
 #include "support/patience.h"
 
 namespace muster::test {
@@ -27,8 +28,8 @@ struct OneThreadARank final : testing::Environment {
 // goes on before all of them have said how it went.
 void run_launched(int n, const std::function<void(World&)>& body, const WorldOptions& options) {
   const auto patience = [] { return Deadline::after(std::chrono::minutes(4)); };
-  static const comm::Job job = [&] {
-    comm::Job mine = comm::join_job(patience());
+  static const comm::JoinedJob job = [&] {
+    comm::JoinedJob mine = comm::join_job(patience());
     // MPI begins in all processes of a job at the same time, and tests have worlds of some.
     const World everybody(mine.placement, mine.store, options);
     return mine;
@@ -115,7 +116,7 @@ void PrintTo(const Setup& setup, std::ostream* out) { *out << setup.backend << "
 void CommContract::SetUp() {
   for (const auto& entry : comm::backends())
     if (entry.name == GetParam().backend)
-      if (const auto reason = entry.why_not(); !reason.empty()) GTEST_SKIP() << reason;
+      if (const auto reason = entry.unavailable_reason(); !reason.empty()) GTEST_SKIP() << reason;
 }
 
 void CommContract::run(int n, const std::function<void(World&)>& body, WorldOptions options) const {

@@ -26,7 +26,7 @@ inline std::string why_no_ucx() {
     const pid_t child = ::fork();
     if (child < 0) throw_errno("fork");
     if (child == 0) {
-      const std::string why = transport::ucx::why_not();
+      const std::string why = transport::ucx::unavailable_reason();
       ::_exit(::write(out.get(), why.data(), why.size()) == static_cast<ssize_t>(why.size()) ? 0 : 1);
     }
     out.reset();

@@ -15,10 +15,10 @@
 #include <string>
 #include <thread>
 
+#include "base/byte_stream.h"
 #include "base/fd.h"
 #include "base/random.h"
 #include "base/text.h"
-#include "base/wire.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
 #include "shm/exchange.h"

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/byte_stream.h"
 #include "base/copy.h"
 #include "base/cores.h"
 #include "base/env.h"
@@ -18,7 +19,6 @@
 #include "base/fork_count.h"
 #include "base/random.h"
 #include "base/text.h"
-#include "base/wire.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
 
@@ -34,15 +34,15 @@ TEST(Error, SaysWhatAndWhatToDo) {
   EXPECT_EQ(error.message(), "the world has no rank 7");
   EXPECT_EQ(error.advice(), "Pass a rank below 4");
   EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
-  EXPECT_STREQ(Corrupt("short").what(), "short");
+  EXPECT_STREQ(CorruptError("short").what(), "short");
 }
 
 TEST(Error, KindsKnowWhoIsConcerned) {
   const PeerLost lost(3, 1234, "rank 3 died");
   EXPECT_EQ(lost.rank(), 3);
   EXPECT_EQ(lost.pid(), 1234);
-  EXPECT_EQ(Timeout("late", {1, 2}).missing(), (std::vector<int>{1, 2}));
-  EXPECT_THROW(throw Timeout("late"), Error);
+  EXPECT_EQ(TimeoutError("late", {1, 2}).missing(), (std::vector<int>{1, 2}));
+  EXPECT_THROW(throw TimeoutError("late"), Error);
 }
 
 TEST(Error, EveryCodeHasItsName) {
@@ -118,7 +118,7 @@ TEST(Wire, WhatIsPutIsGot) {
   EXPECT_EQ(in.get_string(), std::string_view("a\0b", 3));
   EXPECT_EQ(in.get_string(), "");
   EXPECT_FALSE(in.done());
-  EXPECT_THROW(in.expect_done(), Corrupt);
+  EXPECT_THROW(in.expect_done(), CorruptError);
   EXPECT_EQ(in.get<ErrorCode>(), ErrorCode::kRemote);
   EXPECT_TRUE(in.done());
   in.expect_done();
@@ -136,7 +136,7 @@ TEST(Wire, EveryShortMessageIsCorrupt) {
           in.get_string();
           in.get<uint16_t>();
         },
-        Corrupt)
+        CorruptError)
         << cut;
   }
 }
@@ -146,7 +146,7 @@ TEST(Wire, ALengthBeyondTheEndIsCorrupt) {
     WireWriter out;
     out.put(length).put(uint8_t{0}).put(uint32_t{0});
     WireReader in(out.bytes());
-    EXPECT_THROW(in.get_string(), Corrupt) << length;
+    EXPECT_THROW(in.get_string(), CorruptError) << length;
   }
 }
 
@@ -232,7 +232,7 @@ TEST(Cores, TextAndBack) {
     EXPECT_EQ(cpus_from_text(to_text(set)), set);
   for (const auto& text :
        {std::string(), std::string("g"), std::string("-1"), std::string("0x1"), std::string(257, '0')})
-    EXPECT_THROW(cpus_from_text(text), Corrupt) << text;
+    EXPECT_THROW(cpus_from_text(text), CorruptError) << text;
   EXPECT_EQ(cpus_from_text(std::string(256, 'f')).count(), 1024u);
 }
 

@@ -61,13 +61,13 @@ TEST(BlackBoxReport, NumbersForPeople) {
 TEST(BlackBoxReport, NamesWhoHoldsUpTheOthers) {
   const auto waits = std::vector{operation(11, State::kDone, 4 * kSecond), operation(12, State::kRunning)};
   const auto late = std::vector{operation(11, State::kDone, 4 * kSecond)};
-  EXPECT_EQ(verdict(job_of({waits, late, waits, waits})),
+  EXPECT_EQ(diagnosis(job_of({waits, late, waits, waits})),
             "group 'world' of 4 ranks:\n"
             "  ranks 0, 2, 3: all_reduce #12, running for 2.0 s\n"
             "  rank 1: all_reduce #11, done 2.0 s ago\n"
             "  => rank 1 has not begun all_reduce #12, for which ranks 0, 2, 3 wait\n"
             "  => rank 1 (running) is in no operation of Muster\n");
-  EXPECT_EQ(verdict(job_of({waits, {operation(12, State::kPosted)}, {}})),
+  EXPECT_EQ(diagnosis(job_of({waits, {operation(12, State::kPosted)}, {}})),
             "group 'world' of 3 ranks:\n"
             "  rank 0: all_reduce #12, running for 2.0 s\n"
             "  rank 1: no collective yet, and 1 more posted\n"
@@ -79,21 +79,21 @@ TEST(BlackBoxReport, NamesWhoHoldsUpTheOthers) {
 
 TEST(BlackBoxReport, SaysWhereNobodyIsMissing) {
   const auto in = std::vector{operation(3, State::kRunning)}, through = std::vector{operation(3, State::kDone)};
-  EXPECT_EQ(verdict(job_of({in, in})),
+  EXPECT_EQ(diagnosis(job_of({in, in})),
             "group 'world' of 2 ranks:\n  ranks 0, 1: all_reduce #3, running for 2.0 s\n"
             "  => all are in all_reduce #3: nobody is missing\n");
-  EXPECT_EQ(verdict(job_of({through, in})),
+  EXPECT_EQ(diagnosis(job_of({through, in})),
             "group 'world' of 2 ranks:\n  rank 0: all_reduce #3, done 1.0 s ago\n"
             "  rank 1: all_reduce #3, running for 2.0 s\n  => rank 1 is still in all_reduce #3; rank 0 has left it\n");
-  EXPECT_EQ(verdict(job_of({through, through})),
+  EXPECT_EQ(diagnosis(job_of({through, through})),
             "group 'world' of 2 ranks:\n  ranks 0, 1: all_reduce #3, done 1.0 s ago\n");
-  EXPECT_EQ(verdict(job_of({{}, {}})), "group 'world' of 2 ranks:\n  ranks 0, 1: no collective yet\n");
+  EXPECT_EQ(diagnosis(job_of({{}, {}})), "group 'world' of 2 ranks:\n  ranks 0, 1: no collective yet\n");
 }
 
 TEST(BlackBoxReport, SeesThatRanksDisagree) {
   auto other = operation(3, State::kRunning);
   other.name = "barrier";
-  EXPECT_NE(verdict(job_of({{operation(3, State::kRunning)}, {other}}))
+  EXPECT_NE(diagnosis(job_of({{operation(3, State::kRunning)}, {other}}))
                 .find("=> #3 is not the same operation on all ranks\n"),
             std::string::npos);
 }
@@ -103,7 +103,7 @@ TEST(BlackBoxReport, GroupsAreMatchedByNameAndMembers) {
       job_of({{operation(3, State::kRunning)}, {operation(9, State::kRunning)}, {operation(3, State::kRunning)}});
   for (const size_t rank : {0, 2}) job.ranks[rank].box.groups = {{"tp", 2, 77}};
   job.ranks[1].box.groups = {{"tp", 2, 78}};  // its peer has not joined
-  EXPECT_EQ(verdict(job),
+  EXPECT_EQ(diagnosis(job),
             "group 'tp' of 2 ranks:\n  ranks 0, 2: all_reduce #3, running for 2.0 s\n"
             "  => all are in all_reduce #3: nobody is missing\n"
             "group 'tp' of 2 ranks, of which 1 never joined it:\n  rank 1: all_reduce #9, running for 2.0 s\n"
@@ -117,7 +117,7 @@ TEST(BlackBoxReport, MessagesAreNoPartOfTheOrder) {
   message.peer = 1;
   message.bytes = 8;
   const auto done = operation(3, State::kDone);
-  EXPECT_EQ(verdict(job_of({{message, done}, {done}})),
+  EXPECT_EQ(diagnosis(job_of({{message, done}, {done}})),
             "group 'world' of 2 ranks:\n  ranks 0, 1: all_reduce #3, done 1.0 s ago\n"
             "  rank 0: recv (peer 1), 8 B, running for 3.0 s\n");
 }
@@ -157,11 +157,11 @@ TEST(BlackBoxReport, BoxesOfAnyBytesAreDescribed) {
         words[4 + random() % (words.size() - 4)] ^= uint64_t{1} << random() % 64;
       try {
         job.ranks.push_back({shm::read_black_box(std::as_bytes(std::span(words))), "gone"});
-      } catch (const Corrupt&) {
+      } catch (const CorruptError&) {
       }
     }
     described += static_cast<int>(job.ranks.size());
-    const auto words = describe_ranks(job) + operations_table(job, 4096) + verdict(job) + trace_json(job);
+    const auto words = describe_ranks(job) + operations_table(job, 4096) + diagnosis(job) + trace_json(job);
     EXPECT_EQ(words.find('\x1b'), std::string::npos);
     for (const auto& rank : job.ranks) EXPECT_EQ(last_operations(rank.box, job.taken_ns, 3).size(), 3u);
   }

@@ -289,7 +289,7 @@ TEST(BlackBox, AnyBytesAreReadOrCorruptAndNothingElse) {
         EXPECT_EQ(operation.name.find_first_of("\n\x1b"), std::string::npos);
         EXPECT_GE(operation.end_ns == 0 ? UINT64_MAX : operation.end_ns, operation.since_ns());
       }
-    } catch (const Corrupt&) {
+    } catch (const CorruptError&) {
       ++corrupt;
     }
   };
@@ -308,8 +308,8 @@ TEST(BlackBox, AnyBytesAreReadOrCorruptAndNothingElse) {
   }
   EXPECT_GT(corrupt, 0);
   EXPECT_GT(read, 0);
-  EXPECT_THROW(read_black_box(std::as_bytes(std::span(good)).first(good.size() * 8 - 8)), Corrupt);
-  EXPECT_THROW(read_black_box(std::span<const std::byte>()), Corrupt);
+  EXPECT_THROW(read_black_box(std::as_bytes(std::span(good)).first(good.size() * 8 - 8)), CorruptError);
+  EXPECT_THROW(read_black_box(std::span<const std::byte>()), CorruptError);
 }
 
 TEST(BlackBox, OnlyABoxIsTakenForOne) {
@@ -317,8 +317,8 @@ TEST(BlackBox, OnlyABoxIsTakenForOne) {
   const UniqueFd unsealed(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(::ftruncate(unsealed.get(), sizeof(Segment)), 0);
   for (const int fd : {-1, null.get(), memory.get(), unsealed.get()}) {
-    EXPECT_THROW(read_black_box(fd), Corrupt) << fd;
-    EXPECT_THROW(BlackBox::open(fd), Corrupt) << fd;
+    EXPECT_THROW(read_black_box(fd), CorruptError) << fd;
+    EXPECT_THROW(BlackBox::open(fd), CorruptError) << fd;
     const Variable variable(text(fd));
     EXPECT_EQ(read_black_box(open_black_box(0, 1)->segment()).pid, ::getpid()) << "its own box";
   }

@@ -64,12 +64,12 @@ class Idx : public testing::Test {
     std::ofstream(folder_ / name, std::ios::binary) << bytes;
     return folder_ / name;
   }
-  // The message of the Corrupt that reading these bytes throws.
+  // The message of the CorruptError that reading these bytes throws.
   std::string corrupt(const std::string& bytes) {
     const auto path = write("file", bytes);
     try {
       read_idx(path);
-    } catch (const Corrupt& error) {
+    } catch (const CorruptError& error) {
       EXPECT_NE(error.message().find(path.string()), std::string::npos) << error.what();
       return error.message().substr(path.string().size());
     }
@@ -152,7 +152,7 @@ TEST_F(Idx, SurvivesEveryTruncationAndRandomDamage) {
       EXPECT_EQ(tensor.numel(), 300);  // damage to the elements of a plain file cannot be seen
       // In a packed file damage goes unnoticed only where gzip stores no elements (its time, its system).
       EXPECT_TRUE(!is_packed || at::equal(tensor, whole));
-    } catch (const Corrupt& error) {
+    } catch (const CorruptError& error) {
       EXPECT_NE(error.message().find(path.string()), std::string::npos);
     }
   }
@@ -192,7 +192,7 @@ TEST_F(Idx, ChecksThatImagesAndLabelsBelongTogether) {
     write("train-labels-idx1-ubyte.gz", new_labels);
     try {
       load_fashion_mnist(folder_, FashionMnistPart::kTrain);
-    } catch (const Corrupt& error) {
+    } catch (const CorruptError& error) {
       return error.message();
     }
     return "no error";

@@ -196,14 +196,14 @@ TEST(RemoteErrors, KeepTheirKindAndSayThePart) {
     EXPECT_STREQ(lost.what(), "gone [part 1 of 3]. look");
   }
   try {
-    std::rethrow_exception(named(Timeout("late", {2})));
-  } catch (const Timeout& late) {
+    std::rethrow_exception(named(TimeoutError("late", {2})));
+  } catch (const TimeoutError& late) {
     EXPECT_EQ(late.missing(), std::vector{2});
     EXPECT_STREQ(late.what(), "late [part 1 of 3]");
   }
   EXPECT_CONTAINS(message_of<Aborted>([&] { std::rethrow_exception(named(Aborted("over"))); }), "[part 1 of 3]");
-  struct Special : Timeout {
-    using Timeout::Timeout;
+  struct Special : TimeoutError {
+    using TimeoutError::TimeoutError;
   };
   EXPECT_THROW(std::rethrow_exception(named(Special("mine"))), Special);
   EXPECT_THROW(std::rethrow_exception(named(std::logic_error("other"))), std::logic_error);

@@ -32,7 +32,7 @@ struct Host {
     const auto deadline = Deadline::after(kPatience);
     for (;;) {
       if (auto event = agents->next_event()) return *std::move(event);
-      if (deadline.passed()) throw Timeout("no event");
+      if (deadline.passed()) throw TimeoutError("no event");
       pollfd ready{agents->events_fd(), POLLIN, 0};
       ::poll(&ready, 1, deadline.poll_ms());
     }
@@ -115,7 +115,7 @@ TEST(Rendezvous, WhoeverDoesNotComeIsWaitedForUntilTheTimeoutWhichSaysHowManyCam
     try {
       a.plan();
       FAIL() << "two made three";
-    } catch (const Timeout& error) {
+    } catch (const TimeoutError& error) {
       said = error.what();
     }
     if (said.find("2 of 3 agents came") != std::string::npos) return;
@@ -441,11 +441,11 @@ TEST(Rendezvous, WhoeverNeedsAStoreThatStaysAwayIsToldInTime) {
 TEST(Rendezvous, NonsenseInTheStoreIsCorrupt) {
   const auto store = make_memory_store();
   store->set("agents/0/plan", "what is this");
-  EXPECT_THROW(Host(store, "a", fixed(1)).plan(), Corrupt);
+  EXPECT_THROW(Host(store, "a", fixed(1)).plan(), CorruptError);
   for (const char* stop : {"", "x", "-1", "0", "65", "9 ", "99999999999999999999"}) {
     const auto other = make_memory_store();
     other->set("agents/0/stop", stop);
-    EXPECT_THROW(Host(other, "a", fixed(1)).plan(), Corrupt) << stop;
+    EXPECT_THROW(Host(other, "a", fixed(1)).plan(), CorruptError) << stop;
   }
 }
 

@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "muster/base/error.h"
-#include "muster/rpc/remote_error.h"
+#include "rpc/error_reply.h"
 
 namespace muster::rpc {
 const Function& twin_in_another_file();
@@ -223,7 +223,7 @@ TEST(RpcFunction, WhatIsThrownIsInTheOutcome) {
   EXPECT_THROW(std::rethrow_exception(outcome.error), std::out_of_range);
   Payload bad{"\x01", {}};
   PayloadReader reader{bad.body, bad.tensors};
-  EXPECT_THROW(function_of<&add>().decode(reader), Corrupt);
+  EXPECT_THROW(function_of<&add>().decode(reader), CorruptError);
 }
 
 TEST(RpcFunction, CoroutinesKeepTheirArgumentsAndAnswerLater) {
@@ -275,13 +275,13 @@ TEST(RpcError, ReadsWell) {
   EXPECT_STREQ(error.what(), "worker \"ps\" in forward(at::Tensor): std::out_of_range: no such key");
   EXPECT_EQ(error.worker(), "ps");
   EXPECT_EQ(error.type(), "std::out_of_range");
-  EXPECT_THROW(std::rethrow_exception(inner::remote_error("ps", "f()", got)), Remote);
+  EXPECT_THROW(std::rethrow_exception(inner::remote_error("ps", "f()", got)), RemoteError);
   EXPECT_EQ(reply(InvalidArgument("bad", "Do this")).advice, "Do this");
   EXPECT_EQ(reply(InvalidArgument("bad", "Do this")).type, "muster::InvalidArgument");
   EXPECT_EQ(reply(5).type, "int");
   EXPECT_LT(reply(std::runtime_error(std::string(1'000'000, 'x'))).message.size(), 70'000u);
   for (const auto& bytes : {std::string(), std::string("\xff\xff\xff\xff"), inner::encode(sent) + "x"})
-    EXPECT_THROW(inner::decode_error(bytes), Corrupt);
+    EXPECT_THROW(inner::decode_error(bytes), CorruptError);
 }
 
 }  // namespace rpc_function_test

@@ -67,7 +67,7 @@ TEST(RpcModules, OptimizersGoOnWhereTheyWere) {
   step(a, from);
   step(b, to);
   EXPECT_TRUE(torch::equal(a->parameters()[0], b->parameters()[0]));
-  EXPECT_THROW(load(to, OptimizerState{"no archive"}), Corrupt);
+  EXPECT_THROW(load(to, OptimizerState{"no archive"}), CorruptError);
 }
 
 }  // namespace

@@ -194,25 +194,25 @@ std::string bytes(std::initializer_list<int> list) {
 }
 
 TEST(RpcSerialize, WhatDoesNotFitIsCorruptAndNamesTheType) {
-  EXPECT_THROW(unpack_bytes<int>(""), Corrupt);
-  EXPECT_THROW(unpack_bytes<int>(bytes({1, 2})), Corrupt);           // left over
-  EXPECT_THROW((unpack_bytes<int, int>(bytes({1}))), Corrupt);       // too few
-  EXPECT_THROW(unpack_bytes<int8_t>(bytes({0xcd, 1, 0})), Corrupt);  // 256
-  EXPECT_THROW(unpack_bytes<unsigned>(bytes({0xff})), Corrupt);      // -1
-  EXPECT_THROW(unpack_bytes<int>(bytes({0xc1})), Corrupt);           // not msgpack
-  EXPECT_THROW(unpack_bytes<int>(bytes({0xcd, 1})), Corrupt);        // ends early
-  EXPECT_THROW(unpack_bytes<std::string>(bytes({0xdb, 0xff, 0xff, 0xff, 0xff})), Corrupt);
-  EXPECT_THROW((unpack_bytes<std::variant<int, bool>>(bytes({0x92, 2, 1}))), Corrupt);
-  EXPECT_THROW((unpack_bytes<std::variant<int, bool>>(bytes({0x93, 0, 1, 1}))), Corrupt);
-  EXPECT_THROW((unpack_bytes<std::array<int, 2>>(bytes({0x93, 0, 1, 1}))), Corrupt);
-  EXPECT_THROW(unpack_bytes<at::Tensor>(bytes({0xd6, 1, 0, 0, 0, 0})), Corrupt);  // there is no tensor 0
-  EXPECT_THROW(unpack_bytes<at::Tensor>(bytes({0xd6, 2, 0, 0, 0, 0}), {at::ones({1})}), Corrupt);
-  EXPECT_THROW(unpack_bytes<at::Tensor>(bytes({0}), {at::ones({1})}), Corrupt);
+  EXPECT_THROW(unpack_bytes<int>(""), CorruptError);
+  EXPECT_THROW(unpack_bytes<int>(bytes({1, 2})), CorruptError);           // left over
+  EXPECT_THROW((unpack_bytes<int, int>(bytes({1}))), CorruptError);       // too few
+  EXPECT_THROW(unpack_bytes<int8_t>(bytes({0xcd, 1, 0})), CorruptError);  // 256
+  EXPECT_THROW(unpack_bytes<unsigned>(bytes({0xff})), CorruptError);      // -1
+  EXPECT_THROW(unpack_bytes<int>(bytes({0xc1})), CorruptError);           // not msgpack
+  EXPECT_THROW(unpack_bytes<int>(bytes({0xcd, 1})), CorruptError);        // ends early
+  EXPECT_THROW(unpack_bytes<std::string>(bytes({0xdb, 0xff, 0xff, 0xff, 0xff})), CorruptError);
+  EXPECT_THROW((unpack_bytes<std::variant<int, bool>>(bytes({0x92, 2, 1}))), CorruptError);
+  EXPECT_THROW((unpack_bytes<std::variant<int, bool>>(bytes({0x93, 0, 1, 1}))), CorruptError);
+  EXPECT_THROW((unpack_bytes<std::array<int, 2>>(bytes({0x93, 0, 1, 1}))), CorruptError);
+  EXPECT_THROW(unpack_bytes<at::Tensor>(bytes({0xd6, 1, 0, 0, 0, 0})), CorruptError);  // there is no tensor 0
+  EXPECT_THROW(unpack_bytes<at::Tensor>(bytes({0xd6, 2, 0, 0, 0, 0}), {at::ones({1})}), CorruptError);
+  EXPECT_THROW(unpack_bytes<at::Tensor>(bytes({0}), {at::ones({1})}), CorruptError);
   unpack_bytes<at::Tensor>(bytes({0xd6, 1, 0, 0, 0, 0}), {at::ones({1})});
   try {
     unpack_bytes<std::vector<std::string>>(bytes({0x91, 5}));
     FAIL();
-  } catch (const Corrupt& error) {
+  } catch (const CorruptError& error) {
     EXPECT_NE(std::string(error.what()).find("std::vector<std::string>"), std::string::npos) << error.what();
   }
 }
@@ -222,13 +222,14 @@ TEST(RpcSerialize, AClaimTakesNoMemory) {
   std::string nested;
   for (int i = 0; i < 100; ++i) nested += bytes({0xdc, 0x40, 0});
   nested += std::string(0x4000, 0);
-  EXPECT_THROW(unpack_bytes<Tree>(nested), Corrupt);
-  EXPECT_THROW(unpack_bytes<std::vector<int>>(bytes({0xdd, 0xff, 0xff, 0xff, 0xff})), Corrupt);
-  EXPECT_THROW((unpack_bytes<std::map<int, int>>(bytes({0xdf, 0xff, 0xff, 0xff, 0xff, 0}))), Corrupt);
-  EXPECT_THROW(unpack_bytes<Tree>(std::string(100'000, static_cast<char>(0x91))), Corrupt);  // too deep, no overflow
+  EXPECT_THROW(unpack_bytes<Tree>(nested), CorruptError);
+  EXPECT_THROW(unpack_bytes<std::vector<int>>(bytes({0xdd, 0xff, 0xff, 0xff, 0xff})), CorruptError);
+  EXPECT_THROW((unpack_bytes<std::map<int, int>>(bytes({0xdf, 0xff, 0xff, 0xff, 0xff, 0}))), CorruptError);
+  EXPECT_THROW(unpack_bytes<Tree>(std::string(100'000, static_cast<char>(0x91))),
+               CorruptError);  // too deep, no overflow
 }
 
-// Random bytes, and valid ones with some changed: they give a value or Corrupt, nothing else. Sanitizers see the rest.
+// Random bytes, and valid ones with some changed: they give a value or CorruptError, nothing else. Sanitizers see the rest.
 template <typename... T>
 void fuzz(std::mt19937& random, const Payload& good) {
   for (int round = 0; round < 3000; ++round) {
@@ -258,7 +259,7 @@ void fuzz(std::mt19937& random, const Payload& good) {
     PayloadReader reader{body, tensors};
     try {
       unpack<T...>(reader);
-    } catch (const Corrupt&) {
+    } catch (const CorruptError&) {
     }
   }
 }

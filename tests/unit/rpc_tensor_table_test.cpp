@@ -317,33 +317,33 @@ std::string row(uint8_t flags, at::ScalarType dtype, const std::vector<int64_t>&
 TEST(RpcTensors, EveryNumberIsChecked) {
   constexpr int64_t kBig = int64_t{1} << 62;
   EXPECT_EQ(read_bytes(row(1, at::kFloat, {2, 8})).at(0).numel(), 16);  // 64 bytes: exactly the piece
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {17})), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {2, 8}, {}, 0, 4)), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 0, 2)), Corrupt);  // begins within an element
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 0, UINT64_MAX - 3)), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 1, 0)), Corrupt);  // there is no piece 1
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {-1})), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {kBig, kBig})), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, {0, kBig, kBig})), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::kDouble, {kBig})), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::kQInt8, {1})), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, at::ScalarType::Undefined, {1})), Corrupt);
-  EXPECT_THROW(read_bytes(row(1, static_cast<at::ScalarType>(200), {1})), Corrupt);
-  EXPECT_THROW(read_bytes(row(3, at::kLong, {1})), Corrupt);      // an integer with a gradient
-  EXPECT_THROW(read_bytes(row(2, at::kFloat, {1})), Corrupt);     // undefined, with properties
-  EXPECT_THROW(read_bytes(row(0x81, at::kFloat, {1})), Corrupt);  // unknown flags
-  EXPECT_THROW(read_bytes(row(1, at::kFloat, std::vector<int64_t>(65, 1))), Corrupt);
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {17})), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {2, 8}, {}, 0, 4)), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 0, 2)), CorruptError);  // begins within an element
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 0, UINT64_MAX - 3)), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {1}, {}, 1, 0)), CorruptError);  // there is no piece 1
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {-1})), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {kBig, kBig})), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, {0, kBig, kBig})), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::kDouble, {kBig})), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::kQInt8, {1})), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::ScalarType::Undefined, {1})), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, static_cast<at::ScalarType>(200), {1})), CorruptError);
+  EXPECT_THROW(read_bytes(row(3, at::kLong, {1})), CorruptError);      // an integer with a gradient
+  EXPECT_THROW(read_bytes(row(2, at::kFloat, {1})), CorruptError);     // undefined, with properties
+  EXPECT_THROW(read_bytes(row(0x81, at::kFloat, {1})), CorruptError);  // unknown flags
+  EXPECT_THROW(read_bytes(row(1, at::kFloat, std::vector<int64_t>(65, 1))), CorruptError);
   EXPECT_EQ(read_bytes(row(1, at::kFloat, std::vector<int64_t>(64, 1))).at(0).dim(), 64);
   EXPECT_EQ(read_bytes(row(5, at::kFloat, {2, 8}, {1, 2})).at(0).stride(1), 2);
   for (const std::vector<int64_t>& strides : {std::vector<int64_t>{8, 2}, {1, 1}, {0, 1}, {-8, 1}, {9, 1}, {kBig, 1}})
-    EXPECT_THROW(read_bytes(row(5, at::kFloat, {2, 8}, strides)), Corrupt);
-  EXPECT_THROW(read_bytes(row(5, at::kFloat, {1}, {INT64_MAX})), Corrupt);
-  EXPECT_THROW(read_bytes(std::string("\xff\xff\xff\xff", 4)), Corrupt);
-  EXPECT_THROW(read_bytes(""), Corrupt);
+    EXPECT_THROW(read_bytes(row(5, at::kFloat, {2, 8}, strides)), CorruptError);
+  EXPECT_THROW(read_bytes(row(5, at::kFloat, {1}, {INT64_MAX})), CorruptError);
+  EXPECT_THROW(read_bytes(std::string("\xff\xff\xff\xff", 4)), CorruptError);
+  EXPECT_THROW(read_bytes(""), CorruptError);
   for (size_t cut = 1; cut < row(1, at::kFloat, {2, 8}).size(); ++cut) {
     std::string shorter = row(1, at::kFloat, {2, 8});
     shorter.resize(shorter.size() - cut);
-    EXPECT_THROW(read_bytes(shorter), Corrupt) << cut;
+    EXPECT_THROW(read_bytes(shorter), CorruptError) << cut;
   }
 }
 
@@ -381,7 +381,7 @@ TEST(RpcTensors, FuzzedTablesAreCorruptAtWorst) {
       WireReader reader(wire.body);
       for (const auto& tensor : read_tensors(reader, wire.pieces))
         if (tensor.defined()) tensor.clone();  // touches every byte that it claims
-    } catch (const Corrupt&) {
+    } catch (const CorruptError&) {
     }
   }
 }

@@ -340,7 +340,7 @@ TEST(DistributedSampler, LoadsOnlyWhatIsItsOwn) {
   torch::serialize::OutputArchive empty;
   std::ostringstream out;
   empty.save_to(out);
-  EXPECT_THROW(load(sampler, out.str()), Corrupt);
+  EXPECT_THROW(load(sampler, out.str()), CorruptError);
   EXPECT_EQ(sampler.index(), 6u);
 
   torch::serialize::OutputArchive beyond;
@@ -357,7 +357,7 @@ TEST(DistributedSampler, LoadsOnlyWhatIsItsOwn) {
   }
   std::ostringstream far;
   beyond.save_to(far);
-  EXPECT_THROW(load(sampler, far.str()), Corrupt);
+  EXPECT_THROW(load(sampler, far.str()), CorruptError);
 }
 
 }  // namespace

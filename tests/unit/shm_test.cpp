@@ -22,9 +22,9 @@
 #include <random>
 #include <thread>
 
+#include "base/byte_stream.h"
 #include "base/process.h"
 #include "base/random.h"
-#include "base/wire.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
 #include "shm/arena.h"
@@ -72,7 +72,7 @@ TEST(ShmMapping, OutlivesItsDescriptor) {
 TEST(ShmMapping, OnlyOfSealedSize) {
   const UniqueFd fd(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(::ftruncate(fd.get(), 4096), 0);
-  EXPECT_THROW(map_memfd(fd.get()), Corrupt);
+  EXPECT_THROW(map_memfd(fd.get()), CorruptError);
   const UniqueFd sealed = create_memfd("test", 4096);
   EXPECT_NE(::ftruncate(sealed.get(), 0), 0);
   EXPECT_NE(::ftruncate(sealed.get(), 1 << 20), 0);
@@ -296,7 +296,7 @@ TEST(Exchange, TimeoutNamesWhoDidNotComeOnAllRanks) {
     try {
       fn();
       ADD_FAILURE();
-    } catch (const Timeout& timeout) {
+    } catch (const TimeoutError& timeout) {
       EXPECT_EQ(timeout.missing(), (std::vector<int>{2, 3}));
     } catch (const Error& error) {
       ADD_FAILURE() << error.what();
@@ -316,7 +316,7 @@ TEST(Exchange, TimeoutNamesWhoDidNotComeOnAllRanks) {
   try {
     exchange(*store, "another meeting", 1, 2, {}, Deadline::after(milliseconds(100)));
     ADD_FAILURE();
-  } catch (const Timeout& timeout) {
+  } catch (const TimeoutError& timeout) {
     EXPECT_EQ(timeout.missing(), std::vector<int>{0});
   }
 }
@@ -417,7 +417,7 @@ TEST(Exchange, ASocketNameThatDoesNotFitIsCorrupt) {
     store->set(key + "/hub", Invitation{boot_id(), name, "nonce"}.bytes());
     exchange(*store, key, 1, 2, {}, soon());
   };
-  for (const size_t length : {0, 108, 109, 200, 4096, 1 << 20}) EXPECT_THROW(meet(length), Corrupt) << length;
+  for (const size_t length : {0, 108, 109, 200, 4096, 1 << 20}) EXPECT_THROW(meet(length), CorruptError) << length;
   EXPECT_THROW(meet(107), Unavailable);
 }
 
@@ -444,7 +444,7 @@ TEST(Exchange, AnUnknownAnswerIsNoWelcome) {
         WireWriter().put(uint8_t{99}).put(int32_t{1}).put(uint32_t{0}).put(int32_t{::getpid()}).put(uint32_t{0}).take();
     EXPECT_GT(::send(rank.get(), answer.data(), answer.size(), MSG_NOSIGNAL), 0);
   });
-  EXPECT_THROW(exchange(*store, "meeting", 1, 2, {}, soon()), Corrupt);
+  EXPECT_THROW(exchange(*store, "meeting", 1, 2, {}, soon()), CorruptError);
   hub.join();
 }
 

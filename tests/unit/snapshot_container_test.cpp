@@ -68,7 +68,7 @@ class SnapshotContainer : public testing::Test {
     write_file(path_, bytes + header + std::string(tail, 0));
   }
   std::string refusal() {
-    return message_of<Corrupt>([&] { Container::read(path_); });
+    return message_of<CorruptError>([&] { Container::read(path_); });
   }
 
   fs::path folder_, path_;
@@ -168,7 +168,7 @@ TEST_F(SnapshotContainer, AFileOfAnotherLengthIsRefused) {
     EXPECT_CONTAINS(message, text("byte ", length, ": the file ends here"));
     if (HasFailure()) FAIL() << "length " << length << ": " << message;
   }
-  EXPECT_CONTAINS(message_of<Corrupt>([&] {
+  EXPECT_CONTAINS(message_of<CorruptError>([&] {
                     write_file(path_, whole.substr(0, whole.size() - 130));
                     Container::read(path_);
                   }),

@@ -384,7 +384,7 @@ TEST_P(SnapshotTest, WhereAllAreDamagedNothingIsRestoredAndNothingBeginsAnew) {
   save_steps(2, {10, 20});
   for (const int64_t step : {10, 20}) flip(data_file(step), -1);
   testing::internal::CaptureStderr();
-  const auto message = restore_error<Corrupt>(2);
+  const auto message = restore_error<CorruptError>(2);
   testing::internal::GetCapturedStderr();
   for (const int64_t step : {10, 20}) EXPECT_CONTAINS(message, data_file(step).string() + ", byte ");
   EXPECT_CONTAINS(message, "name another folder to begin anew");

@@ -53,7 +53,7 @@ class Context {
   std::vector<Gradient> gradients() const;                 // of this worker's parameters
   at::Tensor gradient(const at::Tensor& parameter) const;  // undefined if the parameter has none
   // Ends the context, which is not current any more, and returns when all living workers have freed their parts. After
-  // a Timeout they still free them, later.
+  // a TimeoutError they still free them, later.
   void end(std::chrono::milliseconds timeout = std::chrono::milliseconds(60'000));
 
   const std::shared_ptr<ContextState>& state() const { return state_; }
@@ -84,7 +84,7 @@ at::Tensor gradient(const at::Tensor& parameter);
 
 // As torch::autograd::backward, but the gradients go to the context: no .grad is touched, on any worker. `gradients`
 // are those of the roots: a missing or undefined one is 1, for a root of one element; of the others the context takes
-// copies. Errors: RemoteError, PeerLost, Timeout, and those of libtorch; InvalidArgument for a root of several elements
+// copies. Errors: RemoteError, PeerLost, TimeoutError, and those of libtorch; InvalidArgument for a root of several elements
 // without a gradient; Aborted if the context has ended.
 void backward(const Context& context, const std::vector<at::Tensor>& roots, std::vector<at::Tensor> gradients = {},
               std::optional<bool> retain_graph = {}, bool create_graph = false);

@@ -1,7 +1,7 @@
 // Errors: what went wrong, on which rank, and what to do about it.
 //
 // Every failure that Muster reports is a muster::Error. Catch the base class to print its message, or a derived class
-// to react: PeerLost has the rank, Timeout has the missing ranks. docs/errors.md lists each kind with its causes and
+// to react: PeerLost has the rank, TimeoutError has the missing ranks. docs/errors.md lists each kind with its causes and
 // cures.
 //
 // Thread-safety: errors are values; copies are independent.
@@ -68,11 +68,26 @@ class Unauthorized : public detail::ErrorOf<ErrorCode::kUnauthorized> {
 class Unavailable : public detail::ErrorOf<ErrorCode::kUnavailable> {
   using ErrorOf::ErrorOf;
 };
-class Corrupt : public detail::ErrorOf<ErrorCode::kCorrupt> {
+class CorruptError : public detail::ErrorOf<ErrorCode::kCorrupt> {
   using ErrorOf::ErrorOf;
 };
-class Remote : public detail::ErrorOf<ErrorCode::kRemote> {
+
+// What code on another rank or worker threw; message() and what() say where and what.
+class RemoteError : public detail::ErrorOf<ErrorCode::kRemote> {
+ public:
   using ErrorOf::ErrorOf;
+  // Of a remote call: worker "ps" in forward(at::Tensor): std::out_of_range: no such key
+  RemoteError(std::string worker, std::string function, std::string type, std::string remote_message,
+              std::string advice = {});
+
+  // Empty if it comes from spawn().
+  const std::string& worker() const noexcept { return worker_; }      // where the function ran
+  const std::string& function() const noexcept { return function_; }  // "forward(at::Tensor)"
+  const std::string& type() const noexcept { return type_; }          // "std::out_of_range", as the callee has it
+  const std::string& remote_message() const noexcept { return remote_message_; }
+
+ private:
+  std::string worker_, function_, type_, remote_message_;
 };
 
 class PeerLost : public detail::ErrorOf<ErrorCode::kPeerLost> {
@@ -88,10 +103,10 @@ class PeerLost : public detail::ErrorOf<ErrorCode::kPeerLost> {
   int rank_, pid_;
 };
 
-class Timeout : public detail::ErrorOf<ErrorCode::kTimeout> {
+class TimeoutError : public detail::ErrorOf<ErrorCode::kTimeout> {
  public:
   // `missing`: the ranks that had not arrived; empty if the wait was not for ranks.
-  explicit Timeout(std::string message, std::vector<int> missing = {}, std::string advice = {})
+  explicit TimeoutError(std::string message, std::vector<int> missing = {}, std::string advice = {})
       : ErrorOf(std::move(message), std::move(advice)), missing_(std::move(missing)) {}
   const std::vector<int>& missing() const noexcept { return missing_; }
 

@@ -41,7 +41,7 @@
 //                    both shapes), or is of another number of ranks; save() into a folder with snapshots that restore()
 //                    has not examined
 //   Mismatch         ranks are at different steps or have added different items
-//   Corrupt          restore() found snapshots, and refused all of them
+//   CorruptError          restore() found snapshots, and refused all of them
 //   Unavailable      another job has its snapshots in the folder now: from restore() and save(). Or the snapshot cannot
 //                    be written: from save(), and from step() if a stop was requested. A periodic save of step() that
 //                    fails is only reported; the training goes on, and the old snapshots stay.

@@ -16,7 +16,7 @@
 //
 // Every function throws the same errors: InvalidArgument (before anything is sent: wrong device, layout, dtype, shape,
 // root), Mismatch (on every rank, when ranks disagree about operation, dtype, size, root or reduce op), PeerLost (a
-// member died or left), Timeout (names the missing ranks, and what each did last), Aborted (an earlier error broke the
+// member died or left), TimeoutError (names the missing ranks, and what each did last), Aborted (an earlier error broke the
 // group, or the World is closing). After any of the last four the group cannot be used any more: its outputs are
 // undefined and each further call throws the same error again.
 //
@@ -160,7 +160,7 @@ std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& operations, const 
 void barrier(const CollectiveOptions& options = {}, const Site& site = Site::current());
 Work barrier_async(const CollectiveOptions& options = {}, const Site& site = Site::current());
 
-// A barrier whose Timeout names the ranks that did not come: all of them if wait_all_ranks is set, else the first.
+// A barrier whose TimeoutError names the ranks that did not come: all of them if wait_all_ranks is set, else the first.
 void monitored_barrier(const CollectiveOptions& options = {}, bool wait_all_ranks = false);
 
 }  // namespace muster

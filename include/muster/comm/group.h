@@ -27,10 +27,12 @@ namespace muster {
 
 inline constexpr int kAnySource = -1;  // the source of a receive that takes the message that comes first
 
+class Group;
 class World;
 namespace comm {
 class Backend;
-}
+Backend& backend_of(const Group& group);
+}  // namespace comm
 
 // Numbered as c10d::ReduceOp. PREMUL_SUM: each rank's tensor times its factor, summed.
 enum class ReduceOp : uint8_t { SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM };
@@ -50,6 +52,12 @@ struct Straggler {
   std::chrono::nanoseconds late{};
 };
 
+struct GroupOptions {
+  std::string backend;                   // as WorldOptions::backend; empty: the World's
+  std::chrono::milliseconds timeout{0};  // of operations without a timeout of their own; 0: the World's
+  std::string name;                      // in messages, the black box and a FaultPlan; empty: "group 3"
+};
+
 class Group {
  public:
   Group();  // stands for "the default group of the calling thread's World" wherever a Group is taken
@@ -66,6 +74,11 @@ class Group {
   const std::vector<int>& ranks() const;  // global ranks of the members, in group order
   bool is_member() const { return rank() >= 0; }
 
+  // Splits this group into groups of the members that give the same color, in the order of their keys and, where these
+  // are equal, of their ranks in this group. Every member must call it. A member whose color is negative gets a handle
+  // with is_member() == false. It ends as a group of World::new_group() does. Source: MPI_Comm_split.
+  Group split(int color, int key = 0, const GroupOptions& options = {}) const;
+
   std::string_view backend_name() const;  // "shm", …
   CommStats stats() const;
   // By rank, of all collectives so far; a backend over a wire leaves out the last one (docs/backends.md). Empty for a
@@ -74,7 +87,7 @@ class Group {
   // One sentence that names the rank (or host) that holds up the others: it comes last to at least two thirds of the
   // collectives, and costs at least `at_least` and a twentieth of the time since the group was made. "" if there is
   // none. When a group ends, its rank 0 logs the sentence if a second or more was lost.
-  std::string straggler_verdict(std::chrono::nanoseconds at_least = {}) const;
+  std::string straggler_report(std::chrono::nanoseconds at_least = {}) const;
 
   // The backend itself, for code that uses c10d. InvalidArgument if this rank is not a member.
   c10::intrusive_ptr<c10d::Backend> c10d_backend() const;
@@ -83,12 +96,13 @@ class Group {
   // outlive the call or move to other threads.
   Group resolved() const;
 
-  // Internal.
-  struct State;
-  explicit Group(std::shared_ptr<State> state);
-  comm::Backend& backend() const;
-
  private:
+  struct State;
+  friend class World;
+  friend class LingeringGroups;
+  friend comm::Backend& comm::backend_of(const Group& group);
+
+  explicit Group(std::shared_ptr<State> state);
   const State& state() const;
   std::shared_ptr<State> state_;
 };

@@ -16,7 +16,7 @@
 // several times on the way; send large data as tensors (collectives.h).
 //
 // Errors: as collectives.h. InvalidArgument, before anything is sent: a tensor that is none of the above, a list of the
-// wrong length, an object that msgpack cannot pack. Corrupt: the received bytes do not parse as T, because the ranks
+// wrong length, an object that msgpack cannot pack. CorruptError: the received bytes do not parse as T, because the ranks
 // named different types; the message names both. The operation is complete then, and the group can still be used.
 // Unavailable: no memory for an object that arrives; this breaks the group, because the other ranks would wait for this
 // one. An exception of an object's own pack or unpack function passes through.
@@ -59,8 +59,8 @@ struct ReceivedObject {
   at::Tensor bytes;  // kByte
   int from = 0;      // a rank in the group
 
-  std::string_view packed() const;                                                     // Corrupt if `bytes` has none
-  [[noreturn]] void is_not(const std::type_info& wanted, std::string_view why) const;  // Corrupt
+  std::string_view packed() const;  // CorruptError if `bytes` has none
+  [[noreturn]] void is_not(const std::type_info& wanted, std::string_view why) const;  // CorruptError
 };
 
 // These do both steps of an operation: the sizes, then the bytes.

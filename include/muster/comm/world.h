@@ -57,7 +57,7 @@ struct WorldOptions {
 class [[nodiscard("a World that nobody keeps leaves the job at the end of the statement")]] World {
  public:
   // Joins a world at the given placement; all ranks share `store`. Blocks until all ranks have come. Errors:
-  // InvalidArgument (rank outside the world), Timeout (names the missing ranks), Unavailable (no common shared memory:
+  // InvalidArgument (rank outside the world), TimeoutError (names the missing ranks), Unavailable (no common shared memory:
   // ranks are on several hosts).
   World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options = {});
   World(World &&) noexcept;
@@ -72,10 +72,10 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
 
   const Group& group() const;  // every rank
   // Makes a group of some ranks (global ranks, in the order that they have in the group). Every rank of the World must
-  // call it, with the same ranks and in the same order of calls; ranks outside the group get a handle with
+  // call it, with the same arguments and in the same order of calls; ranks outside the group get a handle with
   // is_member() == false. When its last handle of the group is destroyed, this rank leaves the group, soon after the
   // end of operations that are still under way.
-  Group new_group(const std::vector<int>& ranks);
+  Group new_group(const std::vector<int>& ranks, const GroupOptions& options = {});
 
   // Breaks all groups of this World: their operations, under way or to come, throw Aborted with `why`, on all ranks
   // that notice. For a caller that learns before the groups do that peers are gone.
@@ -91,7 +91,7 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
   static World* current_or_null();
 
   struct State;
-  struct Parts;  // src/comm/world_parts.h: for the layers that build on a World
+  struct Parts;  // src/comm/world/world_parts.h: for the layers that build on a World
   const Parts& parts() const;
 
   // Makes a World current in this thread for as long as the Scope lives, e.g. in a thread that the program started.

@@ -4,7 +4,7 @@
 // dimension as a big-endian 32-bit number, then the elements, row by row. The whole file is read. Memory grows with the
 // bytes that the file holds, never with the size that its header claims.
 //
-// Errors: Corrupt names the file and the first byte that is wrong (its offset in the unpacked data if the file is
+// Errors: CorruptError names the file and the first byte that is wrong (its offset in the unpacked data if the file is
 // packed); Unavailable if the file does not exist or cannot be read.
 //
 // Thread-safety: any number of threads may call these functions. Source: http://yann.lecun.com/exdb/mnist; Xiao, Rasul

@@ -76,7 +76,7 @@ class DistributedSampler final : public torch::data::samplers::Sampler<> {
   // The next batch_size indices, fewer at the end, then nullopt. InvalidArgument if batch_size is 0.
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
 
-  // load() throws Corrupt if the archive holds no DistributedSampler, and InvalidArgument if it holds one with a
+  // load() throws CorruptError if the archive holds no DistributedSampler, and InvalidArgument if it holds one with a
   // different dataset size, seed or options (the rank may differ: ranks that step together have the same position).
   // Then the sampler is unchanged.
   void save(torch::serialize::OutputArchive& archive) const override;

@@ -17,6 +17,9 @@
 // unless find_unused_parameters is set; then such a gradient counts as zero, and a parameter without a gradient on all
 // ranks keeps the .grad that it had. The gradients of the other parameters are complete in either case.
 //
+// A DistributedDataParallel is not an nn::Module, because C++ modules have no common forward(). What belongs to the
+// module is reached through it: ddp->parameters(), ddp.module()->to(…), torch::save(ddp.module(), …).
+//
 // Results: the averaged gradients are equal to the bit on all ranks.
 // Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes); and those of
 // all_reduce. Thread-safety: one thread, as an nn::Module. Source: torch.nn.parallel.DistributedDataParallel; Li et
@@ -37,9 +40,9 @@
 namespace muster {
 
 struct DdpOptions {
-  Group group;                          // default: all ranks
-  size_t bucket_bytes = 25 << 20;       // a bucket of small gradients is closed before it exceeds this
-  size_t first_bucket_bytes = 1 << 20;  // the first bucket is smaller, so that communication starts early
+  Group group;                     // default: all ranks
+  double bucket_cap_mb = 25;       // MiB; a bucket of small gradients is closed before it exceeds this
+  double first_bucket_cap_mb = 1;  // the first bucket is smaller, so that communication starts early
   bool find_unused_parameters = false;
   bool broadcast_buffers = true;  // rank 0's buffers to all before each forward in training mode
   // true: DDP allocates large gradients on the heap. For this, the first such DDP puts its own CPU allocator in front

@@ -26,7 +26,7 @@
 // holds for each part.
 //
 // The first part that fails ends the call: the other parts are cancelled, and the call throws that part's error, of the
-// same kind (RemoteError, PeerLost, Timeout), with "[part 2 of 4]" (from 0) added if there are several;
+// same kind (RemoteError, PeerLost, TimeoutError), with "[part 2 of 4]" (from 0) added if there are several;
 // RemoteError::worker() and the text name the worker. Cancelling the future of an asynchronous call cancels all parts.
 //
 // With .max_retries the function must depend on nothing but its arguments. The loss of a worker is then no error, neither

@@ -64,7 +64,7 @@ struct Function {
   const std::type_info* object_type = nullptr;  // of the object that it is called on; null: none
   const std::type_info* result_type = nullptr;  // result_of: void, or the type that is sent
   const std::type_info* stored_type = nullptr;  // with `store`; null: the result cannot be kept (void)
-  std::unique_ptr<Invocation> (*decode)(PayloadReader&) = nullptr;  // Corrupt
+  std::unique_ptr<Invocation> (*decode)(PayloadReader&) = nullptr;  // CorruptError
 };
 
 // Finds a function of this program by id. Null if there is none; InvalidArgument if two functions have the id.

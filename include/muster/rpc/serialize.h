@@ -15,7 +15,7 @@
 // elements than there are bytes left for all of them. Decoding needs at most 24 times the body's bytes in addition to
 // the values themselves.
 //
-// Errors: packing throws InvalidArgument (a string above 4 GiB); unpacking throws Corrupt, which names the types. An
+// Errors: packing throws InvalidArgument (a string above 4 GiB); unpacking throws CorruptError, which names the types. An
 // exception of an object's own pack or unpack function passes through. Thread-safety: no shared state.
 #pragma once
 
@@ -62,8 +62,8 @@ class BodyReader {
   BodyReader(const BodyReader&) = delete;
   BodyReader& operator=(const BodyReader&) = delete;
 
-  msgpack::object next();    // Corrupt: there is no further value, or it does not parse
-  void expect_done() const;  // Corrupt: bytes are left over
+  msgpack::object next();    // CorruptError: there is no further value, or it does not parse
+  void expect_done() const;  // CorruptError: bytes are left over
 
  private:
   msgpack::object parse(int depth);

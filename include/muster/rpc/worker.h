@@ -65,7 +65,7 @@ struct WorkerInfo {
 };
 
 // Starts RPC in the World that is current in this thread; every rank of the World must call it. Returns when all
-// workers have started and can be called. Errors: Timeout names the ranks that did not come within the World's timeout;
+// workers have started and can be called. Errors: TimeoutError names the ranks that did not come within the World's timeout;
 // InvalidArgument: two workers have the same name, or (thrown on every rank) a device map names a worker or a device
 // that does not exist, or a device twice; Mismatch: workers have different transports; Unauthorized: a worker on
 // another host does not have the job's secret; Unavailable: no route to a worker, or no UCX here.
@@ -78,7 +78,7 @@ enum class Shutdown {
 // Ends RPC in the current World. Before it returns, handlers that run on this worker end; nothing else can end a thread.
 // So a handler that may run for long must look at this_call().cancelled(), which is true from now on; waits of Muster in
 // a handler end by themselves. If a graceful shutdown has not ended by the deadline, or a worker died, RPC ends
-// abruptly, and shutdown() then throws Timeout or PeerLost. Without init() it does nothing.
+// abruptly, and shutdown() then throws TimeoutError or PeerLost. Without init() it does nothing.
 void shutdown(Shutdown how = Shutdown::kGraceful,
               std::chrono::milliseconds timeout = std::chrono::milliseconds(300'000));
 

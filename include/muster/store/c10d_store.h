@@ -27,8 +27,8 @@
 // empty expected value means "absent", get() waits for the store's own timeout, a timeout of zero means none. It has the
 // extended API (append, multiGet, multiSet), not the queues.
 //
-// Errors: from_c10d: c10::DistStoreError becomes Timeout, everything else that c10d throws Unavailable. to_c10d:
-// Timeout becomes c10::DistStoreError, Unavailable c10::DistNetworkError, InvalidArgument c10::ValueError, the rest
+// Errors: from_c10d: c10::DistStoreError becomes TimeoutError, everything else that c10d throws Unavailable. to_c10d:
+// TimeoutError becomes c10::DistStoreError, Unavailable c10::DistNetworkError, InvalidArgument c10::ValueError, the rest
 // c10::DistError.
 // Thread-safety: as Store; a thread that waits blocks no other. setTimeout() of to_c10d()'s store is as unsafe as
 // c10d's.

@@ -8,7 +8,7 @@
 // launcher serves) or over TLS (ranks of several hosts), in etcd, a part of another store (make_prefix_store), and
 // from_c10d() (any store of libtorch, e.g. torchrun's TCPStore). docs/rendezvous.md compares them.
 //
-// Errors: Timeout when a deadline passes; Unavailable when no process serves the store or the server is gone.
+// Errors: TimeoutError when a deadline passes; Unavailable when no process serves the store or the server is gone.
 // Thread-safety: any thread may call any method at any time; a thread that waits does not block the others.
 #pragma once
 
@@ -44,7 +44,7 @@ class Store {
   // The present value of `key`, without waiting.
   virtual std::optional<std::string> try_get(std::string_view key) = 0;
 
-  // Waits until every key has a value. Timeout names the keys that have none.
+  // Waits until every key has a value. TimeoutError names the keys that have none.
   virtual void wait(const std::vector<std::string>& keys, Deadline deadline) = 0;
 
   // Adds `delta` to the decimal number at `key` (0 if absent) and returns the sum. InvalidArgument if the value is not

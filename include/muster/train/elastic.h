@@ -14,7 +14,7 @@
 //
 // Epochs. run() makes a World, sends the state of the rank that has completed most steps to those that are behind, and
 // calls `setup`. Then it calls the step function that `setup` returned, once per step. If a step throws PeerLost,
-// Timeout, Aborted or Unavailable, the World ends; the remaining ranks wait until the launcher announces the next
+// TimeoutError, Aborted or Unavailable, the World ends; the remaining ranks wait until the launcher announces the next
 // epoch, and begin it. If the launcher announces none (the job does not run under `muster run`, or no restarts are
 // left), run() throws the error.
 //

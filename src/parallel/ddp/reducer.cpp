@@ -18,6 +18,8 @@
 namespace muster::ddp {
 namespace {
 
+size_t bytes_of_mb(double mb) { return static_cast<size_t>(mb * (1 << 20)); }
+
 // Called by autograd when a parameter's gradient has been accumulated.
 class ReadyHook final : public torch::autograd::PostAccumulateGradHook {
  public:
@@ -96,6 +98,10 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   s.heap = world.shared_heap();
   s.blocks.emplace(s.heap, s.options.replace_allocator);
   s.group = s.options.group.resolved();
+  if (!(s.options.bucket_cap_mb > 0) || !(s.options.first_bucket_cap_mb > 0))
+    throw InvalidArgument(
+        text("bucket_cap_mb is ", s.options.bucket_cap_mb, " and first_bucket_cap_mb ", s.options.first_bucket_cap_mb),
+        "Use sizes above 0, in MiB");
   if (!s.group.is_member()) throw InvalidArgument("this rank is not a member of DistributedDataParallel's group");
 
   std::vector<NamedTensor> all;
@@ -110,8 +116,8 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     s.buffers.push_back(item.value());
   }
   require_same_on_all_ranks(all,
-                            text("bucket_bytes=", s.options.bucket_bytes,
-                                 " first_bucket_bytes=", s.options.first_bucket_bytes, " find_unused_parameters=",
+                            text("bucket_cap_mb=", s.options.bucket_cap_mb,
+                                 " first_bucket_cap_mb=", s.options.first_bucket_cap_mb, " find_unused_parameters=",
                                  s.options.find_unused_parameters, " broadcast_buffers=", s.options.broadcast_buffers),
                             s.group);
   if (s.parameters.empty())
@@ -121,7 +127,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   // Gradients tend to become ready from the last layer to the first.
   std::vector<size_t> order(s.parameters.size());
   std::iota(order.rbegin(), order.rend(), size_t{0});
-  s.build(order, s.options.first_bucket_bytes);
+  s.build(order, bytes_of_mb(s.options.first_bucket_cap_mb));
 
   const std::weak_ptr<Impl> weak = impl_;
   for (size_t i = 0; i < s.parameters.size(); ++i) {
@@ -164,7 +170,7 @@ std::vector<std::vector<std::string>> Reducer::bucket_names() const {
 // Lays the parameters out in buckets; existing gradients move there, too.
 void Reducer::Impl::build(const std::vector<size_t>& order, size_t first_bytes) {
   const at::NoGradGuard no_grad;
-  buckets = make_buckets(parameters, order, first_bytes, options.bucket_bytes, *heap, *blocks);
+  buckets = make_buckets(parameters, order, first_bytes, bytes_of_mb(options.bucket_cap_mb), *heap, *blocks);
   for (auto& parameter : parameters) {
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if (!grad.defined() || grad.is_sparse()) continue;
@@ -330,7 +336,7 @@ void Reducer::Impl::rebuild_in_ready_order() {
   broadcast(order, 0, {.group = group});
   const auto* const first = order.const_data_ptr<int64_t>();
   std::vector<size_t> agreed(first, first + n);
-  build(agreed, options.first_bucket_bytes);
+  build(agreed, bytes_of_mb(options.first_bucket_cap_mb));
 }
 
 void Reducer::Impl::report_unused(const std::vector<size_t>& some, const std::vector<size_t>& none) const {

@@ -113,9 +113,9 @@ void ShmTransport::deliver(Peer& peer, const std::byte* record, const RecordHead
   try {
     if (header.in_block) {
       PieceRecord told;
-      if (record_bytes < sizeof header + sizeof told) throw Corrupt("a record without its block");
+      if (record_bytes < sizeof header + sizeof told) throw CorruptError("a record without its block");
       std::memcpy(&told, record + sizeof header, sizeof told);
-      if (told.where != Where::kMine) throw Corrupt("a record in a block that is not its sender's");
+      if (told.where != Where::kMine) throw CorruptError("a record in a block that is not its sender's");
       block = incoming(peer, record, record_bytes, told);
       record = block.data;
       record_bytes = block.bytes;
@@ -123,7 +123,7 @@ void ShmTransport::deliver(Peer& peer, const std::byte* record, const RecordHead
     const size_t table = align(sizeof header + size_t{header.pieces} * sizeof(PieceRecord));
     if (header.pieces > options_.limits.pieces || header.body > options_.limits.body || table > record_bytes ||
         header.body > record_bytes - table)
-      throw Corrupt("a message does not fit its record");
+      throw CorruptError("a message does not fit its record");
     message_.assign(reinterpret_cast<const char*>(record), table + header.body);
     for (uint32_t i = 0; i < header.pieces; ++i) {
       PieceRecord told;
@@ -146,12 +146,12 @@ Piece ShmTransport::incoming(Peer& peer, const std::byte* record, size_t record_
   switch (told.where) {
     case Where::kInline:
       if (told.offset > record_bytes || told.bytes > record_bytes - told.offset)
-        throw Corrupt("a piece of a message does not lie inside it");
+        throw CorruptError("a piece of a message does not lie inside it");
       piece.data = const_cast<std::byte*>(record) + told.offset;
       return piece;
     case Where::kMine: {
       if (told.offset > peer.heap->size() || told.bytes > peer.heap->size() - told.offset)
-        throw Corrupt("a piece of a message does not lie inside its sender's heap");
+        throw CorruptError("a piece of a message does not lie inside its sender's heap");
       piece.data = peer.heap->data() + told.offset;
       auto lease = std::make_shared<Lease>();
       lease->transport = weak_from_this();
@@ -169,17 +169,17 @@ Piece ShmTransport::incoming(Peer& peer, const std::byte* record, size_t record_
       std::unordered_map<uint64_t, Lent>::node_type node;  // destroyed without the lock
       const std::lock_guard lock(peer.mutex);
       node = peer.lent.extract(told.token);
-      if (!node) throw Corrupt("it returns a block that it does not have");
+      if (!node) throw CorruptError("it returns a block that it does not have");
       Lent& lent = node.mapped();
       piece.data = options_.heap->base() + told.offset;
       if (told.offset > options_.heap->capacity() || piece.data < lent.data || told.bytes > lent.bytes ||
           piece.data + told.bytes > lent.data + lent.bytes)
-        throw Corrupt("it returns a block with other bounds");
+        throw CorruptError("it returns a block with other bounds");
       piece.owner = std::move(lent.owner);
       return piece;
     }
   }
-  throw Corrupt("a piece of a message is nowhere");
+  throw CorruptError("a piece of a message is nowhere");
 }
 
 // Handles deaths of peers.

@@ -257,9 +257,9 @@ void ShmTransport::wait_below(int rank, size_t bytes, Deadline deadline) {
   while (!below()) {
     if (deadline.passed()) {
       --peer.waiters;
-      throw Timeout(text(who(peer), " does not take what was sent to it: ",
-                         peer.sent - peer.out.control->taken.load(std::memory_order_acquire), " bytes wait"),
-                    {peer.rank});
+      throw TimeoutError(text(who(peer), " does not take what was sent to it: ",
+                              peer.sent - peer.out.control->taken.load(std::memory_order_acquire), " bytes wait"),
+                         {peer.rank});
     }
     peer.out.control->wants_room.store(1, std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -49,7 +49,7 @@ void ShmTransport::meet(const shm::NoticeBoard& directory, Deadline deadline) {
   for (int place = 0; place < n; ++place) {
     auto& participant = met[static_cast<size_t>(place)];
     if (participant.fds.size() != 2)
-      throw Corrupt("a worker sent no inbox", "Run the same version of Muster in all workers");
+      throw CorruptError("a worker sent no inbox", "Run the same version of Muster in all workers");
     auto peer = std::make_unique<Peer>();
     peer->rank = workers[static_cast<size_t>(place)];
     peer->place = place;

@@ -160,9 +160,9 @@ void Connection::wait_below(size_t bytes, Deadline deadline) {
   --waiting_;
   if (refuses_) throw_lost();
   if (!in_time)
-    throw Timeout(text(peer_.name, " has not taken what was sent to it in time: ", backlog(),
-                       " bytes wait, and at most ", bytes, " should"),
-                  {peer_.rank}, "It may be stopped or overloaded, or the network between may be slow");
+    throw TimeoutError(text(peer_.name, " has not taken what was sent to it in time: ", backlog(),
+                            " bytes wait, and at most ", bytes, " should"),
+                       {peer_.rank}, "It may be stopped or overloaded, or the network between may be slow");
 }
 
 void Connection::stop_sending() {

@@ -48,14 +48,15 @@ void FrameParser::parse_header() {
   const auto pieces = number_at<uint32_t>(head_.data() + 4);
   const auto body = number_at<uint64_t>(head_.data() + 8);
   if (kind < 1 || kind > 3 || head_[1] != 0 || head_[2] != 0 || head_[3] != 0)
-    throw Corrupt(text("a frame of unknown kind ", int{kind}));
+    throw CorruptError(text("a frame of unknown kind ", int{kind}));
   kind_ = static_cast<FrameKind>(kind);
   if (kind_ != FrameKind::kMessage && (pieces != 0 || body != 0))
-    throw Corrupt("a heartbeat or good-bye with contents");
+    throw CorruptError("a heartbeat or good-bye with contents");
   if (pieces > limits_.pieces)
-    throw Corrupt(text("a message of ", pieces, " pieces; at most ", limits_.pieces, " are allowed"));
+    throw CorruptError(text("a message of ", pieces, " pieces; at most ", limits_.pieces, " are allowed"));
   const size_t most = std::min(limits_.body, limits_.bytes);
-  if (body > most) throw Corrupt(text("a message with a body of ", body, " bytes; at most ", most, " are allowed"));
+  if (body > most)
+    throw CorruptError(text("a message with a body of ", body, " bytes; at most ", most, " are allowed"));
   body_bytes_ = total_ = body;
   num_pieces_ = pieces;
   head_.clear();
@@ -65,7 +66,7 @@ void FrameParser::parse_header() {
 void FrameParser::parse_size() {
   const auto size = number_at<uint64_t>(head_.data());
   if (size > limits_.bytes - total_)  // total_ is within the limit at every step, so nothing wraps around
-    throw Corrupt(text("a message of more than the ", limits_.bytes, " bytes that are allowed"));
+    throw CorruptError(text("a message of more than the ", limits_.bytes, " bytes that are allowed"));
   total_ += size;
   sizes_.push_back(size);
   head_.clear();

@@ -66,15 +66,15 @@ bool Handshake::read_greeting() {
 
 void Handshake::check_answer() const {
   if (!same_key(other_.key, own_)) throw Unauthorized("it answered for another job");
-  switch (other_.verdict) {
-    case Verdict::kWelcome:
+  switch (other_.answer) {
+    case HelloAnswer::kWelcome:
       return;
-    case Verdict::kOtherVersion:
+    case HelloAnswer::kOtherVersion:
       throw Mismatch(text("it speaks version ", other_.version, " of the protocol, and this worker ", kProtocolVersion),
                      "Run the same version of Muster in all workers");
-    case Verdict::kOtherSize:
+    case HelloAnswer::kOtherSize:
       throw Mismatch(text("its job has ", other_.size, " workers, and this worker's job another number"));
-    case Verdict::kNotExpected:
+    case HelloAnswer::kNotExpected:
       break;
   }
   throw Mismatch("it does not expect this worker");
@@ -100,8 +100,8 @@ bool Handshake::step() {
     out_ = judge_(other_).bytes();
   }
   if (!write_out()) return false;
-  const auto verdict = Hello::parse(out_).verdict;
-  if (verdict != Verdict::kWelcome)
+  const auto answer = Hello::parse(out_).answer;
+  if (answer != HelloAnswer::kWelcome)
     throw Mismatch(text("worker ", other_.rank, " of ", other_.size, ", protocol ", other_.version,
                         ", is not one that this worker expects"));
   return true;

@@ -26,7 +26,7 @@ class Handshake {
   Handshake(std::unique_ptr<Stream> stream, Judge judge);
 
   // Proceeds as far as possible without waiting; returns whether it is done. Throws Unauthorized if the other side does
-  // not know the key, Mismatch if it has another version or the like, Corrupt if it sends something that is not a
+  // not know the key, Mismatch if it has another version or the like, CorruptError if it sends something that is not a
   // greeting, Unavailable if it is gone.
   bool step();
   uint32_t events() const;  // of epoll: what to wait for before the next step

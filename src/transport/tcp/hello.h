@@ -2,7 +2,7 @@
 //
 //   entry   text: "muster1 <key> <port> <address>…"; the key is 16 random bytes that this worker made, in hexadecimal.
 //           Port 0: no worker connects to this one.
-//   hello   52 bytes, each way: magic u8[8], version u32, verdict u32, rank u32, to u32, size u32, pid u32,
+//   hello   52 bytes, each way: magic u8[8], version u32, answer u32, rank u32, to u32, size u32, pid u32,
 //           heartbeat u32 (ms), key u8[16]
 //
 // The worker that connects sends the key of the worker that it wants to reach; the worker that accepts answers with
@@ -30,24 +30,24 @@ struct Entry {
   std::vector<std::string> addresses;  // in the order in which to try them
 
   std::string text() const;
-  static Entry parse(std::string_view text);  // Corrupt
+  static Entry parse(std::string_view text);  // CorruptError
 };
 
 inline constexpr uint32_t kProtocolVersion = 1;
 inline constexpr size_t kHelloBytes = 52;
 inline constexpr size_t kMaxAddresses = 8;  // of one worker in the directory
 
-enum class Verdict : uint32_t { kWelcome, kOtherVersion, kOtherSize, kNotExpected };
+enum class HelloAnswer : uint32_t { kWelcome, kOtherVersion, kOtherSize, kNotExpected };
 
 struct Hello {
   uint32_t version = kProtocolVersion;
-  Verdict verdict = Verdict::kWelcome;  // of an answer
+  HelloAnswer answer = HelloAnswer::kWelcome;  // of an answer
   uint32_t rank = 0, to = 0, size = 0, pid = 0;
   uint32_t heartbeat_ms = 0;
   HelloKey key{};
 
   std::string bytes() const;
-  // Corrupt if it is not a greeting. Later versions may append fields, but not remove any.
+  // CorruptError if it is not a greeting. Later versions may append fields, but not remove any.
   static Hello parse(std::string_view bytes);
 };
 

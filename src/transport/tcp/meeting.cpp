@@ -153,11 +153,11 @@ Hello Meeting::judge(const Hello& other) const {
   const auto known = keys_.find(static_cast<int>(other.rank));
   Hello answer = hello_to(static_cast<int>(other.rank));
   if (other.version != kProtocolVersion) {
-    answer.verdict = Verdict::kOtherVersion;
+    answer.answer = HelloAnswer::kOtherVersion;
   } else if (other.size != static_cast<uint32_t>(options_.size)) {
-    answer.verdict = Verdict::kOtherSize;
+    answer.answer = HelloAnswer::kOtherSize;
   } else if (other.to != static_cast<uint32_t>(options_.rank) || known == keys_.end()) {
-    answer.verdict = Verdict::kNotExpected;
+    answer.answer = HelloAnswer::kNotExpected;
   }
   if (known != keys_.end()) answer.key = known->second;
   return answer;

@@ -174,8 +174,8 @@ void TcpTransport::wait_for_all(Deadline deadline) {
   const bool in_time = deadline.wait(changed_, lock, [this] { return complete_ || failure_; });
   if (failure_) std::rethrow_exception(failure_);
   if (!in_time)
-    throw Timeout(text("workers have not connected in time: ", missing_words_), missing_,
-                  "Check whether they have failed, and whether a firewall is in between");
+    throw TimeoutError(text("workers have not connected in time: ", missing_words_), missing_,
+                       "Check whether they have failed, and whether a firewall is in between");
   // This does not wait for the start, because a receiver's first call may wait for this function to return.
   started_ = true;
   want_start_ = true;

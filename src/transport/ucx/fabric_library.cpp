@@ -30,7 +30,7 @@ const Plugin& plugin() {
 
 }  // namespace
 
-std::string why_not() { return plugin().problem; }
+std::string unavailable_reason() { return plugin().problem; }
 
 std::unique_ptr<Fabric> make_ucx_fabric(const Settings& settings, FabricEvents& events) {
   const auto make = reinterpret_cast<MakeFabric>(plugin().function);

@@ -12,7 +12,7 @@
 namespace muster::transport::ucx {
 
 // Why the library cannot be used; empty if it can.
-std::string why_not();
+std::string unavailable_reason();
 // Throws Unavailable if the library is missing, or if UCX cannot be used.
 std::unique_ptr<Fabric> make_ucx_fabric(const Settings& settings, FabricEvents& events);
 

@@ -19,7 +19,7 @@ constexpr uint64_t kMostAhead = 1 << 20;  // numbers beyond the next; a sender's
 
 Inflow::Incoming& Inflow::incoming(const Header& header) {
   if (header.number < next_ || header.number - next_ > kMostAhead)
-    throw Corrupt(text("a packet of message ", header.number, " where ", next_, " is the next"));
+    throw CorruptError(text("a packet of message ", header.number, " where ", next_, " is the next"));
   return messages_[header.number];
 }
 
@@ -27,12 +27,13 @@ void Inflow::on_arrival(const Header& header, std::span<const std::byte> data) {
   if (closed_) return;
   Incoming& message = incoming(header);
   if (header.kind == Kind::kPiece && !message.framed) {
-    if (message.early.size() >= limits_.pieces || data.size() > kOffered) throw Corrupt("too many pieces of a message");
+    if (message.early.size() >= limits_.pieces || data.size() > kOffered)
+      throw CorruptError("too many pieces of a message");
     message.early.push_back({header, copy_of(data)});
     return;
   }
   if (header.kind == Kind::kGoodbye && (!data.empty() || header.count || header.body || header.total || header.size))
-    throw Corrupt("a goodbye with contents");
+    throw CorruptError("a goodbye with contents");
   put(message, header, data);
 }
 
@@ -41,10 +42,11 @@ void Inflow::on_offer(const Header& header, size_t bytes, Offer* offer) {
   Wanted& wanted = wanted_.emplace_back(Wanted{header, bytes, offer});
   if (closed_) return;
   Incoming& message = incoming(header);
-  if (header.kind == Kind::kGoodbye) throw Corrupt("a goodbye that is offered");
+  if (header.kind == Kind::kGoodbye) throw CorruptError("a goodbye that is offered");
   if (header.kind == Kind::kPiece && !message.framed) {
     // The bound is above what a message within the limits can have.
-    if (message.offers.size() >= limits_.pieces + limits_.bytes / kChunk) throw Corrupt("too many pieces of a message");
+    if (message.offers.size() >= limits_.pieces + limits_.bytes / kChunk)
+      throw CorruptError("too many pieces of a message");
     message.offers.push_back(wanted);
     wanted_.pop_back();
     return;
@@ -58,29 +60,29 @@ Inflow::Block& Inflow::claim(Incoming& message, const Header& header, size_t byt
   if (header.kind == Kind::kPiece) {
     if (header.count >= message.large.size() || header.size <= kSmall ||
         message.message.pieces[header.count].bytes != header.size)
-      throw Corrupt("a piece that its message does not have");
+      throw CorruptError("a piece that its message does not have");
     block = &message.large[header.count];
   } else if (block->has.empty()) {
-    if (header.size > most_bytes(header, limits_)) throw Corrupt("a frame of another length than its header says");
+    if (header.size > most_bytes(header, limits_)) throw CorruptError("a frame of another length than its header says");
     message.header = header;
     message.message.goodbye = header.kind == Kind::kGoodbye;
   } else if (header.kind != message.header.kind || header.size != message.header.size ||
              header.count != message.header.count || header.body != message.header.body ||
              header.total != message.header.total) {
-    throw Corrupt("a frame whose chunks do not belong together");
+    throw CorruptError("a frame whose chunks do not belong together");
   }
   if (header.offset % kChunk != 0 || header.offset > header.size ||
       bytes != std::min<uint64_t>(kChunk, header.size - header.offset))
-    throw Corrupt("a chunk of another length than its header says");
+    throw CorruptError("a chunk of another length than its header says");
   if (block->has.empty()) {
     block->missing = std::max<size_t>(1, (header.size + kChunk - 1) / kChunk);
     block->has.resize(block->missing);
     block->data = make_piece(header.size);
   }
   const size_t index = header.offset / kChunk;
-  if (index >= block->has.size()) throw Corrupt("a chunk behind the end");
+  if (index >= block->has.size()) throw CorruptError("a chunk behind the end");
   if (block->has[index])
-    throw Corrupt(header.kind == Kind::kPiece ? "a piece that came twice" : "a message that came twice");
+    throw CorruptError(header.kind == Kind::kPiece ? "a piece that came twice" : "a message that came twice");
   block->has[index] = true;
   return *block;
 }

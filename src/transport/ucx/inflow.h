@@ -4,7 +4,7 @@
 // Offered data is fetched when the message that it belongs to is known and within the limits; memory is allocated then,
 // not before. Only a few fetches are under way at a time. A packet that comes before the frame of its message waits.
 //
-// Errors: Corrupt if a packet breaks the rules; after that only close() may be called.
+// Errors: CorruptError if a packet breaks the rules; after that only close() may be called.
 // Thread-safety: none; the transport's lock is held. It must outlive the fabric, which writes into its fetches.
 #pragma once
 

@@ -150,7 +150,7 @@ const char* Outflow::pump(Fabric& fabric, uint64_t taken) {
 }
 
 void Outflow::on_taken(uint64_t number) {
-  if (number > last_) throw Corrupt(text("it has taken message ", number, " of ", last_));
+  if (number > last_) throw CorruptError(text("it has taken message ", number, " of ", last_));
   while (!unacknowledged_.empty() && unacknowledged_.front().first <= number) {
     unacknowledged_cost_ -= unacknowledged_.front().second;
     unacknowledged_.pop_front();

@@ -37,7 +37,7 @@ class Outflow {
 
   // Sends what may go now. `taken`: of the other direction. Returns why it failed, or null.
   const char* pump(Fabric& fabric, uint64_t taken);
-  void on_taken(uint64_t number);  // Corrupt for a number that was not sent
+  void on_taken(uint64_t number);  // CorruptError for a number that was not sent
 
   uint64_t posted() const { return posted_; }  // packets, ever
   size_t backlog() const { return backlog_.load(std::memory_order_acquire); }

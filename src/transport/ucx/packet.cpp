@@ -37,12 +37,12 @@ Key make_key() {
 
 Header Header::parse(std::span<const std::byte> bytes) {
   Header header;
-  if (bytes.size() != sizeof header) throw Corrupt("a packet with a header of another size");
+  if (bytes.size() != sizeof header) throw CorruptError("a packet with a header of another size");
   std::memcpy(&header, bytes.data(), sizeof header);
   if (header.magic != kMagic || header.zero[0] || header.zero[1] || header.zero[2])
-    throw Corrupt("a packet without a header of this version");
+    throw CorruptError("a packet without a header of this version");
   if (header.kind < Kind::kHello || header.kind > Kind::kGone)
-    throw Corrupt(text("a packet of unknown kind ", static_cast<int>(header.kind)));
+    throw CorruptError(text("a packet of unknown kind ", static_cast<int>(header.kind)));
   return header;
 }
 
@@ -81,10 +81,10 @@ Frame pack(Message& message) {
 
 size_t most_bytes(const Header& header, const Limits& limits) {
   if (header.count > limits.pieces)
-    throw Corrupt(text("a message of ", header.count, " pieces; at most ", limits.pieces, " are allowed"));
+    throw CorruptError(text("a message of ", header.count, " pieces; at most ", limits.pieces, " are allowed"));
   if (header.total > limits.bytes || header.body > std::min<uint64_t>(limits.body, header.total))
-    throw Corrupt(text("a message of ", header.total, " bytes with a body of ", header.body, "; at most ", limits.bytes,
-                       " and ", limits.body, " are allowed"));
+    throw CorruptError(text("a message of ", header.total, " bytes with a body of ", header.body, "; at most ",
+                            limits.bytes, " and ", limits.body, " are allowed"));
   if (header.count == 0) return header.body;
   const size_t small = std::min<uint64_t>(header.total - header.body, header.count * kSmall);
   return header.count * (sizeof(uint64_t) + kPieceAlignment) + header.body + small;
@@ -93,7 +93,7 @@ size_t most_bytes(const Header& header, const Limits& limits) {
 Unpacked unpack(const Header& header, const Piece& block, const Limits& limits) {
   const size_t table = size_t{header.count} * sizeof(uint64_t);
   if (block.bytes > most_bytes(header, limits) || block.bytes < table + header.body)
-    throw Corrupt("a frame of another length than its header says");
+    throw CorruptError("a frame of another length than its header says");
   Unpacked frame;
   frame.body = {reinterpret_cast<const char*>(block.data) + table, header.body};
   frame.pieces.resize(header.count);
@@ -104,14 +104,14 @@ Unpacked unpack(const Header& header, const Piece& block, const Limits& limits) 
     uint64_t size = 0;
     std::memcpy(&size, block.data + i * sizeof size, sizeof size);
     if (size > header.total - total)  // total is at most header.total at each step: nothing wraps around
-      throw Corrupt("pieces of more bytes than the header of their message says");
+      throw CorruptError("pieces of more bytes than the header of their message says");
     total += size;
     piece.bytes = size;
     if (size == 0) {
       piece = make_piece(0);
     } else if (size <= kSmall) {
       at = aligned(at);
-      if (at > block.bytes || size > block.bytes - at) throw Corrupt("a frame that is shorter than its pieces");
+      if (at > block.bytes || size > block.bytes - at) throw CorruptError("a frame that is shorter than its pieces");
       piece.data = block.data + at;
       piece.owner = std::shared_ptr<void>(block.owner, piece.data);
       at += size;
@@ -119,7 +119,7 @@ Unpacked unpack(const Header& header, const Piece& block, const Limits& limits) 
       ++frame.missing;
     }
   }
-  if (total != header.total || at != block.bytes) throw Corrupt("a frame of another length than its pieces have");
+  if (total != header.total || at != block.bytes) throw CorruptError("a frame of another length than its pieces have");
   return frame;
 }
 
@@ -138,10 +138,10 @@ Entry Entry::parse(std::string_view text) {
   in >> key >> entry.size >> entry.pid >> entry.heartbeat_ms >> address;
   if (!in || !magic.starts_with(kEntryMagic) || address.size() / 2 > kMostAddress || entry.heartbeat_ms < 1 ||
       !from_hex(key, entry.key))
-    throw Corrupt("an address of UCX in the directory is none");
+    throw CorruptError("an address of UCX in the directory is none");
   entry.address.resize(address.size() / 2);
   if (!from_hex(address, {reinterpret_cast<unsigned char*>(entry.address.data()), entry.address.size()}))
-    throw Corrupt("an address of UCX in the directory is none");
+    throw CorruptError("an address of UCX in the directory is none");
   return entry;
 }
 

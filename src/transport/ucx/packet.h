@@ -56,7 +56,7 @@ struct Header {
   uint64_t size = 0, offset = 0;
 
   std::span<const std::byte> bytes() const { return std::as_bytes(std::span(this, 1)); }
-  static Header parse(std::span<const std::byte> bytes);  // Corrupt if it is not a header
+  static Header parse(std::span<const std::byte> bytes);  // CorruptError if it is not a header
 };
 static_assert(sizeof(Header) == kMaxHeader);
 
@@ -81,7 +81,7 @@ struct Frame {
 };
 Frame pack(Message& message);  // takes the body, and copies large pieces that the sender may write to again
 
-// The largest size that a frame with this header can have. Corrupt if the header breaks the limits.
+// The largest size that a frame with this header can have. CorruptError if the header breaks the limits.
 size_t most_bytes(const Header& header, const Limits& limits);
 
 // A received frame, whose data is in `block`. Small pieces lie in the block and keep it alive; the others have their
@@ -91,7 +91,7 @@ struct Unpacked {
   std::vector<Piece> pieces;
   size_t missing = 0;  // of the pieces
 };
-Unpacked unpack(const Header& header, const Piece& block, const Limits& limits);  // Corrupt
+Unpacked unpack(const Header& header, const Piece& block, const Limits& limits);  // CorruptError
 
 struct Entry {
   Key key{};
@@ -100,7 +100,7 @@ struct Entry {
   std::string address;
 
   std::string text() const;
-  static Entry parse(std::string_view text);  // Corrupt; Mismatch if it is of another version
+  static Entry parse(std::string_view text);  // CorruptError; Mismatch if it is of another version
 };
 
 }  // namespace muster::transport::ucx

@@ -37,7 +37,7 @@ bool UcxTransport::accept(std::span<const std::byte> bytes, const Take& take) {
   try {
     const Header header = Header::parse(bytes);
     peer = sender_of(header);
-    if (!peer) throw Corrupt("it is for a worker of another job, or from an unknown worker");
+    if (!peer) throw CorruptError("it is for a worker of another job, or from an unknown worker");
     peer->last_heard = Clock::now();
     if (peer->ended || !peer->broken.empty()) return false;
     peer->out.on_taken(header.taken);

@@ -163,8 +163,8 @@ void UcxTransport::wait_for_all(Deadline deadline) {
   if (!in_time) {
     std::vector<int> missing;
     const std::string names = describe_missing(missing);
-    throw Timeout(text("workers have not connected in time: ", names), missing,
-                  "Check whether they have failed, and whether the fabric reaches them");
+    throw TimeoutError(text("workers have not connected in time: ", names), missing,
+                       "Check whether they have failed, and whether the fabric reaches them");
   }
   // This does not wait for the start, because a receiver's first call may wait for this function to return.
   started_ = true;
@@ -216,8 +216,9 @@ void UcxTransport::wait_below(int rank, size_t bytes, Deadline deadline) {
   --peer.waiting;
   if (peer.refuses) throw_lost(peer);
   if (!in_time)
-    throw Timeout(text(peer.name, " has not taken what was sent to it in time: ", peer.out.backlog(), " bytes wait"),
-                  {rank}, "Check whether it is busy or stopped");
+    throw TimeoutError(
+        text(peer.name, " has not taken what was sent to it in time: ", peer.out.backlog(), " bytes wait"), {rank},
+        "Check whether it is busy or stopped");
 }
 
 // --- the end ---

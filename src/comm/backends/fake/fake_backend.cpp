@@ -1,9 +1,10 @@
 #include "comm/backends/fake/fake_backend.h"
 
+#include <algorithm>
+
 #include "base/text.h"
-#include "comm/byte_parts.h"
-#include "comm/failure_note.h"
-#include "comm/flatten.h"
+#include "comm/kit/failure_note.h"
+#include "comm/kit/tensor_bytes.h"
 
 namespace muster::comm::fake_backend {
 
@@ -28,40 +29,39 @@ void FakeBackend::check() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-void FakeBackend::execute(const Operation& operation, Deadline, bool) {
+void FakeBackend::execute(const Operation& operation, Deadline deadline, bool) {
   check();
   ++sequence_;
-  const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
-  Flatten flat;
   switch (operation.kind) {
     case OpKind::kAllGather:
-    case OpKind::kGather: {
-      const at::Tensor input = flat.input(operation.tensor);
-      for (Bytes const output : parts_of<Bytes>(flat.outputs(operation.outputs), n, input.nbytes()))
-        copy_bytes(output, data_of(input), input.nbytes());
-      break;
-    }
+    case OpKind::kGather:
     case OpKind::kReduceScatter:
-    case OpKind::kScatter: {
-      const at::Tensor output = flat.output(operation.tensor);
-      const auto inputs = parts_of<ConstBytes>(flat.inputs(operation.inputs), n, output.nbytes());
-      if (!inputs.empty()) copy_bytes(data_of(output), inputs[me], output.nbytes());
+    case OpKind::kAllToAll:
       break;
-    }
-    case OpKind::kAllToAll: {
-      const auto inputs = flat.inputs(operation.inputs), outputs = flat.outputs(operation.outputs);
-      std::vector<ConstBytes> from;
-      std::vector<Bytes> to;
-      std::vector<uint64_t> sizes, room;
-      cut(inputs, operation.input_splits, n, from, sizes);
-      cut(outputs, operation.output_splits, n, to, room);
-      for (size_t r = 0; r < n; ++r) copy_bytes(to[r], from[me], std::min(sizes[me], room[r]));
+    case OpKind::kScatter:
+      if (operation.inputs.empty()) return;  // another rank's data would come here
       break;
-    }
     default:
-      break;  // the tensors already hold the results
+      return;  // the tensors already hold the results
   }
-  flat.copy_back();
+  run_on_bytes(operation, getRank(), getSize(), deadline, [me = static_cast<size_t>(getRank())](const ByteCall& call) {
+    switch (call.kind) {
+      case OpKind::kAllGather:
+      case OpKind::kGather:
+        for (Bytes const output : call.outputs) copy_bytes(output, call.data, call.bytes());
+        break;
+      case OpKind::kReduceScatter:
+      case OpKind::kScatter:
+        copy_bytes(call.data, call.inputs[me], call.bytes());
+        break;
+      case OpKind::kAllToAll:
+        for (size_t r = 0; r < call.outputs.size(); ++r)
+          copy_bytes(call.outputs[r], call.inputs[me], std::min(call.send[me], call.receive[r]));
+        break;
+      default:
+        break;
+    }
+  });
 }
 
 void FakeBackend::run_message(const Operation&, Deadline) { check(); }
@@ -75,6 +75,6 @@ void FakeBackend::submit_message(const WorkPtr& work, Deadline) {
 }
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) { return c10::make_intrusive<FakeBackend>(context); }
-std::string why_not() { return {}; }
+std::string unavailable_reason() { return {}; }
 
 }  // namespace muster::comm::fake_backend

@@ -5,13 +5,14 @@
 // Operations are validated, counted, profiled and written to the black box as on any backend.
 #pragma once
 
-#include "comm/lane_backend.h"
+#include "comm/core/context.h"
+#include "comm/kit/queued_backend.h"
 
 namespace muster::comm::fake_backend {
 
-class FakeBackend final : public LaneBackend {
+class FakeBackend final : public QueuedBackend {
  public:
-  explicit FakeBackend(const BackendContext& context) : LaneBackend(context, "fake") {}
+  explicit FakeBackend(const BackendContext& context) : QueuedBackend(context, "fake") {}
   ~FakeBackend() override { leave({}); }
 
   void leave(const std::string& cause) override;
@@ -32,6 +33,6 @@ class FakeBackend final : public LaneBackend {
 };
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);
-std::string why_not();
+std::string unavailable_reason();
 
 }  // namespace muster::comm::fake_backend

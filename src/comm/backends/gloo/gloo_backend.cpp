@@ -13,8 +13,8 @@
 #include "base/signals_blocked.h"
 #include "base/text.h"
 #include "base/thread.h"
-#include "comm/mailbox.h"
-#include "comm/wire_backend.h"
+#include "comm/wire/mailbox.h"
+#include "comm/wire/wire_backend.h"
 #include "muster/store/c10d_store.h"
 #include "store/host_address.h"
 
@@ -74,7 +74,7 @@ class GlooTransfer final : public Wire::Transfer {
     try {
       completed = work_->wait(left);
     } catch (const std::exception& error) {
-      if (deadline.passed()) throw Timeout("");
+      if (deadline.passed()) throw TimeoutError("");
       throw WireBroken(error.what());
     }
     if (!completed) throw WireBroken("the group is closed");
@@ -196,7 +196,7 @@ class GlooWire final : public Wire {
 std::shared_ptr<::gloo::transport::Device> device_for(const BackendContext& context) {
   if (const auto interface = env_string("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*interface);
   // If MUSTER_HOST is set, the hosts are containers or tests on one machine, and a loopback address may connect them.
-  const bool may_be_far = !on_one_host(context.members) && !env_string("MUSTER_HOST");
+  const bool may_be_far = !on_one_host(context.group.members) && !env_string("MUSTER_HOST");
   std::vector<std::string> towards;
   if (const auto master = env_string("MASTER_ADDR")) towards.push_back(store::address_towards(*master));
   if (const auto address = env_string("MUSTER_STORE")) towards.push_back(store::address_towards_store(*address));
@@ -206,33 +206,34 @@ std::shared_ptr<::gloo::transport::Device> device_for(const BackendContext& cont
 }  // namespace
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {
-  const auto options = Gloo::Options::create(context.timeout);
+  const auto options = Gloo::Options::create(context.group.timeout);
   options->threads = 1;  // these threads are for Gloo's collectives, which are not used
   const NoBrokenPipe no_broken_pipe;
   try {
     options->devices = {device_for(context)};
-    const auto store = to_c10d(make_prefix_store(context.store, context.store_prefix + "/gloo"));
-    store->setTimeout(context.timeout);
-    auto gloo = c10::make_intrusive<Gloo>(store, context.rank, context.size, options);
+    const auto store = to_c10d(make_prefix_store(context.group.store, context.group.store_prefix + "/gloo"));
+    store->setTimeout(context.group.timeout);
+    auto gloo = c10::make_intrusive<Gloo>(store, context.group.rank, context.group.size, options);
     // Wait until all ranks are connected. Otherwise one could leave while another still connects, and that would look
     // like a broken connection.
     std::vector<std::string> connected;
-    for (int r = 0; r < context.size; ++r) connected.push_back(text(context.store_prefix, "/gloo connected/", r));
-    context.store->set(connected[static_cast<size_t>(context.rank)], "1");
-    context.store->wait(connected, Deadline::after(context.timeout));
-    return c10::make_intrusive<WireBackend>(context, "gloo",
-                                            std::make_unique<GlooWire>(std::move(gloo), context.rank, context.size));
+    for (int r = 0; r < context.group.size; ++r)
+      connected.push_back(text(context.group.store_prefix, "/gloo connected/", r));
+    context.group.store->set(connected[static_cast<size_t>(context.group.rank)], "1");
+    context.group.store->wait(connected, Deadline::after(context.group.timeout));
+    return c10::make_intrusive<WireBackend>(
+        context, "gloo", std::make_unique<GlooWire>(std::move(gloo), context.group.rank, context.group.size));
   } catch (const c10::Error& error) {
     throw Unavailable(
-        text("Gloo could not connect the ranks of group '", context.group_name, "': ", error.what_without_backtrace()),
+        text("Gloo could not connect the ranks of group '", context.group.name, "': ", error.what_without_backtrace()),
         "Look at the other ranks, or name the interface in GLOO_SOCKET_IFNAME");
   } catch (const ::gloo::Exception& error) {
-    throw Unavailable(text("Gloo could not connect the ranks of group '", context.group_name, "': ", error.what()),
+    throw Unavailable(text("Gloo could not connect the ranks of group '", context.group.name, "': ", error.what()),
                       "Look at the other ranks, or name the interface in GLOO_SOCKET_IFNAME");
   }
 }
 
-std::string why_not() { return {}; }
+std::string unavailable_reason() { return {}; }
 
 }  // namespace muster::comm::gloo_backend
 
@@ -240,8 +241,8 @@ std::string why_not() { return {}; }
 
 namespace muster::comm::gloo_backend {
 
-c10::intrusive_ptr<Backend> create(const BackendContext&) { throw Unavailable(why_not()); }
-std::string why_not() {
+c10::intrusive_ptr<Backend> create(const BackendContext&) { throw Unavailable(unavailable_reason()); }
+std::string unavailable_reason() {
   return "Muster was built without Gloo's headers: apt-get install libgloo-dev, and build again";
 }
 

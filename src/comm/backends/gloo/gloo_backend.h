@@ -8,12 +8,13 @@
 // MASTER_ADDR or the store (MUSTER_STORE); else, if all members are on this host, the loopback; else this host's first.
 #pragma once
 
-#include "comm/backend.h"
+#include "comm/core/backend.h"
+#include "comm/core/context.h"
 
 namespace muster::comm::gloo_backend {
 
-// Timeout if not all ranks come.
+// TimeoutError if not all ranks come.
 c10::intrusive_ptr<Backend> create(const BackendContext& context);
-std::string why_not();
+std::string unavailable_reason();
 
 }  // namespace muster::comm::gloo_backend

@@ -13,9 +13,10 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "base/thread.h"
-#include "comm/byte_parts.h"
-#include "comm/flatten.h"
-#include "comm/stragglers.h"
+#include "comm/backends/registry.h"
+#include "comm/core/stragglers.h"
+#include "comm/kit/flatten.h"
+#include "comm/kit/tensor_bytes.h"
 
 namespace muster::comm::hierarchical_backend {
 namespace {
@@ -27,42 +28,24 @@ using std::chrono::milliseconds;
 // inside the host for the result. A group over a wire looks for news of the others for a second (kNews) before it
 // fails.
 constexpr milliseconds kSlack{1500};
-Deadline later(Deadline deadline, int steps) {
-  return deadline.is_never() ? deadline : Deadline::after(deadline.left() + steps * kSlack);
-}
-constexpr int kResultTag = -1;  // below the tags of users
-
-// The dtype in which a reduction's values go from one step to the next.
-at::ScalarType carrier(const Operation& operation) {
-  const at::ScalarType dtype = operation.tensor.scalar_type();
-  const bool rounds = operation.op == ReduceOp::SUM || operation.op == ReduceOp::AVG ||
-                      operation.op == ReduceOp::PRODUCT || operation.op == ReduceOp::PREMUL_SUM;
-  return rounds && (dtype == at::kHalf || dtype == at::kBFloat16) ? at::kFloat : dtype;
-}
-
-// AVG of integers divides once, after a sum in 64 bits. Only a backend that sees all contributions can do that.
-bool needs_all_at_once(const Operation& operation) {
-  return operation.op == ReduceOp::AVG && at::isIntegralType(operation.tensor.scalar_type(), /*includeBool=*/true);
-}
-
-// For AVG. Divides the real and imaginary parts like the kernels do, because a complex division would round
-// differently.
-void divide(const at::Tensor& sum, int ranks) { (sum.is_complex() ? at::view_as_real(sum) : sum).div_(ranks); }
 
 bool threads_of_one_process(const BackendContext& context) {
-  return std::count_if(context.members.begin(), context.members.end(),
+  return std::count_if(context.group.members.begin(), context.group.members.end(),
                        [](const Member& member) { return member.pid == ::getpid(); }) > 1;
 }
 
 }  // namespace
 
 HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
-    : LaneBackend(context, "hierarchical"), faults_(context.faults), shares_process_(threads_of_one_process(context)) {
-  const int n = context.size;
+    : QueuedBackend(context, "hierarchical"),
+      faults_(context.options.faults),
+      shares_process_(threads_of_one_process(context)) {
+  const int n = context.group.size;
   std::vector<int> number;  // by host of the World: the host's number in this group
   for (int r = 0; r < n; ++r) {
-    const auto world_host =
-        context.members.empty() ? size_t{0} : static_cast<size_t>(context.members[static_cast<size_t>(r)].host);
+    const auto world_host = context.group.members.empty()
+                                ? size_t{0}
+                                : static_cast<size_t>(context.group.members[static_cast<size_t>(r)].host);
     if (number.size() <= world_host) number.resize(world_host + 1, -1);
     if (number[world_host] < 0) {
       number[world_host] = static_cast<int>(ranks_of_.size());
@@ -72,34 +55,30 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
     place_.push_back(static_cast<int>(ranks_of_[static_cast<size_t>(host_.back())].size()));
     ranks_of_[static_cast<size_t>(host_.back())].push_back(r);
   }
-  own_host_ = host_of(context.rank);
-  local_rank_ = place_[static_cast<size_t>(context.rank)];
+  own_host_ = host_of(context.group.rank);
+  local_rank_ = place_[static_cast<size_t>(context.group.rank)];
 
   // Each of the three groups is a Muster group with its own prefix in the store.
   const auto hosts = static_cast<int>(ranks_of_.size());
   const auto make = [&](const std::string& backend, const std::string& prefix, const std::vector<int>& ranks) {
     BackendContext inner = context;
-    inner.store_prefix = text(context.store_prefix, '/', prefix);
-    inner.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), context.rank) - ranks.begin());
-    inner.size = static_cast<int>(ranks.size());
-    inner.faults = {};
-    inner.black_box = nullptr;
-    inner.for_pytorch = false;
-    inner.on_leave = nullptr;
-    inner.board = backend == "shm" ? HostArrivals::words(n, hosts) : 0;
-    inner.host_arrivals = prefix == "leaders" ? arrivals_ : nullptr;
-    inner.inner.clear();
-    inner.shown_ranks = ranks;
-    inner.heaps.clear();
-    inner.members.clear();
+    inner.group.store_prefix = text(context.group.store_prefix, '/', prefix);
+    inner.group.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), context.group.rank) - ranks.begin());
+    inner.group.size = static_cast<int>(ranks.size());
+    inner.host.black_box = nullptr;
+    inner.options = {.board = backend == "shm" ? HostArrivals::words(n, hosts) : 0,
+                     .host_arrivals = prefix == "leaders" ? arrivals_ : nullptr};
+    inner.group.shown_ranks = ranks;
+    inner.host.heaps.clear();
+    inner.group.members.clear();
     for (const int r : ranks) {
       const auto i = static_cast<size_t>(r);
-      if (!context.heaps.empty()) inner.heaps.push_back(context.heaps[i]);
-      if (!context.members.empty()) inner.members.push_back(context.members[i]);
+      if (!context.host.heaps.empty()) inner.host.heaps.push_back(context.host.heaps[i]);
+      if (!context.group.members.empty()) inner.group.members.push_back(context.group.members[i]);
     }
     return create_backend(backend, inner);
   };
-  const std::string between = context.inner.empty() ? "gloo" : context.inner;
+  const std::string between = context.options.inner.empty() ? "gloo" : context.options.inner;
   std::vector<int> leaders, everybody;
   for (const auto& ranks : ranks_of_) leaders.push_back(ranks[0]);
   for (int r = 0; r < n; ++r) everybody.push_back(r);
@@ -107,7 +86,7 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
   arrivals_ = std::make_shared<HostArrivals>(n, hosts, local_->board());
   if (leads()) leaders_ = make(between, "leaders", leaders);
   all_ = make(between, "all", everybody);
-  if (context.rank == 0) {
+  if (context.group.rank == 0) {
     MUSTER_LOG(kInfo) << "group '" << group_name() << "': " << n << " ranks on " << ranks_of_.size()
                       << " hosts; shm inside each, " << between << " between their first ranks";
   }
@@ -119,15 +98,15 @@ const Stragglers* HierarchicalBackend::stragglers() const {
   return all_->stragglers() ? &arrivals_->ranks : nullptr;  // the leaders' group has the same backend as all_
 }
 
-std::string HierarchicalBackend::straggler_verdict(std::chrono::nanoseconds at_least) const {
+std::string HierarchicalBackend::straggler_report(std::chrono::nanoseconds at_least) const {
   if (!stragglers()) return {};
-  std::string verdict = arrivals_->ranks.verdict(group_name(), at_least);
-  if (verdict.empty())
-    verdict = arrivals_->hosts.verdict(group_name(), at_least, [this](int host) {
+  std::string report = arrivals_->ranks.report(group_name(), at_least);
+  if (report.empty())
+    report = arrivals_->hosts.report(group_name(), at_least, [this](int host) {
       const auto& ranks = ranks_of_[static_cast<size_t>(host)];
       return text("the host of ", ranks.size() == 1 ? "rank " : "ranks ", join(ranks));
     });
-  return verdict;
+  return report;
 }
 
 // Runs a leader's step between the hosts. The leader tells the others with the next operation who came last on its
@@ -199,6 +178,10 @@ Operation HierarchicalBackend::step(const Operation& whole, OpKind kind, const a
 // The deadline of the last step inside the host. A leader does not wait longer there than for the other steps, because
 // it waits only for ranks that wait for no other rank. And the leader of another host may already wait for this leader
 // in the next operation.
+Deadline HierarchicalBackend::later(Deadline deadline, int steps) {
+  return deadline.is_never() ? deadline : Deadline::after(deadline.left() + steps * kSlack);
+}
+
 Deadline HierarchicalBackend::last_wait(Deadline deadline) const {
   return leads() ? Deadline::after(std::max<std::chrono::nanoseconds>(deadline.left(), kSlack)) : later(deadline, 2);
 }
@@ -260,162 +243,11 @@ void HierarchicalBackend::stand_still(std::chrono::nanoseconds duration, Deadlin
   try {
     while (!until.passed() && !patience.passed()) {
       for (const Inner* const group : {&local_, &all_})
-        if (const auto* const ours = dynamic_cast<const LaneBackend*>(group->get())) ours->check();
+        if (const auto* const ours = dynamic_cast<const QueuedBackend*>(group->get())) ours->check();
       std::this_thread::sleep_for(std::min(kNap, until.left()));
     }
   } catch (const Error&) {  // the operation finds the error itself
   }
-}
-
-void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline deadline) {
-  const at::NoGradGuard no_grad;
-  const auto local_barrier = [&](Deadline until) { run_in_host(step(operation, OpKind::kBarrier, {}, 0, until)); };
-  const auto leaders_barrier = [&] {
-    if (leads()) between_hosts(step(operation, OpKind::kBarrier, {}, 0, later(deadline, 1)));
-  };
-  const auto directly = [&] {
-    // A rank that calls another operation waits in its host's group or in the leaders'. The barriers in those groups
-    // find the mismatch.
-    local_barrier(deadline);
-    leaders_barrier();
-    Operation whole = operation;
-    whole.timeout = step(operation, operation.kind, {}, 0, later(deadline, 2)).timeout;
-    all_->run(whole);
-  };
-  switch (operation.kind) {
-    case OpKind::kAllReduce:
-    case OpKind::kReduce:
-      return needs_all_at_once(operation) ? directly() : all_reduce(operation, deadline);
-    case OpKind::kBroadcast:
-      return broadcast(operation, deadline);
-    case OpKind::kAllGather:
-      return all_gather(operation, deadline);
-    case OpKind::kReduceScatter:
-      return needs_all_at_once(operation) ? directly() : reduce_scatter(operation, deadline);
-    case OpKind::kBarrier:
-      local_barrier(deadline);
-      leaders_barrier();
-      return local_barrier(last_wait(deadline));
-    default:
-      return directly();
-  }
-}
-
-void HierarchicalBackend::all_reduce(const Operation& operation, Deadline deadline) {
-  const Deadline between = later(deadline, 1);
-  const bool to_one = operation.kind == OpKind::kReduce;
-  const at::Tensor& tensor = operation.tensor;
-  const auto dtype = carrier(operation);
-  at::Tensor sum = tensor;
-  if (dtype != tensor.scalar_type())
-    sum = tensor.to(dtype);
-  else if (to_one && leads() && getRank() != operation.peer)
-    sum = tensor.clone();  // a leader that is not the root must not change its tensor
-  run_in_host(step(operation, OpKind::kReduce, sum, 0, deadline));
-  if (leads()) {
-    if (to_one)
-      between_hosts(step(operation, OpKind::kReduce, sum, host_of(operation.peer), between));
-    else
-      between_hosts(step(operation, OpKind::kAllReduce, sum, 0, between));
-    if (operation.op == ReduceOp::AVG) divide(sum, getSize());
-    if ((!to_one || getRank() == operation.peer) && !sum.is_same(tensor)) tensor.copy_(sum);
-  }
-  if (!to_one) {
-    run_in_host(step(operation, OpKind::kBroadcast, tensor, 0, last_wait(deadline)));
-    return;
-  }
-  // The leader of the root's host has the result. If the root is another rank, the leader sends it the result.
-  const int root_place = place_[static_cast<size_t>(operation.peer)];
-  if (own_host_ != host_of(operation.peer) || root_place == 0) return;
-  if (leads()) {
-    Operation handing = step(operation, OpKind::kSend, sum.to(tensor.scalar_type()), root_place, last_wait(deadline));
-    handing.tag = kResultTag;
-    run_in_host(handing);
-  } else if (getRank() == operation.peer) {
-    Operation taking = step(operation, OpKind::kRecv, tensor, 0, last_wait(deadline));
-    taking.tag = kResultTag;
-    run_in_host(taking);
-  }
-}
-
-void HierarchicalBackend::broadcast(const Operation& operation, Deadline deadline) {
-  const Deadline between = later(deadline, 1);
-  const int host = host_of(operation.peer);
-  const auto in_host = [&](int root, Deadline until) {
-    run_in_host(step(operation, OpKind::kBroadcast, operation.tensor, root, until));
-  };
-  if (own_host_ == host) in_host(place_[static_cast<size_t>(operation.peer)], deadline);
-  if (leads()) between_hosts(step(operation, OpKind::kBroadcast, operation.tensor, host, between));
-  if (own_host_ != host) in_host(0, last_wait(deadline));
-}
-
-std::vector<at::Tensor> HierarchicalBackend::rows_by_host(const at::Tensor& all) const {
-  std::vector<at::Tensor> rows;
-  int64_t row = 0;
-  for (const auto& ranks : ranks_of_) {
-    rows.push_back(all.narrow(0, row, static_cast<int64_t>(ranks.size())));
-    row += rows.back().size(0);
-  }
-  return rows;
-}
-
-void HierarchicalBackend::all_gather(const Operation& operation, Deadline deadline) {
-  const Deadline between = later(deadline, 1);
-  Flatten flat;
-  const at::Tensor input = flat.input(operation.tensor).view(-1);
-  const int64_t count = input.numel();
-  // The parts of all ranks, ordered by host.
-  const at::Tensor all = at::empty({getSize(), count}, input.options());
-  const auto by_host = rows_by_host(all);
-  const at::Tensor& own = by_host[static_cast<size_t>(own_host_)];
-  Operation collecting = step(operation, OpKind::kGather, input, 0, deadline);
-  if (leads()) collecting.outputs = {own};
-  run_in_host(collecting);
-  if (leads()) {
-    Operation exchanging = step(operation, OpKind::kAllGather, own.clone(), 0, between);
-    exchanging.outputs = by_host;
-    between_hosts(exchanging);
-  }
-  run_in_host(step(operation, OpKind::kBroadcast, all, 0, last_wait(deadline)));
-  const auto outputs = flat.outputs(operation.outputs);
-  const auto parts = parts_of<Bytes>(outputs, static_cast<size_t>(getSize()), input.nbytes());
-  ConstBytes from = data_of(all);
-  for (const auto& ranks : ranks_of_)
-    for (const int r : ranks) {
-      copy_bytes(parts[static_cast<size_t>(r)], from, input.nbytes());
-      from += input.nbytes();
-    }
-  flat.copy_back();
-}
-
-void HierarchicalBackend::reduce_scatter(const Operation& operation, Deadline deadline) {
-  const Deadline between = later(deadline, 1);
-  const int64_t count = operation.tensor.numel();
-  Flatten flat;
-  const auto inputs = flat.inputs(operation.inputs);
-  // The parts for all ranks, ordered by host.
-  at::Tensor all = at::empty({getSize(), count}, operation.tensor.options());
-  const auto parts = parts_of<ConstBytes>(inputs, static_cast<size_t>(getSize()), operation.tensor.nbytes());
-  Bytes to = data_of(all);
-  for (const auto& ranks : ranks_of_)
-    for (const int r : ranks) {
-      copy_bytes(to, parts[static_cast<size_t>(r)], operation.tensor.nbytes());
-      to += operation.tensor.nbytes();
-    }
-  all = all.to(carrier(operation));
-  run_in_host(step(operation, OpKind::kReduce, all, 0, deadline));
-  Operation handing = step(operation, OpKind::kScatter, operation.tensor, 0, last_wait(deadline));
-  if (leads()) {
-    const auto by_host = rows_by_host(all);
-    at::Tensor own = by_host[static_cast<size_t>(own_host_)].clone();
-    Operation exchanging = step(operation, OpKind::kReduceScatter, own, 0, between);
-    exchanging.inputs = by_host;
-    between_hosts(exchanging);
-    if (operation.op == ReduceOp::AVG) divide(own, getSize());
-    own = own.to(operation.tensor.scalar_type());
-    handing.inputs = {own};
-  }
-  run_in_host(handing);
 }
 
 // --- messages ---
@@ -527,12 +359,12 @@ void HierarchicalBackend::queue(const Operation& message, Deadline deadline, Pos
 
 void HierarchicalBackend::throw_late(const Operation& message, Clock::time_point began) const {
   const bool any = message.peer == kAnySource;
-  throw Timeout(text("recv of ", message.tensor.numel(), " x ", c10::toString(message.tensor.scalar_type()),
-                     " with tag ", message.tag, " from ", any ? "any rank" : text("rank ", message.peer), " on rank ",
-                     getRank(), " timed out after ", describe(Clock::now() - began), ": ",
-                     any ? "no rank sent it" : "an earlier receive from any rank with its tag still waits"),
-                any ? std::vector<int>{} : std::vector<int>{message.peer},
-                "Look whether the senders hang, or raise the timeout");
+  throw TimeoutError(text("recv of ", message.tensor.numel(), " x ", c10::toString(message.tensor.scalar_type()),
+                          " with tag ", message.tag, " from ", any ? "any rank" : text("rank ", message.peer),
+                          " on rank ", getRank(), " timed out after ", describe(Clock::now() - began), ": ",
+                          any ? "no rank sent it" : "an earlier receive from any rank with its tag still waits"),
+                     any ? std::vector<int>{} : std::vector<int>{message.peer},
+                     "Look whether the senders hang, or raise the timeout");
 }
 
 Backend::Taken HierarchicalBackend::take_from_any(const Operation& message, Deadline deadline,
@@ -571,6 +403,6 @@ c10::intrusive_ptr<Backend> create(const BackendContext& context) {
   return c10::make_intrusive<HierarchicalBackend>(context);
 }
 
-std::string why_not() { return {}; }
+std::string unavailable_reason() { return {}; }
 
 }  // namespace muster::comm::hierarchical_backend

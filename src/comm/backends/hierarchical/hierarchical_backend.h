@@ -18,7 +18,7 @@
 // the same on every rank, and in every run with the same ranks on the same hosts. 16-bit floats travel between the two
 // steps as float32 and are rounded once.
 //
-// Who comes last: the leaders find that out and count it (comm/stragglers.h) on a board in their host's shared memory,
+// Who comes last: the leaders find that out and count it (comm/core/stragglers.h) on a board in their host's shared memory,
 // which the host's other ranks read. In a broadcast, the leader counts as the last rank of a host that does not have
 // the root, because the other hosts wait only for the leader. If the group between hosts cannot tell (nccl), no rank
 // can.
@@ -32,11 +32,12 @@
 #pragma once
 
 #include "comm/backends/hierarchical/receive_queue.h"
-#include "comm/lane_backend.h"
+#include "comm/core/context.h"
+#include "comm/kit/queued_backend.h"
 
 namespace muster::comm::hierarchical_backend {
 
-class HierarchicalBackend final : public LaneBackend {
+class HierarchicalBackend final : public QueuedBackend {
  public:
   explicit HierarchicalBackend(const BackendContext& context);
   ~HierarchicalBackend() override { leave({}); }
@@ -44,7 +45,7 @@ class HierarchicalBackend final : public LaneBackend {
   void leave(const std::string& cause) override;
   void fail(const Error& cause) override;
   const Stragglers* stragglers() const override;
-  std::string straggler_verdict(std::chrono::nanoseconds at_least) const override;
+  std::string straggler_report(std::chrono::nanoseconds at_least) const override;
 
  protected:
   void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
@@ -65,6 +66,7 @@ class HierarchicalBackend final : public LaneBackend {
   Operation step(const Operation& whole, OpKind kind, const at::Tensor& tensor, int peer, Deadline deadline) const;
   // Cuts a tensor that has a row for each rank, ordered by host, into the rows of each host.
   std::vector<at::Tensor> rows_by_host(const at::Tensor& all) const;
+  static Deadline later(Deadline deadline, int steps);  // of a step that comes so many waits later
   Deadline last_wait(Deadline deadline) const;
   void run_in_host(const Operation& step);
   void between_hosts(const Operation& step);  // only on leaders
@@ -105,6 +107,6 @@ class HierarchicalBackend final : public LaneBackend {
 };
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);
-std::string why_not();
+std::string unavailable_reason();
 
 }  // namespace muster::comm::hierarchical_backend

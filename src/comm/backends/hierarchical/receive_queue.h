@@ -31,7 +31,7 @@ class ReceiveQueue {
  public:
   enum class Turn {
     kFirst,  // take a message or post the receive
-    kLate,   // its deadline has passed while it waited behind others: end it with Timeout
+    kLate,   // its deadline has passed while it waited behind others: end it with TimeoutError
     kStop,   // the queue has been stopped: end it
   };
   // Returns whether the receive is over. Only kFirst may leave it waiting, if nothing has come yet. An error or a

@@ -19,13 +19,6 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-constexpr int kGoodbye = 0, kAcknowledgement = 1;  // tags of the control communicator
-constexpr size_t kMostAbandoned = 400;             // most words in a goodbye, so that MPI buffers it
-constexpr uint32_t kEverything = ~uint32_t{0};     // in a goodbye, in place of more tags than that
-
-// What a peer sent before its goodbye may arrive a little after it: whole messages (kLateMessage), and the ends of
-// transfers that this rank knows of (kLateEnd).
-constexpr milliseconds kLateMessage{500}, kLateEnd{30};
 // How long a peer may take to answer while MPI still uses memory.
 constexpr milliseconds kAnswer{2000};
 // Between two looks of the engine's thread.
@@ -49,22 +42,6 @@ std::string describe(int mpi_error) {
   return {text, static_cast<size_t>(length)};
 }
 
-bool Circle::all_gone() const {
-  for (int r = 0; r < size; ++r)
-    if (r != rank && !peers[static_cast<size_t>(r)].gone) return false;
-  return true;
-}
-
-std::vector<int> Circle::gone() const {
-  std::vector<int> ranks;
-  for (int r = 0; r < size; ++r) {
-    const auto& peer = peers[static_cast<size_t>(r)];
-    if (r != rank && peer.gone && (peer.received >= peer.sent_to_us || Clock::now() - peer.gone_at > kLateMessage))
-      ranks.push_back(r);
-  }
-  return ranks;
-}
-
 Backoff::Step Backoff::next() {
   const auto since = Clock::now() - began_;
   if (since < spin_) return Step::kSpin;
@@ -75,7 +52,7 @@ Backoff::Step Backoff::next() {
 
 // --- the process's MPI ---
 
-Engine& Engine::get(const WireSite& site) {
+Engine& Engine::get(const WireContext& site) {
   static std::mutex mutex;
   static Engine* engine = nullptr;
   const std::lock_guard lock(mutex);
@@ -85,7 +62,7 @@ Engine& Engine::get(const WireSite& site) {
   return *engine;
 }
 
-Engine::Engine(const WireSite& site) : pid_(::getpid()) {
+Engine::Engine(const WireContext& site) : pid_(::getpid()) {
   int initialized = 0, finalized = 0, level = MPI_THREAD_SINGLE;
   MPI_Initialized(&initialized);
   MPI_Finalized(&finalized);
@@ -121,7 +98,7 @@ void Engine::stop() {
   {
     const Lock mine = lock();
     finalized_ = true;
-    for (const auto& circle : circles_) wake(*circle);
+    for (const auto& group : groups_) wake(*group);
     thread_wakes_.notify_one();
   }
   if (thread_.joinable()) thread_.join();
@@ -159,144 +136,6 @@ Lock Engine::lock() {
   return mine;
 }
 
-// --- groups ---
-
-std::shared_ptr<Circle> Engine::join(const WireSite& site) {
-  auto circle = std::make_shared<Circle>();
-  circle->rank = site.rank;
-  circle->size = site.size;
-  circle->spin = site.spin;
-  circle->timeout = site.timeout;
-  circle->peers.resize(static_cast<size_t>(site.size));
-
-  // The members tell each other their ranks in MPI_COMM_WORLD. When all have done so, all are about to make the
-  // communicators.
-  int own = 0;
-  {
-    const Lock mine = lock();
-    MPI_Comm_rank(MPI_COMM_WORLD, &own);
-  }
-  const char* job = std::getenv("PMIX_NAMESPACE");
-  if (!job) job = std::getenv("SLURM_JOB_ID");
-  std::vector<std::string> keys;
-  keys.reserve(static_cast<size_t>(site.size));
-  for (int r = 0; r < site.size; ++r) keys.push_back(text(site.prefix, "/mpi/", r));
-  site.store->set(keys[static_cast<size_t>(site.rank)], text(own, ' ', job ? job : ""));
-  site.store->wait(keys, site.deadline);
-  std::vector<int> ranks;
-  std::string first;
-  for (const auto& key : keys) {
-    const std::string said = site.store->get(key, site.deadline);
-    const std::string theirs = said.substr(said.find(' '));
-    if (first.empty()) first = theirs;
-    if (theirs != first)
-      site.unavailable(text("the ranks of group '", site.group_name, "' were started by more than one mpirun"),
-                       "Start all ranks with one mpirun");
-    const auto rank = store::number_of(said.substr(0, said.find(' ')), 0, INT32_MAX);
-    if (!rank)
-      site.unavailable(text("the ranks of group '", site.group_name, "' cannot be read from the store"),
-                       "Look whether another program uses the same store");
-    ranks.push_back(static_cast<int>(*rank));
-  }
-  if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size())
-    site.unavailable(
-        text("group '", site.group_name, "' has several ranks in one process, but MPI's ranks are processes"),
-        "Use backend shm for ranks that are threads");
-
-  const Lock mine = lock();
-  if (const char* const why = problem()) site.unavailable(why, {});
-  const auto check = [&](int error) {
-    if (error != MPI_SUCCESS)
-      site.unavailable(text("MPI could not make a communicator for group '", site.group_name, "': ", describe(error)),
-                       {});
-  };
-  MPI_Group all = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
-  check(MPI_Comm_group(MPI_COMM_WORLD, &all));
-  check(MPI_Group_incl(all, site.size, ranks.data(), &members));
-  const int tag = static_cast<int>(std::hash<std::string>{}(site.prefix) % kWireTags);  // tells concurrent calls apart
-  check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &circle->control));
-  MPI_Group_free(&members);
-  MPI_Group_free(&all);
-  MPI_Comm_set_errhandler(circle->control, MPI_ERRORS_RETURN);  // the copies inherit it
-  for (auto& comm : circle->comms) check(MPI_Comm_dup(circle->control, &comm));
-  circles_.push_back(circle);
-  thread_wakes_.notify_one();
-  return circle;
-}
-
-void Engine::say(Circle& circle, int peer, int tag, std::vector<uint64_t> words) {
-  circle.notes.push_back({std::move(words)});
-  auto& note = circle.notes.back();
-  MPI_Isend(note.words.data(), static_cast<int>(note.words.size()), MPI_UINT64_T, peer, tag, circle.control,
-            &note.request);
-  posted_ = true;
-}
-
-void Engine::close(Lock&, Circle& circle) {
-  if (circle.closed) return;
-  circle.closed = true;
-  if (problem()) return wake(circle);
-  for (Request* const request : std::vector(circle.unfinished.begin(), circle.unfinished.end())) test(*request);
-  for (int r = 0; r < circle.size; ++r) {
-    if (r == circle.rank) continue;
-    auto& peer = circle.peers[static_cast<size_t>(r)];
-    std::vector<uint64_t> words = {peer.sent};
-    for (const Request* const request : circle.unfinished)
-      if (request->sending_ && request->peer_ == r) words.push_back(request->code_);
-    if (words.size() > kMostAbandoned) words.assign({peer.sent, kEverything});
-    peer.asked = words.size() > 1;
-    say(circle, r, kGoodbye, std::move(words));
-  }
-  wake(circle);
-}
-
-void Engine::hear(Circle& circle) {
-  for (;;) {
-    int there = 0, length = 0;
-    MPI_Status status;
-    if (MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, circle.control, &there, &status) != MPI_SUCCESS || !there) return;
-    MPI_Get_count(&status, MPI_UINT64_T, &length);
-    std::vector<uint64_t> words(static_cast<size_t>(length));
-    MPI_Recv(words.data(), length, MPI_UINT64_T, status.MPI_SOURCE, status.MPI_TAG, circle.control, MPI_STATUS_IGNORE);
-    auto& peer = circle.peers[static_cast<size_t>(status.MPI_SOURCE)];
-    if (status.MPI_TAG == kAcknowledgement) {
-      peer.acknowledged = true;
-      peer.acknowledged_at = Clock::now();
-    } else {
-      peer.gone = true;
-      peer.gone_at = Clock::now();
-      peer.sent_to_us = words.at(0);
-      for (size_t i = 1; i < words.size(); ++i) peer.abandoned.insert(static_cast<uint32_t>(words[i]));
-      // From here on no receive is posted that could match the abandoned messages (Request::refused).
-      if (words.size() > 1) say(circle, status.MPI_SOURCE, kAcknowledgement, {});
-      if (circle.on_gone && !circle.closed) circle.on_gone(status.MPI_SOURCE);
-    }
-    wake(circle);
-  }
-}
-
-void Engine::wake(const Circle& circle) {
-  for (Request* const request : waiting_)
-    if (request->circle_.get() == &circle) request->changed_.notify_one();
-}
-
-// Whether nothing of the circle is under way any more, here or towards this rank. If so, frees its communicators; all
-// members reach that point.
-bool Engine::finished(Circle& circle) {
-  if (!circle.closed || !circle.unfinished.empty() || !circle.all_gone()) return false;
-  for (const auto& peer : circle.peers)
-    if (peer.asked && !peer.acknowledged) return false;
-  for (auto& note : circle.notes) {
-    int sent = 0;
-    MPI_Test(&note.request, &sent, MPI_STATUS_IGNORE);
-    if (!sent) return false;
-  }
-  if (circle.stained) return true;
-  for (auto& comm : circle.comms) MPI_Comm_free(&comm);
-  MPI_Comm_free(&circle.control);
-  return true;
-}
-
 // --- progress ---
 
 void Engine::test(Request& request) {
@@ -327,8 +166,8 @@ void Engine::look(bool thoroughly) {
       }
   }
   if (!thoroughly && ++looks_ % kLooks != 0) return;
-  for (const auto& circle : circles_) hear(*circle);
-  circles_.remove_if([this](const auto& circle) { return finished(*circle); });
+  for (const auto& group : groups_) receive_notes(*group);
+  groups_.remove_if([this](const auto& group) { return finished(*group); });
 }
 
 // What the driver does between two looks.
@@ -363,9 +202,9 @@ bool Engine::await(Lock& lock, Request& request, Deadline deadline) {
     }
   } const place(*this, request);
   request.began_ = Clock::now();
-  Backoff backoff(request.circle_->spin);
+  Backoff backoff(request.group_->spin);
   while (!request.done_) {
-    if (const char* const why = request.hopeless()) throw WireBroken(why);
+    if (const char* const why = request.failure_reason()) throw WireBroken(why);
     if (deadline.passed()) return false;
     const auto until = std::min(deadline.when(), request.look_again_);
     if (!driver_ || (driver_ != &request && driver_naps_)) {
@@ -384,29 +223,29 @@ bool Engine::await(Lock& lock, Request& request, Deadline deadline) {
 }
 
 // Short messages are in MPI's memory when they are found, so the receive does not wait.
-int Engine::take(Lock&, Circle& circle, WireTag tag, std::byte* data, size_t bytes) {
+int Engine::take(Lock&, MpiGroup& group, WireTag tag, std::byte* data, size_t bytes) {
   if (const char* const why = problem()) throw WireBroken(why);
-  if (circle.closed) throw WireBroken(kClosed);
+  if (group.closed) throw WireBroken(kClosed);
   int there = 0;
   MPI_Message message = MPI_MESSAGE_NULL;
   MPI_Status status;
-  MPI_Comm comm = circle.comms[static_cast<size_t>(tag.kind)];
+  MPI_Comm comm = group.comms[static_cast<size_t>(tag.kind)];
   int error = MPI_Improbe(MPI_ANY_SOURCE, static_cast<int>(tag.value), comm, &there, &message, &status);
   if (error == MPI_SUCCESS && there) error = MPI_Mrecv(data, static_cast<int>(bytes), MPI_BYTE, &message, &status);
   if (error != MPI_SUCCESS) throw WireBroken(describe(error));
   if (!there) {
-    if (++looks_ % kLooks == 0) hear(circle);
+    if (++looks_ % kLooks == 0) receive_notes(group);
     return -1;
   }
-  ++circle.peers[static_cast<size_t>(status.MPI_SOURCE)].received;
+  ++group.peers[static_cast<size_t>(status.MPI_SOURCE)].received;
   return status.MPI_SOURCE;
 }
 
 void Engine::abandon(Lock& lock, Request& request) {
-  Circle& circle = *request.circle_;
+  MpiGroup& group = *request.group_;
   const auto forget = [&] {
-    circle.stained = true;
-    circle.unfinished.erase(&request);
+    group.holds_requests = true;
+    group.unfinished.erase(&request);
     request.done_ = true;
   };
   if (problem()) return forget();
@@ -416,15 +255,15 @@ void Engine::abandon(Lock& lock, Request& request) {
     test(request);
   }
   if (request.done_) return;
-  close(lock, circle);  // which tells the peer
+  close(lock, group);  // which tells the peer
   const auto began = Clock::now();
-  const bool own = request.peer_ == circle.rank;
+  const bool own = request.peer_ == group.rank;
   for (const auto answer = Deadline::after(kAnswer); !problem();) {
     test(request);
     if (request.done_) return;
-    hear(circle);
+    receive_notes(group);
     if (request.sending_) {
-      const auto& peer = circle.peers[static_cast<size_t>(request.peer_)];
+      const auto& peer = group.peers[static_cast<size_t>(request.peer_)];
       const auto settled = [](bool it_is, Clock::time_point since) {
         return it_is && Clock::now() - since >= kLateEnd;
       };
@@ -433,7 +272,7 @@ void Engine::abandon(Lock& lock, Request& request) {
     }
     if (answer.passed()) {
       poisoned_ = true;
-      for (const auto& other : circles_) wake(*other);
+      for (const auto& other : groups_) wake(*other);
     }
     lock.unlock();
     std::this_thread::sleep_for(microseconds(100));
@@ -446,7 +285,7 @@ void Engine::run_thread() {
   Lock mine = lock();
   auto interval = kOften;
   while (!finalized_) {
-    if (circles_.empty())
+    if (groups_.empty())
       thread_wakes_.wait(mine);
     else
       thread_wakes_.wait_for(mine, interval);
@@ -463,7 +302,7 @@ int Request::wait(Deadline deadline) {
     Lock lock = engine_.lock();
     complete = engine_.await(lock, *this, deadline);
   }
-  if (!complete) circle_->timeout();
+  if (!complete) group_->timeout();
   if (error_ != MPI_SUCCESS) throw WireBroken(describe(error_));
   return source_;
 }
@@ -477,23 +316,23 @@ Request::~Request() {
 void Request::finish(const MPI_Status& status, int error) {
   done_ = true;
   error_ = error;
-  circle_->unfinished.erase(this);
+  group_->unfinished.erase(this);
   int cancelled = 0;
   if (error == MPI_SUCCESS && !sending_) MPI_Test_cancelled(&status, &cancelled);
   if (error != MPI_SUCCESS || cancelled) return;
   source_ = sending_ ? peer_ : status.MPI_SOURCE;
-  auto& peer = circle_->peers[static_cast<size_t>(source_)];
+  auto& peer = group_->peers[static_cast<size_t>(source_)];
   ++(sending_ ? peer.sent : peer.received);
 }
 
 const char* Request::refused() const {
   if (const char* const problem = engine_.problem()) return problem;
-  if (circle_->closed) return kClosed;
-  if (peer_ == circle_->rank) return nullptr;
+  if (group_->closed) return kClosed;
+  if (peer_ == group_->rank) return nullptr;
   uint64_t sent = 0, received = 0;
-  for (int r = 0; r < circle_->size; ++r) {
-    const auto& peer = circle_->peers[static_cast<size_t>(r)];
-    if (r == circle_->rank || (peer_ >= 0 && r != peer_)) continue;
+  for (int r = 0; r < group_->size; ++r) {
+    const auto& peer = group_->peers[static_cast<size_t>(r)];
+    if (r == group_->rank || (peer_ >= 0 && r != peer_)) continue;
     if (peer.gone && (sending_ || peer.abandoned.count(code_) || peer.abandoned.count(kEverything))) return kGone;
     sent += peer.gone ? peer.sent_to_us : ~uint64_t{0} / 2;
     received += peer.received;
@@ -501,18 +340,18 @@ const char* Request::refused() const {
   return !sending_ && received >= sent ? kGone : nullptr;
 }
 
-const char* Request::hopeless() {
+const char* Request::failure_reason() {
   look_again_ = Clock::time_point::max();
   if (const char* const problem = engine_.problem()) return problem;
-  if (circle_->closed) return kClosed;
+  if (group_->closed) return kClosed;
   const bool anybody = peer_ < 0;
-  if (anybody ? !circle_->all_gone() : !circle_->peers[static_cast<size_t>(peer_)].gone) return nullptr;
+  if (anybody ? !group_->all_gone() : !group_->peers[static_cast<size_t>(peer_)].gone) return nullptr;
   uint64_t sent = 0, received = 0;
   Clock::time_point since = began_;
   bool in_vain = sending_;
-  for (int r = 0; r < circle_->size; ++r) {
-    if (r == circle_->rank || (!anybody && r != peer_)) continue;
-    const auto& peer = circle_->peers[static_cast<size_t>(r)];
+  for (int r = 0; r < group_->size; ++r) {
+    if (r == group_->rank || (!anybody && r != peer_)) continue;
+    const auto& peer = group_->peers[static_cast<size_t>(r)];
     sent += peer.sent_to_us;
     received += peer.received;
     since = std::max(since, peer.gone_at);

@@ -54,8 +54,14 @@ using Lock = std::unique_lock<std::mutex>;
 class Engine;
 class Request;
 
+inline constexpr uint32_t kEverything = ~uint32_t{0};  // in a goodbye, in place of more tags than that
+
+// What a peer sent before its goodbye may arrive a little after it: whole messages (kLateMessage), and the ends of
+// transfers that this rank knows of (kLateEnd).
+inline constexpr std::chrono::milliseconds kLateMessage{500}, kLateEnd{30};
+
 // The communicators of a group, and what is known of its members. Guarded by the engine's mutex.
-struct Circle {
+struct MpiGroup {
   struct Peer {
     uint64_t sent = 0, received = 0;  // messages that have been completed
     bool gone = false;                // has said goodbye
@@ -80,7 +86,7 @@ struct Circle {
   std::set<Request*> unfinished;          // posted and not complete
   std::function<void(int peer)> on_gone;  // may be empty
   bool closed = false;
-  bool stained = false;  // MPI still has one of its requests, so the communicators are not freed
+  bool holds_requests = false;  // MPI still has one of its requests, so the communicators are not freed
 
   std::list<Note> notes;
 
@@ -109,20 +115,20 @@ class Backoff {
 class Engine {
  public:
   // The engine of this process, which is never destroyed. The first call initialises MPI. Unavailable if that fails.
-  static Engine& get(const WireSite& site);
+  static Engine& get(const WireContext& site);
 
   // To be held around a call of MPI. A thread that drives lets other threads have it.
   Lock lock();
 
-  std::shared_ptr<Circle> join(const WireSite& site);
-  void close(Lock& lock, Circle& circle);
+  std::shared_ptr<MpiGroup> join(const WireContext& site);
+  void close(Lock& lock, MpiGroup& group);
 
   // Waits until the request is complete. False if the deadline passes; WireBroken if the request cannot complete.
   bool await(Lock& lock, Request& request, Deadline deadline);
   // Waits until MPI does not use the request's memory any more.
   void abandon(Lock& lock, Request& request);
   // Wire::take().
-  int take(Lock& lock, Circle& circle, WireTag tag, std::byte* data, size_t bytes);
+  int take(Lock& lock, MpiGroup& group, WireTag tag, std::byte* data, size_t bytes);
   // Checks whether the request is complete.
   void test(Request& request);
   void posted() { posted_ = true; }
@@ -132,17 +138,17 @@ class Engine {
   bool owns() const;
 
  private:
-  explicit Engine(const WireSite& site);
+  explicit Engine(const WireContext& site);
   static void at_exit(int status, void* engine);
   static int at_finalize(MPI_Comm, int, void* engine, void*);
   void stop();
 
   void look(bool thoroughly);
   void pause(Lock& lock, Request& request, Backoff& backoff, Clock::time_point until);
-  void say(Circle& circle, int peer, int tag, std::vector<uint64_t> words);
-  void hear(Circle& circle);
-  void wake(const Circle& circle);
-  bool finished(Circle& circle);
+  void post_note(MpiGroup& group, int peer, int tag, std::vector<uint64_t> words);
+  void receive_notes(MpiGroup& group);
+  void wake(const MpiGroup& group);
+  bool finished(MpiGroup& group);
   void run_thread();
 
   const pid_t pid_;
@@ -159,7 +165,7 @@ class Engine {
   std::vector<MPI_Status> statuses_;
   std::vector<int> indices_;
 
-  std::list<std::shared_ptr<Circle>> circles_;  // until they are freed
+  std::list<std::shared_ptr<MpiGroup>> groups_;  // until they are freed
 
   std::thread thread_;
   std::condition_variable thread_wakes_;
@@ -169,8 +175,8 @@ class Engine {
 // A message under way.
 class Request final : public Wire::Transfer {
  public:
-  Request(Engine& engine, std::shared_ptr<Circle> circle, bool sending, int peer, WireTag tag)
-      : engine_(engine), circle_(std::move(circle)), sending_(sending), peer_(peer), code_(code(tag)) {}
+  Request(Engine& engine, std::shared_ptr<MpiGroup> group, bool sending, int peer, WireTag tag)
+      : engine_(engine), group_(std::move(group)), sending_(sending), peer_(peer), code_(code(tag)) {}
   ~Request() override;
 
   int wait(Deadline deadline) override;
@@ -185,9 +191,9 @@ class Request final : public Wire::Transfer {
   // The reason why the request must not be posted, or null.
   const char* refused() const;
   // The reason why the request cannot complete, or null.
-  const char* hopeless();
+  const char* failure_reason();
   Engine& engine_;
-  const std::shared_ptr<Circle> circle_;
+  const std::shared_ptr<MpiGroup> group_;
   const bool sending_;
   const int peer_;
   const uint32_t code_;
@@ -196,7 +202,7 @@ class Request final : public Wire::Transfer {
   bool posted_ = false, done_ = false;
   int error_ = MPI_SUCCESS, source_ = -1;
   Clock::time_point began_;                                  // when await() began to wait
-  Clock::time_point look_again_ = Clock::time_point::max();  // when hopeless() must be called even without news
+  Clock::time_point look_again_ = Clock::time_point::max();  // when failure_reason() must be called even without news
   std::condition_variable changed_;
 };
 

@@ -5,8 +5,8 @@
 #include "base/env.h"
 #include "base/plugin.h"
 #include "comm/backends/mpi/mpi_wire.h"
-#include "comm/mailbox.h"
-#include "comm/wire_backend.h"
+#include "comm/wire/mailbox.h"
+#include "comm/wire/wire_backend.h"
 #include "shm/spin.h"
 
 namespace muster::comm::mpi_backend {
@@ -47,23 +47,23 @@ class OwnWire final : public Wire {
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {
   const auto make_wire = reinterpret_cast<MakeWire>(plugin().function);
   if (!make_wire) throw Unavailable(plugin().problem);
-  if (context.size == 1) return c10::make_intrusive<WireBackend>(context, "mpi", std::make_unique<OwnWire>());
+  if (context.group.size == 1) return c10::make_intrusive<WireBackend>(context, "mpi", std::make_unique<OwnWire>());
   static_assert(kAnySource < 0);  // libmuster_mpi.so takes any negative peer for any source
-  const WireSite site{
-      .rank = context.rank,
-      .size = context.size,
-      .group_name = context.group_name,
-      .prefix = context.store_prefix,
-      .store = context.store.get(),
-      .deadline = Deadline::after(context.timeout),
-      .spin = shm::spin_for(context.local_threads, context.cores),
-      .timeout = [] { throw Timeout(""); },
+  const WireContext site{
+      .rank = context.group.rank,
+      .size = context.group.size,
+      .group_name = context.group.name,
+      .prefix = context.group.store_prefix,
+      .store = context.group.store.get(),
+      .deadline = Deadline::after(context.group.timeout),
+      .spin = shm::spin_for(context.host.local_ranks, context.host.cores),
+      .timeout = [] { throw TimeoutError(""); },
       .unavailable = [](const std::string& what, const std::string& advice) { throw Unavailable(what, advice); }};
   std::unique_ptr<Wire> wire(make_wire(site));
   return c10::make_intrusive<WireBackend>(context, "mpi", std::move(wire));
 }
 
-std::string why_not() {
+std::string unavailable_reason() {
   if (!env_string("OMPI_COMM_WORLD_RANK") && !env_string("PMI_RANK") && !env_string("PMIX_RANK"))
     return "this process was not started by mpirun or by srun with PMI";
   return plugin().problem;

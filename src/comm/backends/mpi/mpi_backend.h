@@ -4,11 +4,12 @@
 // first used, so programs that do not use it neither need an MPI nor load one. It is built if CMake finds an MPI.
 #pragma once
 
-#include "comm/backend.h"
+#include "comm/core/backend.h"
+#include "comm/core/context.h"
 
 namespace muster::comm::mpi_backend {
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);
-std::string why_not();
+std::string unavailable_reason();
 
 }  // namespace muster::comm::mpi_backend

@@ -45,7 +45,7 @@ class Extent {
 
 class MpiWire final : public Wire {
  public:
-  explicit MpiWire(const WireSite& site) : engine_(Engine::get(site)), circle_(engine_.join(site)) {}
+  explicit MpiWire(const WireContext& site) : engine_(Engine::get(site)), group_(engine_.join(site)) {}
   ~MpiWire() override { close(); }
 
   std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) override {
@@ -65,50 +65,50 @@ class MpiWire final : public Wire {
 
   void on_gone(std::function<void(int)> fn) override {
     const Lock lock = engine_.lock();
-    circle_->on_gone = std::move(fn);
-    for (int r = 0; r < circle_->size; ++r)
-      if (circle_->peers[static_cast<size_t>(r)].gone) circle_->on_gone(r);
+    group_->on_gone = std::move(fn);
+    for (int r = 0; r < group_->size; ++r)
+      if (group_->peers[static_cast<size_t>(r)].gone) group_->on_gone(r);
   }
 
   int take(WireTag tag, std::byte* data, size_t bytes) override {
     Lock lock = engine_.lock();
-    return engine_.take(lock, *circle_, tag, data, bytes);
+    return engine_.take(lock, *group_, tag, data, bytes);
   }
 
   std::vector<int> gone() override {
     const Lock lock = engine_.lock();
-    return circle_->gone();
+    return group_->gone();
   }
 
   void close() override {
     if (!engine_.owns()) return;
     Lock lock = engine_.lock();
-    circle_->on_gone = {};
-    engine_.close(lock, *circle_);
+    group_->on_gone = {};
+    engine_.close(lock, *group_);
   }
 
  private:
   template <typename Call>
   std::unique_ptr<Transfer> post(bool sending, int peer, WireTag tag, Call call) {
-    auto request = std::make_unique<Request>(engine_, circle_, sending, peer, tag);
+    auto request = std::make_unique<Request>(engine_, group_, sending, peer, tag);
     const Lock lock = engine_.lock();
     if (const char* const why = request->refused()) throw WireBroken(why);
-    const int error = call(circle_->comms[static_cast<size_t>(tag.kind)], &request->handle_);
+    const int error = call(group_->comms[static_cast<size_t>(tag.kind)], &request->handle_);
     if (error != MPI_SUCCESS) throw WireBroken(describe(error));
     request->posted_ = true;
-    circle_->unfinished.insert(request.get());
+    group_->unfinished.insert(request.get());
     engine_.posted();
     return request;
   }
 
   Engine& engine_;
-  const std::shared_ptr<Circle> circle_;
+  const std::shared_ptr<MpiGroup> group_;
 };
 
 }  // namespace muster::comm::mpi_backend
 
 extern "C" __attribute__((visibility("default"))) muster::comm::Wire* muster_make_mpi_wire_2(
-    const muster::comm::mpi_backend::WireSite& site) {
+    const muster::comm::mpi_backend::WireContext& site) {
   return new muster::comm::mpi_backend::MpiWire(site);
 }
 static_assert(std::is_same_v<decltype(&muster_make_mpi_wire_2), muster::comm::mpi_backend::MakeWire>);

@@ -5,7 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "base/text.h"
-#include "comm/operation_work.h"
+#include "comm/kit/operation_work.h"
 #include "muster/store/c10d_store.h"
 
 namespace muster::comm::nccl_backend {
@@ -28,12 +28,12 @@ c10d::ReduceOp reduce_op(const Operation& operation) {
 class NcclBackend final : public Backend {
  public:
   NcclBackend(const BackendContext& context, c10::intrusive_ptr<Nccl> nccl)
-      : Backend(context.rank, context.size),
+      : Backend(context.group.rank, context.group.size),
         nccl_(std::move(nccl)),
-        group_name_(context.group_name),
-        timeout_(context.timeout),
-        on_leave_(context.on_leave) {
-    for_pytorch_ = context.for_pytorch;
+        group_name_(context.group.name),
+        timeout_(context.group.timeout),
+        on_leave_(context.options.on_leave) {
+    for_pytorch_ = context.options.for_pytorch;
   }
   ~NcclBackend() override { leave({}); }
 
@@ -146,13 +146,15 @@ class NcclBackend final : public Backend {
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {
   const auto options = Nccl::Options::create();
-  options->timeout = context.timeout;
-  const auto store = to_c10d(make_prefix_store(context.store, context.store_prefix + "/nccl"));
-  return c10::make_intrusive<NcclBackend>(context,
-                                          c10::make_intrusive<Nccl>(store, context.rank, context.size, options));
+  options->timeout = context.group.timeout;
+  const auto store = to_c10d(make_prefix_store(context.group.store, context.group.store_prefix + "/nccl"));
+  return c10::make_intrusive<NcclBackend>(
+      context, c10::make_intrusive<Nccl>(store, context.group.rank, context.group.size, options));
 }
 
-std::string why_not() { return at::globalContext().hasCUDA() ? std::string() : "libtorch finds no CUDA device here"; }
+std::string unavailable_reason() {
+  return at::globalContext().hasCUDA() ? std::string() : "libtorch finds no CUDA device here";
+}
 
 }  // namespace muster::comm::nccl_backend
 
@@ -160,8 +162,8 @@ std::string why_not() { return at::globalContext().hasCUDA() ? std::string() : "
 
 namespace muster::comm::nccl_backend {
 
-c10::intrusive_ptr<Backend> create(const BackendContext&) { throw Unavailable(why_not()); }
-std::string why_not() {
+c10::intrusive_ptr<Backend> create(const BackendContext&) { throw Unavailable(unavailable_reason()); }
+std::string unavailable_reason() {
   return "Muster was built without NCCL: use a libtorch with CUDA, install nccl.h and CUDA's headers, and build again";
 }
 

@@ -8,11 +8,12 @@
 // receives from any source) throw InvalidArgument.
 #pragma once
 
-#include "comm/backend.h"
+#include "comm/core/backend.h"
+#include "comm/core/context.h"
 
 namespace muster::comm::nccl_backend {
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);
-std::string why_not();
+std::string unavailable_reason();
 
 }  // namespace muster::comm::nccl_backend

@@ -5,25 +5,25 @@
 #include <array>
 
 #include "comm/backends/shm/collectives.h"
+#include "comm/backends/shm/per_rank.h"
 #include "comm/backends/shm/take.h"
 #include "comm/backends/shm/turns.h"
-#include "comm/byte_parts.h"
 
 namespace muster::comm::shm_backend {
 namespace {
 
 bool wants_result(const Channel& channel, const Call& call) {
-  return call.op != OpKind::kReduce || channel.rank() == call.root;
+  return call.kind != OpKind::kReduce || channel.rank() == call.root;
 }
 
 // Each rank that wants the result reduces all ranks' contributions, which `contribution(rank)` finds.
 template <typename Contribution>
-void reduce_everything(Channel& channel, const Call& call, Bytes data, Contribution contribution) {
+void reduce_everything(Channel& channel, const Call& call, Contribution contribution) {
   if (!wants_result(channel, call)) return;
   const auto n = static_cast<size_t>(channel.size());
   PerRank<ConstBytes> sources(n);
   for (size_t r = 0; r < n; ++r) sources[r] = contribution(static_cast<int>(r));
-  const std::array<Bytes, 1> destination = {data};
+  const std::array<Bytes, 1> destination = {call.data};
   call.kernel(destination, sources.span(), call.count);
 }
 
@@ -38,23 +38,25 @@ void reduce_in_place(Channel& channel, const Call& call, size_t count, Slice sli
   for (size_t r = 0; r < n; ++r) {
     places[r] = slice(static_cast<int>(r));
     sources[r] = places[r];
-    if (call.op != OpKind::kReduce || static_cast<int>(r) == call.root) destinations[written++] = places[r];
+    if (call.kind != OpKind::kReduce || static_cast<int>(r) == call.root) destinations[written++] = places[r];
   }
   call.kernel(destinations.span().first(written), sources.span(), count);
 }
 
-void slot_tier(Channel& channel, const Call& call, Bytes data) {
-  channel.enter(call.descriptor(), {data, call.bytes()}, call.deadline);
+void slot_tier(Channel& channel, const Call& call) {
+  Bytes const data = call.data;
+  channel.begin_operation(descriptor_of(call), {data, call.bytes()}, call.deadline);
   if (!wants_result(channel, call)) return;
-  channel.corrupt({data, std::min<size_t>(call.bytes(), 1)}, channel.seq());  // like enter() did in the slot
-  reduce_everything(channel, call, data,
+  channel.corrupt({data, std::min<size_t>(call.bytes(), 1)}, channel.seq());  // like begin_operation() did in the slot
+  reduce_everything(channel, call,
                     [&](int r) -> ConstBytes { return r == channel.rank() ? data : channel.payload(r); });
   if (channel.size() == 2) take(channel.payload(1 - channel.rank()), call.bytes());
 }
 
 // Contributions lie in staging before the announcement. Rank r reduces slice r, and writes it to where the
 // contributions were.
-void in_place_tier(Channel& channel, const Call& call, Bytes data) {
+void in_place_tier(Channel& channel, const Call& call) {
+  Bytes const data = call.data;
   channel.commit_staging();
   const int n = channel.size(), me = channel.rank();
   const Bytes own = channel.own_early();
@@ -64,7 +66,7 @@ void in_place_tier(Channel& channel, const Call& call, Bytes data) {
   for (int r = 0; r < n; ++r)
     if (r != me) copy_bytes(own + at(r), data + at(r), bytes(r));
   channel.corrupt({own + at(me == 0 ? 1 : 0), std::min<size_t>(bytes(me == 0 ? 1 : 0), 1)}, channel.next_seq());
-  channel.enter(call.descriptor(), {}, call.deadline);
+  channel.begin_operation(descriptor_of(call), {}, call.deadline);
   const uint64_t mark = channel.turn() + 1;
   channel.take_turns(1);
   reduce_in_place(channel, call, slices.length(me),
@@ -98,10 +100,9 @@ void direct_tier(Channel& channel, const Call& call) {
 static_assert(kTurnBuffers >= 3);
 class StagedPipeline {
  public:
-  StagedPipeline(Channel& channel, const Call& call, Bytes data)
+  StagedPipeline(Channel& channel, const Call& call)
       : channel_(channel),
         call_(call),
-        data_(data),
         per_turn_(channel.layout().chunk / call.item * static_cast<size_t>(channel.size())),
         turns_(channel, (call.count + per_turn_ - 1) / per_turn_) {}
 
@@ -119,7 +120,7 @@ class StagedPipeline {
     return Slices(std::min(per_turn_, call_.count - start_of(i)), call_.item, channel_.size());
   }
   Bytes place(uint64_t i, const Slices& slices, int slice) const {
-    return data_ + (start_of(i) + slices.begin(slice)) * call_.item;
+    return call_.data + (start_of(i) + slices.begin(slice)) * call_.item;
   }
   // A slice's place in a turn buffer.
   size_t staged_at(int slice) const { return static_cast<size_t>(slice) * channel_.layout().chunk; }
@@ -158,31 +159,30 @@ class StagedPipeline {
 
   Channel& channel_;
   const Call& call_;
-  Bytes const data_;
   const size_t per_turn_;  // elements
   Turns turns_;
 };
 
 }  // namespace
 
-void all_reduce(Channel& channel, const Call& call, Bytes data) {
+void all_reduce(Channel& channel, const Call& call) {
   // The first two tiers are chosen before the peers' descriptors are known, so only by size.
   if (channel.size() == 1) {
-    channel.enter(call.descriptor(), {}, call.deadline);
+    channel.begin_operation(descriptor_of(call), {}, call.deadline);
   } else if (call.bytes() <= kSlotPayload) {
-    slot_tier(channel, call, data);
+    slot_tier(channel, call);
   } else if (call.bytes() <= channel.layout().early) {
-    in_place_tier(channel, call, data);
+    in_place_tier(channel, call);
   } else {
     if (call.heap_offset != kNotOnHeap)
-      channel.corrupt({data, 1}, channel.next_seq());  // the tensor itself is the contribution
-    channel.enter(call.descriptor(), {}, call.deadline);
+      channel.corrupt({call.data, 1}, channel.next_seq());  // the tensor itself is the contribution
+    channel.begin_operation(descriptor_of(call), {}, call.deadline);
     if (channel.all_on_heap())
       direct_tier(channel, call);
     else
-      StagedPipeline(channel, call, data).run();
+      StagedPipeline(channel, call).run();
   }
-  channel.leave_op();
+  channel.end_operation();
 }
 
 }  // namespace muster::comm::shm_backend

@@ -8,8 +8,8 @@
 #include <csignal>
 #include <cstring>
 
+#include "base/copy.h"
 #include "base/text.h"
-#include "comm/byte_parts.h"
 #include "shm/exchange.h"
 
 namespace muster::comm::shm_backend {
@@ -65,12 +65,12 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
   if (rank == 0) given.push_back(fd_.get());
   auto members = shm::exchange(store, prefix, rank, size, given, deadline, {options_.pids, options_.shown_ranks});
   if (rank != 0) {
-    if (members[0].fds.empty()) throw Corrupt("rank 0 sent no shared segment");
+    if (members[0].fds.empty()) throw CorruptError("rank 0 sent no shared segment");
     fd_ = std::move(members[0].fds[0]);
     segment_ = shm::map_memfd(fd_.get());
     if (segment_->size() < layout_.total() || header().magic != kMagic || header().size != static_cast<uint32_t>(size))
-      throw Corrupt("the group's shared segment has the wrong size or format",
-                    "Run the same version of Muster on all ranks");
+      throw CorruptError("the group's shared segment has the wrong size or format",
+                         "Run the same version of Muster on all ranks");
   }
   control(rank).pid.store(::getpid(), std::memory_order_relaxed);
   control(rank).presence.store(Presence::kHere, std::memory_order_release);
@@ -88,7 +88,7 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
       }
     });
   } catch (const std::exception& error) {
-    fail(Failure::kUnavailable, rank, text("rank ", shown(rank), " cannot watch its peers: ", error.what()));
+    fail(AbortReason::kUnavailable, rank, text("rank ", shown(rank), " cannot watch its peers: ", error.what()));
     throw;
   }
 }
@@ -101,7 +101,7 @@ void Channel::position(Phase phase) {
   control(rank_).position.store(pack_position(seq_, current_.call.op, phase), std::memory_order_relaxed);
 }
 
-uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte> payload, Deadline deadline) {
+uint64_t Channel::begin_operation(const Descriptor& descriptor, std::span<const std::byte> payload, Deadline deadline) {
   check();
   fault(FaultPhase::kStart);
   const uint64_t seq = ++seq_;
@@ -129,7 +129,7 @@ uint64_t Channel::enter(const Descriptor& descriptor, std::span<const std::byte>
   return seq;
 }
 
-void Channel::leave_op() {
+void Channel::end_operation() {
   fault(FaultPhase::kEnd);
   position(Phase::kIdle);
 }
@@ -148,7 +148,7 @@ void Channel::mismatch(uint64_t seq) {
   int other = 1;
   while (other < size_ - 1 && slot(other, seq).descriptor.call == slot(0, seq).descriptor.call) ++other;
   tell_sites(0, other);
-  fail(Failure::kMismatch, shown(other),
+  fail(AbortReason::kMismatch, shown(other),
        describe_mismatch(seq - 1, name(), shown(0), call_of(0, seq), shown(other), call_of(other, seq)));
   throw_failure();
 }
@@ -345,10 +345,10 @@ void Channel::corrupt_on_order(std::span<std::byte> contribution, uint64_t seq) 
 // --- failure ---
 
 void Channel::lose(int rank, const std::string& what) {
-  fail(Failure::kPeerLost, shown(rank), what, {}, control(rank).pid.load(std::memory_order_relaxed));
+  fail(AbortReason::kPeerLost, shown(rank), what, {}, control(rank).pid.load(std::memory_order_relaxed));
 }
 
-void Channel::fail(Failure reason, int subject, const std::string& what, const std::vector<int>& missing, int pid) {
+void Channel::fail(AbortReason reason, int subject, const std::string& what, const std::vector<int>& missing, int pid) {
   {
     const std::lock_guard lock(failure_mutex_);
     if (!reported_) {
@@ -379,16 +379,16 @@ void Channel::throw_failure() const {
   const RankControl& block = control(reporter);
   const std::string what(block.failure, strnlen(block.failure, sizeof block.failure));
   const std::string seen = text(" [seen by rank ", shown(rank_), ", its last: ", where(rank_), "]");
-  switch (static_cast<Failure>(word & 0xff)) {
-    case Failure::kPeerLost:
+  switch (static_cast<AbortReason>(word & 0xff)) {
+    case AbortReason::kPeerLost:
       throw PeerLost(subject, block.lost_pid, what + seen, "Look at its last lines on standard error");
-    case Failure::kTimeout:
-      throw Timeout(what + seen,
-                    {block.missing, block.missing + std::min<size_t>(block.missing_count, std::size(block.missing))},
-                    "Look whether the missing rank hangs, or raise the timeout");
-    case Failure::kMismatch:
+    case AbortReason::kTimeout:
+      throw TimeoutError(
+          what + seen, {block.missing, block.missing + std::min<size_t>(block.missing_count, std::size(block.missing))},
+          "Look whether the missing rank hangs, or raise the timeout");
+    case AbortReason::kMismatch:
       throw Mismatch(what, kMismatchAdvice);
-    case Failure::kUnavailable:
+    case AbortReason::kUnavailable:
       throw Unavailable(what + seen);
     default:
       throw Aborted(what + seen);
@@ -404,7 +404,7 @@ void Channel::timed_out(const Descriptor& descriptor, uint64_t seq, nanoseconds 
     reports.push_back(text("rank ", shown(r), " (pid ", control(r).pid.load(std::memory_order_relaxed),
                            "; its last: ", where(r), ")"));
   }
-  fail(Failure::kTimeout, missing.empty() ? 0 : shown_missing.front(),
+  fail(AbortReason::kTimeout, missing.empty() ? 0 : shown_missing.front(),
        text(describe(descriptor.call), " (#", seq - 1, " of group '", name(), "') on rank ", shown(rank_),
             " timed out after ", describe(waited), ", waiting for ", join(reports)),
        shown_missing);

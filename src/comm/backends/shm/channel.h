@@ -3,16 +3,16 @@
 // deadlines, and the group's failure.
 //
 // An operation, on every rank:
-//   enter()      announces it, waits for the peers' announcements and compares them: afterwards all ranks agree
-//   algorithms/  moves the data through slots, staging or heaps; publish() and await() keep the ranks in step
-//   leave_op()   says that this rank's part is complete
+//   begin_operation()  announces it, waits for the peers' announcements and compares them: then all ranks agree
+//   an algorithm       moves the data through slots, staging or heaps; publish() and await() keep the ranks in step
+//   end_operation()    says that this rank's part is complete
 //
 // Failure. The first rank that notices a failure (a dead peer, a timeout, a mismatch) writes its reason into its
 // control block, sets the abort word by compare-and-swap and rings all bells. Every wait of every rank then throws that
 // same reason. A failed group stays failed: memory may be in any state, so nothing is reset in place. To recover, make
 // a new group.
 //
-// Thread-safety: one operation at a time (Lane ensures that) and one thread in Messages; fail(), leave() and the
+// Thread-safety: one operation at a time (CollectiveQueue ensures that) and one thread in Messages; fail(), leave() and the
 // watch's callback from any thread.
 #pragma once
 
@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "comm/backends/shm/layout.h"
-#include "comm/stragglers.h"
+#include "comm/core/stragglers.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
 #include "muster/comm/fault_plan.h"
@@ -67,9 +67,9 @@ class Channel {
 
   // --- one operation ---
   // Announces the operation with `payload` in the slot, and waits for the peers' announcements. Afterwards
-  // descriptor(p) and payload(p) may be read until the next enter(). Returns its number.
-  uint64_t enter(const Descriptor& descriptor, std::span<const std::byte> payload, Deadline deadline);
-  void leave_op();
+  // descriptor(p) and payload(p) may be read until the next begin_operation(). Returns its number.
+  uint64_t begin_operation(const Descriptor& descriptor, std::span<const std::byte> payload, Deadline deadline);
+  void end_operation();
   uint64_t seq() const { return seq_; }  // of the operation under way
   uint64_t next_seq() const { return seq_ + 1; }
   const Descriptor& descriptor(int peer) const { return slot(peer, seq_).descriptor; }
@@ -137,7 +137,8 @@ class Channel {
   [[noreturn]] void throw_failure() const;
   // Makes the group fail for all ranks, unless it has failed already. `subject`, whose process is `pid`, and `missing`
   // are shown ranks.
-  void fail(Failure reason, int subject, const std::string& text, const std::vector<int>& missing = {}, int pid = 0);
+  void fail(AbortReason reason, int subject, const std::string& text, const std::vector<int>& missing = {},
+            int pid = 0);
   void lose(int rank, const std::string& text);  // fail() for a member that is lost
   [[noreturn]] void timed_out(const Descriptor& descriptor, uint64_t seq, std::chrono::nanoseconds waited,
                               const std::vector<int>& missing);

@@ -23,7 +23,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/descriptor.h"
+#include "comm/core/bytes.h"
+#include "comm/core/descriptor.h"
 #include "shm/bell.h"
 #include "shm/mapping.h"
 
@@ -36,7 +37,6 @@ inline constexpr size_t kSlots = 2;
 inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
 inline constexpr size_t kSlotTables = 1024;   // after it: the sizes of the parts of an all_to_all of up to 64 ranks
 inline constexpr size_t kTurnBuffers = 4;
-inline constexpr uint64_t kNotOnHeap = ~uint64_t{0};
 inline constexpr uint64_t kEvenParts = uint64_t{1} << 63;  // all_to_all: heap_offset is this plus the size of each part
 inline bool says_even_parts(uint64_t heap_offset) { return heap_offset >= kEvenParts && heap_offset != kNotOnHeap; }
 
@@ -97,7 +97,7 @@ struct alignas(kLine) RankControl {
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
   char failure[2048];  // this rank's text of the group's failure, written before the abort word names the rank
-  struct Site {
+  struct CallSite {
     std::atomic<uint64_t> of{0};  // the operation
     char text[120];               // where this rank called it, written before `of`
   } sites[kSlots];                // only written if operations do not match; reused like the slots
@@ -105,12 +105,12 @@ struct alignas(kLine) RankControl {
   Slot slots[kSlots];
 };
 
-enum class Failure : uint8_t { kNone, kPeerLost, kTimeout, kMismatch, kAborted, kUnavailable };
+enum class AbortReason : uint8_t { kNone, kPeerLost, kTimeout, kMismatch, kAborted, kUnavailable };
 
 struct alignas(kLine) GroupHeader {
   uint64_t magic = 0;
   uint32_t size = 0;
-  alignas(kLine) std::atomic<uint64_t> abort{0};  // 0, or Failure | subject's rank << 8 | reporter's rank << 32
+  alignas(kLine) std::atomic<uint64_t> abort{0};  // 0, or AbortReason | subject's rank << 8 | reporter's rank << 32
 };
 
 inline constexpr size_t kRecordLine = 64;  // records of a ring begin and end on multiples of it

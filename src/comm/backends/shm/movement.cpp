@@ -9,9 +9,9 @@
 
 #include "base/text.h"
 #include "comm/backends/shm/collectives.h"
+#include "comm/backends/shm/per_rank.h"
 #include "comm/backends/shm/take.h"
 #include "comm/backends/shm/turns.h"
-#include "comm/byte_parts.h"
 
 namespace muster::comm::shm_backend {
 namespace {
@@ -50,9 +50,6 @@ void read_all(Channel& channel, Read read) {
     read(peer, channel.announced_data(peer));
   }
 }
-
-// Whether the copy of a tensor of so many bytes stays out of this core's caches, because it has no room there.
-bool streams(size_t bytes) { return bytes >= size_t{24} << 20; }
 
 // Copies what a peer has on its heap.
 void read_heap(Bytes to, Bytes from, size_t bytes) {
@@ -118,18 +115,20 @@ void from_all(Channel& channel, uint64_t turns, bool takes, Stage stage, Take ta
 
 }  // namespace
 
-void broadcast(Channel& channel, const Call& call, Bytes data) {
+void broadcast(Channel& channel, const Call& call) {
+  Bytes const data = call.data;
   const bool root = channel.rank() == call.root;
   if (call.bytes() <= kSlotPayload) {
-    channel.enter(call.descriptor(),
-                  root ? std::span<const std::byte>(data, call.bytes()) : std::span<const std::byte>{}, call.deadline);
+    channel.begin_operation(descriptor_of(call),
+                            root ? std::span<const std::byte>(data, call.bytes()) : std::span<const std::byte>{},
+                            call.deadline);
     if (!root) fetch(data, channel.payload(call.root), call.bytes(), call.bytes(), channel.size() == 2);
   } else {
-    channel.enter(call.descriptor(), {}, call.deadline);
+    channel.begin_operation(descriptor_of(call), {}, call.deadline);
     if (channel.on_heap(call.root)) {
       if (!root) read_heap(data, channel.announced_data(call.root), call.bytes());
       all_have_read(channel, call.root);
-      return channel.leave_op();
+      return channel.end_operation();
     }
     const size_t per_turn = bytes_per_turn(call.bytes(), channel.layout().turn_bytes());
     from_root(
@@ -143,29 +142,28 @@ void broadcast(Channel& channel, const Call& call, Bytes data) {
           fetch(data + piece.begin, buffer, piece.length, call.bytes(), channel.size() == 2);
         });
   }
-  channel.leave_op();
+  channel.end_operation();
 }
 
-namespace {
-
-// all_gather and gather: `outputs` is empty on ranks that do not take.
-void gather_parts(Channel& channel, const Call& call, std::span<const Bytes> outputs, ConstBytes input) {
+void all_gather(Channel& channel, const Call& call) {
+  const std::span<const Bytes> outputs = call.outputs;  // empty on ranks that only give
+  ConstBytes const input = call.data;
   const bool takes = !outputs.empty();
-  const bool alone = channel.size() == 2 || call.op == OpKind::kGather;
+  const bool alone = channel.size() == 2 || call.kind == OpKind::kGather;
   if (takes) copy_bytes(outputs[static_cast<size_t>(channel.rank())], input, call.bytes());
   if (call.bytes() <= kSlotPayload) {
-    channel.enter(call.descriptor(), {input, call.bytes()}, call.deadline);
+    channel.begin_operation(descriptor_of(call), {input, call.bytes()}, call.deadline);
     for (int peer = 0; takes && peer < channel.size(); ++peer)
       if (peer != channel.rank())
         fetch(outputs[static_cast<size_t>(peer)], channel.payload(peer), call.bytes(), call.bytes(), alone);
   } else {
-    channel.enter(call.descriptor(), {}, call.deadline);
+    channel.begin_operation(descriptor_of(call), {}, call.deadline);
     if (channel.all_on_heap()) {
       if (takes)
         read_all(channel,
                  [&](int peer, Bytes from) { read_heap(outputs[static_cast<size_t>(peer)], from, call.bytes()); });
       all_have_read(channel, -1);
-      return channel.leave_op();
+      return channel.end_operation();
     }
     const size_t per_turn = bytes_per_turn(call.bytes(), channel.layout().turn_bytes());
     from_all(
@@ -180,20 +178,12 @@ void gather_parts(Channel& channel, const Call& call, std::span<const Bytes> out
           fetch(outputs[static_cast<size_t>(peer)] + piece.begin, buffer, piece.length, call.bytes(), alone);
         });
   }
-  channel.leave_op();
+  channel.end_operation();
 }
 
-}  // namespace
-
-void all_gather(Channel& channel, const Call& call, std::span<const Bytes> outputs, ConstBytes input) {
-  gather_parts(channel, call, outputs, input);
-}
-
-void gather(Channel& channel, const Call& call, std::span<const Bytes> outputs, ConstBytes input) {
-  gather_parts(channel, call, outputs, input);
-}
-
-void scatter(Channel& channel, const Call& call, Bytes output, std::span<const ConstBytes> inputs) {
+void scatter(Channel& channel, const Call& call) {
+  Bytes const output = call.data;
+  const std::span<const ConstBytes> inputs = call.inputs;
   const bool root = channel.rank() == call.root;
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
@@ -202,17 +192,17 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
     if (root)
       for (size_t r = 0; r < n; ++r) copy_bytes(channel.own_payload() + r * call.bytes(), inputs[r], call.bytes());
     if (root) channel.corrupt(first_of_others(channel, channel.own_payload(), call.bytes()), channel.next_seq());
-    channel.enter(
-        call.descriptor(),
+    channel.begin_operation(
+        descriptor_of(call),
         root ? std::span<const std::byte>(channel.own_payload(), call.bytes() * n) : std::span<const std::byte>{},
         call.deadline);
     if (!root) take_bytes(output, channel.payload(call.root) + me * call.bytes(), call.bytes());
   } else {
-    channel.enter(call.descriptor(), {}, call.deadline);
+    channel.begin_operation(descriptor_of(call), {}, call.deadline);
     if (channel.on_heap(call.root)) {
       if (!root) read_heap(output, channel.announced_data(call.root) + me * call.bytes(), call.bytes());
       all_have_read(channel, call.root);
-      return channel.leave_op();
+      return channel.end_operation();
     }
     const size_t chunk = bytes_per_turn(call.bytes(), channel.layout().chunk);
     from_root(
@@ -227,10 +217,12 @@ void scatter(Channel& channel, const Call& call, Bytes output, std::span<const C
           take_bytes(output + piece.begin, buffer + me * chunk, piece.length, streams(call.bytes()));
         });
   }
-  channel.leave_op();
+  channel.end_operation();
 }
 
-void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<const ConstBytes> inputs) {
+void reduce_scatter(Channel& channel, const Call& call) {
+  Bytes const output = call.data;
+  const std::span<const ConstBytes> inputs = call.inputs;
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
   PerRank<ConstBytes> sources(n);
@@ -252,16 +244,16 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
   if (call.bytes() * n <= kSlotPayload) {
     for (size_t r = 0; r < n; ++r) copy_bytes(channel.own_payload() + r * call.bytes(), inputs[r], call.bytes());
     channel.corrupt(first_of_others(channel, channel.own_payload(), call.bytes()), channel.next_seq());
-    channel.enter(call.descriptor(), {channel.own_payload(), call.bytes() * n}, call.deadline);
+    channel.begin_operation(descriptor_of(call), {channel.own_payload(), call.bytes() * n}, call.deadline);
     reduce(0, call.bytes(), true,
            [&](size_t r) { return r == me ? own_part : channel.payload(static_cast<int>(r)) + me * call.bytes(); });
   } else {
-    channel.enter(call.descriptor(), {}, call.deadline);
+    channel.begin_operation(descriptor_of(call), {}, call.deadline);
     if (channel.all_on_heap()) {
       reduce(0, call.bytes(), false,
              [&](size_t r) { return channel.announced_data(static_cast<int>(r)) + me * call.bytes(); });
       all_have_read(channel, -1);
-      return channel.leave_op();
+      return channel.end_operation();
     }
     const size_t chunk = bytes_per_turn(call.bytes(), channel.layout().chunk);  // a multiple of every item
     const uint64_t turns = turns_for(call.bytes(), chunk);
@@ -281,7 +273,7 @@ void reduce_scatter(Channel& channel, const Call& call, Bytes output, std::span<
       pipeline.done(i);
     }
   }
-  channel.leave_op();
+  channel.end_operation();
 }
 
 namespace {
@@ -295,30 +287,30 @@ class PartTables {
     if (2 * table() > kRoom) throw InvalidArgument("all_to_all is limited to groups of 320 ranks");
   }
 
-  // Announces `parts`, with the data if it fits.
-  void enter(const Call& call, const AllToAllParts& parts) {
+  // Announces the call's parts, with the data if it fits.
+  void begin_operation(const Call& call) {
     uint64_t sent = 0;
     bool even = true;
     for (size_t r = 0; r < n_; ++r) {
-      sent += parts.send[r];
-      even = even && parts.send[r] == parts.send[0] && parts.receive[r] == parts.send[0];
+      sent += call.send[r];
+      even = even && call.send[r] == call.send[0] && call.receive[r] == call.send[0];
     }
     even = even && sent <= kRoom;
-    Descriptor descriptor = call.descriptor();
+    Descriptor descriptor = descriptor_of(call);
     Bytes const own = channel_.own_payload();
     if (even) {
-      descriptor.heap_offset = kEvenParts | parts.send[0];
+      descriptor.heap_offset = kEvenParts | call.send[0];
     } else {
-      std::memcpy(own, parts.send.data(), table());
-      std::memcpy(own + table(), parts.receive.data(), table());
+      std::memcpy(own, call.send.data(), table());
+      std::memcpy(own + table(), call.receive.data(), table());
     }
     Bytes end = own + (even ? 0 : 2 * table());
     if (even || sent <= kRoom - 2 * table()) {
-      for (size_t r = 0; r < n_; end += parts.send[r], ++r) copy_bytes(end, parts.inputs[r], parts.send[r]);
-      const uint64_t own_part = channel_.rank() == 0 ? parts.send[0] : 0;
+      for (size_t r = 0; r < n_; end += call.send[r], ++r) copy_bytes(end, call.inputs[r], call.send[r]);
+      const uint64_t own_part = channel_.rank() == 0 ? call.send[0] : 0;
       channel_.corrupt({end - sent + own_part, sent - own_part}, channel_.next_seq());
     }
-    channel_.enter(descriptor, {own, static_cast<size_t>(end - own)}, call.deadline);
+    channel_.begin_operation(descriptor, {own, static_cast<size_t>(end - own)}, call.deadline);
     compare();
   }
 
@@ -380,7 +372,7 @@ class PartTables {
       const std::string site = channel_.site_of(static_cast<int>(rank), channel_.seq());
       return text("rank ", channel_.shown(static_cast<int>(rank)), site.empty() ? "" : text(" (", site, ")"));
     };
-    channel_.fail(Failure::kMismatch, channel_.shown(static_cast<int>(from)),
+    channel_.fail(AbortReason::kMismatch, channel_.shown(static_cast<int>(from)),
                   text("all_to_all: ", side(from), " sends ", entry(from, to), " bytes to ", side(to),
                        ", which expects ", entry(to, n_ + from)));
     channel_.throw_failure();
@@ -393,19 +385,19 @@ class PartTables {
 
 }  // namespace
 
-void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) {
+void all_to_all(Channel& channel, const Call& call) {
   const auto n = static_cast<size_t>(channel.size());
   const auto me = static_cast<size_t>(channel.rank());
   PartTables tables(channel);
-  tables.enter(call, parts);
+  tables.begin_operation(call);
   if (tables.uniform()) {
     for (size_t peer = 0; peer < n; ++peer) {
       if (peer == me)
-        copy_bytes(parts.outputs[me], parts.inputs[me], parts.send[me]);
+        copy_bytes(call.outputs[me], call.inputs[me], call.send[me]);
       else
-        take_bytes(parts.outputs[peer], tables.uniform_part(peer), parts.receive[peer]);
+        take_bytes(call.outputs[peer], tables.uniform_part(peer), call.receive[peer]);
     }
-    return channel.leave_op();
+    return channel.end_operation();
   }
   uint64_t longest = 0;  // of the parts that have not come
   bool readable = true;  // the parts that have not come are on the heaps
@@ -415,22 +407,22 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
     if (!tables.came(peer, sent))
       longest = std::max(longest, sent.longest);
     else if (peer != me)
-      take_bytes(parts.outputs[peer], tables.part(peer, sent), parts.receive[peer]);
+      take_bytes(call.outputs[peer], tables.part(peer, sent), call.receive[peer]);
   }
-  copy_bytes(parts.outputs[me], parts.inputs[me], parts.send[me]);
-  if (n == 1 || longest == 0) return channel.leave_op();
+  copy_bytes(call.outputs[me], call.inputs[me], call.send[me]);
+  if (n == 1 || longest == 0) return channel.end_operation();
   const auto staged_bytes = [&](size_t peer) {  // of the part from this rank's view; 0 if it came already
-    return tables.came(peer, tables.sent_by(peer)) ? 0 : parts.receive[peer];
+    return tables.came(peer, tables.sent_by(peer)) ? 0 : call.receive[peer];
   };
   if (readable) {
     for (size_t step = 1; step < n; ++step) {
       const size_t peer = (me + step) % n;
       if (const uint64_t bytes = staged_bytes(peer); bytes > 0)
-        read_heap(parts.outputs[peer], channel.announced_data(static_cast<int>(peer)) + tables.sent_by(peer).before,
+        read_heap(call.outputs[peer], channel.announced_data(static_cast<int>(peer)) + tables.sent_by(peer).before,
                   bytes);
     }
     all_have_read(channel, -1);
-    return channel.leave_op();
+    return channel.end_operation();
   }
   const size_t chunk = bytes_per_turn(longest, channel.layout().chunk);
   const bool staging = !tables.came(me, tables.sent_by(me));
@@ -439,22 +431,22 @@ void all_to_all(Channel& channel, const Call& call, const AllToAllParts& parts) 
       [&](Bytes buffer, uint64_t i) {
         if (!staging) return;
         for (size_t r = 0; r < n; ++r) {
-          const Piece piece(parts.send[r], chunk, i);
-          if (r != me) copy_bytes(buffer + r * chunk, parts.inputs[r] + piece.begin, piece.length);
+          const Piece piece(call.send[r], chunk, i);
+          if (r != me) copy_bytes(buffer + r * chunk, call.inputs[r] + piece.begin, piece.length);
         }
         channel.corrupt({buffer + (me == 0 ? chunk : 0), 1}, channel.seq());
       },
       [&](int peer, Bytes buffer, uint64_t i) {
         const auto from = static_cast<size_t>(peer);
         const Piece piece(staged_bytes(from), chunk, i);
-        take_bytes(parts.outputs[from] + piece.begin, buffer + me * chunk, piece.length, streams(longest));
+        take_bytes(call.outputs[from] + piece.begin, buffer + me * chunk, piece.length, streams(longest));
       });
-  channel.leave_op();
+  channel.end_operation();
 }
 
 void barrier(Channel& channel, const Call& call) {
-  channel.enter(call.descriptor(), {}, call.deadline);
-  channel.leave_op();
+  channel.begin_operation(descriptor_of(call), {}, call.deadline);
+  channel.end_operation();
 }
 
 }  // namespace muster::comm::shm_backend

@@ -1,11 +1,10 @@
 #include "comm/backends/shm/shm_backend.h"
 
-#include <array>
+#include <numeric>
 
 #include "base/text.h"
 #include "base/thread.h"
-#include "comm/byte_parts.h"
-#include "comm/flatten.h"
+#include "comm/kit/tensor_bytes.h"
 #include "shm/arena.h"
 
 namespace muster::comm::shm_backend {
@@ -13,23 +12,23 @@ namespace {
 
 ChannelOptions channel_options(const BackendContext& context) {
   std::vector<pid_t> pids;
-  for (const Member& member : context.members) pids.push_back(member.pid);
-  return {.name = context.group_name,
-          .heaps = context.heaps,
-          .faults = context.faults,
-          .spin = shm::spin_for(context.local_threads, context.cores),
-          .shown_ranks = context.shown_ranks,
+  for (const Member& member : context.group.members) pids.push_back(member.pid);
+  return {.name = context.group.name,
+          .heaps = context.host.heaps,
+          .faults = context.options.faults,
+          .spin = shm::spin_for(context.host.local_ranks, context.host.cores),
+          .shown_ranks = context.group.shown_ranks,
           .pids = std::move(pids),
-          .board = context.board};
+          .board = context.options.board};
 }
 
 }  // namespace
 
 ShmBackend::ShmBackend(const BackendContext& context)
-    : LaneBackend(context, "shm"),
-      channel_(*context.store, context.store_prefix, context.rank, context.size, channel_options(context),
-               context.watch, Deadline::after(context.timeout)),
-      arena_(context.arena),
+    : QueuedBackend(context, "shm"),
+      channel_(*context.group.store, context.group.store_prefix, context.group.rank, context.group.size,
+               channel_options(context), context.host.watch, Deadline::after(context.group.timeout)),
+      arena_(context.host.arena),
       messages_(channel_, [this] { return memory(); }) {}
 
 ShmBackend::~ShmBackend() { leave({}); }
@@ -47,21 +46,21 @@ void ShmBackend::fail(const Error& cause) {
   if (in_fork()) return;
   int subject = shown(getRank()), pid = 0;
   std::vector<int> missing;
-  Failure reason = Failure::kUnavailable;
+  AbortReason reason = AbortReason::kUnavailable;
   switch (cause.code()) {
     case ErrorCode::kPeerLost: {
       const auto& lost = dynamic_cast<const PeerLost&>(cause);
-      reason = Failure::kPeerLost, subject = lost.rank(), pid = lost.pid();
+      reason = AbortReason::kPeerLost, subject = lost.rank(), pid = lost.pid();
       break;
     }
     case ErrorCode::kTimeout:
-      reason = Failure::kTimeout, missing = dynamic_cast<const Timeout&>(cause).missing();
+      reason = AbortReason::kTimeout, missing = dynamic_cast<const TimeoutError&>(cause).missing();
       break;
     case ErrorCode::kMismatch:
-      reason = Failure::kMismatch;
+      reason = AbortReason::kMismatch;
       break;
     case ErrorCode::kAborted:
-      reason = Failure::kAborted;
+      reason = AbortReason::kAborted;
       break;
     default:
       break;
@@ -69,9 +68,8 @@ void ShmBackend::fail(const Error& cause) {
   channel_.fail(reason, subject, cause.message(), missing, pid);
 }
 
-uint64_t ShmBackend::heap_offset(const at::Tensor& tensor) const {
-  const void* const data = data_of(tensor);  // not const_data_ptr(): a lazy copy gets its own memory only now
-  return arena_ && tensor.nbytes() > 0 && arena_->contains(data) ? arena_->offset_of(data) : kNotOnHeap;
+uint64_t ShmBackend::heap_offset(ConstBytes data, size_t bytes) const {
+  return arena_ && bytes > 0 && arena_->contains(data) ? arena_->offset_of(data) : kNotOnHeap;
 }
 
 // --- messages ---
@@ -131,7 +129,7 @@ std::shared_ptr<Message> ShmBackend::make_message(const Operation& operation, co
   message->header.bytes = tensor.nbytes();
   message->header.tag = operation.tag;
   if (operation.kind == OpKind::kSend && channel_.heap_bytes(getRank()) > 0)
-    message->header.place = heap_offset(tensor);
+    message->header.place = heap_offset(data_of(tensor), tensor.nbytes());
   message->header.dtype = static_cast<uint8_t>(tensor.scalar_type());
   message->data = data_of(tensor);
   message->deadline = deadline;
@@ -144,12 +142,15 @@ std::shared_ptr<Message> ShmBackend::make_message(const Operation& operation, co
 void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_waiter) {
   try {
     channel_.set_caller(operation.site, by_waiter ? shm::kYield : std::chrono::nanoseconds(0));
-    execute_on_bytes(operation, deadline);
+    run_on_bytes(operation, getRank(), getSize(), deadline, [this](ByteCall& call) {
+      call.heap_offset = contribution_on_heap(call);
+      execute_call(call);
+    });
   } catch (const std::exception& error) {
     // An error that stops one rank in the middle (for example, no memory) stops the group: the others would wait, or
     // pair this operation with the next.
     if (!channel_.failed())
-      channel_.fail(Failure::kUnavailable, shown(getRank()),
+      channel_.fail(AbortReason::kUnavailable, shown(getRank()),
                     text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
     // A peer that has not noticed the failure yet may still write to tensors on the heap, so this keeps the tensor: its
     // memory must not be given to another one.
@@ -162,200 +163,70 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
   }
 }
 
-namespace {
-
-// Whether a tensor's bytes are its elements in order. Almost all tensors are like that.
-bool plain(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous() &&
-         !tensor.is_neg() && !tensor.is_conj();
-}
-
-}  // namespace
-
 // Returns false for every call that is not certainly valid. The caller then takes the long way, which validates.
 bool ShmBackend::run_small(const SmallCall& small) {
-  static constexpr size_t kMost = 64;  // ranks
-  const auto n = static_cast<size_t>(getSize());
-  Call call{.op = small.kind, .redop = small.op, .root = small.peer};
-  const at::Tensor* const tensor = small.tensor;
-  at::ScalarType dtype = at::kByte;
-  if (small.kind == OpKind::kNothing) return false;
-  if (small.kind != OpKind::kBarrier) {
-    if (n > kMost || !tensor || !plain(*tensor) || (small.other && !plain(*small.other))) return false;
-    dtype = tensor->scalar_type();
-    call.count = static_cast<size_t>(tensor->numel());
-    call.item = tensor->element_size();
-    call.dtype = static_cast<uint8_t>(dtype);
-    if (small.peer < 0 || small.peer >= getSize()) return false;
-  }
+  SmallByteCall bytes(small, getSize());
+  if (!bytes.valid()) return false;
+  Call& call = bytes.call();
   if (is_message(small.kind)) {
     if (call.bytes() > Messages::kSmall) return false;
     const MessageHeader header{.bytes = call.bytes(), .tag = small.tag, .dtype = call.dtype};
-    return run_message_framed(small, dtype, call.bytes(), [&] {
-      if (small.kind == OpKind::kSend) return messages_.send_now(small.peer, header, data_of(*tensor), small.site);
-      return messages_.receive_now(small.peer, header, data_of(*tensor), timeout_for(small.timeout), small.site);
+    return run_message_framed(small, bytes.dtype(), call.bytes(), [&] {
+      if (small.kind == OpKind::kSend) return messages_.send_now(small.peer, header, call.data, small.site);
+      return messages_.receive_now(small.peer, header, call.data, timeout_for(small.timeout), small.site);
     });
   }
-  const bool reduces =
-      small.kind == OpKind::kAllReduce || small.kind == OpKind::kReduce || small.kind == OpKind::kReduceScatter;
-  if (reduces) {
-    call.kernel = small.op == ReduceOp::PREMUL_SUM ? nullptr : reduce_kernel(dtype, small.op);
-    if (!call.kernel) return false;
-  }
-  size_t contribution = call.bytes();
-  if (small.other) {
-    const bool parts_here =
-        small.kind == OpKind::kAllToAll;  // `tensor` has all parts, not one; two tables are sent with them
-    if (small.other->scalar_type() != dtype) return false;
-    if (parts_here) {
-      if (call.count % n != 0 || (tensor->dim() > 0 && tensor->size(0) % getSize() != 0) ||
-          small.other->sizes() != tensor->sizes())
-        return false;
-      if (2 * n * sizeof(uint64_t) > kSlotTables) return false;
-    } else if (static_cast<size_t>(small.other->numel()) != call.count * n) {
-      return false;
-    }
-    if (small.kind == OpKind::kReduceScatter) contribution *= n;
-  }
-  if (contribution > kSlotPayload) return false;
-
-  const auto run = [&](Deadline deadline) {
+  if (bytes.contribution() > kSlotPayload) return false;
+  if (2 * call.send.size() * sizeof(uint64_t) > kSlotTables) return false;  // an all_to_all sends two tables with them
+  return run_framed(small, bytes.dtype(), bytes.payload(), [&](Deadline deadline) {
     call.deadline = deadline;
     channel_.set_caller(small.site, shm::kYield);
-    const auto each = [&](Bytes data, size_t bytes, auto& pointers) {
-      for (size_t r = 0; r < n; ++r) pointers[r] = data + r * bytes;
-    };
-    switch (small.kind) {
-      case OpKind::kAllReduce:
-      case OpKind::kReduce:
-        return all_reduce(channel_, call, data_of(*tensor));
-      case OpKind::kBroadcast:
-        return shm_backend::broadcast(channel_, call, data_of(*tensor));
-      case OpKind::kAllGather: {
-        std::array<Bytes, kMost> outputs;
-        each(data_of(*small.other), call.bytes(), outputs);
-        return all_gather(channel_, call, std::span(outputs).first(n), data_of(*tensor));
-      }
-      case OpKind::kReduceScatter: {
-        std::array<ConstBytes, kMost> inputs;
-        each(data_of(*small.other), call.bytes(), inputs);
-        return shm_backend::reduce_scatter(channel_, call, data_of(*tensor), std::span(inputs).first(n));
-      }
-      case OpKind::kAllToAll: {
-        std::array<Bytes, kMost> outputs;
-        std::array<ConstBytes, kMost> inputs;
-        std::array<uint64_t, kMost> sizes;
-        const size_t part = call.bytes() / n;
-        each(data_of(*tensor), part, outputs);
-        each(data_of(*small.other), part, inputs);
-        std::fill_n(sizes.begin(), n, part);
-        call.count = 0;
-        const std::span<const uint64_t> all_sizes = std::span(sizes).first(n);
-        return all_to_all(channel_, call,
-                          {.inputs = std::span(inputs).first(n),
-                           .outputs = std::span(outputs).first(n),
-                           .send = all_sizes,
-                           .receive = all_sizes});
-      }
-      default:
-        return shm_backend::barrier(channel_, call);
-    }
-  };
-  return run_framed(small, dtype, call.bytes(), run);
+    execute_call(call);
+  });
 }
 
-void ShmBackend::execute_on_bytes(const Operation& operation, Deadline deadline) {
-  const auto n = static_cast<size_t>(getSize());
-  Flatten flat;
-  Call call{.op = operation.kind,
-            .part_of = operation.part_of,
-            .redop = operation.op,
-            .root = operation.peer,
-            .deadline = deadline,
-            .announced = operation.announced ? &*operation.announced : nullptr};
-  const auto unit_is = [&](const at::Tensor& unit) {
-    call.count = static_cast<size_t>(unit.numel());
-    call.item = unit.element_size();
-    call.dtype = static_cast<uint8_t>(unit.scalar_type());
-  };
-  const auto reduces = [&] { call.kernel = reduce_kernel(operation.tensor.scalar_type(), operation.op); };
-
-  switch (operation.kind) {
-    case OpKind::kAllReduce:
-    case OpKind::kReduce: {
-      const bool written = operation.kind == OpKind::kAllReduce || getRank() == operation.peer;
-      const at::Tensor tensor = written ? flat.in_place(operation.tensor) : flat.input(operation.tensor);
-      unit_is(tensor);
-      call.heap_offset = heap_offset(tensor);
-      reduces();
-      all_reduce(channel_, call, data_of(tensor));
-      break;
-    }
-    case OpKind::kBroadcast: {
-      const at::Tensor tensor =
-          getRank() == operation.peer ? flat.input(operation.tensor) : flat.output(operation.tensor);
-      unit_is(tensor);
-      call.heap_offset = heap_offset(tensor);
-      shm_backend::broadcast(channel_, call, data_of(tensor));
-      break;
-    }
-    case OpKind::kAllGather:
-    case OpKind::kGather: {
-      const at::Tensor input = flat.input(operation.tensor);
-      unit_is(input);
-      call.heap_offset = heap_offset(input);
-      const auto outputs = flat.outputs(operation.outputs);
-      const auto pointers = parts_of<Bytes>(outputs, n, call.bytes());
-      if (operation.kind == OpKind::kGather)
-        shm_backend::gather(channel_, call, pointers, data_of(input));
-      else
-        all_gather(channel_, call, pointers, data_of(input));
-      break;
-    }
+// Where this rank's contribution lies on its heap. Peers read it there while this rank writes its output, so the two
+// must be different memory, except for the part of the input that no peer reads.
+uint64_t ShmBackend::contribution_on_heap(const ByteCall& call) const {
+  switch (call.kind) {
     case OpKind::kReduceScatter:
     case OpKind::kScatter: {
-      const at::Tensor output = flat.output(operation.tensor);
-      unit_is(output);
-      const auto inputs = flat.inputs(operation.inputs);
-      if (inputs.size() == 1) call.heap_offset = heap_offset(inputs[0]);
-      const auto pointers = parts_of<ConstBytes>(inputs, n, call.bytes());
-      if (operation.kind == OpKind::kScatter) {
-        shm_backend::scatter(channel_, call, data_of(output), pointers);
-      } else {
-        reduces();
-        shm_backend::reduce_scatter(channel_, call, data_of(output), pointers);
-      }
-      break;
+      if (!call.one_piece) return kNotOnHeap;
+      const size_t bytes = call.bytes(), all = bytes * call.inputs.size();
+      ConstBytes const inputs = call.inputs[0], output = call.data;
+      const bool apart = output + bytes <= inputs || inputs + all <= output;
+      return apart || output == call.inputs[static_cast<size_t>(getRank())] ? heap_offset(inputs, all) : kNotOnHeap;
     }
-    case OpKind::kAllToAll: {
-      const auto inputs = flat.inputs(operation.inputs), outputs = flat.outputs(operation.outputs);
-      unit_is(inputs[0]);
-      call.count = 0;  // parts may differ; all_to_all compares them
-      // Peers read the input on the heap while this rank writes its output, so the two must be different memory.
-      if (inputs.size() == 1 && outputs.size() == 1 && !outputs[0].is_alias_of(inputs[0]))
-        call.heap_offset = heap_offset(inputs[0]);
-      std::vector<ConstBytes> from;
-      std::vector<Bytes> to;
-      std::vector<uint64_t> send, receive;
-      cut(inputs, operation.input_splits, n, from, send);
-      cut(outputs, operation.output_splits, n, to, receive);
-      all_to_all(channel_, call, {.inputs = from, .outputs = to, .send = send, .receive = receive});
-      break;
-    }
-    case OpKind::kBarrier:
-      shm_backend::barrier(channel_, call);
-      break;
-    case OpKind::kNothing:
-    case OpKind::kSend:
-    case OpKind::kRecv:
-    case OpKind::kAllReduceSparse:
-      break;  // do not come here
+    case OpKind::kAllToAll:
+      return call.one_piece ? heap_offset(call.inputs[0], std::reduce(call.send.begin(), call.send.end())) : kNotOnHeap;
+    default:
+      return heap_offset(call.data, call.bytes());
   }
-  flat.copy_back();
+}
+
+void ShmBackend::execute_call(const Call& call) {
+  switch (call.kind) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduce:
+      return all_reduce(channel_, call);
+    case OpKind::kBroadcast:
+      return shm_backend::broadcast(channel_, call);
+    case OpKind::kAllGather:
+    case OpKind::kGather:
+      return all_gather(channel_, call);
+    case OpKind::kReduceScatter:
+      return shm_backend::reduce_scatter(channel_, call);
+    case OpKind::kScatter:
+      return shm_backend::scatter(channel_, call);
+    case OpKind::kAllToAll:
+      return all_to_all(channel_, call);
+    default:
+      return shm_backend::barrier(channel_, call);
+  }
 }
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) { return c10::make_intrusive<ShmBackend>(context); }
 
-std::string why_not() { return {}; }
+std::string unavailable_reason() { return {}; }
 
 }  // namespace muster::comm::shm_backend

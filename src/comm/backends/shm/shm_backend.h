@@ -1,7 +1,7 @@
 // The shm backend: all ranks on one host, in shared memory. This class takes tensors; collectives.h and messages.h do
 // the work on bytes.
 //
-// Takes dense CPU tensors. Non-contiguous ones pass through a contiguous copy, which only this class makes.
+// Takes dense CPU tensors.
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,12 @@
 #include "comm/backends/shm/channel.h"
 #include "comm/backends/shm/collectives.h"
 #include "comm/backends/shm/messages.h"
-#include "comm/lane_backend.h"
+#include "comm/core/context.h"
+#include "comm/kit/queued_backend.h"
 
 namespace muster::comm::shm_backend {
 
-class ShmBackend final : public LaneBackend {
+class ShmBackend final : public QueuedBackend {
  public:
   explicit ShmBackend(const BackendContext& context);
   ~ShmBackend() override;
@@ -34,11 +35,12 @@ class ShmBackend final : public LaneBackend {
   uint64_t next_sequence() const override { return channel_.seq(); }
 
  private:
-  void execute_on_bytes(const Operation& operation, Deadline deadline);
+  void execute_call(const Call& call);
   std::shared_ptr<Message> make_message(const Operation& operation, const at::Tensor& contiguous,
                                         Deadline deadline) const;
   void submit_to(const WorkPtr& work, Deadline deadline, const std::function<void(std::shared_ptr<Message>)>& submit);
-  uint64_t heap_offset(const at::Tensor& tensor) const;
+  uint64_t heap_offset(ConstBytes data, size_t bytes) const;
+  uint64_t contribution_on_heap(const ByteCall& call) const;
 
   Channel channel_;
   const std::shared_ptr<shm::Arena> arena_;
@@ -49,6 +51,6 @@ class ShmBackend final : public LaneBackend {
 };
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);
-std::string why_not();
+std::string unavailable_reason();
 
 }  // namespace muster::comm::shm_backend

@@ -13,7 +13,7 @@
 
 #include "base/copy.h"
 #include "comm/algorithms/take_kernels.h"
-#include "comm/bytes.h"
+#include "comm/core/bytes.h"
 
 namespace muster::comm::shm_backend {
 
@@ -29,6 +29,9 @@ inline void take(Bytes data, size_t bytes) {
     *word = *word;
   }
 }
+
+// Whether the copy of so many bytes stays out of this core's caches, because it has no room there.
+inline bool streams(size_t bytes) { return bytes >= size_t{24} << 20; }
 
 // Copies and takes. `stream`: the copy does not come into this core's caches.
 inline void take_bytes(Bytes to, Bytes from, size_t bytes, bool stream = false) {

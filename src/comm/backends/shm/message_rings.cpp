@@ -1,0 +1,279 @@
+// Messages through the rings (messages.h): what one side writes and the other reads, and which receive gets it.
+#include <algorithm>
+
+#include "base/copy.h"
+#include "comm/backends/shm/message_sizes.h"
+#include "comm/backends/shm/messages.h"
+#include "comm/backends/shm/take.h"
+
+namespace muster::comm::shm_backend {
+
+Messages::Ring::Ring(Channel& channel, int from, int to)
+    : control(*reinterpret_cast<RingControl*>(channel.ring(from, to))),
+      data(channel.ring(from, to) + sizeof(RingControl)),
+      size(channel.layout().ring) {}
+
+// Positions are multiples of a line.
+void Messages::Ring::write_data(uint64_t position, const std::byte* from, size_t bytes) const {
+  const size_t first = std::min<size_t>(bytes, size - (position & (size - 1)));
+  copy_bytes(at(position), from, first);
+  copy_bytes(data, from + first, bytes - first);
+}
+void Messages::Ring::read_data(uint64_t position, std::byte* to, size_t bytes, bool stream) const {
+  const size_t first = std::min<size_t>(bytes, size - (position & (size - 1)));
+  take_and_clear(to, at(position), first, stream);
+  take_and_clear(to + first, data, bytes - first, stream);
+}
+
+uint64_t Messages::room(int peer, uint64_t wanted) {
+  const Ring& ring = out_[peer];
+  // The receiver writes `read`, so a look at it costs a cache miss.
+  if (ring.size - (ring.written() - read_seen_[peer]) < wanted)
+    read_seen_[peer] = ring.control.read.load(std::memory_order_acquire);
+  return ring.size - (ring.written() - read_seen_[peer]);
+}
+
+bool Messages::begin(int peer, const MessageHeader& header, const std::byte* data, bool& whole) {
+  const Ring& ring = out_[peer];
+  const uint64_t written = ring.written(), end = written + kRecordLine;
+  const uint64_t behind = header.place == kNotOnHeap ? behind_line(header.bytes) : 0;
+  const uint64_t space = room(peer, kRecordLine + std::min(behind, piece_of(header.bytes)));
+  if (space < kRecordLine) return false;
+  whole = behind <= std::min(piece_of(header.bytes), space - kRecordLine);
+  // The receiver looks at the line all the time, so all that is written to it is written together, last.
+  if (behind > 0 && whole) ring.write_data(end, data, header.bytes);
+  RecordLine& line = ring.line(written);
+  line.header = header;
+  if (behind == 0 && header.place == kNotOnHeap) copy_bytes(line.data, data, header.bytes);
+  ring.control.written.store(end + (whole ? behind : 0), std::memory_order_release);
+  line.stamp.store(end | (whole ? RecordLine::kWhole : 0), std::memory_order_release);
+  return true;
+}
+
+void Messages::put_piece(int peer, const std::byte* data, uint64_t bytes) {
+  const Ring& ring = out_[peer];
+  const uint64_t written = ring.written();
+  ring.write_data(written, data, bytes);
+  ring.control.written.store(written + whole_lines(bytes), std::memory_order_release);
+}
+
+bool Messages::push(int peer, Completed& completed) {
+  shm::Bell& bell = channel_.control(peer).inbox;
+  uint64_t bytes = 0;  // in this turn
+  while (!sends_[peer].empty() && bytes < kTurn) {
+    Message& message = *sends_[peer].front();
+    const bool by_reference = message.header.place != kNotOnHeap;
+    const uint64_t before = bytes;
+    if (!message.begun) {
+      bool whole = false;
+      if (!begin(peer, message.header, message.data, whole)) break;
+      message.begun = true;
+      if (by_reference) message.number = ++referenced_[peer];
+      message.moved = whole ? message.header.bytes : 0;
+      bytes += kRecordLine + (by_reference ? 0 : message.moved);
+    } else if (!by_reference && message.moved < message.header.bytes) {
+      const uint64_t piece = std::min(message.header.bytes - message.moved, piece_of(message.header.bytes));
+      const uint64_t now = std::min(piece, room(peer, whole_lines(piece)));
+      if (now == 0) break;
+      put_piece(peer, message.data + message.moved, now);
+      message.moved += now;
+      bytes += now;
+    }
+    if (before == 0 && bytes > 0) bell.ring();  // a peer that sleeps wakes up while the rest is written
+    if (by_reference ? !is_copied(message) : message.moved < message.header.bytes) {
+      if (by_reference) break;
+      continue;
+    }
+    bytes += kRecordLine;  // something moved, also if it was the peer
+    finish(sends_[peer].front(), completed);
+    sends_[peer].pop_front();
+  }
+  if (bytes > 0) bell.ring();
+  return bytes > 0;
+}
+
+bool Messages::is_copied(const Message& message) const {
+  return message.number != 0 && out_[message.peer].control.copied.load(std::memory_order_acquire) >= message.number;
+}
+
+// Reads the line at `position`, where has_line() has seen one, and moves `position` behind it. Returns false if no
+// message can have such a header; then the group has failed.
+bool Messages::read_line(int peer, Incoming& in, uint64_t& position) {
+  RecordLine& line = in_[peer].line(position);
+  in.begun = true;
+  in.whole = (line.stamp.load(std::memory_order_relaxed) & RecordLine::kWhole) != 0;
+  in.header = line.header;
+  if (in.in_line()) std::memcpy(in.data, line.data, sizeof in.data);
+  line.stamp.store(0, std::memory_order_relaxed);
+  position += kRecordLine;
+  const uint64_t heap = channel_.heap_bytes(peer);
+  if (in.header.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined) &&
+      (!in.by_reference() || (in.header.place < heap && in.header.bytes <= heap - in.header.place)))
+    return true;
+  channel_.fail(AbortReason::kUnavailable, shown(peer),
+                text("rank ", shown(peer), " sent a message of ", in.header.bytes,
+                     " bytes whose header is damaged: it has the dtype ", int{in.header.dtype}, " and the place ",
+                     in.header.place, " on a heap of ", heap, " bytes"));
+  return false;
+}
+
+// Copies the next part of a message that came by reference; returns whether the message is complete. False also if its
+// sender may have changed the data meanwhile. Then check() or check_peers() fails the receive. The sender writes to the
+// data only after it has ended its send, which the looks after the copy find out: as in a seqlock, what was copied is
+// only used if no write can have come before them.
+bool Messages::copy_reference(int peer, Incoming& in, std::byte* to) {
+  const uint64_t now = std::min(in.header.bytes - in.data_bytes, kTurn);
+  std::byte* const from = channel_.heap(peer) + in.header.place + in.data_bytes;
+  if (reinterpret_cast<uintptr_t>(from) % kCacheLine == 0)
+    look_at_bytes(to + in.data_bytes, from, now, streams(in.header.bytes));
+  else
+    copy_bytes(to + in.data_bytes, from, now);
+  in.data_bytes += now;
+  if (in.data_bytes < in.header.bytes) return false;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (channel_.failed() || channel_.left(peer)) return false;
+  auto& copied = in_[peer].control.copied;
+  copied.store(copied.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  channel_.control(peer).inbox.ring();
+  return true;
+}
+
+// Copies what the ring has of a message's data, at most a piece, and moves `position` behind it. Returns whether the
+// message is complete.
+bool Messages::copy_from_ring(int peer, Incoming& in, std::byte* to, uint64_t& position) {
+  const uint64_t rest = in.header.bytes - in.data_bytes;
+  const uint64_t there = in.whole ? rest : in_[peer].control.written.load(std::memory_order_acquire) - position;
+  const uint64_t now = std::min({rest, there, piece_of(in.header.bytes)});
+  in_[peer].read_data(position, to + in.data_bytes, now, streams(in.header.bytes));
+  position += whole_lines(now);
+  in.data_bytes += now;
+  return in.data_bytes == in.header.bytes;
+}
+
+// Finds the receive that gets a message that has begun to arrive, or puts it aside. Returns false if the message stays
+// where it is: it is `sought`, or the group has failed (then progress() fails the messages that wait).
+bool Messages::match(int peer, Incoming& in, const int* sought) {
+  if (in.target || in.aside) return true;
+  if (const auto receive = take_receive(peer, in.header.tag)) {
+    if (fits(*receive, peer, in.header)) {
+      receive->peer = peer;
+      in.target = receive;
+      return true;
+    }
+    receives_.push_front(receive);
+    add_wanted(receive->peer, 1);
+    return false;
+  }
+  return !(sought && in.header.tag == *sought) && put_aside(peer);
+}
+
+// Completes the receive of a message that is whole, or the receive that has come for it while it was put aside.
+void Messages::deliver(int peer, Incoming& in, Completed& completed) {
+  const std::shared_ptr<Message> target = std::move(in.target);
+  in = Incoming{};
+  if (target) return finish(target, completed);
+  const auto match = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
+    const int wanted = receive->peer;
+    if ((wanted != peer && wanted != kAnySource) || !match_aside_of(peer, receive, completed)) return false;
+    add_wanted(wanted, -1);
+    return true;
+  });
+  if (match != receives_.end()) receives_.erase(match);
+}
+
+bool Messages::pull(int peer, Completed& completed, const int* sought) {
+  const Ring& ring = in_[peer];
+  shm::Bell& bell = channel_.control(peer).inbox;
+  Incoming& in = incoming_[peer];
+  uint64_t bytes = 0;  // in this turn
+  bool stays = false, freed = false;
+  while (!stays && bytes < kTurn && (receiving(peer) || sought)) {
+    const uint64_t start = ring.read();
+    uint64_t position = start;
+    if (!in.begun) {
+      if (!ring.has_line()) break;
+      bytes += kRecordLine;
+      if (!read_line(peer, in, position)) return true;
+    }
+    const uint64_t before = in.data_bytes;
+    bool complete = false;
+    if (!match(peer, in, sought)) {
+      stays = true;
+    } else if (std::byte* const to = in.target ? in.target->data : in.aside->data(); in.in_line()) {
+      copy_bytes(to, in.data, in.header.bytes);
+      complete = true;
+    } else {
+      complete = in.by_reference() ? copy_reference(peer, in, to) : copy_from_ring(peer, in, to, position);
+    }
+    const uint64_t now = in.data_bytes - before;
+    bytes += now;
+    if (position != start) {
+      ring.control.read.store(position, std::memory_order_release);
+      if (!freed) bell.ring();  // a sender that sleeps because the ring is full writes while the rest is read
+      freed = true;
+    }
+    if (complete) {
+      bytes += kRecordLine;
+      deliver(peer, in, completed);
+    } else if (now == 0) {
+      break;
+    }
+  }
+  if (freed) bell.ring();
+  return bytes > 0;
+}
+
+bool Messages::put_aside(int peer) {
+  Incoming& in = incoming_[peer];
+  try {
+    in.aside = &aside_[peer].emplace_back(Aside{in.header, std::vector<std::byte>(in.header.bytes)}).data;
+    return true;
+  } catch (const std::exception&) {
+    channel_.fail(AbortReason::kUnavailable, shown(channel_.rank()),
+                  text("rank ", shown(channel_.rank()), " has no memory to put aside a message of ", in.header.bytes,
+                       " bytes from rank ", shown(peer), " with tag ", in.header.tag, ", for which it has no receive"));
+    return false;
+  }
+}
+
+std::shared_ptr<Message> Messages::take_receive(int peer, int tag) {
+  const auto match = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
+    return (receive->peer == peer || receive->peer == kAnySource) && receive->header.tag == tag;
+  });
+  if (match == receives_.end()) return nullptr;
+  const std::shared_ptr<Message> receive = *match;
+  receives_.erase(match);
+  add_wanted(receive->peer, -1);
+  if (receive->peer == kAnySource) first_ = peer + 1;
+  return receive;
+}
+
+bool Messages::match_aside(const std::shared_ptr<Message>& receive, Completed& completed) {
+  if (receive->peer != kAnySource) return match_aside_of(receive->peer, receive, completed);
+  const int n = channel_.size(), first = first_;
+  for (int step = 0; step < n; ++step)
+    if (const int peer = (first + step) % n; match_aside_of(peer, receive, completed)) {
+      first_ = peer + 1;
+      return true;
+    }
+  return false;
+}
+
+bool Messages::match_aside_of(int peer, const std::shared_ptr<Message>& receive, Completed& completed) {
+  auto& waiting = aside_[peer];
+  const auto match = std::find_if(waiting.begin(), waiting.end(), [&](const Aside& aside) {
+    return aside.header.tag == receive->header.tag && &aside.data != incoming_[peer].aside;
+  });
+  if (match == waiting.end()) return false;
+  if (!fits(*receive, peer, match->header)) return false;
+  receive->peer = peer;
+  copy_bytes(receive->data, match->data.data(), match->data.size());
+  waiting.erase(match);
+  finish(receive, completed);
+  return true;
+}
+
+// A message that does not fit its receive fails the group: the data cannot be delivered, and dropping it would hide the
+// error.
+
+}  // namespace muster::comm::shm_backend

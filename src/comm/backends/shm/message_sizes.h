@@ -1,0 +1,27 @@
+// How the bytes of a message are cut on their way through a ring (messages.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "comm/backends/shm/messages.h"
+
+namespace muster::comm::shm_backend {
+
+// A message moves in pieces, so that its receiver reads one while its sender writes the next: at least four, if they are
+// not shorter than 2 KiB, of at most half a core's first-level cache.
+inline constexpr uint64_t piece_of(uint64_t bytes) {
+  return std::clamp<uint64_t>(bytes / 4 / kRecordLine * kRecordLine, 2 << 10, 16 << 10);
+}
+// After so many bytes from or to one peer, it is the others' turn.
+inline constexpr uint64_t kTurn = uint64_t{256} << 10;
+// Messages on the heap go by reference if they have so many bytes. For smaller ones two copies through the ring are
+// faster than one from the sender's heap: the receiver may not write to the lines that it reads there
+// (docs/decisions/0009).
+inline constexpr uint64_t kLeastByReference = uint64_t{4} << 20;
+
+inline constexpr uint64_t whole_lines(uint64_t bytes) { return (bytes + kRecordLine - 1) / kRecordLine * kRecordLine; }
+// The bytes of the data that follow the line.
+inline constexpr uint64_t behind_line(uint64_t bytes) { return bytes <= RecordLine::kData ? 0 : whole_lines(bytes); }
+
+}  // namespace muster::comm::shm_backend

@@ -1,0 +1,84 @@
+#include "comm/core/descriptor.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <atomic>
+#include <charconv>
+#include <iomanip>
+#include <iterator>
+#include <sstream>
+
+#include "base/text.h"
+#include "muster/comm/group.h"
+
+namespace muster {
+
+std::string_view to_string(ReduceOp op) {
+  static constexpr std::string_view kNames[] = {"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
+                                                "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
+  const auto index = static_cast<size_t>(op);
+  return index < std::size(kNames) ? kNames[index] : "unknown";
+}
+
+namespace comm {
+
+std::string describe(const CallDescriptor& call) {
+  std::string words(to_string(call.op));
+  if (call.op == OpKind::kBarrier) return words;
+  words += text(" of ", call.count, " x ", c10::toString(static_cast<c10::ScalarType>(call.dtype)));
+  if (call.op == OpKind::kAllReduce || call.op == OpKind::kReduce || call.op == OpKind::kReduceScatter)
+    words += text(", ", muster::to_string(static_cast<ReduceOp>(call.redop)));
+  if (call.op == OpKind::kBroadcast || call.op == OpKind::kScatter) words += text(", from rank ", call.root);
+  if (call.op == OpKind::kReduce || call.op == OpKind::kGather) words += text(", to rank ", call.root);
+  if (call.part_of != OpKind::kNothing) words += text(", part of ", to_string(call.part_of));
+  return words;
+}
+
+std::string describe(const std::source_location& site) {
+  char words[256];
+  describe(site, words);
+  return words;
+}
+
+void describe(const std::source_location& site, std::span<char> to) {
+  std::string_view file(site.file_name());
+  file.remove_prefix(file.find_last_of('/') + 1);
+  char line[16];  // ":4294967295"
+  line[0] = ':';
+  const std::string_view number(line,
+                                static_cast<size_t>(std::to_chars(line + 1, std::end(line), site.line()).ptr - line));
+  const size_t taken = file.empty() ? 0 : number.size(), room = to.size() - 1 - taken;
+  file = file.substr(0, room);
+  const auto end = std::copy(file.begin(), file.end(), to.begin());
+  *std::copy_n(number.begin(), taken, end) = '\0';
+}
+
+namespace {
+
+std::atomic<SiteFinder> site_finder{nullptr};
+
+}  // namespace
+
+void set_site_finder(SiteFinder finder) { site_finder.store(finder, std::memory_order_release); }
+
+std::string find_site(const std::source_location& site) {
+  std::string known = describe(site);
+  const SiteFinder finder = site_finder.load(std::memory_order_acquire);
+  return known.empty() && finder ? finder() : known;
+}
+
+std::string describe(std::chrono::nanoseconds duration) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(2) << std::chrono::duration<double>(duration).count() << " s";
+  return std::move(out).str();
+}
+
+std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
+                              const std::string& b_called) {
+  return text("operation #", number, " of group '", group, "' is not the same on all ranks: rank ", a, " called ",
+              a_called, "; rank ", b, " called ", b_called);
+}
+
+}  // namespace comm
+}  // namespace muster

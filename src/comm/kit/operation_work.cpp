@@ -1,0 +1,200 @@
+#include "comm/kit/operation_work.h"
+
+#include <ATen/core/jit_type.h>
+#include <ATen/record_function.h>
+
+#include <array>
+#include <string>
+
+#include "base/text.h"
+#include "comm/core/c10d_errors.h"
+#include "muster/base/deadline.h"
+#include "muster/base/error.h"
+
+namespace muster::comm {
+namespace {
+
+thread_local int callbacks = 0;  // how many callbacks of futures this thread is in
+
+constexpr std::chrono::seconds kSlack{60};  // for an operation to find out the cause and end after its deadline
+
+c10d::OpType c10d_type(const Operation& operation) {
+  using c10d::OpType;
+  switch (operation.kind) {
+    case OpKind::kAllReduce:
+      return OpType::ALLREDUCE;
+    case OpKind::kBroadcast:
+      return OpType::BROADCAST;
+    case OpKind::kReduce:
+      return OpType::REDUCE;
+    case OpKind::kAllGather:
+      return operation.outputs.size() == 1 ? OpType::_ALLGATHER_BASE : OpType::ALLGATHER;
+    case OpKind::kReduceScatter:
+      return operation.inputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::REDUCE_SCATTER;
+    case OpKind::kGather:
+      return OpType::GATHER;
+    case OpKind::kScatter:
+      return OpType::SCATTER;
+    case OpKind::kAllToAll:
+      return operation.inputs.size() == 1 ? OpType::ALLTOALL_BASE : OpType::ALLTOALL;
+    case OpKind::kBarrier:
+      return OpType::BARRIER;
+    case OpKind::kSend:
+      return OpType::SEND;
+    case OpKind::kRecv:
+      return operation.peer == kAnySource ? OpType::RECVANYSOURCE : OpType::RECV;
+    case OpKind::kAllReduceSparse:
+      return OpType::_ALLREDUCE_SPARSE;
+    case OpKind::kNothing:
+      break;
+  }
+  return OpType::UNKNOWN;
+}
+
+}  // namespace
+
+bool in_callback_of_future() { return callbacks > 0; }
+
+size_t bytes_of(const Operation& operation) {
+  size_t size = 0;
+  if (operation.kind == OpKind::kAllToAll)
+    for (const auto& input : operation.inputs) size += input.nbytes();
+  else if (operation.tensor.defined() && operation.tensor.layout() == at::kStrided)
+    size = operation.tensor.nbytes();
+  return size;
+}
+
+void OperationCounters::count(const Operation& operation) {
+  operations.fetch_add(1, std::memory_order_relaxed);
+  bytes.fetch_add(bytes_of(operation), std::memory_order_relaxed);
+}
+
+CommStats OperationCounters::stats() const {
+  return {.operations = completed(),
+          .bytes = bytes.load(std::memory_order_relaxed) + queued_bytes.load(std::memory_order_relaxed),
+          .blocked = std::chrono::nanoseconds(blocked_ns.load(std::memory_order_relaxed) +
+                                              queued_blocked_ns.load(std::memory_order_relaxed))};
+}
+
+const char* profiling_title(const Operation& operation) {
+  if (operation.kind == OpKind::kRecv && operation.peer == kAnySource) return "muster:recvAnySource";
+  static const auto titles = [] {
+    std::array<std::string, std::size(kOpNames)> list;
+    for (size_t i = 0; i < list.size(); ++i) list[i] = "muster:" + std::string(kOpNames[i]);
+    return list;
+  }();
+  return titles[static_cast<size_t>(operation.kind)].c_str();
+}
+
+std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& operation : operations) {
+    tensors.insert(tensors.end(), operation.inputs.begin(), operation.inputs.end());
+    if (operation.inputs.empty() && operation.tensor.defined()) tensors.push_back(operation.tensor);
+  }
+  return tensors;
+}
+
+bool profiling() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
+
+OperationWork::OperationWork(int rank, std::shared_ptr<OperationCounters> counters,
+                             std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations,
+                             Deadline deadline, std::optional<std::chrono::milliseconds> c10d_limit)
+    : c10d::Work(rank, operations.size() == 1 ? c10d_type(operations[0]) : c10d::OpType::COALESCED,
+                 profiling() ? profiling_title(operations[0]) : nullptr,
+                 profiling() ? std::make_optional(profiled_inputs(operations)) : std::nullopt),
+      counters_(std::move(counters)),
+      queue_(std::move(queue)),
+      operations_(std::move(operations)),
+      latest_(deadline.is_never() ? deadline : Deadline::after(kSlack, deadline.when())),
+      c10d_limit_(c10d_limit) {
+  counters_->under_way.fetch_add(1, std::memory_order_relaxed);
+}
+
+OperationWork::OperationWork(int rank, Operation operation)
+    : c10d::Work(rank, c10d_type(operation)), operations_{std::move(operation)} {
+  complete();
+}
+
+OperationWork::~OperationWork() {
+  if (counters_ && !done_) counters_->under_way.fetch_sub(1, std::memory_order_release);  // it never began
+}
+
+bool OperationWork::wait(std::chrono::milliseconds timeout) {
+  if (!isCompleted()) {
+    const auto began = Clock::now();
+    struct Account {
+      OperationCounters& counters;
+      Clock::time_point began;
+      ~Account() { counters.add_blocked(Clock::now() - began); }
+    } account{*counters_, began};
+    const bool unlimited = timeout == kNoTimeout;
+    if (unlimited && queue_) queue_->drive([this] { return isCompleted(); }, latest_);
+    std::unique_lock lock(mutex_);
+    const auto until = unlimited ? latest_ : Deadline::after(timeout);
+    if (!until.wait(cv_, lock, [this] { return completed_; })) {
+      const auto late = [&](auto&&... words) {
+        return std::make_exception_ptr(
+            TimeoutError(text(words..., to_string(operations_[0].kind), " is still under way")));
+      };
+      // c10d's own works throw.
+      if (c10d_limit_) std::rethrow_exception(as_c10d_error(late("Operation timed out! "), timeout));
+      if (unlimited) std::rethrow_exception(late(kSlack.count(), " s after its deadline, "));
+      return false;
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+std::vector<at::Tensor> OperationWork::result() {
+  std::vector<at::Tensor> tensors;
+  for (const auto& operation : operations_) {
+    const bool written = operation.outputs.empty() && operation.tensor.defined();
+    if (written) tensors.push_back(operation.tensor);
+    tensors.insert(tensors.end(), operation.outputs.begin(), operation.outputs.end());
+  }
+  return tensors;
+}
+
+bool OperationWork::end(std::exception_ptr error) {
+  if (on_complete_) on_complete_(error);
+  if (error && c10d_limit_) error = as_c10d_error(error, *c10d_limit_);
+  if (counters_) counters_->under_way.fetch_sub(1, std::memory_order_release);  // before any wait() returns
+  finish(std::move(error));
+  done_.store(true, std::memory_order_release);
+  const std::lock_guard lock(mutex_);
+  return future_ != nullptr;  // a getFuture() that comes later marks the future itself
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!future_) future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future = future_;
+  }
+  mark_future();
+  return future;
+}
+
+void OperationWork::mark_future() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!future_ || !completed_ || future_marked_) return;
+    future_marked_ = true;
+    future = future_;
+  }
+  struct InCallback {
+    InCallback() { ++callbacks; }
+    ~InCallback() { --callbacks; }
+  } const in_callback;
+  if (exception_)
+    future->setError(exception_);
+  else
+    future->markCompleted(c10::IValue(result()));
+}
+
+}  // namespace muster::comm

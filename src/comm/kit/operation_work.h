@@ -1,0 +1,103 @@
+// The c10d::Work that a backend with a CollectiveQueue returns for asynchronous operations.
+//
+// A thread that waits for it without a limit runs its operations, and those that are queued before it, if they have not
+// begun (collective_queue.h). Time spent in wait() counts as time blocked in communication. Its future is made by the first call of
+// getFuture().
+//
+// Thread-safety: all methods.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "comm/core/backend.h"
+#include "comm/kit/collective_queue.h"
+#include "muster/base/deadline.h"
+
+namespace muster::comm {
+
+// Shared by a backend and its works, which may outlive it.
+struct OperationCounters {
+  std::atomic<uint64_t> operations{0}, bytes{0};
+  std::atomic<int64_t> blocked_ns{0};
+  std::atomic<int64_t> under_way{0};  // works that have not ended
+
+  // For operations in the queue, which run one at a time, so counting needs no locked instruction.
+  std::atomic<uint64_t> queued_operations{0}, queued_bytes{0};
+  std::atomic<int64_t> queued_blocked_ns{0};
+
+  void count(const Operation& operation);
+  void count_in_queue(uint64_t size, std::chrono::nanoseconds blocked) {
+    add(queued_operations, uint64_t{1});
+    add(queued_bytes, size);
+    add(queued_blocked_ns, int64_t{blocked.count()});
+  }
+  uint64_t completed() const {
+    return operations.load(std::memory_order_relaxed) + queued_operations.load(std::memory_order_relaxed);
+  }
+  void add_blocked(std::chrono::nanoseconds time) { blocked_ns.fetch_add(time.count(), std::memory_order_relaxed); }
+  CommStats stats() const;
+
+ private:
+  template <typename Number>
+  static void add(std::atomic<Number>& sum, Number value) {
+    sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
+  }
+};
+
+class OperationWork final : public c10d::Work {
+ public:
+  // `queue` is null for messages. The operations fail soon after `deadline`. If `c10d_limit`, the timeout that applies,
+  // is given, wait() throws c10d's errors.
+  OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<CollectiveQueue> queue,
+                std::vector<Operation> operations, Deadline deadline,
+                std::optional<std::chrono::milliseconds> c10d_limit);
+  // The work of an operation that has completed.
+  OperationWork(int rank, Operation operation);
+  ~OperationWork() override;
+
+  bool isCompleted() override { return done_.load(std::memory_order_acquire) || c10d::Work::isCompleted(); }
+  // Without a timeout, waits until the operations have ended. They end by their deadline; if they do not, wait() gives
+  // up a minute later.
+  bool wait(std::chrono::milliseconds timeout) override;
+  std::vector<at::Tensor> result() override;
+  int sourceRank() const override { return source_.load(std::memory_order_relaxed); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+  const std::vector<Operation>& operations() const { return operations_; }
+  void set_source(int rank) { source_.store(rank, std::memory_order_relaxed); }
+  // The first thing that is called when the work completes. Set before any thread can complete the work.
+  void on_complete(std::function<void(const std::exception_ptr&)> callback) { on_complete_ = std::move(callback); }
+  // The two halves of complete(). end() returns whether mark_future() must follow. mark_future() calls the user's
+  // callbacks of the future, which may run operations and wait for them. So the thread must not hold what they need.
+  bool end(std::exception_ptr error);
+  void mark_future();  // marks it once, when the work is done and the future exists
+  void complete(std::exception_ptr error = nullptr) {
+    if (end(std::move(error))) mark_future();
+  }
+
+ private:
+  const std::shared_ptr<OperationCounters> counters_;
+  const std::shared_ptr<CollectiveQueue> queue_;
+  const std::vector<Operation> operations_;
+  const Deadline latest_ = Deadline::never();  // of a wait without a limit
+  std::function<void(const std::exception_ptr&)> on_complete_;
+  const std::optional<std::chrono::milliseconds> c10d_limit_;
+  std::atomic<int> source_{-1};
+  std::atomic<bool> done_{false};                   // c10d's completed_, readable without its lock; set soon after it
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
+  bool future_marked_ = false;
+};
+
+// The size of this rank's payload.
+size_t bytes_of(const Operation& operation);
+// "muster:all_reduce", as profilers show it; never freed.
+const char* profiling_title(const Operation& operation);
+// The tensors whose shapes a profiler shows: the inputs, as with PyTorch's own backends.
+std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations);
+// Whether a profiler is active.
+bool profiling();
+
+}  // namespace muster::comm

@@ -1,0 +1,12 @@
+// Finds the caller's mistakes before anything is sent: devices, layouts, dtypes, shapes, ranks. The checks are the same
+// for every backend of CPU tensors.
+#pragma once
+
+#include "comm/core/backend.h"
+
+namespace muster::comm {
+
+// Throws InvalidArgument, which says what is wrong and what to do.
+void validate(const Operation& operation, int rank, int size, std::string_view backend);
+
+}  // namespace muster::comm

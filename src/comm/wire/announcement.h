@@ -1,0 +1,70 @@
+// What the ranks of a WireBackend tell each other before a collective, and the transfers of one step of it.
+//
+// Thread-safety: values; a Transfers belongs to one thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/text.h"
+#include "comm/core/bytes.h"
+#include "comm/core/descriptor.h"
+#include "comm/wire/wire.h"
+#include "muster/base/deadline.h"
+
+namespace muster::comm {
+
+inline constexpr size_t kAnnouncedBytes = 128;  // of payload that an announcement carries
+inline constexpr WireTag kAnnounce{WireKind::kAnnouncement, 0}, kData{WireKind::kData, 0};
+
+// What a rank says of a collective that is over: how long it waited for the others and, if ranks stand for hosts, which
+// rank came last on its own host and how much later than the one before it. In seconds.
+struct Arrival {
+  float waited = -1;  // below 0: nothing to say
+  float late = 0;
+  int32_t last = -1;
+};
+
+struct Announcement {
+  uint64_t number = 0;
+  CallDescriptor call;
+  uint64_t part = 0;  // bytes of an all_to_all that follow for the rank that reads this
+  Arrival before;     // of an earlier one
+  char site[84] = {};
+  std::array<std::byte, kAnnouncedBytes> payload{};
+
+  std::string at() const {  // " (train.cpp:17)", or nothing if that is not known
+    const std::string_view known(site, ::strnlen(site, sizeof site));
+    return known.empty() ? std::string() : text(" (", known, ")");
+  }
+};
+static_assert(sizeof(Announcement) == 256);
+
+// The transfers of one step. Empty transfers are left out.
+class Transfers {
+ public:
+  Transfers(Wire& wire, Deadline deadline) : wire_(wire), deadline_(deadline) {}
+  void send(int peer, WireTag tag, const void* data, size_t bytes) {
+    if (bytes > 0) list_.push_back(wire_.send(peer, tag, static_cast<ConstBytes>(data), bytes));
+  }
+  void receive(int peer, WireTag tag, void* data, size_t bytes) {
+    if (bytes > 0) list_.push_back(wire_.receive(peer, tag, static_cast<Bytes>(data), bytes));
+  }
+  void wait() {
+    for (auto& transfer : list_) transfer->wait(deadline_);
+    list_.clear();
+  }
+
+ private:
+  Wire& wire_;
+  const Deadline deadline_;
+  std::vector<std::unique_ptr<Wire::Transfer>> list_;
+};
+
+}  // namespace muster::comm

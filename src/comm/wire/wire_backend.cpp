@@ -1,0 +1,120 @@
+// A rank's membership in a group over a Wire: how it begins, how it ends, and the frame of an operation.
+#include "comm/wire/wire_backend.h"
+
+#include <unistd.h>
+
+#include <utility>
+
+#include "base/text.h"
+#include "base/thread.h"
+#include "comm/kit/failure_note.h"
+#include "comm/kit/tensor_bytes.h"
+#include "shm/peer_watch.h"
+#include "store/outage.h"
+
+namespace muster::comm {
+namespace {
+
+constexpr std::chrono::milliseconds kFarewell{
+    1000};  // limit of a rank's note that it leaves; much less than --stop-grace
+
+}  // namespace
+
+WireBackend::WireBackend(const BackendContext& context, std::string name, std::unique_ptr<Wire> wire)
+    : QueuedBackend(context, std::move(name)),
+      wire_(std::move(wire)),
+      store_(context.group.store),
+      prefix_(context.group.store_prefix),
+      members_(context.group.members),
+      watch_(context.host.watch),
+      announcements_(static_cast<size_t>(context.group.size)),
+      stragglers_(context.group.size, Stragglers::Unit::kNanoseconds),
+      arrivals_(context.options.host_arrivals),
+      numbers_(static_cast<size_t>(context.group.size)) {
+  for (int step = 1; step < getSize(); ++step) others_.push_back((getRank() + step) % getSize());
+  wire_->on_gone([this](int peer) {
+    {
+      const std::lock_guard lock(state_mutex_);
+      gone_.insert(peer);
+      if (left_) return;
+    }
+    on_a_thread_or_here([this, peer] { look_after(peer); });
+  });
+  if (!watch_ || members_.empty()) return;
+  // The processes of this host are watched, so this rank learns of their end immediately and for certain.
+  const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
+  std::vector<pid_t> pids(n, 0);
+  for (size_t r = 0; r < n; ++r)
+    if (members_[r].host == members_[me].host) pids[r] = members_[r].pid;
+  std::vector<shm::PeerWatch::Process> watched;
+  for (size_t r = 0; r < n; ++r)
+    if (pids[r] > 0) watched.emplace_back(pids[r], members_[r].start);
+  subscription_ = watch_->subscribe(watched, [this, pids](pid_t dead) {
+    // note_death() asks the store, which may not answer. So it does not run on the watch's thread, which also tells
+    // other groups of deaths.
+    on_a_thread_or_here([this, pids, dead] { note_death(pids, dead); });
+  });
+}
+
+WireBackend::~WireBackend() { leave({}); }
+
+void WireBackend::leave(const std::string& cause) {
+  if (in_fork()) return;
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (std::exchange(left_, true)) return;
+    if (!failure_)
+      failure_ =
+          std::make_exception_ptr(Aborted(text("group '", group_name(), "' is closing on rank ", shown(getRank()))));
+    failure_known_.notify_all();
+  }
+  const WithoutInterpreterLock unlocked;
+  if (watch_ && subscription_) watch_->unsubscribe(subscription_);
+  try {
+    const store::CallsBy soon(Deadline::after(kFarewell));
+    if (!cause.empty())
+      store_->compare_set(
+          key("cause"), std::nullopt,
+          write_failure(PeerLost(shown(getRank()), ::getpid(), text("rank ", shown(getRank()), " ended: ", cause))));
+    store_->set(key(text("left/", getRank())), "1");
+  } catch (const std::exception&) {
+    // The process that serves the store has gone, so nobody could read the note.
+  }
+  wire_->close();
+  {
+    const std::lock_guard lock(threads_mutex_);
+    stop_threads_ = true;
+    job_.notify_all();
+  }
+  for (auto& thread : threads_) join_or_detach(thread);
+  end_membership();
+}
+
+void WireBackend::fail(const Error& cause) {
+  if (in_fork()) return;
+  const auto error = read_failure(write_failure(cause));
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (!failure_) failure_ = error;
+    failure_known_.notify_all();
+  }
+  wire_->close();
+  record_failure(error);  // tells the others; last, because the store may not answer
+}
+
+void WireBackend::check() const {
+  const std::lock_guard lock(state_mutex_);
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void WireBackend::execute(const Operation& operation, Deadline deadline, bool) {
+  check();
+  guarded(
+      [&] {
+        run_on_bytes(operation, getRank(), getSize(), deadline, [this](const ByteCall& call) { execute_call(call); });
+      },
+      [&] { return text(describe(descriptor_of(operation)), " (#", sequence_ - 1, " of group '", group_name(), "')"); },
+      -1, Clock::now());
+}
+
+}  // namespace muster::comm

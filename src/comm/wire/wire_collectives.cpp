@@ -1,0 +1,284 @@
+// Collectives over a Wire, on bytes. docs/algorithms.md has their steps and what each rank sends.
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+#include "base/copy.h"
+#include "base/text.h"
+#include "comm/kit/flatten.h"
+#include "comm/wire/announcement.h"
+#include "comm/wire/wire_backend.h"
+
+namespace muster::comm {
+namespace {
+
+// The largest scratch memory of a reduction.
+constexpr size_t kBlock = size_t{32} << 20;
+
+}  // namespace
+
+void WireBackend::execute_call(const ByteCall& call) {
+  switch (call.kind) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduce:
+      return all_reduce(call);
+    case OpKind::kBroadcast:
+      return broadcast(call);
+    case OpKind::kAllGather:
+      return all_gather(call);
+    case OpKind::kGather:
+      return gather(call);
+    case OpKind::kScatter:
+      return scatter(call);
+    case OpKind::kReduceScatter:
+      return reduce_scatter(call);
+    case OpKind::kAllToAll:
+      return all_to_all(call);
+    default:
+      return announce(call, {});
+  }
+}
+
+void WireBackend::announce(const ByteCall& call, std::span<const std::byte> payload) {
+  const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
+  const bool counts = !arrivals_ || std::exchange(arrivals_->counts_next, false);
+  Announcement mine{.number = sequence_++, .call = call.descriptor()};
+  if (counts) {
+    mine.before = arrival_;
+    if (arrivals_) {
+      mine.before.last = arrivals_->last;
+      mine.before.late = std::chrono::duration<float>(arrivals_->late).count();
+    }
+  }
+  describe(call.site, mine.site);
+  copy_bytes(mine.payload.data(), payload.data(), payload.size());
+  std::vector<Announcement> sent(n, mine);
+  for (size_t r = 0; r < call.send.size(); ++r) sent[r].part = call.send[r];
+  announcements_[me] = sent[me];
+  const auto arrived = FastClock::now();
+  Transfers transfers(*wire_, call.deadline);
+  for (size_t step = 1; step < n; ++step) {
+    const size_t to = (me + step) % n, from = (me + n - step) % n;
+    transfers.receive(static_cast<int>(from), kAnnounce, &announcements_[from], sizeof(Announcement));
+    transfers.send(static_cast<int>(to), kAnnounce, &sent[to], sizeof(Announcement));
+  }
+  transfers.wait();
+  if (counts) {
+    arrival_.waited = std::max(std::chrono::duration<float>(FastClock::now() - arrived).count(), 0.0F);
+    count_arrivals();
+  }
+  // All ranks see the same announcements, so all find the same pair and report the same error.
+  const auto called = [&](size_t r) { return text(describe(announcements_[r].call), announcements_[r].at()); };
+  for (size_t r = 1; r < n; ++r)
+    if (announcements_[r].call != announcements_[0].call) {
+      if (announcements_[0].at().empty() || announcements_[r].at().empty()) tell_sites(call);
+      throw Mismatch(
+          describe_mismatch(mine.number, group_name(), shown(0), called(0), shown(static_cast<int>(r)), called(r)),
+          kMismatchAdvice);
+    }
+}
+
+// Python is asked only here for the line that called. It takes half a microsecond, and 5 ms more while another of its
+// threads computes. If the wire ends meanwhile, the lines remain unknown, or another rank has written the cause with
+// them.
+void WireBackend::tell_sites(const ByteCall& call) {
+  auto& mine = announcements_[static_cast<size_t>(getRank())].site;
+  const std::string site = find_site(call.site);
+  mine[site.copy(mine, sizeof mine - 1)] = '\0';
+  Transfers transfers(*wire_, call.deadline);
+  try {
+    for (const int peer : others_) {
+      auto& theirs = announcements_[static_cast<size_t>(peer)].site;
+      transfers.receive(peer, kAnnounce, theirs, sizeof theirs);
+      transfers.send(peer, kAnnounce, mine, sizeof mine);
+    }
+    transfers.wait();
+  } catch (const WireBroken&) {
+  } catch (const TimeoutError&) {
+  }
+}
+
+// All ranks count the same, because all get the same announcements.
+void WireBackend::count_arrivals() {
+  if (getSize() < 2) return;
+  float least = std::numeric_limits<float>::max(), next = least;  // of the times that ranks waited
+  int who = 0;
+  for (int r = 0; r < getSize(); ++r) {
+    const float waited = announcements_[static_cast<size_t>(r)].before.waited;
+    if (!(waited >= 0)) return;
+    if (waited < least) {
+      next = std::exchange(least, waited);
+      who = r;
+    } else {
+      next = std::min(next, waited);
+    }
+  }
+  const auto nanoseconds = [](float seconds) { return static_cast<uint64_t>(std::clamp(seconds, 0.0F, 1e9F) * 1e9F); };
+  (arrivals_ ? arrivals_->hosts : stragglers_).add({who, nanoseconds(next - least)});
+  if (!arrivals_) return;
+  const Arrival& theirs = announcements_[static_cast<size_t>(who)].before;
+  if (theirs.last >= 0 && theirs.last < arrivals_->ranks.size())
+    arrivals_->ranks.add({theirs.last, nanoseconds(std::min(next - least, theirs.late))});
+}
+
+const std::byte* WireBackend::payload_of(int rank) const {
+  return announcements_[static_cast<size_t>(rank)].payload.data();
+}
+
+void WireBackend::all_reduce(const ByteCall& call) {
+  const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
+  const size_t count = call.count, item = call.item;
+  const bool wanted = call.kind == OpKind::kAllReduce || getRank() == call.root;
+  std::vector<ConstBytes> sources(n);
+  if (call.bytes() <= kAnnouncedBytes) {
+    announce(call, {call.data, call.bytes()});
+    for (size_t r = 0; r < n; ++r) sources[r] = payload_of(static_cast<int>(r));
+    const std::array<Bytes, 1> destination = {call.data};
+    if (wanted) call.kernel(destination, sources, count);
+    return;
+  }
+  announce(call, {});
+  // Blocks of n slices; rank r reduces slice r of each.
+  const size_t slice = std::min((count + n - 1) / n, std::max<size_t>(kBlock / n / item, 1));
+  const at::Tensor scratch = at::empty({static_cast<int64_t>(n * slice * item)}, at::kByte);
+  for (size_t block = 0; block < count; block += n * slice) {
+    const auto begin = [&](size_t r) { return std::min(count, block + r * slice); };
+    const auto length = [&](size_t r) { return std::min(count, block + (r + 1) * slice) - begin(r); };
+    Bytes const own = wanted ? call.data + begin(me) * item : data_of(scratch) + me * slice * item;
+    Transfers slices(*wire_, call.deadline);
+    for (const int peer : others_) {
+      const auto r = static_cast<size_t>(peer);
+      slices.receive(peer, kData, data_of(scratch) + r * slice * item, length(me) * item);
+      slices.send(peer, kData, call.data + begin(r) * item, length(r) * item);
+    }
+    slices.wait();
+    for (size_t r = 0; r < n; ++r)
+      sources[r] = r == me ? call.data + begin(me) * item : data_of(scratch) + r * slice * item;
+    const std::array<Bytes, 1> destination = {own};
+    call.kernel(destination, sources, length(me));
+    Transfers results(*wire_, call.deadline);
+    for (const int peer : others_) {
+      const auto r = static_cast<size_t>(peer);
+      if (wanted) results.receive(peer, kData, call.data + begin(r) * item, length(r) * item);
+      if (call.kind == OpKind::kAllReduce || peer == call.root) results.send(peer, kData, own, length(me) * item);
+    }
+    results.wait();
+  }
+}
+
+// Down a binomial tree: rank v (counted from the root) receives the data from rank v without its highest bit.
+void WireBackend::broadcast(const ByteCall& call) {
+  const int n = getSize(), root = call.root, v = (getRank() - root + n) % n;
+  const bool small = call.bytes() <= kAnnouncedBytes;
+  announce(call, small && v == 0 ? std::span<const std::byte>(call.data, call.bytes()) : std::span<const std::byte>{});
+  if (small) {
+    copy_bytes(call.data, payload_of(root), v == 0 ? 0 : call.bytes());
+    return;
+  }
+  const auto rank = [&](int u) { return (u + root) % n; };
+  int highest = 1;
+  while (highest * 2 <= v) highest *= 2;
+  if (v > 0) {
+    Transfers from(*wire_, call.deadline);
+    from.receive(rank(v - highest), kData, call.data, call.bytes());
+    from.wait();
+  }
+  Transfers to(*wire_, call.deadline);
+  for (int bit = v == 0 ? 1 : highest * 2; v + bit < n; bit *= 2)
+    to.send(rank(v + bit), kData, call.data, call.bytes());
+  to.wait();
+}
+
+void WireBackend::all_gather(const ByteCall& call) {
+  const bool small = call.bytes() <= kAnnouncedBytes;
+  announce(call, small ? std::span(call.data, call.bytes()) : std::span<const std::byte>{});
+  copy_bytes(call.outputs[static_cast<size_t>(getRank())], call.data, call.bytes());
+  Transfers transfers(*wire_, call.deadline);
+  for (const int peer : others_) {
+    Bytes const output = call.outputs[static_cast<size_t>(peer)];
+    if (small) {
+      copy_bytes(output, payload_of(peer), call.bytes());
+    } else {
+      transfers.receive(peer, kData, output, call.bytes());
+      transfers.send(peer, kData, call.data, call.bytes());
+    }
+  }
+  transfers.wait();
+}
+
+void WireBackend::gather(const ByteCall& call) {
+  const bool small = call.bytes() <= kAnnouncedBytes, root = getRank() == call.root;
+  announce(call, small ? std::span(call.data, call.bytes()) : std::span<const std::byte>{});
+  Transfers transfers(*wire_, call.deadline);
+  if (!root) {
+    if (!small) transfers.send(call.root, kData, call.data, call.bytes());
+  } else {
+    copy_bytes(call.outputs[static_cast<size_t>(getRank())], call.data, call.bytes());
+    for (const int peer : others_)
+      if (small)
+        copy_bytes(call.outputs[static_cast<size_t>(peer)], payload_of(peer), call.bytes());
+      else
+        transfers.receive(peer, kData, call.outputs[static_cast<size_t>(peer)], call.bytes());
+  }
+  transfers.wait();
+}
+
+void WireBackend::scatter(const ByteCall& call) {
+  announce(call, {});
+  Transfers transfers(*wire_, call.deadline);
+  if (getRank() != call.root) {
+    transfers.receive(call.root, kData, call.data, call.bytes());
+  } else {
+    copy_bytes(call.data, call.inputs[static_cast<size_t>(getRank())], call.bytes());
+    for (const int peer : others_) transfers.send(peer, kData, call.inputs[static_cast<size_t>(peer)], call.bytes());
+  }
+  transfers.wait();
+}
+
+void WireBackend::reduce_scatter(const ByteCall& call) {
+  const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
+  const size_t count = call.count, item = call.item;
+  announce(call, {});
+  const size_t slice = std::min(count, std::max<size_t>(kBlock / n / item, 1));
+  const at::Tensor scratch = at::empty({static_cast<int64_t>(n * slice * item)}, at::kByte);
+  std::vector<ConstBytes> sources(n);
+  for (size_t begin = 0; begin < count; begin += slice) {
+    const size_t length = std::min(slice, count - begin);
+    Transfers transfers(*wire_, call.deadline);
+    for (const int peer : others_) {
+      const auto r = static_cast<size_t>(peer);
+      sources[r] = data_of(scratch) + r * slice * item;
+      transfers.receive(peer, kData, data_of(scratch) + r * slice * item, length * item);
+      transfers.send(peer, kData, call.inputs[r] + begin * item, length * item);
+    }
+    sources[me] = call.inputs[me] + begin * item;
+    transfers.wait();
+    const std::array<Bytes, 1> destination = {call.data + begin * item};
+    call.kernel(destination, sources, length);
+  }
+}
+
+// The parts' sizes travel with the announcement, and both ends compare them.
+void WireBackend::all_to_all(const ByteCall& call) {
+  const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
+  announce(call, {});
+  for (size_t r = 0; r < n; ++r)
+    if (announcements_[r].part != call.receive[r])
+      throw Mismatch(text("all_to_all: rank ", shown(static_cast<int>(r)), announcements_[r].at(), " sends ",
+                          announcements_[r].part, " bytes to rank ", shown(getRank()), announcements_[me].at(),
+                          ", which expects ", call.receive[r]),
+                     kMismatchAdvice);
+  copy_bytes(call.outputs[me], call.inputs[me], call.send[me]);
+  Transfers transfers(*wire_, call.deadline);
+  for (const int peer : others_) {
+    const auto r = static_cast<size_t>(peer);
+    transfers.receive(peer, kData, call.outputs[r], call.receive[r]);
+    transfers.send(peer, kData, call.inputs[r], call.send[r]);
+  }
+  transfers.wait();
+}
+
+}  // namespace muster::comm

@@ -1,0 +1,74 @@
+// What a Group handle refers to, and how a group ends.
+//
+// When a rank drops its last handle of a group, it leaves the group, which closes sockets, joins threads and unmaps
+// memory. But an operation goes on when its Work is dropped, so a group with operations under way lingers until they
+// have ended. A group also lingers if its last handle is dropped in a callback of a future, on a thread that the end of
+// the group would join. The next new_group() ends the lingering groups that are idle by then. The World's end ends all.
+//
+// Thread-safety: all methods of LingeringGroups.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/core/backend.h"
+#include "muster/comm/group.h"
+
+namespace muster {
+
+struct Group::State {
+  State() = default;
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  ~State() {
+    if (backend && !world_has_left) backend->warn_of_straggler();
+  }
+
+  int rank = -1;                              // in the group, -1: not a member
+  std::vector<int> ranks;                     // global
+  c10::intrusive_ptr<comm::Backend> backend;  // null if this rank is not a member
+  std::string name, store_prefix;
+  mutable std::atomic<uint64_t> splits{0};  // calls of split() so far
+  // Makes another group of the same World, for split(). Not after the World has left.
+  std::function<Group(const std::string& name, const std::string& store_prefix, const std::vector<int>& ranks,
+                      const GroupOptions& options)>
+      make_group;
+  std::atomic<bool> world_has_left{false};
+};
+
+class LingeringGroups {
+ public:
+  using State = Group::State;
+
+  void take(std::unique_ptr<State> state) {
+    if (may_end(*state)) return;
+    const std::lock_guard lock(mutex_);
+    states_.push_back(std::move(state));
+  }
+  void end_idle() {
+    std::vector<std::unique_ptr<State>> over;  // destroyed without the lock
+    const std::lock_guard lock(mutex_);
+    for (auto& state : states_)
+      if (may_end(*state)) over.push_back(std::move(state));
+    std::erase(states_, nullptr);
+  }
+  std::vector<std::unique_ptr<State>> all() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(states_, {});
+  }
+
+ private:
+  static bool may_end(const State& state) {
+    return !state.backend || (state.backend->is_idle() && !comm::in_callback_of_future());
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<State>> states_;
+};
+
+}  // namespace muster

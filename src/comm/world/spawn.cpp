@@ -1,0 +1,19 @@
+#include "muster/comm/spawn.h"
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/launch/launcher.h"
+
+namespace muster {
+
+void spawn(int n, const std::function<void(World&)>& fn, const WorldOptions& options) {
+  if (n < 1) throw InvalidArgument(text("spawn with ", n, " processes"), "Use 1 or more");
+  const auto outcome = launch::launch_function(n, [&] {
+    World world = init(options);
+    fn(world);
+    return 0;
+  });
+  if (outcome.status != 0) throw RemoteError(outcome.cause);
+}
+
+}  // namespace muster

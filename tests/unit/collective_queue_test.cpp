@@ -1,0 +1,123 @@
+// The order of a group's collectives: which thread runs them, and how long a thread waits for its turn.
+
+#include "comm/kit/collective_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/patience.h"
+
+namespace muster::test {
+namespace {
+
+using comm::CollectiveQueue;
+
+TEST(CollectiveQueue, AWaitEndsByItsDeadlineWhateverTheJobDoes) {
+  CollectiveQueue queue("test");
+  std::promise<void> began, go_on;
+  queue.submit([&](bool) {
+    began.set_value();
+    go_on.get_future().wait();
+    return false;
+  });
+  began.get_future().wait();
+  queue.drive([] { return false; }, Deadline::after(std::chrono::milliseconds(1)));
+  EXPECT_FALSE(queue.try_take()) << "the job still runs";
+  go_on.set_value();
+  bool over = false;
+  queue.run([&](bool) { over = true; });
+  EXPECT_TRUE(over);
+}
+
+TEST(CollectiveQueue, JobsRunInTheirOrderAndOnTheThreadThatWaits) {
+  CollectiveQueue queue("test");
+  std::promise<void> began, go_on;
+  std::vector<int> order;
+  queue.submit([&](bool) {
+    began.set_value();
+    go_on.get_future().wait();
+    order.push_back(0);
+    return false;
+  });
+  began.get_future().wait();
+  std::atomic<bool> done{false};  // drive() reads it while the progress thread may run the job that sets it
+  for (int i = 1; i <= 3; ++i)
+    queue.submit([&, i](bool) {
+      order.push_back(i);
+      done = i == 3;
+      return false;
+    });
+  go_on.set_value();
+  queue.drive([&] { return done.load(); });
+  EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
+}
+
+TEST(CollectiveQueue, WhoeverWaitsForItsTurnUntilItsDeadlineSaysSoOnce) {
+  CollectiveQueue queue("test");
+  std::promise<void> began, go_on;
+  queue.submit([&](bool) {
+    began.set_value();
+    go_on.get_future().wait();
+    return false;
+  });
+  began.get_future().wait();
+  int late = 0;
+  bool ran = false;
+  queue.run([&](bool) { ran = true; }, Deadline::after(std::chrono::milliseconds(1)),
+            [&] {
+              ++late;
+              EXPECT_FALSE(ran);
+              go_on.set_value();
+            });
+  EXPECT_TRUE(ran);
+  EXPECT_EQ(late, 1);
+  queue.run([](bool) {}, Deadline::after(patience().left()), [&] { ++late; });
+  EXPECT_EQ(late, 1);
+}
+
+// A job's continuation may use the queue, while another thread of the queue runs what is queued.
+TEST(CollectiveQueue, WhatComesAfterAJobMayWaitForAnother) {
+  CollectiveQueue queue("test");
+  std::promise<std::string> result;
+  queue.submit([](bool) { return true; },
+               [&] {
+                 std::promise<void> second;
+                 queue.submit([&](bool) {
+                   second.set_value();
+                   return false;
+                 });
+                 const auto ran = second.get_future().wait_until(patience().when());
+                 result.set_value(ran == std::future_status::ready ? "ran" : "stuck");
+               });
+  EXPECT_EQ(result.get_future().get(), "ran");
+}
+
+// A callback may release the last reference to the queue's owner, which stops the queue.
+TEST(CollectiveQueue, StopsInWhatComesAfterAJobAndOutlivesItsOwner) {
+  auto queue = std::make_shared<CollectiveQueue>("test");
+  std::promise<void> began, stopped;
+  std::atomic<int> ran{0};
+  queue->submit([](bool) { return true; },
+                [&] {
+                  began.get_future().wait();
+                  queue->stop();
+                  queue.reset();
+                  stopped.set_value();
+                });
+  queue->submit([&](bool) {
+    ++ran;
+    return false;
+  });
+  began.set_value();
+  stopped.get_future().wait();
+  EXPECT_EQ(ran, 1) << "stop() was to wait for the queued job";
+}
+
+}  // namespace
+}  // namespace muster::test
