@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <torch/version.h>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -14,6 +15,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <string_view>
 
 #include "support/idx_bytes.h"
 #include "support/places.h"
@@ -77,7 +79,7 @@ class Demo : public testing::Test {
   }
 
   std::string command(int ranks, const std::string& flags) const {
-    return std::string(kMusterCommand) + " run -n " + std::to_string(ranks) + " " + kFashionMnist + " --data " +
+    return settings_ + kMusterCommand + " run -n " + std::to_string(ranks) + " " + kFashionMnist + " --data " +
            folder_.string() + " --out " + (folder_ / "curves.svg").string() + " " + flags;
   }
   Outcome demo(int ranks, const std::string& flags) { return shell(command(ranks, flags)); }
@@ -98,6 +100,7 @@ class Demo : public testing::Test {
 
   fs::path folder_;
   std::string last_output_;
+  std::string settings_ = "env ";  // and variables for the environment, each with a space behind it
 };
 
 TEST_F(Demo, TrainsAndReports) {
@@ -131,6 +134,23 @@ TEST_F(Demo, IsTheSameTrainingOnAnyNumberOfRanks) {
     EXPECT_EQ((*other)["test_images"], 205);
   }
 }
+
+#ifdef __x86_64__
+// A change that is not meant to change results does not: these losses were recorded on 2026-11-25 with libtorch 2.13.0.
+// One thread, and without what depends on the processor: MKL's, oneDNN's and libtorch's choices of instructions.
+TEST_F(Demo, HasTheRecordedLosses) {
+  if (std::string_view(TORCH_VERSION) != "2.13.0")
+    GTEST_SKIP() << "recorded with libtorch 2.13.0, and this is " << TORCH_VERSION;
+  const std::vector<double> recorded = {2.3078688383102417, 2.303961992263794, 2.2752758264541626, 2.2713338136672974,
+                                        2.2583844661712646, 2.244677424430847, 2.2214959859848022, 2.1995151042938232,
+                                        2.1876375675201416, 2.164285898208618};
+  for (const auto* setting :
+       {"MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=SSE41", "OMP_NUM_THREADS=1"})
+    settings_ += std::string(setting) + " ";
+  const auto result = trained(2, "--epochs 1 --batch 60 --lr 0.05");
+  EXPECT_EQ(result["losses"].get<std::vector<double>>(), recorded);
+}
+#endif
 
 TEST_F(Demo, GoesOnToTheBitWhereItWasKilledOrStopped) {
   const std::string flags = "--epochs 12 --batch 60 --limit 480";  // 96 steps
