@@ -25,7 +25,7 @@ namespace {
 
 using Tensor = at::Tensor;
 
-const std::vector<std::string> kOps = {"all_reduce", "broadcast", "all_gather", "reduce_scatter",
+const std::vector<std::string> kOps = {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "scan",
                                        "all_to_all", "send_recv", "barrier",    "floor"};
 
 // Does the same memory traffic as an all_reduce of two ranks on the heap, without another rank: reads two halves of a
@@ -44,6 +44,7 @@ std::function<void()> call_of(const std::string& op, int64_t count, muster::Worl
   const int64_t n = world.world_size(), part = std::max<int64_t>(1, count / n);
   const Tensor whole = make(count);
   if (op == "all_reduce") return [whole] { muster::all_reduce(whole); };
+  if (op == "scan") return [whole] { muster::scan(whole); };
   if (op == "broadcast") return [whole] { muster::broadcast(whole, 0); };
   if (op == "barrier") return [] { muster::barrier(); };
   if (op == "floor") return [a = make(part), b = make(part)] { sum_into_both(a, b); };

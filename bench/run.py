@@ -154,7 +154,8 @@ class Bench:
 
     def others(self):
         cases = [(op, n) for op in ("broadcast", "all_gather", "reduce_scatter", "all_to_all") for n in (*SIZES, 64 << 20)]
-        return self.collectives([*cases, *(("send_recv", n) for n in SIZES), ("barrier", 8)])
+        rows = self.collectives([*cases, *(("send_recv", n) for n in SIZES), ("barrier", 8)])
+        return rows + self.collectives([("scan", n) for n in SIZES], gloo=False)  # Gloo has none
 
     def ddp(self):
         commands = []

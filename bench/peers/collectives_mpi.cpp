@@ -21,6 +21,7 @@ std::function<void()> call_of(const std::string& op, int count, int rank, int wo
   whole.assign(count, 0.f), all.assign(part * world, 0.f), mine.assign(part, 0.f), other = all;
   if (op == "all_reduce")
     return [=] { MPI_Allreduce(MPI_IN_PLACE, whole.data(), count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); };
+  if (op == "scan") return [=] { MPI_Scan(MPI_IN_PLACE, whole.data(), count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); };
   if (op == "broadcast") return [=] { MPI_Bcast(whole.data(), count, MPI_FLOAT, 0, MPI_COMM_WORLD); };
   if (op == "barrier") return [] { MPI_Barrier(MPI_COMM_WORLD); };
   if (op == "all_gather")

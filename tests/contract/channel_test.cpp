@@ -98,14 +98,13 @@ std::vector<float> sum(int ranks, size_t count, int number) {
 Bytes bytes_of(std::vector<float>& values) { return reinterpret_cast<Bytes>(values.data()); }
 
 Call call_of(OpKind kind, size_t count, Bytes data, int root = 0) {
-  const bool reduces = kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
   Call call;
   call.kind = kind;
   call.root = root;
   call.count = count;
   call.item = sizeof(float);
   call.dtype = static_cast<uint8_t>(c10::ScalarType::Float);
-  call.kernel = reduces ? reduce_kernel(c10::ScalarType::Float, ReduceOp::SUM) : nullptr;
+  call.kernel = reduces(kind) ? reduce_kernel(c10::ScalarType::Float, ReduceOp::SUM) : nullptr;
   call.deadline = patience();
   call.data = data;
   return call;

@@ -299,7 +299,7 @@ TEST(WireErrors, WhoHasComeIsNotMissingThoughItSaysNothingMore) {
   const auto store = make_memory_store();
   std::promise<void> named;
   const auto late = std::make_shared<LateToSay>(store, named.get_future().share());
-  WorldOptions options{.backend = "gloo", .timeout = kPatience, .ranks_are_threads = true};
+  WorldOptions options{.backend = "gloo", .timeout = kPatience};
   std::vector<std::future<void>> ranks;
   for (int rank = 0; rank < 4; ++rank)
     ranks.push_back(std::async(std::launch::async, [&, rank] {

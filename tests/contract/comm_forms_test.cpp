@@ -189,6 +189,9 @@ TEST_P(Forms, PremultipliedSum) {
         EXPECT_TRUE(t.eq(9).all().item<bool>()) << c10::toString(dtype);
         reduce(kept, 1, {.op = ReduceOp::PREMUL_SUM, .factor = factor});
         EXPECT_TRUE(kept.eq(world.rank() == 1 ? 9 : 2).all().item<bool>());
+        const at::Tensor scanned = at::full({count}, 2, dtype);
+        scan(scanned, {.op = ReduceOp::PREMUL_SUM, .factor = factor});
+        EXPECT_TRUE(scanned.eq(std::array{1, 4, 9}[static_cast<size_t>(world.rank())]).all().item<bool>());
         const at::Tensor input = at::full({3, count}, 2, dtype), output = at::zeros({count}, dtype);
         reduce_scatter_tensor(output, input, {.op = ReduceOp::PREMUL_SUM, .factor = factor});
         EXPECT_TRUE(output.eq(9).all().item<bool>());

@@ -121,6 +121,12 @@ TEST_P(Groups, HaveBackendsTimeoutsAndNamesOfTheirOwn) {
       use(world, group);
     }
     EXPECT_THROW(world.new_group({0, 1, 2}, {.backend = "tin cans"}), InvalidArgument);
+    // These two are on one host in every setup. If the World's backend maps no heaps, this group does without.
+    const Group shared = world.new_group({0, 1}, {.backend = "shm"});
+    if (shared.is_member()) {
+      EXPECT_EQ(shared.backend_name(), "shm");
+      use(world, shared);
+    }
   });
 }
 

@@ -369,21 +369,35 @@ TEST(InitFork, EnvOverTcpStore) {
 
 // If a fault were not injected, a user's test would pass without testing anything.
 TEST(World, FaultsThatABackendCannotInjectAreRefused) {
-  const auto start = [](const std::string& backend, FaultAction action, const std::string& group) {
+  const auto start = [](const std::string& backend, FaultAction action, const std::string& group,
+                        FaultPhase phase = FaultPhase::kStart) {
     WorldOptions options{.backend = backend};
-    options.faults.add({.action = action, .rank = 0, .operation = 1000, .group = group});
+    options.faults.add({.action = action, .rank = 0, .operation = 1000, .phase = phase, .group = group});
     run_threads(
         2, [](World&) { barrier(); }, options);
   };
-  for (const auto action : {FaultAction::kKill, FaultAction::kCorrupt}) {
-    EXPECT_CONTAINS(message_of<Unavailable>([&] { start("gloo", action, "world"); }),
-                    "backend 'gloo' cannot inject faults in group 'world'");
-    start("gloo", action, "another");
-    start("shm", action, "world");
+  for (const std::string backend : {"gloo", "hierarchical"}) {
+    EXPECT_CONTAINS(message_of<Unavailable>([&] { start(backend, FaultAction::kCorrupt, "world"); }),
+                    "backend '" + backend + "' cannot inject the fault 'corrupt' in phase 'start' in group 'world'");
+    start(backend, FaultAction::kCorrupt, "another");
+    for (const auto phase : {FaultPhase::kStart, FaultPhase::kMiddle})
+      start(backend, FaultAction::kKill, "world", phase);
   }
-  start("hierarchical", FaultAction::kKill, "world");
-  EXPECT_CONTAINS(message_of<Unavailable>([&] { start("hierarchical", FaultAction::kCorrupt, "world"); }),
-                  "cannot inject the fault 'corrupt'");
+  start("shm", FaultAction::kCorrupt, "world");
+  start("fake", FaultAction::kKill, "world", FaultPhase::kEnd);
+  WorldOptions ends{.backend = "fake"};
+  ends.faults.add({.action = FaultAction::kKill, .rank = 0, .operation = 2, .phase = FaultPhase::kEnd});
+  run_threads(
+      2,
+      [](World& world) {
+        for (int i = 0; i < 2; ++i) barrier();
+        if (world.rank() == 1) return barrier();  // another rank's fault
+        EXPECT_CONTAINS(message_of<PeerLost>([] { barrier(); }), "rank 0 ended: killed by its FaultPlan");
+        EXPECT_THROW(barrier(), Aborted);
+      },
+      ends);
+  EXPECT_CONTAINS(message_of<Unavailable>([&] { start("fake", FaultAction::kKill, "world", FaultPhase::kPosted); }),
+                  "backend 'fake' cannot inject the fault 'kill' in phase 'posted'");
 }
 
 // Ranks that are bound to cores, as by mpirun and srun. Waits spin only if each rank can have its own core.

@@ -201,8 +201,6 @@ TEST(FaultHosts, StopIsTimeoutNamingIt) {
   // Alone on its host, or beside the leader whom the other host waits for.
   for (const auto& hosts : {std::vector<std::string>{"a", "b", "a"}, {"a", "a", "b"}})
     for (const auto& [phase, name] : kPhases) {
-      // A thread that stands still alone on its host is not told that the others have given up.
-      if (hosts[2] == "a" && phase != FaultPhase::kMiddle) continue;
       SCOPED_TRACE(testing::Message() << join(hosts) << ", phase " << name);
       run_threads(
           kRanks,
@@ -250,6 +248,70 @@ TEST(FaultHostsProcess, KillAndStopAtEachPhase) {
       if (action == FaultAction::kStop) ranks.signal(kVictim, SIGKILL);
       EXPECT_EQ(ranks.wait(kVictim, patience()).signal, SIGKILL);
     }
+}
+
+// --- over a wire ---
+
+WorldOptions on_gloo(WorldOptions options) {
+  options.backend = "gloo";
+  return options;
+}
+
+TEST(FaultWire, KillAtEachPhase) {
+  for (const auto& [phase, name] : kPhases)
+    for (const auto& call : kCalls) {
+      SCOPED_TRACE(testing::Message() << call.name << ", phase " << name);
+      run_threads(
+          kRanks,
+          [&](World& world) {
+            EXPECT_CONTAINS(until_lost(world, call, kSmall), "rank 1: rank 1 ended: killed by its FaultPlan");
+          },
+          on_gloo(with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
+    }
+}
+
+TEST(FaultWire, StopIsTimeoutNamingIt) {
+  for (const auto& [phase, name] : kPhases) {
+    SCOPED_TRACE(name);
+    run_threads(
+        kRanks,
+        [&](World& world) {
+          if (world.rank() == kVictim) {
+            EXPECT_THROW(reduce_on(world, kSmall), Error);
+            return;
+          }
+          const std::string said = message_of<TimeoutError>([&] { reduce_on(world, kSmall); });
+          EXPECT_CONTAINS(said, "rank 1");
+          EXPECT_CONTAINS(said, "timed out");
+        },
+        on_gloo(with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase})));
+  }
+}
+
+TEST(FaultWire, DelayDelays) { expect_delayed(on_gloo); }
+
+TEST(FaultWireProcess, KillAtEachPhase) {
+  for (const auto& [phase, name] : kPhases) {
+    SCOPED_TRACE(name);
+    const ForkedJob job;
+    ForkedRanks ranks(kRanks, [&, phase = phase](int rank) {
+      World world = job.join(
+          rank, kRanks, on_gloo(with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
+      const World::Scope scope(world);
+      try {
+        for (int i = 0; i < 1000; ++i) all_reduce(mine(world, kSmall));
+      } catch (const Error& error) {
+        return text(to_string(error.code()), ": ", error.what());
+      }
+      return std::string("nothing was thrown");
+    });
+    for (const int rank : {0, 2}) {
+      const auto end = ranks.wait(rank, patience());
+      EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
+      EXPECT_CONTAINS(end.said, text("PeerLost: rank 1 (pid ", ranks.pid(kVictim), ")"));
+    }
+    EXPECT_EQ(ranks.wait(kVictim, patience()).signal, SIGKILL);
+  }
 }
 
 TEST(FaultPlan, Parse) {

@@ -75,6 +75,15 @@ Finish start_reduce(const Case& c) {
   };
 }
 
+Finish start_scan(const Case& c) {
+  const auto t = tensor(c, input_of(c), c.shift, c.count);
+  Work work = ISSUE(scan, *t, {.op = c.op, .group = c.group});
+  return [=]() mutable {
+    work.wait();
+    expect(*t, reduced_table(c.dtype, c.op, c.group.rank() + 1), c.shift, "the tensor");
+  };
+}
+
 Finish start_broadcast(const Case& c) {
   const auto t = c.group.rank() == c.root ? tensor(c, input_of(c), c.shift, c.count) : output(c, c.count);
   Work work = ISSUE(broadcast, *t, c.root, {.group = c.group});
@@ -238,6 +247,7 @@ const std::vector<Collective>& collectives() {
   static const std::vector<Collective> table = {
       {"all_reduce", true, false, start_all_reduce},
       {"reduce", true, false, start_reduce},
+      {"scan", true, false, start_scan},
       {"broadcast", false, false, start_broadcast},
       {"all_gather", false, false, start_all_gather},
       {"all_gather_into_tensor", false, false, start_all_gather_into_tensor},

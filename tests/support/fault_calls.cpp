@@ -45,6 +45,12 @@ const std::vector<Call> kCalls = {
        reduce(t, 0);
        return t;
      }},
+    {"scan",
+     [](World& w, int64_t n) {
+       const auto t = mine(w, n);
+       scan(t);
+       return t;
+     }},
     {"broadcast",
      [](World& w, int64_t n) {
        const auto t = mine(w, n);

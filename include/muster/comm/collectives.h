@@ -83,6 +83,10 @@ void reduce(const at::Tensor& tensor, int dst = 0, const ReduceOptions& options 
 Work reduce_async(const at::Tensor& tensor, int dst = 0, const ReduceOptions& options = {},
                   const Site& site = Site::current());
 
+// tensor := reduction of the tensors of the ranks 0 … rank(), in that order. AVG divides by rank() + 1. Source: MPI_Scan.
+void scan(const at::Tensor& tensor, const ReduceOptions& options = {}, const Site& site = Site::current());
+Work scan_async(const at::Tensor& tensor, const ReduceOptions& options = {}, const Site& site = Site::current());
+
 // outputs[r] := rank r's input. One output per rank, each with the dtype and number of elements of that rank's input.
 // If these numbers differ between ranks, all ranks must give outputs of the same sizes.
 void all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const CollectiveOptions& options = {},

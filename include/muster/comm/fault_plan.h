@@ -7,9 +7,10 @@
 //
 // or, without a change to the program, MUSTER_FAULTS="kill:rank=1,operation=5;delay:rank=0,operation=9,ms=200".
 //
-// Backend shm injects all faults; backend hierarchical injects all but kCorrupt. The operations of hierarchical are
-// made of steps: there kPosted and kMiddle are both after the first step inside the host. A backend that cannot inject
-// the faults of a group throws Unavailable when the group is made.
+// Backend shm injects all faults; gloo, mpi and hierarchical all but kCorrupt; fake, which has no phases between, those
+// of kStart and kEnd; nccl none. The operations of hierarchical are made of steps: there kPosted and kMiddle are both
+// after the first step inside the host. A backend that cannot inject a fault of a group throws Unavailable when the
+// group is made.
 //
 // Operations are numbered per group from 0, in the order of issue. Only collectives of the group named by `group` count
 // ("world" is the default group). Thread-safety: a value; immutable once given to a World.
@@ -25,7 +26,7 @@ namespace muster {
 
 enum class FaultAction : uint8_t {
   kKill,     // SIGKILL to the rank's own process; a rank that is a thread drops out without a good-bye
-  kStop,     // SIGSTOP to the rank's own process; a rank that is a thread stands still until its World closes
+  kStop,     // SIGSTOP to the rank's own process; a rank that is a thread stands still until the group has failed
   kDelay,    // waits for `delay` first
   kCorrupt,  // flips a bit of this rank's contribution; the phase does not matter
 };

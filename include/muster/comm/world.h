@@ -51,7 +51,6 @@ struct WorldOptions {
   size_t heap_capacity = 0;                    // bytes; 0: the host's memory
   FaultPlan faults;                            // for tests; MUSTER_FAULTS adds to it
   std::vector<std::string> hosts;              // by rank, for tests: who shares a host; empty: each rank finds out
-  bool ranks_are_threads = false;              // several ranks share this process; run_threads() sets it
 };
 
 class [[nodiscard("a World that nobody keeps leaves the job at the end of the statement")]] World {
@@ -123,6 +122,7 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
   }
 
  private:
+  World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options, bool ranks_are_threads);
   void attach(const std::type_info& type, std::shared_ptr<void> component);
   std::shared_ptr<void> find(const std::type_info& type) const;
   void detach(const std::type_info& type);

@@ -84,6 +84,9 @@ MUSTER_SMALL_COLLECTIVE(broadcast,
 MUSTER_SMALL_COLLECTIVE(reduce, (const at::Tensor& tensor, int dst, const ReduceOptions& options, const Site& site),
                         (small(OpKind::kReduce, tensor, nullptr, options.timeout, site, dst, options.op)),
                         reduction(OpKind::kReduce, tensor, options, dst))
+MUSTER_SMALL_COLLECTIVE(scan, (const at::Tensor& tensor, const ReduceOptions& options, const Site& site),
+                        (small(OpKind::kScan, tensor, nullptr, options.timeout, site, 0, options.op)),
+                        reduction(OpKind::kScan, tensor, options))
 MUSTER_COLLECTIVE(all_gather,
                   (const std::vector<at::Tensor>& outputs, const at::Tensor& input, const CollectiveOptions& options,
                    const Site& site),

@@ -23,16 +23,21 @@ const std::vector<BackendEntry>& backends() {
        .unavailable_reason = &hierarchical_backend::unavailable_reason,
        .maps_heaps = true,
        .injects = Injects::kAllButCorrupt},
-      {.name = "gloo", .create = &gloo_backend::create, .unavailable_reason = &gloo_backend::unavailable_reason},
+      {.name = "gloo",
+       .create = &gloo_backend::create,
+       .unavailable_reason = &gloo_backend::unavailable_reason,
+       .injects = Injects::kAllButCorrupt},
       {.name = "mpi",
        .create = &mpi_backend::create,
        .unavailable_reason = &mpi_backend::unavailable_reason,
-       .needs_launcher = true},
+       .needs_launcher = true,
+       .injects = Injects::kAllButCorrupt},
       {.name = "nccl", .create = &nccl_backend::create, .unavailable_reason = &nccl_backend::unavailable_reason},
       {.name = "fake",
        .create = &fake_backend::create,
        .unavailable_reason = &fake_backend::unavailable_reason,
-       .needs_peers = false},
+       .needs_peers = false,
+       .injects = Injects::kAtStartAndEnd},
   };
   return table;
 }
@@ -44,16 +49,31 @@ std::string base_name(const std::string& name, bool one_host) {
   return name.substr(0, name.find(':'));
 }
 
+bool can_inject(Injects injects, const Fault& fault) {
+  const bool within = fault.phase == FaultPhase::kPosted || fault.phase == FaultPhase::kMiddle;
+  switch (injects) {
+    case Injects::kNothing:
+      return false;
+    case Injects::kAtStartAndEnd:
+      return fault.action != FaultAction::kCorrupt && !within;
+    case Injects::kAllButCorrupt:
+      return fault.action != FaultAction::kCorrupt;
+    case Injects::kEverything:
+      break;
+  }
+  return true;
+}
+
 // If a fault were silently left out, a user's test would pass without testing anything.
 void check_faults(const BackendEntry& entry, const BackendContext& context) {
+  static constexpr std::string_view kActions[] = {"kill", "stop", "delay", "corrupt"};
+  static constexpr std::string_view kPhases[] = {"start", "posted", "middle", "end"};
   for (const Fault& fault : context.options.faults.faults()) {
-    if (fault.group != context.group.name || entry.injects == Injects::kEverything) continue;
-    const bool corrupts = fault.action == FaultAction::kCorrupt;
-    if (entry.injects == Injects::kAllButCorrupt && !corrupts) continue;
-    throw Unavailable(text("backend '", entry.name, "' cannot inject ",
-                           entry.injects == Injects::kAllButCorrupt ? "the fault 'corrupt'" : "faults", " in group '",
-                           context.group.name, "'"),
-                      "Use backend shm, or leave the fault out of the FaultPlan (MUSTER_FAULTS)");
+    if (fault.group != context.group.name || can_inject(entry.injects, fault)) continue;
+    throw Unavailable(
+        text("backend '", entry.name, "' cannot inject the fault '", kActions[static_cast<size_t>(fault.action)],
+             "' in phase '", kPhases[static_cast<size_t>(fault.phase)], "' in group '", context.group.name, "'"),
+        "Use backend shm, or leave the fault out of the FaultPlan (MUSTER_FAULTS)");
   }
 }
 

@@ -18,7 +18,12 @@
 namespace muster::comm {
 
 // Which faults of a FaultPlan a backend injects.
-enum class Injects : uint8_t { kNothing, kAllButCorrupt, kEverything };
+enum class Injects : uint8_t {
+  kNothing,
+  kAtStartAndEnd,  // of an operation; but not kCorrupt
+  kAllButCorrupt,
+  kEverything,
+};
 
 struct BackendEntry {
   std::string_view name;

@@ -43,6 +43,7 @@ struct HostContext {
   std::shared_ptr<shm::Arena> arena;  // of this rank's heap
   std::shared_ptr<shm::PeerWatch> watch;
   std::shared_ptr<shm::BlackBox> black_box;  // may be null
+  bool ranks_are_threads = false;            // other ranks share this process
   int local_ranks = 1;                       // ranks that compete for this host's cores
   int cores = 1;                             // that these ranks may use together (base/cores.h)
 };

@@ -27,8 +27,7 @@ std::string describe(const CallDescriptor& call) {
   std::string words(to_string(call.op));
   if (call.op == OpKind::kBarrier) return words;
   words += text(" of ", call.count, " x ", c10::toString(static_cast<c10::ScalarType>(call.dtype)));
-  if (call.op == OpKind::kAllReduce || call.op == OpKind::kReduce || call.op == OpKind::kReduceScatter)
-    words += text(", ", muster::to_string(static_cast<ReduceOp>(call.redop)));
+  if (reduces(call.op)) words += text(", ", muster::to_string(static_cast<ReduceOp>(call.redop)));
   if (call.op == OpKind::kBroadcast || call.op == OpKind::kScatter) words += text(", from rank ", call.root);
   if (call.op == OpKind::kReduce || call.op == OpKind::kGather) words += text(", to rank ", call.root);
   if (call.part_of != OpKind::kNothing) words += text(", part of ", to_string(call.part_of));

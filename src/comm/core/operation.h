@@ -19,7 +19,8 @@
 namespace muster::comm {
 
 // One operation. The kind determines which fields are used:
-//   all_reduce, broadcast, reduce, send, recv   tensor
+//   all_reduce, broadcast, reduce, scan,
+//   send, recv                                  tensor
 //   all_gather, gather                          tensor = input; outputs: one per rank, or one for all
 //   reduce_scatter, scatter                     tensor = output; inputs: one per rank, or one for all
 //   all_to_all                                  inputs and outputs: one per rank each; or one tensor each, cut by the

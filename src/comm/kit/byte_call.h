@@ -19,7 +19,8 @@ namespace muster::comm {
 
 // `count` and `item` describe the operation's unit: the whole tensor for all_reduce, reduce and broadcast; one rank's
 // part for the others; count is 0 for all_to_all. The kind determines which buffers are used:
-//   all_reduce, reduce, broadcast   data, in place; of reduce only the root's is written
+//   all_reduce, reduce, scan, broadcast
+//                                   data, in place; of reduce only the root's is written
 //   all_gather, gather              data = input; outputs: one per rank (of gather only on the root), bytes() each
 //   reduce_scatter, scatter         data = output; inputs: one per rank (of scatter only on the root), bytes() each
 //   all_to_all                      send[d] bytes from inputs[d] go to rank d; receive[s] bytes come from rank s to

@@ -1,9 +1,7 @@
 #include "comm/kit/operation_work.h"
 
 #include <ATen/core/jit_type.h>
-#include <ATen/record_function.h>
 
-#include <array>
 #include <string>
 
 #include "base/text.h"
@@ -45,6 +43,7 @@ c10d::OpType c10d_type(const Operation& operation) {
       return operation.peer == kAnySource ? OpType::RECVANYSOURCE : OpType::RECV;
     case OpKind::kAllReduceSparse:
       return OpType::_ALLREDUCE_SPARSE;
+    case OpKind::kScan:  // c10d has none
     case OpKind::kNothing:
       break;
   }
@@ -54,48 +53,6 @@ c10d::OpType c10d_type(const Operation& operation) {
 }  // namespace
 
 bool in_callback_of_future() { return callbacks > 0; }
-
-size_t bytes_of(const Operation& operation) {
-  size_t size = 0;
-  if (operation.kind == OpKind::kAllToAll)
-    for (const auto& input : operation.inputs) size += input.nbytes();
-  else if (operation.tensor.defined() && operation.tensor.layout() == at::kStrided)
-    size = operation.tensor.nbytes();
-  return size;
-}
-
-void OperationCounters::count(const Operation& operation) {
-  operations.fetch_add(1, std::memory_order_relaxed);
-  bytes.fetch_add(bytes_of(operation), std::memory_order_relaxed);
-}
-
-CommStats OperationCounters::stats() const {
-  return {.operations = completed(),
-          .bytes = bytes.load(std::memory_order_relaxed) + queued_bytes.load(std::memory_order_relaxed),
-          .blocked = std::chrono::nanoseconds(blocked_ns.load(std::memory_order_relaxed) +
-                                              queued_blocked_ns.load(std::memory_order_relaxed))};
-}
-
-const char* profiling_title(const Operation& operation) {
-  if (operation.kind == OpKind::kRecv && operation.peer == kAnySource) return "muster:recvAnySource";
-  static const auto titles = [] {
-    std::array<std::string, std::size(kOpNames)> list;
-    for (size_t i = 0; i < list.size(); ++i) list[i] = "muster:" + std::string(kOpNames[i]);
-    return list;
-  }();
-  return titles[static_cast<size_t>(operation.kind)].c_str();
-}
-
-std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& operation : operations) {
-    tensors.insert(tensors.end(), operation.inputs.begin(), operation.inputs.end());
-    if (operation.inputs.empty() && operation.tensor.defined()) tensors.push_back(operation.tensor);
-  }
-  return tensors;
-}
-
-bool profiling() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
 
 OperationWork::OperationWork(int rank, std::shared_ptr<OperationCounters> counters,
                              std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations,

@@ -10,42 +10,13 @@
 #include <atomic>
 #include <memory>
 #include <optional>
-#include <span>
 
 #include "comm/core/backend.h"
 #include "comm/kit/collective_queue.h"
+#include "comm/kit/operation_record.h"
 #include "muster/base/deadline.h"
 
 namespace muster::comm {
-
-// Shared by a backend and its works, which may outlive it.
-struct OperationCounters {
-  std::atomic<uint64_t> operations{0}, bytes{0};
-  std::atomic<int64_t> blocked_ns{0};
-  std::atomic<int64_t> under_way{0};  // works that have not ended
-
-  // For operations in the queue, which run one at a time, so counting needs no locked instruction.
-  std::atomic<uint64_t> queued_operations{0}, queued_bytes{0};
-  std::atomic<int64_t> queued_blocked_ns{0};
-
-  void count(const Operation& operation);
-  void count_in_queue(uint64_t size, std::chrono::nanoseconds blocked) {
-    add(queued_operations, uint64_t{1});
-    add(queued_bytes, size);
-    add(queued_blocked_ns, int64_t{blocked.count()});
-  }
-  uint64_t completed() const {
-    return operations.load(std::memory_order_relaxed) + queued_operations.load(std::memory_order_relaxed);
-  }
-  void add_blocked(std::chrono::nanoseconds time) { blocked_ns.fetch_add(time.count(), std::memory_order_relaxed); }
-  CommStats stats() const;
-
- private:
-  template <typename Number>
-  static void add(std::atomic<Number>& sum, Number value) {
-    sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
-  }
-};
 
 class OperationWork final : public c10d::Work {
  public:
@@ -90,14 +61,5 @@ class OperationWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
   bool future_marked_ = false;
 };
-
-// The size of this rank's payload.
-size_t bytes_of(const Operation& operation);
-// "muster:all_reduce", as profilers show it; never freed.
-const char* profiling_title(const Operation& operation);
-// The tensors whose shapes a profiler shows: the inputs, as with PyTorch's own backends.
-std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations);
-// Whether a profiler is active.
-bool profiling();
 
 }  // namespace muster::comm

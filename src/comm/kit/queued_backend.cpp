@@ -5,12 +5,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/record_function.h>
 #include <unistd.h>
 
 #include <algorithm>
 
 #include "base/text.h"
+#include "base/thread.h"
 #include "comm/kit/validate.h"
 #include "muster/base/error.h"
 
@@ -55,6 +55,13 @@ Operation premultiplied(const Operation& operation, int rank) {
   return sum;
 }
 
+// Whether another rank of the group is a thread of this process.
+bool shares_process(const BackendContext& context) {
+  return context.host.ranks_are_threads ||
+         std::count_if(context.group.members.begin(), context.group.members.end(),
+                       [](const Member& member) { return member.pid == ::getpid(); }) > 1;
+}
+
 }  // namespace
 
 QueuedBackend::QueuedBackend(const BackendContext& context, std::string name)
@@ -65,21 +72,32 @@ QueuedBackend::QueuedBackend(const BackendContext& context, std::string name)
       on_leave_(context.options.on_leave),
       pid_(::getpid()),
       timeout_ms_(context.group.timeout.count()),
+      faults_(context.options.faults, context.group.name, context.group.rank, shares_process(context),
+              {.failed = [this] { return failed(); },
+               .check = [this] { check(); },
+               .drop_out =
+                   [this](const std::string& why) {
+                     leave_group(why);
+                     throw PeerLost(shown(getRank()), pid_, text("rank ", shown(getRank()), " ended: ", why));
+                   }}),
       queue_(std::make_shared<CollectiveQueue>("muster-" + context.group.name)),
-      black_box_(context.host.black_box) {
+      log_(context) {
   for_pytorch_ = context.options.for_pytorch;
-  if (!black_box_) return;
-  static const std::vector<std::string> dtypes = [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < static_cast<int>(c10::ScalarType::NumOptions); ++i)
-      names.emplace_back(c10::toString(static_cast<c10::ScalarType>(i)));
-    return names;
-  }();
-  black_box_->set_names(kOpNames, std::vector<std::string_view>(dtypes.begin(), dtypes.end()));
-  black_box_group_ = black_box_->group(context.group.name, context.group.global_ranks);
 }
 
 // --- membership ---
+
+void QueuedBackend::leave(const std::string& cause) {
+  if (in_fork() || has_left_.exchange(true)) return;
+  const WithoutInterpreterLock unlocked;
+  leave_group(cause);
+  end_threads();
+  end_membership();
+}
+
+void QueuedBackend::fail(const Error& cause) {
+  if (!in_fork()) fail_group(cause);
+}
 
 void QueuedBackend::abort() { fail(Aborted(text("rank ", shown(getRank()), " aborted group '", group_name_, "'"))); }
 
@@ -106,116 +124,26 @@ std::shared_ptr<void> QueuedBackend::memory() const {
 
 bool QueuedBackend::in_fork() const { return pid_ != ::getpid(); }
 
-// --- the black box ---
-
-namespace {
-uint64_t nanoseconds_of(Clock::time_point time) { return static_cast<uint64_t>(time.time_since_epoch().count()); }
-}  // namespace
-
-uint64_t QueuedBackend::log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const {
-  if (!black_box_) return 0;
-  const at::Tensor& sample =
-      operation.tensor.defined() || operation.inputs.empty() ? operation.tensor : operation.inputs[0];
-  return black_box_->begin(entry_of(operation.kind, operation.peer, operation.tag,
-                                    sample.defined() ? sample.scalar_type() : at::kByte, bytes_of(operation), state),
-                           nanoseconds_of(now));
-}
-
-shm::BlackBoxEntry QueuedBackend::entry_of(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes,
-                                           shm::BlackBoxState state) const {
-  const bool message = is_message(kind), rooted = kind == OpKind::kBroadcast || kind == OpKind::kReduce ||
-                                                  kind == OpKind::kGather || kind == OpKind::kScatter;
-  return {.group = black_box_group_,
-          .operation = static_cast<uint8_t>(kind),
-          .dtype = static_cast<uint8_t>(dtype),
-          .bytes = bytes,
-          .sequence = message || state == shm::BlackBoxState::kPosted ? shm::kNoSequence : next_sequence(),
-          .peer = message || rooted ? peer : -1,
-          .tag = static_cast<uint64_t>(tag),
-          .state = state};
-}
-
-uint64_t QueuedBackend::log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes,
-                                  Clock::time_point now) const {
-  if (!black_box_) return 0;
-  return black_box_->begin(entry_of(call.kind, call.peer, call.tag, dtype, bytes, shm::BlackBoxState::kRunning),
-                           nanoseconds_of(now));
-}
-
-void QueuedBackend::log_done(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point began,
-                             Clock::time_point ended) const {
-  if (!black_box_) return;
-  black_box_->add(entry_of(call.kind, call.peer, call.tag, dtype, bytes, shm::BlackBoxState::kDone),
-                  nanoseconds_of(began), nanoseconds_of(ended));
-}
-
-void QueuedBackend::log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now) const {
-  if (!black_box_) return;
-  auto state = shm::BlackBoxState::kDone;
-  if (error) {
-    state = shm::BlackBoxState::kFailed;
-    try {
-      std::rethrow_exception(error);
-    } catch (const Error& ours) {
-      state = shm::state_of(ours);
-    } catch (...) {
-    }
-  }
-  black_box_->end(ticket, state, nanoseconds_of(now));
-}
-
-void QueuedBackend::run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket) {
-  try {
-    run_collective(operation, deadline, by_waiter);
-  } catch (...) {
-    log_end(ticket, std::current_exception());
-    throw;
-  }
-  log_end(ticket, nullptr);
-}
-
 // --- operations ---
 
 void QueuedBackend::run(const Operation& operation) {
   validate(operation, getRank(), getSize(), name_);
-  std::optional<at::RecordFunction> record;
-  if (profiling()) [[unlikely]] {
-    std::vector<c10::IValue> inputs;
-    for (const auto& tensor : profiled_inputs({&operation, 1})) inputs.emplace_back(tensor);
-    record.emplace(at::RecordScope::USER_SCOPE);
-    if (record->isActive()) {
-      record->_setAsync();  // as c10d::Work does, so that all of a backend's events are of one kind
-      record->before(profiling_title(operation), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
-    }
-  }
-  // The clock is read only twice, for all that needs the time: each read costs a tenth of a small operation.
-  const auto began = FastClock::now();
-  const Deadline deadline = deadline_for(operation.timeout, began);
-  std::exception_ptr error;
-  const auto framed = [&](auto&& body) {
-    const uint64_t ticket = log_begin(operation, shm::BlackBoxState::kRunning, began);
-    try {
-      body();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    const auto ended = FastClock::now();
-    log_end(ticket, error, ended);
-    counters_->add_blocked(ended - began);
-  };
+  OperationRecord record(log_, *counters_, operation);
+  const Deadline deadline = deadline_for(operation.timeout, record.began());
   // The World may end in another thread while this one waits here. The queue keeps the backend alive until its job is
   // over; for a message, `self` keeps it alive. Nothing of this backend is touched after that.
   if (is_message(operation.kind)) {
     const auto self = c10::intrusive_ptr<QueuedBackend>::unsafe_reclaim_from_nonowning(this);
-    framed([&] {
+    record.run(shm::kNoSequence, [&] {
       run_message(operation, deadline);
       count(operation);
     });
   } else {
-    queue_->run([&](bool by_waiter) { framed([&] { run_collective(operation, deadline, by_waiter); }); }, deadline,
-                [&] { fail_late(operation, began); });
+    queue_->run(
+        [&](bool by_waiter) { record.run(next_sequence(), [&] { run_collective(operation, deadline, by_waiter); }); },
+        deadline, [&] { fail_late(operation, record.began()); });
   }
-  if (error) std::rethrow_exception(error);
+  record.rethrow();
 }
 
 void QueuedBackend::fail_late(const Operation& operation, Clock::time_point began) {
@@ -230,13 +158,13 @@ c10::intrusive_ptr<c10d::Work> QueuedBackend::submit(Operation operation) {
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
   hold_memory();
   const Deadline deadline = deadline_for(operation.timeout);
-  const uint64_t ticket = log_begin(operation, shm::BlackBoxState::kRunning, Clock::now());
+  const uint64_t ticket = log_.begin(operation, shm::kNoSequence, Clock::now());
   auto work = make_work(nullptr, {std::move(operation)}, deadline);
-  work->on_complete([this, ticket](const std::exception_ptr& error) { log_end(ticket, error); });
+  work->on_complete([this, ticket](const std::exception_ptr& error) { log_.end(ticket, error); });
   try {
     submit_message(work, deadline);
   } catch (...) {  // nothing will complete the work
-    log_end(ticket, std::current_exception());
+    log_.end(ticket, std::current_exception());
     throw;
   }
   return work;
@@ -264,8 +192,7 @@ QueuedBackend::WorkPtr QueuedBackend::enqueue(std::vector<Operation> operations)
   check();
   const Deadline deadline = deadline_for(operations[0].timeout);
   std::vector<uint64_t> tickets;
-  for (const auto& operation : operations)
-    tickets.push_back(log_begin(operation, shm::BlackBoxState::kPosted, Clock::now()));
+  for (const auto& operation : operations) tickets.push_back(log_.post(operation));
   auto work = make_work(queue_, std::move(operations), deadline);
   const auto job = [this, work, deadline, tickets](bool by_waiter) {
     // A thread that waits for a later operation with a shorter timeout runs this one only until then.
@@ -274,15 +201,16 @@ QueuedBackend::WorkPtr QueuedBackend::enqueue(std::vector<Operation> operations)
     std::exception_ptr error;
     for (size_t i = 0; i < tickets.size(); ++i) {
       if (error) {  // an earlier operation of the batch failed
-        log_end(tickets[i], error);
+        log_.end(tickets[i], error);
         continue;
       }
-      if (black_box_) black_box_->start(tickets[i], next_sequence());
+      log_.start(tickets[i], next_sequence());
       try {
-        run_logged(work->operations()[i], until, by_waiter, tickets[i]);
+        run_collective(work->operations()[i], until, by_waiter);
       } catch (...) {
         error = std::current_exception();
       }
+      log_.end(tickets[i], error);
     }
     return work->end(std::move(error));
   };
@@ -296,11 +224,15 @@ void QueuedBackend::run_collective(const Operation& operation, Deadline deadline
                         (operation.kind == OpKind::kReduceScatter && unequal(operation.inputs));
   if (of_parts)
     run_parts(operation, deadline, by_waiter);
-  else if (operation.op == ReduceOp::PREMUL_SUM)
-    execute(premultiplied(operation, getRank()), deadline, by_waiter);
+  else if (reduces(operation.kind) && operation.op == ReduceOp::PREMUL_SUM)
+    execute_one(premultiplied(operation, getRank()), deadline, by_waiter);
   else
-    execute(operation, deadline, by_waiter);
+    execute_one(operation, deadline, by_waiter);
   count(operation);
+}
+
+void QueuedBackend::execute_one(const Operation& operation, Deadline deadline, bool by_waiter) {
+  with_faults(deadline, [&] { execute(operation, deadline, by_waiter); });
 }
 
 // An error that stops one rank between two parts stops the group, like an error within a part: the others would wait
@@ -329,7 +261,7 @@ void QueuedBackend::all_gather_unequal(const Operation& operation, Deadline dead
     at::Tensor(own).copy_(operation.tensor.reshape(own.sizes()));
   }
   for (int r = 0; r < getSize(); ++r)
-    execute(part(operation, OpKind::kBroadcast, operation.outputs[static_cast<size_t>(r)], r), deadline, by_waiter);
+    execute_one(part(operation, OpKind::kBroadcast, operation.outputs[static_cast<size_t>(r)], r), deadline, by_waiter);
 }
 
 void QueuedBackend::reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {
@@ -340,7 +272,7 @@ void QueuedBackend::reduce_scatter_unequal(const Operation& operation, Deadline 
       const at::NoGradGuard no_grad;
       contribution = at::Tensor(sum.tensor).copy_(contribution.reshape(sum.tensor.sizes()));
     }
-    execute(part(sum, OpKind::kReduce, contribution, r), deadline, by_waiter);
+    execute_one(part(sum, OpKind::kReduce, contribution, r), deadline, by_waiter);
   }
 }
 
@@ -353,7 +285,7 @@ void QueuedBackend::all_reduce_sparse(const Operation& operation, Deadline deadl
     if (unequal(outputs))
       all_gather_unequal(gathering, deadline, by_waiter);
     else
-      execute(gathering, deadline, by_waiter);
+      execute_one(gathering, deadline, by_waiter);
   };
   // Each rank's shape: number of sparse and dense dimensions, number of elements, sizes. Its length differs between
   // tensors with different numbers of dimensions.

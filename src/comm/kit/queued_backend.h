@@ -1,12 +1,14 @@
 // The part that is common to backends that execute operations themselves, in order, on their own threads: validation,
-// deadlines, the queue, works, counters, and the operations that are made of others:
+// deadlines, the queue, works, counters, the black box, injected faults, the life cycle of a membership, and the
+// operations that are made of others:
 //
 //   all_gather with unequal parts        a broadcast from each rank
 //   reduce_scatter with unequal parts    a reduce to each rank
 //   PREMUL_SUM                           a multiplication, then the sum
 //   sparse all_reduce                    all_gather of shapes, indices and values, added in rank order
 //
-// A derived backend implements execute() for the plain collectives, and messages.
+// A derived backend implements execute() for the plain collectives, messages, and how its ranks tell each other of a
+// failure or a departure. Its destructor calls leave(), before what execute() needs is destroyed.
 //
 // Thread-safety: as Backend.
 #pragma once
@@ -23,9 +25,10 @@
 #include "comm/core/backend.h"
 #include "comm/core/context.h"
 #include "comm/kit/collective_queue.h"
+#include "comm/kit/fault_injector.h"
+#include "comm/kit/operation_record.h"
 #include "comm/kit/operation_work.h"
 #include "muster/base/deadline.h"
-#include "shm/black_box.h"
 
 namespace muster::comm {
 
@@ -45,6 +48,11 @@ class QueuedBackend : public Backend {
 
   // Throws the failure of a group that has failed.
   virtual void check() const = 0;
+  // Whether this rank knows that the group has failed or ends; without looking far.
+  virtual bool failed() const = 0;
+
+  void leave(const std::string& cause) final;
+  void fail(const Error& cause) final;
 
   const std::string getBackendName() const override { return name_; }
   void abort() final;
@@ -64,25 +72,29 @@ class QueuedBackend : public Backend {
   virtual void submit_message(const WorkPtr& work, Deadline deadline) = 0;
   // The number, from 0, of the next collective of execute(), as it appears in error messages.
   virtual uint64_t next_sequence() const = 0;
+  // Tells the others that this rank leaves, and why, and makes its operations fail. May be called twice: by an injected
+  // fault on the thread that executes a collective, and by leave().
+  virtual void leave_group(const std::string& cause) = 0;
+  // Ends the backend's own threads, after leave_group().
+  virtual void end_threads() {}
+  // Makes the group fail on all ranks, unless it has failed already.
+  virtual void fail_group(const Error& cause) = 0;
+
+  // A backend calls faults().at() in the phases kPosted and kMiddle of a collective.
+  const FaultInjector& faults() const { return faults_; }
 
   // The frame of a small call: its turn in the queue, the black box, the counters. `body(deadline)` executes the call.
   // Returns false, without having done anything, if the queue is busy or a profiler is active.
   template <typename Body>
   bool run_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
     if (profiling() || !queue_->try_take()) return false;
-    const auto began = FastClock::now();
-    const uint64_t ticket = log_begin(call, dtype, bytes, began);
-    std::exception_ptr error;
-    try {
-      body(deadline_for(call.timeout, began));
-    } catch (...) {
-      error = std::current_exception();
-    }
-    const auto ended = FastClock::now();
-    log_end(ticket, error, ended);
-    if (!error) counters_->count_in_queue(bytes, ended - began);
+    OperationRecord record(log_, *counters_, call, dtype, bytes);
+    record.run(next_sequence(), [&] {
+      const Deadline deadline = deadline_for(call.timeout, record.began());
+      with_faults(deadline, [&] { body(deadline); });
+    });
     queue_->give_back();
-    if (error) std::rethrow_exception(error);
+    record.rethrow();
     return true;
   }
 
@@ -95,9 +107,8 @@ class QueuedBackend : public Backend {
     if (!body()) return false;
     // A send that is done here has not waited; reading the clock again would take as long as the send.
     const auto ended = call.kind == OpKind::kSend ? began : FastClock::now();
-    log_done(call, dtype, bytes, began, ended);
-    counters_->operations.fetch_add(1, std::memory_order_relaxed);
-    counters_->bytes.fetch_add(bytes, std::memory_order_relaxed);
+    log_.add(call, dtype, bytes, began, ended);
+    counters_->count(bytes);
     if (ended != began) counters_->add_blocked(ended - began);
     return true;
   }
@@ -113,8 +124,7 @@ class QueuedBackend : public Backend {
   // last reference to the backend: then release_resources() ends the membership inside the callback, and the thread
   // finds the object still there when the callback returns. Null before the first message, and after the membership.
   std::shared_ptr<void> memory() const;
-  // The last step of leave(). Destructors of derived classes call leave(), before what execute() needs is destroyed.
-  void end_membership();
+  bool has_left() const { return has_left_; }
   bool in_fork() const;        // this process is a fork of the member; the membership belongs to its parent
   int shown(int rank) const {  // the number of `rank` in messages and errors
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
@@ -128,6 +138,17 @@ class QueuedBackend : public Backend {
   }
 
  private:
+  template <typename Execute>
+  void with_faults(Deadline deadline, Execute&& execute) {
+    if (!faults_.any() || failed()) [[likely]]
+      return execute();
+    const uint64_t operation = next_sequence();
+    faults_.at(FaultPhase::kStart, operation, deadline);
+    execute();
+    faults_.at(FaultPhase::kEnd, operation, deadline);
+  }
+  void end_membership();
+  void execute_one(const Operation& operation, Deadline deadline, bool by_waiter);
   void run_collective(const Operation& operation, Deadline deadline, bool by_waiter);
   // The operation has not begun by its deadline, because others of this group wait for other ranks.
   void fail_late(const Operation& operation, Clock::time_point began);
@@ -139,25 +160,16 @@ class QueuedBackend : public Backend {
   WorkPtr enqueue(std::vector<Operation> operations);
   void hold_memory();  // called while the caller owns a reference to this backend
 
-  // The black box. Tickets have no meaning if there is none.
-  uint64_t log_begin(const Operation& operation, shm::BlackBoxState state, Clock::time_point now) const;
-  uint64_t log_begin(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point now) const;
-  void log_done(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point began,
-                Clock::time_point ended) const;
-  shm::BlackBoxEntry entry_of(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes,
-                              shm::BlackBoxState state) const;
-  void log_end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now = Clock::now()) const;
-  void run_logged(const Operation& operation, Deadline deadline, bool by_waiter, uint64_t ticket);
-
   const std::string name_, group_name_;
   const std::vector<int> shown_ranks_;
   const std::function<void(const Backend*)> on_leave_;
   const pid_t pid_;
   std::atomic<int64_t> timeout_ms_;
+  std::atomic<bool> has_left_{false};
+  const FaultInjector faults_;
   const std::shared_ptr<OperationCounters> counters_ = std::make_shared<OperationCounters>();
   const std::shared_ptr<CollectiveQueue> queue_;
-  const std::shared_ptr<shm::BlackBox> black_box_;
-  int black_box_group_ = shm::kNoGroup;
+  const OperationLog log_;
   mutable std::mutex memory_mutex_;
   std::shared_ptr<void> memory_;  // a weak reference to this object, until the membership ends
   bool membership_has_ended_ = false;

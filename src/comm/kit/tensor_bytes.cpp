@@ -46,6 +46,7 @@ void run_on_bytes(const Operation& operation, int rank, int ranks, Deadline dead
 
   switch (operation.kind) {
     case OpKind::kAllReduce:
+    case OpKind::kScan:
       tensor = flat.in_place(operation.tensor);
       break;
     case OpKind::kReduce:

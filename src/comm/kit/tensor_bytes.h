@@ -26,10 +26,6 @@ namespace muster::comm {
 void run_on_bytes(const Operation& operation, int rank, int ranks, Deadline deadline,
                   const std::function<void(ByteCall&)>& run);
 
-inline bool reduces(OpKind kind) {
-  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
-}
-
 // Whether a tensor's bytes are its elements in order. Almost all tensors are like that.
 inline bool plain(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous() &&

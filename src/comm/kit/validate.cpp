@@ -17,6 +17,7 @@ class Validator {
   void run() const {
     switch (op_.kind) {
       case OpKind::kAllReduce:
+      case OpKind::kScan:
         check_written(op_.tensor, "tensor");
         check_reduction();
         break;

@@ -58,40 +58,36 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
 
 WireBackend::~WireBackend() { leave({}); }
 
-void WireBackend::leave(const std::string& cause) {
-  if (in_fork()) return;
+void WireBackend::leave_group(const std::string& cause) {
+  const Aborted closing(text("group '", group_name(), "' is closing on rank ", shown(getRank())));
+  const PeerLost ended(shown(getRank()), ::getpid(), text("rank ", shown(getRank()), " ended: ", cause));
   {
     const std::lock_guard lock(state_mutex_);
     if (std::exchange(left_, true)) return;
-    if (!failure_)
-      failure_ =
-          std::make_exception_ptr(Aborted(text("group '", group_name(), "' is closing on rank ", shown(getRank()))));
+    if (!failure_) failure_ = cause.empty() ? std::make_exception_ptr(closing) : std::make_exception_ptr(ended);
     failure_known_.notify_all();
   }
-  const WithoutInterpreterLock unlocked;
   if (watch_ && subscription_) watch_->unsubscribe(subscription_);
   try {
     const store::CallsBy soon(Deadline::after(kFarewell));
-    if (!cause.empty())
-      store_->compare_set(
-          key("cause"), std::nullopt,
-          write_failure(PeerLost(shown(getRank()), ::getpid(), text("rank ", shown(getRank()), " ended: ", cause))));
+    if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended));
     store_->set(key(text("left/", getRank())), "1");
   } catch (const std::exception&) {
     // The process that serves the store has gone, so nobody could read the note.
   }
   wire_->close();
+}
+
+void WireBackend::end_threads() {
   {
     const std::lock_guard lock(threads_mutex_);
     stop_threads_ = true;
     job_.notify_all();
   }
   for (auto& thread : threads_) join_or_detach(thread);
-  end_membership();
 }
 
-void WireBackend::fail(const Error& cause) {
-  if (in_fork()) return;
+void WireBackend::fail_group(const Error& cause) {
   const auto error = read_failure(write_failure(cause));
   {
     const std::lock_guard lock(state_mutex_);
@@ -105,6 +101,19 @@ void WireBackend::fail(const Error& cause) {
 void WireBackend::check() const {
   const std::lock_guard lock(state_mutex_);
   if (failure_) std::rethrow_exception(failure_);
+}
+
+bool WireBackend::failed() const {
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (failure_ || gone_.empty()) return failure_ != nullptr;
+  }
+  try {  // a wire that has ended is only a hint
+    const store::CallsBy soon(Deadline::after(kFarewell));
+    return recorded_failure() != nullptr;
+  } catch (const std::exception&) {
+    return true;  // the store has gone, perhaps with its rank
+  }
 }
 
 void WireBackend::execute(const Operation& operation, Deadline deadline, bool) {

@@ -62,14 +62,16 @@ class WireBackend final : public QueuedBackend {
 
   Taken take_message(const Operation& receive, int from) override;
   const Stragglers* stragglers() const override { return arrivals_ ? &arrivals_->hosts : &stragglers_; }
-  void leave(const std::string& cause) override;
-  void fail(const Error& cause) override;
 
  protected:
   void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
   void run_message(const Operation& operation, Deadline deadline) override;
   void submit_message(const WorkPtr& work, Deadline deadline) override;
   void check() const override;
+  bool failed() const override;
+  void leave_group(const std::string& cause) override;
+  void end_threads() override;
+  void fail_group(const Error& cause) override;
   uint64_t next_sequence() const override { return sequence_; }
 
  private:
@@ -90,6 +92,7 @@ class WireBackend final : public QueuedBackend {
   void gather(const ByteCall& call);
   void scatter(const ByteCall& call);
   void reduce_scatter(const ByteCall& call);
+  void scan(const ByteCall& call);
   void all_to_all(const ByteCall& call);
 
   // --- messages ---

@@ -50,6 +50,7 @@ Group Group::split(int color, int key, const GroupOptions& options) const {
   at::Tensor all = at::empty({size(), 2}, mine.options());
   backend.run({.kind = comm::OpKind::kAllGather, .tensor = mine, .outputs = {all}});
   all = all.to(at::kCPU);
+  if (s.world_has_left) throw Aborted(text("group '", s.name, "' cannot be split: its World has ended"));
   const auto number = ++s.splits;
   const auto said = all.accessor<int64_t, 2>();
   std::vector<int> members;  // ranks in this group

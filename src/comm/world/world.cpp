@@ -46,6 +46,7 @@ struct World::State : World::Parts {
   uint64_t next_group = 0;
   std::string cause;  // the error by which this rank ends; empty: it ends as intended
   pid_t pid = ::getpid();
+  bool ranks_are_threads = false;
 
   std::shared_ptr<Group::State> make_group(const std::string& name, const std::string& store_prefix,
                                            const std::vector<int>& ranks, const GroupOptions& with = {});
@@ -103,6 +104,7 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
                                  .host = {.arena = arena,
                                           .watch = watch,
                                           .black_box = black_box,
+                                          .ranks_are_threads = ranks_are_threads,
                                           .local_ranks = placement.local_world_size,
                                           .cores = cores},
                                  .options = {.faults = options.faults}};
@@ -112,6 +114,7 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
       context.group.members.push_back(members[static_cast<size_t>(rank)]);
       hosts.insert(context.group.members.back().host);
     }
+    if (!heaps[static_cast<size_t>(placement.rank)]) context.host.heaps.clear();  // the World's backend maps none
     group->backend = comm::create_backend(backend, context);
     MUSTER_LOG(kInfo) << "rank " << placement.rank << ": group '" << name << "' of " << ranks.size() << " ranks on "
                       << hosts.size() << (hosts.size() == 1 ? " host" : " hosts") << " uses backend '"
@@ -152,6 +155,9 @@ std::vector<std::shared_ptr<Group::State>> World::State::alive_groups() {
 }
 
 World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options)
+    : World(placement, std::move(store), options, false) {}
+
+World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options, bool ranks_are_threads)
     : state_(std::make_unique<State>()) {
   if (placement.world_size < 1)
     throw InvalidArgument(text("a World cannot have ", placement.world_size, " ranks"), "Use 1 or more");
@@ -166,13 +172,14 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
   s.self = this;
   FastClock::now();  // the first call starts the measurement of a cycle's length
   s.placement = placement;
+  s.ranks_are_threads = ranks_are_threads;
   s.options = options;
   const FaultPlan more = faults_of_environment();
   for (const Fault& fault : more.faults()) s.options.faults.add(fault);
   s.store = std::move(store);
   // A process may leave a job's World and make another. Each World has its own prefix in the store.
   s.prefix = text("muster/world/", s.store->add(text("muster/worlds/", placement.rank), 1));
-  s.black_box = shm::open_black_box(placement.rank, placement.world_size, options.ranks_are_threads);
+  s.black_box = shm::open_black_box(placement.rank, placement.world_size, ranks_are_threads);
   s.arena = std::make_shared<shm::Arena>(options.heap_capacity ? options.heap_capacity
                                                                : comm::default_heap_capacity(placement.world_size));
   s.heap = std::make_shared<Heap>(s.arena);
@@ -338,14 +345,12 @@ std::string what(const std::exception_ptr& error) {
 void run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options) {
   if (n < 1) throw InvalidArgument(text("run_threads cannot start ", n, " threads"), "Use 1 or more");
   const auto store = make_memory_store();
-  WorldOptions of_threads = options;
-  of_threads.ranks_are_threads = true;
   std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < n; ++rank)
     threads.emplace_back([&, rank] {
       try {
-        World world({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, of_threads);
+        World world({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, options, true);
         const World::Scope scope(world);
         try {
           fn(world);

@@ -8,20 +8,20 @@
 
 namespace muster::comm::fake_backend {
 
-void FakeBackend::leave(const std::string&) {
-  if (in_fork()) return;
-  {
-    const std::lock_guard lock(mutex_);
-    if (std::exchange(has_left_, true)) return;
-    if (!failure_)
-      failure_ = std::make_exception_ptr(Aborted(text("group '", group_name(), "' is closing on rank ", getRank())));
-  }
-  end_membership();
+void FakeBackend::leave_group(const std::string&) {
+  const std::lock_guard lock(mutex_);
+  if (!failure_)
+    failure_ = std::make_exception_ptr(Aborted(text("group '", group_name(), "' is closing on rank ", getRank())));
 }
 
-void FakeBackend::fail(const Error& cause) {
+void FakeBackend::fail_group(const Error& cause) {
   const std::lock_guard lock(mutex_);
   if (!failure_) failure_ = read_failure(write_failure(cause));
+}
+
+bool FakeBackend::failed() const {
+  const std::lock_guard lock(mutex_);
+  return failure_ != nullptr;
 }
 
 void FakeBackend::check() const {

@@ -15,21 +15,20 @@ class FakeBackend final : public QueuedBackend {
   explicit FakeBackend(const BackendContext& context) : QueuedBackend(context, "fake") {}
   ~FakeBackend() override { leave({}); }
 
-  void leave(const std::string& cause) override;
-  void fail(const Error& cause) override;
-
  protected:
   void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
   void run_message(const Operation& operation, Deadline deadline) override;
   void submit_message(const WorkPtr& work, Deadline deadline) override;
   void check() const override;
+  bool failed() const override;
+  void leave_group(const std::string& cause) override;
+  void fail_group(const Error& cause) override;
   uint64_t next_sequence() const override { return sequence_; }
 
  private:
   std::atomic<uint64_t> sequence_{0};
   mutable std::mutex mutex_;
   std::exception_ptr failure_;
-  bool has_left_ = false;
 };
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);

@@ -6,13 +6,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <csignal>
 #include <future>
-#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
-#include "base/thread.h"
 #include "comm/backends/registry.h"
 #include "comm/core/stragglers.h"
 #include "comm/kit/flatten.h"
@@ -29,17 +26,9 @@ using std::chrono::milliseconds;
 // fails.
 constexpr milliseconds kSlack{1500};
 
-bool threads_of_one_process(const BackendContext& context) {
-  return std::count_if(context.group.members.begin(), context.group.members.end(),
-                       [](const Member& member) { return member.pid == ::getpid(); }) > 1;
-}
-
 }  // namespace
 
-HierarchicalBackend::HierarchicalBackend(const BackendContext& context)
-    : QueuedBackend(context, "hierarchical"),
-      faults_(context.options.faults),
-      shares_process_(threads_of_one_process(context)) {
+HierarchicalBackend::HierarchicalBackend(const BackendContext& context) : QueuedBackend(context, "hierarchical") {
   const int n = context.group.size;
   std::vector<int> number;  // by host of the World: the host's number in this group
   for (int r = 0; r < n; ++r) {
@@ -127,23 +116,25 @@ void HierarchicalBackend::between_hosts(const Operation& step) {
 
 // --- membership and failure ---
 
-void HierarchicalBackend::leave(const std::string& cause) {
-  if (in_fork() || has_left_.exchange(true)) return;
-  const WithoutInterpreterLock unlocked;
+void HierarchicalBackend::leave_group(const std::string& cause) {
   for (Inner* const group : {&leaders_, &all_, &local_})
     if (*group) (*group)->leave(cause);
-  receives_.stop();
-  end_membership();
 }
 
-void HierarchicalBackend::fail(const Error& cause) {
+void HierarchicalBackend::fail_group(const Error& cause) {
   for (Inner* const group : {&local_, &all_, &leaders_})  // local_ first: it does not need a store that answers
     if (*group) (*group)->fail(cause);
 }
 
 // Does not look for a failure of the group: each of the inner groups throws it when it is used next.
 void HierarchicalBackend::check() const {
-  if (has_left_) throw Aborted(text("group '", group_name(), "' is closing on rank ", getRank()));
+  if (has_left()) throw Aborted(text("group '", group_name(), "' is closing on rank ", getRank()));
+}
+
+bool HierarchicalBackend::failed() const {
+  for (const Inner* const group : {&local_, &all_})
+    if (const auto* const ours = dynamic_cast<const QueuedBackend*>(group->get()); ours && ours->failed()) return true;
+  return has_left();
 }
 
 template <typename Fn>
@@ -167,7 +158,8 @@ Operation HierarchicalBackend::step(const Operation& whole, OpKind kind, const a
                                     Deadline deadline) const {
   const auto left = std::chrono::ceil<milliseconds>(deadline.left());
   return {.kind = kind,
-          .op = whole.op == ReduceOp::AVG ? ReduceOp::SUM : whole.op,
+          // An average is divided at the end, and factors have been applied.
+          .op = whole.op == ReduceOp::AVG || whole.op == ReduceOp::PREMUL_SUM ? ReduceOp::SUM : whole.op,
           .peer = peer,
           .tensor = tensor,
           .timeout = std::clamp(left, milliseconds(1), milliseconds(std::chrono::hours(24 * 365))),
@@ -175,13 +167,13 @@ Operation HierarchicalBackend::step(const Operation& whole, OpKind kind, const a
           .site = whole.site};
 }
 
-// The deadline of the last step inside the host. A leader does not wait longer there than for the other steps, because
-// it waits only for ranks that wait for no other rank. And the leader of another host may already wait for this leader
-// in the next operation.
 Deadline HierarchicalBackend::later(Deadline deadline, int steps) {
   return deadline.is_never() ? deadline : Deadline::after(deadline.left() + steps * kSlack);
 }
 
+// The deadline of the last step inside the host. A leader does not wait longer there than for the other steps, because
+// it waits only for ranks that wait for no other rank. And the leader of another host may already wait for this leader
+// in the next operation.
 Deadline HierarchicalBackend::last_wait(Deadline deadline) const {
   return leads() ? Deadline::after(std::max<std::chrono::nanoseconds>(deadline.left(), kSlack)) : later(deadline, 2);
 }
@@ -191,63 +183,14 @@ void HierarchicalBackend::execute(const Operation& operation, Deadline deadline,
   ++sequence_;
   deadline_ = deadline;
   first_step_ = true;
-  guarded([&] {
-    act_on_faults(FaultPhase::kStart, deadline);
-    execute_in_steps(operation, deadline);
-    act_on_faults(FaultPhase::kEnd, deadline);
-  });
+  guarded([&] { execute_in_steps(operation, deadline); });
 }
 
 void HierarchicalBackend::run_in_host(const Operation& step) {
   local_->run(step);
   if (!std::exchange(first_step_, false)) return;
-  act_on_faults(FaultPhase::kPosted, deadline_);
-  act_on_faults(FaultPhase::kMiddle, deadline_);
-}
-
-// --- injected faults ---
-
-void HierarchicalBackend::act_on_faults(FaultPhase phase, Deadline deadline) {
-  for (const Fault& fault : faults_.faults()) {
-    if (fault.rank != getRank() || fault.operation + 1 != sequence_ || fault.phase != phase ||
-        fault.group != group_name())
-      continue;
-    switch (fault.action) {
-      case FaultAction::kKill: {
-        if (!shares_process_) ::kill(::getpid(), SIGKILL);
-        const std::string cause = "killed by its FaultPlan";
-        for (Inner* const group : {&leaders_, &all_, &local_})
-          if (*group) (*group)->leave(cause);
-        throw PeerLost(getRank(), ::getpid(), text("rank ", getRank(), " ended: ", cause));
-      }
-      case FaultAction::kStop:
-        if (!shares_process_) {
-          ::raise(SIGSTOP);
-          break;
-        }
-        stand_still(std::chrono::nanoseconds::max(), deadline);
-        throw Aborted(text("rank ", getRank(), " was stopped by its FaultPlan"));
-      case FaultAction::kDelay:
-        stand_still(fault.delay, Deadline::never());
-        break;
-      case FaultAction::kCorrupt:
-        break;
-    }
-  }
-}
-
-void HierarchicalBackend::stand_still(std::chrono::nanoseconds duration, Deadline deadline) const {
-  constexpr std::chrono::nanoseconds kNap = milliseconds(5);
-  const auto until = Deadline::after(duration);
-  const auto patience = later(deadline, 4);  // when all other ranks have given up
-  try {
-    while (!until.passed() && !patience.passed()) {
-      for (const Inner* const group : {&local_, &all_})
-        if (const auto* const ours = dynamic_cast<const QueuedBackend*>(group->get())) ours->check();
-      std::this_thread::sleep_for(std::min(kNap, until.left()));
-    }
-  } catch (const Error&) {  // the operation finds the error itself
-  }
+  faults().at(FaultPhase::kPosted, sequence_ - 1, deadline_);
+  faults().at(FaultPhase::kMiddle, sequence_ - 1, deadline_);
 }
 
 // --- messages ---

@@ -42,8 +42,6 @@ class HierarchicalBackend final : public QueuedBackend {
   explicit HierarchicalBackend(const BackendContext& context);
   ~HierarchicalBackend() override { leave({}); }
 
-  void leave(const std::string& cause) override;
-  void fail(const Error& cause) override;
   const Stragglers* stragglers() const override;
   std::string straggler_report(std::chrono::nanoseconds at_least) const override;
 
@@ -52,6 +50,10 @@ class HierarchicalBackend final : public QueuedBackend {
   void run_message(const Operation& operation, Deadline deadline) override;
   void submit_message(const WorkPtr& work, Deadline deadline) override;
   void check() const override;
+  bool failed() const override;
+  void leave_group(const std::string& cause) override;
+  void end_threads() override { receives_.stop(); }
+  void fail_group(const Error& cause) override;
   uint64_t next_sequence() const override { return sequence_; }
 
  private:
@@ -70,10 +72,6 @@ class HierarchicalBackend final : public QueuedBackend {
   Deadline last_wait(Deadline deadline) const;
   void run_in_host(const Operation& step);
   void between_hosts(const Operation& step);  // only on leaders
-  void act_on_faults(FaultPhase phase, Deadline deadline);
-  // Blocks for `duration`, or until one of the groups is known to have failed, or until all other ranks must have given
-  // up.
-  void stand_still(std::chrono::nanoseconds duration, Deadline deadline) const;
   // Runs fn. An error of one group becomes the error of all three.
   template <typename Fn>
   void guarded(Fn&& fn);
@@ -93,16 +91,13 @@ class HierarchicalBackend final : public QueuedBackend {
   std::vector<std::vector<int>> ranks_of_;  // by host: its ranks, in order
   std::vector<int> place_;                  // by rank: its rank within its host
   int own_host_ = 0, local_rank_ = 0;
-  const FaultPlan faults_;
-  const bool shares_process_;    // with another rank: ranks are threads
   Inner local_, leaders_, all_;  // leaders_ is null on ranks that are not leaders
   std::atomic<uint64_t> sequence_{0};
   Deadline deadline_ = Deadline::never();   // of the operation under way; only its thread uses it
   bool first_step_ = true;                  // the next step inside the host is its first
   std::shared_ptr<HostArrivals> arrivals_;  // in the memory of local_; leaders write it
-  std::atomic<bool> has_left_{false};
-  std::atomic<bool> local_first_{true};  // whether a receive from any source looks into local_ first
-  std::atomic<int> first_place_{0};      // the rank of local_ with which it begins
+  std::atomic<bool> local_first_{true};     // whether a receive from any source looks into local_ first
+  std::atomic<int> first_place_{0};         // the rank of local_ with which it begins
   ReceiveQueue receives_{[this] { return memory(); }};
 };
 

@@ -44,6 +44,7 @@ void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline 
     local_barrier(deadline);
     leaders_barrier();
     Operation whole = operation;
+    if (whole.op == ReduceOp::PREMUL_SUM) whole.op = ReduceOp::SUM;  // the tensors are multiplied already
     whole.timeout = step(operation, operation.kind, {}, 0, later(deadline, 2)).timeout;
     all_->run(whole);
   };

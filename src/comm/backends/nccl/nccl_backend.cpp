@@ -128,6 +128,7 @@ class NcclBackend final : public Backend {
         if (operation.peer == kAnySource) break;
         return nccl_->recv(tensors, operation.peer, operation.tag);
       case OpKind::kAllReduceSparse:
+      case OpKind::kScan:
       case OpKind::kNothing:
         break;
     }

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <csignal>
 #include <cstring>
 
 #include "base/copy.h"
@@ -103,7 +102,6 @@ void Channel::position(Phase phase) {
 
 uint64_t Channel::begin_operation(const Descriptor& descriptor, std::span<const std::byte> payload, Deadline deadline) {
   check();
-  fault(FaultPhase::kStart);
   const uint64_t seq = ++seq_;
   current_ = descriptor;
   deadline_ = deadline;
@@ -117,7 +115,7 @@ uint64_t Channel::begin_operation(const Descriptor& descriptor, std::span<const 
   control(rank_).core.store(::sched_getcpu(), std::memory_order_relaxed);
   mine.seq.store(seq, std::memory_order_release);
   control(rank_).bell.ring();
-  fault(FaultPhase::kPosted);
+  if (options_.faults) options_.faults->at(FaultPhase::kPosted, seq - 1, deadline);
 
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
@@ -125,14 +123,11 @@ uint64_t Channel::begin_operation(const Descriptor& descriptor, std::span<const 
   }
   compare(descriptor, seq);
   stragglers_.note([&](int r) { return slot(r, seq).descriptor.arrived; });
-  fault(FaultPhase::kMiddle);
+  if (options_.faults) options_.faults->at(FaultPhase::kMiddle, seq - 1, deadline);
   return seq;
 }
 
-void Channel::end_operation() {
-  fault(FaultPhase::kEnd);
-  position(Phase::kIdle);
-}
+void Channel::end_operation() { position(Phase::kIdle); }
 
 void Channel::compare(const Descriptor& mine, uint64_t seq) {
   bool equal = true;
@@ -294,52 +289,6 @@ void Channel::commit_ring(int to) {
     return;
   shm::commit(fd_.get(), layout_.ring_at(rank_, to), layout_.ring_bytes());
   ring_committed_[static_cast<size_t>(to)] = true;
-}
-
-// --- injected faults ---
-
-bool Channel::shares_process() const {
-  for (int r = 0; r < size_; ++r)
-    if (r != rank_ && control(r).pid.load(std::memory_order_relaxed) == ::getpid()) return true;
-  return false;
-}
-
-// Blocks for `duration`, or until the group fails.
-void Channel::stand_still(nanoseconds duration) {
-  for (const auto until = Deadline::after(duration); !until.passed() && !failed();)
-    control(rank_).bell.sleep(std::min(kNap, until.left()), [&] { return failed(); });
-}
-
-void Channel::act_on_faults(FaultPhase phase) {
-  const uint64_t operation = phase == FaultPhase::kStart ? seq_ : seq_ - 1;
-  for (const Fault& fault : options_.faults.faults()) {
-    if (fault.rank != rank_ || fault.operation != operation || fault.phase != phase || fault.group != name()) continue;
-    switch (fault.action) {
-      case FaultAction::kKill:
-        if (!shares_process()) ::kill(::getpid(), SIGKILL);
-        leave("killed by its FaultPlan");
-        throw_failure();
-      case FaultAction::kStop:
-        if (shares_process()) {
-          stand_still(nanoseconds::max());
-          throw_failure();
-        }
-        ::raise(SIGSTOP);
-        break;
-      case FaultAction::kDelay:
-        stand_still(fault.delay);
-        break;
-      case FaultAction::kCorrupt:
-        break;  // see corrupt()
-    }
-  }
-}
-
-void Channel::corrupt_on_order(std::span<std::byte> contribution, uint64_t seq) {
-  for (const Fault& fault : options_.faults.faults())
-    if (fault.action == FaultAction::kCorrupt && fault.rank == rank_ && fault.operation + 1 == seq &&
-        fault.group == name() && !contribution.empty())
-      contribution[0] ^= std::byte{0x80};
 }
 
 // --- failure ---

@@ -27,9 +27,9 @@
 
 #include "comm/backends/shm/layout.h"
 #include "comm/core/stragglers.h"
+#include "comm/kit/fault_injector.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
-#include "muster/comm/fault_plan.h"
 #include "muster/comm/group.h"
 #include "muster/store/store.h"
 #include "shm/peer_watch.h"
@@ -43,7 +43,7 @@ inline constexpr std::chrono::nanoseconds kNap = std::chrono::milliseconds(50);
 struct ChannelOptions {
   std::string name = "world";                        // for messages
   std::vector<std::shared_ptr<shm::Mapping>> heaps;  // by rank in the group; empty: no direct path
-  FaultPlan faults;
+  const FaultInjector* faults = nullptr;             // null: none
   std::chrono::nanoseconds spin{0};
   std::vector<int> shown_ranks;  // how messages and errors number the ranks; empty: unchanged
   std::vector<pid_t> pids;       // by rank in the group, 0 if not known; empty: none is known
@@ -116,14 +116,9 @@ class Channel {
   void commit_ring(int to);
 
   // --- injected faults ---
-  void fault(FaultPhase phase) {
-    if (!options_.faults.empty()) [[unlikely]]
-      act_on_faults(phase);
-  }
   // `seq`: the operation that the contribution is for.
   void corrupt(std::span<std::byte> contribution, uint64_t seq) {
-    if (!options_.faults.empty()) [[unlikely]]
-      corrupt_on_order(contribution, seq);
+    if (options_.faults) options_.faults->corrupt(contribution, seq - 1);
   }
 
   // --- failure ---
@@ -173,10 +168,7 @@ class Channel {
   std::byte* staging(int peer) const { return base() + layout_.staging_at(peer); }
   std::atomic<uint64_t>& counter(int peer, Counter which) const;
   void ring_everybody();
-  void act_on_faults(FaultPhase phase);
-  void corrupt_on_order(std::span<std::byte> contribution, uint64_t seq);
   bool shares_process() const;  // with another rank: ranks are threads
-  void stand_still(std::chrono::nanoseconds duration);
   void compare(const Descriptor& mine, uint64_t seq);
   [[noreturn]] void mismatch(uint64_t seq);
   std::string call_of(int peer, uint64_t seq) const;

@@ -32,6 +32,7 @@ void all_gather(Channel& channel, const Call& call);  // and gather
 void scatter(Channel& channel, const Call& call);
 void reduce_scatter(Channel& channel, const Call& call);
 void all_to_all(Channel& channel, const Call& call);
+void scan(Channel& channel, const Call& call);
 void barrier(Channel& channel, const Call& call);
 
 }  // namespace muster::comm::shm_backend

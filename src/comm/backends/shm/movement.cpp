@@ -1,4 +1,4 @@
-// Collectives that move data: broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier.
+// Collectives that move data: broadcast, all_gather, gather, scatter, reduce_scatter, scan, all_to_all, barrier.
 //
 // All follow one scheme. Each rank *contributes* some bytes for others to read. If every rank's contribution fits into
 // its slot, it travels with the announcement. Else, if all contributions are on the heap, the others read them there.
@@ -272,6 +272,37 @@ void reduce_scatter(Channel& channel, const Call& call) {
       });
       pipeline.done(i);
     }
+  }
+  channel.end_operation();
+}
+
+// Rank r reduces the contributions of the ranks 0 … r.
+void scan(Channel& channel, const Call& call) {
+  const auto me = static_cast<size_t>(channel.rank());
+  PerRank<ConstBytes> sources(me + 1);
+  const auto reduce = [&](size_t begin, size_t bytes, auto contribution) {
+    for (size_t r = 0; r <= me; ++r) sources[r] = contribution(static_cast<int>(r));
+    const std::array<Bytes, 1> destination = {call.data + begin};
+    call.kernel(destination, sources.span(), bytes / call.item);
+  };
+  if (call.bytes() <= kSlotPayload) {
+    channel.begin_operation(descriptor_of(call), {call.data, call.bytes()}, call.deadline);
+    reduce(0, call.bytes(), [&](int r) { return channel.payload(r); });
+    return channel.end_operation();
+  }
+  channel.begin_operation(descriptor_of(call), {}, call.deadline);
+  const size_t per_turn = bytes_per_turn(call.bytes(), channel.layout().turn_bytes());  // a multiple of every item
+  const uint64_t turns = turns_for(call.bytes(), per_turn);
+  Turns pipeline(channel, turns);
+  for (uint64_t i = 0; i < turns; ++i) {
+    const Piece piece(call.bytes(), per_turn, i);
+    Bytes const own = pipeline.stage(i);
+    copy_bytes(own, call.data + piece.begin, piece.length);
+    channel.corrupt({own, 1}, channel.seq());
+    pipeline.staged(i);
+    for (int r = 0; r < channel.rank(); ++r) pipeline.await_staged(r, i);
+    reduce(piece.begin, piece.length, [&](int r) { return pipeline.buffer(r, i); });
+    pipeline.done(i);
   }
   channel.end_operation();
 }

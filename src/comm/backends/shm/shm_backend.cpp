@@ -3,19 +3,18 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "base/thread.h"
 #include "comm/kit/tensor_bytes.h"
 #include "shm/arena.h"
 
 namespace muster::comm::shm_backend {
 namespace {
 
-ChannelOptions channel_options(const BackendContext& context) {
+ChannelOptions channel_options(const BackendContext& context, const FaultInjector& faults) {
   std::vector<pid_t> pids;
   for (const Member& member : context.group.members) pids.push_back(member.pid);
   return {.name = context.group.name,
           .heaps = context.host.heaps,
-          .faults = context.options.faults,
+          .faults = &faults,
           .spin = shm::spin_for(context.host.local_ranks, context.host.cores),
           .shown_ranks = context.group.shown_ranks,
           .pids = std::move(pids),
@@ -27,23 +26,13 @@ ChannelOptions channel_options(const BackendContext& context) {
 ShmBackend::ShmBackend(const BackendContext& context)
     : QueuedBackend(context, "shm"),
       channel_(*context.group.store, context.group.store_prefix, context.group.rank, context.group.size,
-               channel_options(context), context.host.watch, Deadline::after(context.group.timeout)),
+               channel_options(context, faults()), context.host.watch, Deadline::after(context.group.timeout)),
       arena_(context.host.arena),
       messages_(channel_, [this] { return memory(); }) {}
 
 ShmBackend::~ShmBackend() { leave({}); }
 
-void ShmBackend::leave(const std::string& cause) {
-  if (in_fork()) return;
-  if (has_left_.exchange(true)) return;
-  const WithoutInterpreterLock unlocked;
-  channel_.leave(cause);
-  messages_.stop();
-  end_membership();
-}
-
-void ShmBackend::fail(const Error& cause) {
-  if (in_fork()) return;
+void ShmBackend::fail_group(const Error& cause) {
   int subject = shown(getRank()), pid = 0;
   std::vector<int> missing;
   AbortReason reason = AbortReason::kUnavailable;
@@ -220,6 +209,8 @@ void ShmBackend::execute_call(const Call& call) {
       return shm_backend::scatter(channel_, call);
     case OpKind::kAllToAll:
       return all_to_all(channel_, call);
+    case OpKind::kScan:
+      return scan(channel_, call);
     default:
       return shm_backend::barrier(channel_, call);
   }

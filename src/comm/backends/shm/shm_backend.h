@@ -22,8 +22,6 @@ class ShmBackend final : public QueuedBackend {
 
   bool run_small(const SmallCall& call) override;
   Taken take_message(const Operation& receive, int from) override;
-  void leave(const std::string& cause) override;
-  void fail(const Error& cause) override;
   const Stragglers* stragglers() const override { return &channel_.stragglers(); }
   std::span<std::atomic<uint64_t>> board() override { return channel_.board(); }
 
@@ -32,6 +30,10 @@ class ShmBackend final : public QueuedBackend {
   void run_message(const Operation& operation, Deadline deadline) override;
   void submit_message(const WorkPtr& work, Deadline deadline) override;
   void check() const override { channel_.check(); }
+  bool failed() const override { return channel_.failed(); }
+  void leave_group(const std::string& cause) override { channel_.leave(cause); }
+  void end_threads() override { messages_.stop(); }
+  void fail_group(const Error& cause) override;
   uint64_t next_sequence() const override { return channel_.seq(); }
 
  private:
@@ -44,7 +46,6 @@ class ShmBackend final : public QueuedBackend {
 
   Channel channel_;
   const std::shared_ptr<shm::Arena> arena_;
-  std::atomic<bool> has_left_{false};
   std::mutex quarantine_mutex_;
   std::vector<at::Tensor> quarantine_;
   Messages messages_;

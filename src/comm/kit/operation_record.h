@@ -1,0 +1,147 @@
+// What is kept of an operation on this rank: its entry in the black box, its part of the counters, and its event in a
+// profiler.
+//
+//   OperationCounters   of a group; its works may outlive the backend
+//   OperationLog        a group's place in the rank's black box
+//   OperationRecord     one blocking operation, for all three
+//
+// Thread-safety: OperationCounters and OperationLog from any thread; an OperationRecord belongs to one.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/cycles.h"
+#include "comm/core/context.h"
+#include "comm/core/operation.h"
+#include "muster/base/deadline.h"
+#include "shm/black_box.h"
+
+namespace muster::comm {
+
+struct OperationCounters {
+  std::atomic<uint64_t> operations{0}, bytes{0};
+  std::atomic<int64_t> blocked_ns{0};
+  std::atomic<int64_t> under_way{0};  // works that have not ended
+
+  // For operations in the queue, which run one at a time, so counting needs no locked instruction.
+  std::atomic<uint64_t> queued_operations{0}, queued_bytes{0};
+  std::atomic<int64_t> queued_blocked_ns{0};
+
+  void count(const Operation& operation);
+  void count(uint64_t size) {
+    operations.fetch_add(1, std::memory_order_relaxed);
+    bytes.fetch_add(size, std::memory_order_relaxed);
+  }
+  void count_in_queue(uint64_t size, std::chrono::nanoseconds blocked) {
+    add(queued_operations, uint64_t{1});
+    add(queued_bytes, size);
+    add(queued_blocked_ns, int64_t{blocked.count()});
+  }
+  uint64_t completed() const {
+    return operations.load(std::memory_order_relaxed) + queued_operations.load(std::memory_order_relaxed);
+  }
+  void add_blocked(std::chrono::nanoseconds time) { blocked_ns.fetch_add(time.count(), std::memory_order_relaxed); }
+  CommStats stats() const;
+
+ private:
+  template <typename Number>
+  static void add(std::atomic<Number>& sum, Number value) {
+    sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
+  }
+};
+
+// If the rank has no black box, nothing is written, and tickets have no meaning.
+class OperationLog {
+ public:
+  explicit OperationLog(const BackendContext& context);
+
+  // An operation that runs from now on; returns its ticket. `sequence`: the number of a collective in its group; of a
+  // message it is ignored.
+  uint64_t begin(const Operation& operation, uint64_t sequence, Clock::time_point now) const;
+  uint64_t begin(const SmallCall& call, at::ScalarType dtype, size_t bytes, uint64_t sequence,
+                 Clock::time_point now) const;
+  // One that is queued; start() when it runs.
+  uint64_t post(const Operation& operation) const;
+  void start(uint64_t ticket, uint64_t sequence) const;
+  // `error`: by which it has failed, or null.
+  void end(uint64_t ticket, const std::exception_ptr& error, Clock::time_point now = Clock::now()) const;
+  // One that is over.
+  void add(const SmallCall& call, at::ScalarType dtype, size_t bytes, Clock::time_point began,
+           Clock::time_point ended) const;
+
+ private:
+  shm::BlackBoxEntry entry_of(OpKind kind, int peer, int tag, at::ScalarType dtype, size_t bytes, uint64_t sequence,
+                              shm::BlackBoxState state) const;
+
+  const std::shared_ptr<shm::BlackBox> black_box_;
+  int group_ = shm::kNoGroup;
+};
+
+class OperationRecord {
+ public:
+  // The event in the profiler, if one is active, lasts as long as the object. The clock is read only here and at the end
+  // of run(), for all that needs the time: each read costs a tenth of a small operation.
+  OperationRecord(const OperationLog& log, OperationCounters& counters, const Operation& operation);
+  // Of a small call, which runs in the queue while no profiler is active.
+  OperationRecord(const OperationLog& log, OperationCounters& counters, const SmallCall& call, at::ScalarType dtype,
+                  size_t bytes)
+      : log_(log), counters_(counters), small_(&call), dtype_(dtype), bytes_(bytes), began_(FastClock::now()) {}
+  OperationRecord(const OperationRecord&) = delete;
+  OperationRecord& operator=(const OperationRecord&) = delete;
+
+  Clock::time_point began() const { return began_; }
+
+  // Runs the operation: the entry in the black box is that of body(). Keeps an exception for rethrow().
+  template <typename Body>
+  void run(uint64_t sequence, Body&& body) noexcept {
+    const uint64_t ticket =
+        small_ ? log_.begin(*small_, dtype_, bytes_, sequence, began_) : log_.begin(*operation_, sequence, began_);
+    try {
+      body();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    const auto ended = FastClock::now();
+    log_.end(ticket, error_, ended);
+    if (!small_)
+      counters_.add_blocked(ended - began_);
+    else if (!error_)
+      counters_.count_in_queue(bytes_, ended - began_);
+  }
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  void begin_event();
+
+  const OperationLog& log_;
+  OperationCounters& counters_;
+  const Operation* const operation_ = nullptr;
+  const SmallCall* const small_ = nullptr;
+  const at::ScalarType dtype_ = at::kByte;
+  const size_t bytes_ = 0;
+  std::optional<at::RecordFunction> event_;
+  Clock::time_point began_;
+  std::exception_ptr error_;
+};
+
+// The size of this rank's payload.
+size_t bytes_of(const Operation& operation);
+// "muster:all_reduce", as profilers show it; never freed.
+const char* profiling_title(const Operation& operation);
+// The tensors whose shapes a profiler shows: the inputs, as with PyTorch's own backends.
+std::vector<at::Tensor> profiled_inputs(std::span<const Operation> operations);
+// Whether a profiler is active.
+bool profiling();
+
+}  // namespace muster::comm
