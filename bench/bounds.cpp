@@ -1,5 +1,6 @@
 // Measures what Muster promises in units of time and memory, and prints each figure with its bound, one JSON object per
-// line: bench_bounds fault|idle|memory|copy… Tests assert the same promises by events, which a busy machine cannot disturb.
+// line: bench_bounds fault|idle|memory|copy… Tests assert the same promises by events, which a busy machine cannot
+// disturb.
 //
 //   fault    the time from the end of a rank until the other ranks know it
 //   idle     the share of a core that a rank takes while it waits; the cost of the black box per operation; a barrier

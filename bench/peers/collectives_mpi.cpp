@@ -1,5 +1,5 @@
-// Collectives over an MPI: mpirun -n 2 peer_collectives_openmpi NAME. Speaks as ../collectives.cpp --serve does, with the
-// same sizes, and measures as ../measure.h does. NAME is the implementation's in the rows.
+// Collectives over an MPI: mpirun -n 2 peer_collectives_openmpi NAME. Speaks as ../collectives.cpp --serve does, with
+// the same sizes, and measures as ../measure.h does. NAME is the implementation's in the rows.
 #include <mpi.h>
 #include <unistd.h>
 

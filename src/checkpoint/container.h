@@ -17,8 +17,8 @@
 //
 // A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file.
 //
-// Errors: CorruptError names the file, the byte and, if the byte is in one, the tensor. Unavailable: the file cannot be read
-// or written. Thread-safety: values, and functions without state.
+// Errors: CorruptError names the file, the byte and, if the byte is in one, the tensor. Unavailable: the file cannot be
+// read or written. Thread-safety: values, and functions without state.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,9 @@
 // A store that may be unreachable for a while and come back with its data (an etcd): an operation that gets no answer
 // is tried again, for as long as its user tolerates that.
 //
-// A wait that ends with TimeoutError is not tried again: the store answered, and the key was not there. An operation that is
-// tried again may have taken effect before. set() has the same effect twice, and so has compare_set() with a value that
-// only one writer writes; add() may count twice, which its caller must tolerate.
+// A wait that ends with TimeoutError is not tried again: the store answered, and the key was not there. An operation
+// that is tried again may have taken effect before. set() has the same effect twice, and so has compare_set() with a
+// value that only one writer writes; add() may count twice, which its caller must tolerate.
 //
 // Thread-safety: as the store's, if `bears` and `heard` are thread-safe.
 #pragma once

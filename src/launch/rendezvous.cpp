@@ -5,8 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <limits>
-#include <map>
 #include <utility>
 
 #include "base/text.h"

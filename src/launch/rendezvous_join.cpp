@@ -1,5 +1,5 @@
-// How an agent joins: it takes a seat, waits until the agents of the next epoch have come, and proposes a plan or takes the
-// one that another agent has proposed.
+// How an agent joins: it takes a seat, waits until the agents of the next epoch have come, and proposes a plan or takes
+// the one that another agent has proposed.
 #include <algorithm>
 #include <map>
 #include <utility>

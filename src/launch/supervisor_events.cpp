@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "base/text.h"
-#include "base/verbose.h"
 #include "launch/error_file.h"
 #include "launch/pidfd.h"
 #include "launch/program.h"

@@ -36,7 +36,8 @@ class Devices {
     const std::vector<WorkerInfo>& workers;
     const std::vector<bool>& has_maps;  // by rank; the same on all
   };
-  // Throws InvalidArgument, on all workers, for what worker.h lists; CorruptError for bytes that are not a map; TimeoutError.
+  // Throws InvalidArgument, on all workers, for what worker.h lists; CorruptError for bytes that are not a map;
+  // TimeoutError.
   void meet(const std::map<std::string, DeviceMap>& maps, const Meeting& meeting);
 
   // This worker's devices, by their place in the map, for calls that it makes to `worker`.

@@ -4,8 +4,8 @@
 //   hello       a rank to rank 0: nonce, rank, size; with its descriptors
 //   answer      rank 0 to a rank: a kind, and what belongs to it
 //
-// Every parse() takes bytes of any origin and throws CorruptError unless they are such a message; what it returns is within
-// the bounds said here. Thread-safety: values.
+// Every parse() takes bytes of any origin and throws CorruptError unless they are such a message; what it returns is
+// within the bounds said here. Thread-safety: values.
 #pragma once
 
 #include <cstdint>

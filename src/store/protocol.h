@@ -6,10 +6,10 @@
 //   request body:  u8 protocol version | u8 operation | all fields of Request
 //   reply body:    u8 status (0, or 1 + ErrorCode) | all fields of Reply
 //
-// Numbers and strings are those of base/byte_stream.h. Every frame carries all fields, used or not: that is about 70 bytes
-// more than necessary, and one encoding to test instead of nine. Times are sent as the milliseconds that are left,
-// because clocks differ; the server answers a wait whose time has passed with TimeoutError. While a request waits, its
-// client must send nothing. A server closes a connection that breaks these rules, without an answer.
+// Numbers and strings are those of base/byte_stream.h. Every frame carries all fields, used or not: that is about 70
+// bytes more than necessary, and one encoding to test instead of nine. Times are sent as the milliseconds that are
+// left, because clocks differ; the server answers a wait whose time has passed with TimeoutError. While a request
+// waits, its client must send nothing. A server closes a connection that breaks these rules, without an answer.
 //
 // Between hosts a connection may be cut, and a client then sends its request again on another one (served_store.h). So
 // each request names its client and its call, by which the server knows whether it has executed the request already

@@ -94,9 +94,9 @@ class Transport {
   virtual void send(int peer, Message message) = 0;
   // Bytes that send() has taken and the way has not.
   virtual size_t backlog(int peer) const = 0;
-  // Returns when backlog(peer) is at most `bytes`; throws PeerLost if the peer is lost, and TimeoutError. Must not be called
-  // from the receiver's methods. A transport that is driven by poll() must be polled meanwhile: by another thread, or
-  // by this one between short waits.
+  // Returns when backlog(peer) is at most `bytes`; throws PeerLost if the peer is lost, and TimeoutError. Must not be
+  // called from the receiver's methods. A transport that is driven by poll() must be polled meanwhile: by another
+  // thread, or by this one between short waits.
   virtual void wait_below(int peer, size_t bytes, Deadline deadline) = 0;
 
   // For a transport that is driven by its owner; others have nothing to do here.

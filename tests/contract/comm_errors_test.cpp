@@ -336,7 +336,8 @@ TEST_P(Errors, ABlockingOperationBehindAnotherOneTimesOut) {
       say(world, "timed out");
     } else {
       hear(world, "timed out");
-      // Rank 0 has entered the first of these. Over messages its part may be here already, before the note of its failure.
+      // Rank 0 has entered the first of these. Over messages its part may be here already, before the note of its
+      // failure.
       const auto both = [] {
         all_reduce(at::ones({10}));
         all_reduce(at::ones({10}));

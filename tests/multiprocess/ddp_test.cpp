@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <mutex>
 #include <set>
@@ -629,6 +630,9 @@ TEST_F(DdpTest, ModulesItCannotTrain) {
     EXPECT_THROW(DistributedDataParallel<DdpNet> ddp(std::shared_ptr<DdpNet>{}), InvalidArgument);
     auto frozen = make<DdpNet>(1);
     for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+    for (const double size : {0.0, -1.0, std::nan("")})
+      EXPECT_THROW(DistributedDataParallel<DdpNet> ddp(std::make_shared<DdpNet>(), {.bucket_cap_mb = size}),
+                   InvalidArgument);
     EXPECT_THROW(DistributedDataParallel ddp(frozen), InvalidArgument);
   });
 }

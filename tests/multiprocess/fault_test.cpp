@@ -73,14 +73,19 @@ void for_all_calls(Fn fn) {
 
 // --- ranks as threads ---
 
+// All ranks are told that the victim was killed; the victim itself, too.
+void expect_killed(const Call& call, int64_t count, const WorldOptions& options) {
+  run_threads(
+      kRanks,
+      [&](World& world) {
+        EXPECT_CONTAINS(until_lost(world, call, count), "rank 1: rank 1 ended: killed by its FaultPlan");
+      },
+      options);
+}
+
 TEST(Fault, KillAtEachPhase) {
   for_all_calls([](const Call& call, int64_t count, FaultPhase phase) {
-    run_threads(
-        kRanks,
-        [&](World& world) {
-          EXPECT_CONTAINS(until_lost(world, call, count), "rank 1: rank 1 ended: killed by its FaultPlan");
-        },
-        with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase}));
+    expect_killed(call, count, with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase}));
   });
 }
 
@@ -175,6 +180,44 @@ TEST(Fault, ConcernsOnlyItsGroup) {
       with({.action = FaultAction::kKill, .rank = kVictim, .operation = 1, .group = "group 1"}));
 }
 
+// The others are told that they waited in vain for the victim, which is told of some error.
+void expect_stopped(const WorldOptions& options) {
+  run_threads(
+      kRanks,
+      [](World& world) {
+        if (world.rank() == kVictim) {
+          EXPECT_THROW(reduce_on(world, kSmall), Error);
+          return;
+        }
+        const std::string said = message_of<TimeoutError>([&] { reduce_on(world, kSmall); });
+        EXPECT_CONTAINS(said, "rank 1");
+        EXPECT_CONTAINS(said, "timed out");
+      },
+      options);
+}
+
+// What a forked rank does: it reduces until an error ends it, and says which.
+std::string reduce_until_error(const ForkedJob& job, int rank, const WorldOptions& options) {
+  World world = job.join(rank, kRanks, options);
+  const World::Scope scope(world);
+  try {
+    for (int i = 0; i < 1000; ++i) all_reduce(mine(world, kSmall));
+  } catch (const Error& error) {
+    return text(to_string(error.code()), ": ", error.what());
+  }
+  return "nothing was thrown";
+}
+
+// The others have ended by themselves, and what they said names the victim's process and contains `word`.
+void expect_said(ForkedRanks& ranks, const std::string& word) {
+  for (const int rank : {0, 2}) {
+    const auto end = ranks.wait(rank, patience());
+    EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
+    EXPECT_CONTAINS(end.said, text("rank 1 (pid ", ranks.pid(kVictim), ")"));
+    EXPECT_CONTAINS(end.said, word);
+  }
+}
+
 // --- over several hosts, where an operation is made of steps ---
 
 WorldOptions on_hosts(std::vector<std::string> hosts, WorldOptions options) {
@@ -188,11 +231,8 @@ TEST(FaultHosts, KillAtEachPhase) {
     for (const auto& [phase, name] : kPhases)
       for (const auto& call : kCalls) {
         SCOPED_TRACE(testing::Message() << join(hosts) << ": " << call.name << ", phase " << name);
-        run_threads(
-            kRanks,
-            [&](World& world) {
-              EXPECT_CONTAINS(until_lost(world, call, kSmall), "rank 1: rank 1 ended: killed by its FaultPlan");
-            },
+        expect_killed(
+            call, kSmall,
             on_hosts(hosts, with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
       }
 }
@@ -202,17 +242,7 @@ TEST(FaultHosts, StopIsTimeoutNamingIt) {
   for (const auto& hosts : {std::vector<std::string>{"a", "b", "a"}, {"a", "a", "b"}})
     for (const auto& [phase, name] : kPhases) {
       SCOPED_TRACE(testing::Message() << join(hosts) << ", phase " << name);
-      run_threads(
-          kRanks,
-          [&](World& world) {
-            if (world.rank() == kVictim) {
-              EXPECT_THROW(reduce_on(world, kSmall), Error);
-              return;
-            }
-            const std::string said = message_of<TimeoutError>([&] { reduce_on(world, kSmall); });
-            EXPECT_CONTAINS(said, "rank 1");
-            EXPECT_CONTAINS(said, "timed out");
-          },
+      expect_stopped(
           on_hosts(hosts, with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase})));
     }
 }
@@ -230,21 +260,9 @@ TEST(FaultHostsProcess, KillAndStopAtEachPhase) {
         auto options =
             on_hosts({"a", "b", "a"}, with({.action = action, .rank = kVictim, .operation = 2, .phase = phase}));
         if (action == FaultAction::kStop) options.timeout = milliseconds(1500);
-        World world = job.join(rank, kRanks, options);
-        const World::Scope scope(world);
-        try {
-          for (int i = 0; i < 1000; ++i) all_reduce(mine(world, kSmall));
-        } catch (const Error& error) {
-          return text(to_string(error.code()), ": ", error.what());
-        }
-        return std::string("nothing was thrown");
+        return reduce_until_error(job, rank, options);
       });
-      for (const int rank : {0, 2}) {
-        const auto end = ranks.wait(rank, patience());
-        EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
-        EXPECT_CONTAINS(end.said, text("rank 1 (pid ", ranks.pid(kVictim), ")"));
-        EXPECT_CONTAINS(end.said, action == FaultAction::kKill ? "PeerLost" : "TimeoutError");
-      }
+      expect_said(ranks, action == FaultAction::kKill ? "PeerLost" : "TimeoutError");
       if (action == FaultAction::kStop) ranks.signal(kVictim, SIGKILL);
       EXPECT_EQ(ranks.wait(kVictim, patience()).signal, SIGKILL);
     }
@@ -261,30 +279,15 @@ TEST(FaultWire, KillAtEachPhase) {
   for (const auto& [phase, name] : kPhases)
     for (const auto& call : kCalls) {
       SCOPED_TRACE(testing::Message() << call.name << ", phase " << name);
-      run_threads(
-          kRanks,
-          [&](World& world) {
-            EXPECT_CONTAINS(until_lost(world, call, kSmall), "rank 1: rank 1 ended: killed by its FaultPlan");
-          },
-          on_gloo(with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
+      expect_killed(call, kSmall,
+                    on_gloo(with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
     }
 }
 
 TEST(FaultWire, StopIsTimeoutNamingIt) {
   for (const auto& [phase, name] : kPhases) {
     SCOPED_TRACE(name);
-    run_threads(
-        kRanks,
-        [&](World& world) {
-          if (world.rank() == kVictim) {
-            EXPECT_THROW(reduce_on(world, kSmall), Error);
-            return;
-          }
-          const std::string said = message_of<TimeoutError>([&] { reduce_on(world, kSmall); });
-          EXPECT_CONTAINS(said, "rank 1");
-          EXPECT_CONTAINS(said, "timed out");
-        },
-        on_gloo(with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase})));
+    expect_stopped(on_gloo(with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase})));
   }
 }
 
@@ -295,21 +298,10 @@ TEST(FaultWireProcess, KillAtEachPhase) {
     SCOPED_TRACE(name);
     const ForkedJob job;
     ForkedRanks ranks(kRanks, [&, phase = phase](int rank) {
-      World world = job.join(
-          rank, kRanks, on_gloo(with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
-      const World::Scope scope(world);
-      try {
-        for (int i = 0; i < 1000; ++i) all_reduce(mine(world, kSmall));
-      } catch (const Error& error) {
-        return text(to_string(error.code()), ": ", error.what());
-      }
-      return std::string("nothing was thrown");
+      return reduce_until_error(
+          job, rank, on_gloo(with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
     });
-    for (const int rank : {0, 2}) {
-      const auto end = ranks.wait(rank, patience());
-      EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
-      EXPECT_CONTAINS(end.said, text("PeerLost: rank 1 (pid ", ranks.pid(kVictim), ")"));
-    }
+    expect_said(ranks, text("PeerLost: rank 1 (pid ", ranks.pid(kVictim), ")"));
     EXPECT_EQ(ranks.wait(kVictim, patience()).signal, SIGKILL);
   }
 }

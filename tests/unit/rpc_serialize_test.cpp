@@ -229,7 +229,8 @@ TEST(RpcSerialize, AClaimTakesNoMemory) {
                CorruptError);  // too deep, no overflow
 }
 
-// Random bytes, and valid ones with some changed: they give a value or CorruptError, nothing else. Sanitizers see the rest.
+// Random bytes, and valid ones with some changed: they give a value or CorruptError, nothing else. Sanitizers see the
+// rest.
 template <typename... T>
 void fuzz(std::mt19937& random, const Payload& good) {
   for (int round = 0; round < 3000; ++round) {

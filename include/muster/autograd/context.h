@@ -84,8 +84,8 @@ at::Tensor gradient(const at::Tensor& parameter);
 
 // As torch::autograd::backward, but the gradients go to the context: no .grad is touched, on any worker. `gradients`
 // are those of the roots: a missing or undefined one is 1, for a root of one element; of the others the context takes
-// copies. Errors: RemoteError, PeerLost, TimeoutError, and those of libtorch; InvalidArgument for a root of several elements
-// without a gradient; Aborted if the context has ended.
+// copies. Errors: RemoteError, PeerLost, TimeoutError, and those of libtorch; InvalidArgument for a root of several
+// elements without a gradient; Aborted if the context has ended.
 void backward(const Context& context, const std::vector<at::Tensor>& roots, std::vector<at::Tensor> gradients = {},
               std::optional<bool> retain_graph = {}, bool create_graph = false);
 // As torch::autograd::grad, but for graphs that were computed in a context: no gradient is accumulated anywhere.

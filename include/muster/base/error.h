@@ -1,8 +1,8 @@
 // Errors: what went wrong, on which rank, and what to do about it.
 //
 // Every failure that Muster reports is a muster::Error. Catch the base class to print its message, or a derived class
-// to react: PeerLost has the rank, TimeoutError has the missing ranks. docs/errors.md lists each kind with its causes and
-// cures.
+// to react: PeerLost has the rank, TimeoutError has the missing ranks. docs/errors.md lists each kind with its causes
+// and cures.
 //
 // Thread-safety: errors are values; copies are independent.
 #pragma once

@@ -16,8 +16,8 @@
 //
 // Every function throws the same errors: InvalidArgument (before anything is sent: wrong device, layout, dtype, shape,
 // root), Mismatch (on every rank, when ranks disagree about operation, dtype, size, root or reduce op), PeerLost (a
-// member died or left), TimeoutError (names the missing ranks, and what each did last), Aborted (an earlier error broke the
-// group, or the World is closing). After any of the last four the group cannot be used any more: its outputs are
+// member died or left), TimeoutError (names the missing ranks, and what each did last), Aborted (an earlier error broke
+// the group, or the World is closing). After any of the last four the group cannot be used any more: its outputs are
 // undefined and each further call throws the same error again.
 //
 // Source: torch.distributed (functions of the same name). Thread-safety: see group.h.
@@ -83,7 +83,8 @@ void reduce(const at::Tensor& tensor, int dst = 0, const ReduceOptions& options 
 Work reduce_async(const at::Tensor& tensor, int dst = 0, const ReduceOptions& options = {},
                   const Site& site = Site::current());
 
-// tensor := reduction of the tensors of the ranks 0 … rank(), in that order. AVG divides by rank() + 1. Source: MPI_Scan.
+// tensor := reduction of the tensors of the ranks 0 … rank(), in that order. AVG divides by rank() + 1. Source:
+// MPI_Scan.
 void scan(const at::Tensor& tensor, const ReduceOptions& options = {}, const Site& site = Site::current());
 Work scan_async(const at::Tensor& tensor, const ReduceOptions& options = {}, const Site& site = Site::current());
 

@@ -54,7 +54,7 @@ struct Straggler {
 
 struct GroupOptions {
   std::string backend;                   // as WorldOptions::backend; empty: the World's
-  std::chrono::milliseconds timeout{0};  // of operations without a timeout of their own; 0: the World's
+  std::chrono::milliseconds timeout{0};  // of the group's start, and of operations without their own; 0: the World's
   std::string name;                      // in messages, the black box and a FaultPlan; empty: "group 3"
 };
 

@@ -16,8 +16,8 @@
 // several times on the way; send large data as tensors (collectives.h).
 //
 // Errors: as collectives.h. InvalidArgument, before anything is sent: a tensor that is none of the above, a list of the
-// wrong length, an object that msgpack cannot pack. CorruptError: the received bytes do not parse as T, because the ranks
-// named different types; the message names both. The operation is complete then, and the group can still be used.
+// wrong length, an object that msgpack cannot pack. CorruptError: the received bytes do not parse as T, because the
+// ranks named different types; the message names both. The operation is complete then, and the group can still be used.
 // Unavailable: no memory for an object that arrives; this breaks the group, because the other ranks would wait for this
 // one. An exception of an object's own pack or unpack function passes through.
 //

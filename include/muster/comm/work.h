@@ -26,8 +26,8 @@ class Work {
   Work& operator=(Work&&) noexcept;
   ~Work();
 
-  // Blocks until the operation has completed; throws its error (Mismatch, PeerLost, TimeoutError, Aborted). The deadline is
-  // that of the operation, from the time when it was issued.
+  // Blocks until the operation has completed; throws its error (Mismatch, PeerLost, TimeoutError, Aborted). The
+  // deadline is that of the operation, from the time when it was issued.
   void wait();
   // As wait(), but returns false when `timeout` has passed first; the operation goes on.
   bool wait_for(std::chrono::milliseconds timeout);

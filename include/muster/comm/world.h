@@ -56,8 +56,8 @@ struct WorldOptions {
 class [[nodiscard("a World that nobody keeps leaves the job at the end of the statement")]] World {
  public:
   // Joins a world at the given placement; all ranks share `store`. Blocks until all ranks have come. Errors:
-  // InvalidArgument (rank outside the world), TimeoutError (names the missing ranks), Unavailable (no common shared memory:
-  // ranks are on several hosts).
+  // InvalidArgument (rank outside the world), TimeoutError (names the missing ranks), Unavailable (no common shared
+  // memory: ranks are on several hosts).
   World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options = {});
   World(World &&) noexcept;
   World& operator=(World&&) noexcept;

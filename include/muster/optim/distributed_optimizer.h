@@ -23,10 +23,10 @@
 // step() changes parameters in place. If the backward() of another context still needs the earlier values, it throws
 // libtorch's "modified by an inplace operation", on every worker, as locally; docs/optim.md says what to do.
 //
-// Errors: RemoteError names the worker whose optimizer threw; PeerLost, TimeoutError, Aborted as call.h. step() calls all
-// owners and waits for all answers: when it throws, each owner whose call did not fail has stepped all its parameters.
-// If several calls failed, step() throws the error of the first owner by rank. InvalidArgument: no parameters, an empty
-// reference, one twice; bad options, before anything is sent.
+// Errors: RemoteError names the worker whose optimizer threw; PeerLost, TimeoutError, Aborted as call.h. step() calls
+// all owners and waits for all answers: when it throws, each owner whose call did not fail has stepped all its
+// parameters. If several calls failed, step() throws the error of the first owner by rank. InvalidArgument: no
+// parameters, an empty reference, one twice; bad options, before anything is sent.
 //
 // If an owner is lost, every step() throws, but steps the parameters of the other owners, until drop_lost(). When no
 // owner is left, step() throws Aborted.

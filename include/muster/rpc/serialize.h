@@ -15,8 +15,8 @@
 // elements than there are bytes left for all of them. Decoding needs at most 24 times the body's bytes in addition to
 // the values themselves.
 //
-// Errors: packing throws InvalidArgument (a string above 4 GiB); unpacking throws CorruptError, which names the types. An
-// exception of an object's own pack or unpack function passes through. Thread-safety: no shared state.
+// Errors: packing throws InvalidArgument (a string above 4 GiB); unpacking throws CorruptError, which names the types.
+// An exception of an object's own pack or unpack function passes through. Thread-safety: no shared state.
 #pragma once
 
 #include <array>

@@ -65,9 +65,9 @@ struct WorkerInfo {
 };
 
 // Starts RPC in the World that is current in this thread; every rank of the World must call it. Returns when all
-// workers have started and can be called. Errors: TimeoutError names the ranks that did not come within the World's timeout;
-// InvalidArgument: two workers have the same name, or (thrown on every rank) a device map names a worker or a device
-// that does not exist, or a device twice; Mismatch: workers have different transports; Unauthorized: a worker on
+// workers have started and can be called. Errors: TimeoutError names the ranks that did not come within the World's
+// timeout; InvalidArgument: two workers have the same name, or (thrown on every rank) a device map names a worker or a
+// device that does not exist, or a device twice; Mismatch: workers have different transports; Unauthorized: a worker on
 // another host does not have the job's secret; Unavailable: no route to a worker, or no UCX here.
 void init(const Options& options = {});
 
@@ -75,10 +75,10 @@ enum class Shutdown {
   kGraceful,  // waits until all workers have called shutdown() and their calls are over
   kAbrupt,    // waits for no worker: calls under way fail, here with Aborted and on other workers with PeerLost
 };
-// Ends RPC in the current World. Before it returns, handlers that run on this worker end; nothing else can end a thread.
-// So a handler that may run for long must look at this_call().cancelled(), which is true from now on; waits of Muster in
-// a handler end by themselves. If a graceful shutdown has not ended by the deadline, or a worker died, RPC ends
-// abruptly, and shutdown() then throws TimeoutError or PeerLost. Without init() it does nothing.
+// Ends RPC in the current World. Before it returns, handlers that run on this worker end; nothing else can end a
+// thread. So a handler that may run for long must look at this_call().cancelled(), which is true from now on; waits of
+// Muster in a handler end by themselves. If a graceful shutdown has not ended by the deadline, or a worker died, RPC
+// ends abruptly, and shutdown() then throws TimeoutError or PeerLost. Without init() it does nothing.
 void shutdown(Shutdown how = Shutdown::kGraceful,
               std::chrono::milliseconds timeout = std::chrono::milliseconds(300'000));
 

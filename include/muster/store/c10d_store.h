@@ -24,14 +24,13 @@
 //   call in a separate thread and waits for it for a limited time.
 //
 // to_c10d() makes a c10d::Store of a Muster store, for ProcessGroupGloo, NCCL and Python. It has c10d's semantics: an
-// empty expected value means "absent", get() waits for the store's own timeout, a timeout of zero means none. It has the
-// extended API (append, multiGet, multiSet), not the queues.
+// empty expected value means "absent", get() waits for the store's own timeout, a timeout of zero means none. It has
+// the extended API (append, multiGet, multiSet), not the queues.
 //
 // Errors: from_c10d: c10::DistStoreError becomes TimeoutError, everything else that c10d throws Unavailable. to_c10d:
-// TimeoutError becomes c10::DistStoreError, Unavailable c10::DistNetworkError, InvalidArgument c10::ValueError, the rest
-// c10::DistError.
-// Thread-safety: as Store; a thread that waits blocks no other. setTimeout() of to_c10d()'s store is as unsafe as
-// c10d's.
+// TimeoutError becomes c10::DistStoreError, Unavailable c10::DistNetworkError, InvalidArgument c10::ValueError, the
+// rest c10::DistError. Thread-safety: as Store; a thread that waits blocks no other. setTimeout() of to_c10d()'s store
+// is as unsafe as c10d's.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>

@@ -2,7 +2,8 @@
 //
 // A backend is a folder under backends/ with a create function and a row in the table. The factory, the contract tests
 // and the benchmarks use the table. Three questions are answered in three places: whether a backend is compiled in (by
-// the table), whether it works here (by its `unavailable_reason()`), and whether it reaches these peers (by its create function).
+// the table), whether it works here (by its `unavailable_reason()`), and whether it reaches these peers (by its create
+// function).
 //
 // Thread-safety: all functions.
 #pragma once

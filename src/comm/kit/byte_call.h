@@ -1,5 +1,5 @@
-// A collective on bytes: what remains of an operation when its tensors are plain memory. Algorithms take it, and know no
-// tensors. tensor_bytes.h makes one of any operation.
+// A collective on bytes: what remains of an operation when its tensors are plain memory. Algorithms take it, and know
+// no tensors. tensor_bytes.h makes one of any operation.
 //
 // Thread-safety: values.
 #pragma once

@@ -1,18 +1,19 @@
 // CollectiveQueue: the order of a group's collectives.
 //
 // Operations start in the order in which run() and submit() were called, one at a time. A blocking operation runs on
-// its caller's thread. An asynchronous operation runs on the queue's progress thread or, if a thread waits for it before
-// it has started, on that thread: a thread that needs a result need not wait until another thread has woken up.
+// its caller's thread. An asynchronous operation runs on the queue's progress thread or, if a thread waits for it
+// before it has started, on that thread: a thread that needs a result need not wait until another thread has woken up.
 //
 // What follows a job (callbacks of a future) runs on the same thread after the queue has been given back, so it may run
 // operations and wait for them. Meanwhile another progress thread runs the queued jobs. Such a thread is started when
 // it is needed, and stays.
 //
 // Thread-safety: run(), submit() and drive() from any thread; destruction from one, after the last call. Jobs must not
-// throw and must not call the queue. stop() waits for the job under way, on whichever thread it runs, and for the queued
-// jobs (they fail, because the channel has failed), and joins the threads. So it must not be called within a job. In an
-// `after` on one of the queue's threads it does not wait for that thread, which ends when its `after` has returned: a
-// callback may release the last reference to the queue's owner. The queue lives as long if a shared_ptr owns it.
+// throw and must not call the queue. stop() waits for the job under way, on whichever thread it runs, and for the
+// queued jobs (they fail, because the channel has failed), and joins the threads. So it must not be called within a
+// job. In an `after` on one of the queue's threads it does not wait for that thread, which ends when its `after` has
+// returned: a callback may release the last reference to the queue's owner. The queue lives as long if a shared_ptr
+// owns it.
 #pragma once
 
 #include <atomic>
@@ -41,8 +42,8 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
 
   void submit(Job job, After after = nullptr);
 
-  // Runs `job` in its turn, and returns when it has run. If its turn has not come by `deadline`, calls late() once, which
-  // must make the jobs before it end soon.
+  // Runs `job` in its turn, and returns when it has run. If its turn has not come by `deadline`, calls late() once,
+  // which must make the jobs before it end soon.
   template <typename Function>
   void run(Function&& job, Deadline deadline = Deadline::never(), const std::function<void()>& late = nullptr) {
     if (!try_take()) return run_in_turn(job, deadline, late);
@@ -63,19 +64,19 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
   }
 
   // Runs the queued jobs in their order on this thread, until done() holds or no job is queued. While another thread
-  // runs a job, it sleeps, at most until `deadline`. done() must become true inside a job. It is called with the queue's
-  // lock held, while a job may run on another thread: what it reads must be atomic, or guarded by a lock that the job
-  // takes.
+  // runs a job, it sleeps, at most until `deadline`. done() must become true inside a job. It is called with the
+  // queue's lock held, while a job may run on another thread: what it reads must be atomic, or guarded by a lock that
+  // the job takes.
   void drive(const std::function<bool()>& done, Deadline deadline = Deadline::never());
-  // In a job that a thread runs because it waits for a later one: until when that thread can wait. Else never(). The job
-  // must not take longer, whatever its own deadline is.
+  // In a job that a thread runs because it waits for a later one: until when that thread can wait. Else never(). The
+  // job must not take longer, whatever its own deadline is.
   static Deadline patience_of_this_thread();
 
   void stop();
 
  private:
-  // The bits of state_. A thread that finds 0 takes the queue without the lock. kWanted: a thread waits for the queue, or
-  // jobs are queued; then the queue is taken and given back only with the lock held.
+  // The bits of state_. A thread that finds 0 takes the queue without the lock. kWanted: a thread waits for the queue,
+  // or jobs are queued; then the queue is taken and given back only with the lock held.
   static constexpr uint32_t kBusy = 1, kWanted = 2;
 
   struct Queued {

@@ -27,17 +27,18 @@ class FaultInjector {
     std::function<void(const std::string& cause)> drop_out;
   };
 
-  // Keeps the faults of this rank in this group. `shares_process`: another rank of the group is a thread of this process,
-  // so a fault must not concern the whole process.
+  // Keeps the faults of this rank in this group. `shares_process`: another rank of the group is a thread of this
+  // process, so a fault must not concern the whole process.
   FaultInjector(const FaultPlan& plan, const std::string& group, int rank, bool shares_process, Hooks hooks);
 
   bool any() const { return !faults_.empty(); }
   // `operation`: its number in the group, from 0. `deadline`: of the operation. Throws if the rank drops out.
-  // Each fault acts once.
+  // A fault acts once.
   void at(FaultPhase phase, uint64_t operation, Deadline deadline) const {
     if (any()) [[unlikely]]
       act(phase, operation, deadline);
   }
+  // Flips a bit if a fault wants that of the operation; an operation has several contributions if it goes in turns.
   void corrupt(std::span<std::byte> contribution, uint64_t operation) const {
     if (any()) [[unlikely]]
       flip_a_bit(contribution, operation);

@@ -1,4 +1,5 @@
-// Tensors as plain memory: makes the tensors of an operation contiguous, and copies results back to outputs that were not.
+// Tensors as plain memory: makes the tensors of an operation contiguous, and copies results back to outputs that were
+// not.
 //
 // Thread-safety: none.
 #pragma once
@@ -9,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/copy.h"
 #include "comm/core/bytes.h"
 
 namespace muster::comm {

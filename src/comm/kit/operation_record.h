@@ -88,8 +88,8 @@ class OperationLog {
 
 class OperationRecord {
  public:
-  // The event in the profiler, if one is active, lasts as long as the object. The clock is read only here and at the end
-  // of run(), for all that needs the time: each read costs a tenth of a small operation.
+  // The event in the profiler, if one is active, lasts as long as the object. The clock is read only here and at the
+  // end of run(), for all that needs the time: each read costs a tenth of a small operation.
   OperationRecord(const OperationLog& log, OperationCounters& counters, const Operation& operation);
   // Of a small call, which runs in the queue while no profiler is active.
   OperationRecord(const OperationLog& log, OperationCounters& counters, const SmallCall& call, at::ScalarType dtype,

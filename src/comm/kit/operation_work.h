@@ -1,8 +1,8 @@
 // The c10d::Work that a backend with a CollectiveQueue returns for asynchronous operations.
 //
 // A thread that waits for it without a limit runs its operations, and those that are queued before it, if they have not
-// begun (collective_queue.h). Time spent in wait() counts as time blocked in communication. Its future is made by the first call of
-// getFuture().
+// begun (collective_queue.h). Time spent in wait() counts as time blocked in communication. Its future is made by the
+// first call of getFuture().
 //
 // Thread-safety: all methods.
 #pragma once

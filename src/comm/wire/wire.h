@@ -48,8 +48,8 @@ class Wire {
   class Transfer {
    public:
     virtual ~Transfer() = default;
-    // Waits until the memory may be used again. Returns the peer. Called once. Throws WireBroken, or TimeoutError without
-    // text; a TimeoutError of kAnnouncement, kData or kPayload may break the wire.
+    // Waits until the memory may be used again. Returns the peer. Called once. Throws WireBroken, or TimeoutError
+    // without text; a TimeoutError of kAnnouncement, kData or kPayload may break the wire.
     virtual int wait(Deadline deadline) = 0;
   };
 

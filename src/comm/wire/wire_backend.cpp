@@ -103,19 +103,6 @@ void WireBackend::check() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-bool WireBackend::failed() const {
-  {
-    const std::lock_guard lock(state_mutex_);
-    if (failure_ || gone_.empty()) return failure_ != nullptr;
-  }
-  try {  // a wire that has ended is only a hint
-    const store::CallsBy soon(Deadline::after(kFarewell));
-    return recorded_failure() != nullptr;
-  } catch (const std::exception&) {
-    return true;  // the store has gone, perhaps with its rank
-  }
-}
-
 void WireBackend::execute(const Operation& operation, Deadline deadline, bool) {
   check();
   guarded(

@@ -82,6 +82,8 @@ class WireBackend final : public QueuedBackend {
   void execute_call(const ByteCall& call);
   // Exchanges announcements and compares them.
   void announce(const ByteCall& call, std::span<const std::byte> payload);
+  // The same with the call's data if it fits, and returns whether it does. Then payload_of() has the others'.
+  bool announce_data(const ByteCall& call);
   // After a mismatch: the ranks tell each other where they called.
   void tell_sites(const ByteCall& call);
   void count_arrivals();  // of the collective before the one that has been announced

@@ -90,6 +90,12 @@ void WireBackend::announce(const ByteCall& call, std::span<const std::byte> payl
   faults().at(FaultPhase::kMiddle, mine.number, call.deadline);
 }
 
+bool WireBackend::announce_data(const ByteCall& call) {
+  const bool fits = call.bytes() <= kAnnouncedBytes;
+  announce(call, {call.data, fits ? call.bytes() : 0});
+  return fits;
+}
+
 // Python is asked only here for the line that called. It takes half a microsecond, and 5 ms more while another of its
 // threads computes. If the wire ends meanwhile, the lines remain unknown, or another rank has written the cause with
 // them.
@@ -142,14 +148,12 @@ void WireBackend::all_reduce(const ByteCall& call) {
   const size_t count = call.count, item = call.item;
   const bool wanted = call.kind == OpKind::kAllReduce || getRank() == call.root;
   std::vector<ConstBytes> sources(n);
-  if (call.bytes() <= kAnnouncedBytes) {
-    announce(call, {call.data, call.bytes()});
+  if (announce_data(call)) {
     for (size_t r = 0; r < n; ++r) sources[r] = payload_of(static_cast<int>(r));
     const std::array<Bytes, 1> destination = {call.data};
     if (wanted) call.kernel(destination, sources, count);
     return;
   }
-  announce(call, {});
   // Blocks of n slices; rank r reduces slice r of each.
   const size_t slice = std::min((count + n - 1) / n, std::max<size_t>(kBlock / n / item, 1));
   const at::Tensor scratch = at::empty({static_cast<int64_t>(n * slice * item)}, at::kByte);
@@ -202,8 +206,7 @@ void WireBackend::broadcast(const ByteCall& call) {
 }
 
 void WireBackend::all_gather(const ByteCall& call) {
-  const bool small = call.bytes() <= kAnnouncedBytes;
-  announce(call, small ? std::span(call.data, call.bytes()) : std::span<const std::byte>{});
+  const bool small = announce_data(call);
   copy_bytes(call.outputs[static_cast<size_t>(getRank())], call.data, call.bytes());
   Transfers transfers(*wire_, call.deadline);
   for (const int peer : others_) {
@@ -219,8 +222,7 @@ void WireBackend::all_gather(const ByteCall& call) {
 }
 
 void WireBackend::gather(const ByteCall& call) {
-  const bool small = call.bytes() <= kAnnouncedBytes, root = getRank() == call.root;
-  announce(call, small ? std::span(call.data, call.bytes()) : std::span<const std::byte>{});
+  const bool small = announce_data(call), root = getRank() == call.root;
   Transfers transfers(*wire_, call.deadline);
   if (!root) {
     if (!small) transfers.send(call.root, kData, call.data, call.bytes());
@@ -274,8 +276,7 @@ void WireBackend::reduce_scatter(const ByteCall& call) {
 void WireBackend::scan(const ByteCall& call) {
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
   const size_t count = call.count, item = call.item;
-  const bool small = call.bytes() <= kAnnouncedBytes;
-  announce(call, small ? std::span(call.data, call.bytes()) : std::span<const std::byte>{});
+  const bool small = announce_data(call);
   std::vector<ConstBytes> sources(me + 1);
   if (small) {
     for (size_t r = 0; r <= me; ++r) sources[r] = payload_of(static_cast<int>(r));

@@ -1,8 +1,6 @@
 // How the ranks of a group over a Wire agree on why it failed (wire_backend.h has the protocol).
-#include <unistd.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <utility>
 
@@ -72,9 +70,9 @@ void WireBackend::look_after(int peer) {
   wire_->close();
 }
 
-// Called before this rank closes its wire, so that ranks that see the wire end know that this rank runs. Only diagnose_failure()
-// says that the rank timed out; a later call by look_after(), which sees this rank's own broken connections, does not
-// overwrite that.
+// Called before this rank closes its wire, so that ranks that see the wire end know that this rank runs. Only
+// diagnose_failure() says that the rank timed out; a later call by look_after(), which sees this rank's own broken
+// connections, does not overwrite that.
 void WireBackend::post_broken(bool timed_out) {
   try {
     const store::CallsBy soon(Deadline::after(kNotes));
@@ -117,6 +115,19 @@ bool WireBackend::has_left(int rank) const {
     return store_->try_get(key(text("left/", rank))).has_value();
   } catch (const std::exception&) {
     return false;  // the store has gone with its rank
+  }
+}
+
+bool WireBackend::failed() const {
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (failure_ || gone_.empty()) return failure_ != nullptr;
+  }
+  try {  // a wire that has ended is only a hint
+    const store::CallsBy soon(Deadline::after(kNotes));
+    return recorded_failure() != nullptr;
+  } catch (const std::exception&) {
+    return true;  // the store has gone, perhaps with its rank
   }
 }
 
@@ -240,8 +251,8 @@ std::exception_ptr WireBackend::conclude(const Inquiry& inquiry) const {
     if (inquiry.peer >= 0 ? r == inquiry.peer
                           : inquiry.silent(r) || *inquiry.reached[static_cast<size_t>(r)] < inquiry.mine)
       missing.push_back(r);
-  if (!inquiry
-           .timed_out) {  // the lost rank: one whose wire ended, else any; but none that has reported, and none that runs
+  // The lost rank: one whose wire ended, else any; but none that has reported, and none that runs.
+  if (!inquiry.timed_out) {
     const auto lost_one = [&](int r) { return inquiry.silent(r) && !lives(r); };
     auto who =
         std::find_if(missing.begin(), missing.end(), [&](int r) { return lost_one(r) && inquiry.gone.count(r); });

@@ -1,7 +1,5 @@
 // Messages over a Wire (wire_backend.h): headers, payloads, and the threads that wait for them.
-#include <algorithm>
 #include <array>
-#include <optional>
 #include <system_error>
 
 #include "base/text.h"

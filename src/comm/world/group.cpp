@@ -44,13 +44,16 @@ comm::Backend& comm::backend_of(const Group& group) {
 Group Group::split(int color, int key, const GroupOptions& options) const {
   comm::Backend& backend = comm::backend_of(*this);
   const State& s = state();
-  if (s.world_has_left) throw Aborted(text("group '", s.name, "' cannot be split: its World has ended"));
+  const auto check_world = [&s] {
+    if (s.world_has_left) throw Aborted(text("group '", s.name, "' cannot be split: its World has ended"));
+  };
+  check_world();
   const at::Device device = s.backend->getBackendName() == "nccl" ? at::kCUDA : at::kCPU;
   const at::Tensor mine = at::tensor({int64_t{color}, int64_t{key}}, at::kLong).to(device);
   at::Tensor all = at::empty({size(), 2}, mine.options());
   backend.run({.kind = comm::OpKind::kAllGather, .tensor = mine, .outputs = {all}});
   all = all.to(at::kCPU);
-  if (s.world_has_left) throw Aborted(text("group '", s.name, "' cannot be split: its World has ended"));
+  check_world();  // another thread may have ended it meanwhile
   const auto number = ++s.splits;
   const auto said = all.accessor<int64_t, 2>();
   std::vector<int> members;  // ranks in this group

@@ -1,5 +1,5 @@
-// The ranks of a group tell each other through the store which host and which process each of them is, when a World or a
-// group begins.
+// The ranks of a group tell each other through the store which host and which process each of them is, when a World or
+// a group begins.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -17,7 +17,8 @@ namespace muster::comm {
 // each other. MUSTER_HOST overrides it; tests and containers use that to make several hosts of one.
 std::string host_identity();
 
-// Every rank calls it, with its host's identity. Returns the members by rank. TimeoutError names ranks that did not come.
+// Every rank calls it, with its host's identity. Returns the members by rank. TimeoutError names ranks that did not
+// come.
 std::vector<Member> meet_members(Store& store, const std::string& prefix, int rank, int size, const std::string& host,
                                  Deadline deadline);
 
@@ -25,8 +26,8 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
 // meet_members(). A store that does not answer keeps it.
 void forget_members(Store& store, const std::string& prefix, int size);
 
-// Reads the list of all ranks that rank 0 leaves in the store, `said`, on rank `rank` of `size`. CorruptError, unless it is
-// one; Mismatch and TimeoutError, if it says what rank 0 found wrong.
+// Reads the list of all ranks that rank 0 leaves in the store, `said`, on rank `rank` of `size`. CorruptError, unless
+// it is one; Mismatch and TimeoutError, if it says what rank 0 found wrong.
 std::vector<Member> read_members(const std::string& said, int rank, int size);
 
 }  // namespace muster::comm

@@ -37,8 +37,8 @@ class FrameParser {
   explicit FrameParser(const Limits& limits) : limits_(limits) {}
 
   // Takes from the front of `bytes`, up to the end of a frame. Returns whether a frame is complete: its kind, body and
-  // pieces are then valid until the next call. Throws CorruptError if the bytes are not a frame or break the limits; nothing
-  // can be read afterwards.
+  // pieces are then valid until the next call. Throws CorruptError if the bytes are not a frame or break the limits;
+  // nothing can be read afterwards.
   bool take(std::span<const std::byte>& bytes);
 
   // Where the next bytes may be put instead of being handed to take(); empty unless a piece is under way.

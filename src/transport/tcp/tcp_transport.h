@@ -43,9 +43,9 @@ struct TcpOptions {
   std::string prefix;  // of the keys in the directory
 };
 
-// Connects with every peer, or throws: TimeoutError names those that did not come; Unauthorized, a peer without the key;
-// Mismatch, a peer of another version or size. The receiver is first called when all have come, which may be before
-// this function has returned; the receiver may wait for that.
+// Connects with every peer, or throws: TimeoutError names those that did not come; Unauthorized, a peer without the
+// key; Mismatch, a peer of another version or size. The receiver is first called when all have come, which may be
+// before this function has returned; the receiver may wait for that.
 std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options, const Directory& directory, Receiver& receiver,
                                               Deadline deadline);
 

@@ -51,9 +51,9 @@ struct UcxOptions {
   std::function<std::unique_ptr<ucx::Fabric>(ucx::FabricEvents&)> fabric;  // in UCX's place, for tests
 };
 
-// Connects with every peer, or throws: Unavailable if UCX is missing or finds no way to a peer; TimeoutError names those
-// that did not come; Mismatch, a peer of another version or size. The receiver is first called when all have come,
-// which may be before this function has returned; the receiver may wait for that.
+// Connects with every peer, or throws: Unavailable if UCX is missing or finds no way to a peer; TimeoutError names
+// those that did not come; Mismatch, a peer of another version or size. The receiver is first called when all have
+// come, which may be before this function has returned; the receiver may wait for that.
 std::unique_ptr<Transport> make_ucx_transport(const UcxOptions& options, const Directory& directory, Receiver& receiver,
                                               Deadline deadline);
 

@@ -3,7 +3,6 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <future>

@@ -18,10 +18,10 @@
 // the same on every rank, and in every run with the same ranks on the same hosts. 16-bit floats travel between the two
 // steps as float32 and are rounded once.
 //
-// Who comes last: the leaders find that out and count it (comm/core/stragglers.h) on a board in their host's shared memory,
-// which the host's other ranks read. In a broadcast, the leader counts as the last rank of a host that does not have
-// the root, because the other hosts wait only for the leader. If the group between hosts cannot tell (nccl), no rank
-// can.
+// Who comes last: the leaders find that out and count it (comm/core/stragglers.h) on a board in their host's shared
+// memory, which the host's other ranks read. In a broadcast, the leader counts as the last rank of a host that does not
+// have the root, because the other hosts wait only for the leader. If the group between hosts cannot tell (nccl), no
+// rank can.
 //
 // Each step is announced as the whole operation, so a Mismatch names the operation that the user called.
 //

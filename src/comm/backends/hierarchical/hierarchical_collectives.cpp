@@ -1,9 +1,9 @@
-// Collectives over several hosts: inside each host, between the hosts' first ranks, and inside each host for the result.
+// Collectives over several hosts: inside each host, between the hosts' first ranks, and inside each host for the
+// result.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
 
 #include "base/copy.h"
-#include "base/text.h"
 #include "comm/backends/hierarchical/hierarchical_backend.h"
 #include "comm/kit/flatten.h"
 #include "comm/kit/tensor_bytes.h"

@@ -5,13 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <csignal>
 #include <cstdlib>
-#include <functional>
 
 #include "base/signals_blocked.h"
 #include "base/text.h"
-#include "store/stored_number.h"
 
 namespace muster::comm::mpi_backend {
 namespace {

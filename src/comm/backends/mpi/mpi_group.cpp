@@ -1,6 +1,4 @@
 // The groups of the engine: how one begins, says goodbye, and ends when nothing of it is under way any more.
-#include <algorithm>
-#include <functional>
 
 #include "base/text.h"
 #include "comm/backends/mpi/engine.h"

@@ -1,6 +1,6 @@
 // The interface of libmuster_mpi.so: one function, which is found with dlsym() by its name kMakeWire. Both sides
-// include this header. The library is linked with neither Muster nor libtorch; WireContext has all that it needs of them.
-// So one library serves programs that link Muster statically, the Python module, and Muster as a shared library.
+// include this header. The library is linked with neither Muster nor libtorch; WireContext has all that it needs of
+// them. So one library serves programs that link Muster statically, the Python module, and Muster as a shared library.
 #pragma once
 
 #include <chrono>
@@ -29,8 +29,8 @@ struct WireContext {
 inline constexpr const char* kMakeWire = "muster_make_mpi_wire_2";
 
 // Every member of the group calls it. The first call in a process initialises MPI, which waits for all processes of the
-// job, without a deadline. The caller owns the result. TimeoutError if members do not come; Unavailable if MPI cannot serve
-// several threads, has been finalized, or was started for other processes.
+// job, without a deadline. The caller owns the result. TimeoutError if members do not come; Unavailable if MPI cannot
+// serve several threads, has been finalized, or was started for other processes.
 using MakeWire = Wire* (*)(const WireContext& site);
 
 }  // namespace muster::comm::mpi_backend

@@ -12,8 +12,8 @@
 // same reason. A failed group stays failed: memory may be in any state, so nothing is reset in place. To recover, make
 // a new group.
 //
-// Thread-safety: one operation at a time (CollectiveQueue ensures that) and one thread in Messages; fail(), leave() and the
-// watch's callback from any thread.
+// Thread-safety: one operation at a time (CollectiveQueue ensures that) and one thread in Messages; fail(), leave() and
+// the watch's callback from any thread.
 #pragma once
 
 #include <atomic>

@@ -8,8 +8,8 @@
 
 namespace muster::comm::shm_backend {
 
-// A message moves in pieces, so that its receiver reads one while its sender writes the next: at least four, if they are
-// not shorter than 2 KiB, of at most half a core's first-level cache.
+// A message moves in pieces, so that its receiver reads one while its sender writes the next: at least four, if they
+// are not shorter than 2 KiB, of at most half a core's first-level cache.
 inline constexpr uint64_t piece_of(uint64_t bytes) {
   return std::clamp<uint64_t>(bytes / 4 / kRecordLine * kRecordLine, 2 << 10, 16 << 10);
 }
