@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fault,idle,memory,copy]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
@@ -166,6 +166,15 @@ class Bench:
             for no_sync in ([], ["--no-sync"]):
                 commands.append(self.command("torchrun", str(HERE / "peers" / "ddp_torch.py"), *flags, *no_sync))
         return self.rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
+
+    def fsdp(self):
+        """One model for all ranks, PyTorch's FSDP2 over Gloo and over Muster's plug-in, and steps without synchronisation."""
+        commands = []
+        for sync in ("fsdp", "ddp", "barrier", "none"):
+            commands.append(self.command("muster", str(self.build / "bench" / "bench_fsdp"), "--sync", sync))
+        for flags in (["--backend", "gloo"], ["--backend", "muster"], ["--no-sync"]):
+            commands.append(self.command("torchrun", str(HERE / "peers" / "fsdp_torch.py"), *flags))
+        return self.rounds(commands, lambda row: row["impl"], "ms", min)
 
     def launch(self):
         empty = self.build / "bench" / "empty.py"
@@ -351,6 +360,12 @@ def show_ddp(rows):
           ["net", "impl", "DDP", "barrier", "neither", "DDP/neither", "DDP/barrier"], lines)
 
 
+def show_fsdp(rows):
+    local = next((row["ms"] for row in rows if row["impl"] == "muster-none"), None)
+    table("a step of 8 encoder layers with AdamW, and the memory of all ranks together", ["impl", "ms", "/ neither", "MiB", "loss"],
+          [[row["impl"], f'{row["ms"]:.0f}', f'{row["ms"] / local:.2f}' if local else "", f'{row["host_mib"]:.0f}', row["loss"]] for row in rows])
+
+
 def show_launch(rows):
     table("start and end of a job whose ranks do nothing: milliseconds, median", ["impl", "ms"], [[row["impl"], row["ms"]] for row in rows])
 
@@ -420,7 +435,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
+    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "fsdp": show_fsdp, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
             "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:

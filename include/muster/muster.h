@@ -1,5 +1,5 @@
 // Muster: distributed training for C++. This header includes what data-parallel training needs: World, collectives,
-// DistributedDataParallel, the sampler, snapshots, spawn() and the store. Include separately
+// DistributedDataParallel, FullyShardedDataParallel, the sampler, snapshots, spawn() and the store. Include separately
 //   - what needs msgpack-cxx: muster/comm/objects.h, muster/rpc/, muster/autograd/, muster/remote/ and
 //     muster/optim/distributed_optimizer.h;
 //   - the rest of muster/optim/, muster/train/, muster/data/idx.h, muster/launch/launcher.h and
@@ -17,4 +17,5 @@
 #include "muster/comm/world.h"
 #include "muster/data/sampler.h"
 #include "muster/parallel/ddp.h"
+#include "muster/parallel/fsdp.h"
 #include "muster/store/store.h"

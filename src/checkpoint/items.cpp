@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "muster/base/error.h"
+#include "parallel/shared_tensor.h"
 
 namespace muster::checkpoint {
 namespace {
@@ -108,7 +109,8 @@ class ModuleItem final : public Item {
   void load(const Entries& entries) override {
     const at::NoGradGuard no_grad;
     auto here = tensors();
-    for (size_t i = 0; i < here.size(); ++i) here[i].tensor.copy_(entries[i].tensor);
+    for (size_t i = 0; i < here.size(); ++i)
+      if (!parallel::belongs_to_another_rank(here[i].tensor)) here[i].tensor.copy_(entries[i].tensor);
   }
 
  private:
@@ -205,6 +207,13 @@ bool has_known_archive(const torch::optim::Optimizer& optimizer) {
 
 bool is_in_state(const Entry& entry) { return entry.kind == "tensor" && entry.name.starts_with("state/"); }
 
+// Whether an optimizer's parameters are shared, so that each rank has another part of its state.
+bool has_a_part(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups())
+    if (std::any_of(group.params().begin(), group.params().end(), parallel::is_shared)) return true;
+  return false;
+}
+
 class OptimizerItem final : public ArchiveItem {
  public:
   explicit OptimizerItem(torch::optim::Optimizer& optimizer)
@@ -246,7 +255,10 @@ class OptimizerItem final : public ArchiveItem {
 
   void load(const Entries& entries) override {
     optimizer_.state().clear();  // load() only adds to it
-    if (!has_known_archive(optimizer_)) return ArchiveItem::load(entries);
+    if (!has_known_archive(optimizer_)) {
+      ArchiveItem::load(entries);
+      return check_owners();
+    }
     Entries small = entries;
     for (size_t i = 0; i < small.size(); ++i)
       if (is_in_state(small[i])) small[i].tensor = tensor_of(static_cast<int64_t>(i));
@@ -254,9 +266,21 @@ class OptimizerItem final : public ArchiveItem {
     for_each_tensor(optimizer_, [&](at::Tensor& tensor) {
       if (tensor.defined()) tensor = entries.at(static_cast<size_t>(tensor.item<int64_t>())).tensor.clone();
     });
+    check_owners();
   }
+  bool differs_between_ranks() const override { return has_a_part(optimizer_); }
 
  private:
+  // A rank must not get states of parameters that another rank owns now.
+  void check_owners() const {
+    for (const auto& group : optimizer_.param_groups())
+      for (const at::Tensor& parameter : group.params())
+        if (parallel::belongs_to_another_rank(parameter) &&
+            optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0)
+          throw InvalidArgument("the ranks own other parameters than when the snapshot was saved",
+                                "Use the same FsdpOptions, and freeze the same parameters");
+  }
+
   torch::optim::Optimizer& optimizer_;
 };
 

@@ -28,6 +28,8 @@ class Item {
   virtual void load(const Entries& entries) = 0;
   // True if load() may throw although check() has accepted the entries. Such items are loaded before the others.
   virtual bool may_refuse() const { return false; }
+  // Whether the item must be stored for each rank. It may become true when training begins.
+  virtual bool differs_between_ranks() const { return false; }
 };
 
 std::unique_ptr<Item> make_item(torch::nn::Module& module);

@@ -51,6 +51,10 @@ Entries entries_of(const Items& items, bool per_rank, int rank) {
   Entries all;
   for (const auto& [name, is_per_rank, item] : items) {
     if (is_per_rank != per_rank) continue;
+    if (!is_per_rank && item->differs_between_ranks())
+      throw InvalidArgument(
+          text("'", name, "' would be stored once, but each rank has another part of it"),
+          "Add it when FullyShardedDataParallel is made and before torch::load(), or with .per_rank = true");
     for (auto& entry : item->save()) {
       entry.item = name;
       entry.rank = per_rank ? rank : kShared;

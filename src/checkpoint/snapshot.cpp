@@ -109,7 +109,9 @@ Snapshot& Snapshot::add(std::string name, torch::nn::Module& module, SnapshotIte
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, torch::optim::Optimizer& optimizer, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, false, checkpoint::make_item(optimizer));
+  auto item = checkpoint::make_item(optimizer);
+  const bool differs = item->differs_between_ranks();
+  impl_->add(std::move(name), options.per_rank, differs, std::move(item));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, at::Generator& generator, SnapshotItemOptions options) {

@@ -26,6 +26,7 @@
 #include "muster/base/error.h"
 #include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"
+#include "parallel/shared_tensor.h"
 #include "train/elastic_launcher.h"
 
 namespace muster::elastic {
@@ -94,12 +95,26 @@ std::string bytes_of(const torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
+namespace {
+
+void require_own_parameters(const torch::nn::Module& module) {
+  for (const auto& parameter : module.named_parameters())
+    if (parallel::is_shared(parameter.value()))
+      throw InvalidArgument(text("FullyShardedDataParallel has shared parameter ", parameter.key(),
+                                 " among the ranks, and ", "divided the optimizer's state, which is lost with a rank"),
+                            "Restart all ranks from a Snapshot (--max-restarts)");
+}
+
+}  // namespace
+
 std::string TrainingState::save() const {
+  require_own_parameters(module_);
   const auto bytes = torch::pickle_save(c10::ivalue::Tuple::create(named_tensors(module_), bytes_of(optimizer_)));
   return {bytes.begin(), bytes.end()};
 }
 
 void TrainingState::load(const std::string& bytes) {
+  require_own_parameters(module_);
   const auto parts = torch::pickle_load({bytes.begin(), bytes.end()}).toTupleRef().elements().vec();
   const auto theirs = c10::impl::toTypedDict<std::string, at::Tensor>(parts.at(0).toGenericDict());
   const Named mine = named_tensors(module_);

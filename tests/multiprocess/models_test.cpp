@@ -1,259 +1,20 @@
-// DistributedDataParallel on models as people have them: a residual net, wide convolutions, a transformer with tied
-// embeddings, an LSTM, a GAN, frozen, unused and shared parameters. Each trains for some steps on two ranks, and in one
-// process that takes the ranks' parts of each batch one after the other. What is compared is how far each parameter has
-// moved from where it began: all that training adds, and that without the average would be that of one rank alone. The
-// buffers (the running statistics of BatchNorm) must be equal as well: those that each rank has after the last step.
-#include <ATen/Parallel.h>
-#include <gtest/gtest.h>
+// DistributedDataParallel on the models of support/models.h, and meta-gradients through steps of their training.
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/nn.h>
 #include <torch/optim/adam.h>
-#include <torch/optim/sgd.h>
 
-#include <functional>
-#include <mutex>
 #include <stdexcept>
 
-#include "muster/muster.h"
 #include "muster/optim/meta.h"
-#include "support/full_run.h"
-#include "support/patience.h"
+#include "support/models.h"
 
-namespace muster {
+namespace muster::test {
 namespace {
 
-namespace nn = torch::nn;
-using torch::Tensor;
+TEST(Models, ResNet18) { expect_as_alone<DistributedDataParallel, ResNet18>({.rate = 0.05}); }
+TEST(Models, WideConvolutions) { expect_as_alone<DistributedDataParallel, WideConvolutions>({.rate = 1e-3}); }
+TEST(Models, TransformerWithTiedEmbeddings) { expect_as_alone<DistributedDataParallel, Transformer>(); }
+TEST(Models, TwoLayersOfLstm) { expect_as_alone<DistributedDataParallel, Recurrent>({.rate = 0.5}); }
 
-constexpr int kRanks = 2;
-
-// libtorch's default generator is the process's, and ranks are threads: one at a time draws from it.
-std::mutex drawing;
-Tensor drawn(int rank, int step, torch::IntArrayRef sizes) {
-  const std::lock_guard lock(drawing);
-  torch::manual_seed(1000 * step + rank);
-  return torch::randn(sizes);
-}
-Tensor words(int rank, int step, torch::IntArrayRef sizes, int64_t vocabulary) {
-  const std::lock_guard lock(drawing);
-  torch::manual_seed(1000 * step + rank);
-  return torch::randint(vocabulary, sizes);
-}
-
-// --- models: forward() gives the loss of a rank's part of a step's batch ---
-
-struct ResidualBlock : nn::Module {
-  ResidualBlock(int64_t in, int64_t out, int64_t stride)
-      : first(nn::Conv2dOptions(in, out, 3).stride(stride).padding(1).bias(false)),
-        second(nn::Conv2dOptions(out, out, 3).padding(1).bias(false)),
-        first_norm(out),
-        second_norm(out) {
-    register_module("first", first);
-    register_module("second", second);
-    register_module("first_norm", first_norm);
-    register_module("second_norm", second_norm);
-    if (stride != 1 || in != out)
-      shortcut = register_module(
-          "shortcut",
-          nn::Sequential(nn::Conv2d(nn::Conv2dOptions(in, out, 1).stride(stride).bias(false)), nn::BatchNorm2d(out)));
-  }
-  Tensor forward(const Tensor& x) {
-    const Tensor y = second_norm(second(torch::relu(first_norm(first(x)))));
-    return torch::relu(y + (shortcut ? shortcut->forward(x) : x));
-  }
-  nn::Conv2d first, second;
-  nn::BatchNorm2d first_norm, second_norm;
-  nn::Sequential shortcut{nullptr};
-};
-
-// ResNet-18: 11.7 million parameters.
-struct ResNet18 : nn::Module {
-  ResNet18() {
-    layers->push_back(nn::Conv2d(nn::Conv2dOptions(3, 64, 7).stride(2).padding(3).bias(false)));
-    layers->push_back(nn::BatchNorm2d(64));
-    layers->push_back(nn::ReLU());
-    layers->push_back(nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1)));
-    int64_t channels = 64;
-    for (const int64_t width : {64, 128, 256, 512})
-      for (const bool first : {true, false}) {
-        layers->push_back(ResidualBlock(channels, width, first && width > 64 ? 2 : 1));
-        channels = width;
-      }
-    layers->push_back(nn::AdaptiveAvgPool2d(1));
-    layers->push_back(nn::Flatten());
-    layers->push_back(nn::Linear(512, 1000));
-    register_module("layers", layers);
-  }
-  Tensor forward(int rank, int step) {
-    return torch::cross_entropy_loss(layers->forward(drawn(rank, step, {2, 3, 64, 64})), words(rank, step, {2}, 1000));
-  }
-  nn::Sequential layers;
-};
-
-// As the last blocks of VGG: each weight of several megabytes.
-struct WideConvolutions : nn::Module {
-  Tensor forward(int rank, int step) {
-    Tensor x = drawn(rank, step, {2, 256, 6, 6}).to(first->weight.scalar_type());
-    if (first->weight.is_contiguous(torch::MemoryFormat::ChannelsLast))
-      x = x.contiguous(torch::MemoryFormat::ChannelsLast);
-    return second(torch::relu(first(x))).mean({2, 3}).to(torch::get_default_dtype()).square().sum();
-  }
-  nn::Conv2d first = register_module("first", nn::Conv2d(nn::Conv2dOptions(256, 512, 3).padding(1))),
-             second = register_module("second", nn::Conv2d(nn::Conv2dOptions(512, 256, 3).padding(1)));
-};
-
-// A language model whose table of vectors is the last layer's weight as well.
-struct Transformer : nn::Module {
-  static constexpr int64_t kWords = 3000, kWidth = 128, kLength = 12;
-  Transformer() {
-    nn::TransformerEncoderLayer layer(nn::TransformerEncoderLayerOptions(kWidth, 4).dim_feedforward(512).dropout(0));
-    encoder = register_module("encoder", nn::TransformerEncoder(nn::TransformerEncoderOptions(layer, 2)));
-  }
-  Tensor forward(int rank, int step) {
-    const Tensor text = words(rank, step, {kLength + 1, 3}, kWords);
-    const Tensor y = encoder(table(text.slice(0, 0, kLength)) * 8);
-    const Tensor logits = torch::nn::functional::linear(y, table->weight);
-    return torch::cross_entropy_loss(logits.flatten(0, 1), text.slice(0, 1).flatten());
-  }
-  nn::Embedding table = register_module("table", nn::Embedding(kWords, kWidth));
-  nn::TransformerEncoder encoder{nullptr};
-};
-
-struct Recurrent : nn::Module {
-  Tensor forward(int rank, int step) {
-    const auto [y, state] = lstm(drawn(rank, step, {7, 4, 128}));
-    return last(y).square().mean() + std::get<0>(state).mean();
-  }
-  nn::LSTM lstm = register_module("lstm", nn::LSTM(nn::LSTMOptions(128, 384).num_layers(2)));
-  nn::Linear last = register_module("last", nn::Linear(384, 32));
-};
-
-// Frozen, shared and empty parameters, and some that a step uses on both ranks, on one of them or on none.
-struct Mixed : nn::Module {
-  Mixed() {
-    frozen->weight.set_requires_grad(false);
-    empty = register_parameter("empty", torch::zeros({0, 5}));
-    again = register_module("again", body);
-  }
-  Tensor forward(int rank, int step) {
-    Tensor y = again(torch::relu(body(frozen(drawn(rank, step, {5, 64})))));
-    if ((step + rank) % 4 < 2) y = y + sometimes(y);
-    return y.square().mean() + empty.sum();
-  }
-  nn::Linear frozen = register_module("frozen", nn::Linear(64, 640)),
-             body = register_module("body", nn::Linear(640, 640)), again{nullptr},
-             sometimes = register_module("sometimes", nn::Linear(640, 640));
-  Tensor empty;
-};
-
-// --- the comparison ---
-
-using Prepare = std::function<void(nn::Module&)>;
-
-template <typename Net>
-std::shared_ptr<Net> make(uint64_t seed, const Prepare& prepare) {
-  const std::lock_guard lock(drawing);
-  torch::manual_seed(seed);
-  const auto net = std::make_shared<Net>();
-  if (prepare) prepare(*net);
-  return net;
-}
-
-using Values = torch::OrderedDict<std::string, Tensor>;
-Values copies(const Values& of) {
-  const torch::NoGradGuard no_grad;
-  Values all;
-  for (const auto& item : of) all.insert(item.key(), item.value().clone());
-  return all;
-}
-
-double largest(const Tensor& of) { return of.abs().max().item<double>(); }
-
-// What the parameters have moved by is compared, and must be far more than a rounding of their own values.
-struct Tolerance {
-  double apart = 1e-3;  // of how far the parameter has moved
-  double moved = 1e-3;  // of the parameter, at least; a rounding is 6e-8 of it
-};
-
-void expect_close(const nn::Module& got, const nn::Module& wanted, const Values& before, const Tolerance& tolerance) {
-  const torch::NoGradGuard no_grad;
-  const auto expected = wanted.named_parameters();
-  for (const auto& item : got.named_parameters()) {
-    const Tensor& value = expected[item.key()];
-    if (value.numel() == 0) continue;
-    EXPECT_TRUE(value.isfinite().all().item<bool>()) << item.key();
-    const double moved = largest(value - before[item.key()]);
-    EXPECT_LE(largest(item.value() - value), tolerance.apart * moved) << item.key();
-    if (value.requires_grad()) {
-      EXPECT_GE(moved, tolerance.moved * largest(before[item.key()])) << item.key();
-      EXPECT_GT(moved, 0) << item.key();
-    }
-  }
-}
-
-void expect_equal_buffers(const nn::Module& got, const Values& wanted) {
-  for (const auto& item : got.named_buffers()) {
-    const Tensor &ours = item.value(), &value = wanted[item.key()];
-    if (value.is_floating_point())
-      EXPECT_LE(largest(ours - value), 1e-6 * largest(value)) << item.key();
-    else
-      EXPECT_TRUE(torch::equal(ours, value)) << item.key();
-  }
-}
-
-struct How {
-  Prepare prepare;  // of each rank's module, before it is wrapped
-  DdpOptions ddp;
-  double rate = 0.05;
-  Tolerance tolerance;
-  int steps = test::full_run() ? 20 : 3;
-};
-
-// In one process: the ranks' parts one after the other. Rank 0's comes last, since its buffers are those that the next
-// step begins with. Returns the buffers after the last step, by rank.
-template <typename Net>
-std::vector<Values> train_alone(Net& net, torch::optim::Optimizer& optimizer, int steps) {
-  std::vector<Values> last(kRanks);
-  for (int step = 0; step < steps; ++step) {
-    optimizer.zero_grad();
-    const Values before = copies(net.named_buffers());
-    for (int rank = kRanks - 1; rank >= 0; --rank) {
-      for (auto& item : net.named_buffers()) item.value().copy_(before[item.key()]);
-      (net.forward(rank, step) / kRanks).backward();
-      last[static_cast<size_t>(rank)] = copies(net.named_buffers());
-    }
-    optimizer.step();
-  }
-  return last;
-}
-
-template <typename Net>
-void expect_as_alone(const How& how = {}) {
-  at::set_num_threads(1);
-  const auto alone = make<Net>(7, how.prepare);
-  const Values before = copies(alone->named_parameters());
-  torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
-  const auto buffers = train_alone(*alone, sgd, how.steps);
-  run_threads(kRanks,
-              [&](World& world) {
-                const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), how.prepare);
-                DistributedDataParallel ddp(net, how.ddp);
-                torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
-                for (int step = 0; step < how.steps; ++step) {
-                  optimizer.zero_grad();
-                  ddp(world.rank(), step).backward();
-                  optimizer.step();
-                }
-                expect_close(*net, *alone, before, how.tolerance);
-                expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
-              },
-              {.timeout = test::kPatience});
-}
-
-TEST(Models, ResNet18) { expect_as_alone<ResNet18>({.rate = 0.05}); }
-TEST(Models, WideConvolutions) { expect_as_alone<WideConvolutions>({.rate = 1e-3}); }
-TEST(Models, TransformerWithTiedEmbeddings) { expect_as_alone<Transformer>(); }
-TEST(Models, TwoLayersOfLstm) { expect_as_alone<Recurrent>({.rate = 0.5}); }
 // --- meta-learning on the same models ---
 
 // Everything is computed in doubles while it lives.
@@ -347,23 +108,23 @@ TEST(Models, MetaGradientOfATransformerWithTiedEmbeddings) { expect_meta_gradien
 TEST(Models, MetaGradientOfTwoLayersOfLstm) { expect_meta_gradient<Recurrent>(0.5, true); }
 
 TEST(Models, FrozenUnusedSharedAndEmptyParameters) {
-  expect_as_alone<Mixed>({.ddp = {.find_unused_parameters = true}, .rate = 0.5});
+  expect_as_alone<DistributedDataParallel, Mixed>({.rate = 0.5, .find_unused_parameters = true});
 }
 
 TEST(Models, InBFloat16) {
   const Prepare halved = [](nn::Module& net) { net.to(torch::kBFloat16); };
-  expect_as_alone<WideConvolutions>({.prepare = halved, .rate = 4e-3, .tolerance = {.apart = 0.1, .moved = 0.05}});
+  expect_as_alone<DistributedDataParallel, WideConvolutions>(
+      {.prepare = halved, .rate = 4e-3, .tolerance = {.apart = 0.1, .moved = 0.05}});
 }
 
 TEST(Models, ChannelsLast) {
-  expect_as_alone<WideConvolutions>({.prepare =
-                                         [](nn::Module& net) {
-                                           for (auto& parameter : net.parameters())
-                                             if (parameter.dim() == 4)
-                                               parameter.set_data(
-                                                   parameter.contiguous(torch::MemoryFormat::ChannelsLast));
-                                         },
-                                     .rate = 1e-3});
+  expect_as_alone<DistributedDataParallel, WideConvolutions>(
+      {.prepare =
+           [](nn::Module& net) {
+             for (auto& parameter : net.parameters())
+               if (parameter.dim() == 4) parameter.set_data(parameter.contiguous(torch::MemoryFormat::ChannelsLast));
+           },
+       .rate = 1e-3});
 }
 
 TEST(Models, ParametersOnTheHeap) {
@@ -372,11 +133,11 @@ TEST(Models, ParametersOnTheHeap) {
       for (auto& parameter : net.parameters())
         parameter.set_data(world->heap().empty(parameter.sizes()).copy_(parameter.detach()));
   };
-  expect_as_alone<Recurrent>({.prepare = moved, .rate = 0.5});
+  expect_as_alone<DistributedDataParallel, Recurrent>({.prepare = moved, .rate = 0.5});
 }
 
 TEST(Models, WithTheAllocatorLeftAlone) {
-  expect_as_alone<WideConvolutions>({.ddp = {.replace_allocator = false}, .rate = 1e-3});
+  expect_as_alone<DistributedDataParallel, WideConvolutions>({.rate = 1e-3, .replace_allocator = false});
 }
 
 // --- what a training does besides ---
@@ -428,35 +189,12 @@ TEST(Models, AccumulationClippingAnExceptionAndASecondDdp) {
                 }
                 expect_close(*net, *alone, before, {});
               },
-              {.timeout = test::kPatience});
+              {.timeout = kPatience});
 }
 
 // Two models and two optimizers, three backward passes in a step, of which one goes through both models.
-struct Generator : nn::Module {
-  Tensor forward(const Tensor& z) { return second(torch::relu(first(z))); }
-  nn::Linear first = register_module("first", nn::Linear(16, 512)),
-             second = register_module("second", nn::Linear(512, 640));
-};
-struct Discriminator : nn::Module {
-  Tensor forward(const Tensor& x) { return second(torch::relu(first(x))); }
-  nn::Linear first = register_module("first", nn::Linear(640, 512)),
-             second = register_module("second", nn::Linear(512, 1));
-};
-
-struct GanLosses {
-  using Net = std::function<Tensor(const Tensor&)>;
-  Net generator, discriminator;
-  Tensor real(int rank, int step) const { return torch::softplus(-discriminator(drawn(rank, step, {6, 640}))).mean(); }
-  Tensor fake(int rank, int step) const {
-    return torch::softplus(discriminator(generator(drawn(rank, step + 100, {6, 16})).detach())).mean();
-  }
-  Tensor deceived(int rank, int step) const {
-    return torch::softplus(-discriminator(generator(drawn(rank, step + 200, {6, 16})))).mean();
-  }
-};
-
 TEST(Models, Gan) {
-  const int steps = test::full_run() ? 20 : 3;
+  const int steps = full_run() ? 20 : 3;
   at::set_num_threads(1);
   const auto parts = [&](const GanLosses& losses, nn::Module& generator, nn::Module& discriminator,
                          const std::vector<int>& ranks) {
@@ -493,7 +231,7 @@ TEST(Models, Gan) {
                 expect_close(*g, *generator, before_g, {});
                 expect_close(*d, *discriminator, before_d, {});
               },
-              {.timeout = test::kPatience});
+              {.timeout = kPatience});
 }
 
 // One parameter of 512 MB, with its gradient four times of it in memory and once more for the process alone.
@@ -504,7 +242,7 @@ struct Huge : nn::Module {
   }
   Tensor weight = register_parameter("weight", torch::ones({1 << 12, 1 << 15}));
 };
-TEST(ModelsLarge, AParameterOf512MB) { expect_as_alone<Huge>({.steps = 2}); }
+TEST(ModelsLarge, AParameterOf512MB) { expect_as_alone<DistributedDataParallel, Huge>({.steps = 2}); }
 
 }  // namespace
-}  // namespace muster
+}  // namespace muster::test

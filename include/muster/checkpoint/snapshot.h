@@ -10,8 +10,8 @@
 //
 // Contents: everything that was added, and torch's default CPU generator. An item is either *shared*, that is, the same
 // on all ranks and stored once (the default for modules and optimizers, which data-parallel training keeps equal), or
-// *per rank* and stored for each rank (the default for everything else). `.per_rank` of add() overrides the default.
-// You choose the names; they must be the same on all ranks, and each may occur once.
+// *per rank* and stored for each rank (the default for everything else, and for an optimizer over the parameters of a
+// FullyShardedDataParallel, of whose state each rank has a part). `.per_rank` of add() overrides the default. You choose the names; they must be the same on all ranks, and each may occur once.
 //
 // Storage: rank 0 gathers the per-rank items and writes one file, `step-<n>.snapshot`. With `.sharded` each rank writes
 // its own file (shared tensors are distributed by size); when all files are durable, rank 0 writes a small manifest of
@@ -85,7 +85,7 @@ struct SnapshotOptions {
 };
 
 struct SnapshotItemOptions {
-  std::optional<bool> per_rank;  // default: false for modules and optimizers, true for everything else
+  std::optional<bool> per_rank;  // default: see above
 };
 
 // Any class that can write itself to a torch archive and read itself back: optimizers, samplers, your own classes.

@@ -21,8 +21,9 @@
 // module is reached through it: ddp->parameters(), ddp.module()->to(…), torch::save(ddp.module(), …).
 //
 // Results: the averaged gradients are equal to the bit on all ranks.
-// Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes); and those of
-// all_reduce. Thread-safety: one thread, as an nn::Module. Source: torch.nn.parallel.DistributedDataParallel; Li et
+// Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes);
+// InvalidArgument if a backward() inside of backward() gives a parameter a second gradient when its first is averaged; and
+// those of all_reduce. Thread-safety: one thread, as an nn::Module. Source: torch.nn.parallel.DistributedDataParallel; Li et
 // al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 #pragma once
 
@@ -36,6 +37,7 @@
 #include <vector>
 
 #include "muster/comm/group.h"
+#include "muster/parallel/no_sync.h"
 
 namespace muster {
 
@@ -66,7 +68,7 @@ class Reducer {
 
  private:
   struct Impl;
-  std::shared_ptr<Impl> impl_;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace ddp
@@ -91,17 +93,7 @@ class DistributedDataParallel {
 
   // While the guard lives, backward() only accumulates, without communication. The first backward() after it averages
   // the sum.
-  class NoSync {
-   public:
-    explicit NoSync(ddp::Reducer& reducer) : reducer_(reducer), before_(reducer.set_sync(false)) {}
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-    ~NoSync() { reducer_.set_sync(before_); }
-
-   private:
-    ddp::Reducer& reducer_;
-    bool before_;
-  };
+  using NoSync = NoSyncGuard<ddp::Reducer>;
   [[nodiscard]] NoSync no_sync() { return NoSync(reducer_); }
 
   const std::shared_ptr<ModuleType>& module() const { return module_; }

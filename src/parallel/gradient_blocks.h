@@ -27,7 +27,7 @@
 
 #include "muster/comm/heap.h"
 
-namespace muster::ddp {
+namespace muster::parallel {
 
 struct BlockPool;
 
@@ -59,4 +59,4 @@ class GradientBlocks {
   const std::shared_ptr<BlockPool> pool_;
 };
 
-}  // namespace muster::ddp
+}  // namespace muster::parallel

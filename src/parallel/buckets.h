@@ -11,44 +11,52 @@
 // gradient, if nobody else can reach that block; otherwise a value that backward has yet to read would be overwritten
 // by the average.
 //
+// A bucket is reduced to every rank, or to one, its owner. Then it has gradients of parameters with that owner only, and
+// a large bucket's memory is needed only while its gradient is: it has none before.
+//
 // Thread-safety: none; one backward() at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/node.h>
 
 #include <string>
 #include <vector>
 
-#include "muster/comm/group.h"
 #include "muster/comm/heap.h"
 #include "muster/comm/work.h"
-#include "parallel/ddp/gradient_blocks.h"
+#include "parallel/gradient_blocks.h"
 
-namespace muster::ddp {
+namespace muster::parallel {
 
-struct NamedTensor {
-  std::string name;
-  at::Tensor tensor;
-};
+inline constexpr int kEveryRank = -1;
 
 struct Parameter {
   std::string name;
   at::Tensor tensor;
+  int owner = kEveryRank;                                 // the rank that gets the average
+  c10::intrusive_ptr<torch::autograd::Node> accumulator;  // with a hook of ours; null if every rank is the owner
   at::Tensor view;    // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
   size_t bucket = 0;  // index
   bool ready = false;
-  bool used = false;  // its gradient holds something that is not reduced yet; implied by `ready`
+  bool used = false;      // its gradient holds something that is not reduced yet; implied by `ready`
+  bool averaged = false;  // its gradient, if there is one, is what an earlier backward() has averaged
+  at::Tensor kept;        // such a gradient, to which this backward()'s average is to be added
 };
 
 struct Bucket {
   std::vector<size_t> parameters;  // indices
   bool large = false;              // one parameter in a block
+  int owner = kEveryRank;
   at::Tensor flat, used;
   size_t pending = 0;
   Work work;
 };
 
-// Divides `order` into buckets of one dtype each; buckets of small parameters have at most `first_bytes` (the first) or
+// The strides of a tensor that is dense, else those of a contiguous one of its shape.
+std::vector<int64_t> dense_strides(const at::Tensor& tensor);
+
+// Divides `order` into buckets of one dtype and owner each; buckets of small parameters have at most `first_bytes` (the first) or
 // `bytes`. A bucket's place in the list follows from its last parameter. Sets each parameter's view and bucket.
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
                                  size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks);
@@ -56,17 +64,13 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
 // For a large bucket: if `grad` was made in a block that nobody else can reach, it becomes the parameter's view.
 // Returns whether it did.
 bool adopt_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad, const GradientBlocks& blocks);
-// Gives a free block to a large bucket whose parameter has no view.
+// Gives a free block, filled with zeros, to a large bucket whose parameter has no view.
 void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks);
+
+// Forgets the block of a large bucket: it is free when nobody else refers to it.
+void release_block(Bucket& bucket, Parameter& parameter);
 
 void mark_used(Bucket& bucket, const std::vector<Parameter>& parameters);
 std::vector<float> shares_used(const Bucket& bucket);  // after the reduction: 0 to 1 for each parameter
 
-// Throws Mismatch on every rank if a rank differs from rank 0 in a tensor's name, dtype, shape, strides, whether it is
-// trained, with which earlier tensor it is shared, or in `options`. Names the first difference.
-void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options, const Group& group);
-// Copies rank 0's values to all. Tensors of up to kCoalesced bytes travel together, in one broadcast.
-inline constexpr size_t kCoalesced = 64 << 10;
-void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group);
-
-}  // namespace muster::ddp
+}  // namespace muster::parallel

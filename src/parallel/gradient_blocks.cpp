@@ -1,4 +1,4 @@
-#include "parallel/ddp/gradient_blocks.h"
+#include "parallel/gradient_blocks.h"
 
 #include <c10/core/CPUAllocator.h>
 
@@ -10,7 +10,7 @@
 #include <unordered_set>
 #include <vector>
 
-namespace muster::ddp {
+namespace muster::parallel {
 
 struct BlockPool : std::enable_shared_from_this<BlockPool> {
   struct Block {
@@ -168,4 +168,4 @@ GradientBlocks::Serving::~Serving() {
   keep.pool = nullptr;
 }
 
-}  // namespace muster::ddp
+}  // namespace muster::parallel

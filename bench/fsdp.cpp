@@ -1,0 +1,96 @@
+// Steps of a transformer whose ranks share one model: muster run -n 2 bench_fsdp [--sync fsdp|ddp|barrier|none].
+// One JSON object: milliseconds per step, and the memory of the host: each process's private pages and its share of the
+// pages that several map (PSS), summed. With `barrier`, a barrier after each step is all that connects the ranks, and
+// each rank updates all parameters. The data are random: the time of a step does not depend on the values.
+#include <ATen/Parallel.h>
+#include <torch/nn.h>
+#include <torch/optim/adamw.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+
+#include "muster/muster.h"
+
+namespace {
+
+struct Net : torch::nn::Module {
+  explicit Net(int blocks) {
+    for (int i = 0; i < blocks; ++i)
+      layers->push_back(torch::nn::TransformerEncoderLayer(
+          torch::nn::TransformerEncoderLayerOptions(512, 8).dim_feedforward(2048).dropout(0.0)));
+    register_module("layers", layers);
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (const auto& layer : *layers) x = layer->as<torch::nn::TransformerEncoderLayer>()->forward(x);
+    return x;
+  }
+  torch::nn::ModuleList layers;
+};
+
+// In MiB.
+double proportional_set_size() {
+  std::ifstream in("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(in, line);)
+    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) / 1024;
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string sync = "fsdp";
+  int steps = 10, blocks = 8, batch = 4, length = 64;
+  CLI::App app{"Steps of a transformer whose ranks share one model"};
+  app.add_option("--steps", steps);
+  app.add_option("--blocks", blocks, "encoder layers of 3.15 million parameters");
+  app.add_option("--batch", batch, "sequences per rank");
+  app.add_option("--length", length, "of a sequence");
+  app.add_option("--sync", sync, "what connects the ranks")->check(CLI::IsMember({"fsdp", "ddp", "barrier", "none"}));
+  CLI11_PARSE(app, argc, argv);
+
+  at::set_num_threads(1);
+  auto world = muster::init();
+  torch::manual_seed(0);
+  const auto net = std::make_shared<Net>(blocks);
+  std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
+  std::unique_ptr<muster::FullyShardedDataParallel<Net>> fsdp;
+  if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
+  if (sync == "fsdp") fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(net);
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-4));
+  torch::manual_seed(5 + world.rank());
+  const auto x = torch::randn({length, batch, 512});
+
+  constexpr int kWarmup = 2;
+  double loss_of_last = 0;
+  std::chrono::steady_clock::time_point start;
+  for (int step = 0; step < steps + kWarmup; ++step) {
+    if (step == kWarmup) {
+      muster::barrier();
+      start = std::chrono::steady_clock::now();
+    }
+    optimizer.zero_grad();
+    const auto loss = (fsdp ? fsdp->forward(x) : ddp ? ddp->forward(x) : net->forward(x)).square().mean();
+    loss.backward();
+    optimizer.step();
+    if (sync == "barrier") muster::barrier();
+    loss_of_last = loss.item<double>();
+  }
+  muster::barrier();
+  const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / steps;
+  auto memory = torch::full({1}, proportional_set_size(), torch::kDouble);
+  muster::all_reduce(memory);
+  muster::barrier();
+  if (world.rank() == 0) {
+    int64_t parameters = 0;
+    for (const auto& parameter : net->parameters()) parameters += parameter.numel();
+    std::printf(R"({"bench": "fsdp", "impl": "muster-%s", "ranks": %d, "parameters": %lld, "ms": %.1f, )"
+                R"("host_mib": %.0f, "loss": %.6f})"
+                "\n",
+                sync.c_str(), world.world_size(), static_cast<long long>(parameters), ms, memory.item<double>(),
+                loss_of_last);
+  }
+}

@@ -1,0 +1,62 @@
+"""PyTorch's FSDP2. torchrun --nproc-per-node 2 fsdp_torch.py [--backend gloo|muster] [--no-sync].
+
+The same net, data shapes, optimizer and steps as ../fsdp.cpp. One JSON object.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+
+
+def proportional_set_size():
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--blocks", type=int, default=8)
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--length", type=int, default=64)
+parser.add_argument("--backend", default="gloo")
+parser.add_argument("--no-sync", action="store_true")
+args = parser.parse_args()
+if args.backend == "muster":
+    import muster  # noqa: F401, registers the backend
+
+torch.set_num_threads(1)
+dist.init_process_group(args.backend)
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(*(nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0) for _ in range(args.blocks)))
+parameters = sum(p.numel() for p in net.parameters())
+if not args.no_sync:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+torch.manual_seed(5 + rank)
+x = torch.randn(args.length, args.batch, 512)
+WARMUP = 2
+for step in range(args.steps + WARMUP):
+    if step == WARMUP:
+        dist.barrier()
+        start = time.perf_counter()
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+dist.barrier()
+ms = (time.perf_counter() - start) / args.steps * 1e3
+memory = torch.tensor([proportional_set_size()], dtype=torch.float64)
+dist.all_reduce(memory)
+if rank == 0:
+    impl = "fsdp2-" + args.backend if not args.no_sync else "pytorch-none"
+    print(json.dumps({"bench": "fsdp", "impl": impl, "ranks": world, "parameters": parameters, "ms": round(ms, 1), "host_mib": round(memory.item()), "loss": round(loss.item(), 6)}), flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,147 @@
+// FullyShardedDataParallel: every rank has a part of each batch, and the ranks of a host have one model together.
+//
+//   auto model = muster::fully_shard(net);
+//   torch::optim::AdamW optimizer(net->parameters(), 1e-4);    // any optimizer, made before or after
+//   loss_function(model.forward(x), y).backward();
+//   optimizer.step();                                          // each rank updates the parameters that it owns
+//
+// The parameters lie once in memory that all ranks of the host share, instead of once per rank. Each parameter has an
+// *owner*; they are divided evenly. backward() averages each gradient to its owner; on the other ranks .grad is undefined
+// afterwards. torch::optim's optimizers skip such parameters, so gradients, optimizer states and the work of step() are
+// divided among the ranks without the optimizer's knowledge. No parameter is gathered: every operator of forward() sees
+// plain tensors.
+//
+// The constructor copies rank 0's parameters and buffers to all ranks. The tensors of the module stay the same objects;
+// their memory changes, for good. Every rank calls forward(), backward() and step() equally often. The rules:
+//   - A step is forward(), backward(), step(), with as many forward() calls as you like (in eval() mode also on some
+//     ranks more than on others), and with no_sync() as in DistributedDataParallel. step() comes after a backward(). The
+//     next forward() waits until all ranks' step() is over; until then nobody may read parameters in any other way.
+//   - Only the owner changes a parameter; owned_parameters() has what this rank owns. What does more than step() by the
+//     optimizer (weight clipping, an average that is written back) goes over these.
+//   - Whatever else reads or changes parameters stands between two calls of synchronize() by all ranks: one rank alone
+//     evaluates module() or saves it, or the owners change their parameters.
+//   - torch::load() into the module, on every rank, works; the next forward() shares the new values.
+//   - Gradients of other ranks' parameters do not exist: use clip_grad_norm_() below for the norm of all. Adagrad makes
+//     states when it is constructed: give it owned_parameters(). LBFGS changes all parameters, and cannot be used.
+//   - A process that fork()s shares the parameters with its child.
+// forward() throws InvalidArgument when it finds one of the rules broken, and names the parameter. It cannot find
+// everything: what is written through Tensor::data() only on the parameter's owner, and then only if others might have
+// been reading.
+//
+// Results: parameters are equal on all ranks, since they are one; and equal to those of DistributedDataParallel.
+// If a rank dies in step(), some parameters are updated and others not. A Snapshot (snapshot.h) with the module and the
+// optimizer resumes the training to the bit; make it after the FullyShardedDataParallel.
+//
+// Limits: all ranks of the group are on one host; CPU tensors.
+//
+// Errors: as DistributedDataParallel, and Unavailable if the host has not enough memory. Thread-safety: one thread, as
+// an nn::Module. Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+// Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "muster/comm/group.h"
+#include "muster/parallel/no_sync.h"
+
+namespace muster {
+
+struct FsdpOptions {
+  Group group;                     // default: all ranks
+  double bucket_cap_mb = 25;       // MiB; a bucket of small gradients is closed before it exceeds this
+  double first_bucket_cap_mb = 1;  // the first bucket is smaller, so that communication starts early
+  bool find_unused_parameters = false;
+  bool broadcast_buffers = true;  // rank 0's buffers to all before each forward in training mode
+  bool replace_allocator = true;  // as DdpOptions::replace_allocator
+};
+
+namespace fsdp {
+
+// The part that does not depend on the module's type.
+class Sharder {
+ public:
+  Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options);
+  Sharder(const Sharder&) = delete;
+  Sharder& operator=(const Sharder&) = delete;
+  ~Sharder();
+
+  void before_forward();
+  void synchronize();
+  bool set_sync(bool on);  // returns the previous value
+  int owner(const at::Tensor& parameter) const;
+  std::vector<at::Tensor> owned_parameters() const;
+  double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
+  std::vector<std::vector<std::string>> bucket_names() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fsdp
+
+template <typename ModuleType>
+class FullyShardedDataParallel {
+ public:
+  explicit FullyShardedDataParallel(std::shared_ptr<ModuleType> module, FsdpOptions options = {})
+      : module_(std::move(module)), sharder_(std::make_unique<fsdp::Sharder>(module_, std::move(options))) {}
+  explicit FullyShardedDataParallel(const torch::nn::ModuleHolder<ModuleType>& holder, FsdpOptions options = {})
+      : FullyShardedDataParallel(holder.ptr(), std::move(options)) {}
+
+  template <typename... Arguments>
+  auto forward(Arguments&&... arguments) {
+    sharder_->before_forward();
+    return module_->forward(std::forward<Arguments>(arguments)...);
+  }
+  template <typename... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    return forward(std::forward<Arguments>(arguments)...);
+  }
+
+  // While the guard lives, backward() only accumulates, without communication, and .grad is this rank's own on every
+  // rank. The first backward() after it averages the sum.
+  using NoSync = NoSyncGuard<fsdp::Sharder>;
+  [[nodiscard]] NoSync no_sync() { return NoSync(*sharder_); }
+
+  // Every rank calls it; returns when all have: what they have read and changed so far is over.
+  void synchronize() { sharder_->synchronize(); }
+
+  // The rank in the group that owns a parameter of the module. InvalidArgument if it is not.
+  int owner(const at::Tensor& parameter) const { return sharder_->owner(parameter); }
+  std::vector<at::Tensor> owned_parameters() const { return sharder_->owned_parameters(); }
+
+  // Every rank calls it after backward(). Scales all gradients so that their norm, over all parameters of the module, is
+  // at most max_norm; returns what it was before, the same on all ranks. norm_type: 1, 2, … or infinity. As in PyTorch, a
+  // norm of NaN makes all gradients NaN, and an infinite one makes them 0 or NaN; with error_if_nonfinite, both throw
+  // InvalidArgument on every rank. Source: torch::nn::utils::clip_grad_norm_.
+  double clip_grad_norm_(double max_norm, double norm_type = 2, bool error_if_nonfinite = false) {
+    return sharder_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
+  }
+
+  const std::shared_ptr<ModuleType>& module() const { return module_; }
+  ModuleType* operator->() { return module_.get(); }
+  // For tests and diagnosis: which parameters share a bucket, in the order of reduction.
+  std::vector<std::vector<std::string>> bucket_names() const { return sharder_->bucket_names(); }
+
+ private:
+  std::shared_ptr<ModuleType> module_;
+  std::unique_ptr<fsdp::Sharder> sharder_;
+};
+
+template <typename ModuleType>
+FullyShardedDataParallel<ModuleType> fully_shard(std::shared_ptr<ModuleType> module, FsdpOptions options = {}) {
+  return FullyShardedDataParallel<ModuleType>(std::move(module), std::move(options));
+}
+template <typename ModuleType>
+FullyShardedDataParallel<ModuleType> fully_shard(const torch::nn::ModuleHolder<ModuleType>& holder,
+                                                 FsdpOptions options = {}) {
+  return FullyShardedDataParallel<ModuleType>(holder, std::move(options));
+}
+
+}  // namespace muster

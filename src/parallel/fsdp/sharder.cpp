@@ -1,0 +1,139 @@
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/world.h"
+#include "muster/parallel/fsdp.h"
+#include "parallel/fsdp/owners.h"
+#include "parallel/fsdp/shared_parameters.h"
+#include "parallel/gradient_reducer.h"
+
+namespace muster::fsdp {
+
+struct Sharder::Impl {
+  std::shared_ptr<torch::nn::Module> module;
+  FsdpOptions options;
+  Group group;
+  std::vector<parallel::NamedTensor> parameters, buffers;  // each parameter once
+  std::vector<int> owners;                                 // of `parameters`
+  std::shared_ptr<SharedParameters> shared;
+  std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
+};
+
+Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options) : impl_(std::make_unique<Impl>()) {
+  if (!module) throw InvalidArgument("FullyShardedDataParallel needs a module, got null");
+  Impl& s = *impl_;
+  s.module = std::move(module);
+  s.options = std::move(options);
+  World& world = World::current();
+  s.group = s.options.group.resolved();
+  parallel::require_bucket_sizes(s.options.bucket_cap_mb, s.options.first_bucket_cap_mb);
+  if (!s.group.is_member()) throw InvalidArgument("this rank is not a member of FullyShardedDataParallel's group");
+
+  auto tensors = parallel::tensors_of(*s.module);
+  s.parameters = std::move(tensors.parameters);
+  s.buffers = std::move(tensors.buffers);
+  for (const auto& [name, tensor] : s.parameters)
+    if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
+      throw InvalidArgument(text("parameter ", name, " is not a dense CPU tensor"),
+                            "FullyShardedDataParallel shards dense parameters on the CPU");
+  parallel::require_same_on_all_ranks(tensors.all,
+                                      text("fully sharded bucket_cap_mb=", s.options.bucket_cap_mb,
+                                           " first_bucket_cap_mb=", s.options.first_bucket_cap_mb,
+                                           " find_unused_parameters=", s.options.find_unused_parameters,
+                                           " broadcast_buffers=", s.options.broadcast_buffers),
+                                      s.group);
+  parallel::broadcast_from_first(tensors.all, s.group);
+
+  s.owners = balanced_owners(s.parameters, s.group.size(), parallel::bytes_of_mb(s.options.bucket_cap_mb));
+  s.shared = std::make_shared<SharedParameters>(s.parameters, s.owners, s.group, world);
+
+  parallel::ReducerOptions with{.user = "FullyShardedDataParallel",
+                                .group = s.group,
+                                .bucket_cap_mb = s.options.bucket_cap_mb,
+                                .first_bucket_cap_mb = s.options.first_bucket_cap_mb,
+                                .find_unused_parameters = s.options.find_unused_parameters,
+                                .replace_allocator = s.options.replace_allocator,
+                                .on_averaged = [shared = s.shared] { shared->reads_are_over(); }};
+  std::vector<parallel::NamedTensor> trained;
+  for (size_t i = 0; i < s.parameters.size(); ++i) {
+    if (!s.parameters[i].tensor.requires_grad()) continue;
+    trained.push_back(s.parameters[i]);
+    with.owners.push_back(s.owners[i]);
+  }
+  if (!trained.empty()) s.gradients.emplace(trained, std::move(with), world.shared_heap());
+}
+
+Sharder::~Sharder() = default;
+
+void Sharder::before_forward() {
+  Impl& s = *impl_;
+  auto changes = s.shared->changes();  // before anything that ends the others' reads
+  if (s.gradients) s.gradients->before_forward();
+  const bool sync = !s.gradients || s.gradients->sync();
+  const bool may_follow_an_update = s.module->is_training() && sync;
+  if (may_follow_an_update || !s.shared->may_go_on(changes)) s.shared->before_forward(std::move(changes));
+  if (sync && s.options.broadcast_buffers && s.module->is_training() && !s.buffers.empty())
+    parallel::broadcast_from_first(s.buffers, s.group);
+}
+
+void Sharder::synchronize() {
+  if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
+  impl_->shared->synchronize();
+}
+bool Sharder::set_sync(bool on) { return !impl_->gradients || impl_->gradients->set_sync(on); }
+
+int Sharder::owner(const at::Tensor& parameter) const {
+  for (size_t i = 0; i < impl_->parameters.size(); ++i)
+    if (impl_->parameters[i].tensor.is_same(parameter)) return impl_->owners[i];
+  throw InvalidArgument("the tensor is not a parameter of the sharded module");
+}
+
+std::vector<at::Tensor> Sharder::owned_parameters() const {
+  std::vector<at::Tensor> owned;
+  for (size_t i = 0; i < impl_->parameters.size(); ++i)
+    if (impl_->owners[i] == impl_->group.rank()) owned.push_back(impl_->parameters[i].tensor);
+  return owned;
+}
+
+std::vector<std::vector<std::string>> Sharder::bucket_names() const {
+  return impl_->gradients ? impl_->gradients->bucket_names() : std::vector<std::vector<std::string>>{};
+}
+
+double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  const at::NoGradGuard no_grad;
+  if (!(norm_type > 0)) throw InvalidArgument(text("norm_type is ", norm_type), "Use 1, 2, … or infinity");
+  if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
+  const bool largest = std::isinf(norm_type);
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : owned_parameters())
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+  double sum = 0;  // of the powers of all elements; or the largest
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.numel() == 0) continue;
+    const bool is_short = gradient.scalar_type() == at::kBFloat16 || gradient.scalar_type() == at::kHalf;
+    const auto dtype = is_short ? std::optional(at::kFloat) : std::nullopt;
+    const double norm = at::linalg_vector_norm(gradient, norm_type, {}, false, dtype).item<double>();
+    if (largest)
+      sum = std::isnan(sum) || norm <= sum ? sum : norm;  // NaN stays
+    else
+      sum += std::pow(norm, norm_type);
+  }
+  all_reduce(at::from_blob(&sum, {1}, at::kDouble),
+             {.op = largest ? ReduceOp::MAX : ReduceOp::SUM, .group = impl_->group});
+  const double total = largest ? sum : std::pow(sum, 1 / norm_type);
+  if (error_if_nonfinite && !std::isfinite(total))
+    throw InvalidArgument(text("the norm of the gradients is ", total), "Look for the operation that gives NaN or inf");
+  const double scale = max_norm / (total + 1e-6);
+  if (scale < 1 || std::isnan(scale))
+    for (at::Tensor& gradient : gradients) gradient.mul_(scale);
+  return total;
+}
+
+}  // namespace muster::fsdp

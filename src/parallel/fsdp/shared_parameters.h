@@ -1,0 +1,82 @@
+// The parameters of a module, once per host: every rank's parameters are the same memory.
+//
+//   rank 0's memfd:  | a.weight | c.bias |        rank 1's memfd:  | b.weight | a.bias |
+//
+// Each parameter has an *owner*, the only rank that may change it. Its bytes lie in the owner's memfd, which all ranks
+// map. So the owner's pages are on its NUMA node, and the kernel frees the memory when no rank uses it any more, in
+// whatever order they end. The tensors of the module stay the same objects; only their storage changes.
+//
+// Nobody may read a parameter while its owner writes. The order of a step gives that:
+//
+//   before_forward()     returns on no rank before every rank has come: all updates are over
+//   forward, backward    all ranks read
+//   end of backward()    returns on no rank before backward() is over on all (gradient_reducer.h): all reads are over
+//   step()               owners write
+//
+// From a before_forward() to the next end of a backward() or synchronize(), which all ranks come to alike, nobody may
+// write. So a module in eval() mode or in no_sync() need not wait again in between (may_go_on()), and ranks may evaluate
+// unequal parts.
+//
+// changes() finds what breaks this order: a parameter that a rank changed without owning it, or while others might read;
+// new storage or another shape. It finds in-place changes by autograd's version counters, and those of the owner while
+// others might read also by some of the parameter's bytes. before_forward() lets all ranks know, and throws the same on
+// all. After an update it moves on the version counters of the other ranks' parameters, so that a backward() through an
+// old graph fails as in one process.
+//
+// A parameter may get new storage, as by torch::load(). If its owner's has some, before_forward() copies the owner's
+// values to the shared memory, and all ranks use that again.
+//
+// Errors: InvalidArgument as above; Unavailable, on every rank, if the host has too little memory; those of
+// shm::exchange() and of the collectives. Thread-safety: one thread, as an nn::Module.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "muster/comm/group.h"
+#include "muster/comm/world.h"
+#include "parallel/same_module.h"
+
+namespace muster::fsdp {
+
+class SharedParameters {
+ public:
+  // Collective. `parameters` have the same values on all ranks, and each is there once; `owners` are ranks in `group`,
+  // whose ranks are all on one host.
+  SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& owners,
+                   const Group& group, const World& world);
+
+  // What this rank has changed since before_forward(), for the two functions below.
+  std::vector<int32_t> changes() const;
+  // Whether no rank may have written since before_forward(). Throws if this one has.
+  bool may_go_on(const std::vector<int32_t>& changes) const;
+  // Collective.
+  void before_forward(std::vector<int32_t> changes);
+  // Collective: all reads so far are over on all ranks.
+  void synchronize();
+  // To be called when backward() is over on all ranks.
+  void reads_are_over() { reading_ = false; }
+
+ private:
+  struct Entry {
+    std::string name;
+    at::Tensor tensor;  // the module's
+    at::Tensor shared;  // in shared memory, of the same shape and layout
+    int owner = 0;
+    uint32_t version = 0;  // of `tensor`, at the last look
+    uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
+  };
+
+  bool is_mine(const Entry& entry) const;
+  void remember(Entry& entry) const;
+  void throw_if_wrong(const Entry& entry, int32_t packed);
+
+  const Group group_;
+  std::vector<Entry> entries_;
+  bool reading_ = false;  // since before_forward(); the same on all ranks
+};
+
+}  // namespace muster::fsdp

@@ -1,0 +1,463 @@
+#include "parallel/gradient_reducer.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "parallel/buckets.h"
+#include "parallel/gradient_blocks.h"
+
+namespace muster::parallel {
+namespace {
+
+// Called by autograd when a parameter's gradient has been accumulated.
+class ReadyHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  using Pointer = std::unique_ptr<PostAccumulateGradHook>;
+
+  ReadyHook(const void* owner, std::function<void()> on_ready, Pointer before)
+      : owner_(owner), on_ready_(std::move(on_ready)), before_(std::move(before)) {}
+  void operator()(const torch::autograd::Variable& tensor) override {
+    if (before_) (*before_)(tensor);
+    on_ready_();
+  }
+
+  // Takes the owner's hook out of the chain that `head` begins; others' stay.
+  static void remove(Pointer& head, const void* owner) {
+    auto* const hook = dynamic_cast<ReadyHook*>(head.get());
+    if (!hook) return;
+    if (hook->owner_ == owner)
+      head = std::exchange(hook->before_, nullptr);
+    else
+      remove(hook->before_, owner);
+  }
+
+ private:
+  const void* const owner_;
+  const std::function<void()> on_ready_;
+  Pointer before_;  // the user's own, or another reducer's
+};
+
+// Called by autograd before a parameter's gradient is accumulated.
+class BeginHook final : public torch::autograd::FunctionPreHook {
+ public:
+  BeginHook(const void* owner, std::function<void()> on_begin) : owner_(owner), on_begin_(std::move(on_begin)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    on_begin_();
+    return gradients;
+  }
+
+  static void remove(std::vector<std::unique_ptr<FunctionPreHook>>& hooks, const void* owner) {
+    std::erase_if(hooks, [&](const auto& hook) {
+      const auto* const ours = dynamic_cast<const BeginHook*>(hook.get());
+      return ours && ours->owner_ == owner;
+    });
+  }
+
+ private:
+  const void* const owner_;
+  const std::function<void()> on_begin_;
+};
+
+// Whether all ranks reached all parameters.
+bool complete(const std::vector<float>& shares) {
+  return std::all_of(shares.begin(), shares.end(), [](float share) { return share >= 1; });
+}
+
+}  // namespace
+
+struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Impl> {
+  Impl(ReducerOptions with, std::shared_ptr<Heap> its_heap)
+      : options(std::move(with)), heap(std::move(its_heap)), blocks(heap, options.replace_allocator) {}
+
+  const ReducerOptions options;
+  const std::shared_ptr<Heap> heap;
+  GradientBlocks blocks;
+
+  std::vector<Parameter> parameters;  // trainable, in the module's order
+  std::vector<Bucket> buckets;
+  std::vector<size_t> ready_order;  // parameters in the order in which the first step's gradients came
+  bool rebuilt = false;
+
+  bool sync = true;    // whether the next backward() reduces
+  bool synced = true;  // whether the last backward() that began reduces
+  // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
+  // callback never ran, can be distinguished from one that is still running.
+  std::weak_ptr<GradientBlocks::Serving> running;
+  bool dirty = false;          // a backward() has begun and has been neither finished nor abandoned
+  size_t next_bucket = 0;      // buckets are reduced in order, the same on all ranks
+  size_t released_bucket = 0;  // with owners: the first whose block may be in use after its reduction
+
+  bool sharded() const { return !options.owners.empty(); }
+  bool is_mine(const Parameter& parameter) const {
+    return parameter.owner == kEveryRank || parameter.owner == options.group.rank();
+  }
+
+  void build(const std::vector<size_t>& order);
+  void before_accumulation();
+  void on_ready(size_t index);
+  void adopt(Parameter& parameter);
+  void launch_ready_buckets();
+  void release_reduced_blocks();
+  void begin_backward();
+  void put_averages_aside();
+  std::vector<float> reduce_the_rest();
+  std::vector<float> shares_used_on_all_ranks();
+  void finish_backward();
+  void abandon_backward();
+  void abandon_backward_before(Parameter& first);
+  void reset();
+  void rebuild_in_ready_order();
+  void report_unused(const std::vector<size_t>& some, const std::vector<size_t>& none) const;
+};
+
+GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, ReducerOptions options,
+                                 std::shared_ptr<Heap> heap)
+    : impl_(std::make_shared<Impl>(std::move(options), std::move(heap))) {
+  Impl& s = *impl_;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    s.parameters.push_back({.name = parameters[i].name,
+                            .tensor = parameters[i].tensor,
+                            .owner = s.sharded() ? s.options.owners[i] : kEveryRank});
+  // Gradients tend to become ready from the last layer to the first.
+  std::vector<size_t> order(s.parameters.size());
+  std::iota(order.rbegin(), order.rend(), size_t{0});
+  s.build(order);
+
+  const std::weak_ptr<Impl> weak = impl_;
+  for (size_t i = 0; i < s.parameters.size(); ++i) {
+    Parameter& parameter = s.parameters[i];
+    auto& hooks = torch::autograd::impl::post_acc_grad_hooks(parameter.tensor);
+    const auto on_ready = [weak, i] {
+      if (const auto impl = weak.lock()) impl->on_ready(i);
+    };
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor,
+                                                   std::make_unique<ReadyHook>(&s, on_ready, std::move(hooks)));
+    if (!s.sharded()) continue;
+    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
+    parameter.accumulator->add_pre_hook(std::make_unique<BeginHook>(&s, [weak] {
+      if (const auto impl = weak.lock()) impl->before_accumulation();
+    }));
+  }
+}
+
+GradientReducer::~GradientReducer() {
+  // Gradients remain views of the buckets, and keep them alive.
+  for (auto& parameter : impl_->parameters) {
+    ReadyHook::remove(torch::autograd::impl::post_acc_grad_hooks(parameter.tensor), impl_.get());
+    if (parameter.accumulator) BeginHook::remove(parameter.accumulator->pre_hooks(), impl_.get());
+  }
+}
+
+void GradientReducer::before_forward() {
+  if (impl_->dirty && impl_->running.expired()) impl_->abandon_backward();
+}
+
+bool GradientReducer::sync() const { return impl_->sync; }
+bool GradientReducer::set_sync(bool on) { return std::exchange(impl_->sync, on); }
+
+std::vector<std::vector<std::string>> GradientReducer::bucket_names() const {
+  std::vector<std::vector<std::string>> names;
+  for (const auto& bucket : impl_->buckets) {
+    auto& list = names.emplace_back();
+    for (const size_t index : bucket.parameters) list.push_back(impl_->parameters[index].name);
+  }
+  return names;
+}
+
+// Lays the parameters out in buckets; existing gradients move there, too.
+void GradientReducer::Impl::build(const std::vector<size_t>& order) {
+  const at::NoGradGuard no_grad;
+  buckets = make_buckets(parameters, order, bytes_of_mb(options.first_bucket_cap_mb),
+                         bytes_of_mb(options.bucket_cap_mb), *heap, blocks);
+  for (auto& parameter : parameters) {
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (!grad.defined() || grad.is_sparse()) continue;
+    if (grad.is_same(parameter.view)) continue;
+    if (!parameter.view.defined()) give_block(buckets[parameter.bucket], parameter, blocks);
+    parameter.view.copy_(grad);
+    grad = parameter.view;
+  }
+}
+
+// Makes the parameter's view of its bucket the gradient. If .grad was undefined (after zero_grad()), autograd has set
+// its own tensor there. If the view was in place, autograd has accumulated into it, and there is nothing to do.
+void GradientReducer::Impl::adopt(Parameter& parameter) {
+  at::Tensor& grad = parameter.tensor.mutable_grad();
+  if (!grad.defined() || grad.is_same(parameter.view)) return;
+  if (grad.layout() != at::kStrided)
+    throw InvalidArgument(text("the gradient of ", parameter.name, " is sparse"),
+                          text("Create the embedding with sparse(false): ", options.user, " reduces dense gradients"));
+  const at::NoGradGuard no_grad;
+  Bucket& bucket = buckets[parameter.bucket];
+  if (bucket.large) {
+    if (adopt_block(bucket, parameter, grad, blocks)) return;
+    if (!parameter.view.defined()) give_block(bucket, parameter, blocks);
+  }
+  parameter.view.copy_(grad);
+  grad = parameter.view;
+}
+
+// With owners, before autograd adds to a .grad.
+void GradientReducer::Impl::before_accumulation() {
+  if (!running.expired()) return;
+  if (dirty) abandon_backward();
+  begin_backward();
+  put_averages_aside();
+}
+
+void GradientReducer::Impl::on_ready(size_t index) {
+  Parameter& parameter = parameters[index];
+  if (running.expired()) {
+    if (dirty) abandon_backward_before(parameter);
+    begin_backward();
+  }
+  if (synced && parameter.ready && parameter.bucket < next_bucket)
+    throw InvalidArgument(
+        text("parameter ", parameter.name,
+             " got a second gradient in one backward(), when its first had been averaged"),
+        "Do not run backward() inside of backward() on parameters that both use, or use no_sync() for this backward()");
+  adopt(parameter);
+  parameter.used = true;
+  if (!synced || parameter.ready) return;  // a parameter used twice in a double backward is ready once
+  parameter.ready = true;
+  if (!rebuilt) ready_order.push_back(index);
+  Bucket& bucket = buckets[parameter.bucket];
+  if (--bucket.pending == 0) launch_ready_buckets();
+  if (sharded()) release_reduced_blocks();
+}
+
+// The gradient of `first` has come, and belongs to this backward(), not to the one that threw.
+void GradientReducer::Impl::abandon_backward_before(Parameter& first) {
+  at::Tensor& grad = first.tensor.mutable_grad();
+  at::Tensor own;
+  if (!grad.is_same(first.view)) own = std::exchange(grad, at::Tensor());
+  abandon_backward();
+  if (own.defined()) grad = own;
+}
+
+void GradientReducer::Impl::begin_backward() {
+  dirty = true;
+  synced = sync;
+  ready_order.clear();
+  for (Bucket& bucket : buckets) {  // release blocks whose gradients are gone, so that new gradients can use them
+    Parameter& first = parameters[bucket.parameters[0]];
+    if (bucket.large && !first.tensor.grad().defined()) release_block(bucket, first);
+  }
+  const auto token = std::make_shared<GradientBlocks::Serving>(blocks);
+  running = token;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this(), token] { self->finish_backward(); });
+}
+
+// Averages that the user has not cleared: this backward() is to add to them, after its own are known.
+void GradientReducer::Impl::put_averages_aside() {
+  const at::NoGradGuard no_grad;
+  for (Parameter& parameter : parameters) {
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (!std::exchange(parameter.averaged, false) || !grad.defined()) continue;
+    if (!synced) {
+      parameter.averaged = true;
+      throw InvalidArgument(text("backward() in no_sync() would add to the gradient of ", parameter.name,
+                                 ", which is an average that only rank ", parameter.owner, " has"),
+                            "Call zero_grad() before, or do not use no_sync() for this backward()");
+    }
+    Bucket& bucket = buckets[parameter.bucket];
+    parameter.kept = bucket.large ? grad : grad.clone();
+    grad = at::Tensor();
+    if (bucket.large) release_block(bucket, parameter);
+  }
+}
+
+// The last bucket is not launched here: it is complete only when backward is nearly over, so finish_backward() reduces
+// it, and needs no other thread for that.
+void GradientReducer::Impl::launch_ready_buckets() {
+  for (; next_bucket + 1 < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) {
+    Bucket& bucket = buckets[next_bucket];
+    const ReduceOptions average{.op = ReduceOp::AVG, .group = options.group};
+    if (sharded()) {
+      bucket.work = reduce_async(bucket.flat, bucket.owner, average);
+      continue;
+    }
+    mark_used(bucket, parameters);
+    bucket.work = all_reduce_async(bucket.flat, average);
+  }
+}
+
+// Frees large gradients whose owners have them.
+void GradientReducer::Impl::release_reduced_blocks() {
+  for (; released_bucket < next_bucket && buckets[released_bucket].work.is_completed(); ++released_bucket) {
+    Bucket& bucket = buckets[released_bucket];
+    Parameter& first = parameters[bucket.parameters[0]];
+    if (!bucket.large || is_mine(first)) continue;
+    bucket.work.wait();    // throws what the reduction threw
+    bucket.work = Work();  // it refers to the tensor
+    first.tensor.mutable_grad() = at::Tensor();
+    release_block(bucket, first);
+  }
+}
+
+// Reduces the buckets that are not reduced yet, and waits for all. Every rank reduces every bucket in every backward(),
+// whatever happens in it, so that the ranks' collectives stay in step; parameters without a gradient contribute zeros.
+// Returns the share of the ranks that reached each parameter.
+std::vector<float> GradientReducer::Impl::reduce_the_rest() {
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : parameters) {
+    if (parameter.ready) continue;
+    if (parameter.tensor.grad().defined()) {
+      adopt(parameter);
+      continue;
+    }
+    parameter.used = false;  // what no_sync() left has been discarded since
+    Bucket& bucket = buckets[parameter.bucket];
+    if (!parameter.view.defined()) give_block(bucket, parameter, blocks);
+    parameter.view.zero_();
+  }
+  for (auto& bucket : buckets) bucket.pending = 0;
+  launch_ready_buckets();
+  Bucket& last = buckets.back();
+  const ReduceOptions average{.op = ReduceOp::AVG, .group = options.group};
+  if (sharded()) {
+    reduce(last.flat, last.owner, average);
+    std::vector<float> shares = shares_used_on_all_ranks();
+    for (auto& bucket : buckets) bucket.work.wait();
+    return shares;
+  }
+  mark_used(last, parameters);
+  all_reduce(last.flat, average);
+  std::vector<float> shares(parameters.size());
+  for (auto& bucket : buckets) {
+    bucket.work.wait();
+    const std::vector<float> of_bucket = shares_used(bucket);
+    for (size_t i = 0; i < of_bucket.size(); ++i) shares[bucket.parameters[i]] = of_bucket[i];
+  }
+  return shares;
+}
+
+// With owners, no bucket has come to all ranks. Returns when every rank has come here.
+std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
+  std::vector<float> shares;
+  for (const auto& parameter : parameters) shares.push_back(parameter.used ? 1 : 0);
+  all_reduce(at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat),
+             {.op = ReduceOp::AVG, .group = options.group});
+  return shares;
+}
+
+// To be called after a backward() threw on this rank. If it was not in no_sync(), the other ranks wait for its buckets;
+// they learn from `used` that not all gradients are there, whatever an earlier no_sync() has left. If all are there,
+// this was the step of the other ranks, after which they may agree on the order of the buckets.
+void GradientReducer::Impl::abandon_backward() {
+  bool all = false;
+  if (synced) {
+    for (auto& parameter : parameters) parameter.used = parameter.ready;
+    all = complete(reduce_the_rest());
+  }
+  for (auto& parameter : parameters) {
+    parameter.kept = at::Tensor();  // after an exception, gradients are undefined
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (synced && !is_mine(parameter) && grad.is_same(parameter.view)) grad = at::Tensor();
+  }
+  const bool is_over = synced;
+  reset();
+  if (!rebuilt && all) rebuild_in_ready_order();
+  if (is_over) options.on_averaged();
+}
+
+// Runs when the engine has finished this backward().
+void GradientReducer::Impl::finish_backward() {
+  running.reset();
+  if (!synced) {
+    dirty = false;
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const std::vector<float> shares = reduce_the_rest();
+  std::vector<size_t> some, none;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    Parameter& parameter = parameters[i];
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (shares[i] == 0) none.push_back(i);
+    if (shares[i] > 0 && shares[i] < 1) some.push_back(i);
+    at::Tensor kept = std::exchange(parameter.kept, at::Tensor());
+    if (!is_mine(parameter)) {
+      grad = at::Tensor();
+    } else if (shares[i] > 0) {
+      if (kept.defined()) parameter.view.add_(kept);
+      grad = parameter.view;
+    } else if (kept.defined()) {
+      grad = kept;
+    }
+    parameter.averaged = sharded() && grad.defined();
+  }
+  if (sharded())
+    for (auto& bucket : buckets)
+      if (Parameter& first = parameters[bucket.parameters[0]]; bucket.large && !first.tensor.grad().defined())
+        release_block(bucket, first);
+  reset();
+  if (!rebuilt && complete(shares)) rebuild_in_ready_order();
+  options.on_averaged();
+  if (!complete(shares) && !options.find_unused_parameters) report_unused(some, none);
+}
+
+void GradientReducer::Impl::reset() {
+  dirty = false;
+  running.reset();
+  next_bucket = released_bucket = 0;
+  for (auto& parameter : parameters) {
+    parameter.ready = false;
+    if (synced) parameter.used = false;
+  }
+  for (auto& bucket : buckets) {
+    bucket.pending = bucket.parameters.size();
+    bucket.work = Work();
+  }
+}
+
+// All ranks use rank 0's order, so that buckets stay the same on all ranks. Parameters that only an earlier backward()
+// in no_sync() came to follow at the end.
+void GradientReducer::Impl::rebuild_in_ready_order() {
+  rebuilt = true;
+  std::vector<bool> listed(parameters.size());
+  for (const size_t index : ready_order) listed[index] = true;
+  for (size_t i = 0; i < listed.size(); ++i)
+    if (!listed[i]) ready_order.push_back(i);
+  const auto n = static_cast<int64_t>(ready_order.size());
+  at::Tensor order = at::zeros({n}, at::kLong);
+  std::copy(ready_order.begin(), ready_order.end(), order.mutable_data_ptr<int64_t>());
+  broadcast(order, 0, {.group = options.group});
+  const auto* const first = order.const_data_ptr<int64_t>();
+  build({first, first + n});
+}
+
+void GradientReducer::Impl::report_unused(const std::vector<size_t>& some, const std::vector<size_t>& none) const {
+  const auto names = [&](const std::vector<size_t>& indices) {
+    std::vector<std::string> list;
+    for (const size_t index : indices) list.push_back(parameters[index].name);
+    return join(list);
+  };
+  std::string message = "backward() left parameters without a gradient";
+  if (!none.empty()) message += text("; on all ranks: ", names(none));
+  if (!some.empty()) message += text("; on some ranks: ", names(some));
+  throw InvalidArgument(message,
+                        "Let forward() use them in every step, freeze them with set_requires_grad(false), or set "
+                        "find_unused_parameters");
+}
+
+size_t bytes_of_mb(double mb) { return static_cast<size_t>(std::min(mb, 1e9) * (1 << 20)); }
+
+void require_bucket_sizes(double bucket_cap_mb, double first_bucket_cap_mb) {
+  if (!(bucket_cap_mb > 0) || !(first_bucket_cap_mb > 0))
+    throw InvalidArgument(text("bucket_cap_mb is ", bucket_cap_mb, " and first_bucket_cap_mb ", first_bucket_cap_mb),
+                          "Use sizes above 0, in MiB");
+}
+
+}  // namespace muster::parallel

@@ -1,0 +1,73 @@
+// Averages a module's gradients over the ranks of a group while backward() goes on: for every rank
+// (DistributedDataParallel), or for the rank that owns the parameter (FullyShardedDataParallel).
+//
+// A hook after each gradient's accumulation marks it ready. When all gradients of a bucket (buckets.h) and of those
+// before it are ready, the bucket is reduced, while backward() goes on; backward() ends when all are. The order in which
+// gradients become ready in the first step, on rank 0, becomes the order of the buckets from then on.
+//
+// Every rank reduces every bucket in every backward(), so that the ranks' collectives stay in step, whatever happens on
+// one of them: what a rank has no gradient for counts as zero. `used` tells how many ranks had one. If backward() throws
+// on a rank, that rank makes up for it in before_forward() or in its next backward().
+//
+// With owners:
+//   - After backward(), a parameter has a .grad on its owner only; elsewhere it is undefined.
+//   - A large gradient that was reduced to another rank is freed while backward() still goes on.
+//   - A small all_reduce at the end tells all ranks which parameters were used. So backward() returns on no rank before
+//     it is over on all.
+//   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside
+//     while the second backward() runs, because its peers have nothing to add to it.
+//
+// Errors: InvalidArgument, on every rank alike, which names the parameters that some ranks had no gradient for; of a
+// sparse gradient; of a second gradient for a parameter in one backward() (that is, of a backward() inside of it), when
+// the first has been reduced. InvalidArgument of backward() in no_sync(), on ranks that have an average to which it would
+// add. And the errors of the collectives.
+//
+// Thread-safety: one thread, as an nn::Module.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "muster/comm/group.h"
+#include "muster/comm/heap.h"
+#include "parallel/same_module.h"
+
+namespace muster::parallel {
+
+struct ReducerOptions {
+  std::string user;  // the class that reduces, for messages
+  Group group;       // resolved
+  double bucket_cap_mb = 25, first_bucket_cap_mb = 1;
+  bool find_unused_parameters = false;
+  bool replace_allocator = true;
+  std::vector<int> owners = {};  // by parameter, ranks in the group; empty: every rank gets every average
+  // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
+  std::function<void()> on_averaged = [] {};
+};
+
+class GradientReducer {
+ public:
+  // `parameters` require gradients, and none occurs twice.
+  GradientReducer(const std::vector<NamedTensor>& parameters, ReducerOptions options, std::shared_ptr<Heap> heap);
+  GradientReducer(const GradientReducer&) = delete;
+  GradientReducer& operator=(const GradientReducer&) = delete;
+  ~GradientReducer();
+
+  void before_forward();
+  bool sync() const;
+  bool set_sync(bool on);                                      // returns the previous value
+  std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
+
+ private:
+  struct Impl;
+  std::shared_ptr<Impl> impl_;
+};
+
+size_t bytes_of_mb(double mb);  // MiB
+// Checks the sizes of buckets that a user has given.
+void require_bucket_sizes(double bucket_cap_mb, double first_bucket_cap_mb);
+
+}  // namespace muster::parallel

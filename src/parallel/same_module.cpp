@@ -1,0 +1,126 @@
+#include "parallel/same_module.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <limits>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+
+namespace muster::parallel {
+namespace {
+
+// What ranks must agree on, as text: "layer.weight Float [3, 4]", and more if the tensor is unusual.
+std::string signature(const std::vector<NamedTensor>& tensors, size_t index) {
+  const auto& [name, tensor] = tensors[index];
+  std::string words = text(name, " ", c10::toString(tensor.scalar_type()), " [", join(tensor.sizes()), "]");
+  if (!tensor.is_contiguous()) words += text(" strides [", join(tensor.strides()), "]");
+  if (!tensor.requires_grad()) words += " without gradient";
+  for (size_t earlier = 0; earlier < index; ++earlier)
+    if (tensors[earlier].tensor.is_same(tensor)) words += text(" shared with ", tensors[earlier].name);
+  return words;
+}
+
+}  // namespace
+
+std::vector<NamedTensor> ModuleTensors::trainable() const {
+  std::vector<NamedTensor> some;
+  std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(some),
+               [](const NamedTensor& parameter) { return parameter.tensor.requires_grad(); });
+  return some;
+}
+
+ModuleTensors tensors_of(const torch::nn::Module& module) {
+  ModuleTensors tensors;
+  for (const auto& item : module.named_parameters()) {
+    tensors.all.push_back({item.key(), item.value()});
+    const bool is_known = std::any_of(tensors.parameters.begin(), tensors.parameters.end(),
+                                      [&](const NamedTensor& other) { return other.tensor.is_same(item.value()); });
+    if (!is_known) tensors.parameters.push_back({item.key(), item.value()});
+  }
+  for (const auto& item : module.named_buffers()) {
+    tensors.all.push_back({item.key(), item.value()});
+    tensors.buffers.push_back({item.key(), item.value()});
+  }
+  return tensors;
+}
+
+void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options,
+                               const Group& group) {
+  std::string mine;
+  for (size_t i = 0; i < tensors.size(); ++i) mine += signature(tensors, i) + "\n";
+  mine += "options " + options + "\n";
+  // Broadcast rank 0's list: first its length, then its text.
+  at::Tensor length = at::zeros({1}, at::kLong);
+  *length.mutable_data_ptr<int64_t>() = static_cast<int64_t>(mine.size());
+  broadcast(length, 0, {.group = group});
+  const int64_t size = *length.const_data_ptr<int64_t>();
+  at::Tensor list = at::zeros({size}, at::kByte);
+  if (group.rank() == 0) std::memcpy(list.mutable_data_ptr(), mine.data(), mine.size());
+  broadcast(list, 0, {.group = group});
+  const std::string theirs(static_cast<const char*>(list.const_data_ptr()), static_cast<size_t>(size));
+
+  // Find the first difference, as an index; then every rank learns whether and where any rank differs.
+  constexpr int64_t kNowhere = std::numeric_limits<int64_t>::max();
+  int64_t first = kNowhere;
+  std::string here, there;
+  if (mine != theirs) {
+    size_t a = 0, b = 0;
+    for (first = 0;; ++first) {
+      here = mine.substr(a, mine.find('\n', a) - a);
+      there = theirs.substr(b, theirs.find('\n', b) - b);
+      if (here != there || here.empty()) break;
+      a += here.size() + 1;
+      b += there.size() + 1;
+    }
+  }
+  const int64_t own_first = first;
+  at::Tensor where = at::zeros({1}, at::kLong);
+  *where.mutable_data_ptr<int64_t>() = first;
+  all_reduce(where, {.op = ReduceOp::MIN, .group = group});
+  if (*where.const_data_ptr<int64_t>() == kNowhere) return;
+  const auto or_none = [](const std::string& signature) {
+    return signature.empty() ? std::string("nothing") : signature;
+  };
+  throw Mismatch(own_first == kNowhere
+                     ? text("another rank's module differs from rank 0's, first in parameter or buffer number ",
+                            *where.const_data_ptr<int64_t>())
+                     : text("rank ", group.rank(), "'s module differs from rank 0's: it has ", or_none(here),
+                            " where rank 0 has ", or_none(there)),
+                 "Build the same module on every rank");
+}
+
+void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> small;
+  int64_t total = 0;
+  for (const auto& [name, tensor] : tensors) {
+    // Contiguous memory, whose strides are the same on all ranks.
+    const bool is_plain = tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense();
+    if (is_plain && tensor.nbytes() <= kCoalesced) {
+      if (tensor.nbytes() > 0) small.push_back(tensor.detach());
+      total += static_cast<int64_t>(tensor.nbytes());
+    } else {
+      broadcast(tensor.detach(), 0, {.group = group});
+    }
+  }
+  if (small.empty()) return;
+  const at::Tensor together = at::empty({total}, at::kByte);
+  const auto copy = [&](bool in) {
+    auto* at = together.mutable_data_ptr<uint8_t>();
+    for (const auto& tensor : small) {
+      std::memcpy(in ? at : tensor.mutable_data_ptr(), in ? tensor.const_data_ptr() : at, tensor.nbytes());
+      at += tensor.nbytes();
+    }
+  };
+  if (group.rank() == 0) copy(true);
+  broadcast(together, 0, {.group = group});
+  if (group.rank() != 0) copy(false);
+}
+
+}  // namespace muster::parallel

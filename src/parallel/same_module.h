@@ -1,0 +1,38 @@
+// What the ranks' copies of one module have in common: that they are the same module, and rank 0's values.
+//
+// Thread-safety: none; every rank of the group calls these functions in the same order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "muster/comm/group.h"
+
+namespace muster::parallel {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+struct ModuleTensors {
+  std::vector<NamedTensor> all;         // parameters and buffers, shared ones as often as they occur
+  std::vector<NamedTensor> parameters;  // each once, by its first name
+  std::vector<NamedTensor> buffers;
+
+  std::vector<NamedTensor> trainable() const;  // of `parameters`, those that require gradients
+};
+ModuleTensors tensors_of(const torch::nn::Module& module);
+
+// Throws Mismatch on every rank if a rank differs from rank 0 in a tensor's name, dtype, shape, strides, whether it is
+// trained, with which earlier tensor it is shared, or in `options`. Names the first difference.
+void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options, const Group& group);
+// Copies rank 0's values to all. Tensors of up to kCoalesced bytes travel together, in one broadcast.
+inline constexpr size_t kCoalesced = 64 << 10;
+void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group);
+
+}  // namespace muster::parallel

@@ -1,0 +1,41 @@
+#include "parallel/shared_tensor.h"
+
+#include <ATen/ops/empty.h>
+
+#include "parallel/buckets.h"
+
+namespace muster::parallel {
+namespace {
+
+// What a storage in shared memory refers to.
+struct Place {
+  std::shared_ptr<shm::Mapping> memory;
+  bool is_own;
+};
+void release(void* context) { const std::unique_ptr<Place> place(static_cast<Place*>(context)); }
+
+// Null if the tensor is elsewhere.
+const Place* place_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  return data.get_deleter() == &release ? static_cast<const Place*>(data.get_context()) : nullptr;
+}
+
+}  // namespace
+
+at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
+                         bool is_own) {
+  c10::DataPtr data(memory->data() + offset, std::make_unique<Place>(Place{memory, is_own}).release(), &release,
+                    c10::Device(c10::DeviceType::CPU));
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), like.nbytes(), std::move(data), nullptr,
+                             /*resizable=*/false);
+  return at::empty({0}, like.options().requires_grad(false)).set_(storage, 0, like.sizes(), dense_strides(like));
+}
+
+bool is_shared(const at::Tensor& tensor) { return place_of(tensor) != nullptr; }
+bool belongs_to_another_rank(const at::Tensor& tensor) {
+  const Place* const place = place_of(tensor);
+  return place && !place->is_own;
+}
+
+}  // namespace muster::parallel
