@@ -24,7 +24,7 @@
 
 #include "measure.h"
 #include "muster/comm/world.h"
-#include "muster/optim/functional.h"
+#include "muster/optim/functional_optimizer.h"
 #include "muster/optim/meta.h"
 #include "muster/remote/remote_call.h"
 #include "muster/rpc/worker.h"

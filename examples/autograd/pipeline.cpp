@@ -14,7 +14,7 @@
 #include <muster/comm/world.h>
 #include <muster/data/idx.h>
 #include <muster/optim/distributed_optimizer.h>
-#include <muster/optim/functional.h>
+#include <muster/optim/functional_optimizer.h>
 #include <muster/rpc/rref.h>
 #include <muster/train/plot.h>
 #include <torch/csrc/autograd/autograd.h>

@@ -9,7 +9,7 @@
 // A. Rajeswaran, C. Finn, S. Kakade, S. Levine, "Meta-Learning with Implicit Gradients", NeurIPS 2019.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <muster/optim/functional.h>
+#include <muster/optim/functional_optimizer.h>
 #include <muster/optim/implicit.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/functional/loss.h>

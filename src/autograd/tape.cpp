@@ -12,7 +12,7 @@
 #include "autograd/sub_graph.h"
 #include "muster/base/error.h"
 #include "muster/rpc/call.h"
-#include "rpc/protocol.h"
+#include "rpc/agent_messages.h"
 #include "rpc/reference.h"
 
 namespace muster::autograd {

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "muster/optim/functional.h"
+#include "muster/optim/functional_optimizer.h"
 #include "optim/fused.h"
 #include "optim/options.h"
 

@@ -10,7 +10,7 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "muster/optim/functional.h"
+#include "muster/optim/functional_optimizer.h"
 #include "optim/options.h"
 
 namespace muster::optim {

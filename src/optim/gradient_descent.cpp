@@ -5,7 +5,7 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "muster/optim/functional.h"
+#include "muster/optim/functional_optimizer.h"
 #include "optim/options.h"
 
 namespace muster::optim {

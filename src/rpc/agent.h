@@ -14,7 +14,7 @@
 // without their arguments.
 //
 // When a worker is lost, its calls here are cancelled (this_call.h), the calls of this worker to it fail, what it held
-// here is released (objects.h), and all other workers are told that its last message has been read (kDrained).
+// here is released (object_table.h), and all other workers are told that its last message has been read (kDrained).
 //
 // A graceful shutdown goes in rounds, and works even while handlers still make calls. In each round a worker waits
 // until it is idle (no call of its own under way, no handler queued, running or suspended) and tells all others how
@@ -48,11 +48,11 @@
 #include "muster/rpc/payload.h"
 #include "muster/rpc/traffic.h"
 #include "muster/rpc/worker.h"
+#include "rpc/agent_messages.h"
 #include "rpc/devices.h"
 #include "rpc/executor.h"
 #include "rpc/interceptor.h"
-#include "rpc/objects.h"
-#include "rpc/protocol.h"
+#include "rpc/object_table.h"
 #include "rpc/reference.h"
 #include "shm/bell.h"
 #include "transport/shm/shm_transport.h"
@@ -113,7 +113,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   // objects of the user.
   std::shared_ptr<detail::Reference> keep_for(int to, StoredObject stored);
   std::shared_ptr<detail::Reference> hold(int owner, uint64_t object);
-  Objects& objects() { return objects_; }
+  ObjectTable& objects() { return objects_; }
   Interceptor& interceptor() { return *interceptor_; }
   void let_go(const detail::Reference& reference);
   void check_is_own(const detail::Reference& reference) const;  // Aborted if another agent made it
@@ -202,7 +202,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   InvalidArgument not_mapped(int to, const Header& header, const Payload& payload, size_t tensor) const;
   std::vector<RefRecord> hand_on(int to, const Payload& payload);
   void take_back(int to, const std::vector<RefRecord>& records);
-  void discard(Objects::Garbage garbage);
+  void discard(ObjectTable::Garbage garbage);
   void on_call(int from, const Header& header, std::string_view rest, std::vector<transport::Piece>& pieces);
   void on_reply(int from, const Header& header, std::string_view rest, std::vector<transport::Piece>& pieces);
   Payload read(int from, const Header& header, std::string_view& rest, std::vector<transport::Piece>& pieces);
@@ -230,7 +230,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   std::vector<WorkerInfo>& workers_;  // never freed: users have references to its elements
   std::vector<std::unique_ptr<Peer>> peers_;
   Devices devices_;
-  Objects objects_;
+  ObjectTable objects_;
 
   mutable std::mutex pending_mutex_;
   std::unordered_map<uint64_t, Pending> pending_;

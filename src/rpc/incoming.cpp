@@ -41,14 +41,14 @@ class Agent::CallJob final : public Job {
 // delivers a message must not do.
 class Agent::GarbageJob final : public Job {
  public:
-  explicit GarbageJob(Objects::Garbage garbage) : garbage_(std::move(garbage)) {}
+  explicit GarbageJob(ObjectTable::Garbage garbage) : garbage_(std::move(garbage)) {}
   void run() noexcept override { garbage_.nodes.clear(); }
 
  private:
-  Objects::Garbage garbage_;
+  ObjectTable::Garbage garbage_;
 };
 
-void Agent::discard(Objects::Garbage garbage) {
+void Agent::discard(ObjectTable::Garbage garbage) {
   if (garbage.has_users) executor_->post(std::make_unique<GarbageJob>(std::move(garbage)));
 }
 

@@ -1,4 +1,4 @@
-// One hold of a worker on an object of some worker. An RRef is a handle of it. objects.h describes the counting.
+// One hold of a worker on an object of some worker. An RRef is a handle of it. object_table.h describes the counting.
 #pragma once
 
 #include <cstdint>

@@ -154,7 +154,7 @@ class ServedStore final : public Store, public Outage {
 
   // Makes another connection to the server. `*patience` is when to stop trying after a cut; it is never() until this
   // function, or its caller, first notices a cut.
-  std::unique_ptr<Connection> connect(Deadline deadline, Deadline* patience) const {
+  std::unique_ptr<ClientStream> connect(Deadline deadline, Deadline* patience) const {
     for (auto pause = milliseconds(1);; pause = std::min(2 * pause, kMaxBackOff)) {
       Deadline until = patience->when() < deadline.when() ? *patience : deadline;
       if (dialer_->patience() > milliseconds(0) && dialer_->patience() < until.left())
@@ -186,11 +186,11 @@ class ServedStore final : public Store, public Outage {
         "lines may say why");
   }
 
-  void send(Connection& connection, std::string_view bytes, Deadline deadline) const {
+  void send(ClientStream& connection, std::string_view bytes, Deadline deadline) const {
     while (!bytes.empty()) {
       short events = POLLOUT;
       const ssize_t n = connection.send_some(bytes, &events);
-      if (n == Connection::kGone) throw Cut();
+      if (n == ClientStream::kGone) throw Cut();
       bytes.remove_prefix(static_cast<size_t>(n));
       if (n == 0 && events && !await(connection.fd(), events, deadline))
         throw TimeoutError(text("the store at ", address_, " did not take a request in time"));
@@ -198,7 +198,7 @@ class ServedStore final : public Store, public Outage {
   }
 
   // Receives at least one byte into `to`. Returns how many.
-  size_t receive_some(Connection& connection, std::span<char> to, const Request& request, Deadline deadline) const {
+  size_t receive_some(ClientStream& connection, std::span<char> to, const Request& request, Deadline deadline) const {
     short events = connection.has_received() ? 0 : POLLIN;
     for (;;) {
       if (events && !await(connection.fd(), events, deadline))
@@ -206,13 +206,13 @@ class ServedStore final : public Store, public Outage {
                                 request.keys.empty() ? "" : text(", asked about ", quote(request.keys[0]))),
                            {}, "The process that serves it may be stopped or overloaded");
       const ssize_t n = connection.receive_some(to, &events);
-      if (n == Connection::kGone) throw Cut();
+      if (n == ClientStream::kGone) throw Cut();
       if (n > 0) return static_cast<size_t>(n);
     }
   }
 
   // Receives a reply and returns its body. Most replies come in one piece.
-  std::string receive(Connection& connection, const Request& request, Deadline deadline) const {
+  std::string receive(ClientStream& connection, const Request& request, Deadline deadline) const {
     std::array<char, 4096> first;
     uint32_t size = 0;
     size_t got = 0;
@@ -231,24 +231,24 @@ class ServedStore final : public Store, public Outage {
   const uint64_t client_ = random_number();
   std::atomic<uint64_t> calls_{0}, server_{0};
   std::atomic<milliseconds> call_timeout_{kCallTimeout};
-  Idle<Connection> idle_;
+  Idle<ClientStream> idle_;
 };
 
-// Converts a result of send(2) or recv(2) into a result of Connection.
+// Converts a result of send(2) or recv(2) into a result of ClientStream.
 ssize_t moved(ssize_t n, short wait_for, short* events) {
   if (n >= 0) return n;
-  if (errno != EAGAIN && errno != EINTR) return Connection::kGone;
+  if (errno != EAGAIN && errno != EINTR) return ClientStream::kGone;
   *events = errno == EAGAIN ? wait_for : 0;
   return 0;
 }
 
 }  // namespace
 
-ssize_t Connection::send_some(std::string_view bytes, short* events) {
+ssize_t ClientStream::send_some(std::string_view bytes, short* events) {
   return moved(::send(fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT), POLLOUT, events);
 }
 
-ssize_t Connection::receive_some(std::span<char> to, short* events) {
+ssize_t ClientStream::receive_some(std::span<char> to, short* events) {
   const ssize_t n = ::recv(fd(), to.data(), to.size(), MSG_DONTWAIT);
   return n == 0 ? kGone : moved(n, POLLIN, events);
 }

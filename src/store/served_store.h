@@ -20,7 +20,7 @@
 
 #include "muster/base/deadline.h"
 #include "muster/store/store.h"
-#include "store/connection.h"
+#include "store/client_stream.h"
 
 namespace muster::store {
 
@@ -30,10 +30,10 @@ class Dialer {
   virtual ~Dialer() = default;
 
   struct Dialed {
-    std::unique_ptr<Connection> connection;  // null if there is none
-    bool busy = false;                       // then: a server is there, but cannot take another connection now
-    std::string reason;                      // then: why; may be empty
-    bool cut = false;                        // then: it is unknown whether the server lives
+    std::unique_ptr<ClientStream> connection;  // null if there is none
+    bool busy = false;                         // then: a server is there, but cannot take another connection now
+    std::string reason;                        // then: why; may be empty
+    bool cut = false;                          // then: it is unknown whether the server lives
   };
   // Tries once. Throws errors that another attempt would not change (Unauthorized), and TimeoutError.
   virtual Dialed dial(Deadline deadline) = 0;

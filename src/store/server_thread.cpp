@@ -9,7 +9,7 @@
 namespace muster::store {
 
 ServerThread::ServerThread()
-    : pid_(::getpid()), io_(std::make_unique<asio::io_context>(1)), mailbox_(std::make_shared<Mailbox>(*io_)) {}
+    : pid_(::getpid()), io_(std::make_unique<asio::io_context>(1)), tasks_(std::make_shared<TaskPoster>(*io_)) {}
 
 bool ServerThread::is_mine() const { return ::getpid() == pid_; }
 
@@ -28,7 +28,7 @@ void ServerThread::stop() {
     static_cast<void>(io_.release());
     return;
   }
-  mailbox_->close();
+  tasks_->close();
   io_->stop();
   if (thread_.joinable()) thread_.join();
   io_.reset();  // destroys the coroutines, and with them the sessions, which closes their connections

@@ -22,7 +22,7 @@
 
 #include "base/fd.h"
 #include "base/log.h"
-#include "store/mailbox.h"
+#include "store/task_poster.h"
 
 namespace muster::store {
 
@@ -34,7 +34,7 @@ class ServerThread {
   ServerThread& operator=(const ServerThread&) = delete;
 
   asio::io_context& io() { return *io_; }
-  const std::shared_ptr<Mailbox>& mailbox() const { return mailbox_; }
+  const std::shared_ptr<TaskPoster>& tasks() const { return tasks_; }
 
   // Begins to run what was spawned on io(). Unavailable if no thread can be started.
   void start();
@@ -46,7 +46,7 @@ class ServerThread {
  private:
   const pid_t pid_;
   std::unique_ptr<asio::io_context> io_;
-  std::shared_ptr<Mailbox> mailbox_;
+  std::shared_ptr<TaskPoster> tasks_;
   std::thread thread_;
 };
 

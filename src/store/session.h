@@ -35,9 +35,9 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "store/answers.h"
-#include "store/mailbox.h"
 #include "store/protocol.h"
 #include "store/shared_table.h"
+#include "store/task_poster.h"
 
 namespace muster::store {
 
@@ -51,12 +51,12 @@ template <typename Stream>
 struct Session {
   enum class State { kReading, kWaiting, kWriting };
 
-  Session(Stream connected, std::string client, std::shared_ptr<SharedTable> table, std::shared_ptr<Mailbox> mailbox,
+  Session(Stream connected, std::string client, std::shared_ptr<SharedTable> table, std::shared_ptr<TaskPoster> tasks,
           std::shared_ptr<Answers> answers = nullptr)
       : stream(std::move(connected)),
         peer(std::move(client)),
         table(std::move(table)),
-        mailbox(std::move(mailbox)),
+        tasks(std::move(tasks)),
         answers(std::move(answers)),
         bell(stream.get_executor()) {}
   Session(const Session&) = delete;
@@ -75,7 +75,7 @@ struct Session {
   Stream stream;
   std::string peer;  // for the log
   std::shared_ptr<SharedTable> table;
-  std::shared_ptr<Mailbox> mailbox;
+  std::shared_ptr<TaskPoster> tasks;
   std::shared_ptr<Answers> answers;  // null if connections cannot be cut, so that no request is sent again
   asio::steady_timer bell;
   State state = State::kReading;
@@ -86,16 +86,15 @@ struct Session {
 template <typename Stream>
 class SessionWaiter final : public Waiter {
  public:
-  explicit SessionWaiter(const std::shared_ptr<Session<Stream>>& session)
-      : mailbox_(session->mailbox), session_(session) {}
+  explicit SessionWaiter(const std::shared_ptr<Session<Stream>>& session) : tasks_(session->tasks), session_(session) {}
   void wake() override {
-    mailbox_->post([session = session_] {
+    tasks_->post([session = session_] {
       if (const auto alive = session.lock()) alive->bell.cancel();
     });
   }
 
  private:
-  std::shared_ptr<Mailbox> mailbox_;
+  std::shared_ptr<TaskPoster> tasks_;
   std::weak_ptr<Session<Stream>> session_;
 };
 

@@ -60,9 +60,9 @@ BIO* make_bio(int socket) {
   return bio;
 }
 
-class TlsConnection final : public Connection {
+class TlsClientStream final : public ClientStream {
  public:
-  TlsConnection(UniqueFd socket, TlsPtr tls) : Connection(std::move(socket)), tls_(std::move(tls)) {
+  TlsClientStream(UniqueFd socket, TlsPtr tls) : ClientStream(std::move(socket)), tls_(std::move(tls)) {
     BIO* bio = make_bio(fd());
     ::SSL_set_bio(tls_.get(), bio, bio);
   }
@@ -157,7 +157,7 @@ class TlsDialer final : public Dialer {
         none.cut = error != ECONNREFUSED;
         continue;
       }
-      auto connection = std::make_unique<TlsConnection>(std::move(socket), tls_.make_connection());
+      auto connection = std::make_unique<TlsClientStream>(std::move(socket), tls_.make_connection());
       if (!shake_hands(*connection, deadline)) return {nullptr, true, "it closes connections immediately"};
       // Written once, by the store's constructor, when no other thread can use it.
       if (known_.size() == 0) known_ = where;
@@ -171,7 +171,7 @@ class TlsDialer final : public Dialer {
   static constexpr std::chrono::seconds kCut{5};  // as long as the launchers of other hosts wait for a sign of life
 
   // Returns false if the other side closed the connection, because it ends or has too many connections.
-  bool shake_hands(TlsConnection& connection, Deadline deadline) const {
+  bool shake_hands(TlsClientStream& connection, Deadline deadline) const {
     for (;;) {
       short events = 0;
       std::string refusal;
@@ -181,7 +181,7 @@ class TlsDialer final : public Dialer {
         throw Unauthorized(text("the store at ", address(), " and this process do not have the same secret: ", refusal),
                            "Give all of a job the same MUSTER_SECRET or secret file, and look whether that is the "
                            "store's address and not another service's");
-      if (result == Connection::kGone) return false;
+      if (result == ClientStream::kGone) return false;
       if (!await(connection.fd(), events, deadline))
         throw TimeoutError(text("the store at ", address(), " did not answer in time"), {},
                            "The process that serves it may be stopped or overloaded");

@@ -32,7 +32,7 @@ constexpr size_t kMaxLogged = 256;
 // What all connections that have not proved the secret share. Only the server's thread uses it.
 struct Door {
   Door(ServerThread& thread, const TlsContext& tls, std::shared_ptr<SharedTable> table)
-      : tls(tls), table(std::move(table)), mailbox(thread.mailbox()), room(thread.io()) {}
+      : tls(tls), table(std::move(table)), tasks(thread.tasks()), room(thread.io()) {}
 
   void refuse(const std::string& host, const std::string& why) {
     if (logged.size() >= kMaxLogged || !logged.insert(host).second) return;
@@ -46,7 +46,7 @@ struct Door {
 
   const TlsContext& tls;
   std::shared_ptr<SharedTable> table;
-  std::shared_ptr<Mailbox> mailbox;
+  std::shared_ptr<TaskPoster> tasks;
   const std::shared_ptr<Answers> answers = std::make_shared<Answers>();
   int handshakes = 0;
   asio::steady_timer room;  // cancelled when a handshake ends
@@ -112,7 +112,7 @@ asio::awaitable<void> receive(std::shared_ptr<TlsStream> stream, SocketAddress p
     co_return;
   }
   auto session = std::make_shared<Session<TlsStream>>(std::move(*stream), text(peer.host(), " port ", peer.port()),
-                                                      door->table, door->mailbox, door->answers);
+                                                      door->table, door->tasks, door->answers);
   asio::co_spawn(session->stream.get_executor(), serve(session), [](std::exception_ptr) {});
 }
 

@@ -39,7 +39,7 @@ class UnixDialer final : public Dialer {
       throw Unauthorized(
           text("the store at ", address_.text(), " is served by user ", server.uid, ", and this is user ", ::geteuid()),
           "Run all of a job as one user");
-    return {std::make_unique<Connection>(std::move(connection)), false, {}};
+    return {std::make_unique<ClientStream>(std::move(connection)), false, {}};
   }
 
  private:

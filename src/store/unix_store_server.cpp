@@ -57,7 +57,7 @@ class UserDoor {
 };
 
 asio::awaitable<void> accept_clients(Protocol::acceptor acceptor, std::shared_ptr<SharedTable> table,
-                                     std::shared_ptr<Mailbox> mailbox) {
+                                     std::shared_ptr<TaskPoster> tasks) {
   UserDoor door;
   for (;;) {
     UniqueFd connection = co_await accept_next(acceptor);
@@ -67,7 +67,7 @@ asio::awaitable<void> accept_clients(Protocol::acceptor acceptor, std::shared_pt
       Protocol::socket stream(acceptor.get_executor());
       stream.assign(Protocol(), connection.get());
       connection.release();
-      auto session = std::make_shared<Session<Protocol::socket>>(std::move(stream), std::move(peer), table, mailbox);
+      auto session = std::make_shared<Session<Protocol::socket>>(std::move(stream), std::move(peer), table, tasks);
       asio::co_spawn(acceptor.get_executor(), serve(std::move(session)), [](std::exception_ptr) {});
     } catch (const std::exception& error) {
       MUSTER_LOG(kError) << "store: dropped a new connection: " << error.what();
@@ -84,7 +84,7 @@ class UnixStoreServer final : public StoreServer {
     Protocol::acceptor acceptor(thread_.io());
     acceptor.assign(Protocol(), listening.get());
     listening.release();
-    asio::co_spawn(thread_.io(), accept_clients(std::move(acceptor), table_, thread_.mailbox()),
+    asio::co_spawn(thread_.io(), accept_clients(std::move(acceptor), table_, thread_.tasks()),
                    [](std::exception_ptr error) {
                      if (error) {
                        MUSTER_LOG(kError) << "store: the server accepts no more connections";

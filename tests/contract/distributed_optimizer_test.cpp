@@ -16,7 +16,7 @@
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/optim/distributed_optimizer.h"
-#include "muster/optim/functional.h"
+#include "muster/optim/functional_optimizer.h"
 #include "muster/optim/lr_scheduler.h"
 #include "muster/rpc/call.h"
 #include "muster/rpc/rref.h"

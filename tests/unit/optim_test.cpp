@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "muster/base/error.h"
-#include "muster/optim/functional.h"
+#include "muster/optim/functional_optimizer.h"
 #include "muster/optim/lr_scheduler.h"
 #include "support/ask_python.h"
 

@@ -1,23 +1,23 @@
 // The table of a worker's objects, also with messages that no correct worker sends: ranks that do not exist.
-#include "rpc/objects.h"
+#include "rpc/object_table.h"
 
 #include <gtest/gtest.h>
 
 #include <climits>
 
-#include "rpc/protocol.h"
+#include "rpc/agent_messages.h"
 
 namespace muster::test {
 namespace {
 
 using rpc::object_id;
-using rpc::Objects;
+using rpc::ObjectTable;
 using rpc::StoredObject;
 
 StoredObject an_int() { return {.value = std::make_shared<int>(7), .type = &typeid(int)}; }
 
 TEST(RpcObjects, AReferenceIsCountedFromOneWorkerToAnother) {
-  Objects objects(0, 3);
+  ObjectTable objects(0, 3);
   const uint64_t id = object_id(1, 1);
   objects.expect(id, 1);
   objects.set(id, an_int());
@@ -30,7 +30,7 @@ TEST(RpcObjects, AReferenceIsCountedFromOneWorkerToAnother) {
 }
 
 TEST(RpcObjects, OneThatIsPutIsHeldByWhomItIsFor) {
-  Objects objects(0, 3);
+  ObjectTable objects(0, 3);
   const uint64_t id = object_id(0, 1), other = object_id(0, 2);
   objects.put(id, an_int(), 2);
   EXPECT_TRUE(objects.find(id));
@@ -51,7 +51,7 @@ TEST(RpcObjects, OneThatIsPutIsHeldByWhomItIsFor) {
 
 // Destroying a value may take long and call anything, so it is left to the caller.
 TEST(RpcObjects, WhatNobodyHoldsIsTheCallersToEnd) {
-  Objects objects(0, 3);
+  ObjectTable objects(0, 3);
   const uint64_t id = object_id(0, 1), ours = object_id(0, 2);
   bool ended = false;
   const auto value = [&] { return std::shared_ptr<void>(&ended, [&](void*) { ended = objects.size() == 0; }); };
@@ -72,7 +72,7 @@ TEST(RpcObjects, WhatNobodyHoldsIsTheCallersToEnd) {
 }
 
 TEST(RpcObjects, WorkersThatThereAreNotHoldNothing) {
-  Objects objects(0, 3);
+  ObjectTable objects(0, 3);
   const uint64_t id = object_id(1, 1);
   objects.expect(id, 1);
   objects.set(id, an_int());

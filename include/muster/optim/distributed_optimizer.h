@@ -17,8 +17,9 @@
 // worker, call a function there that returns the same. An optimizer refers to the tensor that it was given: it no
 // longer steps a parameter that a module replaces later (set_data is fine).
 //
-// O: any optimizer of functional.h, or your own class that meets optim::Optimizer and whose Options can be sent
-// (MSGPACK_DEFINE). Your class needs no registration: the template registers itself in every program that names it.
+// O: any optimizer of functional_optimizer.h, or your own class that meets optim::Optimizer and whose Options can be
+// sent (MSGPACK_DEFINE). Your class needs no registration: the template registers itself in every program that names
+// it.
 //
 // step() changes parameters in place. If the backward() of another context still needs the earlier values, it throws
 // libtorch's "modified by an inplace operation", on every worker, as locally; docs/optim.md says what to do.
@@ -33,7 +34,8 @@
 //
 // Thread-safety: all functions, from any thread that may make remote calls. On the owner each optimizer has its own
 // mutex: steps of one DistributedOptimizer take turns there. The optimizers of two trainers do not know each other; if
-// they share parameters, this is HogWild (functional.h). Source: torch.distributed.optim.DistributedOptimizer.
+// they share parameters, this is HogWild (functional_optimizer.h).
+// Source: torch.distributed.optim.DistributedOptimizer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,12 +56,12 @@
 
 #include "muster/autograd/context.h"
 #include "muster/base/error.h"
-#include "muster/optim/functional.h"
+#include "muster/optim/functional_optimizer.h"
 #include "muster/rpc/rref.h"
 
 namespace muster::optim {
 
-// Structs that list their fields, as the Options of functional.h do, are sent as these fields.
+// Structs that list their fields, as the Options of functional_optimizer.h do, are sent as these fields.
 template <typename T>
 concept Fielded = requires {
   std::tuple_size<std::remove_cvref_t<decltype(T::kFields)>>::value;

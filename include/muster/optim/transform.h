@@ -321,7 +321,7 @@ Schedule exponential_decay(ExponentialDecayOptions options);
 
 // -----------------------------------------------------------------------------------------------------------
 // optimizers Chains of the above, with the names and defaults of torchopt. The names of the options' types begin with
-// Func, since SGDOptions and the others are those of optim/functional.h.
+// Func, since SGDOptions and the others are those of optim/functional_optimizer.h.
 
 struct FuncSGDOptions {
   Rate lr;  // no default

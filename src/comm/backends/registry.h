@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "comm/core/backend.h"
-#include "comm/core/context.h"
+#include "comm/core/backend_context.h"
 
 namespace muster::comm {
 

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "base/cycles.h"
-#include "comm/core/context.h"
+#include "comm/core/backend_context.h"
 #include "comm/core/operation.h"
 #include "muster/base/deadline.h"
 #include "shm/black_box.h"

@@ -23,7 +23,7 @@
 
 #include "base/cycles.h"
 #include "comm/core/backend.h"
-#include "comm/core/context.h"
+#include "comm/core/backend_context.h"
 #include "comm/kit/collective_queue.h"
 #include "comm/kit/fault_injector.h"
 #include "comm/kit/operation_record.h"

@@ -45,7 +45,7 @@
 #include <vector>
 
 #include "base/text.h"
-#include "comm/core/context.h"
+#include "comm/core/backend_context.h"
 #include "comm/core/stragglers.h"
 #include "comm/kit/byte_call.h"
 #include "comm/kit/queued_backend.h"

@@ -5,7 +5,7 @@
 // Operations are validated, counted, profiled and written to the black box as on any backend.
 #pragma once
 
-#include "comm/core/context.h"
+#include "comm/core/backend_context.h"
 #include "comm/kit/queued_backend.h"
 
 namespace muster::comm::fake_backend {

@@ -32,7 +32,7 @@
 #pragma once
 
 #include "comm/backends/hierarchical/receive_queue.h"
-#include "comm/core/context.h"
+#include "comm/core/backend_context.h"
 #include "comm/kit/queued_backend.h"
 
 namespace muster::comm::hierarchical_backend {

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "comm/core/backend.h"
-#include "comm/core/context.h"
+#include "comm/core/backend_context.h"
 
 namespace muster::comm::nccl_backend {
 

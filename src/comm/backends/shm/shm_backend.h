@@ -10,7 +10,7 @@
 #include "comm/backends/shm/channel.h"
 #include "comm/backends/shm/collectives.h"
 #include "comm/backends/shm/messages.h"
-#include "comm/core/context.h"
+#include "comm/core/backend_context.h"
 #include "comm/kit/queued_backend.h"
 
 namespace muster::comm::shm_backend {

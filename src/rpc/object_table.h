@@ -56,9 +56,9 @@ struct StoredObject {
   bool is_ours = false;      // Muster's own, not the user's: its destructor neither calls nor waits
 };
 
-class Objects {
+class ObjectTable {
  public:
-  Objects(int self, int workers) : self_(self), workers_(workers) {}
+  ObjectTable(int self, int workers) : self_(self), workers_(workers) {}
 
   // Called with the value (or error) when it is there: immediately, or later by the thread that sets it. False: there
   // is no such object and will never be one.
@@ -121,7 +121,7 @@ class Objects {
   std::set<std::pair<int, int>> drained_;  // (by, of)
 };
 
-struct Objects::Garbage {
+struct ObjectTable::Garbage {
   std::vector<Table::node_type> nodes;
   bool has_users = false;  // values that are not ours
 };

@@ -1,13 +1,13 @@
-#include "rpc/objects.h"
+#include "rpc/object_table.h"
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "rpc/protocol.h"
+#include "rpc/agent_messages.h"
 
 namespace muster::rpc {
 
 // With the lock. The creation of an unknown object is still on its way, if its creator can still send it.
-Objects::Object* Objects::find_or_expect(uint64_t object) {
+ObjectTable::Object* ObjectTable::find_or_expect(uint64_t object) {
   const auto found = table_.find(object);
   if (found != table_.end()) return &found->second;
   const int creator = creator_of(object);
@@ -16,7 +16,7 @@ Objects::Object* Objects::find_or_expect(uint64_t object) {
 }
 
 // With the lock: the object goes if nobody holds it.
-void Objects::collect(Table::iterator it, Garbage& garbage) {
+void ObjectTable::collect(Table::iterator it, Garbage& garbage) {
   Object& object = it->second;
   if (!object.transits.empty()) return;
   for (const auto& [worker, count] : object.holds)
@@ -26,7 +26,7 @@ void Objects::collect(Table::iterator it, Garbage& garbage) {
   garbage.nodes.push_back(table_.extract(it));
 }
 
-bool Objects::when_ready(uint64_t id, OnReady on_ready) {
+bool ObjectTable::when_ready(uint64_t id, OnReady on_ready) {
   StoredObject ready;
   {
     const std::lock_guard lock(mutex_);
@@ -42,13 +42,13 @@ bool Objects::when_ready(uint64_t id, OnReady on_ready) {
   return true;
 }
 
-std::optional<StoredObject> Objects::find(uint64_t object) const {
+std::optional<StoredObject> ObjectTable::find(uint64_t object) const {
   const std::lock_guard lock(mutex_);
   const auto it = table_.find(object);
   return it == table_.end() || !it->second.ready ? std::nullopt : std::optional(it->second.stored);
 }
 
-void Objects::expect(uint64_t id, int creator) {
+void ObjectTable::expect(uint64_t id, int creator) {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   Object& object = table_[id];
@@ -56,7 +56,7 @@ void Objects::expect(uint64_t id, int creator) {
   if (!is_lost(creator)) ++object.holds[creator];
 }
 
-void Objects::set(uint64_t id, StoredObject stored) {
+void ObjectTable::set(uint64_t id, StoredObject stored) {
   Garbage garbage;  // declared before the lock, so that it is destroyed after the lock is released
   StoredObject copy = stored;
   std::vector<OnReady> waiting;
@@ -73,7 +73,7 @@ void Objects::set(uint64_t id, StoredObject stored) {
   for (auto& on_ready : waiting) on_ready(copy);
 }
 
-void Objects::put(uint64_t id, StoredObject stored, int holder) {
+void ObjectTable::put(uint64_t id, StoredObject stored, int holder) {
   const std::lock_guard lock(mutex_);
   if (closed_ || is_lost(holder)) return;
   Object& object = table_[id];
@@ -82,12 +82,12 @@ void Objects::put(uint64_t id, StoredObject stored, int holder) {
   object.holds[holder] = 1;
 }
 
-void Objects::add_hold(uint64_t id, int worker) {
+void ObjectTable::add_hold(uint64_t id, int worker) {
   const std::lock_guard lock(mutex_);
   if (Object* const object = is_lost(worker) ? nullptr : find_or_expect(id)) ++object->holds[worker];
 }
 
-Objects::Garbage Objects::release(uint64_t id, int worker) {
+ObjectTable::Garbage ObjectTable::release(uint64_t id, int worker) {
   Garbage garbage;
   const std::lock_guard lock(mutex_);
   const auto it = table_.find(id);
@@ -97,7 +97,7 @@ Objects::Garbage Objects::release(uint64_t id, int worker) {
   return garbage;
 }
 
-void Objects::add_transit(uint64_t id, int from, int to, uint64_t token) {
+void ObjectTable::add_transit(uint64_t id, int from, int to, uint64_t token) {
   const std::lock_guard lock(mutex_);
   Object* const object = find_or_expect(id);
   if (!object || object->received.erase({from, token}) != 0) return;
@@ -105,7 +105,7 @@ void Objects::add_transit(uint64_t id, int from, int to, uint64_t token) {
   object->transits.insert({from, to, token});
 }
 
-Objects::Garbage Objects::drop_transit(uint64_t id, int from, int to, uint64_t token) {
+ObjectTable::Garbage ObjectTable::drop_transit(uint64_t id, int from, int to, uint64_t token) {
   Garbage garbage;
   const std::lock_guard lock(mutex_);
   const auto it = table_.find(id);
@@ -115,7 +115,7 @@ Objects::Garbage Objects::drop_transit(uint64_t id, int from, int to, uint64_t t
   return garbage;
 }
 
-void Objects::received(uint64_t id, int from, uint64_t token, int by) {
+void ObjectTable::received(uint64_t id, int from, uint64_t token, int by) {
   const std::lock_guard lock(mutex_);
   if (is_lost(by)) return;
   Object* const object = find_or_expect(id);
@@ -124,7 +124,7 @@ void Objects::received(uint64_t id, int from, uint64_t token, int by) {
   ++object->holds[by];
 }
 
-Objects::Garbage Objects::lost(int worker) {
+ObjectTable::Garbage ObjectTable::lost(int worker) {
   StoredObject never;
   never.error =
       std::make_exception_ptr(Aborted("the worker that was to create this remote object was lost before it did"));
@@ -135,14 +135,14 @@ Objects::Garbage Objects::lost(int worker) {
 }
 
 // With the lock: true if nothing that the lost worker has sent can still arrive.
-bool Objects::settled(int lost) const {
+bool ObjectTable::settled(int lost) const {
   for (int worker = 0; worker < workers_; ++worker)
     if (!is_lost(worker) && !drained_.contains({worker, lost})) return false;
   return true;
 }
 
 // With the lock: removes what nobody can hold any more.
-void Objects::settle(Garbage& garbage) {
+void ObjectTable::settle(Garbage& garbage) {
   std::set<int> gone;
   for (const int worker : lost_)
     if (settled(worker)) gone.insert(worker);
@@ -158,7 +158,7 @@ void Objects::settle(Garbage& garbage) {
   }
 }
 
-Objects::Garbage Objects::lose(int worker, const StoredObject& never, std::vector<OnReady>& waiting) {
+ObjectTable::Garbage ObjectTable::lose(int worker, const StoredObject& never, std::vector<OnReady>& waiting) {
   Garbage garbage;
   const std::lock_guard lock(mutex_);
   lost_.insert(worker);
@@ -174,7 +174,7 @@ Objects::Garbage Objects::lose(int worker, const StoredObject& never, std::vecto
   return garbage;
 }
 
-Objects::Garbage Objects::drained(int by, int of) {
+ObjectTable::Garbage ObjectTable::drained(int by, int of) {
   Garbage garbage;
   if (of < 0 || of >= workers_) return garbage;
   const std::lock_guard lock(mutex_);
@@ -183,14 +183,14 @@ Objects::Garbage Objects::drained(int by, int of) {
   return garbage;
 }
 
-void Objects::close() {
+void ObjectTable::close() {
   Table gone;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   closed_ = true;
   gone.swap(table_);
 }
 
-std::string Objects::describe() const {
+std::string ObjectTable::describe() const {
   const std::lock_guard lock(mutex_);
   std::string all;
   for (const auto& [id, object] : table_) {
@@ -210,7 +210,7 @@ std::string Objects::describe() const {
   return all;
 }
 
-size_t Objects::size() const {
+size_t ObjectTable::size() const {
   const std::lock_guard lock(mutex_);
   return table_.size();
 }

@@ -1,7 +1,7 @@
-// A client's connection to a store's server.
+// The bytes of a client's connection to a store's server.
 //
-// A Connection moves bytes and never waits; ServedStore (served_store.h) waits for it with poll(2). The base class is a
-// plain socket; TlsConnection puts TLS between.
+// A ClientStream moves bytes and never waits; ServedStore (served_store.h) waits for it with poll(2). The base class is
+// a plain socket; TlsClientStream puts TLS between.
 //
 // Thread-safety: belongs to one thread at a time.
 #pragma once
@@ -17,14 +17,14 @@
 
 namespace muster::store {
 
-class Connection {
+class ClientStream {
  public:
   static constexpr ssize_t kGone = -1;  // the other side has gone
 
-  explicit Connection(UniqueFd socket) : socket_(std::move(socket)) {}
-  virtual ~Connection() = default;
-  Connection(const Connection&) = delete;
-  Connection& operator=(const Connection&) = delete;
+  explicit ClientStream(UniqueFd socket) : socket_(std::move(socket)) {}
+  virtual ~ClientStream() = default;
+  ClientStream(const ClientStream&) = delete;
+  ClientStream& operator=(const ClientStream&) = delete;
 
   // Return the number of bytes moved; 0: none until fd() is ready for `*events`; or kGone.
   virtual ssize_t send_some(std::string_view bytes, short* events);

@@ -10,11 +10,11 @@
 
 namespace muster::store {
 
-class Mailbox {
+class TaskPoster {
  public:
-  explicit Mailbox(asio::io_context& io) : io_(&io) {}
+  explicit TaskPoster(asio::io_context& io) : io_(&io) {}
 
-  // Runs `task` on the server's thread, later; drops it if the mailbox is closed.
+  // Runs `task` on the server's thread, later; drops it if this is closed.
   template <typename Task>
   void post(Task&& task) {
     std::lock_guard lock(mutex_);  // asio::post never runs the task itself
