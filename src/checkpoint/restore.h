@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <set>
 
-#include "checkpoint/job.h"
+#include "checkpoint/snapshot_place.h"
 
 namespace muster::checkpoint {
 
@@ -21,6 +21,6 @@ struct Restored {
 
 // Throws the same on all ranks: CorruptError if there are snapshots and all of them are refused, InvalidArgument if the
 // snapshot does not fit the items.
-Restored restore(Job& job, const Items& items);
+Restored restore(SnapshotPlace& here, const Items& items);
 
 }  // namespace muster::checkpoint

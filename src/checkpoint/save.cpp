@@ -113,30 +113,30 @@ Problem problem_among(const std::vector<Part>& parts) {
   return {};
 }
 
-void check_folder(Job& job) {
-  job.folder.claim();
-  if (job.folder_is_known) return;
-  if (const auto there = job.folder.snapshots(); !there.empty())
+void check_folder(SnapshotPlace& here) {
+  here.folder.claim();
+  if (here.folder_is_known) return;
+  if (const auto there = here.folder.snapshots(); !there.empty())
     throw InvalidArgument(
-        text(job.folder.path().string(), " has a snapshot of step ", there.front(), ", and restore() was not called"),
+        text(here.folder.path().string(), " has a snapshot of step ", there.front(), ", and restore() was not called"),
         "Call restore() before the training to go on from it, or name another folder");
-  job.folder_is_known = true;
+  here.folder_is_known = true;
 }
 
 // Rank 0 calls this when the new snapshot exists. Removes old snapshots, and sets the shards that have to stay.
-void remove_old(const Job& job, const SaveOptions& options, Conclusion& conclusion) {
+void remove_old(const SnapshotPlace& here, const SaveOptions& options, Conclusion& conclusion) {
   std::vector<int64_t> keep{options.steps};
-  for (const int64_t steps : job.folder.snapshots()) {
+  for (const int64_t steps : here.folder.snapshots()) {
     if (steps == options.steps) continue;
     if (static_cast<int>(keep.size()) < options.keep && !options.refused.contains(steps)) {
       keep.push_back(steps);
     } else {
-      job.folder.remove_snapshot(steps);
+      here.folder.remove_snapshot(steps);
     }
   }
   for (const int64_t steps : keep) {
     try {
-      for (const auto& shard : read_about(job.folder.snapshot(steps)).shards) conclusion.keep.insert(shard.file);
+      for (const auto& shard : read_about(here.folder.snapshot(steps)).shards) conclusion.keep.insert(shard.file);
     } catch (const Error&) {
       conclusion.keep_steps.insert(steps);  // the names of its shards are unknown
     }
@@ -157,74 +157,75 @@ bool may_refer_to(const std::filesystem::path& manifest, const std::string& shar
 
 // The last part of both ways to save: rank 0 writes the file that makes this the newest snapshot, and removes old ones.
 // Then every rank removes its old shards.
-Conclusion conclude(const Job& job, const SaveOptions& options, const std::function<void(Conclusion&)>& write) {
+Conclusion conclude(const SnapshotPlace& here, const SaveOptions& options,
+                    const std::function<void(Conclusion&)>& write) {
   Conclusion conclusion;
-  if (job.rank == 0) {
+  if (here.rank == 0) {
     write(conclusion);
     if (!conclusion.problem) {
-      const Problem left = problem_of([&] { remove_old(job, options, conclusion); });
+      const Problem left = problem_of([&] { remove_old(here, options, conclusion); });
       conclusion.known = !left;
       if (left) {
-        MUSTER_LOG(kWarning) << "older snapshots stay in " << job.folder.path().string()
+        MUSTER_LOG(kWarning) << "older snapshots stay in " << here.folder.path().string()
                              << " until the next one is saved: " << left.what();
       }
     }
   }
-  conclusion = broadcast_object(conclusion, 0, job.collective);
-  if (conclusion.known) job.folder.remove_shards(job.rank, job.size, conclusion.keep, conclusion.keep_steps);
+  conclusion = broadcast_object(conclusion, 0, here.collective);
+  if (conclusion.known) here.folder.remove_shards(here.rank, here.size, conclusion.keep, conclusion.keep_steps);
   return conclusion;
 }
 
-Problem save_whole(Job& job, const Items& items, const SaveOptions& options) {
+Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& options) {
   Part mine;
   mine.layout = layout_of(items, {});
   mine.problem = problem_of([&] {
-    for (auto& entry : entries_of(items, true, job.rank))
+    for (auto& entry : entries_of(items, true, here.rank))
       mine.entries.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
   });
-  const auto parts = gather_object(mine, 0, job.collective);
-  const auto conclusion = conclude(job, options, [&](Conclusion& said) {
+  const auto parts = gather_object(mine, 0, here.collective);
+  const auto conclusion = conclude(here, options, [&](Conclusion& said) {
     said.problem = problem_among(parts);
     if (said.problem) return;
     said.problem = problem_of([&] {
-      check_folder(job);
+      check_folder(here);
       Entries all = entries_of(items, false, 0);
       for (const auto& part : parts)
         for (const auto& entry : part.entries)
           all.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
-      write_container(job.folder.snapshot(options.steps), {.steps = options.steps, .world_size = job.size}, all);
+      write_container(here.folder.snapshot(options.steps), {.steps = options.steps, .world_size = here.size}, all);
     });
   });
   return conclusion.problem;
 }
 
-Problem save_sharded(Job& job, const Items& items, const SaveOptions& options) {
-  const auto mark = broadcast_object(random_hex(4), 0, job.collective);
-  const auto path = job.folder.shard(options.steps, job.rank, job.size, mark);
+Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions& options) {
+  const auto mark = broadcast_object(random_hex(4), 0, here.collective);
+  const auto path = here.folder.shard(options.steps, here.rank, here.size, mark);
   Part mine;
   mine.problem = problem_of([&] {
-    if (job.rank == 0) check_folder(job);
+    if (here.rank == 0) check_folder(here);
     const Entries shared = entries_of(items, false, 0);
     mine.layout = layout_of(items, shared);
-    const auto owners = deal(shared, job.size);
+    const auto owners = deal(shared, here.size);
     Entries all;
     for (size_t i = 0; i < shared.size(); ++i)
-      if (owners[i] == job.rank) all.push_back(shared[i]);
-    for (auto& entry : entries_of(items, true, job.rank)) all.push_back(std::move(entry));
+      if (owners[i] == here.rank) all.push_back(shared[i]);
+    for (auto& entry : entries_of(items, true, here.rank)) all.push_back(std::move(entry));
     const Shard shard =
-        write_container(path, {.steps = options.steps, .world_size = job.size, .rank = job.rank, .shards = {}}, all);
+        write_container(path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, all);
     mine.file = shard.file;
     mine.bytes = shard.bytes;
     mine.sum = shard.sum;
   });
-  const auto parts = all_gather_object(mine, job.collective);
+  const auto parts = all_gather_object(mine, here.collective);
   Conclusion conclusion;
   conclusion.problem = problem_among(parts);
   if (!conclusion.problem) {
-    conclusion = conclude(job, options, [&](Conclusion& said) {
-      const auto manifest = job.folder.snapshot(options.steps);
+    conclusion = conclude(here, options, [&](Conclusion& said) {
+      const auto manifest = here.folder.snapshot(options.steps);
       said.problem = problem_of([&] {
-        About about{.steps = options.steps, .world_size = job.size};
+        About about{.steps = options.steps, .world_size = here.size};
         for (const auto& part : parts) about.shards.push_back({part.file, part.bytes, part.sum});
         write_container(manifest, about, {});
       });
@@ -238,8 +239,8 @@ Problem save_sharded(Job& job, const Items& items, const SaveOptions& options) {
 
 }  // namespace
 
-Problem save(Job& job, const Items& items, const SaveOptions& options) {
-  return options.sharded ? save_sharded(job, items, options) : save_whole(job, items, options);
+Problem save(SnapshotPlace& here, const Items& items, const SaveOptions& options) {
+  return options.sharded ? save_sharded(here, items, options) : save_whole(here, items, options);
 }
 
 void say_stopped(int rank, int64_t steps, const std::filesystem::path& folder) {

@@ -10,9 +10,9 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "checkpoint/job.h"
 #include "checkpoint/restore.h"
 #include "checkpoint/save.h"
+#include "checkpoint/snapshot_place.h"
 #include "muster/base/error.h"
 #include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"
@@ -21,7 +21,7 @@ namespace muster {
 
 struct Snapshot::Impl {
   SnapshotOptions options;
-  checkpoint::Job job;
+  checkpoint::SnapshotPlace place;
   checkpoint::Items items;
   std::optional<StopSignal> signal;
   std::atomic<bool> asked{false};
@@ -55,10 +55,10 @@ SnapshotOptions checked(SnapshotOptions options) {
 
 Snapshot::Impl::Impl(SnapshotOptions given)
     : options(checked(std::move(given))),
-      job{.folder = checkpoint::Folder(options.folder),
-          .collective = {.group = options.group, .timeout = options.timeout},
-          .rank = options.group.rank(),
-          .size = options.group.size()} {
+      place{.folder = checkpoint::Folder(options.folder),
+            .collective = {.group = options.group, .timeout = options.timeout},
+            .rank = options.group.rank(),
+            .size = options.group.size()} {
   if (options.on_sigterm) signal.emplace();
   if (options.default_generator)
     add("default generator", std::nullopt, true, checkpoint::make_item(at::detail::getDefaultCPUGenerator()));
@@ -76,22 +76,22 @@ void Snapshot::Impl::add(std::string name, std::optional<bool> per_rank, bool de
 
 // One all_reduce answers both questions: has any rank been asked to stop, and are all ranks at the same step?
 bool Snapshot::Impl::any_rank_stops(int64_t steps) {
-  if (job.size == 1) return stop();
+  if (place.size == 1) return stop();
   auto* const values = agreement.mutable_data_ptr<int64_t>();
   values[0] = stop();
   values[1] = steps;
   values[2] = -steps;
-  all_reduce(agreement, {.op = ReduceOp::MAX, .group = job.collective.group});
+  all_reduce(agreement, {.op = ReduceOp::MAX, .group = place.collective.group});
   if (values[1] != -values[2])
     throw Mismatch(text("the ranks are at different steps, from ", -values[2], " to ", values[1],
-                        ", and this one (rank ", job.rank, ") is at ", steps),
+                        ", and this one (rank ", place.rank, ") is at ", steps),
                    "Call step() with the same number on all ranks");
   return values[0] != 0;
 }
 
 checkpoint::Problem Snapshot::Impl::save(int64_t steps) {
   const auto problem = checkpoint::save(
-      job, items, {.steps = steps, .sharded = options.sharded, .keep = options.keep, .refused = refused});
+      place, items, {.steps = steps, .sharded = options.sharded, .keep = options.keep, .refused = refused});
   if (!problem) {
     newest = steps;
     refused.clear();
@@ -146,8 +146,8 @@ Snapshot& Snapshot::add_archivable(std::string name, std::function<void(torch::s
 }
 
 int64_t Snapshot::restore() {
-  auto restored = checkpoint::restore(impl_->job, impl_->items);
-  impl_->job.folder_is_known = true;
+  auto restored = checkpoint::restore(impl_->place, impl_->items);
+  impl_->place.folder_is_known = true;
   impl_->refused = std::move(restored.refused);
   if (restored.steps > 0) impl_->newest = restored.steps;
   return restored.steps;
@@ -160,12 +160,12 @@ bool Snapshot::step(int64_t steps) {
   if (!stop && (s.options.every == 0 || steps % s.options.every != 0)) return false;
   if (const auto problem = s.save(steps)) {
     if (stop || !problem.is(ErrorCode::kUnavailable)) throw_problem(problem);
-    if (s.job.rank == 0) {
+    if (s.place.rank == 0) {
       MUSTER_LOG(kError) << "no snapshot of step " << steps << ": " << problem.what() << ". The training goes on; "
                          << (s.newest ? text("the newest snapshot is that of step ", *s.newest) : "there is none yet");
     }
   }
-  if (stop && s.job.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
+  if (stop && s.place.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
   return stop;
 }
 
@@ -175,7 +175,7 @@ bool Snapshot::stop_here(int64_t steps) {
   if (!s.any_rank_stops(steps)) return false;
   if (steps > 0)
     if (const auto problem = s.save(steps)) throw_problem(problem);
-  if (s.job.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
+  if (s.place.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
   return true;
 }
 

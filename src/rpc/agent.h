@@ -163,8 +163,8 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   Clock::time_point next_tick() const override;
   void tick(Clock::time_point now) override;
 
-  class CallJob;
-  class GarbageJob;
+  class CallRunnable;
+  class GarbageRunnable;
   // Marks a reply or a loss as being handled, because what follows from it may not be counted anywhere else yet.
   class Active {
    public:

@@ -23,9 +23,9 @@ constexpr int kSpare = 4;
 
 int64_t now_ns() { return nanoseconds(FastClock::now().time_since_epoch()).count(); }
 
-class FunctionJob final : public Job {
+class FunctionRunnable final : public Runnable {
  public:
-  explicit FunctionJob(std::function<void()> function) : function_(std::move(function)) {}
+  explicit FunctionRunnable(std::function<void()> function) : function_(std::move(function)) {}
   void run() noexcept override { function_(); }
 
  private:
@@ -110,20 +110,22 @@ int Executor::threads() const {
   return static_cast<int>(workers_.size());
 }
 
-bool Executor::post(std::function<void()> job) { return post(std::make_unique<FunctionJob>(std::move(job))); }
+bool Executor::post(std::function<void()> function) {
+  return post(std::make_unique<FunctionRunnable>(std::move(function)));
+}
 
-bool Executor::post(std::unique_ptr<Job> job) {
+bool Executor::post(std::unique_ptr<Runnable> runnable) {
   last_request_.store(now_ns(), std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
     if (workers_.empty()) return false;
     unfinished_.fetch_add(1, std::memory_order_relaxed);
-    jobs_.push_back(std::move(job));
+    queue_.push_back(std::move(runnable));
     queued_.fetch_add(1, std::memory_order_seq_cst);
   }
-  // If the leader posts while it polls (even as a guest), it finds the job after the poll. Every other thread has to
+  // If the leader posts while it polls (even as a guest), it finds the work after the poll. Every other thread has to
   // call, and so does a handler on the leader's own thread: nobody else looks before that handler ends, and the handler
-  // may wait for this job.
+  // may wait for this work.
   if (!this_thread_polls || !in_pool() || !leads(*static_cast<Worker*>(worker_of_this_thread))) call_leader();
   return true;
 }
@@ -152,13 +154,13 @@ nanoseconds Executor::until_tick() const {
   return std::clamp(nanoseconds(tick - Clock::now()), nanoseconds(0), kLong);
 }
 
-// With the lock: whether a leader may run another job.
+// With the lock: whether a leader may run one more.
 bool Executor::can_take() const {
   const int others = static_cast<int>(workers_.size()) - blocked_ - parked_ - starting_ - 1;  // other running threads
-  return !jobs_.empty() && others < options_.max_threads;
+  return !queue_.empty() && others < options_.max_threads;
 }
 
-std::unique_ptr<Job> Executor::take() {
+std::unique_ptr<Runnable> Executor::take() {
   if (queued_.load(std::memory_order_acquire) == 0) return nullptr;
   const std::lock_guard lock(mutex_);
   if (!can_take()) return nullptr;
@@ -167,10 +169,10 @@ std::unique_ptr<Job> Executor::take() {
     } catch (const std::exception&) {
       return nullptr;  // no thread can be started now
     }
-  auto job = std::move(jobs_.front());
-  jobs_.pop_front();
+  auto runnable = std::move(queue_.front());
+  queue_.pop_front();
   queued_.fetch_sub(1, std::memory_order_relaxed);
-  return job;
+  return runnable;
 }
 
 // A new thread counts as parked when it enters here.
@@ -206,7 +208,7 @@ bool Executor::follow(Worker& me) {
     return false;
   };
   for (;;) {
-    if (stop_.load(std::memory_order_relaxed) && jobs_.empty()) return end();
+    if (stop_.load(std::memory_order_relaxed) && queue_.empty()) return end();
     Worker* leader = leader_.load(std::memory_order_acquire);
     const int64_t since = leader ? leader->running_since.load(std::memory_order_acquire) : 0;
     const bool stuck = since != 0 && now_ns() - since > nanoseconds(kSlow).count() &&
@@ -238,10 +240,10 @@ bool Executor::follow(Worker& me) {
   }
 }
 
-void Executor::run(Worker& me, std::unique_ptr<Job> job) {
+void Executor::run(Worker& me, std::unique_ptr<Runnable> runnable) {
   me.running_since.store(now_ns(), std::memory_order_release);
-  job->run();
-  job.reset();
+  runnable->run();
+  runnable.reset();
   me.running_since.store(0, std::memory_order_release);
   if (unfinished_.fetch_sub(1, std::memory_order_seq_cst) == 1 && options_.on_idle) options_.on_idle();
 }
@@ -249,13 +251,13 @@ void Executor::run(Worker& me, std::unique_ptr<Job> job) {
 void Executor::lead(Worker& me) {
   auto idle_since = FastClock::now();
   while (leads(me)) {
-    if (auto job = take()) {
+    if (auto runnable = take()) {
       // Work that comes after this look wakes the heir by itself.
       if (heir_sleeps_.load(std::memory_order_seq_cst)) {
         driver_.announce_waiting();  // nobody else does so while the handler runs
         if (queued_.load(std::memory_order_seq_cst) != 0 || driver_.pending()) driver_.wake_second();
       }
-      run(me, std::move(job));
+      run(me, std::move(runnable));
       idle_since = FastClock::now();
       continue;
     }
@@ -267,7 +269,7 @@ void Executor::lead(Worker& me) {
     }
     if (stop_.load(std::memory_order_acquire)) {
       const std::lock_guard lock(mutex_);
-      if (!jobs_.empty() && can_take()) continue;
+      if (!queue_.empty() && can_take()) continue;
       Worker* mine = &me;
       leader_.compare_exchange_strong(mine, nullptr);
       heir_wake_.notify_all();
@@ -407,7 +409,7 @@ void Executor::stop() {
     std::unique_lock lock(mutex_);
     stop_.store(true, std::memory_order_release);
     while (!workers_.empty()) {
-      if (!jobs_.empty() && leader_.load() == nullptr && parked_ + starting_ == 0) spawn();
+      if (!queue_.empty() && leader_.load() == nullptr && parked_ + starting_ == 0) spawn();
       heir_wake_.notify_all();
       parked_wake_.notify_all();
       lock.unlock();

@@ -22,7 +22,7 @@
 // handlers that *run*, not the number of those that wait.
 //
 // The leader is recorded in an atomic word, but nothing depends on there being only one: polling has its own lock, and
-// the jobs have another.
+// the queue has another.
 //
 // Thread-safety: all methods; stop() from outside of the pool.
 #pragma once
@@ -60,9 +60,10 @@ class Driver {
   ~Driver() = default;
 };
 
-class Job {
+// What a thread of the pool runs: a handler, or something else that may call and wait.
+class Runnable {
  public:
-  virtual ~Job() = default;
+  virtual ~Runnable() = default;
   virtual void run() noexcept = 0;
 };
 
@@ -73,7 +74,7 @@ class Executor {
     int max_threads = 16;                                         // that run concurrently
     std::chrono::nanoseconds spin{0};                             // before it sleeps (shm/spin.h)
     std::function<void(const std::function<void()>&)> in_thread;  // wraps each thread's work; may be empty
-    std::function<void()> on_idle;                                // called when the last job has ended; may be empty
+    std::function<void()> on_idle;                                // called when nothing is queued or runs; may be empty
   };
   static constexpr std::chrono::microseconds kTick{250}, kSlow{100}, kQuiet{1000};
 
@@ -81,9 +82,9 @@ class Executor {
   ~Executor();
   void start();  // the threads; the driver is used from now on
 
-  // False: the pool has stopped, and the job was not taken.
-  bool post(std::unique_ptr<Job> job);
-  bool post(std::function<void()> job);
+  // False: the pool has stopped, and has not taken it.
+  bool post(std::unique_ptr<Runnable> runnable);
+  bool post(std::function<void()> function);
 
   // Waits until done() holds or the deadline passes, and returns done(). `sleep(limit)` sleeps until done() may hold.
   bool wait(const std::function<bool()>& done, const std::function<void(std::chrono::nanoseconds)>& sleep,
@@ -108,8 +109,8 @@ class Executor {
   void main(Worker& me);
   bool follow(Worker& me);
   void lead(Worker& me);
-  void run(Worker& me, std::unique_ptr<Job> job);
-  std::unique_ptr<Job> take();
+  void run(Worker& me, std::unique_ptr<Runnable> runnable);
+  std::unique_ptr<Runnable> take();
   bool can_take() const;
   bool poll_as_guest(const std::function<bool()>& done, Deadline deadline);
   void hand_over(Worker& me);
@@ -130,11 +131,11 @@ class Executor {
   std::atomic<bool> heir_sleeps_{false};  // in sleep_second()
   std::atomic<int> guests_{0};
   std::atomic<int64_t> last_request_{0};  // when post() was last called
-  std::atomic<int> unfinished_{0};        // jobs
+  std::atomic<int> unfinished_{0};        // Runnables
   std::atomic<int> queued_{0};
 
   mutable std::mutex mutex_;  // guards what follows
-  std::deque<std::unique_ptr<Job>> jobs_;
+  std::deque<std::unique_ptr<Runnable>> queue_;
   std::condition_variable heir_wake_, parked_wake_, stopped_;
   Worker* heir_ = nullptr;
   std::list<std::unique_ptr<Worker>> workers_;

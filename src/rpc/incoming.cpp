@@ -25,9 +25,9 @@ Header header_of(std::string_view& body) {
 }  // namespace
 
 // A request whose turn has come.
-class Agent::CallJob final : public Job {
+class Agent::CallRunnable final : public Runnable {
  public:
-  CallJob(Agent& agent, std::shared_ptr<IncomingCall> call, std::shared_ptr<void> object)
+  CallRunnable(Agent& agent, std::shared_ptr<IncomingCall> call, std::shared_ptr<void> object)
       : agent_(agent), call_(std::move(call)), object_(std::move(object)) {}
   void run() noexcept override { agent_.run_handler(call_, std::move(object_)); }
 
@@ -39,9 +39,9 @@ class Agent::CallJob final : public Job {
 
 // Destroys objects that nobody holds any more. The destructor of a user's object may call and wait, which a thread that
 // delivers a message must not do.
-class Agent::GarbageJob final : public Job {
+class Agent::GarbageRunnable final : public Runnable {
  public:
-  explicit GarbageJob(ObjectTable::Garbage garbage) : garbage_(std::move(garbage)) {}
+  explicit GarbageRunnable(ObjectTable::Garbage garbage) : garbage_(std::move(garbage)) {}
   void run() noexcept override { garbage_.nodes.clear(); }
 
  private:
@@ -49,7 +49,7 @@ class Agent::GarbageJob final : public Job {
 };
 
 void Agent::discard(ObjectTable::Garbage garbage) {
-  if (garbage.has_users) executor_->post(std::make_unique<GarbageJob>(std::move(garbage)));
+  if (garbage.has_users) executor_->post(std::make_unique<GarbageRunnable>(std::move(garbage)));
 }
 
 void Agent::on_message(int from, std::string_view body, std::vector<transport::Piece>& pieces) {
@@ -160,7 +160,7 @@ void Agent::on_call(int from, const Header& header, std::string_view rest, std::
   }
   const auto post = [this](std::shared_ptr<IncomingCall> ready, std::shared_ptr<void> object) {
     IncomingCall& mine = *ready;
-    if (!executor_->post(std::make_unique<CallJob>(*this, std::move(ready), std::move(object)))) forget(mine);
+    if (!executor_->post(std::make_unique<CallRunnable>(*this, std::move(ready), std::move(object)))) forget(mine);
   };
   if (header.object == 0) return post(call, nullptr);
   const bool there = objects_.when_ready(header.object, [this, call, post](StoredObject stored) {

@@ -1,4 +1,5 @@
-// What saving and restoring have in common: the ranks that take part, the folder of the files, and the items in them.
+// What saving and restoring have in common: where they go on (the folder of the files, and this rank among those that
+// take part), and the items in the files.
 //
 // Thread-safety: values.
 #pragma once
@@ -20,10 +21,10 @@ struct NamedItem {
 };
 using Items = std::vector<NamedItem>;
 
-struct Job {
+struct SnapshotPlace {
   Folder folder;
   CollectiveOptions collective;  // of each collective: the group, and how long other ranks may take
-  int rank = 0, size = 1;
+  int rank = 0, size = 1;        // in that group
   // Set when restore() or save() has looked into the folder. Until then rank 0's save() refuses a folder that already
   // has snapshots, because they may be another training's.
   bool folder_is_known = false;
