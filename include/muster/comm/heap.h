@@ -2,6 +2,8 @@
 //
 //   auto buffer = world.heap().empty({1 << 20}, at::kFloat);      // then all_reduce(buffer) takes the direct path
 //
+// Each World has one; programs do not make any themselves.
+//
 // The heap is one memory file of the kernel (memfd) that every rank of the host maps. It takes memory as it grows,
 // never more than `capacity`; a shortage of memory throws Unavailable (with the figures) and never causes a SIGBUS. The
 // kernel frees the file when the last process that maps it has ended.
@@ -18,13 +20,16 @@
 #include <memory>
 
 namespace muster {
+class Heap;
 namespace shm {
 class Arena;
+}
+namespace comm {
+std::shared_ptr<Heap> make_heap(std::shared_ptr<shm::Arena> arena);
 }
 
 class Heap final : public c10::Allocator {
  public:
-  explicit Heap(std::shared_ptr<shm::Arena> arena);
   ~Heap() override;
 
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);  // contiguous, uninitialised
@@ -41,6 +46,9 @@ class Heap final : public c10::Allocator {
   void copy_data(void* dest, const void* src, std::size_t count) const override;
 
  private:
+  friend std::shared_ptr<Heap> comm::make_heap(std::shared_ptr<shm::Arena> arena);
+  explicit Heap(std::shared_ptr<shm::Arena> arena);
+
   std::shared_ptr<shm::Arena> arena_;
 };
 

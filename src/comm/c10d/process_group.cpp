@@ -56,7 +56,7 @@ class Memberships {
       if (heap_.heap) (void)new ProcessHeap(std::move(heap_));  // leaked: its tensors may live on in this fork
       auto arena =
           std::make_shared<shm::Arena>(default_heap_capacity(static_cast<int>(env_int("WORLD_SIZE").value_or(1))));
-      heap_ = {.pid = ::getpid(), .arena = arena, .heap = std::make_shared<Heap>(arena)};
+      heap_ = {.pid = ::getpid(), .arena = arena, .heap = make_heap(arena)};
     }
     return heap_;
   }

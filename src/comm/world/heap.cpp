@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "base/copy.h"
+#include "comm/world/heaps.h"
 #include "shm/arena.h"
 
 namespace muster {
@@ -24,6 +25,10 @@ void free_block(void* context) {
 
 Heap::Heap(std::shared_ptr<shm::Arena> arena) : arena_(std::move(arena)) {}
 Heap::~Heap() = default;
+
+std::shared_ptr<Heap> comm::make_heap(std::shared_ptr<shm::Arena> arena) {
+  return std::shared_ptr<Heap>(new Heap(std::move(arena)));
+}
 
 c10::DataPtr Heap::allocate(size_t bytes) {
   void* const data = bytes == 0 ? nullptr : arena_->allocate(bytes);

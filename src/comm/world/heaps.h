@@ -12,12 +12,17 @@
 #include "muster/base/deadline.h"
 #include "muster/store/store.h"
 
+namespace muster {
+class Heap;
+}
 namespace muster::shm {
 class Arena;
 class Mapping;
 }  // namespace muster::shm
 
 namespace muster::comm {
+
+std::shared_ptr<Heap> make_heap(std::shared_ptr<shm::Arena> arena);
 
 // The capacity of a heap whose user gave none, in a job of `ranks` ranks.
 size_t default_heap_capacity(int ranks);

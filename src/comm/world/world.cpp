@@ -182,7 +182,7 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
   s.black_box = shm::open_black_box(placement.rank, placement.world_size, ranks_are_threads);
   s.arena = std::make_shared<shm::Arena>(options.heap_capacity ? options.heap_capacity
                                                                : comm::default_heap_capacity(placement.world_size));
-  s.heap = std::make_shared<Heap>(s.arena);
+  s.heap = comm::make_heap(s.arena);
   s.meet(Deadline::after(options.timeout));
   std::vector<int> everybody(static_cast<size_t>(placement.world_size));
   for (size_t i = 0; i < everybody.size(); ++i) everybody[i] = static_cast<int>(i);
