@@ -279,8 +279,7 @@ TEST_P(AnySourceFork, KilledSenderIsNamed) {
     const ForkedJob job;
     SharedNumbers waits(kRanks);
     ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
-      World world =
-          job.join(rank, kRanks, {.backend = "hierarchical", .timeout = kPatience, .hosts = {"a", "a", "b", "b"}});
+      World world = job.join(rank, kRanks, {.backend = "hierarchical", .timeout = kPatience}, {"a", "a", "b", "b"});
       const World::Scope scope(world);
       barrier();
       if (rank == victim) send(number(7), 0);

@@ -8,10 +8,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "base/text.h"
 #include "comm/backends/registry.h"
 #include "comm/core/backend.h"
+#include "comm/world/world_starter.h"
 #include "multiprocess/launch_support.h"
 #include "support/collective_cases.h"
 #include "support/forked.h"
@@ -21,130 +23,118 @@
 namespace muster::test {
 namespace {
 
-WorldOptions on_hosts(std::vector<std::string> hosts, std::string backend = "auto") {
-  WorldOptions options;
-  options.backend = std::move(backend);
-  options.hosts = std::move(hosts);
-  options.timeout = kPatience;
-  return options;
+using Hosts = std::vector<std::string>;  // by rank
+
+WorldOptions options_of(std::string backend = "auto", FaultPlan faults = {}) {
+  return {.backend = std::move(backend), .timeout = kPatience, .faults = std::move(faults)};
+}
+
+// The body in a thread for each rank.
+void run_on(const Hosts& hosts, const std::function<void(World&)>& body, const WorldOptions& options = options_of()) {
+  comm::WorldStarter(hosts).run_threads(static_cast<int>(hosts.size()), body, options);
 }
 
 // --- several hosts ---
 
 TEST(Hosts, AutoIsShmOnOneAndHierarchicalOverSeveral) {
   run_threads(2, [](World& world) { EXPECT_EQ(world.group().backend_name(), "shm"); });
-  run_threads(
-      4,
-      [](World& world) {
-        EXPECT_EQ(world.group().backend_name(), "hierarchical");
-        const Group inside = world.new_group({0, 1}), across = world.new_group({3, 0});
-        if (world.rank() < 2) {
-          EXPECT_EQ(inside.backend_name(), "shm");
-        }
-        for (const auto& group : {inside, across})
-          if (group.is_member()) {
-            const at::Tensor t = at::full({5000}, world.rank() + 1.0);
-            all_reduce(t, {.group = group});
-            EXPECT_EQ(t[4999].item<double>(), group.ranks()[0] + group.ranks()[1] + 2);
-          }
-      },
-      on_hosts({"a", "a", "b", "b"}));
+  run_on({"a", "a", "b", "b"}, [](World& world) {
+    EXPECT_EQ(world.group().backend_name(), "hierarchical");
+    const Group inside = world.new_group({0, 1}), across = world.new_group({3, 0});
+    if (world.rank() < 2) {
+      EXPECT_EQ(inside.backend_name(), "shm");
+    }
+    for (const auto& group : {inside, across})
+      if (group.is_member()) {
+        const at::Tensor t = at::full({5000}, world.rank() + 1.0);
+        all_reduce(t, {.group = group});
+        EXPECT_EQ(t[4999].item<double>(), group.ranks()[0] + group.ranks()[1] + 2);
+      }
+  });
 }
 
 // Every collective with every root, on hosts of all kinds. Whole numbers, so that the order of sums does not matter.
 TEST(Hosts, EveryCollectiveOnEveryShape) {
-  const std::vector<std::vector<std::string>> shapes = {
+  const std::vector<Hosts> shapes = {
       {"a", "a", "b", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b"}, {"a", "b", "c"}, {"a", "b", "b", "c", "a"}};
   for (const auto& hosts : shapes)
-    run_threads(
-        static_cast<int>(hosts.size()),
-        [&](World& world) {
-          int64_t number = 0;
-          for (const auto& subject : collectives())
-            for (const int64_t count : {0, 1, 5, 3000, 70'000})
-              for (int root = 0; root < world.world_size(); ++root) {
-                ++number;
-                const Case c{.world = world,
-                             .group = world.group(),
-                             .dtype = number % 2 ? at::kLong : at::kInt,
-                             .op = subject.reduces ? ops_of(at::kLong)[static_cast<size_t>(number) % 4] : ReduceOp::SUM,
-                             .count = count,
-                             .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
-                             .root = root,
-                             .async = number % 3 == 0,
-                             .shift = number * 17};
-                SCOPED_TRACE(testing::Message() << join(hosts) << ": " << subject.name << ", " << c);
-                subject.start(c)();
-              }
-        },
-        on_hosts(hosts));
+    run_on(hosts, [&](World& world) {
+      int64_t number = 0;
+      for (const auto& subject : collectives())
+        for (const int64_t count : {0, 1, 5, 3000, 70'000})
+          for (int root = 0; root < world.world_size(); ++root) {
+            ++number;
+            const Case c{.world = world,
+                         .group = world.group(),
+                         .dtype = number % 2 ? at::kLong : at::kInt,
+                         .op = subject.reduces ? ops_of(at::kLong)[static_cast<size_t>(number) % 4] : ReduceOp::SUM,
+                         .count = count,
+                         .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
+                         .root = root,
+                         .async = number % 3 == 0,
+                         .shift = number * 17};
+            SCOPED_TRACE(testing::Message() << join(hosts) << ": " << subject.name << ", " << c);
+            subject.start(c)();
+          }
+    });
 }
 
 TEST(Hosts, SumsOfHalvesAreRoundedOnceAndATimeoutMayBeEndless) {
-  run_threads(
-      4,
-      [](World& world) {
-        for (const auto op : {ReduceOp::SUM, ReduceOp::PREMUL_SUM}) {
-          const at::Tensor t = at::full({3}, world.rank() < 2 ? 40'000 : -40'000, at::kHalf);
-          all_reduce(t, {.op = op, .timeout = std::chrono::milliseconds::max()});
-          EXPECT_TRUE(t.eq(0).all().item<bool>());  // not inf - inf
-        }
-      },
-      on_hosts({"a", "a", "b", "b"}));
+  run_on({"a", "a", "b", "b"}, [](World& world) {
+    for (const auto op : {ReduceOp::SUM, ReduceOp::PREMUL_SUM}) {
+      const at::Tensor t = at::full({3}, world.rank() < 2 ? 40'000 : -40'000, at::kHalf);
+      all_reduce(t, {.op = op, .timeout = std::chrono::milliseconds::max()});
+      EXPECT_TRUE(t.eq(0).all().item<bool>());  // not inf - inf
+    }
+  });
 }
 
 // Sums of floats have the same bits on every rank and in a second run, and are close to the sum in the order of ranks.
 TEST(Hosts, FloatsHaveTheSameBitsEverywhere) {
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kComplexFloat})
     for (const auto op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT})
-      run_threads(
-          5,
-          [&](World& world) {
-            SCOPED_TRACE(testing::Message() << c10::toString(dtype) << ", " << to_string(op));
-            at::Tensor before;
-            for (const int64_t count : {3, 40'000, 40'000}) {
-              const at::Tensor t = tile(table_of(dtype, world.rank()), 0, count);
-              all_reduce(t, {.op = op});
-              const at::Tensor all = at::zeros({5 * count}, dtype);
-              all_gather_into_tensor(all, t);
-              for (int r = 0; r < 5; ++r) ASSERT_TRUE(at::equal(all.narrow(0, r * count, count), t)) << "rank " << r;
-              if (before.defined() && before.numel() == count) {
-                EXPECT_TRUE(at::equal(before, t)) << "another run, other bits";
-              }
-              before = t;
-              const auto wide = dtype == at::kComplexFloat ? at::kComplexDouble : at::kDouble;
-              const double off =
-                  (t.to(wide) - tile(reduced_table(dtype, op, 5), 0, count).to(wide)).abs().max().item<double>();
-              EXPECT_LE(off, dtype == at::kBFloat16 ? 0.25 : dtype == at::kHalf ? 0.03 : 1e-4);
-            }
-          },
-          on_hosts({"a", "b", "a", "b", "b"}));
+      run_on({"a", "b", "a", "b", "b"}, [&](World& world) {
+        SCOPED_TRACE(testing::Message() << c10::toString(dtype) << ", " << to_string(op));
+        at::Tensor before;
+        for (const int64_t count : {3, 40'000, 40'000}) {
+          const at::Tensor t = tile(table_of(dtype, world.rank()), 0, count);
+          all_reduce(t, {.op = op});
+          const at::Tensor all = at::zeros({5 * count}, dtype);
+          all_gather_into_tensor(all, t);
+          for (int r = 0; r < 5; ++r) ASSERT_TRUE(at::equal(all.narrow(0, r * count, count), t)) << "rank " << r;
+          if (before.defined() && before.numel() == count) {
+            EXPECT_TRUE(at::equal(before, t)) << "another run, other bits";
+          }
+          before = t;
+          const auto wide = dtype == at::kComplexFloat ? at::kComplexDouble : at::kDouble;
+          const double off =
+              (t.to(wide) - tile(reduced_table(dtype, op, 5), 0, count).to(wide)).abs().max().item<double>();
+          EXPECT_LE(off, dtype == at::kBFloat16 ? 0.25 : dtype == at::kHalf ? 0.03 : 1e-4);
+        }
+      });
 }
 
 // Messages from any host, including the receiver's, on hosts of all kinds.
 TEST(Hosts, ReceivesFromAnybody) {
-  const std::vector<std::vector<std::string>> shapes = {{"a", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b", "a"}};
+  const std::vector<Hosts> shapes = {{"a", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b", "a"}};
   for (const auto& hosts : shapes)
-    run_threads(
-        static_cast<int>(hosts.size()),
-        [&](World& world) {
-          const int n = world.world_size();
-          for (int receiver = 0; receiver < n; ++receiver) {
-            const Work sending = isend(at::full({30'000}, world.rank(), at::kFloat), receiver);
-            std::vector<int> sources;
-            for (int i = 0; i < n && world.rank() == receiver; ++i) {
-              const at::Tensor t = at::zeros({30'000});
-              sources.push_back(recv(t, kAnySource));
-              EXPECT_TRUE(t.eq(sources.back()).all().item<bool>());
-            }
-            Work(sending).wait();
-            std::sort(sources.begin(), sources.end());
-            for (size_t r = 0; r < sources.size(); ++r) EXPECT_EQ(sources[r], static_cast<int>(r)) << join(hosts);
-          }
-          EXPECT_CONTAINS(message_of<InvalidArgument>([&] { send(at::zeros({1}), 0, {.tag = -1}); }), "negative");
-          barrier();  // the group still works
-        },
-        on_hosts(hosts));
+    run_on(hosts, [&](World& world) {
+      const int n = world.world_size();
+      for (int receiver = 0; receiver < n; ++receiver) {
+        const Work sending = isend(at::full({30'000}, world.rank(), at::kFloat), receiver);
+        std::vector<int> sources;
+        for (int i = 0; i < n && world.rank() == receiver; ++i) {
+          const at::Tensor t = at::zeros({30'000});
+          sources.push_back(recv(t, kAnySource));
+          EXPECT_TRUE(t.eq(sources.back()).all().item<bool>());
+        }
+        Work(sending).wait();
+        std::sort(sources.begin(), sources.end());
+        for (size_t r = 0; r < sources.size(); ++r) EXPECT_EQ(sources[r], static_cast<int>(r)) << join(hosts);
+      }
+      EXPECT_CONTAINS(message_of<InvalidArgument>([&] { send(at::zeros({1}), 0, {.tag = -1}); }), "negative");
+      barrier();  // the group still works
+    });
 }
 
 // --- who comes last ---
@@ -186,7 +176,7 @@ void expect_straggler(World& world, int victim, int told) {
 }
 
 struct Late {
-  std::vector<std::string> hosts;
+  Hosts hosts;
   int victim;
   // The number of collectives that are counted: between hosts, all but the last, which no other follows.
   int told = kTimes - 1;
@@ -201,11 +191,11 @@ const std::vector<Late> kLateRanks = {{{"a", "a", "b", "b"}, 3},   {{"a", "a", "
 TEST(Hosts, TheRankThatComesLastIsNamedOnAll) {
   for (const auto& [hosts, victim, told] : kLateRanks) {
     SCOPED_TRACE(testing::Message() << join(hosts) << ", rank " << victim);
-    auto options = on_hosts(hosts, "hierarchical");
-    options.faults = delays(kTimes, kLate, [victim = victim](int) { return std::vector<int>{victim}; });
+    const auto options =
+        options_of("hierarchical", delays(kTimes, kLate, [victim = victim](int) { return std::vector<int>{victim}; }));
     testing::internal::CaptureStderr();
-    run_threads(
-        static_cast<int>(hosts.size()),
+    run_on(
+        hosts,
         [victim = victim, told = told](World& world) {
           EXPECT_EQ(world.group().straggler_report(), "");
           collectives_of_all_kinds(kTimes, world.world_size());
@@ -220,13 +210,13 @@ TEST(HostsLateFork, TheRankThatComesLastIsNamedOnAll) {
   for (const auto& [hosts, victim, told] : kLateRanks) {
     SCOPED_TRACE(testing::Message() << join(hosts) << ", rank " << victim);
     const ForkedJob job;
-    auto options = on_hosts(hosts, "hierarchical");
-    options.faults = delays(kTimes, kLate, [victim = victim](int) { return std::vector<int>{victim}; });
+    const auto options =
+        options_of("hierarchical", delays(kTimes, kLate, [victim = victim](int) { return std::vector<int>{victim}; }));
     const int n = static_cast<int>(hosts.size());
     ForkedRanks ranks(n, [&, victim = victim, told = told](int rank) -> std::string {
       testing::internal::CaptureStderr();
       {
-        World world = job.join(rank, n, options);
+        World world = job.join(rank, n, options, hosts);
         const World::Scope scope(world);
         collectives_of_all_kinds(kTimes, n);
         expect_straggler(world, victim, told);
@@ -241,33 +231,30 @@ TEST(HostsLateFork, TheRankThatComesLastIsNamedOnAll) {
 
 // If ranks of one host are late together, no single one of them is named, but their host is.
 TEST(Hosts, TheHostThatComesLastIsNamed) {
-  auto options = on_hosts({"a", "a", "b", "b"});
-  options.faults = delays(kTimes, kLate, [](int) { return std::vector<int>{2, 3}; });
-  run_threads(
-      4,
+  run_on(
+      {"a", "a", "b", "b"},
       [](World& world) {
         collectives_of_all_kinds(kTimes, 4);
         EXPECT_CONTAINS(world.group().straggler_report(), "the host of ranks 2, 3 came last to ");
         barrier();  // no rank ends while others look
       },
-      options);
+      options_of("auto", delays(kTimes, kLate, [](int) {
+                   return std::vector<int>{2, 3};
+                 })));
 }
 
 // All ranks are late, but by turns.
 TEST(Hosts, WhereRanksTakeTurnsNobodyIsNamed) {
-  for (const std::vector<std::string>& hosts :
-       {std::vector<std::string>{"a", "a", "b", "b"}, std::vector<std::string>{"a", "b", "b", "c"}}) {
-    auto options = on_hosts(hosts);
-    options.faults = delays(kTimes, milliseconds(20), [](int i) { return std::vector<int>{i % 4}; });
+  for (const auto& hosts : {Hosts{"a", "a", "b", "b"}, {"a", "b", "b", "c"}}) {
     testing::internal::CaptureStderr();
-    run_threads(
-        4,
+    run_on(
+        hosts,
         [](World& world) {
           collectives_of_all_kinds(kTimes, 4);
           for (const auto& rank : world.group().stragglers()) EXPECT_LE(rank.times_last, uint64_t{kTimes / 2});
           EXPECT_EQ(world.group().straggler_report(), "");
         },
-        options);
+        options_of("auto", delays(kTimes, milliseconds(20), [](int i) { return std::vector<int>{i % 4}; })));
     EXPECT_EQ(testing::internal::GetCapturedStderr().find("came last"), std::string::npos);
   }
 }
@@ -276,24 +263,22 @@ TEST(Hosts, WhereRanksTakeTurnsNobodyIsNamed) {
 // for that leader.
 TEST(Hosts, BroadcastsTellToo) {
   static constexpr int kLeader = 1;
-  auto options = on_hosts({"a", "b", "b"});
-  options.faults = delays(kTimes, milliseconds(20), [](int) { return std::vector<int>{kLeader}; });
-  run_threads(
-      3,
+  run_on(
+      {"a", "b", "b"},
       [](World& world) {
         const at::Tensor t = at::full({20'000}, world.rank());
         for (int i = 0; i < kTimes; ++i) broadcast(t, 0);
         EXPECT_CONTAINS(world.group().straggler_report(), text("rank ", kLeader, " came last to "));
         barrier();
       },
-      options);
+      options_of("auto", delays(kTimes, milliseconds(20), [](int) { return std::vector<int>{kLeader}; })));
 }
 
 // --- the loss of a rank between hosts ---
 
 struct Loss {
   std::string backend;
-  std::vector<std::string> hosts;
+  Hosts hosts;
   int victim;
 };
 void PrintTo(const Loss& loss, std::ostream* out) { *out << loss.backend << ", rank " << loss.victim; }
@@ -313,7 +298,7 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
     const ForkedJob job;
     SharedNumbers started(kRanks);
     ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
-      World world = job.join(rank, kRanks, on_hosts(loss.hosts, loss.backend));
+      World world = job.join(rank, kRanks, options_of(loss.backend), loss.hosts);
       const World::Scope scope(world);
       barrier();
       started[static_cast<size_t>(rank)] = 1;

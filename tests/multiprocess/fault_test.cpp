@@ -10,6 +10,7 @@
 
 #include "base/text.h"
 #include "comm/core/backend.h"
+#include "comm/world/world_starter.h"
 #include "muster/comm/collectives.h"
 #include "support/asleep.h"
 #include "support/fault_calls.h"
@@ -23,6 +24,8 @@ namespace muster::test {
 namespace {
 
 using std::chrono::milliseconds;
+
+using Hosts = std::vector<std::string>;  // by rank; empty: all on this one
 
 constexpr int kRanks = 3;
 constexpr int64_t kSmall = 5, kLarge = 300'000;
@@ -74,8 +77,8 @@ void for_all_calls(Fn fn) {
 // --- ranks as threads ---
 
 // All ranks are told that the victim was killed; the victim itself, too.
-void expect_killed(const Call& call, int64_t count, const WorldOptions& options) {
-  run_threads(
+void expect_killed(const Call& call, int64_t count, const WorldOptions& options, const Hosts& hosts = {}) {
+  comm::WorldStarter(hosts).run_threads(
       kRanks,
       [&](World& world) {
         EXPECT_CONTAINS(until_lost(world, call, count), "rank 1: rank 1 ended: killed by its FaultPlan");
@@ -113,11 +116,14 @@ TEST(Fault, StopIsTimeoutNamingIt) {
 }
 
 // The victim's second all_reduce takes at least as long as it is delayed by, in each phase; the results are right.
-void expect_delayed(const std::function<WorldOptions(WorldOptions)>& placed) {
+void expect_delayed(const std::string& backend, const Hosts& hosts = {}) {
   constexpr milliseconds kDelay{60};
   for (const auto& [phase, name] : kPhases) {
     SCOPED_TRACE(name);
-    run_threads(
+    auto options =
+        with({.action = FaultAction::kDelay, .rank = kVictim, .operation = 1, .phase = phase, .delay = kDelay});
+    options.backend = backend;
+    comm::WorldStarter(hosts).run_threads(
         kRanks,
         [&](World& world) {
           for (int operation = 0; operation < 3; ++operation) {
@@ -130,14 +136,11 @@ void expect_delayed(const std::function<WorldOptions(WorldOptions)>& placed) {
             }
           }
         },
-        placed(
-            with({.action = FaultAction::kDelay, .rank = kVictim, .operation = 1, .phase = phase, .delay = kDelay})));
+        options);
   }
 }
 
-TEST(Fault, DelayDelays) {
-  expect_delayed([](WorldOptions options) { return options; });
-}
+TEST(Fault, DelayDelays) { expect_delayed("auto"); }
 
 // So that a suite that compares results can be seen to fail.
 TEST(Fault, CorruptChangesTheResult) {
@@ -181,8 +184,8 @@ TEST(Fault, ConcernsOnlyItsGroup) {
 }
 
 // The others are told that they waited in vain for the victim, which is told of some error.
-void expect_stopped(const WorldOptions& options) {
-  run_threads(
+void expect_stopped(const WorldOptions& options, const Hosts& hosts = {}) {
+  comm::WorldStarter(hosts).run_threads(
       kRanks,
       [](World& world) {
         if (world.rank() == kVictim) {
@@ -197,8 +200,8 @@ void expect_stopped(const WorldOptions& options) {
 }
 
 // What a forked rank does: it reduces until an error ends it, and says which.
-std::string reduce_until_error(const ForkedJob& job, int rank, const WorldOptions& options) {
-  World world = job.join(rank, kRanks, options);
+std::string reduce_until_error(const ForkedJob& job, int rank, const WorldOptions& options, const Hosts& hosts = {}) {
+  World world = job.join(rank, kRanks, options, hosts);
   const World::Scope scope(world);
   try {
     for (int i = 0; i < 1000; ++i) all_reduce(mine(world, kSmall));
@@ -220,36 +223,27 @@ void expect_said(ForkedRanks& ranks, const std::string& word) {
 
 // --- over several hosts, where an operation is made of steps ---
 
-WorldOptions on_hosts(std::vector<std::string> hosts, WorldOptions options) {
-  options.hosts = std::move(hosts);
-  return options;
-}
-
 TEST(FaultHosts, KillAtEachPhase) {
   // The victim leads no host, another's, or is alone on its own.
-  for (const auto& hosts : {std::vector<std::string>{"a", "a", "b"}, {"a", "b", "b"}, {"a", "b", "a"}})
+  for (const auto& hosts : {Hosts{"a", "a", "b"}, {"a", "b", "b"}, {"a", "b", "a"}})
     for (const auto& [phase, name] : kPhases)
       for (const auto& call : kCalls) {
         SCOPED_TRACE(testing::Message() << join(hosts) << ": " << call.name << ", phase " << name);
-        expect_killed(
-            call, kSmall,
-            on_hosts(hosts, with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase})));
+        expect_killed(call, kSmall,
+                      with({.action = FaultAction::kKill, .rank = kVictim, .operation = 2, .phase = phase}), hosts);
       }
 }
 
 TEST(FaultHosts, StopIsTimeoutNamingIt) {
   // Alone on its host, or beside the leader whom the other host waits for.
-  for (const auto& hosts : {std::vector<std::string>{"a", "b", "a"}, {"a", "a", "b"}})
+  for (const auto& hosts : {Hosts{"a", "b", "a"}, {"a", "a", "b"}})
     for (const auto& [phase, name] : kPhases) {
       SCOPED_TRACE(testing::Message() << join(hosts) << ", phase " << name);
-      expect_stopped(
-          on_hosts(hosts, with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase})));
+      expect_stopped(with({.action = FaultAction::kStop, .rank = kVictim, .operation = 3, .phase = phase}), hosts);
     }
 }
 
-TEST(FaultHosts, DelayDelays) {
-  expect_delayed([](WorldOptions options) { return on_hosts({"a", "a", "b"}, std::move(options)); });
-}
+TEST(FaultHosts, DelayDelays) { expect_delayed("auto", {"a", "a", "b"}); }
 
 TEST(FaultHostsProcess, KillAndStopAtEachPhase) {
   for (const auto action : {FaultAction::kKill, FaultAction::kStop})
@@ -257,10 +251,9 @@ TEST(FaultHostsProcess, KillAndStopAtEachPhase) {
       SCOPED_TRACE(testing::Message() << (action == FaultAction::kKill ? "kill, " : "stop, ") << name);
       const ForkedJob job;
       ForkedRanks ranks(kRanks, [&, phase = phase](int rank) {
-        auto options =
-            on_hosts({"a", "b", "a"}, with({.action = action, .rank = kVictim, .operation = 2, .phase = phase}));
+        auto options = with({.action = action, .rank = kVictim, .operation = 2, .phase = phase});
         if (action == FaultAction::kStop) options.timeout = milliseconds(1500);
-        return reduce_until_error(job, rank, options);
+        return reduce_until_error(job, rank, options, {"a", "b", "a"});
       });
       expect_said(ranks, action == FaultAction::kKill ? "PeerLost" : "TimeoutError");
       if (action == FaultAction::kStop) ranks.signal(kVictim, SIGKILL);
@@ -291,7 +284,7 @@ TEST(FaultWire, StopIsTimeoutNamingIt) {
   }
 }
 
-TEST(FaultWire, DelayDelays) { expect_delayed(on_gloo); }
+TEST(FaultWire, DelayDelays) { expect_delayed("gloo"); }
 
 TEST(FaultWireProcess, KillAtEachPhase) {
   for (const auto& [phase, name] : kPhases) {

@@ -6,6 +6,7 @@
 
 #include "base/text.h"
 #include "comm/core/backend.h"
+#include "comm/world/world_starter.h"
 #include "muster/comm/collectives.h"
 #include "support/patience.h"
 #include "support/ranks.h"
@@ -16,9 +17,11 @@ namespace {
 class Mpi : public CommContract {
  protected:
   // A world beside that of the test, with other ranks or another backend.
-  static World world_of(World& outer, int rank, WorldOptions options) {
+  static World world_of(World& outer, int rank, const WorldOptions& options, std::vector<std::string> hosts = {}) {
     const int n = outer.world_size();
-    return {{.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, outer.shared_store(), options};
+    return comm::WorldStarter(std::move(hosts))
+        .join({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, outer.shared_store(),
+              options);
   }
   static WorldOptions mpi() {
     WorldOptions options;
@@ -115,8 +118,7 @@ TEST_P(Mpi, BetweenHosts) {
   run(5, [](World& outer) {
     WorldOptions options = mpi();
     options.backend = "hierarchical:mpi";
-    options.hosts = {"one", "one", "two", "two", "two"};
-    World world = world_of(outer, outer.rank(), options);
+    World world = world_of(outer, outer.rank(), options, {"one", "one", "two", "two", "two"});
     const World::Scope scope(world);
     for (const int64_t count : {1, 3000, 400'000}) {
       const at::Tensor t = at::full({count}, world.rank() + 1, at::kFloat);

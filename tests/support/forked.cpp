@@ -13,6 +13,7 @@
 #include <fstream>
 
 #include "base/text.h"
+#include "comm/world/world_starter.h"
 #include "muster/base/error.h"
 #include "support/patience.h"
 #include "support/ranks.h"
@@ -98,9 +99,9 @@ std::vector<ForkedRanks::End> ForkedRanks::wait_all(Deadline deadline) {
   return ends;
 }
 
-World ForkedJob::join(int rank, int n, const WorldOptions& options) const {
-  return World({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n},
-               connect_store(address(), patience()), options);
+World ForkedJob::join(int rank, int n, const WorldOptions& options, const std::vector<std::string>& hosts) const {
+  return comm::WorldStarter(hosts).join({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n},
+                                        connect_store(address(), patience()), options);
 }
 
 SharedNumbers::SharedNumbers(size_t count) : bytes_(count * sizeof(std::atomic<int64_t>)) {

@@ -53,8 +53,8 @@ class ForkedRanks {
 class ForkedJob {
  public:
   ForkedJob() : server_(serve_store()) {}
-  // In a rank.
-  World join(int rank, int n, const WorldOptions& options = {}) const;
+  // In a rank. `hosts`: as comm::WorldStarter's.
+  World join(int rank, int n, const WorldOptions& options = {}, const std::vector<std::string>& hosts = {}) const;
   std::shared_ptr<Store> store() const { return server_->local(); }
   const std::string& address() const { return server_->address(); }
 

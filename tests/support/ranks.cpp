@@ -10,7 +10,7 @@
 #include "comm/backends/registry.h"
 #include "comm/core/backend.h"
 #include "comm/world/job_environment.h"
-#include "muster/comm/spawn.h"
+#include "comm/world/world_starter.h"
 #include "support/patience.h"
 
 namespace muster::test {
@@ -79,19 +79,25 @@ std::vector<Setup> rpc_setups() {
   return setups;
 }
 
-WorldOptions options_for(const Setup& setup, int n, WorldOptions options) {
+namespace {
+
+// With the backend, and a timeout for tests.
+WorldOptions options_for(const Setup& setup, WorldOptions options = {}) {
   options.backend = setup.backend;
   if (options.timeout == WorldOptions().timeout) options.timeout = kPatience;
-  // All ranks but the last on one host: then sums inside it and between hosts are taken in the order of ranks, and
-  // results must have the bits that they have on any backend.
-  if (setup.backend == "hierarchical" && options.hosts.empty()) {
-    options.hosts.assign(static_cast<size_t>(n), "here");
-    if (n > 1) options.hosts.back() = "there";
-  }
   return options;
 }
 
-namespace {
+// For the hierarchical backend, all ranks but the last are on one host: then sums inside it and between hosts are taken
+// in the order of ranks, and results must have the bits that they have on any backend.
+comm::WorldStarter starter_for(const Setup& setup, int n) {
+  std::vector<std::string> hosts;
+  if (setup.backend == "hierarchical") {
+    hosts.assign(static_cast<size_t>(n), "here");
+    if (n > 1) hosts.back() = "there";
+  }
+  return comm::WorldStarter(std::move(hosts));
+}
 
 const char* name_of(RanksAre ranks) {
   switch (ranks) {
@@ -122,22 +128,23 @@ void CommContract::SetUp() {
 void CommContract::run(int n, const std::function<void(World&)>& body, WorldOptions options) const {
   if (as_threads()) return run_threads_only(n, body, std::move(options));
   if (GetParam().ranks == RanksAre::kLaunched)
-    return run_launched(n, body, options_for(GetParam(), n, std::move(options)));
-  spawn(
-      n, [&](World& world) { throwing_failed_checks([&] { body(world); }); },
-      options_for(GetParam(), n, std::move(options)));
+    return run_launched(n, body, options_for(GetParam(), std::move(options)));
+  starter_for(GetParam(), n)
+      .spawn(
+          n, [&](World& world) { throwing_failed_checks([&] { body(world); }); },
+          options_for(GetParam(), std::move(options)));
 }
 
 void CommContract::run_threads_only(int n, const std::function<void(World&)>& body, WorldOptions options) const {
   if (GetParam().ranks == RanksAre::kLaunched) GTEST_SKIP() << "needs ranks that are threads";
-  run_threads(n, body, options_for(GetParam(), n, std::move(options)));
+  starter_for(GetParam(), n).run_threads(n, body, options_for(GetParam(), std::move(options)));
 }
 
 World CommContract::world_beside(World& outer) const {
   const int rank = outer.rank(), n = outer.world_size();
-  return {{.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n},
-          outer.shared_store(),
-          options_for(GetParam(), n)};
+  return starter_for(GetParam(), n)
+      .join({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, outer.shared_store(),
+            options_for(GetParam()));
 }
 
 void throwing_failed_checks(const std::function<void()>& body) {

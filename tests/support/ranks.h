@@ -36,9 +36,6 @@ std::vector<Setup> rpc_setups();
 std::string setup_name(const testing::TestParamInfo<Setup>& info);
 void PrintTo(const Setup& setup, std::ostream* out);
 
-// With the backend, a timeout for tests, and, for the hierarchical backend, hosts.
-WorldOptions options_for(const Setup& setup, int n, WorldOptions options = {});
-
 // Skips where the backend does not work here, and says what is missing.
 class CommContract : public testing::TestWithParam<Setup> {
  protected:

@@ -30,6 +30,9 @@
 #include "muster/store/store.h"
 
 namespace muster {
+namespace comm {
+class WorldStarter;
+}
 
 // The position of a rank in the job; local_… is its position among the ranks of its host.
 struct Placement {
@@ -50,7 +53,6 @@ struct WorldOptions {
   std::chrono::milliseconds timeout{300'000};  // of the start, and of each operation without a timeout of its own
   size_t heap_capacity = 0;                    // bytes; 0: the host's memory
   FaultPlan faults;                            // for tests; MUSTER_FAULTS adds to it
-  std::vector<std::string> hosts;              // by rank, for tests: who shares a host; empty: each rank finds out
 };
 
 class [[nodiscard("a World that nobody keeps leaves the job at the end of the statement")]] World {
@@ -122,13 +124,13 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
   }
 
  private:
-  World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options, bool ranks_are_threads);
+  World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options, bool ranks_are_threads,
+        const std::string& host);
   void attach(const std::type_info& type, std::shared_ptr<void> component);
   std::shared_ptr<void> find(const std::type_info& type) const;
   void detach(const std::type_info& type);
 
-  friend World init(const WorldOptions&);
-  friend void run_threads(int, const std::function<void(World&)>&, const WorldOptions&);
+  friend class comm::WorldStarter;  // src/comm/world/world_starter.h
   std::unique_ptr<State> state_;
 };
 

@@ -1,12 +1,13 @@
 #include "muster/comm/spawn.h"
 
 #include "base/text.h"
+#include "comm/world/world_starter.h"
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"
 
 namespace muster {
 
-void spawn(int n, const std::function<void(World&)>& fn, const WorldOptions& options) {
+void comm::WorldStarter::spawn(int n, const std::function<void(World&)>& fn, const WorldOptions& options) const {
   if (n < 1) throw InvalidArgument(text("spawn with ", n, " processes"), "Use 1 or more");
   const auto outcome = launch::launch_function(n, [&] {
     World world = init(options);
@@ -14,6 +15,10 @@ void spawn(int n, const std::function<void(World&)>& fn, const WorldOptions& opt
     return 0;
   });
   if (outcome.status != 0) throw RemoteError(outcome.cause);
+}
+
+void spawn(int n, const std::function<void(World&)>& fn, const WorldOptions& options) {
+  comm::WorldStarter().spawn(n, fn, options);
 }
 
 }  // namespace muster

@@ -22,6 +22,7 @@
 #include "comm/world/meeting.h"
 #include "comm/world/thread_pool.h"
 #include "comm/world/world_parts.h"
+#include "comm/world/world_starter.h"
 #include "muster/base/error.h"
 #include "muster/comm/report_progress.h"
 #include "shm/arena.h"
@@ -47,6 +48,7 @@ struct World::State : World::Parts {
   std::string cause;  // the error by which this rank ends; empty: it ends as intended
   pid_t pid = ::getpid();
   bool ranks_are_threads = false;
+  std::string host;  // of this rank; empty: it finds out
 
   std::shared_ptr<Group::State> make_group(const std::string& name, const std::string& store_prefix,
                                            const std::vector<int>& ranks, const GroupOptions& with = {});
@@ -65,14 +67,14 @@ FaultPlan faults_of_environment() { return FaultPlan::parse(env_string("MUSTER_F
 
 // The ranks tell each other who they are; those of one host exchange their heaps.
 void World::State::meet(Deadline deadline) {
-  const auto n = static_cast<size_t>(placement.world_size), me = static_cast<size_t>(placement.rank);
+  const auto n = static_cast<size_t>(placement.world_size);
   if (!comm::find_backend(options.backend, true).needs_peers) {
     members.resize(n);
     heaps.resize(n);
     return;
   }
   members = comm::meet_members(*store, prefix, placement.rank, placement.world_size,
-                               options.hosts.empty() ? comm::host_identity() : options.hosts.at(me), deadline);
+                               host.empty() ? comm::host_identity() : host, deadline);
   cores = comm::cores_of_host(members, placement.rank);
   if (!comm::find_backend(options.backend, comm::on_one_host(members)).maps_heaps)
     heaps.resize(n);
@@ -155,9 +157,10 @@ std::vector<std::shared_ptr<Group::State>> World::State::alive_groups() {
 }
 
 World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options)
-    : World(placement, std::move(store), options, false) {}
+    : World(placement, std::move(store), options, false, {}) {}
 
-World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options, bool ranks_are_threads)
+World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options, bool ranks_are_threads,
+             const std::string& host)
     : state_(std::make_unique<State>()) {
   if (placement.world_size < 1)
     throw InvalidArgument(text("a World cannot have ", placement.world_size, " ranks"), "Use 1 or more");
@@ -173,6 +176,7 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
   FastClock::now();  // the first call starts the measurement of a cycle's length
   s.placement = placement;
   s.ranks_are_threads = ranks_are_threads;
+  s.host = host;
   s.options = options;
   const FaultPlan more = faults_of_environment();
   for (const Fault& fault : more.faults()) s.options.faults.add(fault);
@@ -308,11 +312,21 @@ void report_progress(const TrainingProgress& progress) noexcept {
   current_world->black_box->report(told(progress.step), told(progress.samples));
 }
 
-World init(const WorldOptions& options) {
+World comm::WorldStarter::make(const Placement& placement, std::shared_ptr<Store> store, const WorldOptions& options,
+                               bool ranks_are_threads) const {
+  return {placement, std::move(store), options, ranks_are_threads,
+          hosts_.empty() ? std::string() : hosts_.at(static_cast<size_t>(placement.rank))};
+}
+
+World comm::WorldStarter::join(Placement placement, std::shared_ptr<Store> store, const WorldOptions& options) const {
+  return make(placement, std::move(store), options, false);
+}
+
+World comm::WorldStarter::init(const WorldOptions& options) const {
   faults_of_environment();  // finds a mistake in them before this rank waits for others
-  comm::JoinedJob job = comm::join_job(Deadline::after(options.timeout));
+  JoinedJob job = join_job(Deadline::after(options.timeout));
   if (job.started_by == "muster run") install_crash_report();  // the launcher finds the names
-  World world(job.placement, std::move(job.store), options);
+  World world = join(job.placement, std::move(job.store), options);
   current_world = world.state_.get();
   return world;
 }
@@ -342,7 +356,13 @@ std::string what(const std::exception_ptr& error) {
 
 }  // namespace
 
+World init(const WorldOptions& options) { return comm::WorldStarter().init(options); }
+
 void run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options) {
+  comm::WorldStarter().run_threads(n, fn, options);
+}
+
+void comm::WorldStarter::run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options) const {
   if (n < 1) throw InvalidArgument(text("run_threads cannot start ", n, " threads"), "Use 1 or more");
   const auto store = make_memory_store();
   std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
@@ -350,7 +370,8 @@ void run_threads(int n, const std::function<void(World&)>& fn, const WorldOption
   for (int rank = 0; rank < n; ++rank)
     threads.emplace_back([&, rank] {
       try {
-        World world({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, options, true);
+        World world =
+            make({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, options, true);
         const World::Scope scope(world);
         try {
           fn(world);
