@@ -27,7 +27,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <source_location>
 #include <vector>
 
 #include "muster/comm/group.h"
@@ -36,9 +35,6 @@
 namespace muster {
 
 inline constexpr std::chrono::milliseconds kDefaultTimeout{0};  // "the World's timeout"
-
-// Where a function was called; a Mismatch names it on both sides. Leave it out.
-using Site = std::source_location;
 
 struct CollectiveOptions {
   Group group;

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <source_location>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,6 +25,9 @@ class Backend;
 }
 
 namespace muster {
+
+// Where a function was called; a Mismatch names it on both sides. Leave it out.
+using Site = std::source_location;
 
 inline constexpr int kAnySource = -1;  // the source of a receive that takes the message that comes first
 
@@ -77,7 +81,7 @@ class Group {
   // Splits this group into groups of the members that give the same color, in the order of their keys and, where these
   // are equal, of their ranks in this group. Every member must call it. A member whose color is negative gets a handle
   // with is_member() == false. It ends as a group of World::new_group() does. Source: MPI_Comm_split.
-  Group split(int color, int key = 0, const GroupOptions& options = {}) const;
+  Group split(int color, int key = 0, const GroupOptions& options = {}, const Site& site = Site::current()) const;
 
   std::string_view backend_name() const;  // "shm", …
   CommStats stats() const;

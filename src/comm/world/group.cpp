@@ -41,7 +41,7 @@ comm::Backend& comm::backend_of(const Group& group) {
   return *s.backend;
 }
 
-Group Group::split(int color, int key, const GroupOptions& options) const {
+Group Group::split(int color, int key, const GroupOptions& options, const Site& site) const {
   comm::Backend& backend = comm::backend_of(*this);
   const State& s = state();
   const auto check_world = [&s] {
@@ -51,7 +51,7 @@ Group Group::split(int color, int key, const GroupOptions& options) const {
   const at::Device device = s.backend->getBackendName() == "nccl" ? at::kCUDA : at::kCPU;
   const at::Tensor mine = at::tensor({int64_t{color}, int64_t{key}}, at::kLong).to(device);
   at::Tensor all = at::empty({size(), 2}, mine.options());
-  backend.run({.kind = comm::OpKind::kAllGather, .tensor = mine, .outputs = {all}});
+  backend.run({.kind = comm::OpKind::kAllGather, .tensor = mine, .outputs = {all}, .site = site});
   all = all.to(at::kCPU);
   check_world();  // another thread may have ended it meanwhile
   const auto number = ++s.splits;
