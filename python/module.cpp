@@ -8,9 +8,9 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/thread.h"
-#include "comm/c10d/process_group.h"
 #include "comm/core/descriptor.h"
 #include "muster/base/error.h"
+#include "muster/comm/process_group.h"
 
 namespace {
 
@@ -20,12 +20,12 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 BackendPtr create_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, milliseconds timeout,
                           const std::string& name) {
-  return muster::comm::create_process_group_backend(store, rank, size, {.timeout = timeout, .name = name});
+  return muster::create_process_group_backend(store, rank, size, {.timeout = timeout, .name = name});
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                             int size, milliseconds timeout, const std::string& name) {
-  return muster::comm::create_process_group(store, rank, size, {.timeout = timeout, .name = name});
+  return muster::create_process_group(store, rank, size, {.timeout = timeout, .name = name});
 }
 
 void monitored_barrier(const BackendPtr& backend, milliseconds timeout, bool wait_all_ranks) {
@@ -35,12 +35,12 @@ void monitored_barrier(const BackendPtr& backend, milliseconds timeout, bool wai
 }
 
 std::string straggler_report(const BackendPtr& backend, milliseconds at_least) {
-  return muster::comm::straggler_report(*backend, at_least);
+  return muster::straggler_report(*backend, at_least);
 }
 
 at::Tensor empty(const std::vector<int64_t>& size, at::ScalarType dtype) {
   try {
-    return muster::comm::process_heap()->empty(size, dtype);
+    return muster::process_heap()->empty(size, dtype);
   } catch (const muster::Unavailable& error) {
     throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, error.what());
   }
@@ -86,5 +86,5 @@ PYBIND11_MODULE(_muster, module) {
   module.def("monitored_barrier", &monitored_barrier, py::arg("backend"), py::arg("timeout"),
              py::arg("wait_all_ranks") = false, no_gil);
   module.def("straggler_report", &straggler_report, py::arg("backend"), py::arg("at_least"), no_gil);
-  module.def("leave_process_groups", &muster::comm::leave_process_groups, py::arg("cause"), no_gil);
+  module.def("leave_process_groups", &muster::leave_process_groups, py::arg("cause"), no_gil);
 }

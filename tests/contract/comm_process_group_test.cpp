@@ -1,6 +1,5 @@
 // The backend as PyTorch's ProcessGroup uses it: without a World, with c10d's names and errors.
-#include "comm/backends/registry.h"
-#include "comm/c10d/process_group.h"
+#include "muster/comm/process_group.h"
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
@@ -12,9 +11,11 @@
 #include <future>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 
 #include "base/text.h"
+#include "comm/backends/registry.h"
 #include "comm/core/backend.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
@@ -37,7 +38,7 @@ void run(int n, const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milli
   for (int rank = 0; rank < n; ++rank)
     threads.emplace_back([&, rank] {
       try {
-        body(rank, comm::create_process_group_backend(store, rank, n, {.timeout = timeout, .name = "test"}));
+        body(rank, create_process_group_backend(store, rank, n, {.timeout = timeout, .name = "test"}));
       } catch (...) {
         errors[static_cast<size_t>(rank)] = std::current_exception();
       }
@@ -66,7 +67,7 @@ TEST(ProcessGroup, ReducesAndHasPyTorchsName) {
 
 TEST(ProcessGroup, WrappedKnowsItsNameAndSequenceNumbers) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto group = comm::create_process_group(store, 0, 1, {.name = "test"});
+  const auto group = create_process_group(store, 0, 1, {.name = "test"});
   EXPECT_EQ(group->getBackendName(), "muster");
   EXPECT_EQ(group->getBackend(c10::DeviceType::CPU)->getBackendName(), "muster");
   const auto before = group->getSequenceNumberForGroup();
@@ -93,9 +94,9 @@ TEST(ProcessGroup, ThrowsC10dsErrors) {
     EXPECT_THROW(all_reduced(backend), c10::DistBackendError);
   });
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  EXPECT_THROW(comm::create_process_group_backend(store, 2, 2), c10::ValueError);
+  EXPECT_THROW(create_process_group_backend(store, 2, 2), c10::ValueError);
   EXPECT_CONTAINS(
-      message_of<c10::DistBackendError>([&] { comm::create_process_group_backend(store, 0, 2, {.timeout = 100ms}); }),
+      message_of<c10::DistBackendError>([&] { create_process_group_backend(store, 0, 2, {.timeout = 100ms}); }),
       "Timed out waiting 100ms");
 }
 
@@ -148,7 +149,7 @@ TEST(ProcessGroup, AnAsynchronousWaitWithALimitThrowsAndGoesOn) {
 
 TEST(ProcessGroup, LeavesAtTheEndWithTheCause) {
   run(1, [](int, const BackendPtr& backend) {
-    comm::leave_process_groups("ValueError: a mistake");
+    leave_process_groups("ValueError: a mistake");
     EXPECT_THROW(all_reduced(backend), c10::DistBackendError);
   });
 }
@@ -156,11 +157,11 @@ TEST(ProcessGroup, LeavesAtTheEndWithTheCause) {
 // A fork has a copy of a group, which it must not destroy.
 TEST(ProcessGroup, ForkDoesNotEndItsParentsMembership) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  BackendPtr one = comm::create_process_group_backend(store, 0, 1);
+  BackendPtr one = create_process_group_backend(store, 0, 1);
   const pid_t child = ::fork();
   if (child == 0) {
     one->shutdown();
-    comm::leave_process_groups("the child's end");
+    leave_process_groups("the child's end");
     one.reset();
     ::_exit(0);
   }

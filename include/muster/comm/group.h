@@ -93,7 +93,8 @@ class Group {
   // none. When a group ends, its rank 0 logs the sentence if a second or more was lost.
   std::string straggler_report(std::chrono::nanoseconds at_least = {}) const;
 
-  // The backend itself, for code that uses c10d. InvalidArgument if this rank is not a member.
+  // The backend itself, for code that uses c10d. It throws Muster's errors; process_group.h has one that throws c10d's.
+  // InvalidArgument if this rank is not a member.
   c10::intrusive_ptr<c10d::Backend> c10d_backend() const;
 
   // This group; or, of a default-constructed handle, the present default group of this thread's World. For objects that

@@ -2,7 +2,7 @@
 //
 //   auto buffer = world.heap().empty({1 << 20}, at::kFloat);      // then all_reduce(buffer) takes the direct path
 //
-// Each World has one; programs do not make any themselves.
+// Each World has one, and so has a process with groups for c10d (process_group.h). Programs do not make any themselves.
 //
 // The heap is one memory file of the kernel (memfd) that every rank of the host maps. It takes memory as it grows,
 // never more than `capacity`; a shortage of memory throws Unavailable (with the figures) and never causes a SIGBUS. The

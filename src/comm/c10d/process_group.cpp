@@ -1,10 +1,12 @@
-#include "comm/c10d/process_group.h"
+#include "muster/comm/process_group.h"
 
 #include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -140,6 +142,9 @@ class NamedProcessGroup final : public c10d::ProcessGroup {
 };
 
 }  // namespace
+}  // namespace muster::comm
+
+namespace muster {
 
 c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                                int size, const ProcessGroupOptions& options) {
@@ -147,60 +152,61 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
     if (size < 1 || rank < 0 || rank >= size)
       throw InvalidArgument(text("rank ", rank, " is outside a group of ", size));
     const std::shared_ptr<Store> ours = from_c10d(store);
-    Memberships& memberships = Memberships::instance();
+    comm::Memberships& memberships = comm::Memberships::instance();
     const std::string prefix = text("muster/group/", ours->add(text("muster/groups/", rank), 1));
     const auto deadline = Deadline::after(options.timeout);
     // What can fail on this rank alone comes before the meeting.
-    BackendContext context{.group = {},
-                           .host = {.arena = memberships.heap().arena,
-                                    .watch = memberships.watch(),
-                                    .black_box = memberships.black_box(rank, size)},
-                           .options = {.faults = FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")),
-                                       .for_pytorch = true,
-                                       .on_leave = [&memberships](const Backend* backend) {
-                                         memberships.remove(backend);
-                                         backend->warn_of_straggler();
-                                       }}};
+    comm::BackendContext context{.group = {},
+                                 .host = {.arena = memberships.heap().arena,
+                                          .watch = memberships.watch(),
+                                          .black_box = memberships.black_box(rank, size)},
+                                 .options = {.faults = FaultPlan::parse(env_string("MUSTER_FAULTS").value_or("")),
+                                             .for_pytorch = true,
+                                             .on_leave = [&memberships](const comm::Backend* backend) {
+                                               memberships.remove(backend);
+                                               backend->warn_of_straggler();
+                                             }}};
     context.group = {.name = options.name,
                      .store_prefix = prefix,
                      .store = ours,
                      .rank = rank,
                      .size = size,
                      .timeout = options.timeout,
-                     .members = meet_members(*ours, prefix, rank, size, host_identity(), deadline)};
+                     .members = comm::meet_members(*ours, prefix, rank, size, comm::host_identity(), deadline)};
     const int me = context.group.members[static_cast<size_t>(rank)].host;
     const auto here = std::count_if(context.group.members.begin(), context.group.members.end(),
-                                    [me](const Member& m) { return m.host == me; });
+                                    [me](const comm::Member& m) { return m.host == me; });
     std::tie(context.host.local_ranks, context.host.cores) =
-        memberships.crowd(static_cast<int>(here), cores_of_host(context.group.members, rank));
-    context.host.heaps = exchange_heaps(*ours, prefix, rank, context.group.members, *context.host.arena, deadline);
+        memberships.crowd(static_cast<int>(here), comm::cores_of_host(context.group.members, rank));
+    context.host.heaps =
+        comm::exchange_heaps(*ours, prefix, rank, context.group.members, *context.host.arena, deadline);
     // All ranks have read who the others are: otherwise they could not have exchanged their heaps.
-    if (rank == 0 && on_one_host(context.group.members)) forget_members(*ours, prefix, size);
-    auto backend = create_backend("auto", context);
+    if (rank == 0 && comm::on_one_host(context.group.members)) comm::forget_members(*ours, prefix, size);
+    auto backend = comm::create_backend("auto", context);
     memberships.add(backend);
     return backend;
   } catch (const Error&) {
-    std::rethrow_exception(as_c10d_error(std::current_exception(), options.timeout));
+    std::rethrow_exception(comm::as_c10d_error(std::current_exception(), options.timeout));
   }
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                             int size, const ProcessGroupOptions& options) {
   auto backend = create_process_group_backend(store, rank, size, options);
-  auto group = c10::make_intrusive<NamedProcessGroup>(store, rank, size);
+  auto group = c10::make_intrusive<comm::NamedProcessGroup>(store, rank, size);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, std::move(backend));
   return group;
 }
 
-std::shared_ptr<Heap> process_heap() { return Memberships::instance().heap().heap; }
+std::shared_ptr<Heap> process_heap() { return comm::Memberships::instance().heap().heap; }
 
 std::string straggler_report(const c10d::Backend& backend, std::chrono::nanoseconds at_least) {
-  const auto* const ours = dynamic_cast<const Backend*>(&backend);
+  const auto* const ours = dynamic_cast<const comm::Backend*>(&backend);
   TORCH_CHECK_VALUE(ours, "the group's backend is '", backend.getBackendName(), "', not 'muster'");
   return ours->straggler_report(at_least);
 }
 
-void leave_process_groups(const std::string& cause) { Memberships::instance().leave(cause); }
+void leave_process_groups(const std::string& cause) { comm::Memberships::instance().leave(cause); }
 
-}  // namespace muster::comm
+}  // namespace muster

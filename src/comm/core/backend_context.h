@@ -55,8 +55,8 @@ struct BackendOptions {
   size_t board = 0;   // words of Backend::board()
   // For a group of the hosts' leaders over a wire: where the group counts which host and rank come last.
   std::shared_ptr<HostArrivals> host_arrivals;
-  // For PyTorch's ProcessGroup (c10d/process_group.h): the backend is called "muster" there, and c10d's interface and
-  // works throw c10d's errors.
+  // For PyTorch's ProcessGroup (muster/comm/process_group.h): the backend is called "muster" there, and c10d's
+  // interface and works throw c10d's errors.
   bool for_pytorch = false;
   std::function<void(const Backend*)> on_leave;  // called once, when the membership has ended; may be empty
 };
