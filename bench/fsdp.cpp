@@ -1,8 +1,9 @@
 // Steps of a transformer whose ranks share one model: muster run -n 2 bench_fsdp [--sync fsdp|ddp|barrier|none].
 // One JSON object: milliseconds per step, and the memory of the host: each process's private pages and its share of the
-// pages that several map (PSS), summed. With `barrier`, a barrier after each step is all that connects the ranks, and
+// pages that several map (PSS), summed; peak_mib: the largest resident sets, summed, where shared pages count for each. With `barrier`, a barrier after each step is all that connects the ranks, and
 // each rank updates all parameters. The data are random: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
+#include <sys/resource.h>
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
 
@@ -25,10 +26,16 @@ struct Net : torch::nn::Module {
     register_module("layers", layers);
   }
   torch::Tensor forward(torch::Tensor x) {
-    for (const auto& layer : *layers) x = layer->as<torch::nn::TransformerEncoderLayer>()->forward(x);
+    for (const auto& layer : *layers) {
+      const auto run = [&](const torch::Tensor& y) {
+        return layer->as<torch::nn::TransformerEncoderLayer>()->forward(y);
+      };
+      x = checkpointed ? muster::activation_checkpoint(run, x) : run(x);
+    }
     return x;
   }
   torch::nn::ModuleList layers;
+  bool checkpointed = false;
 };
 
 // In MiB.
@@ -50,12 +57,15 @@ int main(int argc, char** argv) {
   app.add_option("--batch", batch, "sequences per rank");
   app.add_option("--length", length, "of a sequence");
   app.add_option("--sync", sync, "what connects the ranks")->check(CLI::IsMember({"fsdp", "ddp", "barrier", "none"}));
+  bool checkpointed = false;
+  app.add_flag("--checkpoint", checkpointed, "compute activations again in backward");
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(1);
   auto world = muster::init();
   torch::manual_seed(0);
   const auto net = std::make_shared<Net>(blocks);
+  net->checkpointed = checkpointed;
   std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
   std::unique_ptr<muster::FullyShardedDataParallel<Net>> fsdp;
   if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
@@ -81,16 +91,19 @@ int main(int argc, char** argv) {
   }
   muster::barrier();
   const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / steps;
-  auto memory = torch::full({1}, proportional_set_size(), torch::kDouble);
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  auto memory = torch::tensor({proportional_set_size(), static_cast<double>(usage.ru_maxrss) / 1024}, torch::kDouble);
   muster::all_reduce(memory);
   muster::barrier();
   if (world.rank() == 0) {
     int64_t parameters = 0;
     for (const auto& parameter : net->parameters()) parameters += parameter.numel();
-    std::printf(R"({"bench": "fsdp", "impl": "muster-%s", "ranks": %d, "parameters": %lld, "ms": %.1f, )"
-                R"("host_mib": %.0f, "loss": %.6f})"
-                "\n",
-                sync.c_str(), world.world_size(), static_cast<long long>(parameters), ms, memory.item<double>(),
-                loss_of_last);
+    std::printf(
+        R"({"bench": "fsdp", "impl": "muster-%s%s", "ranks": %d, "parameters": %lld, "tokens": %d, "ms": %.1f, )"
+        R"("host_mib": %.0f, "peak_mib": %.0f, "loss": %.6f})"
+        "\n",
+        sync.c_str(), checkpointed ? "-checkpoint" : "", world.world_size(), static_cast<long long>(parameters),
+        batch * length, ms, memory[0].item<double>(), memory[1].item<double>(), loss_of_last);
   }
 }

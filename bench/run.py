@@ -42,6 +42,7 @@ class Bench:
         self.missing = {}
         # muster run sets these variables for its ranks. The peers get them, too.
         self.env = dict(os.environ, OMP_NUM_THREADS="1", MALLOC_TRIM_THRESHOLD_=str(1 << 30), MALLOC_MMAP_THRESHOLD_=str(32 << 20))
+        self.env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.build / "python"), os.environ.get("PYTHONPATH"))))  # for Muster's plug-in
 
     def command(self, impl, *program, ranks=None):
         """Returns the command by which `impl` starts a program on all ranks, or None if `impl` is not installed."""
@@ -168,13 +169,15 @@ class Bench:
         return self.rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
 
     def fsdp(self):
-        """One model for all ranks, PyTorch's FSDP2 over Gloo and over Muster's plug-in, and steps without synchronisation."""
-        commands = []
-        for sync in ("fsdp", "ddp", "barrier", "none"):
-            commands.append(self.command("muster", str(self.build / "bench" / "bench_fsdp"), "--sync", sync))
-        for flags in (["--backend", "gloo"], ["--backend", "muster"], ["--no-sync"]):
-            commands.append(self.command("torchrun", str(HERE / "peers" / "fsdp_torch.py"), *flags))
-        return self.rounds(commands, lambda row: row["impl"], "ms", min)
+        """One model for all ranks, PyTorch's FSDP2 over Gloo and over Muster's plug-in, and steps without synchronisation; activations that are computed again."""
+        ours, peer = str(self.build / "bench" / "bench_fsdp"), str(HERE / "peers" / "fsdp_torch.py")
+        commands = [self.command("muster", ours, "--sync", sync) for sync in ("fsdp", "ddp", "barrier", "none")]
+        commands += [self.command("torchrun", peer, *flags) for flags in (["--backend", "gloo"], ["--backend", "muster"], ["--no-sync"])]
+        large = ["--batch", "16", "--length", "128", "--steps", "4"]
+        for flags in ([], ["--checkpoint"]):
+            commands.append(self.command("muster", ours, "--sync", "none", *large, *flags, ranks=1))
+            commands.append(self.command("torchrun", peer, "--no-sync", *large, *flags, ranks=1))
+        return self.rounds(commands, lambda row: (row["impl"], row["ranks"], row["tokens"]), "ms", min)
 
     def launch(self):
         empty = self.build / "bench" / "empty.py"
@@ -361,9 +364,12 @@ def show_ddp(rows):
 
 
 def show_fsdp(rows):
-    local = next((row["ms"] for row in rows if row["impl"] == "muster-none"), None)
+    together = [row for row in rows if row["ranks"] > 1]
+    local = next((row["ms"] for row in together if row["impl"] == "muster-none"), None)
     table("a step of 8 encoder layers with AdamW, and the memory of all ranks together", ["impl", "ms", "/ neither", "MiB", "loss"],
-          [[row["impl"], f'{row["ms"]:.0f}', f'{row["ms"] / local:.2f}' if local else "", f'{row["host_mib"]:.0f}', row["loss"]] for row in rows])
+          [[row["impl"], f'{row["ms"]:.0f}', f'{row["ms"] / local:.2f}' if local else "", f'{row["host_mib"]:.0f}', row["loss"]] for row in together])
+    table("the same on one rank with 2,048 tokens: activations kept, and computed again (checkpoint)", ["impl", "ms", "largest memory, MiB"],
+          [[row["impl"], f'{row["ms"]:.0f}', f'{row["peak_mib"]:.0f}'] for row in rows if row["ranks"] == 1])
 
 
 def show_launch(rows):

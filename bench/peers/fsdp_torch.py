@@ -1,16 +1,18 @@
-"""PyTorch's FSDP2. torchrun --nproc-per-node 2 fsdp_torch.py [--backend gloo|muster] [--no-sync].
+"""PyTorch's FSDP2. torchrun --nproc-per-node 2 fsdp_torch.py [--backend gloo|muster] [--no-sync] [--checkpoint].
 
 The same net, data shapes, optimizer and steps as ../fsdp.cpp. One JSON object.
 """
 
 import argparse
 import json
+import resource
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 
 def proportional_set_size():
@@ -25,6 +27,7 @@ parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--length", type=int, default=64)
 parser.add_argument("--backend", default="gloo")
 parser.add_argument("--no-sync", action="store_true")
+parser.add_argument("--checkpoint", action="store_true", help="compute activations again in backward")
 args = parser.parse_args()
 if args.backend == "muster":
     import muster  # noqa: F401, registers the backend
@@ -49,14 +52,20 @@ for step in range(args.steps + WARMUP):
         dist.barrier()
         start = time.perf_counter()
     optimizer.zero_grad()
-    loss = net(x).square().mean()
+    y = x
+    if args.checkpoint:
+        for layer in net:
+            y = checkpoint(layer, y, use_reentrant=False)
+    else:
+        y = net(x)
+    loss = y.square().mean()
     loss.backward()
     optimizer.step()
 dist.barrier()
 ms = (time.perf_counter() - start) / args.steps * 1e3
-memory = torch.tensor([proportional_set_size()], dtype=torch.float64)
+memory = torch.tensor([proportional_set_size(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024], dtype=torch.float64)
 dist.all_reduce(memory)
 if rank == 0:
-    impl = "fsdp2-" + args.backend if not args.no_sync else "pytorch-none"
-    print(json.dumps({"bench": "fsdp", "impl": impl, "ranks": world, "parameters": parameters, "ms": round(ms, 1), "host_mib": round(memory.item()), "loss": round(loss.item(), 6)}), flush=True)
+    impl = ("fsdp2-" + args.backend if not args.no_sync else "pytorch-none") + ("-checkpoint" if args.checkpoint else "")
+    print(json.dumps({"bench": "fsdp", "impl": impl, "ranks": world, "parameters": parameters, "tokens": args.batch * args.length, "ms": round(ms, 1), "host_mib": round(memory[0].item()), "peak_mib": round(memory[1].item()), "loss": round(loss.item(), 6)}), flush=True)
 dist.destroy_process_group()

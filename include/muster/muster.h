@@ -16,6 +16,7 @@
 #include "muster/comm/spawn.h"
 #include "muster/comm/world.h"
 #include "muster/data/sampler.h"
+#include "muster/parallel/activation_checkpoint.h"
 #include "muster/parallel/ddp.h"
 #include "muster/parallel/fsdp.h"
 #include "muster/store/store.h"

@@ -82,7 +82,8 @@ bool is_linear(Node& node, const Tensor& of_result) {
     return !one._fw_grad(0).defined();
   };  // else forward mode is recorded too
   return is_one(addmm.alpha) && is_one(addmm.beta) && addmm.mat1_layout == at::kStrided &&
-         addmm.mat2_layout == at::kStrided && of_result.layout() == at::kStrided && simple(of_result);
+         addmm.mat2_layout == at::kStrided && of_result.layout() == at::kStrided && simple(of_result) &&
+         !addmm.mat1_.has_hooks() && !addmm.mat2_.has_hooks();  // each look at them may compute them again
 }
 
 bool is_transposition(const Node& node) { return typeid(node) == typeid(torch::autograd::generated::TBackward0); }

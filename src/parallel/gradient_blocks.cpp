@@ -8,6 +8,7 @@
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace muster::parallel {
@@ -167,5 +168,8 @@ GradientBlocks::Serving::~Serving() {
   serving = nullptr;
   keep.pool = nullptr;
 }
+
+GradientBlocks::Pause::Pause() : before_(std::exchange(serving, nullptr)) {}
+GradientBlocks::Pause::~Pause() { serving = before_; }
 
 }  // namespace muster::parallel

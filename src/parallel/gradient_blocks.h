@@ -53,6 +53,17 @@ class GradientBlocks {
    private:
     const std::shared_ptr<BlockPool> pool_;
   };
+  // Serves no allocations of this thread while it lives: those of work in backward that makes no gradients.
+  class Pause {
+   public:
+    Pause();
+    Pause(const Pause&) = delete;
+    Pause& operator=(const Pause&) = delete;
+    ~Pause();
+
+   private:
+    BlockPool* const before_;
+  };
 
  private:
   const bool serve_;

@@ -23,6 +23,7 @@
 #include "muster/checkpoint/snapshot.h"
 #include "muster/muster.h"
 #include "support/forked.h"
+#include "support/patience.h"
 #include "support/ranks.h"
 
 namespace muster::test {

@@ -1,0 +1,150 @@
+// Activation checkpointing: memory for time. What the operators of a function keep for backward() is not kept; backward()
+// calls the function again when it needs it.
+//
+//   for (auto& block : blocks) x = muster::activation_checkpoint([&](Tensor y) { return block->forward(y); }, x);
+//
+// Between forward and backward only the tensors among the arguments are kept, and what the function itself refers to.
+// Results and gradients are those of an ordinary call, to the bit, if the function computes the same both times:
+//   - It does not depend on what changes in between, and parameters that it uses are not changed in between.
+//   - Its random numbers come from the default CPU generator, whose state is set back for the second call. No other
+//     thread draws from that generator meanwhile: mind ranks that are threads.
+//   - It changes no argument in place. What it does besides computing happens twice: remote calls, the running statistics
+//     of BatchNorm, a hook that it registers.
+//
+// Calls may be nested; gradients may have gradients (create_graph); the function may compute gradients itself; backward()
+// may run twice (retain_graph), which calls the function once more each time. It goes together with
+// DistributedDataParallel, FullyShardedDataParallel, no_sync(), hooks on tensors and autocast, because no backward() runs
+// inside of another one. Without GradMode it only calls the function.
+//
+// The first call puts Muster's engine in the place of libtorch's (docs/decisions/0015), because C++ has no other way.
+//
+// Errors: InvalidArgument, from the call if the function has changed an argument in place, and from backward() if the
+// second call keeps other tensors than the first, in number, shape or dtype, or if a tensor that backward() needs was
+// changed in place. Unavailable in a process in which another engine runs, such as Python's: use torch.utils.checkpoint
+// there. What the function throws in its second call comes out of backward(). Thread-safety: any thread, with the
+// exception above. Source: torch.utils.checkpoint (use_reentrant=False); Chen et al., "Training Deep Nets with Sublinear
+// Memory Cost", 2016.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/ArrayRef.h>
+
+#include <functional>
+#include <memory>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace muster {
+
+struct ActivationCheckpointOptions {
+  bool preserve_rng_state = true;  // of the default CPU generator; false: the function draws no random numbers
+  // Ends the second call, by an exception, as soon as all is there that backward() needs: the last operators of the
+  // function are not computed again. The function must be safe to leave at any operator, and the last operator that
+  // keeps something must not be a torch::autograd::Function that saves its own result, which libtorch would leak.
+  bool early_stop = false;
+};
+
+namespace parallel {
+
+// One call of a function whose saved tensors are not kept.
+class Recomputation : public std::enable_shared_from_this<Recomputation> {
+ public:
+  // again(tensors) is the second call, with the tensors among the first one's arguments.
+  using Again = std::function<void(const std::vector<at::Tensor>& tensors)>;
+  static std::shared_ptr<Recomputation> start(const ActivationCheckpointOptions& options,
+                                              const std::vector<at::Tensor>& tensors, Again again);
+  virtual ~Recomputation() = default;
+
+  // The first call. While it lives, what operators save in this thread is left out.
+  class Scope {
+   public:
+    explicit Scope(Recomputation& of);
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+    ~Scope();
+    void end();  // when the function has returned; throws if it has changed an argument
+
+   private:
+    Recomputation& of_;
+    void* const before_;
+  };
+};
+
+template <typename T>
+inline constexpr bool kIsTensor = std::is_same_v<std::decay_t<T>, at::Tensor>;
+
+// Whether a copy of a T refers to memory that may be gone in the second call.
+template <typename T>
+inline constexpr bool kRefersToOthers = std::is_same_v<T, std::string_view>;
+template <typename T>
+inline constexpr bool kRefersToOthers<c10::ArrayRef<T>> = true;
+
+// The tensors of `arguments`, in their places.
+template <typename... Arguments>
+std::vector<at::Tensor> tensors_among(const std::tuple<Arguments...>& arguments) {
+  std::vector<at::Tensor> tensors;
+  std::apply(
+      [&](const auto&... each) {
+        const auto add = [&](const auto& argument) {
+          if constexpr (kIsTensor<decltype(argument)>) tensors.push_back(argument);
+        };
+        (add(each), ...);
+      },
+      arguments);
+  return tensors;
+}
+template <typename... Arguments>
+void put_tensors(std::tuple<Arguments...>& arguments, const std::vector<at::Tensor>& tensors) {
+  size_t next = 0;
+  std::apply(
+      [&](auto&... each) {
+        const auto put = [&](auto& argument) {
+          if constexpr (kIsTensor<decltype(argument)>)
+            argument = next < tensors.size() ? tensors[next++] : at::Tensor();
+        };
+        (put(each), ...);
+      },
+      arguments);
+}
+
+}  // namespace parallel
+
+// Returns function(arguments…). The function and the arguments are copied; tensors among these (not inside of other
+// arguments) are kept for backward(), or, in a nested call, by the outer call's rule.
+template <typename Function, typename... Arguments>
+auto activation_checkpoint(const ActivationCheckpointOptions& options, Function function, Arguments... arguments) {
+  static_assert(
+      !(parallel::kRefersToOthers<Arguments> || ...),
+      "Pass a std::vector or std::string: the second call comes when what this argument refers to may be gone");
+  if (!at::GradMode::is_enabled()) return function(arguments...);
+  std::tuple<Arguments...> all(arguments...);
+  const auto tensors = parallel::tensors_among(all);
+  parallel::put_tensors(all, {});
+  const auto call =
+      parallel::Recomputation::start(options, tensors, [function, all](const std::vector<at::Tensor>& again) {
+        auto its_own = function;
+        auto with = all;
+        parallel::put_tensors(with, again);
+        std::apply(its_own, with);
+      });
+  parallel::Recomputation::Scope scope(*call);
+  if constexpr (std::is_void_v<std::invoke_result_t<Function&, Arguments&...>>) {
+    function(arguments...);
+    scope.end();
+  } else {
+    auto result = function(arguments...);
+    scope.end();
+    return result;
+  }
+}
+template <typename Function, typename... Arguments>
+requires(!std::is_same_v<std::decay_t<Function>, ActivationCheckpointOptions>) auto activation_checkpoint(
+    Function function, Arguments... arguments) {
+  return activation_checkpoint(ActivationCheckpointOptions{}, std::move(function), std::move(arguments)...);
+}
+
+}  // namespace muster
