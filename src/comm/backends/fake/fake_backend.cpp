@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "comm/kit/failure_note.h"
 #include "comm/kit/tensor_bytes.h"

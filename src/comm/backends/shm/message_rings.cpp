@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/copy.h"
+#include "base/text.h"
 #include "comm/backends/shm/message_sizes.h"
 #include "comm/backends/shm/messages.h"
 #include "comm/backends/shm/take.h"
