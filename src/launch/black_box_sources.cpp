@@ -170,7 +170,7 @@ JobBoxes read_black_boxes(const std::filesystem::path& path) {
           end.begin(), end.end(), [](unsigned char byte) { return byte < ' ' || byte == 0x7f; }, '?');
       const auto segment = reader.get_string();
       std::vector<uint64_t> words(segment.size() / sizeof(uint64_t));  // aligned
-      std::memcpy(words.data(), segment.data(), words.size() * sizeof(uint64_t));
+      if (!words.empty()) std::memcpy(words.data(), segment.data(), words.size() * sizeof(uint64_t));
       boxes.ranks.push_back({shm::read_black_box(std::as_bytes(std::span(words))), std::move(end), {}});
     }
     reader.expect_done();
