@@ -229,7 +229,9 @@ nothing_left
 
 title='tasks number the launchers'
 expect 0 -n 2 "$muster" run "${meet[@]}" "$launch_program" environment
-expect_lines '^.*\<(GROUP_RANK|RANK)=.*' '0: [0] GROUP_RANK=0' '0: [0] RANK=0' '1: [1] GROUP_RANK=1' '1: [1] RANK=1'
+host=$(hostname)  # lines of several hosts are marked with theirs
+expect_lines '^.*\<(GROUP_RANK|RANK)=.*' "0: [$host:0] GROUP_RANK=0" "0: [$host:0] RANK=0" \
+  "1: [$host:1] GROUP_RANK=1" "1: [$host:1] RANK=1"
 nothing_left
 
 title='launchers of two steps'
