@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,fault,idle,memory,copy]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
@@ -18,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
@@ -32,6 +33,43 @@ MPIS = {  # the launcher, and how to install it
     "intelmpi": ("mpiexec.hydra", "pip install impi-rt impi-devel"),
 }
 SIZES = (16, 4 << 10, 64 << 10, 256 << 10, 4 << 20)
+
+
+class TwoHosts:
+    """Two network namespaces, with a link of 1 Gbit/s between them."""
+
+    ADDRESSES = ("10.213.9.1", "10.213.9.2")
+
+    def __enter__(self):
+        self.names = [f"muster-bench-{os.getpid()}-{side}" for side in "ab"]
+        self.files = tempfile.TemporaryDirectory()
+        self.secret = str(Path(self.files.name) / "secret")
+        Path(self.secret).write_text("5ec7e75ec7e75ec7e75ec7e75ec7e75e")
+        Path(self.secret).chmod(0o600)
+        one, two = self.names
+        script = f"ip netns add {one}; ip netns add {two}; ip -n {one} link add mu0 type veth peer name mu0 netns {two}"
+        for name, address in zip(self.names, self.ADDRESSES):
+            script += f"; ip -n {name} addr add {address}/24 dev mu0; ip -n {name} link set mu0 up; ip -n {name} link set lo up"
+            script += f"; ip netns exec {name} tc qdisc add dev mu0 root tbf rate 1gbit burst 256kb latency 50ms"
+        made = subprocess.run(["/bin/sh", "-ec", script], capture_output=True, text=True)
+        self.missing = f"it needs ip(8) and the right to make namespaces: {made.stderr.strip()}" if made.returncode else ""
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        self.files.cleanup()
+
+    def row(self, env, launcher, program):
+        """Runs a job on both hosts and returns the row that one of its ranks prints."""
+        env = dict(env, GLOO_SOCKET_IFNAME="mu0")
+        jobs = [subprocess.Popen(["ip", "netns", "exec", name, *launcher, "--nnodes", "2", "--node-rank", str(node), *program], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                for node, name in enumerate(self.names)]
+        said = [job.communicate(timeout=900) for job in jobs]
+        for job, (_, errors) in zip(jobs, said):
+            if job.returncode != 0:
+                sys.exit(f"{' '.join(job.args)} failed with status {job.returncode}:\n{errors[-2000:]}")
+        return next(json.loads(line) for out, _ in said for line in out.splitlines() if line.startswith("{"))
 
 
 class Bench:
@@ -178,6 +216,24 @@ class Bench:
             commands.append(self.command("muster", ours, "--sync", "none", *large, *flags, ranks=1))
             commands.append(self.command("torchrun", peer, "--no-sync", *large, *flags, ranks=1))
         return self.rounds(commands, lambda row: (row["impl"], row["ranks"], row["tokens"]), "ms", min)
+
+    def hosts(self):
+        """Steps on two hosts of two ranks each, with a gigabit per second between them."""
+        ours, peer = str(self.build / "bench" / "bench_fsdp"), str(HERE / "peers" / "fsdp_torch.py")
+        steps = ["--steps", "5"]
+        found = {}
+        with TwoHosts() as hosts:
+            if hosts.missing:
+                self.missing["two hosts"] = hosts.missing
+                return []
+            for _ in range(self.args.rounds):
+                for sync in ("fsdp", "ddp", "none"):
+                    found.setdefault(f"muster-{sync}", []).append(hosts.row(self.env, [str(self.muster), "run", "--no-prefix", "--rdzv", f"{hosts.ADDRESSES[0]}:29400", "--secret-file", hosts.secret, "-n", "2"], [ours, *steps, "--sync", sync]))
+                for backend in ("gloo", "muster"):
+                    for kind in ([], ["--hybrid"]):
+                        row = hosts.row(self.env, [sys.executable, "-m", "torch.distributed.run", "--master-addr", hosts.ADDRESSES[0], "--master-port", "29500", "--nproc-per-node", "2"], [peer, *steps, "--backend", backend, *kind])
+                        found.setdefault(row["impl"], []).append(row)
+        return [dict(min(rows, key=lambda row: row["ms"]), bench="hosts", hosts=2, gbit_per_s=1) for rows in found.values()]
 
     def launch(self):
         empty = self.build / "bench" / "empty.py"
@@ -372,6 +428,12 @@ def show_fsdp(rows):
           [[row["impl"], f'{row["ms"]:.0f}', f'{row["peak_mib"]:.0f}'] for row in rows if row["ranks"] == 1])
 
 
+def show_hosts(rows):
+    ours = next((row["ms"] for row in rows if row["impl"] == "muster-fsdp"), None)
+    table("the same step on two hosts of two ranks, 1 Gbit/s between them", ["impl", "ms", "/ muster-fsdp", "MiB", "loss"],
+          [[row["impl"], f'{row["ms"]:.0f}', f'{row["ms"] / ours:.2f}', f'{row["host_mib"]:.0f}', row["loss"]] for row in rows])
+
+
 def show_launch(rows):
     table("start and end of a job whose ranks do nothing: milliseconds, median", ["impl", "ms"], [[row["impl"], row["ms"]] for row in rows])
 
@@ -441,7 +503,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "fsdp": show_fsdp, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
+    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "fsdp": show_fsdp, "hosts": show_hosts, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
             "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:

@@ -1,10 +1,11 @@
-"""PyTorch's FSDP2. torchrun --nproc-per-node 2 fsdp_torch.py [--backend gloo|muster] [--no-sync] [--checkpoint].
+"""PyTorch's FSDP2. torchrun --nproc-per-node 2 fsdp_torch.py [--backend gloo|muster] [--no-sync] [--checkpoint] [--hybrid].
 
 The same net, data shapes, optimizer and steps as ../fsdp.cpp. One JSON object.
 """
 
 import argparse
 import json
+import os
 import resource
 import time
 
@@ -27,6 +28,7 @@ parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--length", type=int, default=64)
 parser.add_argument("--backend", default="gloo")
 parser.add_argument("--no-sync", action="store_true")
+parser.add_argument("--hybrid", action="store_true", help="shard within each host and replicate between hosts")
 parser.add_argument("--checkpoint", action="store_true", help="compute activations again in backward")
 args = parser.parse_args()
 if args.backend == "muster":
@@ -39,7 +41,8 @@ torch.manual_seed(0)
 net = nn.Sequential(*(nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0) for _ in range(args.blocks)))
 parameters = sum(p.numel() for p in net.parameters())
 if not args.no_sync:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world // local, local), mesh_dim_names=("replicate", "shard")) if args.hybrid else dist.device_mesh.init_device_mesh("cpu", (world,))
     for layer in net:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -66,6 +69,6 @@ ms = (time.perf_counter() - start) / args.steps * 1e3
 memory = torch.tensor([proportional_set_size(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024], dtype=torch.float64)
 dist.all_reduce(memory)
 if rank == 0:
-    impl = ("fsdp2-" + args.backend if not args.no_sync else "pytorch-none") + ("-checkpoint" if args.checkpoint else "")
+    impl = ("fsdp2-" + args.backend + ("-hybrid" if args.hybrid else "") if not args.no_sync else "pytorch-none") + ("-checkpoint" if args.checkpoint else "")
     print(json.dumps({"bench": "fsdp", "impl": impl, "ranks": world, "parameters": parameters, "tokens": args.batch * args.length, "ms": round(ms, 1), "host_mib": round(memory[0].item()), "peak_mib": round(memory[1].item()), "loss": round(loss.item(), 6)}), flush=True)
 dist.destroy_process_group()

@@ -106,8 +106,11 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void before_accumulation();
   void on_ready(size_t index);
   void adopt(Parameter& parameter);
+  ReduceOptions averaging() const { return {.op = ReduceOp::AVG, .group = options.group}; }
+  bool to_owner() const { return sharded() && !options.several_hosts; }
   void launch_ready_buckets();
   void release_reduced_blocks();
+  void release_blocks_without_gradients();
   void begin_backward();
   void put_averages_aside();
   std::vector<float> reduce_the_rest();
@@ -249,10 +252,7 @@ void GradientReducer::Impl::begin_backward() {
   dirty = true;
   synced = sync;
   ready_order.clear();
-  for (Bucket& bucket : buckets) {  // release blocks whose gradients are gone, so that new gradients can use them
-    Parameter& first = parameters[bucket.parameters[0]];
-    if (bucket.large && !first.tensor.grad().defined()) release_block(bucket, first);
-  }
+  release_blocks_without_gradients();  // so that new gradients can use them
   const auto token = std::make_shared<GradientBlocks::Serving>(blocks);
   running = token;
   torch::autograd::Engine::get_default_engine().queue_callback(
@@ -268,7 +268,8 @@ void GradientReducer::Impl::put_averages_aside() {
     if (!synced) {
       parameter.averaged = true;
       throw InvalidArgument(text("backward() in no_sync() would add to the gradient of ", parameter.name,
-                                 ", which is an average that only rank ", parameter.owner, " has"),
+                                 ", which is an average that only rank ", options.group.global_rank(parameter.owner),
+                                 options.several_hosts ? " has on this host" : " has"),
                             "Call zero_grad() before, or do not use no_sync() for this backward()");
     }
     Bucket& bucket = buckets[parameter.bucket];
@@ -283,14 +284,16 @@ void GradientReducer::Impl::put_averages_aside() {
 void GradientReducer::Impl::launch_ready_buckets() {
   for (; next_bucket + 1 < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) {
     Bucket& bucket = buckets[next_bucket];
-    const ReduceOptions average{.op = ReduceOp::AVG, .group = options.group};
-    if (sharded()) {
-      bucket.work = reduce_async(bucket.flat, bucket.owner, average);
-      continue;
-    }
-    mark_used(bucket, parameters);
-    bucket.work = all_reduce_async(bucket.flat, average);
+    if (!sharded()) mark_used(bucket, parameters);
+    bucket.work =
+        to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging()) : all_reduce_async(bucket.flat, averaging());
   }
+}
+
+void GradientReducer::Impl::release_blocks_without_gradients() {
+  for (Bucket& bucket : buckets)
+    if (Parameter& first = parameters[bucket.parameters[0]]; bucket.large && !first.tensor.grad().defined())
+      release_block(bucket, first);
 }
 
 // Frees large gradients whose owners have them.
@@ -325,15 +328,16 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   for (auto& bucket : buckets) bucket.pending = 0;
   launch_ready_buckets();
   Bucket& last = buckets.back();
-  const ReduceOptions average{.op = ReduceOp::AVG, .group = options.group};
+  if (!sharded()) mark_used(last, parameters);
+  if (to_owner())
+    reduce(last.flat, last.owner, averaging());
+  else
+    all_reduce(last.flat, averaging());
   if (sharded()) {
-    reduce(last.flat, last.owner, average);
     std::vector<float> shares = shares_used_on_all_ranks();
     for (auto& bucket : buckets) bucket.work.wait();
     return shares;
   }
-  mark_used(last, parameters);
-  all_reduce(last.flat, average);
   std::vector<float> shares(parameters.size());
   for (auto& bucket : buckets) {
     bucket.work.wait();
@@ -347,8 +351,7 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
 std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
   std::vector<float> shares;
   for (const auto& parameter : parameters) shares.push_back(parameter.used ? 1 : 0);
-  all_reduce(at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat),
-             {.op = ReduceOp::AVG, .group = options.group});
+  all_reduce(at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat), averaging());
   return shares;
 }
 
@@ -398,10 +401,7 @@ void GradientReducer::Impl::finish_backward() {
     }
     parameter.averaged = sharded() && grad.defined();
   }
-  if (sharded())
-    for (auto& bucket : buckets)
-      if (Parameter& first = parameters[bucket.parameters[0]]; bucket.large && !first.tensor.grad().defined())
-        release_block(bucket, first);
+  if (sharded()) release_blocks_without_gradients();
   reset();
   if (!rebuilt && complete(shares)) rebuild_in_ready_order();
   options.on_averaged();
@@ -454,10 +454,22 @@ void GradientReducer::Impl::report_unused(const std::vector<size_t>& some, const
 
 size_t bytes_of_mb(double mb) { return static_cast<size_t>(std::min(mb, 1e9) * (1 << 20)); }
 
-void require_bucket_sizes(double bucket_cap_mb, double first_bucket_cap_mb) {
-  if (!(bucket_cap_mb > 0) || !(first_bucket_cap_mb > 0))
-    throw InvalidArgument(text("bucket_cap_mb is ", bucket_cap_mb, " and first_bucket_cap_mb ", first_bucket_cap_mb),
-                          "Use sizes above 0, in MiB");
+ReducerOptions checked(ReducerOptions options) {
+  if (!(options.bucket_cap_mb > 0) || !(options.first_bucket_cap_mb > 0))
+    throw InvalidArgument(
+        text("bucket_cap_mb is ", options.bucket_cap_mb, " and first_bucket_cap_mb ", options.first_bucket_cap_mb),
+        "Use sizes above 0, in MiB");
+  if (!options.group.is_member())
+    throw InvalidArgument(text("this rank is not a member of ", options.user, "'s group"));
+  return options;
+}
+
+void require_same_on_all_ranks(const ModuleTensors& tensors, const ReducerOptions& options) {
+  require_same_on_all_ranks(tensors.all,
+                            text(options.user, " bucket_cap_mb=", options.bucket_cap_mb,
+                                 " first_bucket_cap_mb=", options.first_bucket_cap_mb, " find_unused_parameters=",
+                                 options.find_unused_parameters, " broadcast_buffers=", options.broadcast_buffers),
+                            options.group);
 }
 
 }  // namespace muster::parallel

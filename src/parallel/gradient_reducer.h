@@ -1,5 +1,5 @@
 // Averages a module's gradients over the ranks of a group while backward() goes on: for every rank
-// (DistributedDataParallel), or for the rank that owns the parameter (FullyShardedDataParallel).
+// (DistributedDataParallel), or for the ranks that own the parameter (FullyShardedDataParallel).
 //
 // A hook after each gradient's accumulation marks it ready. When all gradients of a bucket (buckets.h) and of those
 // before it are ready, the bucket is reduced, while backward() goes on; backward() ends when all are. The order in which
@@ -9,13 +9,15 @@
 // one of them: what a rank has no gradient for counts as zero. `used` tells how many ranks had one. If backward() throws
 // on a rank, that rank makes up for it in before_forward() or in its next backward().
 //
-// With owners:
-//   - After backward(), a parameter has a .grad on its owner only; elsewhere it is undefined.
-//   - A large gradient that was reduced to another rank is freed while backward() still goes on.
+// With owners, of which each parameter has one per host:
+//   - After backward(), a parameter has a .grad on its owners only; elsewhere it is undefined.
+//   - A large gradient that is another rank's is freed when it has been reduced, while backward() still goes on.
+//   - On one host a gradient is reduced to its owner. Over several it is reduced to all ranks, because the network
+//     carries it once per host in either case.
 //   - A small all_reduce at the end tells all ranks which parameters were used. So backward() returns on no rank before
 //     it is over on all.
 //   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside
-//     while the second backward() runs, because its peers have nothing to add to it.
+//     while the second backward() runs, because the other ranks have nothing to add to it.
 //
 // Errors: InvalidArgument, on every rank alike, which names the parameters that some ranks had no gradient for; of a
 // sparse gradient; of a second gradient for a parameter in one backward() (that is, of a backward() inside of it), when
@@ -29,6 +31,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "muster/comm/group.h"
@@ -39,11 +42,15 @@ namespace muster::parallel {
 
 struct ReducerOptions {
   std::string user;  // the class that reduces, for messages
-  Group group;       // resolved
+  Group group;       // resolved; this rank is a member
   double bucket_cap_mb = 25, first_bucket_cap_mb = 1;
   bool find_unused_parameters = false;
   bool replace_allocator = true;
-  std::vector<int> owners = {};  // by parameter, ranks in the group; empty: every rank gets every average
+  bool broadcast_buffers = true;  // the reducer leaves this to its user
+  // By parameter: its owner on this rank's host, a rank in the group. Parameters with one owner on one host have one
+  // owner on every host. Empty: every rank gets every average.
+  std::vector<int> owners = {};
+  bool several_hosts = false;  // each with owners
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
   std::function<void()> on_averaged = [] {};
 };
@@ -67,7 +74,22 @@ class GradientReducer {
 };
 
 size_t bytes_of_mb(double mb);  // MiB
-// Checks the sizes of buckets that a user has given.
-void require_bucket_sizes(double bucket_cap_mb, double first_bucket_cap_mb);
+
+// InvalidArgument if bucket sizes are not above 0, or this rank is not a member of the group.
+ReducerOptions checked(ReducerOptions options);
+// What a user has chosen in DdpOptions or FsdpOptions, checked.
+template <typename Options>
+ReducerOptions reducer_options(std::string user, const Options& options) {
+  return checked({.user = std::move(user),
+                  .group = options.group.resolved(),
+                  .bucket_cap_mb = options.bucket_cap_mb,
+                  .first_bucket_cap_mb = options.first_bucket_cap_mb,
+                  .find_unused_parameters = options.find_unused_parameters,
+                  .replace_allocator = options.replace_allocator,
+                  .broadcast_buffers = options.broadcast_buffers});
+}
+
+// Mismatch, on every rank, if ranks have different tensors (in more than their values) or options.
+void require_same_on_all_ranks(const ModuleTensors& tensors, const ReducerOptions& options);
 
 }  // namespace muster::parallel

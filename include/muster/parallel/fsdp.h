@@ -6,8 +6,8 @@
 //   optimizer.step();                                          // each rank updates the parameters that it owns
 //
 // The parameters lie once in memory that all ranks of the host share, instead of once per rank. Each parameter has an
-// *owner*; they are divided evenly. backward() averages each gradient to its owner; on the other ranks .grad is undefined
-// afterwards. torch::optim's optimizers skip such parameters, so gradients, optimizer states and the work of step() are
+// *owner* on each host; parameters are divided evenly. backward() averages each gradient to its owners; on the other ranks
+// .grad is undefined afterwards. torch::optim's optimizers skip such parameters, so gradients, optimizer states and the work of step() are
 // divided among the ranks without the optimizer's knowledge. No parameter is gathered: every operator of forward() sees
 // plain tensors.
 //
@@ -18,6 +18,7 @@
 //     next forward() waits until all ranks' step() is over; until then nobody may read parameters in any other way.
 //   - Only the owner changes a parameter; owned_parameters() has what this rank owns. What does more than step() by the
 //     optimizer (weight clipping, an average that is written back) goes over these.
+//   - What is changed on one host is changed on all hosts, in the same way.
 //   - Whatever else reads or changes parameters stands between two calls of synchronize() by all ranks: one rank alone
 //     evaluates module() or saves it, or the owners change their parameters.
 //   - torch::load() into the module, on every rank, works; the next forward() shares the new values.
@@ -28,13 +29,17 @@
 // everything: what is written through Tensor::data() only on the parameter's owner, and then only if others might have
 // been reading.
 //
-// Results: parameters are equal on all ranks, since they are one; and equal to those of DistributedDataParallel.
+// Results: parameters are equal on all ranks of a host, since they are one; on hosts whose processors compute alike; and to
+// those of DistributedDataParallel.
 // If a rank dies in step(), some parameters are updated and others not. A Snapshot (snapshot.h) with the module and the
 // optimizer resumes the training to the bit; make it after the FullyShardedDataParallel.
 //
-// Limits: all ranks of the group are on one host; CPU tensors.
+// Several hosts: each has one copy of the parameters, gradients and states, divided among its ranks; with unequal numbers
+// of ranks, among as many as the host with the fewest has.
 //
-// Errors: as DistributedDataParallel, and Unavailable if the host has not enough memory. Thread-safety: one thread, as
+// Limits: CPU tensors; the model, with its gradients and states, fits each host.
+//
+// Errors: as DistributedDataParallel, and Unavailable if a host has not enough memory. Thread-safety: one thread, as
 // an nn::Module. Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 // Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023.
 #pragma once
@@ -112,7 +117,7 @@ class FullyShardedDataParallel {
   // Every rank calls it; returns when all have: what they have read and changed so far is over.
   void synchronize() { sharder_->synchronize(); }
 
-  // The rank in the group that owns a parameter of the module. InvalidArgument if it is not.
+  // The rank in the group, on this rank's host, that owns a parameter of the module. InvalidArgument if it is not one.
   int owner(const at::Tensor& parameter) const { return sharder_->owner(parameter); }
   std::vector<at::Tensor> owned_parameters() const { return sharder_->owned_parameters(); }
 

@@ -12,7 +12,7 @@ namespace muster::ddp {
 struct Reducer::Impl {
   std::shared_ptr<torch::nn::Module> module;
   DdpOptions options;
-  Group group;
+  Group group;  // resolved
   std::vector<parallel::NamedTensor> buffers;
   std::optional<parallel::GradientReducer> gradients;
 };
@@ -23,17 +23,11 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   s.module = std::move(module);
   s.options = std::move(options);
   World& world = World::current();
-  s.group = s.options.group.resolved();
-  parallel::require_bucket_sizes(s.options.bucket_cap_mb, s.options.first_bucket_cap_mb);
-  if (!s.group.is_member()) throw InvalidArgument("this rank is not a member of DistributedDataParallel's group");
+  auto with = parallel::reducer_options("DistributedDataParallel", s.options);
+  s.group = with.group;
 
   auto tensors = parallel::tensors_of(*s.module);
-  parallel::require_same_on_all_ranks(
-      tensors.all,
-      text("bucket_cap_mb=", s.options.bucket_cap_mb, " first_bucket_cap_mb=", s.options.first_bucket_cap_mb,
-           " find_unused_parameters=", s.options.find_unused_parameters,
-           " broadcast_buffers=", s.options.broadcast_buffers),
-      s.group);
+  parallel::require_same_on_all_ranks(tensors, with);
   const auto trainable = tensors.trainable();
   if (trainable.empty())
     throw InvalidArgument("the module has no parameter that requires grad", "Use it without DistributedDataParallel");
@@ -43,14 +37,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
                             "Use FullyShardedDataParallel again, or make the module anew");
   parallel::broadcast_from_first(tensors.all, s.group);
   s.buffers = std::move(tensors.buffers);
-  s.gradients.emplace(trainable,
-                      parallel::ReducerOptions{.user = "DistributedDataParallel",
-                                               .group = s.group,
-                                               .bucket_cap_mb = s.options.bucket_cap_mb,
-                                               .first_bucket_cap_mb = s.options.first_bucket_cap_mb,
-                                               .find_unused_parameters = s.options.find_unused_parameters,
-                                               .replace_allocator = s.options.replace_allocator},
-                      world.shared_heap());
+  s.gradients.emplace(trainable, std::move(with), world.shared_heap());
 }
 
 Reducer::~Reducer() = default;

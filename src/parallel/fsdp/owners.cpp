@@ -1,13 +1,39 @@
 #include "parallel/fsdp/owners.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
+#include "comm/world/world_parts.h"
 #include "parallel/gradient_blocks.h"
 
 namespace muster::fsdp {
 
-std::vector<int> balanced_owners(const std::vector<parallel::NamedTensor>& parameters, int ranks, size_t group_bytes) {
-  std::vector<int> owners(parameters.size());
+int Hosts::owner_beside(int rank, int place) const {
+  for (const auto& host : ranks)
+    if (std::find(host.begin(), host.end(), rank) != host.end()) return host[static_cast<size_t>(place)];
+  return -1;
+}
+
+Hosts hosts_of(const Group& group, const World& world) {
+  std::map<int, std::vector<int>> known;  // hosts are numbered in the order of their first ranks
+  int own = 0;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const int host = world.parts().members[static_cast<size_t>(group.global_rank(rank))].host;
+    known[host].push_back(rank);
+    if (rank == group.rank()) own = host;
+  }
+  Hosts hosts{.owners = group.size()};
+  for (auto& [host, ranks] : known) {
+    if (host == own) hosts.own = hosts.ranks.size();
+    hosts.owners = std::min(hosts.owners, static_cast<int>(ranks.size()));
+    hosts.ranks.push_back(std::move(ranks));
+  }
+  return hosts;
+}
+
+std::vector<int> balanced_places(const std::vector<parallel::NamedTensor>& parameters, int owners, size_t group_bytes) {
+  std::vector<int> places(parameters.size());
   for (const bool trained : {true, false}) {
     struct Item {
       std::vector<size_t> parameters;
@@ -18,7 +44,7 @@ std::vector<int> balanced_owners(const std::vector<parallel::NamedTensor>& param
     size_t total = 0;
     for (const auto& parameter : parameters)
       if (parameter.tensor.requires_grad() == trained) total += parameter.tensor.nbytes();
-    const size_t limit = std::min(group_bytes, total / (4 * static_cast<size_t>(ranks)));
+    const size_t limit = std::min(group_bytes, total / (4 * static_cast<size_t>(owners)));
     for (size_t i = parameters.size(); i-- > 0;) {  // gradients come from the last to the first
       const at::Tensor& tensor = parameters[i].tensor;
       if (tensor.requires_grad() != trained) continue;
@@ -30,14 +56,14 @@ std::vector<int> balanced_owners(const std::vector<parallel::NamedTensor>& param
     }
     // The largest first, each to the rank that has least.
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.bytes > b.bytes; });
-    std::vector<size_t> load(static_cast<size_t>(ranks));
+    std::vector<size_t> load(static_cast<size_t>(owners));
     for (const Item& item : items) {
       const auto least = std::min_element(load.begin(), load.end());
       *least += item.bytes;
-      for (const size_t i : item.parameters) owners[i] = static_cast<int>(least - load.begin());
+      for (const size_t i : item.parameters) places[i] = static_cast<int>(least - load.begin());
     }
   }
-  return owners;
+  return places;
 }
 
 }  // namespace muster::fsdp

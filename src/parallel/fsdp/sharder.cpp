@@ -19,9 +19,10 @@ namespace muster::fsdp {
 struct Sharder::Impl {
   std::shared_ptr<torch::nn::Module> module;
   FsdpOptions options;
-  Group group;
+  Group group;                                             // resolved
   std::vector<parallel::NamedTensor> parameters, buffers;  // each parameter once
-  std::vector<int> owners;                                 // of `parameters`
+  std::vector<int> owners;                                 // of `parameters`, on this host
+  bool on_first_host = false;
   std::shared_ptr<SharedParameters> shared;
   std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
 };
@@ -32,35 +33,27 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   s.module = std::move(module);
   s.options = std::move(options);
   World& world = World::current();
-  s.group = s.options.group.resolved();
-  parallel::require_bucket_sizes(s.options.bucket_cap_mb, s.options.first_bucket_cap_mb);
-  if (!s.group.is_member()) throw InvalidArgument("this rank is not a member of FullyShardedDataParallel's group");
+  auto with = parallel::reducer_options("FullyShardedDataParallel", s.options);
+  s.group = with.group;
 
   auto tensors = parallel::tensors_of(*s.module);
-  s.parameters = std::move(tensors.parameters);
-  s.buffers = std::move(tensors.buffers);
-  for (const auto& [name, tensor] : s.parameters)
+  for (const auto& [name, tensor] : tensors.parameters)
     if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not a dense CPU tensor"),
                             "FullyShardedDataParallel shards dense parameters on the CPU");
-  parallel::require_same_on_all_ranks(tensors.all,
-                                      text("fully sharded bucket_cap_mb=", s.options.bucket_cap_mb,
-                                           " first_bucket_cap_mb=", s.options.first_bucket_cap_mb,
-                                           " find_unused_parameters=", s.options.find_unused_parameters,
-                                           " broadcast_buffers=", s.options.broadcast_buffers),
-                                      s.group);
+  parallel::require_same_on_all_ranks(tensors, with);
   parallel::broadcast_from_first(tensors.all, s.group);
+  s.parameters = std::move(tensors.parameters);
+  s.buffers = std::move(tensors.buffers);
 
-  s.owners = balanced_owners(s.parameters, s.group.size(), parallel::bytes_of_mb(s.options.bucket_cap_mb));
-  s.shared = std::make_shared<SharedParameters>(s.parameters, s.owners, s.group, world);
+  const Hosts hosts = hosts_of(s.group, world);
+  const auto places = balanced_places(s.parameters, hosts.owners, parallel::bytes_of_mb(s.options.bucket_cap_mb));
+  for (const int place : places) s.owners.push_back(hosts.owner(place));
+  s.on_first_host = hosts.own == 0;
+  s.shared = std::make_shared<SharedParameters>(s.parameters, places, hosts, s.group, world);
 
-  parallel::ReducerOptions with{.user = "FullyShardedDataParallel",
-                                .group = s.group,
-                                .bucket_cap_mb = s.options.bucket_cap_mb,
-                                .first_bucket_cap_mb = s.options.first_bucket_cap_mb,
-                                .find_unused_parameters = s.options.find_unused_parameters,
-                                .replace_allocator = s.options.replace_allocator,
-                                .on_averaged = [shared = s.shared] { shared->reads_are_over(); }};
+  with.several_hosts = hosts.ranks.size() > 1;
+  with.on_averaged = [shared = s.shared] { shared->reads_are_over(); };
   std::vector<parallel::NamedTensor> trained;
   for (size_t i = 0; i < s.parameters.size(); ++i) {
     if (!s.parameters[i].tensor.requires_grad()) continue;
@@ -116,7 +109,7 @@ double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_
     if (parameter.grad().defined()) gradients.push_back(parameter.grad());
   double sum = 0;  // of the powers of all elements; or the largest
   for (const at::Tensor& gradient : gradients) {
-    if (gradient.numel() == 0) continue;
+    if (gradient.numel() == 0 || !impl_->on_first_host) continue;  // other hosts have the same gradients
     const bool is_short = gradient.scalar_type() == at::kBFloat16 || gradient.scalar_type() == at::kHalf;
     const auto dtype = is_short ? std::optional(at::kFloat) : std::nullopt;
     const double norm = at::linalg_vector_norm(gradient, norm_type, {}, false, dtype).item<double>();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <utility>
@@ -24,15 +25,12 @@ constexpr size_t kLine = 128;  // two cache lines: what adjacent-line prefetch f
 
 size_t room_for(const at::Tensor& tensor) { return shm::round_up(tensor.nbytes(), kLine); }
 
-// Rank 0 finds out for all ranks: a number that no other set of shared parameters in this World has. Unavailable, on
-// every rank, if the host has no `bytes` of memory.
+// A number that no other set of shared parameters in this World has. Unavailable, on every rank, if a host has no `bytes`
+// of memory.
 int64_t next_number(const World& world, size_t bytes, const Group& group) {
-  int64_t values[2] = {0, 0};  // the number, the available memory
-  if (group.rank() == 0) {
-    values[0] = world.store().add(world.parts().prefix + "/fsdp/count", 1);
-    values[1] = static_cast<int64_t>(shm::memory_available());
-  }
-  broadcast(at::from_blob(values, {2}, at::kLong), 0, {.group = group});
+  int64_t values[2] = {std::numeric_limits<int64_t>::max(), static_cast<int64_t>(shm::memory_available())};
+  if (group.rank() == 0) values[0] = world.store().add(world.parts().prefix + "/fsdp/count", 1);
+  all_reduce(at::from_blob(values, {2}, at::kLong), {.op = ReduceOp::MIN, .group = group});
   if (bytes > static_cast<size_t>(values[1]))
     throw Unavailable(
         text("the parameters need ", bytes, " bytes of shared memory, but only ", values[1], " are available"),
@@ -42,31 +40,32 @@ int64_t next_number(const World& world, size_t bytes, const Group& group) {
 
 struct Memory {
   UniqueFd own;
-  std::vector<std::shared_ptr<shm::Mapping>> mapped;  // by rank in the group
+  std::map<int, std::shared_ptr<shm::Mapping>> mapped;  // by rank in the group
 };
 
-// Every rank makes memory of bytes[rank], and maps that of all. Nothing of it is committed yet.
-Memory share_memory(const std::vector<size_t>& bytes, const Group& group, const World& world) {
+// Every rank of the host makes memory of `bytes`, and maps that of all. Nothing of it is committed yet.
+Memory share_memory(std::map<int, size_t>& bytes, const std::vector<int>& host, const Group& group,
+                    const World& world) {
   const World::Parts& parts = world.parts();
-  std::vector<pid_t> pids;
-  for (const int rank : group.ranks()) {
-    const auto& member = parts.members[static_cast<size_t>(rank)];
-    if (member.host != parts.members[static_cast<size_t>(group.global_rank(0))].host)
-      throw InvalidArgument(text("the ranks ", group.global_rank(0), " and ", rank, " are on different hosts"),
-                            "Give FullyShardedDataParallel a group of one host's ranks");
-    pids.push_back(member.pid);
-  }
+  shm::KnownRanks known;
+  int place = 0;  // of this rank on the host
   size_t total = 0;
-  for (const size_t of_rank : bytes) total += of_rank;
-  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, total, group));
-  const size_t mine = bytes[static_cast<size_t>(group.rank())];
-  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(mine, kLine))};
-  const auto participants = shm::exchange(world.store(), key, group.rank(), group.size(), {memory.own.get()},
-                                          Deadline::after(parts.options.timeout), {pids, group.ranks()});
-  for (size_t rank = 0; rank < participants.size(); ++rank) {
-    if (participants[rank].fds.size() == 1) memory.mapped.push_back(shm::map_memfd(participants[rank].fds[0].get()));
-    if (memory.mapped.size() != rank + 1 || memory.mapped[rank]->size() < bytes[rank])
-      throw CorruptError(text("rank ", group.global_rank(static_cast<int>(rank)), " sent no memory for its parameters"),
+  for (const int rank : host) {
+    if (rank == group.rank()) place = static_cast<int>(known.pids.size());
+    known.shown.push_back(group.global_rank(rank));
+    known.pids.push_back(parts.members[static_cast<size_t>(known.shown.back())].pid);
+    total += bytes[rank];
+  }
+  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, total, group), '/', known.shown[0]);
+  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes[group.rank()], kLine))};
+  const auto participants = shm::exchange(world.store(), key, place, static_cast<int>(host.size()), {memory.own.get()},
+                                          Deadline::after(parts.options.timeout), known);
+  for (size_t i = 0; i < participants.size(); ++i) {
+    const int rank = host[i];
+    auto& mapped = memory.mapped[rank];
+    if (participants[i].fds.size() == 1) mapped = shm::map_memfd(participants[i].fds[0].get());
+    if (!mapped || mapped->size() < bytes[rank])
+      throw CorruptError(text("rank ", known.shown[i], " sent no memory for its parameters"),
                          "Run the same version of Muster on all ranks");
   }
   return memory;
@@ -98,33 +97,38 @@ uint64_t sample_of(const at::Tensor& tensor) {
   return mixed;
 }
 
-// What a rank has found out about a parameter; of several the largest counts. `shown`: the rank that found it.
+// What a rank has found out about a parameter. With the rank it makes one number; of all ranks' the largest counts.
 enum class Change : int32_t { kNone, kUpdated, kReplacedElsewhere, kReplaced, kUpdatedWhileRead, kForeign, kReshaped };
 constexpr int32_t kRanks = 1 << 24;
 int32_t packed(Change change, int rank) { return static_cast<int32_t>(change) * kRanks + rank; }
 Change change_of(int32_t packed) { return static_cast<Change>(packed / kRanks); }
 
+constexpr char kWhileRead[] =
+    " after a forward() that no backward() followed, while other ranks may still have read it";
+constexpr char kSynchronize[] = "Call synchronize() before such a change";
+
 }  // namespace
 
-SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& owners,
-                                   const Group& group, const World& world)
-    : group_(group) {
+SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& places,
+                                   Hosts hosts, const Group& group, const World& world)
+    : group_(group), hosts_(std::move(hosts)) {
   require_own_memory(parameters);
-  std::vector<size_t> used(static_cast<size_t>(group.size()));  // bytes in each rank's memory
+  std::map<int, size_t> used;  // bytes in each rank's memory
   std::vector<size_t> offsets;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    size_t& end = used[static_cast<size_t>(owners[i])];
+    size_t& end = used[hosts_.owner(places[i])];
     offsets.push_back(end);
     end += room_for(parameters[i].tensor);
   }
-  const Memory memory = share_memory(used, group, world);
+  const Memory memory = share_memory(used, hosts_.ranks[hosts_.own], group, world);
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor] = parameters[i];
-    const bool is_mine = owners[i] == group.rank();
-    Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .owner = owners[i]});
-    entry.shared = parallel::shared_tensor(memory.mapped[static_cast<size_t>(owners[i])], offsets[i], tensor, is_mine);
+    const int owner = hosts_.owner(places[i]);
+    const bool is_mine = owner == group.rank();
+    Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .place = places[i]});
+    entry.shared = parallel::shared_tensor(memory.mapped.at(owner), offsets[i], tensor, is_mine);
     if (is_mine && tensor.numel() > 0) {
       shm::commit(memory.own.get(), offsets[i], room_for(tensor));
       entry.shared.copy_(tensor);
@@ -135,7 +139,7 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
   barrier({.group = group});  // all owners have written
 }
 
-bool SharedParameters::is_mine(const Entry& entry) const { return entry.owner == group_.rank(); }
+bool SharedParameters::is_mine(const Entry& entry) const { return hosts_.owner(entry.place) == group_.rank(); }
 
 void SharedParameters::remember(Entry& entry) const {
   entry.version = entry.tensor._version();
@@ -161,6 +165,8 @@ std::vector<int32_t> SharedParameters::changes() const {
       change = Change::kUpdated;
     changes.push_back(packed(change, group_.rank()));
   }
+  for (size_t i = 0; i < entries_.size(); ++i)
+    changes.push_back(is_mine(entries_[i]) && change_of(changes[i]) == Change::kNone ? 1 + group_.rank() : 0);
   return changes;
 }
 
@@ -168,11 +174,7 @@ void SharedParameters::before_forward(std::vector<int32_t> changes) {
   all_reduce(at::from_blob(changes.data(), {static_cast<int64_t>(changes.size())}, at::kInt),
              {.op = ReduceOp::MAX, .group = group_});
   reading_ = false;
-  const size_t worst =
-      static_cast<size_t>(std::max_element(changes.begin(), changes.end(),
-                                           [](int32_t a, int32_t b) { return change_of(a) < change_of(b); }) -
-                          changes.begin());
-  if (!changes.empty()) throw_if_wrong(entries_[worst], changes[worst]);
+  throw_if_wrong(changes);
 
   const at::NoGradGuard no_grad;
   bool any_replaced = false;
@@ -191,13 +193,29 @@ void SharedParameters::before_forward(std::vector<int32_t> changes) {
   reading_ = true;
 }
 
-// All ranks throw the same, and have forgotten the change.
-void SharedParameters::throw_if_wrong(const Entry& entry, int32_t packed) {
-  const Change change = change_of(packed);
-  if (change <= Change::kUpdated || change == Change::kReplaced) return;
+// All ranks throw the same, and have forgotten the change. `changes`: those of all ranks.
+void SharedParameters::throw_if_wrong(const std::vector<int32_t>& changes) {
+  const auto is_good = [](Change change) { return change <= Change::kUpdated || change == Change::kReplaced; };
+  const size_t count = entries_.size();
+  size_t worst = 0;
+  for (size_t i = 1; i < count; ++i)
+    if (change_of(changes[i]) > change_of(changes[worst])) worst = i;
+  if (count == 0) return;
+  if (is_good(change_of(changes[worst]))) {  // then owners on all hosts must have done the same
+    for (worst = 0; worst < count; ++worst)
+      if (change_of(changes[worst]) != Change::kNone && changes[count + worst] > 0) break;
+    if (worst == count) return;
+  }
   for (Entry& each : entries_) remember(each);
-  const std::string rank = text("rank ", group_.global_rank(packed % kRanks)), name = text("parameter ", entry.name),
-                    owner = text("rank ", group_.global_rank(entry.owner));
+  const Entry& entry = entries_[worst];
+  const Change change = change_of(changes[worst]);
+  const int changer = changes[worst] % kRanks;
+  const std::string rank = text("rank ", group_.global_rank(changer)), name = text("parameter ", entry.name),
+                    owner = text("rank ", group_.global_rank(hosts_.owner_beside(changer, entry.place)));
+  if (is_good(change))
+    throw InvalidArgument(text(rank, " changed ", name, ", but rank ", group_.global_rank(changes[count + worst] - 1),
+                               ", which owns it on another host, did not"),
+                          "Change parameters on every host alike");
   if (change == Change::kReshaped)
     throw InvalidArgument(text(rank, " changed the shape, dtype or device of ", name),
                           "Change the module before FullyShardedDataParallel is made");
@@ -207,18 +225,14 @@ void SharedParameters::throw_if_wrong(const Entry& entry, int32_t packed) {
   if (change == Change::kReplacedElsewhere)
     throw InvalidArgument(text(name, " has new values on ", rank, ", but not on ", owner, ", which owns it"),
                           "Load a module on every rank");
-  throw InvalidArgument(text(rank, " changed ", name,
-                             " after a forward() that no backward() followed, while others may still have read it"),
-                        "Call synchronize() before such a change");
+  throw InvalidArgument(text(rank, " changed ", name, kWhileRead), kSynchronize);
 }
 
 bool SharedParameters::may_go_on(const std::vector<int32_t>& changes) const {
   if (!reading_) return false;
-  for (size_t i = 0; i < changes.size(); ++i)
+  for (size_t i = 0; i < entries_.size(); ++i)
     if (change_of(changes[i]) != Change::kNone)
-      throw InvalidArgument(text("parameter ", entries_[i].name, " has changed after a forward() that no backward() ",
-                                 "followed, while other ranks may still have read it"),
-                            "Call synchronize() before such a change");
+      throw InvalidArgument(text("this rank changed parameter ", entries_[i].name, kWhileRead), kSynchronize);
   return true;
 }
 

@@ -2,9 +2,10 @@
 //
 //   rank 0's memfd:  | a.weight | c.bias |        rank 1's memfd:  | b.weight | a.bias |
 //
-// Each parameter has an *owner*, the only rank that may change it. Its bytes lie in the owner's memfd, which all ranks
-// map. So the owner's pages are on its NUMA node, and the kernel frees the memory when no rank uses it any more, in
-// whatever order they end. The tensors of the module stay the same objects; only their storage changes.
+// Each parameter has an *owner*, the only rank of its host that may change it. Its bytes lie in the owner's memfd, which
+// all ranks of the host map. So the owner's pages are on its NUMA node, and the kernel frees the memory when no rank uses it any more, in
+// whatever order they end. The tensors of the module stay the same objects; only their storage changes. With several
+// hosts, each has its own copy. These stay equal, because their owners get the same gradients.
 //
 // Nobody may read a parameter while its owner writes. The order of a step gives that:
 //
@@ -18,12 +19,12 @@
 // unequal parts.
 //
 // changes() finds what breaks this order: a parameter that a rank changed without owning it, or while others might read;
-// new storage or another shape. It finds in-place changes by autograd's version counters, and those of the owner while
+// new storage or another shape; one that the owner on one host changed and the owner on another did not. It finds in-place changes by autograd's version counters, and those of the owner while
 // others might read also by some of the parameter's bytes. before_forward() lets all ranks know, and throws the same on
 // all. After an update it moves on the version counters of the other ranks' parameters, so that a backward() through an
 // old graph fails as in one process.
 //
-// A parameter may get new storage, as by torch::load(). If its owner's has some, before_forward() copies the owner's
+// A parameter may get new storage, as by torch::load(). If its owners' have some, before_forward() copies the owners'
 // values to the shared memory, and all ranks use that again.
 //
 // Errors: InvalidArgument as above; Unavailable, on every rank, if the host has too little memory; those of
@@ -38,18 +39,19 @@
 
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
+#include "parallel/fsdp/owners.h"
 #include "parallel/same_module.h"
 
 namespace muster::fsdp {
 
 class SharedParameters {
  public:
-  // Collective. `parameters` have the same values on all ranks, and each is there once; `owners` are ranks in `group`,
-  // whose ranks are all on one host.
-  SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& owners,
+  // Collective. `parameters` have the same values on all ranks, and each is there once; `places`: of their owners.
+  SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& places, Hosts hosts,
                    const Group& group, const World& world);
 
-  // What this rank has changed since before_forward(), for the two functions below.
+  // What this rank has changed since before_forward(), for the two functions below: a number for each parameter, and
+  // after these one for each that it owns and has left alone.
   std::vector<int32_t> changes() const;
   // Whether no rank may have written since before_forward(). Throws if this one has.
   bool may_go_on(const std::vector<int32_t>& changes) const;
@@ -63,18 +65,19 @@ class SharedParameters {
  private:
   struct Entry {
     std::string name;
-    at::Tensor tensor;  // the module's
-    at::Tensor shared;  // in shared memory, of the same shape and layout
-    int owner = 0;
+    at::Tensor tensor;     // the module's
+    at::Tensor shared;     // in shared memory, of the same shape and layout
+    int place = 0;         // of its owner on each host
     uint32_t version = 0;  // of `tensor`, at the last look
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
   };
 
   bool is_mine(const Entry& entry) const;
   void remember(Entry& entry) const;
-  void throw_if_wrong(const Entry& entry, int32_t packed);
+  void throw_if_wrong(const std::vector<int32_t>& changes);
 
   const Group group_;
+  const Hosts hosts_;
   std::vector<Entry> entries_;
   bool reading_ = false;  // since before_forward(); the same on all ranks
 };

@@ -1,0 +1,284 @@
+// FullyShardedDataParallel over several hosts, each with a copy of the parameters; and on ranks that are processes, of
+// which some die.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <torch/nn.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <filesystem>
+
+#include "base/text.h"
+#include "multiprocess/fsdp_support.h"
+#include "parallel/shared_tensor.h"
+#include "support/full_run.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+// Three steps, which end with the barrier that FullyShardedDataParallel needs before parameters are read.
+template <typename Model>
+void train(Model& model, FsdpNet& net, const World& world) {
+  torch::optim::AdamW optimizer(net.parameters());
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    model(fsdp_input(world.rank(), step)).square().sum().backward();
+    optimizer.step();
+  }
+  barrier();
+}
+
+// Ranks of a host, and the hosts, may come in any order and number.
+const std::vector<HostOfRank> kPlacements = {
+    {"a", "b"}, {"a", "a", "b", "b"}, {"a", "b", "a", "b"}, {"a", "a", "b"}, {"a", "b", "b", "b", "c", "a"}};
+
+TEST(FsdpHosts, EachHostHasOneCopyAndStepsAreThoseOfDdp) {
+  for (const auto& hosts : kPlacements) {
+    SCOPED_TRACE(testing::PrintToString(hosts));
+    on_hosts(hosts, [&](World& world) {
+      const auto net = make<FsdpNet>(7 + static_cast<uint64_t>(world.rank()), {}), other = make<FsdpNet>(7, {});
+      DistributedDataParallel ddp(other);
+      train(ddp, *other, world);
+      auto model = fully_shard(net);
+      train(model, *net, world);
+      expect_equal(*net, *other);
+      for (const auto& parameter : net->parameters()) {
+        const int owner = model.owner(parameter);
+        EXPECT_EQ(hosts[static_cast<size_t>(owner)], hosts[static_cast<size_t>(world.rank())]);
+        EXPECT_EQ(parallel::belongs_to_another_rank(parameter), owner != world.rank());
+        EXPECT_EQ(parameter.grad().defined(), owner == world.rank());
+      }
+      for (const double type : {2.0, HUGE_VAL})
+        EXPECT_NEAR(model.clip_grad_norm_(1e-3, type), nn::utils::clip_grad_norm_(other->parameters(), 1e-3, type),
+                    1e-3);
+      for (const auto& item : net->named_parameters())
+        if (const Tensor& grad = item.value().grad(); grad.defined()) {
+          EXPECT_TRUE(torch::allclose(grad, other->named_parameters()[item.key()].grad(), 1e-4, 1e-9)) << item.key();
+        }
+      // What an owner writes, its host reads.
+      {
+        const torch::NoGradGuard no_grad;
+        for (auto& parameter : model.owned_parameters()) parameter.fill_(world.rank() + 1);
+      }
+      model.synchronize();
+      for (const auto& parameter : net->parameters())
+        EXPECT_TRUE(parameter.eq(model.owner(parameter) + 1).all().item<bool>());
+    });
+  }
+}
+
+// Several averages, of which one is in no_sync(), add up on every host.
+TEST(FsdpHosts, GradientsAccumulate) {
+  on_hosts({"a", "a", "b"}, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), alone = make<FsdpNet>(7, {});
+    auto model = fully_shard(net);
+    const auto backward = [&](int step) {
+      model(fsdp_input(world.rank(), step)).sum().backward();
+      for (int r = 0; r < 3; ++r) (alone->forward(fsdp_input(r, step)).sum() / 3).backward();
+    };
+    {
+      const auto guard = model.no_sync();
+      backward(0);
+    }
+    backward(1);
+    backward(2);
+    for (const auto& item : net->named_parameters()) {
+      const Tensor& grad = item.value().grad();
+      ASSERT_EQ(grad.defined(), model.owner(item.value()) == world.rank()) << item.key();
+      if (!grad.defined()) continue;
+      EXPECT_TRUE(torch::allclose(grad, alone->named_parameters()[item.key()].grad(), 1e-4, 1e-5)) << item.key();
+    }
+    if (model.owned_parameters().empty()) return;  // then it has no average
+    const auto guard = model.no_sync();
+    const auto loss = model(fsdp_input(world.rank(), 3)).sum();
+    expect_refusal({text("which is an average that only rank ", world.rank(), " has on this host"), "zero_grad()"},
+                   [&] { loss.backward(); });
+  });
+}
+
+TEST(FsdpHosts, ChangesOnOneHostOnlyAreNamedOnEveryRank) {
+  on_hosts({"a", "a", "b", "b"}, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    auto model = fully_shard(net);
+    model.synchronize();
+    const bool on_first = world.rank() < 2;
+    const int place = model.owner(net->c->weight) % 2;
+    const std::string here = text("rank ", place), there = text("rank ", 2 + place);
+    const auto forward = [&] { model(fsdp_input(world.rank(), 0)); };
+
+    if (on_first && model.owner(net->c->weight) == world.rank()) {
+      const torch::NoGradGuard no_grad;
+      net->c->weight.mul_(1);
+    }
+    expect_refusal({here, " changed parameter c.weight, but ", there, " which owns it on another host, did not"},
+                   forward);
+    forward();
+    model.synchronize();
+
+    if (!on_first) net->c->weight.set_data(torch::full({600, 600}, 2.0));
+    expect_refusal({there, " changed parameter c.weight, but ", here, " which owns it on another host, did not"},
+                   forward);
+    if (on_first) net->c->weight.set_data(torch::full({600, 600}, 2.0));
+    forward();
+    EXPECT_TRUE(net->c->weight.eq(2).all().item<bool>());
+    EXPECT_TRUE(parallel::is_shared(net->c->weight));
+    model.synchronize();
+  });
+}
+
+// --- ranks that are processes ---
+
+TEST(FsdpProcess, StepsAreThoseOfDdp) {
+  for (const HostOfRank& hosts : {HostOfRank{"a", "a", "a"}, HostOfRank{"a", "b", "a", "b"}}) {
+    const auto ends = in_processes(hosts, [](World& world) {
+      const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+      DistributedDataParallel ddp(net);
+      train(ddp, *net, world);
+      {
+        auto model = fully_shard(other);
+        train(model, *other, world);
+      }
+      expect_equal(*other, *net);
+      barrier();
+      return std::string("done");
+    });
+    for (const auto& end : ends) EXPECT_EQ(end.said, "done");
+  }
+}
+
+// The rank that dies is named on every host, and what it owned stays readable.
+TEST(FsdpProcess, TheDeathOfAnOwnerIsNamedAndItsMemoryStays) {
+  for (const HostOfRank& hosts : {HostOfRank{"a", "a", "a"}, HostOfRank{"a", "a", "b", "b"}}) {
+    const auto ends = in_processes(hosts, [](World& world) {
+      const auto net = make<FsdpNet>(7, {}), first = make<FsdpNet>(7, {});
+      auto model = fully_shard(net);
+      const auto loss = model(fsdp_input(world.rank(), 0)).sum();
+      if (world.rank() == 1) net->b->weight.register_hook([](const Tensor&) -> void { ::raise(SIGKILL); });
+      const std::string what = message_of<PeerLost>([&] { loss.backward(); });
+      EXPECT_CONTAINS(what, "rank 1");
+      expect_equal(*net, *first);
+      return std::string("done");
+    });
+    for (size_t rank = 0; rank < ends.size(); ++rank) {
+      if (rank == 1)
+        EXPECT_EQ(ends[rank].signal, SIGKILL);
+      else
+        EXPECT_EQ(ends[rank].said, "done");
+    }
+  }
+}
+
+// A rank dies anywhere in a step; the others name it. A new job resumes, and ends with the bits of one that was not
+// disturbed.
+enum class Phase { kForward, kBackward, kBetween, kInStep, kAfterStep, kInSave, kNone };
+
+struct DyingNet : FsdpNet {
+  Tensor forward(const Tensor& x) {
+    if (dies) ::raise(SIGKILL);
+    return FsdpNet::forward(x);
+  }
+  bool dies = false;
+};
+
+// A part of the snapshot on which a save dies.
+struct DyingItem {
+  void save(torch::serialize::OutputArchive&) const {
+    if (dies) ::raise(SIGKILL);
+  }
+  void load(torch::serialize::InputArchive&) {}
+  bool dies = false;
+};
+
+struct Death {
+  Phase phase = Phase::kNone;
+  int victim = 0, step = 0;
+};
+
+// Trains for 4 steps, from the newest snapshot in `folder` on, and returns the parameters.
+Values train_with_snapshots(World& world, const std::filesystem::path& folder, bool sharded, const Death& kill) {
+  const auto net = make<DyingNet>(7, {});
+  auto model = fully_shard(net);
+  // Two optimizers, so that a rank can die when some parameters are updated and others are not.
+  torch::optim::AdamW early({net->a->weight, net->a->bias, net->b->weight, net->b->bias}, 1e-2),
+      late({net->c->weight, net->c->bias, net->d->weight, net->d->bias}, 1e-2);
+  DyingItem item;
+  Snapshot snapshot({.folder = folder, .every = 1, .sharded = sharded, .default_generator = false});
+  snapshot.add("model", net).add("early", early).add("late", late).add("item", item);
+  Phase now = Phase::kNone;
+  const auto dies_in = [&](Phase phase) { return now == phase; };
+  net->b->weight.register_hook([&](const Tensor&) -> void {
+    if (dies_in(Phase::kBackward)) ::raise(SIGKILL);
+  });
+  for (int64_t step = snapshot.restore(); step < 4; ++step) {
+    if (world.rank() == kill.victim && step == kill.step) now = kill.phase;
+    early.zero_grad();
+    late.zero_grad();
+    net->dies = dies_in(Phase::kForward);
+    const Tensor loss = model(fsdp_input(world.rank(), static_cast<int>(step))).square().sum();
+    loss.backward();
+    if (dies_in(Phase::kBetween)) ::raise(SIGKILL);
+    early.step();
+    if (dies_in(Phase::kInStep)) ::raise(SIGKILL);
+    late.step();
+    if (dies_in(Phase::kAfterStep)) ::raise(SIGKILL);
+    item.dies = dies_in(Phase::kInSave);
+    EXPECT_FALSE(snapshot.step(step + 1));
+  }
+  model.synchronize();
+  return copies(net->named_parameters());
+}
+
+TEST(FsdpProcess, AfterADeathInAnyPhaseAJobResumesToTheBit) {
+  const auto top = std::filesystem::path(testing::TempDir()) / text("fsdp-deaths-", ::getpid());
+  const auto reference = top / "reference.pt";
+  std::filesystem::create_directories(top);
+  const HostOfRank one{"a", "a", "a"}, several{"a", "a", "b", "b"};
+  int runs = 0;
+  for (const auto& hosts : {one, several}) {
+    const auto trained = [&](World& world, const std::filesystem::path& folder, bool sharded) {
+      return train_with_snapshots(world, folder, sharded, {});
+    };
+    for (const auto& end : in_processes(hosts, [&](World& world) {
+           const Values values = trained(world, top / text("undisturbed-", hosts.size()), false);
+           if (world.rank() == 0) torch::save(values.values(), reference.string());
+           return std::string("done");
+         }))
+      ASSERT_EQ(end.said, "done");
+    for (int round = 0; round < (full_run() ? 9 : 1); ++round)
+      for (const Phase phase :
+           {Phase::kForward, Phase::kBackward, Phase::kBetween, Phase::kInStep, Phase::kAfterStep, Phase::kInSave}) {
+        if (!full_run() && (static_cast<int>(phase) % 2 == 0) == (hosts == one)) continue;  // each in one of the two
+        const Death kill{phase, runs % static_cast<int>(hosts.size()), 1 + runs % 3};
+        const bool sharded = ++runs % 2 == 0;
+        SCOPED_TRACE(text("phase ", static_cast<int>(phase), ", rank ", kill.victim, ", step ", kill.step, " on ",
+                          hosts.size(), " ranks"));
+        const auto folder = top / text("run-", runs);
+        const auto ends = in_processes(hosts, [&](World& world) {
+          return message_of<PeerLost>([&] { train_with_snapshots(world, folder, sharded, kill); });
+        });
+        for (size_t rank = 0; rank < ends.size(); ++rank) {
+          if (static_cast<int>(rank) == kill.victim)
+            EXPECT_EQ(ends[rank].signal, SIGKILL);
+          else
+            EXPECT_CONTAINS(ends[rank].said, text("rank ", kill.victim));
+        }
+        const auto resumed = in_processes(hosts, [&](World& world) {
+          const Values values = trained(world, folder, sharded);
+          std::vector<Tensor> expected;
+          torch::load(expected, reference.string());
+          for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(values.values()[i], expected[i])) << i;
+          return std::string("done");
+        });
+        for (const auto& end : resumed) EXPECT_EQ(end.said, "done");
+        std::filesystem::remove_all(folder);
+      }
+  }
+  std::filesystem::remove_all(top);
+}
+
+}  // namespace
+}  // namespace muster::test

@@ -1,0 +1,70 @@
+// What the tests of FullyShardedDataParallel share.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/world/world_starter.h"
+#include "muster/muster.h"
+#include "support/forked.h"
+#include "support/models.h"
+#include "support/patience.h"
+
+namespace muster::test {
+
+// Parameters of a megabyte and more, and small ones.
+struct FsdpNet : nn::Module {
+  nn::Linear a = register_module("a", nn::Linear(12, 600)), b = register_module("b", nn::Linear(600, 600)),
+             c = register_module("c", nn::Linear(600, 600)), d = register_module("d", nn::Linear(600, 5));
+  Tensor forward(const Tensor& x) { return d(torch::relu(c(torch::relu(b(torch::relu(a(x))))))); }
+};
+
+inline Tensor fsdp_input(int rank, int step) { return drawn(rank, step, {4, 12}); }
+
+using HostOfRank = std::vector<std::string>;  // as comm::WorldStarter's
+
+// Ranks that are threads.
+inline void on_hosts(const HostOfRank& hosts, const std::function<void(World&)>& fn) {
+  at::set_num_threads(1);
+  comm::WorldStarter(hosts).run_threads(static_cast<int>(hosts.size()), fn, {.timeout = kPatience});
+}
+inline void on_ranks(int n, const std::function<void(World&)>& fn) {
+  on_hosts(HostOfRank(static_cast<size_t>(n), "host"), fn);
+}
+
+// Ranks that are processes. Returns how each ended.
+inline std::vector<ForkedRanks::End> in_processes(const HostOfRank& hosts,
+                                                  const std::function<std::string(World&)>& fn) {
+  const ForkedJob job;
+  ForkedRanks ranks(static_cast<int>(hosts.size()), [&](int rank) {
+    at::set_num_threads(1);
+    World world = job.join(rank, static_cast<int>(hosts.size()), {.timeout = kPatience}, hosts);
+    const World::Scope scope(world);
+    return fn(world);
+  });
+  return ranks.wait_all(Deadline::after(kPatience));
+}
+
+inline void expect_refusal(const std::vector<std::string>& parts, const std::function<void()>& fn) {
+  std::string what = "nothing was thrown";
+  try {
+    fn();
+  } catch (const InvalidArgument& error) {
+    what = error.what();
+  }
+  for (const auto& part : parts) EXPECT_NE(what.find(part), what.npos) << part << " is not in: " << what;
+}
+
+inline void expect_equal(const nn::Module& got, const nn::Module& expected) {
+  const auto values = expected.named_parameters();
+  for (const auto& item : got.named_parameters())
+    EXPECT_TRUE(torch::equal(item.value(), values[item.key()])) << item.key();
+}
+
+}  // namespace muster::test
