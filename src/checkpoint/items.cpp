@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -207,11 +208,27 @@ bool has_known_archive(const torch::optim::Optimizer& optimizer) {
 
 bool is_in_state(const Entry& entry) { return entry.kind == "tensor" && entry.name.starts_with("state/"); }
 
-// Whether an optimizer's parameters are shared, so that each rank has another part of its state.
+// Whether an optimizer's parameters are shared, so that each rank has another part of its state. One without parameters
+// may be that of a rank that owns none.
 bool has_a_part(const torch::optim::Optimizer& optimizer) {
-  for (const auto& group : optimizer.param_groups())
+  bool is_empty = true;
+  for (const auto& group : optimizer.param_groups()) {
     if (std::any_of(group.params().begin(), group.params().end(), parallel::is_shared)) return true;
-  return false;
+    is_empty &= group.params().empty();
+  }
+  return is_empty;
+}
+
+// Which of its parameters this rank owns: 1 for each of them in the order of the groups, 0 for the others.
+constexpr char kOwned[] = "owned parameters";
+at::Tensor owned_by_this_rank(const torch::optim::Optimizer& optimizer) {
+  std::vector<int64_t> owned;
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params())
+      owned.push_back(parallel::belongs_to_another_rank(parameter) ? 0 : 1);
+  at::Tensor tensor = at::empty({static_cast<int64_t>(owned.size())}, at::kLong);
+  std::copy(owned.begin(), owned.end(), tensor.mutable_data_ptr<int64_t>());
+  return tensor;
 }
 
 class OptimizerItem final : public ArchiveItem {
@@ -229,11 +246,12 @@ class OptimizerItem final : public ArchiveItem {
         if (auto& al = static_cast<torch::optim::LBFGSParamState&>(*state).al())
           for (auto& tensor : *al)
             if (!tensor.defined()) tensor = at::empty({0});
-    if (!has_known_archive(optimizer_)) return ArchiveItem::save();
-    const Numbered numbered(optimizer_);
-    Entries entries = ArchiveItem::save();
-    for (auto& entry : entries)
-      if (is_in_state(entry)) entry.tensor = storable(numbered.tensor(number_in<int64_t>(entry)), entry.name);
+    Entries entries = save_state();
+    if (has_a_part(optimizer_))
+      entries.push_back({.name = kOwned,
+                         .kind = "tensor",
+                         .order = static_cast<int64_t>(entries.size()),
+                         .tensor = owned_by_this_rank(optimizer_)});
     return entries;
   }
 
@@ -251,14 +269,20 @@ class OptimizerItem final : public ArchiveItem {
     expect("param_groups/param_groups:size", groups.size(), "groups of parameters");
     for (size_t i = 0; i < groups.size(); ++i)
       expect(text("param_groups/param_groups:", i, "/params:size"), groups[i].params().size(), "parameters in a group");
+    // A rank must not get states of parameters that another rank owns now, and must get those of all that it owns.
+    const auto owned = std::find_if(entries.begin(), entries.end(), is_owned);
+    if (has_a_part(optimizer_) != (owned != entries.end()) ||
+        (owned != entries.end() && !at::equal(owned->tensor, owned_by_this_rank(optimizer_))))
+      throw InvalidArgument(
+          text("the ranks own other parameters of '", entries.front().item, "' than when the snapshot was saved"),
+          "Use the same FsdpOptions and the same ranks on each host, and freeze the same parameters");
   }
 
-  void load(const Entries& entries) override {
+  void load(const Entries& all) override {
+    Entries entries = all;
+    std::erase_if(entries, is_owned);
     optimizer_.state().clear();  // load() only adds to it
-    if (!has_known_archive(optimizer_)) {
-      ArchiveItem::load(entries);
-      return check_owners();
-    }
+    if (!has_known_archive(optimizer_)) return ArchiveItem::load(entries);
     Entries small = entries;
     for (size_t i = 0; i < small.size(); ++i)
       if (is_in_state(small[i])) small[i].tensor = tensor_of(static_cast<int64_t>(i));
@@ -266,19 +290,19 @@ class OptimizerItem final : public ArchiveItem {
     for_each_tensor(optimizer_, [&](at::Tensor& tensor) {
       if (tensor.defined()) tensor = entries.at(static_cast<size_t>(tensor.item<int64_t>())).tensor.clone();
     });
-    check_owners();
   }
   bool differs_between_ranks() const override { return has_a_part(optimizer_); }
 
  private:
-  // A rank must not get states of parameters that another rank owns now.
-  void check_owners() const {
-    for (const auto& group : optimizer_.param_groups())
-      for (const at::Tensor& parameter : group.params())
-        if (parallel::belongs_to_another_rank(parameter) &&
-            optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0)
-          throw InvalidArgument("the ranks own other parameters than when the snapshot was saved",
-                                "Use the same FsdpOptions, and freeze the same parameters");
+  static bool is_owned(const Entry& entry) { return entry.name == kOwned; }
+
+  Entries save_state() {
+    if (!has_known_archive(optimizer_)) return ArchiveItem::save();
+    const Numbered numbered(optimizer_);
+    Entries entries = ArchiveItem::save();
+    for (auto& entry : entries)
+      if (is_in_state(entry)) entry.tensor = storable(numbered.tensor(number_in<int64_t>(entry)), entry.name);
+    return entries;
   }
 
   torch::optim::Optimizer& optimizer_;

@@ -9,7 +9,6 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,62 +16,12 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "parallel/gradient_blocks.h"
+#include "parallel/saved_tensors.h"
 
 namespace muster::parallel {
 namespace {
 
 namespace engine = torch::autograd;
-
-// What decides about tensors that operators save in this thread; null: libtorch.
-class Keeper {
- public:
-  virtual ~Keeper() = default;
-  virtual std::unique_ptr<engine::SavedVariableHooks> hooks() = 0;
-};
-thread_local Keeper* keeper = nullptr;
-
-class Keeping {
- public:
-  explicit Keeping(Keeper* by) : before_(std::exchange(keeper, by)) {}
-  Keeping(const Keeping&) = delete;
-  Keeping& operator=(const Keeping&) = delete;
-  ~Keeping() { keeper = before_; }
-
- private:
-  Keeper* const before_;
-};
-
-// libtorch asks its engine which hooks a saved tensor gets.
-class KeepingEngine final : public engine::Engine {
- public:
-  // libtorch starts the threads of one engine per process, on first use. The base engine's must come first: see
-  // Engine::initialize_device_threads_pool().
-  KeepingEngine() {
-    engine::Engine::get_base_engine().initialize_device_threads_pool();
-    start_device_threads();
-  }
-  std::unique_ptr<engine::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    return keeper ? keeper->hooks() : nullptr;
-  }
-};
-
-engine::Engine& keeping_engine() {
-  // Leaked on purpose, as libtorch's own: its threads may outlive all else.
-  static KeepingEngine& ours = *std::make_unique<KeepingEngine>().release();
-  return ours;
-}
-
-void require_engine() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    if (&engine::Engine::get_default_engine() != &engine::Engine::get_base_engine()) return;
-    keeping_engine();
-    engine::set_default_engine_stub(&keeping_engine);
-  });
-  if (dynamic_cast<KeepingEngine*>(&engine::Engine::get_default_engine()) == nullptr)
-    throw Unavailable("another autograd engine runs in this process, such as Python's",
-                      "Use torch.utils.checkpoint in Python");
-}
 
 // Thrown in a second call when all is there. Not an exception that others would catch.
 struct Enough {};
@@ -280,7 +229,7 @@ class WithoutAutocastCache {
 };
 
 void Call::recompute() {
-  require_engine();
+  require_keepers();
   SecondCall second(forms_, options_.early_stop);
   std::vector<at::Tensor> arguments;
   for (const auto& argument : arguments_) arguments.push_back(argument.unpack());
@@ -308,16 +257,16 @@ void Call::recompute() {
 
 std::shared_ptr<Recomputation> Recomputation::start(const ActivationCheckpointOptions& options,
                                                     const std::vector<at::Tensor>& tensors, Again again) {
-  require_engine();
+  require_keepers();
   const auto call = std::make_shared<Call>(options, std::move(again));
   call->save(tensors);
   return call;
 }
 
-Recomputation::Scope::Scope(Recomputation& of) : of_(of), before_(keeper) { keeper = &static_cast<Call&>(of); }
-Recomputation::Scope::~Scope() { keeper = static_cast<Keeper*>(before_); }
+Recomputation::Scope::Scope(Recomputation& of) : of_(of), before_(exchange_keeper(&static_cast<Call&>(of))) {}
+Recomputation::Scope::~Scope() { exchange_keeper(static_cast<Keeper*>(before_)); }
 void Recomputation::Scope::end() {
-  keeper = static_cast<Keeper*>(before_);
+  exchange_keeper(static_cast<Keeper*>(before_));
   static_cast<Call&>(of_).end();
 }
 

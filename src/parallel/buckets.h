@@ -11,8 +11,9 @@
 // gradient, if nobody else can reach that block; otherwise a value that backward has yet to read would be overwritten
 // by the average.
 //
-// A bucket is reduced to every rank, or to one, its owner. Then it has gradients of parameters with that owner only, and
-// a large bucket's memory is needed only while its gradient is: it has none before.
+// Either all ranks keep a bucket's averages, or only its owner does (with several hosts, its owner on each). Then it has
+// gradients of parameters with that owner only, and a large bucket's memory is needed only while its gradient is: it has
+// none before.
 //
 // Thread-safety: none; one backward() at a time.
 #pragma once
@@ -34,7 +35,7 @@ inline constexpr int kEveryRank = -1;
 struct Parameter {
   std::string name;
   at::Tensor tensor;
-  int owner = kEveryRank;                                 // the rank that gets the average
+  int owner = kEveryRank;                                 // the rank of this host that keeps the average
   c10::intrusive_ptr<torch::autograd::Node> accumulator;  // with a hook of ours; null if every rank is the owner
   at::Tensor view;    // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
   size_t bucket = 0;  // index

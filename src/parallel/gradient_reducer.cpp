@@ -347,7 +347,7 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   return shares;
 }
 
-// With owners, no bucket has come to all ranks. Returns when every rank has come here.
+// With owners: buckets tell only their owners, and may be freed by now. Returns when every rank has come here.
 std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
   std::vector<float> shares;
   for (const auto& parameter : parameters) shares.push_back(parameter.used ? 1 : 0);

@@ -12,8 +12,8 @@
 // With owners, of which each parameter has one per host:
 //   - After backward(), a parameter has a .grad on its owners only; elsewhere it is undefined.
 //   - A large gradient that is another rank's is freed when it has been reduced, while backward() still goes on.
-//   - On one host a gradient is reduced to its owner. Over several it is reduced to all ranks, because the network
-//     carries it once per host in either case.
+//   - On one host a gradient is reduced to its owner. Over several hosts it is reduced to all ranks: the network carries
+//     the same bytes in either case, and the ranks of a host need no groups of their own.
 //   - A small all_reduce at the end tells all ranks which parameters were used. So backward() returns on no rank before
 //     it is over on all.
 //   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside
@@ -50,7 +50,7 @@ struct ReducerOptions {
   // By parameter: its owner on this rank's host, a rank in the group. Parameters with one owner on one host have one
   // owner on every host. Empty: every rank gets every average.
   std::vector<int> owners = {};
-  bool several_hosts = false;  // each with owners
+  bool several_hosts = false;  // then each has owners, and every rank takes part in every average
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
   std::function<void()> on_averaged = [] {};
 };

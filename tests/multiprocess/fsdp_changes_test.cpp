@@ -109,8 +109,7 @@ TEST(Fsdp, LoadedModulesAreSharedAgain) {
     optimizer.step();
     on_saved.step();
     barrier();
-    for (const auto& item : net->named_parameters())
-      EXPECT_TRUE(torch::equal(item.value(), saved->named_parameters()[item.key()])) << item.key();
+    expect_equal(*net, *saved);
 
     // On some ranks only.
     const int owner = model.owner(net->c->weight);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <torch/nn.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
@@ -10,6 +11,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <stdexcept>
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
@@ -100,34 +102,196 @@ TEST(FsdpHosts, GradientsAccumulate) {
   });
 }
 
-TEST(FsdpHosts, ChangesOnOneHostOnlyAreNamedOnEveryRank) {
+// A parameter is unused on all ranks but one, a gradient is not finite, and a backward() throws: as on one host.
+TEST(FsdpHosts, TheHardCasesOfGradients) {
+  on_hosts({"a", "a", "b", "b"}, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), alone = make<FsdpNet>(7, {});
+    auto model = fully_shard(net, {.find_unused_parameters = true});
+    const auto loss_of = [](FsdpNet& of, int rank, int step) {
+      const Tensor y = torch::relu(of.a(fsdp_input(rank, step)));
+      return rank == 3 ? of.d(y).sum() : y.sum();
+    };
+    bool fails = false;
+    net->a->weight.register_hook([&](const Tensor&) {
+      if (fails) throw std::runtime_error("in a hook");
+    });
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      net->zero_grad();
+      alone->zero_grad();
+      model.synchronize();
+      const auto before = [&] { model(fsdp_input(world.rank(), step)); };  // the forward() that begins a step
+      if (step == 1) {
+        before();
+        fails = world.rank() == 2;
+        const Tensor loss = loss_of(*net, world.rank(), step);
+        if (fails)
+          EXPECT_THROW(loss.backward(), std::exception);
+        else
+          loss.backward();
+        fails = false;
+        net->zero_grad();
+      }
+      before();
+      loss_of(*net, world.rank(), step).backward();
+      for (int r = 0; r < 4; ++r) (loss_of(*alone, r, step) / 4).backward();
+      for (const auto& item : net->named_parameters()) {
+        const Tensor &grad = item.value().grad(), &expected = alone->named_parameters()[item.key()].grad();
+        const bool mine = model.owner(item.value()) == world.rank();
+        ASSERT_EQ(grad.defined(), mine && expected.defined()) << item.key();
+        if (grad.defined()) {
+          EXPECT_TRUE(torch::allclose(grad, expected, 1e-4, 1e-5)) << item.key();
+        }
+      }
+    }
+    for (const int bad : {0, 3}) {  // on one host only: all ranks know
+      model.synchronize();
+      loss_of(*net, world.rank(), 0).backward();
+      if (world.rank() / 2 == bad / 2)
+        for (const auto& parameter : model.owned_parameters())
+          if (parameter.grad().defined()) parameter.mutable_grad().view(-1)[0] = std::nan("");
+      EXPECT_FALSE(std::isfinite(model.clip_grad_norm_(1)));
+      net->zero_grad();
+    }
+  });
+}
+
+// Any group of ranks, whose first need not be on the World's first host; and modules that need no gradients.
+TEST(FsdpHosts, GroupsOverHosts) {
+  on_hosts({"a", "a", "b", "b"}, [](World& world) {
+    const Group group = world.new_group({3, 0, 2});
+    if (!group.is_member()) return;
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    DistributedDataParallel ddp(other, {.group = group});
+    auto model = fully_shard(net, {.group = group});
+    const auto step = [&](auto& of, FsdpNet& its) {
+      torch::optim::AdamW optimizer(its.parameters());
+      of(fsdp_input(world.rank(), 0)).square().sum().backward();
+      optimizer.step();
+      barrier({.group = group});
+    };
+    step(ddp, *other);
+    step(model, *net);
+    expect_equal(*net, *other);
+    for (const auto& parameter : net->parameters()) EXPECT_EQ(model.owner(parameter), world.rank() == 0 ? 1 : 0);
+    EXPECT_NEAR(model.clip_grad_norm_(1), nn::utils::clip_grad_norm_(other->parameters(), 1), 1e-3);
+
+    const auto frozen = make<FsdpNet>(8, [](nn::Module& module) {
+      for (auto& parameter : module.parameters()) parameter.set_requires_grad(false);
+    });
+    auto of_frozen = fully_shard(frozen, {.group = group});
+    of_frozen(fsdp_input(0, 0));
+    for (const auto& parameter : frozen->parameters()) EXPECT_TRUE(parallel::is_shared(parameter));
+    EXPECT_EQ(of_frozen.clip_grad_norm_(1), 0);
+  });
+}
+
+TEST(FsdpHosts, DifferentValuesOnHostsAreNamedOnEveryRank) {
   on_hosts({"a", "a", "b", "b"}, [](World& world) {
     const auto net = make<FsdpNet>(7, {});
     auto model = fully_shard(net);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);  // writes through data(), which no version counter sees
+    const Tensor& weight = net->c->weight;
+    const bool on_first = world.rank() < 2, owns = model.owner(weight) == world.rank();
+    const int place = model.owner(weight) % 2;
+    const auto forward = [&](int step) { return model(fsdp_input(world.rank(), step)).sum(); };
+    const auto refused = [&] {
+      expect_refusal(
+          {"parameter c.weight has other values on the host of rank ", text("rank ", place), text("rank ", 2 + place)},
+          [&] { forward(0); });
+    };
+    const auto fill = [&](double value) {
+      const torch::NoGradGuard no_grad;
+      if (owns) net->c->weight.fill_(value);
+    };
     model.synchronize();
-    const bool on_first = world.rank() < 2;
-    const int place = model.owner(net->c->weight) % 2;
-    const std::string here = text("rank ", place), there = text("rank ", 2 + place);
-    const auto forward = [&] { model(fsdp_input(world.rank(), 0)); };
+    if (on_first) fill(2);
+    refused();
+    refused();  // until the hosts are equal again
+    if (!on_first) fill(2);
+    forward(0).backward();
 
-    if (on_first && model.owner(net->c->weight) == world.rank()) {
+    // One host does more than a step, or less, or loads new values.
+    for (const double host_b : {1.0, 0.0}) {
+      optimizer.step();
+      if (on_first) fill(3);
+      if (!on_first && host_b > 0) fill(host_b);
+      refused();
+      fill(3);
+      forward(1).backward();
+    }
+    const bool waits = on_first && owns;
+    if (!waits) optimizer.step();
+    expect_refusal({" has other values on the host of rank "}, [&] { forward(2); });
+    if (waits) optimizer.step();
+    forward(2).backward();
+    if (on_first) net->c->weight.set_data(torch::full({600, 600}, 5.0));
+    refused();
+    net->c->weight.set_data(torch::full({600, 600}, 5.0));
+    forward(3).backward();
+    EXPECT_TRUE(weight.eq(5).all().item<bool>());
+    EXPECT_TRUE(parallel::is_shared(weight));
+
+    // A rank that does not own it: the message names the owner on its host.
+    if (world.rank() == 3 - place) {
       const torch::NoGradGuard no_grad;
       net->c->weight.mul_(1);
     }
-    expect_refusal({here, " changed parameter c.weight, but ", there, " which owns it on another host, did not"},
-                   forward);
-    forward();
-    model.synchronize();
-
-    if (!on_first) net->c->weight.set_data(torch::full({600, 600}, 2.0));
-    expect_refusal({there, " changed parameter c.weight, but ", here, " which owns it on another host, did not"},
-                   forward);
-    if (on_first) net->c->weight.set_data(torch::full({600, 600}, 2.0));
-    forward();
-    EXPECT_TRUE(net->c->weight.eq(2).all().item<bool>());
-    EXPECT_TRUE(parallel::is_shared(net->c->weight));
-    model.synchronize();
+    expect_refusal({text("rank ", 3 - place, " changed parameter c.weight, which rank ", 2 + place, " owns")},
+                   [&] { forward(4); });
+    forward(4).backward();
   });
+}
+
+// States are stored by rank: on other hosts, ranks would have too many or too few.
+TEST(FsdpHosts, ASnapshotOfOtherHostsIsRefused) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-hosts-", ::getpid());
+  const HostOfRank one{"a", "a"}, two{"a", "b"};
+  for (const bool from_one : {true, false}) {
+    std::filesystem::remove_all(folder);
+    for (const bool again : {false, true}) {
+      on_hosts((from_one != again) ? one : two, [&](World& world) {
+        const auto net = make<FsdpNet>(7, {});
+        auto model = fully_shard(net);
+        torch::optim::AdamW optimizer(net->parameters());
+        Snapshot snapshot({.folder = folder, .default_generator = false});
+        snapshot.add("model", net).add("optimizer", optimizer);
+        if (again) {
+          expect_refusal({"the ranks own other parameters of 'optimizer' than when the snapshot was saved"},
+                         [&] { snapshot.restore(); });
+          return;
+        }
+        model(fsdp_input(world.rank(), 0)).sum().backward();
+        optimizer.step();
+        snapshot.save(1);
+      });
+    }
+  }
+  std::filesystem::remove_all(folder);
+}
+
+// One of three ranks owns nothing: its optimizer has no parameters, and the snapshot no states of it.
+TEST(FsdpHosts, ASnapshotOfARankThatOwnsNothing) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-nothing-", ::getpid());
+  for (const bool again : {false, true})
+    on_hosts({"a", "a", "b"}, [&](World& world) {
+      const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+      auto model = fully_shard(net);
+      torch::optim::Adagrad optimizer(model.owned_parameters());
+      Snapshot snapshot({.folder = folder, .default_generator = false});
+      snapshot.add("model", net).add("optimizer", optimizer);
+      EXPECT_EQ(snapshot.restore(), again ? 1 : 0);
+      if (!again) {
+        model(fsdp_input(world.rank(), 0)).sum().backward();
+        optimizer.step();
+        snapshot.save(1);
+        return;
+      }
+      model.synchronize();
+      EXPECT_FALSE(torch::equal(net->b->weight, other->b->weight));
+      EXPECT_EQ(optimizer.state().size(), model.owned_parameters().size());
+    });
+  std::filesystem::remove_all(folder);
 }
 
 // --- ranks that are processes ---
@@ -270,6 +434,7 @@ TEST(FsdpProcess, AfterADeathInAnyPhaseAJobResumesToTheBit) {
           const Values values = trained(world, folder, sharded);
           std::vector<Tensor> expected;
           torch::load(expected, reference.string());
+          EXPECT_EQ(values.size(), expected.size());
           for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(values.values()[i], expected[i])) << i;
           return std::string("done");
         });

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "multiprocess/fsdp_support.h"
 #include "support/models.h"
 
 namespace muster::test {
@@ -57,9 +58,7 @@ void expect_steps_of_ddp(int steps) {
                   auto fsdp = fully_shard(other);
                   const auto states = train(fsdp, *other);
                   EXPECT_EQ(states, fsdp.owned_parameters().size());
-                  const auto expected = net->named_parameters();
-                  for (const auto& item : other->named_parameters())
-                    EXPECT_TRUE(torch::equal(item.value(), expected[item.key()])) << item.key();
+                  expect_equal(*other, *net);
                 },
                 {.timeout = kPatience});
   }

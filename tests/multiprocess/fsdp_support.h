@@ -15,6 +15,7 @@
 #include "support/forked.h"
 #include "support/models.h"
 #include "support/patience.h"
+#include "support/ranks.h"
 
 namespace muster::test {
 
@@ -52,13 +53,8 @@ inline std::vector<ForkedRanks::End> in_processes(const HostOfRank& hosts,
 }
 
 inline void expect_refusal(const std::vector<std::string>& parts, const std::function<void()>& fn) {
-  std::string what = "nothing was thrown";
-  try {
-    fn();
-  } catch (const InvalidArgument& error) {
-    what = error.what();
-  }
-  for (const auto& part : parts) EXPECT_NE(what.find(part), what.npos) << part << " is not in: " << what;
+  const std::string what = message_of<InvalidArgument>(fn);
+  for (const auto& part : parts) EXPECT_CONTAINS(what, part);
 }
 
 inline void expect_equal(const nn::Module& got, const nn::Module& expected) {

@@ -18,7 +18,7 @@
 //     next forward() waits until all ranks' step() is over; until then nobody may read parameters in any other way.
 //   - Only the owner changes a parameter; owned_parameters() has what this rank owns. What does more than step() by the
 //     optimizer (weight clipping, an average that is written back) goes over these.
-//   - What is changed on one host is changed on all hosts, in the same way.
+//   - If you change parameters on one host, make the same change on every host.
 //   - Whatever else reads or changes parameters stands between two calls of synchronize() by all ranks: one rank alone
 //     evaluates module() or saves it, or the owners change their parameters.
 //   - torch::load() into the module, on every rank, works; the next forward() shares the new values.
@@ -27,10 +27,10 @@
 //   - A process that fork()s shares the parameters with its child.
 // forward() throws InvalidArgument when it finds one of the rules broken, and names the parameter. It cannot find
 // everything: what is written through Tensor::data() only on the parameter's owner, and then only if others might have
-// been reading.
+// been reading. Whether hosts have the same values it finds by some of each parameter's bytes.
 //
-// Results: parameters are equal on all ranks of a host, since they are one; on hosts whose processors compute alike; and to
-// those of DistributedDataParallel.
+// Results: all ranks of a host read the same parameters. Hosts have equal parameters, and these equal those of
+// DistributedDataParallel.
 // If a rank dies in step(), some parameters are updated and others not. A Snapshot (snapshot.h) with the module and the
 // optimizer resumes the training to the bit; make it after the FullyShardedDataParallel.
 //

@@ -178,8 +178,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
                                     [me](const comm::Member& m) { return m.host == me; });
     std::tie(context.host.local_ranks, context.host.cores) =
         memberships.crowd(static_cast<int>(here), comm::cores_of_host(context.group.members, rank));
-    context.host.heaps =
-        comm::exchange_heaps(*ours, prefix, rank, context.group.members, *context.host.arena, deadline);
+    context.host.heaps = comm::exchange_memory(*ours, prefix + "/heaps", rank, context.group.members,
+                                               context.host.arena->fd(), deadline);
     // All ranks have read who the others are: otherwise they could not have exchanged their heaps.
     if (rank == 0 && comm::on_one_host(context.group.members)) comm::forget_members(*ours, prefix, size);
     auto backend = comm::create_backend("auto", context);

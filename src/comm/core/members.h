@@ -17,6 +17,8 @@ struct Member {
   CpuSet cpus;         // that it may run on
 };
 
+// By host: the indices of its members, in order; the host of members[0] comes first.
+std::vector<std::vector<int>> by_host(const std::vector<Member>& members);
 bool on_one_host(const std::vector<Member>& members);
 // How many cores the members on the host of member `rank` may use together.
 int cores_of_host(const std::vector<Member>& members, int rank);

@@ -2,6 +2,7 @@
 #include <array>
 #include <system_error>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "base/thread.h"
 #include "comm/kit/flatten.h"

@@ -16,28 +16,30 @@ size_t default_heap_capacity(int ranks) {
   return std::max<size_t>(std::min(shm::memory_total(), kAddressSpace / static_cast<size_t>(ranks)), size_t{64} << 20);
 }
 
-std::vector<std::shared_ptr<shm::Mapping>> exchange_heaps(Store& store, const std::string& prefix, int rank,
-                                                          const std::vector<Member>& members, const shm::Arena& heap,
-                                                          Deadline deadline) {
-  std::vector<std::shared_ptr<shm::Mapping>> heaps(members.size());
+std::vector<std::shared_ptr<shm::Mapping>> exchange_memory(Store& store, const std::string& prefix, int rank,
+                                                           const std::vector<Member>& members, int memfd,
+                                                           Deadline deadline, const std::vector<int>& shown) {
+  std::vector<std::shared_ptr<shm::Mapping>> all(members.size());
   const int host = members[static_cast<size_t>(rank)].host;
-  std::vector<int> here;  // the ranks of this host
-  std::vector<pid_t> pids;
+  std::vector<size_t> here;  // the ranks of this host
+  shm::KnownRanks known;
+  int place = 0;  // of this rank among them
   for (size_t r = 0; r < members.size(); ++r) {
     if (members[r].host != host) continue;
-    here.push_back(static_cast<int>(r));
-    pids.push_back(members[r].pid);
+    if (static_cast<int>(r) == rank) place = static_cast<int>(here.size());
+    here.push_back(r);
+    known.pids.push_back(members[r].pid);
+    known.shown.push_back(shown.empty() ? static_cast<int>(r) : shown[r]);
   }
-  const auto place = std::find(here.begin(), here.end(), rank) - here.begin();
   auto participants =
-      shm::exchange(store, text(prefix, "/heaps/", host), static_cast<int>(place), static_cast<int>(here.size()),
-                    {heap.fd()}, deadline, {.pids = pids, .shown = here});
+      shm::exchange(store, text(prefix, '/', host), place, static_cast<int>(here.size()), {memfd}, deadline, known);
   for (size_t i = 0; i < here.size(); ++i) {
     if (participants[i].fds.size() != 1)
-      throw CorruptError("a rank sent no heap", "Run the same version of Muster on all ranks");
-    heaps[static_cast<size_t>(here[i])] = shm::map_memfd(participants[i].fds[0].get());
+      throw CorruptError(text("rank ", known.shown[i], " sent no memory"),
+                         "Run the same version of Muster on all ranks");
+    all[here[i]] = shm::map_memfd(participants[i].fds[0].get());
   }
-  return heaps;
+  return all;
 }
 
 }  // namespace muster::comm

@@ -1,4 +1,4 @@
-// The heaps of the ranks of one host: each rank has its own, and maps all others.
+// Memory that the ranks of one host share: each rank has its own, a heap for example, and maps all others.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -27,10 +27,10 @@ std::shared_ptr<Heap> make_heap(std::shared_ptr<shm::Arena> arena);
 // The capacity of a heap whose user gave none, in a job of `ranks` ranks.
 size_t default_heap_capacity(int ranks);
 
-// Every member of a group calls it, with its own heap. Returns the heaps by rank; null for ranks of other hosts.
-// Errors: those of shm::exchange().
-std::vector<std::shared_ptr<shm::Mapping>> exchange_heaps(Store& store, const std::string& prefix, int rank,
-                                                          const std::vector<Member>& members, const shm::Arena& heap,
-                                                          Deadline deadline);
+// Every member of a group calls it, with a memfd of its own. Returns the memory of all, by rank; null for ranks of other
+// hosts. `shown`: the ranks' numbers in messages, if they are others. Errors: those of shm::exchange().
+std::vector<std::shared_ptr<shm::Mapping>> exchange_memory(Store& store, const std::string& prefix, int rank,
+                                                           const std::vector<Member>& members, int memfd,
+                                                           Deadline deadline, const std::vector<int>& shown = {});
 
 }  // namespace muster::comm

@@ -79,7 +79,7 @@ void World::State::meet(Deadline deadline) {
   if (!comm::find_backend(options.backend, comm::on_one_host(members)).maps_heaps)
     heaps.resize(n);
   else
-    heaps = comm::exchange_heaps(*store, prefix, placement.rank, members, *arena, deadline);
+    heaps = comm::exchange_memory(*store, prefix + "/heaps", placement.rank, members, arena->fd(), deadline);
 }
 
 std::shared_ptr<Group::State> World::State::make_group(const std::string& name, const std::string& store_prefix,

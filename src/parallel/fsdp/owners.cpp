@@ -1,8 +1,6 @@
 #include "parallel/fsdp/owners.h"
 
 #include <algorithm>
-#include <map>
-#include <utility>
 
 #include "comm/world/world_parts.h"
 #include "parallel/gradient_blocks.h"
@@ -16,18 +14,13 @@ int Hosts::owner_beside(int rank, int place) const {
 }
 
 Hosts hosts_of(const Group& group, const World& world) {
-  std::map<int, std::vector<int>> known;  // hosts are numbered in the order of their first ranks
-  int own = 0;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const int host = world.parts().members[static_cast<size_t>(group.global_rank(rank))].host;
-    known[host].push_back(rank);
-    if (rank == group.rank()) own = host;
-  }
   Hosts hosts{.owners = group.size()};
-  for (auto& [host, ranks] : known) {
-    if (host == own) hosts.own = hosts.ranks.size();
+  for (const int rank : group.ranks()) hosts.members.push_back(world.parts().members[static_cast<size_t>(rank)]);
+  hosts.ranks = comm::by_host(hosts.members);
+  for (size_t host = 0; host < hosts.ranks.size(); ++host) {
+    const auto& ranks = hosts.ranks[host];
+    if (std::find(ranks.begin(), ranks.end(), group.rank()) != ranks.end()) hosts.own = host;
     hosts.owners = std::min(hosts.owners, static_cast<int>(ranks.size()));
-    hosts.ranks.push_back(std::move(ranks));
   }
   return hosts;
 }

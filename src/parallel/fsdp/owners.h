@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "comm/core/members.h"
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
 #include "parallel/same_module.h"
@@ -15,6 +16,7 @@ namespace muster::fsdp {
 // The hosts of a group's ranks. On each host the same number of ranks own parameters, and these are divided among them in
 // the same way, so that an owner is known by its place among its host's ranks.
 struct Hosts {
+  std::vector<comm::Member> members;    // by rank in the group
   std::vector<std::vector<int>> ranks;  // by host: its ranks in the group, in order; the first host has rank 0
   size_t own = 0;                       // this rank's host
   int owners = 0;                       // on each host: as many ranks as the host with the fewest has

@@ -22,7 +22,7 @@ struct Sharder::Impl {
   Group group;                                             // resolved
   std::vector<parallel::NamedTensor> parameters, buffers;  // each parameter once
   std::vector<int> owners;                                 // of `parameters`, on this host
-  bool on_first_host = false;
+  int hosts = 1;
   std::shared_ptr<SharedParameters> shared;
   std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
 };
@@ -49,10 +49,10 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   const Hosts hosts = hosts_of(s.group, world);
   const auto places = balanced_places(s.parameters, hosts.owners, parallel::bytes_of_mb(s.options.bucket_cap_mb));
   for (const int place : places) s.owners.push_back(hosts.owner(place));
-  s.on_first_host = hosts.own == 0;
+  s.hosts = static_cast<int>(hosts.ranks.size());
   s.shared = std::make_shared<SharedParameters>(s.parameters, places, hosts, s.group, world);
 
-  with.several_hosts = hosts.ranks.size() > 1;
+  with.several_hosts = s.hosts > 1;
   with.on_averaged = [shared = s.shared] { shared->reads_are_over(); };
   std::vector<parallel::NamedTensor> trained;
   for (size_t i = 0; i < s.parameters.size(); ++i) {
@@ -109,7 +109,7 @@ double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_
     if (parameter.grad().defined()) gradients.push_back(parameter.grad());
   double sum = 0;  // of the powers of all elements; or the largest
   for (const at::Tensor& gradient : gradients) {
-    if (gradient.numel() == 0 || !impl_->on_first_host) continue;  // other hosts have the same gradients
+    if (gradient.numel() == 0) continue;
     const bool is_short = gradient.scalar_type() == at::kBFloat16 || gradient.scalar_type() == at::kHalf;
     const auto dtype = is_short ? std::optional(at::kFloat) : std::nullopt;
     const double norm = at::linalg_vector_norm(gradient, norm_type, {}, false, dtype).item<double>();
@@ -120,7 +120,7 @@ double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_
   }
   all_reduce(at::from_blob(&sum, {1}, at::kDouble),
              {.op = largest ? ReduceOp::MAX : ReduceOp::SUM, .group = impl_->group});
-  const double total = largest ? sum : std::pow(sum, 1 / norm_type);
+  const double total = largest ? sum : std::pow(sum / impl_->hosts, 1 / norm_type);  // hosts have the same gradients
   if (error_if_nonfinite && !std::isfinite(total))
     throw InvalidArgument(text("the norm of the gradients is ", total), "Look for the operation that gives NaN or inf");
   const double scale = max_norm / (total + 1e-6);

@@ -1,21 +1,24 @@
 #include "parallel/fsdp/shared_parameters.h"
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "base/text.h"
+#include "comm/world/heaps.h"
 #include "comm/world/world_parts.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "parallel/shared_tensor.h"
-#include "shm/exchange.h"
 #include "shm/mapping.h"
 
 namespace muster::fsdp {
@@ -26,7 +29,7 @@ constexpr size_t kLine = 128;  // two cache lines: what adjacent-line prefetch f
 size_t room_for(const at::Tensor& tensor) { return shm::round_up(tensor.nbytes(), kLine); }
 
 // A number that no other set of shared parameters in this World has. Unavailable, on every rank, if a host has no `bytes`
-// of memory.
+// of memory now.
 int64_t next_number(const World& world, size_t bytes, const Group& group) {
   int64_t values[2] = {std::numeric_limits<int64_t>::max(), static_cast<int64_t>(shm::memory_available())};
   if (group.rank() == 0) values[0] = world.store().add(world.parts().prefix + "/fsdp/count", 1);
@@ -34,40 +37,28 @@ int64_t next_number(const World& world, size_t bytes, const Group& group) {
   if (bytes > static_cast<size_t>(values[1]))
     throw Unavailable(
         text("the parameters need ", bytes, " bytes of shared memory, but only ", values[1], " are available"),
-        "Use a smaller model, or a host with more memory");
+        "Use a smaller model, or hosts with more memory");
   return values[0];
 }
 
 struct Memory {
   UniqueFd own;
-  std::map<int, std::shared_ptr<shm::Mapping>> mapped;  // by rank in the group
+  std::vector<std::shared_ptr<shm::Mapping>> mapped;  // by rank in the group; null for other hosts
 };
 
-// Every rank of the host makes memory of `bytes`, and maps that of all. Nothing of it is committed yet.
-Memory share_memory(std::map<int, size_t>& bytes, const std::vector<int>& host, const Group& group,
-                    const World& world) {
+// Every rank makes memory of bytes[rank], and maps that of its host's ranks. Nothing of it is committed yet.
+Memory share_memory(const std::vector<size_t>& bytes, const Hosts& hosts, const Group& group, const World& world) {
   const World::Parts& parts = world.parts();
-  shm::KnownRanks known;
-  int place = 0;  // of this rank on the host
-  size_t total = 0;
-  for (const int rank : host) {
-    if (rank == group.rank()) place = static_cast<int>(known.pids.size());
-    known.shown.push_back(group.global_rank(rank));
-    known.pids.push_back(parts.members[static_cast<size_t>(known.shown.back())].pid);
-    total += bytes[rank];
-  }
-  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, total, group), '/', known.shown[0]);
-  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes[group.rank()], kLine))};
-  const auto participants = shm::exchange(world.store(), key, place, static_cast<int>(host.size()), {memory.own.get()},
-                                          Deadline::after(parts.options.timeout), known);
-  for (size_t i = 0; i < participants.size(); ++i) {
-    const int rank = host[i];
-    auto& mapped = memory.mapped[rank];
-    if (participants[i].fds.size() == 1) mapped = shm::map_memfd(participants[i].fds[0].get());
-    if (!mapped || mapped->size() < bytes[rank])
-      throw CorruptError(text("rank ", known.shown[i], " sent no memory for its parameters"),
+  const size_t total = std::accumulate(bytes.begin(), bytes.end(), size_t{0});
+  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, total, group));
+  Memory memory{.own =
+                    shm::create_memfd("muster-parameters", std::max(bytes[static_cast<size_t>(group.rank())], kLine))};
+  memory.mapped = comm::exchange_memory(world.store(), key, group.rank(), hosts.members, memory.own.get(),
+                                        Deadline::after(parts.options.timeout), group.ranks());
+  for (size_t rank = 0; rank < bytes.size(); ++rank)
+    if (memory.mapped[rank] && memory.mapped[rank]->size() < bytes[rank])
+      throw CorruptError(text("rank ", group.ranks()[rank], " sent too little memory for its parameters"),
                          "Run the same version of Muster on all ranks");
-  }
   return memory;
 }
 
@@ -97,11 +88,21 @@ uint64_t sample_of(const at::Tensor& tensor) {
   return mixed;
 }
 
-// What a rank has found out about a parameter. With the rank it makes one number; of all ranks' the largest counts.
-enum class Change : int32_t { kNone, kUpdated, kReplacedElsewhere, kReplaced, kUpdatedWhileRead, kForeign, kReshaped };
-constexpr int32_t kRanks = 1 << 24;
-int32_t packed(Change change, int rank) { return static_cast<int32_t>(change) * kRanks + rank; }
-Change change_of(int32_t packed) { return static_cast<Change>(packed / kRanks); }
+// What a rank has found out about a parameter.
+enum class Change : int64_t { kNone, kUpdated, kReplacedElsewhere, kReplaced, kUpdatedWhileRead, kForeign, kReshaped };
+bool is_good(Change change) { return change <= Change::kUpdated || change == Change::kReplaced; }
+
+// A finding and the rank that has it, as a number: of several ranks', the largest counts.
+constexpr int64_t kRanks = int64_t{1} << 24;
+int64_t packed(int64_t finding, int rank) { return finding * kRanks + rank; }
+int64_t packed(Change change, int rank) { return packed(static_cast<int64_t>(change), rank); }
+int64_t finding_of(int64_t packed) { return packed / kRanks; }
+int rank_of(int64_t packed) { return static_cast<int>(packed % kRanks); }
+Change change_of(int64_t packed) { return static_cast<Change>(finding_of(packed)); }
+
+constexpr int kSampleBits =
+    38;  // with a rank's they fit a number; the upper ones, on which all bytes have an influence
+constexpr int64_t kLargestSample = (int64_t{1} << kSampleBits) - 1;
 
 constexpr char kWhileRead[] =
     " after a forward() that no backward() followed, while other ranks may still have read it";
@@ -113,14 +114,14 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
                                    Hosts hosts, const Group& group, const World& world)
     : group_(group), hosts_(std::move(hosts)) {
   require_own_memory(parameters);
-  std::map<int, size_t> used;  // bytes in each rank's memory
+  std::vector<size_t> used(static_cast<size_t>(group.size()));  // bytes in each rank's memory
   std::vector<size_t> offsets;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    size_t& end = used[hosts_.owner(places[i])];
+    size_t& end = used[static_cast<size_t>(hosts_.owner(places[i]))];
     offsets.push_back(end);
     end += room_for(parameters[i].tensor);
   }
-  const Memory memory = share_memory(used, hosts_.ranks[hosts_.own], group, world);
+  const Memory memory = share_memory(used, hosts_, group, world);
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -128,7 +129,7 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     const int owner = hosts_.owner(places[i]);
     const bool is_mine = owner == group.rank();
     Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .place = places[i]});
-    entry.shared = parallel::shared_tensor(memory.mapped.at(owner), offsets[i], tensor, is_mine);
+    entry.shared = parallel::shared_tensor(memory.mapped[static_cast<size_t>(owner)], offsets[i], tensor, is_mine);
     if (is_mine && tensor.numel() > 0) {
       shm::commit(memory.own.get(), offsets[i], room_for(tensor));
       entry.shared.copy_(tensor);
@@ -143,44 +144,60 @@ bool SharedParameters::is_mine(const Entry& entry) const { return hosts_.owner(e
 
 void SharedParameters::remember(Entry& entry) const {
   entry.version = entry.tensor._version();
-  if (is_mine(entry)) entry.sample = sample_of(entry.tensor);
+  if (is_mine(entry)) entry.sample = sample_of(entry.shared);
 }
 
-std::vector<int32_t> SharedParameters::changes() const {
-  std::vector<int32_t> changes;
+SharedParameters::Changes SharedParameters::changes() const {
+  const at::NoGradGuard no_grad;
+  Changes changes;
+  const int rank = group_.rank();
   for (const Entry& entry : entries_) {
     Change change = Change::kNone;
     const at::Tensor &tensor = entry.tensor, &shared = entry.shared;
-    const bool is_written = tensor._version() != entry.version;
+    const bool is_written = tensor._version() != entry.version, mine = is_mine(entry);
+    uint64_t sample = entry.sample;
     if (tensor.sizes() != shared.sizes() || tensor.scalar_type() != shared.scalar_type() ||
-        tensor.device() != shared.device() || tensor.layout() != shared.layout())
+        tensor.device() != shared.device() || tensor.layout() != shared.layout()) {
       change = Change::kReshaped;
-    else if (!tensor.is_alias_of(shared))
-      change = is_mine(entry) ? Change::kReplaced : Change::kReplacedElsewhere;
-    else if (is_written && !is_mine(entry))
-      change = Change::kForeign;
-    else if (reading_ && (is_written || (is_mine(entry) && sample_of(tensor) != entry.sample)))
-      change = Change::kUpdatedWhileRead;
-    else if (is_written)
-      change = Change::kUpdated;
-    changes.push_back(packed(change, group_.rank()));
+    } else if (!tensor.is_alias_of(shared)) {
+      change = mine ? Change::kReplaced : Change::kReplacedElsewhere;
+      if (mine) sample = sample_of(at::empty_like(shared).copy_(tensor));
+    } else {
+      if (mine) sample = sample_of(tensor);
+      if (is_written && !mine)
+        change = Change::kForeign;
+      else if (reading_ && (is_written || (mine && sample != entry.sample)))
+        change = Change::kUpdatedWhileRead;
+      else if (is_written)
+        change = Change::kUpdated;
+    }
+    changes.worst.push_back(packed(change, rank));
+    const auto value = static_cast<int64_t>(sample >> (64 - kSampleBits));
+    changes.largest.push_back(mine ? packed(value, rank) : -1);
+    changes.smallest.push_back(mine ? packed(kLargestSample - value, rank) : -1);
   }
-  for (size_t i = 0; i < entries_.size(); ++i)
-    changes.push_back(is_mine(entries_[i]) && change_of(changes[i]) == Change::kNone ? 1 + group_.rank() : 0);
   return changes;
 }
 
-void SharedParameters::before_forward(std::vector<int32_t> changes) {
-  all_reduce(at::from_blob(changes.data(), {static_cast<int64_t>(changes.size())}, at::kInt),
+void SharedParameters::before_forward(Changes changes) {
+  std::vector<int64_t> all;
+  for (const auto* const part : {&changes.worst, &changes.largest, &changes.smallest})
+    all.insert(all.end(), part->begin(), part->end());
+  all_reduce(at::from_blob(all.data(), {static_cast<int64_t>(all.size())}, at::kLong),
              {.op = ReduceOp::MAX, .group = group_});
+  const auto count = static_cast<std::ptrdiff_t>(entries_.size());
+  changes.worst.assign(all.begin(), all.begin() + count);
+  changes.largest.assign(all.begin() + count, all.begin() + 2 * count);
+  changes.smallest.assign(all.begin() + 2 * count, all.end());
   reading_ = false;
   throw_if_wrong(changes);
+  throw_if_hosts_differ(changes);
 
   const at::NoGradGuard no_grad;
   bool any_replaced = false;
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
-    const Change change = change_of(changes[i]);
+    const Change change = change_of(changes.worst[i]);
     if (change == Change::kReplaced && is_mine(entry)) entry.shared.copy_(entry.tensor);
     if (change == Change::kUpdated && !is_mine(entry)) torch::autograd::impl::bump_version(entry.tensor);
     any_replaced |= change == Change::kReplaced;
@@ -193,29 +210,23 @@ void SharedParameters::before_forward(std::vector<int32_t> changes) {
   reading_ = true;
 }
 
-// All ranks throw the same, and have forgotten the change. `changes`: those of all ranks.
-void SharedParameters::throw_if_wrong(const std::vector<int32_t>& changes) {
-  const auto is_good = [](Change change) { return change <= Change::kUpdated || change == Change::kReplaced; };
-  const size_t count = entries_.size();
-  size_t worst = 0;
-  for (size_t i = 1; i < count; ++i)
-    if (change_of(changes[i]) > change_of(changes[worst])) worst = i;
-  if (count == 0) return;
-  if (is_good(change_of(changes[worst]))) {  // then owners on all hosts must have done the same
-    for (worst = 0; worst < count; ++worst)
-      if (change_of(changes[worst]) != Change::kNone && changes[count + worst] > 0) break;
-    if (worst == count) return;
-  }
+// All ranks throw the same, and have forgotten the change.
+void SharedParameters::throw_if_wrong(const Changes& of_all) {
+  const int64_t none = packed(Change::kNone, 0);
+  int64_t worst = none;
+  size_t index = 0;
+  for (size_t i = 0; i < entries_.size(); ++i)
+    if (!is_good(change_of(of_all.worst[i])) && finding_of(of_all.worst[i]) > finding_of(worst)) {
+      worst = of_all.worst[i];
+      index = i;
+    }
+  if (worst == none) return;
   for (Entry& each : entries_) remember(each);
-  const Entry& entry = entries_[worst];
-  const Change change = change_of(changes[worst]);
-  const int changer = changes[worst] % kRanks;
+  const Change change = change_of(worst);
+  const Entry& entry = entries_[index];
+  const int changer = rank_of(worst);
   const std::string rank = text("rank ", group_.global_rank(changer)), name = text("parameter ", entry.name),
                     owner = text("rank ", group_.global_rank(hosts_.owner_beside(changer, entry.place)));
-  if (is_good(change))
-    throw InvalidArgument(text(rank, " changed ", name, ", but rank ", group_.global_rank(changes[count + worst] - 1),
-                               ", which owns it on another host, did not"),
-                          "Change parameters on every host alike");
   if (change == Change::kReshaped)
     throw InvalidArgument(text(rank, " changed the shape, dtype or device of ", name),
                           "Change the module before FullyShardedDataParallel is made");
@@ -228,10 +239,23 @@ void SharedParameters::throw_if_wrong(const std::vector<int32_t>& changes) {
   throw InvalidArgument(text(rank, " changed ", name, kWhileRead), kSynchronize);
 }
 
-bool SharedParameters::may_go_on(const std::vector<int32_t>& changes) const {
+// All ranks throw the same, in every forward() until the values are equal again.
+void SharedParameters::throw_if_hosts_differ(const Changes& of_all) const {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const int64_t largest = finding_of(of_all.largest[i]);
+    const int64_t smallest = kLargestSample - finding_of(of_all.smallest[i]);
+    if (largest == smallest) continue;
+    throw InvalidArgument(text("parameter ", entries_[i].name, " has other values on the host of rank ",
+                               group_.global_rank(rank_of(of_all.largest[i])), " than on that of rank ",
+                               group_.global_rank(rank_of(of_all.smallest[i]))),
+                          "Change parameters on every host alike: step(), load() and all else");
+  }
+}
+
+bool SharedParameters::may_go_on(const Changes& changes) const {
   if (!reading_) return false;
   for (size_t i = 0; i < entries_.size(); ++i)
-    if (change_of(changes[i]) != Change::kNone)
+    if (change_of(changes.worst[i]) != Change::kNone)
       throw InvalidArgument(text("this rank changed parameter ", entries_[i].name, kWhileRead), kSynchronize);
   return true;
 }

@@ -1,11 +1,11 @@
-// The parameters of a module, once per host: every rank's parameters are the same memory.
+// The parameters of a module, once per host: the parameters of all its ranks are the same memory.
 //
 //   rank 0's memfd:  | a.weight | c.bias |        rank 1's memfd:  | b.weight | a.bias |
 //
-// Each parameter has an *owner*, the only rank of its host that may change it. Its bytes lie in the owner's memfd, which
-// all ranks of the host map. So the owner's pages are on its NUMA node, and the kernel frees the memory when no rank uses it any more, in
-// whatever order they end. The tensors of the module stay the same objects; only their storage changes. With several
-// hosts, each has its own copy. These stay equal, because their owners get the same gradients.
+// Each parameter has an *owner* on each host, the only rank of the host that may change it. Its bytes lie in the owner's
+// memfd, which all ranks of the host map. So the owner's pages are on its NUMA node, and the kernel frees the memory when
+// no rank uses it any more, in whatever order they end. The tensors of the module stay the same objects; only their
+// storage changes. The hosts' copies stay equal, because their owners get the same gradients and make the same updates.
 //
 // Nobody may read a parameter while its owner writes. The order of a step gives that:
 //
@@ -19,15 +19,15 @@
 // unequal parts.
 //
 // changes() finds what breaks this order: a parameter that a rank changed without owning it, or while others might read;
-// new storage or another shape; one that the owner on one host changed and the owner on another did not. It finds in-place changes by autograd's version counters, and those of the owner while
-// others might read also by some of the parameter's bytes. before_forward() lets all ranks know, and throws the same on
-// all. After an update it moves on the version counters of the other ranks' parameters, so that a backward() through an
-// old graph fails as in one process.
+// new storage or another shape. It finds in-place changes by autograd's version counters, and those of the owner while
+// others might read also by some of the parameter's bytes. By these bytes it also finds that hosts have different values.
+// before_forward() lets all ranks know, and throws the same on all. After an update it moves on the version counters of
+// the other ranks' parameters, so that a backward() through an old graph fails as in one process.
 //
 // A parameter may get new storage, as by torch::load(). If its owners' have some, before_forward() copies the owners'
 // values to the shared memory, and all ranks use that again.
 //
-// Errors: InvalidArgument as above; Unavailable, on every rank, if the host has too little memory; those of
+// Errors: InvalidArgument as above; Unavailable, on every rank, if a host has too little memory when they ask; those of
 // shm::exchange() and of the collectives. Thread-safety: one thread, as an nn::Module.
 #pragma once
 
@@ -50,13 +50,17 @@ class SharedParameters {
   SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& places, Hosts hosts,
                    const Group& group, const World& world);
 
-  // What this rank has changed since before_forward(), for the two functions below: a number for each parameter, and
-  // after these one for each that it owns and has left alone.
-  std::vector<int32_t> changes() const;
+  // What this rank has changed since before_forward(), for the two functions below; by parameter. Each number holds a
+  // finding and the rank that has it, so that the largest of all ranks' is what counts.
+  struct Changes {
+    std::vector<int64_t> worst;              // the kind of change
+    std::vector<int64_t> largest, smallest;  // some of the values, as the owners have them, and their complement
+  };
+  Changes changes() const;
   // Whether no rank may have written since before_forward(). Throws if this one has.
-  bool may_go_on(const std::vector<int32_t>& changes) const;
+  bool may_go_on(const Changes& changes) const;
   // Collective.
-  void before_forward(std::vector<int32_t> changes);
+  void before_forward(Changes changes);
   // Collective: all reads so far are over on all ranks.
   void synchronize();
   // To be called when backward() is over on all ranks.
@@ -74,7 +78,8 @@ class SharedParameters {
 
   bool is_mine(const Entry& entry) const;
   void remember(Entry& entry) const;
-  void throw_if_wrong(const std::vector<int32_t>& changes);
+  void throw_if_wrong(const Changes& of_all);
+  void throw_if_hosts_differ(const Changes& of_all) const;
 
   const Group group_;
   const Hosts hosts_;

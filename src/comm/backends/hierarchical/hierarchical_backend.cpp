@@ -29,20 +29,15 @@ constexpr milliseconds kSlack{1500};
 
 HierarchicalBackend::HierarchicalBackend(const BackendContext& context) : QueuedBackend(context, "hierarchical") {
   const int n = context.group.size;
-  std::vector<int> number;  // by host of the World: the host's number in this group
-  for (int r = 0; r < n; ++r) {
-    const auto world_host = context.group.members.empty()
-                                ? size_t{0}
-                                : static_cast<size_t>(context.group.members[static_cast<size_t>(r)].host);
-    if (number.size() <= world_host) number.resize(world_host + 1, -1);
-    if (number[world_host] < 0) {
-      number[world_host] = static_cast<int>(ranks_of_.size());
-      ranks_of_.emplace_back();
+  ranks_of_ =
+      by_host(context.group.members.empty() ? std::vector<Member>(static_cast<size_t>(n)) : context.group.members);
+  host_.resize(static_cast<size_t>(n));
+  place_.resize(static_cast<size_t>(n));
+  for (size_t host = 0; host < ranks_of_.size(); ++host)
+    for (size_t place = 0; place < ranks_of_[host].size(); ++place) {
+      host_[static_cast<size_t>(ranks_of_[host][place])] = static_cast<int>(host);
+      place_[static_cast<size_t>(ranks_of_[host][place])] = static_cast<int>(place);
     }
-    host_.push_back(number[world_host]);
-    place_.push_back(static_cast<int>(ranks_of_[static_cast<size_t>(host_.back())].size()));
-    ranks_of_[static_cast<size_t>(host_.back())].push_back(r);
-  }
   own_host_ = host_of(context.group.rank);
   local_rank_ = place_[static_cast<size_t>(context.group.rank)];
 

@@ -1,0 +1,40 @@
+// Who decides what becomes of the tensors that operators save for backward.
+//
+// libtorch asks its engine which hooks a saved tensor gets. So an engine of our own takes the place of libtorch's; it does
+// nothing else (docs/decisions/0015). It asks the thread's Keeper.
+//
+// Thread-safety: all functions; a Keeper is its thread's.
+#pragma once
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <memory>
+
+namespace muster::parallel {
+
+class Keeper {
+ public:
+  virtual ~Keeper() = default;
+  // For each tensor that an operator saves; null: the tensor is kept as always.
+  virtual std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() = 0;
+};
+
+// From now on `keeper` decides in this thread; null: libtorch. Returns the one before. Call require_keepers() first.
+Keeper* exchange_keeper(Keeper* keeper);
+
+// While it lives, `keeper` decides.
+class Keeping {
+ public:
+  explicit Keeping(Keeper* keeper) : before_(exchange_keeper(keeper)) {}
+  Keeping(const Keeping&) = delete;
+  Keeping& operator=(const Keeping&) = delete;
+  ~Keeping() { exchange_keeper(before_); }
+
+ private:
+  Keeper* const before_;
+};
+
+// Unavailable if another engine than libtorch's runs in this process.
+void require_keepers();
+
+}  // namespace muster::parallel
