@@ -4,6 +4,10 @@
 #include <sstream>
 #include <string>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include "base/text.h"
 
 namespace muster {
@@ -38,6 +42,23 @@ pid_t parent_of(pid_t pid) {
 char process_state(pid_t pid) {
   char state = '\0';
   return stat_of(pid) >> state ? state : '\0';
+}
+
+size_t memory_of_process() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  size_t all = 0, without_files = 0;  // KiB
+  for (std::string line; std::getline(file, line);) {
+    const auto value = [&] { return std::stoul(line.substr(line.find(':') + 1)); };
+    if (line.starts_with("Pss:")) all = value();
+    if (line.starts_with("Pss_Anon:") || line.starts_with("Pss_Shmem:")) without_files += value();
+  }
+  return (without_files > 0 ? without_files : all) << 10;
+}
+
+void release_free_memory() {
+#ifdef __GLIBC__
+  ::malloc_trim(0);
+#endif
 }
 
 }  // namespace muster

@@ -1,10 +1,11 @@
-// The programs of examples/rpc, examples/remote and examples/autograd, as a reader runs them.
+// The programs of examples/rpc, examples/remote, examples/autograd and examples/gpt, as a reader runs them.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <sstream>
 
 #include "multiprocess/launch_support.h"
@@ -316,6 +317,37 @@ Learned learned(const std::vector<std::string>& lines, const std::string& who) {
     if (std::sscanf(line.c_str(), pattern.c_str(), &found.first, &found.last) == 2) return found;
   ADD_FAILURE() << "nothing of '" << who << "' in\n" << testing::PrintToString(lines);
   return found;
+}
+
+// The model learns, the same with one copy per host and with one per rank; and it resumes.
+TEST(Examples, Gpt) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / text("gpt-", ::getpid());
+  std::filesystem::create_directories(folder);
+  {
+    std::ofstream file(folder / "text");
+    for (int i = 0; i < 200; ++i) file << "The quick brown fox jumps over the lazy dog. ";
+  }
+  const auto losses = [&](int ranks, std::vector<std::string> flags) {
+    for (const char* const flag : {"--params", "50K", "--length", "32", "--steps", "60"}) flags.emplace_back(flag);
+    flags.insert(flags.end(), {"--text", (folder / "text").string()});
+    std::map<int, double> by_step;
+    int step = 0, tables = 0;
+    double loss = 0;
+    for (const auto& line : lines_of("gpt", ranks, flags)) {
+      if (std::sscanf(line.c_str(), "step %d: loss %lf", &step, &loss) == 2) by_step[step] = loss;
+      tables += line.starts_with("  planned ");
+    }
+    EXPECT_EQ(tables, 2);
+    return by_step;
+  };
+  const auto shared = losses(2, {}), apart = losses(2, {"--strategy", "ddp", "--checkpoint"});
+  EXPECT_EQ(shared.size(), 6u);
+  EXPECT_EQ(shared, apart);
+  EXPECT_LT(shared.at(60), 0.7 * shared.at(10));
+  losses(2, {"--snapshots", (folder / "snapshots").string()});
+  const auto rest = losses(2, {"--snapshots", (folder / "snapshots").string(), "--precision", "bfloat16"});
+  EXPECT_EQ(rest.size(), 1u);  // from step 50 on
+  std::filesystem::remove_all(folder);
 }
 
 // This seed comes to 4.8 times its start, another to 2.3; without learning the mean of 8 observers stays near 22 steps.

@@ -13,6 +13,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "comm/world/heaps.h"
 #include "comm/world/world_parts.h"
@@ -137,6 +138,7 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     entry.tensor.set_data(entry.shared);
     remember(entry);
   }
+  release_free_memory();      // the module's own copies
   barrier({.group = group});  // all owners have written
 }
 

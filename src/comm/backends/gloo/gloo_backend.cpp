@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <limits>
+#include <map>
 #include <set>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -25,17 +26,30 @@ using std::chrono::milliseconds;
 using Gloo = c10d::ProcessGroupGloo;
 
 // The group of connections, and the transfers that wait for them. Gloo has no call that closes connections. They end
-// with their last owner, and every transfer is an owner, so close() drops the group and aborts the transfers.
+// with their last owner, and every transfer is an owner, so close() drops the group and aborts the transfers. When a
+// connection ends, Gloo tells most of its transfers, but now and then forgets a send: it would wait until its deadline.
+// So end_with() aborts those of that peer.
 struct Connections {
   std::mutex mutex;
-  c10::intrusive_ptr<Gloo> gloo;  // null when closed
-  std::set<c10d::Work*> waiting;
+  c10::intrusive_ptr<Gloo> gloo;       // null when closed
+  std::map<c10d::Work*, int> waiting;  // and the peer
+  std::set<int> ended;                 // peers
 
   void close() {
     c10::intrusive_ptr<Gloo> gone;  // destroyed without the lock
     const std::lock_guard lock(mutex);
     gone = std::move(gloo);
-    for (c10d::Work* const work : waiting) work->abort();
+    for (const auto& [work, peer] : waiting) work->abort();
+  }
+  void end_with(int gone) {
+    const std::lock_guard lock(mutex);
+    ended.insert(gone);
+    for (const auto& [work, peer] : waiting)
+      if (peer == gone) work->abort();
+  }
+  bool has_ended_with(int peer) {
+    const std::lock_guard lock(mutex);
+    return gloo && ended.contains(peer);
   }
 };
 
@@ -57,7 +71,7 @@ class GlooTransfer final : public Wire::Transfer {
   GlooTransfer(std::shared_ptr<Connections> connections, c10::intrusive_ptr<c10d::Work> work, int peer,
                std::unique_ptr<Frame> frame)
       : frame_(std::move(frame)), connections_(std::move(connections)), work_(std::move(work)), peer_(peer) {
-    connections_->waiting.insert(work_.get());
+    connections_->waiting.emplace(work_.get(), peer);
   }
   ~GlooTransfer() override {
     const std::lock_guard lock(connections_->mutex);
@@ -73,6 +87,8 @@ class GlooTransfer final : public Wire::Transfer {
     bool completed = false;
     try {
       completed = work_->wait(left);
+      // A transfer that had completed before it was aborted says so when it is asked again.
+      if (!completed && connections_->has_ended_with(peer_)) completed = work_->wait(milliseconds(1));
     } catch (const std::exception& error) {
       if (deadline.passed()) throw TimeoutError("");
       throw WireBroken(error.what());
@@ -160,6 +176,7 @@ class GlooWire final : public Wire {
     std::vector<at::Tensor> tensors = {at::from_blob(data, {static_cast<int64_t>(bytes)}, at::kByte)};
     const std::lock_guard lock(connections_->mutex);
     if (!connections_->gloo) throw WireBroken("the group is closed");
+    if (connections_->ended.contains(peer)) throw WireBroken("the connection has ended");
     try {
       return std::make_unique<GlooTransfer>(connections_, call(*connections_->gloo, tensors), peer, std::move(frame));
     } catch (const std::exception& error) {
@@ -178,6 +195,7 @@ class GlooWire final : public Wire {
       }
     } catch (const std::exception& error) {
       mailbox_->close(peer, error.what());
+      connections_->end_with(peer);
     }
     const std::lock_guard lock(gone_mutex_);
     gone_.push_back(peer);

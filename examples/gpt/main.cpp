@@ -1,0 +1,193 @@
+// A language model, of a size that you choose, learns a text:
+//
+//   muster run -n 2 gpt --params 10M --sample 300
+//
+// The ranks have one model together (FullyShardedDataParallel) or one each (--strategy ddp). The program first says how
+// much memory the training needs, and then how much there is. --checkpoint computes activations again instead of keeping
+// them; --snapshots FOLDER lets it resume where it was stopped.
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <muster/checkpoint/snapshot.h>
+#include <muster/comm/collectives.h>
+#include <muster/comm/world.h>
+#include <muster/parallel/ddp.h>
+#include <muster/parallel/fsdp.h>
+#include <muster/parallel/memory_plan.h>
+#include <torch/optim/adamw.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <numbers>
+#include <optional>
+#include <string>
+
+#include "model.h"
+
+namespace {
+
+struct Settings {
+  std::string text = "/usr/share/common-licenses/GPL-3", strategy = "fsdp", precision = "float32", snapshots;
+  double parameters = 2e6, rate = 1e-3;
+  int64_t steps = 100, batch = 4, length = 128, sample = 0;
+  bool checkpoint = false;
+};
+
+// A text as bytes [n].
+torch::Tensor read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  if (text.empty())
+    throw std::runtime_error("the text " + path + " is empty or cannot be read; name another with --text");
+  auto bytes = torch::empty({static_cast<int64_t>(text.size())}, torch::kLong);
+  for (size_t i = 0; i < text.size(); ++i) bytes[static_cast<int64_t>(i)] = static_cast<uint8_t>(text[i]);
+  return bytes;
+}
+
+// The batch of a rank in a step: pieces [batch, length + 1] of the text, always the same for the same step and rank.
+torch::Tensor batch_of(const torch::Tensor& text, const Settings& with, int64_t step, int64_t rank) {
+  auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(step * 1'000'003 + rank));
+  const auto starts = torch::randint(text.size(0) - with.length, {with.batch}, random, torch::kLong);
+  std::vector<torch::Tensor> pieces;
+  for (int64_t i = 0; i < with.batch; ++i) pieces.push_back(text.narrow(0, starts[i].item<int64_t>(), with.length + 1));
+  return torch::stack(pieces);
+}
+
+// In bfloat16, operators that gain from it get their inputs in it; parameters and their gradients stay float32.
+class Autocast {
+ public:
+  explicit Autocast(bool on) : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
+    at::autocast::set_autocast_enabled(at::kCPU, on);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::increment_nesting();
+  }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+  ~Autocast() {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, before_);
+  }
+
+ private:
+  const bool before_;
+};
+
+// A tenth of the steps upwards, then down to a tenth by a cosine.
+double rate_at(int64_t step, const Settings& with) {
+  const double done = static_cast<double>(step) / static_cast<double>(with.steps);
+  if (done < 0.1) return with.rate * (done + 0.01) / 0.11;
+  return with.rate * (0.1 + 0.45 * (1 + std::cos(std::numbers::pi * (done - 0.1) / 0.9)));
+}
+
+std::string written_by(Gpt& net, const torch::Tensor& beginning, int64_t count) {
+  const torch::NoGradGuard no_grad;
+  torch::manual_seed(1);
+  auto text = beginning.unsqueeze(0);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t seen = std::min(text.size(1), net.sizes.length);
+    const auto next = net.logits(text.narrow(1, text.size(1) - seen, seen)).select(1, seen - 1).to(torch::kFloat);
+    text = torch::cat({text, torch::multinomial(torch::softmax(next / 0.7, 1), 1)}, 1);
+  }
+  std::string out;
+  for (int64_t i = 0; i < text.size(1); ++i) out += static_cast<char>(text[0][i].item<int64_t>());
+  return out;
+}
+
+// `model`: what the training calls instead of the net.
+template <typename Model>
+void train(Gpt& net, Model& model, muster::World& world, const torch::Tensor& text, const Settings& with,
+           const muster::MemoryPlan& plan) {
+  torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(with.rate).betas({0.9, 0.95}));
+  std::optional<muster::Snapshot> snapshot;
+  if (!with.snapshots.empty()) {
+    snapshot.emplace(muster::SnapshotOptions{.folder = with.snapshots, .every = 50, .sharded = true});
+    snapshot->add("net", net).add("optimizer", optimizer);
+  }
+  const bool first = world.rank() == 0;
+  auto start = std::chrono::steady_clock::now();
+  int64_t since = snapshot ? snapshot->restore() : 0;
+  for (int64_t step = since; step < with.steps; ++step) {
+    optimizer.zero_grad();
+    for (auto& group : optimizer.param_groups()) group.options().set_lr(rate_at(step, with));
+    torch::Tensor loss;
+    {
+      const Autocast autocast(with.precision == "bfloat16");
+      loss = model(batch_of(text, with, step, world.rank()));
+    }
+    if (step == with.steps - 1) {
+      const size_t measured = muster::memory_of_host(world);  // when the most is there
+      if (first) std::printf("%s", plan.table(measured).c_str());
+    }
+    loss.backward();
+    optimizer.step();
+    if ((step + 1) % 10 == 0 || step + 1 == with.steps) {
+      auto mean = loss.detach().clone();
+      muster::all_reduce(mean, {.op = muster::ReduceOp::AVG});
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+      const auto tokens = static_cast<double>((step + 1 - since) * with.batch * with.length * world.world_size());
+      if (first)
+        std::printf("step %lld: loss %.3f, %.0f bytes/s\n", static_cast<long long>(step + 1), mean.item<double>(),
+                    tokens / took.count());
+      start = std::chrono::steady_clock::now();
+      since = step + 1;
+    }
+    if (snapshot && snapshot->step(step + 1)) return;
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Settings with;
+  CLI::App app{"A language model learns a text"};
+  app.add_option("--params", with.parameters, "about how many parameters, e.g. 10M")
+      ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"K", 1e3}, {"M", 1e6}, {"G", 1e9}}));
+  app.add_option("--text", with.text, "a file");
+  app.add_option("--strategy", with.strategy, "fsdp: one model per host; ddp: one per rank")
+      ->check(CLI::IsMember({"fsdp", "ddp"}));
+  app.add_option("--precision", with.precision, "of matrix products")->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_flag("--checkpoint", with.checkpoint, "compute activations again in backward");
+  app.add_option("--steps", with.steps);
+  app.add_option("--batch", with.batch, "pieces of text per rank and step");
+  app.add_option("--length", with.length, "of a piece, in bytes");
+  app.add_option("--rate", with.rate, "the learning rate");
+  app.add_option("--sample", with.sample, "how many bytes to write at the end");
+  app.add_option("--snapshots", with.snapshots, "a folder, to resume from");
+  CLI11_PARSE(app, argc, argv);
+
+  at::set_num_threads(1);
+  auto world = muster::init();
+  const auto text = read(with.text);
+  if (text.size(0) <= with.length) throw std::runtime_error("the text has fewer bytes than --length");
+  torch::manual_seed(0);
+  const auto net = std::make_shared<Gpt>(GptSizes::of(with.parameters, with.length));
+  net->checkpointed = with.checkpoint;
+  const bool sharded = with.strategy == "fsdp", first = world.rank() == 0;
+
+  std::optional<muster::FullyShardedDataParallel<Gpt>> fsdp;
+  std::optional<muster::DistributedDataParallel<Gpt>> ddp;
+  if (sharded) fsdp.emplace(net);
+  const auto forward = [&] {
+    const Autocast autocast(with.precision == "bfloat16");
+    return net->forward(batch_of(text, with, 0, world.rank()));
+  };
+  const auto plan = muster::memory_plan(*net, world, forward, {.fully_sharded = sharded});
+  if (!sharded) ddp.emplace(net);
+  int64_t parameters = 0;
+  for (const auto& parameter : net->parameters()) parameters += parameter.numel();
+  if (first)
+    std::printf("%.1f million parameters in %lld layers of width %lld\n%s", static_cast<double>(parameters) / 1e6,
+                static_cast<long long>(net->sizes.layers), static_cast<long long>(net->sizes.width),
+                plan.table().c_str());
+
+  if (sharded)
+    train(*net, *fsdp, world, text, with, plan);
+  else
+    train(*net, *ddp, world, text, with, plan);
+  muster::barrier();  // all ranks have updated their parameters
+  if (first && with.sample > 0) std::printf("%s\n", written_by(*net, text.narrow(0, 0, 20), with.sample).c_str());
+  muster::barrier();
+}

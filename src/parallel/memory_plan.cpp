@@ -1,0 +1,185 @@
+#include "muster/parallel/memory_plan.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "base/process.h"
+#include "base/text.h"
+#include "comm/core/members.h"
+#include "comm/world/world_parts.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "parallel/gradient_blocks.h"
+#include "parallel/same_module.h"
+#include "parallel/saved_tensors.h"
+#include "parallel/shared_tensor.h"
+
+namespace muster {
+namespace {
+
+// Notes the storages of all tensors that operators save.
+class Accountant final : public parallel::Keeper {
+ public:
+  explicit Accountant(const torch::nn::Module& module) {
+    const auto tensors = parallel::tensors_of(module);
+    for (const auto* const some : {&tensors.parameters, &tensors.buffers})
+      for (const auto& [name, tensor] : *some)
+        if (tensor.has_storage()) known_.insert(tensor.storage().unsafeGetStorageImpl());
+  }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return std::make_unique<Saved>(*this); }
+  size_t bytes() const {
+    size_t sum = 0;
+    for (const auto& [storage, bytes] : saved_) sum += bytes;
+    return sum;
+  }
+
+ private:
+  class Saved final : public torch::autograd::SavedVariableHooks {
+   public:
+    explicit Saved(Accountant& accountant) : accountant_(accountant) {}
+    void call_pack_hook(const at::Tensor& tensor) override {
+      tensor_ = tensor.detach();
+      accountant_.add(tensor_);
+    }
+    at::Tensor call_unpack_hook() override { return tensor_; }
+
+   private:
+    Accountant& accountant_;  // only for call_pack_hook()
+    at::Tensor tensor_;
+  };
+
+  void add(const at::Tensor& tensor) {
+    if (!tensor.has_storage()) return;
+    const auto* const storage = tensor.storage().unsafeGetStorageImpl();
+    if (!known_.contains(storage)) saved_[storage] = tensor.storage().nbytes();
+  }
+
+  std::unordered_set<const void*> known_;          // the module's own
+  std::unordered_map<const void*, size_t> saved_;  // bytes
+};
+
+size_t saved_for_backward(const torch::nn::Module& module, const std::function<at::Tensor()>& forward) {
+  if (!forward) return 0;
+  parallel::require_keepers();
+  const at::AutoGradMode with_grad(true);
+  Accountant accountant(module);
+  at::Tensor result;  // alive until all is counted, so that no storage takes the place of another
+  {
+    const parallel::Keeping keeping(&accountant);
+    result = forward();
+  }
+  return accountant.bytes();
+}
+
+std::string in_mib(size_t bytes) {
+  return text(static_cast<int64_t>(static_cast<double>(bytes) / (1 << 20) + 0.5), " MiB");
+}
+
+std::string line(const std::string& what, const std::string& rank, const std::string& host) {
+  char out[160];
+  std::snprintf(out, sizeof out, "  %-18s %14s %20s\n", what.c_str(), rank.c_str(), host.c_str());
+  return out;
+}
+
+}  // namespace
+
+size_t MemoryPlan::rank() const {
+  size_t sum = 0;
+  for (const Row& row : rows) sum += row.rank;
+  return sum;
+}
+
+size_t MemoryPlan::host() const {
+  size_t sum = 0;
+  for (const Row& row : rows) sum += row.host;
+  return sum;
+}
+
+std::string MemoryPlan::table(size_t measured) const {
+  std::string all = line("", "each rank", text("this host, ", ranks, ranks == 1 ? " rank" : " ranks"));
+  for (const Row& row : rows) all += line(row.what, in_mib(row.rank), in_mib(row.host));
+  all += line("planned", in_mib(rank()), in_mib(host()));
+  if (measured == 0) return all;
+  const double more = 100 * (static_cast<double>(measured) / static_cast<double>(host()) - 1);
+  char percent[40];
+  std::snprintf(percent, sizeof percent, ", %.1f %% %s\n", std::abs(more), more < 0 ? "less" : "more");
+  all += line("measured", "", in_mib(measured));
+  all.replace(all.size() - 1, 1, percent);
+  return all;
+}
+
+MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, const std::function<at::Tensor()>& forward,
+                       const MemoryPlanOptions& options) {
+  const auto& members = world.parts().members;
+  const auto hosts = comm::by_host(members);
+  MemoryPlan plan;
+  size_t owners = members.size();
+  std::set<pid_t> processes;  // of this host
+  for (const auto& host : hosts) {
+    owners = std::min(owners, host.size());
+    if (std::find(host.begin(), host.end(), world.rank()) == host.end()) continue;
+    plan.ranks = static_cast<int>(host.size());
+    for (const int rank : host) processes.insert(members[static_cast<size_t>(rank)].pid);
+  }
+  const auto ranks = static_cast<size_t>(plan.ranks);
+
+  size_t all = 0, trained = 0, large = 0, private_now = 0;  // bytes of parameters
+  for (const auto& [name, parameter] : parallel::tensors_of(module).parameters) {
+    all += parameter.nbytes();
+    if (!parallel::is_shared(parameter)) private_now += parameter.nbytes();
+    if (!parameter.requires_grad()) continue;
+    trained += parameter.nbytes();
+    if (parameter.nbytes() >= parallel::GradientBlocks::kLarge) large += parameter.nbytes();
+  }
+  const auto states_of = [&](size_t bytes) { return static_cast<size_t>(static_cast<double>(bytes) * options.states); };
+  const bool one_host = hosts.size() == 1;
+  if (!options.fully_sharded) {
+    plan.rows = {{"parameters", all, all * ranks},
+                 {"gradients", trained, trained * ranks},
+                 {"optimizer states", states_of(trained), states_of(trained) * ranks}};
+  } else {
+    const size_t small = trained - large;  // in buckets, which each rank has
+    plan.rows = {{"parameters", all / owners, all},
+                 one_host
+                     ? MemoryPlan::Row{"gradients", large / owners + small, large + small * ranks}
+                     : MemoryPlan::Row{"gradients", trained, trained * ranks},  // until the network has carried them
+                 {"optimizer states", states_of(trained) / owners, states_of(trained)}};
+  }
+  const size_t activations = saved_for_backward(module, forward);
+  // Each rank has its own copy of what is not shared yet.
+  const size_t now = memory_of_host(world), known = private_now > 0 ? private_now * ranks : all;
+  const size_t program = now > known ? now - known : 0;
+  plan.rows.push_back({"activations", activations, activations * ranks});
+  plan.rows.push_back({"program", program / processes.size(), program});
+  return plan;
+}
+
+size_t memory_of_host(const World& world) {
+  const auto& members = world.parts().members;
+  const at::Tensor mine = at::empty({1}, at::kLong), all = at::empty({world.world_size()}, at::kLong);
+  release_free_memory();
+  barrier({.group = world.group()});  // so that no rank takes or gives back memory while another one counts
+  *mine.mutable_data_ptr<int64_t>() = static_cast<int64_t>(memory_of_process());
+  all_gather_into_tensor(all, mine, {.group = world.group()});
+  std::set<pid_t> counted;  // ranks that are threads have a process together
+  int64_t sum = 0;
+  if (all.eq(0).any().item<bool>())
+    throw Unavailable("the kernel of a host does not tell how much memory a process has",
+                      "Mount /proc, on Linux 4.14 or later");
+  for (int rank = 0; rank < world.world_size(); ++rank) {
+    const auto& member = members[static_cast<size_t>(rank)];
+    if (member.host != members[static_cast<size_t>(world.rank())].host || !counted.insert(member.pid).second) continue;
+    sum += all.const_data_ptr<int64_t>()[rank];
+  }
+  return static_cast<size_t>(sum);
+}
+
+}  // namespace muster
