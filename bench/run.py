@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,fault,idle,memory,copy]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,limit,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
@@ -14,7 +14,9 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -70,6 +72,48 @@ class TwoHosts:
             if job.returncode != 0:
                 sys.exit(f"{' '.join(job.args)} failed with status {job.returncode}:\n{errors[-2000:]}")
         return next(json.loads(line) for out, _ in said for line in out.splitlines() if line.startswith("{"))
+
+
+class MemoryLimit:
+    """A control group, version 1 or 2, whose processes may use so many bytes of memory."""
+
+    def __init__(self, limit):
+        self.missing = "it needs the right to make control groups for memory"
+        for top, self.limit_file, self.peak_file in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.max_usage_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max", "memory.peak")):
+            self.group = top / f"muster-bench-{os.getpid()}"
+            try:
+                self.group.mkdir()
+            except OSError:
+                continue
+            if (self.group / self.limit_file).exists() and (self.group / self.peak_file).exists():
+                (self.group / self.limit_file).write_text(str(limit))
+                for swap, value in (("memory.memsw.limit_in_bytes", limit), ("memory.swap.max", 0)):
+                    if (self.group / swap).exists():
+                        (self.group / swap).write_text(str(value))
+                self.missing = ""
+                return
+            self.group.rmdir()
+
+    def run(self, command, env):
+        """Returns the rows that the command prints, none if the kernel killed it for its memory; and the largest use in bytes."""
+        enter = ["/bin/sh", "-c", f'echo $$ > {self.group / "cgroup.procs"} && exec "$@"', "sh"]
+        result = subprocess.run([*enter, *command], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=900)
+        rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+        if result.returncode != 0:
+            events = next(path for path in (self.group / "memory.oom_control", self.group / "memory.events") if path.exists()).read_text()
+            if not re.search(r"^oom_kill [1-9]", events, re.M):
+                sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
+            rows = []
+        return rows, int((self.group / self.peak_file).read_text())
+
+    def close(self):
+        for _ in range(100):
+            try:
+                return self.group.rmdir()
+            except OSError:  # its last processes are about to end, or have been left behind
+                for pid in (self.group / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+                time.sleep(0.1)
 
 
 class Bench:
@@ -234,6 +278,25 @@ class Bench:
                         row = hosts.row(self.env, [sys.executable, "-m", "torch.distributed.run", "--master-addr", hosts.ADDRESSES[0], "--master-port", "29500", "--nproc-per-node", "2"], [peer, *steps, "--backend", backend, *kind])
                         found.setdefault(row["impl"], []).append(row)
         return [dict(min(rows, key=lambda row: row["ms"]), bench="hosts", hosts=2, gbit_per_s=1) for rows in found.values()]
+
+    def limit(self):
+        """400 million parameters with AdamW on four ranks that have 12 GiB together."""
+        size = ["--blocks", "127", "--batch", "1", "--length", "64", "--steps", "2"]
+        peer, rows = str(HERE / "peers" / "fsdp_torch.py"), []
+        for impl, command in (("muster-fsdp", self.command("muster", str(self.build / "bench" / "bench_fsdp"), *size, ranks=4)),
+                              *((f"fsdp2-{backend}", self.command("torchrun", peer, *size, "--backend", backend, ranks=4)) for backend in ("gloo", "muster"))):
+            if command is None:
+                continue
+            limit = MemoryLimit(12 << 30)
+            if limit.missing:
+                self.missing["a limit of memory"] = limit.missing
+                return []
+            try:
+                found, peak = limit.run(command, self.env)
+            finally:
+                limit.close()
+            rows.append(dict(found[0] if found else {"impl": impl, "ranks": 4, "ms": None}, bench="limit", runs=bool(found), limit_mib=12 << 10, largest_mib=peak >> 20))
+        return rows
 
     def launch(self):
         empty = self.build / "bench" / "empty.py"
@@ -434,6 +497,11 @@ def show_hosts(rows):
           [[row["impl"], f'{row["ms"]:.0f}', f'{row["ms"] / ours:.2f}', f'{row["host_mib"]:.0f}', row["loss"]] for row in rows])
 
 
+def show_limit(rows):
+    table("400 million parameters with AdamW on four ranks that have 12 GiB together", ["impl", "runs", "s per step", "MiB at the end", "largest MiB"],
+          [[row["impl"], "yes" if row["runs"] else "NO", f'{row["ms"] / 1e3:.1f}' if row["runs"] else "", row.get("host_mib", ""), row["largest_mib"]] for row in rows])
+
+
 def show_launch(rows):
     table("start and end of a job whose ranks do nothing: milliseconds, median", ["impl", "ms"], [[row["impl"], row["ms"]] for row in rows])
 
@@ -503,7 +571,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "fsdp": show_fsdp, "hosts": show_hosts, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
+    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "fsdp": show_fsdp, "hosts": show_hosts, "limit": show_limit, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
             "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:

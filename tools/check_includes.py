@@ -100,7 +100,7 @@ def main(arguments):
                 todo += includes[file]
         used = set(USE.findall(plain[name]))
         for word in sorted(used & places.keys()):
-            own = re.compile(rf"(?:[\w>&*\]]\s*[\s&*]|,)\s*{word}\s*[=(){{;,:]|\b(?:class|struct|enum)\s+(?:alignas\(\w+\)\s*)?{word}\b")
+            own = re.compile(rf"(?<!\breturn)(?<!\bcase)(?<!\bthrow)(?:(?<=\w)\s+|(?<=[\w>])[&*]+\s+|>\s+|\]\s*){word}\s*[=(){{;,:]|,\s*{word}\s*[={{;]|\b(?:class|struct|enum)\s+(?:alignas\(\w+\)\s*)?{word}\b")
             if places[word] & seen or any(own.search(plain[file]) for file in seen):
                 continue
             print(f"{name}: {word} is declared in {', '.join(sorted(places[word]))}, which it does not include")

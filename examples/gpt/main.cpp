@@ -16,14 +16,19 @@
 #include <torch/optim/adamw.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <numbers>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "model.h"
 
@@ -42,9 +47,7 @@ torch::Tensor read(const std::string& path) {
   const std::string text(std::istreambuf_iterator<char>(file), {});
   if (text.empty())
     throw std::runtime_error("the text " + path + " is empty or cannot be read; name another with --text");
-  auto bytes = torch::empty({static_cast<int64_t>(text.size())}, torch::kLong);
-  for (size_t i = 0; i < text.size(); ++i) bytes[static_cast<int64_t>(i)] = static_cast<uint8_t>(text[i]);
-  return bytes;
+  return torch::from_blob(const_cast<char*>(text.data()), {static_cast<int64_t>(text.size())}, torch::kByte).clone();
 }
 
 // The batch of a rank in a step: pieces [batch, length + 1] of the text, always the same for the same step and rank.
@@ -53,13 +56,15 @@ torch::Tensor batch_of(const torch::Tensor& text, const Settings& with, int64_t 
   const auto starts = torch::randint(text.size(0) - with.length, {with.batch}, random, torch::kLong);
   std::vector<torch::Tensor> pieces;
   for (int64_t i = 0; i < with.batch; ++i) pieces.push_back(text.narrow(0, starts[i].item<int64_t>(), with.length + 1));
-  return torch::stack(pieces);
+  return torch::stack(pieces).to(torch::kLong);
 }
 
 // In bfloat16, operators that gain from it get their inputs in it; parameters and their gradients stay float32.
 class Autocast {
  public:
-  explicit Autocast(bool on) : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
+  explicit Autocast(bool on)
+      : before_(at::autocast::is_autocast_enabled(at::kCPU)),
+        dtype_before_(at::autocast::get_autocast_dtype(at::kCPU)) {
     at::autocast::set_autocast_enabled(at::kCPU, on);
     at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
     at::autocast::increment_nesting();
@@ -69,10 +74,12 @@ class Autocast {
   ~Autocast() {
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     at::autocast::set_autocast_enabled(at::kCPU, before_);
+    at::autocast::set_autocast_dtype(at::kCPU, dtype_before_);
   }
 
  private:
   const bool before_;
+  const at::ScalarType dtype_before_;
 };
 
 // A tenth of the steps upwards, then down to a tenth by a cosine.
@@ -85,7 +92,7 @@ double rate_at(int64_t step, const Settings& with) {
 std::string written_by(Gpt& net, const torch::Tensor& beginning, int64_t count) {
   const torch::NoGradGuard no_grad;
   torch::manual_seed(1);
-  auto text = beginning.unsqueeze(0);
+  auto text = beginning.to(torch::kLong).unsqueeze(0);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t seen = std::min(text.size(1), net.sizes.length);
     const auto next = net.logits(text.narrow(1, text.size(1) - seen, seen)).select(1, seen - 1).to(torch::kFloat);
@@ -96,9 +103,9 @@ std::string written_by(Gpt& net, const torch::Tensor& beginning, int64_t count) 
   return out;
 }
 
-// `model`: what the training calls instead of the net.
+// `model`: what the training calls instead of the net. Returns false if a stop was requested (SIGTERM).
 template <typename Model>
-void train(Gpt& net, Model& model, muster::World& world, const torch::Tensor& text, const Settings& with,
+bool train(Gpt& net, Model& model, muster::World& world, const torch::Tensor& text, const Settings& with,
            const muster::MemoryPlan& plan) {
   torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(with.rate).betas({0.9, 0.95}));
   std::optional<muster::Snapshot> snapshot;
@@ -134,30 +141,12 @@ void train(Gpt& net, Model& model, muster::World& world, const torch::Tensor& te
       start = std::chrono::steady_clock::now();
       since = step + 1;
     }
-    if (snapshot && snapshot->step(step + 1)) return;
+    if (snapshot && snapshot->step(step + 1)) return false;
   }
+  return true;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  Settings with;
-  CLI::App app{"A language model learns a text"};
-  app.add_option("--params", with.parameters, "about how many parameters, e.g. 10M")
-      ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"K", 1e3}, {"M", 1e6}, {"G", 1e9}}));
-  app.add_option("--text", with.text, "a file");
-  app.add_option("--strategy", with.strategy, "fsdp: one model per host; ddp: one per rank")
-      ->check(CLI::IsMember({"fsdp", "ddp"}));
-  app.add_option("--precision", with.precision, "of matrix products")->check(CLI::IsMember({"float32", "bfloat16"}));
-  app.add_flag("--checkpoint", with.checkpoint, "compute activations again in backward");
-  app.add_option("--steps", with.steps);
-  app.add_option("--batch", with.batch, "pieces of text per rank and step");
-  app.add_option("--length", with.length, "of a piece, in bytes");
-  app.add_option("--rate", with.rate, "the learning rate");
-  app.add_option("--sample", with.sample, "how many bytes to write at the end");
-  app.add_option("--snapshots", with.snapshots, "a folder, to resume from");
-  CLI11_PARSE(app, argc, argv);
-
+void run(const Settings& with) {
   at::set_num_threads(1);
   auto world = muster::init();
   const auto text = read(with.text);
@@ -183,11 +172,37 @@ int main(int argc, char** argv) {
                 static_cast<long long>(net->sizes.layers), static_cast<long long>(net->sizes.width),
                 plan.table().c_str());
 
-  if (sharded)
-    train(*net, *fsdp, world, text, with, plan);
-  else
-    train(*net, *ddp, world, text, with, plan);
-  muster::barrier();  // all ranks have updated their parameters
-  if (first && with.sample > 0) std::printf("%s\n", written_by(*net, text.narrow(0, 0, 20), with.sample).c_str());
-  muster::barrier();
+  if (!(sharded ? train(*net, *fsdp, world, text, with, plan) : train(*net, *ddp, world, text, with, plan))) return;
+  const auto together = [&] { sharded ? fsdp->synchronize() : muster::barrier(); };
+  together();  // all ranks have updated their parameters
+  const auto beginning = text.narrow(0, 0, std::min<int64_t>(20, text.size(0)));
+  if (first && with.sample > 0) std::printf("%s\n", written_by(*net, beginning, with.sample).c_str());
+  together();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Settings with;
+  CLI::App app{"A language model learns a text"};
+  app.add_option("--params", with.parameters, "about how many parameters, e.g. 10M")
+      ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"K", 1e3}, {"M", 1e6}, {"G", 1e9}}));
+  app.add_option("--text", with.text, "a file");
+  app.add_option("--strategy", with.strategy, "fsdp: one model per host; ddp: one per rank")
+      ->check(CLI::IsMember({"fsdp", "ddp"}));
+  app.add_option("--precision", with.precision, "of matrix products")->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_flag("--checkpoint", with.checkpoint, "compute activations again in backward");
+  app.add_option("--steps", with.steps);
+  app.add_option("--batch", with.batch, "pieces of text per rank and step");
+  app.add_option("--length", with.length, "of a piece, in bytes");
+  app.add_option("--rate", with.rate, "the learning rate");
+  app.add_option("--sample", with.sample, "how many bytes to write at the end");
+  app.add_option("--snapshots", with.snapshots, "a folder, to resume from");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    run(with);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "gpt: %s\n", error.what());
+    return 1;
+  }
 }

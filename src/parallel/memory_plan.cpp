@@ -8,7 +8,7 @@
 #include <memory>
 #include <set>
 #include <unordered_map>
-#include <unordered_set>
+#include <utility>
 
 #include "base/process.h"
 #include "base/text.h"
@@ -27,17 +27,16 @@ namespace {
 // Notes the storages of all tensors that operators save.
 class Accountant final : public parallel::Keeper {
  public:
-  explicit Accountant(const torch::nn::Module& module) {
-    const auto tensors = parallel::tensors_of(module);
-    for (const auto* const some : {&tensors.parameters, &tensors.buffers})
-      for (const auto& [name, tensor] : *some)
-        if (tensor.has_storage()) known_.insert(tensor.storage().unsafeGetStorageImpl());
-  }
-
   std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return std::make_unique<Saved>(*this); }
-  size_t bytes() const {
+
+  // Storages of the graph: alive now, and not any more when `result` is gone. Parameters live on, and so does the input
+  // of which a batch is a part.
+  size_t bytes_that_end_with(at::Tensor result) {
+    std::erase_if(saved_, [](const auto& item) { return item.second.storage.expired(); });
+    result = at::Tensor();
     size_t sum = 0;
-    for (const auto& [storage, bytes] : saved_) sum += bytes;
+    for (const auto& [address, item] : saved_)
+      if (item.storage.expired()) sum += item.bytes;
     return sum;
   }
 
@@ -55,28 +54,31 @@ class Accountant final : public parallel::Keeper {
     Accountant& accountant_;  // only for call_pack_hook()
     at::Tensor tensor_;
   };
+  struct Item {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    size_t bytes;
+  };
 
   void add(const at::Tensor& tensor) {
     if (!tensor.has_storage()) return;
-    const auto* const storage = tensor.storage().unsafeGetStorageImpl();
-    if (!known_.contains(storage)) saved_[storage] = tensor.storage().nbytes();
+    const auto storage = tensor.storage().getWeakStorageImpl();
+    saved_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(), Item{storage, tensor.storage().nbytes()});
   }
 
-  std::unordered_set<const void*> known_;          // the module's own
-  std::unordered_map<const void*, size_t> saved_;  // bytes
+  std::unordered_map<const void*, Item> saved_;  // by address; an address may be used again
 };
 
-size_t saved_for_backward(const torch::nn::Module& module, const std::function<at::Tensor()>& forward) {
+size_t saved_for_backward(const std::function<at::Tensor()>& forward) {
   if (!forward) return 0;
   parallel::require_keepers();
   const at::AutoGradMode with_grad(true);
-  Accountant accountant(module);
-  at::Tensor result;  // alive until all is counted, so that no storage takes the place of another
+  Accountant accountant;
+  at::Tensor result;
   {
     const parallel::Keeping keeping(&accountant);
     result = forward();
   }
-  return accountant.bytes();
+  return accountant.bytes_that_end_with(std::move(result));
 }
 
 std::string in_mib(size_t bytes) {
@@ -131,10 +133,15 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
   }
   const auto ranks = static_cast<size_t>(plan.ranks);
 
-  size_t all = 0, trained = 0, large = 0, private_now = 0;  // bytes of parameters
+  size_t all = 0, trained = 0, large = 0, private_now = 0, shared_now = 0;  // bytes of parameters
   for (const auto& [name, parameter] : parallel::tensors_of(module).parameters) {
+    if (parameter.layout() != at::kStrided)
+      throw InvalidArgument(text("parameter ", name, " is not dense"), "memory_plan() counts dense parameters");
     all += parameter.nbytes();
-    if (!parallel::is_shared(parameter)) private_now += parameter.nbytes();
+    if (parallel::is_shared(parameter))
+      shared_now += parameter.nbytes();
+    else if (!parameter.is_meta())
+      private_now += parameter.nbytes();
     if (!parameter.requires_grad()) continue;
     trained += parameter.nbytes();
     if (parameter.nbytes() >= parallel::GradientBlocks::kLarge) large += parameter.nbytes();
@@ -153,9 +160,9 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
                      : MemoryPlan::Row{"gradients", trained, trained * ranks},  // until the network has carried them
                  {"optimizer states", states_of(trained) / owners, states_of(trained)}};
   }
-  const size_t activations = saved_for_backward(module, forward);
+  const size_t activations = saved_for_backward(forward);
   // Each rank has its own copy of what is not shared yet.
-  const size_t now = memory_of_host(world), known = private_now > 0 ? private_now * ranks : all;
+  const size_t now = memory_of_host(world), known = private_now * ranks + shared_now;
   const size_t program = now > known ? now - known : 0;
   plan.rows.push_back({"activations", activations, activations * ranks});
   plan.rows.push_back({"program", program / processes.size(), program});

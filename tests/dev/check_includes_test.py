@@ -36,7 +36,8 @@ class CheckIncludes(unittest.TestCase):
             return done.returncode, done.stdout
 
     USES = ("shm::PeerWatch* watch;", "RingControl ring;", "auto phase = WaitPhase::kSpin;", "int n = round_up(3, 4);",
-            "int n = muster::shm::round_up(3, 4);", "int n = kCacheLine;", "HostOfRank rank;", "auto said = text(3);")
+            "int n = muster::shm::round_up(3, 4);", "int n = kCacheLine;", "HostOfRank rank;", "auto said = text(3);",
+            "return round_up(1, 3);", "call(1, round_up(2, 3));", "call(1, kCacheLine);", "int n = 3 * round_up(2, 3);")
 
     def test_names_that_are_not_included_are_found(self):
         for use in self.USES:

@@ -6,19 +6,20 @@
 //   std::cout << plan.table(muster::memory_of_host(world));   // after a forward(): with what there is now
 //
 //                            each rank   this host, 2 ranks
-//     parameters                48 MiB               96 MiB
+//     parameters                48 MiB               97 MiB
 //     gradients                 49 MiB               98 MiB
-//     optimizer states          96 MiB              192 MiB
-//     activations               90 MiB              180 MiB
-//     program                  125 MiB              250 MiB
-//     planned                  408 MiB              816 MiB
-//     measured                                      829 MiB, 1.6 % more
+//     optimizer states          97 MiB              194 MiB
+//     activations              131 MiB              261 MiB
+//     program                   66 MiB              133 MiB
+//     planned                  391 MiB              783 MiB
+//     measured                                      806 MiB, 3.0 % more
 //
 // A rule of thumb for Adam: with everything in float32, parameters, gradients and states are 16 bytes per parameter. In
 // mixed precision they are 16 as well: 2 and 2 in 16 bits, and 12 for the states with a float32 copy.
 //
-// The plan has what stays in memory during a step. A step needs a little more for a moment: the results of operators that
-// backward does not need, what an optimizer's kernel allocates, gradients on their way to their owners.
+// The plan has what a step keeps. A step needs more for a moment: the results of operators that backward does not need,
+// what an optimizer's kernel allocates, gradients on their way to their owners. And the C library keeps freed memory for
+// later, as much as a sixth of all in the models of docs/fsdp.md. So a limit of memory should leave a fifth to spare.
 //
 // Thread-safety: all functions; memory_plan() and memory_of_host() are collective: every rank of the World calls them.
 #pragma once
@@ -43,7 +44,7 @@ struct MemoryPlanOptions {
 struct MemoryPlan {
   struct Row {
     std::string what;
-    std::size_t rank = 0, host = 0;  // bytes: of the rank that needs most; of all ranks of this host together
+    std::size_t rank = 0, host = 0;  // bytes: of a rank, on average; of all ranks of this host together
   };
   std::vector<Row> rows;  // parameters, gradients, optimizer states, activations, program
   int ranks = 1;          // of this host
@@ -58,13 +59,16 @@ struct MemoryPlan {
 // been made, before or after FullyShardedDataParallel, and before the first step.
 //
 // Calls forward(), unless it is null, and counts as activations what the graph of its result keeps for backward: each
-// storage once, without the module's parameters and buffers, and without what activation_checkpoint() leaves out. The call
-// has the effects that it always has: it draws random numbers, for example. Unavailable in a Python process.
+// storage once, and none that lives on without the graph, as parameters do. It takes them to be the same on each rank. The
+// call has the effects that it always has: it draws random numbers, for example. If it throws, it must throw on every
+// rank. InvalidArgument if a parameter is not dense; Unavailable in a Python process.
 MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, const std::function<at::Tensor()>& forward,
                        const MemoryPlanOptions& options = {});
 
-// The memory that all processes of this host's ranks have now, in bytes: their own pages, and those that they share, once;
-// not the code of programs and libraries, which the kernel can drop and read again (before Linux 5.9: with it). It first gives back what the C library keeps of freed memory; that may be as much as a sixth of all. Unavailable if the kernel does not tell (/proc/self/smaps_rollup).
+// The memory that all processes of this host's ranks have now, in bytes: their own pages, and those that they share, once.
+// It gives back first what the C library keeps of freed memory. Pages of files (programs, libraries, mapped data) do not
+// count, because the kernel can drop them, nor do pages in the swap. Unavailable if the kernel does not tell
+// (/proc/self/smaps_rollup; an old kernel does not tell files apart, and counts them).
 std::size_t memory_of_host(const World& world);
 
 }  // namespace muster

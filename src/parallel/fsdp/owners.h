@@ -26,8 +26,8 @@ struct Hosts {
 };
 Hosts hosts_of(const Group& group, const World& world);
 
-// The places, below `owners`, of the ranks that own `parameters`: each rank owns about the same number of bytes, of those that require
-// gradients and of the others. Small parameters that are neighbours stay together, up to `group_bytes`.
+// The places, below `owners`, of the ranks that own `parameters`: each rank owns about the same number of bytes, of those
+// that require gradients and of the others. Small parameters that are neighbours stay together, up to `group_bytes`.
 std::vector<int> balanced_places(const std::vector<parallel::NamedTensor>& parameters, int owners, size_t group_bytes);
 
 }  // namespace muster::fsdp

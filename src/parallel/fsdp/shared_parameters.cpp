@@ -101,8 +101,8 @@ int64_t finding_of(int64_t packed) { return packed / kRanks; }
 int rank_of(int64_t packed) { return static_cast<int>(packed % kRanks); }
 Change change_of(int64_t packed) { return static_cast<Change>(finding_of(packed)); }
 
-constexpr int kSampleBits =
-    38;  // with a rank's they fit a number; the upper ones, on which all bytes have an influence
+// Of a sample, the upper bits, on which all of its bytes have an influence: so many fit into a number with a rank.
+constexpr int kSampleBits = 38;
 constexpr int64_t kLargestSample = (int64_t{1} << kSampleBits) - 1;
 
 constexpr char kWhileRead[] =

@@ -27,8 +27,8 @@ using Gloo = c10d::ProcessGroupGloo;
 
 // The group of connections, and the transfers that wait for them. Gloo has no call that closes connections. They end
 // with their last owner, and every transfer is an owner, so close() drops the group and aborts the transfers. When a
-// connection ends, Gloo tells most of its transfers, but now and then forgets a send: it would wait until its deadline.
-// So end_with() aborts those of that peer.
+// connection ends, Gloo tells most of its transfers, but forgets one that is half written or half read, which would wait
+// until its deadline. So end_with() aborts those of that peer.
 struct Connections {
   std::mutex mutex;
   c10::intrusive_ptr<Gloo> gloo;       // null when closed
@@ -87,8 +87,7 @@ class GlooTransfer final : public Wire::Transfer {
     bool completed = false;
     try {
       completed = work_->wait(left);
-      // A transfer that had completed before it was aborted says so when it is asked again.
-      if (!completed && connections_->has_ended_with(peer_)) completed = work_->wait(milliseconds(1));
+      if (!completed && connections_->has_ended_with(peer_)) completed = had_completed();
     } catch (const std::exception& error) {
       if (deadline.passed()) throw TimeoutError("");
       throw WireBroken(error.what());
@@ -98,6 +97,15 @@ class GlooTransfer final : public Wire::Transfer {
   }
 
  private:
+  // A transfer that had completed before it was aborted says so when it is asked again.
+  bool had_completed() {
+    try {
+      return work_->wait(milliseconds(1));
+    } catch (const std::exception&) {
+      throw WireBroken("the connection has ended");
+    }
+  }
+
   const std::unique_ptr<Frame> frame_;  // the memory that is sent, if it is not the caller's
   const std::shared_ptr<Connections> connections_;
   const c10::intrusive_ptr<c10d::Work> work_;
@@ -195,11 +203,13 @@ class GlooWire final : public Wire {
       }
     } catch (const std::exception& error) {
       mailbox_->close(peer, error.what());
-      connections_->end_with(peer);
     }
-    const std::lock_guard lock(gone_mutex_);
-    gone_.push_back(peer);
-    if (on_gone_) on_gone_(peer);
+    {
+      const std::lock_guard lock(gone_mutex_);
+      gone_.push_back(peer);
+      if (on_gone_) on_gone_(peer);
+    }
+    connections_->end_with(peer);  // last: a transfer that ends now finds the peer in gone_
   }
 
   const int rank_;
