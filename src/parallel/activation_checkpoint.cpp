@@ -51,7 +51,10 @@ class SecondCall final : public Keeper {
  public:
   SecondCall(const std::vector<Form>& forms, bool early_stop) : forms_(forms), early_stop_(early_stop) {}
 
-  std::unique_ptr<engine::SavedVariableHooks> hooks() override { return std::make_unique<Taken>(*this); }
+  // The tensor is kept too, for gradients that the function computes itself.
+  std::unique_ptr<engine::SavedVariableHooks> hooks() override {
+    return std::make_unique<Shown>([this](const at::Tensor& tensor) { add(tensor); });
+  }
   // `exactly`: the second call has come to the end of what the first has done.
   std::vector<Found> take(bool exactly) {
     if (saved_ < forms_.size() || (exactly && saved_ > forms_.size()))
@@ -60,21 +63,6 @@ class SecondCall final : public Keeper {
   }
 
  private:
-  // Keeps the tensor too, for gradients that the function computes itself.
-  class Taken final : public engine::SavedVariableHooks {
-   public:
-    explicit Taken(SecondCall& call) : call_(call) {}
-    void call_pack_hook(const at::Tensor& tensor) override {
-      tensor_ = tensor.detach();
-      call_.add(tensor_);
-    }
-    at::Tensor call_unpack_hook() override { return tensor_; }
-
-   private:
-    SecondCall& call_;  // only for call_pack_hook(): the function may keep its graph for longer
-    at::Tensor tensor_;
-  };
-
   void add(const at::Tensor& tensor) {
     if (saved_ < forms_.size()) {
       if (const Form& wanted = forms_[saved_], form = form_of(tensor); form != wanted)

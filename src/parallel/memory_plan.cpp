@@ -2,21 +2,19 @@
 
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <map>
 #include <memory>
-#include <set>
 #include <unordered_map>
 #include <utility>
 
 #include "base/process.h"
 #include "base/text.h"
-#include "comm/core/members.h"
-#include "comm/world/world_parts.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "parallel/gradient_blocks.h"
+#include "parallel/hosts.h"
 #include "parallel/same_module.h"
 #include "parallel/saved_tensors.h"
 #include "parallel/shared_tensor.h"
@@ -27,7 +25,9 @@ namespace {
 // Notes the storages of all tensors that operators save.
 class Accountant final : public parallel::Keeper {
  public:
-  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return std::make_unique<Saved>(*this); }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override {
+    return std::make_unique<parallel::Shown>([this](const at::Tensor& tensor) { add(tensor); });
+  }
 
   // Storages of the graph: alive now, and not any more when `result` is gone. Parameters live on, and so does the input
   // of which a batch is a part.
@@ -41,19 +41,6 @@ class Accountant final : public parallel::Keeper {
   }
 
  private:
-  class Saved final : public torch::autograd::SavedVariableHooks {
-   public:
-    explicit Saved(Accountant& accountant) : accountant_(accountant) {}
-    void call_pack_hook(const at::Tensor& tensor) override {
-      tensor_ = tensor.detach();
-      accountant_.add(tensor_);
-    }
-    at::Tensor call_unpack_hook() override { return tensor_; }
-
-   private:
-    Accountant& accountant_;  // only for call_pack_hook()
-    at::Tensor tensor_;
-  };
   struct Item {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     size_t bytes;
@@ -79,6 +66,13 @@ size_t saved_for_backward(const std::function<at::Tensor()>& forward) {
     result = forward();
   }
   return accountant.bytes_that_end_with(std::move(result));
+}
+
+// The processes of this host, each with one of its ranks. Ranks that are threads have a process together.
+std::map<pid_t, int> processes_of(const parallel::Hosts& hosts) {
+  std::map<pid_t, int> processes;
+  for (const int rank : hosts.here()) processes.emplace(hosts.members[static_cast<size_t>(rank)].pid, rank);
+  return processes;
 }
 
 std::string in_mib(size_t bytes) {
@@ -120,18 +114,10 @@ std::string MemoryPlan::table(size_t measured) const {
 
 MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, const std::function<at::Tensor()>& forward,
                        const MemoryPlanOptions& options) {
-  const auto& members = world.parts().members;
-  const auto hosts = comm::by_host(members);
+  const auto hosts = parallel::hosts_of(world.group(), world);
+  const auto ranks = hosts.here().size(), owners = static_cast<size_t>(hosts.owners);
   MemoryPlan plan;
-  size_t owners = members.size();
-  std::set<pid_t> processes;  // of this host
-  for (const auto& host : hosts) {
-    owners = std::min(owners, host.size());
-    if (std::find(host.begin(), host.end(), world.rank()) == host.end()) continue;
-    plan.ranks = static_cast<int>(host.size());
-    for (const int rank : host) processes.insert(members[static_cast<size_t>(rank)].pid);
-  }
-  const auto ranks = static_cast<size_t>(plan.ranks);
+  plan.ranks = static_cast<int>(ranks);
 
   size_t all = 0, trained = 0, large = 0, private_now = 0, shared_now = 0;  // bytes of parameters
   for (const auto& [name, parameter] : parallel::tensors_of(module).parameters) {
@@ -147,7 +133,7 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
     if (parameter.nbytes() >= parallel::GradientBlocks::kLarge) large += parameter.nbytes();
   }
   const auto states_of = [&](size_t bytes) { return static_cast<size_t>(static_cast<double>(bytes) * options.states); };
-  const bool one_host = hosts.size() == 1;
+  const bool one_host = hosts.ranks.size() == 1;
   if (!options.fully_sharded) {
     plan.rows = {{"parameters", all, all * ranks},
                  {"gradients", trained, trained * ranks},
@@ -165,27 +151,22 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
   const size_t now = memory_of_host(world), known = private_now * ranks + shared_now;
   const size_t program = now > known ? now - known : 0;
   plan.rows.push_back({"activations", activations, activations * ranks});
-  plan.rows.push_back({"program", program / processes.size(), program});
+  plan.rows.push_back({"program", program / processes_of(hosts).size(), program});
   return plan;
 }
 
 size_t memory_of_host(const World& world) {
-  const auto& members = world.parts().members;
+  const auto hosts = parallel::hosts_of(world.group(), world);
   const at::Tensor mine = at::empty({1}, at::kLong), all = at::empty({world.world_size()}, at::kLong);
   release_free_memory();
   barrier({.group = world.group()});  // so that no rank takes or gives back memory while another one counts
   *mine.mutable_data_ptr<int64_t>() = static_cast<int64_t>(memory_of_process());
   all_gather_into_tensor(all, mine, {.group = world.group()});
-  std::set<pid_t> counted;  // ranks that are threads have a process together
-  int64_t sum = 0;
   if (all.eq(0).any().item<bool>())
     throw Unavailable("the kernel of a host does not tell how much memory a process has",
                       "Mount /proc, on Linux 4.14 or later");
-  for (int rank = 0; rank < world.world_size(); ++rank) {
-    const auto& member = members[static_cast<size_t>(rank)];
-    if (member.host != members[static_cast<size_t>(world.rank())].host || !counted.insert(member.pid).second) continue;
-    sum += all.const_data_ptr<int64_t>()[rank];
-  }
+  int64_t sum = 0;
+  for (const auto& [pid, rank] : processes_of(hosts)) sum += all.const_data_ptr<int64_t>()[rank];
   return static_cast<size_t>(sum);
 }
 

@@ -6,9 +6,12 @@
 // Thread-safety: all functions; a Keeper is its thread's.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <functional>
 #include <memory>
+#include <utility>
 
 namespace muster::parallel {
 
@@ -17,6 +20,21 @@ class Keeper {
   virtual ~Keeper() = default;
   // For each tensor that an operator saves; null: the tensor is kept as always.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() = 0;
+};
+
+// Keeps the tensor, and shows it once when it is saved. A graph may outlive what `show` refers to.
+class Shown final : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit Shown(std::function<void(const at::Tensor&)> show) : show_(std::move(show)) {}
+  void call_pack_hook(const at::Tensor& tensor) override {
+    tensor_ = tensor.detach();
+    show_(tensor_);
+  }
+  at::Tensor call_unpack_hook() override { return tensor_; }
+
+ private:
+  const std::function<void(const at::Tensor&)> show_;
+  at::Tensor tensor_;
 };
 
 // From now on `keeper` decides in this thread; null: libtorch. Returns the one before. Call require_keepers() first.

@@ -13,6 +13,7 @@
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/shared_parameters.h"
 #include "parallel/gradient_reducer.h"
+#include "parallel/hosts.h"
 
 namespace muster::fsdp {
 
@@ -46,7 +47,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   s.parameters = std::move(tensors.parameters);
   s.buffers = std::move(tensors.buffers);
 
-  const Hosts hosts = hosts_of(s.group, world);
+  const parallel::Hosts hosts = parallel::hosts_of(s.group, world);
   const auto places = balanced_places(s.parameters, hosts.owners, parallel::bytes_of_mb(s.options.bucket_cap_mb));
   for (const int place : places) s.owners.push_back(hosts.owner(place));
   s.hosts = static_cast<int>(hosts.ranks.size());

@@ -48,7 +48,8 @@ struct Memory {
 };
 
 // Every rank makes memory of bytes[rank], and maps that of its host's ranks. Nothing of it is committed yet.
-Memory share_memory(const std::vector<size_t>& bytes, const Hosts& hosts, const Group& group, const World& world) {
+Memory share_memory(const std::vector<size_t>& bytes, const parallel::Hosts& hosts, const Group& group,
+                    const World& world) {
   const World::Parts& parts = world.parts();
   const size_t total = std::accumulate(bytes.begin(), bytes.end(), size_t{0});
   const std::string key = text(parts.prefix, "/fsdp/", next_number(world, total, group));
@@ -112,7 +113,7 @@ constexpr char kSynchronize[] = "Call synchronize() before such a change";
 }  // namespace
 
 SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& places,
-                                   Hosts hosts, const Group& group, const World& world)
+                                   parallel::Hosts hosts, const Group& group, const World& world)
     : group_(group), hosts_(std::move(hosts)) {
   require_own_memory(parameters);
   std::vector<size_t> used(static_cast<size_t>(group.size()));  // bytes in each rank's memory

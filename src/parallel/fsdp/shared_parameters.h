@@ -39,7 +39,7 @@
 
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
-#include "parallel/fsdp/owners.h"
+#include "parallel/hosts.h"
 #include "parallel/same_module.h"
 
 namespace muster::fsdp {
@@ -47,8 +47,8 @@ namespace muster::fsdp {
 class SharedParameters {
  public:
   // Collective. `parameters` have the same values on all ranks, and each is there once; `places`: of their owners.
-  SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& places, Hosts hosts,
-                   const Group& group, const World& world);
+  SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& places,
+                   parallel::Hosts hosts, const Group& group, const World& world);
 
   // What this rank has changed since before_forward(), for the two functions below; by parameter. Each number holds a
   // finding and the rank that has it, so that the largest of all ranks' is what counts.
@@ -82,7 +82,7 @@ class SharedParameters {
   void throw_if_hosts_differ(const Changes& of_all) const;
 
   const Group group_;
-  const Hosts hosts_;
+  const parallel::Hosts hosts_;
   std::vector<Entry> entries_;
   bool reading_ = false;  // since before_forward(); the same on all ranks
 };
