@@ -1,4 +1,4 @@
-// Steps of a transformer whose ranks share one model: muster run -n 2 bench_fsdp [--sync fsdp|ddp|barrier|none].
+// Steps of a transformer whose ranks share one model: muster run -n 2 bench_fsdp [--sync fsdp|full|ddp|barrier|none].
 // One JSON object: milliseconds per step, and the memory of the host: each process's private pages and its share of the
 // pages that several map (PSS), summed; peak_mib: the largest resident sets, summed, where shared pages count for each. With `barrier`, a barrier after each step is all that connects the ranks, and
 // each rank updates all parameters. The data are random: the time of a step does not depend on the values.
@@ -56,7 +56,8 @@ int main(int argc, char** argv) {
   app.add_option("--blocks", blocks, "encoder layers of 3.15 million parameters");
   app.add_option("--batch", batch, "sequences per rank");
   app.add_option("--length", length, "of a sequence");
-  app.add_option("--sync", sync, "what connects the ranks")->check(CLI::IsMember({"fsdp", "ddp", "barrier", "none"}));
+  app.add_option("--sync", sync, "what connects the ranks")
+      ->check(CLI::IsMember({"fsdp", "full", "ddp", "barrier", "none"}));
   bool checkpointed = false;
   app.add_flag("--checkpoint", checkpointed, "compute activations again in backward");
   CLI11_PARSE(app, argc, argv);
@@ -70,6 +71,13 @@ int main(int argc, char** argv) {
   std::unique_ptr<muster::FullyShardedDataParallel<Net>> fsdp;
   if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
   if (sync == "fsdp") fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(net);
+  if (sync == "full") {
+    const auto is_layer = [](const torch::nn::Module& module) {
+      return dynamic_cast<const torch::nn::TransformerEncoderLayerImpl*>(&module) != nullptr;
+    };
+    fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(
+        net, muster::FsdpOptions{.strategy = muster::ShardingStrategy::kFullShard, .is_unit = is_layer});
+  }
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-4));
   torch::manual_seed(5 + world.rank());
   const auto x = torch::randn({length, batch, 512});

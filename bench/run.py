@@ -271,7 +271,7 @@ class Bench:
                 self.missing["two hosts"] = hosts.missing
                 return []
             for _ in range(self.args.rounds):
-                for sync in ("fsdp", "ddp", "none"):
+                for sync in ("fsdp", "full", "ddp", "none"):
                     found.setdefault(f"muster-{sync}", []).append(hosts.row(self.env, [str(self.muster), "run", "--no-prefix", "--rdzv", f"{hosts.ADDRESSES[0]}:29400", "--secret-file", hosts.secret, "-n", "2"], [ours, *steps, "--sync", sync]))
                 for backend in ("gloo", "muster"):
                     for kind in ([], ["--hybrid"]):

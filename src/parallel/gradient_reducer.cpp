@@ -107,7 +107,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void on_ready(size_t index);
   void adopt(Parameter& parameter);
   ReduceOptions averaging() const { return {.op = ReduceOp::AVG, .group = options.group}; }
-  bool to_owner() const { return sharded() && !options.several_hosts; }
+  bool to_owner() const { return sharded() && !options.owner_on_each_host; }
   void launch_ready_buckets();
   void release_reduced_blocks();
   void release_blocks_without_gradients();
@@ -269,7 +269,7 @@ void GradientReducer::Impl::put_averages_aside() {
       parameter.averaged = true;
       throw InvalidArgument(text("backward() in no_sync() would add to the gradient of ", parameter.name,
                                  ", which is an average that only rank ", options.group.global_rank(parameter.owner),
-                                 options.several_hosts ? " has on this host" : " has"),
+                                 options.owner_on_each_host ? " has on this host" : " has"),
                             "Call zero_grad() before, or do not use no_sync() for this backward()");
     }
     Bucket& bucket = buckets[parameter.bucket];
@@ -464,12 +464,10 @@ ReducerOptions checked(ReducerOptions options) {
   return options;
 }
 
-void require_same_on_all_ranks(const ModuleTensors& tensors, const ReducerOptions& options) {
-  require_same_on_all_ranks(tensors.all,
-                            text(options.user, " bucket_cap_mb=", options.bucket_cap_mb,
-                                 " first_bucket_cap_mb=", options.first_bucket_cap_mb, " find_unused_parameters=",
-                                 options.find_unused_parameters, " broadcast_buffers=", options.broadcast_buffers),
-                            options.group);
+std::string words_of(const ReducerOptions& options) {
+  return text(
+      options.user, " bucket_cap_mb=", options.bucket_cap_mb, " first_bucket_cap_mb=", options.first_bucket_cap_mb,
+      " find_unused_parameters=", options.find_unused_parameters, " broadcast_buffers=", options.broadcast_buffers);
 }
 
 }  // namespace muster::parallel

@@ -9,11 +9,11 @@
 // one of them: what a rank has no gradient for counts as zero. `used` tells how many ranks had one. If backward() throws
 // on a rank, that rank makes up for it in before_forward() or in its next backward().
 //
-// With owners, of which each parameter has one per host:
+// With owners, of which each parameter has one, or one per host:
 //   - After backward(), a parameter has a .grad on its owners only; elsewhere it is undefined.
 //   - A large gradient that is another rank's is freed when it has been reduced, while backward() still goes on.
-//   - On one host a gradient is reduced to its owner. Over several hosts it is reduced to all ranks: the network carries
-//     the same bytes in either case, and the ranks of a host need no groups of their own.
+//   - A gradient is reduced to its owner. With an owner on each of several hosts it is reduced to all ranks: the network
+//     carries the same bytes as for the owners alone, and the ranks of a host need no groups of their own.
 //   - A small all_reduce at the end tells all ranks which parameters were used. So backward() returns on no rank before
 //     it is over on all.
 //   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside
@@ -47,10 +47,10 @@ struct ReducerOptions {
   bool find_unused_parameters = false;
   bool replace_allocator = true;
   bool broadcast_buffers = true;  // the reducer leaves this to its user
-  // By parameter: its owner on this rank's host, a rank in the group. Parameters with one owner on one host have one
-  // owner on every host. Empty: every rank gets every average.
+  // By parameter: its owner, a rank in the group. Empty: every rank gets every average. If each host has an owner, this
+  // is the one on this rank's host; parameters with one owner on one host have one owner on every host.
   std::vector<int> owners = {};
-  bool several_hosts = false;  // then each has owners, and every rank takes part in every average
+  bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
   std::function<void()> on_averaged = [] {};
 };
@@ -89,7 +89,7 @@ ReducerOptions reducer_options(std::string user, const Options& options) {
                   .broadcast_buffers = options.broadcast_buffers});
 }
 
-// Mismatch, on every rank, if ranks have different tensors (in more than their values) or options.
-void require_same_on_all_ranks(const ModuleTensors& tensors, const ReducerOptions& options);
+// For require_same_on_all_ranks().
+std::string words_of(const ReducerOptions& options);
 
 }  // namespace muster::parallel

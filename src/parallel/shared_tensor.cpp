@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <utility>
+
 #include "parallel/buckets.h"
 
 namespace muster::parallel {
@@ -11,6 +13,7 @@ namespace {
 struct Place {
   std::shared_ptr<shm::Mapping> memory;
   bool is_own;
+  std::function<void(uint64_t)> before_use;
 };
 void release(void* context) { const std::unique_ptr<Place> place(static_cast<Place*>(context)); }
 
@@ -24,9 +27,9 @@ const Place* place_of(const at::Tensor& tensor) {
 }  // namespace
 
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
-                         bool is_own) {
-  c10::DataPtr data(memory->data() + offset, std::make_unique<Place>(Place{memory, is_own}).release(), &release,
-                    c10::Device(c10::DeviceType::CPU));
+                         bool is_own, std::function<void(uint64_t)> before_use) {
+  auto place = std::make_unique<Place>(Place{memory, is_own, std::move(before_use)});
+  c10::DataPtr data(memory->data() + offset, place.release(), &release, c10::Device(c10::DeviceType::CPU));
   const c10::Storage storage(c10::Storage::use_byte_size_t(), like.nbytes(), std::move(data), nullptr,
                              /*resizable=*/false);
   return at::empty({0}, like.options().requires_grad(false)).set_(storage, 0, like.sizes(), dense_strides(like));
@@ -36,6 +39,9 @@ bool is_shared(const at::Tensor& tensor) { return place_of(tensor) != nullptr; }
 bool belongs_to_another_rank(const at::Tensor& tensor) {
   const Place* const place = place_of(tensor);
   return place && !place->is_own;
+}
+void call_before_use(const at::Tensor& tensor, uint64_t operation) {
+  if (const Place* const place = place_of(tensor); place && place->before_use) place->before_use(operation);
 }
 
 }  // namespace muster::parallel

@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "shm/mapping.h"
@@ -13,11 +15,12 @@
 namespace muster::parallel {
 
 // A tensor with the shape, dtype and strides of `like` (contiguous if that is not dense), `offset` bytes into `memory`,
-// which it keeps mapped.
+// which it keeps mapped. before_use: for watch() (watched.h); it gets a number that all tensors of an operator get.
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
-                         bool is_own);
+                         bool is_own, std::function<void(uint64_t)> before_use = {});
 
 bool is_shared(const at::Tensor& tensor);                // whether shared_tensor() made its storage
 bool belongs_to_another_rank(const at::Tensor& tensor);  // and not as this rank's own, so that it must not be changed
+void call_before_use(const at::Tensor& tensor, uint64_t operation);  // if it has one
 
 }  // namespace muster::parallel

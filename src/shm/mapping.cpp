@@ -101,4 +101,17 @@ void commit(int fd, size_t offset, size_t bytes) {
       throw_errno(text("taking ", bytes, " bytes of shared memory"), "Free memory or use fewer ranks");
 }
 
+void discard(int fd, size_t offset, size_t bytes) {
+  if (bytes == 0) return;
+  while (::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                     static_cast<off_t>(bytes)) != 0)
+    if (errno != EINTR) throw_errno(text("freeing ", bytes, " bytes of shared memory"));
+}
+
+size_t committed(int fd) {
+  struct stat info {};
+  if (::fstat(fd, &info) != 0) throw_errno("fstat of a shared-memory segment");
+  return static_cast<size_t>(info.st_blocks) * 512;  // stat(2)
+}
+
 }  // namespace muster::shm

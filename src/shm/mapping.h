@@ -44,6 +44,9 @@ std::shared_ptr<Mapping> map_memfd(int fd);
 // Makes the kernel back [offset, offset + bytes) with memory now, so that a shortage is an error here and not a signal
 // later. Unavailable, with the figures, if there is not enough.
 void commit(int fd, size_t offset, size_t bytes);
+// The opposite, for whole pages: they read as zeros, and take no memory until somebody touches them again.
+void discard(int fd, size_t offset, size_t bytes);
+size_t committed(int fd);  // bytes
 
 size_t page_size();
 size_t memory_total();      // of the host, bytes

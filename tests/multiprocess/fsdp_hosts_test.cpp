@@ -22,22 +22,6 @@
 namespace muster::test {
 namespace {
 
-// Three steps, which end with the barrier that FullyShardedDataParallel needs before parameters are read.
-template <typename Model>
-void train(Model& model, FsdpNet& net, const World& world) {
-  torch::optim::AdamW optimizer(net.parameters());
-  for (int step = 0; step < 3; ++step) {
-    optimizer.zero_grad();
-    model(fsdp_input(world.rank(), step)).square().sum().backward();
-    optimizer.step();
-  }
-  barrier();
-}
-
-// Ranks of a host, and the hosts, may come in any order and number.
-const std::vector<HostOfRank> kPlacements = {
-    {"a", "b"}, {"a", "a", "b", "b"}, {"a", "b", "a", "b"}, {"a", "a", "b"}, {"a", "b", "b", "b", "c", "a"}};
-
 TEST(FsdpHosts, EachHostHasOneCopyAndStepsAreThoseOfDdp) {
   for (const auto& hosts : kPlacements) {
     SCOPED_TRACE(testing::PrintToString(hosts));

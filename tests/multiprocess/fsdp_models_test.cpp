@@ -1,6 +1,8 @@
 // FullyShardedDataParallel on the models of support/models.h.
 #include <torch/optim/adam.h>
 
+#include <algorithm>
+#include <memory>
 #include <stdexcept>
 
 #include "multiprocess/fsdp_support.h"
@@ -32,36 +34,61 @@ TEST(FsdpModels, WithTheAllocatorLeftAlone) {
   expect_as_alone<FullyShardedDataParallel, WideConvolutions>({.rate = 1e-3, .replace_allocator = false});
 }
 
+// Over two hosts, parameters are gathered.
+template <typename Net>
+struct FullyGathered : FullyShardedDataParallel<Net> {
+  static FsdpOptions with_units(FsdpOptions options) {
+    options.strategy = ShardingStrategy::kFullShard;
+    options.unit_cap_mb = 2;
+    return options;
+  }
+  FullyGathered(const std::shared_ptr<Net>& net, const FsdpOptions& options)
+      : FullyShardedDataParallel<Net>(net, with_units(options)) {}
+};
+TEST(FsdpModels, ResNet18Gathered) { expect_as_alone<FullyGathered, ResNet18>({.rate = 0.05, .hosts = kApart}); }
+TEST(FsdpModels, TransformerGathered) { expect_as_alone<FullyGathered, Transformer>({.hosts = kApart}); }
+TEST(FsdpModels, LstmGathered) { expect_as_alone<FullyGathered, Recurrent>({.rate = 0.5, .hosts = kApart}); }
+TEST(FsdpModels, MixedGathered) {
+  expect_as_alone<FullyGathered, Mixed>({.rate = 0.5, .find_unused_parameters = true, .hosts = kApart});
+}
+TEST(FsdpModels, BFloat16Gathered) {
+  const Prepare halved = [](nn::Module& net) { net.to(torch::kBFloat16); };
+  expect_as_alone<FullyGathered, WideConvolutions>(
+      {.prepare = halved, .rate = 4e-3, .tolerance = {.apart = 0.1, .moved = 0.05}, .hosts = kApart});
+}
+
 // On any number of ranks, steps are those of DistributedDataParallel to the bit: the same sums in the same order, and
 // the same update of each parameter, only on one rank.
 template <typename Net>
+void expect_steps_of_ddp_on(const HostOfRank& hosts, int steps, const FsdpOptions& options) {
+  SCOPED_TRACE(testing::PrintToString(hosts));
+  on_hosts(hosts, [&](World& world) {
+    const auto train = [&](auto& model, Net& net) {
+      torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(1e-3));
+      for (int step = 0; step < steps; ++step) {
+        optimizer.zero_grad();
+        model(world.rank(), step).backward();
+        optimizer.step();
+      }
+      return optimizer.state().size();
+    };
+    const auto net = make<Net>(7, {}), other = make<Net>(7, {});
+    DistributedDataParallel ddp(net);
+    train(ddp, *net);
+    auto fsdp = fully_shard(other, options);
+    const auto states = train(fsdp, *other);
+    EXPECT_EQ(states, fsdp.owned_parameters().size());
+    fsdp.gather();
+    expect_equal(*other, *net);
+    fsdp.synchronize();
+  });
+}
+template <typename Net>
 void expect_steps_of_ddp(int steps) {
-  at::set_num_threads(1);
-  const auto all = full_run() ? std::vector{1, 2, 3, 4} : std::vector{3};
-  for (const int ranks : all) {
-    SCOPED_TRACE(ranks);
-    run_threads(ranks,
-                [&](World& world) {
-                  const auto train = [&](auto& model, Net& net) {
-                    torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(1e-3));
-                    for (int step = 0; step < steps; ++step) {
-                      optimizer.zero_grad();
-                      model(world.rank(), step).backward();
-                      optimizer.step();
-                    }
-                    barrier();
-                    return optimizer.state().size();
-                  };
-                  const auto net = make<Net>(7, {}), other = make<Net>(7, {});
-                  DistributedDataParallel ddp(net);
-                  train(ddp, *net);
-                  auto fsdp = fully_shard(other);
-                  const auto states = train(fsdp, *other);
-                  EXPECT_EQ(states, fsdp.owned_parameters().size());
-                  expect_equal(*other, *net);
-                },
-                {.timeout = kPatience});
-  }
+  for (const int ranks : full_run() ? std::vector{1, 2, 3, 4} : std::vector{3})
+    expect_steps_of_ddp_on<Net>(HostOfRank(static_cast<size_t>(ranks), "host"), steps, {});
+  expect_steps_of_ddp_on<Net>({"a", "a", "b"}, std::min(steps, 5),
+                              {.strategy = ShardingStrategy::kFullShard, .unit_cap_mb = 1});
 }
 TEST(FsdpModels, StepsOfTheTransformerAreThoseOfDdp) { expect_steps_of_ddp<Transformer>(full_run() ? 50 : 3); }
 TEST(FsdpModels, StepsOfTheLstmAreThoseOfDdp) { expect_steps_of_ddp<Recurrent>(full_run() ? 50 : 2); }

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
+#include <torch/optim/adamw.h>
 
 #include <functional>
 #include <string>
@@ -29,6 +30,23 @@ struct FsdpNet : nn::Module {
 inline Tensor fsdp_input(int rank, int step) { return drawn(rank, step, {4, 12}); }
 
 using HostOfRank = std::vector<std::string>;  // as comm::WorldStarter's
+inline const HostOfRank kApart{"a", "b"};
+
+// Ranks of a host, and the hosts, may come in any order and number.
+inline const std::vector<HostOfRank> kPlacements = {
+    {"a", "b"}, {"a", "a", "b", "b"}, {"a", "b", "a", "b"}, {"a", "a", "b"}, {"a", "b", "b", "b", "c", "a"}};
+
+// Three steps, which end with the barrier that FullyShardedDataParallel needs before parameters are read.
+template <typename Model>
+void train(Model& model, FsdpNet& net, const World& world) {
+  torch::optim::AdamW optimizer(net.parameters());
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    model(fsdp_input(world.rank(), step)).square().sum().backward();
+    optimizer.step();
+  }
+  barrier();
+}
 
 // Ranks that are threads.
 inline void on_hosts(const HostOfRank& hosts, const std::function<void(World&)>& fn) {

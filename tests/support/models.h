@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/world/world_starter.h"
 #include "muster/muster.h"
 #include "support/full_run.h"
 #include "support/patience.h"
@@ -235,6 +236,7 @@ struct How {
   bool find_unused_parameters = false;
   bool replace_allocator = true;
   int steps = full_run() ? 20 : 3;
+  std::vector<std::string> hosts = {"host", "host"};  // by rank
 };
 
 // In one process: the ranks' parts one after the other. Rank 0's comes last, since its buffers are those that the next
@@ -263,22 +265,22 @@ void expect_as_alone(const How& how = {}) {
   const Values before = copies(alone->named_parameters());
   torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
   const auto buffers = train_alone(*alone, sgd, how.steps);
-  run_threads(kRanks,
-              [&](World& world) {
-                const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), how.prepare);
-                Parallel<Net> model(net, {.find_unused_parameters = how.find_unused_parameters,
-                                          .replace_allocator = how.replace_allocator});
-                torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
-                for (int step = 0; step < how.steps; ++step) {
-                  optimizer.zero_grad();
-                  model(world.rank(), step).backward();
-                  optimizer.step();
-                }
-                barrier();  // where ranks share parameters, all have written them
-                expect_close(*net, *alone, before, how.tolerance);
-                expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
-              },
-              {.timeout = kPatience});
+  const auto rank = [&](World& world) {
+    const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), how.prepare);
+    Parallel<Net> model(
+        net, {.find_unused_parameters = how.find_unused_parameters, .replace_allocator = how.replace_allocator});
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
+    for (int step = 0; step < how.steps; ++step) {
+      optimizer.zero_grad();
+      model(world.rank(), step).backward();
+      optimizer.step();
+    }
+    if constexpr (requires { model.gather(); }) model.gather();
+    expect_close(*net, *alone, before, how.tolerance);
+    expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
+    barrier();  // where ranks share parameters, all have read them
+  };
+  comm::WorldStarter(how.hosts).run_threads(kRanks, rank, {.timeout = kPatience});
 }
 
 }  // namespace muster::test

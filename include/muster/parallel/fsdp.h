@@ -47,6 +47,8 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -57,6 +59,11 @@
 
 namespace muster {
 
+enum class ShardingStrategy {
+  kHybridShard,  // each host has one copy of the parameters, divided among its ranks
+  kFullShard,    // all hosts have one copy together; on one host, the same
+};
+
 struct FsdpOptions {
   Group group;                     // default: all ranks
   double bucket_cap_mb = 25;       // MiB; a bucket of small gradients is closed before it exceeds this
@@ -64,6 +71,14 @@ struct FsdpOptions {
   bool find_unused_parameters = false;
   bool broadcast_buffers = true;  // rank 0's buffers to all before each forward in training mode
   bool replace_allocator = true;  // as DdpOptions::replace_allocator
+  ShardingStrategy strategy = ShardingStrategy::kHybridShard;
+
+  // For kFullShard over several hosts. Units are what is gathered together: the parameters of each module for which
+  // is_unit is true (as dynamic_cast<const Block*>(&module) != nullptr), and the others in their order, up to unit_cap_mb.
+  std::function<bool(const torch::nn::Module&)> is_unit;
+  double unit_cap_mb = 25;            // MiB
+  size_t max_gathered_units = 3;      // on a host, with the one that is being received; at least 2
+  bool reshard_after_forward = true;  // false: gathered units stay until the end of backward()
 };
 
 namespace fsdp {
@@ -78,11 +93,14 @@ class Sharder {
 
   void before_forward();
   void synchronize();
+  void gather();
   bool set_sync(bool on);  // returns the previous value
   int owner(const at::Tensor& parameter) const;
   std::vector<at::Tensor> owned_parameters() const;
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
   std::vector<std::vector<std::string>> bucket_names() const;
+  std::vector<std::vector<std::string>> unit_names() const;
+  size_t bytes_here() const;
 
  private:
   struct Impl;
@@ -117,7 +135,11 @@ class FullyShardedDataParallel {
   // Every rank calls it; returns when all have: what they have read and changed so far is over.
   void synchronize() { sharder_->synchronize(); }
 
-  // The rank in the group, on this rank's host, that owns a parameter of the module. InvalidArgument if it is not one.
+  // As synchronize(); then this host has the values of all parameters, until the next synchronize() or forward().
+  void gather() { sharder_->gather(); }
+
+  // The rank in the group that owns a parameter of the module; if each host has an owner, that on this rank's host.
+  // InvalidArgument if it is not one.
   int owner(const at::Tensor& parameter) const { return sharder_->owner(parameter); }
   std::vector<at::Tensor> owned_parameters() const { return sharder_->owned_parameters(); }
 
@@ -133,6 +155,9 @@ class FullyShardedDataParallel {
   ModuleType* operator->() { return module_.get(); }
   // For tests and diagnosis: which parameters share a bucket, in the order of reduction.
   std::vector<std::vector<std::string>> bucket_names() const { return sharder_->bucket_names(); }
+  // The same for units, if parameters are gathered; and the bytes of parameters in this rank's memory now.
+  std::vector<std::vector<std::string>> unit_names() const { return sharder_->unit_names(); }
+  size_t bytes_here() const { return sharder_->bytes_here(); }
 
  private:
   std::shared_ptr<ModuleType> module_;

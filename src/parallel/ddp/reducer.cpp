@@ -27,7 +27,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   s.group = with.group;
 
   auto tensors = parallel::tensors_of(*s.module);
-  parallel::require_same_on_all_ranks(tensors, with);
+  parallel::require_same_on_all_ranks(tensors.all, parallel::words_of(with), s.group);
   const auto trainable = tensors.trainable();
   if (trainable.empty())
     throw InvalidArgument("the module has no parameter that requires grad", "Use it without DistributedDataParallel");

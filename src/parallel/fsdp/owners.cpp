@@ -6,19 +6,29 @@
 
 namespace muster::fsdp {
 
-std::vector<int> balanced_places(const std::vector<parallel::NamedTensor>& parameters, int owners, size_t group_bytes) {
-  std::vector<int> places(parameters.size());
+int rank_of(const Owner& owner, const parallel::Hosts& hosts, int beside) {
+  return owner.host == kEachHost ? hosts.owner_beside(beside, owner.place)
+                                 : hosts.ranks[static_cast<size_t>(owner.host)][static_cast<size_t>(owner.place)];
+}
+
+Balance::Balance(int owners) {
+  for (auto& bytes : bytes_) bytes.resize(static_cast<size_t>(owners));
+}
+
+std::vector<int> Balance::divide(const std::vector<parallel::NamedTensor>& parameters, size_t group_bytes) {
+  std::vector<int> owners(parameters.size());
   for (const bool trained : {true, false}) {
     struct Item {
       std::vector<size_t> parameters;
       size_t bytes = 0;
       bool closed = false;
     };
+    auto& load = bytes_[trained ? 1 : 0];
     std::vector<Item> items;
     size_t total = 0;
     for (const auto& parameter : parameters)
       if (parameter.tensor.requires_grad() == trained) total += parameter.tensor.nbytes();
-    const size_t limit = std::min(group_bytes, total / (4 * static_cast<size_t>(owners)));
+    const size_t limit = std::min(group_bytes, total / (4 * load.size()));
     for (size_t i = parameters.size(); i-- > 0;) {  // gradients come from the last to the first
       const at::Tensor& tensor = parameters[i].tensor;
       if (tensor.requires_grad() != trained) continue;
@@ -28,16 +38,39 @@ std::vector<int> balanced_places(const std::vector<parallel::NamedTensor>& param
       items.back().parameters.push_back(i);
       items.back().bytes += tensor.nbytes();
     }
-    // The largest first, each to the rank that has least.
+    // The largest first, each to the owner that has least.
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.bytes > b.bytes; });
-    std::vector<size_t> load(static_cast<size_t>(owners));
     for (const Item& item : items) {
       const auto least = std::min_element(load.begin(), load.end());
       *least += item.bytes;
-      for (const size_t i : item.parameters) places[i] = static_cast<int>(least - load.begin());
+      for (const size_t i : item.parameters) owners[i] = static_cast<int>(least - load.begin());
     }
   }
-  return places;
+  return owners;
+}
+
+std::vector<Owner> owners_on_each_host(const std::vector<parallel::NamedTensor>& parameters,
+                                       const parallel::Hosts& hosts, size_t group_bytes) {
+  std::vector<Owner> owners;
+  for (const int place : Balance(hosts.owners).divide(parameters, group_bytes)) owners.push_back({.place = place});
+  return owners;
+}
+
+std::vector<Owner> owners_on_one_host(const std::vector<parallel::NamedTensor>& parameters,
+                                      const std::vector<Unit>& units, const parallel::Hosts& hosts,
+                                      size_t group_bytes) {
+  const auto count = static_cast<int>(hosts.ranks.size());
+  Balance balance(count * hosts.owners);
+  std::vector<Owner> owners(parameters.size());
+  for (const Unit& unit : units) {
+    std::vector<parallel::NamedTensor> some;
+    for (const size_t i : unit) some.push_back(parameters[i]);
+    const auto divided = balance.divide(some, group_bytes);
+    // Neighbours of a number are on different hosts, so that each host has about the same.
+    for (size_t i = 0; i < unit.size(); ++i)
+      owners[unit[i]] = {.place = divided[i] / count, .host = divided[i] % count};
+  }
+  return owners;
 }
 
 }  // namespace muster::fsdp

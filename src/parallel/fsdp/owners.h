@@ -1,17 +1,45 @@
-// Which ranks own which parameter: one on each host, which holds its gradient and its optimizer's state, and updates it.
+// Which rank owns which parameter: it holds the gradient and the optimizer's state, and updates the parameter.
 //
-// Thread-safety: all functions.
+// Thread-safety: all functions; a Balance is its thread's.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <vector>
 
+#include "parallel/fsdp/units.h"
+#include "parallel/hosts.h"
 #include "parallel/same_module.h"
 
 namespace muster::fsdp {
 
-// The places, below `owners`, of the ranks that own `parameters`: each rank owns about the same number of bytes, of those
-// that require gradients and of the others. Small parameters that are neighbours stay together, up to `group_bytes`.
-std::vector<int> balanced_places(const std::vector<parallel::NamedTensor>& parameters, int owners, size_t group_bytes);
+inline constexpr int kEachHost = -1;
+
+// The rank at a place among the ranks of its host: on each host, or on one.
+struct Owner {
+  int place = 0;
+  int host = kEachHost;  // index into Hosts::ranks
+};
+// The rank in the group that owns a parameter, as rank `beside` sees it: if each host has an owner, that of its host.
+int rank_of(const Owner& owner, const parallel::Hosts& hosts, int beside);
+
+// Divides parameters among owners, so that each has about the same number of bytes: of those that require gradients, and
+// of the others.
+class Balance {
+ public:
+  explicit Balance(int owners);
+  // Takes some more parameters; returns the owner of each, a number below `owners`. Small parameters that are neighbours
+  // stay together, up to `group_bytes`.
+  std::vector<int> divide(const std::vector<parallel::NamedTensor>& parameters, size_t group_bytes);
+
+ private:
+  std::array<std::vector<size_t>, 2> bytes_;  // by owner; of parameters without and with gradients
+};
+
+// The owners of all parameters: one on each host, or one of the ranks of all hosts, with each unit divided among these.
+std::vector<Owner> owners_on_each_host(const std::vector<parallel::NamedTensor>& parameters,
+                                       const parallel::Hosts& hosts, size_t group_bytes);
+std::vector<Owner> owners_on_one_host(const std::vector<parallel::NamedTensor>& parameters,
+                                      const std::vector<Unit>& units, const parallel::Hosts& hosts, size_t group_bytes);
 
 }  // namespace muster::fsdp

@@ -12,6 +12,7 @@
 #include "muster/parallel/fsdp.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/shared_parameters.h"
+#include "parallel/fsdp/units.h"
 #include "parallel/gradient_reducer.h"
 #include "parallel/hosts.h"
 
@@ -22,8 +23,9 @@ struct Sharder::Impl {
   FsdpOptions options;
   Group group;                                             // resolved
   std::vector<parallel::NamedTensor> parameters, buffers;  // each parameter once
-  std::vector<int> owners;                                 // of `parameters`, on this host
-  int hosts = 1;
+  std::vector<int> owners;                                 // of `parameters`; on this host, if each host has one
+  int copies = 1;                                          // of each parameter, on hosts of their own
+  std::vector<Unit> units;                                 // if parameters are gathered
   std::shared_ptr<SharedParameters> shared;
   std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
 };
@@ -37,23 +39,40 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   auto with = parallel::reducer_options("FullyShardedDataParallel", s.options);
   s.group = with.group;
 
+  if (!(s.options.unit_cap_mb > 0) || s.options.max_gathered_units < 2)
+    throw InvalidArgument(
+        text("unit_cap_mb is ", s.options.unit_cap_mb, " and max_gathered_units ", s.options.max_gathered_units),
+        "Use a size above 0, in MiB, and at least 2 units: one in use, and the next one");
+
   auto tensors = parallel::tensors_of(*s.module);
   for (const auto& [name, tensor] : tensors.parameters)
     if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not a dense CPU tensor"),
                             "FullyShardedDataParallel shards dense parameters on the CPU");
-  parallel::require_same_on_all_ranks(tensors, with);
+  parallel::require_same_on_all_ranks(
+      tensors.all,
+      text(parallel::words_of(with), " strategy=", static_cast<int>(s.options.strategy),
+           " unit_cap_mb=", s.options.unit_cap_mb, " reshard_after_forward=", s.options.reshard_after_forward,
+           " max_gathered_units=", s.options.max_gathered_units),
+      s.group);
   parallel::broadcast_from_first(tensors.all, s.group);
   s.parameters = std::move(tensors.parameters);
   s.buffers = std::move(tensors.buffers);
 
   const parallel::Hosts hosts = parallel::hosts_of(s.group, world);
-  const auto places = balanced_places(s.parameters, hosts.owners, parallel::bytes_of_mb(s.options.bucket_cap_mb));
-  for (const int place : places) s.owners.push_back(hosts.owner(place));
-  s.hosts = static_cast<int>(hosts.ranks.size());
-  s.shared = std::make_shared<SharedParameters>(s.parameters, places, hosts, s.group, world);
+  const size_t group_bytes = parallel::bytes_of_mb(s.options.bucket_cap_mb);
+  const bool gathers = s.options.strategy == ShardingStrategy::kFullShard && hosts.ranks.size() > 1;
+  if (gathers)
+    s.units = make_units(*s.module, s.parameters, parallel::bytes_of_mb(s.options.unit_cap_mb), s.options.is_unit);
+  const auto owners = gathers ? owners_on_one_host(s.parameters, s.units, hosts, group_bytes)
+                              : owners_on_each_host(s.parameters, hosts, group_bytes);
+  for (const Owner& owner : owners) s.owners.push_back(rank_of(owner, hosts, s.group.rank()));
+  s.copies = gathers ? 1 : static_cast<int>(hosts.ranks.size());
+  const size_t most = s.options.reshard_after_forward ? s.options.max_gathered_units : s.units.size() + 1;
+  s.shared = std::make_shared<SharedParameters>(s.parameters, owners, hosts, s.group, world,
+                                                SharedParameters::Gathering{.units = s.units, .most = most});
 
-  with.several_hosts = s.hosts > 1;
+  with.owner_on_each_host = s.copies > 1;
   with.on_averaged = [shared = s.shared] { shared->reads_are_over(); };
   std::vector<parallel::NamedTensor> trained;
   for (size_t i = 0; i < s.parameters.size(); ++i) {
@@ -81,6 +100,20 @@ void Sharder::synchronize() {
   if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
   impl_->shared->synchronize();
 }
+void Sharder::gather() {
+  if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
+  impl_->shared->gather();
+}
+size_t Sharder::bytes_here() const { return impl_->shared->bytes_here(); }
+std::vector<std::vector<std::string>> Sharder::unit_names() const {
+  std::vector<std::vector<std::string>> names;
+  for (const Unit& unit : impl_->units) {
+    auto& list = names.emplace_back();
+    for (const size_t i : unit) list.push_back(impl_->parameters[i].name);
+  }
+  return names;
+}
+
 bool Sharder::set_sync(bool on) { return !impl_->gradients || impl_->gradients->set_sync(on); }
 
 int Sharder::owner(const at::Tensor& parameter) const {
@@ -121,7 +154,7 @@ double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_
   }
   all_reduce(at::from_blob(&sum, {1}, at::kDouble),
              {.op = largest ? ReduceOp::MAX : ReduceOp::SUM, .group = impl_->group});
-  const double total = largest ? sum : std::pow(sum / impl_->hosts, 1 / norm_type);  // hosts have the same gradients
+  const double total = largest ? sum : std::pow(sum / impl_->copies, 1 / norm_type);  // hosts have the same gradients
   if (error_if_nonfinite && !std::isfinite(total))
     throw InvalidArgument(text("the norm of the gradients is ", total), "Look for the operation that gives NaN or inf");
   const double scale = max_norm / (total + 1e-6);

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <utility>
 
 #include "base/process.h"
@@ -20,6 +20,7 @@
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "parallel/shared_tensor.h"
+#include "parallel/watched.h"
 #include "shm/mapping.h"
 
 namespace muster::fsdp {
@@ -47,19 +48,23 @@ struct Memory {
   std::vector<std::shared_ptr<shm::Mapping>> mapped;  // by rank in the group; null for other hosts
 };
 
-// Every rank makes memory of bytes[rank], and maps that of its host's ranks. Nothing of it is committed yet.
-Memory share_memory(const std::vector<size_t>& bytes, const parallel::Hosts& hosts, const Group& group,
+// Every rank makes memory of bytes[its place], and maps that of its host's ranks. Nothing of it is committed yet; a host
+// will need `at_most` bytes of it.
+Memory share_memory(const std::vector<size_t>& bytes, size_t at_most, const parallel::Hosts& hosts, const Group& group,
                     const World& world) {
   const World::Parts& parts = world.parts();
-  const size_t total = std::accumulate(bytes.begin(), bytes.end(), size_t{0});
-  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, total, group));
-  Memory memory{.own =
-                    shm::create_memfd("muster-parameters", std::max(bytes[static_cast<size_t>(group.rank())], kLine))};
+  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, at_most, group));
+  const auto bytes_of = [&](int rank) {
+    const auto place =
+        static_cast<size_t>(std::find(hosts.here().begin(), hosts.here().end(), rank) - hosts.here().begin());
+    return place < bytes.size() ? bytes[place] : 0;
+  };
+  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes_of(group.rank()), kLine))};
   memory.mapped = comm::exchange_memory(world.store(), key, group.rank(), hosts.members, memory.own.get(),
                                         Deadline::after(parts.options.timeout), group.ranks());
-  for (size_t rank = 0; rank < bytes.size(); ++rank)
-    if (memory.mapped[rank] && memory.mapped[rank]->size() < bytes[rank])
-      throw CorruptError(text("rank ", group.ranks()[rank], " sent too little memory for its parameters"),
+  for (const int rank : hosts.here())
+    if (memory.mapped[static_cast<size_t>(rank)]->size() < bytes_of(rank))
+      throw CorruptError(text("rank ", group.global_rank(rank), " sent too little memory for its parameters"),
                          "Run the same version of Muster on all ranks");
   return memory;
 }
@@ -112,38 +117,115 @@ constexpr char kSynchronize[] = "Call synchronize() before such a change";
 
 }  // namespace
 
-SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& places,
-                                   parallel::Hosts hosts, const Group& group, const World& world)
+// Where parameters lie in the memory of the rank at each place, the same on each host.
+struct SharedParameters::Layout {
+  std::vector<size_t> offsets;                                    // by parameter
+  std::vector<size_t> bytes;                                      // by place
+  std::vector<std::vector<std::vector<Gatherer::Piece>>> pieces;  // by place and unit, if owners are on one host each
+  size_t most_at_home = 0, largest_unit = 0;  // bytes: of the host that has most; of a unit on all hosts
+};
+
+SharedParameters::Layout SharedParameters::lay_out(const std::vector<parallel::NamedTensor>& parameters,
+                                                   const std::vector<Owner>& owners, const parallel::Hosts& hosts,
+                                                   const std::vector<Unit>& units) {
+  const auto places = static_cast<size_t>(hosts.owners);
+  Layout layout{.offsets = std::vector<size_t>(parameters.size()), .bytes = std::vector<size_t>(places)};
+  if (units.empty()) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      size_t& end = layout.bytes[static_cast<size_t>(owners[i].place)];
+      layout.offsets[i] = end;
+      end += room_for(parameters[i].tensor);
+      layout.most_at_home += room_for(parameters[i].tensor);
+    }
+    return layout;
+  }
+  layout.pieces.assign(places, std::vector<std::vector<Gatherer::Piece>>(units.size()));
+  std::vector<size_t> at_home(hosts.ranks.size());
+  for (size_t u = 0; u < units.size(); ++u) {
+    size_t bytes_of_unit = 0;
+    for (size_t place = 0; place < places; ++place)
+      for (size_t host = 0; host < hosts.ranks.size(); ++host) {
+        size_t& end = layout.bytes[place];
+        const size_t begin = end;
+        for (const size_t i : units[u]) {
+          if (owners[i].place != static_cast<int>(place) || owners[i].host != static_cast<int>(host)) continue;
+          layout.offsets[i] = end;
+          end += room_for(parameters[i].tensor);
+        }
+        end = shm::round_up(end, shm::page_size());
+        if (end == begin) continue;
+        layout.pieces[place][u].push_back({.host = static_cast<int>(host), .offset = begin, .bytes = end - begin});
+        at_home[host] += end - begin;
+        bytes_of_unit += end - begin;
+      }
+    layout.largest_unit = std::max(layout.largest_unit, bytes_of_unit);
+  }
+  layout.most_at_home = *std::max_element(at_home.begin(), at_home.end());
+  return layout;
+}
+
+SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
+                                   const std::vector<Owner>& owners, parallel::Hosts hosts, const Group& group,
+                                   const World& world, const Gathering& gathering)
     : group_(group), hosts_(std::move(hosts)) {
   require_own_memory(parameters);
-  std::vector<size_t> used(static_cast<size_t>(group.size()));  // bytes in each rank's memory
-  std::vector<size_t> offsets;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    size_t& end = used[static_cast<size_t>(hosts_.owner(places[i]))];
-    offsets.push_back(end);
-    end += room_for(parameters[i].tensor);
+  Layout layout = lay_out(parameters, owners, hosts_, gathering.units);
+  const size_t gathered = std::min(gathering.most, gathering.units.size()) * layout.largest_unit;
+  Memory memory = share_memory(layout.bytes, layout.most_at_home + gathered, hosts_, group, world);
+  const int fd = memory.own.get();
+
+  std::vector<size_t> unit_of(parameters.size());
+  if (!gathering.units.empty()) {
+    for (size_t u = 0; u < gathering.units.size(); ++u)
+      for (const size_t i : gathering.units[u]) unit_of[i] = u;
+    const auto& here = hosts_.here();
+    const auto place = static_cast<size_t>(std::find(here.begin(), here.end(), group.rank()) - here.begin());
+    const bool owns = place < layout.pieces.size();
+    const auto host = static_cast<int>(hosts_.own);
+    gatherer_ = std::make_shared<Gatherer>(Gatherer::Setup{
+        .pieces = owns ? layout.pieces[place] : decltype(Gatherer::Setup::pieces)(gathering.units.size()),
+        .memory = std::move(memory.own),
+        .mapped = memory.mapped[static_cast<size_t>(group.rank())],
+        .host = host,
+        .column = group.split(owns ? static_cast<int>(place) : -1, host, {.name = "parameters between hosts"}),
+        .ranks_of_host = group.split(host, 0, {.name = "parameters on one host"}),
+        .most = gathering.most});
   }
-  const Memory memory = share_memory(used, hosts_, group, world);
+
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor] = parameters[i];
-    const int owner = hosts_.owner(places[i]);
-    const bool is_mine = owner == group.rank();
-    Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .place = places[i]});
-    entry.shared = parallel::shared_tensor(memory.mapped[static_cast<size_t>(owner)], offsets[i], tensor, is_mine);
-    if (is_mine && tensor.numel() > 0) {
-      shm::commit(memory.own.get(), offsets[i], room_for(tensor));
+    Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .owner = owners[i]});
+    std::function<void(uint64_t)> before_use;
+    if (gatherer_)
+      before_use = [weak = std::weak_ptr(gatherer_), unit = unit_of[i],
+                    is_at_home = owners[i].host == static_cast<int>(hosts_.own), parameter = name](uint64_t operation) {
+        if (const auto gatherer = weak.lock())
+          gatherer->before_use(unit, is_at_home, parameter, operation);
+        else if (!is_at_home)
+          throw InvalidArgument(text("the values of parameter ", parameter, " are on another host"),
+                                "Keep the FullyShardedDataParallel as long as you use its module");
+      };
+    const auto keeper = static_cast<size_t>(hosts_.owner(owners[i].place));
+    entry.shared = parallel::shared_tensor(memory.mapped[keeper], layout.offsets[i], tensor, is_mine(entry),
+                                           std::move(before_use));
+    if (is_mine(entry) && tensor.numel() > 0) {
+      shm::commit(fd, layout.offsets[i], room_for(tensor));
       entry.shared.copy_(tensor);
     }
-    entry.tensor.set_data(entry.shared);
+    use_shared_memory(entry);
     remember(entry);
   }
+  memory_ = std::move(memory.own);
   release_free_memory();      // the module's own copies
   barrier({.group = group});  // all owners have written
 }
 
-bool SharedParameters::is_mine(const Entry& entry) const { return hosts_.owner(entry.place) == group_.rank(); }
+void SharedParameters::use_shared_memory(Entry& entry) const {
+  entry.tensor.set_data(entry.shared);
+  if (gatherer_) parallel::watch(entry.tensor);
+}
 
 void SharedParameters::remember(Entry& entry) const {
   entry.version = entry.tensor._version();
@@ -207,10 +289,11 @@ void SharedParameters::before_forward(Changes changes) {
   }
   if (any_replaced) barrier({.group = group_});
   for (Entry& entry : entries_) {
-    if (!entry.tensor.is_alias_of(entry.shared)) entry.tensor.set_data(entry.shared);
+    if (!entry.tensor.is_alias_of(entry.shared)) use_shared_memory(entry);
     remember(entry);
   }
   reading_ = true;
+  if (gatherer_) gatherer_->begin();
 }
 
 // All ranks throw the same, and have forgotten the change.
@@ -229,7 +312,7 @@ void SharedParameters::throw_if_wrong(const Changes& of_all) {
   const Entry& entry = entries_[index];
   const int changer = rank_of(worst);
   const std::string rank = text("rank ", group_.global_rank(changer)), name = text("parameter ", entry.name),
-                    owner = text("rank ", group_.global_rank(hosts_.owner_beside(changer, entry.place)));
+                    owner = text("rank ", group_.global_rank(fsdp::rank_of(entry.owner, hosts_, changer)));
   if (change == Change::kReshaped)
     throw InvalidArgument(text(rank, " changed the shape, dtype or device of ", name),
                           "Change the module before FullyShardedDataParallel is made");
@@ -263,9 +346,23 @@ bool SharedParameters::may_go_on(const Changes& changes) const {
   return true;
 }
 
+void SharedParameters::reads_are_over() {
+  reading_ = false;
+  if (gatherer_) gatherer_->end();
+}
+
 void SharedParameters::synchronize() {
   barrier({.group = group_});
-  reading_ = false;
+  reads_are_over();
+}
+
+void SharedParameters::gather() {
+  synchronize();
+  if (gatherer_) gatherer_->gather_all();
+}
+
+size_t SharedParameters::bytes_here() const {
+  return gatherer_ ? gatherer_->bytes_here() : shm::committed(memory_.get());
 }
 
 }  // namespace muster::fsdp

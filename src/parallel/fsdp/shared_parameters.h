@@ -7,6 +7,9 @@
 // no rank uses it any more, in whatever order they end. The tensors of the module stay the same objects; only their
 // storage changes. The hosts' copies stay equal, because their owners get the same gradients and make the same updates.
 //
+// Or each parameter has one owner among the ranks of all hosts. Then the other hosts have its values only while they need
+// them (gatherer.h).
+//
 // Nobody may read a parameter while its owner writes. The order of a step gives that:
 //
 //   before_forward()     returns on no rank before every rank has come: all updates are over
@@ -34,11 +37,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
+#include "parallel/fsdp/gatherer.h"
+#include "parallel/fsdp/owners.h"
+#include "parallel/fsdp/units.h"
 #include "parallel/hosts.h"
 #include "parallel/same_module.h"
 
@@ -46,9 +53,14 @@ namespace muster::fsdp {
 
 class SharedParameters {
  public:
-  // Collective. `parameters` have the same values on all ranks, and each is there once; `places`: of their owners.
-  SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<int>& places,
-                   parallel::Hosts hosts, const Group& group, const World& world);
+  // For owners on one host each.
+  struct Gathering {
+    std::vector<Unit> units;  // of all parameters; none: each parameter has an owner on each host
+    size_t most = 0;          // as Gatherer's
+  };
+  // Collective. `parameters` have the same values on all ranks, and each is there once.
+  SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<Owner>& owners,
+                   parallel::Hosts hosts, const Group& group, const World& world, const Gathering& gathering);
 
   // What this rank has changed since before_forward(), for the two functions below; by parameter. Each number holds a
   // finding and the rank that has it, so that the largest of all ranks' is what counts.
@@ -63,20 +75,29 @@ class SharedParameters {
   void before_forward(Changes changes);
   // Collective: all reads so far are over on all ranks.
   void synchronize();
+  // Collective: as synchronize(); then this host has all values, until the next call of one of these functions.
+  void gather();
   // To be called when backward() is over on all ranks.
-  void reads_are_over() { reading_ = false; }
+  void reads_are_over();
+
+  size_t bytes_here() const;  // of memory that holds parameters for this rank's host, and belongs to this rank
 
  private:
   struct Entry {
     std::string name;
-    at::Tensor tensor;     // the module's
-    at::Tensor shared;     // in shared memory, of the same shape and layout
-    int place = 0;         // of its owner on each host
+    at::Tensor tensor;  // the module's
+    at::Tensor shared;  // in shared memory, of the same shape and layout
+    Owner owner;
     uint32_t version = 0;  // of `tensor`, at the last look
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
   };
 
-  bool is_mine(const Entry& entry) const;
+  struct Layout;
+  static Layout lay_out(const std::vector<parallel::NamedTensor>& parameters, const std::vector<Owner>& owners,
+                        const parallel::Hosts& hosts, const std::vector<Unit>& units);
+
+  bool is_mine(const Entry& entry) const { return rank_of(entry.owner, hosts_, group_.rank()) == group_.rank(); }
+  void use_shared_memory(Entry& entry) const;
   void remember(Entry& entry) const;
   void throw_if_wrong(const Changes& of_all);
   void throw_if_hosts_differ(const Changes& of_all) const;
@@ -84,7 +105,9 @@ class SharedParameters {
   const Group group_;
   const parallel::Hosts hosts_;
   std::vector<Entry> entries_;
-  bool reading_ = false;  // since before_forward(); the same on all ranks
+  std::shared_ptr<Gatherer> gatherer_;  // null if each host has an owner of each parameter
+  UniqueFd memory_;                     // of this rank, if there is no gatherer, which has it then
+  bool reading_ = false;                // since before_forward(); the same on all ranks
 };
 
 }  // namespace muster::fsdp

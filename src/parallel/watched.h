@@ -1,0 +1,24 @@
+// Tensors that tell before an operator uses them.
+//
+// C++ modules have no hooks around forward(). So a parameter whose values are not always here (fsdp/gatherer.h) must find
+// out by itself when they are needed: its handles get a dispatch key that libtorch reserves for wrappers of this kind, and
+// the function behind that key calls the tensor's `before_use`, then the operator as if nothing had happened. Views, and
+// what operators save for backward, have the key too; results do not. `before_use` is not called for operators that read
+// no values: views, zeros_like() and the like, and those that only call others. Memory that is read through a pointer is
+// read unseen.
+//
+// libtorch calls this key TESTING_ONLY_GenericWrapper, because none of its own parts uses it. Only this file does here.
+//
+// Thread-safety: watch(), a tensor in one thread at a time. before_use is called by each thread that uses the tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace muster::parallel {
+
+// The tensor's storage has a before_use (shared_tensor.h). It may be called again, for example after set_data(), which
+// takes the key away.
+void watch(const at::Tensor& tensor);
+bool is_watched(const at::Tensor& tensor);
+
+}  // namespace muster::parallel

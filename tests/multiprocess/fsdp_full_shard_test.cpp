@@ -1,0 +1,337 @@
+// FullyShardedDataParallel with one copy of the parameters on all hosts together, which gather them.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn.h>
+#include <torch/optim/adamw.h>
+#include <torch/serialize.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <optional>
+
+#include "base/text.h"
+#include "multiprocess/fsdp_support.h"
+#include "parallel/shared_tensor.h"
+#include "parallel/watched.h"
+#include "shm/mapping.h"
+
+namespace muster::test {
+namespace {
+
+FsdpOptions full(FsdpOptions options = {.unit_cap_mb = 1}) {
+  options.strategy = ShardingStrategy::kFullShard;
+  return options;
+}
+const HostOfRank kTwoEach{"a", "b", "b", "a"};
+
+bool is_linear(const nn::Module& module) { return dynamic_cast<const nn::LinearImpl*>(&module) != nullptr; }
+
+TEST(FsdpFullShard, StepsAreThoseOfDdp) {
+  for (const auto& hosts : kPlacements) {
+    SCOPED_TRACE(testing::PrintToString(hosts));
+    on_hosts(hosts, [&](World& world) {
+      const auto net = make<FsdpNet>(7 + static_cast<uint64_t>(world.rank()), {}), other = make<FsdpNet>(7, {});
+      DistributedDataParallel ddp(other);
+      train(ddp, *other, world);
+      auto model = fully_shard(net, full());
+      train(model, *net, world);
+      for (const auto& parameter : net->parameters()) {
+        EXPECT_EQ(parameter.grad().defined(), model.owner(parameter) == world.rank());
+        EXPECT_EQ(parallel::belongs_to_another_rank(parameter), model.owner(parameter) != world.rank());
+      }
+      for (const double type : {2.0, HUGE_VAL})
+        EXPECT_NEAR(model.clip_grad_norm_(1e-3, type), nn::utils::clip_grad_norm_(other->parameters(), 1e-3, type),
+                    1e-3);
+      model.gather();
+      expect_equal(*net, *other);
+      model.synchronize();
+    });
+  }
+}
+
+// However units are chosen, and however few may be there.
+TEST(FsdpFullShard, AnyUnits) {
+  const std::vector<FsdpOptions> all = {
+      full({.unit_cap_mb = 100}), full({.unit_cap_mb = 1e-6}), full({.unit_cap_mb = 1e-6, .max_gathered_units = 2}),
+      full({.is_unit = is_linear, .max_gathered_units = 2}), full({.unit_cap_mb = 1, .reshard_after_forward = false})};
+  on_hosts(kTwoEach, [&](World& world) {
+    const auto other = make<FsdpNet>(7, {});
+    DistributedDataParallel ddp(other);
+    train(ddp, *other, world);
+    for (size_t i = 0; i < all.size(); ++i) {
+      SCOPED_TRACE(i);
+      const auto net = make<FsdpNet>(7, {});
+      auto model = fully_shard(net, all[i]);
+      train(model, *net, world);
+      model.gather();
+      expect_equal(*net, *other);
+      model.synchronize();
+    }
+  });
+}
+
+TEST(FsdpFullShard, UnitsHaveTheParametersOfAModuleOrNeighbours) {
+  using Names = std::vector<std::vector<std::string>>;
+  on_hosts(kApart, [](World&) {
+    const auto names = [](const FsdpOptions& options) {
+      return fully_shard(make<FsdpNet>(7, {}), options).unit_names();
+    };
+    EXPECT_EQ(names(full({.is_unit = is_linear})),
+              (Names{{"a.weight", "a.bias"}, {"b.weight", "b.bias"}, {"c.weight", "c.bias"}, {"d.weight", "d.bias"}}));
+    const auto is_b = [](const nn::Module& module) {
+      const auto* const linear = dynamic_cast<const nn::LinearImpl*>(&module);
+      return linear && linear->options.in_features() == 600 && linear->options.out_features() == 5;
+    };
+    EXPECT_EQ(names(full({.is_unit = is_b, .unit_cap_mb = 1.4})),
+              (Names{{"a.weight", "a.bias"}, {"b.weight", "b.bias"}, {"c.weight", "c.bias"}, {"d.weight", "d.bias"}}));
+    const auto is_any = [](const nn::Module&) { return true; };  // the innermost one counts
+    EXPECT_EQ(names(full({.is_unit = is_any})), names(full({.is_unit = is_linear})));
+    EXPECT_EQ(names(full({.unit_cap_mb = 100})).size(), 1u);
+    EXPECT_EQ(names(full({.unit_cap_mb = 1e-6})).size(), 8u);
+    EXPECT_TRUE(names({}).empty());
+  });
+  on_hosts({"a", "a"}, [](World&) { EXPECT_TRUE(fully_shard(make<FsdpNet>(7, {}), full()).unit_names().empty()); });
+}
+
+// A chain of equal layers, which counts what is in memory at each.
+struct Chain : nn::Module {
+  static constexpr int kLayers = 8;
+  nn::ModuleList layers{nn::ModuleList()};
+  std::function<void()> at_layer = [] {};
+  Chain() {
+    for (int i = 0; i < kLayers; ++i) layers->push_back(nn::Linear(nn::LinearOptions(256, 256).bias(false)));
+    register_module("layers", layers);
+  }
+  Tensor forward(Tensor x) {
+    for (const auto& layer : *layers) {
+      x = torch::relu(layer->as<nn::Linear>()->forward(x));
+      at_layer();
+      if (x.requires_grad()) x.register_hook([this](const Tensor&) { at_layer(); });
+    }
+    return x;
+  }
+};
+
+TEST(FsdpFullShard, AHostHasItsOwnPartAndAFewUnits) {
+  on_hosts(kApart, [](World& world) {
+    const auto net = make<Chain>(7, {});
+    auto model = fully_shard(net, full({.is_unit = is_linear}));
+    constexpr size_t kUnit = 256 * 256 * 4;
+    const size_t own = model.bytes_here();
+    EXPECT_EQ(own, kUnit * Chain::kLayers / 2);
+    size_t most = 0;
+    net->at_layer = [&] { most = std::max(most, model.bytes_here()); };
+    torch::optim::AdamW optimizer(net->parameters());
+    for (int step = 0; step < 3; ++step) {
+      model.forward(drawn(world.rank(), step, {2, 256})).sum().backward();
+      EXPECT_EQ(model.bytes_here(), own);  // nothing else stays for the optimizer's time
+      optimizer.step();
+    }
+    EXPECT_GT(most, own);
+    EXPECT_LE(most, own + 3 * kUnit);
+    model.gather();
+    EXPECT_EQ(model.bytes_here(), kUnit * Chain::kLayers);
+    model.synchronize();
+    EXPECT_EQ(model.bytes_here(), own);
+  });
+}
+
+// What was saved for backward does not keep memory; evaluation gathers, too.
+TEST(FsdpFullShard, Evaluation) {
+  on_hosts(kTwoEach, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    auto model = fully_shard(net, full());
+    const auto expect_same = [&](int step) {
+      EXPECT_TRUE(torch::equal(model(fsdp_input(world.rank(), step)), other->forward(fsdp_input(world.rank(), step))));
+    };
+    expect_same(0);
+    net->eval();
+    expect_same(1);
+    {
+      const torch::NoGradGuard no_grad;
+      expect_same(2);
+      const c10::InferenceMode inference;
+      expect_same(3);
+    }
+    net->train();
+    expect_same(4);
+  });
+}
+
+TEST(FsdpFullShard, GradientsOfEveryKindOfStep) {
+  on_hosts(kTwoEach, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), alone = make<FsdpNet>(7, {});
+    auto model = fully_shard(net, full({.find_unused_parameters = true, .unit_cap_mb = 1}));
+    const auto expect_same_gradients = [&](const char* what) {
+      SCOPED_TRACE(what);
+      for (const auto& item : net->named_parameters()) {
+        const Tensor &grad = item.value().grad(), &expected = alone->named_parameters()[item.key()].grad();
+        ASSERT_EQ(grad.defined(), expected.defined() && model.owner(item.value()) == world.rank()) << item.key();
+        if (grad.defined()) {
+          EXPECT_TRUE(torch::allclose(grad, expected, 1e-4, 1e-5)) << item.key();
+        }
+      }
+      net->zero_grad();
+      alone->zero_grad();
+    };
+    const auto x = [&](int rank, int step) { return fsdp_input(rank, step).requires_grad_(); };
+    const auto alone_for_all = [&](const std::function<Tensor(int rank)>& loss) {
+      for (int r = 0; r < 4; ++r) (loss(r) / 4).backward();
+    };
+    {
+      const auto guard = model.no_sync();
+      model(x(world.rank(), 0)).sum().backward();
+    }
+    model(x(world.rank(), 1)).sum().backward();
+    model(x(world.rank(), 2)).sum().backward();
+    for (const int step : {0, 1, 2}) alone_for_all([&](int r) { return alone->forward(x(r, step)).sum(); });
+    expect_same_gradients("accumulation");
+
+    (model(x(world.rank(), 0)).sum() * model(x(world.rank(), 1)).square().sum()).backward();
+    alone_for_all([&](int r) { return alone->forward(x(r, 0)).sum() * alone->forward(x(r, 1)).square().sum(); });
+    expect_same_gradients("two forwards");
+
+    const auto penalty = [&](const Tensor& y, const Tensor& of) {
+      const Tensor gradient = torch::autograd::grad({y.square().sum()}, {of}, {}, true, true)[0];
+      return gradient.square().sum() + y.sum();
+    };
+    Tensor input = x(world.rank(), 3);
+    penalty(model(input), input).backward();
+    alone_for_all([&](int r) {
+      Tensor of = x(r, 3);
+      return penalty(alone->forward(of), of);
+    });
+    expect_same_gradients("second derivatives");
+
+    const auto checkpointed = [&](FsdpNet& of, const Tensor& at) {
+      const Tensor h =
+          activation_checkpoint([&](const Tensor& y) { return torch::relu(of.b(torch::relu(of.a(y)))); }, at);
+      return of.d(torch::relu(of.c(h))).sum();
+    };
+    model(x(world.rank(), 4));
+    checkpointed(*net, x(world.rank(), 4)).backward();
+    alone_for_all([&](int r) { return checkpointed(*alone, x(r, 4)); });
+    expect_same_gradients("activation checkpoints");
+
+    model(x(world.rank(), 5));
+    net->a(x(world.rank(), 5)).sum().backward();
+    alone_for_all([&](int r) { return alone->a(x(r, 5)).sum(); });
+    expect_same_gradients("unused parameters");
+
+    // After backward() nothing is here any more, and what is not must not be read as zeros.
+    const Tensor loss = model(x(world.rank(), 6)).sum();
+    loss.backward({}, /*retain_graph=*/true);
+    net->zero_grad();
+    model.gather();
+    loss.backward();
+    alone_for_all([&](int r) { return alone->forward(x(r, 6)).sum(); });
+    expect_same_gradients("a second backward()");
+  });
+}
+
+TEST(FsdpFullShard, BadUseGetsOneSentence) {
+  on_hosts(kTwoEach, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    expect_refusal({"max_gathered_units 1"}, [&] { fully_shard(net, full({.max_gathered_units = 1})); });
+    expect_refusal({"unit_cap_mb is 0"}, [&] { fully_shard(net, full({.unit_cap_mb = 0})); });
+    const Tensor before = net->b->weight.detach().clone();
+    std::optional model(fully_shard(net, full()));
+    const int home = model->owner(net->b->weight);
+    const auto host = [](int rank) { return kTwoEach[static_cast<size_t>(rank)]; };
+    const auto expect_elsewhere = [&](const std::function<void()>& read) {
+      if (host(home) == host(world.rank()))
+        read();
+      else
+        expect_refusal({"the values of parameter b.weight are on another host", ""}, read);
+    };
+    expect_elsewhere([&] { net->b->weight.sum(); });
+    expect_elsewhere([&] { net->b->weight.t().select(0, 1).sum(); });  // a view of a view
+    expect_elsewhere([&] { torch::cat({net->b->weight, net->b->weight}); });
+    expect_elsewhere([&] { net->b->weight.detach().clone(); });
+    expect_refusal({"are on another host now", "gather() on all ranks"}, [&] { net->forward(fsdp_input(0, 0)); });
+    EXPECT_EQ(torch::zeros_like(net->b->weight).sum().item<double>(), 0);
+    EXPECT_EQ(torch::empty_like(net->b->weight).sizes(), before.sizes());
+    EXPECT_EQ(net->b->weight.new_zeros({3}).sum().item<double>(), 0);
+    model->gather();
+    EXPECT_TRUE(torch::equal(net->b->weight, before));
+    EXPECT_FALSE(parallel::is_watched(net->b->weight + 1));
+    model->synchronize();
+    expect_elsewhere([&] { net->b->weight.sum(); });
+
+    // New values, from a file that every rank reads.
+    const auto file =
+        (std::filesystem::path(testing::TempDir()) / text("fsdp-full-", ::getpid(), world.rank())).string();
+    const auto other = make<FsdpNet>(8, {});
+    torch::save(other, file);
+    torch::serialize::InputArchive archive;
+    archive.load_from(file);
+    net->b->weight.set_data(other->b->weight.detach().clone());
+    model->forward(fsdp_input(world.rank(), 0)).sum().backward();
+    model->gather();
+    EXPECT_TRUE(torch::equal(net->b->weight, other->b->weight));
+    EXPECT_TRUE(parallel::is_watched(net->b->weight));
+    std::filesystem::remove(file);
+
+    // A rank that does not own it changes it, while it is here.
+    model->forward(fsdp_input(world.rank(), 0));
+    if (world.rank() == (home + 1) % 4) {
+      const torch::NoGradGuard no_grad;
+      net->b->weight.mul_(1);
+    } else {
+      net->b->weight.sum();
+    }
+    expect_refusal({text("rank ", (home + 1) % 4, " changed parameter b.weight, which rank ", home, " owns")},
+                   [&] { model->forward(fsdp_input(world.rank(), 0)); });
+    model.reset();
+    expect_elsewhere([&] { net->b->weight.sum(); });
+  });
+}
+
+TEST(FsdpFullShard, Groups) {
+  on_hosts({"a", "a", "b", "b"}, [](World& world) {
+    const Group group = world.new_group({3, 0, 2});
+    if (!group.is_member()) return;
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    DistributedDataParallel ddp(other, {.group = group});
+    auto model = fully_shard(net, full({.group = group, .unit_cap_mb = 1}));
+    const auto step = [&](auto& of, FsdpNet& its) {
+      torch::optim::AdamW optimizer(its.parameters());
+      of(fsdp_input(world.rank(), 0)).square().sum().backward();
+      optimizer.step();
+    };
+    step(ddp, *other);
+    step(model, *net);
+    model.gather();
+    expect_equal(*net, *other);
+    model.synchronize();
+  });
+}
+
+// A rank dies in forward or backward, while others wait for what it owns.
+TEST(FsdpFullShardProcess, ADeathIsNamedOnEveryHost) {
+  for (const bool in_backward : {false, true}) {
+    const auto ends = in_processes({"a", "a", "b", "b"}, [&](World& world) {
+      const auto net = make<FsdpNet>(7, {});
+      auto model = fully_shard(net, full());
+      if (world.rank() == 1) {
+        if (!in_backward) ::raise(SIGKILL);
+        net->b->weight.register_hook([](const Tensor&) -> void { ::raise(SIGKILL); });
+      }
+      const std::string what = message_of<PeerLost>([&] { model(fsdp_input(world.rank(), 0)).sum().backward(); });
+      EXPECT_CONTAINS(what, "rank 1");
+      return std::string("done");
+    });
+    for (size_t rank = 0; rank < ends.size(); ++rank) {
+      if (rank == 1)
+        EXPECT_EQ(ends[rank].signal, SIGKILL);
+      else
+        EXPECT_EQ(ends[rank].said, "done");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace muster::test
