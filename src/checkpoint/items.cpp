@@ -22,6 +22,7 @@
 
 #include "muster/base/error.h"
 #include "parallel/shared_tensor.h"
+#include "parallel/watched.h"
 
 namespace muster::checkpoint {
 namespace {
@@ -31,7 +32,9 @@ at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
     throw InvalidArgument(text("tensor '", name, "' is sparse, quantized or without data"),
                           "Snapshots hold dense tensors; add it as an object with save() and load()");
-  return tensor.detach().to(at::kCPU).contiguous().resolve_conj().resolve_neg();
+  // A parameter whose values may be elsewhere: clone() throws if they are.
+  const at::Tensor values = parallel::is_watched(tensor) ? tensor.detach().clone() : tensor.detach();
+  return values.to(at::kCPU).contiguous().resolve_conj().resolve_neg();
 }
 
 std::string shape_of(const at::Tensor& tensor) {
@@ -83,11 +86,14 @@ class ModuleItem final : public Item {
 
   Entries save() override {
     Entries entries;
-    for (const auto& [name, kind, tensor] : tensors())
+    for (const auto& [name, kind, tensor] : tensors()) {
+      const bool is_spread = parallel::is_watched(tensor);
       entries.push_back({.name = name,
                          .kind = kind,
                          .order = static_cast<int64_t>(entries.size()),
-                         .tensor = storable(tensor, name)});
+                         .tensor = storable(is_spread ? parallel::unwatched(tensor) : tensor, name),
+                         .only = is_spread ? parallel::owner_of(tensor) : kEveryRank});
+    }
     return entries;
   }
 
@@ -110,8 +116,15 @@ class ModuleItem final : public Item {
   void load(const Entries& entries) override {
     const at::NoGradGuard no_grad;
     auto here = tensors();
-    for (size_t i = 0; i < here.size(); ++i)
-      if (!parallel::belongs_to_another_rank(here[i].tensor)) here[i].tensor.copy_(entries[i].tensor);
+    for (size_t i = 0; i < here.size(); ++i) {
+      const at::Tensor& to = here[i].tensor;
+      if (parallel::belongs_to_another_rank(to)) continue;
+      (parallel::is_watched(to) ? parallel::unwatched(to) : to).copy_(entries[i].tensor);
+    }
+  }
+  bool is_spread() const override {
+    const auto all = tensors();
+    return std::any_of(all.begin(), all.end(), [](const Named& each) { return parallel::is_watched(each.tensor); });
   }
 
  private:

@@ -30,6 +30,8 @@ class Item {
   virtual bool may_refuse() const { return false; }
   // Whether the item must be stored for each rank. It may become true when training begins.
   virtual bool differs_between_ranks() const { return false; }
+  // Whether some entries' values are on one rank only, although the item is stored once.
+  virtual bool is_spread() const { return false; }
 };
 
 std::unique_ptr<Item> make_item(torch::nn::Module& module);

@@ -64,6 +64,20 @@ Entries entries_of(const Items& items, bool per_rank, int rank) {
   return all;
 }
 
+// What this rank alone has of the items that are stored once.
+Entries entries_only_here(const Items& items, int global_rank) {
+  Entries some;
+  for (const auto& [name, is_per_rank, item] : items) {
+    if (is_per_rank || !item->is_spread()) continue;
+    for (auto& entry : item->save()) {
+      if (entry.only != global_rank) continue;
+      entry.item = name;
+      some.push_back(std::move(entry));
+    }
+  }
+  return some;
+}
+
 uint64_t layout_of(const Items& items, const Entries& shared) {
   std::string all;
   for (const auto& item : items) all += text(item.name, '\0', item.per_rank, '\n');
@@ -75,14 +89,22 @@ uint64_t layout_of(const Items& items, const Entries& shared) {
 
 // The rank that writes each of the shared entries. The entries are dealt out from the largest on, each to the rank that
 // has the fewest bytes so far. Rank 0 writes all small entries, and all buffers: data-parallel training makes buffers
-// equal only before a forward.
-std::vector<int> deal(const Entries& shared, int ranks) {
+// equal only before a forward. What only one rank has, that rank writes. `ranks`: those that take part.
+std::vector<int> deal(const Entries& shared, const std::vector<int>& ranks) {
   constexpr size_t kSmall = 64 * 1024;
   std::vector<int> owners(shared.size(), 0);
-  std::vector<size_t> load(static_cast<size_t>(ranks), 0), large;
+  std::vector<size_t> load(ranks.size(), 0), large;
   for (size_t i = 0; i < shared.size(); ++i) {
     const auto& entry = shared[i];
-    if (entry.kind != "buffer" && entry.tensor.nbytes() >= kSmall) {
+    if (entry.only != kEveryRank) {
+      const auto at = std::find(ranks.begin(), ranks.end(), entry.only);
+      if (at == ranks.end())
+        throw InvalidArgument(
+            text("only rank ", entry.only, " has '", entry.full_name(), "', and it does not take part"),
+            "Use a group that has all ranks of the FullyShardedDataParallel");
+      owners[i] = static_cast<int>(at - ranks.begin());
+      load[static_cast<size_t>(owners[i])] += entry.tensor.nbytes();
+    } else if (entry.kind != "buffer" && entry.tensor.nbytes() >= kSmall) {
       large.push_back(i);
     } else {
       load[0] += entry.tensor.nbytes();
@@ -180,8 +202,12 @@ Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& o
   Part mine;
   mine.layout = layout_of(items, {});
   mine.problem = problem_of([&] {
-    for (auto& entry : entries_of(items, true, here.rank))
-      mine.entries.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
+    const auto pack = [&](const Entries& entries) {
+      for (const auto& entry : entries)
+        mine.entries.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
+    };
+    pack(entries_of(items, true, here.rank));
+    if (here.rank > 0) pack(entries_only_here(items, here.collective.group.global_rank(here.rank)));
   });
   const auto parts = gather_object(mine, 0, here.collective);
   const auto conclusion = conclude(here, options, [&](Conclusion& said) {
@@ -190,9 +216,18 @@ Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& o
     said.problem = problem_of([&] {
       check_folder(here);
       Entries all = entries_of(items, false, 0);
+      const size_t count = all.size();
+      const int global_rank = here.collective.group.global_rank(0);
+      const size_t elsewhere =
+          std::erase_if(all, [&](const Entry& entry) { return entry.only != kEveryRank && entry.only != global_rank; });
       for (const auto& part : parts)
         for (const auto& entry : part.entries)
           all.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
+      const auto per_rank =
+          std::stable_partition(all.begin(), all.end(), [](const Entry& entry) { return entry.rank == kShared; });
+      if (static_cast<size_t>(per_rank - all.begin()) != count)
+        throw InvalidArgument(text("of ", elsewhere, " tensors that other ranks have, some did not come"),
+                              "Use a group that has all ranks of the FullyShardedDataParallel");
       write_container(here.folder.snapshot(options.steps), {.steps = options.steps, .world_size = here.size}, all);
     });
   });
@@ -207,7 +242,7 @@ Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions&
     if (here.rank == 0) check_folder(here);
     const Entries shared = entries_of(items, false, 0);
     mine.layout = layout_of(items, shared);
-    const auto owners = deal(shared, here.size);
+    const auto owners = deal(shared, here.collective.group.ranks());
     Entries all;
     for (size_t i = 0; i < shared.size(); ++i)
       if (owners[i] == here.rank) all.push_back(shared[i]);

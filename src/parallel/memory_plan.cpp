@@ -2,10 +2,12 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <unordered_map>
 #include <utility>
 
@@ -13,11 +15,14 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/fsdp/units.h"
 #include "parallel/gradient_blocks.h"
+#include "parallel/gradient_reducer.h"
 #include "parallel/hosts.h"
 #include "parallel/same_module.h"
 #include "parallel/saved_tensors.h"
 #include "parallel/shared_tensor.h"
+#include "parallel/watched.h"
 
 namespace muster {
 namespace {
@@ -75,6 +80,20 @@ std::map<pid_t, int> processes_of(const parallel::Hosts& hosts) {
   return processes;
 }
 
+// Of the largest units that may be on a host together, all parameters.
+size_t bytes_gathered(const torch::nn::Module& module, const std::vector<parallel::NamedTensor>& parameters,
+                      const FsdpOptions& options) {
+  std::vector<size_t> bytes;
+  for (const auto& unit :
+       fsdp::make_units(module, parameters, parallel::bytes_of_mb(options.unit_cap_mb), options.is_unit)) {
+    size_t& of_unit = bytes.emplace_back();
+    for (const size_t i : unit) of_unit += parameters[i].tensor.nbytes();
+  }
+  std::sort(bytes.rbegin(), bytes.rend());
+  if (options.reshard_after_forward) bytes.resize(std::min(bytes.size(), options.max_gathered_units));
+  return std::accumulate(bytes.begin(), bytes.end(), size_t{0});
+}
+
 std::string in_mib(size_t bytes) {
   return text(static_cast<int64_t>(static_cast<double>(bytes) / (1 << 20) + 0.5), " MiB");
 }
@@ -120,12 +139,16 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
   plan.ranks = static_cast<int>(ranks);
 
   size_t all = 0, trained = 0, large = 0, private_now = 0, shared_now = 0;  // bytes of parameters
-  for (const auto& [name, parameter] : parallel::tensors_of(module).parameters) {
+  const auto parameters = parallel::tensors_of(module).parameters;
+  const bool one_host = hosts.ranks.size() == 1;
+  const bool gathers = options.fully_sharded && options.fsdp.strategy == ShardingStrategy::kFullShard && !one_host;
+  const size_t parts = gathers ? hosts.ranks.size() : 1;  // into which the parameters are divided among hosts
+  for (const auto& [name, parameter] : parameters) {
     if (parameter.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not dense"), "memory_plan() counts dense parameters");
     all += parameter.nbytes();
     if (parallel::is_shared(parameter))
-      shared_now += parameter.nbytes();
+      shared_now += parameter.nbytes() / (parallel::is_watched(parameter) ? hosts.ranks.size() : 1);
     else if (!parameter.is_meta())
       private_now += parameter.nbytes();
     if (!parameter.requires_grad()) continue;
@@ -133,18 +156,21 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
     if (parameter.nbytes() >= parallel::GradientBlocks::kLarge) large += parameter.nbytes();
   }
   const auto states_of = [&](size_t bytes) { return static_cast<size_t>(static_cast<double>(bytes) * options.states); };
-  const bool one_host = hosts.ranks.size() == 1;
   if (!options.fully_sharded) {
     plan.rows = {{"parameters", all, all * ranks},
                  {"gradients", trained, trained * ranks},
                  {"optimizer states", states_of(trained), states_of(trained) * ranks}};
   } else {
     const size_t small = trained - large;  // in buckets, which each rank has
-    plan.rows = {{"parameters", all / owners, all},
-                 one_host
-                     ? MemoryPlan::Row{"gradients", large / owners + small, large + small * ranks}
+    plan.rows = {{"parameters", all / parts / owners, all / parts},
+                 one_host || gathers
+                     ? MemoryPlan::Row{"gradients", large / parts / owners + small, large / parts + small * ranks}
                      : MemoryPlan::Row{"gradients", trained, trained * ranks},  // until the network has carried them
-                 {"optimizer states", states_of(trained) / owners, states_of(trained)}};
+                 {"optimizer states", states_of(trained) / parts / owners, states_of(trained) / parts}};
+  }
+  if (gathers) {
+    const size_t gathered = bytes_gathered(module, parameters, options.fsdp) * (parts - 1) / parts;
+    plan.rows.push_back({"gathered units", gathered / owners, gathered});
   }
   const size_t activations = saved_for_backward(forward);
   // Each rank has its own copy of what is not shared yet.

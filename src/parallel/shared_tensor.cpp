@@ -12,8 +12,7 @@ namespace {
 // What a storage in shared memory refers to.
 struct Place {
   std::shared_ptr<shm::Mapping> memory;
-  bool is_own;
-  std::function<void(uint64_t)> before_use;
+  Sharing sharing;
 };
 void release(void* context) { const std::unique_ptr<Place> place(static_cast<Place*>(context)); }
 
@@ -27,8 +26,8 @@ const Place* place_of(const at::Tensor& tensor) {
 }  // namespace
 
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
-                         bool is_own, std::function<void(uint64_t)> before_use) {
-  auto place = std::make_unique<Place>(Place{memory, is_own, std::move(before_use)});
+                         Sharing sharing) {
+  auto place = std::make_unique<Place>(Place{memory, std::move(sharing)});
   c10::DataPtr data(memory->data() + offset, place.release(), &release, c10::Device(c10::DeviceType::CPU));
   const c10::Storage storage(c10::Storage::use_byte_size_t(), like.nbytes(), std::move(data), nullptr,
                              /*resizable=*/false);
@@ -38,10 +37,15 @@ at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t off
 bool is_shared(const at::Tensor& tensor) { return place_of(tensor) != nullptr; }
 bool belongs_to_another_rank(const at::Tensor& tensor) {
   const Place* const place = place_of(tensor);
-  return place && !place->is_own;
+  return place && !place->sharing.is_own;
+}
+int owner_of(const at::Tensor& tensor) {
+  const Place* const place = place_of(tensor);
+  return place ? place->sharing.owner : -1;
 }
 void call_before_use(const at::Tensor& tensor, uint64_t operation) {
-  if (const Place* const place = place_of(tensor); place && place->before_use) place->before_use(operation);
+  if (const Place* const place = place_of(tensor); place && place->sharing.before_use)
+    place->sharing.before_use(operation);
 }
 
 }  // namespace muster::parallel

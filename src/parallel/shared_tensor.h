@@ -14,13 +14,20 @@
 
 namespace muster::parallel {
 
+struct Sharing {
+  int owner = 0;        // a rank of the World
+  bool is_own = false;  // whether this rank is the owner
+  // For watch() (watched.h); it gets a number that all tensors of an operator get.
+  std::function<void(uint64_t)> before_use = {};
+};
 // A tensor with the shape, dtype and strides of `like` (contiguous if that is not dense), `offset` bytes into `memory`,
-// which it keeps mapped. before_use: for watch() (watched.h); it gets a number that all tensors of an operator get.
+// which it keeps mapped.
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
-                         bool is_own, std::function<void(uint64_t)> before_use = {});
+                         Sharing sharing);
 
 bool is_shared(const at::Tensor& tensor);                // whether shared_tensor() made its storage
 bool belongs_to_another_rank(const at::Tensor& tensor);  // and not as this rank's own, so that it must not be changed
+int owner_of(const at::Tensor& tensor);                  // -1 if it is not shared
 void call_before_use(const at::Tensor& tensor, uint64_t operation);  // if it has one
 
 }  // namespace muster::parallel

@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -81,6 +82,11 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
 }  // namespace
 
 bool is_watched(const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has(kKey); }
+
+at::Tensor unwatched(const at::Tensor& tensor) {
+  return at::empty({0}, tensor.options().requires_grad(false))
+      .set_(tensor.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
+}
 
 void watch(const at::Tensor& tensor) {
   static const torch::Library library = [] {

@@ -20,5 +20,6 @@ namespace muster::parallel {
 // takes the key away.
 void watch(const at::Tensor& tensor);
 bool is_watched(const at::Tensor& tensor);
+at::Tensor unwatched(const at::Tensor& tensor);  // of the same memory: for its owner
 
 }  // namespace muster::parallel

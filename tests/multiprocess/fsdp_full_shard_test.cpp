@@ -158,7 +158,61 @@ TEST(FsdpFullShard, Evaluation) {
     }
     net->train();
     expect_same(4);
+
+    // One operator may use more than would stay.
+    const auto all_of = [](const FsdpNet& of) { return torch::stack({of.b->weight, of.c->weight, of.b->weight}); };
+    model.synchronize();
+    auto small = fully_shard(make<FsdpNet>(8, {}), full({.unit_cap_mb = 1e-6, .max_gathered_units = 2}));
+    const auto same = make<FsdpNet>(8, {});
+    small(fsdp_input(0, 0));
+    EXPECT_TRUE(torch::equal(all_of(*small.module()), all_of(*same)));
+    const auto flat = [](const FsdpNet& of) {
+      std::vector<Tensor> parts;
+      for (const auto& parameter : of.parameters()) parts.push_back(parameter.flatten());
+      return torch::cat(parts);
+    };
+    EXPECT_TRUE(torch::equal(flat(*small.module()), flat(*same)));
   });
+}
+
+// Each rank stores what it owns, in one file or in several; a new job resumes to the bit.
+TEST(FsdpFullShard, Snapshots) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-full-", ::getpid());
+  for (const bool sharded : {false, true}) {
+    std::vector<Tensor> undisturbed;
+    for (const bool again : {false, true}) {
+      on_hosts(kTwoEach, [&](World& world) {
+        const auto net = make<FsdpNet>(7, {});
+        auto model = fully_shard(net, full());
+        torch::optim::AdamW optimizer(net->parameters(), 1e-2);
+        Snapshot snapshot({.folder = folder, .sharded = sharded, .default_generator = false});
+        snapshot.add("model", net).add("optimizer", optimizer);
+        const int64_t first = snapshot.restore();
+        EXPECT_EQ(first, again ? 2 : 0);
+        for (int64_t step = first; step < 4; ++step) {
+          optimizer.zero_grad();
+          model(fsdp_input(world.rank(), static_cast<int>(step))).square().sum().backward();
+          optimizer.step();
+          if (step == 1) snapshot.save(2);
+        }
+        model.gather();
+        if (world.rank() == 0) {
+          const auto now = copies(net->named_parameters()).values();
+          if (!again) undisturbed = now;
+          for (size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(torch::equal(now[i], undisturbed[i])) << i;
+        }
+        model.synchronize();
+        // A part of the ranks has not all parameters.
+        const Group some = world.new_group({0, 1});
+        if (!again || !some.is_member()) return;
+        Snapshot of_some({.folder = folder / "some", .sharded = sharded, .default_generator = false, .group = some});
+        of_some.add("model", net);
+        EXPECT_EQ(of_some.restore(), 0);
+        expect_refusal({"all ranks of the FullyShardedDataParallel"}, [&] { of_some.save(1); });
+      });
+    }
+    std::filesystem::remove_all(folder);
+  }
 }
 
 TEST(FsdpFullShard, GradientsOfEveryKindOfStep) {

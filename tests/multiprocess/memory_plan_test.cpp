@@ -12,7 +12,8 @@ constexpr size_t kLarge = 600 * 600 * 4, kAll = 2 * kLarge + (12 * 600 + 3 * 600
 
 // FsdpNet has two gradients of 1.4 MB, and small ones that share buckets on each rank.
 void expect_rows(const MemoryPlan& plan, const std::vector<std::pair<size_t, size_t>>& expected) {
-  const std::vector<std::string> names{"parameters", "gradients", "optimizer states", "activations", "program"};
+  std::vector<std::string> names{"parameters", "gradients", "optimizer states", "activations", "program"};
+  if (plan.rows.size() > names.size()) names.insert(names.begin() + 3, "gathered units");
   ASSERT_EQ(plan.rows.size(), names.size());
   size_t sum = 0;
   for (size_t i = 0; i < names.size(); ++i) {
@@ -50,6 +51,21 @@ TEST(MemoryPlan, OfHostsWithDifferentNumbersOfRanks) {
     const size_t here = world.rank() < 2 ? 2 : 1;
     expect_rows(memory_plan(*net, world, nullptr),  // one owner on each host
                 {{kAll, kAll}, {kAll, here * kAll}, {2 * kAll, 2 * kAll}});
+  });
+}
+
+// Of each host: its part, and the largest units that may be there, without what is at home.
+TEST(MemoryPlan, OfHostsThatGather) {
+  on_hosts(kApart, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    const MemoryPlanOptions options{.fsdp = {.strategy = ShardingStrategy::kFullShard, .unit_cap_mb = 1}};
+    const size_t small = kAll - 2 * kLarge, gathered = (2 * kLarge + (12 * 600 + 600) * 4) / 2;
+    for (const bool made : {false, true}) {
+      expect_rows(memory_plan(*net, world, nullptr, options),
+                  {{kAll / 2, kAll / 2}, {kLarge + small, kLarge + small}, {kAll, kAll}, {gathered, gathered}, {0, 0}});
+      if (!made) auto model = fully_shard(net, options.fsdp);
+      barrier();
+    }
   });
 }
 

@@ -33,12 +33,14 @@
 #include <vector>
 
 #include "muster/comm/world.h"
+#include "muster/parallel/fsdp.h"
 
 namespace muster {
 
 struct MemoryPlanOptions {
   bool fully_sharded = true;  // FullyShardedDataParallel over all ranks; false: DistributedDataParallel
   double states = 2;          // how many tensors of a parameter's size the optimizer keeps: Adam 2, SGD with momentum 1
+  FsdpOptions fsdp = {};      // the strategy and the units; the group is that of all ranks
 };
 
 struct MemoryPlan {
@@ -46,7 +48,7 @@ struct MemoryPlan {
     std::string what;
     std::size_t rank = 0, host = 0;  // bytes: of a rank, on average; of all ranks of this host together
   };
-  std::vector<Row> rows;  // parameters, gradients, optimizer states, activations, program
+  std::vector<Row> rows;  // parameters, gradients, optimizer states, gathered units (kFullShard), activations, program
   int ranks = 1;          // of this host
 
   std::size_t rank() const;  // sums

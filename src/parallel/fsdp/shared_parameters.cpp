@@ -208,8 +208,10 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
                                 "Keep the FullyShardedDataParallel as long as you use its module");
       };
     const auto keeper = static_cast<size_t>(hosts_.owner(owners[i].place));
-    entry.shared = parallel::shared_tensor(memory.mapped[keeper], layout.offsets[i], tensor, is_mine(entry),
-                                           std::move(before_use));
+    entry.shared = parallel::shared_tensor(memory.mapped[keeper], layout.offsets[i], tensor,
+                                           {.owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, group.rank())),
+                                            .is_own = is_mine(entry),
+                                            .before_use = std::move(before_use)});
     if (is_mine(entry) && tensor.numel() > 0) {
       shm::commit(fd, layout.offsets[i], room_for(tensor));
       entry.shared.copy_(tensor);
