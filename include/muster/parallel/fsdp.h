@@ -34,10 +34,19 @@
 // If a rank dies in step(), some parameters are updated and others not. A Snapshot (snapshot.h) with the module and the
 // optimizer resumes the training to the bit; make it after the FullyShardedDataParallel.
 //
-// Several hosts: each has one copy of the parameters, gradients and states, divided among its ranks; with unequal numbers
-// of ranks, among as many as the host with the fewest has.
+// Several hosts: with ShardingStrategy::kHybridShard, the default, each has one copy of the parameters, gradients and
+// states, divided among its ranks; with unequal numbers of ranks, among as many as the host with the fewest has. With
+// kFullShard, all hosts have one copy together, for models that do not fit a host, or networks that are fast:
+//   - A parameter has one owner among all ranks. Before an operator of forward() or backward() uses a parameter, its *unit*
+//     is gathered: each host receives what the others own of it, once, and the unit that came next in the step before is
+//     on its way already. A few units are on a host together.
+//   - So all ranks use the parameters in the same order, in each forward(), in eval() mode too: a rank that does not
+//     leaves the others waiting, until they get a Mismatch or a TimeoutError.
+//   - Between backward() and the next forward(), each host has the values of its own parameters only. Whoever reads
+//     others (torch::save(), a second backward() over one graph) calls gather() before, on all ranks, and synchronize()
+//     afterwards. An operator that reads a parameter that is not there throws InvalidArgument; a data_ptr() reads zeros.
 //
-// Limits: CPU tensors; the model, with its gradients and states, fits each host.
+// Limits: CPU tensors; the model, with its gradients and states, fits each host, or with kFullShard all hosts together.
 //
 // Errors: as DistributedDataParallel, and Unavailable if a host has not enough memory. Thread-safety: one thread, as
 // an nn::Module. Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., "ZeRO: Memory Optimizations Toward

@@ -1,5 +1,6 @@
 #include "parallel/fsdp/gatherer.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -14,21 +15,32 @@ namespace muster::fsdp {
 // The ranks of this host have come, and read no units but those in here_.
 void Gatherer::meet() { barrier({.group = setup_.ranks_of_host}); }
 
-// The place is free of readers.
+// Nobody reads what is received now.
 Gatherer::Here Gatherer::start(size_t unit) const {
   Here here{.unit = unit};
-  for (const Piece& piece : setup_.pieces[unit]) {
-    if (piece.host != setup_.host) shm::commit(setup_.memory.get(), piece.offset, piece.bytes);
+  const auto& pieces = setup_.pieces[unit];
+  if (pieces.empty()) return here;
+  const at::Tensor nothing = at::empty({0}, at::kByte);
+  std::vector<at::Tensor> to(static_cast<size_t>(setup_.column.size()), nothing), from = to;
+  for (const Piece& piece : pieces) {
+    const bool is_at_home = piece.host == setup_.host;
+    if (!is_at_home) shm::commit(setup_.memory.get(), piece.offset, piece.bytes);
     const at::Tensor bytes = at::from_blob(
         setup_.mapped->data() + piece.offset, {static_cast<int64_t>(piece.bytes)}, [mapped = setup_.mapped](void*) {},
         at::kByte);
-    here.receiving.push_back(broadcast_async(bytes, piece.host, {.group = setup_.column}));
+    if (!is_at_home) {
+      from[static_cast<size_t>(piece.host)] = bytes;
+      continue;
+    }
+    for (size_t host = 0; host < to.size(); ++host)
+      if (host != static_cast<size_t>(setup_.host)) to[host] = bytes;
   }
+  here.receiving = all_to_all_async(from, to, {.group = setup_.column});
   return here;
 }
 
 void Gatherer::free(Here& here) const {
-  for (Work& work : here.receiving) work.wait();
+  here.receiving.wait();
   for (const Piece& piece : setup_.pieces[here.unit])
     if (piece.host != setup_.host) shm::discard(setup_.memory.get(), piece.offset, piece.bytes);
 }
@@ -65,8 +77,7 @@ void Gatherer::use(size_t unit, uint64_t operation) {
   }
   here_.front().operation = operation;
   if (here_.front().arrived) return;
-  for (Work& work : here_.front().receiving) work.wait();
-  here_.front().receiving.clear();
+  here_.front().receiving.wait();
   meet();
   here_.front().arrived = true;
   followed_by_[last_] = unit;
@@ -98,8 +109,7 @@ void Gatherer::end() {
 void Gatherer::gather_all() {
   end();
   for (size_t unit = 0; unit < setup_.pieces.size(); ++unit) here_.push_back(start(unit));
-  for (Here& here : here_)
-    for (Work& work : here.receiving) work.wait();
+  for (Here& here : here_) here.receiving.wait();
   meet();
   all_here_ = true;
 }

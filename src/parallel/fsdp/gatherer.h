@@ -8,8 +8,8 @@
 //   memory of place 0 on host A  | unit 0: a.weight    : b.weight [–] | unit 1: c.weight    : d.weight [–] |
 //   memory of place 0 on host B  | unit 0: a.weight [–]: b.weight     | unit 1: c.weight [–]: d.weight     |   [–] not here
 //
-// The ranks at one place on all hosts are a *column*. Each broadcasts what is at home with it to its column. So all ranks
-// of a host receive, each another part, and all hosts send.
+// The ranks at one place on all hosts are a *column*. Each sends what is at home with it to its column. So all ranks of a
+// host receive, each another part, and each byte crosses the network once per host.
 //
 //   begin()    all ranks have come: updates are over. Parameters may be read from now on.
 //   use(unit)  an operator is about to use one of the unit's parameters (watched.h). If the unit is not here, it is
@@ -72,7 +72,7 @@ class Gatherer {
  private:
   struct Here {
     size_t unit = 0;
-    std::vector<Work> receiving;
+    Work receiving;
     bool arrived = false;
     uint64_t operation = 0;  // the last that used it
   };
