@@ -35,7 +35,7 @@ inline constexpr int kEveryRank = -1;
 struct Parameter {
   std::string name;
   at::Tensor tensor;
-  int owner = kEveryRank;                                 // the rank of this host that keeps the average
+  int owner = kEveryRank;  // the rank that keeps the average; if each host has one, that of this host
   c10::intrusive_ptr<torch::autograd::Node> accumulator;  // with a hook of ours; null if every rank is the owner
   at::Tensor view;    // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
   size_t bucket = 0;  // index

@@ -146,6 +146,9 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
   for (const auto& [name, parameter] : parameters) {
     if (parameter.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not dense"), "memory_plan() counts dense parameters");
+    if (forward && parallel::is_watched(parameter))
+      throw InvalidArgument("forward() would gather parameters, which only the FullyShardedDataParallel may do",
+                            "Call memory_plan() before FullyShardedDataParallel is made with kFullShard");
     all += parameter.nbytes();
     if (parallel::is_shared(parameter))
       shared_now += parameter.nbytes() / (parallel::is_watched(parameter) ? hosts.ranks.size() : 1);

@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/shared_tensor.h"
 
 namespace muster::parallel {
 namespace {
@@ -93,6 +94,17 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
                      : text("rank ", group.rank(), "'s module differs from rank 0's: it has ", or_none(here),
                             " where rank 0 has ", or_none(there)),
                  "Build the same module on every rank");
+}
+
+void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const Group& group) {
+  const auto missing =
+      std::find_if(tensors.begin(), tensors.end(), [](const NamedTensor& each) { return !is_here(each.tensor); });
+  auto index = static_cast<int64_t>(tensors.end() - missing);  // from the end; 0: none
+  all_reduce(at::from_blob(&index, {1}, at::kLong), {.op = ReduceOp::MAX, .group = group});
+  if (index == 0) return;
+  throw InvalidArgument(
+      text("the values of ", (tensors.end() - index)->name, " are on another host now"),
+      "Call gather() of the FullyShardedDataParallel that has them, on all ranks, before another is made");
 }
 
 void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group) {

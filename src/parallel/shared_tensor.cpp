@@ -43,9 +43,13 @@ int owner_of(const at::Tensor& tensor) {
   const Place* const place = place_of(tensor);
   return place ? place->sharing.owner : -1;
 }
-void call_before_use(const at::Tensor& tensor, uint64_t operation) {
+bool is_here(const at::Tensor& tensor) {
+  const Place* const place = place_of(tensor);
+  return !place || place->sharing.is_here();
+}
+void call_before_use(const at::Tensor& tensor, uint64_t operation, bool writes) {
   if (const Place* const place = place_of(tensor); place && place->sharing.before_use)
-    place->sharing.before_use(operation);
+    place->sharing.before_use(operation, writes);
 }
 
 }  // namespace muster::parallel

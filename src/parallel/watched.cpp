@@ -1,5 +1,6 @@
 #include "parallel/watched.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
@@ -7,10 +8,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 #include "parallel/shared_tensor.h"
 
@@ -26,24 +30,28 @@ struct KeySet : c10::TensorImpl {
   }
 };
 
+bool is_of_libtorch(const c10::FunctionSchema& schema) { return schema.name().starts_with("aten::"); }
+
 // Whether an operator reads or writes elements of its arguments.
 bool uses_elements(const c10::FunctionSchema& schema) {
   const std::string_view name = schema.name();
-  constexpr std::array<std::string_view, 4> kOthers = {"aten::_has_compatible_shallow_copy_type",  // set_data()
+  constexpr std::array<std::string_view, 5> kOthers = {"aten::_has_compatible_shallow_copy_type",  // set_data()
+                                                       "aten::set_",                               // torch::load()
                                                        "aten::_backward", "aten::is_same_size", "aten::_version"};
+  if (!is_of_libtorch(schema)) return true;
   if (name.ends_with("_like") || name.starts_with("aten::new_") ||
       std::find(kOthers.begin(), kOthers.end(), name) != kOthers.end())
     return false;
   // Views; and operators such as contiguous(), which make a view or call another operator.
-  return schema.returns().empty() ||
-         !std::all_of(schema.returns().begin(), schema.returns().end(), [](const auto& value) {
-           return value.alias_info() != nullptr && !value.alias_info()->isWrite();
-         });
+  const auto is_view = [](const c10::Argument& result) {
+    return result.alias_info() && !result.alias_info()->isWrite();
+  };
+  return schema.returns().empty() || !std::all_of(schema.returns().begin(), schema.returns().end(), is_view);
 }
 
-// An operator that is made of others: each of them comes here by itself.
+// One of libtorch's operators that is made of others: each of these comes here by itself.
 bool is_composite(const c10::OperatorHandle& op) {
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+  return is_of_libtorch(op.schema()) && op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
          !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
 }
 
@@ -54,34 +62,60 @@ bool needs_values(const c10::OperatorHandle& op) {
   return at->second;
 }
 
-void before_use(const at::Tensor& tensor, uint64_t operation) {
-  if (is_watched(tensor)) call_before_use(tensor, operation);
+struct Use {
+  uint64_t operation;
+  bool writes;
+};
+
+void before(const Use& use, const at::Tensor& tensor) {
+  if (is_watched(tensor)) call_before_use(tensor, use.operation, use.writes);
 }
 
-void before_use(const c10::IValue& value, uint64_t operation) {
+void before(const Use& use, const c10::IValue& value) {
   if (value.isTensor()) {
-    before_use(value.toTensor(), operation);
+    before(use, value.toTensor());
   } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorList()) before_use(tensor, operation);
+    for (const at::Tensor& tensor : value.toTensorList()) before(use, tensor);
   } else if (value.isOptionalTensorList()) {
     for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
-      if (tensor) before_use(*tensor, operation);
+      if (tensor) before(use, *tensor);
   }
 }
 
+// Whether this thread is in one of libtorch's kernels, whose arguments are all here. What it calls needs no more than
+// these, and must not make one of them go.
+thread_local bool in_kernel = false;
+class InKernel {
+ public:
+  InKernel() : before_(std::exchange(in_kernel, true)) {}
+  InKernel(const InKernel&) = delete;
+  InKernel& operator=(const InKernel&) = delete;
+  ~InKernel() { in_kernel = before_; }
+
+ private:
+  const bool before_;
+};
+
 void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  thread_local uint64_t operations = 0;
-  if (needs_values(op)) {
+  static std::atomic<uint64_t> operations = 0;
+  std::optional<InKernel> guard;
+  if (!in_kernel && !at::in_parallel_region() && needs_values(op)) {
+    const auto& arguments = op.schema().arguments();
     const uint64_t operation = ++operations;
-    for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size()))
-      before_use(argument, operation);
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const bool writes = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
+      before({operation, writes}, torch::jit::peek(*stack, i, arguments.size()));
+    }
+    if (is_of_libtorch(op.schema())) guard.emplace();
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
 
 }  // namespace
 
-bool is_watched(const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has(kKey); }
+bool is_watched(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has(kKey) && is_shared(tensor);
+}
 
 at::Tensor unwatched(const at::Tensor& tensor) {
   return at::empty({0}, tensor.options().requires_grad(false))

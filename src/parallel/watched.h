@@ -5,7 +5,7 @@
 // the function behind that key calls the tensor's `before_use`, then the operator as if nothing had happened. Views, and
 // what operators save for backward, have the key too; results do not. `before_use` is not called for operators that read
 // no values: views, zeros_like() and the like, and those that only call others. Memory that is read through a pointer is
-// read unseen.
+// read unseen: by a user's own operator too, unless it is registered for the dispatch key CPU.
 //
 // libtorch calls this key TESTING_ONLY_GenericWrapper, because none of its own parts uses it. Only this file does here.
 //
@@ -19,7 +19,7 @@ namespace muster::parallel {
 // The tensor's storage has a before_use (shared_tensor.h). It may be called again, for example after set_data(), which
 // takes the key away.
 void watch(const at::Tensor& tensor);
-bool is_watched(const at::Tensor& tensor);
+bool is_watched(const at::Tensor& tensor);       // no longer when it has another storage
 at::Tensor unwatched(const at::Tensor& tensor);  // of the same memory: for its owner
 
 }  // namespace muster::parallel

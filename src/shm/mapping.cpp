@@ -108,6 +108,13 @@ void discard(int fd, size_t offset, size_t bytes) {
     if (errno != EINTR) throw_errno(text("freeing ", bytes, " bytes of shared memory"));
 }
 
+void allow(std::byte* data, size_t bytes) {
+  if (::mprotect(data, bytes, PROT_READ | PROT_WRITE) != 0) throw_errno("mprotect of shared memory");
+}
+void forbid(std::byte* data, size_t bytes) {
+  if (::mprotect(data, bytes, PROT_NONE) != 0) throw_errno("mprotect of shared memory");
+}
+
 size_t committed(int fd) {
   struct stat info {};
   if (::fstat(fd, &info) != 0) throw_errno("fstat of a shared-memory segment");

@@ -48,6 +48,10 @@ void commit(int fd, size_t offset, size_t bytes);
 void discard(int fd, size_t offset, size_t bytes);
 size_t committed(int fd);  // bytes
 
+// Whether this process may touch whole pages of a mapping. A touch of forbidden pages is a SIGSEGV.
+void allow(std::byte* data, size_t bytes);
+void forbid(std::byte* data, size_t bytes);
+
 size_t page_size();
 size_t memory_total();      // of the host, bytes
 size_t memory_available();  // without swapping, bytes

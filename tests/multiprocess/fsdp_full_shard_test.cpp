@@ -8,6 +8,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <filesystem>
 #include <optional>
@@ -42,9 +44,12 @@ TEST(FsdpFullShard, StepsAreThoseOfDdp) {
         EXPECT_EQ(parameter.grad().defined(), model.owner(parameter) == world.rank());
         EXPECT_EQ(parallel::belongs_to_another_rank(parameter), model.owner(parameter) != world.rank());
       }
-      for (const double type : {2.0, HUGE_VAL})
-        EXPECT_NEAR(model.clip_grad_norm_(1e-3, type), nn::utils::clip_grad_norm_(other->parameters(), 1e-3, type),
-                    1e-3);
+      for (const double most : {1e9, 1e-3})
+        for (const double type : {2.0, HUGE_VAL}) {
+          const double norm = nn::utils::clip_grad_norm_(other->parameters(), most, type);
+          EXPECT_GT(norm, 0);
+          EXPECT_NEAR(model.clip_grad_norm_(most, type), norm, 1e-4 * norm);
+        }
       model.gather();
       expect_equal(*net, *other);
       model.synchronize();
@@ -119,19 +124,27 @@ TEST(FsdpFullShard, AHostHasItsOwnPartAndAFewUnits) {
   on_hosts(kApart, [](World& world) {
     const auto net = make<Chain>(7, {});
     auto model = fully_shard(net, full({.is_unit = is_linear}));
-    constexpr size_t kUnit = 256 * 256 * 4;
-    const size_t own = model.bytes_here();
+    const size_t kUnit = 256 * 256 * 4 + shm::page_size(), own = model.bytes_here();
     EXPECT_EQ(own, kUnit * Chain::kLayers / 2);
-    size_t most = 0;
-    net->at_layer = [&] { most = std::max(most, model.bytes_here()); };
+    std::vector<size_t> elsewhere;  // of the first units
+    for (const auto& parameter : net->parameters())
+      elsewhere.push_back((elsewhere.empty() ? 0 : elsewhere.back()) +
+                          (model.owner(parameter) == world.rank() ? 0 : 1));
+    size_t most = 0, at_first = 0;
+    net->at_layer = [&] {
+      if (at_first == 0) at_first = model.bytes_here();
+      most = std::max(most, model.bytes_here());
+    };
     torch::optim::AdamW optimizer(net->parameters());
     for (int step = 0; step < 3; ++step) {
+      at_first = 0;
       model.forward(drawn(world.rank(), step, {2, 256})).sum().backward();
       EXPECT_EQ(model.bytes_here(), own);  // nothing else stays for the optimizer's time
       optimizer.step();
+      // From the second step on, the next two are on their way with the first.
+      EXPECT_EQ(at_first, own + elsewhere[step == 0 ? 0 : 2] * kUnit);
     }
-    EXPECT_GT(most, own);
-    EXPECT_LE(most, own + 3 * kUnit);
+    EXPECT_EQ(most, own + 2 * kUnit);  // of three neighbours, at most two are elsewhere
     model.gather();
     EXPECT_EQ(model.bytes_here(), kUnit * Chain::kLayers);
     model.synchronize();
@@ -139,7 +152,6 @@ TEST(FsdpFullShard, AHostHasItsOwnPartAndAFewUnits) {
   });
 }
 
-// What was saved for backward does not keep memory; evaluation gathers, too.
 TEST(FsdpFullShard, Evaluation) {
   on_hosts(kTwoEach, [](World& world) {
     const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
@@ -156,6 +168,10 @@ TEST(FsdpFullShard, Evaluation) {
       const c10::InferenceMode inference;
       expect_same(3);
     }
+    // After gather(), ranks may evaluate unequal parts.
+    model.gather();
+    for (int step = 3; step < 4 + world.rank(); ++step) expect_same(step);
+    model.synchronize();
     net->train();
     expect_same(4);
 
@@ -275,20 +291,19 @@ TEST(FsdpFullShard, GradientsOfEveryKindOfStep) {
     alone_for_all([&](int r) { return alone->a(x(r, 5)).sum(); });
     expect_same_gradients("unused parameters");
 
-    // After backward() nothing is here any more, and what is not must not be read as zeros.
-    const Tensor loss = model(x(world.rank(), 6)).sum();
+    // What one backward() has gathered is gone when the next one begins.
+    const Tensor loss = model(x(world.rank(), 6)).sum(), other = model(x(world.rank(), 7)).sum();
     loss.backward({}, /*retain_graph=*/true);
-    net->zero_grad();
-    model.gather();
+    other.backward();
     loss.backward();
-    alone_for_all([&](int r) { return alone->forward(x(r, 6)).sum(); });
-    expect_same_gradients("a second backward()");
+    for (const int step : {6, 7, 6}) alone_for_all([&](int r) { return alone->forward(x(r, step)).sum(); });
+    expect_same_gradients("several backwards");
   });
 }
 
 TEST(FsdpFullShard, BadUseGetsOneSentence) {
   on_hosts(kTwoEach, [](World& world) {
-    const auto net = make<FsdpNet>(7, {});
+    auto net = make<FsdpNet>(7, {});
     expect_refusal({"max_gathered_units 1"}, [&] { fully_shard(net, full({.max_gathered_units = 1})); });
     expect_refusal({"unit_cap_mb is 0"}, [&] { fully_shard(net, full({.unit_cap_mb = 0})); });
     const Tensor before = net->b->weight.detach().clone();
@@ -320,14 +335,21 @@ TEST(FsdpFullShard, BadUseGetsOneSentence) {
         (std::filesystem::path(testing::TempDir()) / text("fsdp-full-", ::getpid(), world.rank())).string();
     const auto other = make<FsdpNet>(8, {});
     torch::save(other, file);
-    torch::serialize::InputArchive archive;
-    archive.load_from(file);
-    net->b->weight.set_data(other->b->weight.detach().clone());
+    torch::load(net, file);
     model->forward(fsdp_input(world.rank(), 0)).sum().backward();
     model->gather();
     EXPECT_TRUE(torch::equal(net->b->weight, other->b->weight));
     EXPECT_TRUE(parallel::is_watched(net->b->weight));
     std::filesystem::remove(file);
+
+    // Whoever updates while others may read.
+    model->forward(fsdp_input(world.rank(), 0));
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : model->owned_parameters()) parameter.mul_(1);
+    }
+    expect_refusal({" changed parameter ", "after a forward() that no backward() followed"},
+                   [&] { model->forward(fsdp_input(world.rank(), 0)); });
 
     // A rank that does not own it changes it, while it is here.
     model->forward(fsdp_input(world.rank(), 0));
@@ -339,9 +361,65 @@ TEST(FsdpFullShard, BadUseGetsOneSentence) {
     }
     expect_refusal({text("rank ", (home + 1) % 4, " changed parameter b.weight, which rank ", home, " owns")},
                    [&] { model->forward(fsdp_input(world.rank(), 0)); });
+    // Another one, over the same module: it needs the values.
+    expect_refusal({"are on another host now", "gather()"}, [&] { fully_shard(net, full()); });
+    model->gather();
+    const Values values = copies(net->named_parameters());
+    {
+      auto again = fully_shard(net, full({.unit_cap_mb = 0.1}));
+      again(fsdp_input(world.rank(), 0)).sum().backward();
+      again.gather();
+      for (const auto& item : net->named_parameters()) EXPECT_TRUE(torch::equal(item.value(), values[item.key()]));
+      again.synchronize();
+    }
     model.reset();
     expect_elsewhere([&] { net->b->weight.sum(); });
   });
+}
+
+// Ranks that use parameters in another order find that out before they compute with wrong ones.
+struct Choosing : Chain {
+  int layer = 0;
+  Tensor forward(const Tensor& x) { return layers[static_cast<size_t>(layer)]->as<nn::Linear>()->forward(x); }
+};
+TEST(FsdpFullShard, AnotherOrderIsAMismatch) {
+  for (const int apart : {1, 2, 4}) {
+    SCOPED_TRACE(apart);
+    std::atomic<int> mismatches = 0;
+    on_hosts(kApart, [&](World& world) {
+      const auto net = make<Choosing>(7, {});
+      auto model = fully_shard(net, full({.is_unit = is_linear}));
+      net->layer = world.rank() * apart;
+      try {
+        for (int step = 0; step < 2; ++step) {
+          model.forward(torch::ones({2, 256}));
+          barrier();  // the other rank has left, if it threw
+        }
+      } catch (const Mismatch& error) {
+        EXPECT_CONTAINS(error.what(), "in the same order");
+        ++mismatches;
+      } catch (const PeerLost&) {
+      }
+    });
+    EXPECT_GE(mismatches, 1);
+  }
+  std::atomic<int> mismatches = 0;
+  on_hosts({"a", "a", "b", "b"}, [&](World& world) {
+    const auto net = make<Chain>(7, {});
+    auto model = fully_shard(net, full({.is_unit = is_linear}));
+    int at = 0;
+    net->at_layer = [&] {
+      if (++at == 3 && world.rank() == 0) (net->layers[1]->as<nn::Linear>()->weight + 1).sum();  // it is still here
+    };
+    try {
+      model.forward(torch::ones({2, 256}));
+    } catch (const Mismatch& error) {
+      EXPECT_CONTAINS(error.what(), "the ranks of a host have used parameters in another order");
+      ++mismatches;
+    } catch (const PeerLost&) {
+    }
+  });
+  EXPECT_GE(mismatches, 1);
 }
 
 TEST(FsdpFullShard, Groups) {
@@ -364,7 +442,35 @@ TEST(FsdpFullShard, Groups) {
   });
 }
 
-// A rank dies in forward or backward, while others wait for what it owns.
+TEST(FsdpFullShardProcess, StepsAreThoseOfDdp) {
+  for (const HostOfRank& hosts : {HostOfRank{"a", "b"}, HostOfRank{"a", "b", "a", "b", "a"}}) {
+    const auto ends = in_processes(hosts, [](World& world) {
+      const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+      DistributedDataParallel ddp(net);
+      train(ddp, *net, world);
+      auto model = fully_shard(other, full({.unit_cap_mb = 0.01, .max_gathered_units = 2}));
+      train(model, *other, world);
+      model.gather();
+      expect_equal(*other, *net);
+      model.synchronize();
+      // A pointer to what is not here: better a signal than zeros.
+      const Tensor& weight = other->b->weight;
+      int pipe[2];
+      EXPECT_EQ(::pipe(pipe), 0);
+      const bool is_here = model.owner(weight) % 2 == world.rank() % 2;
+      EXPECT_EQ(::write(pipe[1], weight.const_data_ptr(), 1), is_here ? 1 : -1);
+      if (!is_here) {
+        EXPECT_EQ(errno, EFAULT);
+      }
+      for (const int fd : pipe) ::close(fd);
+      barrier();
+      return std::string("done");
+    });
+    for (const auto& end : ends) EXPECT_EQ(end.said, "done");
+  }
+}
+
+// A rank dies in the middle of forward or backward, while others wait for what it owns.
 TEST(FsdpFullShardProcess, ADeathIsNamedOnEveryHost) {
   for (const bool in_backward : {false, true}) {
     const auto ends = in_processes({"a", "a", "b", "b"}, [&](World& world) {

@@ -6,10 +6,10 @@
 //   optimizer.step();                                          // each rank updates the parameters that it owns
 //
 // The parameters lie once in memory that all ranks of the host share, instead of once per rank. Each parameter has an
-// *owner* on each host; parameters are divided evenly. backward() averages each gradient to its owners; on the other ranks
-// .grad is undefined afterwards. torch::optim's optimizers skip such parameters, so gradients, optimizer states and the work of step() are
-// divided among the ranks without the optimizer's knowledge. No parameter is gathered: every operator of forward() sees
-// plain tensors.
+// *owner* on each host (but see kFullShard below); parameters are divided evenly. backward() averages each gradient to its
+// owners; on the other ranks .grad is undefined afterwards. torch::optim's optimizers skip such parameters, so gradients,
+// optimizer states and the work of step() are divided among the ranks without the optimizer's knowledge. On one host no
+// parameter is gathered: every operator of forward() sees plain tensors.
 //
 // The constructor copies rank 0's parameters and buffers to all ranks. The tensors of the module stay the same objects;
 // their memory changes, for good. Every rank calls forward(), backward() and step() equally often. The rules:
@@ -40,11 +40,14 @@
 //   - A parameter has one owner among all ranks. Before an operator of forward() or backward() uses a parameter, its *unit*
 //     is gathered: each host receives what the others own of it, once, and the unit that came next in the step before is
 //     on its way already. A few units are on a host together.
-//   - So all ranks use the parameters in the same order, in each forward(), in eval() mode too: a rank that does not
-//     leaves the others waiting, until they get a Mismatch or a TimeoutError.
-//   - Between backward() and the next forward(), each host has the values of its own parameters only. Whoever reads
-//     others (torch::save(), a second backward() over one graph) calls gather() before, on all ranks, and synchronize()
-//     afterwards. An operator that reads a parameter that is not there throws InvalidArgument; a data_ptr() reads zeros.
+//   - So all ranks use the parameters in the same order and call forward() equally often, in eval() mode too; otherwise
+//     they get a Mismatch. A rank that throws in a step leaves the others waiting until their timeout, or until it ends.
+//   - Between backward() and the next forward(), each host has the values of its own parameters only. Whoever reads others
+//     (torch::save(), evaluation of unequal parts in eval() mode) calls gather() before, on all ranks, and synchronize()
+//     afterwards. An operator that reads a parameter that is not there throws InvalidArgument; a pointer to it must not be
+//     used (SIGSEGV). That is true of Muster's own functions as well: all_reduce() of a parameter needs gather().
+//   - A backward() may follow another one, over other graphs or again over one. Call synchronize() before this object is
+//     destroyed, if an evaluation was the last.
 //
 // Limits: CPU tensors; the model, with its gradients and states, fits each host, or with kFullShard all hosts together.
 //

@@ -2,21 +2,67 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <cstring>
+#include <exception>
 #include <iterator>
+#include <limits>
 
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 
 namespace muster::fsdp {
+namespace {
 
-// The ranks of this host have come, and read no units but those in here_.
-void Gatherer::meet() { barrier({.group = setup_.ranks_of_host}); }
+constexpr char kSameOrder[] =
+    "With kFullShard, let every rank call forward() equally often, and use the same parameters in the same order";
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
+
+}  // namespace
+
+Gatherer::Gatherer(Setup setup) : setup_(std::move(setup)) {
+  for (size_t unit = 0; unit < setup_.pieces.size(); ++unit)
+    for (const Piece& piece : setup_.pieces[unit]) {
+      if (piece.host != setup_.host) continue;
+      const size_t end = piece.offset + piece.bytes;
+      const size_t page = end - shm::page_size();
+      shm::commit(setup_.memory.get(), page, shm::page_size());
+      const uint64_t label = unit;
+      std::memcpy(setup_.mapped->data() + end - kLabelBytes, &label, kLabelBytes);
+    }
+  for (const auto& unit : setup_.elsewhere)
+    for (const auto& bytes : unit) shm::forbid(bytes.data(), bytes.size());
+}
+
+Gatherer::~Gatherer() {
+  for (Here& here : here_) try {
+      here.receiving.wait();
+    } catch (const std::exception&) {  // the rank that needs it learns the same
+    }
+}
+
+// The ranks of this host have come, and read no units but those in here_. They have the same units.
+void Gatherer::meet() {
+  uint64_t state = 0;
+  for (const Here& here : here_) state = (state ^ (here.unit + 1)) * 0x9E3779B97F4A7C15;
+  const auto mine = static_cast<int64_t>(state >> 1);
+  int64_t largest[2] = {mine, -mine};
+  all_reduce(at::from_blob(largest, {2}, at::kLong), {.op = ReduceOp::MAX, .group = setup_.ranks_of_host});
+  if (largest[0] != -largest[1])
+    throw Mismatch("the ranks of a host have used parameters in another order", kSameOrder);
+}
+
+Gatherer::Units::iterator Gatherer::find(size_t unit) {
+  return std::find_if(here_.begin(), here_.end(), [&](const Here& here) { return here.unit == unit; });
+}
 
 // Nobody reads what is received now.
 Gatherer::Here Gatherer::start(size_t unit) const {
+  for (const auto& bytes : setup_.elsewhere[unit]) shm::allow(bytes.data(), bytes.size());
   Here here{.unit = unit};
   const auto& pieces = setup_.pieces[unit];
   if (pieces.empty()) return here;
@@ -39,78 +85,129 @@ Gatherer::Here Gatherer::start(size_t unit) const {
   return here;
 }
 
-void Gatherer::free(Here& here) const {
-  here.receiving.wait();
-  for (const Piece& piece : setup_.pieces[here.unit])
-    if (piece.host != setup_.host) shm::discard(setup_.memory.get(), piece.offset, piece.bytes);
-}
-
-// For one more unit. Returns whether there is room, without those that the operation uses.
-bool Gatherer::make_room(uint64_t operation) {
-  while (here_.size() >= setup_.most) {
-    const auto goes =
-        std::find_if(here_.rbegin(), here_.rend(), [&](const Here& here) { return here.operation != operation; });
-    if (goes == here_.rend()) return false;
-    free(*goes);
-    here_.erase(std::next(goes).base());
+void Gatherer::check_labels(size_t unit) const {
+  for (const Piece& piece : setup_.pieces[unit]) {
+    uint64_t label = 0;
+    std::memcpy(&label, setup_.mapped->data() + piece.offset + piece.bytes - kLabelBytes, kLabelBytes);
+    if (label != unit)
+      throw Mismatch(
+          text("host ", piece.host, " sent parameters of unit ", label, " when this host needed those of unit ", unit),
+          kSameOrder);
   }
-  return true;
 }
 
-// The ranks of the host have just met.
-void Gatherer::prefetch(uint64_t operation) {
-  const auto next = followed_by_.find(last_);
-  if (next == followed_by_.end()) return;
-  const size_t unit = next->second;
-  if (std::any_of(here_.begin(), here_.end(), [&](const Here& here) { return here.unit == unit; })) return;
-  if (make_room(operation)) here_.insert(here_.begin() + (here_.empty() ? 0 : 1), start(unit));
+void Gatherer::finish(Here& here) {
+  here.receiving.wait();
+  check_labels(here.unit);
+  meet();
+  here.arrived = true;
+}
+
+void Gatherer::free(Units::iterator here) {
+  if (!here->arrived) {  // other ranks of this host may still receive their parts, perhaps through the same mapping
+    here->receiving.wait();
+    meet();
+  }
+  for (const auto& bytes : setup_.elsewhere[here->unit]) shm::forbid(bytes.data(), bytes.size());
+  for (const Piece& piece : setup_.pieces[here->unit])
+    if (piece.host != setup_.host) shm::discard(setup_.memory.get(), piece.offset, piece.bytes);
+  here_.erase(here);
+}
+
+// Starts to receive the units that will be used next, while there is room without them and without those that the
+// operation uses.
+void Gatherer::prefetch(uint64_t operation, bool have_met) {
+  std::vector<size_t> needed{last_.second};
+  for (auto last = last_; needed.size() < setup_.most;) {
+    const auto next = followed_by_.find(last);
+    if (next == followed_by_.end()) break;
+    needed.push_back(next->second);
+    last = {last.second, next->second};
+  }
+  const auto may_go = [&](const Here& here) {
+    return here.operation != operation && std::find(needed.begin(), needed.end(), here.unit) == needed.end();
+  };
+  for (size_t i = 1; i < needed.size(); ++i) {
+    if (find(needed[i]) != here_.end()) continue;
+    const bool is_full = here_.size() >= setup_.most;
+    const auto goes = std::find_if(here_.rbegin(), here_.rend(), may_go);
+    if (is_full && goes == here_.rend()) return;
+    if (!std::exchange(have_met, true)) meet();
+    if (is_full) free(std::next(goes).base());
+    here_.push_back(start(needed[i]));
+  }
 }
 
 void Gatherer::use(size_t unit, uint64_t operation) {
-  const auto at = std::find_if(here_.begin(), here_.end(), [&](const Here& here) { return here.unit == unit; });
+  if (!here_.empty() && here_.front().unit == unit && here_.front().arrived) {
+    here_.front().operation = operation;
+    return;
+  }
+  const auto at = find(unit);
   if (at == here_.end()) {
     meet();
-    make_room(operation);
+    while (here_.size() >= setup_.most) {
+      const auto goes =
+          std::find_if(here_.rbegin(), here_.rend(), [&](const Here& here) { return here.operation != operation; });
+      if (goes == here_.rend()) break;  // the operation needs more units than should be here
+      free(std::next(goes).base());
+    }
     here_.insert(here_.begin(), start(unit));
   } else {
     std::rotate(here_.begin(), at, std::next(at));
   }
-  here_.front().operation = operation;
-  if (here_.front().arrived) return;
-  here_.front().receiving.wait();
-  meet();
-  here_.front().arrived = true;
-  followed_by_[last_] = unit;
-  last_ = {last_.second, unit};
-  prefetch(operation);
+  Here& now = here_.front();
+  now.operation = operation;
+  const bool waited = !now.arrived;
+  if (waited) finish(now);
+  if (last_.second != unit) {
+    followed_by_[last_] = unit;
+    last_ = {last_.second, unit};
+  }
+  prefetch(operation, waited);
 }
 
-void Gatherer::before_use(size_t unit, bool is_at_home, const std::string& parameter, uint64_t operation) {
-  if (reading_)
-    use(unit, operation);
-  else if (!is_at_home && !all_here_)
-    throw InvalidArgument(text("the values of parameter ", parameter, " are on another host now"),
-                          "Call gather() on all ranks before you read them, and synchronize() when you have");
+void Gatherer::before_use(size_t unit, bool is_at_home, const std::string& parameter, uint64_t operation, bool writes) {
+  if (all_here_) return;
+  // What a rank writes is its own, so the others do not come here. If it is not, SharedParameters finds that later.
+  if (writes && (is_at_home || find(unit) != here_.end())) return;
+  if (!writes && (reading_ || in_backward())) return use(unit, operation);
+  if (is_at_home) return;
+  throw InvalidArgument(text("the values of parameter ", parameter, " are on another host now"),
+                        "Call gather() on all ranks before you read them, and synchronize() when you have");
 }
 
 void Gatherer::begin() {
   end();
   reading_ = true;
-  prefetch(0);
+  prefetch(0, false);
 }
 
 void Gatherer::end() {
   reading_ = all_here_ = false;
-  for (Here& here : here_) free(here);
-  here_.clear();
+  while (!here_.empty()) free(std::prev(here_.end()));
   last_ = {kNone, kNone};
 }
 
 void Gatherer::gather_all() {
   end();
+  size_t bytes = 0;
+  for (const auto& unit : setup_.elsewhere)
+    for (const auto& part : unit) bytes += part.size();
+  // By how much the memory is too little.
+  auto missing = static_cast<int64_t>(bytes) -
+                 static_cast<int64_t>(std::min<size_t>(shm::memory_available(), std::numeric_limits<int64_t>::max()));
+  all_reduce(at::from_blob(&missing, {1}, at::kLong), {.op = ReduceOp::MAX, .group = setup_.group});
+  if (missing > 0)
+    throw Unavailable(text("a host lacks ", missing, " bytes of memory to have all parameters"),
+                      "Save with a Snapshot, which needs no gather(), or use hosts with more memory");
   for (size_t unit = 0; unit < setup_.pieces.size(); ++unit) here_.push_back(start(unit));
-  for (Here& here : here_) here.receiving.wait();
+  for (Here& here : here_) {
+    here.receiving.wait();
+    check_labels(here.unit);
+  }
   meet();
+  for (Here& here : here_) here.arrived = true;
   all_here_ = true;
 }
 

@@ -49,21 +49,22 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
     if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not a dense CPU tensor"),
                             "FullyShardedDataParallel shards dense parameters on the CPU");
-  parallel::require_same_on_all_ranks(
-      tensors.all,
-      text(parallel::words_of(with), " strategy=", static_cast<int>(s.options.strategy),
-           " unit_cap_mb=", s.options.unit_cap_mb, " reshard_after_forward=", s.options.reshard_after_forward,
-           " max_gathered_units=", s.options.max_gathered_units),
-      s.group);
-  parallel::broadcast_from_first(tensors.all, s.group);
-  s.parameters = std::move(tensors.parameters);
-  s.buffers = std::move(tensors.buffers);
-
   const parallel::Hosts hosts = parallel::hosts_of(s.group, world);
   const size_t group_bytes = parallel::bytes_of_mb(s.options.bucket_cap_mb);
   const bool gathers = s.options.strategy == ShardingStrategy::kFullShard && hosts.ranks.size() > 1;
   if (gathers)
-    s.units = make_units(*s.module, s.parameters, parallel::bytes_of_mb(s.options.unit_cap_mb), s.options.is_unit);
+    s.units =
+        make_units(*s.module, tensors.parameters, parallel::bytes_of_mb(s.options.unit_cap_mb), s.options.is_unit);
+  std::string chosen = text(parallel::words_of(with), " strategy=", static_cast<int>(s.options.strategy),
+                            " reshard_after_forward=", s.options.reshard_after_forward,
+                            " max_gathered_units=", s.options.max_gathered_units, " units=");
+  for (const Unit& unit : s.units) chosen += text("[", join(unit), "]");
+  parallel::require_same_on_all_ranks(tensors.all, chosen, s.group);
+  parallel::require_values_on_all_ranks(tensors.all, s.group);
+  parallel::broadcast_from_first(tensors.all, s.group);
+  s.parameters = std::move(tensors.parameters);
+  s.buffers = std::move(tensors.buffers);
+
   const auto owners = gathers ? owners_on_one_host(s.parameters, s.units, hosts, group_bytes)
                               : owners_on_each_host(s.parameters, hosts, group_bytes);
   for (const Owner& owner : owners) s.owners.push_back(rank_of(owner, hosts, s.group.rank()));
@@ -87,6 +88,7 @@ Sharder::~Sharder() = default;
 
 void Sharder::before_forward() {
   Impl& s = *impl_;
+  if (s.shared->has_all() && !s.module->is_training()) return;
   auto changes = s.shared->changes();  // before anything that ends the others' reads
   if (s.gradients) s.gradients->before_forward();
   const bool sync = !s.gradients || s.gradients->sync();

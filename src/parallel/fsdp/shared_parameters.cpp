@@ -19,16 +19,13 @@
 #include "comm/world/world_parts.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/fsdp/layout.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
 #include "shm/mapping.h"
 
 namespace muster::fsdp {
 namespace {
-
-constexpr size_t kLine = 128;  // two cache lines: what adjacent-line prefetch fetches together
-
-size_t room_for(const at::Tensor& tensor) { return shm::round_up(tensor.nbytes(), kLine); }
 
 // A number that no other set of shared parameters in this World has. Unavailable, on every rank, if a host has no `bytes`
 // of memory now.
@@ -59,7 +56,7 @@ Memory share_memory(const std::vector<size_t>& bytes, size_t at_most, const para
         static_cast<size_t>(std::find(hosts.here().begin(), hosts.here().end(), rank) - hosts.here().begin());
     return place < bytes.size() ? bytes[place] : 0;
   };
-  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes_of(group.rank()), kLine))};
+  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes_of(group.rank()), shm::page_size()))};
   memory.mapped = comm::exchange_memory(world.store(), key, group.rank(), hosts.members, memory.own.get(),
                                         Deadline::after(parts.options.timeout), group.ranks());
   for (const int rank : hosts.here())
@@ -117,62 +114,15 @@ constexpr char kSynchronize[] = "Call synchronize() before such a change";
 
 }  // namespace
 
-// Where parameters lie in the memory of the rank at each place, the same on each host.
-struct SharedParameters::Layout {
-  std::vector<size_t> offsets;                                    // by parameter
-  std::vector<size_t> bytes;                                      // by place
-  std::vector<std::vector<std::vector<Gatherer::Piece>>> pieces;  // by place and unit, if owners are on one host each
-  size_t most_at_home = 0, largest_unit = 0;  // bytes: of the host that has most; of a unit on all hosts
-};
-
-SharedParameters::Layout SharedParameters::lay_out(const std::vector<parallel::NamedTensor>& parameters,
-                                                   const std::vector<Owner>& owners, const parallel::Hosts& hosts,
-                                                   const std::vector<Unit>& units) {
-  const auto places = static_cast<size_t>(hosts.owners);
-  Layout layout{.offsets = std::vector<size_t>(parameters.size()), .bytes = std::vector<size_t>(places)};
-  if (units.empty()) {
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      size_t& end = layout.bytes[static_cast<size_t>(owners[i].place)];
-      layout.offsets[i] = end;
-      end += room_for(parameters[i].tensor);
-      layout.most_at_home += room_for(parameters[i].tensor);
-    }
-    return layout;
-  }
-  layout.pieces.assign(places, std::vector<std::vector<Gatherer::Piece>>(units.size()));
-  std::vector<size_t> at_home(hosts.ranks.size());
-  for (size_t u = 0; u < units.size(); ++u) {
-    size_t bytes_of_unit = 0;
-    for (size_t place = 0; place < places; ++place)
-      for (size_t host = 0; host < hosts.ranks.size(); ++host) {
-        size_t& end = layout.bytes[place];
-        const size_t begin = end;
-        for (const size_t i : units[u]) {
-          if (owners[i].place != static_cast<int>(place) || owners[i].host != static_cast<int>(host)) continue;
-          layout.offsets[i] = end;
-          end += room_for(parameters[i].tensor);
-        }
-        end = shm::round_up(end, shm::page_size());
-        if (end == begin) continue;
-        layout.pieces[place][u].push_back({.host = static_cast<int>(host), .offset = begin, .bytes = end - begin});
-        at_home[host] += end - begin;
-        bytes_of_unit += end - begin;
-      }
-    layout.largest_unit = std::max(layout.largest_unit, bytes_of_unit);
-  }
-  layout.most_at_home = *std::max_element(at_home.begin(), at_home.end());
-  return layout;
-}
-
 SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
                                    const std::vector<Owner>& owners, parallel::Hosts hosts, const Group& group,
                                    const World& world, const Gathering& gathering)
     : group_(group), hosts_(std::move(hosts)) {
   require_own_memory(parameters);
-  Layout layout = lay_out(parameters, owners, hosts_, gathering.units);
-  const size_t gathered = std::min(gathering.most, gathering.units.size()) * layout.largest_unit;
-  Memory memory = share_memory(layout.bytes, layout.most_at_home + gathered, hosts_, group, world);
+  const Layout layout = lay_out(parameters, owners, hosts_, gathering.units, gathering.most);
+  Memory memory = share_memory(layout.bytes, layout.at_most, hosts_, group, world);
   const int fd = memory.own.get();
+  const auto host = static_cast<int>(hosts_.own);
 
   std::vector<size_t> unit_of(parameters.size());
   if (!gathering.units.empty()) {
@@ -181,14 +131,18 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     const auto& here = hosts_.here();
     const auto place = static_cast<size_t>(std::find(here.begin(), here.end(), group.rank()) - here.begin());
     const bool owns = place < layout.pieces.size();
-    const auto host = static_cast<int>(hosts_.own);
+    std::vector<std::byte*> of_places;
+    for (int each = 0; each < hosts_.owners; ++each)
+      of_places.push_back(memory.mapped[static_cast<size_t>(hosts_.owner(each))]->data());
     gatherer_ = std::make_shared<Gatherer>(Gatherer::Setup{
         .pieces = owns ? layout.pieces[place] : decltype(Gatherer::Setup::pieces)(gathering.units.size()),
+        .elsewhere = layout.elsewhere(host, of_places),
         .memory = std::move(memory.own),
         .mapped = memory.mapped[static_cast<size_t>(group.rank())],
         .host = host,
-        .column = group.split(owns ? static_cast<int>(place) : -1, host, {.name = "parameters between hosts"}),
+        .group = group,
         .ranks_of_host = group.split(host, 0, {.name = "parameters on one host"}),
+        .column = group.split(owns ? static_cast<int>(place) : -1, host, {.name = "parameters between hosts"}),
         .most = gathering.most});
   }
 
@@ -197,21 +151,25 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor] = parameters[i];
     Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .owner = owners[i]});
-    std::function<void(uint64_t)> before_use;
-    if (gatherer_)
-      before_use = [weak = std::weak_ptr(gatherer_), unit = unit_of[i],
-                    is_at_home = owners[i].host == static_cast<int>(hosts_.own), parameter = name](uint64_t operation) {
-        if (const auto gatherer = weak.lock())
-          gatherer->before_use(unit, is_at_home, parameter, operation);
+    parallel::Sharing sharing{.owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, group.rank())),
+                              .is_own = is_mine(entry)};
+    if (gatherer_) {
+      const std::weak_ptr gatherer(gatherer_);
+      const bool is_at_home = owners[i].host == host;
+      sharing.before_use = [gatherer, unit = unit_of[i], is_at_home, name = name](uint64_t operation, bool writes) {
+        if (const auto at = gatherer.lock())
+          at->before_use(unit, is_at_home, name, operation, writes);
         else if (!is_at_home)
-          throw InvalidArgument(text("the values of parameter ", parameter, " are on another host"),
+          throw InvalidArgument(text("the values of parameter ", name, " are on another host"),
                                 "Keep the FullyShardedDataParallel as long as you use its module");
       };
+      sharing.is_here = [gatherer, is_at_home] {
+        const auto at = gatherer.lock();
+        return is_at_home || (at && at->has_all());
+      };
+    }
     const auto keeper = static_cast<size_t>(hosts_.owner(owners[i].place));
-    entry.shared = parallel::shared_tensor(memory.mapped[keeper], layout.offsets[i], tensor,
-                                           {.owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, group.rank())),
-                                            .is_own = is_mine(entry),
-                                            .before_use = std::move(before_use)});
+    entry.shared = parallel::shared_tensor(memory.mapped[keeper], layout.offsets[i], tensor, std::move(sharing));
     if (is_mine(entry) && tensor.numel() > 0) {
       shm::commit(fd, layout.offsets[i], room_for(tensor));
       entry.shared.copy_(tensor);
@@ -276,7 +234,7 @@ void SharedParameters::before_forward(Changes changes) {
   changes.worst.assign(all.begin(), all.begin() + count);
   changes.largest.assign(all.begin() + count, all.begin() + 2 * count);
   changes.smallest.assign(all.begin() + 2 * count, all.end());
-  reading_ = false;
+  reads_are_over();
   throw_if_wrong(changes);
   throw_if_hosts_differ(changes);
 

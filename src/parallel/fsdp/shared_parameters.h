@@ -77,6 +77,7 @@ class SharedParameters {
   void synchronize();
   // Collective: as synchronize(); then this host has all values, until the next call of one of these functions.
   void gather();
+  bool has_all() const { return gatherer_ && gatherer_->has_all(); }  // since gather()
   // To be called when backward() is over on all ranks.
   void reads_are_over();
 
@@ -91,10 +92,6 @@ class SharedParameters {
     uint32_t version = 0;  // of `tensor`, at the last look
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
   };
-
-  struct Layout;
-  static Layout lay_out(const std::vector<parallel::NamedTensor>& parameters, const std::vector<Owner>& owners,
-                        const parallel::Hosts& hosts, const std::vector<Unit>& units);
 
   bool is_mine(const Entry& entry) const { return rank_of(entry.owner, hosts_, group_.rank()) == group_.rank(); }
   void use_shared_memory(Entry& entry) const;
