@@ -19,4 +19,5 @@
 #include "muster/parallel/activation_checkpoint.h"
 #include "muster/parallel/ddp.h"
 #include "muster/parallel/fsdp.h"
+#include "muster/parallel/on_meta.h"
 #include "muster/store/store.h"

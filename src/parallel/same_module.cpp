@@ -22,6 +22,7 @@ std::string signature(const std::vector<NamedTensor>& tensors, size_t index) {
   std::string words = text(name, " ", c10::toString(tensor.scalar_type()), " [", join(tensor.sizes()), "]");
   if (!tensor.is_contiguous()) words += text(" strides [", join(tensor.strides()), "]");
   if (!tensor.requires_grad()) words += " without gradient";
+  if (tensor.is_meta()) words += " without values";
   for (size_t earlier = 0; earlier < index; ++earlier)
     if (tensors[earlier].tensor.is_same(tensor)) words += text(" shared with ", tensors[earlier].name);
   return words;
@@ -112,6 +113,7 @@ void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& 
   std::vector<at::Tensor> small;
   int64_t total = 0;
   for (const auto& [name, tensor] : tensors) {
+    if (tensor.is_meta()) continue;
     // Contiguous memory, whose strides are the same on all ranks.
     const bool is_plain = tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense();
     if (is_plain && tensor.nbytes() <= kCoalesced) {

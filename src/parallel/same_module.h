@@ -33,7 +33,7 @@ ModuleTensors tensors_of(const torch::nn::Module& module);
 void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options, const Group& group);
 // Throws InvalidArgument on every rank if a rank has no values of a tensor now (gather() would get them).
 void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const Group& group);
-// Copies rank 0's values to all. Tensors of up to kCoalesced bytes travel together, in one broadcast.
+// Copies rank 0's values to all, if they are not on the device "meta". Tensors of up to kCoalesced bytes travel together, in one broadcast.
 inline constexpr size_t kCoalesced = 64 << 10;
 void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group);
 

@@ -31,7 +31,8 @@ at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t off
   c10::DataPtr data(memory->data() + offset, place.release(), &release, c10::Device(c10::DeviceType::CPU));
   const c10::Storage storage(c10::Storage::use_byte_size_t(), like.nbytes(), std::move(data), nullptr,
                              /*resizable=*/false);
-  return at::empty({0}, like.options().requires_grad(false)).set_(storage, 0, like.sizes(), dense_strides(like));
+  return at::empty({0}, like.options().device(at::kCPU).requires_grad(false))
+      .set_(storage, 0, like.sizes(), dense_strides(like));
 }
 
 bool is_shared(const at::Tensor& tensor) { return place_of(tensor) != nullptr; }

@@ -11,7 +11,8 @@
 // optimizer states and the work of step() are divided among the ranks without the optimizer's knowledge. On one host no
 // parameter is gathered: every operator of forward() sees plain tensors.
 //
-// The constructor copies rank 0's parameters and buffers to all ranks. The tensors of the module stay the same objects;
+// The constructor copies rank 0's parameters and buffers to all ranks, or fills those that have no values by
+// FsdpOptions::init, for models that no process could make. The tensors of the module stay the same objects;
 // their memory changes, for good. Every rank calls forward(), backward() and step() equally often. The rules:
 //   - A step is forward(), backward(), step(), with as many forward() calls as you like (in eval() mode also on some
 //     ranks more than on others), and with no_sync() as in DistributedDataParallel. step() comes after a backward(). The
@@ -56,10 +57,13 @@
 // Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023.
 #pragma once
 
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -84,6 +88,12 @@ struct FsdpOptions {
   bool broadcast_buffers = true;  // rank 0's buffers to all before each forward in training mode
   bool replace_allocator = true;  // as DdpOptions::replace_allocator
   ShardingStrategy strategy = ShardingStrategy::kHybridShard;
+
+  // Fills parameters and buffers that have no values (on_meta.h), by name: a parameter on its owners, a buffer on every
+  // rank. The generator depends on the name and on init_seed only, so that the values do not depend on the number of ranks,
+  // if the function depends on nothing else. It may read them from a file. Each rank then has memory for what it owns.
+  std::function<void(const std::string& name, at::Tensor values, at::Generator random)> init;
+  uint64_t init_seed = 0;
 
   // For kFullShard over several hosts. Units are what is gathered together: the parameters of each module for which
   // is_unit is true (as dynamic_cast<const Block*>(&module) != nullptr), and the others in their order, up to unit_cap_mb.

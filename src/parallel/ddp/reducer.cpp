@@ -31,6 +31,10 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   const auto trainable = tensors.trainable();
   if (trainable.empty())
     throw InvalidArgument("the module has no parameter that requires grad", "Use it without DistributedDataParallel");
+  for (const auto& [name, tensor] : tensors.all)
+    if (tensor.is_meta())
+      throw InvalidArgument(text(name, " has no values, because it was made on the device meta"),
+                            "Make the module without on_meta(), or use FullyShardedDataParallel");
   for (const auto& [name, tensor] : tensors.parameters)
     if (s.group.size() > 1 && parallel::is_shared(tensor))
       throw InvalidArgument(text("FullyShardedDataParallel has shared parameter ", name, " among the ranks"),

@@ -1,3 +1,5 @@
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
@@ -17,6 +19,16 @@
 #include "parallel/hosts.h"
 
 namespace muster::fsdp {
+namespace {
+
+// FNV-1a, so that the seed is the same on every machine.
+at::Generator generator_for(const std::string& name, uint64_t seed) {
+  uint64_t hash = 0xCBF29CE484222325 ^ seed;
+  for (const char letter : name) hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001B3;
+  return at::detail::createCPUGenerator(hash);
+}
+
+}  // namespace
 
 struct Sharder::Impl {
   std::shared_ptr<torch::nn::Module> module;
@@ -46,18 +58,29 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
 
   auto tensors = parallel::tensors_of(*s.module);
   for (const auto& [name, tensor] : tensors.parameters)
-    if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
+    if (!(tensor.device().is_cpu() || tensor.is_meta()) || tensor.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not a dense CPU tensor"),
                             "FullyShardedDataParallel shards dense parameters on the CPU");
+  for (const auto& [name, tensor] : tensors.all)
+    if (tensor.is_meta() && !s.options.init)
+      throw InvalidArgument(text(name, " has no values, because it was made on the device meta"),
+                            "Set FsdpOptions::init, which fills it");
+  for (const auto& [name, buffer] : tensors.buffers) {
+    if (!buffer.is_meta()) continue;
+    const at::Tensor values = at::empty_like(buffer, at::TensorOptions(at::kCPU));
+    s.options.init(name, values, generator_for(name, s.options.init_seed));
+    buffer.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+  }
   const parallel::Hosts hosts = parallel::hosts_of(s.group, world);
   const size_t group_bytes = parallel::bytes_of_mb(s.options.bucket_cap_mb);
   const bool gathers = s.options.strategy == ShardingStrategy::kFullShard && hosts.ranks.size() > 1;
   if (gathers)
     s.units =
         make_units(*s.module, tensors.parameters, parallel::bytes_of_mb(s.options.unit_cap_mb), s.options.is_unit);
-  std::string chosen = text(parallel::words_of(with), " strategy=", static_cast<int>(s.options.strategy),
-                            " reshard_after_forward=", s.options.reshard_after_forward,
-                            " max_gathered_units=", s.options.max_gathered_units, " units=");
+  std::string chosen =
+      text(parallel::words_of(with), " strategy=", static_cast<int>(s.options.strategy),
+           " reshard_after_forward=", s.options.reshard_after_forward,
+           " max_gathered_units=", s.options.max_gathered_units, " init_seed=", s.options.init_seed, " units=");
   for (const Unit& unit : s.units) chosen += text("[", join(unit), "]");
   parallel::require_same_on_all_ranks(tensors.all, chosen, s.group);
   parallel::require_values_on_all_ranks(tensors.all, s.group);
@@ -70,8 +93,14 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   for (const Owner& owner : owners) s.owners.push_back(rank_of(owner, hosts, s.group.rank()));
   s.copies = gathers ? 1 : static_cast<int>(hosts.ranks.size());
   const size_t most = s.options.reshard_after_forward ? s.options.max_gathered_units : s.units.size() + 1;
+  const auto fill = [&](const parallel::NamedTensor& parameter, const at::Tensor& values) {
+    if (parameter.tensor.is_meta())
+      s.options.init(parameter.name, values, generator_for(parameter.name, s.options.init_seed));
+    else
+      values.copy_(parameter.tensor);
+  };
   s.shared = std::make_shared<SharedParameters>(s.parameters, owners, hosts, s.group, world,
-                                                SharedParameters::Gathering{.units = s.units, .most = most});
+                                                SharedParameters::Gathering{.units = s.units, .most = most}, fill);
 
   with.owner_on_each_host = s.copies > 1;
   with.on_averaged = [shared = s.shared] { shared->reads_are_over(); };

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <limits>
 #include <map>
@@ -116,7 +117,7 @@ constexpr char kSynchronize[] = "Call synchronize() before such a change";
 
 SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
                                    const std::vector<Owner>& owners, parallel::Hosts hosts, const Group& group,
-                                   const World& world, const Gathering& gathering)
+                                   const World& world, const Gathering& gathering, const Fill& fill)
     : group_(group), hosts_(std::move(hosts)) {
   require_own_memory(parameters);
   const Layout layout = lay_out(parameters, owners, hosts_, gathering.units, gathering.most);
@@ -148,6 +149,7 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
 
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
   const at::NoGradGuard no_grad;
+  std::exception_ptr failure;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor] = parameters[i];
     Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .owner = owners[i]});
@@ -170,20 +172,32 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     }
     const auto keeper = static_cast<size_t>(hosts_.owner(owners[i].place));
     entry.shared = parallel::shared_tensor(memory.mapped[keeper], layout.offsets[i], tensor, std::move(sharing));
-    if (is_mine(entry) && tensor.numel() > 0) {
-      shm::commit(fd, layout.offsets[i], room_for(tensor));
-      entry.shared.copy_(tensor);
-    }
+    if (is_mine(entry) && tensor.numel() > 0 && !failure) try {
+        shm::commit(fd, layout.offsets[i], room_for(tensor));
+        fill(parameters[i], entry.shared);
+      } catch (...) {
+        failure = std::current_exception();
+      }
     use_shared_memory(entry);
     remember(entry);
   }
   memory_ = std::move(memory.own);
-  release_free_memory();      // the module's own copies
-  barrier({.group = group});  // all owners have written
+  release_free_memory();  // the module's own copies
+  // All owners have written.
+  int64_t failed = failure ? group.rank() + 1 : 0;
+  all_reduce(at::from_blob(&failed, {1}, at::kLong), {.op = ReduceOp::MAX, .group = group});
+  if (failure) std::rethrow_exception(failure);
+  if (failed != 0)
+    throw InvalidArgument(
+        text("rank ", group.global_rank(static_cast<int>(failed) - 1), " could not fill its parameters"),
+        "Look at its error");
 }
 
 void SharedParameters::use_shared_memory(Entry& entry) const {
-  entry.tensor.set_data(entry.shared);
+  if (entry.tensor.is_meta())  // set_data() refuses to change the device
+    entry.tensor.unsafeGetTensorImpl()->shallow_copy_from(entry.shared.getIntrusivePtr());
+  else
+    entry.tensor.set_data(entry.shared);
   if (gatherer_) parallel::watch(entry.tensor);
 }
 

@@ -37,6 +37,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -58,9 +59,12 @@ class SharedParameters {
     std::vector<Unit> units;  // of all parameters; none: each parameter has an owner on each host
     size_t most = 0;          // as Gatherer's
   };
-  // Collective. `parameters` have the same values on all ranks, and each is there once.
+  // Gives a parameter that this rank owns its first values.
+  using Fill = std::function<void(const parallel::NamedTensor& parameter, const at::Tensor& values)>;
+  // Collective. Each parameter is there once. If `fill` throws on a rank, this throws on every rank.
   SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<Owner>& owners,
-                   parallel::Hosts hosts, const Group& group, const World& world, const Gathering& gathering);
+                   parallel::Hosts hosts, const Group& group, const World& world, const Gathering& gathering,
+                   const Fill& fill);
 
   // What this rank has changed since before_forward(), for the two functions below; by parameter. Each number holds a
   // finding and the rank that has it, so that the largest of all ranks' is what counts.
