@@ -2,8 +2,8 @@
 //
 //   muster run -n 2 gpt --params 10M --sample 300
 //
-// The ranks have one model together (FullyShardedDataParallel) or one each (--strategy ddp). The program first says how
-// much memory the training needs, and then how much there is. --checkpoint computes activations again instead of keeping
+// The ranks of a host have one model together (FullyShardedDataParallel), those of all hosts (--strategy full), or each
+// has one (--strategy ddp). The program first says how much memory the training needs, and then how much there is. --checkpoint computes activations again instead of keeping
 // them; --snapshots FOLDER lets it resume where it was stopped.
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
@@ -154,17 +154,21 @@ void run(const Settings& with) {
   torch::manual_seed(0);
   const auto net = std::make_shared<Gpt>(GptSizes::of(with.parameters, with.length));
   net->checkpointed = with.checkpoint;
-  const bool sharded = with.strategy == "fsdp", first = world.rank() == 0;
+  const bool sharded = with.strategy != "ddp", first = world.rank() == 0;
+  muster::FsdpOptions options;
+  if (with.strategy == "full") {
+    options.strategy = muster::ShardingStrategy::kFullShard;
+    options.is_unit = [](const torch::nn::Module& module) { return dynamic_cast<const Block*>(&module) != nullptr; };
+  }
 
   std::optional<muster::FullyShardedDataParallel<Gpt>> fsdp;
   std::optional<muster::DistributedDataParallel<Gpt>> ddp;
-  if (sharded) fsdp.emplace(net);
   const auto forward = [&] {
     const Autocast autocast(with.precision == "bfloat16");
     return net->forward(batch_of(text, with, 0, world.rank()));
   };
-  const auto plan = muster::memory_plan(*net, world, forward, {.fully_sharded = sharded});
-  if (!sharded) ddp.emplace(net);
+  const auto plan = muster::memory_plan(*net, world, forward, {.fully_sharded = sharded, .fsdp = options});
+  sharded ? static_cast<void>(fsdp.emplace(net, options)) : static_cast<void>(ddp.emplace(net));
   int64_t parameters = 0;
   for (const auto& parameter : net->parameters()) parameters += parameter.numel();
   if (first)
@@ -173,11 +177,11 @@ void run(const Settings& with) {
                 plan.table().c_str());
 
   if (!(sharded ? train(*net, *fsdp, world, text, with, plan) : train(*net, *ddp, world, text, with, plan))) return;
-  const auto together = [&] { sharded ? fsdp->synchronize() : muster::barrier(); };
-  together();  // all ranks have updated their parameters
+  // All ranks have updated their parameters, and this host has them all.
+  sharded ? fsdp->gather() : muster::barrier();
   const auto beginning = text.narrow(0, 0, std::min<int64_t>(20, text.size(0)));
   if (first && with.sample > 0) std::printf("%s\n", written_by(*net, beginning, with.sample).c_str());
-  together();
+  sharded ? fsdp->synchronize() : muster::barrier();
 }
 
 }  // namespace
@@ -188,8 +192,8 @@ int main(int argc, char** argv) {
   app.add_option("--params", with.parameters, "about how many parameters, e.g. 10M")
       ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"K", 1e3}, {"M", 1e6}, {"G", 1e9}}));
   app.add_option("--text", with.text, "a file");
-  app.add_option("--strategy", with.strategy, "fsdp: one model per host; ddp: one per rank")
-      ->check(CLI::IsMember({"fsdp", "ddp"}));
+  app.add_option("--strategy", with.strategy, "fsdp: one model per host; full: one on all hosts; ddp: one per rank")
+      ->check(CLI::IsMember({"fsdp", "full", "ddp"}));
   app.add_option("--precision", with.precision, "of matrix products")->check(CLI::IsMember({"float32", "bfloat16"}));
   app.add_flag("--checkpoint", with.checkpoint, "compute activations again in backward");
   app.add_option("--steps", with.steps);

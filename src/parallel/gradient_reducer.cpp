@@ -109,6 +109,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   ReduceOptions averaging() const { return {.op = ReduceOp::AVG, .group = options.group}; }
   bool to_owner() const { return sharded() && !options.owner_on_each_host; }
   void launch_ready_buckets();
+  size_t bytes_in_flight() const;
   void release_reduced_blocks();
   void release_blocks_without_gradients();
   void begin_backward();
@@ -296,13 +297,26 @@ void GradientReducer::Impl::release_blocks_without_gradients() {
       release_block(bucket, first);
 }
 
-// Frees large gradients whose owners have them.
+// Of large gradients that will be freed, bytes whose reduction has begun.
+size_t GradientReducer::Impl::bytes_in_flight() const {
+  size_t bytes = 0;
+  for (size_t i = released_bucket; i < next_bucket; ++i)
+    if (const Parameter& first = parameters[buckets[i].parameters[0]]; buckets[i].large && !is_mine(first))
+      bytes += first.tensor.nbytes();
+  return bytes;
+}
+
+// Frees large gradients whose owners have them. What this waits for, the other ranks reach without this one: it has
+// passed there.
 void GradientReducer::Impl::release_reduced_blocks() {
-  for (; released_bucket < next_bucket && buckets[released_bucket].work.is_completed(); ++released_bucket) {
+  const auto may_go = [&](Bucket& bucket) {
+    return bucket.work.is_completed() || bytes_in_flight() > options.most_in_flight;
+  };
+  for (; released_bucket < next_bucket && may_go(buckets[released_bucket]); ++released_bucket) {
     Bucket& bucket = buckets[released_bucket];
     Parameter& first = parameters[bucket.parameters[0]];
+    bucket.work.wait();  // throws what the reduction threw
     if (!bucket.large || is_mine(first)) continue;
-    bucket.work.wait();    // throws what the reduction threw
     bucket.work = Work();  // it refers to the tensor
     first.tensor.mutable_grad() = at::Tensor();
     release_block(bucket, first);

@@ -11,7 +11,8 @@
 //
 // With owners, of which each parameter has one, or one per host:
 //   - After backward(), a parameter has a .grad on its owners only; elsewhere it is undefined.
-//   - A large gradient that is another rank's is freed when it has been reduced, while backward() still goes on.
+//   - A large gradient that is another rank's is freed when it has been reduced, while backward() still goes on. If more
+//     than `most_in_flight` bytes of them are not reduced yet, backward() waits.
 //   - A gradient is reduced to its owner. With an owner on each of several hosts it is reduced to all ranks: the network
 //     carries the same bytes as for the owners alone, and the ranks of a host need no groups of their own.
 //   - A small all_reduce at the end tells all ranks which parameters were used. So backward() returns on no rank before
@@ -29,6 +30,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -51,6 +53,7 @@ struct ReducerOptions {
   // is the one on this rank's host; parameters with one owner on one host have one owner on every host.
   std::vector<int> owners = {};
   bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average
+  size_t most_in_flight = std::numeric_limits<size_t>::max();
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
   std::function<void()> on_averaged = [] {};
 };

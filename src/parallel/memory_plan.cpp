@@ -165,10 +165,12 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
                  {"optimizer states", states_of(trained), states_of(trained) * ranks}};
   } else {
     const size_t small = trained - large;  // in buckets, which each rank has
+    // Of the others', what the network has not carried yet: with an owner on each host, at most all.
+    const size_t moving = gathers ? std::min(parallel::bytes_of_mb(options.fsdp.bucket_cap_mb), large) : 0;
     plan.rows = {{"parameters", all / parts / owners, all / parts},
-                 one_host || gathers
-                     ? MemoryPlan::Row{"gradients", large / parts / owners + small, large / parts + small * ranks}
-                     : MemoryPlan::Row{"gradients", trained, trained * ranks},  // until the network has carried them
+                 one_host || gathers ? MemoryPlan::Row{"gradients", large / parts / owners + small + moving,
+                                                       large / parts + (small + moving) * ranks}
+                                     : MemoryPlan::Row{"gradients", trained, trained * ranks},
                  {"optimizer states", states_of(trained) / parts / owners, states_of(trained) / parts}};
   }
   if (gathers) {

@@ -215,7 +215,8 @@ TEST(FsdpFullShard, Snapshots) {
         if (world.rank() == 0) {
           const auto now = copies(net->named_parameters()).values();
           if (!again) undisturbed = now;
-          for (size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(torch::equal(now[i], undisturbed[i])) << i;
+          for (size_t i = 0; i < now.size(); ++i)
+            EXPECT_TRUE(torch::equal(now[i], undisturbed[i])) << i << ": " << (now[i] - undisturbed[i]).abs().max();
         }
         model.synchronize();
         // A part of the ranks has not all parameters.

@@ -48,10 +48,15 @@ void train(Model& model, FsdpNet& net, const World& world) {
   barrier();
 }
 
-// Ranks that are threads.
+// Ranks that are threads. Each sets the number of its own: until then its first products use as many as there are cores,
+// and round differently.
 inline void on_hosts(const HostOfRank& hosts, const std::function<void(World&)>& fn) {
   at::set_num_threads(1);
-  comm::WorldStarter(hosts).run_threads(static_cast<int>(hosts.size()), fn, {.timeout = kPatience});
+  const auto rank = [&](World& world) {
+    at::set_num_threads(1);
+    fn(world);
+  };
+  comm::WorldStarter(hosts).run_threads(static_cast<int>(hosts.size()), rank, {.timeout = kPatience});
 }
 inline void on_ranks(int n, const std::function<void(World&)>& fn) {
   on_hosts(HostOfRank(static_cast<size_t>(n), "host"), fn);

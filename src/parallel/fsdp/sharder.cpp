@@ -103,6 +103,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
                                                 SharedParameters::Gathering{.units = s.units, .most = most}, fill);
 
   with.owner_on_each_host = s.copies > 1;
+  if (gathers) with.most_in_flight = group_bytes;
   with.on_averaged = [shared = s.shared] { shared->reads_are_over(); };
   std::vector<parallel::NamedTensor> trained;
   for (size_t i = 0; i < s.parameters.size(); ++i) {
