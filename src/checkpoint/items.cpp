@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -87,12 +88,16 @@ class ModuleItem final : public Item {
   Entries save() override {
     Entries entries;
     for (const auto& [name, kind, tensor] : tensors()) {
-      const bool is_spread = parallel::is_watched(tensor);
-      entries.push_back({.name = name,
-                         .kind = kind,
-                         .order = static_cast<int64_t>(entries.size()),
-                         .tensor = storable(is_spread ? parallel::unwatched(tensor) : tensor, name),
-                         .only = is_spread ? parallel::owner_of(tensor) : kEveryRank});
+      Entry entry{.name = name, .kind = kind, .order = static_cast<int64_t>(entries.size())};
+      if (!parallel::is_watched(tensor)) {
+        entry.tensor = storable(tensor, name);
+      } else {
+        entry.only = parallel::owner_of(tensor);
+        entry.tensor = parallel::belongs_to_another_rank(tensor)
+                           ? at::empty(tensor.sizes(), tensor.options().device(at::kMeta).requires_grad(false))
+                           : storable(parallel::unwatched(tensor), name);
+      }
+      entries.push_back(std::move(entry));
     }
     return entries;
   }
@@ -119,7 +124,12 @@ class ModuleItem final : public Item {
     for (size_t i = 0; i < here.size(); ++i) {
       const at::Tensor& to = here[i].tensor;
       if (parallel::belongs_to_another_rank(to)) continue;
-      (parallel::is_watched(to) ? parallel::unwatched(to) : to).copy_(entries[i].tensor);
+      if (parallel::is_watched(to)) {
+        parallel::unwatched(to).copy_(entries[i].tensor);
+        torch::autograd::impl::bump_version(to);
+      } else {
+        to.copy_(entries[i].tensor);
+      }
     }
   }
   bool is_spread() const override {

@@ -55,6 +55,9 @@ Entries entries_of(const Items& items, bool per_rank, int rank) {
       throw InvalidArgument(
           text("'", name, "' would be stored once, but each rank has another part of it"),
           "Add it when FullyShardedDataParallel is made and before torch::load(), or with .per_rank = true");
+    if (is_per_rank && item->is_spread())
+      throw InvalidArgument(text("'", name, "' would be stored by every rank, but none has all of it"),
+                            "Add it without .per_rank: each parameter is stored once, by its owner");
     for (auto& entry : item->save()) {
       entry.item = name;
       entry.rank = per_rank ? rank : kShared;
@@ -83,7 +86,7 @@ uint64_t layout_of(const Items& items, const Entries& shared) {
   for (const auto& item : items) all += text(item.name, '\0', item.per_rank, '\n');
   for (const auto& entry : shared)
     all += text(entry.item, '/', entry.name, ' ', entry.kind, ' ', c10::toString(entry.tensor.scalar_type()), ' ',
-                join(entry.tensor.sizes()), '\n');
+                join(entry.tensor.sizes()), ' ', entry.only, '\n');
   return checksum(all);
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstring>
@@ -95,6 +96,13 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
                      : text("rank ", group.rank(), "'s module differs from rank 0's: it has ", or_none(here),
                             " where rank 0 has ", or_none(there)),
                  "Build the same module on every rank");
+}
+
+void give_values(const at::Tensor& tensor, const at::Tensor& values) {
+  if (!tensor.is_meta()) return tensor.set_data(values);
+  // set_data() refuses to change the device. Like it, forget the accumulator, which knows the old one.
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+  if (auto* const meta = torch::autograd::impl::get_autograd_meta(tensor)) meta->grad_accumulator_.reset();
 }
 
 void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const Group& group) {

@@ -82,7 +82,7 @@ void before(const Use& use, const c10::IValue& value) {
   }
 }
 
-// Whether this thread is in one of libtorch's kernels, whose arguments are all here. What it calls needs no more than
+// Whether this thread is in a kernel, whose arguments are all here. What it calls needs no more than
 // these, and must not make one of them go.
 thread_local bool in_kernel = false;
 class InKernel {
@@ -106,7 +106,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
       const bool writes = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
       before({operation, writes}, torch::jit::peek(*stack, i, arguments.size()));
     }
-    if (is_of_libtorch(op.schema())) guard.emplace();
+    if (is_of_libtorch(op.schema()) || op.hasKernelForDispatchKey(c10::DispatchKey::CPU)) guard.emplace();
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }

@@ -5,7 +5,8 @@
 // the function behind that key calls the tensor's `before_use`, then the operator as if nothing had happened. Views, and
 // what operators save for backward, have the key too; results do not. `before_use` is not called for operators that read
 // no values: views, zeros_like() and the like, and those that only call others. Memory that is read through a pointer is
-// read unseen: by a user's own operator too, unless it is registered for the dispatch key CPU.
+// read unseen. A user's own operator that calls others and reads through pointers is to be registered for the dispatch key
+// CPU: then its parameters stay until it ends.
 //
 // libtorch calls this key TESTING_ONLY_GenericWrapper, because none of its own parts uses it. Only this file does here.
 //

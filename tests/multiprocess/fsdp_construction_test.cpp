@@ -158,10 +158,32 @@ TEST(FsdpConstruction, BadUseGetsOneSentence) {
       fully_shard(make_net(), {.init = throws});
       ADD_FAILURE() << "rank " << world.rank() << " has not seen the error";
     } catch (const InvalidArgument& error) {
-      EXPECT_CONTAINS(error.what(), "could not fill its parameters");
+      EXPECT_CONTAINS(error.what(), "could not fill its tensors");
     } catch (const std::runtime_error& error) {
       EXPECT_STREQ(error.what(), "no such file");
       ++own;
+    }
+    // The next attempt begins anew: nothing has values yet.
+    const auto again = make_net();
+    EXPECT_ANY_THROW(fully_shard(again, {.init = throws}));
+    for (const auto& parameter : again->parameters()) EXPECT_TRUE(parameter.is_meta());
+    const auto two = [](const std::string&, const Tensor& values, const at::Generator&) { values.fill_(2); };
+    {
+      auto model = fully_shard(again, {.init = two});
+      EXPECT_EQ(again->b->weight.sum().item<double>(), 2 * 600 * 600);
+      model.synchronize();
+    }
+    // A buffer, on one rank only.
+    const auto with_buffers = on_meta([] { return std::make_shared<Everything>(); });
+    const auto fails_once = [&](const std::string& name, const Tensor& values, const at::Generator&) {
+      if (name == "mask" && world.rank() == 1) throw std::runtime_error("no such file");
+      values.zero_();
+    };
+    EXPECT_ANY_THROW(fully_shard(with_buffers, {.init = fails_once}));
+    EXPECT_TRUE(with_buffers->mask.is_meta());
+    {
+      const OnMeta guard;
+      expect_refusal({"OnMeta guard lives"}, [&] { fully_shard(again, {.init = two}); });
     }
     // On some ranks only.
     const auto net = world.rank() == 0 ? make_net() : make<FsdpNet>(7, {});
@@ -192,12 +214,12 @@ TEST(FsdpConstructionProcess, AModelBeyondTheLimitOfAProcess) {
       EXPECT_EQ(::pthread_attr_init(&small) | ::pthread_attr_setstacksize(&small, 1 << 20), 0);
       EXPECT_EQ(::pthread_setattr_default_np(&small) | ::pthread_attr_destroy(&small), 0);
       rlimit limit{};
+      EXPECT_EQ(::getrlimit(RLIMIT_DATA, &limit), 0);
       std::ifstream status("/proc/self/status");
       for (std::string line; std::getline(status, line);)
         if (line.starts_with("VmData:")) limit.rlim_cur = static_cast<rlim_t>(std::stoll(line.substr(7))) << 10;
       EXPECT_GT(limit.rlim_cur, 0u);
       limit.rlim_cur += 4 * kFloats * 4;
-      limit.rlim_max = RLIM_INFINITY;
       EXPECT_EQ(::setrlimit(RLIMIT_DATA, &limit), 0);
       EXPECT_ANY_THROW(std::make_shared<Large>());
       const auto net = on_meta([] { return std::make_shared<Large>(); });

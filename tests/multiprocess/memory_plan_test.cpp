@@ -59,7 +59,7 @@ TEST(MemoryPlan, OfHostsThatGather) {
   on_hosts(kApart, [](World& world) {
     const auto net = make<FsdpNet>(7, {});
     const MemoryPlanOptions options{.fsdp = {.strategy = ShardingStrategy::kFullShard, .unit_cap_mb = 1}};
-    const size_t small = kAll - 2 * kLarge, gathered = (2 * kLarge + (12 * 600 + 600) * 4) / 2;
+    const size_t small = kAll - 2 * kLarge, gathered = (2 * kLarge + (12 * 600 + 3 * 600) * 4) / 2;
     const size_t gradients = kLarge + small + 2 * kLarge;  // its own, in buckets, and on their way: all, below 25 MiB
     for (const bool made : {false, true}) {
       expect_rows(memory_plan(*net, world, nullptr, options),

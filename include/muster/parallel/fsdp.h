@@ -42,13 +42,14 @@
 //     is gathered: each host receives what the others own of it, once, and the unit that came next in the step before is
 //     on its way already. A few units are on a host together.
 //   - So all ranks use the parameters in the same order and call forward() equally often, in eval() mode too; otherwise
-//     they get a Mismatch. A rank that throws in a step leaves the others waiting until their timeout, or until it ends.
+//     they get a Mismatch, or a TimeoutError. A rank that throws in a step leaves the others waiting until their timeout, or until it ends.
 //   - Between backward() and the next forward(), each host has the values of its own parameters only. Whoever reads others
 //     (torch::save(), evaluation of unequal parts in eval() mode) calls gather() before, on all ranks, and synchronize()
 //     afterwards. An operator that reads a parameter that is not there throws InvalidArgument; a pointer to it must not be
 //     used (SIGSEGV). That is true of Muster's own functions as well: all_reduce() of a parameter needs gather().
-//   - A backward() may follow another one, over other graphs or again over one. Call synchronize() before this object is
-//     destroyed, if an evaluation was the last.
+//   - A backward() may follow another one, over other graphs or again over one; it gathers again. The last before step() is
+//     one that averages; if it is autograd::grad() or in no_sync(), call synchronize() before step(). Call synchronize()
+//     before this object is destroyed, if an evaluation was the last.
 //
 // Limits: CPU tensors; the model, with its gradients and states, fits each host, or with kFullShard all hosts together.
 //
@@ -157,7 +158,8 @@ class FullyShardedDataParallel {
   // Every rank calls it; returns when all have: what they have read and changed so far is over.
   void synchronize() { sharder_->synchronize(); }
 
-  // As synchronize(); then this host has the values of all parameters, until the next synchronize() or forward().
+  // As synchronize(); then this host has the values of all parameters, until the next synchronize(), forward() in training
+  // mode, or end of a backward() that averages. Unavailable, on every rank, if a host has too little memory.
   void gather() { sharder_->gather(); }
 
   // The rank in the group that owns a parameter of the module; if each host has an owner, that on this rank's host.

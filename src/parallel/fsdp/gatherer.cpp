@@ -136,6 +136,14 @@ void Gatherer::prefetch(uint64_t operation, bool have_met) {
     if (is_full) free(std::next(goes).base());
     here_.push_back(start(needed[i]));
   }
+  // What an operator needed beyond `most`, when it has ended.
+  while (here_.size() > setup_.most) {
+    const auto goes =
+        std::find_if(here_.rbegin(), here_.rend(), [&](const Here& here) { return here.operation != operation; });
+    if (goes == here_.rend()) return;
+    if (!std::exchange(have_met, true)) meet();
+    free(std::next(goes).base());
+  }
 }
 
 void Gatherer::use(size_t unit, uint64_t operation) {
@@ -200,7 +208,7 @@ void Gatherer::gather_all() {
   all_reduce(at::from_blob(&missing, {1}, at::kLong), {.op = ReduceOp::MAX, .group = setup_.group});
   if (missing > 0)
     throw Unavailable(text("a host lacks ", missing, " bytes of memory to have all parameters"),
-                      "Save with a Snapshot, which needs no gather(), or use hosts with more memory");
+                      "Save with a Snapshot with .sharded, which needs no gather(), or use hosts with more memory");
   for (size_t unit = 0; unit < setup_.pieces.size(); ++unit) here_.push_back(start(unit));
   for (Here& here : here_) {
     here.receiving.wait();

@@ -24,7 +24,8 @@
 // last time (after the same two units): they are received while the ranks compute.
 //
 // Ranks that use units in another order get a Mismatch: those of one host when they meet, because they compare what they
-// have; those of several hosts when they have received, because each piece carries the number of its unit.
+// have; those of several hosts when they have received, because each piece carries the number of its unit. If hosts wait for
+// units that different columns have, they get a TimeoutError.
 //
 // Errors: InvalidArgument of before_use() between end() and begin(), if the parameter is not at home on this host;
 // Mismatch; those of the collectives. A rank that throws between begin() and end() leaves the others waiting.

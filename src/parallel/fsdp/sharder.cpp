@@ -1,11 +1,14 @@
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <optional>
+#include <utility>
 
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -23,9 +26,28 @@ namespace {
 
 // FNV-1a, so that the seed is the same on every machine.
 at::Generator generator_for(const std::string& name, uint64_t seed) {
-  uint64_t hash = 0xCBF29CE484222325 ^ seed;
-  for (const char letter : name) hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001B3;
-  return at::detail::createCPUGenerator(hash);
+  uint64_t hash = 0xCBF29CE484222325;
+  const auto add = [&](uint64_t byte) { hash = (hash ^ byte) * 0x100000001B3; };
+  for (int shift = 0; shift < 64; shift += 8) add(seed >> shift & 0xFF);
+  for (const char letter : name) add(static_cast<unsigned char>(letter));
+  return at::detail::createCPUGenerator(hash ^ hash >> 32);  // which uses the lower half
+}
+
+// Every rank fills its own. If that fails on one, all throw, and no buffer has changed.
+void fill_buffers(const std::vector<parallel::NamedTensor>& buffers, const FsdpOptions& options, const Group& group) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> filled;
+  std::exception_ptr failure;
+  try {
+    for (const auto& [name, buffer] : buffers) {
+      if (!buffer.is_meta()) continue;
+      filled.emplace_back(buffer, at::empty_like(buffer, at::TensorOptions(at::kCPU)));
+      options.init(name, filled.back().second, generator_for(name, options.init_seed));
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  throw_if_any_failed(failure, group);
+  for (const auto& [buffer, values] : filled) parallel::give_values(buffer, values);
 }
 
 }  // namespace
@@ -44,6 +66,9 @@ struct Sharder::Impl {
 
 Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options) : impl_(std::make_unique<Impl>()) {
   if (!module) throw InvalidArgument("FullyShardedDataParallel needs a module, got null");
+  if (at::empty({0}).is_meta())
+    throw InvalidArgument("FullyShardedDataParallel is made while an OnMeta guard lives",
+                          "End the guard when the module is made, or use on_meta()");
   Impl& s = *impl_;
   s.module = std::move(module);
   s.options = std::move(options);
@@ -65,12 +90,6 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
     if (tensor.is_meta() && !s.options.init)
       throw InvalidArgument(text(name, " has no values, because it was made on the device meta"),
                             "Set FsdpOptions::init, which fills it");
-  for (const auto& [name, buffer] : tensors.buffers) {
-    if (!buffer.is_meta()) continue;
-    const at::Tensor values = at::empty_like(buffer, at::TensorOptions(at::kCPU));
-    s.options.init(name, values, generator_for(name, s.options.init_seed));
-    buffer.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
-  }
   const parallel::Hosts hosts = parallel::hosts_of(s.group, world);
   const size_t group_bytes = parallel::bytes_of_mb(s.options.bucket_cap_mb);
   const bool gathers = s.options.strategy == ShardingStrategy::kFullShard && hosts.ranks.size() > 1;
@@ -84,6 +103,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   for (const Unit& unit : s.units) chosen += text("[", join(unit), "]");
   parallel::require_same_on_all_ranks(tensors.all, chosen, s.group);
   parallel::require_values_on_all_ranks(tensors.all, s.group);
+  fill_buffers(tensors.buffers, s.options, s.group);
   parallel::broadcast_from_first(tensors.all, s.group);
   s.parameters = std::move(tensors.parameters);
   s.buffers = std::move(tensors.buffers);

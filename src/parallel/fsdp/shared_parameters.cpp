@@ -115,6 +115,15 @@ constexpr char kSynchronize[] = "Call synchronize() before such a change";
 
 }  // namespace
 
+void throw_if_any_failed(const std::exception_ptr& failure, const Group& group) {
+  int64_t failed = failure ? group.rank() + 1 : 0;
+  all_reduce(at::from_blob(&failed, {1}, at::kLong), {.op = ReduceOp::MAX, .group = group});
+  if (failure) std::rethrow_exception(failure);
+  if (failed != 0)
+    throw InvalidArgument(text("rank ", group.global_rank(static_cast<int>(failed) - 1), " could not fill its tensors"),
+                          "Look at its error");
+}
+
 SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
                                    const std::vector<Owner>& owners, parallel::Hosts hosts, const Group& group,
                                    const World& world, const Gathering& gathering, const Fill& fill)
@@ -178,26 +187,23 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
       } catch (...) {
         failure = std::current_exception();
       }
+    if (tensor.is_meta()) continue;  // as long as it may stay without values
     use_shared_memory(entry);
     remember(entry);
   }
   memory_ = std::move(memory.own);
   release_free_memory();  // the module's own copies
   // All owners have written.
-  int64_t failed = failure ? group.rank() + 1 : 0;
-  all_reduce(at::from_blob(&failed, {1}, at::kLong), {.op = ReduceOp::MAX, .group = group});
-  if (failure) std::rethrow_exception(failure);
-  if (failed != 0)
-    throw InvalidArgument(
-        text("rank ", group.global_rank(static_cast<int>(failed) - 1), " could not fill its parameters"),
-        "Look at its error");
+  throw_if_any_failed(failure, group);
+  for (Entry& entry : entries_) {
+    if (!entry.tensor.is_meta()) continue;
+    use_shared_memory(entry);
+    remember(entry);
+  }
 }
 
 void SharedParameters::use_shared_memory(Entry& entry) const {
-  if (entry.tensor.is_meta())  // set_data() refuses to change the device
-    entry.tensor.unsafeGetTensorImpl()->shallow_copy_from(entry.shared.getIntrusivePtr());
-  else
-    entry.tensor.set_data(entry.shared);
+  parallel::give_values(entry.tensor, entry.shared);
   if (gatherer_) parallel::watch(entry.tensor);
 }
 

@@ -37,6 +37,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -51,6 +52,9 @@
 #include "parallel/same_module.h"
 
 namespace muster::fsdp {
+
+// Collective, when each rank has called a user's function: throws what failed here, or that another rank failed.
+void throw_if_any_failed(const std::exception_ptr& failure, const Group& group);
 
 class SharedParameters {
  public:

@@ -8,11 +8,15 @@
 namespace muster::fsdp {
 namespace {
 
+std::string module_of(const std::string& name) {
+  const size_t dot = name.rfind('.');
+  return dot == std::string::npos ? std::string() : name.substr(0, dot);
+}
+
 // The innermost module around a parameter that is a unit.
 std::optional<std::string> unit_around(std::string name, const std::set<std::string>& units) {
   while (!name.empty()) {
-    const size_t dot = name.rfind('.');
-    name.resize(dot == std::string::npos ? 0 : dot);
+    name = module_of(name);
     if (units.count(name) != 0) return name;
   }
   return std::nullopt;
@@ -28,6 +32,11 @@ std::vector<Unit> make_units(const torch::nn::Module& module, const std::vector<
     for (const auto& inner : module.named_modules("", /*include_self=*/false))
       if (is_unit(*inner.value())) chosen.insert(inner.key());
   }
+  // A bias stays with its weight: kernels ask for them in either order.
+  const auto is_small_beside = [&](size_t i) {
+    return i > 0 && 8 * parameters[i].tensor.nbytes() <= parameters[i - 1].tensor.nbytes() &&
+           module_of(parameters[i].name) == module_of(parameters[i - 1].name);
+  };
   std::vector<Unit> units;
   std::map<std::string, size_t> of_module;
   std::optional<size_t> open;  // of those without a module
@@ -37,7 +46,7 @@ std::vector<Unit> make_units(const torch::nn::Module& module, const std::vector<
     size_t unit = units.size();
     if (const auto around = unit_around(parameters[i].name, chosen)) {
       unit = of_module.emplace(*around, unit).first->second;
-    } else if (open && filled + size <= bytes) {
+    } else if (open && (filled + size <= bytes || is_small_beside(i))) {
       unit = *open;
       filled += size;
     } else {
