@@ -106,27 +106,32 @@ struct Keep {
 };
 thread_local Keep keep;
 
+std::atomic<c10::Allocator*> allocator_before = nullptr;
+
 class ServingAllocator final : public c10::Allocator {
  public:
-  explicit ServingAllocator(c10::Allocator* before) : before_(before) {}
-
   c10::DataPtr allocate(size_t bytes) override {
     if (serving && bytes >= GradientBlocks::kLarge) [[unlikely]]
       if (c10::DataPtr block = serving->take_free(bytes)) return block;
-    return before_->allocate(bytes);  // deleted as before
+    return before().allocate(bytes);  // deleted as before
   }
-  c10::DeleterFnPtr raw_deleter() const override { return before_->raw_deleter() ? &free_any : nullptr; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { before_->copy_data(to, from, bytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return before().raw_deleter() ? &free_any : nullptr; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { before().copy_data(to, from, bytes); }
 
  private:
-  c10::Allocator* const before_;
+  static c10::Allocator& before() { return *allocator_before.load(); }
 };
+
+// Made before there are threads, because libtorch shows it to others without synchronisation. Leaked, like libtorch's own:
+// storages may outlive all else.
+ServingAllocator& the_allocator = *new ServingAllocator;
 
 void install_allocator() {
   [[maybe_unused]] static const bool once = [] {
     c10::Allocator* const before = c10::GetCPUAllocator();
     delete_as_before = before->raw_deleter();
-    c10::SetCPUAllocator(new ServingAllocator(before));  // leaked, like libtorch's own: storages may outlive all else
+    allocator_before = before;
+    c10::SetCPUAllocator(&the_allocator);
     return true;
   }();
 }
