@@ -25,6 +25,11 @@ struct Packed {
   int64_t order = 0;
   at::Tensor tensor;
   MSGPACK_DEFINE(item, name, kind, rank, order, tensor);
+
+  static Packed of(const Entry& entry) {
+    return {entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor};
+  }
+  Entry entry() const { return {item, name, kind, rank, order, tensor}; }
 };
 
 // What each rank sends before rank 0 completes the snapshot.
@@ -47,15 +52,21 @@ struct Conclusion {
   MSGPACK_DEFINE(problem, in_use, known, keep, keep_steps);
 };
 
-Entries entries_of(const Items& items, bool per_rank, int rank) {
+bool is_per_rank(const NamedItem& item) { return item.per_rank; }
+bool is_shared(const NamedItem& item) { return !item.per_rank; }
+bool is_spread(const NamedItem& item) { return !item.per_rank && item.item->is_spread(); }
+
+// Of the items that are `wanted`. rank: of those that each rank has.
+Entries entries_of(const Items& items, bool (*wanted)(const NamedItem&), int rank) {
   Entries all;
-  for (const auto& [name, is_per_rank, item] : items) {
-    if (is_per_rank != per_rank) continue;
-    if (!is_per_rank && item->differs_between_ranks())
+  for (const auto& each : items) {
+    if (!wanted(each)) continue;
+    const auto& [name, per_rank, item] = each;
+    if (!per_rank && item->differs_between_ranks())
       throw InvalidArgument(
           text("'", name, "' would be stored once, but each rank has another part of it"),
           "Add it when FullyShardedDataParallel is made and before torch::load(), or with .per_rank = true");
-    if (is_per_rank && item->is_spread())
+    if (per_rank && item->is_spread())
       throw InvalidArgument(text("'", name, "' would be stored by every rank, but none has all of it"),
                             "Add it without .per_rank: each parameter is stored once, by its owner");
     for (auto& entry : item->save()) {
@@ -65,20 +76,6 @@ Entries entries_of(const Items& items, bool per_rank, int rank) {
     }
   }
   return all;
-}
-
-// What this rank alone has of the items that are stored once.
-Entries entries_only_here(const Items& items, int global_rank) {
-  Entries some;
-  for (const auto& [name, is_per_rank, item] : items) {
-    if (is_per_rank || !item->is_spread()) continue;
-    for (auto& entry : item->save()) {
-      if (entry.only != global_rank) continue;
-      entry.item = name;
-      some.push_back(std::move(entry));
-    }
-  }
-  return some;
 }
 
 uint64_t layout_of(const Items& items, const Entries& shared) {
@@ -205,12 +202,11 @@ Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& o
   Part mine;
   mine.layout = layout_of(items, {});
   mine.problem = problem_of([&] {
-    const auto pack = [&](const Entries& entries) {
-      for (const auto& entry : entries)
-        mine.entries.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
-    };
-    pack(entries_of(items, true, here.rank));
-    if (here.rank > 0) pack(entries_only_here(items, here.collective.group.global_rank(here.rank)));
+    for (const auto& entry : entries_of(items, is_per_rank, here.rank)) mine.entries.push_back(Packed::of(entry));
+    if (here.rank == 0) return;
+    const int global_rank = here.collective.group.global_rank(here.rank);
+    for (const auto& entry : entries_of(items, is_spread, here.rank))
+      if (entry.only == global_rank) mine.entries.push_back(Packed::of(entry));
   });
   const auto parts = gather_object(mine, 0, here.collective);
   const auto conclusion = conclude(here, options, [&](Conclusion& said) {
@@ -218,14 +214,13 @@ Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& o
     if (said.problem) return;
     said.problem = problem_of([&] {
       check_folder(here);
-      Entries all = entries_of(items, false, 0);
+      Entries all = entries_of(items, is_shared, 0);
       const size_t count = all.size();
       const int global_rank = here.collective.group.global_rank(0);
       const size_t elsewhere =
           std::erase_if(all, [&](const Entry& entry) { return entry.only != kEveryRank && entry.only != global_rank; });
       for (const auto& part : parts)
-        for (const auto& entry : part.entries)
-          all.push_back({entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor});
+        for (const auto& packed : part.entries) all.push_back(packed.entry());
       const auto per_rank =
           std::stable_partition(all.begin(), all.end(), [](const Entry& entry) { return entry.rank == kShared; });
       if (static_cast<size_t>(per_rank - all.begin()) != count)
@@ -243,13 +238,13 @@ Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions&
   Part mine;
   mine.problem = problem_of([&] {
     if (here.rank == 0) check_folder(here);
-    const Entries shared = entries_of(items, false, 0);
+    const Entries shared = entries_of(items, is_shared, 0);
     mine.layout = layout_of(items, shared);
     const auto owners = deal(shared, here.collective.group.ranks());
     Entries all;
     for (size_t i = 0; i < shared.size(); ++i)
       if (owners[i] == here.rank) all.push_back(shared[i]);
-    for (auto& entry : entries_of(items, true, here.rank)) all.push_back(std::move(entry));
+    for (auto& entry : entries_of(items, is_per_rank, here.rank)) all.push_back(std::move(entry));
     const Shard shard =
         write_container(path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, all);
     mine.file = shard.file;

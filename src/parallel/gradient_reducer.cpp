@@ -96,6 +96,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   bool dirty = false;          // a backward() has begun and has been neither finished nor abandoned
   size_t next_bucket = 0;      // buckets are reduced in order, the same on all ranks
   size_t released_bucket = 0;  // with owners: the first whose block may be in use after its reduction
+  size_t bytes_in_flight = 0;  // of large gradients between both numbers, which will be freed
 
   bool sharded() const { return !options.owners.empty(); }
   bool is_mine(const Parameter& parameter) const {
@@ -109,7 +110,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   ReduceOptions averaging() const { return {.op = ReduceOp::AVG, .group = options.group}; }
   bool to_owner() const { return sharded() && !options.owner_on_each_host; }
   void launch_ready_buckets();
-  size_t bytes_in_flight() const;
+  bool will_be_freed(const Bucket& bucket) const;
   void release_reduced_blocks();
   void release_blocks_without_gradients();
   void begin_backward();
@@ -288,6 +289,7 @@ void GradientReducer::Impl::launch_ready_buckets() {
     if (!sharded()) mark_used(bucket, parameters);
     bucket.work =
         to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging()) : all_reduce_async(bucket.flat, averaging());
+    if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
   }
 }
 
@@ -297,26 +299,23 @@ void GradientReducer::Impl::release_blocks_without_gradients() {
       release_block(bucket, first);
 }
 
-// Of large gradients that will be freed, bytes whose reduction has begun.
-size_t GradientReducer::Impl::bytes_in_flight() const {
-  size_t bytes = 0;
-  for (size_t i = released_bucket; i < next_bucket; ++i)
-    if (const Parameter& first = parameters[buckets[i].parameters[0]]; buckets[i].large && !is_mine(first))
-      bytes += first.tensor.nbytes();
-  return bytes;
+// When it is reduced: a large gradient that another rank owns.
+bool GradientReducer::Impl::will_be_freed(const Bucket& bucket) const {
+  return bucket.large && !is_mine(parameters[bucket.parameters[0]]);
 }
 
 // Frees large gradients whose owners have them. What this waits for, the other ranks reach without this one: it has
 // passed there.
 void GradientReducer::Impl::release_reduced_blocks() {
   const auto may_go = [&](Bucket& bucket) {
-    return bucket.work.is_completed() || bytes_in_flight() > options.most_in_flight;
+    return bucket.work.is_completed() || bytes_in_flight > options.most_in_flight;
   };
   for (; released_bucket < next_bucket && may_go(buckets[released_bucket]); ++released_bucket) {
     Bucket& bucket = buckets[released_bucket];
-    Parameter& first = parameters[bucket.parameters[0]];
     bucket.work.wait();  // throws what the reduction threw
-    if (!bucket.large || is_mine(first)) continue;
+    if (!will_be_freed(bucket)) continue;
+    Parameter& first = parameters[bucket.parameters[0]];
+    bytes_in_flight -= first.tensor.nbytes();
     bucket.work = Work();  // it refers to the tensor
     first.tensor.mutable_grad() = at::Tensor();
     release_block(bucket, first);
@@ -425,7 +424,7 @@ void GradientReducer::Impl::finish_backward() {
 void GradientReducer::Impl::reset() {
   dirty = false;
   running.reset();
-  next_bucket = released_bucket = 0;
+  next_bucket = released_bucket = bytes_in_flight = 0;
   for (auto& parameter : parameters) {
     parameter.ready = false;
     if (synced) parameter.used = false;

@@ -6,10 +6,17 @@
 
 namespace muster::parallel {
 
-int Hosts::owner_beside(int rank, int place) const {
-  for (const auto& host : ranks)
-    if (std::find(host.begin(), host.end(), rank) != host.end()) return host[static_cast<size_t>(place)];
-  return -1;
+int Hosts::place_of(int rank) const {
+  const auto& host = ranks_beside(rank);
+  return static_cast<int>(std::find(host.begin(), host.end(), rank) - host.begin());
+}
+
+int Hosts::owner_beside(int rank, int place) const { return ranks_beside(rank)[static_cast<size_t>(place)]; }
+
+const std::vector<int>& Hosts::ranks_beside(int rank) const {
+  return *std::find_if(ranks.begin(), ranks.end(), [&](const std::vector<int>& host) {
+    return std::find(host.begin(), host.end(), rank) != host.end();
+  });
 }
 
 Hosts hosts_of(const Group& group, const World& world) {

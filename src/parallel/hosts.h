@@ -22,7 +22,11 @@ struct Hosts {
 
   const std::vector<int>& here() const { return ranks[own]; }
   int owner(int place) const { return here()[static_cast<size_t>(place)]; }  // on this host
+  int place_of(int rank) const;                                              // among its host's ranks
   int owner_beside(int rank, int place) const;                               // on the host of `rank`
+
+ private:
+  const std::vector<int>& ranks_beside(int rank) const;
 };
 Hosts hosts_of(const Group& group, const World& world);
 

@@ -4,32 +4,16 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
-#include <torch/serialize.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <cmath>
-#include <filesystem>
-#include <optional>
 
-#include "base/text.h"
 #include "multiprocess/fsdp_support.h"
-#include "parallel/shared_tensor.h"
-#include "parallel/watched.h"
 #include "shm/mapping.h"
 
 namespace muster::test {
 namespace {
-
-FsdpOptions full(FsdpOptions options = {.unit_cap_mb = 1}) {
-  options.strategy = ShardingStrategy::kFullShard;
-  return options;
-}
-const HostOfRank kTwoEach{"a", "b", "b", "a"};
-
-bool is_linear(const nn::Module& module) { return dynamic_cast<const nn::LinearImpl*>(&module) != nullptr; }
 
 TEST(FsdpFullShard, StepsAreThoseOfDdp) {
   for (const auto& hosts : kPlacements) {
@@ -40,16 +24,8 @@ TEST(FsdpFullShard, StepsAreThoseOfDdp) {
       train(ddp, *other, world);
       auto model = fully_shard(net, full());
       train(model, *net, world);
-      for (const auto& parameter : net->parameters()) {
-        EXPECT_EQ(parameter.grad().defined(), model.owner(parameter) == world.rank());
-        EXPECT_EQ(parallel::belongs_to_another_rank(parameter), model.owner(parameter) != world.rank());
-      }
-      for (const double most : {1e9, 1e-3})
-        for (const double type : {2.0, HUGE_VAL}) {
-          const double norm = nn::utils::clip_grad_norm_(other->parameters(), most, type);
-          EXPECT_GT(norm, 0);
-          EXPECT_NEAR(model.clip_grad_norm_(most, type), norm, 1e-4 * norm);
-        }
+      expect_owners_alone_have_gradients(model, world);
+      expect_same_norms(model, *other);
       model.gather();
       expect_equal(*net, *other);
       model.synchronize();
@@ -100,25 +76,6 @@ TEST(FsdpFullShard, UnitsHaveTheParametersOfAModuleOrNeighbours) {
   });
   on_hosts({"a", "a"}, [](World&) { EXPECT_TRUE(fully_shard(make<FsdpNet>(7, {}), full()).unit_names().empty()); });
 }
-
-// A chain of equal layers, which counts what is in memory at each.
-struct Chain : nn::Module {
-  static constexpr int kLayers = 8;
-  nn::ModuleList layers{nn::ModuleList()};
-  std::function<void()> at_layer = [] {};
-  Chain() {
-    for (int i = 0; i < kLayers; ++i) layers->push_back(nn::Linear(nn::LinearOptions(256, 256).bias(false)));
-    register_module("layers", layers);
-  }
-  Tensor forward(Tensor x) {
-    for (const auto& layer : *layers) {
-      x = torch::relu(layer->as<nn::Linear>()->forward(x));
-      at_layer();
-      if (x.requires_grad()) x.register_hook([this](const Tensor&) { at_layer(); });
-    }
-    return x;
-  }
-};
 
 TEST(FsdpFullShard, AHostHasItsOwnPartAndAFewUnits) {
   on_hosts(kApart, [](World& world) {
@@ -195,57 +152,6 @@ TEST(FsdpFullShard, Evaluation) {
   });
 }
 
-// Each rank stores what it owns, in one file or in several; a new job resumes to the bit.
-TEST(FsdpFullShard, Snapshots) {
-  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-full-", ::getpid());
-  for (const bool sharded : {false, true}) {
-    std::vector<Tensor> undisturbed;
-    for (const bool again : {false, true}) {
-      on_hosts(kTwoEach, [&](World& world) {
-        const auto net = make<FsdpNet>(7, {});
-        {  // dense, but not contiguous
-          const torch::NoGradGuard no_grad;
-          net->b->weight.set_data(net->b->weight.t().contiguous().t());
-        }
-        auto model = fully_shard(net, full());
-        torch::optim::AdamW optimizer(net->parameters(), 1e-2);
-        Snapshot snapshot({.folder = folder, .sharded = sharded, .default_generator = false});
-        snapshot.add("model", net).add("optimizer", optimizer);
-        const int64_t first = snapshot.restore();
-        EXPECT_EQ(first, again ? 2 : 0);
-        for (int64_t step = first; step < 4; ++step) {
-          optimizer.zero_grad();
-          model(fsdp_input(world.rank(), static_cast<int>(step))).square().sum().backward();
-          optimizer.step();
-          if (step == 1) snapshot.save(2);
-        }
-        model.gather();
-        if (world.rank() == 0) {
-          const auto now = copies(net->named_parameters()).values();
-          if (!again) undisturbed = now;
-          for (size_t i = 0; i < now.size(); ++i)
-            EXPECT_TRUE(torch::equal(now[i], undisturbed[i])) << i << ": " << (now[i] - undisturbed[i]).abs().max();
-        }
-        model.synchronize();
-        if (again) {
-          Snapshot of_each({.folder = folder / "each", .sharded = sharded, .default_generator = false});
-          of_each.add("model", net, {.per_rank = true});
-          EXPECT_EQ(of_each.restore(), 0);
-          expect_refusal({"none has all of it"}, [&] { of_each.save(1); });
-        }
-        // A part of the ranks has not all parameters.
-        const Group some = world.new_group({0, 1});
-        if (!again || !some.is_member()) return;
-        Snapshot of_some({.folder = folder / "some", .sharded = sharded, .default_generator = false, .group = some});
-        of_some.add("model", net);
-        EXPECT_EQ(of_some.restore(), 0);
-        expect_refusal({"all ranks of the FullyShardedDataParallel"}, [&] { of_some.save(1); });
-      });
-    }
-    std::filesystem::remove_all(folder);
-  }
-}
-
 TEST(FsdpFullShard, GradientsOfEveryKindOfStep) {
   on_hosts(kTwoEach, [](World& world) {
     const auto net = make<FsdpNet>(7, {}), alone = make<FsdpNet>(7, {});
@@ -314,127 +220,6 @@ TEST(FsdpFullShard, GradientsOfEveryKindOfStep) {
     for (const int step : {6, 7, 6}) alone_for_all([&](int r) { return alone->forward(x(r, step)).sum(); });
     expect_same_gradients("several backwards");
   });
-}
-
-TEST(FsdpFullShard, BadUseGetsOneSentence) {
-  on_hosts(kTwoEach, [](World& world) {
-    auto net = make<FsdpNet>(7, {});
-    expect_refusal({"max_gathered_units 1"}, [&] { fully_shard(net, full({.max_gathered_units = 1})); });
-    expect_refusal({"unit_cap_mb is 0"}, [&] { fully_shard(net, full({.unit_cap_mb = 0})); });
-    const Tensor before = net->b->weight.detach().clone();
-    std::optional model(fully_shard(net, full()));
-    const int home = model->owner(net->b->weight);
-    const auto host = [](int rank) { return kTwoEach[static_cast<size_t>(rank)]; };
-    const auto expect_elsewhere = [&](const std::function<void()>& read) {
-      if (host(home) == host(world.rank()))
-        read();
-      else
-        expect_refusal({"the values of parameter b.weight are on another host", ""}, read);
-    };
-    expect_elsewhere([&] { net->b->weight.sum(); });
-    expect_elsewhere([&] { net->b->weight.t().select(0, 1).sum(); });  // a view of a view
-    expect_elsewhere([&] { torch::cat({net->b->weight, net->b->weight}); });
-    expect_elsewhere([&] { net->b->weight.detach().clone(); });
-    expect_refusal({"are on another host now", "gather() on all ranks"}, [&] { net->forward(fsdp_input(0, 0)); });
-    EXPECT_EQ(torch::zeros_like(net->b->weight).sum().item<double>(), 0);
-    EXPECT_EQ(torch::empty_like(net->b->weight).sizes(), before.sizes());
-    EXPECT_EQ(net->b->weight.new_zeros({3}).sum().item<double>(), 0);
-    model->gather();
-    EXPECT_TRUE(torch::equal(net->b->weight, before));
-    EXPECT_FALSE(parallel::is_watched(net->b->weight + 1));
-    model->synchronize();
-    expect_elsewhere([&] { net->b->weight.sum(); });
-
-    // New values, from a file that every rank reads.
-    const auto file =
-        (std::filesystem::path(testing::TempDir()) / text("fsdp-full-", ::getpid(), world.rank())).string();
-    const auto other = make<FsdpNet>(8, {});
-    torch::save(other, file);
-    torch::load(net, file);
-    model->forward(fsdp_input(world.rank(), 0)).sum().backward();
-    model->gather();
-    EXPECT_TRUE(torch::equal(net->b->weight, other->b->weight));
-    EXPECT_TRUE(parallel::is_watched(net->b->weight));
-    std::filesystem::remove(file);
-
-    // Whoever updates while others may read.
-    model->forward(fsdp_input(world.rank(), 0));
-    {
-      const torch::NoGradGuard no_grad;
-      for (auto& parameter : model->owned_parameters()) parameter.mul_(1);
-    }
-    expect_refusal({" changed parameter ", "after a forward() that no backward() followed"},
-                   [&] { model->forward(fsdp_input(world.rank(), 0)); });
-
-    // A rank that does not own it changes it, while it is here.
-    model->forward(fsdp_input(world.rank(), 0));
-    if (world.rank() == (home + 1) % 4) {
-      const torch::NoGradGuard no_grad;
-      net->b->weight.mul_(1);
-    } else {
-      net->b->weight.sum();
-    }
-    expect_refusal({text("rank ", (home + 1) % 4, " changed parameter b.weight, which rank ", home, " owns")},
-                   [&] { model->forward(fsdp_input(world.rank(), 0)); });
-    // Another one, over the same module: it needs the values.
-    expect_refusal({"are on another host now", "gather()"}, [&] { fully_shard(net, full()); });
-    model->gather();
-    const Values values = copies(net->named_parameters());
-    {
-      auto again = fully_shard(net, full({.unit_cap_mb = 0.1}));
-      again(fsdp_input(world.rank(), 0)).sum().backward();
-      again.gather();
-      for (const auto& item : net->named_parameters()) EXPECT_TRUE(torch::equal(item.value(), values[item.key()]));
-      again.synchronize();
-    }
-    model.reset();
-    expect_elsewhere([&] { net->b->weight.sum(); });
-  });
-}
-
-// Ranks that use parameters in another order find that out before they compute with wrong ones.
-struct Choosing : Chain {
-  int layer = 0;
-  Tensor forward(const Tensor& x) { return layers[static_cast<size_t>(layer)]->as<nn::Linear>()->forward(x); }
-};
-TEST(FsdpFullShard, AnotherOrderIsAMismatch) {
-  for (const int apart : {1, 2, 4}) {
-    SCOPED_TRACE(apart);
-    std::atomic<int> mismatches = 0;
-    on_hosts(kApart, [&](World& world) {
-      const auto net = make<Choosing>(7, {});
-      auto model = fully_shard(net, full({.is_unit = is_linear}));
-      net->layer = world.rank() * apart;
-      try {
-        for (int step = 0; step < 2; ++step) {
-          model.forward(torch::ones({2, 256}));
-          barrier();  // the other rank has left, if it threw
-        }
-      } catch (const Mismatch& error) {
-        EXPECT_CONTAINS(error.what(), "in the same order");
-        ++mismatches;
-      } catch (const PeerLost&) {
-      }
-    });
-    EXPECT_GE(mismatches, 1);
-  }
-  std::atomic<int> mismatches = 0;
-  on_hosts({"a", "a", "b", "b"}, [&](World& world) {
-    const auto net = make<Chain>(7, {});
-    auto model = fully_shard(net, full({.is_unit = is_linear}));
-    int at = 0;
-    net->at_layer = [&] {
-      if (++at == 3 && world.rank() == 0) (net->layers[1]->as<nn::Linear>()->weight + 1).sum();  // it is still here
-    };
-    try {
-      model.forward(torch::ones({2, 256}));
-    } catch (const Mismatch& error) {
-      EXPECT_CONTAINS(error.what(), "the ranks of a host have used parameters in another order");
-      ++mismatches;
-    } catch (const PeerLost&) {
-    }
-  });
-  EXPECT_GE(mismatches, 1);
 }
 
 TEST(FsdpFullShard, Groups) {

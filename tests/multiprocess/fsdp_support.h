@@ -6,6 +6,7 @@
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
 
+#include <cmath>
 #include <functional>
 #include <string>
 #include <utility>
@@ -13,6 +14,7 @@
 
 #include "comm/world/world_starter.h"
 #include "muster/muster.h"
+#include "parallel/shared_tensor.h"
 #include "support/forked.h"
 #include "support/models.h"
 #include "support/patience.h"
@@ -47,6 +49,54 @@ void train(Model& model, FsdpNet& net, const World& world) {
   }
   barrier();
 }
+
+// Which rank owns a parameter shows in its memory and in its gradient.
+template <typename Model>
+void expect_owners_alone_have_gradients(const Model& model, const World& world) {
+  for (const auto& parameter : model.module()->parameters()) {
+    const bool mine = model.owner(parameter) == world.rank();
+    EXPECT_EQ(parameter.grad().defined(), mine);
+    EXPECT_EQ(parallel::belongs_to_another_rank(parameter), !mine);
+  }
+}
+
+// Clips both; the second norm is that of clipped gradients.
+template <typename Model>
+void expect_same_norms(Model& model, const FsdpNet& other) {
+  for (const double most : {1e9, 1e-3})
+    for (const double type : {2.0, HUGE_VAL}) {
+      const double norm = nn::utils::clip_grad_norm_(other.parameters(), most, type);
+      EXPECT_GT(norm, 0);
+      EXPECT_NEAR(model.clip_grad_norm_(most, type), norm, 1e-4 * norm);
+    }
+}
+
+inline FsdpOptions full(FsdpOptions options = {.unit_cap_mb = 1}) {
+  options.strategy = ShardingStrategy::kFullShard;
+  return options;
+}
+inline const HostOfRank kTwoEach{"a", "b", "b", "a"};
+
+inline bool is_linear(const nn::Module& module) { return dynamic_cast<const nn::LinearImpl*>(&module) != nullptr; }
+
+// A chain of equal layers, with a function that is called at each.
+struct Chain : nn::Module {
+  static constexpr int kLayers = 8;
+  nn::ModuleList layers{nn::ModuleList()};
+  std::function<void()> at_layer = [] {};
+  Chain() {
+    for (int i = 0; i < kLayers; ++i) layers->push_back(nn::Linear(nn::LinearOptions(256, 256).bias(false)));
+    register_module("layers", layers);
+  }
+  Tensor forward(Tensor x) {
+    for (const auto& layer : *layers) {
+      x = torch::relu(layer->as<nn::Linear>()->forward(x));
+      at_layer();
+      if (x.requires_grad()) x.register_hook([this](const Tensor&) { at_layer(); });
+    }
+    return x;
+  }
+};
 
 // Ranks that are threads. Each sets the number of its own: until then its first products use as many as there are cores,
 // and round differently.

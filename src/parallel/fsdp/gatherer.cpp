@@ -22,6 +22,13 @@ constexpr char kSameOrder[] =
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
+// The least recently used of those that may go; units.end() if there is none.
+template <typename Units, typename MayGo>
+auto oldest(Units& units, MayGo may_go) {
+  const auto found = std::find_if(units.rbegin(), units.rend(), may_go);
+  return found == units.rend() ? units.end() : std::prev(found.base());
+}
+
 }  // namespace
 
 Gatherer::Gatherer(Setup setup) : setup_(std::move(setup)) {
@@ -30,7 +37,7 @@ Gatherer::Gatherer(Setup setup) : setup_(std::move(setup)) {
       if (piece.host != setup_.host) continue;
       const size_t end = piece.offset + piece.bytes;
       const size_t page = end - shm::page_size();
-      shm::commit(setup_.memory.get(), page, shm::page_size());
+      shm::commit(setup_.memory, page, shm::page_size());
       const uint64_t label = unit;
       std::memcpy(setup_.mapped->data() + end - kLabelBytes, &label, kLabelBytes);
     }
@@ -70,7 +77,7 @@ Gatherer::Here Gatherer::start(size_t unit) const {
   std::vector<at::Tensor> to(static_cast<size_t>(setup_.column.size()), nothing), from = to;
   for (const Piece& piece : pieces) {
     const bool is_at_home = piece.host == setup_.host;
-    if (!is_at_home) shm::commit(setup_.memory.get(), piece.offset, piece.bytes);
+    if (!is_at_home) shm::commit(setup_.memory, piece.offset, piece.bytes);
     const at::Tensor bytes = at::from_blob(
         setup_.mapped->data() + piece.offset, {static_cast<int64_t>(piece.bytes)}, [mapped = setup_.mapped](void*) {},
         at::kByte);
@@ -103,6 +110,14 @@ void Gatherer::finish(Here& here) {
   here.arrived = true;
 }
 
+// The ranks of this host have received whatever they were about to.
+void Gatherer::finish_all() {
+  if (std::all_of(here_.begin(), here_.end(), [](const Here& here) { return here.arrived; })) return;
+  for (Here& here : here_) here.receiving.wait();
+  meet();
+  for (Here& here : here_) here.arrived = true;
+}
+
 void Gatherer::free(Units::iterator here) {
   if (!here->arrived) {  // other ranks of this host may still receive their parts, perhaps through the same mapping
     here->receiving.wait();
@@ -110,8 +125,18 @@ void Gatherer::free(Units::iterator here) {
   }
   for (const auto& bytes : setup_.elsewhere[here->unit]) shm::forbid(bytes.data(), bytes.size());
   for (const Piece& piece : setup_.pieces[here->unit])
-    if (piece.host != setup_.host) shm::discard(setup_.memory.get(), piece.offset, piece.bytes);
+    if (piece.host != setup_.host) shm::discard(setup_.memory, piece.offset, piece.bytes);
   here_.erase(here);
+}
+
+// Frees units, but none that the operation uses, until at most `most` are here.
+void Gatherer::make_room(size_t most, uint64_t operation, bool& have_met) {
+  while (here_.size() > most) {
+    const auto goes = oldest(here_, [&](const Here& here) { return here.operation != operation; });
+    if (goes == here_.end()) return;
+    if (!std::exchange(have_met, true)) meet();
+    free(goes);
+  }
 }
 
 // Starts to receive the units that will be used next, while there is room without them and without those that the
@@ -130,20 +155,13 @@ void Gatherer::prefetch(uint64_t operation, bool have_met) {
   for (size_t i = 1; i < needed.size(); ++i) {
     if (find(needed[i]) != here_.end()) continue;
     const bool is_full = here_.size() >= setup_.most;
-    const auto goes = std::find_if(here_.rbegin(), here_.rend(), may_go);
-    if (is_full && goes == here_.rend()) return;
+    const auto goes = oldest(here_, may_go);
+    if (is_full && goes == here_.end()) return;
     if (!std::exchange(have_met, true)) meet();
-    if (is_full) free(std::next(goes).base());
+    if (is_full) free(goes);
     here_.push_back(start(needed[i]));
   }
-  // What an operator needed beyond `most`, when it has ended.
-  while (here_.size() > setup_.most) {
-    const auto goes =
-        std::find_if(here_.rbegin(), here_.rend(), [&](const Here& here) { return here.operation != operation; });
-    if (goes == here_.rend()) return;
-    if (!std::exchange(have_met, true)) meet();
-    free(std::next(goes).base());
-  }
+  make_room(setup_.most, operation, have_met);  // what an operator needed beyond it goes when that has ended
 }
 
 void Gatherer::use(size_t unit, uint64_t operation) {
@@ -154,12 +172,8 @@ void Gatherer::use(size_t unit, uint64_t operation) {
   const auto at = find(unit);
   if (at == here_.end()) {
     meet();
-    while (here_.size() >= setup_.most) {
-      const auto goes =
-          std::find_if(here_.rbegin(), here_.rend(), [&](const Here& here) { return here.operation != operation; });
-      if (goes == here_.rend()) break;  // the operation needs more units than should be here
-      free(std::next(goes).base());
-    }
+    bool have_met = true;
+    make_room(setup_.most - 1, operation, have_met);  // unless the operation needs more
     here_.insert(here_.begin(), start(unit));
   } else {
     std::rotate(here_.begin(), at, std::next(at));
@@ -193,6 +207,7 @@ void Gatherer::begin() {
 
 void Gatherer::end() {
   reading_ = all_here_ = false;
+  finish_all();
   while (!here_.empty()) free(std::prev(here_.end()));
   last_ = {kNone, kNone};
 }
@@ -210,12 +225,8 @@ void Gatherer::gather_all() {
     throw Unavailable(text("a host lacks ", missing, " bytes of memory to have all parameters"),
                       "Save with a Snapshot with .sharded, which needs no gather(), or use hosts with more memory");
   for (size_t unit = 0; unit < setup_.pieces.size(); ++unit) here_.push_back(start(unit));
-  for (Here& here : here_) {
-    here.receiving.wait();
-    check_labels(here.unit);
-  }
-  meet();
-  for (Here& here : here_) here.arrived = true;
+  finish_all();
+  for (const Here& here : here_) check_labels(here.unit);
   all_here_ = true;
 }
 

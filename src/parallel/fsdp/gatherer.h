@@ -41,7 +41,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/fd.h"
 #include "muster/comm/group.h"
 #include "muster/comm/work.h"
 #include "shm/mapping.h"
@@ -63,7 +62,7 @@ class Gatherer {
     std::vector<std::vector<std::span<std::byte>>>
         elsewhere;                         // by unit: in memory of all ranks of this host, what is not
                                            // at home
-    UniqueFd memory;                       // of this rank
+    int memory = -1;                       // of this rank; stays open as long as the Gatherer
     std::shared_ptr<shm::Mapping> mapped;  // the same
     int host = 0;                          // this rank's
     Group group, ranks_of_host;
@@ -85,8 +84,6 @@ class Gatherer {
   void gather_all();
   bool has_all() const { return all_here_; }
 
-  size_t bytes_here() const { return shm::committed(setup_.memory.get()); }  // in this rank's memory; the kernel counts
-
  private:
   struct Here {
     size_t unit = 0;
@@ -102,7 +99,9 @@ class Gatherer {
   void meet();
   Here start(size_t unit) const;
   void finish(Here& here);
+  void finish_all();
   void free(Units::iterator here);
+  void make_room(size_t most, uint64_t operation, bool& have_met);
   void prefetch(uint64_t operation, bool have_met);
   void check_labels(size_t unit) const;
 

@@ -53,8 +53,7 @@ Memory share_memory(const std::vector<size_t>& bytes, size_t at_most, const para
   const World::Parts& parts = world.parts();
   const std::string key = text(parts.prefix, "/fsdp/", next_number(world, at_most, group));
   const auto bytes_of = [&](int rank) {
-    const auto place =
-        static_cast<size_t>(std::find(hosts.here().begin(), hosts.here().end(), rank) - hosts.here().begin());
+    const auto place = static_cast<size_t>(hosts.place_of(rank));
     return place < bytes.size() ? bytes[place] : 0;
   };
   Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes_of(group.rank()), shm::page_size()))};
@@ -65,6 +64,43 @@ Memory share_memory(const std::vector<size_t>& bytes, size_t at_most, const para
       throw CorruptError(text("rank ", group.global_rank(rank), " sent too little memory for its parameters"),
                          "Run the same version of Muster on all ranks");
   return memory;
+}
+
+std::shared_ptr<Gatherer> make_gatherer(const Layout& layout, const SharedParameters::Gathering& gathering,
+                                        const Memory& memory, const parallel::Hosts& hosts, const Group& group) {
+  const auto host = static_cast<int>(hosts.own);
+  const int place = hosts.place_of(group.rank());
+  const bool owns = place < hosts.owners;
+  std::vector<std::byte*> of_places;
+  for (int each = 0; each < hosts.owners; ++each)
+    of_places.push_back(memory.mapped[static_cast<size_t>(hosts.owner(each))]->data());
+  return std::make_shared<Gatherer>(
+      Gatherer::Setup{.pieces = owns ? layout.pieces[static_cast<size_t>(place)]
+                                     : decltype(Gatherer::Setup::pieces)(gathering.units.size()),
+                      .elsewhere = layout.elsewhere(host, of_places),
+                      .memory = memory.own.get(),
+                      .mapped = memory.mapped[static_cast<size_t>(group.rank())],
+                      .host = host,
+                      .group = group,
+                      .ranks_of_host = group.split(host, 0, {.name = "parameters on one host"}),
+                      .column = group.split(owns ? place : -1, host, {.name = "parameters between hosts"}),
+                      .most = gathering.most});
+}
+
+// Lets the gatherer know before a parameter of a unit is used.
+void gather_before_use(parallel::Sharing& sharing, const std::weak_ptr<Gatherer>& gatherer, size_t unit,
+                       bool is_at_home, const std::string& name) {
+  sharing.before_use = [=](uint64_t operation, bool writes) {
+    if (const auto at = gatherer.lock())
+      at->before_use(unit, is_at_home, name, operation, writes);
+    else if (!is_at_home)
+      throw InvalidArgument(text("the values of parameter ", name, " are on another host"),
+                            "Keep the FullyShardedDataParallel as long as you use its module");
+  };
+  sharing.is_here = [=] {
+    const auto at = gatherer.lock();
+    return is_at_home || (at && at->has_all());
+  };
 }
 
 // Tensors of one memory would become tensors of several.
@@ -131,30 +167,11 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
   require_own_memory(parameters);
   const Layout layout = lay_out(parameters, owners, hosts_, gathering.units, gathering.most);
   Memory memory = share_memory(layout.bytes, layout.at_most, hosts_, group, world);
-  const int fd = memory.own.get();
-  const auto host = static_cast<int>(hosts_.own);
-
   std::vector<size_t> unit_of(parameters.size());
-  if (!gathering.units.empty()) {
-    for (size_t u = 0; u < gathering.units.size(); ++u)
-      for (const size_t i : gathering.units[u]) unit_of[i] = u;
-    const auto& here = hosts_.here();
-    const auto place = static_cast<size_t>(std::find(here.begin(), here.end(), group.rank()) - here.begin());
-    const bool owns = place < layout.pieces.size();
-    std::vector<std::byte*> of_places;
-    for (int each = 0; each < hosts_.owners; ++each)
-      of_places.push_back(memory.mapped[static_cast<size_t>(hosts_.owner(each))]->data());
-    gatherer_ = std::make_shared<Gatherer>(Gatherer::Setup{
-        .pieces = owns ? layout.pieces[place] : decltype(Gatherer::Setup::pieces)(gathering.units.size()),
-        .elsewhere = layout.elsewhere(host, of_places),
-        .memory = std::move(memory.own),
-        .mapped = memory.mapped[static_cast<size_t>(group.rank())],
-        .host = host,
-        .group = group,
-        .ranks_of_host = group.split(host, 0, {.name = "parameters on one host"}),
-        .column = group.split(owns ? static_cast<int>(place) : -1, host, {.name = "parameters between hosts"}),
-        .most = gathering.most});
-  }
+  for (size_t u = 0; u < gathering.units.size(); ++u)
+    for (const size_t i : gathering.units[u]) unit_of[i] = u;
+  if (!gathering.units.empty()) gatherer_ = make_gatherer(layout, gathering, memory, hosts_, group);
+  memory_ = std::move(memory.own);
 
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
   const at::NoGradGuard no_grad;
@@ -164,25 +181,12 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .owner = owners[i]});
     parallel::Sharing sharing{.owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, group.rank())),
                               .is_own = is_mine(entry)};
-    if (gatherer_) {
-      const std::weak_ptr gatherer(gatherer_);
-      const bool is_at_home = owners[i].host == host;
-      sharing.before_use = [gatherer, unit = unit_of[i], is_at_home, name = name](uint64_t operation, bool writes) {
-        if (const auto at = gatherer.lock())
-          at->before_use(unit, is_at_home, name, operation, writes);
-        else if (!is_at_home)
-          throw InvalidArgument(text("the values of parameter ", name, " are on another host"),
-                                "Keep the FullyShardedDataParallel as long as you use its module");
-      };
-      sharing.is_here = [gatherer, is_at_home] {
-        const auto at = gatherer.lock();
-        return is_at_home || (at && at->has_all());
-      };
-    }
+    if (gatherer_)
+      gather_before_use(sharing, gatherer_, unit_of[i], owners[i].host == static_cast<int>(hosts_.own), name);
     const auto keeper = static_cast<size_t>(hosts_.owner(owners[i].place));
     entry.shared = parallel::shared_tensor(memory.mapped[keeper], layout.offsets[i], tensor, std::move(sharing));
     if (is_mine(entry) && tensor.numel() > 0 && !failure) try {
-        shm::commit(fd, layout.offsets[i], room_for(tensor));
+        shm::commit(memory_.get(), layout.offsets[i], room_for(tensor));
         fill(parameters[i], entry.shared);
       } catch (...) {
         failure = std::current_exception();
@@ -191,7 +195,6 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     use_shared_memory(entry);
     remember(entry);
   }
-  memory_ = std::move(memory.own);
   release_free_memory();  // the module's own copies
   // All owners have written.
   throw_if_any_failed(failure, group);
@@ -339,10 +342,6 @@ void SharedParameters::synchronize() {
 void SharedParameters::gather() {
   synchronize();
   if (gatherer_) gatherer_->gather_all();
-}
-
-size_t SharedParameters::bytes_here() const {
-  return gatherer_ ? gatherer_->bytes_here() : shm::committed(memory_.get());
 }
 
 }  // namespace muster::fsdp

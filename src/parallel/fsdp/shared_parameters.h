@@ -43,6 +43,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fd.h"
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
 #include "parallel/fsdp/gatherer.h"
@@ -50,6 +51,7 @@
 #include "parallel/fsdp/units.h"
 #include "parallel/hosts.h"
 #include "parallel/same_module.h"
+#include "shm/mapping.h"
 
 namespace muster::fsdp {
 
@@ -89,7 +91,8 @@ class SharedParameters {
   // To be called when backward() is over on all ranks.
   void reads_are_over();
 
-  size_t bytes_here() const;  // of memory that holds parameters for this rank's host, and belongs to this rank
+  // Bytes of memory that holds parameters for this rank's host, and belongs to this rank; the kernel counts them.
+  size_t bytes_here() const { return shm::committed(memory_.get()); }
 
  private:
   struct Entry {
@@ -110,8 +113,8 @@ class SharedParameters {
   const Group group_;
   const parallel::Hosts hosts_;
   std::vector<Entry> entries_;
+  UniqueFd memory_;                     // of this rank
   std::shared_ptr<Gatherer> gatherer_;  // null if each host has an owner of each parameter
-  UniqueFd memory_;                     // of this rank, if there is no gatherer, which has it then
   bool reading_ = false;                // since before_forward(); the same on all ranks
 };
 
