@@ -11,6 +11,7 @@
 #include <memory>
 #include <string_view>
 
+#include "checkpoint/item_values.h"
 #include "muster/base/error.h"
 
 namespace muster::checkpoint {
@@ -30,16 +31,14 @@ struct Node {
 // --- values as tensors ---
 
 template <typename T>
-at::Tensor tensor_of(const T* values, size_t count, at::ScalarType dtype, at::IntArrayRef sizes) {
+at::Tensor tensor_from(const T* values, size_t count, at::ScalarType dtype, at::IntArrayRef sizes) {
   at::Tensor tensor = at::empty(sizes, dtype);
   if (count > 0) std::memcpy(tensor.mutable_data_ptr(), values, count * sizeof(T));
   return tensor;
 }
-at::Tensor tensor_of(int64_t value) { return tensor_of(&value, 1, at::kLong, {}); }
-at::Tensor tensor_of(double value) { return tensor_of(&value, 1, at::kDouble, {}); }
 
 [[noreturn]] void malformed(const std::string& name) {
-  throw CorruptError(text("'", name, "' is not a valid entry of an archive"), "Use the Muster that wrote the snapshot");
+  throw CorruptError(text("'", name, "' is not a valid entry of an archive"), kSameMuster);
 }
 
 template <typename T>
@@ -67,19 +66,19 @@ Node node_of(std::string key, const c10::IValue& value) {
   if (value.isNone() || value.isTensor()) return leaf("none", tensor_of(int64_t{0}));
   if (value.isInt()) return leaf("int", tensor_of(value.toInt()));
   if (value.isDouble()) return leaf("double", tensor_of(value.toDouble()));
-  if (value.isBool()) return leaf("bool", tensor_of(int64_t{value.toBool()}));
+  if (value.isBool()) return leaf("bool", tensor_of(static_cast<int64_t>(value.toBool())));
   if (value.isString()) {
     const auto& string = value.toStringRef();
     const auto size = static_cast<int64_t>(string.size());
-    return leaf("string", tensor_of(string.data(), string.size(), at::kByte, {size}));
+    return leaf("string", tensor_from(string.data(), string.size(), at::kByte, {size}));
   }
   if (value.isIntList()) {
     const auto list = value.toIntVector();
-    return leaf("ints", tensor_of(list.data(), list.size(), at::kLong, {static_cast<int64_t>(list.size())}));
+    return leaf("ints", tensor_from(list.data(), list.size(), at::kLong, {static_cast<int64_t>(list.size())}));
   }
   if (value.isDoubleList()) {
     const auto list = value.toDoubleVector();
-    return leaf("doubles", tensor_of(list.data(), list.size(), at::kDouble, {static_cast<int64_t>(list.size())}));
+    return leaf("doubles", tensor_from(list.data(), list.size(), at::kDouble, {static_cast<int64_t>(list.size())}));
   }
   Node node{std::move(key), value.isTuple() ? "tuple" : "tensors", {}};
   const auto add = [&](const c10::IValue& part) { node.parts.push_back(node_of(text(node.parts.size()), part)); };
@@ -175,7 +174,7 @@ void number_parameters(Node& root) {
       if (part.kind != "string" || !part.key.starts_with("params/")) continue;
       const auto address = value_of(part).toStringRef();
       const auto number = text(numbers.emplace(address, numbers.size() + 1).first->second);
-      part.tensor = tensor_of(number.data(), number.size(), at::kByte, {static_cast<int64_t>(number.size())});
+      part.tensor = tensor_from(number.data(), number.size(), at::kByte, {static_cast<int64_t>(number.size())});
     }
   // State that belongs to no parameter (any more) is harmless, but its name is an address that means nothing to another
   // run.

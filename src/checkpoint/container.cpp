@@ -218,9 +218,9 @@ void verify(const Reader& reader, const std::vector<Place>& places, std::string_
   if (bytes.size() > said) reader.fail(said, "the file had ", said, " bytes, and more follow");
 }
 
-at::Tensor view_of(const at::Tensor& bytes, const Place& place) {
-  const auto flat = bytes.narrow(0, static_cast<int64_t>(place.offset), static_cast<int64_t>(place.bytes));
-  return flat.view(place.dtype).view(place.sizes);
+at::Tensor view_of(const at::Tensor& bytes, uint64_t offset, at::ScalarType dtype, at::IntArrayRef sizes) {
+  const auto count = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+  return bytes.narrow(0, static_cast<int64_t>(offset), count).view(dtype).view(sizes);
 }
 
 UniqueFd open_file(const std::filesystem::path& path, uint64_t& bytes) {
@@ -324,34 +324,41 @@ Container Container::read(const std::filesystem::path& path) {
     return places_of(reader, header, preamble);
   });
   verify(reader, places, bytes, preamble.file_bytes);
-  container.shared_bytes_ = kPreambleBytes + preamble.header_bytes;
   for (const auto& place : places) {
+    container.extents_.push_back({place.offset, place.offset + padded(place.bytes)});
     container.entries_.push_back(place.entry);
-    container.entries_.back().tensor = view_of(container.bytes_, place);
-    if (place.entry.rank == kShared) container.shared_bytes_ = place.offset + padded(place.bytes);
+    container.entries_.back().tensor = view_of(container.bytes_, place.offset, place.dtype, place.sizes);
   }
   container.sum_ = preamble.header_sum;
   return container;
 }
 
-Container Container::view(at::Tensor given, std::string name) {
-  const Reader reader(std::move(name));
+Container Container::directory(std::string_view head, const std::string& name) {
+  const Reader reader(name);
   Container container;
-  container.bytes_ = std::move(given);
-  const auto bytes = bytes_of(container.bytes_);
-  const Preamble preamble = reader.preamble(bytes, bytes.size());
-  const json header = reader.header(preamble, bytes.substr(kPreambleBytes, preamble.header_bytes));
+  const Preamble preamble = reader.preamble(head, head.size());
+  const json header = reader.header(preamble, head.substr(kPreambleBytes, preamble.header_bytes));
   reader.understood([&] {
     container.about_ = about_of(reader, header);
     for (const auto& place : places_of(reader, header, preamble)) {
-      if (place.offset + place.bytes > bytes.size()) break;
+      container.extents_.push_back({place.offset, place.offset + padded(place.bytes)});
       container.entries_.push_back(place.entry);
-      container.entries_.back().tensor = view_of(container.bytes_, place);
+      container.entries_.back().tensor = at::empty(place.sizes, at::TensorOptions(place.dtype).device(at::kMeta));
     }
   });
-  container.shared_bytes_ = bytes.size();
   container.sum_ = preamble.header_sum;
   return container;
+}
+
+std::string_view Container::head() const {
+  const uint64_t begin = extents_.empty() ? bytes_.nbytes() : extents_[0].begin;
+  return bytes_of(bytes_).substr(0, begin);
+}
+
+Entry Container::entry_in(const at::Tensor& bytes, uint64_t begin, size_t i) const {
+  Entry entry = entries_[i];
+  entry.tensor = view_of(bytes, extents_[i].begin - begin, entry.tensor.scalar_type(), entry.tensor.sizes());
+  return entry;
 }
 
 About read_about(const std::filesystem::path& path) {

@@ -2,7 +2,7 @@
 // file is covered by a checksum. All numbers are little-endian.
 //
 //     0   8  "MUSTSNAP"
-//     8   4  version (1)
+//     8   4  version (2)
 //    12   4  0
 //    16   8  bytes of the header, a multiple of 64
 //    24   8  bytes of the file
@@ -13,7 +13,7 @@
 //     …      the tensors in the header's order, each aligned to 64 bytes and followed by zeros up to the next
 //
 // Checksums are XXH3 (64 bits). A tensor has one per MiB, its padding included, so that an error can name the MiB in
-// which a bit has flipped. The shared tensors come first: the other ranks need no more of a shard than that part.
+// which a bit has flipped. The shared tensors come first.
 //
 // A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file.
 //
@@ -33,7 +33,7 @@
 namespace muster::checkpoint {
 
 inline constexpr std::string_view kMagic = "MUSTSNAP";
-inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr uint32_t kFormatVersion = 2;
 inline constexpr size_t kAlignment = 64, kPreambleBytes = 64, kBlockBytes = size_t{1} << 20;
 
 // A file that a manifest refers to.
@@ -57,22 +57,31 @@ Shard write_container(const std::filesystem::path& path, const About& about, con
 
 class Container {
  public:
+  // Where an entry lies in the file. The next one begins at its end.
+  struct Extent {
+    uint64_t begin = 0, end = 0;
+  };
+
   // Reads the whole file, and verifies every checksum.
   static Container read(const std::filesystem::path& path);
-  // Makes one from the first bytes of a file that another rank has verified, with the entries that are complete there.
-  static Container view(at::Tensor bytes, std::string name);
+  // From the head() of a file that another rank has verified. The entries' tensors have no values: they are on the device
+  // "meta". `name`: for messages.
+  static Container directory(std::string_view head, const std::string& name);
 
   const About& about() const { return about_; }
-  const Entries& entries() const { return entries_; }    // views of bytes()
-  const at::Tensor& bytes() const { return bytes_; }     // the file, or its first bytes
-  size_t shared_bytes() const { return shared_bytes_; }  // how many of them, from the first on, all ranks need
-  uint64_t sum() const { return sum_; }                  // of the header
+  const Entries& entries() const { return entries_; }
+  const std::vector<Extent>& extents() const { return extents_; }  // of the entries
+  const at::Tensor& bytes() const { return bytes_; }               // the file; undefined if this is a directory
+  std::string_view head() const;                                   // of a file that was read: up to the first tensor
+  uint64_t sum() const { return sum_; }                            // of the header
+  // Entry i with its values, from bytes of the file that begin at `begin`, and which it refers to.
+  Entry entry_in(const at::Tensor& bytes, uint64_t begin, size_t i) const;
 
  private:
   About about_;
   Entries entries_;
+  std::vector<Extent> extents_;
   at::Tensor bytes_;
-  size_t shared_bytes_ = 0;
   uint64_t sum_ = 0;
 };
 

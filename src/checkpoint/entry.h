@@ -18,15 +18,18 @@ namespace muster::checkpoint {
 // The rank of an entry that belongs to all ranks.
 inline constexpr int kShared = -1;
 inline constexpr int kEveryRank = -1;
+inline constexpr int kIfPerRank = -2;
 
 struct Entry {
   std::string item;  // the name that the user gave it: "model"
   std::string name;  // within the item: "conv1.weight"
   std::string kind;  // what the tensor stands for: "tensor", "parameter", "number", or a kind from archive.h
   int rank = kShared;
-  int64_t order = 0;      // its position among its item's entries
-  at::Tensor tensor;      // on the CPU, contiguous
-  int only = kEveryRank;  // the rank of the World that has the tensor's values, if it is the only one
+  int64_t order = 0;  // its position among its item's entries
+  at::Tensor tensor;  // on the CPU, contiguous
+  // The rank of the World that stores the tensor, if no other can; or kIfPerRank: it is stored only in an item that each
+  // rank stores.
+  int only = kEveryRank;
 
   // "model/conv1.weight", "rank 1/sampler/index": for messages.
   std::string full_name() const {

@@ -1,5 +1,8 @@
 // The items of a snapshot. Each converts an object to entries and back.
 //
+// An item may be *spread*: it is stored once, but no rank has all of it, as the parameters of a FullyShardedDataParallel
+// and their optimizer's states. Then each rank stores what it has, and gets what it needs.
+//
 // Thread-safety: none. Items refer to objects that the user owns.
 #pragma once
 
@@ -11,27 +14,44 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "checkpoint/archive.h"
 #include "checkpoint/entry.h"
 
 namespace muster::checkpoint {
 
+// Who needs an entry's values.
+struct Need {
+  int only = kEveryRank;  // a rank of the World, if no other needs them; the same on all ranks
+  bool here = true;       // whether this rank does
+};
+
 class Item {
  public:
   virtual ~Item() = default;
-  // Sets the entries' names, kinds, orders and tensors. The tensors may share memory with the object.
+  // Sets the entries' names, kinds, orders, tensors and `only`. The tensors may share memory with the object.
   virtual Entries save() = 0;
-  // Throws InvalidArgument if load() cannot accept these entries. Changes nothing.
+  // By entry.
+  virtual std::vector<Need> needs(const Entries& entries) const { return std::vector<Need>(entries.size()); }
+  // Whether the entry is one for load_part(). Depends on its name and kind only.
+  virtual bool comes_in_parts(const Entry&) const { return false; }
+  // Throws InvalidArgument if these entries cannot be loaded. Changes nothing. The tensors of entries that come in parts, or
+  // that this rank does not need, are on the device "meta".
   virtual void check(const Entries&) const {}
+  // Gets the entries that do not come in parts.
   virtual void load(const Entries& entries) = 0;
+  // After load(): gets some of the others that this rank needs; may be called several times.
+  virtual void load_part(const Entries&) {}
   // True if load() may throw although check() has accepted the entries. Such items are loaded before the others.
   virtual bool may_refuse() const { return false; }
-  // Whether the item must be stored for each rank. It may become true when training begins.
-  virtual bool differs_between_ranks() const { return false; }
-  // Whether some entries' values are on one rank only, although the item is stored once.
-  virtual bool is_spread() const { return false; }
+  // If the user leaves it open, the item is stored once if this is the same on all ranks, and otherwise for each rank.
+  // It may change when training begins.
+  virtual std::string what_is_equal() const { return ""; }
+  // The ranks of the World that have parts of the item, if it is spread.
+  virtual std::set<int> spread_over() const { return {}; }
 };
 
 std::unique_ptr<Item> make_item(torch::nn::Module& module);

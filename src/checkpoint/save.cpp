@@ -54,61 +54,53 @@ struct Conclusion {
 
 bool is_per_rank(const NamedItem& item) { return item.per_rank; }
 bool is_shared(const NamedItem& item) { return !item.per_rank; }
-bool is_spread(const NamedItem& item) { return !item.per_rank && item.item->is_spread(); }
+bool is_spread(const NamedItem& item) { return !item.per_rank && !item.item->spread_over().empty(); }
 
-// Of the items that are `wanted`. rank: of those that each rank has.
-Entries entries_of(const Items& items, bool (*wanted)(const NamedItem&), int rank) {
+// What this rank has of the items that are `wanted`.
+Entries entries_of(const SnapshotPlace& here, const Items& items, bool (*wanted)(const NamedItem&)) {
+  const int global_rank = here.collective.group.global_rank(here.rank);
   Entries all;
   for (const auto& each : items) {
     if (!wanted(each)) continue;
-    const auto& [name, per_rank, item] = each;
-    if (!per_rank && item->differs_between_ranks())
-      throw InvalidArgument(
-          text("'", name, "' would be stored once, but each rank has another part of it"),
-          "Add it when FullyShardedDataParallel is made and before torch::load(), or with .per_rank = true");
-    if (per_rank && item->is_spread())
-      throw InvalidArgument(text("'", name, "' would be stored by every rank, but none has all of it"),
-                            "Add it without .per_rank: each parameter is stored once, by its owner");
-    for (auto& entry : item->save()) {
-      entry.item = name;
-      entry.rank = per_rank ? rank : kShared;
+    for (auto& entry : each.item->save()) {
+      if (each.per_rank && entry.tensor.is_meta())
+        throw InvalidArgument(text("'", each.name, "' would be stored by every rank, but none has all of it"),
+                              "Add it without .per_rank: each parameter is stored once, by its owner");
+      if (!each.per_rank && entry.only != kEveryRank && entry.only != global_rank) continue;
+      entry.item = each.name;
+      entry.rank = each.per_rank ? here.rank : kShared;
       all.push_back(std::move(entry));
     }
   }
   return all;
 }
 
+// A checksum of what must be the same on all ranks.
 uint64_t layout_of(const Items& items, const Entries& shared) {
   std::string all;
   for (const auto& item : items) all += text(item.name, '\0', item.per_rank, '\n');
   for (const auto& entry : shared)
-    all += text(entry.item, '/', entry.name, ' ', entry.kind, ' ', c10::toString(entry.tensor.scalar_type()), ' ',
-                join(entry.tensor.sizes()), ' ', entry.only, '\n');
+    if (entry.only == kEveryRank)
+      all += text(entry.item, '/', entry.name, ' ', entry.kind, ' ', c10::toString(entry.tensor.scalar_type()), ' ',
+                  join(entry.tensor.sizes()), '\n');
   return checksum(all);
 }
 
-// The rank that writes each of the shared entries. The entries are dealt out from the largest on, each to the rank that
-// has the fewest bytes so far. Rank 0 writes all small entries, and all buffers: data-parallel training makes buffers
-// equal only before a forward. What only one rank has, that rank writes. `ranks`: those that take part.
-std::vector<int> deal(const Entries& shared, const std::vector<int>& ranks) {
+// The rank that writes each of the shared entries; of those that one rank has, this one. The others are dealt out from the
+// largest on, each to the rank that has the fewest bytes so far. Rank 0 writes all small entries, and all buffers:
+// data-parallel training makes buffers equal only before a forward.
+std::vector<int> deal(const Entries& shared, const SnapshotPlace& here) {
   constexpr size_t kSmall = 64 * 1024;
   std::vector<int> owners(shared.size(), 0);
-  std::vector<size_t> load(ranks.size(), 0), large;
+  std::vector<size_t> load(static_cast<size_t>(here.size), 0), large;
   for (size_t i = 0; i < shared.size(); ++i) {
     const auto& entry = shared[i];
-    if (entry.only != kEveryRank) {
-      const auto at = std::find(ranks.begin(), ranks.end(), entry.only);
-      if (at == ranks.end())
-        throw InvalidArgument(
-            text("only rank ", entry.only, " has '", entry.full_name(), "', and it does not take part"),
-            "Use a group that has all ranks of the FullyShardedDataParallel");
-      owners[i] = static_cast<int>(at - ranks.begin());
-      load[static_cast<size_t>(owners[i])] += entry.tensor.nbytes();
-    } else if (entry.kind != "buffer" && entry.tensor.nbytes() >= kSmall) {
+    if (entry.only != kEveryRank)
+      owners[i] = here.rank;
+    else if (entry.kind != "buffer" && entry.tensor.nbytes() >= kSmall)
       large.push_back(i);
-    } else {
+    else
       load[0] += entry.tensor.nbytes();
-    }
   }
   std::stable_sort(large.begin(), large.end(),
                    [&](size_t a, size_t b) { return shared[a].tensor.nbytes() > shared[b].tensor.nbytes(); });
@@ -202,11 +194,10 @@ Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& o
   Part mine;
   mine.layout = layout_of(items, {});
   mine.problem = problem_of([&] {
-    for (const auto& entry : entries_of(items, is_per_rank, here.rank)) mine.entries.push_back(Packed::of(entry));
+    for (const auto& entry : entries_of(here, items, is_per_rank)) mine.entries.push_back(Packed::of(entry));
     if (here.rank == 0) return;
-    const int global_rank = here.collective.group.global_rank(here.rank);
-    for (const auto& entry : entries_of(items, is_spread, here.rank))
-      if (entry.only == global_rank) mine.entries.push_back(Packed::of(entry));
+    for (const auto& entry : entries_of(here, items, is_spread))
+      if (entry.only != kEveryRank) mine.entries.push_back(Packed::of(entry));
   });
   const auto parts = gather_object(mine, 0, here.collective);
   const auto conclusion = conclude(here, options, [&](Conclusion& said) {
@@ -214,18 +205,10 @@ Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& o
     if (said.problem) return;
     said.problem = problem_of([&] {
       check_folder(here);
-      Entries all = entries_of(items, is_shared, 0);
-      const size_t count = all.size();
-      const int global_rank = here.collective.group.global_rank(0);
-      const size_t elsewhere =
-          std::erase_if(all, [&](const Entry& entry) { return entry.only != kEveryRank && entry.only != global_rank; });
+      Entries all = entries_of(here, items, is_shared);
       for (const auto& part : parts)
         for (const auto& packed : part.entries) all.push_back(packed.entry());
-      const auto per_rank =
-          std::stable_partition(all.begin(), all.end(), [](const Entry& entry) { return entry.rank == kShared; });
-      if (static_cast<size_t>(per_rank - all.begin()) != count)
-        throw InvalidArgument(text("of ", elsewhere, " tensors that other ranks have, some did not come"),
-                              "Use a group that has all ranks of the FullyShardedDataParallel");
+      std::stable_partition(all.begin(), all.end(), [](const Entry& entry) { return entry.rank == kShared; });
       write_container(here.folder.snapshot(options.steps), {.steps = options.steps, .world_size = here.size}, all);
     });
   });
@@ -238,13 +221,13 @@ Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions&
   Part mine;
   mine.problem = problem_of([&] {
     if (here.rank == 0) check_folder(here);
-    const Entries shared = entries_of(items, is_shared, 0);
+    const Entries shared = entries_of(here, items, is_shared);
     mine.layout = layout_of(items, shared);
-    const auto owners = deal(shared, here.collective.group.ranks());
+    const auto owners = deal(shared, here);
     Entries all;
     for (size_t i = 0; i < shared.size(); ++i)
       if (owners[i] == here.rank) all.push_back(shared[i]);
-    for (auto& entry : entries_of(items, is_per_rank, here.rank)) all.push_back(std::move(entry));
+    for (auto& entry : entries_of(here, items, is_per_rank)) all.push_back(std::move(entry));
     const Shard shard =
         write_container(path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, all);
     mine.file = shard.file;
@@ -272,7 +255,14 @@ Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions&
 
 }  // namespace
 
-Problem save(SnapshotPlace& here, const Items& items, const SaveOptions& options) {
+Problem save(SnapshotPlace& here, Items& items, const SaveOptions& options) {
+  if (Problem problem = choose_per_rank(here, items)) return problem;
+  const Problem problem = problem_of([&] {  // the same on all ranks
+    for (const auto& item : items)
+      if (is_spread(item))
+        for (const int rank : item.item->spread_over()) here.place_of(rank);
+  });
+  if (problem) return problem;
   return options.sharded ? save_sharded(here, items, options) : save_whole(here, items, options);
 }
 

@@ -25,7 +25,7 @@ struct SaveOptions {
 
 // Returns what went wrong, the same on all ranks. If something did, the older snapshots are still there, and the new
 // one may be there, too: if all was written and only the last sync failed. Errors of collectives are thrown.
-Problem save(SnapshotPlace& here, const Items& items, const SaveOptions& options);
+Problem save(SnapshotPlace& here, Items& items, const SaveOptions& options);
 
 // Tells the user who has asked to stop, on standard error, which step is saved and how to go on; or, before the first
 // step, that there is nothing to save.

@@ -30,8 +30,8 @@ struct Snapshot::Impl {
   at::Tensor agreement = at::empty({3}, at::kLong);  // whether to stop, the steps, and the steps negated
 
   explicit Impl(SnapshotOptions given);
-  void add(std::string name, std::optional<bool> per_rank, bool default_per_rank,
-           std::unique_ptr<checkpoint::Item> item);
+  // per_rank: none if the item chooses (Item::what_is_equal()).
+  void add(std::string name, std::optional<bool> per_rank, std::unique_ptr<checkpoint::Item> item);
   bool stop() const noexcept { return asked || (signal && signal->requested()); }
   bool any_rank_stops(int64_t steps);
   checkpoint::Problem save(int64_t steps);
@@ -61,17 +61,16 @@ Snapshot::Impl::Impl(SnapshotOptions given)
             .size = options.group.size()} {
   if (options.on_sigterm) signal.emplace();
   if (options.default_generator)
-    add("default generator", std::nullopt, true, checkpoint::make_item(at::detail::getDefaultCPUGenerator()));
+    add(checkpoint::kDefaultGenerator, true, checkpoint::make_item(at::detail::getDefaultCPUGenerator()));
 }
 
-void Snapshot::Impl::add(std::string name, std::optional<bool> per_rank, bool default_per_rank,
-                         std::unique_ptr<checkpoint::Item> item) {
+void Snapshot::Impl::add(std::string name, std::optional<bool> per_rank, std::unique_ptr<checkpoint::Item> item) {
   if (name.empty() || name.find('/') != std::string::npos)
     throw InvalidArgument(text("'", name, "' cannot name an item of a snapshot"), "Use a name without a slash");
   for (const auto& other : items)
     if (other.name == name)
       throw InvalidArgument(text("the snapshot has a '", name, "' already"), "Give each item its own name");
-  items.push_back({std::move(name), per_rank.value_or(default_per_rank), std::move(item)});
+  items.push_back({.name = std::move(name), .wanted = per_rank, .item = std::move(item)});
 }
 
 // One all_reduce answers both questions: has any rank been asked to stop, and are all ranks at the same step?
@@ -105,43 +104,41 @@ Snapshot& Snapshot::operator=(Snapshot&&) noexcept = default;
 Snapshot::~Snapshot() = default;
 
 Snapshot& Snapshot::add(std::string name, torch::nn::Module& module, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, false, checkpoint::make_item(module));
+  impl_->add(std::move(name), options.per_rank.value_or(false), checkpoint::make_item(module));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, torch::optim::Optimizer& optimizer, SnapshotItemOptions options) {
-  auto item = checkpoint::make_item(optimizer);
-  const bool differs = item->differs_between_ranks();
-  impl_->add(std::move(name), options.per_rank, differs, std::move(item));
+  impl_->add(std::move(name), options.per_rank, checkpoint::make_item(optimizer));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, at::Generator& generator, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(generator));
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(generator));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, at::Tensor& tensor, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(tensor));
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(tensor));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, int64_t& number, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(number));
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(number));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, double& number, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(number));
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(number));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, std::map<std::string, int64_t>& numbers, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(numbers));
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(numbers));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, std::map<std::string, double>& numbers, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(numbers));
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(numbers));
   return *this;
 }
 Snapshot& Snapshot::add_archivable(std::string name, std::function<void(torch::serialize::OutputArchive&)> save,
                                    std::function<void(torch::serialize::InputArchive&)> load,
                                    SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank, true, checkpoint::make_item(std::move(save), std::move(load)));
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(std::move(save), std::move(load)));
   return *this;
 }
 

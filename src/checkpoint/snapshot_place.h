@@ -1,23 +1,30 @@
 // What saving and restoring have in common: where they go on (the folder of the files, and this rank among those that
 // take part), and the items in the files.
 //
-// Thread-safety: values.
+// Thread-safety: values; choose_per_rank() is collective.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "checkpoint/folder.h"
 #include "checkpoint/items.h"
+#include "checkpoint/problem.h"
 #include "muster/comm/collectives.h"
 
 namespace muster::checkpoint {
 
+// The item of torch's default CPU generator. Unlike others, it may be missing on one side: each rank has its own, and
+// another number of ranks can go on without.
+inline constexpr const char* kDefaultGenerator = "default generator";
+
 struct NamedItem {
   std::string name;
-  bool per_rank = false;
+  std::optional<bool> wanted;  // per rank or not, if the user has said it
   std::unique_ptr<Item> item;
+  bool per_rank = false;
 };
 using Items = std::vector<NamedItem>;
 
@@ -28,6 +35,13 @@ struct SnapshotPlace {
   // Set when restore() or save() has looked into the folder. Until then rank 0's save() refuses a folder that already
   // has snapshots, because they may be another training's.
   bool folder_is_known = false;
+
+  // The rank in the group; InvalidArgument if it is not a member.
+  int place_of(int rank_of_world) const;
 };
+
+// Collective, before save() and restore(): sets per_rank of all items. Returns what went wrong, the same on all ranks: the
+// user wants an item stored once of which ranks have different parts.
+Problem choose_per_rank(const SnapshotPlace& here, Items& items);
 
 }  // namespace muster::checkpoint

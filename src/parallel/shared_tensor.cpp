@@ -16,13 +16,6 @@ struct Place {
 };
 void release(void* context) { const std::unique_ptr<Place> place(static_cast<Place*>(context)); }
 
-// Null if the tensor is elsewhere.
-const Place* place_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
-  const c10::DataPtr& data = tensor.storage().data_ptr();
-  return data.get_deleter() == &release ? static_cast<const Place*>(data.get_context()) : nullptr;
-}
-
 }  // namespace
 
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
@@ -35,22 +28,22 @@ at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t off
       .set_(storage, 0, like.sizes(), dense_strides(like));
 }
 
-bool is_shared(const at::Tensor& tensor) { return place_of(tensor) != nullptr; }
-bool belongs_to_another_rank(const at::Tensor& tensor) {
-  const Place* const place = place_of(tensor);
-  return place && !place->sharing.is_own;
+const Sharing* sharing_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  return data.get_deleter() == &release ? &static_cast<const Place*>(data.get_context())->sharing : nullptr;
 }
-int owner_of(const at::Tensor& tensor) {
-  const Place* const place = place_of(tensor);
-  return place ? place->sharing.owner : -1;
+bool belongs_to_another_rank(const at::Tensor& tensor) {
+  const Sharing* const sharing = sharing_of(tensor);
+  return sharing && !sharing->is_own;
 }
 bool is_here(const at::Tensor& tensor) {
-  const Place* const place = place_of(tensor);
-  return !place || place->sharing.is_here();
+  const Sharing* const sharing = sharing_of(tensor);
+  return !sharing || sharing->is_here();
 }
 void call_before_use(const at::Tensor& tensor, uint64_t operation, bool writes) {
-  if (const Place* const place = place_of(tensor); place && place->sharing.before_use)
-    place->sharing.before_use(operation, writes);
+  if (const Sharing* const sharing = sharing_of(tensor); sharing && sharing->before_use)
+    sharing->before_use(operation, writes);
 }
 
 }  // namespace muster::parallel

@@ -9,14 +9,18 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "shm/mapping.h"
 
 namespace muster::parallel {
 
 struct Sharing {
-  int owner = 0;        // a rank of the World
-  bool is_own = false;  // whether this rank is the owner
+  std::string name;           // the parameter's
+  int owner = 0;              // a rank of the World, on this host
+  bool is_own = false;        // whether this rank is the owner
+  int first_owner = 0;        // if each host has an owner: that on the first host
+  bool is_only_owner = true;  // no other host has one
   // For watch() (watched.h). `operation` is a number that all tensors of an operator get; `writes`: it changes this one.
   std::function<void(uint64_t operation, bool writes)> before_use = {};
   std::function<bool()> is_here = [] { return true; };  // whether the values may be read through a pointer now
@@ -26,9 +30,9 @@ struct Sharing {
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
                          Sharing sharing);
 
-bool is_shared(const at::Tensor& tensor);                // whether shared_tensor() made its storage
-bool belongs_to_another_rank(const at::Tensor& tensor);  // and not as this rank's own, so that it must not be changed
-int owner_of(const at::Tensor& tensor);                  // -1 if it is not shared
+const Sharing* sharing_of(const at::Tensor& tensor);  // null if shared_tensor() has not made its storage
+inline bool is_shared(const at::Tensor& tensor) { return sharing_of(tensor) != nullptr; }
+bool belongs_to_another_rank(const at::Tensor& tensor);  // it is shared, and this rank must not change it
 bool is_here(const at::Tensor& tensor);                  // true if it is not shared
 void call_before_use(const at::Tensor& tensor, uint64_t operation, bool writes);  // if it has one
 

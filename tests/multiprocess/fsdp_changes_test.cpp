@@ -245,39 +245,39 @@ TEST(Fsdp, ASnapshotResumesToTheBit) {
 }
 
 // What would resume with states of other parameters, or without some, is refused.
-TEST(Fsdp, ASnapshotOfAnotherDivisionIsRefused) {
+TEST(Fsdp, ASnapshotOfAnotherDivisionIsRefusedIfEachRankHasStoredItsPart) {
   const auto folder = std::filesystem::path(testing::TempDir()) / ("fsdp-refused-" + std::to_string(::getpid()));
   std::filesystem::remove_all(folder);
   on_ranks(2, [&](World& world) {
     const auto net = make<FsdpNet>(7, {});
     auto model = fully_shard(net);
     torch::optim::AdamW optimizer(net->parameters());
-    const auto snapshot_of = [&](const SnapshotItemOptions& item) {
-      Snapshot snapshot({.folder = folder, .default_generator = false});
-      return std::move(snapshot.add("model", net).add("optimizer", optimizer, item));
-    };
     model(fsdp_input(world.rank(), 0)).sum().backward();
     optimizer.step();
-    {
-      auto snapshot = snapshot_of({.per_rank = false});
-      EXPECT_THROW(snapshot.save(1), InvalidArgument);
-    }
-    {
-      auto snapshot = snapshot_of({});
-      snapshot.save(1);
-    }
-    // Restored where ranks own other parameters.
     const auto other = make<FsdpNet>(7, {});
     for (auto& parameter : other->a->parameters()) parameter.set_requires_grad(false);
     auto another = fully_shard(other, {.bucket_cap_mb = 1e-3});
-    torch::optim::AdamW of_other(other->parameters());
     bool same = true;
     for (const auto& item : net->named_parameters())
       same &= model.owner(item.value()) == another.owner(other->named_parameters()[item.key()]);
     EXPECT_FALSE(same) << "this test needs another division";
-    Snapshot snapshot({.folder = folder, .default_generator = false});
-    snapshot.add("model", other).add("optimizer", of_other);
-    EXPECT_THROW(snapshot.restore(), InvalidArgument);
+    for (const bool per_rank : {false, true}) {
+      const auto snapshot_of = [&](const std::shared_ptr<FsdpNet>& of, torch::optim::AdamW& its) {
+        Snapshot snapshot({.folder = folder / text(per_rank), .default_generator = false});
+        return std::move(snapshot.add("model", of).add("optimizer", its, {.per_rank = per_rank}));
+      };
+      snapshot_of(net, optimizer).save(1);
+      torch::optim::AdamW of_other(other->parameters());
+      auto snapshot = snapshot_of(other, of_other);
+      if (per_rank) {
+        expect_refusal({"the ranks own other parameters of 'optimizer'"}, [&] { snapshot.restore(); });
+      } else {
+        EXPECT_EQ(snapshot.restore(), 1);
+        for (const auto& parameter : another.owned_parameters())
+          EXPECT_EQ(of_other.state().count(parameter.unsafeGetTensorImpl()), 1u);
+        EXPECT_EQ(of_other.state().size(), another.owned_parameters().size());
+      }
+    }
   });
   std::filesystem::remove_all(folder);
 }

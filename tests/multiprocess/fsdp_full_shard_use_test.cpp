@@ -1,7 +1,6 @@
-// FullyShardedDataParallel with one copy of the parameters on all hosts together: snapshots of them, and bad use.
+// FullyShardedDataParallel with one copy of the parameters on all hosts together: what is refused.
 #include <gtest/gtest.h>
 #include <torch/nn.h>
-#include <torch/optim/adamw.h>
 #include <torch/serialize.h>
 #include <unistd.h>
 
@@ -15,57 +14,6 @@
 
 namespace muster::test {
 namespace {
-
-// Each rank stores what it owns, in one file or in several; a new job resumes to the bit.
-TEST(FsdpFullShard, Snapshots) {
-  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-full-", ::getpid());
-  for (const bool sharded : {false, true}) {
-    std::vector<Tensor> undisturbed;
-    for (const bool again : {false, true}) {
-      on_hosts(kTwoEach, [&](World& world) {
-        const auto net = make<FsdpNet>(7, {});
-        {  // dense, but not contiguous
-          const torch::NoGradGuard no_grad;
-          net->b->weight.set_data(net->b->weight.t().contiguous().t());
-        }
-        auto model = fully_shard(net, full());
-        torch::optim::AdamW optimizer(net->parameters(), 1e-2);
-        Snapshot snapshot({.folder = folder, .sharded = sharded, .default_generator = false});
-        snapshot.add("model", net).add("optimizer", optimizer);
-        const int64_t first = snapshot.restore();
-        EXPECT_EQ(first, again ? 2 : 0);
-        for (int64_t step = first; step < 4; ++step) {
-          optimizer.zero_grad();
-          model(fsdp_input(world.rank(), static_cast<int>(step))).square().sum().backward();
-          optimizer.step();
-          if (step == 1) snapshot.save(2);
-        }
-        model.gather();
-        if (world.rank() == 0) {
-          const auto now = copies(net->named_parameters()).values();
-          if (!again) undisturbed = now;
-          for (size_t i = 0; i < now.size(); ++i)
-            EXPECT_TRUE(torch::equal(now[i], undisturbed[i])) << i << ": " << (now[i] - undisturbed[i]).abs().max();
-        }
-        model.synchronize();
-        if (again) {
-          Snapshot of_each({.folder = folder / "each", .sharded = sharded, .default_generator = false});
-          of_each.add("model", net, {.per_rank = true});
-          EXPECT_EQ(of_each.restore(), 0);
-          expect_refusal({"none has all of it"}, [&] { of_each.save(1); });
-        }
-        // A part of the ranks has not all parameters.
-        const Group some = world.new_group({0, 1});
-        if (!again || !some.is_member()) return;
-        Snapshot of_some({.folder = folder / "some", .sharded = sharded, .default_generator = false, .group = some});
-        of_some.add("model", net);
-        EXPECT_EQ(of_some.restore(), 0);
-        expect_refusal({"all ranks of the FullyShardedDataParallel"}, [&] { of_some.save(1); });
-      });
-    }
-    std::filesystem::remove_all(folder);
-  }
-}
 
 TEST(FsdpFullShard, BadUseGetsOneSentence) {
   on_hosts(kTwoEach, [](World& world) {

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <torch/nn.h>
-#include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
@@ -220,57 +219,6 @@ TEST(FsdpHosts, DifferentValuesOnHostsAreNamedOnEveryRank) {
                    [&] { forward(4); });
     forward(4).backward();
   });
-}
-
-// States are stored by rank: on other hosts, ranks would have too many or too few.
-TEST(FsdpHosts, ASnapshotOfOtherHostsIsRefused) {
-  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-hosts-", ::getpid());
-  const HostOfRank one{"a", "a"}, two{"a", "b"};
-  for (const bool from_one : {true, false}) {
-    std::filesystem::remove_all(folder);
-    for (const bool again : {false, true}) {
-      on_hosts((from_one != again) ? one : two, [&](World& world) {
-        const auto net = make<FsdpNet>(7, {});
-        auto model = fully_shard(net);
-        torch::optim::AdamW optimizer(net->parameters());
-        Snapshot snapshot({.folder = folder, .default_generator = false});
-        snapshot.add("model", net).add("optimizer", optimizer);
-        if (again) {
-          expect_refusal({"the ranks own other parameters of 'optimizer' than when the snapshot was saved"},
-                         [&] { snapshot.restore(); });
-          return;
-        }
-        model(fsdp_input(world.rank(), 0)).sum().backward();
-        optimizer.step();
-        snapshot.save(1);
-      });
-    }
-  }
-  std::filesystem::remove_all(folder);
-}
-
-// One of three ranks owns nothing: its optimizer has no parameters, and the snapshot no states of it.
-TEST(FsdpHosts, ASnapshotOfARankThatOwnsNothing) {
-  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-nothing-", ::getpid());
-  for (const bool again : {false, true})
-    on_hosts({"a", "a", "b"}, [&](World& world) {
-      const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
-      auto model = fully_shard(net);
-      torch::optim::Adagrad optimizer(model.owned_parameters());
-      Snapshot snapshot({.folder = folder, .default_generator = false});
-      snapshot.add("model", net).add("optimizer", optimizer);
-      EXPECT_EQ(snapshot.restore(), again ? 1 : 0);
-      if (!again) {
-        model(fsdp_input(world.rank(), 0)).sum().backward();
-        optimizer.step();
-        snapshot.save(1);
-        return;
-      }
-      model.synchronize();
-      EXPECT_FALSE(torch::equal(net->b->weight, other->b->weight));
-      EXPECT_EQ(optimizer.state().size(), model.owned_parameters().size());
-    });
-  std::filesystem::remove_all(folder);
 }
 
 // --- ranks that are processes ---

@@ -431,6 +431,35 @@ TEST_P(SnapshotTest, WhatDoesNotFitIsRefusedBeforeAnythingChanges) {
                   "'optimizer' has 2 groups of parameters in the snapshot, and 1 here");
 }
 
+TEST_P(SnapshotTest, OtherRanksGoOnWithoutTheDefaultGenerator) {
+  const auto with = [&](bool default_generator) {
+    SnapshotOptions with = options();
+    with.default_generator = default_generator;
+    return with;
+  };
+  run_threads(2, [&](World&) {
+    const auto net = make_net(1);
+    Snapshot snapshot(with(true));
+    snapshot.add("model", *net).restore();
+    snapshot.save(10);
+  });
+  for (const int ranks : {1, 2, 3, 5})
+    for (const bool default_generator : {true, false}) {
+      SCOPED_TRACE(text(ranks, " ranks, ", default_generator));
+      testing::internal::CaptureStderr();
+      run_threads(ranks, [&](World&) {
+        const auto net = make_net(2), saved = make_net(1);
+        Snapshot snapshot(with(default_generator));
+        EXPECT_EQ(snapshot.add("model", *net).restore(), 10);
+        EXPECT_TRUE(bits(*net) == bits(*saved));
+      });
+      const std::string said = testing::internal::GetCapturedStderr();
+      EXPECT_EQ(said.find("keeps the state of its own default generator") != std::string::npos,
+                ranks != 2 && default_generator)
+          << said;
+    }
+}
+
 TEST_P(SnapshotTest, AFolderWithSnapshotsIsNotOverwrittenUnasked) {
   save_steps(2, {10});
   run_threads(2, [&](World& world) {

@@ -10,8 +10,16 @@
 //
 // Contents: everything that was added, and torch's default CPU generator. An item is either *shared*, that is, the same
 // on all ranks and stored once (the default for modules and optimizers, which data-parallel training keeps equal), or
-// *per rank* and stored for each rank (the default for everything else, and for an optimizer over the parameters of a
-// FullyShardedDataParallel, of whose state each rank has a part). `.per_rank` of add() overrides the default. You choose the names; they must be the same on all ranks, and each may occur once.
+// *per rank* and stored for each rank (the default for everything else). `.per_rank` of add() overrides the default. You
+// choose the names; they must be the same on all ranks, and each may occur once.
+//
+// A model of FullyShardedDataParallel and its optimizer are shared as well: each rank stores what it owns, and restore()
+// gives it what it owns then. Two optimizers are stored per rank: one over owned_parameters(), and one that is not
+// torch's SGD, Adam, AdamW, RMSprop or Adagrad.
+//
+// Shared items can be restored by another number of ranks, on other hosts, and with another way of training: what
+// FullyShardedDataParallel has saved, DistributedDataParallel or a single process restores, and the reverse. Per-rank
+// items need the same number of ranks. The default generator is an exception: it is not restored then, with a warning.
 //
 // Storage: rank 0 gathers the per-rank items and writes one file, `step-<n>.snapshot`. With `.sharded` each rank writes
 // its own file (shared tensors are distributed by size); when all files are durable, rank 0 writes a small manifest of
@@ -21,8 +29,9 @@
 //
 // restore() takes the newest snapshot whose every byte matches its checksums *on all ranks*. It refuses a truncated or
 // corrupted one, with file, tensor and byte in a warning, and tries the one before it. A rank reads only files that it
-// wrote itself, and the ranks send each other shared items, so the folder may be on a shared file system or on each
-// host's own disk. restore() checks names, shapes and dtypes before it changes anything. Objects that read themselves
+// wrote itself, and sends the others what they need of them, so the folder may be on a shared file system or on each
+// host's own disk. (With fewer ranks than have saved, a rank reads several; then the file system must be shared.) A rank
+// needs memory for the files that it reads and for its own part of the state. restore() checks names, shapes and dtypes before it changes anything. Objects that read themselves
 // (`load()`) come next, and may still refuse; tensors, numbers and generators come last.
 //
 // SIGTERM: while a Snapshot exists, the signal requests a stop and does not end the process: the handler sets a flag,
@@ -38,7 +47,7 @@
 //
 // Errors: those of collectives, and
 //   InvalidArgument  a name occurs twice; an item differs from that in the snapshot (the message names the tensor, with
-//                    both shapes), or is of another number of ranks; save() into a folder with snapshots that restore()
+//                    both shapes), or is per rank and of another number of ranks; save() into a folder with snapshots that restore()
 //                    has not examined
 //   Mismatch         ranks are at different steps or have added different items
 //   CorruptError          restore() found snapshots, and refused all of them

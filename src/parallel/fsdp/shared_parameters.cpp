@@ -179,8 +179,12 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor] = parameters[i];
     Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .owner = owners[i]});
-    parallel::Sharing sharing{.owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, group.rank())),
-                              .is_own = is_mine(entry)};
+    const bool is_on_each_host = owners[i].host == kEachHost;
+    parallel::Sharing sharing{.name = name,
+                              .owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, group.rank())),
+                              .is_own = is_mine(entry),
+                              .first_owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, hosts_.ranks[0][0])),
+                              .is_only_owner = !is_on_each_host || hosts_.ranks.size() == 1};
     if (gatherer_)
       gather_before_use(sharing, gatherer_, unit_of[i], owners[i].host == static_cast<int>(hosts_.own), name);
     const auto keeper = static_cast<size_t>(hosts_.owner(owners[i].place));

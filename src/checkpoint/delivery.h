@@ -1,0 +1,66 @@
+// Passes what the ranks have read of a snapshot to the ranks that need it.
+//
+// Thread-safety: none.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "checkpoint/items.h"
+#include "checkpoint/reading.h"
+#include "checkpoint/snapshot_place.h"
+
+namespace muster::checkpoint {
+
+// An item, with what the snapshot has for it on this rank.
+struct Target {
+  const NamedItem* item = nullptr;
+  Entries entries;  // in order; their tensors are on the device "meta" until the values come
+};
+
+enum class When { kInOnePiece, kInParts, kNever };  // as Item::comes_in_parts() says
+
+class Delivery {
+ public:
+  // Not collective. Throws InvalidArgument if the snapshot has other items than were added.
+  Delivery(const SnapshotPlace& here, const Reading& reading, const Items& items);
+  Delivery(const Delivery&) = delete;
+  Delivery& operator=(const Delivery&) = delete;
+
+  std::deque<Target>& targets() { return targets_; }  // in the items' order
+  // A number that is the same on all ranks if they agree who gets what.
+  uint64_t plan() const;
+
+  // Collective: moves the values of the entries that come then. `take` gets those that this rank needs, some at a time,
+  // with their indices among the target's entries. Returns what it throws, when all have been moved.
+  using Take = std::function<void(Target&, Entries&&, const std::vector<size_t>& indices)>;
+  Problem deliver(When when, const Take& take);
+
+ private:
+  // Who gets an entry of a file.
+  struct Slot {
+    When when = When::kNever;
+    int to = kEveryRank;       // a rank in the group, if no other needs it
+    Target* target = nullptr;  // null if this rank does not need it
+    size_t index = 0;          // among the target's entries
+  };
+
+  Slot slot_of(const Entry& entry, const std::map<std::string, Target*>& by_name) const;
+  void find_need(const Entry& entry, const std::map<const Target*, std::vector<Need>>& needs, Slot& slot) const;
+  at::Tensor move(const Reading::File& file, int to, uint64_t begin, uint64_t end) const;
+  void hand_over(size_t file, size_t first, size_t last, const at::Tensor& bytes, const Take& take) const;
+
+  const SnapshotPlace& here_;
+  const Reading& reading_;
+  std::deque<Target> targets_;
+  std::vector<std::vector<Slot>> slots_;  // by file and entry
+};
+
+}  // namespace muster::checkpoint

@@ -1,0 +1,36 @@
+#include "checkpoint/item_values.h"
+
+#include "parallel/watched.h"
+
+namespace muster::checkpoint {
+
+at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
+  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
+    throw InvalidArgument(text("tensor '", name, "' is sparse, quantized or without data"),
+                          "Snapshots hold dense tensors; add it as an object with save() and load()");
+  // A parameter whose values may be elsewhere: clone() throws if they are.
+  const at::Tensor values = parallel::is_watched(tensor) ? tensor.detach().clone() : tensor.detach();
+  return values.to(at::kCPU).contiguous().resolve_conj().resolve_neg();
+}
+
+at::Tensor without_values(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), tensor.options().device(at::kMeta).requires_grad(false));
+}
+
+std::string shape_of(const at::Tensor& tensor) {
+  return text(c10::toString(tensor.scalar_type()), " [", join(tensor.sizes(), " x "), "]");
+}
+
+void check_fits(const Entry& saved, const at::Tensor& here) {
+  if (saved.tensor.sizes() != here.sizes() || saved.tensor.scalar_type() != here.scalar_type())
+    throw InvalidArgument(text("tensor '", saved.full_name(), "' is ", shape_of(saved.tensor), " in the snapshot, and ",
+                               shape_of(here), " here"),
+                          kSameProgram);
+}
+
+void check_count(const Entries& entries, size_t count) {
+  if (entries.size() != count)
+    throw InvalidArgument(text("'", entries.front().item, "' was saved from an object of another type"), kSameProgram);
+}
+
+}  // namespace muster::checkpoint

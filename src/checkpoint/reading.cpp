@@ -1,0 +1,96 @@
+#include "checkpoint/reading.h"
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster::checkpoint {
+namespace {
+
+// A file that one rank has read and verified: what the others need to know of it.
+struct Offer {
+  Problem problem;
+  std::string head;  // as Container::head()
+  MSGPACK_DEFINE(problem, head);
+};
+
+// Throws if the file, though intact, is not the one that its name says.
+void check_is(const About& about, int64_t steps, int rank, const std::string& file) {
+  if (about.steps != steps || about.rank != rank)
+    throw CorruptError(text(file, ", byte ", kPreambleBytes, ": this is the snapshot of step ", about.steps,
+                            about.rank == kShared ? "" : text(" of rank ", about.rank)),
+                       "Do not rename snapshots");
+}
+
+Problem refused_or_thrown(const Problem& problem) {
+  if (problem.is(ErrorCode::kCorrupt) || problem.is(ErrorCode::kUnavailable)) return problem;
+  throw_problem(problem);
+}
+
+}  // namespace
+
+Problem Reading::read() {
+  const auto path = here_.folder.snapshot(steps_);
+  std::optional<Container> file;
+  Offer offer;
+  if (here_.rank == 0) {
+    offer.problem = problem_of([&] {
+      file = Container::read(path);
+      const About& about = file->about();
+      check_is(about, steps_, kShared, path.string());
+      if (!about.shards.empty() && about.shards.size() != static_cast<size_t>(about.world_size))
+        throw CorruptError(text(path.string(), ", byte ", kPreambleBytes, ": the list of shards is incomplete"));
+      offer.head = file->head();
+    });
+  }
+  offer = broadcast_object(offer, 0, here_.collective);
+  if (offer.problem) return refused_or_thrown(offer.problem);
+  if (!file) file = Container::directory(offer.head, path.string());
+  about_ = file->about();
+  if (!about_.shards.empty()) return read_shards();
+  files_.push_back({0, std::move(*file)});
+  return {};
+}
+
+Container Reading::read_shard(size_t index) const {
+  const Shard& shard = about_.shards[index];
+  const auto path = here_.folder.path() / shard.file;
+  if (std::filesystem::path(shard.file).filename() != shard.file)
+    throw CorruptError(text(shard.file, " is not a file name"));
+  Container container = Container::read(path);
+  check_is(container.about(), steps_, static_cast<int>(index), path.string());
+  if (container.bytes().nbytes() != shard.bytes || container.sum() != shard.sum)
+    throw CorruptError(text(path.string(), ", byte 0: this is not the shard that the snapshot was made of"));
+  return container;
+}
+
+Problem Reading::read_shards() {
+  std::vector<Container> mine;
+  std::vector<Offer> offers;
+  for (auto i = static_cast<size_t>(here_.rank); i < about_.shards.size(); i += static_cast<size_t>(here_.size)) {
+    Offer& offer = offers.emplace_back();
+    offer.problem = problem_of([&] {
+      mine.push_back(read_shard(i));
+      offer.head = mine.back().head();
+    });
+    if (offer.problem) break;
+  }
+  const auto of_ranks = all_gather_object(offers, here_.collective);
+  for (const auto& each : of_ranks)
+    for (const Offer& offer : each)
+      if (offer.problem) return refused_or_thrown(offer.problem);
+  for (size_t i = 0; i < about_.shards.size(); ++i) {
+    const auto holder = static_cast<int>(i) % here_.size;
+    const size_t of_holder = i / static_cast<size_t>(here_.size);
+    const std::string& head = of_ranks[static_cast<size_t>(holder)][of_holder].head;
+    files_.push_back({holder, holder == here_.rank ? std::move(mine[of_holder])
+                                                   : Container::directory(head, about_.shards[i].file)});
+  }
+  return {};
+}
+
+}  // namespace muster::checkpoint

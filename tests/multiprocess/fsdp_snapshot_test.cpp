@@ -1,0 +1,290 @@
+// Snapshots of sharded models and their optimizers: each rank stores what it owns, and gets what it needs.
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <optional>
+
+#include "base/text.h"
+#include "multiprocess/fsdp_support.h"
+#include "support/full_run.h"
+
+namespace muster::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path folder_for(const char* test) {
+  return fs::path(testing::TempDir()) / text("fsdp-snapshot-", test, "-", ::getpid());
+}
+
+// Each rank stores what it owns, in one file or in several; a new job resumes to the bit.
+TEST(FsdpSnapshot, WithFullShard) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-full-", ::getpid());
+  for (const bool sharded : {false, true}) {
+    std::vector<Tensor> undisturbed;
+    for (const bool again : {false, true}) {
+      on_hosts(kTwoEach, [&](World& world) {
+        const auto net = make<FsdpNet>(7, {});
+        {  // dense, but not contiguous
+          const torch::NoGradGuard no_grad;
+          net->b->weight.set_data(net->b->weight.t().contiguous().t());
+        }
+        auto model = fully_shard(net, full());
+        torch::optim::AdamW optimizer(net->parameters(), 1e-2);
+        Snapshot snapshot({.folder = folder, .sharded = sharded, .default_generator = false});
+        snapshot.add("model", net).add("optimizer", optimizer);
+        const int64_t first = snapshot.restore();
+        EXPECT_EQ(first, again ? 2 : 0);
+        for (int64_t step = first; step < 4; ++step) {
+          optimizer.zero_grad();
+          model(fsdp_input(world.rank(), static_cast<int>(step))).square().sum().backward();
+          optimizer.step();
+          if (step == 1) snapshot.save(2);
+        }
+        model.gather();
+        if (world.rank() == 0) {
+          const auto now = copies(net->named_parameters()).values();
+          if (!again) undisturbed = now;
+          for (size_t i = 0; i < now.size(); ++i)
+            EXPECT_TRUE(torch::equal(now[i], undisturbed[i])) << i << ": " << (now[i] - undisturbed[i]).abs().max();
+        }
+        model.synchronize();
+        if (again) {
+          Snapshot of_each({.folder = folder / "each", .sharded = sharded, .default_generator = false});
+          of_each.add("model", net, {.per_rank = true});
+          EXPECT_EQ(of_each.restore(), 0);
+          expect_refusal({"none has all of it"}, [&] { of_each.save(1); });
+        }
+        // A part of the ranks has not all parameters.
+        const Group some = world.new_group({0, 1});
+        if (!again || !some.is_member()) return;
+        Snapshot of_some({.folder = folder / "some", .sharded = sharded, .default_generator = false, .group = some});
+        of_some.add("model", net);
+        EXPECT_EQ(of_some.restore(), 0);
+        expect_refusal({"all ranks of the FullyShardedDataParallel"}, [&] { of_some.save(1); });
+      });
+    }
+    std::filesystem::remove_all(folder);
+  }
+}
+
+// One of three ranks owns nothing: its optimizer has no parameters, and the snapshot no states of it.
+TEST(FsdpSnapshot, OfARankThatOwnsNothing) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / text("fsdp-nothing-", ::getpid());
+  for (const bool again : {false, true})
+    on_hosts({"a", "a", "b"}, [&](World& world) {
+      const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+      auto model = fully_shard(net);
+      torch::optim::Adagrad optimizer(model.owned_parameters());
+      Snapshot snapshot({.folder = folder, .default_generator = false});
+      snapshot.add("model", net).add("optimizer", optimizer);
+      EXPECT_EQ(snapshot.restore(), again ? 1 : 0);
+      if (!again) {
+        model(fsdp_input(world.rank(), 0)).sum().backward();
+        optimizer.step();
+        snapshot.save(1);
+        return;
+      }
+      model.synchronize();
+      EXPECT_FALSE(torch::equal(net->b->weight, other->b->weight));
+      EXPECT_EQ(optimizer.state().size(), model.owned_parameters().size());
+    });
+  std::filesystem::remove_all(folder);
+}
+
+// A job that trains with one of the ways to divide a model among ranks.
+enum class Way { kDdp, kHybrid, kFull };
+struct Job {
+  Way way;
+  HostOfRank hosts;
+};
+const std::vector<Job> kJobs = {{Way::kDdp, {"a"}},         {Way::kDdp, {"a", "b", "a"}},
+                                {Way::kHybrid, {"a", "a"}}, {Way::kHybrid, {"a", "b", "b"}},
+                                {Way::kFull, {"a", "b"}},   {Way::kFull, {"a", "b", "b", "a"}}};
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<Tensor>)>;
+template <typename Kind, typename Options>
+MakeOptimizer optimizer(Options options) {
+  return [options](std::vector<Tensor> parameters) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<Tensor>(parameters.begin(), parameters.begin() + 3),
+                        std::make_unique<Options>(options));
+    groups.emplace_back(std::vector<Tensor>(parameters.begin() + 3, parameters.end()));
+    return std::make_unique<Kind>(std::move(groups), options);
+  };
+}
+const std::vector<MakeOptimizer> kOptimizers = {
+    optimizer<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).amsgrad(true)),
+    optimizer<torch::optim::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9)),
+    optimizer<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.5)),
+    optimizer<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2).lr_decay(0.01)),
+    optimizer<torch::optim::Adam>(torch::optim::AdamOptions(1e-2))};
+
+// Trains from the newest snapshot on until `last`, saves there, and returns the parameters. All ranks have the same
+// batch, so that their number makes no difference.
+std::vector<Tensor> go_on(const Job& job, const MakeOptimizer& make_optimizer, const SnapshotOptions& options,
+                          int64_t first, int64_t last) {
+  std::vector<Tensor> result;
+  on_hosts(job.hosts, [&](World& world) {
+    const auto net = make<FsdpNet>(7 + static_cast<uint64_t>(first), {});
+    std::optional<DistributedDataParallel<FsdpNet>> ddp;
+    std::optional<FullyShardedDataParallel<FsdpNet>> sharded;
+    if (job.way == Way::kDdp)
+      ddp.emplace(net);
+    else
+      sharded.emplace(net, job.way == Way::kFull ? full() : FsdpOptions{});
+    const auto its_optimizer = make_optimizer(net->parameters());
+    Snapshot snapshot(options);
+    snapshot.add("model", net).add("optimizer", *its_optimizer);
+    EXPECT_EQ(snapshot.restore(), first);
+    for (int64_t step = first; step < last; ++step) {
+      its_optimizer->zero_grad();
+      const Tensor x = fsdp_input(0, static_cast<int>(step));
+      (ddp ? ddp->forward(x) : sharded->forward(x)).square().mean().backward();
+      its_optimizer->step();
+    }
+    if (first == 0) snapshot.save(last);
+    if (sharded) sharded->gather();
+    if (world.rank() == 0) result = copies(net->named_parameters()).values();
+    if (sharded) sharded->synchronize();
+  });
+  return result;
+}
+
+// What one job has saved, every other restores: on more ranks or fewer, on other hosts, sharded in another way or not.
+TEST(FsdpSnapshot, EveryJobGoesOnWithWhatAnyHasSaved) {
+  const auto folder = folder_for("any");
+  const SnapshotOptions undisturbed{.folder = folder / "undisturbed", .default_generator = false};
+  for (size_t o = 0; o < kOptimizers.size(); ++o) {
+    const auto expected = go_on(kJobs[0], kOptimizers[o], undisturbed, 0, 4);
+    for (size_t from = o % 2; from < kJobs.size(); from += 2) {
+      SnapshotOptions options{.folder = folder / "saved", .sharded = (from + o) % 3 != 0, .default_generator = false};
+      go_on(kJobs[from], kOptimizers[o], options, 0, 2);
+      for (size_t to = 0; to < kJobs.size(); ++to) {
+        if (!full_run() && (to + from + o) % 3 != 0) continue;
+        SCOPED_TRACE(text("optimizer ", o, ", from ", from, " to ", to, options.sharded ? ", sharded" : ""));
+        const auto got = go_on(kJobs[to], kOptimizers[o], options, 2, 4);
+        for (size_t i = 0; i < expected.size(); ++i)
+          EXPECT_TRUE(torch::allclose(got[i], expected[i], 1e-5, 1e-6)) << (got[i] - expected[i]).abs().max();
+      }
+      fs::remove_all(options.folder);
+    }
+    fs::remove_all(undisturbed.folder);
+  }
+  fs::remove_all(folder);
+}
+
+// An optimizer over owned_parameters() has others on each rank, so it is stored for each, and needs the same ranks.
+TEST(FsdpSnapshot, OfOwnedParametersNeedsTheSameRanks) {
+  const auto folder = folder_for("owned");
+  const auto in_job = [&](const HostOfRank& hosts, const std::function<void(Snapshot&)>& use) {
+    on_hosts(hosts, [&](World&) {
+      const auto net = make<FsdpNet>(7, {});
+      auto model = fully_shard(net);
+      torch::optim::Adagrad optimizer(model.owned_parameters());
+      Snapshot snapshot({.folder = folder, .default_generator = false});
+      snapshot.add("model", net).add("optimizer", optimizer);
+      use(snapshot);
+    });
+  };
+  in_job({"a", "a"}, [](Snapshot& snapshot) { snapshot.save(1); });
+  in_job({"a", "a"}, [](Snapshot& snapshot) { EXPECT_EQ(snapshot.restore(), 1); });
+  in_job({"a", "a", "a"}, [](Snapshot& snapshot) {
+    expect_refusal({"was written by 2 ranks, but this job has 3", "each rank has stored 'optimizer'"},
+                   [&] { snapshot.restore(); });
+  });
+  in_job({"a", "b"}, [](Snapshot& snapshot) {  // each rank owns all: it could be stored once
+    expect_refusal({"'optimizer' is per rank in the snapshot, and not here"}, [&] { snapshot.restore(); });
+  });
+  fs::remove_all(folder);
+}
+
+// An optimizer for another model, or of another kind.
+TEST(FsdpSnapshot, AnotherOptimizerIsRefused) {
+  const auto folder = folder_for("another");
+  const SnapshotOptions options{.folder = folder, .sharded = true, .default_generator = false};
+  go_on(kJobs[2], kOptimizers[0], options, 0, 2);
+  on_hosts({"a", "b"}, [&](World&) {
+    const auto net = make<FsdpNet>(7, {});
+    auto model = fully_shard(net, full());
+    const Values before = copies(net->named_buffers());
+    const auto refuse = [&](torch::optim::Optimizer& optimizer, const std::vector<std::string>& parts) {
+      Snapshot snapshot(options);
+      snapshot.add("model", net).add("optimizer", optimizer);
+      expect_refusal(parts, [&] { snapshot.restore(); });
+      EXPECT_TRUE(optimizer.state().empty());
+    };
+    const auto parameters = net->parameters();
+    refuse(*kOptimizers[1](parameters), {"this optimizer keeps nothing like 'optimizer/state/1/step'"});
+    refuse(*kOptimizers[0]({parameters.begin(), parameters.begin() + 6}), {"'optimizer' has 5 parameters in a group"});
+    refuse(*kOptimizers[0]({parameters.rbegin(), parameters.rend()}),
+           {"'optimizer/state/1/exp_avg' is Float [600 x 12] in the snapshot, and its parameter is Float [5]"});
+  });
+  fs::remove_all(folder);
+}
+
+// Bytes that this process had at most while fn() ran, beyond what it had before.
+size_t peak_of(const std::function<void()>& fn) {
+  const auto kib = [](const char* field) {
+    std::ifstream file("/proc/self/status");
+    for (std::string word; file >> word;)
+      if (size_t value = 0; word == field && file >> value) return value;
+    ADD_FAILURE() << field;
+    return size_t{0};
+  };
+  const size_t before = kib("VmRSS:");
+  std::ofstream("/proc/self/clear_refs") << 5;  // VmHWM begins anew
+  fn();
+  return (kib("VmHWM:") - before) << 10;
+}
+
+// A rank needs memory for the part that it has read and for what it owns, not for the model.
+TEST(FsdpSnapshotProcess, RestoringNeedsNoMemoryForWhatOthersOwn) {
+  struct Wide : nn::Module {
+    nn::Sequential layers = register_module("layers", nn::Sequential());
+    Wide() {
+      for (int i = 0; i < 8; ++i) layers->push_back(nn::Linear(1024, 1024));
+    }
+    Tensor forward(const Tensor& x) { return layers->forward(x); }
+  };
+  constexpr size_t kAll = 3 * 8 * 1024 * 1024 * sizeof(float);  // with the states of Adam
+  const auto folder = folder_for("memory");
+  for (const bool sharded : {true, false}) {
+    for (const bool again : {false, true}) {
+      const auto ends = in_processes({"a", "a", "b", "b"}, [&](World& world) {
+        const auto net = make<Wide>(7, {});
+        auto model = fully_shard(net, full());
+        torch::optim::Adam optimizer(net->parameters());
+        Snapshot snapshot({.folder = folder, .sharded = sharded, .default_generator = false});
+        snapshot.add("model", net).add("optimizer", optimizer);
+        if (!again) {
+          model.forward(torch::ones({2, 1024})).sum().backward();
+          optimizer.step();
+          snapshot.save(1);
+          return std::string("done");
+        }
+        const size_t peak = peak_of([&] { EXPECT_EQ(snapshot.restore(), 1); });
+        // It has what it owns, a quarter of all. In a shard that it reads there is as much again; rank 0 has read the only
+        // file.
+        if (sharded || world.rank() > 0) {
+          EXPECT_LT(peak, kAll * 5 / 8) << "rank " << world.rank();
+        }
+        EXPECT_EQ(optimizer.state().empty(), model.owned_parameters().empty());
+        return std::string("done");
+      });
+      for (const auto& end : ends) EXPECT_EQ(end.said, "done");
+    }
+    fs::remove_all(folder);
+  }
+}
+
+}  // namespace
+}  // namespace muster::test
