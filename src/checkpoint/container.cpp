@@ -187,14 +187,9 @@ Place place_of(const Reader& reader, const json& tensor, uint64_t offset, uint64
 std::vector<Place> places_of(const Reader& reader, const json& header, const Preamble& preamble) {
   std::vector<Place> places;
   uint64_t offset = kPreambleBytes + preamble.header_bytes;
-  bool shared = true;
   for (const auto& tensor : header.at("tensors")) {
     places.push_back(place_of(reader, tensor, offset, preamble.file_bytes));
     offset += padded(places.back().bytes);
-    if (places.back().entry.rank == kShared && !shared)
-      reader.fail(kPreambleBytes, "tensor '", places.back().entry.full_name(),
-                  "' is shared, but comes after one that is not");
-    shared = places.back().entry.rank == kShared;
   }
   if (offset != preamble.file_bytes) reader.fail(offset, "bytes that belong to no tensor");
   return places;

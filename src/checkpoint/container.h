@@ -13,7 +13,7 @@
 //     …      the tensors in the header's order, each aligned to 64 bytes and followed by zeros up to the next
 //
 // Checksums are XXH3 (64 bits). A tensor has one per MiB, its padding included, so that an error can name the MiB in
-// which a bit has flipped. The shared tensors come first.
+// which a bit has flipped.
 //
 // A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file.
 //
@@ -52,7 +52,7 @@ struct About {
 
 uint64_t checksum(std::string_view bytes);
 
-// Writes the file durably. `entries` must have the shared ones first. Returns what a manifest needs to refer to it.
+// Writes the file durably. Returns what a manifest needs to refer to it.
 Shard write_container(const std::filesystem::path& path, const About& about, const Entries& entries);
 
 class Container {

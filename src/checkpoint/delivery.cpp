@@ -7,18 +7,26 @@
 #include "checkpoint/item_values.h"
 #include "comm/api/broadcast_bytes.h"
 #include "muster/base/error.h"
+#include "muster/comm/collectives.h"
 
 namespace muster::checkpoint {
 namespace {
 
 constexpr uint64_t kTogether = uint64_t{16} << 20;  // bytes of small entries that travel together
 
-void check_mode(const NamedItem& item, const Entry& entry, int ranks) {
+constexpr uint64_t kBetweenMeetings = uint64_t{1} << 30;
+
+// `saved`, `ranks`: how many ranks there were, and are.
+void check_mode(const NamedItem& item, const Entry& entry, int saved, int ranks) {
   const bool per_rank = entry.rank != kShared;
+  if (per_rank && saved != ranks)
+    throw InvalidArgument(text("the snapshot was written by ", saved, " ranks, but this job has ", ranks,
+                               ", and each rank has stored '", item.name, "'"),
+                          text("Restore with ", saved, " ranks"));
   if (per_rank != item.per_rank)
     throw InvalidArgument(
         text("'", item.name, "' is ", per_rank ? "per rank" : "shared", " in the snapshot, and not here"),
-        "Pass add() the same .per_rank as when the snapshot was saved");
+        "Restore on the same placement of ranks on hosts, with the same .per_rank as when the snapshot was saved");
   if (entry.rank < kShared || entry.rank >= ranks)
     throw CorruptError(text("'", entry.full_name(), "' belongs to none of ", ranks, " ranks"), kSameMuster);
 }
@@ -65,7 +73,7 @@ Delivery::Slot Delivery::slot_of(const Entry& entry, const std::map<std::string,
     throw InvalidArgument(text("the snapshot has a '", entry.item, "' that was not added"),
                           "Add it, or name another folder");
   Target* const target = found->second;
-  check_mode(*target->item, entry, reading_.about().world_size);
+  check_mode(*target->item, entry, reading_.about().world_size, here_.size);
   const bool is_for_this_rank = entry.rank == kShared || entry.rank == here_.rank;
   return {.when = target->item->item->comes_in_parts(entry) ? When::kInParts : When::kInOnePiece,
           .to = entry.rank,  // kShared is kEveryRank
@@ -81,7 +89,10 @@ void Delivery::find_need(const Entry& entry, const std::map<const Target*, std::
   slot.index = static_cast<size_t>(at - entries.begin());
   if (entry.rank != kShared) return;
   const Need& need = needs.at(slot.target)[slot.index];
-  if (need.only != kEveryRank) slot.to = here_.place_of(need.only);
+  if (need.owner != kEveryRank) {
+    const int place = here_.place_of(need.owner);  // it must take part
+    if (need.is_only_owner) slot.to = place;
+  }
   if (!need.here) slot.target = nullptr;
 }
 
@@ -94,6 +105,7 @@ uint64_t Delivery::plan() const {
 
 Problem Delivery::deliver(When when, const Take& take) {
   Problem problem;
+  uint64_t moved = 0;
   for (size_t f = 0; f < slots_.size(); ++f) {
     const auto& slots = slots_[f];
     const auto& file = reading_.files()[f];
@@ -105,6 +117,11 @@ Problem Delivery::deliver(When when, const Take& take) {
              extents[last].end - extents[first].begin <= kTogether)
         ++last;
       const at::Tensor bytes = move(file, slots[first].to, extents[first].begin, extents[last - 1].end);
+      moved += extents[last - 1].end - extents[first].begin;
+      if (moved >= kBetweenMeetings) {  // so that no rank waits for the whole of what others get
+        barrier(here_.collective);
+        moved = 0;
+      }
       if (!bytes.defined() || problem) continue;
       problem = problem_of([&] { hand_over(f, first, last, bytes, take); });
     }

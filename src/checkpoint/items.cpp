@@ -39,12 +39,8 @@ class ModuleItem final : public Item {
   std::vector<Need> needs(const Entries& entries) const override {
     const auto here = tensors_by_name();
     std::vector<Need> needs(entries.size());
-    for (size_t i = 0; i < entries.size(); ++i) {
-      const auto found = here.find(entries[i].name);
-      const auto* const sharing = found == here.end() ? nullptr : parallel::sharing_of(found->second);
-      if (!sharing) continue;
-      needs[i] = {.only = sharing->is_only_owner ? sharing->owner : kEveryRank, .here = sharing->is_own};
-    }
+    for (size_t i = 0; i < entries.size(); ++i)
+      if (const auto found = here.find(key_of(entries[i])); found != here.end()) needs[i] = need_of(found->second);
     return needs;
   }
 
@@ -65,12 +61,12 @@ class ModuleItem final : public Item {
   }
 
   bool comes_in_parts(const Entry&) const override { return true; }
-  void load(const Entries&) override {}
+  void load(const Entries&) override { by_name_ = tensors_by_name(); }
   void load_part(const Entries& entries) override {
     const at::NoGradGuard no_grad;
-    const auto here = tensors_by_name();
     for (const Entry& entry : entries) {
-      const at::Tensor& to = here.at(entry.name);
+      const at::Tensor& to = by_name_.at(key_of(entry));
+      if (parallel::belongs_to_another_rank(to)) continue;  // if each rank has stored the item
       if (parallel::is_watched(to)) {
         parallel::unwatched(to).copy_(entry.tensor);
         torch::autograd::impl::bump_version(to);
@@ -79,6 +75,7 @@ class ModuleItem final : public Item {
       }
     }
   }
+  std::string what_is_equal() const override { return join(spread_over()); }
   std::set<int> spread_over() const override {
     std::set<int> ranks;
     for (const auto& each : tensors())
@@ -102,13 +99,16 @@ class ModuleItem final : public Item {
     add(module_.named_buffers(), "buffer");
     return all;
   }
-  std::map<std::string, at::Tensor> tensors_by_name() const {
-    std::map<std::string, at::Tensor> all;
-    for (auto& each : tensors()) all.emplace(each.name, each.tensor);
+  using Key = std::pair<std::string, std::string>;  // a buffer may have the name of a parameter
+  static Key key_of(const Entry& entry) { return {entry.kind, entry.name}; }
+  std::map<Key, at::Tensor> tensors_by_name() const {
+    std::map<Key, at::Tensor> all;
+    for (auto& each : tensors()) all.emplace(Key(each.kind, each.name), each.tensor);
     return all;
   }
 
   torch::nn::Module& module_;
+  std::map<Key, at::Tensor> by_name_;  // since load()
 };
 
 class ArchiveItem final : public Item {
@@ -206,6 +206,12 @@ class NumbersItem final : public Item {
 };
 
 }  // namespace
+
+Need need_of(const at::Tensor& parameter) {
+  const auto* const sharing = parallel::sharing_of(parameter);
+  if (!sharing) return {};
+  return {.owner = sharing->owner, .is_only_owner = sharing->is_only_owner, .here = sharing->is_own};
+}
 
 std::unique_ptr<Item> make_item(torch::nn::Module& module) { return std::make_unique<ModuleItem>(module); }
 std::unique_ptr<Item> make_item(at::Generator generator) {

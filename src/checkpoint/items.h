@@ -25,9 +25,11 @@ namespace muster::checkpoint {
 
 // Who needs an entry's values.
 struct Need {
-  int only = kEveryRank;  // a rank of the World, if no other needs them; the same on all ranks
-  bool here = true;       // whether this rank does
+  int owner = kEveryRank;      // a rank of the World: the only one on this host, if all of its ranks do not
+  bool is_only_owner = false;  // no rank on another host does; the same on all ranks
+  bool here = true;            // whether this rank does
 };
+Need need_of(const at::Tensor& parameter);  // of its values, or of an optimizer's state of it
 
 class Item {
  public:
@@ -47,9 +49,10 @@ class Item {
   virtual void load_part(const Entries&) {}
   // True if load() may throw although check() has accepted the entries. Such items are loaded before the others.
   virtual bool may_refuse() const { return false; }
-  // If the user leaves it open, the item is stored once if this is the same on all ranks, and otherwise for each rank.
-  // It may change when training begins.
+  // An item is stored once only if this is the same on all ranks. Otherwise it is stored for each rank, if it may differ and
+  // the user has left that open. Both may change when training begins.
   virtual std::string what_is_equal() const { return ""; }
+  virtual bool may_differ() const { return false; }
   // The ranks of the World that have parts of the item, if it is spread.
   virtual std::set<int> spread_over() const { return {}; }
 };

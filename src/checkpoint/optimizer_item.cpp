@@ -144,9 +144,8 @@ class OptimizerItem final : public Item {
     if (!is_known_) return needs;
     const auto parameters = parameters_of(optimizer_);
     for (size_t i = 0; i < entries.size(); ++i) {
-      const auto place = place_in_state(entries[i], parameters.size());
-      const auto* const sharing = place ? parallel::sharing_of(parameters[place->parameter]) : nullptr;
-      if (sharing) needs[i] = {.only = sharing->is_only_owner ? sharing->owner : kEveryRank, .here = sharing->is_own};
+      if (const auto place = place_in_state(entries[i], parameters.size()))
+        needs[i] = need_of(parameters[place->parameter]);
     }
     return needs;
   }
@@ -186,15 +185,15 @@ class OptimizerItem final : public Item {
       const StateAside aside(optimizer_);
       load_archive(archive, load_);
     }
+    parameters_ = parameters_of(optimizer_);
     optimizer_.state().clear();  // an archive only adds to it
     if (!is_known_) load_archive(archive, load_);
   }
 
   void load_part(const Entries& entries) override {
-    const auto parameters = parameters_of(optimizer_);
     for (const Entry& entry : entries) {
-      const auto [index, field_name] = place_in_state(entry, parameters.size()).value();  // check() has accepted it
-      const at::Tensor& parameter = parameters[index];
+      const auto [index, field_name] = place_in_state(entry, parameters_.size()).value();  // check() has accepted it
+      const at::Tensor& parameter = parameters_[index];
       State& state = optimizer_.state()[parameter.unsafeGetTensorImpl()];
       if (!state) state = new_state_for(optimizer_);
       for (const Field& field : fields_of(*state)) {
@@ -210,19 +209,23 @@ class OptimizerItem final : public Item {
   bool may_refuse() const override { return true; }
 
   std::string what_is_equal() const override {
-    if (!has_a_part(optimizer_)) return "";
-    if (!is_known_) {
-      const at::Tensor owned = owned_by_this_rank(optimizer_);
-      const auto* const first = owned.const_data_ptr<int64_t>();
-      return text("owned: ", join(std::vector(first, first + owned.numel())));
-    }
-    std::string all = "parameters:";
+    std::string all;
     for (const at::Tensor& parameter : parameters_of(optimizer_)) {
       const auto* const sharing = parallel::sharing_of(parameter);
-      all += text(' ', sharing ? sharing->name : "", " [", join(parameter.sizes()), "]");
+      const bool has_state = optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0;
+      // After torch::load() into a sharded module, its parameters are not shared until forward(), and each rank has other
+      // states.
+      all += text('[', join(parameter.sizes()), "] ");
+      if (!sharing)
+        all += is_known_ && has_state ? "has state\n" : "\n";
+      else if (is_known_)
+        all += text(sharing->name, ' ', sharing->first_owner, '\n');
+      else
+        all += text(sharing->is_own, '\n');
     }
     return all;
   }
+  bool may_differ() const override { return has_a_part(optimizer_); }
 
   std::set<int> spread_over() const override {
     std::set<int> ranks;
@@ -271,7 +274,8 @@ class OptimizerItem final : public Item {
       if (field == fields.end())
         throw InvalidArgument(text("this optimizer keeps nothing like '", entry.full_name(), "'"), kSameProgram);
       const at::Tensor& parameter = parameters[place->parameter];
-      if (entry.tensor.sizes() != (field->number ? at::IntArrayRef() : parameter.sizes()))
+      if (entry.tensor.sizes() != (field->number ? at::IntArrayRef() : parameter.sizes()) ||
+          (field->number && entry.tensor.scalar_type() != at::kLong))
         throw InvalidArgument(text("'", entry.full_name(), "' is ", shape_of(entry.tensor),
                                    " in the snapshot, and its parameter is ", shape_of(parameter)),
                               kSameProgram);
@@ -288,7 +292,8 @@ class OptimizerItem final : public Item {
   }
 
   Optimizer& optimizer_;
-  const bool is_known_;  // as new_state_for() does
+  const bool is_known_;                 // as new_state_for() does
+  std::vector<at::Tensor> parameters_;  // since load()
   const SaveFn save_ = [this](torch::serialize::OutputArchive& archive) {
     define_scratch_of_lbfgs(optimizer_);
     optimizer_.save(archive);

@@ -36,24 +36,10 @@ bool any_named(const Items& items, const std::string& name) {
   return std::any_of(items.begin(), items.end(), [&](const NamedItem& item) { return item.name == name; });
 }
 
-void check_number_of_ranks(const SnapshotPlace& here, const Reading& reading, const Items& items) {
-  if (!reading.is_of_other_ranks()) return;
-  const int saved = reading.about().world_size;
-  for (const auto& item : items)
-    if (item.per_rank && item.name != kDefaultGenerator)
-      throw InvalidArgument(
-          text(here.folder.snapshot(reading.about().steps).string(), " was written by ", saved,
-               " ranks, but this job has ", here.size, ", and each rank has stored '", item.name, "'"),
-          text("Restore with ", saved, " ranks"));
-}
-
 // Everything is checked before anything changes.
 void apply(const SnapshotPlace& here, const Items& items, const Reading& reading) {
   std::optional<Delivery> delivery;
-  agree(here, problem_of([&] {
-          check_number_of_ranks(here, reading, items);
-          delivery.emplace(here, reading, items);
-        }));
+  agree(here, problem_of([&] { delivery.emplace(here, reading, items); }));
   const auto plans = all_gather_object(delivery->plan(), here.collective);
   if (std::any_of(plans.begin(), plans.end(), [&](uint64_t plan) { return plan != plans[0]; }))
     throw Mismatch("the ranks have added different things to the snapshot", "Add the same on all ranks");

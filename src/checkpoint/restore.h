@@ -1,7 +1,6 @@
 // All ranks together read the newest snapshot that is intact.
 //
-// Rank 0 names the candidates, the newest first. Each rank reads and verifies the file that it wrote (rank 0 alone, if
-// the snapshot is one file). The ranks exchange the results and the files' directories, and use the snapshot only if it is
+// Rank 0 names the candidates, the newest first. Each rank reads and verifies its file (reading.h). The ranks exchange the results and the files' directories, and use the snapshot only if it is
 // intact on all of them. Then each entry goes to the ranks that need it, from the one that has read it: first what an item
 // needs in one piece; then all items are checked; last come the tensors of modules and the states of optimizers, a few
 // megabytes at a time. So a rank needs memory for the files that it reads, and not for what others need.

@@ -208,7 +208,6 @@ Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& o
       Entries all = entries_of(here, items, is_shared);
       for (const auto& part : parts)
         for (const auto& packed : part.entries) all.push_back(packed.entry());
-      std::stable_partition(all.begin(), all.end(), [](const Entry& entry) { return entry.rank == kShared; });
       write_container(here.folder.snapshot(options.steps), {.steps = options.steps, .world_size = here.size}, all);
     });
   });

@@ -8,6 +8,18 @@
 #include "muster/comm/objects.h"
 
 namespace muster::checkpoint {
+namespace {
+
+constexpr int kOpen = -1;
+struct Choice {
+  std::string name;
+  int wanted = kOpen;  // as NamedItem's
+  bool may_differ = false;
+  uint64_t sum = 0;  // of Item::what_is_equal()
+  MSGPACK_DEFINE(name, wanted, may_differ, sum);
+};
+
+}  // namespace
 
 int SnapshotPlace::place_of(int rank_of_world) const {
   const auto& ranks = collective.group.ranks();
@@ -20,19 +32,29 @@ int SnapshotPlace::place_of(int rank_of_world) const {
 }
 
 Problem choose_per_rank(const SnapshotPlace& here, Items& items) {
-  std::vector<uint64_t> mine;
-  for (const auto& each : items) mine.push_back(checksum(each.item->what_is_equal()));
+  std::vector<Choice> mine;
+  for (const auto& [name, wanted, item, per_rank] : items)
+    mine.push_back(
+        {name, wanted ? static_cast<int>(*wanted) : kOpen, item->may_differ(), checksum(item->what_is_equal())});
   const auto all = all_gather_object(mine, here.collective);
+  for (size_t r = 1; r < all.size(); ++r)
+    if (!std::equal(all[r].begin(), all[r].end(), all[0].begin(), all[0].end(),
+                    [](const Choice& a, const Choice& b) { return a.name == b.name && a.wanted == b.wanted; }))
+      return {static_cast<int>(ErrorCode::kMismatch),
+              text("rank ", r, " and rank 0 have added different things to the snapshot"),
+              "Add the same names in the same order, with the same .per_rank"};
   for (size_t i = 0; i < items.size(); ++i) {
-    const bool equal = std::all_of(all.begin(), all.end(), [&](const std::vector<uint64_t>& of_rank) {
-      return of_rank.size() <= i || of_rank[i] == mine[i];  // ranks that have added other things are told later
-    });
+    const auto any = [&](const auto& is) {
+      return std::any_of(all.begin(), all.end(), [&](const std::vector<Choice>& of_rank) { return is(of_rank[i]); });
+    };
+    const bool differs = any([&](const Choice& each) { return each.sum != mine[i].sum; });
+    const bool may_differ = any([](const Choice& each) { return each.may_differ; });
     NamedItem& item = items[i];
-    item.per_rank = item.wanted.value_or(!equal);
-    if (!item.per_rank && !equal)
+    item.per_rank = item.wanted.value_or(differs && may_differ);
+    if (differs && !item.per_rank)
       return {static_cast<int>(ErrorCode::kInvalidArgument),
               text("'", item.name, "' would be stored once, but each rank has another part of it"),
-              "Add it without .per_rank"};
+              "Call forward() after torch::load() into a sharded model, or add it with .per_rank = true"};
   }
   return {};
 }

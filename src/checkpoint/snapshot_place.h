@@ -40,8 +40,8 @@ struct SnapshotPlace {
   int place_of(int rank_of_world) const;
 };
 
-// Collective, before save() and restore(): sets per_rank of all items. Returns what went wrong, the same on all ranks: the
-// user wants an item stored once of which ranks have different parts.
+// Collective, before save() and restore(): sets per_rank of all items. Returns what went wrong, the same on all ranks: they
+// have added different items, or different parts of one that is to be stored once.
 Problem choose_per_rank(const SnapshotPlace& here, Items& items);
 
 }  // namespace muster::checkpoint

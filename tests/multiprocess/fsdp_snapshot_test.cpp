@@ -207,6 +207,94 @@ TEST(FsdpSnapshot, OfOwnedParametersNeedsTheSameRanks) {
   fs::remove_all(folder);
 }
 
+// Each rank stores the whole model, because its buffers are its own.
+TEST(FsdpSnapshot, ForEachRank) {
+  struct Counting : FsdpNet {
+    Tensor calls = register_buffer("calls", torch::zeros({1}));
+    Tensor forward(const Tensor& x) {
+      calls += 1;
+      return FsdpNet::forward(x);
+    }
+  };
+  const auto folder = folder_for("each");
+  const auto in_job = [&](const HostOfRank& hosts, const FsdpOptions& options,
+                          const std::function<void(FullyShardedDataParallel<Counting>&, Snapshot&, World&)>& use) {
+    on_hosts(hosts, [&](World& world) {
+      FsdpOptions with = options;
+      with.broadcast_buffers = false;
+      auto model = fully_shard(make<Counting>(7, {}), with);
+      Snapshot snapshot({.folder = folder, .default_generator = false});
+      snapshot.add("model", model.module(), {.per_rank = true});
+      use(model, snapshot, world);
+    });
+  };
+  const HostOfRank together{"a", "a"};
+  in_job(together, {}, [](auto& model, Snapshot& snapshot, World& world) {
+    snapshot.restore();
+    model.module()->calls.fill_(10 * world.rank());
+    snapshot.save(1);
+  });
+  for (const bool gathers : {false, true})
+    in_job(gathers ? kApart : together, gathers ? full() : FsdpOptions{},
+           [](auto& model, Snapshot& snapshot, World& world) {
+             const torch::NoGradGuard no_grad;
+             for (auto& parameter : model.owned_parameters()) parameter.zero_();
+             EXPECT_EQ(snapshot.restore(), 1);
+             model.forward(fsdp_input(0, 0));  // finds no change that it should not find
+             EXPECT_EQ(model.module()->calls.template item<float>(), static_cast<float>(10 * world.rank() + 1));
+             model.gather();
+             expect_equal(*model.module(), *make<Counting>(7, {}));
+             model.synchronize();
+           });
+  fs::remove_all(folder);
+}
+
+// Between torch::load() and forward() the parameters are not shared, so that no rank knows whose states they are.
+TEST(FsdpSnapshot, NotBeforeLoadedParametersAreShared) {
+  const auto folder = folder_for("loaded");
+  for (const bool sharded : {false, true})
+    on_hosts({"a", "a", "b"}, [&](World& world) {
+      const auto net = make<FsdpNet>(7, {});
+      auto model = fully_shard(net);
+      torch::optim::AdamW optimizer(net->parameters());
+      Snapshot snapshot({.folder = folder / text(sharded), .sharded = sharded, .default_generator = false});
+      snapshot.add("model", net).add("optimizer", optimizer);
+      model.forward(fsdp_input(world.rank(), 0)).sum().backward();
+      optimizer.step();
+      model.synchronize();
+      for (auto& parameter : net->parameters()) parameter.set_data(parameter.detach().clone());
+      expect_refusal({"'optimizer' would be stored once, but each rank has another part", "Call forward()"},
+                     [&] { snapshot.save(1); });
+      model.forward(fsdp_input(world.rank(), 0));
+      snapshot.save(1);
+    });
+  fs::remove_all(folder);
+}
+
+// Two models of one name, each on ranks of its own, and one snapshot: their optimizers are stored for each rank.
+TEST(FsdpSnapshot, OfModelsOnPartsOfTheRanks) {
+  const auto folder = folder_for("parts");
+  for (const bool again : {false, true})
+    on_hosts({"a", "a", "a", "a"}, [&](World& world) {
+      const Group first = world.new_group({0, 1}), second = world.new_group({2, 3});
+      const Group& group = first.is_member() ? first : second;
+      const auto net = make<FsdpNet>(7 + static_cast<uint64_t>(world.rank()) / 2, {});
+      auto model = fully_shard(net, {.group = group});
+      torch::optim::AdamW optimizer(net->parameters());
+      Snapshot snapshot({.folder = folder, .default_generator = false});
+      snapshot.add("model", net, {.per_rank = true}).add("optimizer", optimizer);
+      EXPECT_EQ(snapshot.restore(), again ? 1 : 0);
+      if (!again) {
+        model.forward(fsdp_input(world.rank(), 0)).sum().backward();
+        optimizer.step();
+        snapshot.save(1);
+      }
+      EXPECT_EQ(optimizer.state().size(), model.owned_parameters().size());
+      model.synchronize();
+    });
+  fs::remove_all(folder);
+}
+
 // An optimizer for another model, or of another kind.
 TEST(FsdpSnapshot, AnotherOptimizerIsRefused) {
   const auto folder = folder_for("another");
@@ -215,12 +303,19 @@ TEST(FsdpSnapshot, AnotherOptimizerIsRefused) {
   on_hosts({"a", "b"}, [&](World&) {
     const auto net = make<FsdpNet>(7, {});
     auto model = fully_shard(net, full());
-    const Values before = copies(net->named_buffers());
+    const auto own = [&] {
+      std::vector<Tensor> values;
+      for (const auto& parameter : model.owned_parameters()) values.push_back(parameter.detach().clone());
+      return values;
+    };
+    const auto before = own();
     const auto refuse = [&](torch::optim::Optimizer& optimizer, const std::vector<std::string>& parts) {
       Snapshot snapshot(options);
       snapshot.add("model", net).add("optimizer", optimizer);
       expect_refusal(parts, [&] { snapshot.restore(); });
       EXPECT_TRUE(optimizer.state().empty());
+      const auto after = own();
+      for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(after[i], before[i]));
     };
     const auto parameters = net->parameters();
     refuse(*kOptimizers[1](parameters), {"this optimizer keeps nothing like 'optimizer/state/1/step'"});
