@@ -1,24 +1,24 @@
-// The file format of snapshots: tensors one after another, preceded by a header that describes them. Every byte of the
-// file is covered by a checksum. All numbers are little-endian.
+// The file format of snapshots: a safetensors file, in which everything that a snapshot needs beyond names, dtypes and
+// shapes is part of the metadata. Every byte is covered by a checksum.
 //
-//     0   8  "MUSTSNAP"
-//     8   4  version (2)
-//    12   4  0
-//    16   8  bytes of the header, a multiple of 64
-//    24   8  bytes of the file
-//    32   8  checksum of the header
-//    40   8  checksum of the 40 bytes before
-//    48  16  0
-//    64      the header: JSON, padded with blanks to a multiple of 64
-//     …      the tensors in the header's order, each aligned to 64 bytes and followed by zeros up to the next
+//     0   8  bytes of the header, little-endian
+//     8      the header: {"__metadata__":{"checksum":"0123456789abcdef","format":"pt","muster":"…"},
+//                         "model/a.weight":{"data_offsets":[0,4800],"dtype":"F32","shape":[…]}, …}, and blanks up to a
+//            multiple of 64 bytes of the file
+//     …      the tensors, without gaps; those with the largest elements first, so that all are aligned
 //
-// Checksums are XXH3 (64 bits). A tensor has one per MiB, its padding included, so that an error can name the MiB in
-// which a bit has flipped.
+// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, data_bytes, and tensors, which has for each
+// tensor in the file's order: item, name, kind, rank, order, its checksums, and its dtype if safetensors files have none
+// like it. Such a tensor is stored as the bytes of its elements, in one more dimension.
+//
+// Checksums are XXH3 (64 bits). A tensor has one per MiB, so that an error can name the MiB in which a bit has flipped.
+// "checksum" is that of the first 8 bytes and the header, with zeros in its own place.
 //
 // A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file.
 //
 // Errors: CorruptError names the file, the byte and, if the byte is in one, the tensor. Unavailable: the file cannot be
 // read or written. Thread-safety: values, and functions without state.
+// Source: the format of Hugging Face's safetensors.
 #pragma once
 
 #include <cstddef>
@@ -32,9 +32,9 @@
 
 namespace muster::checkpoint {
 
-inline constexpr std::string_view kMagic = "MUSTSNAP";
-inline constexpr uint32_t kFormatVersion = 2;
-inline constexpr size_t kAlignment = 64, kPreambleBytes = 64, kBlockBytes = size_t{1} << 20;
+inline constexpr int64_t kFormatVersion = 2;
+inline constexpr size_t kHeaderAt = 8;
+inline constexpr size_t kBlockBytes = size_t{1} << 20;  // of a tensor, with a checksum of their own
 
 // A file that a manifest refers to.
 struct Shard {
@@ -52,8 +52,11 @@ struct About {
 
 uint64_t checksum(std::string_view bytes);
 
-// Writes the file durably. Returns what a manifest needs to refer to it.
-Shard write_container(const std::filesystem::path& path, const About& about, const Entries& entries);
+// Writes the file durably. Returns what a manifest needs to refer to it. InvalidArgument: two entries have one name, or one
+// is not UTF-8.
+Shard write_container(const std::filesystem::path& path, const About& about, Entries entries);
+// Makes a head's checksum right. For tests that forge files.
+void set_checksum(std::string& head);
 
 class Container {
  public:
@@ -78,6 +81,8 @@ class Container {
   Entry entry_in(const at::Tensor& bytes, uint64_t begin, size_t i) const;
 
  private:
+  static Container parse(std::string_view bytes, const std::string& name, bool is_all);
+
   About about_;
   Entries entries_;
   std::vector<Extent> extents_;

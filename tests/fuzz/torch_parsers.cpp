@@ -1,6 +1,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -142,15 +143,12 @@ void parse_snapshot(Bytes bytes) {
   if (bytes.empty()) return;
   const bool repair = bytes[0] == 1;
   std::string file(bytes.substr(1));
-  if (repair && file.size() >= checkpoint::kPreambleBytes) {
-    uint64_t header_bytes = 0;
-    std::memcpy(&header_bytes, file.data() + 16, 8);
-    const uint64_t file_bytes = file.size();
-    std::memcpy(file.data() + 24, &file_bytes, 8);
-    const uint64_t sum = checkpoint::checksum(Bytes(file).substr(checkpoint::kPreambleBytes).substr(0, header_bytes));
-    std::memcpy(file.data() + 32, &sum, 8);
-    const uint64_t own = checkpoint::checksum(Bytes(file).substr(0, 40));
-    std::memcpy(file.data() + 40, &own, 8);
+  if (uint64_t length = 0; repair && file.size() >= sizeof length) {
+    std::memcpy(&length, file.data(), sizeof length);
+    const size_t head_bytes = std::min<uint64_t>(length, file.size() - sizeof length) + sizeof length;
+    std::string head = file.substr(0, head_bytes);
+    checkpoint::set_checksum(head);
+    file.replace(0, head_bytes, head);
   }
   const MemoryFile on_disk(file);
   try {

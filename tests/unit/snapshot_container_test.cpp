@@ -1,7 +1,9 @@
 // The format of snapshots: what was written is read back, and every change is detected and located.
 #include <ATen/ops/arange.h>
+#include <ATen/ops/complex.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/rand.h>
+#include <ATen/ops/tensor.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -9,16 +11,19 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "base/text.h"
 #include "checkpoint/container.h"
 #include "checkpoint/folder.h"
 #include "muster/base/error.h"
+#include "support/ask_python.h"
 #include "support/ranks.h"
 
 namespace muster::checkpoint {
@@ -39,33 +44,33 @@ class SnapshotContainer : public testing::Test {
   SnapshotContainer() {
     std::string pattern = (fs::temp_directory_path() / "container-test-XXXXXX").string();
     folder_ = ::mkdtemp(pattern.data());
-    path_ = folder_ / "step-7.snapshot";
+    path_ = folder_ / "step-7.safetensors";
   }
   ~SnapshotContainer() override { fs::remove_all(folder_); }
 
   static Entry entry(std::string name, at::Tensor tensor, int rank = kShared) {
     return {.item = "model", .name = std::move(name), .kind = "tensor", .rank = rank, .order = 3, .tensor = tensor};
   }
-  // A few hundred bytes, with padding after a tensor.
+  // Tensors of 240, 40 and 3 bytes: those with the largest elements come first.
   Shard write_small() {
     return write_container(path_, {.steps = 7, .world_size = 2},
                            {entry("weight", at::arange(10, at::kFloat)), entry("bias", at::arange(30, at::kLong)),
                             entry("index", at::arange(3, at::kByte), 1)});
   }
-  // A file with `header`, correct checksums, and `tail` zeros after it.
-  void forge(std::string header, size_t tail = 0) {
-    header.resize((header.size() + 63) / 64 * 64, ' ');
-    std::string bytes(64, 0);
-    const uint32_t version = kFormatVersion;
-    const uint64_t header_bytes = header.size(), file_bytes = 64 + header.size() + tail, sum = checksum(header);
-    std::memcpy(bytes.data(), "MUSTSNAP", 8);
-    std::memcpy(bytes.data() + 8, &version, 4);
-    std::memcpy(bytes.data() + 16, &header_bytes, 8);
-    std::memcpy(bytes.data() + 24, &file_bytes, 8);
-    std::memcpy(bytes.data() + 32, &sum, 8);
-    const uint64_t own = checksum(std::string_view(bytes).substr(0, 40));
-    std::memcpy(bytes.data() + 40, &own, 8);
-    write_file(path_, bytes + header + std::string(tail, 0));
+  // A file with this header, a correct checksum, and `tail` zeros after it.
+  void forge_header(std::string header, size_t tail = 0) {
+    header.resize((kHeaderAt + header.size() + 63) / 64 * 64 - kHeaderAt, ' ');
+    const uint64_t length = header.size();
+    std::string head(reinterpret_cast<const char*>(&length), sizeof length);
+    head += header;
+    set_checksum(head);
+    write_file(path_, head + std::string(tail, 0));
+  }
+  // The same with Muster's metadata, and with tensors as safetensors describes them.
+  void forge(const std::string& muster, const std::string& tensors = "", size_t tail = 0) {
+    forge_header(text(R"({"__metadata__":{"checksum":"0000000000000000","muster":)", nlohmann::json(muster).dump(), "}",
+                      tensors.empty() ? "" : ",", tensors, "}"),
+                 tail);
   }
   std::string refusal() {
     return message_of<CorruptError>([&] { Container::read(path_); });
@@ -76,14 +81,15 @@ class SnapshotContainer : public testing::Test {
 
 TEST_F(SnapshotContainer, BringsBackEveryDtypeAndShape) {
   Entries entries;
-  for (const auto dtype : {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat,
-                           at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble, at::kFloat8_e5m2})
+  for (const auto dtype :
+       {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble,
+        at::kBool, at::kComplexFloat, at::kComplexDouble, at::kFloat8_e5m2, at::kFloat8_e5m2fnuz})
     for (const auto& sizes : std::vector<std::vector<int64_t>>{{}, {0}, {3, 0}, {5}, {2, 3, 4}})
       entries.push_back(entry(text(c10::toString(dtype), join(sizes)), at::rand(sizes).mul(100).to(dtype)));
   const Shard shard =
       write_container(path_, {.steps = 7, .world_size = 3, .rank = 2, .shards = {{"a", 5, 6}}}, entries);
   EXPECT_EQ(shard.bytes, fs::file_size(path_));
-  EXPECT_EQ(shard.file, "step-7.snapshot");
+  EXPECT_EQ(shard.file, "step-7.safetensors");
 
   const Container read = Container::read(path_);
   EXPECT_EQ(read.sum(), shard.sum);
@@ -97,6 +103,8 @@ TEST_F(SnapshotContainer, BringsBackEveryDtypeAndShape) {
     EXPECT_EQ(about.shards[0].sum, 6u);
   }
   ASSERT_EQ(read.entries().size(), entries.size());
+  std::stable_sort(entries.begin(), entries.end(),
+                   [](const Entry& a, const Entry& b) { return a.tensor.element_size() > b.tensor.element_size(); });
   for (size_t i = 0; i < entries.size(); ++i) {
     const auto &before = entries[i], &after = read.entries()[i];
     EXPECT_EQ(after.full_name(), before.full_name());
@@ -107,8 +115,24 @@ TEST_F(SnapshotContainer, BringsBackEveryDtypeAndShape) {
     if (before.tensor.nbytes() != 0) {
       EXPECT_EQ(std::memcmp(after.tensor.const_data_ptr(), before.tensor.const_data_ptr(), before.tensor.nbytes()), 0);
     }
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(after.tensor.const_data_ptr()) % 16, 0u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(after.tensor.const_data_ptr()) % after.tensor.element_size(), 0u);
   }
+}
+
+// Python's safetensors, if it is there, and otherwise a few lines of Python.
+TEST_F(SnapshotContainer, PythonReadsIt) {
+  const at::Tensor complex = at::complex(at::tensor({0.5}), at::tensor({-2.0}));
+  write_container(path_, {.steps = 7},
+                  {entry("a", at::tensor({0.5F, -1.25F}).reshape({2, 1})), entry("b", at::tensor({int64_t{1} << 40})),
+                   entry("c", at::tensor({3.0, 0.125}).to(at::kBFloat16)), entry("d", at::tensor({1, 0}).to(at::kBool)),
+                   entry("e", at::empty({0, 3})), entry("f", at::tensor({7.0}), 1), entry("g", complex)});
+  const auto answers = test::ask_python("unit/snapshot_reference.py", {path_.string()});
+  ASSERT_EQ(answers.size(), 1u);
+  std::vector<double> expected{0.5, -1.25, static_cast<double>(int64_t{1} << 40), 3, 0.125, 1, 0};
+  const auto* const bytes = static_cast<const unsigned char*>(complex.const_data_ptr());
+  expected.insert(expected.end(), bytes, bytes + complex.nbytes());
+  expected.push_back(7);  // "rank 1/model/f" is the last name
+  EXPECT_EQ(answers[0], expected);
 }
 
 TEST_F(SnapshotContainer, ADirectoryNeedsNoMoreThanTheHead) {
@@ -133,11 +157,11 @@ TEST_F(SnapshotContainer, ADirectoryNeedsNoMoreThanTheHead) {
 TEST_F(SnapshotContainer, AFlipOfAnyByteIsFoundAndPlaced) {
   write_small();
   const std::string whole = read_file(path_);
-  const size_t data = 64 + static_cast<size_t>(*reinterpret_cast<const uint64_t*>(whole.data() + 16));
-  const auto name_at = [&](size_t byte) {  // tensors have 40, 240 and 3 bytes
-    return byte < data + 64 ? "'model/weight'" : byte < data + 64 + 256 ? "'model/bias'" : "'rank 1/model/index'";
+  const size_t data = Container::read(path_).head().size();
+  const auto name_at = [&](size_t byte) {
+    return byte < data + 240 ? "'model/bias'" : byte < data + 240 + 40 ? "'model/weight'" : "'rank 1/model/index'";
   };
-  ASSERT_EQ(whole.size(), data + 64 + 256 + 64);
+  ASSERT_EQ(whole.size(), data + 240 + 40 + 3);
   for (size_t byte = 0; byte < whole.size(); ++byte) {
     std::string flipped = whole;
     flipped[byte] = static_cast<char>(flipped[byte] ^ (1 << (byte % 8)));
@@ -155,7 +179,7 @@ TEST_F(SnapshotContainer, AFlipInALargeTensorIsPlacedInItsBlock) {
   write_container(path_, {.steps = 7},
                   {entry("first", at::arange(16, at::kFloat)), entry("large", at::rand({3 * (1 << 18) + 5}))});
   const auto entries = Container::read(path_).entries();
-  const auto offset = fs::file_size(path_) - (3 * (1 << 20) + 64);
+  const auto offset = fs::file_size(path_) - (3 * (1 << 20) + 5 * sizeof(float));
   for (const size_t block : {0, 1, 2, 3}) {
     std::string bytes = read_file(path_);
     const size_t byte = offset + block * (1 << 20) + 17;
@@ -178,7 +202,7 @@ TEST_F(SnapshotContainer, AFileOfAnotherLengthIsRefused) {
     if (HasFailure()) FAIL() << "length " << length << ": " << message;
   }
   EXPECT_CONTAINS(message_of<CorruptError>([&] {
-                    write_file(path_, whole.substr(0, whole.size() - 130));
+                    write_file(path_, whole.substr(0, whole.size() - 50));
                     Container::read(path_);
                   }),
                   "within tensor 'model/bias'");
@@ -188,11 +212,8 @@ TEST_F(SnapshotContainer, AFileOfAnotherLengthIsRefused) {
 
 TEST_F(SnapshotContainer, AnotherFileIsRefused) {
   write_file(path_, std::string(1000, 'x'));
-  EXPECT_CONTAINS(refusal(), "byte 0: this is not a snapshot");
-  write_small();
-  std::string bytes = read_file(path_);
-  bytes[8] = 3;
-  write_file(path_, bytes);
+  EXPECT_CONTAINS(refusal(), "byte 8: this is not a snapshot");
+  forge(R"({"version":3})");
   EXPECT_CONTAINS(refusal(), "byte 8: its format is version 3, and this Muster reads version 2");
   fs::remove(path_);
   EXPECT_CONTAINS(message_of<Unavailable>([&] { Container::read(path_); }), "cannot read " + path_.string());
@@ -200,54 +221,74 @@ TEST_F(SnapshotContainer, AnotherFileIsRefused) {
 }
 
 TEST_F(SnapshotContainer, AHeaderThatCannotBeIsRefusedThoughItsChecksumIsRight) {
-  const auto with = [](const std::string& tensors) {
-    return R"({"steps":7,"world_size":1,"rank":-1,"shards":[],"tensors":[)" + tensors + "]}";
+  const auto with = [](const std::string& tensors, const std::string& shards = "", const std::string& bytes = "64") {
+    return R"({"version":2,"steps":7,"world_size":1,"rank":-1,"data_bytes":)" + bytes + R"(,"shards":[)" + shards +
+           R"(],"tensors":[)" + tensors + "]}";
   };
-  const auto tensor = [](const std::string& dtype, const std::string& shape, const std::string& offset,
-                         const std::string& bytes, const std::string& sums) {
-    return R"({"item":"m","name":"w","kind":"tensor","rank":-1,"order":0,"dtype":")" + dtype + R"(","shape":)" + shape +
-           R"(,"offset":)" + offset + R"(,"bytes":)" + bytes + R"(,"sums":)" + sums + "}";
+  const auto with_shard = [&](const std::string& file) {
+    return with("", R"({"file":")" + file + R"(","bytes":1,"sum":1})", "0");
   };
-  const auto with_shard = [](const std::string& file) {
-    return R"({"steps":7,"world_size":1,"rank":-1,"shards":[{"file":")" + file +
-           R"(","bytes":1,"sum":1}],"tensors":[]})";
+  const auto about = [&](const std::string& sums, const std::string& more = "") {
+    return with(R"({"item":"m","name":"w","kind":"tensor","rank":-1,"order":0,"sums":)" + sums + more + "}");
+  };
+  const auto tensor = [](const std::string& dtype, const std::string& shape, const std::string& offsets) {
+    return R"("m/w":{"dtype":")" + dtype + R"(","shape":)" + shape + R"(,"data_offsets":)" + offsets + "}";
   };
   forge(with_shard("step-7.shard"));
   EXPECT_EQ(Container::read(path_).about().shards.size(), 1U);
-  forge(with(""));
-  EXPECT_TRUE(Container::read(path_).entries().empty());  // forge() can make a valid file
-  for (const auto& [header, words] : std::vector<std::pair<std::string, std::string>>{
-           {"", "not JSON"},
-           {"[1]", "not JSON"},
-           {"{}", "lacks something"},
-           {R"({"steps":"x","world_size":1,"rank":-1,"shards":[],"tensors":[]})", "lacks something"},
-           {with("{}"), "lacks something"},
-           {with_shard("../other/step-7.shard"), "is not the name of a shard"},
-           {with_shard("/etc/passwd"), "is not the name of a shard"},
-           {with_shard(".."), "is not the name of a shard"},
-           {with_shard(""), "is not the name of a shard"},
-           {with(tensor("Flat", "[1]", "320", "4", "[0]")), "unknown dtype 'Flat'"},
-           {with(tensor("QInt8", "[1]", "320", "1", "[0]")), "unknown dtype"},
-           {with(tensor("Float", "[-1]", "320", "4", "[0]")), "impossible shape"},
-           {with(tensor("Float", "[4294967296,4294967296]", "320", "0", "[]")), "impossible shape"},
-           {with(tensor("Float", "[1]", "64", "4", "[0]")), "does not lie"},
-           {with(tensor("Float", "[1]", "320", "8", "[0]")), "does not lie"},
-           {with(tensor("Float", "[1]", "320", "4", "[]")), "does not lie"},
-           {with(tensor("Float", "[1000]", "320", "4000", "[0]")), "does not lie"},
+  const std::string sum = std::to_string(checksum(std::string(64, 0)));
+  forge(about("[" + sum + "]"), tensor("F32", "[16]", "[0,64]"), 64);
+  EXPECT_EQ(Container::read(path_).entries().size(), 1U);  // forge() can make a valid file
+  struct Case {
+    std::string muster, tensors, words;
+  };
+  for (const auto& [muster, tensors, words] : std::vector<Case>{
+           {"", "", "not JSON"},
+           {"[1]", "", "not JSON"},
+           {"{}", "", "lacks something"},
+           {R"({"version":2,"steps":"x","world_size":1,"rank":-1,"shards":[],"data_bytes":0,"tensors":[]})", "",
+            "lacks something"},
+           {with("{}"), "", "lacks something"},
+           {about("[0]"), "", "lacks something"},
+           {with("", "", "9223372036854775808"), "", "do not fit into a file"},
+           {with_shard("../other/step-7.shard"), "", "is not the name of a shard"},
+           {with_shard("/etc/passwd"), "", "is not the name of a shard"},
+           {with_shard(".."), "", "is not the name of a shard"},
+           {with_shard(""), "", "is not the name of a shard"},
+           {about("[0]"), tensor("Flat", "[16]", "[0,64]"), "unknown dtype 'Flat'"},
+           {about("[0]", R"(,"dtype":"QInt8")"), tensor("U8", "[64,1]", "[0,64]"), "unknown dtype 'QInt8'"},
+           {about("[0]"), tensor("F32", "[-1]", "[0,64]"), "impossible shape"},
+           {about("[]"), tensor("F32", "[4294967296,4294967296]", "[0,0]"), "impossible shape"},
+           {about("[]"), tensor("F32", "[0,1099511627776,1099511627776]", "[0,0]"), "impossible shape"},
+           {about("[0]"), tensor("F32", "[15]", "[4,64]"), "does not lie"},
+           {about("[0]"), tensor("F32", "[16]", "[0,128]"), "does not lie"},
+           {about("[]"), tensor("F32", "[16]", "[0,64]"), "does not lie"},
+           {about("[0]"), tensor("F32", "[1000]", "[0,4000]"), "does not lie"},
+           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("U8", "[16,4]", "[0,64]"), "does not lie"},
+           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("F32", "[2,8]", "[0,64]"), "does not lie"},
+           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("U8", "[]", "[0,1]"), "does not lie"},
+           {with(""), "", "bytes that belong to no tensor"},
+           {with("", "", "0"), tensor("F32", "[0]", "[0,0]"), "1 tensors, of which 0 are described"},
        }) {
-    SCOPED_TRACE(header);
-    forge(header, 64);
+    SCOPED_TRACE(muster + tensors);
+    forge(muster, tensors, 64);
     EXPECT_CONTAINS(refusal(), words);
   }
-  forge(with(""), 64);
-  EXPECT_CONTAINS(refusal(), "bytes that belong to no tensor");
+  forge_header(R"({"__metadata__":{"checksum":"0000000000000000",)");
+  EXPECT_CONTAINS(refusal(), "the header is not JSON");
+  forge_header(R"({"__metadata__":{"checksum":"0000000000000000"}})");
+  EXPECT_CONTAINS(refusal(), "lacks something");
 }
 
 TEST_F(SnapshotContainer, WhatCannotBeWrittenLeavesNothing) {
-  EXPECT_CONTAINS(message_of<Unavailable>([&] { write_container(folder_ / "none" / "step-1.snapshot", {}, {}); }),
+  EXPECT_CONTAINS(message_of<Unavailable>([&] { write_container(folder_ / "none" / "step-1.safetensors", {}, {}); }),
                   "cannot write");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { write_container(path_, {}, {entry("\xff", at::arange(3))}); }),
                   "must be UTF-8");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] {
+                    write_container(path_, {}, {entry("a", at::arange(3)), entry("a", at::arange(3))});
+                  }),
+                  "two tensors 'model/a'");
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
