@@ -33,7 +33,6 @@
 namespace muster::checkpoint {
 
 inline constexpr int64_t kFormatVersion = 2;
-inline constexpr size_t kHeaderAt = 8;
 inline constexpr size_t kBlockBytes = size_t{1} << 20;  // of a tensor, with a checksum of their own
 
 // A file that a manifest refers to.

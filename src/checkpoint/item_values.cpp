@@ -1,5 +1,9 @@
 #include "checkpoint/item_values.h"
 
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
 
 namespace muster::checkpoint {
@@ -11,6 +15,17 @@ at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   // A parameter whose values may be elsewhere: clone() throws if they are.
   const at::Tensor values = parallel::is_watched(tensor) ? tensor.detach().clone() : tensor.detach();
   return values.to(at::kCPU).contiguous().resolve_conj().resolve_neg();
+}
+
+void put_values(const at::Tensor& to, const at::Tensor& values) {
+  if (parallel::belongs_to_another_rank(to)) return;
+  const at::NoGradGuard no_grad;
+  if (!parallel::is_watched(to)) {
+    to.copy_(values);
+    return;
+  }
+  parallel::unwatched(to).copy_(values);
+  torch::autograd::impl::bump_version(to);
 }
 
 at::Tensor without_values(const at::Tensor& tensor) {

@@ -22,6 +22,8 @@ inline constexpr const char* kSameMuster = "Use the Muster that wrote the snapsh
 
 // The tensor in a form that a file can hold: dense, contiguous, on the CPU. Shares the tensor's memory if it can.
 at::Tensor storable(const at::Tensor& tensor, const std::string& name);
+// Copies into a tensor of a module, with its dtype. What another rank owns is left to it.
+void put_values(const at::Tensor& to, const at::Tensor& values);
 // The same shape and dtype, on the device "meta".
 at::Tensor without_values(const at::Tensor& tensor);
 

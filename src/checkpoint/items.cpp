@@ -1,7 +1,6 @@
 #include "checkpoint/items.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <mutex>
@@ -63,17 +62,7 @@ class ModuleItem final : public Item {
   bool comes_in_parts(const Entry&) const override { return true; }
   void load(const Entries&) override { by_name_ = tensors_by_name(); }
   void load_part(const Entries& entries) override {
-    const at::NoGradGuard no_grad;
-    for (const Entry& entry : entries) {
-      const at::Tensor& to = by_name_.at(key_of(entry));
-      if (parallel::belongs_to_another_rank(to)) continue;  // if each rank has stored the item
-      if (parallel::is_watched(to)) {
-        parallel::unwatched(to).copy_(entry.tensor);
-        torch::autograd::impl::bump_version(to);
-      } else {
-        to.copy_(entry.tensor);
-      }
-    }
+    for (const Entry& entry : entries) put_values(by_name_.at(key_of(entry)), entry.tensor);
   }
   std::string what_is_equal() const override { return join(spread_over()); }
   std::set<int> spread_over() const override {

@@ -21,7 +21,7 @@ struct Offer {
 // Throws if the file, though intact, is not the one that its name says.
 void check_is(const About& about, int64_t steps, int rank, const std::string& file) {
   if (about.steps != steps || about.rank != rank)
-    throw CorruptError(text(file, ", byte ", kHeaderAt, ": this is the snapshot of step ", about.steps,
+    throw CorruptError(text(file, ", byte 0: this is the snapshot of step ", about.steps,
                             about.rank == kShared ? "" : text(" of rank ", about.rank)),
                        "Do not rename snapshots");
 }
@@ -43,7 +43,7 @@ Problem Reading::read() {
       const About& about = file->about();
       check_is(about, steps_, kShared, path.string());
       if (!about.shards.empty() && about.shards.size() != static_cast<size_t>(about.world_size))
-        throw CorruptError(text(path.string(), ", byte ", kHeaderAt, ": the list of shards is incomplete"));
+        throw CorruptError(text(path.string(), ", byte 0: the list of shards is incomplete"));
       offer.head = file->head();
     });
   }

@@ -23,6 +23,7 @@
 #include "fuzz/memory_file.h"
 #include "fuzz/parsers.h"
 #include "muster/base/error.h"
+#include "muster/checkpoint/safetensors.h"
 #include "muster/comm/objects.h"
 #include "muster/comm/tensor_msgpack.h"
 #include "muster/data/idx.h"
@@ -158,6 +159,24 @@ void parse_snapshot(Bytes bytes) {
   }
 }
 
+void parse_safetensors(Bytes bytes) {
+  const MemoryFile on_disk(bytes);
+  try {
+    const SafetensorsFile file(on_disk.path());
+    for (const auto& name : file.names()) file.tensor(name).clone();
+  } catch (const CorruptError&) {
+  }
+}
+
+Seeds safetensors_seeds() {
+  using namespace std::string_literals;
+  const std::string header =
+      R"({"__metadata__":{"a":"b"},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+      R"("i":{"dtype":"U8","shape":[1],"data_offsets":[8,9]},"h":{"dtype":"BF16","shape":[1,1],"data_offsets":[9,11]}})";
+  return {std::string(1, static_cast<char>(header.size())) + std::string(7, 0) + header + std::string(11, 1),
+          "\2\0\0\0\0\0\0\0{}"s};
+}
+
 Seeds snapshot_seeds() {
   const checkpoint::Entry weight{
       .item = "model", .name = "weight", .kind = "tensor", .order = 0, .tensor = at::arange(10, at::kFloat)};
@@ -182,11 +201,10 @@ Seeds snapshot_seeds() {
 }  // namespace
 
 const std::vector<Parser>& torch_parsers() {
-  static const std::vector<Parser> parsers{{"members", parse_members, members_seeds},
-                                           {"failure_note", parse_failure_note, failure_note_seeds},
-                                           {"object", parse_object, object_seeds},
-                                           {"idx", parse_idx, idx_seeds},
-                                           {"snapshot", parse_snapshot, snapshot_seeds}};
+  static const std::vector<Parser> parsers{
+      {"members", parse_members, members_seeds},    {"failure_note", parse_failure_note, failure_note_seeds},
+      {"object", parse_object, object_seeds},       {"idx", parse_idx, idx_seeds},
+      {"snapshot", parse_snapshot, snapshot_seeds}, {"safetensors", parse_safetensors, safetensors_seeds}};
   return parsers;
 }
 

@@ -10,6 +10,7 @@
 #include <set>
 #include <sstream>
 
+#include "base/text.h"
 #include "multiprocess/fsdp_support.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/shared_tensor.h"

@@ -7,8 +7,10 @@
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <optional>
 
@@ -323,6 +325,41 @@ TEST(FsdpSnapshot, AnotherOptimizerIsRefused) {
     refuse(*kOptimizers[0]({parameters.rbegin(), parameters.rend()}),
            {"'optimizer/state/1/exp_avg' is Float [600 x 12] in the snapshot, and its parameter is Float [5]"});
   });
+  fs::remove_all(folder);
+}
+
+// A plain file fills a sharded model, also one that was made without memory, and gets all of it.
+TEST(FsdpSnapshot, SafetensorsFiles) {
+  const auto folder = folder_for("plain");
+  fs::create_directories(folder);
+  const auto net = make<FsdpNet>(7, {});
+  const auto path = folder / "net.safetensors";
+  save_safetensors(path, *net, {{"format", "pt"}});
+  for (const bool gathers : {false, true})
+    for (const bool without_memory : {false, true}) {
+      SCOPED_TRACE(text(gathers, without_memory));
+      on_hosts(kTwoEach, [&](World& world) {
+        FsdpOptions options = gathers ? full() : FsdpOptions{};
+        const auto file = std::make_shared<const SafetensorsFile>(path);
+        options.init = [file](const std::string& name, Tensor values, at::Generator) {
+          values.copy_(file->tensor(name));
+        };
+        const auto own = without_memory ? on_meta([] { return std::make_shared<FsdpNet>(); }) : make<FsdpNet>(8, {});
+        auto model = fully_shard(own, options);
+        if (!without_memory) {
+          model.synchronize();
+          file->load_into(*own);
+        }
+        model.forward(fsdp_input(world.rank(), 0)).sum().backward();  // finds no change that it should not find
+        model.gather();
+        expect_equal(*own, *net);
+        const auto again = folder / text("rank-", world.rank(), ".safetensors");
+        save_safetensors(again, *own, {{"format", "pt"}});
+        model.synchronize();
+        std::ifstream a(path, std::ios::binary), b(again, std::ios::binary);
+        EXPECT_TRUE(std::equal(std::istreambuf_iterator<char>(a), {}, std::istreambuf_iterator<char>(b), {}));
+      });
+    }
   fs::remove_all(folder);
 }
 

@@ -22,6 +22,7 @@
 #include "base/text.h"
 #include "checkpoint/container.h"
 #include "checkpoint/folder.h"
+#include "checkpoint/tensor_header.h"
 #include "muster/base/error.h"
 #include "support/ask_python.h"
 #include "support/ranks.h"
@@ -126,7 +127,7 @@ TEST_F(SnapshotContainer, PythonReadsIt) {
                   {entry("a", at::tensor({0.5F, -1.25F}).reshape({2, 1})), entry("b", at::tensor({int64_t{1} << 40})),
                    entry("c", at::tensor({3.0, 0.125}).to(at::kBFloat16)), entry("d", at::tensor({1, 0}).to(at::kBool)),
                    entry("e", at::empty({0, 3})), entry("f", at::tensor({7.0}), 1), entry("g", complex)});
-  const auto answers = test::ask_python("unit/snapshot_reference.py", {path_.string()});
+  const auto answers = test::ask_python("unit/snapshot_reference.py", {"read " + path_.string()});
   ASSERT_EQ(answers.size(), 1u);
   std::vector<double> expected{0.5, -1.25, static_cast<double>(int64_t{1} << 40), 3, 0.125, 1, 0};
   const auto* const bytes = static_cast<const unsigned char*>(complex.const_data_ptr());
@@ -248,8 +249,8 @@ TEST_F(SnapshotContainer, AHeaderThatCannotBeIsRefusedThoughItsChecksumIsRight) 
            {"{}", "", "lacks something"},
            {R"({"version":2,"steps":"x","world_size":1,"rank":-1,"shards":[],"data_bytes":0,"tensors":[]})", "",
             "lacks something"},
-           {with("{}"), "", "lacks something"},
-           {about("[0]"), "", "lacks something"},
+           {with("{}"), tensor("F32", "[16]", "[0,64]"), "lacks something"},
+           {about("[]"), tensor("F32", "[16]", "[0,64]").replace(1, 3, "n/w"), "lacks something: tensor 'm/w'"},
            {with("", "", "9223372036854775808"), "", "do not fit into a file"},
            {with_shard("../other/step-7.shard"), "", "is not the name of a shard"},
            {with_shard("/etc/passwd"), "", "is not the name of a shard"},
@@ -261,13 +262,15 @@ TEST_F(SnapshotContainer, AHeaderThatCannotBeIsRefusedThoughItsChecksumIsRight) 
            {about("[]"), tensor("F32", "[4294967296,4294967296]", "[0,0]"), "impossible shape"},
            {about("[]"), tensor("F32", "[0,1099511627776,1099511627776]", "[0,0]"), "impossible shape"},
            {about("[0]"), tensor("F32", "[15]", "[4,64]"), "does not lie"},
-           {about("[0]"), tensor("F32", "[16]", "[0,128]"), "does not lie"},
+           {about("[0]"), tensor("F32", "[16]", "[0,128]"), "does not have the bytes of its shape"},
            {about("[]"), tensor("F32", "[16]", "[0,64]"), "does not lie"},
            {about("[0]"), tensor("F32", "[1000]", "[0,4000]"), "does not lie"},
-           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("U8", "[16,4]", "[0,64]"), "does not lie"},
-           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("F32", "[2,8]", "[0,64]"), "does not lie"},
-           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("U8", "[]", "[0,1]"), "does not lie"},
-           {with(""), "", "bytes that belong to no tensor"},
+           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("U8", "[16,4]", "[0,64]"),
+            "does not have the bytes of dtype 'ComplexFloat'"},
+           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("F32", "[2,8]", "[0,64]"),
+            "does not have the bytes of dtype"},
+           {about("[0]", R"(,"dtype":"ComplexFloat")"), tensor("U8", "[]", "[0,1]"), "63 bytes belong to no tensor"},
+           {with(""), "", "64 bytes belong to no tensor"},
            {with("", "", "0"), tensor("F32", "[0]", "[0,0]"), "1 tensors, of which 0 are described"},
        }) {
     SCOPED_TRACE(muster + tensors);

@@ -1,4 +1,8 @@
-"""What a Python program reads from a safetensors file: for each line, a path, all values of all tensors in the order of their names."""
+"""What a Python program does with safetensors files. For each line:
+
+read PATH    prints all values of all tensors, in the order of their names
+write PATH   writes a file in which tensors are not aligned, and one by the safetensors library beside it, if that is there
+"""
 
 import json
 import struct
@@ -7,7 +11,7 @@ import sys
 import torch
 
 try:
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, save_file
 except ImportError:  # the format is simple enough to be read without
     load_file = None
 
@@ -30,8 +34,27 @@ def read(path):
     return tensors
 
 
+def write(path):
+    header = {
+        "__metadata__": {"by": "python"},
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b": {"dtype": "BF16", "shape": [2], "data_offsets": [1, 5]},
+        "c": {"dtype": "F32", "shape": [1, 2], "data_offsets": [5, 13]},
+    }
+    text = json.dumps(header).encode()
+    halves = torch.tensor([0.5, -3.0], dtype=torch.bfloat16).view(torch.int16).tolist()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + struct.pack("<Bhhff", 7, *halves, 0.25, 4))
+    if load_file:
+        save_file({"weight": torch.full((3, 2), 2.0), "bias": torch.arange(3.0)}, path + ".library")
+
+
 for line in sys.stdin:
-    path = line.strip()
+    what, path = line.split()
+    if what == "write":
+        write(path)
+        print()
+        continue
     tensors = read(path)
     if load_file:
         same = load_file(path)

@@ -1,0 +1,166 @@
+#include "muster/checkpoint/safetensors.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/atomic_file.h"
+#include "base/text.h"
+#include "checkpoint/item_values.h"
+#include "checkpoint/tensor_header.h"
+#include "muster/base/error.h"
+#include "shm/mapping.h"
+
+namespace muster {
+
+using checkpoint::StoredTensor;
+
+struct SafetensorsFile::Impl {
+  std::string path;
+  at::Tensor bytes;  // the file; its storage keeps the mapping
+  size_t head_bytes = 0;
+  std::vector<StoredTensor> tensors;  // in the file's order
+  std::map<std::string, size_t> by_name;
+  std::map<std::string, std::string> metadata;
+};
+
+namespace {
+
+constexpr char kSameModule[] = "Load the file of this module, or set .prefix or .strict";
+
+// The whole of a file. Pages that this process writes become its own.
+at::Tensor map_file(const std::filesystem::path& path) {
+  uint64_t size = 0;
+  const UniqueFd fd = checkpoint::open_to_read(path, "", size);
+  if (size == 0) return at::empty({0}, at::kByte);
+  void* const data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd.get(), 0);
+  if (data == MAP_FAILED) throw_errno(text("cannot map ", path.string()));
+  const auto mapped = std::make_shared<shm::Mapping>(static_cast<std::byte*>(data), size);
+  return at::from_blob(
+      data, {static_cast<int64_t>(size)}, [mapped](void*) {}, at::kByte);
+}
+
+std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
+  std::map<std::string, at::Tensor> all;
+  const auto add = [&](const auto& named) {
+    for (const auto& each : named) {
+      if (!each.value().defined()) continue;
+      if (!all.emplace(each.key(), each.value()).second)
+        throw InvalidArgument(text("a parameter and a buffer have the name '", each.key(), "'"), "Rename one");
+    }
+  };
+  add(module.named_parameters());
+  add(module.named_buffers());
+  return all;
+}
+
+}  // namespace
+
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : impl_(std::make_unique<Impl>()) {
+  Impl& file = *impl_;
+  file.path = path.string();
+  file.bytes = map_file(path);
+  const checkpoint::FileErrors errors(file.path, "Use a safetensors file that is complete");
+  const auto head = checkpoint::head_in(checkpoint::bytes_of(file.bytes), errors);
+  file.head_bytes = head.size();
+  const auto header = checkpoint::parsed_header(head, errors);
+  errors.understood([&] {
+    if (const auto found = header.find("__metadata__"); found != header.end())
+      file.metadata = found->get<std::map<std::string, std::string>>();
+    file.tensors = checkpoint::stored_tensors(header, file.bytes.nbytes() - head.size(), errors);
+  });
+  for (size_t i = 0; i < file.tensors.size(); ++i) file.by_name[file.tensors[i].name] = i;
+}
+
+SafetensorsFile::SafetensorsFile(SafetensorsFile&&) noexcept = default;
+SafetensorsFile& SafetensorsFile::operator=(SafetensorsFile&&) noexcept = default;
+SafetensorsFile::~SafetensorsFile() = default;
+
+std::vector<std::string> SafetensorsFile::names() const {
+  std::vector<std::string> names;
+  for (const StoredTensor& tensor : impl_->tensors) names.push_back(tensor.name);
+  return names;
+}
+
+bool SafetensorsFile::contains(const std::string& name) const { return impl_->by_name.contains(name); }
+const std::map<std::string, std::string>& SafetensorsFile::metadata() const { return impl_->metadata; }
+
+at::Tensor SafetensorsFile::tensor(const std::string& name) const {
+  const Impl& file = *impl_;
+  const auto found = file.by_name.find(name);
+  if (found == file.by_name.end()) throw InvalidArgument(text(file.path, " has no tensor '", name, "'"));
+  const StoredTensor& stored = file.tensors[found->second];
+  const uint64_t begin = file.head_bytes + stored.begin, element = c10::elementSize(stored.dtype);
+  if (begin % element == 0) return checkpoint::view_of(file.bytes, begin, stored.dtype, stored.sizes);
+  // The format does not say that tensors are aligned.
+  const auto bytes =
+      file.bytes.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(stored.end - stored.begin)).clone();
+  return checkpoint::view_of(bytes, 0, stored.dtype, stored.sizes);
+}
+
+void SafetensorsFile::load_into(torch::nn::Module& module, const SafetensorsLoadOptions& options) const {
+  const auto here = tensors_of(module);
+  std::vector<std::string> missing, unexpected, differing;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
+  for (const auto& [name, to] : here) {
+    if (to.is_meta())
+      throw InvalidArgument(text(name, " has no values, because it was made on the device meta"),
+                            "Let FsdpOptions::init fill it, with tensor()");
+    if (!contains(options.prefix + name)) {
+      missing.push_back(name);
+      continue;
+    }
+    const at::Tensor from = tensor(options.prefix + name);
+    if (from.sizes() != to.sizes())
+      differing.push_back(text(name, " [", join(from.sizes(), " x "), "] for [", join(to.sizes(), " x "), "]"));
+    copies.emplace_back(to, from);
+  }
+  for (const StoredTensor& stored : impl_->tensors)
+    if (stored.name.starts_with(options.prefix) && !here.contains(stored.name.substr(options.prefix.size())))
+      unexpected.push_back(stored.name);
+  std::vector<std::string> problems;
+  if (options.strict && !missing.empty()) problems.push_back("lacks " + join(missing));
+  if (options.strict && !unexpected.empty()) problems.push_back("has, and the module has not, " + join(unexpected));
+  if (!differing.empty()) problems.push_back("has other shapes: " + join(differing));
+  if (!problems.empty()) throw InvalidArgument(text(impl_->path, " ", join(problems, "; it ")), kSameModule);
+  for (const auto& [to, from] : copies) checkpoint::put_values(to, from);
+}
+
+void save_safetensors(const std::filesystem::path& path, const std::map<std::string, at::Tensor>& tensors,
+                      const std::map<std::string, std::string>& metadata) {
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  for (const auto& [name, tensor] : tensors) {
+    all.emplace_back(name, checkpoint::storable(tensor, name));
+    if (!checkpoint::has_name_in_files(tensor.scalar_type()))
+      throw InvalidArgument(text("tensor '", name, "' is of dtype ", c10::toString(tensor.scalar_type()),
+                                 ", which safetensors files lack"),
+                            "Convert it");
+    if (name == "__metadata__") throw InvalidArgument("a tensor must not be named '__metadata__'", "Rename it");
+  }
+  // The largest elements come first, so that all are aligned without gaps.
+  std::stable_sort(all.begin(), all.end(),
+                   [](const auto& a, const auto& b) { return a.second.element_size() > b.second.element_size(); });
+  nlohmann::json header = nlohmann::json::object();
+  if (!metadata.empty()) header["__metadata__"] = metadata;
+  uint64_t offset = 0;
+  for (const auto& [name, tensor] : all) {
+    header[name] = checkpoint::description_of(tensor, offset);
+    offset += tensor.nbytes();
+  }
+  const std::string head = checkpoint::head_from(checkpoint::dump(header));
+  AtomicFile file(path);
+  file.write(head);
+  for (const auto& [name, tensor] : all) file.write(checkpoint::bytes_of(tensor));
+  file.commit(true);
+}
+
+void save_safetensors(const std::filesystem::path& path, const torch::nn::Module& module,
+                      const std::map<std::string, std::string>& metadata) {
+  save_safetensors(path, tensors_of(module), metadata);
+}
+
+}  // namespace muster
