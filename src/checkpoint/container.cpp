@@ -123,9 +123,9 @@ struct Place {
   std::vector<uint64_t> sums;
 };
 
-// From what the metadata says about a tensor, and the header. So that every byte has a checksum, and each tensor one
-// entry, this one has to begin at `begin`.
-Place place_of(const json& about, const std::map<std::string_view, const StoredTensor*>& tensors, uint64_t begin,
+// From what the metadata says about a tensor, and the header, from whose tensors it is taken. So that every byte has a
+// checksum, this one has to begin at `begin`.
+Place place_of(const json& about, std::map<std::string_view, const StoredTensor*>& tensors, uint64_t begin,
                const Head& head, const FileErrors& errors) {
   Place place{.entry = {.item = about.at("item").get<std::string>(),
                         .name = about.at("name").get<std::string>(),
@@ -134,9 +134,11 @@ Place place_of(const json& about, const std::map<std::string_view, const StoredT
                         .order = about.at("order").get<int64_t>()},
               .sums = about.at("sums").get<std::vector<uint64_t>>()};
   const std::string name = place.entry.full_name();
-  const auto found = tensors.find(name);
+  const std::string key = about.value("key", name);  // if another entry has the name
+  const auto found = tensors.find(key);
   if (found == tensors.end()) errors.fail(kHeaderAt, "the header lacks something: tensor '", name, "'");
   const StoredTensor& stored = *found->second;
+  tensors.erase(found);
   place.dtype = stored.dtype;
   place.sizes = stored.sizes;
   place.begin = head.bytes.size() + stored.begin;
@@ -152,6 +154,8 @@ Place place_of(const json& about, const std::map<std::string_view, const StoredT
       errors.fail(kHeaderAt, "tensor '", name, "' does not have the bytes of dtype '", dtype, "'");
     place.sizes.pop_back();
   }
+  if (place.dtype == at::ScalarType::Undefined)
+    errors.fail(kHeaderAt, "tensor '", name, "' has the unknown dtype '", stored.dtype_in_file, "'");
   if (place.begin != begin || place.begin % c10::elementSize(place.dtype) != 0 ||
       place.sums.size() != (place.end - place.begin + kBlockBytes - 1) / kBlockBytes)
     errors.fail(kHeaderAt, "tensor '", name, "' does not lie where the metadata place it");
@@ -166,8 +170,12 @@ std::vector<Place> places_of(const Head& head, const FileErrors& errors) {
   for (const auto& about : head.muster.at("tensors")) {
     places.push_back(place_of(about, tensors, end, head, errors));
     end = places.back().end;
+    // So a part of the file that begins with a tensor has all of its tensors aligned.
+    if (places.size() > 1 && c10::elementSize(places.back().dtype) > c10::elementSize(places[places.size() - 2].dtype))
+      errors.fail(kHeaderAt, "tensor '", places.back().entry.full_name(),
+                  "' has larger elements than the one before it");
   }
-  if (places.size() != head.tensors.size())
+  if (!tensors.empty())
     errors.fail(kHeaderAt, "the header has ", head.tensors.size(), " tensors, of which ", places.size(),
                 " are described");
   return places;
@@ -225,8 +233,13 @@ Shard write_container(const std::filesystem::path& path, const About& about, Ent
     json described{{"item", entry.item}, {"name", entry.name},   {"kind", entry.kind},
                    {"rank", entry.rank}, {"order", entry.order}, {"sums", block_sums(bytes)}};
     if (!has_name_in_files(entry.tensor.scalar_type())) described["dtype"] = c10::toString(entry.tensor.scalar_type());
-    if (!tensors.emplace(entry.full_name(), description_of(entry.tensor, offset)).second)
-      throw InvalidArgument(text("a snapshot would have two tensors '", entry.full_name(), "'"), "Rename an item");
+    std::string key = entry.full_name();
+    if (tensors.contains(key) || key == "__metadata__") {
+      key += text("#", tensors.size());
+      described["key"] = key;
+    }
+    if (!tensors.emplace(key, description_of(entry.tensor, offset)).second)
+      throw InvalidArgument(text("a snapshot would have two tensors '", key, "'"), "Rename an item");
     muster["tensors"].push_back(std::move(described));
     offset += bytes.size();
   }
@@ -296,7 +309,7 @@ About read_about(const std::filesystem::path& path) {
   if (bytes.size() == kHeaderAt) {
     uint64_t length = 0;
     std::memcpy(&length, bytes.data(), kHeaderAt);
-    bytes.resize(kHeaderAt + std::min(length, size - kHeaderAt));
+    bytes.resize(kHeaderAt + std::min({length, size - kHeaderAt, kMostHeaderBytes}));
     bytes.resize(kHeaderAt + read_bytes(fd, path, bytes.data() + kHeaderAt, bytes.size() - kHeaderAt));
   }
   const Head head = read_head(bytes, errors);

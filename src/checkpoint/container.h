@@ -8,8 +8,9 @@
 //     …      the tensors, without gaps; those with the largest elements first, so that all are aligned
 //
 // "muster" is JSON in a string: version (2), steps, world_size, rank, shards, data_bytes, and tensors, which has for each
-// tensor in the file's order: item, name, kind, rank, order, its checksums, and its dtype if safetensors files have none
-// like it. Such a tensor is stored as the bytes of its elements, in one more dimension.
+// tensor in the file's order: item, name, kind, rank, order, its checksums; its key in the header, if that is not its full
+// name, because another has it; and its dtype, if safetensors files have none like it. Such a tensor is stored as the bytes
+// of its elements, in one more dimension.
 //
 // Checksums are XXH3 (64 bits). A tensor has one per MiB, so that an error can name the MiB in which a bit has flipped.
 // "checksum" is that of the first 8 bytes and the header, with zeros in its own place.
@@ -51,8 +52,8 @@ struct About {
 
 uint64_t checksum(std::string_view bytes);
 
-// Writes the file durably. Returns what a manifest needs to refer to it. InvalidArgument: two entries have one name, or one
-// is not UTF-8.
+// Writes the file durably. Returns what a manifest needs to refer to it. InvalidArgument: a name is
+// not UTF-8.
 Shard write_container(const std::filesystem::path& path, const About& about, Entries entries);
 // Makes a head's checksum right. For tests that forge files.
 void set_checksum(std::string& head);

@@ -26,7 +26,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::string_view kEnding = ".safetensors";
+constexpr std::string_view kEnding = ".snapshot.safetensors";
 constexpr std::chrono::seconds kDying{2};  // how long a process that was killed may still hold the lock
 
 // A file name, parsed.

@@ -8,10 +8,14 @@
 
 namespace muster::checkpoint {
 
-at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
-  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
+void require_storable(const at::Tensor& tensor, const std::string& name) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
     throw InvalidArgument(text("tensor '", name, "' is sparse, quantized or without data"),
-                          "Snapshots hold dense tensors; add it as an object with save() and load()");
+                          "Files hold dense tensors; in a snapshot, add it as an object with save() and load()");
+}
+
+at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
+  require_storable(tensor, name);
   // A parameter whose values may be elsewhere: clone() throws if they are.
   const at::Tensor values = parallel::is_watched(tensor) ? tensor.detach().clone() : tensor.detach();
   return values.to(at::kCPU).contiguous().resolve_conj().resolve_neg();

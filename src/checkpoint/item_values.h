@@ -21,6 +21,7 @@ inline constexpr const char* kSameProgram = "Restore with the program that saved
 inline constexpr const char* kSameMuster = "Use the Muster that wrote the snapshot";
 
 // The tensor in a form that a file can hold: dense, contiguous, on the CPU. Shares the tensor's memory if it can.
+void require_storable(const at::Tensor& tensor, const std::string& name);  // InvalidArgument if there is none
 at::Tensor storable(const at::Tensor& tensor, const std::string& name);
 // Copies into a tensor of a module, with its dtype. What another rank owns is left to it.
 void put_values(const at::Tensor& to, const at::Tensor& values);

@@ -217,7 +217,7 @@ class OptimizerItem final : public Item {
       // states.
       all += text('[', join(parameter.sizes()), "] ");
       if (!sharing)
-        all += is_known_ && has_state ? "has state\n" : "\n";
+        all += has_state ? "has state\n" : "\n";
       else if (is_known_)
         all += text(sharing->name, ' ', sharing->first_owner, '\n');
       else

@@ -1,11 +1,11 @@
 #include "muster/checkpoint/safetensors.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <set>
+#include <string_view>
 #include <utility>
 
 #include "base/atomic_file.h"
@@ -13,6 +13,7 @@
 #include "checkpoint/item_values.h"
 #include "checkpoint/tensor_header.h"
 #include "muster/base/error.h"
+#include "parallel/shared_tensor.h"
 #include "shm/mapping.h"
 
 namespace muster {
@@ -21,7 +22,7 @@ using checkpoint::StoredTensor;
 
 struct SafetensorsFile::Impl {
   std::string path;
-  at::Tensor bytes;  // the file; its storage keeps the mapping
+  std::shared_ptr<shm::Mapping> mapped;  // null if the file is empty
   size_t head_bytes = 0;
   std::vector<StoredTensor> tensors;  // in the file's order
   std::map<std::string, size_t> by_name;
@@ -33,15 +34,13 @@ namespace {
 constexpr char kSameModule[] = "Load the file of this module, or set .prefix or .strict";
 
 // The whole of a file. Pages that this process writes become its own.
-at::Tensor map_file(const std::filesystem::path& path) {
+std::shared_ptr<shm::Mapping> map_file(const std::filesystem::path& path) {
   uint64_t size = 0;
   const UniqueFd fd = checkpoint::open_to_read(path, "", size);
-  if (size == 0) return at::empty({0}, at::kByte);
+  if (size == 0) return nullptr;
   void* const data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd.get(), 0);
   if (data == MAP_FAILED) throw_errno(text("cannot map ", path.string()));
-  const auto mapped = std::make_shared<shm::Mapping>(static_cast<std::byte*>(data), size);
-  return at::from_blob(
-      data, {static_cast<int64_t>(size)}, [mapped](void*) {}, at::kByte);
+  return std::make_shared<shm::Mapping>(static_cast<std::byte*>(data), size);
 }
 
 std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
@@ -63,15 +62,18 @@ std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
 SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : impl_(std::make_unique<Impl>()) {
   Impl& file = *impl_;
   file.path = path.string();
-  file.bytes = map_file(path);
+  file.mapped = map_file(path);
+  const std::string_view bytes =
+      file.mapped ? std::string_view(reinterpret_cast<const char*>(file.mapped->data()), file.mapped->size())
+                  : std::string_view();
   const checkpoint::FileErrors errors(file.path, "Use a safetensors file that is complete");
-  const auto head = checkpoint::head_in(checkpoint::bytes_of(file.bytes), errors);
+  const auto head = checkpoint::head_in(bytes, errors);
   file.head_bytes = head.size();
   const auto header = checkpoint::parsed_header(head, errors);
   errors.understood([&] {
-    if (const auto found = header.find("__metadata__"); found != header.end())
+    if (const auto found = header.find("__metadata__"); found != header.end() && !found->is_null())
       file.metadata = found->get<std::map<std::string, std::string>>();
-    file.tensors = checkpoint::stored_tensors(header, file.bytes.nbytes() - head.size(), errors);
+    file.tensors = checkpoint::stored_tensors(header, bytes.size() - head.size(), errors);
   });
   for (size_t i = 0; i < file.tensors.size(); ++i) file.by_name[file.tensors[i].name] = i;
 }
@@ -94,47 +96,56 @@ at::Tensor SafetensorsFile::tensor(const std::string& name) const {
   const auto found = file.by_name.find(name);
   if (found == file.by_name.end()) throw InvalidArgument(text(file.path, " has no tensor '", name, "'"));
   const StoredTensor& stored = file.tensors[found->second];
-  const uint64_t begin = file.head_bytes + stored.begin, element = c10::elementSize(stored.dtype);
-  if (begin % element == 0) return checkpoint::view_of(file.bytes, begin, stored.dtype, stored.sizes);
+  if (stored.dtype == at::ScalarType::Undefined)
+    throw InvalidArgument(text("tensor '", name, "' is of dtype ", stored.dtype_in_file, ", which libtorch lacks"));
+  const uint64_t begin = file.head_bytes + stored.begin;
+  // A storage of its own: tensors of one storage would share a version, and be saved together.
+  const auto at = [&](at::ScalarType dtype, at::IntArrayRef sizes) {
+    return at::from_blob(
+        file.mapped->data() + begin, sizes, [mapped = file.mapped](void*) {}, dtype);
+  };
+  if (begin % c10::elementSize(stored.dtype) == 0) return at(stored.dtype, stored.sizes);
   // The format does not say that tensors are aligned.
-  const auto bytes =
-      file.bytes.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(stored.end - stored.begin)).clone();
+  const auto bytes = at(at::kByte, {static_cast<int64_t>(stored.end - stored.begin)}).clone();
   return checkpoint::view_of(bytes, 0, stored.dtype, stored.sizes);
 }
 
 void SafetensorsFile::load_into(torch::nn::Module& module, const SafetensorsLoadOptions& options) const {
   const auto here = tensors_of(module);
   std::vector<std::string> missing, unexpected, differing;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
+  std::set<const void*> filled;  // tensors: one that a module has under two names may be there once
   for (const auto& [name, to] : here) {
     if (to.is_meta())
       throw InvalidArgument(text(name, " has no values, because it was made on the device meta"),
                             "Let FsdpOptions::init fill it, with tensor()");
-    if (!contains(options.prefix + name)) {
-      missing.push_back(name);
-      continue;
-    }
-    const at::Tensor from = tensor(options.prefix + name);
-    if (from.sizes() != to.sizes())
-      differing.push_back(text(name, " [", join(from.sizes(), " x "), "] for [", join(to.sizes(), " x "), "]"));
-    copies.emplace_back(to, from);
+    const auto found = impl_->by_name.find(options.prefix + name);
+    if (found == impl_->by_name.end()) continue;
+    filled.insert(to.unsafeGetTensorImpl());
+    const at::IntArrayRef sizes = impl_->tensors[found->second].sizes;
+    if (sizes != to.sizes())
+      differing.push_back(text(name, " [", join(sizes, " x "), "] for [", join(to.sizes(), " x "), "]"));
   }
+  for (const auto& [name, to] : here)
+    if (!filled.contains(to.unsafeGetTensorImpl())) missing.push_back(name);
   for (const StoredTensor& stored : impl_->tensors)
     if (stored.name.starts_with(options.prefix) && !here.contains(stored.name.substr(options.prefix.size())))
       unexpected.push_back(stored.name);
   std::vector<std::string> problems;
+  if (filled.empty() && !here.empty()) problems.push_back("has none of the module's tensors");
   if (options.strict && !missing.empty()) problems.push_back("lacks " + join(missing));
   if (options.strict && !unexpected.empty()) problems.push_back("has, and the module has not, " + join(unexpected));
   if (!differing.empty()) problems.push_back("has other shapes: " + join(differing));
   if (!problems.empty()) throw InvalidArgument(text(impl_->path, " ", join(problems, "; it ")), kSameModule);
-  for (const auto& [to, from] : copies) checkpoint::put_values(to, from);
+  for (const auto& [name, to] : here)
+    if (contains(options.prefix + name) && !parallel::belongs_to_another_rank(to))
+      checkpoint::put_values(to, tensor(options.prefix + name));
 }
 
 void save_safetensors(const std::filesystem::path& path, const std::map<std::string, at::Tensor>& tensors,
                       const std::map<std::string, std::string>& metadata) {
-  std::vector<std::pair<std::string, at::Tensor>> all;
-  for (const auto& [name, tensor] : tensors) {
-    all.emplace_back(name, checkpoint::storable(tensor, name));
+  std::vector<std::pair<std::string, at::Tensor>> all(tensors.begin(), tensors.end());
+  for (const auto& [name, tensor] : all) {
+    checkpoint::require_storable(tensor, name);
     if (!checkpoint::has_name_in_files(tensor.scalar_type()))
       throw InvalidArgument(text("tensor '", name, "' is of dtype ", c10::toString(tensor.scalar_type()),
                                  ", which safetensors files lack"),
@@ -154,7 +165,10 @@ void save_safetensors(const std::filesystem::path& path, const std::map<std::str
   const std::string head = checkpoint::head_from(checkpoint::dump(header));
   AtomicFile file(path);
   file.write(head);
-  for (const auto& [name, tensor] : all) file.write(checkpoint::bytes_of(tensor));
+  for (const auto& [name, tensor] : all) {
+    const at::Tensor stored = checkpoint::storable(tensor, name);  // one copy at a time
+    file.write(checkpoint::bytes_of(stored));
+  }
   file.commit(true);
 }
 

@@ -4,9 +4,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <iterator>
 #include <optional>
 #include <tuple>
 
@@ -31,7 +29,11 @@ constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {{"F64", at::k
                                                                    {"U32", at::kUInt32},
                                                                    {"U16", at::kUInt16},
                                                                    {"F8_E5M2", at::kFloat8_e5m2},
-                                                                   {"F8_E4M3", at::kFloat8_e4m3fn}};
+                                                                   {"F8_E4M3", at::kFloat8_e4m3fn},
+                                                                   {"F8_E5M2FNUZ", at::kFloat8_e5m2fnuz},
+                                                                   {"F8_E4M3FNUZ", at::kFloat8_e4m3fnuz},
+                                                                   {"F8_E8M0", at::kFloat8_e8m0fnu},
+                                                                   {"C64", at::kComplexFloat}};
 
 std::string_view name_in_files(at::ScalarType dtype) {
   for (const auto& [name, type] : kDtypes)
@@ -53,13 +55,16 @@ std::string_view head_in(std::string_view given, const FileErrors& errors) {
   if (given.size() < kHeaderAt) ends("first ", kHeaderAt, " bytes");
   uint64_t length = 0;
   std::memcpy(&length, given.data(), sizeof length);
+  if (length > kMostHeaderBytes) errors.fail(0, "a header of ", length, " bytes is longer than any is");
   if (length > given.size() - kHeaderAt) ends("header of ", length, " bytes");
   return given.substr(0, kHeaderAt + length);
 }
 
 json parsed_header(std::string_view head, const FileErrors& errors) {
-  json header = json::parse(head.substr(kHeaderAt), nullptr, false);
-  if (!header.is_object()) errors.fail(kHeaderAt, "the header is not JSON");
+  const auto written = head.substr(kHeaderAt);
+  json header = json::parse(written, nullptr, false);
+  if (!written.starts_with('{') || written.find('\0') != std::string_view::npos || !header.is_object())
+    errors.fail(kHeaderAt, "the header is not a JSON object");
   return header;
 }
 
@@ -67,19 +72,24 @@ std::vector<StoredTensor> stored_tensors(const json& header, uint64_t data_bytes
   std::vector<StoredTensor> tensors;
   for (const auto& [name, about] : header.items()) {
     if (name == "__metadata__") continue;
-    const auto dtype = about.at("dtype").get<std::string>();
-    const auto type = dtype_named(dtype);
-    if (!type) errors.fail(kHeaderAt, "tensor '", name, "' has the unknown dtype '", dtype, "'");
-    StoredTensor tensor{.name = name, .dtype = *type, .sizes = about.at("shape").get<std::vector<int64_t>>()};
-    std::tie(tensor.begin, tensor.end) = about.at("data_offsets").get<std::pair<uint64_t, uint64_t>>();
-    uint64_t bytes = c10::elementSize(*type), stride = bytes;  // as if no size were 0: strides must not overflow either
-    for (const int64_t size : tensor.sizes) {
-      if (size < 0 || __builtin_mul_overflow(stride, static_cast<uint64_t>(std::max<int64_t>(size, 1)), &stride) ||
-          stride > kMostBytes)
+    StoredTensor tensor{.name = name, .dtype_in_file = about.at("dtype").get<std::string>()};
+    const auto type = dtype_named(tensor.dtype_in_file);
+    if (type) tensor.dtype = *type;
+    // As if no size were 0: strides must not overflow either.
+    uint64_t bytes = type ? c10::elementSize(*type) : 1, stride = bytes;
+    for (const json& size : about.at("shape")) {
+      if (!size.is_number_unsigned() ||
+          __builtin_mul_overflow(stride, std::max<uint64_t>(size.get<uint64_t>(), 1), &stride) || stride > kMostBytes)
         errors.fail(kHeaderAt, "tensor '", name, "' has an impossible shape");
-      bytes *= static_cast<uint64_t>(size);
+      tensor.sizes.push_back(size.get<int64_t>());
+      bytes *= size.get<uint64_t>();
     }
-    if (tensor.begin > tensor.end || tensor.end - tensor.begin != bytes)
+    const json& offsets = about.at("data_offsets");
+    if (offsets.size() != 2 || !offsets.at(0).is_number_unsigned() || !offsets.at(1).is_number_unsigned())
+      errors.fail(kHeaderAt, "tensor '", name, "' has impossible offsets");
+    tensor.begin = offsets[0].get<uint64_t>();
+    tensor.end = offsets[1].get<uint64_t>();
+    if (tensor.begin > tensor.end || (type && tensor.end - tensor.begin != bytes))
       errors.fail(kHeaderAt, "tensor '", name, "' does not have the bytes of its shape");
     tensors.push_back(std::move(tensor));
   }
@@ -111,6 +121,10 @@ bool has_name_in_files(at::ScalarType dtype) { return !name_in_files(dtype).empt
 std::string head_from(std::string json) {
   json.resize((kHeaderAt + json.size() + kAlignment - 1) / kAlignment * kAlignment - kHeaderAt, ' ');
   const uint64_t length = json.size();
+  if (length > kMostHeaderBytes)
+    throw InvalidArgument(
+        text("the tensors' names and shapes take ", length, " bytes, more than a safetensors file has"),
+        "Store fewer and larger tensors in it");
   return std::string(reinterpret_cast<const char*>(&length), sizeof length) + json;
 }
 
@@ -118,7 +132,7 @@ std::string dump(const json& json) {
   try {
     return json.dump();
   } catch (const nlohmann::json::exception& error) {
-    throw InvalidArgument(text("a tensor's name must be UTF-8: ", error.what()), "Rename it");
+    throw InvalidArgument(text("names and metadata must be UTF-8: ", error.what()), "Rename it");
   }
 }
 

@@ -28,6 +28,7 @@ namespace muster::checkpoint {
 
 inline constexpr size_t kHeaderAt = 8;
 inline constexpr uint64_t kMostBytes = uint64_t{1} << 62;  // of a file
+inline constexpr uint64_t kMostHeaderBytes = 100'000'000;  // as the safetensors library
 
 // Errors that name a file and a byte.
 class FileErrors {
@@ -54,7 +55,8 @@ class FileErrors {
 
 struct StoredTensor {
   std::string name;
-  at::ScalarType dtype = at::kByte;
+  std::string dtype_in_file;
+  at::ScalarType dtype = at::ScalarType::Undefined;  // if libtorch lacks it
   std::vector<int64_t> sizes;
   uint64_t begin = 0, end = 0;  // counted from the end of the header
 };
@@ -65,11 +67,12 @@ nlohmann::json parsed_header(std::string_view head, const FileErrors& errors);
 // In the file's order. CorruptError unless the tensors fill `data_bytes`.
 std::vector<StoredTensor> stored_tensors(const nlohmann::json& header, uint64_t data_bytes, const FileErrors& errors);
 
-// What a header says of a tensor that begins at `begin`. One whose dtype safetensors files lack (complex numbers) is
-// described as the bytes of its elements, in one more dimension.
+// What a header says of a tensor that begins at `begin`. One whose dtype safetensors files lack (complex128) is described
+// as the bytes of its elements, in one more dimension.
 nlohmann::json description_of(const at::Tensor& tensor, uint64_t begin);
 bool has_name_in_files(at::ScalarType dtype);
 // From the header's JSON: blanks are added, so that the tensors begin at a multiple of 64 bytes, and the length.
+// InvalidArgument if it is too long for other readers.
 std::string head_from(std::string json);
 // InvalidArgument if a name is not UTF-8.
 std::string dump(const nlohmann::json& json);

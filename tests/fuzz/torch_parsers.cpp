@@ -163,7 +163,10 @@ void parse_safetensors(Bytes bytes) {
   const MemoryFile on_disk(bytes);
   try {
     const SafetensorsFile file(on_disk.path());
-    for (const auto& name : file.names()) file.tensor(name).clone();
+    for (const auto& name : file.names()) try {
+        file.tensor(name).clone();
+      } catch (const InvalidArgument&) {  // of a dtype that libtorch lacks
+      }
   } catch (const CorruptError&) {
   }
 }

@@ -488,7 +488,7 @@ TEST_F(ElasticCampaignProcess, AFullDiskLosesLogsAndSnapshotsAndNoJob) {
   std::filesystem::remove(disk + "/filler");
   next_job();
   EXPECT_THAT(run(), Not(HasSubstr("No space left")));
-  EXPECT_TRUE(std::filesystem::exists(disk + "/snapshots/step-12.safetensors"));
+  EXPECT_TRUE(std::filesystem::exists(disk + "/snapshots/step-12.snapshot.safetensors"));
 }
 
 }  // namespace

@@ -252,13 +252,17 @@ TEST(FsdpSnapshot, ForEachRank) {
 }
 
 // Between torch::load() and forward() the parameters are not shared, so that no rank knows whose states they are.
-TEST(FsdpSnapshot, NotBeforeLoadedParametersAreShared) {
-  const auto folder = folder_for("loaded");
+struct OwnAdamW : torch::optim::AdamW {  // whose state is stored as an archive
+  using AdamW::AdamW;
+};
+template <typename Optimizer>
+void expect_no_save_before_sharing(const std::string& name) {
+  const auto folder = folder_for(name.c_str());
   for (const bool sharded : {false, true})
     on_hosts({"a", "a", "b"}, [&](World& world) {
       const auto net = make<FsdpNet>(7, {});
       auto model = fully_shard(net);
-      torch::optim::AdamW optimizer(net->parameters());
+      Optimizer optimizer(net->parameters());
       Snapshot snapshot({.folder = folder / text(sharded), .sharded = sharded, .default_generator = false});
       snapshot.add("model", net).add("optimizer", optimizer);
       model.forward(fsdp_input(world.rank(), 0)).sum().backward();
@@ -271,6 +275,10 @@ TEST(FsdpSnapshot, NotBeforeLoadedParametersAreShared) {
       snapshot.save(1);
     });
   fs::remove_all(folder);
+}
+TEST(FsdpSnapshot, NotBeforeLoadedParametersAreShared) {
+  expect_no_save_before_sharing<torch::optim::AdamW>("loaded");
+  expect_no_save_before_sharing<OwnAdamW>("loaded-own");
 }
 
 // Two models of one name, each on ranks of its own, and one snapshot: their optimizers are stored for each rank.

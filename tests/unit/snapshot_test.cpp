@@ -267,7 +267,7 @@ class SnapshotTest : public testing::TestWithParam<bool> {
   }
   // The file with most of the tensors: of rank 1, or of rank 0 if there is only one file.
   fs::path data_file(int64_t steps) const {
-    return file(text("step-", steps, sharded() ? ".shard-1" : ".safetensors"));
+    return file(text("step-", steps, sharded() ? ".shard-1" : ".snapshot.safetensors"));
   }
 
   fs::path folder_;
@@ -318,7 +318,7 @@ TEST_P(SnapshotTest, KeepsTheNewestTwo) {
     } else {
       ++shards;
     }
-  EXPECT_EQ(snapshots, (std::set<std::string>{"step-10.safetensors", "step-40.safetensors"}));
+  EXPECT_EQ(snapshots, (std::set<std::string>{"step-10.snapshot.safetensors", "step-40.snapshot.safetensors"}));
   EXPECT_EQ(shards, sharded() ? 4u : 0u);
   EXPECT_EQ(restored(2), 40);
 }
@@ -330,14 +330,15 @@ TEST_P(SnapshotTest, AStepCanBeSavedAgain) {
 }
 
 TEST_P(SnapshotTest, LeavesAloneWhatIsNotItsOwnAndRemovesWhatTheDeadLeft) {
-  const std::set<std::string> others{"notes.txt", "step-x.safetensors", "step-03.safetensors", "step-5.safetensors.bak",
-                                     "step-5.safetensors.xyz.tmp"};
-  const std::set<std::string> dead{
-      "step-5.safetensors.0a1b2c3d.tmp", "step-5.shard-0-of-2.ab12.safetensors.0a1b2c3d.tmp",
-      "step-5.shard-1-of-2.ab12.safetensors.0a1b2c3d.tmp", "step-5.shard-7-of-8.ab12.safetensors.0a1b2c3d.tmp"};
+  const std::set<std::string> others{"notes.txt", "step-x.snapshot.safetensors", "step-03.snapshot.safetensors",
+                                     "step-5.snapshot.safetensors.bak", "step-5.snapshot.safetensors.xyz.tmp"};
+  const std::set<std::string> dead{"step-5.snapshot.safetensors.0a1b2c3d.tmp",
+                                   "step-5.shard-0-of-2.ab12.snapshot.safetensors.0a1b2c3d.tmp",
+                                   "step-5.shard-1-of-2.ab12.snapshot.safetensors.0a1b2c3d.tmp",
+                                   "step-5.shard-7-of-8.ab12.snapshot.safetensors.0a1b2c3d.tmp"};
   for (const auto& names : {others, dead})
     for (const auto& name : names) std::ofstream(folder_ / name) << "x";
-  const std::string orphan = "step-5.shard-1-of-2.ab12.safetensors";
+  const std::string orphan = "step-5.shard-1-of-2.ab12.snapshot.safetensors";
   std::ofstream(folder_ / orphan) << "x";
   EXPECT_EQ(restored(2), 0);
   auto left = others;
@@ -376,10 +377,10 @@ TEST_P(SnapshotTest, TheOneBeforeIsUsedByAllWhereOneRankFindsADamage) {
 
 TEST_P(SnapshotTest, ADamagedHeaderIsRefusedThatOfAManifestToo) {
   save_steps(2, {10, 20});
-  flip(folder_ / "step-20.safetensors", 70);
+  flip(folder_ / "step-20.snapshot.safetensors", 70);
   testing::internal::CaptureStderr();
   EXPECT_EQ(restored(2), 10);
-  EXPECT_CONTAINS(testing::internal::GetCapturedStderr(), "step-20.safetensors, byte 0: the header");
+  EXPECT_CONTAINS(testing::internal::GetCapturedStderr(), "step-20.snapshot.safetensors, byte 0: the header");
 }
 
 TEST_P(SnapshotTest, WhereAllAreDamagedNothingIsRestoredAndNothingBeginsAnew) {
@@ -668,7 +669,7 @@ TEST_P(SnapshotTest, AFullDiskCostsNeitherTheTrainingNorTheOldSnapshot) {
 
 // When the last sync fails, everything is already written and renamed: the snapshot may exist after all.
 TEST_P(SnapshotTest, AFolderThatCannotBeSyncedTakesNothingFromTheSnapshotInIt) {
-  const auto file = folder_ / "step-10.safetensors";
+  const auto file = folder_ / "step-10.snapshot.safetensors";
   run_threads(2, [&](World& world) {
     Training training(world, 1, sgd());
     Snapshot snapshot(options());
@@ -685,7 +686,7 @@ TEST_P(SnapshotTest, AFolderThatCannotBeSyncedTakesNothingFromTheSnapshotInIt) {
   });
   EXPECT_EQ(files().size(), sharded() ? 6u : 2u);
   EXPECT_EQ(restored(2), 20);
-  fs::remove(folder_ / "step-20.safetensors");
+  fs::remove(folder_ / "step-20.snapshot.safetensors");
   EXPECT_EQ(restored(2), 10);
 }
 

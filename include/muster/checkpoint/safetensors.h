@@ -16,7 +16,7 @@
 //       {.init = [file](const std::string& name, at::Tensor values, at::Generator) { values.copy_(file->tensor(name)); }});
 //
 // Snapshots (snapshot.h) are safetensors files as well: .prefix = "model/" loads the item "model" of one, on any rank,
-// without the training. Checksums are not verified then.
+// without the training, if it is one file and "model" was not added with .per_rank. Checksums are not verified then.
 //
 // Thread-safety: const functions may run concurrently. Source: the safetensors library.
 #pragma once
@@ -47,12 +47,13 @@ class SafetensorsFile {
 
   std::vector<std::string> names() const;  // in the order of the file
   bool contains(const std::string& name) const;
-  // On the CPU, contiguous, with the file's dtype. InvalidArgument if there is none of this name.
+  // On the CPU, contiguous, with the file's dtype. InvalidArgument if there is none of this name, or libtorch lacks the
+  // dtype. Two tensors of one name are the same memory.
   at::Tensor tensor(const std::string& name) const;
   const std::map<std::string, std::string>& metadata() const;
 
   // Copies into the parameters and buffers, and converts dtypes. If their names or shapes differ, throws InvalidArgument,
-  // which lists the names, and changes nothing. In a module of FullyShardedDataParallel, a rank writes what it owns; every
+  // which lists the names, and changes nothing. A tensor with two names in the module needs one of them. In a module of FullyShardedDataParallel, a rank writes what it owns; every
   // rank calls this, between two calls of synchronize().
   void load_into(torch::nn::Module& module, const SafetensorsLoadOptions& options = {}) const;
 
@@ -62,8 +63,8 @@ class SafetensorsFile {
 };
 
 // Write the file under another name, sync it, and rename it: a file of this name is complete or absent. InvalidArgument: a
-// tensor is sparse, quantized or without values, of a dtype that the format lacks (complex numbers), or its name is not
-// UTF-8. Unavailable: it cannot be written.
+// tensor is sparse, quantized or without values, of a dtype that the format lacks (complex128), or its name is not UTF-8.
+// Unavailable: it cannot be written.
 void save_safetensors(const std::filesystem::path& path, const std::map<std::string, at::Tensor>& tensors,
                       const std::map<std::string, std::string>& metadata = {});
 // All parameters and buffers. In a module of FullyShardedDataParallel, one rank calls it between two calls of

@@ -21,7 +21,7 @@
 // FullyShardedDataParallel has saved, DistributedDataParallel or a single process restores, and the reverse. Per-rank
 // items need the same number of ranks. The default generator is an exception: it is not restored then, with a warning.
 //
-// Storage: rank 0 gathers the per-rank items and writes one file, `step-<n>.safetensors`. With `.sharded` each rank writes
+// Storage: rank 0 gathers the per-rank items and writes one file, `step-<n>.snapshot.safetensors`. With `.sharded` each rank writes
 // its own file (shared tensors are distributed by size); when all files are durable, rank 0 writes a small manifest of
 // the same name, which makes them the snapshot. Every file is complete or absent: it is written under another name,
 // synced, and renamed. The newest two snapshots are kept; for a moment the disk holds three. docs/snapshots.md has the
