@@ -64,7 +64,7 @@ class ModuleItem final : public Item {
   void load_part(const Entries& entries) override {
     for (const Entry& entry : entries) put_values(by_name_.at(key_of(entry)), entry.tensor);
   }
-  std::string what_is_equal() const override { return join(spread_over()); }
+  std::string what_is_equal(bool) const override { return join(spread_over()); }
   std::set<int> spread_over() const override {
     std::set<int> ranks;
     for (const auto& each : tensors())

@@ -51,7 +51,8 @@ class Item {
   virtual bool may_refuse() const { return false; }
   // An item is stored once only if this is the same on all ranks. Otherwise it is stored for each rank, if it may differ and
   // the user has left that open. Both may change when training begins.
-  virtual std::string what_is_equal() const { return ""; }
+  // If it `saves`, states count: before restore(), ranks may have different ones.
+  virtual std::string what_is_equal(bool saves) const { return ""; }
   virtual bool may_differ() const { return false; }
   // The ranks of the World that have parts of the item, if it is spread.
   virtual std::set<int> spread_over() const { return {}; }

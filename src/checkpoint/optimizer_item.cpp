@@ -208,7 +208,7 @@ class OptimizerItem final : public Item {
 
   bool may_refuse() const override { return true; }
 
-  std::string what_is_equal() const override {
+  std::string what_is_equal(bool saves) const override {
     std::string all;
     for (const at::Tensor& parameter : parameters_of(optimizer_)) {
       const auto* const sharing = parallel::sharing_of(parameter);
@@ -217,7 +217,7 @@ class OptimizerItem final : public Item {
       // states.
       all += text('[', join(parameter.sizes()), "] ");
       if (!sharing)
-        all += has_state ? "has state\n" : "\n";
+        all += saves && has_state ? "has state\n" : "\n";
       else if (is_known_)
         all += text(sharing->name, ' ', sharing->first_owner, '\n');
       else

@@ -80,7 +80,7 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
 }  // namespace
 
 Restored restore(SnapshotPlace& here, Items& items) {
-  if (const Problem problem = choose_per_rank(here, items)) throw_problem(problem);
+  if (const Problem problem = choose_per_rank(here, items, false)) throw_problem(problem);
   Candidates candidates;
   if (here.rank == 0) {
     candidates.problem = problem_of([&] {

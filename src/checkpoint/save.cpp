@@ -255,7 +255,7 @@ Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions&
 }  // namespace
 
 Problem save(SnapshotPlace& here, Items& items, const SaveOptions& options) {
-  if (Problem problem = choose_per_rank(here, items)) return problem;
+  if (Problem problem = choose_per_rank(here, items, true)) return problem;
   const Problem problem = problem_of([&] {  // the same on all ranks
     for (const auto& item : items)
       if (is_spread(item))

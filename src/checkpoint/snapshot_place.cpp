@@ -31,11 +31,11 @@ int SnapshotPlace::place_of(int rank_of_world) const {
   return static_cast<int>(at - ranks.begin());
 }
 
-Problem choose_per_rank(const SnapshotPlace& here, Items& items) {
+Problem choose_per_rank(const SnapshotPlace& here, Items& items, bool saves) {
   std::vector<Choice> mine;
   for (const auto& [name, wanted, item, per_rank] : items)
     mine.push_back(
-        {name, wanted ? static_cast<int>(*wanted) : kOpen, item->may_differ(), checksum(item->what_is_equal())});
+        {name, wanted ? static_cast<int>(*wanted) : kOpen, item->may_differ(), checksum(item->what_is_equal(saves))});
   const auto all = all_gather_object(mine, here.collective);
   for (size_t r = 1; r < all.size(); ++r)
     if (!std::equal(all[r].begin(), all[r].end(), all[0].begin(), all[0].end(),

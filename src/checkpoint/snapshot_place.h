@@ -42,6 +42,6 @@ struct SnapshotPlace {
 
 // Collective, before save() and restore(): sets per_rank of all items. Returns what went wrong, the same on all ranks: they
 // have added different items, or different parts of one that is to be stored once.
-Problem choose_per_rank(const SnapshotPlace& here, Items& items);
+Problem choose_per_rank(const SnapshotPlace& here, Items& items, bool saves);
 
 }  // namespace muster::checkpoint

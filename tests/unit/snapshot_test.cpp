@@ -434,6 +434,29 @@ TEST_P(SnapshotTest, WhatDoesNotFitIsRefusedBeforeAnythingChanges) {
                   "'optimizer' has 2 groups of parameters in the snapshot, and 1 here");
 }
 
+// A rank that was started again, among others that have trained.
+TEST_P(SnapshotTest, RanksMayHaveDifferentStatesBeforeTheyRestore) {
+  run_threads(2, [&](World& world) {
+    Training training(world, 1, sgd());
+    Snapshot snapshot(options());
+    training.add_to(snapshot);
+    snapshot.restore();
+    training.step();
+    snapshot.save(1);
+    const std::string state = training.state();
+    Training again(world, 2, sgd());
+    Snapshot of_again(options());
+    again.add_to(of_again);
+    if (world.rank() == 0) {
+      for (auto& parameter : again.net->parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+      again.optimizer->step();
+    }
+    EXPECT_EQ(of_again.restore(), 1);
+    EXPECT_TRUE(again.state() == state);
+    EXPECT_EQ(again.optimizer->state().size(), training.optimizer->state().size());
+  });
+}
+
 TEST_P(SnapshotTest, OtherRanksGoOnWithoutTheDefaultGenerator) {
   const auto with = [&](bool default_generator) {
     SnapshotOptions with = options();
