@@ -121,8 +121,11 @@ void SafetensorsFile::load_into(torch::nn::Module& module, const SafetensorsLoad
     const auto found = impl_->by_name.find(options.prefix + name);
     if (found == impl_->by_name.end()) continue;
     filled.insert(to.unsafeGetTensorImpl());
-    const at::IntArrayRef sizes = impl_->tensors[found->second].sizes;
-    if (sizes != to.sizes())
+    const StoredTensor& stored = impl_->tensors[found->second];
+    const at::IntArrayRef sizes = stored.sizes;
+    if (stored.dtype == at::ScalarType::Undefined)
+      differing.push_back(text(name, " of dtype ", stored.dtype_in_file, ", which libtorch lacks"));
+    else if (sizes != to.sizes())
       differing.push_back(text(name, " [", join(sizes, " x "), "] for [", join(to.sizes(), " x "), "]"));
   }
   for (const auto& [name, to] : here)
@@ -134,7 +137,7 @@ void SafetensorsFile::load_into(torch::nn::Module& module, const SafetensorsLoad
   if (filled.empty() && !here.empty()) problems.push_back("has none of the module's tensors");
   if (options.strict && !missing.empty()) problems.push_back("lacks " + join(missing));
   if (options.strict && !unexpected.empty()) problems.push_back("has, and the module has not, " + join(unexpected));
-  if (!differing.empty()) problems.push_back("has other shapes: " + join(differing));
+  if (!differing.empty()) problems.push_back("does not fit: " + join(differing));
   if (!problems.empty()) throw InvalidArgument(text(impl_->path, " ", join(problems, "; it ")), kSameModule);
   for (const auto& [name, to] : here)
     if (contains(options.prefix + name) && !parallel::belongs_to_another_rank(to))

@@ -143,7 +143,7 @@ TEST_F(Safetensors, AModuleOfTheSameNamesIsFilled) {
 
   save_safetensors(path_, std::map<std::string, at::Tensor>{{"a.weight", at::rand({3, 4})}});
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { SafetensorsFile(path_).load_into(*other, {.strict = false}); }),
-                  "has other shapes: a.weight [3 x 4] for [4 x 3]");
+                  "does not fit: a.weight [3 x 4] for [4 x 3]");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { file.load_into(*other, {.prefix = "x/", .strict = false}); }),
                   "has none of the module's tensors");
   const auto without_memory = on_meta([] { return std::make_shared<Small>(); });
@@ -171,6 +171,11 @@ TEST_F(Safetensors, WhatIsNoSuchFileIsRefused) {
   write(R"({"__metadata__":null,"w":{"dtype":"F4","shape":[16],"data_offsets":[0,8]}})", 8);
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { SafetensorsFile(path_).tensor("w"); }),
                   "tensor 'w' is of dtype F4, which libtorch lacks");
+  struct Weight : torch::nn::Module {
+    torch::Tensor w = register_parameter("w", torch::zeros({16}));
+  } weight_only;
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { SafetensorsFile(path_).load_into(weight_only); }),
+                  "does not fit: w of dtype F4, which libtorch lacks");
   for (const auto& [header, data_bytes, words] : std::vector<std::tuple<std::string, size_t, std::string>>{
            {"{" + weight + "}", 7, "does not lie where the other tensors and the file place it"},
            {"{" + weight + "}", 9, "1 bytes belong to no tensor"},
