@@ -222,9 +222,8 @@ void set_checksum(std::string& head) {
 }
 
 Shard write_container(const std::filesystem::path& path, const About& about, Entries entries) {
-  // The largest elements come first, so that all are aligned without gaps, which safetensors files may not have.
   std::stable_sort(entries.begin(), entries.end(),
-                   [](const Entry& a, const Entry& b) { return a.tensor.element_size() > b.tensor.element_size(); });
+                   [](const Entry& a, const Entry& b) { return comes_first(a.tensor, b.tensor); });
   json muster = header_of(about), tensors = json::object();
   muster["tensors"] = json::array();
   uint64_t offset = 0;

@@ -12,9 +12,8 @@
 namespace muster::checkpoint {
 namespace {
 
-constexpr uint64_t kTogether = uint64_t{16} << 20;  // bytes of small entries that travel together
-
-constexpr uint64_t kBetweenMeetings = uint64_t{1} << 30;
+constexpr uint64_t kTogether = uint64_t{16} << 20;        // bytes of small entries that travel together
+constexpr uint64_t kBetweenMeetings = uint64_t{1} << 30;  // bytes that travel before all ranks meet
 
 // `saved`, `ranks`: how many ranks there were, and are.
 void check_mode(const NamedItem& item, const Entry& entry, int saved, int ranks) {

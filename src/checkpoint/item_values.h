@@ -20,8 +20,9 @@ namespace muster::checkpoint {
 inline constexpr const char* kSameProgram = "Restore with the program that saved, or name another folder";
 inline constexpr const char* kSameMuster = "Use the Muster that wrote the snapshot";
 
-// The tensor in a form that a file can hold: dense, contiguous, on the CPU. Shares the tensor's memory if it can.
-void require_storable(const at::Tensor& tensor, const std::string& name);  // InvalidArgument if there is none
+// InvalidArgument unless there is a form of the tensor that a file can hold: dense, contiguous, on the CPU.
+void require_storable(const at::Tensor& tensor, const std::string& name);
+// This form. Shares the tensor's memory if it can.
 at::Tensor storable(const at::Tensor& tensor, const std::string& name);
 // Copies into a tensor of a module, with its dtype. What another rank owns is left to it.
 void put_values(const at::Tensor& to, const at::Tensor& values);

@@ -240,23 +240,22 @@ class OptimizerItem final : public Item {
   Entries save_known() {
     StateAside aside(optimizer_);
     Entries entries = save_archive(save_);
-    auto order = static_cast<int64_t>(entries.size());
+    const size_t options = entries.size();
     const auto parameters = parameters_of(optimizer_);
     for (size_t i = 0; i < parameters.size(); ++i) {
       const auto found = aside.kept().find(parameters[i].unsafeGetTensorImpl());
       const auto* const sharing = parallel::sharing_of(parameters[i]);
-      for (const Field& field : fields_of(*new_state_for(optimizer_))) {
-        const auto here = order++;  // the same on all ranks
-        if (found == aside.kept().end() || (sharing && !sharing->is_own)) continue;
-        for (const Field& own : fields_of(*found->second)) {
-          if (own.name != field.name || (own.tensor && !own.tensor->defined())) continue;
-          const std::string name = text(kState, i + 1, "/", own.name);
-          entries.push_back({.name = name,
-                             .kind = own.tensor ? "tensor" : "number",
-                             .order = here,
-                             .tensor = own.tensor ? storable(*own.tensor, name) : tensor_of(*own.number),
-                             .only = sharing ? sharing->first_owner : kEveryRank});
-        }
+      if (found == aside.kept().end() || (sharing && !sharing->is_own)) continue;
+      const auto fields = fields_of(*found->second);
+      for (size_t f = 0; f < fields.size(); ++f) {
+        const auto& [field, tensor, number] = fields[f];
+        if (tensor && !tensor->defined()) continue;
+        const std::string name = text(kState, i + 1, "/", field);
+        entries.push_back({.name = name,
+                           .kind = tensor ? "tensor" : "number",
+                           .order = static_cast<int64_t>(options + i * fields.size() + f),  // the same on all ranks
+                           .tensor = tensor ? storable(*tensor, name) : tensor_of(*number),
+                           .only = sharing ? sharing->first_owner : kEveryRank});
       }
     }
     return entries;

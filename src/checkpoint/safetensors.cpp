@@ -13,6 +13,7 @@
 #include "checkpoint/item_values.h"
 #include "checkpoint/tensor_header.h"
 #include "muster/base/error.h"
+#include "parallel/same_module.h"
 #include "parallel/shared_tensor.h"
 #include "shm/mapping.h"
 
@@ -45,15 +46,9 @@ std::shared_ptr<shm::Mapping> map_file(const std::filesystem::path& path) {
 
 std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
   std::map<std::string, at::Tensor> all;
-  const auto add = [&](const auto& named) {
-    for (const auto& each : named) {
-      if (!each.value().defined()) continue;
-      if (!all.emplace(each.key(), each.value()).second)
-        throw InvalidArgument(text("a parameter and a buffer have the name '", each.key(), "'"), "Rename one");
-    }
-  };
-  add(module.named_parameters());
-  add(module.named_buffers());
+  for (const auto& [name, tensor] : parallel::tensors_of(module).all)
+    if (tensor.defined() && !all.emplace(name, tensor).second)
+      throw InvalidArgument(text("a parameter and a buffer have the name '", name, "'"), "Rename one");
   return all;
 }
 
@@ -155,9 +150,8 @@ void save_safetensors(const std::filesystem::path& path, const std::map<std::str
                             "Convert it");
     if (name == "__metadata__") throw InvalidArgument("a tensor must not be named '__metadata__'", "Rename it");
   }
-  // The largest elements come first, so that all are aligned without gaps.
   std::stable_sort(all.begin(), all.end(),
-                   [](const auto& a, const auto& b) { return a.second.element_size() > b.second.element_size(); });
+                   [](const auto& a, const auto& b) { return checkpoint::comes_first(a.second, b.second); });
   nlohmann::json header = nlohmann::json::object();
   if (!metadata.empty()) header["__metadata__"] = metadata;
   uint64_t offset = 0;

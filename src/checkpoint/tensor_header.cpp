@@ -106,6 +106,8 @@ std::vector<StoredTensor> stored_tensors(const json& header, uint64_t data_bytes
   return tensors;
 }
 
+bool comes_first(const at::Tensor& a, const at::Tensor& b) { return a.element_size() > b.element_size(); }
+
 json description_of(const at::Tensor& tensor, uint64_t begin) {
   std::string_view dtype = name_in_files(tensor.scalar_type());
   auto shape = tensor.sizes().vec();

@@ -67,6 +67,8 @@ nlohmann::json parsed_header(std::string_view head, const FileErrors& errors);
 // In the file's order. CorruptError unless the tensors fill `data_bytes`.
 std::vector<StoredTensor> stored_tensors(const nlohmann::json& header, uint64_t data_bytes, const FileErrors& errors);
 
+// The order in a file: tensors with larger elements come first, so that all are aligned without gaps.
+bool comes_first(const at::Tensor& a, const at::Tensor& b);
 // What a header says of a tensor that begins at `begin`. One whose dtype safetensors files lack (complex128) is described
 // as the bytes of its elements, in one more dimension.
 nlohmann::json description_of(const at::Tensor& tensor, uint64_t begin);
