@@ -16,8 +16,14 @@ void require_storable(const at::Tensor& tensor, const std::string& name) {
 
 at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   require_storable(tensor, name);
-  // A parameter whose values may be elsewhere: clone() throws if they are.
-  const at::Tensor values = parallel::is_watched(tensor) ? tensor.detach().clone() : tensor.detach();
+  const at::NoGradGuard no_grad;
+  // A parameter whose values may be elsewhere: clone() throws if they are. Of one with a copy, not the copy.
+  const at::Tensor values = parallel::is_spread(tensor)    ? tensor.clone()
+                            : parallel::is_watched(tensor) ? parallel::unwatched(tensor)
+                                                           : tensor.detach();
+  if (values.scalar_type() != tensor.scalar_type())
+    throw InvalidArgument(text("tensor '", name, "' is to be stored while operators use its copy in mixed precision"),
+                          "Call synchronize() of the FullyShardedDataParallel before");
   return values.to(at::kCPU).contiguous().resolve_conj().resolve_neg();
 }
 

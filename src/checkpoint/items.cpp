@@ -23,7 +23,7 @@ class ModuleItem final : public Item {
     Entries entries;
     for (const auto& [name, kind, tensor] : tensors()) {
       Entry entry{.name = name, .kind = kind, .order = static_cast<int64_t>(entries.size())};
-      if (parallel::is_watched(tensor)) entry.only = parallel::sharing_of(tensor)->owner;
+      if (parallel::is_spread(tensor)) entry.only = parallel::sharing_of(tensor)->owner;
       if (entry.only == kEveryRank)
         entry.tensor = storable(tensor, name);
       else if (parallel::belongs_to_another_rank(tensor))
@@ -68,7 +68,7 @@ class ModuleItem final : public Item {
   std::set<int> spread_over() const override {
     std::set<int> ranks;
     for (const auto& each : tensors())
-      if (parallel::is_watched(each.tensor)) ranks.insert(parallel::sharing_of(each.tensor)->owner);
+      if (parallel::is_spread(each.tensor)) ranks.insert(parallel::sharing_of(each.tensor)->owner);
     return ranks;
   }
 

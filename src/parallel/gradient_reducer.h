@@ -28,10 +28,13 @@
 // Thread-safety: one thread, as an nn::Module.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <cstddef>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,7 +55,8 @@ struct ReducerOptions {
   // By parameter: its owner, a rank in the group. Empty: every rank gets every average. If each host has an owner, this
   // is the one on this rank's host; parameters with one owner on one host have one owner on every host.
   std::vector<int> owners = {};
-  bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average
+  bool owner_on_each_host = false;                  // of several hosts; then every rank takes part in every average
+  std::optional<at::ScalarType> reduce_dtype = {};  // in which gradients are averaged; none: in their own
   size_t most_in_flight = std::numeric_limits<size_t>::max();
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
   std::function<void()> on_averaged = [] {};

@@ -15,6 +15,7 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/compute_copy.h"
 #include "parallel/fsdp/units.h"
 #include "parallel/gradient_blocks.h"
 #include "parallel/gradient_reducer.h"
@@ -22,7 +23,6 @@
 #include "parallel/same_module.h"
 #include "parallel/saved_tensors.h"
 #include "parallel/shared_tensor.h"
-#include "parallel/watched.h"
 
 namespace muster {
 namespace {
@@ -80,14 +80,15 @@ std::map<pid_t, int> processes_of(const parallel::Hosts& hosts) {
   return processes;
 }
 
-// Of the largest units that may be on a host together, all parameters.
+// Of the largest units that may be on a host together, all that operators use.
 size_t bytes_gathered(const torch::nn::Module& module, const std::vector<parallel::NamedTensor>& parameters,
-                      const FsdpOptions& options) {
+                      const std::vector<at::ScalarType>& compute_dtypes, const FsdpOptions& options) {
   std::vector<size_t> bytes;
   for (const auto& unit :
        fsdp::make_units(module, parameters, parallel::bytes_of_mb(options.unit_cap_mb), options.is_unit)) {
     size_t& of_unit = bytes.emplace_back();
-    for (const size_t i : unit) of_unit += parameters[i].tensor.nbytes();
+    for (const size_t i : unit)
+      of_unit += static_cast<size_t>(parameters[i].tensor.numel()) * c10::elementSize(compute_dtypes[i]);
   }
   std::sort(bytes.rbegin(), bytes.rend());
   if (options.reshard_after_forward) bytes.resize(std::min(bytes.size(), options.max_gathered_units));
@@ -140,18 +141,23 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
 
   size_t all = 0, trained = 0, large = 0, private_now = 0, shared_now = 0;  // bytes of parameters
   const auto parameters = parallel::tensors_of(module).parameters;
+  const auto compute_dtypes = parallel::compute_dtypes(module, parameters, options.fsdp.mixed_precision);
+  size_t copies = 0;  // bytes, in mixed precision
+  for (size_t i = 0; options.fully_sharded && i < parameters.size(); ++i)
+    if (compute_dtypes[i] != parameters[i].tensor.scalar_type())
+      copies += static_cast<size_t>(parameters[i].tensor.numel()) * c10::elementSize(compute_dtypes[i]);
   const bool one_host = hosts.ranks.size() == 1;
   const bool gathers = options.fully_sharded && options.fsdp.strategy == ShardingStrategy::kFullShard && !one_host;
   const size_t parts = gathers ? hosts.ranks.size() : 1;  // into which the parameters are divided among hosts
   for (const auto& [name, parameter] : parameters) {
     if (parameter.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not dense"), "memory_plan() counts dense parameters");
-    if (forward && parallel::is_watched(parameter))
+    if (forward && parallel::is_spread(parameter))
       throw InvalidArgument("forward() would gather parameters, which only the FullyShardedDataParallel may do",
                             "Call memory_plan() before FullyShardedDataParallel is made with kFullShard");
     all += parameter.nbytes();
     if (parallel::is_shared(parameter))
-      shared_now += parameter.nbytes() / (parallel::is_watched(parameter) ? hosts.ranks.size() : 1);
+      shared_now += parameter.nbytes() / (parallel::is_spread(parameter) ? hosts.ranks.size() : 1);
     else if (!parameter.is_meta())
       private_now += parameter.nbytes();
     if (!parameter.requires_grad()) continue;
@@ -173,8 +179,9 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
                                      : MemoryPlan::Row{"gradients", trained, trained * ranks},
                  {"optimizer states", states_of(trained) / parts / owners, states_of(trained) / parts}};
   }
+  if (copies > 0) plan.rows.insert(plan.rows.begin() + 1, {"copies", copies / parts / owners, copies / parts});
   if (gathers) {
-    const size_t gathered = bytes_gathered(module, parameters, options.fsdp) * (parts - 1) / parts;
+    const size_t gathered = bytes_gathered(module, parameters, compute_dtypes, options.fsdp) * (parts - 1) / parts;
     plan.rows.push_back({"gathered units", gathered / owners, gathered});
   }
   const size_t activations = saved_for_backward(forward);

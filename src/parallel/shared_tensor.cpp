@@ -37,6 +37,10 @@ bool belongs_to_another_rank(const at::Tensor& tensor) {
   const Sharing* const sharing = sharing_of(tensor);
   return sharing && !sharing->is_own;
 }
+bool is_spread(const at::Tensor& tensor) {
+  const Sharing* const sharing = sharing_of(tensor);
+  return sharing && sharing->before_use;
+}
 bool is_here(const at::Tensor& tensor) {
   const Sharing* const sharing = sharing_of(tensor);
   return !sharing || sharing->is_here();
@@ -44,6 +48,10 @@ bool is_here(const at::Tensor& tensor) {
 void call_before_use(const at::Tensor& tensor, uint64_t operation, bool writes) {
   if (const Sharing* const sharing = sharing_of(tensor); sharing && sharing->before_use)
     sharing->before_use(operation, writes);
+}
+at::Tensor call_instead(const at::Tensor& tensor) {
+  const Sharing* const sharing = sharing_of(tensor);
+  return sharing && sharing->instead ? sharing->instead(tensor) : at::Tensor();
 }
 
 }  // namespace muster::parallel

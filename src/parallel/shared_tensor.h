@@ -24,6 +24,8 @@ struct Sharing {
   // For watch() (watched.h). `operation` is a number that all tensors of an operator get; `writes`: it changes this one.
   std::function<void(uint64_t operation, bool writes)> before_use = {};
   std::function<bool()> is_here = [] { return true; };  // whether the values may be read through a pointer now
+  // What an operator that reads `tensor`, which has this memory, is to read instead now; undefined: the tensor itself.
+  std::function<at::Tensor(const at::Tensor& tensor)> instead = {};
 };
 // A tensor with the shape, dtype and strides of `like` (contiguous if that is not dense), `offset` bytes into `memory`,
 // which it keeps mapped.
@@ -33,7 +35,9 @@ at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t off
 const Sharing* sharing_of(const at::Tensor& tensor);  // null if shared_tensor() has not made its storage
 inline bool is_shared(const at::Tensor& tensor) { return sharing_of(tensor) != nullptr; }
 bool belongs_to_another_rank(const at::Tensor& tensor);  // it is shared, and this rank must not change it
+bool is_spread(const at::Tensor& tensor);                // it is shared, and not every host has its values all the time
 bool is_here(const at::Tensor& tensor);                  // true if it is not shared
 void call_before_use(const at::Tensor& tensor, uint64_t operation, bool writes);  // if it has one
+at::Tensor call_instead(const at::Tensor& tensor);                                // undefined if it has none
 
 }  // namespace muster::parallel

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -32,16 +33,28 @@ struct KeySet : c10::TensorImpl {
 
 bool is_of_libtorch(const c10::FunctionSchema& schema) { return schema.name().starts_with("aten::"); }
 
+// Whether an operator is about its arguments as objects, whatever their elements are.
+bool is_about_objects(const c10::FunctionSchema& schema) {
+  constexpr std::array<std::string_view, 12> kAll = {"aten::_has_compatible_shallow_copy_type",  // set_data()
+                                                     "aten::set_",                               // torch::load()
+                                                     "aten::set_data",
+                                                     "aten::data",
+                                                     "aten::_backward",
+                                                     "aten::_version",
+                                                     "aten::is_same_size",
+                                                     "aten::is_leaf",
+                                                     "aten::output_nr",
+                                                     "aten::requires_grad_",
+                                                     "aten::retain_grad",
+                                                     "aten::retains_grad"};
+  return std::find(kAll.begin(), kAll.end(), schema.name()) != kAll.end();
+}
+
 // Whether an operator reads or writes elements of its arguments.
 bool uses_elements(const c10::FunctionSchema& schema) {
   const std::string_view name = schema.name();
-  constexpr std::array<std::string_view, 5> kOthers = {"aten::_has_compatible_shallow_copy_type",  // set_data()
-                                                       "aten::set_",                               // torch::load()
-                                                       "aten::_backward", "aten::is_same_size", "aten::_version"};
   if (!is_of_libtorch(schema)) return true;
-  if (name.ends_with("_like") || name.starts_with("aten::new_") ||
-      std::find(kOthers.begin(), kOthers.end(), name) != kOthers.end())
-    return false;
+  if (name.ends_with("_like") || name.starts_with("aten::new_") || is_about_objects(schema)) return false;
   // Views; and operators such as contiguous(), which make a view or call another operator.
   const auto is_view = [](const c10::Argument& result) {
     return result.alias_info() && !result.alias_info()->isWrite();
@@ -55,11 +68,36 @@ bool is_composite(const c10::OperatorHandle& op) {
          !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
 }
 
-bool needs_values(const c10::OperatorHandle& op) {
-  thread_local std::unordered_map<const c10::FunctionSchema*, bool> known;
+struct Kind {
+  bool may_get_others = false;  // arguments instead of its own
+  bool needs_values = false;
+};
+const Kind& kind_of(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<const c10::FunctionSchema*, Kind> known;
   const auto [at, is_new] = known.try_emplace(&op.schema());
-  if (is_new) at->second = uses_elements(op.schema()) && !is_composite(op);
+  if (is_new)
+    at->second = {.may_get_others = !is_about_objects(op.schema()),
+                  .needs_values = uses_elements(op.schema()) && !is_composite(op)};
   return at->second;
+}
+
+bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+
+at::Tensor instead_of(const at::Tensor& tensor) { return is_watched(tensor) ? call_instead(tensor) : at::Tensor(); }
+
+void replace(c10::IValue& value) {
+  if (value.isTensor()) {
+    if (at::Tensor other = instead_of(value.toTensor()); other.defined()) value = std::move(other);
+  } else if (value.isTensorList()) {
+    auto all = value.toTensorVector();
+    bool any = false;
+    for (at::Tensor& tensor : all) {
+      at::Tensor other = instead_of(tensor);
+      any |= other.defined();
+      if (other.defined()) tensor = std::move(other);
+    }
+    if (any) value = std::move(all);
+  }
 }
 
 struct Use {
@@ -99,14 +137,18 @@ class InKernel {
 void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static std::atomic<uint64_t> operations = 0;
   std::optional<InKernel> guard;
-  if (!in_kernel && !at::in_parallel_region() && needs_values(op)) {
+  if (!in_kernel && !at::in_parallel_region()) {
+    const Kind& kind = kind_of(op);
     const auto& arguments = op.schema().arguments();
-    const uint64_t operation = ++operations;
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      const bool writes = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
-      before({operation, writes}, torch::jit::peek(*stack, i, arguments.size()));
+    if (kind.may_get_others)
+      for (size_t i = 0; i < arguments.size(); ++i)
+        if (!writes(arguments[i])) replace(torch::jit::peek(*stack, i, arguments.size()));
+    if (kind.needs_values) {
+      const uint64_t operation = ++operations;
+      for (size_t i = 0; i < arguments.size(); ++i)
+        before({operation, writes(arguments[i])}, torch::jit::peek(*stack, i, arguments.size()));
+      if (is_of_libtorch(op.schema()) || op.hasKernelForDispatchKey(c10::DispatchKey::CPU)) guard.emplace();
     }
-    if (is_of_libtorch(op.schema()) || op.hasKernelForDispatchKey(c10::DispatchKey::CPU)) guard.emplace();
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
@@ -121,6 +163,8 @@ at::Tensor unwatched(const at::Tensor& tensor) {
   return at::empty({0}, tensor.options().requires_grad(false))
       .set_(tensor.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 void watch(const at::Tensor& tensor) {
   static const torch::Library library = [] {

@@ -67,11 +67,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "muster/comm/group.h"
+#include "muster/parallel/mixed_precision.h"
 #include "muster/parallel/no_sync.h"
 
 namespace muster {
@@ -96,6 +99,8 @@ struct FsdpOptions {
   std::function<void(const std::string& name, at::Tensor values, at::Generator random)> init;
   uint64_t init_seed = 0;
 
+  MixedPrecision mixed_precision;
+
   // For kFullShard over several hosts. Units are what is gathered together: the parameters of each module for which
   // is_unit is true (as dynamic_cast<const Block*>(&module) != nullptr), and the others in their order, up to unit_cap_mb.
   std::function<bool(const torch::nn::Module&)> is_unit;
@@ -114,7 +119,10 @@ class Sharder {
   Sharder& operator=(const Sharder&) = delete;
   ~Sharder();
 
-  void before_forward();
+  // As long as the result lives, operators compute in mixed precision.
+  [[nodiscard]] std::shared_ptr<void> before_forward();
+  std::optional<at::ScalarType> input_dtype() const;
+  std::optional<at::ScalarType> output_dtype() const;
   void synchronize();
   void gather();
   bool set_sync(bool on);  // returns the previous value
@@ -142,8 +150,9 @@ class FullyShardedDataParallel {
 
   template <typename... Arguments>
   auto forward(Arguments&&... arguments) {
-    sharder_->before_forward();
-    return module_->forward(std::forward<Arguments>(arguments)...);
+    const auto in_forward = sharder_->before_forward();
+    return converted([&](auto&&... inputs) { return module_->forward(inputs.get()...); },
+                     parallel::Input<Arguments>(std::forward<Arguments>(arguments), sharder_->input_dtype())...);
   }
   template <typename... Arguments>
   auto operator()(Arguments&&... arguments) {
@@ -184,6 +193,18 @@ class FullyShardedDataParallel {
   size_t bytes_here() const { return sharder_->bytes_here(); }
 
  private:
+  // What forward() gives for such inputs, in output_dtype.
+  template <typename Function, typename... Inputs>
+  auto converted(const Function& forward, Inputs&&... inputs) {
+    const auto dtype = sharder_->output_dtype();
+    if constexpr (std::is_void_v<decltype(forward(inputs...))>) {
+      forward(inputs...);
+    } else {
+      auto result = forward(inputs...);
+      return dtype ? parallel::with_dtype(std::move(result), *dtype) : std::move(result);
+    }
+  }
+
   std::shared_ptr<ModuleType> module_;
   std::unique_ptr<fsdp::Sharder> sharder_;
 };

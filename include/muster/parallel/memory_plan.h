@@ -48,8 +48,9 @@ struct MemoryPlan {
     std::string what;
     std::size_t rank = 0, host = 0;  // bytes: of a rank, on average; of all ranks of this host together
   };
-  std::vector<Row> rows;  // parameters, gradients, optimizer states, gathered units (kFullShard), activations, program
-  int ranks = 1;          // of this host
+  // Parameters, their copies (mixed precision), gradients, optimizer states, gathered units (kFullShard), activations, program.
+  std::vector<Row> rows;
+  int ranks = 1;  // of this host
 
   std::size_t rank() const;  // sums
   std::size_t host() const;

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,14 +12,13 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/watched.h"
 
 namespace muster::fsdp {
 namespace {
 
 constexpr char kSameOrder[] =
     "With kFullShard, let every rank call forward() equally often, and use the same parameters in the same order";
-
-bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 // The least recently used of those that may go; units.end() if there is none.
 template <typename Units, typename MayGo>
@@ -193,7 +191,7 @@ void Gatherer::before_use(size_t unit, bool is_at_home, const std::string& param
   if (all_here_) return;
   // What a rank writes is its own, so the others do not come here. If it is not, SharedParameters finds that later.
   if (writes && (is_at_home || find(unit) != here_.end())) return;
-  if (!writes && (reading_ || in_backward())) return use(unit, operation);
+  if (!writes && (reading_ || parallel::in_backward())) return use(unit, operation);
   if (is_at_home) return;
   throw InvalidArgument(text("the values of parameter ", parameter, " are on another host now"),
                         "Call gather() on all ranks before you read them, and synchronize() when you have");

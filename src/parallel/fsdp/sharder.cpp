@@ -15,6 +15,7 @@
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
 #include "muster/parallel/fsdp.h"
+#include "parallel/compute_copy.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/shared_parameters.h"
 #include "parallel/fsdp/units.h"
@@ -62,6 +63,10 @@ struct Sharder::Impl {
   std::vector<Unit> units;                                 // if parameters are gathered
   std::shared_ptr<SharedParameters> shared;
   std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
+
+  std::shared_ptr<void> forward() const {
+    return options.mixed_precision.param_dtype ? std::make_shared<SharedParameters::Forward>(*shared) : nullptr;
+  }
 };
 
 Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options) : impl_(std::make_unique<Impl>()) {
@@ -81,6 +86,8 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
         text("unit_cap_mb is ", s.options.unit_cap_mb, " and max_gathered_units ", s.options.max_gathered_units),
         "Use a size above 0, in MiB, and at least 2 units: one in use, and the next one");
 
+  const MixedPrecision& precision = s.options.mixed_precision;
+  parallel::check(precision);
   auto tensors = parallel::tensors_of(*s.module);
   for (const auto& [name, tensor] : tensors.parameters)
     if (!(tensor.device().is_cpu() || tensor.is_meta()) || tensor.layout() != at::kStrided)
@@ -96,15 +103,17 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   if (gathers)
     s.units =
         make_units(*s.module, tensors.parameters, parallel::bytes_of_mb(s.options.unit_cap_mb), s.options.is_unit);
-  std::string chosen =
-      text(parallel::words_of(with), " strategy=", static_cast<int>(s.options.strategy),
-           " reshard_after_forward=", s.options.reshard_after_forward,
-           " max_gathered_units=", s.options.max_gathered_units, " init_seed=", s.options.init_seed, " units=");
+  const auto compute_dtypes = parallel::compute_dtypes(*s.module, tensors.parameters, precision);
+  std::string chosen = text(
+      parallel::words_of(with), parallel::words_of(precision, compute_dtypes),
+      " strategy=", static_cast<int>(s.options.strategy), " reshard_after_forward=", s.options.reshard_after_forward,
+      " max_gathered_units=", s.options.max_gathered_units, " init_seed=", s.options.init_seed, " units=");
   for (const Unit& unit : s.units) chosen += text("[", join(unit), "]");
   parallel::require_same_on_all_ranks(tensors.all, chosen, s.group);
   parallel::require_values_on_all_ranks(tensors.all, s.group);
   fill_buffers(tensors.buffers, s.options, s.group);
   parallel::broadcast_from_first(tensors.all, s.group);
+  parallel::convert_buffers(*s.module, precision);
   s.parameters = std::move(tensors.parameters);
   s.buffers = std::move(tensors.buffers);
 
@@ -119,10 +128,11 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
     else
       values.copy_(parameter.tensor);
   };
-  s.shared = std::make_shared<SharedParameters>(s.parameters, owners, hosts, s.group, world,
-                                                SharedParameters::Gathering{.units = s.units, .most = most}, fill);
+  s.shared = std::make_shared<SharedParameters>(s.parameters, compute_dtypes, owners, hosts, s.group, world,
+                                                Gathering{.units = s.units, .most = most}, fill);
 
   with.owner_on_each_host = s.copies > 1;
+  with.reduce_dtype = precision.reduce_dtype;
   if (gathers) with.most_in_flight = group_bytes;
   with.on_averaged = [shared = s.shared] { shared->reads_are_over(); };
   std::vector<parallel::NamedTensor> trained;
@@ -136,9 +146,9 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
 
 Sharder::~Sharder() = default;
 
-void Sharder::before_forward() {
+std::shared_ptr<void> Sharder::before_forward() {
   Impl& s = *impl_;
-  if (s.shared->has_all() && !s.module->is_training()) return;
+  if (s.shared->has_all() && !s.module->is_training()) return s.forward();
   auto changes = s.shared->changes();  // before anything that ends the others' reads
   if (s.gradients) s.gradients->before_forward();
   const bool sync = !s.gradients || s.gradients->sync();
@@ -146,7 +156,14 @@ void Sharder::before_forward() {
   if (may_follow_an_update || !s.shared->may_go_on(changes)) s.shared->before_forward(std::move(changes));
   if (sync && s.options.broadcast_buffers && s.module->is_training() && !s.buffers.empty())
     parallel::broadcast_from_first(s.buffers, s.group);
+  return s.forward();
 }
+
+std::optional<at::ScalarType> Sharder::input_dtype() const {
+  const MixedPrecision& precision = impl_->options.mixed_precision;
+  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+}
+std::optional<at::ScalarType> Sharder::output_dtype() const { return impl_->options.mixed_precision.output_dtype; }
 
 void Sharder::synchronize() {
   if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw

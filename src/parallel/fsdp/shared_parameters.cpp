@@ -1,6 +1,7 @@
 #include "parallel/fsdp/shared_parameters.h"
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -9,99 +10,22 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <limits>
 #include <map>
 #include <memory>
 #include <utility>
 
 #include "base/process.h"
 #include "base/text.h"
-#include "comm/world/heaps.h"
-#include "comm/world/world_parts.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
-#include "parallel/fsdp/layout.h"
+#include "parallel/buckets.h"
+#include "parallel/compute_copy.h"
+#include "parallel/fsdp/gatherer.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
-#include "shm/mapping.h"
 
 namespace muster::fsdp {
 namespace {
-
-// A number that no other set of shared parameters in this World has. Unavailable, on every rank, if a host has no `bytes`
-// of memory now.
-int64_t next_number(const World& world, size_t bytes, const Group& group) {
-  int64_t values[2] = {std::numeric_limits<int64_t>::max(), static_cast<int64_t>(shm::memory_available())};
-  if (group.rank() == 0) values[0] = world.store().add(world.parts().prefix + "/fsdp/count", 1);
-  all_reduce(at::from_blob(values, {2}, at::kLong), {.op = ReduceOp::MIN, .group = group});
-  if (bytes > static_cast<size_t>(values[1]))
-    throw Unavailable(
-        text("the parameters need ", bytes, " bytes of shared memory, but only ", values[1], " are available"),
-        "Use a smaller model, or hosts with more memory");
-  return values[0];
-}
-
-struct Memory {
-  UniqueFd own;
-  std::vector<std::shared_ptr<shm::Mapping>> mapped;  // by rank in the group; null for other hosts
-};
-
-// Every rank makes memory of bytes[its place], and maps that of its host's ranks. Nothing of it is committed yet; a host
-// will need `at_most` bytes of it.
-Memory share_memory(const std::vector<size_t>& bytes, size_t at_most, const parallel::Hosts& hosts, const Group& group,
-                    const World& world) {
-  const World::Parts& parts = world.parts();
-  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, at_most, group));
-  const auto bytes_of = [&](int rank) {
-    const auto place = static_cast<size_t>(hosts.place_of(rank));
-    return place < bytes.size() ? bytes[place] : 0;
-  };
-  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes_of(group.rank()), shm::page_size()))};
-  memory.mapped = comm::exchange_memory(world.store(), key, group.rank(), hosts.members, memory.own.get(),
-                                        Deadline::after(parts.options.timeout), group.ranks());
-  for (const int rank : hosts.here())
-    if (memory.mapped[static_cast<size_t>(rank)]->size() < bytes_of(rank))
-      throw CorruptError(text("rank ", group.global_rank(rank), " sent too little memory for its parameters"),
-                         "Run the same version of Muster on all ranks");
-  return memory;
-}
-
-std::shared_ptr<Gatherer> make_gatherer(const Layout& layout, const SharedParameters::Gathering& gathering,
-                                        const Memory& memory, const parallel::Hosts& hosts, const Group& group) {
-  const auto host = static_cast<int>(hosts.own);
-  const int place = hosts.place_of(group.rank());
-  const bool owns = place < hosts.owners;
-  std::vector<std::byte*> of_places;
-  for (int each = 0; each < hosts.owners; ++each)
-    of_places.push_back(memory.mapped[static_cast<size_t>(hosts.owner(each))]->data());
-  return std::make_shared<Gatherer>(
-      Gatherer::Setup{.pieces = owns ? layout.pieces[static_cast<size_t>(place)]
-                                     : decltype(Gatherer::Setup::pieces)(gathering.units.size()),
-                      .elsewhere = layout.elsewhere(host, of_places),
-                      .memory = memory.own.get(),
-                      .mapped = memory.mapped[static_cast<size_t>(group.rank())],
-                      .host = host,
-                      .group = group,
-                      .ranks_of_host = group.split(host, 0, {.name = "parameters on one host"}),
-                      .column = group.split(owns ? place : -1, host, {.name = "parameters between hosts"}),
-                      .most = gathering.most});
-}
-
-// Lets the gatherer know before a parameter of a unit is used.
-void gather_before_use(parallel::Sharing& sharing, const std::weak_ptr<Gatherer>& gatherer, size_t unit,
-                       bool is_at_home, const std::string& name) {
-  sharing.before_use = [=](uint64_t operation, bool writes) {
-    if (const auto at = gatherer.lock())
-      at->before_use(unit, is_at_home, name, operation, writes);
-    else if (!is_at_home)
-      throw InvalidArgument(text("the values of parameter ", name, " are on another host"),
-                            "Keep the FullyShardedDataParallel as long as you use its module");
-  };
-  sharing.is_here = [=] {
-    const auto at = gatherer.lock();
-    return is_at_home || (at && at->has_all());
-  };
-}
 
 // Tensors of one memory would become tensors of several.
 void require_own_memory(const std::vector<parallel::NamedTensor>& parameters) {
@@ -145,6 +69,8 @@ Change change_of(int64_t packed) { return static_cast<Change>(finding_of(packed)
 constexpr int kSampleBits = 38;
 constexpr int64_t kLargestSample = (int64_t{1} << kSampleBits) - 1;
 
+constexpr size_t kNowhere = ~size_t{0};
+
 constexpr char kWhileRead[] =
     " after a forward() that no backward() followed, while other ranks may still have read it";
 constexpr char kSynchronize[] = "Call synchronize() before such a change";
@@ -161,37 +87,58 @@ void throw_if_any_failed(const std::exception_ptr& failure, const Group& group) 
 }
 
 SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
-                                   const std::vector<Owner>& owners, parallel::Hosts hosts, const Group& group,
-                                   const World& world, const Gathering& gathering, const Fill& fill)
+                                   const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
+                                   parallel::Hosts hosts, const Group& group, const World& world,
+                                   const Gathering& gathering, const Fill& fill)
     : group_(group), hosts_(std::move(hosts)) {
   require_own_memory(parameters);
-  const Layout layout = lay_out(parameters, owners, hosts_, gathering.units, gathering.most);
-  Memory memory = share_memory(layout.bytes, layout.at_most, hosts_, group, world);
-  std::vector<size_t> unit_of(parameters.size());
-  for (size_t u = 0; u < gathering.units.size(); ++u)
-    for (const size_t i : gathering.units[u]) unit_of[i] = u;
-  if (!gathering.units.empty()) gatherer_ = make_gatherer(layout, gathering, memory, hosts_, group);
-  memory_ = std::move(memory.own);
+  std::vector<parallel::NamedTensor> used;  // what operators use, without memory
+  std::vector<parallel::NamedTensor> kept;  // what has copies among these
+  std::vector<size_t> kept_at(parameters.size(), kNowhere);
+  std::vector<Owner> kept_owners;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, tensor] = parameters[i];
+    const auto options = tensor.options().device(at::kMeta).requires_grad(false).dtype(compute_dtypes[i]);
+    used.push_back({name, at::empty_strided(tensor.sizes(), parallel::dense_strides(tensor), options)});
+    if (compute_dtypes[i] == tensor.scalar_type()) continue;
+    kept_at[i] = kept.size();
+    kept.push_back(parameters[i]);
+    kept_owners.push_back(owners[i]);
+  }
+  used_ = std::make_unique<SharedTensors>(used, SharedTensors::Setup{owners, hosts_, group, world, gathering});
+  if (!kept.empty()) {
+    Gathering alike{.units = std::vector<Unit>(gathering.units.size())};
+    for (size_t u = 0; u < gathering.units.size(); ++u)
+      for (const size_t i : gathering.units[u])
+        if (kept_at[i] != kNowhere) alike.units[u].push_back(kept_at[i]);
+    std::vector<at::Tensor> copies;
+    for (size_t i = 0; i < parameters.size(); ++i)
+      if (kept_at[i] != kNowhere) copies.push_back((*used_)[i]);
+    kept_ = std::make_unique<SharedTensors>(
+        kept,
+        SharedTensors::Setup{kept_owners, hosts_, group, world, alike, used_->bytes_of_host(), [&](size_t index) {
+                               return [copy = copies[index], phase = phase_](const at::Tensor& tensor) {
+                                 const bool is_time = phase->reading || phase->forwards > 0 || parallel::in_backward();
+                                 return is_time && !phase->ended ? parallel::view_of_copy(tensor, copy) : at::Tensor();
+                               };
+                             }});
+  }
 
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
   const at::NoGradGuard no_grad;
   std::exception_ptr failure;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor] = parameters[i];
-    Entry& entry = entries_.emplace_back(Entry{.name = name, .tensor = tensor, .owner = owners[i]});
-    const bool is_on_each_host = owners[i].host == kEachHost;
-    parallel::Sharing sharing{.name = name,
-                              .owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, group.rank())),
-                              .is_own = is_mine(entry),
-                              .first_owner = group.global_rank(fsdp::rank_of(owners[i], hosts_, hosts_.ranks[0][0])),
-                              .is_only_owner = !is_on_each_host || hosts_.ranks.size() == 1};
-    if (gatherer_)
-      gather_before_use(sharing, gatherer_, unit_of[i], owners[i].host == static_cast<int>(hosts_.own), name);
-    const auto keeper = static_cast<size_t>(hosts_.owner(owners[i].place));
-    entry.shared = parallel::shared_tensor(memory.mapped[keeper], layout.offsets[i], tensor, std::move(sharing));
-    if (is_mine(entry) && tensor.numel() > 0 && !failure) try {
-        shm::commit(memory_.get(), layout.offsets[i], room_for(tensor));
-        fill(parameters[i], entry.shared);
+    const bool has_copy = kept_at[i] != kNowhere;
+    Entry& entry = entries_.emplace_back(Entry{.name = name,
+                                               .tensor = tensor,
+                                               .shared = has_copy ? (*kept_)[kept_at[i]] : (*used_)[i],
+                                               .copy = has_copy ? (*used_)[i] : at::Tensor(),
+                                               .owner = owners[i]});
+    if (is_mine(entry) && !failure) try {
+        used_->commit(i);
+        if (has_copy) kept_->commit(kept_at[i]);
+        if (tensor.numel() > 0) fill(parameters[i], entry.shared);
       } catch (...) {
         failure = std::current_exception();
       }
@@ -209,9 +156,26 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
   }
 }
 
+SharedParameters::~SharedParameters() { phase_->ended = true; }
+
+SharedParameters::Forward::Forward(SharedParameters& parameters) : phase_(parameters.phase_) { ++phase_->forwards; }
+SharedParameters::Forward::~Forward() { --phase_->forwards; }
+
+void SharedParameters::for_each_gatherer(const std::function<void(Gatherer&)>& fn) const {
+  for (const auto* const tensors : {used_.get(), kept_.get()})
+    if (tensors && tensors->gatherer()) fn(*tensors->gatherer());
+}
+
+// When nobody reads them.
+void SharedParameters::make_copies() {
+  const at::NoGradGuard no_grad;
+  for (const Entry& entry : entries_)
+    if (entry.copy.defined() && is_mine(entry)) entry.copy.copy_(entry.shared);
+}
+
 void SharedParameters::use_shared_memory(Entry& entry) const {
   parallel::give_values(entry.tensor, entry.shared);
-  if (gatherer_) parallel::watch(entry.tensor);
+  if (entry.copy.defined() || parallel::is_spread(entry.shared)) parallel::watch(entry.tensor);
 }
 
 void SharedParameters::remember(Entry& entry) const {
@@ -238,7 +202,7 @@ SharedParameters::Changes SharedParameters::changes() const {
       if (mine) sample = sample_of(tensor);
       if (is_written && !mine)
         change = Change::kForeign;
-      else if (reading_ && (is_written || (mine && sample != entry.sample)))
+      else if (phase_->reading && (is_written || (mine && sample != entry.sample)))
         change = Change::kUpdatedWhileRead;
       else if (is_written)
         change = Change::kUpdated;
@@ -252,6 +216,8 @@ SharedParameters::Changes SharedParameters::changes() const {
 }
 
 void SharedParameters::before_forward(Changes changes) {
+  const bool had_all = has_all();
+  if (!phase_->reading && !had_all) make_copies();
   std::vector<int64_t> all;
   for (const auto* const part : {&changes.worst, &changes.largest, &changes.smallest})
     all.insert(all.end(), part->begin(), part->end());
@@ -266,21 +232,25 @@ void SharedParameters::before_forward(Changes changes) {
   throw_if_hosts_differ(changes);
 
   const at::NoGradGuard no_grad;
-  bool any_replaced = false;
+  bool any_is_written = had_all;
+  if (had_all) make_copies();
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
     const Change change = change_of(changes.worst[i]);
-    if (change == Change::kReplaced && is_mine(entry)) entry.shared.copy_(entry.tensor);
+    if (change == Change::kReplaced && is_mine(entry)) {
+      entry.shared.copy_(entry.tensor);
+      if (entry.copy.defined()) entry.copy.copy_(entry.tensor);
+    }
     if (change == Change::kUpdated && !is_mine(entry)) torch::autograd::impl::bump_version(entry.tensor);
-    any_replaced |= change == Change::kReplaced;
+    any_is_written |= change == Change::kReplaced;
   }
-  if (any_replaced) barrier({.group = group_});
+  if (any_is_written) barrier({.group = group_});
   for (Entry& entry : entries_) {
     if (!entry.tensor.is_alias_of(entry.shared)) use_shared_memory(entry);
     remember(entry);
   }
-  reading_ = true;
-  if (gatherer_) gatherer_->begin();
+  phase_->reading = true;
+  if (used_->gatherer()) used_->gatherer()->begin();
 }
 
 // All ranks throw the same, and have forgotten the change.
@@ -326,7 +296,7 @@ void SharedParameters::throw_if_hosts_differ(const Changes& of_all) const {
 }
 
 bool SharedParameters::may_go_on(const Changes& changes) const {
-  if (!reading_) return false;
+  if (!phase_->reading) return false;
   for (size_t i = 0; i < entries_.size(); ++i)
     if (change_of(changes.worst[i]) != Change::kNone)
       throw InvalidArgument(text("this rank changed parameter ", entries_[i].name, kWhileRead), kSynchronize);
@@ -334,8 +304,8 @@ bool SharedParameters::may_go_on(const Changes& changes) const {
 }
 
 void SharedParameters::reads_are_over() {
-  reading_ = false;
-  if (gatherer_) gatherer_->end();
+  phase_->reading = false;
+  for_each_gatherer([](Gatherer& gatherer) { gatherer.end(); });
 }
 
 void SharedParameters::synchronize() {
@@ -345,7 +315,8 @@ void SharedParameters::synchronize() {
 
 void SharedParameters::gather() {
   synchronize();
-  if (gatherer_) gatherer_->gather_all();
+  make_copies();
+  for_each_gatherer([](Gatherer& gatherer) { gatherer.gather_all(); });
 }
 
 }  // namespace muster::fsdp

@@ -1,14 +1,14 @@
 // The parameters of a module, once per host: the parameters of all its ranks are the same memory.
 //
-//   rank 0's memfd:  | a.weight | c.bias |        rank 1's memfd:  | b.weight | a.bias |
+// Each parameter has an *owner* on each host, the only rank of the host that may change it; its bytes lie in the owner's
+// memory (shared_tensors.h). The tensors of the module stay the same objects; only their storage changes. The hosts'
+// copies stay equal, because their owners get the same gradients and make the same updates. Or each parameter has one
+// owner among the ranks of all hosts.
 //
-// Each parameter has an *owner* on each host, the only rank of the host that may change it. Its bytes lie in the owner's
-// memfd, which all ranks of the host map. So the owner's pages are on its NUMA node, and the kernel frees the memory when
-// no rank uses it any more, in whatever order they end. The tensors of the module stay the same objects; only their
-// storage changes. The hosts' copies stay equal, because their owners get the same gradients and make the same updates.
-//
-// Or each parameter has one owner among the ranks of all hosts. Then the other hosts have its values only while they need
-// them (gatherer.h).
+// In mixed precision some parameters have a copy in another dtype, which lies in shared memory in the same way, and which
+// operators use instead (compute_copy.h) from a before_forward() to the next end of a backward() or synchronize(), in a
+// backward(), and while a Forward lives. before_forward() makes it, and gather(). Then only the copies are gathered for
+// operators; the parameters stay where they are at home, except after gather().
 //
 // Nobody may read a parameter while its owner writes. The order of a step gives that:
 //
@@ -43,15 +43,12 @@
 #include <string>
 #include <vector>
 
-#include "base/fd.h"
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
-#include "parallel/fsdp/gatherer.h"
 #include "parallel/fsdp/owners.h"
-#include "parallel/fsdp/units.h"
+#include "parallel/fsdp/shared_tensors.h"
 #include "parallel/hosts.h"
 #include "parallel/same_module.h"
-#include "shm/mapping.h"
 
 namespace muster::fsdp {
 
@@ -59,18 +56,20 @@ namespace muster::fsdp {
 void throw_if_any_failed(const std::exception_ptr& failure, const Group& group);
 
 class SharedParameters {
+  struct Phase;
+
  public:
-  // For owners on one host each.
-  struct Gathering {
-    std::vector<Unit> units;  // of all parameters; none: each parameter has an owner on each host
-    size_t most = 0;          // as Gatherer's
-  };
   // Gives a parameter that this rank owns its first values.
   using Fill = std::function<void(const parallel::NamedTensor& parameter, const at::Tensor& values)>;
-  // Collective. Each parameter is there once. If `fill` throws on a rank, this throws on every rank.
-  SharedParameters(const std::vector<parallel::NamedTensor>& parameters, const std::vector<Owner>& owners,
+  // Collective. Each parameter is there once; compute_dtypes: by parameter, in which operators use it. If `fill` throws on a
+  // rank, this throws on every rank.
+  SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
+                   const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
                    parallel::Hosts hosts, const Group& group, const World& world, const Gathering& gathering,
                    const Fill& fill);
+  SharedParameters(const SharedParameters&) = delete;
+  SharedParameters& operator=(const SharedParameters&) = delete;
+  ~SharedParameters();
 
   // What this rank has changed since before_forward(), for the two functions below; by parameter. Each number holds a
   // finding and the rank that has it, so that the largest of all ranks' is what counts.
@@ -87,18 +86,37 @@ class SharedParameters {
   void synchronize();
   // Collective: as synchronize(); then this host has all values, until the next call of one of these functions.
   void gather();
-  bool has_all() const { return gatherer_ && gatherer_->has_all(); }  // since gather()
+  bool has_all() const { return used_->gatherer() && used_->gatherer()->has_all(); }  // since gather()
   // To be called when backward() is over on all ranks.
   void reads_are_over();
 
   // Bytes of memory that holds parameters for this rank's host, and belongs to this rank; the kernel counts them.
-  size_t bytes_here() const { return shm::committed(memory_.get()); }
+  size_t bytes_here() const { return used_->bytes_here() + (kept_ ? kept_->bytes_here() : 0); }
+
+  // While it lives, operators use the copies.
+  class Forward {
+   public:
+    explicit Forward(SharedParameters& parameters);
+    Forward(const Forward&) = delete;
+    Forward& operator=(const Forward&) = delete;
+    ~Forward();
+
+   private:
+    const std::shared_ptr<Phase> phase_;
+  };
 
  private:
+  // What the parameters' memory knows of this object, and may survive it.
+  struct Phase {
+    bool ended = false;
+    bool reading = false;  // since before_forward(); the same on all ranks
+    int forwards = 0;      // that live
+  };
   struct Entry {
     std::string name;
     at::Tensor tensor;  // the module's
     at::Tensor shared;  // in shared memory, of the same shape and layout
+    at::Tensor copy;    // the same in another dtype, for operators; undefined if they use `shared`
     Owner owner;
     uint32_t version = 0;  // of `tensor`, at the last look
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
@@ -107,15 +125,17 @@ class SharedParameters {
   bool is_mine(const Entry& entry) const { return rank_of(entry.owner, hosts_, group_.rank()) == group_.rank(); }
   void use_shared_memory(Entry& entry) const;
   void remember(Entry& entry) const;
+  void make_copies();
+  void for_each_gatherer(const std::function<void(Gatherer&)>& fn) const;
   void throw_if_wrong(const Changes& of_all);
   void throw_if_hosts_differ(const Changes& of_all) const;
 
   const Group group_;
   const parallel::Hosts hosts_;
   std::vector<Entry> entries_;
-  UniqueFd memory_;                     // of this rank
-  std::shared_ptr<Gatherer> gatherer_;  // null if each host has an owner of each parameter
-  bool reading_ = false;                // since before_forward(); the same on all ranks
+  std::unique_ptr<SharedTensors> used_;  // what operators use: parameters, or their copies
+  std::unique_ptr<SharedTensors> kept_;  // parameters that have copies; null if there are none
+  const std::shared_ptr<Phase> phase_ = std::make_shared<Phase>();
 };
 
 }  // namespace muster::fsdp

@@ -1,0 +1,127 @@
+#include "parallel/fsdp/shared_tensors.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "base/text.h"
+#include "comm/world/heaps.h"
+#include "comm/world/world_parts.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "shm/mapping.h"
+
+namespace muster::fsdp {
+namespace {
+
+// A number that no other set of shared parameters in this World has. Unavailable, on every rank, if a host has no `bytes`
+// of memory now.
+int64_t next_number(const World& world, size_t bytes, const Group& group) {
+  int64_t values[2] = {std::numeric_limits<int64_t>::max(), static_cast<int64_t>(shm::memory_available())};
+  if (group.rank() == 0) values[0] = world.store().add(world.parts().prefix + "/fsdp/count", 1);
+  all_reduce(at::from_blob(values, {2}, at::kLong), {.op = ReduceOp::MIN, .group = group});
+  if (bytes > static_cast<size_t>(values[1]))
+    throw Unavailable(
+        text("the parameters need ", bytes, " bytes of shared memory, but only ", values[1], " are available"),
+        "Use a smaller model, or hosts with more memory");
+  return values[0];
+}
+
+struct Memory {
+  UniqueFd own;
+  std::vector<std::shared_ptr<shm::Mapping>> mapped;  // by rank in the group; null for other hosts
+};
+
+// Every rank makes memory of bytes[its place], and maps that of its host's ranks. Nothing of it is committed yet; a host
+// will need `at_most` bytes of it.
+Memory share_memory(const std::vector<size_t>& bytes, size_t at_most, const parallel::Hosts& hosts, const Group& group,
+                    const World& world) {
+  const World::Parts& parts = world.parts();
+  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, at_most, group));
+  const auto bytes_of = [&](int rank) {
+    const auto place = static_cast<size_t>(hosts.place_of(rank));
+    return place < bytes.size() ? bytes[place] : 0;
+  };
+  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes_of(group.rank()), shm::page_size()))};
+  memory.mapped = comm::exchange_memory(world.store(), key, group.rank(), hosts.members, memory.own.get(),
+                                        Deadline::after(parts.options.timeout), group.ranks());
+  for (const int rank : hosts.here())
+    if (memory.mapped[static_cast<size_t>(rank)]->size() < bytes_of(rank))
+      throw CorruptError(text("rank ", group.global_rank(rank), " sent too little memory for its parameters"),
+                         "Run the same version of Muster on all ranks");
+  return memory;
+}
+
+std::shared_ptr<Gatherer> make_gatherer(const Layout& layout, const Gathering& gathering, const Memory& memory,
+                                        const parallel::Hosts& hosts, const Group& group) {
+  const auto host = static_cast<int>(hosts.own);
+  const int place = hosts.place_of(group.rank());
+  const bool owns = place < hosts.owners;
+  std::vector<std::byte*> of_places;
+  for (int each = 0; each < hosts.owners; ++each)
+    of_places.push_back(memory.mapped[static_cast<size_t>(hosts.owner(each))]->data());
+  return std::make_shared<Gatherer>(
+      Gatherer::Setup{.pieces = owns ? layout.pieces[static_cast<size_t>(place)]
+                                     : decltype(Gatherer::Setup::pieces)(gathering.units.size()),
+                      .elsewhere = layout.elsewhere(host, of_places),
+                      .memory = memory.own.get(),
+                      .mapped = memory.mapped[static_cast<size_t>(group.rank())],
+                      .host = host,
+                      .group = group,
+                      .ranks_of_host = group.split(host, 0, {.name = "parameters on one host"}),
+                      .column = group.split(owns ? place : -1, host, {.name = "parameters between hosts"}),
+                      .most = gathering.most});
+}
+
+// Lets the gatherer know before a parameter of a unit is used.
+void gather_before_use(parallel::Sharing& sharing, const std::weak_ptr<Gatherer>& gatherer, size_t unit,
+                       bool is_at_home, const std::string& name) {
+  sharing.before_use = [=](uint64_t operation, bool writes) {
+    if (const auto at = gatherer.lock())
+      at->before_use(unit, is_at_home, name, operation, writes);
+    else if (!is_at_home)
+      throw InvalidArgument(text("the values of parameter ", name, " are on another host"),
+                            "Keep the FullyShardedDataParallel as long as you use its module");
+  };
+  sharing.is_here = [=] {
+    const auto at = gatherer.lock();
+    return is_at_home || (at && at->has_all());
+  };
+}
+
+}  // namespace
+
+SharedTensors::SharedTensors(const std::vector<parallel::NamedTensor>& like, const Setup& setup)
+    : layout_(lay_out(like, setup.owners, setup.hosts, setup.gathering.units, setup.gathering.most)) {
+  const auto& [owners, hosts, group, world, gathering, bytes_beside, instead] = setup;
+  Memory memory = share_memory(layout_.bytes, layout_.at_most + bytes_beside, hosts, group, world);
+  if (!gathering.units.empty()) gatherer_ = make_gatherer(layout_, gathering, memory, hosts, group);
+  memory_ = std::move(memory.own);
+
+  std::vector<size_t> unit_of(like.size());
+  for (size_t u = 0; u < gathering.units.size(); ++u)
+    for (const size_t i : gathering.units[u]) unit_of[i] = u;
+  for (size_t i = 0; i < like.size(); ++i) {
+    const auto& [name, tensor] = like[i];
+    const int owner = rank_of(owners[i], hosts, group.rank()), first = rank_of(owners[i], hosts, hosts.ranks[0][0]);
+    parallel::Sharing sharing{.name = name,
+                              .owner = group.global_rank(owner),
+                              .is_own = owner == group.rank(),
+                              .first_owner = group.global_rank(first),
+                              .is_only_owner = owners[i].host != kEachHost || hosts.ranks.size() == 1,
+                              .instead = instead(i)};
+    if (gatherer_)
+      gather_before_use(sharing, gatherer_, unit_of[i], owners[i].host == static_cast<int>(hosts.own), name);
+    const auto keeper = static_cast<size_t>(hosts.owner(owners[i].place));
+    tensors_.push_back(parallel::shared_tensor(memory.mapped[keeper], layout_.offsets[i], tensor, std::move(sharing)));
+  }
+}
+
+void SharedTensors::commit(size_t index) const {
+  if (tensors_[index].numel() > 0) shm::commit(memory_.get(), layout_.offsets[index], room_for(tensors_[index]));
+}
+
+}  // namespace muster::fsdp
