@@ -58,7 +58,8 @@ int main(int argc, char** argv) {
   app.add_option("--length", length, "of a sequence");
   app.add_option("--sync", sync, "what connects the ranks")
       ->check(CLI::IsMember({"fsdp", "full", "ddp", "barrier", "none"}));
-  bool checkpointed = false;
+  bool checkpointed = false, mixed = false;
+  app.add_flag("--mixed", mixed, "compute in bfloat16, with gradients reduced in float32 (sharded only)");
   app.add_flag("--checkpoint", checkpointed, "compute activations again in backward");
   CLI11_PARSE(app, argc, argv);
 
@@ -70,14 +71,15 @@ int main(int argc, char** argv) {
   std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
   std::unique_ptr<muster::FullyShardedDataParallel<Net>> fsdp;
   if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
-  if (sync == "fsdp") fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(net);
+  muster::FsdpOptions options;
+  if (mixed) options.mixed_precision = {.param_dtype = torch::kBFloat16, .output_dtype = torch::kFloat};
   if (sync == "full") {
-    const auto is_layer = [](const torch::nn::Module& module) {
+    options.strategy = muster::ShardingStrategy::kFullShard;
+    options.is_unit = [](const torch::nn::Module& module) {
       return dynamic_cast<const torch::nn::TransformerEncoderLayerImpl*>(&module) != nullptr;
     };
-    fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(
-        net, muster::FsdpOptions{.strategy = muster::ShardingStrategy::kFullShard, .is_unit = is_layer});
   }
+  if (sync == "fsdp" || sync == "full") fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(net, options);
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-4));
   torch::manual_seed(5 + world.rank());
   const auto x = torch::randn({length, batch, 512});
@@ -108,10 +110,11 @@ int main(int argc, char** argv) {
     int64_t parameters = 0;
     for (const auto& parameter : net->parameters()) parameters += parameter.numel();
     std::printf(
-        R"({"bench": "fsdp", "impl": "muster-%s%s", "ranks": %d, "parameters": %lld, "tokens": %d, "ms": %.1f, )"
+        R"({"bench": "fsdp", "impl": "muster-%s%s%s", "ranks": %d, "parameters": %lld, "tokens": %d, "ms": %.1f, )"
         R"("host_mib": %.0f, "peak_mib": %.0f, "loss": %.6f})"
         "\n",
-        sync.c_str(), checkpointed ? "-checkpoint" : "", world.world_size(), static_cast<long long>(parameters),
-        batch * length, ms, memory[0].item<double>(), memory[1].item<double>(), loss_of_last);
+        sync.c_str(), mixed ? "-mixed" : "", checkpointed ? "-checkpoint" : "", world.world_size(),
+        static_cast<long long>(parameters), batch * length, ms, memory[0].item<double>(), memory[1].item<double>(),
+        loss_of_last);
   }
 }

@@ -253,8 +253,9 @@ class Bench:
     def fsdp(self):
         """One model for all ranks, PyTorch's FSDP2 over Gloo and over Muster's plug-in, and steps without synchronisation; activations that are computed again."""
         ours, peer = str(self.build / "bench" / "bench_fsdp"), str(HERE / "peers" / "fsdp_torch.py")
-        commands = [self.command("muster", ours, "--sync", sync) for sync in ("fsdp", "ddp", "barrier", "none")]
-        commands += [self.command("torchrun", peer, *flags) for flags in (["--backend", "gloo"], ["--backend", "muster"], ["--no-sync"])]
+        commands = [self.command("muster", ours, "--sync", *sync) for sync in (["fsdp"], ["fsdp", "--mixed"], ["ddp"], ["barrier"], ["none"])]
+        commands += [self.command("torchrun", peer, "--backend", backend, *flags) for flags in ([], ["--mixed"]) for backend in ("gloo", "muster")]
+        commands.append(self.command("torchrun", peer, "--no-sync"))
         large = ["--batch", "16", "--length", "128", "--steps", "4"]
         for flags in ([], ["--checkpoint"]):
             commands.append(self.command("muster", ours, "--sync", "none", *large, *flags, ranks=1))
@@ -271,10 +272,10 @@ class Bench:
                 self.missing["two hosts"] = hosts.missing
                 return []
             for _ in range(self.args.rounds):
-                for sync in ("fsdp", "full", "ddp", "none"):
-                    found.setdefault(f"muster-{sync}", []).append(hosts.row(self.env, [str(self.muster), "run", "--no-prefix", "--rdzv", f"{hosts.ADDRESSES[0]}:29400", "--secret-file", hosts.secret, "-n", "2"], [ours, *steps, "--sync", sync]))
+                for sync in (["fsdp"], ["fsdp", "--mixed"], ["full"], ["full", "--mixed"], ["ddp"], ["none"]):
+                    found.setdefault("".join(sync), []).append(hosts.row(self.env, [str(self.muster), "run", "--no-prefix", "--rdzv", f"{hosts.ADDRESSES[0]}:29400", "--secret-file", hosts.secret, "-n", "2"], [ours, *steps, "--sync", *sync]))
                 for backend in ("gloo", "muster"):
-                    for kind in ([], ["--hybrid"]):
+                    for kind in ([], ["--hybrid"], ["--mixed"], ["--hybrid", "--mixed"]):
                         row = hosts.row(self.env, [sys.executable, "-m", "torch.distributed.run", "--master-addr", hosts.ADDRESSES[0], "--master-port", "29500", "--nproc-per-node", "2"], [peer, *steps, "--backend", backend, *kind])
                         found.setdefault(row["impl"], []).append(row)
         return [dict(min(rows, key=lambda row: row["ms"]), bench="hosts", hosts=2, gbit_per_s=1) for rows in found.values()]

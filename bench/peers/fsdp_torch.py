@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2. torchrun --nproc-per-node 2 fsdp_torch.py [--backend gloo|muster] [--no-sync] [--checkpoint] [--hybrid].
+"""PyTorch's FSDP2. torchrun --nproc-per-node 2 fsdp_torch.py [--backend gloo|muster] [--no-sync] [--checkpoint] [--hybrid] [--mixed].
 
 The same net, data shapes, optimizer and steps as ../fsdp.cpp. One JSON object.
 """
@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 
@@ -29,6 +29,7 @@ parser.add_argument("--length", type=int, default=64)
 parser.add_argument("--backend", default="gloo")
 parser.add_argument("--no-sync", action="store_true")
 parser.add_argument("--hybrid", action="store_true", help="shard within each host and replicate between hosts")
+parser.add_argument("--mixed", action="store_true", help="compute in bfloat16, with gradients reduced in float32")
 parser.add_argument("--checkpoint", action="store_true", help="compute activations again in backward")
 args = parser.parse_args()
 if args.backend == "muster":
@@ -43,9 +44,10 @@ parameters = sum(p.numel() for p in net.parameters())
 if not args.no_sync:
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     mesh = dist.device_mesh.init_device_mesh("cpu", (world // local, local), mesh_dim_names=("replicate", "shard")) if args.hybrid else dist.device_mesh.init_device_mesh("cpu", (world,))
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)} if args.mixed else {}
     for layer in net:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 torch.manual_seed(5 + rank)
 x = torch.randn(args.length, args.batch, 512)
@@ -61,7 +63,7 @@ for step in range(args.steps + WARMUP):
             y = checkpoint(layer, y, use_reentrant=False)
     else:
         y = net(x)
-    loss = y.square().mean()
+    loss = y.float().square().mean()
     loss.backward()
     optimizer.step()
 dist.barrier()
@@ -69,6 +71,6 @@ ms = (time.perf_counter() - start) / args.steps * 1e3
 memory = torch.tensor([proportional_set_size(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024], dtype=torch.float64)
 dist.all_reduce(memory)
 if rank == 0:
-    impl = ("fsdp2-" + args.backend + ("-hybrid" if args.hybrid else "") if not args.no_sync else "pytorch-none") + ("-checkpoint" if args.checkpoint else "")
+    impl = ("fsdp2-" + args.backend + ("-hybrid" if args.hybrid else "") if not args.no_sync else "pytorch-none") + ("-mixed" if args.mixed else "") + ("-checkpoint" if args.checkpoint else "")
     print(json.dumps({"bench": "fsdp", "impl": impl, "ranks": world, "parameters": parameters, "tokens": args.batch * args.length, "ms": round(ms, 1), "host_mib": round(memory[0].item()), "peak_mib": round(memory[1].item()), "loss": round(loss.item(), 6)}), flush=True)
 dist.destroy_process_group()

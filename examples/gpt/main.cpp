@@ -6,10 +6,10 @@
 // has one (--strategy ddp). The program first says how much memory the training needs, and then how much there is. --checkpoint computes activations again instead of keeping
 // them; --snapshots FOLDER lets it resume where it was stopped.
 #include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
 #include <muster/checkpoint/snapshot.h>
 #include <muster/comm/collectives.h>
 #include <muster/comm/world.h>
+#include <muster/optim/autocast.h>
 #include <muster/parallel/ddp.h>
 #include <muster/parallel/fsdp.h>
 #include <muster/parallel/memory_plan.h>
@@ -59,29 +59,6 @@ torch::Tensor batch_of(const torch::Tensor& text, const Settings& with, int64_t 
   return torch::stack(pieces).to(torch::kLong);
 }
 
-// In bfloat16, operators that gain from it get their inputs in it; parameters and their gradients stay float32.
-class Autocast {
- public:
-  explicit Autocast(bool on)
-      : before_(at::autocast::is_autocast_enabled(at::kCPU)),
-        dtype_before_(at::autocast::get_autocast_dtype(at::kCPU)) {
-    at::autocast::set_autocast_enabled(at::kCPU, on);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::increment_nesting();
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-  ~Autocast() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, before_);
-    at::autocast::set_autocast_dtype(at::kCPU, dtype_before_);
-  }
-
- private:
-  const bool before_;
-  const at::ScalarType dtype_before_;
-};
-
 // A tenth of the steps upwards, then down to a tenth by a cosine.
 double rate_at(int64_t step, const Settings& with) {
   const double done = static_cast<double>(step) / static_cast<double>(with.steps);
@@ -121,7 +98,7 @@ bool train(Gpt& net, Model& model, muster::World& world, const torch::Tensor& te
     for (auto& group : optimizer.param_groups()) group.options().set_lr(rate_at(step, with));
     torch::Tensor loss;
     {
-      const Autocast autocast(with.precision == "bfloat16");
+      const muster::Autocast autocast(torch::kBFloat16, torch::kCPU, with.precision == "bfloat16");
       loss = model(batch_of(text, with, step, world.rank()));
     }
     if (step == with.steps - 1) {
@@ -156,6 +133,10 @@ void run(const Settings& with) {
   net->checkpointed = with.checkpoint;
   const bool sharded = with.strategy != "ddp", first = world.rank() == 0;
   muster::FsdpOptions options;
+  if (with.precision == "mixed") {
+    if (!sharded) throw std::runtime_error("--precision mixed is for --strategy fsdp and full; use bfloat16");
+    options.mixed_precision.param_dtype = torch::kBFloat16;
+  }
   if (with.strategy == "full") {
     options.strategy = muster::ShardingStrategy::kFullShard;
     options.is_unit = [](const torch::nn::Module& module) { return dynamic_cast<const Block*>(&module) != nullptr; };
@@ -164,7 +145,7 @@ void run(const Settings& with) {
   std::optional<muster::FullyShardedDataParallel<Gpt>> fsdp;
   std::optional<muster::DistributedDataParallel<Gpt>> ddp;
   const auto forward = [&] {
-    const Autocast autocast(with.precision == "bfloat16");
+    const muster::Autocast autocast(torch::kBFloat16, torch::kCPU, with.precision != "float32");
     return net->forward(batch_of(text, with, 0, world.rank()));
   };
   const auto plan = muster::memory_plan(*net, world, forward, {.fully_sharded = sharded, .fsdp = options});
@@ -194,7 +175,9 @@ int main(int argc, char** argv) {
   app.add_option("--text", with.text, "a file");
   app.add_option("--strategy", with.strategy, "fsdp: one model per host; full: one on all hosts; ddp: one per rank")
       ->check(CLI::IsMember({"fsdp", "full", "ddp"}));
-  app.add_option("--precision", with.precision, "of matrix products")->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_option("--precision", with.precision,
+                 "bfloat16: of matrix products; mixed: of all that forward and backward compute")
+      ->check(CLI::IsMember({"float32", "bfloat16", "mixed"}));
   app.add_flag("--checkpoint", with.checkpoint, "compute activations again in backward");
   app.add_option("--steps", with.steps);
   app.add_option("--batch", with.batch, "pieces of text per rank and step");

@@ -18,9 +18,7 @@ at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   require_storable(tensor, name);
   const at::NoGradGuard no_grad;
   // A parameter whose values may be elsewhere: clone() throws if they are. Of one with a copy, not the copy.
-  const at::Tensor values = parallel::is_spread(tensor)    ? tensor.clone()
-                            : parallel::is_watched(tensor) ? parallel::unwatched(tensor)
-                                                           : tensor.detach();
+  const at::Tensor values = parallel::is_spread(tensor) ? tensor.clone() : parallel::unwatched(tensor);
   if (values.scalar_type() != tensor.scalar_type())
     throw InvalidArgument(text("tensor '", name, "' is to be stored while operators use its copy in mixed precision"),
                           "Call synchronize() of the FullyShardedDataParallel before");

@@ -227,6 +227,7 @@ void Call::recompute() {
   const WithoutAutocastCache without_cache;
   const GradientBlocks::Pause no_gradients;
   const Keeping keeping(&second);
+  const InSecondCall in_second_call;
   bool is_complete = false;
   try {
     again_(arguments);

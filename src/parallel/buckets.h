@@ -50,7 +50,6 @@ struct Bucket {
   bool large = false;              // one parameter in a block
   int owner = kEveryRank;
   at::Tensor flat, used;
-  at::Tensor converted;  // while it is averaged in another dtype
   size_t pending = 0;
   Work work;
 };

@@ -5,10 +5,13 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/instancenorm.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "base/text.h"
@@ -37,8 +40,13 @@ class Conversion final : public engine::Node {
 
 bool keeps_dtype(const torch::nn::Module& module, const MixedPrecision& precision) {
   namespace nn = torch::nn;
-  if (dynamic_cast<const nn::BatchNorm1dImpl*>(&module) || dynamic_cast<const nn::BatchNorm2dImpl*>(&module) ||
-      dynamic_cast<const nn::BatchNorm3dImpl*>(&module))
+  const auto is_one_of = [&]<typename... Modules>(std::tuple<Modules...>*) {
+    return (dynamic_cast<const Modules*>(&module) || ...);
+  };
+  using WithStatistics = std::tuple<nn::BatchNorm1dImpl, nn::BatchNorm2dImpl, nn::BatchNorm3dImpl,
+                                    nn::InstanceNorm1dImpl, nn::InstanceNorm2dImpl, nn::InstanceNorm3dImpl>;
+  if (precision.param_dtype && c10::elementSize(*precision.param_dtype) == 2 &&
+      is_one_of(static_cast<WithStatistics*>(nullptr)))
     return true;
   return precision.full_precision && precision.full_precision(module);
 }
@@ -48,9 +56,27 @@ void for_each_module(const torch::nn::Module& module, const auto& fn) {
   for (const auto& child : module.children()) for_each_module(*child, fn);
 }
 
+std::vector<at::Tensor> buffers_to_convert(const torch::nn::Module& module, const MixedPrecision& precision) {
+  std::vector<at::Tensor> kept, all;
+  if (!precision.buffer_dtype) return all;
+  for_each_module(module, [&](const torch::nn::Module& each) {
+    if (!keeps_dtype(each, precision)) return;
+    for (const auto& buffer : each.buffers(/*recurse=*/false)) kept.push_back(buffer);
+  });
+  const auto is_kept = [&](const at::Tensor& buffer) {
+    return std::any_of(kept.begin(), kept.end(), [&](const at::Tensor& other) { return other.is_same(buffer); });
+  };
+  for (const at::Tensor& buffer : module.buffers())
+    if (buffer.defined() && buffer.is_floating_point() && !is_kept(buffer)) all.push_back(buffer);
+  return all;
+}
+
 }  // namespace
 
 at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
+  if (parameter._fw_grad(/*level=*/0).defined())
+    throw InvalidArgument("forward-mode derivatives of a parameter are asked for in mixed precision",
+                          "Use backward(), or no mixed precision");
   at::Tensor view = at::empty({0}, copy.options());
   {
     const at::NoGradGuard no_grad;
@@ -63,15 +89,16 @@ at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
     const auto node = c10::make_intrusive<Conversion>(std::move(next), parameter.scalar_type());
     engine::set_history(view, node);
   }
-  if (is_spread(view)) watch(view);
+  watch(view);  // nobody may change it
   return view;
 }
 
 void check(const MixedPrecision& precision) {
   const auto one = [](const char* name, const std::optional<at::ScalarType>& dtype) {
-    if (dtype && !at::isFloatingType(*dtype))
+    constexpr std::array kUsable = {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble};
+    if (dtype && std::find(kUsable.begin(), kUsable.end(), *dtype) == kUsable.end())
       throw InvalidArgument(text("mixed_precision.", name, " is ", c10::toString(*dtype)),
-                            "Use a floating-point type, such as torch::kBFloat16");
+                            "Use torch::kBFloat16, kHalf, kFloat or kDouble");
   };
   one("param_dtype", precision.param_dtype);
   one("reduce_dtype", precision.reduce_dtype);
@@ -82,11 +109,9 @@ void check(const MixedPrecision& precision) {
 std::vector<at::ScalarType> compute_dtypes(const torch::nn::Module& module, const std::vector<NamedTensor>& parameters,
                                            const MixedPrecision& precision) {
   std::vector<at::ScalarType> dtypes;
-  for (const auto& [name, tensor] : parameters) {
-    const bool is_longer = precision.param_dtype && at::isFloatingType(tensor.scalar_type()) &&
-                           c10::elementSize(tensor.scalar_type()) > c10::elementSize(*precision.param_dtype);
-    dtypes.push_back(is_longer ? *precision.param_dtype : tensor.scalar_type());
-  }
+  for (const auto& [name, tensor] : parameters)
+    dtypes.push_back(tensor.is_floating_point() && precision.param_dtype ? *precision.param_dtype
+                                                                         : tensor.scalar_type());
   if (!precision.param_dtype) return dtypes;
   for_each_module(module, [&](const torch::nn::Module& each) {
     if (!keeps_dtype(each, precision)) return;
@@ -98,21 +123,13 @@ std::vector<at::ScalarType> compute_dtypes(const torch::nn::Module& module, cons
 }
 
 void convert_buffers(const torch::nn::Module& module, const MixedPrecision& precision) {
-  if (!precision.buffer_dtype) return;
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> kept;
-  for_each_module(module, [&](const torch::nn::Module& each) {
-    if (!keeps_dtype(each, precision)) return;
-    for (const auto& buffer : each.buffers(/*recurse=*/false)) kept.push_back(buffer);
-  });
-  for (const at::Tensor& buffer : module.buffers()) {
-    if (!buffer.defined() || !at::isFloatingType(buffer.scalar_type())) continue;
-    if (std::any_of(kept.begin(), kept.end(), [&](const at::Tensor& other) { return other.is_same(buffer); })) continue;
+  for (const at::Tensor& buffer : buffers_to_convert(module, precision))
     buffer.set_data(buffer.to(*precision.buffer_dtype));
-  }
 }
 
-std::string words_of(const MixedPrecision& precision, const std::vector<at::ScalarType>& compute_dtypes) {
+std::string words_of(const torch::nn::Module& module, const MixedPrecision& precision,
+                     const std::vector<at::ScalarType>& compute_dtypes) {
   std::string words;
   const auto one = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
     if (dtype) words += text(" ", name, "=", c10::toString(*dtype));
@@ -120,14 +137,18 @@ std::string words_of(const MixedPrecision& precision, const std::vector<at::Scal
   one("param_dtype", precision.param_dtype);
   one("reduce_dtype", precision.reduce_dtype);
   one("buffer_dtype", precision.buffer_dtype);
-  if (!precision.param_dtype) return words;
-  words += " compute=";
+  one("output_dtype", precision.output_dtype);
+  words += text(" cast_forward_inputs=", precision.cast_forward_inputs, " compute=");
   for (const at::ScalarType dtype : compute_dtypes) words += text(c10::toString(dtype), ",");
+  for (const at::Tensor& buffer : buffers_to_convert(module, precision)) words += text(" [", join(buffer.sizes()), "]");
   return words;
 }
 
-at::Tensor with_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
-  return tensor.defined() && tensor.is_floating_point() ? tensor.to(dtype) : tensor;
+bool lacks_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != dtype;
+}
+void convert(at::Tensor& tensor, at::ScalarType dtype) {
+  if (lacks_dtype(tensor, dtype)) tensor = tensor.to(dtype);
 }
 
 }  // namespace muster::parallel

@@ -1,8 +1,8 @@
 // The copies that operators compute with in mixed precision (muster/parallel/mixed_precision.h), instead of parameters.
 //
-// A parameter has a `Sharing` (shared_tensor.h) whose `instead` gives out views of its copy, and is watched (watched.h). Each
-// operator that reads the parameter gets a view of its own. For autograd the view is computed from the parameter, by a
-// conversion: so the parameter is the leaf, and its gradient has the parameter's dtype.
+// A parameter has a `Sharing` (shared_tensor.h) whose `instead` gives out views of its copy, and is watched
+// (watched.h). Each operator that reads the parameter gets a view of its own. For autograd the view is computed from
+// the parameter, by a conversion: so the parameter is the leaf, and its gradient has the parameter's dtype.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -17,11 +17,11 @@
 
 namespace muster::parallel {
 
-// `copy` has the strides of the memory of `parameter`. It is watched if it is spread. It shares the version of `parameter`:
-// if that is updated, a backward() over an older graph throws.
+// `copy` has the strides of the memory of `parameter`. The view shares the version of `parameter`: if that is updated,
+// a backward() over an older graph throws. InvalidArgument if there is a forward-mode derivative.
 at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy);
 
-// InvalidArgument if a dtype is not a floating-point type.
+// InvalidArgument if a dtype cannot be used.
 void check(const MixedPrecision& precision);
 // The dtype in which forward() and backward() use each parameter.
 std::vector<at::ScalarType> compute_dtypes(const torch::nn::Module& module, const std::vector<NamedTensor>& parameters,
@@ -29,6 +29,7 @@ std::vector<at::ScalarType> compute_dtypes(const torch::nn::Module& module, cons
 // To buffer_dtype, for good.
 void convert_buffers(const torch::nn::Module& module, const MixedPrecision& precision);
 // For require_same_on_all_ranks().
-std::string words_of(const MixedPrecision& precision, const std::vector<at::ScalarType>& compute_dtypes);
+std::string words_of(const torch::nn::Module& module, const MixedPrecision& precision,
+                     const std::vector<at::ScalarType>& compute_dtypes);
 
 }  // namespace muster::parallel

@@ -107,10 +107,10 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void before_accumulation();
   void on_ready(size_t index);
   void adopt(Parameter& parameter);
-  ReduceOptions averaging() const { return {.op = ReduceOp::AVG, .group = options.group}; }
+  ReduceOptions averaging() const {
+    return {.op = ReduceOp::AVG, .group = options.group, .between_hosts = options.reduce_dtype};
+  }
   bool to_owner() const { return sharded() && !options.owner_on_each_host; }
-  const at::Tensor& to_average(Bucket& bucket);
-  void wait_for(Bucket& bucket);
   void launch_ready_buckets();
   bool will_be_freed(const Bucket& bucket) const;
   void release_reduced_blocks();
@@ -283,30 +283,14 @@ void GradientReducer::Impl::put_averages_aside() {
   }
 }
 
-// What is averaged instead of the bucket's gradients, in reduce_dtype.
-const at::Tensor& GradientReducer::Impl::to_average(Bucket& bucket) {
-  if (!options.reduce_dtype || *options.reduce_dtype == bucket.flat.scalar_type()) return bucket.flat;
-  bucket.converted = heap->empty(bucket.flat.sizes(), *options.reduce_dtype);
-  return bucket.converted.copy_(bucket.flat);
-}
-
-// Throws what the reduction threw.
-void GradientReducer::Impl::wait_for(Bucket& bucket) {
-  bucket.work.wait();
-  if (!bucket.converted.defined()) return;
-  if (is_mine(parameters[bucket.parameters[0]])) bucket.flat.copy_(bucket.converted);
-  bucket.converted = at::Tensor();
-}
-
 // The last bucket is not launched here: it is complete only when backward is nearly over, so finish_backward() reduces
 // it, and needs no other thread for that.
 void GradientReducer::Impl::launch_ready_buckets() {
   for (; next_bucket + 1 < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) {
     Bucket& bucket = buckets[next_bucket];
     if (!sharded()) mark_used(bucket, parameters);
-    const at::Tensor& averaged = to_average(bucket);
     bucket.work =
-        to_owner() ? reduce_async(averaged, bucket.owner, averaging()) : all_reduce_async(averaged, averaging());
+        to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging()) : all_reduce_async(bucket.flat, averaging());
     if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
   }
 }
@@ -330,7 +314,7 @@ void GradientReducer::Impl::release_reduced_blocks() {
   };
   for (; released_bucket < next_bucket && may_go(buckets[released_bucket]); ++released_bucket) {
     Bucket& bucket = buckets[released_bucket];
-    wait_for(bucket);
+    bucket.work.wait();  // throws what the reduction threw
     if (!will_be_freed(bucket)) continue;
     Parameter& first = parameters[bucket.parameters[0]];
     bytes_in_flight -= first.tensor.nbytes();
@@ -360,19 +344,18 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   launch_ready_buckets();
   Bucket& last = buckets.back();
   if (!sharded()) mark_used(last, parameters);
-  const at::Tensor& averaged = to_average(last);
   if (to_owner())
-    reduce(averaged, last.owner, averaging());
+    reduce(last.flat, last.owner, averaging());
   else
-    all_reduce(averaged, averaging());
+    all_reduce(last.flat, averaging());
   if (sharded()) {
     std::vector<float> shares = shares_used_on_all_ranks();
-    for (auto& bucket : buckets) wait_for(bucket);
+    for (auto& bucket : buckets) bucket.work.wait();
     return shares;
   }
   std::vector<float> shares(parameters.size());
   for (auto& bucket : buckets) {
-    wait_for(bucket);
+    bucket.work.wait();
     const std::vector<float> of_bucket = shares_used(bucket);
     for (size_t i = 0; i < of_bucket.size(); ++i) shares[bucket.parameters[i]] = of_bucket[i];
   }
@@ -451,7 +434,6 @@ void GradientReducer::Impl::reset() {
   for (auto& bucket : buckets) {
     bucket.pending = bucket.parameters.size();
     bucket.work = Work();
-    bucket.converted = at::Tensor();
   }
 }
 

@@ -56,7 +56,7 @@ struct ReducerOptions {
   // is the one on this rank's host; parameters with one owner on one host have one owner on every host.
   std::vector<int> owners = {};
   bool owner_on_each_host = false;                  // of several hosts; then every rank takes part in every average
-  std::optional<at::ScalarType> reduce_dtype = {};  // in which gradients are averaged; none: in their own
+  std::optional<at::ScalarType> reduce_dtype = {};  // in which gradients travel between hosts; none: in their own
   size_t most_in_flight = std::numeric_limits<size_t>::max();
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
   std::function<void()> on_averaged = [] {};

@@ -80,6 +80,10 @@ std::map<pid_t, int> processes_of(const parallel::Hosts& hosts) {
   return processes;
 }
 
+size_t bytes_in(const at::Tensor& tensor, at::ScalarType dtype) {
+  return static_cast<size_t>(tensor.numel()) * c10::elementSize(dtype);
+}
+
 // Of the largest units that may be on a host together, all that operators use.
 size_t bytes_gathered(const torch::nn::Module& module, const std::vector<parallel::NamedTensor>& parameters,
                       const std::vector<at::ScalarType>& compute_dtypes, const FsdpOptions& options) {
@@ -87,8 +91,7 @@ size_t bytes_gathered(const torch::nn::Module& module, const std::vector<paralle
   for (const auto& unit :
        fsdp::make_units(module, parameters, parallel::bytes_of_mb(options.unit_cap_mb), options.is_unit)) {
     size_t& of_unit = bytes.emplace_back();
-    for (const size_t i : unit)
-      of_unit += static_cast<size_t>(parameters[i].tensor.numel()) * c10::elementSize(compute_dtypes[i]);
+    for (const size_t i : unit) of_unit += bytes_in(parameters[i].tensor, compute_dtypes[i]);
   }
   std::sort(bytes.rbegin(), bytes.rend());
   if (options.reshard_after_forward) bytes.resize(std::min(bytes.size(), options.max_gathered_units));
@@ -143,21 +146,22 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
   const auto parameters = parallel::tensors_of(module).parameters;
   const auto compute_dtypes = parallel::compute_dtypes(module, parameters, options.fsdp.mixed_precision);
   size_t copies = 0;  // bytes, in mixed precision
-  for (size_t i = 0; options.fully_sharded && i < parameters.size(); ++i)
-    if (compute_dtypes[i] != parameters[i].tensor.scalar_type())
-      copies += static_cast<size_t>(parameters[i].tensor.numel()) * c10::elementSize(compute_dtypes[i]);
   const bool one_host = hosts.ranks.size() == 1;
   const bool gathers = options.fully_sharded && options.fsdp.strategy == ShardingStrategy::kFullShard && !one_host;
   const size_t parts = gathers ? hosts.ranks.size() : 1;  // into which the parameters are divided among hosts
-  for (const auto& [name, parameter] : parameters) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, parameter] = parameters[i];
     if (parameter.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not dense"), "memory_plan() counts dense parameters");
     if (forward && parallel::is_spread(parameter))
       throw InvalidArgument("forward() would gather parameters, which only the FullyShardedDataParallel may do",
                             "Call memory_plan() before FullyShardedDataParallel is made with kFullShard");
     all += parameter.nbytes();
-    if (parallel::is_shared(parameter))
-      shared_now += parameter.nbytes() / (parallel::is_spread(parameter) ? hosts.ranks.size() : 1);
+    const size_t of_copy = bytes_in(parameter, compute_dtypes[i]);
+    if (options.fully_sharded && compute_dtypes[i] != parameter.scalar_type()) copies += of_copy;
+    if (const auto* const sharing = parallel::sharing_of(parameter))
+      shared_now += (parameter.nbytes() + (sharing->instead ? of_copy : 0)) /
+                    (parallel::is_spread(parameter) ? hosts.ranks.size() : 1);
     else if (!parameter.is_meta())
       private_now += parameter.nbytes();
     if (!parameter.requires_grad()) continue;

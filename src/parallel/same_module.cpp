@@ -13,6 +13,7 @@
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "parallel/shared_tensor.h"
+#include "parallel/watched.h"
 
 namespace muster::parallel {
 namespace {
@@ -124,11 +125,12 @@ void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& 
     if (tensor.is_meta()) continue;
     // Contiguous memory, whose strides are the same on all ranks.
     const bool is_plain = tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense();
+    const at::Tensor values = unwatched(tensor);
     if (is_plain && tensor.nbytes() <= kCoalesced) {
-      if (tensor.nbytes() > 0) small.push_back(tensor.detach());
+      if (tensor.nbytes() > 0) small.push_back(values);
       total += static_cast<int64_t>(tensor.nbytes());
     } else {
-      broadcast(tensor.detach(), 0, {.group = group});
+      broadcast(values, 0, {.group = group});
     }
   }
   if (small.empty()) return;

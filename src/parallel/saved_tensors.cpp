@@ -13,6 +13,7 @@ namespace {
 namespace engine = torch::autograd;
 
 thread_local Keeper* current = nullptr;
+thread_local bool second_call = false;
 
 class KeepingEngine final : public engine::Engine {
  public:
@@ -36,6 +37,10 @@ engine::Engine& keeping_engine() {
 }  // namespace
 
 Keeper* exchange_keeper(Keeper* keeper) { return std::exchange(current, keeper); }
+
+InSecondCall::InSecondCall() : before_(std::exchange(second_call, true)) {}
+InSecondCall::~InSecondCall() { second_call = before_; }
+bool in_second_call() { return second_call; }
 
 void require_keepers() {
   static std::once_flag once;

@@ -52,6 +52,19 @@ class Keeping {
   Keeper* const before_;
 };
 
+// While it lives, an activation_checkpoint() computes again in this thread.
+class InSecondCall {
+ public:
+  InSecondCall();
+  InSecondCall(const InSecondCall&) = delete;
+  InSecondCall& operator=(const InSecondCall&) = delete;
+  ~InSecondCall();
+
+ private:
+  const bool before_;
+};
+bool in_second_call();
+
 // Unavailable if another engine than libtorch's runs in this process.
 void require_keepers();
 

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "base/text.h"
+#include "muster/base/error.h"
 #include "parallel/buckets.h"
 
 namespace muster::parallel {
@@ -46,8 +48,13 @@ bool is_here(const at::Tensor& tensor) {
   return !sharing || sharing->is_here();
 }
 void call_before_use(const at::Tensor& tensor, uint64_t operation, bool writes) {
-  if (const Sharing* const sharing = sharing_of(tensor); sharing && sharing->before_use)
-    sharing->before_use(operation, writes);
+  const Sharing* const sharing = sharing_of(tensor);
+  if (!sharing) return;
+  if (sharing->is_copy && writes)
+    throw InvalidArgument(
+        text("an operator would change the copy of parameter ", sharing->name, ", which all ranks of the host use"),
+        "Let it change a clone(); a parameter that is converted to the dtype of its copy is that copy itself");
+  if (sharing->before_use) sharing->before_use(operation, writes);
 }
 at::Tensor call_instead(const at::Tensor& tensor) {
   const Sharing* const sharing = sharing_of(tensor);

@@ -24,6 +24,7 @@ struct Sharing {
   // For watch() (watched.h). `operation` is a number that all tensors of an operator get; `writes`: it changes this one.
   std::function<void(uint64_t operation, bool writes)> before_use = {};
   std::function<bool()> is_here = [] { return true; };  // whether the values may be read through a pointer now
+  bool is_copy = false;                                 // of a parameter, in another dtype: no operator may change it
   // What an operator that reads `tensor`, which has this memory, is to read instead now; undefined: the tensor itself.
   std::function<at::Tensor(const at::Tensor& tensor)> instead = {};
 };

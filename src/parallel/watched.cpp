@@ -97,6 +97,16 @@ void replace(c10::IValue& value) {
       if (other.defined()) tensor = std::move(other);
     }
     if (any) value = std::move(all);
+  } else if (value.isOptionalTensorList()) {
+    const auto all = value.toOptionalTensorList().copy();
+    bool any = false;
+    for (size_t i = 0; i < all.size(); ++i) {
+      const std::optional<at::Tensor> tensor = all.get(i);
+      at::Tensor other = tensor ? instead_of(*tensor) : at::Tensor();
+      any |= other.defined();
+      if (other.defined()) all.set(i, std::move(other));
+    }
+    if (any) value = all;
   }
 }
 
@@ -160,6 +170,7 @@ bool is_watched(const at::Tensor& tensor) {
 }
 
 at::Tensor unwatched(const at::Tensor& tensor) {
+  if (!is_watched(tensor)) return tensor.detach();
   return at::empty({0}, tensor.options().requires_grad(false))
       .set_(tensor.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }

@@ -24,7 +24,7 @@ namespace muster::parallel {
 // takes the key away.
 void watch(const at::Tensor& tensor);
 bool is_watched(const at::Tensor& tensor);       // no longer when it has another storage
-at::Tensor unwatched(const at::Tensor& tensor);  // of the same memory: for its owner
+at::Tensor unwatched(const at::Tensor& tensor);  // the same memory, if it was watched: for its owner
 
 bool in_backward();  // whether autograd runs a backward() in this thread
 

@@ -89,6 +89,37 @@ TEST(Hosts, SumsOfHalvesAreRoundedOnceAndATimeoutMayBeEndless) {
   });
 }
 
+// Hosts exchange their sums in another dtype, if all leaders say so; on one host, nothing is converted.
+TEST(Hosts, SumsTravelInAnotherDtype) {
+  const float exact = 1 + 1.0f / 1024, rounded = 1;  // bfloat16 has 8 bits
+  const auto reduced = [&](World& world, bool to_one, ReduceOp op, at::ScalarType dtype) {
+    const at::Tensor t = at::full({5000}, world.rank() == 0 ? exact : 0, dtype);
+    const ReduceOptions options{.op = op, .between_hosts = at::kBFloat16};
+    to_one ? reduce(t, 3, options) : all_reduce(t, options);
+    EXPECT_TRUE(t.eq(t[0]).all().item<bool>());
+    return t[0].item<double>() * (op == ReduceOp::AVG ? world.world_size() : 1);
+  };
+  run_on({"a", "a", "b", "b"}, [&](World& world) {
+    for (const auto op : {ReduceOp::SUM, ReduceOp::AVG})
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16}) {
+        EXPECT_EQ(reduced(world, false, op, dtype), rounded);
+        const double at_root = reduced(world, true, op, dtype);
+        if (world.rank() == 3) {
+          EXPECT_EQ(at_root, rounded);
+        }
+      }
+    const at::Tensor whole = at::full({3}, 257, at::kLong);
+    all_reduce(whole, {.between_hosts = at::kBFloat16});
+    EXPECT_EQ(whole[0].item<int64_t>(), 1028);
+  });
+  run_on({"a", "a"}, [&](World& world) { EXPECT_EQ(reduced(world, false, ReduceOp::SUM, at::kFloat), exact); });
+  run_on({"a", "b"}, [&](World& world) {
+    ReduceOptions options;
+    if (world.rank() == 1) options.between_hosts = at::kHalf;
+    EXPECT_CONTAINS(message_of<Mismatch>([&] { all_reduce(at::ones({100}), options); }), "Half");
+  });
+}
+
 // Sums of floats have the same bits on every rank and in a second run, and are close to the sum in the order of ranks.
 TEST(Hosts, FloatsHaveTheSameBitsEverywhere) {
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kComplexFloat})

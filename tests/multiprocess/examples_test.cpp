@@ -347,8 +347,10 @@ TEST(Examples, Gpt) {
   EXPECT_EQ(losses(2, {"--snapshots", (folder / "snapshots").string()}), shared);
   const auto rest = losses(2, {"--snapshots", (folder / "snapshots").string()});  // from step 50 on
   EXPECT_EQ(rest, (std::map<int, double>{{60, shared.at(60)}}));
-  const auto shorter = losses(2, {"--precision", "bfloat16"});
-  EXPECT_NEAR(shorter.at(60), shared.at(60), 0.05 * shared.at(60));
+  for (const char* const precision : {"bfloat16", "mixed"}) {
+    const auto shorter = losses(2, {"--precision", precision});
+    EXPECT_NEAR(shorter.at(60), shared.at(60), 0.05 * shared.at(60)) << precision;
+  }
   std::filesystem::remove_all(folder);
 }
 

@@ -51,6 +51,8 @@
 //     one that averages; if it is autograd::grad() or in no_sync(), call synchronize() before step(). Call synchronize()
 //     before this object is destroyed, if an evaluation was the last.
 //
+// Mixed precision (FsdpOptions::mixed_precision): mixed_precision.h says what operators compute with.
+//
 // Limits: CPU tensors; the model, with its gradients and states, fits each host, or with kFullShard all hosts together.
 //
 // Errors: as DistributedDataParallel, and Unavailable if a host has not enough memory. Thread-safety: one thread, as
@@ -104,7 +106,7 @@ struct FsdpOptions {
   // For kFullShard over several hosts. Units are what is gathered together: the parameters of each module for which
   // is_unit is true (as dynamic_cast<const Block*>(&module) != nullptr), and the others in their order, up to unit_cap_mb.
   std::function<bool(const torch::nn::Module&)> is_unit;
-  double unit_cap_mb = 25;            // MiB
+  double unit_cap_mb = 25;            // MiB, in the parameters' own dtype
   size_t max_gathered_units = 3;      // on a host, with the one that is being received; at least 2
   bool reshard_after_forward = true;  // false: gathered units stay until the end of backward()
 };
@@ -167,8 +169,9 @@ class FullyShardedDataParallel {
   // Every rank calls it; returns when all have: what they have read and changed so far is over.
   void synchronize() { sharder_->synchronize(); }
 
-  // As synchronize(); then this host has the values of all parameters, until the next synchronize(), forward() in training
-  // mode, or end of a backward() that averages. Unavailable, on every rank, if a host has too little memory.
+  // As synchronize(); then this host has the values of all parameters, which must not change meanwhile, until the next
+  // synchronize(), forward() in training mode, or end of a backward() that averages. Unavailable, on every rank, if a
+  // host has too little memory.
   void gather() { sharder_->gather(); }
 
   // The rank in the group that owns a parameter of the module; if each host has an owner, that on this rank's host.
@@ -201,7 +204,8 @@ class FullyShardedDataParallel {
       forward(inputs...);
     } else {
       auto result = forward(inputs...);
-      return dtype ? parallel::with_dtype(std::move(result), *dtype) : std::move(result);
+      if (dtype) parallel::convert(result, *dtype);
+      return result;
     }
   }
 

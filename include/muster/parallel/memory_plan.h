@@ -62,10 +62,11 @@ struct MemoryPlan {
 // been made, before or after FullyShardedDataParallel, and before the first step.
 //
 // Calls forward(), unless it is null, and counts as activations what the graph of its result keeps for backward: each
-// storage once, and none that lives on without the graph, as parameters do. It takes them to be the same on each rank. The
-// call has the effects that it always has: it draws random numbers, for example. If it throws, it must throw on every
-// rank. InvalidArgument if a parameter is not dense, or with a forward() over parameters that kFullShard has spread (call it
-// before); Unavailable in a Python process.
+// storage once, and none that lives on without the graph, as parameters do. It takes them to be the same on each rank.
+// In mixed precision let it compute in about the same dtypes (Autocast), because the plan is made of the module itself.
+// The call has the effects that it always has: it draws random numbers, for example. If it throws, it must throw on
+// every rank. InvalidArgument if a parameter is not dense, or with a forward() over parameters that kFullShard has
+// spread (call it before); Unavailable in a Python process.
 MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, const std::function<at::Tensor()>& forward,
                        const MemoryPlanOptions& options = {});
 

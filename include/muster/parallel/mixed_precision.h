@@ -7,7 +7,11 @@
 // forward() of a step. From then on until the end of backward(), an operator that reads the parameter gets the copy
 // instead: `weight` in forward() still is a float32 tensor, but torch::linear(x, weight) and weight.t() compute with a
 // bfloat16 one. In eval() mode, model.forward() computes like that as well; the module itself, called between two
-// synchronize(), computes with the parameters.
+// synchronize(), computes with the parameters. Nothing may change a copy: weight.to(torch::kBFloat16) in forward() is the
+// copy itself, so a function that changes its result has to clone() it.
+//
+// Gradients arrive in the parameter's dtype; those of several operators are added in it. Within one operator that uses a
+// parameter many times, as a GRU does, they are added in param_dtype.
 //
 // Thread-safety: as FullyShardedDataParallel. Source: torch.distributed.fsdp.MixedPrecisionPolicy; Micikevicius et al.,
 // "Mixed Precision Training", ICLR 2018.
@@ -16,6 +20,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <functional>
@@ -27,17 +32,18 @@
 
 namespace muster {
 
-// Each dtype is a floating-point type. Without a value, what it says keeps its own.
+// Each dtype is bfloat16, float16, float32 or float64. Without a value, what it says keeps its own.
 struct MixedPrecision {
-  std::optional<at::ScalarType> param_dtype;  // of the copies
-  std::optional<at::ScalarType>
-      reduce_dtype;  // in which gradients are averaged; their own is more exact, and more bytes
+  std::optional<at::ScalarType> param_dtype;   // of the copies
+  std::optional<at::ScalarType> reduce_dtype;  // in which gradients travel between hosts: fewer bytes, fewer digits
   std::optional<at::ScalarType> buffer_dtype;  // to which the constructor converts floating-point buffers, for good
   std::optional<at::ScalarType> output_dtype;  // to which floating-point results of forward() are converted
-  bool cast_forward_inputs = true;             // floating-point arguments of forward() are converted to param_dtype
+  // Converts floating-point arguments of forward() to param_dtype: tensors, and vectors, arrays, optionals, pairs and
+  // tuples with tensors. An argument that is converted is a copy, so forward() cannot give anything back through it.
+  bool cast_forward_inputs = true;
 
-  // Modules whose own parameters and buffers stay as they are, such as normalisations. Batch normalisations always do,
-  // because their operator needs parameters and statistics of one dtype.
+  // Modules whose own parameters and buffers stay as they are, such as normalisations. With 16 bits, batch and instance
+  // normalisations always do, because their operator needs parameters and statistics in float32.
   std::function<bool(const torch::nn::Module&)> full_precision;
 };
 
@@ -56,21 +62,32 @@ inline constexpr bool kHasTensors<std::tuple<T...>> = (kHasTensors<T> || ...);
 template <typename A, typename B>
 inline constexpr bool kHasTensors<std::pair<A, B>> = kHasTensors<A> || kHasTensors<B>;
 
-at::Tensor with_dtype(const at::Tensor& tensor, at::ScalarType dtype);  // if it is one of floating-point numbers
-
-// A copy with all such tensors in it converted.
+// Whether a value holds a tensor of floating-point numbers with another dtype.
+bool lacks_dtype(const at::Tensor& tensor, at::ScalarType dtype);
 template <typename T>
-T with_dtype(T value, at::ScalarType dtype) {
-  if constexpr (!kHasTensors<T>) {
-    return value;
+bool lacks_dtype(const T& value, at::ScalarType dtype) {
+  if constexpr (!kHasTensors<T>)
+    return false;
+  else if constexpr (requires { value.has_value(); })
+    return value && lacks_dtype(*value, dtype);
+  else if constexpr (requires { value.begin(); })
+    return std::any_of(value.begin(), value.end(), [&](const auto& each) { return lacks_dtype(each, dtype); });
+  else
+    return std::apply([&](const auto&... each) { return (lacks_dtype(each, dtype) || ...); }, value);
+}
+
+// Converts such tensors.
+void convert(at::Tensor& tensor, at::ScalarType dtype);
+template <typename T>
+void convert(T& value, at::ScalarType dtype) {
+  if constexpr (!kHasTensors<T>) {  // also of const parts
   } else if constexpr (requires { value.has_value(); }) {
-    if (value) *value = with_dtype(std::move(*value), dtype);
+    if (value) convert(*value, dtype);
   } else if constexpr (requires { value.begin(); }) {
-    for (auto& each : value) each = with_dtype(std::move(each), dtype);
+    for (auto& each : value) convert(each, dtype);
   } else {
-    std::apply([&](auto&... each) { ((each = with_dtype(std::move(each), dtype)), ...); }, value);
+    std::apply([&](auto&... each) { (convert(each, dtype), ...); }, value);
   }
-  return value;
 }
 
 // An argument of forward(), converted if a dtype is given.
@@ -78,20 +95,21 @@ template <typename T>
 class Input {
  public:
   Input(T&& value, const std::optional<at::ScalarType>& dtype) : given_(static_cast<T&&>(value)) {
-    if constexpr (kHasTensors<Plain>)
-      if (dtype) converted_.emplace(with_dtype(Plain(given_), *dtype));
+    if constexpr (kConverts)
+      if (dtype && lacks_dtype(given_, *dtype)) convert(converted_.emplace(static_cast<T&&>(given_)), *dtype);
   }
   T&& get() {
-    if constexpr (kHasTensors<Plain>)
+    if constexpr (kConverts)
       if (converted_) return static_cast<T&&>(*converted_);
     return static_cast<T&&>(given_);
   }
 
  private:
   using Plain = std::remove_cvref_t<T>;
+  static constexpr bool kConverts = kHasTensors<Plain> && std::is_constructible_v<Plain, T&&>;
   struct Nothing {};
   T&& given_;
-  [[no_unique_address]] std::conditional_t<kHasTensors<Plain>, std::optional<Plain>, Nothing> converted_;
+  [[no_unique_address]] std::conditional_t<kConverts, std::optional<Plain>, Nothing> converted_;
 };
 
 }  // namespace parallel

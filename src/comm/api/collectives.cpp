@@ -31,6 +31,7 @@ Operation reduction(OpKind kind, const at::Tensor& tensor, const ReduceOptions& 
           .peer = peer,
           .tensor = tensor,
           .factor = options.factor,
+          .between_hosts = options.between_hosts,
           .timeout = options.timeout};
 }
 Operation all_reduction(const at::Tensor& tensor, const ReduceOptions& options) {

@@ -34,10 +34,11 @@ struct Operation {
   at::Tensor tensor;
   std::vector<at::Tensor> inputs, outputs;
   std::vector<int64_t> input_splits, output_splits;
-  double factor = 1;                        // of PREMUL_SUM, unless factor_tensor is defined
-  at::Tensor factor_tensor;                 // of PREMUL_SUM: one element, or of the tensor's shape
-  std::chrono::milliseconds timeout{0};     // 0: the group's
-  OpKind part_of = OpKind::kNothing;        // set by backends that make one operation of several
+  double factor = 1;                                 // of PREMUL_SUM, unless factor_tensor is defined
+  at::Tensor factor_tensor;                          // of PREMUL_SUM: one element, or of the tensor's shape
+  std::optional<at::ScalarType> between_hosts = {};  // of all_reduce and reduce: ReduceOptions
+  std::chrono::milliseconds timeout{0};              // 0: the group's
+  OpKind part_of = OpKind::kNothing;                 // set by backends that make one operation of several
   std::optional<CallDescriptor> announced;  // if this is a step of another operation: that operation, which the ranks
                                             // compare instead of this one
   std::source_location site = {};           // where the user called

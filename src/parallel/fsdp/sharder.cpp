@@ -21,6 +21,7 @@
 #include "parallel/fsdp/units.h"
 #include "parallel/gradient_reducer.h"
 #include "parallel/hosts.h"
+#include "parallel/watched.h"
 
 namespace muster::fsdp {
 namespace {
@@ -105,7 +106,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
         make_units(*s.module, tensors.parameters, parallel::bytes_of_mb(s.options.unit_cap_mb), s.options.is_unit);
   const auto compute_dtypes = parallel::compute_dtypes(*s.module, tensors.parameters, precision);
   std::string chosen = text(
-      parallel::words_of(with), parallel::words_of(precision, compute_dtypes),
+      parallel::words_of(with), parallel::words_of(*s.module, precision, compute_dtypes),
       " strategy=", static_cast<int>(s.options.strategy), " reshard_after_forward=", s.options.reshard_after_forward,
       " max_gathered_units=", s.options.max_gathered_units, " init_seed=", s.options.init_seed, " units=");
   for (const Unit& unit : s.units) chosen += text("[", join(unit), "]");
@@ -126,7 +127,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
     if (parameter.tensor.is_meta())
       s.options.init(parameter.name, values, generator_for(parameter.name, s.options.init_seed));
     else
-      values.copy_(parameter.tensor);
+      values.copy_(parallel::unwatched(parameter.tensor));
   };
   s.shared = std::make_shared<SharedParameters>(s.parameters, compute_dtypes, owners, hosts, s.group, world,
                                                 Gathering{.units = s.units, .most = most}, fill);

@@ -21,6 +21,7 @@
 #include "parallel/buckets.h"
 #include "parallel/compute_copy.h"
 #include "parallel/fsdp/gatherer.h"
+#include "parallel/saved_tensors.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
 
@@ -86,14 +87,12 @@ void throw_if_any_failed(const std::exception_ptr& failure, const Group& group) 
                           "Look at its error");
 }
 
-SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
-                                   const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
-                                   parallel::Hosts hosts, const Group& group, const World& world,
-                                   const Gathering& gathering, const Fill& fill)
-    : group_(group), hosts_(std::move(hosts)) {
-  require_own_memory(parameters);
-  std::vector<parallel::NamedTensor> used;  // what operators use, without memory
-  std::vector<parallel::NamedTensor> kept;  // what has copies among these
+// What operators use, and what they use copies of. Returns where each parameter is among the latter; kNowhere if it is not.
+std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::NamedTensor>& parameters,
+                                                  const std::vector<at::ScalarType>& compute_dtypes,
+                                                  const std::vector<Owner>& owners, const World& world,
+                                                  const Gathering& gathering) {
+  std::vector<parallel::NamedTensor> used, kept;
   std::vector<size_t> kept_at(parameters.size(), kNowhere);
   std::vector<Owner> kept_owners;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -105,24 +104,44 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     kept.push_back(parameters[i]);
     kept_owners.push_back(owners[i]);
   }
-  used_ = std::make_unique<SharedTensors>(used, SharedTensors::Setup{owners, hosts_, group, world, gathering});
-  if (!kept.empty()) {
-    Gathering alike{.units = std::vector<Unit>(gathering.units.size())};
-    for (size_t u = 0; u < gathering.units.size(); ++u)
-      for (const size_t i : gathering.units[u])
-        if (kept_at[i] != kNowhere) alike.units[u].push_back(kept_at[i]);
-    std::vector<at::Tensor> copies;
-    for (size_t i = 0; i < parameters.size(); ++i)
-      if (kept_at[i] != kNowhere) copies.push_back((*used_)[i]);
-    kept_ = std::make_unique<SharedTensors>(
-        kept,
-        SharedTensors::Setup{kept_owners, hosts_, group, world, alike, used_->bytes_of_host(), [&](size_t index) {
-                               return [copy = copies[index], phase = phase_](const at::Tensor& tensor) {
-                                 const bool is_time = phase->reading || phase->forwards > 0 || parallel::in_backward();
-                                 return is_time && !phase->ended ? parallel::view_of_copy(tensor, copy) : at::Tensor();
-                               };
-                             }});
-  }
+  used_ = std::make_unique<SharedTensors>(
+      used, SharedTensors::Setup{.owners = owners,
+                                 .hosts = hosts_,
+                                 .group = group_,
+                                 .world = world,
+                                 .gathering = gathering,
+                                 .is_copy = [&](size_t index) { return kept_at[index] != kNowhere; }});
+  if (kept.empty()) return kept_at;
+  Gathering alike{.units = std::vector<Unit>(gathering.units.size())};
+  for (size_t u = 0; u < gathering.units.size(); ++u)
+    for (const size_t i : gathering.units[u])
+      if (kept_at[i] != kNowhere) alike.units[u].push_back(kept_at[i]);
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (kept_at[i] != kNowhere) phase_->copies.push_back((*used_)[i]);
+  const auto copy_instead = [&](size_t index) {
+    return [index, phase = phase_, dtype = kept[index].tensor.scalar_type()](const at::Tensor& tensor) {
+      const bool is_time = phase->reading || phase->forwards > 0 || (phase->is_step && parallel::in_second_call());
+      if (!is_time || phase->copies.empty() || tensor.scalar_type() != dtype) return at::Tensor();
+      return parallel::view_of_copy(tensor, phase->copies[index]);
+    };
+  };
+  kept_ = std::make_unique<SharedTensors>(kept, SharedTensors::Setup{.owners = kept_owners,
+                                                                     .hosts = hosts_,
+                                                                     .group = group_,
+                                                                     .world = world,
+                                                                     .gathering = alike,
+                                                                     .bytes_beside = used_->bytes_of_host(),
+                                                                     .instead = copy_instead});
+  return kept_at;
+}
+
+SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
+                                   const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
+                                   parallel::Hosts hosts, const Group& group, const World& world,
+                                   const Gathering& gathering, const Fill& fill)
+    : group_(group), hosts_(std::move(hosts)) {
+  require_own_memory(parameters);
+  const std::vector<size_t> kept_at = make_memory(parameters, compute_dtypes, owners, world, gathering);
 
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
   const at::NoGradGuard no_grad;
@@ -156,9 +175,12 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
   }
 }
 
-SharedParameters::~SharedParameters() { phase_->ended = true; }
+SharedParameters::~SharedParameters() { phase_->copies.clear(); }
 
-SharedParameters::Forward::Forward(SharedParameters& parameters) : phase_(parameters.phase_) { ++phase_->forwards; }
+SharedParameters::Forward::Forward(SharedParameters& parameters) : phase_(parameters.phase_) {
+  ++phase_->forwards;
+  phase_->is_step = true;
+}
 SharedParameters::Forward::~Forward() { --phase_->forwards; }
 
 void SharedParameters::for_each_gatherer(const std::function<void(Gatherer&)>& fn) const {
@@ -196,7 +218,10 @@ SharedParameters::Changes SharedParameters::changes() const {
         tensor.device() != shared.device() || tensor.layout() != shared.layout()) {
       change = Change::kReshaped;
     } else if (!tensor.is_alias_of(shared)) {
-      change = mine ? Change::kReplaced : Change::kReplacedElsewhere;
+      // Module::to() after a forward() would get the copy's values.
+      change = entry.copy.defined() && phase_->reading ? Change::kUpdatedWhileRead
+               : mine                                  ? Change::kReplaced
+                                                       : Change::kReplacedElsewhere;
       if (mine) sample = sample_of(at::empty_like(shared).copy_(tensor));
     } else {
       if (mine) sample = sample_of(tensor);
@@ -249,7 +274,7 @@ void SharedParameters::before_forward(Changes changes) {
     if (!entry.tensor.is_alias_of(entry.shared)) use_shared_memory(entry);
     remember(entry);
   }
-  phase_->reading = true;
+  phase_->reading = phase_->is_step = true;
   if (used_->gatherer()) used_->gatherer()->begin();
 }
 
@@ -311,12 +336,18 @@ void SharedParameters::reads_are_over() {
 void SharedParameters::synchronize() {
   barrier({.group = group_});
   reads_are_over();
+  phase_->is_step = false;
 }
 
 void SharedParameters::gather() {
   synchronize();
   make_copies();
-  for_each_gatherer([](Gatherer& gatherer) { gatherer.gather_all(); });
+  try {
+    for_each_gatherer([](Gatherer& gatherer) { gatherer.gather_all(); });
+  } catch (...) {
+    reads_are_over();
+    throw;
+  }
 }
 
 }  // namespace muster::fsdp

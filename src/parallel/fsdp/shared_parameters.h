@@ -6,8 +6,8 @@
 // owner among the ranks of all hosts.
 //
 // In mixed precision some parameters have a copy in another dtype, which lies in shared memory in the same way, and which
-// operators use instead (compute_copy.h) from a before_forward() to the next end of a backward() or synchronize(), in a
-// backward(), and while a Forward lives. before_forward() makes it, and gather(). Then only the copies are gathered for
+// operators use instead (compute_copy.h) from a before_forward() to the next end of a backward() or synchronize(), while a
+// Forward lives, and in the second call of an activation_checkpoint(). before_forward() makes it, and gather(). Then only the copies are gathered for
 // operators; the parameters stay where they are at home, except after gather().
 //
 // Nobody may read a parameter while its owner writes. The order of a step gives that:
@@ -108,9 +108,11 @@ class SharedParameters {
  private:
   // What the parameters' memory knows of this object, and may survive it.
   struct Phase {
-    bool ended = false;
     bool reading = false;  // since before_forward(); the same on all ranks
     int forwards = 0;      // that live
+    bool is_step =
+        false;  // since before_forward() or a Forward, until synchronize() or gather(); the same on all ranks
+    std::vector<at::Tensor> copies;  // by number; none when this object is gone
   };
   struct Entry {
     std::string name;
@@ -122,6 +124,9 @@ class SharedParameters {
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
   };
 
+  std::vector<size_t> make_memory(const std::vector<parallel::NamedTensor>& parameters,
+                                  const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
+                                  const World& world, const Gathering& gathering);
   bool is_mine(const Entry& entry) const { return rank_of(entry.owner, hosts_, group_.rank()) == group_.rank(); }
   void use_shared_memory(Entry& entry) const;
   void remember(Entry& entry) const;

@@ -96,7 +96,7 @@ void gather_before_use(parallel::Sharing& sharing, const std::weak_ptr<Gatherer>
 
 SharedTensors::SharedTensors(const std::vector<parallel::NamedTensor>& like, const Setup& setup)
     : layout_(lay_out(like, setup.owners, setup.hosts, setup.gathering.units, setup.gathering.most)) {
-  const auto& [owners, hosts, group, world, gathering, bytes_beside, instead] = setup;
+  const auto& [owners, hosts, group, world, gathering, bytes_beside, is_copy, instead] = setup;
   Memory memory = share_memory(layout_.bytes, layout_.at_most + bytes_beside, hosts, group, world);
   if (!gathering.units.empty()) gatherer_ = make_gatherer(layout_, gathering, memory, hosts, group);
   memory_ = std::move(memory.own);
@@ -112,6 +112,7 @@ SharedTensors::SharedTensors(const std::vector<parallel::NamedTensor>& like, con
                               .is_own = owner == group.rank(),
                               .first_owner = group.global_rank(first),
                               .is_only_owner = owners[i].host != kEachHost || hosts.ranks.size() == 1,
+                              .is_copy = is_copy(i),
                               .instead = instead(i)};
     if (gatherer_)
       gather_before_use(sharing, gatherer_, unit_of[i], owners[i].host == static_cast<int>(hosts.own), name);

@@ -47,6 +47,7 @@ class SharedTensors {
     const World& world;
     const Gathering& gathering;
     size_t bytes_beside = 0;  // that a host will need for other tensors
+    std::function<bool(size_t index)> is_copy = [](size_t) { return false; };  // Sharing::is_copy of a tensor
     // Sharing::instead of a tensor.
     std::function<std::function<at::Tensor(const at::Tensor&)>(size_t index)> instead = [](size_t) { return nullptr; };
   };

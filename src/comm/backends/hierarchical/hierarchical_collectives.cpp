@@ -79,11 +79,17 @@ void HierarchicalBackend::all_reduce(const Operation& operation, Deadline deadli
     sum = tensor.clone();  // a leader that is not the root must not change its tensor
   run_in_host(step(operation, OpKind::kReduce, sum, 0, deadline));
   if (leads()) {
-    if (to_one)
-      between_hosts(step(operation, OpKind::kReduce, sum, host_of(operation.peer), between));
-    else
-      between_hosts(step(operation, OpKind::kAllReduce, sum, 0, between));
-    if (operation.op == ReduceOp::AVG) divide(sum, getSize());
+    const bool converts = operation.between_hosts && at::isFloatingType(dtype) && *operation.between_hosts != dtype;
+    if (converts && operation.op == ReduceOp::AVG) divide(sum, getSize());  // a sum might not fit
+    const at::Tensor travelling = converts ? sum.to(*operation.between_hosts) : sum;
+    Operation with_others = to_one ? step(operation, OpKind::kReduce, travelling, host_of(operation.peer), between)
+                                   : step(operation, OpKind::kAllReduce, travelling, 0, between);
+    with_others.announced->dtype = static_cast<uint8_t>(travelling.scalar_type());
+    between_hosts(with_others);
+    if (converts)
+      sum.copy_(travelling);
+    else if (operation.op == ReduceOp::AVG)
+      divide(sum, getSize());
     if ((!to_one || getRank() == operation.peer) && !sum.is_same(tensor)) tensor.copy_(sum);
   }
   if (!to_one) {

@@ -1,0 +1,143 @@
+#include "muster/optim/grad_scaler.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/world.h"
+
+namespace muster {
+namespace {
+
+constexpr char kOncePerIteration[] =
+    "Call it once per optimizer and iteration, and update() at the end of the iteration";
+
+// Whether any rank has found one.
+bool found_by_any(bool found, const Group& group) {
+  if (!World::current_or_null() || group.resolved().size() == 1) return found;
+  int32_t all = found ? 1 : 0;
+  all_reduce(at::from_blob(&all, {1}, at::kInt), {.op = ReduceOp::MAX, .group = group});
+  return all != 0;
+}
+
+// Divides them by the scale; returns whether one was infinite or NaN.
+bool divide(std::vector<at::Tensor>& gradients, double scale) {
+  using Kind = std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType>;
+  std::map<Kind, std::vector<at::Tensor>> alike;
+  for (const at::Tensor& gradient : gradients)
+    alike[{gradient.device().type(), gradient.device().index(), gradient.scalar_type()}].push_back(gradient);
+  bool found = false;
+  for (auto& [kind, some] : alike) {
+    const auto float_on_device = some[0].options().dtype(at::kFloat);
+    at::Tensor infinities = at::zeros({1}, float_on_device);
+    at::_amp_foreach_non_finite_check_and_unscale_(some, infinities,
+                                                   at::full({1}, static_cast<float>(1 / scale), float_on_device));
+    found |= infinities.item<float>() != 0;
+  }
+  return found;
+}
+
+}  // namespace
+
+GradScaler::GradScaler(GradScalerOptions options) : options_(std::move(options)), scale_(options_.init_scale) {
+  if (!(options_.init_scale > 0) || !(options_.growth_factor > 1) || !(options_.backoff_factor > 0) ||
+      !(options_.backoff_factor < 1) || options_.growth_interval < 1)
+    throw InvalidArgument(
+        text("a GradScaler has init_scale ", options_.init_scale, ", growth_factor ", options_.growth_factor,
+             ", backoff_factor ", options_.backoff_factor, " and growth_interval ", options_.growth_interval),
+        "Use a scale above 0, a growth above 1, a backoff between 0 and 1, an interval above 0");
+}
+
+at::Tensor GradScaler::scale(const at::Tensor& loss) const { return options_.enabled ? loss * scale_ : loss; }
+
+GradScaler::Seen& GradScaler::unscale(torch::optim::Optimizer& optimizer) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params()) {
+      const at::Tensor& gradient = parameter.grad();
+      if (!gradient.defined()) continue;
+      if (gradient.scalar_type() == at::kHalf)
+        throw InvalidArgument(
+            "the gradient of a parameter in float16 is to be unscaled, and would lose what the scale saved",
+            "Let parameters be float32, and compute in float16 (Autocast, FsdpOptions::mixed_precision)");
+      gradients.push_back(gradient.is_sparse() ? gradient._values() : gradient);
+    }
+  return seen_[&optimizer] = {.found_infinity = found_by_any(divide(gradients, scale_), options_.group)};
+}
+
+void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  if (!options_.enabled) return;
+  if (seen_.contains(&optimizer))
+    throw InvalidArgument("unscale_() is called for an optimizer that has been unscaled since the last update()",
+                          kOncePerIteration);
+  unscale(optimizer);
+}
+
+bool GradScaler::step(torch::optim::Optimizer& optimizer) {
+  if (!options_.enabled) {
+    optimizer.step();
+    return true;
+  }
+  const auto known = seen_.find(&optimizer);
+  if (known != seen_.end() && known->second.has_stepped)
+    throw InvalidArgument("step() is called twice for an optimizer since the last update()", kOncePerIteration);
+  Seen& seen = known == seen_.end() ? unscale(optimizer) : known->second;
+  seen.has_stepped = true;
+  if (seen.found_infinity) return false;
+  optimizer.step();
+  return true;
+}
+
+void GradScaler::update() {
+  if (!options_.enabled) return;
+  if (seen_.empty())
+    throw InvalidArgument("update() is called, but no optimizer has been unscaled or stepped since the last one",
+                          "Call step() of the GradScaler before");
+  const bool found =
+      std::any_of(seen_.begin(), seen_.end(), [](const auto& each) { return each.second.found_infinity; });
+  seen_.clear();
+  // In float32, as PyTorch keeps it.
+  if (found) {
+    scale_ = static_cast<float>(scale_ * options_.backoff_factor);
+    growth_tracker_ = 0;
+  } else if (++growth_tracker_ == options_.growth_interval) {
+    const auto grown = static_cast<float>(scale_ * options_.growth_factor);
+    if (std::isfinite(grown)) scale_ = grown;
+    growth_tracker_ = 0;
+  }
+}
+
+void GradScaler::update(double new_scale) {
+  if (!options_.enabled) return;
+  if (!(new_scale > 0)) throw InvalidArgument(text("the new scale is ", new_scale), "Use a scale above 0");
+  scale_ = new_scale;
+  seen_.clear();
+}
+
+void GradScaler::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("scale", c10::IValue(scale_));
+  archive.write("growth_tracker", c10::IValue(growth_tracker_));
+}
+
+void GradScaler::load(torch::serialize::InputArchive& archive) {
+  c10::IValue scale, tracker;
+  archive.read("scale", scale);
+  archive.read("growth_tracker", tracker);
+  scale_ = scale.toDouble();
+  growth_tracker_ = tracker.toInt();
+  seen_.clear();
+}
+
+}  // namespace muster
