@@ -1,0 +1,34 @@
+// What torch's own optimizers keep for each parameter, field by field.
+//
+// Thread-safety: none; the thread of the optimizer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+namespace muster::optim {
+
+// A field of such a state: a tensor, which may be undefined, or a number.
+struct Field {
+  std::string_view name;
+  at::Tensor* tensor = nullptr;
+  int64_t* number = nullptr;
+};
+using State = std::unique_ptr<torch::optim::OptimizerParamState>;
+
+// A new state of SGD, Adam, AdamW, RMSprop or Adagrad; null for all others. A class that is derived from one of torch's
+// may keep something else.
+State new_state_for(const torch::optim::Optimizer& optimizer);
+// Its fields; none of a state of another class.
+std::vector<Field> fields_of(torch::optim::OptimizerParamState& state);
+// The tensor fields that the optimizer's first step() for a parameter of this group would make, and fill with zeros. None
+// if it makes none, or fills them with something else.
+std::vector<std::string_view> zeros_of_first_step(const torch::optim::Optimizer& optimizer,
+                                                  const torch::optim::OptimizerParamGroup& group);
+
+}  // namespace muster::optim

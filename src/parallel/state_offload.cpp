@@ -1,0 +1,121 @@
+#include "muster/parallel/state_offload.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "base/fd.h"
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "optim/torch_states.h"
+#include "parallel/buckets.h"
+#include "parallel/shared_tensor.h"
+
+namespace muster {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Place {
+  void* data;
+  size_t bytes;
+};
+void release(void* context) {
+  const std::unique_ptr<Place> place(static_cast<Place*>(context));
+  ::munmap(place->data, place->bytes);
+}
+bool is_in_file(const at::Tensor& tensor) { return tensor.storage().data_ptr().get_deleter() == &release; }
+
+[[noreturn]] void throw_no_file(int error, const fs::path& folder, size_t bytes) {
+  throw_errno(error, text("cannot make a file of ", bytes, " bytes for an optimizer's state in ", folder.string()),
+              "Name a folder on a disk with room for all states");
+}
+
+// A file without a name.
+UniqueFd make_file(const fs::path& folder, size_t bytes) {
+  UniqueFd file(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  if (!file && (errno == EOPNOTSUPP || errno == EISDIR)) {  // not on this file system
+    std::string name = (folder / "muster-state-XXXXXX").string();
+    file = UniqueFd(::mkostemp(name.data(), O_CLOEXEC));
+    if (file) ::unlink(name.c_str());
+  }
+  if (!file) throw_no_file(errno, folder, bytes);
+  // Room on the disk now, because a write through the mapping could only end with a signal.
+  if (const int error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes)); error != 0)
+    throw_no_file(error, folder, bytes);
+  return file;
+}
+
+// A tensor like this one, in a file, filled with zeros.
+at::Tensor zeros_in_file(const at::Tensor& like, const fs::path& folder) {
+  const size_t bytes = like.nbytes();
+  const UniqueFd file = make_file(folder, bytes);
+  void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  if (data == MAP_FAILED) throw_no_file(errno, folder, bytes);
+  c10::DataPtr pointer(data, new Place{data, bytes}, &release, c10::Device(c10::DeviceType::CPU));
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(pointer), nullptr, /*resizable=*/false);
+  return at::empty({0}, like.options().requires_grad(false))
+      .set_(storage, 0, like.sizes(), parallel::dense_strides(like));
+}
+
+void for_each_tensor(torch::optim::Optimizer& optimizer, const auto& fn) {
+  for (auto& [parameter, state] : optimizer.state())
+    for (const optim::Field& field : optim::fields_of(*state))
+      if (field.tensor && field.tensor->defined()) fn(*field.tensor);
+}
+
+}  // namespace
+
+StateOffload::StateOffload(torch::optim::Optimizer& optimizer, StateOffloadOptions options)
+    : optimizer_(optimizer), options_(std::move(options)) {
+  const at::NoGradGuard no_grad;
+  if (!fs::is_directory(options_.folder))
+    throw Unavailable(text("the folder for states, ", options_.folder.string(), ", does not exist"), "Make it before");
+  for (const auto& group : optimizer_.param_groups()) {
+    const auto fields = optim::zeros_of_first_step(optimizer_, group);
+    for (const at::Tensor& parameter : group.params()) {
+      if (fields.empty() || parameter.nbytes() < options_.min_bytes || !parameter.requires_grad() ||
+          !parameter.device().is_cpu() || parallel::belongs_to_another_rank(parameter) ||
+          optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0)
+        continue;
+      optim::State state = optim::new_state_for(optimizer_);
+      for (const optim::Field& field : optim::fields_of(*state))
+        if (std::find(fields.begin(), fields.end(), field.name) != fields.end())
+          *field.tensor = zeros_in_file(parameter, options_.folder);
+      optimizer_.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
+    }
+  }
+  move();
+}
+
+void StateOffload::step() {
+  optimizer_.step();
+  move();
+}
+
+void StateOffload::move() {
+  const at::NoGradGuard no_grad;
+  for_each_tensor(optimizer_, [&](at::Tensor& tensor) {
+    if (!tensor.device().is_cpu() || tensor.nbytes() < options_.min_bytes || is_in_file(tensor)) return;
+    at::Tensor moved = zeros_in_file(tensor, options_.folder);
+    moved.copy_(tensor);
+    tensor = std::move(moved);
+  });
+}
+
+size_t StateOffload::bytes() const {
+  size_t sum = 0;
+  for_each_tensor(optimizer_, [&](const at::Tensor& tensor) { sum += is_in_file(tensor) ? tensor.nbytes() : 0; });
+  return sum;
+}
+
+}  // namespace muster
