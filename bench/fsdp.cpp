@@ -8,11 +8,14 @@
 #include <torch/optim/adamw.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "muster/muster.h"
 
@@ -30,12 +33,13 @@ struct Net : torch::nn::Module {
       const auto run = [&](const torch::Tensor& y) {
         return layer->as<torch::nn::TransformerEncoderLayer>()->forward(y);
       };
-      x = checkpointed ? muster::activation_checkpoint(run, x) : run(x);
+      x = checkpointed ? muster::activation_checkpoint(how, run, x) : run(x);
     }
     return x;
   }
   torch::nn::ModuleList layers;
   bool checkpointed = false;
+  muster::ActivationCheckpointOptions how;
 };
 
 // In MiB.
@@ -61,6 +65,8 @@ int main(int argc, char** argv) {
   bool checkpointed = false, mixed = false;
   app.add_flag("--mixed", mixed, "compute in bfloat16, with gradients reduced in float32 (sharded only)");
   app.add_flag("--checkpoint", checkpointed, "compute activations again in backward");
+  std::vector<std::string> kept;
+  app.add_option("--keep", kept, "with --checkpoint: operators whose results are kept, such as aten::addmm");
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(1);
@@ -68,6 +74,10 @@ int main(int argc, char** argv) {
   torch::manual_seed(0);
   const auto net = std::make_shared<Net>(blocks);
   net->checkpointed = checkpointed;
+  if (!kept.empty())
+    net->how.keep = [&](std::string_view operation) {
+      return std::find(kept.begin(), kept.end(), operation) != kept.end();
+    };
   std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
   std::unique_ptr<muster::FullyShardedDataParallel<Net>> fsdp;
   if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
@@ -113,7 +123,7 @@ int main(int argc, char** argv) {
         R"({"bench": "fsdp", "impl": "muster-%s%s%s", "ranks": %d, "parameters": %lld, "tokens": %d, "ms": %.1f, )"
         R"("host_mib": %.0f, "peak_mib": %.0f, "loss": %.6f})"
         "\n",
-        sync.c_str(), mixed ? "-mixed" : "", checkpointed ? "-checkpoint" : "", world.world_size(),
+        sync.c_str(), mixed ? "-mixed" : "", checkpointed ? kept.empty() ? "-checkpoint" : "-checkpoint-keep" : "", world.world_size(),
         static_cast<long long>(parameters), batch * length, ms, memory[0].item<double>(), memory[1].item<double>(),
         loss_of_last);
   }

@@ -260,6 +260,7 @@ class Bench:
         for flags in ([], ["--checkpoint"]):
             commands.append(self.command("muster", ours, "--sync", "none", *large, *flags, ranks=1))
             commands.append(self.command("torchrun", peer, "--no-sync", *large, *flags, ranks=1))
+        commands.append(self.command("muster", ours, "--sync", "none", *large, "--checkpoint", "--keep", "aten::addmm", ranks=1))
         return self.rounds(commands, lambda row: (row["impl"], row["ranks"], row["tokens"]), "ms", min)
 
     def hosts(self):

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +18,7 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "parallel/gradient_blocks.h"
+#include "parallel/kept_results.h"
 #include "parallel/saved_tensors.h"
 
 namespace muster::parallel {
@@ -111,6 +114,7 @@ class Call final : public Recomputation, public Keeper {
   }
 
   std::unique_ptr<engine::SavedVariableHooks> hooks() override;
+  std::shared_ptr<void> first_call(Keeper* outer);  // to be destroyed when the function has returned
 
   // Numbers a tensor of the first call.
   size_t leave_out(const at::Tensor& tensor) {
@@ -150,6 +154,7 @@ class Call final : public Recomputation, public Keeper {
   std::vector<Found> at_start_;  // the arguments, during the first call
   bool has_ended_ = false;       // the first call; if the function runs backward() itself, the second comes before
   std::vector<Form> forms_;      // of what the first call saved
+  KeptResults kept_;             // of the first call
   std::recursive_mutex mutex_;   // the function may run backward() itself
   std::vector<Found> found_;
 };
@@ -216,6 +221,10 @@ class WithoutAutocastCache {
   const bool before_;
 };
 
+std::shared_ptr<void> Call::first_call(Keeper* outer) {
+  return options_.keep ? std::make_shared<KeptResults::Call>(kept_, options_.keep, outer) : nullptr;
+}
+
 void Call::recompute() {
   require_keepers();
   SecondCall second(forms_, options_.early_stop);
@@ -228,6 +237,8 @@ void Call::recompute() {
   const GradientBlocks::Pause no_gradients;
   const Keeping keeping(&second);
   const InSecondCall in_second_call;
+  std::optional<KeptResults::Call> with_kept;
+  if (options_.keep) with_kept.emplace(kept_);
   bool is_complete = false;
   try {
     again_(arguments);
@@ -252,9 +263,13 @@ std::shared_ptr<Recomputation> Recomputation::start(const ActivationCheckpointOp
   return call;
 }
 
-Recomputation::Scope::Scope(Recomputation& of) : of_(of), before_(exchange_keeper(&static_cast<Call&>(of))) {}
+Recomputation::Scope::Scope(Recomputation& of)
+    : of_(of),
+      before_(exchange_keeper(&static_cast<Call&>(of))),
+      keeping_(static_cast<Call&>(of).first_call(static_cast<Keeper*>(before_))) {}
 Recomputation::Scope::~Scope() { exchange_keeper(static_cast<Keeper*>(before_)); }
 void Recomputation::Scope::end() {
+  keeping_.reset();
   exchange_keeper(static_cast<Keeper*>(before_));
   static_cast<Call&>(of_).end();
 }

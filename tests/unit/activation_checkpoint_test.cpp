@@ -3,12 +3,18 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
+#include <optional>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "muster/muster.h"
@@ -141,6 +147,105 @@ TEST_F(ActivationCheckpoint, Nests) {
   plain(same).sum().backward();
   EXPECT_TRUE(torch::equal(x.grad(), same.grad()));
   EXPECT_EQ(calls[2], 2);
+}
+
+// An operator that counts how often it is computed.
+int computed = 0;
+Tensor counted_kernel(const Tensor& x) {
+  ++computed;
+  return x * 2;
+}
+Tensor counted(const Tensor& x) {
+  static const torch::Library library = [] {
+    torch::Library fragment(torch::Library::DEF, "muster_test", std::nullopt, __FILE__, __LINE__);
+    fragment.def("counted(Tensor x) -> Tensor");
+    fragment.impl("counted", c10::DispatchKey::CPU, TORCH_FN(counted_kernel));
+    return fragment;
+  }();
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow("muster_test::counted", "")
+      .typed<Tensor(const Tensor&)>()
+      .call(x);
+}
+
+TEST_F(ActivationCheckpoint, KeepsResultsOnRequest) {
+  const auto net = std::make_shared<Blocks>();
+  const Tensor weight = values(3, {Blocks::kWidth});
+  std::vector<std::string> asked;
+  const auto gradients_with = [&](const std::vector<std::string>& kept, int nested) {
+    computed = 0;
+    asked.clear();
+    net->zero_grad();
+    ActivationCheckpointOptions options{.keep = [&](std::string_view operation) {
+      asked.emplace_back(operation);
+      return std::find(kept.begin(), kept.end(), operation) != kept.end();
+    }};
+    const auto run = [&](const Tensor& y) { return net->forward(y * counted(weight), nested > 1) * counted(weight); };
+    Tensor x = values(1, {5, Blocks::kWidth}).set_requires_grad(true);
+    torch::manual_seed(2);
+    const Tensor y = nested > 0 ? activation_checkpoint(options, run, x) : run(x);
+    y.square().sum().backward();
+    std::vector<Tensor> all = {y, x.grad()};
+    for (const auto& parameter : net->parameters()) all.push_back(parameter.grad().clone());
+    return all;
+  };
+  const auto expected = gradients_with({}, 0);
+  const auto expect_same = [&](const std::vector<Tensor>& all, int times) {
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(all[i], expected[i])) << i;
+    EXPECT_EQ(computed, times);
+  };
+  for (const int nested : {1, 2}) {
+    SCOPED_TRACE(nested);
+    expect_same(gradients_with({}, nested), 4);
+    expect_same(gradients_with({"muster_test::counted"}, nested), 2);
+    expect_same(
+        gradients_with({"muster_test::counted", "aten::addmm", "aten::native_layer_norm", "aten::_softmax"}, nested),
+        2);
+    for (const char* const operation : {"aten::addmm", "aten::gelu", "aten::native_layer_norm"})
+      EXPECT_NE(std::find(asked.begin(), asked.end(), operation), asked.end()) << operation;
+    for (const char* const operation : {"aten::t", "aten::bernoulli_", "aten::native_dropout"})  // a view, random ones
+      EXPECT_EQ(std::find(asked.begin(), asked.end(), operation), asked.end()) << operation;
+  }
+}
+
+TEST_F(ActivationCheckpoint, KeptResultsEndWithTheGraphAndMustNotChange) {
+  const ActivationCheckpointOptions keeps_sin{
+      .keep = [](std::string_view operation) { return operation == "aten::sin"; }};
+  c10::weak_intrusive_ptr<c10::StorageImpl> kept = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
+  const auto fn = [&](const Tensor& x) {
+    const Tensor y = torch::sin(x);
+    kept = y.storage().getWeakStorageImpl();
+    return torch::cos(y) * y.exp();
+  };
+  Tensor x = values(1, {1000}).set_requires_grad(true);
+  {
+    const Tensor y = activation_checkpoint(keeps_sin, fn, x);
+    EXPECT_FALSE(kept.expired());
+    y.sum().backward({}, /*retain_graph=*/true);
+    y.sum().backward();  // again
+    Tensor same = x.detach().clone().set_requires_grad(true);
+    (fn(same).sum() * 2).backward();
+    EXPECT_TRUE(torch::equal(x.grad(), same.grad()));
+  }
+  {
+    const Tensor y = activation_checkpoint(keeps_sin, fn, x);
+    EXPECT_FALSE(kept.expired());
+  }
+  EXPECT_TRUE(kept.expired());
+  // Inside of a call that keeps nothing, nothing is kept.
+  const Tensor outer =
+      activation_checkpoint([&](const Tensor& at) { return activation_checkpoint(keeps_sin, fn, at) + 1; }, x);
+  EXPECT_TRUE(kept.expired());
+  outer.sum().backward();
+
+  const Tensor changed = activation_checkpoint(
+      keeps_sin, [](const Tensor& at) { return torch::sin(at).mul_(2).exp(); }, x);
+  EXPECT_CONTAINS(message_of<c10::Error>([&] { changed.sum().backward(); }), "modified by an inplace operation");
+  int calls = 0;
+  const Tensor other = activation_checkpoint(
+      {.keep = [](std::string_view operation) { return operation == "aten::sin"; }},
+      [&](const Tensor& at) { return (++calls == 1 ? torch::sin(at) : torch::tanh(at)).exp(); }, x);
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { other.sum().backward(); }), "calls aten::tanh");
 }
 
 TEST_F(ActivationCheckpoint, SecondBackwardsAndSecondDerivatives) {

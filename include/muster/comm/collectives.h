@@ -60,7 +60,7 @@ struct AllToAllOptions {
 };
 
 struct MessageOptions {
-  int tag = 0;  // a receive matches the oldest message from its source with the same tag
+  int tag = 0;  // 0 … 2^28 - 2; a receive matches the oldest message from its source with the same tag
   Group group;
   std::chrono::milliseconds timeout = kDefaultTimeout;
 };

@@ -46,6 +46,11 @@ struct ActivationCheckpointOptions {
   // function are not computed again. The function must be safe to leave at any operator, and the last operator that
   // keeps something must not be a torch::autograd::Function that saves its own result, which libtorch would leak.
   bool early_stop = false;
+  // Operators whose results are kept instead of being computed again, by name: "aten::addmm". Those that are expensive to
+  // compute and whose results are small are worth it, such as matrix products and attention. It is asked in the first
+  // call, for each operator that autograd knows as one (a Linear over a matrix is an aten::addmm); never for those that
+  // are random, and those that change or give out an argument. The function must not change such a result in place.
+  std::function<bool(std::string_view operation)> keep;
 };
 
 namespace parallel {
@@ -71,6 +76,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
    private:
     Recomputation& of_;
     void* const before_;
+    std::shared_ptr<void> keeping_;
   };
 };
 

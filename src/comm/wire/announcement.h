@@ -56,6 +56,11 @@ class Transfers {
   void receive(int peer, WireTag tag, void* data, size_t bytes) {
     if (bytes > 0) list_.push_back(wire_.receive(peer, tag, static_cast<Bytes>(data), bytes));
   }
+  // For the one that was begun first.
+  void wait_for_oldest() {
+    list_.front()->wait(deadline_);
+    list_.erase(list_.begin());
+  }
   void wait() {
     for (auto& transfer : list_) transfer->wait(deadline_);
     list_.clear();

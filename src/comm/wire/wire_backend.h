@@ -89,6 +89,7 @@ class WireBackend final : public QueuedBackend {
   void count_arrivals();  // of the collective before the one that has been announced
   const std::byte* payload_of(int rank) const;
   void all_reduce(const ByteCall& call);  // and reduce
+  void reduce_of_two(const ByteCall& call);
   void broadcast(const ByteCall& call);
   void all_gather(const ByteCall& call);
   void gather(const ByteCall& call);

@@ -17,6 +17,8 @@ namespace {
 
 // The largest scratch memory of a reduction.
 constexpr size_t kBlock = size_t{32} << 20;
+// What is received while the block before it is reduced.
+constexpr size_t kNextBlock = size_t{2} << 20;
 
 }  // namespace
 
@@ -154,6 +156,7 @@ void WireBackend::all_reduce(const ByteCall& call) {
     if (wanted) call.kernel(destination, sources, count);
     return;
   }
+  if (call.kind == OpKind::kReduce && n == 2) return reduce_of_two(call);
   // Blocks of n slices; rank r reduces slice r of each.
   const size_t slice = std::min((count + n - 1) / n, std::max<size_t>(kBlock / n / item, 1));
   const at::Tensor scratch = at::empty({static_cast<int64_t>(n * slice * item)}, at::kByte);
@@ -179,6 +182,33 @@ void WireBackend::all_reduce(const ByteCall& call) {
       if (call.kind == OpKind::kAllReduce || peer == call.root) results.send(peer, kData, own, length(me) * item);
     }
     results.wait();
+  }
+}
+
+// One of two ranks sends all it has, which it would have to send in any case, and gets nothing.
+void WireBackend::reduce_of_two(const ByteCall& call) {
+  const size_t length = std::min(call.count, kNextBlock / call.item);
+  const auto bytes_at = [&](size_t begin) { return std::min(length, call.count - begin) * call.item; };
+  const bool is_root = getRank() == call.root;
+  const at::Tensor scratch = at::empty({is_root ? static_cast<int64_t>(2 * length * call.item) : 0}, at::kByte);
+  const auto half = [&](size_t begin) { return data_of(scratch) + begin / length % 2 * length * call.item; };
+  const int peer = 1 - getRank();
+  Transfers transfers(*wire_, call.deadline);
+  if (!is_root) {
+    for (size_t begin = 0; begin < call.count; begin += length)
+      transfers.send(peer, kData, call.data + begin * call.item, bytes_at(begin));
+    return transfers.wait();
+  }
+  transfers.receive(peer, kData, half(0), bytes_at(0));
+  for (size_t begin = 0; begin < call.count; begin += length) {
+    if (const size_t next = begin + length; next < call.count)
+      transfers.receive(peer, kData, half(next), bytes_at(next));
+    transfers.wait_for_oldest();
+    Bytes const own = call.data + begin * call.item;
+    const std::array<Bytes, 1> destination = {own};
+    std::array<ConstBytes, 2> sources = {own, own};
+    sources[static_cast<size_t>(peer)] = half(begin);
+    call.kernel(destination, sources, bytes_at(begin) / call.item);
   }
 }
 
