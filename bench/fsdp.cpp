@@ -123,8 +123,8 @@ int main(int argc, char** argv) {
         R"({"bench": "fsdp", "impl": "muster-%s%s%s", "ranks": %d, "parameters": %lld, "tokens": %d, "ms": %.1f, )"
         R"("host_mib": %.0f, "peak_mib": %.0f, "loss": %.6f})"
         "\n",
-        sync.c_str(), mixed ? "-mixed" : "", checkpointed ? kept.empty() ? "-checkpoint" : "-checkpoint-keep" : "", world.world_size(),
-        static_cast<long long>(parameters), batch * length, ms, memory[0].item<double>(), memory[1].item<double>(),
-        loss_of_last);
+        sync.c_str(), mixed ? "-mixed" : "", checkpointed ? kept.empty() ? "-checkpoint" : "-checkpoint-keep" : "",
+        world.world_size(), static_cast<long long>(parameters), batch * length, ms, memory[0].item<double>(),
+        memory[1].item<double>(), loss_of_last);
   }
 }

@@ -47,6 +47,8 @@ class Item {
   virtual void load(const Entries& entries) = 0;
   // After load(): gets some of the others that this rank needs; may be called several times.
   virtual void load_part(const Entries&) {}
+  // Nothing more comes.
+  virtual void end_load() {}
   // True if load() may throw although check() has accepted the entries. Such items are loaded before the others.
   virtual bool may_refuse() const { return false; }
   // An item is stored once only if this is the same on all ranks. Otherwise it is stored for each rank, if it may differ and

@@ -1,71 +1,24 @@
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <optional>
 #include <string_view>
-#include <typeinfo>
 #include <utility>
 
 #include "base/text.h"
 #include "checkpoint/item_values.h"
 #include "checkpoint/items.h"
 #include "muster/base/error.h"
+#include "optim/torch_states.h"
 #include "parallel/shared_tensor.h"
 
 namespace muster::checkpoint {
 namespace {
 
+using optim::Field;
+using optim::State;
 using torch::optim::Optimizer;
-using torch::optim::OptimizerParamState;
-using State = std::unique_ptr<OptimizerParamState>;
-
-// A field of what an optimizer keeps for a parameter: a tensor, which may be undefined, or a number.
-struct Field {
-  std::string_view name;
-  at::Tensor* tensor = nullptr;
-  int64_t* number = nullptr;
-};
-
-// A new state of torch's own optimizers; null for LBFGS and all others. A class that is derived from one of torch's may
-// keep something else.
-State new_state_for(const Optimizer& optimizer) {
-  using namespace torch::optim;
-  const auto& type = typeid(optimizer);
-  if (type == typeid(SGD)) return std::make_unique<SGDParamState>();
-  if (type == typeid(Adam)) return std::make_unique<AdamParamState>();
-  if (type == typeid(AdamW)) return std::make_unique<AdamWParamState>();
-  if (type == typeid(RMSprop)) return std::make_unique<RMSpropParamState>();
-  if (type == typeid(Adagrad)) return std::make_unique<AdagradParamState>();
-  return nullptr;
-}
-
-// The fields of such a state.
-std::vector<Field> fields_of(OptimizerParamState& state) {
-  using namespace torch::optim;
-  const auto adam = [](auto& of) -> std::vector<Field> {
-    return {{"step", nullptr, &of.step()},
-            {"exp_avg", &of.exp_avg()},
-            {"exp_avg_sq", &of.exp_avg_sq()},
-            {"max_exp_avg_sq", &of.max_exp_avg_sq()}};
-  };
-  if (auto* const of = dynamic_cast<SGDParamState*>(&state)) return {{"momentum_buffer", &of->momentum_buffer()}};
-  if (auto* const of = dynamic_cast<AdamParamState*>(&state)) return adam(*of);
-  if (auto* const of = dynamic_cast<AdamWParamState*>(&state)) return adam(*of);
-  if (auto* const of = dynamic_cast<RMSpropParamState*>(&state))
-    return {{"step", nullptr, &of->step()},
-            {"square_avg", &of->square_avg()},
-            {"momentum_buffer", &of->momentum_buffer()},
-            {"grad_avg", &of->grad_avg()}};
-  if (auto* const of = dynamic_cast<AdagradParamState*>(&state))
-    return {{"step", nullptr, &of->step()}, {"sum", &of->sum()}};
-  return {};
-}
 
 // Without the optimizer's state while it lives: an archive that is written or read meanwhile has the options only.
 class StateAside {
@@ -126,7 +79,7 @@ std::optional<StatePlace> place_in_state(const Entry& entry, size_t parameters) 
 class OptimizerItem final : public Item {
  public:
   explicit OptimizerItem(Optimizer& optimizer)
-      : optimizer_(optimizer), is_known_(new_state_for(optimizer) != nullptr) {}
+      : optimizer_(optimizer), is_known_(optim::new_state_for(optimizer) != nullptr) {}
 
   Entries save() override {
     Entries entries = is_known_ ? save_known() : save_archive(save_);
@@ -186,7 +139,7 @@ class OptimizerItem final : public Item {
       load_archive(archive, load_);
     }
     parameters_ = parameters_of(optimizer_);
-    optimizer_.state().clear();  // an archive only adds to it
+    before_ = std::exchange(optimizer_.state(), {});  // an archive only adds to it
     if (!is_known_) load_archive(archive, load_);
   }
 
@@ -195,16 +148,17 @@ class OptimizerItem final : public Item {
       const auto [index, field_name] = place_in_state(entry, parameters_.size()).value();  // check() has accepted it
       const at::Tensor& parameter = parameters_[index];
       State& state = optimizer_.state()[parameter.unsafeGetTensorImpl()];
-      if (!state) state = new_state_for(optimizer_);
-      for (const Field& field : fields_of(*state)) {
+      if (!state) state = optim::new_state_for(optimizer_);
+      for (const Field& field : optim::fields_of(*state)) {
         if (field.name != field_name) continue;
         if (field.number)
           *field.number = number_in<int64_t>(entry);
         else
-          *field.tensor = entry.tensor.to(parameter.device(), entry.tensor.scalar_type(), false, /*copy=*/true);
+          *field.tensor = with_values(before_here(parameter, field_name), entry.tensor, parameter.device());
       }
     }
   }
+  void end_load() override { before_.clear(); }
 
   bool may_refuse() const override { return true; }
 
@@ -236,6 +190,22 @@ class OptimizerItem final : public Item {
   }
 
  private:
+  // What the optimizer kept there before restore(); undefined if it kept nothing.
+  at::Tensor before_here(const at::Tensor& parameter, std::string_view name) const {
+    const auto found = before_.find(parameter.unsafeGetTensorImpl());
+    if (found == before_.end()) return {};
+    for (const Field& field : optim::fields_of(*found->second))
+      if (field.name == name && field.tensor) return *field.tensor;
+    return {};
+  }
+  // In the memory of `before`, if it fits: that may be a file's (StateOffload).
+  static at::Tensor with_values(const at::Tensor& before, const at::Tensor& values, c10::Device device) {
+    const at::NoGradGuard no_grad;
+    const bool fits = before.defined() && before.layout() == at::kStrided && before.device() == device &&
+                      before.sizes() == values.sizes() && before.scalar_type() == values.scalar_type();
+    return fits ? at::Tensor(before).copy_(values) : values.to(device, values.scalar_type(), false, /*copy=*/true);
+  }
+
   // The options as an archive, and the state field by field, so that ranks can have different parts of it.
   Entries save_known() {
     StateAside aside(optimizer_);
@@ -246,7 +216,7 @@ class OptimizerItem final : public Item {
       const auto found = aside.kept().find(parameters[i].unsafeGetTensorImpl());
       const auto* const sharing = parallel::sharing_of(parameters[i]);
       if (found == aside.kept().end() || (sharing && !sharing->is_own)) continue;
-      const auto fields = fields_of(*found->second);
+      const auto fields = optim::fields_of(*found->second);
       for (size_t f = 0; f < fields.size(); ++f) {
         const auto& [field, tensor, number] = fields[f];
         if (tensor && !tensor->defined()) continue;
@@ -263,8 +233,8 @@ class OptimizerItem final : public Item {
 
   void check_state(const Entries& entries) const {
     const auto parameters = parameters_of(optimizer_);
-    const State state = new_state_for(optimizer_);
-    const auto fields = fields_of(*state);
+    const State state = optim::new_state_for(optimizer_);
+    const auto fields = optim::fields_of(*state);
     for (const Entry& entry : entries) {
       if (!is_in_state(entry)) continue;
       const auto place = place_in_state(entry, parameters.size());
@@ -291,8 +261,9 @@ class OptimizerItem final : public Item {
   }
 
   Optimizer& optimizer_;
-  const bool is_known_;                 // as new_state_for() does
-  std::vector<at::Tensor> parameters_;  // since load()
+  const bool is_known_;                                                // as optim::new_state_for() does
+  std::vector<at::Tensor> parameters_;                                 // since load()
+  std::decay_t<decltype(std::declval<Optimizer&>().state())> before_;  // the state before load(), until end_load()
   const SaveFn save_ = [this](torch::serialize::OutputArchive& archive) {
     define_scratch_of_lbfgs(optimizer_);
     optimizer_.save(archive);

@@ -72,9 +72,11 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
       target.entries.clear();
     }
   agree(here, problem);
-  agree(here, delivery->deliver(When::kInParts, [&](Target& target, Entries&& entries, const std::vector<size_t>&) {
+  problem = delivery->deliver(When::kInParts, [&](Target& target, Entries&& entries, const std::vector<size_t>&) {
     load(target, entries, true);
-  }));
+  });
+  for (const Target& target : targets) target.item->item->end_load();
+  agree(here, problem);
 }
 
 }  // namespace

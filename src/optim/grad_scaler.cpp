@@ -2,12 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -23,12 +23,16 @@ namespace {
 constexpr char kOncePerIteration[] =
     "Call it once per optimizer and iteration, and update() at the end of the iteration";
 
-// Whether any rank has found one.
-bool found_by_any(bool found, const Group& group) {
-  if (!World::current_or_null() || group.resolved().size() == 1) return found;
-  int32_t all = found ? 1 : 0;
-  all_reduce(at::from_blob(&all, {1}, at::kInt), {.op = ReduceOp::MAX, .group = group});
-  return all != 0;
+// What a rank has found in its gradients. Of all ranks', the largest counts.
+enum class Finding : int32_t { kFinite, kInfinite, kUnusable };
+
+Finding of_all(Finding mine, const Group& group) {
+  if (!World::current_or_null() || group.resolved().size() == 1) return mine;
+  const bool on_gpu = group.resolved().backend_name() == "nccl";
+  at::Tensor finding = at::full({1}, static_cast<int32_t>(mine), at::kInt);
+  if (on_gpu) finding = finding.to(at::kCUDA);
+  all_reduce(finding, {.op = ReduceOp::MAX, .group = group});
+  return static_cast<Finding>(finding.item<int32_t>());
 }
 
 // Divides them by the scale; returns whether one was infinite or NaN.
@@ -48,21 +52,7 @@ bool divide(std::vector<at::Tensor>& gradients, double scale) {
   return found;
 }
 
-}  // namespace
-
-GradScaler::GradScaler(GradScalerOptions options) : options_(std::move(options)), scale_(options_.init_scale) {
-  if (!(options_.init_scale > 0) || !(options_.growth_factor > 1) || !(options_.backoff_factor > 0) ||
-      !(options_.backoff_factor < 1) || options_.growth_interval < 1)
-    throw InvalidArgument(
-        text("a GradScaler has init_scale ", options_.init_scale, ", growth_factor ", options_.growth_factor,
-             ", backoff_factor ", options_.backoff_factor, " and growth_interval ", options_.growth_interval),
-        "Use a scale above 0, a growth above 1, a backoff between 0 and 1, an interval above 0");
-}
-
-at::Tensor GradScaler::scale(const at::Tensor& loss) const { return options_.enabled ? loss * scale_ : loss; }
-
-GradScaler::Seen& GradScaler::unscale(torch::optim::Optimizer& optimizer) {
-  const at::NoGradGuard no_grad;
+std::vector<at::Tensor> gradients_of(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> gradients;
   for (const auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) {
@@ -74,7 +64,41 @@ GradScaler::Seen& GradScaler::unscale(torch::optim::Optimizer& optimizer) {
             "Let parameters be float32, and compute in float16 (Autocast, FsdpOptions::mixed_precision)");
       gradients.push_back(gradient.is_sparse() ? gradient._values() : gradient);
     }
-  return seen_[&optimizer] = {.found_infinity = found_by_any(divide(gradients, scale_), options_.group)};
+  return gradients;
+}
+
+}  // namespace
+
+// The scale is a float32, as PyTorch keeps it.
+GradScaler::GradScaler(GradScalerOptions options)
+    : options_(std::move(options)), scale_(static_cast<float>(options_.init_scale)) {
+  if (!(scale_ > 0) || !std::isfinite(scale_) || !(options_.growth_factor > 1) || !(options_.backoff_factor > 0) ||
+      !(options_.backoff_factor < 1) || options_.growth_interval < 1)
+    throw InvalidArgument(
+        text("a GradScaler has init_scale ", options_.init_scale, ", growth_factor ", options_.growth_factor,
+             ", backoff_factor ", options_.backoff_factor, " and growth_interval ", options_.growth_interval),
+        "Use a scale above 0, a growth above 1, a backoff between 0 and 1, an interval above 0");
+}
+
+at::Tensor GradScaler::scale(const at::Tensor& loss) const { return options_.enabled ? loss * scale_ : loss; }
+
+// An error here must not keep the other ranks waiting.
+GradScaler::Seen& GradScaler::unscale(torch::optim::Optimizer& optimizer) {
+  const at::NoGradGuard no_grad;
+  Finding mine = Finding::kFinite;
+  std::exception_ptr failure;
+  try {
+    auto gradients = gradients_of(optimizer);
+    if (divide(gradients, scale_)) mine = Finding::kInfinite;
+  } catch (...) {
+    failure = std::current_exception();
+    mine = Finding::kUnusable;
+  }
+  const Finding all = of_all(mine, options_.group);
+  if (failure) std::rethrow_exception(failure);
+  if (all == Finding::kUnusable)
+    throw InvalidArgument("another rank cannot unscale its gradients", "Look at that rank's error");
+  return seen_[&optimizer] = {.found_infinity = all == Finding::kInfinite};
 }
 
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
@@ -108,7 +132,6 @@ void GradScaler::update() {
   const bool found =
       std::any_of(seen_.begin(), seen_.end(), [](const auto& each) { return each.second.found_infinity; });
   seen_.clear();
-  // In float32, as PyTorch keeps it.
   if (found) {
     scale_ = static_cast<float>(scale_ * options_.backoff_factor);
     growth_tracker_ = 0;
@@ -121,8 +144,10 @@ void GradScaler::update() {
 
 void GradScaler::update(double new_scale) {
   if (!options_.enabled) return;
-  if (!(new_scale > 0)) throw InvalidArgument(text("the new scale is ", new_scale), "Use a scale above 0");
-  scale_ = new_scale;
+  const auto rounded = static_cast<float>(new_scale);
+  if (!(rounded > 0) || !std::isfinite(rounded))
+    throw InvalidArgument(text("the new scale is ", new_scale), "Use a finite scale above 0");
+  scale_ = rounded;
   seen_.clear();
 }
 

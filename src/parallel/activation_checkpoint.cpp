@@ -250,6 +250,8 @@ void Call::recompute() {
     throw InvalidArgument("the function of activation_checkpoint() threw something that is not a std::exception",
                           "Throw a std::exception");
   }
+  if (with_kept && is_complete && !with_kept->has_come_to_all())
+    throw different("does not come to all results that were kept the first time");
   found_ = second.take(is_complete && has_ended_);
 }
 
@@ -265,8 +267,8 @@ std::shared_ptr<Recomputation> Recomputation::start(const ActivationCheckpointOp
 
 Recomputation::Scope::Scope(Recomputation& of)
     : of_(of),
-      before_(exchange_keeper(&static_cast<Call&>(of))),
-      keeping_(static_cast<Call&>(of).first_call(static_cast<Keeper*>(before_))) {}
+      keeping_(static_cast<Call&>(of).first_call(current_keeper())),
+      before_(exchange_keeper(&static_cast<Call&>(of))) {}
 Recomputation::Scope::~Scope() { exchange_keeper(static_cast<Keeper*>(before_)); }
 void Recomputation::Scope::end() {
   keeping_.reset();

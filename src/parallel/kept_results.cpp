@@ -1,16 +1,13 @@
 #include "parallel/kept_results.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <utility>
-
-#include "base/text.h"
-#include "muster/base/error.h"
 
 namespace muster::parallel {
 namespace {
@@ -19,25 +16,44 @@ constexpr auto kKey = c10::DispatchKey::Fake;
 
 thread_local KeptResults::Call* current = nullptr;
 
-// Whether all that an operator does is to return new tensors, the same for the same arguments.
-bool may_be_kept(const c10::OperatorHandle& op) {
-  const auto& schema = op.schema();
-  const auto is_new_tensor = [](const c10::Argument& result) {
+// Whether an operator returns new tensors only. A conversion is cheap, and autocast's cache makes it happen in one call and
+// not in the other.
+bool returns_new_tensors(const c10::FunctionSchema& schema) {
+  const auto is_new = [](const c10::Argument& result) {
     return !result.alias_info() && result.type()->isSubtypeOf(*c10::TensorType::get());
   };
-  return !schema.is_mutable() && !op.hasTag(at::Tag::nondeterministic_seeded) && !schema.returns().empty() &&
-         std::all_of(schema.returns().begin(), schema.returns().end(), is_new_tensor);
+  return !schema.is_mutable() && schema.name() != "aten::_to_copy" && schema.name() != "aten::_unsafe_view" &&
+         !schema.returns().empty() && std::all_of(schema.returns().begin(), schema.returns().end(), is_new);
 }
 
 struct Kind {
   std::string name;
-  bool may_be_kept = false;
+  bool may_be_kept = false;       // unless it draws random numbers
+  std::optional<size_t> dropout;  // it draws none if this argument is 0
+  bool is_random = false;
 };
 const Kind& kind_of(const c10::OperatorHandle& op) {
   thread_local std::unordered_map<const c10::FunctionSchema*, Kind> known;
   const auto [at, is_new] = known.try_emplace(&op.schema());
-  if (is_new) at->second = {.name = op.schema().name(), .may_be_kept = may_be_kept(op)};
-  return at->second;
+  if (!is_new) return at->second;
+  Kind& kind = at->second;
+  kind = {.name = op.schema().name(),
+          .may_be_kept = returns_new_tensors(op.schema()),
+          .is_random = op.hasTag(at::Tag::nondeterministic_seeded)};
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (arguments[i].name() == "dropout_p") kind.dropout = i;
+  return kind;
+}
+
+// Attention is random only if it drops something.
+bool may_be_kept(const Kind& kind, const torch::jit::Stack& stack, size_t arguments) {
+  if (!kind.may_be_kept || !kind.is_random) return kind.may_be_kept;
+  return kind.dropout && torch::jit::peek(stack, *kind.dropout, arguments).toDouble() == 0;
+}
+
+const void* memory_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
 // The same memory, outside of any graph.
@@ -48,60 +64,120 @@ at::Tensor alias(const at::Tensor& tensor, const c10::VariableVersion& version) 
 
 }  // namespace
 
-void KeptResults::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
+void KeptResults::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto compute = [&] {
     const c10::impl::ExcludeDispatchKeyGuard not_inside(kKey);
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
   };
   Call* const call = current;
+  if (!call) return compute();
   const Kind& kind = kind_of(op);
-  if (!call || !kind.may_be_kept) return compute();
-  const size_t number = call->next_++;
-  const auto& schema = op.schema();
-  if (!call->keep_ && call->results_.give(number, kind.name, *stack, schema.arguments().size())) return;
-  compute();
-  if (call->keep_ && (*call->keep_)(kind.name))
-    call->results_.keep(number, kind.name, *stack, schema.returns().size(), call->keeper_);
+  const size_t arguments = op.schema().arguments().size(), returns = op.schema().returns().size();
+  if (!may_be_kept(kind, *stack, arguments)) {
+    if (call->keep_ && op.schema().is_mutable())
+      for (size_t i = 0; i < arguments; ++i) {
+        const auto* const alias_info = op.schema().arguments()[i].alias_info();
+        const c10::IValue& argument = torch::jit::peek(*stack, i, arguments);
+        if (alias_info && alias_info->isWrite() && argument.isTensor())
+          call->results_.before_write(argument.toTensor(), call->keeper_);
+      }
+    compute();
+    if (call->keep_) call->results_.note_aliases(*stack, returns);
+    return;
+  }
+  auto which = std::pair(kind.name, call->numbers_[kind.name]++);
+  if (call->keep_) {
+    compute();
+    if ((*call->keep_)(kind.name)) call->results_.keep(std::move(which), *stack, returns, call->keeper_);
+    return;
+  }
+  const auto found = call->results_.kept_.find(which);
+  if (found != call->results_.kept_.end()) ++call->found_;
+  if (found == call->results_.kept_.end() || !call->results_.give(found->second, *stack, arguments)) compute();
 }
 
-void KeptResults::keep(size_t number, const std::string& operation, const std::vector<c10::IValue>& stack,
-                       size_t results, Keeper* keeper) {
-  Result& result = by_number_[number];
-  result.operation = operation;
+void KeptResults::keep(std::pair<std::string, size_t> which, const torch::jit::Stack& stack, size_t results,
+                       Keeper* keeper) {
+  const auto fresh = std::make_shared<New>();
+  for (const c10::IValue& value : torch::jit::last(stack, results)) fresh->tensors.push_back(value.toTensor());
+  if (std::any_of(fresh->tensors.begin(), fresh->tensors.end(),
+                  [](const at::Tensor& tensor) { return !tensor.defined() || tensor.is_inference(); }))
+    return;
+  Result& result = kept_[std::move(which)];
+  fresh->result = &result;
   const Keeping keeping(keeper);
-  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(results); value != stack.end(); ++value) {
-    const at::Tensor& tensor = value->toTensor();
-    result.tensors.emplace_back(
-        tensor.defined() ? alias(tensor, tensor.unsafeGetTensorImpl()->version_counter()) : at::Tensor(),
-        /*is_output=*/false);
+  for (at::Tensor& tensor : fresh->tensors) {
+    const c10::VariableVersion version = tensor.unsafeGetTensorImpl()->version_counter();
+    tensor = alias(tensor, version);  // without the graph that it becomes a part of
+    result.versions.push_back({version, version.current_version()});
+    result.tensors.emplace_back(tensor, /*is_output=*/false);
+    if (const void* const memory = memory_of(tensor)) by_memory_[memory] = fresh;
   }
 }
 
-bool KeptResults::give(size_t number, const std::string& operation, std::vector<c10::IValue>& stack,
-                       size_t arguments) const {
-  const auto found = by_number_.find(number);
-  if (found == by_number_.end()) return false;
-  if (found->second.operation != operation)
-    throw InvalidArgument(text("the function of activation_checkpoint() calls ", operation,
-                               " in backward() where it called ", found->second.operation, " the first time"),
-                          "It must compute the same both times");
+// Keeps copies of a result's tensors from now on, because an operator is about to change one.
+void KeptResults::before_write(const at::Tensor& tensor, Keeper* keeper) {
+  const auto found = by_memory_.find(memory_of(tensor));
+  if (found == by_memory_.end()) return;
+  const auto changed = found->second;
+  std::erase_if(by_memory_, [&](const auto& each) { return each.second == changed; });
+  const Pause none_of_the_users;
+  const at::NoGradGuard no_grad;
+  Result& result = *changed->result;
+  const Keeping keeping(keeper);
+  result.tensors.clear();
+  for (const at::Tensor& each : changed->tensors) result.tensors.emplace_back(each.clone(), /*is_output=*/false);
+  result.versions.clear();
+  result.is_copy = true;
+}
+
+// aten::_unsafe_view() and the like return a tensor with the memory of another, and a version of its own.
+void KeptResults::note_aliases(const torch::jit::Stack& stack, size_t results) {
+  if (by_memory_.empty()) return;
+  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(results); value != stack.end(); ++value) {
+    if (!value->isTensor()) continue;
+    const at::Tensor& tensor = value->toTensor();
+    const auto found = by_memory_.find(memory_of(tensor));
+    if (found == by_memory_.end() || tensor.is_inference()) continue;
+    const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+    found->second->result->versions.push_back({version, version.current_version()});
+  }
+}
+
+bool KeptResults::give(const Result& result, torch::jit::Stack& stack, size_t arguments) const {
+  if (std::any_of(result.versions.begin(), result.versions.end(),
+                  [](const Version& version) { return version.counter.current_version() != version.then; }))
+    return false;
   torch::jit::drop(stack, arguments);
-  for (const auto& saved : found->second.tensors) {
+  for (const auto& saved : result.tensors) {
     const at::Tensor tensor = saved.unpack();
-    stack.emplace_back(tensor.defined() ? alias(tensor, 0) : at::Tensor());
+    const Pause none_of_the_users;
+    const at::NoGradGuard no_grad;
+    stack.emplace_back(result.is_copy ? tensor.clone() : alias(tensor, 0));
   }
   return true;
 }
 
 KeptResults::Call::Call(KeptResults& results, const Policy* keep, Keeper* keeper)
-    : results_(results), keep_(keep), keeper_(keeper), before_(std::exchange(current, this)), include_([] {
+    : results_(results),
+      keep_(keep),
+      keeper_(keeper),
+      include_([] {
         static const torch::Library library = [] {
           torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
           all.fallback(torch::CppFunction::makeFromBoxedFunction<&KeptResults::fallback>());
           return all;
         }();
         return kKey;
-      }()) {}
-KeptResults::Call::~Call() { current = before_; }
+      }()),
+      before_(std::exchange(current, this)) {}
+
+KeptResults::Call::~Call() {
+  current = before_;
+  if (keep_) results_.by_memory_.clear();
+}
+
+KeptResults::Pause::Pause() : before_(std::exchange(current, nullptr)) {}
+KeptResults::Pause::~Pause() { current = before_; }
 
 }  // namespace muster::parallel

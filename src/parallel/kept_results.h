@@ -1,11 +1,12 @@
 // Results of some operators of a function, kept in its first call for its second one, which computes the others again.
 //
-// While a Call lives, a dispatch key of the thread brings every operator here, below autograd: autograd
-// records an operator of the second call as always, and gets the kept result instead of a computed one. Operators are
-// known by their number in the call, and compared by their names.
+// While a Call lives, a dispatch key of the thread brings every operator here, below autograd: autograd records an
+// operator of the second call as always, and gets the kept result instead of a computed one. Operators are known by their
+// names and numbers: the third aten::addmm of the first call is that of the second one.
 //
-// Only operators that have no effect but their results, which are new tensors and not random, are numbered and may be
-// kept. What a kernel calls inside does not come here.
+// Only operators whose results are new tensors and not random may be kept. What a kernel calls inside does not come here.
+// If the function changes one in place, by whatever shares its memory (as a Linear over more than two dimensions does), a
+// copy is kept. One that was changed after the first call is computed again.
 //
 // libtorch calls the key Fake; no part of libtorch registers anything for it. Only this file uses it.
 //
@@ -13,16 +14,20 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "parallel/saved_tensors.h"
@@ -38,12 +43,13 @@ class KeptResults {
    public:
     // The first call: keeps what `keep` says, as `keeper` (that of an outer call, or null) lets tensors be kept.
     Call(KeptResults& results, const Policy& keep, Keeper* keeper) : Call(results, &keep, keeper) {}
-    // The second call: InvalidArgument in an operator if another one was kept under its number, or if what was kept has
-    // been changed in place.
-    explicit Call(KeptResults& results) : Call(results, nullptr, nullptr) {}
+    explicit Call(KeptResults& results) : Call(results, nullptr, nullptr) {}  // the second call
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
     ~Call();
+
+    // Of the second call: whether it has come to everything that is kept.
+    bool has_come_to_all() const { return found_ == results_.kept_.size(); }
 
    private:
     friend class KeptResults;
@@ -52,22 +58,46 @@ class KeptResults {
     KeptResults& results_;
     const Policy* const keep_;
     Keeper* const keeper_;
-    size_t next_ = 0;
-    Call* const before_;
+    std::map<std::string, size_t> numbers_;  // of the next operator of each name
+    size_t found_ = 0;
     const c10::impl::IncludeDispatchKeyGuard include_;
+    Call* const before_;
+  };
+
+  // While it lives, operators are not the function's, and do not count.
+  class Pause {
+   public:
+    Pause();
+    Pause(const Pause&) = delete;
+    Pause& operator=(const Pause&) = delete;
+    ~Pause();
+
+   private:
+    Call* const before_;
   };
 
  private:
-  struct Result {
-    std::string operation;
-    std::vector<torch::autograd::SavedVariable> tensors;
+  struct Version {
+    c10::VariableVersion counter;
+    uint32_t then = 0;
   };
-  static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack);
-  void keep(size_t number, const std::string& operation, const std::vector<c10::IValue>& stack, size_t results,
-            Keeper* keeper);
-  bool give(size_t number, const std::string& operation, std::vector<c10::IValue>& stack, size_t arguments) const;
+  struct Result {
+    std::vector<torch::autograd::SavedVariable> tensors;
+    std::vector<Version> versions;  // of the tensors, and of others with their memory that count by themselves
+    bool is_copy = false;           // which the second call may not change either
+  };
+  struct New {
+    Result* result;
+    std::vector<at::Tensor> tensors;
+  };
+  static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+  void keep(std::pair<std::string, size_t> which, const torch::jit::Stack& stack, size_t results, Keeper* keeper);
+  void note_aliases(const torch::jit::Stack& stack, size_t results);
+  void before_write(const at::Tensor& tensor, Keeper* keeper);
+  bool give(const Result& result, torch::jit::Stack& stack, size_t arguments) const;
 
-  std::map<size_t, Result> by_number_;
+  std::map<std::pair<std::string, size_t>, Result> kept_;
+  std::map<const void*, std::shared_ptr<New>> by_memory_;  // during the first call
 };
 
 }  // namespace muster::parallel

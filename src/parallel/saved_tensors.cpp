@@ -36,6 +36,7 @@ engine::Engine& keeping_engine() {
 
 }  // namespace
 
+Keeper* current_keeper() { return current; }
 Keeper* exchange_keeper(Keeper* keeper) { return std::exchange(current, keeper); }
 
 InSecondCall::InSecondCall() : before_(std::exchange(second_call, true)) {}

@@ -39,6 +39,7 @@ class Shown final : public torch::autograd::SavedVariableHooks {
 
 // From now on `keeper` decides in this thread; null: libtorch. Returns the one before. Call require_keepers() first.
 Keeper* exchange_keeper(Keeper* keeper);
+Keeper* current_keeper();
 
 // While it lives, `keeper` decides.
 class Keeping {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/fd.h"
 #include "base/text.h"
@@ -33,7 +34,9 @@ void release(void* context) {
   const std::unique_ptr<Place> place(static_cast<Place*>(context));
   ::munmap(place->data, place->bytes);
 }
-bool is_in_file(const at::Tensor& tensor) { return tensor.storage().data_ptr().get_deleter() == &release; }
+bool is_in_file(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.storage().data_ptr().get_deleter() == &release;
+}
 
 [[noreturn]] void throw_no_file(int error, const fs::path& folder, size_t bytes) {
   throw_errno(error, text("cannot make a file of ", bytes, " bytes for an optimizer's state in ", folder.string()),
@@ -50,8 +53,9 @@ UniqueFd make_file(const fs::path& folder, size_t bytes) {
   }
   if (!file) throw_no_file(errno, folder, bytes);
   // Room on the disk now, because a write through the mapping could only end with a signal.
-  if (const int error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes)); error != 0)
-    throw_no_file(error, folder, bytes);
+  int error = EINTR;
+  while (error == EINTR) error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
+  if (error != 0) throw_no_file(error, folder, bytes);
   return file;
 }
 
@@ -80,21 +84,22 @@ StateOffload::StateOffload(torch::optim::Optimizer& optimizer, StateOffloadOptio
   const at::NoGradGuard no_grad;
   if (!fs::is_directory(options_.folder))
     throw Unavailable(text("the folder for states, ", options_.folder.string(), ", does not exist"), "Make it before");
+  std::vector<std::pair<void*, optim::State>> made;
   for (const auto& group : optimizer_.param_groups()) {
     const auto fields = optim::zeros_of_first_step(optimizer_, group);
     for (const at::Tensor& parameter : group.params()) {
-      if (fields.empty() || parameter.nbytes() < options_.min_bytes || !parameter.requires_grad() ||
-          !parameter.device().is_cpu() || parallel::belongs_to_another_rank(parameter) ||
-          optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0)
+      if (fields.empty() || !is_large(parameter) || !parameter.requires_grad() || !parameter.device().is_cpu() ||
+          parallel::belongs_to_another_rank(parameter) || optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0)
         continue;
       optim::State state = optim::new_state_for(optimizer_);
       for (const optim::Field& field : optim::fields_of(*state))
         if (std::find(fields.begin(), fields.end(), field.name) != fields.end())
           *field.tensor = zeros_in_file(parameter, options_.folder);
-      optimizer_.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
+      made.emplace_back(parameter.unsafeGetTensorImpl(), std::move(state));
     }
   }
   move();
+  for (auto& [parameter, state] : made) optimizer_.state()[parameter] = std::move(state);
 }
 
 void StateOffload::step() {
@@ -105,11 +110,16 @@ void StateOffload::step() {
 void StateOffload::move() {
   const at::NoGradGuard no_grad;
   for_each_tensor(optimizer_, [&](at::Tensor& tensor) {
-    if (!tensor.device().is_cpu() || tensor.nbytes() < options_.min_bytes || is_in_file(tensor)) return;
+    if (!tensor.device().is_cpu() || !is_large(tensor) || is_in_file(tensor)) return;
     at::Tensor moved = zeros_in_file(tensor, options_.folder);
     moved.copy_(tensor);
     tensor = std::move(moved);
   });
+}
+
+// Sparse ones, as the momentum of sparse gradients, stay in memory.
+bool StateOffload::is_large(const at::Tensor& tensor) const {
+  return tensor.layout() == at::kStrided && tensor.nbytes() >= std::max<size_t>(options_.min_bytes, 1);
 }
 
 size_t StateOffload::bytes() const {

@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "parallel/kept_results.h"
 #include "parallel/shared_tensor.h"
 
 namespace muster::parallel {
@@ -148,6 +149,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   static std::atomic<uint64_t> operations = 0;
   std::optional<InKernel> guard;
   if (!in_kernel && !at::in_parallel_region()) {
+    const KeptResults::Pause none_of_the_users;
     const Kind& kind = kind_of(op);
     const auto& arguments = op.schema().arguments();
     if (kind.may_get_others)

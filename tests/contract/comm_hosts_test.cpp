@@ -112,11 +112,35 @@ TEST(Hosts, SumsTravelInAnotherDtype) {
     all_reduce(whole, {.between_hosts = at::kBFloat16});
     EXPECT_EQ(whole[0].item<int64_t>(), 1028);
   });
+  run_on({"a"}, [&](World&) {
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { all_reduce(at::ones({3}), {.between_hosts = at::kInt}); }), "Int");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { send(at::ones({3}), 0, {.tag = (1 << 28) - 1}); }), "tag");
+  });
   run_on({"a", "a"}, [&](World& world) { EXPECT_EQ(reduced(world, false, ReduceOp::SUM, at::kFloat), exact); });
   run_on({"a", "b"}, [&](World& world) {
     ReduceOptions options;
     if (world.rank() == 1) options.between_hosts = at::kHalf;
     EXPECT_CONTAINS(message_of<Mismatch>([&] { all_reduce(at::ones({100}), options); }), "Half");
+  });
+}
+
+// A reduce between two hosts goes to its root block by block; a part of a block is left.
+TEST(Hosts, ReduceOfManyBlocks) {
+  run_on({"a", "b"}, [](World& world) {
+    const int64_t count = 3 * (int64_t{2} << 20) / 4 + 77;
+    const at::Tensor numbers = at::arange(count, at::kInt);
+    for (const int root : {0, 1}) {
+      const at::Tensor t = numbers + world.rank() * 1'000'000;
+      reduce(t, root);
+      EXPECT_TRUE(at::equal(t, world.rank() == root ? numbers * 2 + 1'000'000 : numbers + world.rank() * 1'000'000));
+    }
+    for (const int root : {0, 1}) {
+      const at::Tensor t = at::full({count}, world.rank() == 0 ? 1e8F : 1.0F);
+      reduce(t, root, {.op = ReduceOp::AVG});
+      if (world.rank() == root) {
+        EXPECT_TRUE(t.eq(5e7F).all().item<bool>());
+      }
+    }
   });
 }
 

@@ -197,15 +197,18 @@ TEST(FsdpFullShard, GradientsOfEveryKindOfStep) {
     });
     expect_same_gradients("second derivatives");
 
-    const auto checkpointed = [&](FsdpNet& of, const Tensor& at) {
-      const Tensor h =
-          activation_checkpoint([&](const Tensor& y) { return torch::relu(of.b(torch::relu(of.a(y)))); }, at);
-      return of.d(torch::relu(of.c(h))).sum();
-    };
-    model(x(world.rank(), 4));
-    checkpointed(*net, x(world.rank(), 4)).backward();
-    alone_for_all([&](int r) { return checkpointed(*alone, x(r, 4)); });
-    expect_same_gradients("activation checkpoints");
+    for (const char* const kept : {"nothing", "aten::addmm", "aten::relu"}) {
+      const auto keep = [&](std::string_view operation) { return operation == kept; };
+      const auto checkpointed = [&](FsdpNet& of, const Tensor& at) {
+        const Tensor h = activation_checkpoint(
+            {.keep = keep}, [&](const Tensor& y) { return torch::relu(of.b(torch::relu(of.a(y)))); }, at);
+        return of.d(torch::relu(of.c(h))).sum();
+      };
+      model(x(world.rank(), 4));
+      checkpointed(*net, x(world.rank(), 4)).backward();
+      alone_for_all([&](int r) { return checkpointed(*alone, x(r, 4)); });
+      expect_same_gradients("activation checkpoints");
+    }
 
     model(x(world.rank(), 5));
     net->a(x(world.rank(), 5)).sum().backward();

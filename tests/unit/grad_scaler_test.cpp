@@ -49,6 +49,7 @@ TEST(GradScaler, ScalesAreThoseOfPython) {
       {"init_scale=3.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=4",
        {.init_scale = 3, .growth_factor = 1.7, .backoff_factor = 0.3, .growth_interval = 4},
        many},
+      {"init_scale=1000.1", {.init_scale = 1000.1}, "..i."},
       {"init_scale=2.0**100, growth_interval=1", {.init_scale = std::pow(2.0, 100), .growth_interval = 1}, many},
       {"enabled=False", {.enabled = false}, "...."},
   };
@@ -103,8 +104,11 @@ TEST(GradScaler, UnscaledGradientsSeveralOptimizersAndMisuse) {
   scaler.unscale_(of_table);
   EXPECT_EQ(table->weight.grad().to_dense().sum().item<double>(), 6);
 
-  for (const GradScalerOptions& wrong :
-       {GradScalerOptions{.init_scale = 0}, {.growth_factor = 1}, {.backoff_factor = 1}, {.growth_interval = 0}})
+  for (const GradScalerOptions& wrong : {GradScalerOptions{.init_scale = 0},
+                                         {.init_scale = kInfinity},
+                                         {.growth_factor = 1},
+                                         {.backoff_factor = 1},
+                                         {.growth_interval = 0}})
     expect_refusal({"GradScaler has"}, [&] { GradScaler{wrong}; });
 }
 
@@ -135,6 +139,17 @@ TEST(GradScaler, AllRanksDecideAlike) {
       EXPECT_EQ(scaler.get_scale(), 1024);
       model.synchronize();
     }
+  });
+}
+
+TEST(GradScaler, AnErrorOnOneRankIsOneOnAll) {
+  on_ranks(2, [](World& world) {
+    const Tensor parameter =
+        torch::ones({2}, torch::TensorOptions(world.rank() == 1 ? torch::kHalf : torch::kFloat).requires_grad(true));
+    torch::optim::SGD sgd({parameter}, 0.1);
+    parameter.sum().backward();
+    GradScaler scaler;
+    expect_refusal({world.rank() == 1 ? "float16" : "another rank"}, [&] { scaler.step(sgd); });
   });
 }
 

@@ -48,8 +48,9 @@ struct ActivationCheckpointOptions {
   bool early_stop = false;
   // Operators whose results are kept instead of being computed again, by name: "aten::addmm". Those that are expensive to
   // compute and whose results are small are worth it, such as matrix products and attention. It is asked in the first
-  // call, for each operator that autograd knows as one (a Linear over a matrix is an aten::addmm); never for those that
-  // are random, and those that change or give out an argument. The function must not change such a result in place.
+  // call, for each operator that autograd knows as one (a Linear is an aten::addmm, or over more dimensions an aten::mm;
+  // attention is an aten::_scaled_dot_product_flash_attention_for_cpu); never for conversions, for those that are random, and
+  // those that change or give out an argument. A result that is changed in place afterwards is computed again all the same.
   std::function<bool(std::string_view operation)> keep;
 };
 
@@ -75,8 +76,8 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
 
    private:
     Recomputation& of_;
-    void* const before_;
     std::shared_ptr<void> keeping_;
+    void* const before_;
   };
 };
 

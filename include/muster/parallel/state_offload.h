@@ -12,17 +12,20 @@
 // for the disk in step(). Results are equal to the bit. The files have no names, and end with their tensors or with the
 // process, however that ends.
 //
-// States of Adam, AdamW and RMSprop are made in files from the beginning. Those of SGD and Adagrad, and those that a
-// Snapshot has restored, are in memory first, and move at the end of step(). Those of other optimizers stay in memory. With
+// States of Adam, AdamW and RMSprop are made in files from the beginning, and a Snapshot restores them there. Those of SGD
+// and Adagrad are in memory first, and move at the end of step(). Those of other optimizers stay in memory. With
 // FullyShardedDataParallel each rank has states of what it owns; make the StateOffload after it.
 //
 // Memory limits: such pages count as those of a file. memory_plan() does not know of it; memory_of_host() leaves them out.
 //
-// Errors: Unavailable if a file cannot be made or the disk is full; the states are then what they were before.
+// Errors: Unavailable if a file cannot be made or the disk is full. Every state has its values then; from step(), the
+// step has been made, and move() tries again. On a file system that copies on write, a disk that gets full later ends the
+// process (SIGBUS). A child of fork() shares the states with its parent.
 // Thread-safety: none; the optimizer's thread. The optimizer must outlive it. Source: the idea of ZeRO-Infinity (Rajbhandari
 // et al., SC 2021), by the kernel's own means.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
@@ -41,11 +44,13 @@ class StateOffload {
 
   // optimizer.step(), and moves what is in memory.
   void step();
-  // Only the latter: if something else has called optimizer.step(), or a Snapshot has restored states.
+  // Only the latter: if something else has called optimizer.step().
   void move();
   std::size_t bytes() const;  // of states in files
 
  private:
+  bool is_large(const at::Tensor& tensor) const;
+
   torch::optim::Optimizer& optimizer_;
   const StateOffloadOptions options_;
 };

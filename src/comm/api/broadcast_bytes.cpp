@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <functional>
 
+#include "comm/world/group_state.h"
+
 namespace muster::comm {
 namespace {
 
@@ -26,14 +28,16 @@ at::Tensor broadcast_bytes(const at::Tensor& bytes, int64_t count, int root, con
 
 at::Tensor pass_bytes(const at::Tensor& bytes, int64_t count, int from, int to, const CollectiveOptions& options) {
   const Group group = options.group.resolved();
-  const MessageOptions message{.tag = kTag, .group = options.group, .timeout = options.timeout};
-  if (group.rank() == from) {
-    in_pieces(bytes.narrow(0, 0, count), [&](const at::Tensor& piece) { send(piece, to, message); });
-    return {};
-  }
-  const at::Tensor all = at::empty({count}, at::kByte);
-  in_pieces(all, [&](const at::Tensor& piece) { recv(piece, from, message); });
-  return all;
+  const bool sends = group.rank() == from;
+  const at::Tensor all = sends ? bytes.narrow(0, 0, count) : at::empty({count}, at::kByte);
+  in_pieces(all, [&](const at::Tensor& piece) {
+    backend_of(group).run({.kind = sends ? OpKind::kSend : OpKind::kRecv,
+                           .peer = sends ? to : from,
+                           .tag = kTag,
+                           .tensor = piece,
+                           .timeout = options.timeout});
+  });
+  return sends ? at::Tensor() : all;
 }
 
 }  // namespace muster::comm

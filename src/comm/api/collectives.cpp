@@ -1,7 +1,12 @@
 // The free functions. Each makes an Operation and hands it to the group's backend, without PyTorch's dispatcher.
 #include "muster/comm/collectives.h"
 
+#include <algorithm>
+#include <array>
+
+#include "base/text.h"
 #include "comm/world/group_state.h"
+#include "muster/base/error.h"
 
 namespace muster {
 namespace {
@@ -26,6 +31,11 @@ Work submit(const Group& group, Operation operation, const Site& site) {
 }
 
 Operation reduction(OpKind kind, const at::Tensor& tensor, const ReduceOptions& options, int peer = 0) {
+  constexpr std::array kBetweenHosts = {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble};
+  if (options.between_hosts &&
+      std::find(kBetweenHosts.begin(), kBetweenHosts.end(), *options.between_hosts) == kBetweenHosts.end())
+    throw InvalidArgument(text("ReduceOptions::between_hosts is ", c10::toString(*options.between_hosts)),
+                          "Use at::kBFloat16, kHalf, kFloat or kDouble");
   return {.kind = kind,
           .op = options.op,
           .peer = peer,
@@ -57,8 +67,15 @@ Operation all_to_all_operation(const at::Tensor& output, const at::Tensor& input
           .output_splits = options.output_splits,
           .timeout = options.timeout};
 }
+int checked(int tag) {
+  constexpr int kHighest = (1 << 28) - 2;  // Muster's own are above (broadcast_bytes.cpp)
+  if (tag < 0 || tag > kHighest)
+    throw InvalidArgument(text("a message has the ", tag < 0 ? "negative " : "", "tag ", tag),
+                          text("Use 0 … ", kHighest));
+  return tag;
+}
 Operation message(OpKind kind, const at::Tensor& tensor, int peer, const MessageOptions& options) {
-  return {.kind = kind, .peer = peer, .tag = options.tag, .tensor = tensor, .timeout = options.timeout};
+  return {.kind = kind, .peer = peer, .tag = checked(options.tag), .tensor = tensor, .timeout = options.timeout};
 }
 
 }  // namespace
@@ -152,7 +169,7 @@ bool small_message(OpKind kind, const at::Tensor& tensor, int peer, const Messag
                   .tensor = &tensor,
                   .timeout = options.timeout,
                   .site = site,
-                  .tag = options.tag});
+                  .tag = checked(options.tag)});
 }
 
 }  // namespace
