@@ -112,7 +112,7 @@ TEST(Hosts, SumsTravelInAnotherDtype) {
     all_reduce(whole, {.between_hosts = at::kBFloat16});
     EXPECT_EQ(whole[0].item<int64_t>(), 1028);
   });
-  run_on({"a"}, [&](World&) {
+  run_on({"a", "b"}, [&](World&) {
     EXPECT_CONTAINS(message_of<InvalidArgument>([] { all_reduce(at::ones({3}), {.between_hosts = at::kInt}); }), "Int");
     EXPECT_CONTAINS(message_of<InvalidArgument>([] { send(at::ones({3}), 0, {.tag = (1 << 28) - 1}); }), "tag");
   });
