@@ -43,7 +43,8 @@ void expect_all_well(ForkedRanks& ranks, int n) {
 
 // Rank 1 stops itself (SIGSTOP) at each phase of each collective. The others are told who it was; while it stands still
 // they make a new World of two and work on. Then it goes on, and is told as well. Three processes play
-// all cases.
+// all cases. A rank that the machine keeps waiting for longer than the short timeout is rightly named instead of rank 1: then
+// the case is played again, with a timeout that no machine reaches.
 TEST(FaultProcess, StopAtEachPhaseAndTheOthersGoOn) {
   constexpr int kRanks = 3;
   struct StopCase {
@@ -63,13 +64,25 @@ TEST(FaultProcess, StopAtEachPhaseAndTheOthersGoOn) {
   const auto before = leftovers();
   {
     const ForkedJob job;
-    // By case: how many survivors are through; whether rank 1 is.
-    constexpr size_t kThrough = 0, kBack = 1, kNumbers = 2;
-    const SharedNumbers numbers(kNumbers * cases.size());
+    // By attempt at a case: how many survivors are through; whether rank 1 is; how many ranks were told of another one than
+    // rank 1, and how many ranks have said so or not.
+    constexpr size_t kThrough = 0, kBack = 1, kOthersNamed = 2, kSaid = 3, kNumbers = 4, kAttempts = 2;
+    const SharedNumbers numbers(kNumbers * kAttempts * cases.size());
+    const auto all_have_said = [&](size_t attempt, Deadline until) {
+      while (numbers[attempt * kNumbers + kSaid] < kRanks && !until.passed()) ::usleep(200);
+      return numbers[attempt * kNumbers + kSaid] == kRanks;
+    };
+    const auto is_played_again = [&](size_t attempt, Deadline until) {
+      return attempt % kAttempts == 0 && all_have_said(attempt, until) &&
+             numbers[attempt * kNumbers + kOthersNamed] > 0;
+    };
     ForkedRanks ranks(kRanks, [&](int rank) {
       const auto store = connect_store(job.address(), patience());
-      for (size_t i = 0; i < cases.size(); ++i) {
-        const auto& [call, count, phase, name] = cases[i];
+      const auto until = patience();
+      for (size_t i = 0; i < kAttempts * cases.size(); ++i) {
+        if (i % kAttempts == 1 && !is_played_again(i - 1, until)) continue;
+        const bool again = i % kAttempts == 1;
+        const auto& [call, count, phase, name] = cases[i / kAttempts];
         SCOPED_TRACE(name);
         const auto own = [&](size_t which) -> std::atomic<int64_t>& { return numbers[i * kNumbers + which]; };
         const auto case_store = make_prefix_store(store, text("case ", i));
@@ -86,15 +99,20 @@ TEST(FaultProcess, StopAtEachPhaseAndTheOthersGoOn) {
         {
           const World::Scope scope(*world);
           call->run(*world, count);
-          if (rank != kVictim) comm::backend_of(world->group()).setTimeout(milliseconds(200));
+          if (rank != kVictim) comm::backend_of(world->group()).setTimeout(milliseconds(again ? 10'000 : 200));
           try {
             // In the last phase rank 1 stops when the others have what they need from it: the next call shows it.
             for (int time = 0; time < 2; ++time) call->run(*world, count);
             ADD_FAILURE() << "no timeout";
           } catch (const TimeoutError& timeout) {
-            EXPECT_CONTAINS(timeout.what(), text("rank 1 (pid "));
-            EXPECT_EQ(timeout.missing(), std::vector<int>{kVictim}) << timeout.what();
+            const bool right = timeout.missing() == std::vector<int>{kVictim};
+            if (!right) ++own(kOthersNamed);
+            EXPECT_TRUE(right || !again) << timeout.what();
+            if (right) {
+              EXPECT_CONTAINS(timeout.what(), text("rank 1 (pid "));
+            }
           }
+          ++own(kSaid);
         }
         if (rank == kVictim) {
           own(kBack) = 1;
@@ -114,7 +132,8 @@ TEST(FaultProcess, StopAtEachPhaseAndTheOthersGoOn) {
       return std::string();
     });
     const auto until = patience();
-    for (size_t i = 0; i < cases.size() && !until.passed(); ++i) {
+    for (size_t i = 0; i < kAttempts * cases.size() && !until.passed(); ++i) {
+      if (i % kAttempts == 1 && !is_played_again(i - 1, until)) continue;
       const auto& through = numbers[i * kNumbers + kThrough];
       const auto& back = numbers[i * kNumbers + kBack];
       while (through < kRanks - 1 && !until.passed()) ::usleep(200);
