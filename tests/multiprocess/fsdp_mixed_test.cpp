@@ -268,8 +268,8 @@ TEST(FsdpMixed, EveryKindOfStep) {
       expect_same_gradients("second derivatives");
 
       const auto checkpointed = [&](Smooth& of, const Tensor& at) {
-        const Tensor h =
-            activation_checkpoint([&](const Tensor& y) { return torch::tanh(of.b(torch::tanh(of.a(y)))); }, at);
+        const Tensor h = activation_checkpoint(
+            kNoRandomNumbers, [&](const Tensor& y) { return torch::tanh(of.b(torch::tanh(of.a(y)))); }, at);
         return of.c(h).sum();
       };
       model(x(world.rank(), 4));
@@ -302,8 +302,9 @@ TEST(FsdpMixed, GraphsOfTheModuleItself) {
     const auto expect_same = [&] {
       const auto slope = [&](Smooth& of, bool again) {
         const Tensor x = fsdp_input(world.rank(), 0).requires_grad_();
-        const Tensor y =
-            again ? activation_checkpoint([&](const Tensor& at) { return of.forward(at); }, x) : of.forward(x);
+        const Tensor y = again ? activation_checkpoint(
+                                     kNoRandomNumbers, [&](const Tensor& at) { return of.forward(at); }, x)
+                               : of.forward(x);
         return torch::autograd::grad({y.sum()}, {x})[0];
       };
       for (const bool again : {false, true})

@@ -77,6 +77,9 @@ inline FsdpOptions full(FsdpOptions options = {.unit_cap_mb = 1}) {
 }
 inline const HostOfRank kTwoEach{"a", "b", "b", "a"};
 
+// For activation_checkpoint(), which would set back the generator from which other ranks of the process draw meanwhile.
+inline const ActivationCheckpointOptions kNoRandomNumbers{.preserve_rng_state = false};
+
 inline bool is_linear(const nn::Module& module) { return dynamic_cast<const nn::LinearImpl*>(&module) != nullptr; }
 
 // A chain of equal layers, with a function that is called at each.
