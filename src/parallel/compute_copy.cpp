@@ -8,13 +8,13 @@
 #include <torch/nn/modules/instancenorm.h>
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "base/text.h"
+#include "comm/kit/validate.h"
 #include "muster/base/error.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
@@ -95,10 +95,7 @@ at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
 
 void check(const MixedPrecision& precision) {
   const auto one = [](const char* name, const std::optional<at::ScalarType>& dtype) {
-    constexpr std::array kUsable = {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble};
-    if (dtype && std::find(kUsable.begin(), kUsable.end(), *dtype) == kUsable.end())
-      throw InvalidArgument(text("mixed_precision.", name, " is ", c10::toString(*dtype)),
-                            "Use torch::kBFloat16, kHalf, kFloat or kDouble");
+    if (dtype) comm::validate_float(text("mixed_precision.", name), *dtype);
   };
   one("param_dtype", precision.param_dtype);
   one("reduce_dtype", precision.reduce_dtype);

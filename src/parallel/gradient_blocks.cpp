@@ -174,7 +174,6 @@ GradientBlocks::Serving::~Serving() {
   keep.pool = nullptr;
 }
 
-GradientBlocks::Pause::Pause() : before_(std::exchange(serving, nullptr)) {}
-GradientBlocks::Pause::~Pause() { serving = before_; }
+GradientBlocks::Pause::Pause() : set_(serving, nullptr) {}
 
 }  // namespace muster::parallel

@@ -25,6 +25,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "base/auto_reset.h"
 #include "muster/comm/heap.h"
 
 namespace muster::parallel {
@@ -57,12 +58,9 @@ class GradientBlocks {
   class Pause {
    public:
     Pause();
-    Pause(const Pause&) = delete;
-    Pause& operator=(const Pause&) = delete;
-    ~Pause();
 
    private:
-    BlockPool* const before_;
+    const AutoReset<BlockPool*> set_;
   };
 
  private:

@@ -2,12 +2,13 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <optional>
 #include <unordered_map>
 #include <utility>
+
+#include "parallel/every_operator.h"
 
 namespace muster::parallel {
 namespace {
@@ -67,7 +68,7 @@ at::Tensor alias(const at::Tensor& tensor, const c10::VariableVersion& version) 
 void KeptResults::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto compute = [&] {
     const c10::impl::ExcludeDispatchKeyGuard not_inside(kKey);
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+    go_on_after(kKey, op, keys, stack);
   };
   Call* const call = current;
   if (!call) return compute();
@@ -76,9 +77,8 @@ void KeptResults::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet ke
   if (!may_be_kept(kind, *stack, arguments)) {
     if (call->keep_ && op.schema().is_mutable())
       for (size_t i = 0; i < arguments; ++i) {
-        const auto* const alias_info = op.schema().arguments()[i].alias_info();
         const c10::IValue& argument = torch::jit::peek(*stack, i, arguments);
-        if (alias_info && alias_info->isWrite() && argument.isTensor())
+        if (is_written(op.schema().arguments()[i]) && argument.isTensor())
           call->results_.before_write(argument.toTensor(), call->keeper_);
       }
     compute();
@@ -163,21 +163,15 @@ KeptResults::Call::Call(KeptResults& results, const Policy* keep, Keeper* keeper
       keep_(keep),
       keeper_(keeper),
       include_([] {
-        static const torch::Library library = [] {
-          torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-          all.fallback(torch::CppFunction::makeFromBoxedFunction<&KeptResults::fallback>());
-          return all;
-        }();
+        bring_every_operator_to<kKey, &KeptResults::fallback>();
         return kKey;
       }()),
-      before_(std::exchange(current, this)) {}
+      set_(current, this) {}
 
 KeptResults::Call::~Call() {
-  current = before_;
   if (keep_) results_.by_memory_.clear();
 }
 
-KeptResults::Pause::Pause() : before_(std::exchange(current, nullptr)) {}
-KeptResults::Pause::~Pause() { current = before_; }
+KeptResults::Pause::Pause() : set_(current, nullptr) {}
 
 }  // namespace muster::parallel

@@ -30,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/auto_reset.h"
 #include "parallel/saved_tensors.h"
 
 namespace muster::parallel {
@@ -61,19 +62,16 @@ class KeptResults {
     std::map<std::string, size_t> numbers_;  // of the next operator of each name
     size_t found_ = 0;
     const c10::impl::IncludeDispatchKeyGuard include_;
-    Call* const before_;
+    const AutoReset<Call*> set_;
   };
 
   // While it lives, operators are not the function's, and do not count.
   class Pause {
    public:
     Pause();
-    Pause(const Pause&) = delete;
-    Pause& operator=(const Pause&) = delete;
-    ~Pause();
 
    private:
-    Call* const before_;
+    const AutoReset<Call*> set_;
   };
 
  private:

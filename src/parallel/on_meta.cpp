@@ -1,12 +1,11 @@
 #include "muster/parallel/on_meta.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 #include <cstddef>
-#include <optional>
+#include <memory>
+
+#include "parallel/every_operator.h"
 
 namespace muster {
 namespace {
@@ -22,15 +21,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     // Of zeros_like() and the like, the device is that of another tensor.
     if (device.isNone() && !arguments[0].type()->isSubtypeOf(*c10::TensorType::get())) device = c10::Device(c10::kMeta);
   }
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
-}
-
-void require_fallback() {
-  static const torch::Library library = [] {
-    torch::Library fallback(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-    fallback.fallback(torch::CppFunction::makeFromBoxedFunction<&call>());
-    return fallback;
-  }();
+  parallel::go_on_after(kKey, op, keys, stack);
 }
 
 }  // namespace
@@ -40,7 +31,7 @@ struct OnMeta::Impl {
 };
 
 OnMeta::OnMeta() {
-  require_fallback();
+  parallel::bring_every_operator_to<kKey, &call>();
   impl_ = std::make_unique<Impl>();
 }
 OnMeta::~OnMeta() = default;

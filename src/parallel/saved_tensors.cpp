@@ -39,8 +39,8 @@ engine::Engine& keeping_engine() {
 Keeper* current_keeper() { return current; }
 Keeper* exchange_keeper(Keeper* keeper) { return std::exchange(current, keeper); }
 
-InSecondCall::InSecondCall() : before_(std::exchange(second_call, true)) {}
-InSecondCall::~InSecondCall() { second_call = before_; }
+Keeping::Keeping(Keeper* keeper) : set_(current, keeper) {}
+InSecondCall::InSecondCall() : set_(second_call, true) {}
 bool in_second_call() { return second_call; }
 
 void require_keepers() {

@@ -13,6 +13,8 @@
 #include <memory>
 #include <utility>
 
+#include "base/auto_reset.h"
+
 namespace muster::parallel {
 
 class Keeper {
@@ -44,25 +46,19 @@ Keeper* current_keeper();
 // While it lives, `keeper` decides.
 class Keeping {
  public:
-  explicit Keeping(Keeper* keeper) : before_(exchange_keeper(keeper)) {}
-  Keeping(const Keeping&) = delete;
-  Keeping& operator=(const Keeping&) = delete;
-  ~Keeping() { exchange_keeper(before_); }
+  explicit Keeping(Keeper* keeper);
 
  private:
-  Keeper* const before_;
+  const AutoReset<Keeper*> set_;
 };
 
 // While it lives, an activation_checkpoint() computes again in this thread.
 class InSecondCall {
  public:
   InSecondCall();
-  InSecondCall(const InSecondCall&) = delete;
-  InSecondCall& operator=(const InSecondCall&) = delete;
-  ~InSecondCall();
 
  private:
-  const bool before_;
+  const AutoReset<bool> set_;
 };
 bool in_second_call();
 

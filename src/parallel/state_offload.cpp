@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
@@ -20,20 +21,14 @@
 #include "optim/torch_states.h"
 #include "parallel/buckets.h"
 #include "parallel/shared_tensor.h"
+#include "shm/mapping.h"
 
 namespace muster {
 namespace {
 
 namespace fs = std::filesystem;
 
-struct Place {
-  void* data;
-  size_t bytes;
-};
-void release(void* context) {
-  const std::unique_ptr<Place> place(static_cast<Place*>(context));
-  ::munmap(place->data, place->bytes);
-}
+void release(void* mapping) { const std::unique_ptr<shm::Mapping> last(static_cast<shm::Mapping*>(mapping)); }
 bool is_in_file(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.storage().data_ptr().get_deleter() == &release;
 }
@@ -65,7 +60,8 @@ at::Tensor zeros_in_file(const at::Tensor& like, const fs::path& folder) {
   const UniqueFd file = make_file(folder, bytes);
   void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   if (data == MAP_FAILED) throw_no_file(errno, folder, bytes);
-  c10::DataPtr pointer(data, new Place{data, bytes}, &release, c10::Device(c10::DeviceType::CPU));
+  auto mapping = std::make_unique<shm::Mapping>(static_cast<std::byte*>(data), bytes);
+  c10::DataPtr pointer(data, mapping.release(), &release, c10::Device(c10::DeviceType::CPU));
   const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(pointer), nullptr, /*resizable=*/false);
   return at::empty({0}, like.options().requires_grad(false))
       .set_(storage, 0, like.sizes(), parallel::dense_strides(like));

@@ -1,11 +1,8 @@
 #include "parallel/watched.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -17,6 +14,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/auto_reset.h"
+#include "parallel/every_operator.h"
 #include "parallel/kept_results.h"
 #include "parallel/shared_tensor.h"
 
@@ -82,32 +81,29 @@ const Kind& kind_of(const c10::OperatorHandle& op) {
   return at->second;
 }
 
-bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
-
 at::Tensor instead_of(const at::Tensor& tensor) { return is_watched(tensor) ? call_instead(tensor) : at::Tensor(); }
+
+// A list may be the caller's own; so a list with a replacement is another list.
+template <typename Element>
+void replace_in(const c10::List<Element>& all, c10::IValue& value) {
+  c10::List<Element> others;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const std::optional<at::Tensor> tensor = all.get(i);
+    at::Tensor other = tensor ? instead_of(*tensor) : at::Tensor();
+    if (!other.defined()) continue;
+    if (others.empty()) others = all.copy();
+    others.set(i, std::move(other));
+  }
+  if (!others.empty()) value = std::move(others);
+}
 
 void replace(c10::IValue& value) {
   if (value.isTensor()) {
     if (at::Tensor other = instead_of(value.toTensor()); other.defined()) value = std::move(other);
   } else if (value.isTensorList()) {
-    auto all = value.toTensorVector();
-    bool any = false;
-    for (at::Tensor& tensor : all) {
-      at::Tensor other = instead_of(tensor);
-      any |= other.defined();
-      if (other.defined()) tensor = std::move(other);
-    }
-    if (any) value = std::move(all);
+    replace_in(value.toTensorList(), value);
   } else if (value.isOptionalTensorList()) {
-    const auto all = value.toOptionalTensorList().copy();
-    bool any = false;
-    for (size_t i = 0; i < all.size(); ++i) {
-      const std::optional<at::Tensor> tensor = all.get(i);
-      at::Tensor other = tensor ? instead_of(*tensor) : at::Tensor();
-      any |= other.defined();
-      if (other.defined()) all.set(i, std::move(other));
-    }
-    if (any) value = all;
+    replace_in(value.toOptionalTensorList(), value);
   }
 }
 
@@ -134,35 +130,26 @@ void before(const Use& use, const c10::IValue& value) {
 // Whether this thread is in a kernel, whose arguments are all here. What it calls needs no more than
 // these, and must not make one of them go.
 thread_local bool in_kernel = false;
-class InKernel {
- public:
-  InKernel() : before_(std::exchange(in_kernel, true)) {}
-  InKernel(const InKernel&) = delete;
-  InKernel& operator=(const InKernel&) = delete;
-  ~InKernel() { in_kernel = before_; }
-
- private:
-  const bool before_;
-};
 
 void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static std::atomic<uint64_t> operations = 0;
-  std::optional<InKernel> guard;
+  std::optional<AutoReset<bool>> guard;
   if (!in_kernel && !at::in_parallel_region()) {
     const KeptResults::Pause none_of_the_users;
     const Kind& kind = kind_of(op);
     const auto& arguments = op.schema().arguments();
     if (kind.may_get_others)
       for (size_t i = 0; i < arguments.size(); ++i)
-        if (!writes(arguments[i])) replace(torch::jit::peek(*stack, i, arguments.size()));
+        if (!is_written(arguments[i])) replace(torch::jit::peek(*stack, i, arguments.size()));
     if (kind.needs_values) {
       const uint64_t operation = ++operations;
       for (size_t i = 0; i < arguments.size(); ++i)
-        before({operation, writes(arguments[i])}, torch::jit::peek(*stack, i, arguments.size()));
-      if (is_of_libtorch(op.schema()) || op.hasKernelForDispatchKey(c10::DispatchKey::CPU)) guard.emplace();
+        before({operation, is_written(arguments[i])}, torch::jit::peek(*stack, i, arguments.size()));
+      if (is_of_libtorch(op.schema()) || op.hasKernelForDispatchKey(c10::DispatchKey::CPU))
+        guard.emplace(in_kernel, true);
     }
   }
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  go_on_after(kKey, op, keys, stack);
 }
 
 }  // namespace
@@ -180,11 +167,7 @@ at::Tensor unwatched(const at::Tensor& tensor) {
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 void watch(const at::Tensor& tensor) {
-  static const torch::Library library = [] {
-    torch::Library fallback(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-    fallback.fallback(torch::CppFunction::makeFromBoxedFunction<&call>());
-    return fallback;
-  }();
+  bring_every_operator_to<kKey, &call>();
   c10::DispatchKeySet& keys = KeySet::of(tensor);
   keys = keys.add(kKey);
 }

@@ -1,12 +1,9 @@
 // Modules that are made without memory, and filled when FullyShardedDataParallel is made.
 #include <gtest/gtest.h>
-#include <pthread.h>
-#include <sys/resource.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
 #include <atomic>
-#include <fstream>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -210,17 +207,7 @@ TEST(FsdpConstructionProcess, AModelBeyondTheLimitOfAProcess) {
   };
   for (const HostOfRank& hosts : {HostOfRank{"a", "a"}, HostOfRank{"a", "b"}}) {
     const auto ends = in_processes(hosts, [&](World& world) {
-      pthread_attr_t small;  // the stacks of threads count, too
-      EXPECT_EQ(::pthread_attr_init(&small) | ::pthread_attr_setstacksize(&small, 1 << 20), 0);
-      EXPECT_EQ(::pthread_setattr_default_np(&small) | ::pthread_attr_destroy(&small), 0);
-      rlimit limit{};
-      EXPECT_EQ(::getrlimit(RLIMIT_DATA, &limit), 0);
-      std::ifstream status("/proc/self/status");
-      for (std::string line; std::getline(status, line);)
-        if (line.starts_with("VmData:")) limit.rlim_cur = static_cast<rlim_t>(std::stoll(line.substr(7))) << 10;
-      EXPECT_GT(limit.rlim_cur, 0u);
-      limit.rlim_cur += 4 * kFloats * 4;
-      EXPECT_EQ(::setrlimit(RLIMIT_DATA, &limit), 0);
+      limit_private_memory(4 * kFloats * sizeof(float));
       EXPECT_ANY_THROW(std::make_shared<Large>());
       const auto net = on_meta([] { return std::make_shared<Large>(); });
       const auto ones = [](const std::string&, const Tensor& values, const at::Generator&) { values.fill_(1); };

@@ -2,8 +2,6 @@
 #include "muster/parallel/state_offload.h"
 
 #include <gtest/gtest.h>
-#include <pthread.h>
-#include <sys/resource.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -12,7 +10,6 @@
 #include <unistd.h>
 
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 
@@ -134,22 +131,13 @@ using StateOffloadProcess = StateOffloadTest;
 TEST_F(StateOffloadProcess, ALimitOfMemoryThatTheStatesDoNotFit) {
   ForkedRanks ranks(2, [&](int rank) {
     const bool offloads = rank == 0;
-    pthread_attr_t small;  // the stacks of threads count, too
-    EXPECT_EQ(::pthread_attr_init(&small) | ::pthread_attr_setstacksize(&small, 1 << 20), 0);
-    EXPECT_EQ(::pthread_setattr_default_np(&small) | ::pthread_attr_destroy(&small), 0);
     at::set_num_threads(1);
     std::vector<Tensor> parameters;
     for (int i = 0; i < 16; ++i) {
       parameters.push_back(torch::ones({1 << 20}, torch::requires_grad()));
       parameters.back().mutable_grad() = torch::ones({1 << 20});
     }
-    rlimit limit{};
-    EXPECT_EQ(::getrlimit(RLIMIT_DATA, &limit), 0);
-    std::ifstream status("/proc/self/status");
-    for (std::string line; std::getline(status, line);)
-      if (line.starts_with("VmData:")) limit.rlim_cur = static_cast<rlim_t>(std::stoll(line.substr(7))) << 10;
-    limit.rlim_cur += rlim_t{40} << 20;
-    EXPECT_EQ(::setrlimit(RLIMIT_DATA, &limit), 0);
+    limit_private_memory(size_t{40} << 20);
     topt::AdamW adam(parameters, topt::AdamWOptions(1e-3));
     if (!offloads) {
       EXPECT_ANY_THROW(adam.step());

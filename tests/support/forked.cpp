@@ -1,10 +1,13 @@
 #include "support/forked.h"
 
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -147,6 +150,21 @@ std::vector<std::string> leftovers() {
   for (std::string pid; children >> pid;) found.push_back("child " + pid);
   std::sort(found.begin(), found.end());
   return found;
+}
+
+void limit_private_memory(size_t more) {
+  pthread_attr_t small;  // the stacks of threads count, too
+  EXPECT_EQ(::pthread_attr_init(&small) | ::pthread_attr_setstacksize(&small, 1 << 20), 0);
+  EXPECT_EQ(::pthread_setattr_default_np(&small) | ::pthread_attr_destroy(&small), 0);
+  rlimit limit{};
+  EXPECT_EQ(::getrlimit(RLIMIT_DATA, &limit), 0);
+  limit.rlim_cur = 0;
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmData:")) limit.rlim_cur = static_cast<rlim_t>(std::stoll(line.substr(7))) << 10;
+  EXPECT_GT(limit.rlim_cur, 0U);
+  limit.rlim_cur += more;
+  EXPECT_EQ(::setrlimit(RLIMIT_DATA, &limit), 0);
 }
 
 }  // namespace muster::test

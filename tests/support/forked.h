@@ -76,6 +76,9 @@ class SharedNumbers {
   std::atomic<int64_t>* numbers_;
 };
 
+// In a rank, before it has other threads: `more` bytes of private memory may be taken from now on (RLIMIT_DATA).
+void limit_private_memory(size_t more);
+
 inline int64_t now_ns() {
   return Clock::now().time_since_epoch().count();
 }  // of the machine: the same in all its processes

@@ -48,7 +48,7 @@ struct ReduceOptions {
   std::chrono::milliseconds timeout = kDefaultTimeout;
   double factor = 1;  // this rank's factor for PREMUL_SUM
   // For all_reduce and reduce of floating-point tensors on several hosts: each host's sum travels in this dtype, and is
-  // rounded to it. Fewer bytes, fewer digits. Not with backend gloo, mpi or ucc on their own.
+  // rounded to it. Fewer bytes, fewer digits. Not with backend gloo or mpi on their own.
   std::optional<at::ScalarType> between_hosts = {};
 };
 

@@ -35,7 +35,8 @@ at::Tensor pass_bytes(const at::Tensor& bytes, int64_t count, int from, int to, 
                            .peer = sends ? to : from,
                            .tag = kTag,
                            .tensor = piece,
-                           .timeout = options.timeout});
+                           .timeout = options.timeout,
+                           .site = Site::current()});
   });
   return sends ? at::Tensor() : all;
 }

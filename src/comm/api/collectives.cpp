@@ -1,10 +1,8 @@
 // The free functions. Each makes an Operation and hands it to the group's backend, without PyTorch's dispatcher.
 #include "muster/comm/collectives.h"
 
-#include <algorithm>
-#include <array>
-
 #include "base/text.h"
+#include "comm/kit/validate.h"
 #include "comm/world/group_state.h"
 #include "muster/base/error.h"
 
@@ -31,11 +29,7 @@ Work submit(const Group& group, Operation operation, const Site& site) {
 }
 
 Operation reduction(OpKind kind, const at::Tensor& tensor, const ReduceOptions& options, int peer = 0) {
-  constexpr std::array kBetweenHosts = {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble};
-  if (options.between_hosts &&
-      std::find(kBetweenHosts.begin(), kBetweenHosts.end(), *options.between_hosts) == kBetweenHosts.end())
-    throw InvalidArgument(text("ReduceOptions::between_hosts is ", c10::toString(*options.between_hosts)),
-                          "Use at::kBFloat16, kHalf, kFloat or kDouble");
+  if (options.between_hosts) comm::validate_float("ReduceOptions::between_hosts", *options.between_hosts);
   return {.kind = kind,
           .op = options.op,
           .peer = peer,

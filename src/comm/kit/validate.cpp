@@ -2,6 +2,9 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include <algorithm>
+#include <array>
+
 #include "base/text.h"
 #include "comm/algorithms/reduce_kernels.h"
 #include "muster/base/error.h"
@@ -208,6 +211,12 @@ class Validator {
 
 void validate(const Operation& operation, int rank, int size, std::string_view backend) {
   Validator(operation, rank, size, backend).run();
+}
+
+void validate_float(std::string_view option, at::ScalarType dtype) {
+  constexpr std::array kUsable = {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble};
+  if (std::find(kUsable.begin(), kUsable.end(), dtype) == kUsable.end())
+    throw InvalidArgument(text(option, " is ", c10::toString(dtype)), "Use torch::kBFloat16, kHalf, kFloat or kDouble");
 }
 
 }  // namespace muster::comm

@@ -9,4 +9,8 @@ namespace muster::comm {
 // Throws InvalidArgument, which says what is wrong and what to do.
 void validate(const Operation& operation, int rank, int size, std::string_view backend);
 
+// Throws InvalidArgument, which names the option, if floating-point numbers cannot be converted to `dtype` and computed
+// with.
+void validate_float(std::string_view option, at::ScalarType dtype);
+
 }  // namespace muster::comm

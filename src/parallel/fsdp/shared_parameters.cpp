@@ -257,8 +257,8 @@ void SharedParameters::before_forward(Changes changes) {
   throw_if_hosts_differ(changes);
 
   const at::NoGradGuard no_grad;
-  bool any_is_written = had_all;
   if (had_all) make_copies();
+  bool any_is_written = had_all && kept_;
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
     const Change change = change_of(changes.worst[i]);
