@@ -18,6 +18,7 @@
 #include "muster/comm/world.h"
 #include "muster/data/sampler.h"
 #include "muster/parallel/activation_checkpoint.h"
+#include "muster/parallel/comm_hooks.h"
 #include "muster/parallel/ddp.h"
 #include "muster/parallel/fsdp.h"
 #include "muster/parallel/on_meta.h"

@@ -54,6 +54,10 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
   for (const size_t index : order) {
     const at::Tensor& tensor = parameters[index].tensor;
     const int owner = parameters[index].owner;
+    if (parameters[index].sparse) {
+      buckets.push_back({.parameters = {index}, .sparse = true});
+      continue;
+    }
     if (tensor.nbytes() >= GradientBlocks::kLarge) {
       buckets.push_back({.parameters = {index}, .large = true, .owner = parameters[index].owner});
       continue;
@@ -74,6 +78,7 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
     Bucket& bucket = buckets[b];
     bucket.pending = bucket.parameters.size();
     for (const size_t index : bucket.parameters) parameters[index].bucket = b;
+    if (bucket.sparse) continue;
     if (bucket.large) {
       Parameter& parameter = parameters[bucket.parameters[0]];
       if (parameter.view.defined())
@@ -91,6 +96,7 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
     for (const size_t index : bucket.parameters) {
       Parameter& parameter = parameters[index];
       parameter.view = tensor_at(bucket.flat, offset, parameter.tensor);
+      parameter.offset = offset;
       offset += padded(parameter.tensor);
     }
   }

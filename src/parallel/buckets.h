@@ -11,6 +11,8 @@
 // gradient, if nobody else can reach that block; otherwise a value that backward has yet to read would be overwritten
 // by the average.
 //
+// A sparse gradient is its own bucket without memory: its elements are where autograd made them.
+//
 // Either all ranks keep a bucket's averages, or only its owner does (with several hosts, its owner on each). Then it has
 // gradients of parameters with that owner only, and a large bucket's memory is needed only while its gradient is: it has
 // none before.
@@ -21,11 +23,13 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/node.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "muster/comm/heap.h"
 #include "muster/comm/work.h"
+#include "muster/parallel/comm_hook.h"
 #include "parallel/gradient_blocks.h"
 
 namespace muster::parallel {
@@ -36,9 +40,11 @@ struct Parameter {
   std::string name;
   at::Tensor tensor;
   int owner = kEveryRank;  // the rank that keeps the average; if each host has one, that of this host
+  bool sparse = false;     // its gradient is in coordinate format
   c10::intrusive_ptr<torch::autograd::Node> accumulator;  // with a hook of ours; null if every rank is the owner
-  at::Tensor view;    // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
-  size_t bucket = 0;  // index
+  at::Tensor view;     // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
+  size_t bucket = 0;   // index
+  int64_t offset = 0;  // of the view in the bucket, elements
   bool ready = false;
   bool used = false;      // its gradient holds something that is not reduced yet; implied by `ready`
   bool averaged = false;  // its gradient, if there is one, is what an earlier backward() has averaged
@@ -48,10 +54,12 @@ struct Parameter {
 struct Bucket {
   std::vector<size_t> parameters;  // indices
   bool large = false;              // one parameter in a block
+  bool sparse = false;             // one parameter, and no tensor
   int owner = kEveryRank;
   at::Tensor flat, used;
   size_t pending = 0;
   Work work;
+  std::optional<HookFuture> future;  // with a communication hook
 };
 
 // The strides of a tensor that is dense, else those of a contiguous one of its shape.

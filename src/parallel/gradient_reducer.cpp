@@ -1,72 +1,38 @@
 #include "parallel/gradient_reducer.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <map>
 #include <numeric>
 
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "muster/comm/functional.h"
+#include "parallel/accumulation_hooks.h"
 #include "parallel/buckets.h"
 #include "parallel/gradient_blocks.h"
 
 namespace muster::parallel {
 namespace {
 
-// Called by autograd when a parameter's gradient has been accumulated.
-class ReadyHook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  using Pointer = std::unique_ptr<PostAccumulateGradHook>;
-
-  ReadyHook(const void* owner, std::function<void()> on_ready, Pointer before)
-      : owner_(owner), on_ready_(std::move(on_ready)), before_(std::move(before)) {}
-  void operator()(const torch::autograd::Variable& tensor) override {
-    if (before_) (*before_)(tensor);
-    on_ready_();
-  }
-
-  // Takes the owner's hook out of the chain that `head` begins; others' stay.
-  static void remove(Pointer& head, const void* owner) {
-    auto* const hook = dynamic_cast<ReadyHook*>(head.get());
-    if (!hook) return;
-    if (hook->owner_ == owner)
-      head = std::exchange(hook->before_, nullptr);
-    else
-      remove(hook->before_, owner);
-  }
-
- private:
-  const void* const owner_;
-  const std::function<void()> on_ready_;
-  Pointer before_;  // the user's own, or another reducer's
-};
-
-// Called by autograd before a parameter's gradient is accumulated.
-class BeginHook final : public torch::autograd::FunctionPreHook {
- public:
-  BeginHook(const void* owner, std::function<void()> on_begin) : owner_(owner), on_begin_(std::move(on_begin)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    on_begin_();
-    return gradients;
-  }
-
-  static void remove(std::vector<std::unique_ptr<FunctionPreHook>>& hooks, const void* owner) {
-    std::erase_if(hooks, [&](const auto& hook) {
-      const auto* const ours = dynamic_cast<const BeginHook*>(hook.get());
-      return ours && ours->owner_ == owner;
-    });
-  }
-
- private:
-  const void* const owner_;
-  const std::function<void()> on_begin_;
-};
+// The sparse gradient of a parameter that was not used.
+at::Tensor no_rows(const at::Tensor& parameter) {
+  std::vector<int64_t> values = parameter.sizes().vec();
+  values.at(0) = 0;
+  const auto options = parameter.options().requires_grad(false);
+  return at::sparse_coo_tensor(at::empty({1, 0}, options.dtype(at::kLong)), at::empty(values, options),
+                               parameter.sizes());
+}
 
 // Whether all ranks reached all parameters.
 bool complete(const std::vector<float>& shares) {
@@ -85,11 +51,13 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
 
   std::vector<Parameter> parameters;  // trainable, in the module's order
   std::vector<Bucket> buckets;
+  CommHook hook;                    // or none
   std::vector<size_t> ready_order;  // parameters in the order in which the first step's gradients came
   bool rebuilt = false;
 
-  bool sync = true;    // whether the next backward() reduces
-  bool synced = true;  // whether the last backward() that began reduces
+  bool sync = true;          // whether the next backward() reduces
+  bool synced = true;        // whether the last backward() that began reduces
+  bool keeps_graph = false;  // whether it makes a graph (create_graph)
   // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
   // callback never ran, can be distinguished from one that is still running.
   std::weak_ptr<GradientBlocks::Serving> running;
@@ -111,6 +79,17 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
     return {.op = ReduceOp::AVG, .group = options.group, .between_hosts = options.reduce_dtype};
   }
   bool to_owner() const { return sharded() && !options.owner_on_each_host; }
+  // Whether a collective of its own tells which parameters were used; else buckets do.
+  bool tells_shares_apart() const {
+    return sharded() || hook ||
+           std::any_of(buckets.begin(), buckets.end(), [](const Bucket& bucket) { return bucket.sparse; });
+  }
+  void launch(size_t index);
+  void call_hook(size_t index);
+  void use_hooks_results();
+  std::vector<float> average_with_graph();
+  std::vector<float> average_the_rest() { return keeps_graph ? average_with_graph() : reduce_the_rest(); }
+  void use_averages(const std::vector<float>& shares);
   void launch_ready_buckets();
   bool will_be_freed(const Bucket& bucket) const;
   void release_reduced_blocks();
@@ -124,7 +103,8 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void abandon_backward_before(Parameter& first);
   void reset();
   void rebuild_in_ready_order();
-  void report_unused(const std::vector<size_t>& some, const std::vector<size_t>& none) const;
+  void require_dense(const Parameter& parameter, const at::Tensor& grad) const;
+  void report_unused(const std::vector<float>& shares) const;
 };
 
 GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, ReducerOptions options,
@@ -134,7 +114,8 @@ GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, Red
   for (size_t i = 0; i < parameters.size(); ++i)
     s.parameters.push_back({.name = parameters[i].name,
                             .tensor = parameters[i].tensor,
-                            .owner = s.sharded() ? s.options.owners[i] : kEveryRank});
+                            .owner = s.sharded() ? s.options.owners[i] : kEveryRank,
+                            .sparse = !s.options.sparse.empty() && s.options.sparse[i]});
   // Gradients tend to become ready from the last layer to the first.
   std::vector<size_t> order(s.parameters.size());
   std::iota(order.rbegin(), order.rend(), size_t{0});
@@ -169,6 +150,15 @@ void GradientReducer::before_forward() {
   if (impl_->dirty && impl_->running.expired()) impl_->abandon_backward();
 }
 
+void GradientReducer::set_hook(CommHook hook) {
+  if (!hook) throw InvalidArgument("the communication hook is empty");
+  if (impl_->hook)
+    throw InvalidArgument(text(impl_->options.user, " has a communication hook already"),
+                          "Register one hook; a hook may call others");
+  before_forward();  // makes up for a backward() that threw, as the other ranks did it
+  impl_->hook = std::move(hook);
+}
+
 bool GradientReducer::sync() const { return impl_->sync; }
 bool GradientReducer::set_sync(bool on) { return std::exchange(impl_->sync, on); }
 
@@ -188,7 +178,7 @@ void GradientReducer::Impl::build(const std::vector<size_t>& order) {
                          bytes_of_mb(options.bucket_cap_mb), *heap, blocks);
   for (auto& parameter : parameters) {
     at::Tensor& grad = parameter.tensor.mutable_grad();
-    if (!grad.defined() || grad.is_sparse()) continue;
+    if (!grad.defined() || grad.is_sparse() || parameter.sparse) continue;
     if (grad.is_same(parameter.view)) continue;
     if (!parameter.view.defined()) give_block(buckets[parameter.bucket], parameter, blocks);
     parameter.view.copy_(grad);
@@ -196,14 +186,23 @@ void GradientReducer::Impl::build(const std::vector<size_t>& order) {
   }
 }
 
+void GradientReducer::Impl::require_dense(const Parameter& parameter, const at::Tensor& grad) const {
+  if (grad.layout() != at::kStrided)
+    throw InvalidArgument(text("the gradient of ", parameter.name, " is sparse"),
+                          text("Create the embedding with sparse(false): ", options.user, " reduces dense gradients"));
+}
+
 // Makes the parameter's view of its bucket the gradient. If .grad was undefined (after zero_grad()), autograd has set
 // its own tensor there. If the view was in place, autograd has accumulated into it, and there is nothing to do.
 void GradientReducer::Impl::adopt(Parameter& parameter) {
   at::Tensor& grad = parameter.tensor.mutable_grad();
   if (!grad.defined() || grad.is_same(parameter.view)) return;
-  if (grad.layout() != at::kStrided)
-    throw InvalidArgument(text("the gradient of ", parameter.name, " is sparse"),
-                          text("Create the embedding with sparse(false): ", options.user, " reduces dense gradients"));
+  if (parameter.sparse) {
+    const at::NoGradGuard no_grad;
+    if (grad.layout() != at::kSparse) grad = grad.to_sparse(1);  // of a use that is not sparse
+    return;
+  }
+  require_dense(parameter, grad);
   const at::NoGradGuard no_grad;
   Bucket& bucket = buckets[parameter.bucket];
   if (bucket.large) {
@@ -233,10 +232,11 @@ void GradientReducer::Impl::on_ready(size_t index) {
         text("parameter ", parameter.name,
              " got a second gradient in one backward(), when its first had been averaged"),
         "Do not run backward() inside of backward() on parameters that both use, or use no_sync() for this backward()");
-  adopt(parameter);
+  if (!keeps_graph) adopt(parameter);
   parameter.used = true;
   if (!synced || parameter.ready) return;  // a parameter used twice in a double backward is ready once
   parameter.ready = true;
+  if (keeps_graph) return;
   if (!rebuilt) ready_order.push_back(index);
   Bucket& bucket = buckets[parameter.bucket];
   if (--bucket.pending == 0) launch_ready_buckets();
@@ -253,8 +253,13 @@ void GradientReducer::Impl::abandon_backward_before(Parameter& first) {
 }
 
 void GradientReducer::Impl::begin_backward() {
+  const bool with_graph = !sharded() && at::GradMode::is_enabled();
+  if (with_graph && hook && sync)
+    throw InvalidArgument("backward() with create_graph does not go through a communication hook",
+                          "Use a module without a hook, or autograd::grad()");
   dirty = true;
   synced = sync;
+  keeps_graph = with_graph;
   ready_order.clear();
   release_blocks_without_gradients();  // so that new gradients can use them
   const auto token = std::make_shared<GradientBlocks::Serving>(blocks);
@@ -286,13 +291,20 @@ void GradientReducer::Impl::put_averages_aside() {
 // The last bucket is not launched here: it is complete only when backward is nearly over, so finish_backward() reduces
 // it, and needs no other thread for that.
 void GradientReducer::Impl::launch_ready_buckets() {
-  for (; next_bucket + 1 < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) {
-    Bucket& bucket = buckets[next_bucket];
-    if (!sharded()) mark_used(bucket, parameters);
-    bucket.work =
-        to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging()) : all_reduce_async(bucket.flat, averaging());
-    if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
+  for (; next_bucket + 1 < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) launch(next_bucket);
+}
+
+void GradientReducer::Impl::launch(size_t index) {
+  Bucket& bucket = buckets[index];
+  if (bucket.sparse) {
+    bucket.work = all_reduce_async(parameters[bucket.parameters[0]].tensor.grad(), averaging());
+    return;
   }
+  if (hook) return call_hook(index);
+  if (!tells_shares_apart()) mark_used(bucket, parameters);
+  bucket.work =
+      to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging()) : all_reduce_async(bucket.flat, averaging());
+  if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
 }
 
 void GradientReducer::Impl::release_blocks_without_gradients() {
@@ -336,6 +348,10 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
       continue;
     }
     parameter.used = false;  // what no_sync() left has been discarded since
+    if (parameter.sparse) {
+      parameter.tensor.mutable_grad() = no_rows(parameter.tensor);
+      continue;
+    }
     Bucket& bucket = buckets[parameter.bucket];
     if (!parameter.view.defined()) give_block(bucket, parameter, blocks);
     parameter.view.zero_();
@@ -343,12 +359,15 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   for (auto& bucket : buckets) bucket.pending = 0;
   launch_ready_buckets();
   Bucket& last = buckets.back();
-  if (!sharded()) mark_used(last, parameters);
-  if (to_owner())
+  if (!tells_shares_apart()) mark_used(last, parameters);
+  if (hook || last.sparse)
+    launch(buckets.size() - 1);
+  else if (to_owner())
     reduce(last.flat, last.owner, averaging());
   else
     all_reduce(last.flat, averaging());
-  if (sharded()) {
+  if (hook) use_hooks_results();
+  if (tells_shares_apart()) {
     std::vector<float> shares = shares_used_on_all_ranks();
     for (auto& bucket : buckets) bucket.work.wait();
     return shares;
@@ -362,7 +381,44 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   return shares;
 }
 
-// With owners: buckets tell only their owners, and may be freed by now. Returns when every rank has come here.
+// Calls the hook, and then the next step of earlier buckets' futures: on all ranks in the same order.
+void GradientReducer::Impl::call_hook(size_t index) {
+  const at::NoGradGuard no_grad;
+  const Bucket& of = buckets[index];
+  std::vector<GradBucket::Place> places;
+  for (const size_t i : of.parameters) {
+    const Parameter& p = parameters[i];
+    places.push_back({.name = p.name, .parameter = p.tensor, .offset = p.offset, .strides = p.view.strides().vec()});
+  }
+  const auto is_dense = [](const Bucket& bucket) { return !bucket.sparse; };
+  const auto at = buckets.begin() + static_cast<std::ptrdiff_t>(index);
+  const auto before = static_cast<size_t>(std::count_if(buckets.begin(), at, is_dense)),
+             after = static_cast<size_t>(std::count_if(at, buckets.end(), is_dense));
+  GradBucket bucket(before, before + after, of.flat.narrow(0, 0, of.flat.numel() - of.used.numel()), std::move(places),
+                    options.group, heap);
+  buckets[index].future = hook(bucket);
+  for (size_t i = 0; i < index; ++i)
+    if (buckets[i].future) buckets[i].future->go_on();
+}
+
+void GradientReducer::Impl::use_hooks_results() {
+  for (Bucket& bucket : buckets) {
+    if (!bucket.future) continue;
+    const at::Tensor result = bucket.future->get();
+    bucket.future.reset();
+    const at::Tensor buffer = bucket.flat.narrow(0, 0, bucket.flat.numel() - bucket.used.numel());
+    if (!result.defined() || result.numel() != buffer.numel())
+      throw InvalidArgument(
+          text("the communication hook returned ",
+               result.defined() ? text("a tensor of ", result.numel(), " elements") : std::string("no tensor"),
+               " for the bucket of ", buffer.numel(), " that begins with parameter ",
+               parameters[bucket.parameters[0]].name),
+          "Return the bucket's buffer(), or a tensor with as many elements");
+    if (result.const_data_ptr() != buffer.const_data_ptr()) buffer.copy_(result.reshape({-1}));
+  }
+}
+
+// Returns when every rank has come here. With owners, buckets tell only their owners, and may be freed by now.
 std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
   std::vector<float> shares;
   for (const auto& parameter : parameters) shares.push_back(parameter.used ? 1 : 0);
@@ -377,7 +433,7 @@ void GradientReducer::Impl::abandon_backward() {
   bool all = false;
   if (synced) {
     for (auto& parameter : parameters) parameter.used = parameter.ready;
-    all = complete(reduce_the_rest());
+    all = complete(average_the_rest()) && !keeps_graph;
   }
   for (auto& parameter : parameters) {
     parameter.kept = at::Tensor();  // after an exception, gradients are undefined
@@ -398,13 +454,23 @@ void GradientReducer::Impl::finish_backward() {
     return;
   }
   const at::NoGradGuard no_grad;
-  const std::vector<float> shares = reduce_the_rest();
-  std::vector<size_t> some, none;
+  const std::vector<float> shares = average_the_rest();
+  if (!keeps_graph) use_averages(shares);
+  reset();
+  if (!rebuilt && complete(shares) && !keeps_graph) rebuild_in_ready_order();
+  options.on_averaged();
+  if (!complete(shares) && !options.find_unused_parameters) report_unused(shares);
+}
+
+// Sets each .grad to the average, where it is to be kept.
+void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
   for (size_t i = 0; i < shares.size(); ++i) {
     Parameter& parameter = parameters[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
-    if (shares[i] == 0) none.push_back(i);
-    if (shares[i] > 0 && shares[i] < 1) some.push_back(i);
+    if (parameter.sparse) {
+      if (shares[i] == 0 && grad.defined() && grad._nnz() == 0) grad = at::Tensor();  // no_rows()
+      continue;
+    }
     at::Tensor kept = std::exchange(parameter.kept, at::Tensor());
     if (!is_mine(parameter)) {
       grad = at::Tensor();
@@ -417,10 +483,33 @@ void GradientReducer::Impl::finish_backward() {
     parameter.averaged = sharded() && grad.defined();
   }
   if (sharded()) release_blocks_without_gradients();
-  reset();
-  if (!rebuilt && complete(shares)) rebuild_in_ready_order();
-  options.on_averaged();
-  if (!complete(shares) && !options.find_unused_parameters) report_unused(some, none);
+}
+
+// With create_graph: gradients are functions of the parameters, and so are their averages. They do not live in buckets.
+std::vector<float> GradientReducer::Impl::average_with_graph() {
+  for (auto& parameter : parameters) parameter.used &= parameter.tensor.grad().defined();
+  std::vector<float> shares = shares_used_on_all_ranks();
+  std::map<at::ScalarType, std::vector<size_t>> by_dtype;
+  for (size_t i = 0; i < shares.size(); ++i)
+    if (shares[i] > 0) by_dtype[parameters[i].tensor.scalar_type()].push_back(i);
+  const at::AutoGradMode with_graph(true);
+  for (const auto& [dtype, indices] : by_dtype) {
+    std::vector<at::Tensor> flat;
+    for (const size_t i : indices) {
+      const at::Tensor &tensor = parameters[i].tensor, &grad = tensor.grad();
+      if (grad.defined()) require_dense(parameters[i], grad);
+      flat.push_back(grad.defined() ? grad.reshape({-1})
+                                    : at::zeros({tensor.numel()}, tensor.options().requires_grad(false)));
+    }
+    const at::Tensor averages = functional::all_reduce(at::cat(flat), averaging());
+    int64_t offset = 0;
+    for (const size_t i : indices) {
+      const at::Tensor& tensor = parameters[i].tensor;
+      tensor.mutable_grad() = averages.narrow(0, offset, tensor.numel()).view(tensor.sizes());
+      offset += tensor.numel();
+    }
+  }
+  return shares;
 }
 
 void GradientReducer::Impl::reset() {
@@ -434,6 +523,7 @@ void GradientReducer::Impl::reset() {
   for (auto& bucket : buckets) {
     bucket.pending = bucket.parameters.size();
     bucket.work = Work();
+    bucket.future.reset();
   }
 }
 
@@ -453,7 +543,12 @@ void GradientReducer::Impl::rebuild_in_ready_order() {
   build({first, first + n});
 }
 
-void GradientReducer::Impl::report_unused(const std::vector<size_t>& some, const std::vector<size_t>& none) const {
+void GradientReducer::Impl::report_unused(const std::vector<float>& shares) const {
+  std::vector<size_t> some, none;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    if (shares[i] == 0) none.push_back(i);
+    if (shares[i] > 0 && shares[i] < 1) some.push_back(i);
+  }
   const auto names = [&](const std::vector<size_t>& indices) {
     std::vector<std::string> list;
     for (const size_t index : indices) list.push_back(parameters[index].name);

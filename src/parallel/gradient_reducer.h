@@ -20,9 +20,14 @@
 //   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside
 //     while the second backward() runs, because the other ranks have nothing to add to it.
 //
+// backward() with create_graph, without owners: each .grad becomes an average that is a function of the parameters. It is
+// not in a bucket; all gradients are averaged at the end, by a collective that autograd differentiates.
+//
+// A sparse gradient (in coordinate format, one sparse dimension) stays one: the average has the rows of all ranks.
+//
 // Errors: InvalidArgument, on every rank alike, which names the parameters that some ranks had no gradient for; of a
-// sparse gradient; of a second gradient for a parameter in one backward() (that is, of a backward() inside of it), when
-// the first has been reduced. InvalidArgument of backward() in no_sync(), on ranks that have an average to which it would
+// sparse gradient that was not announced; of a second gradient for a parameter in one backward() (that is,
+// of a backward() inside of it), when the first has been reduced. InvalidArgument of backward() in no_sync(), on ranks that have an average to which it would
 // add. And the errors of the collectives.
 //
 // Thread-safety: one thread, as an nn::Module.
@@ -41,6 +46,7 @@
 
 #include "muster/comm/group.h"
 #include "muster/comm/heap.h"
+#include "muster/parallel/comm_hook.h"
 #include "parallel/same_module.h"
 
 namespace muster::parallel {
@@ -55,7 +61,8 @@ struct ReducerOptions {
   // By parameter: its owner, a rank in the group. Empty: every rank gets every average. If each host has an owner, this
   // is the one on this rank's host; parameters with one owner on one host have one owner on every host.
   std::vector<int> owners = {};
-  bool owner_on_each_host = false;                  // of several hosts; then every rank takes part in every average
+  std::vector<bool> sparse = {};    // by parameter: whether its gradient is sparse; empty: none is. Not with owners.
+  bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average
   std::optional<at::ScalarType> reduce_dtype = {};  // in which gradients travel between hosts; none: in their own
   size_t most_in_flight = std::numeric_limits<size_t>::max();
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
@@ -74,6 +81,8 @@ class GradientReducer {
   bool sync() const;
   bool set_sync(bool on);                                      // returns the previous value
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
+  // Without owners: from the next backward() on, instead of averaging. InvalidArgument if there is one already.
+  void set_hook(CommHook hook);
 
  private:
   struct Impl;

@@ -17,8 +17,15 @@
 // unless find_unused_parameters is set; then such a gradient counts as zero, and a parameter without a gradient on all
 // ranks keeps the .grad that it had. The gradients of the other parameters are complete in either case.
 //
+// Gradients of an Embedding or EmbeddingBag with sparse(true) stay sparse: the average has the rows of all ranks.
+//
+// backward() with create_graph averages as well: each .grad is a function of the parameters, and the backward() that goes
+// through it communicates. torch::autograd::grad() gives this rank's gradients.
+//
 // A DistributedDataParallel is not an nn::Module, because C++ modules have no common forward(). What belongs to the
 // module is reached through it: ddp->parameters(), ddp.module()->to(…), torch::save(ddp.module(), …).
+//
+// PyTorch's static_graph has no counterpart, because it is not needed: here, finding unused parameters costs nothing.
 //
 // Results: the averaged gradients are equal to the bit on all ranks.
 // Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes);
@@ -37,6 +44,7 @@
 #include <vector>
 
 #include "muster/comm/group.h"
+#include "muster/parallel/comm_hook.h"
 #include "muster/parallel/no_sync.h"
 
 namespace muster {
@@ -50,6 +58,8 @@ struct DdpOptions {
   // true: DDP allocates large gradients on the heap. For this, the first such DDP puts its own CPU allocator in front
   // of the process's (docs/decisions/0005). false: this DDP leaves the allocator alone, and copies its large gradients.
   bool replace_allocator = true;
+  // Names of parameters and buffers that each rank keeps for itself: not copied from rank 0, not averaged.
+  std::vector<std::string> ignored = {};
 };
 
 namespace ddp {
@@ -63,7 +73,8 @@ class Reducer {
   ~Reducer();
 
   void before_forward();
-  bool set_sync(bool on);                                      // returns the previous value
+  bool set_sync(bool on);  // returns the previous value
+  void register_comm_hook(CommHook hook);
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
 
  private:
@@ -95,6 +106,14 @@ class DistributedDataParallel {
   // the sum.
   using NoSync = NoSyncGuard<ddp::Reducer>;
   [[nodiscard]] NoSync no_sync() { return NoSync(reducer_); }
+
+  // From now on backward() calls this for each bucket instead of averaging it (comm_hook.h, comm_hooks.h). All ranks must
+  // register the same, before or between backward() calls. InvalidArgument if there is a hook already.
+  void register_comm_hook(CommHook hook) { reducer_.register_comm_hook(std::move(hook)); }
+  template <typename State>
+  void register_comm_hook(State state, HookFuture (*hook)(State&, GradBucket&)) {
+    register_comm_hook([state = std::move(state), hook](GradBucket& bucket) mutable { return hook(state, bucket); });
+  }
 
   const std::shared_ptr<ModuleType>& module() const { return module_; }
   ModuleType* operator->() { return module_.get(); }

@@ -1,0 +1,75 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/topk.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/parallel/comm_hooks.h"
+#include "parallel/hooks/hook_state.h"
+
+namespace muster::comm_hooks {
+
+struct TopK::State {
+  TopKOptions options;
+  int64_t iter = 0;
+  NamedTensors errors;  // by parameter: what this rank has not sent yet
+};
+
+TopK::TopK(TopKOptions options) : state_(std::make_shared<State>(State{.options = options})) {
+  if (!(options.ratio > 0 && options.ratio <= 1))
+    throw InvalidArgument(text("TopKOptions::ratio is ", options.ratio), "Use a ratio above 0, and at most 1");
+}
+
+HookFuture TopK::operator()(GradBucket& bucket) const {
+  State& state = *state_;
+  const bool sends_all = state.iter < state.options.start_iter;
+  count(state.iter, bucket);
+  if (sends_all) return all_reduce(bucket);
+
+  const at::NoGradGuard no_grad;
+  const at::Tensor to = bucket.buffer();
+  const at::Tensor all = to.clone();  // and what was not sent before
+  bucket.set_buffer(all);
+  const std::vector<at::Tensor> gradients = bucket.gradients();
+  int64_t elements = 0;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    elements += gradients[i].numel();
+    if (!state.options.use_error_feedback) continue;
+    at::Tensor& error = state.errors[bucket.places()[i].name];
+    if (error.defined()) gradients[i].add_(error);
+    error = gradients[i];
+  }
+  const auto k = std::clamp<int64_t>(std::llround(state.options.ratio * static_cast<double>(elements)), 1, to.numel());
+  const at::Tensor largest = std::get<1>(at::topk(all.abs(), k, 0, /*largest=*/true, /*sorted=*/false));
+  const at::Tensor indices = bucket.empty(k, at::kLong).copy_(largest);
+  const at::Tensor values = bucket.empty(k, all.scalar_type()).copy_(all.index_select(0, largest));
+  all.index_fill_(0, largest, 0);
+
+  const int n = bucket.group().size();
+  const at::Tensor all_indices = bucket.empty(n * k, at::kLong), all_values = bucket.empty(n * k, all.scalar_type());
+  std::vector<Work> works = {all_gather_into_tensor_async(all_indices, indices, {.group = bucket.group()}),
+                             all_gather_into_tensor_async(all_values, values, {.group = bucket.group()})};
+  return HookFuture(std::move(works), all_values).then([to, all_indices, n](const at::Tensor& all_values) {
+    const at::NoGradGuard no_grad;
+    return to.zero_().index_add_(0, all_indices, all_values).div_(n);
+  });
+}
+
+int64_t TopK::iter() const { return state_->iter; }
+
+void TopK::save(torch::serialize::OutputArchive& archive) const {
+  comm_hooks::save(archive, state_->iter);
+  comm_hooks::save(archive, "error", state_->errors);
+}
+void TopK::load(torch::serialize::InputArchive& archive) {
+  state_->iter = load_iter(archive);
+  state_->errors = comm_hooks::load(archive, "error");
+}
+
+}  // namespace muster::comm_hooks

@@ -1,0 +1,177 @@
+// DistributedDataParallel with sparse gradients, and with tensors that it leaves alone.
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/sgd.h>
+
+#include <memory>
+#include <mutex>
+
+#include "multiprocess/fsdp_support.h"
+
+namespace muster::test {
+namespace {
+
+struct Words : nn::Module {
+  nn::Embedding words{nullptr};
+  nn::EmbeddingBag bag{nullptr};
+  nn::Linear out = register_module("out", nn::Linear(6, 4));
+  explicit Words(bool sparse = true) {
+    words = register_module("words", nn::Embedding(nn::EmbeddingOptions(50, 6).sparse(sparse)));
+    bag = register_module("bag", nn::EmbeddingBag(nn::EmbeddingBagOptions(40, 6).sparse(sparse).mode(torch::kSum)));
+  }
+  Tensor forward(const Tensor& x, bool with_bag = true) {
+    Tensor features = words(x).mean(1);
+    if (with_bag) features = features + bag(x % 40);
+    return out(features);
+  }
+};
+
+std::shared_ptr<Words> make_words(bool sparse) {
+  static std::mutex generator;  // libtorch's default generator is the process's
+  const std::lock_guard lock(generator);
+  torch::manual_seed(7);
+  auto net = std::make_shared<Words>(sparse);
+  net->to(torch::kDouble);
+  return net;
+}
+
+constexpr int64_t kRows = 4;
+Tensor ids(int step, int ranks) {
+  return (torch::arange(kRows * ranks * 3) * 7 + step * 11).remainder(50).view({kRows * ranks, 3});
+}
+
+template <typename Optimizer, typename Options>
+void expect_steps_of_one_process(const HostOfRank& hosts, const Options& options, const CommHook& hook = nullptr) {
+  on_hosts(hosts, [&](World& world) {
+    const auto net = make_words(true), alone = make_words(false);
+    DistributedDataParallel<Words> ddp(net, {.bucket_cap_mb = 1e-4, .first_bucket_cap_mb = 1e-4});
+    if (hook) ddp.register_comm_hook(hook);
+    Optimizer optimizer(net->parameters(), options), of_all(alone->parameters(), options);
+    for (int step = 0; step < 5; ++step) {
+      const Tensor x = ids(step, world.world_size());
+      optimizer.zero_grad();
+      of_all.zero_grad();
+      ddp.forward(x.narrow(0, world.rank() * kRows, kRows)).square().mean().backward();
+      alone->forward(x).square().mean().backward();
+      EXPECT_EQ(net->words->weight.grad().layout(), torch::kSparse);
+      EXPECT_EQ(net->bag->weight.grad().layout(), torch::kSparse);
+      EXPECT_LT(net->words->weight.grad()._nnz(), 50);
+      for (const auto& item : net->named_parameters()) {
+        const Tensor grad = item.value().grad(), expected = alone->named_parameters()[item.key()].grad();
+        EXPECT_TRUE(torch::allclose(grad.is_sparse() ? grad.to_dense() : grad, expected, 1e-12, 1e-14)) << item.key();
+      }
+      optimizer.step();
+      of_all.step();
+    }
+    for (const auto& item : net->named_parameters())
+      EXPECT_TRUE(torch::allclose(item.value(), alone->named_parameters()[item.key()], 1e-10, 1e-12)) << item.key();
+  });
+}
+
+TEST(DdpOptionsTest, SparseGradientsAreThoseOfOneProcess) {
+  for (const HostOfRank& hosts : {HostOfRank{"a"}, HostOfRank{"a", "a", "a"}, HostOfRank{"a", "a", "b"}})
+    expect_steps_of_one_process<torch::optim::SGD>(hosts, torch::optim::SGDOptions(0.5));
+  // A sparse step of Adagrad equals a dense one.
+  expect_steps_of_one_process<torch::optim::Adagrad>({"a", "a"}, torch::optim::AdagradOptions(0.1));
+  expect_steps_of_one_process<torch::optim::SGD>({"a", "a"}, torch::optim::SGDOptions(0.5), comm_hooks::all_reduce);
+}
+
+// What a hook counts as the last bucket is the last that it gets.
+TEST(DdpOptionsTest, AHookGetsTheDenseBucketsOnly) {
+  on_ranks(2, [](World& world) {
+    const auto net = make_words(true);
+    DistributedDataParallel<Words> ddp(net, {.bucket_cap_mb = 1e-4, .first_bucket_cap_mb = 1e-4});
+    int calls = 0, lasts = 0;
+    ddp.register_comm_hook([&](GradBucket& bucket) {
+      EXPECT_EQ(bucket.index(), static_cast<size_t>(calls % 2));
+      ++calls;
+      lasts += bucket.is_last() ? 1 : 0;
+      return comm_hooks::all_reduce(bucket);
+    });
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      ddp.forward(ids(step + world.rank(), 1)).sum().backward();
+      EXPECT_EQ(calls, 2 * (step + 1));
+      EXPECT_EQ(lasts, step + 1);
+    }
+  });
+}
+
+TEST(DdpOptionsTest, SparseGradientsThatSomeRanksDoNotHave) {
+  on_ranks(2, [](World& world) {
+    const auto net = make_words(true), alone = make_words(false);
+    DistributedDataParallel<Words> ddp(net, {.find_unused_parameters = true});
+    const Tensor x = ids(1, 2), mine = x.narrow(0, world.rank() * kRows, kRows);
+    ddp.forward(mine, world.rank() == 0).square().mean().backward();
+    (alone->forward(x.narrow(0, 0, kRows)).square().mean() / 2 +
+     alone->forward(x.narrow(0, kRows, kRows), false).square().mean() / 2)
+        .backward();
+    EXPECT_TRUE(torch::allclose(net->bag->weight.grad().to_dense(), alone->bag->weight.grad(), 1e-12, 1e-14));
+    // On none: it stays without a gradient.
+    net->zero_grad();
+    ddp.forward(mine, false).square().mean().backward();
+    EXPECT_FALSE(net->bag->weight.grad().defined());
+    EXPECT_TRUE(net->words->weight.grad().defined());
+    // Accumulation; and a use of the weight that gives a dense gradient.
+    net->zero_grad();
+    {
+      const auto guard = ddp.no_sync();
+      ddp.forward(mine).square().mean().backward();
+    }
+    (ddp.forward(mine).square().mean() + net->words->weight.sum()).backward();
+    alone->zero_grad();
+    (2 * alone->forward(x).square().mean() + alone->words->weight.sum()).backward();
+    EXPECT_TRUE(torch::allclose(net->words->weight.grad().to_dense(), alone->words->weight.grad(), 1e-12, 1e-14));
+    EXPECT_TRUE(torch::allclose(net->bag->weight.grad().to_dense(), alone->bag->weight.grad(), 1e-12, 1e-14));
+    DistributedDataParallel<Words> strict(make_words(true));
+    const std::string what =
+        message_of<InvalidArgument>([&] { strict.forward(mine, world.rank() == 0).square().mean().backward(); });
+    EXPECT_CONTAINS(what, "on some ranks: bag.weight");
+  });
+}
+
+TEST(DdpOptionsTest, IgnoredTensorsAreEachRanksOwn) {
+  on_ranks(2, [](World& world) {
+    struct Net : nn::Module {
+      nn::Linear shared = register_module("shared", nn::Linear(3, 3)), own = register_module("own", nn::Linear(3, 3));
+      nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(3));
+      Tensor forward(const Tensor& x) { return norm(own(shared(x))); }
+    };
+    const auto make = [&](double value) {
+      auto net = std::make_shared<Net>();
+      const torch::NoGradGuard no_grad;
+      for (Tensor& parameter : net->parameters())
+        parameter.copy_(torch::eye(3).view({-1}).narrow(0, 0, 3).mean() + value);
+      net->norm->running_mean.fill_(value);
+      net->norm->running_var.fill_(value + 1);
+      return net;
+    };
+    const double mine = world.rank() + 1;
+    const auto net = make(mine);
+    DistributedDataParallel<Net> ddp(net, {.ignored = {"own.weight", "own.bias", "norm.running_mean"}});
+    const Tensor expected = make(1)->shared->weight;
+    EXPECT_TRUE(torch::equal(net->shared->weight, expected));  // rank 0's
+    EXPECT_TRUE(torch::equal(net->own->weight, make(mine)->own->weight));
+    EXPECT_EQ(net->norm->running_mean[0].item<double>(), mine);
+    EXPECT_EQ(net->norm->running_var[0].item<double>(), 2);
+    const Tensor x = torch::arange(12.).view({4, 3}) * (1 + world.rank());
+    ddp.forward(x).square().sum().backward();
+    const auto local = make(1);
+    {
+      const torch::NoGradGuard no_grad;
+      local->own->weight.copy_(net->own->weight);
+      local->own->bias.copy_(net->own->bias);
+    }
+    local->forward(x).square().sum().backward();
+    EXPECT_TRUE(torch::equal(net->own->weight.grad(), local->own->weight.grad()));  // not averaged
+    Tensor average = local->shared->weight.grad().clone();
+    all_reduce(average, {.op = ReduceOp::AVG});
+    EXPECT_TRUE(torch::allclose(net->shared->weight.grad(), average));
+    expect_refusal({"DdpOptions::ignored has own.wait"},
+                   [&] { DistributedDataParallel<Net>(make(1), {.ignored = {"own.wait"}}); });
+  });
+}
+
+}  // namespace
+}  // namespace muster::test
