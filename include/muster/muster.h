@@ -21,5 +21,6 @@
 #include "muster/parallel/comm_hooks.h"
 #include "muster/parallel/ddp.h"
 #include "muster/parallel/fsdp.h"
+#include "muster/parallel/model_averager.h"
 #include "muster/parallel/on_meta.h"
 #include "muster/store/store.h"

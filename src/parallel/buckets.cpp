@@ -28,6 +28,7 @@ void use_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad) {
   bucket.flat = at::from_blob(
       grad.mutable_data_ptr(), {total + 1}, [storage = grad.storage()](void*) {}, grad.options());
   bucket.used = bucket.flat.narrow(0, total, 1);
+  bucket.elements = grad.numel();
 }
 
 }  // namespace
@@ -92,6 +93,7 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
     const auto count = static_cast<int64_t>(bucket.parameters.size());
     bucket.flat = heap.zeros({total + count}, dtype_of(bucket));
     bucket.used = bucket.flat.narrow(0, total, count);
+    bucket.elements = total;
     int64_t offset = 0;
     for (const size_t index : bucket.parameters) {
       Parameter& parameter = parameters[index];

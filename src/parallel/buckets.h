@@ -57,6 +57,8 @@ struct Bucket {
   bool sparse = false;             // one parameter, and no tensor
   int owner = kEveryRank;
   at::Tensor flat, used;
+  int64_t elements = 0;  // of `flat` that belong to gradients, or lie between them
+  at::Tensor gradients() const { return flat.narrow(0, 0, elements); }
   size_t pending = 0;
   Work work;
   std::optional<HookFuture> future;  // with a communication hook

@@ -1,111 +1,19 @@
 #include "parallel/gradient_reducer.h"
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <map>
 #include <numeric>
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "muster/comm/collectives.h"
-#include "muster/comm/functional.h"
 #include "parallel/accumulation_hooks.h"
-#include "parallel/buckets.h"
-#include "parallel/gradient_blocks.h"
+#include "parallel/gradient_reducer_impl.h"
 
 namespace muster::parallel {
-namespace {
-
-// The sparse gradient of a parameter that was not used.
-at::Tensor no_rows(const at::Tensor& parameter) {
-  std::vector<int64_t> values = parameter.sizes().vec();
-  values.at(0) = 0;
-  const auto options = parameter.options().requires_grad(false);
-  return at::sparse_coo_tensor(at::empty({1, 0}, options.dtype(at::kLong)), at::empty(values, options),
-                               parameter.sizes());
-}
-
-// Whether all ranks reached all parameters.
-bool complete(const std::vector<float>& shares) {
-  return std::all_of(shares.begin(), shares.end(), [](float share) { return share >= 1; });
-}
-
-}  // namespace
-
-struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Impl> {
-  Impl(ReducerOptions with, std::shared_ptr<Heap> its_heap)
-      : options(std::move(with)), heap(std::move(its_heap)), blocks(heap, options.replace_allocator) {}
-
-  const ReducerOptions options;
-  const std::shared_ptr<Heap> heap;
-  GradientBlocks blocks;
-
-  std::vector<Parameter> parameters;  // trainable, in the module's order
-  std::vector<Bucket> buckets;
-  CommHook hook;                    // or none
-  std::vector<size_t> ready_order;  // parameters in the order in which the first step's gradients came
-  bool rebuilt = false;
-
-  bool sync = true;          // whether the next backward() reduces
-  bool synced = true;        // whether the last backward() that began reduces
-  bool keeps_graph = false;  // whether it makes a graph (create_graph)
-  // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
-  // callback never ran, can be distinguished from one that is still running.
-  std::weak_ptr<GradientBlocks::Serving> running;
-  bool dirty = false;          // a backward() has begun and has been neither finished nor abandoned
-  size_t next_bucket = 0;      // buckets are reduced in order, the same on all ranks
-  size_t released_bucket = 0;  // with owners: the first whose block may be in use after its reduction
-  size_t bytes_in_flight = 0;  // of large gradients between both numbers, which will be freed
-
-  bool sharded() const { return !options.owners.empty(); }
-  bool is_mine(const Parameter& parameter) const {
-    return parameter.owner == kEveryRank || parameter.owner == options.group.rank();
-  }
-
-  void build(const std::vector<size_t>& order);
-  void before_accumulation();
-  void on_ready(size_t index);
-  void adopt(Parameter& parameter);
-  ReduceOptions averaging() const {
-    return {.op = ReduceOp::AVG, .group = options.group, .between_hosts = options.reduce_dtype};
-  }
-  bool to_owner() const { return sharded() && !options.owner_on_each_host; }
-  // Whether a collective of its own tells which parameters were used; else buckets do.
-  bool tells_shares_apart() const {
-    return sharded() || hook ||
-           std::any_of(buckets.begin(), buckets.end(), [](const Bucket& bucket) { return bucket.sparse; });
-  }
-  void launch(size_t index);
-  void call_hook(size_t index);
-  void use_hooks_results();
-  std::vector<float> average_with_graph();
-  std::vector<float> average_the_rest() { return keeps_graph ? average_with_graph() : reduce_the_rest(); }
-  void use_averages(const std::vector<float>& shares);
-  void launch_ready_buckets();
-  bool will_be_freed(const Bucket& bucket) const;
-  void release_reduced_blocks();
-  void release_blocks_without_gradients();
-  void begin_backward();
-  void put_averages_aside();
-  std::vector<float> reduce_the_rest();
-  std::vector<float> shares_used_on_all_ranks();
-  void finish_backward();
-  void abandon_backward();
-  void abandon_backward_before(Parameter& first);
-  void reset();
-  void rebuild_in_ready_order();
-  void require_dense(const Parameter& parameter, const at::Tensor& grad) const;
-  void report_unused(const std::vector<float>& shares) const;
-};
 
 GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, ReducerOptions options,
                                  std::shared_ptr<Heap> heap)
@@ -200,6 +108,7 @@ void GradientReducer::Impl::adopt(Parameter& parameter) {
   if (parameter.sparse) {
     const at::NoGradGuard no_grad;
     if (grad.layout() != at::kSparse) grad = grad.to_sparse(1);  // of a use that is not sparse
+    parameter.view = grad;
     return;
   }
   require_dense(parameter, grad);
@@ -232,7 +141,10 @@ void GradientReducer::Impl::on_ready(size_t index) {
         text("parameter ", parameter.name,
              " got a second gradient in one backward(), when its first had been averaged"),
         "Do not run backward() inside of backward() on parameters that both use, or use no_sync() for this backward()");
-  if (!keeps_graph) adopt(parameter);
+  if (keeps_graph)
+    require_dense(parameter, parameter.tensor.grad());
+  else
+    adopt(parameter);
   parameter.used = true;
   if (!synced || parameter.ready) return;  // a parameter used twice in a double backward is ready once
   parameter.ready = true;
@@ -288,25 +200,6 @@ void GradientReducer::Impl::put_averages_aside() {
   }
 }
 
-// The last bucket is not launched here: it is complete only when backward is nearly over, so finish_backward() reduces
-// it, and needs no other thread for that.
-void GradientReducer::Impl::launch_ready_buckets() {
-  for (; next_bucket + 1 < buckets.size() && buckets[next_bucket].pending == 0; ++next_bucket) launch(next_bucket);
-}
-
-void GradientReducer::Impl::launch(size_t index) {
-  Bucket& bucket = buckets[index];
-  if (bucket.sparse) {
-    bucket.work = all_reduce_async(parameters[bucket.parameters[0]].tensor.grad(), averaging());
-    return;
-  }
-  if (hook) return call_hook(index);
-  if (!tells_shares_apart()) mark_used(bucket, parameters);
-  bucket.work =
-      to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging()) : all_reduce_async(bucket.flat, averaging());
-  if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
-}
-
 void GradientReducer::Impl::release_blocks_without_gradients() {
   for (Bucket& bucket : buckets)
     if (Parameter& first = parameters[bucket.parameters[0]]; bucket.large && !first.tensor.grad().defined())
@@ -336,96 +229,6 @@ void GradientReducer::Impl::release_reduced_blocks() {
   }
 }
 
-// Reduces the buckets that are not reduced yet, and waits for all. Every rank reduces every bucket in every backward(),
-// whatever happens in it, so that the ranks' collectives stay in step; parameters without a gradient contribute zeros.
-// Returns the share of the ranks that reached each parameter.
-std::vector<float> GradientReducer::Impl::reduce_the_rest() {
-  const at::NoGradGuard no_grad;
-  for (auto& parameter : parameters) {
-    if (parameter.ready) continue;
-    if (parameter.tensor.grad().defined()) {
-      adopt(parameter);
-      continue;
-    }
-    parameter.used = false;  // what no_sync() left has been discarded since
-    if (parameter.sparse) {
-      parameter.tensor.mutable_grad() = no_rows(parameter.tensor);
-      continue;
-    }
-    Bucket& bucket = buckets[parameter.bucket];
-    if (!parameter.view.defined()) give_block(bucket, parameter, blocks);
-    parameter.view.zero_();
-  }
-  for (auto& bucket : buckets) bucket.pending = 0;
-  launch_ready_buckets();
-  Bucket& last = buckets.back();
-  if (!tells_shares_apart()) mark_used(last, parameters);
-  if (hook || last.sparse)
-    launch(buckets.size() - 1);
-  else if (to_owner())
-    reduce(last.flat, last.owner, averaging());
-  else
-    all_reduce(last.flat, averaging());
-  if (hook) use_hooks_results();
-  if (tells_shares_apart()) {
-    std::vector<float> shares = shares_used_on_all_ranks();
-    for (auto& bucket : buckets) bucket.work.wait();
-    return shares;
-  }
-  std::vector<float> shares(parameters.size());
-  for (auto& bucket : buckets) {
-    bucket.work.wait();
-    const std::vector<float> of_bucket = shares_used(bucket);
-    for (size_t i = 0; i < of_bucket.size(); ++i) shares[bucket.parameters[i]] = of_bucket[i];
-  }
-  return shares;
-}
-
-// Calls the hook, and then the next step of earlier buckets' futures: on all ranks in the same order.
-void GradientReducer::Impl::call_hook(size_t index) {
-  const at::NoGradGuard no_grad;
-  const Bucket& of = buckets[index];
-  std::vector<GradBucket::Place> places;
-  for (const size_t i : of.parameters) {
-    const Parameter& p = parameters[i];
-    places.push_back({.name = p.name, .parameter = p.tensor, .offset = p.offset, .strides = p.view.strides().vec()});
-  }
-  const auto is_dense = [](const Bucket& bucket) { return !bucket.sparse; };
-  const auto at = buckets.begin() + static_cast<std::ptrdiff_t>(index);
-  const auto before = static_cast<size_t>(std::count_if(buckets.begin(), at, is_dense)),
-             after = static_cast<size_t>(std::count_if(at, buckets.end(), is_dense));
-  GradBucket bucket(before, before + after, of.flat.narrow(0, 0, of.flat.numel() - of.used.numel()), std::move(places),
-                    options.group, heap);
-  buckets[index].future = hook(bucket);
-  for (size_t i = 0; i < index; ++i)
-    if (buckets[i].future) buckets[i].future->go_on();
-}
-
-void GradientReducer::Impl::use_hooks_results() {
-  for (Bucket& bucket : buckets) {
-    if (!bucket.future) continue;
-    const at::Tensor result = bucket.future->get();
-    bucket.future.reset();
-    const at::Tensor buffer = bucket.flat.narrow(0, 0, bucket.flat.numel() - bucket.used.numel());
-    if (!result.defined() || result.numel() != buffer.numel())
-      throw InvalidArgument(
-          text("the communication hook returned ",
-               result.defined() ? text("a tensor of ", result.numel(), " elements") : std::string("no tensor"),
-               " for the bucket of ", buffer.numel(), " that begins with parameter ",
-               parameters[bucket.parameters[0]].name),
-          "Return the bucket's buffer(), or a tensor with as many elements");
-    if (result.const_data_ptr() != buffer.const_data_ptr()) buffer.copy_(result.reshape({-1}));
-  }
-}
-
-// Returns when every rank has come here. With owners, buckets tell only their owners, and may be freed by now.
-std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
-  std::vector<float> shares;
-  for (const auto& parameter : parameters) shares.push_back(parameter.used ? 1 : 0);
-  all_reduce(at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat), averaging());
-  return shares;
-}
-
 // To be called after a backward() threw on this rank. If it was not in no_sync(), the other ranks wait for its buckets;
 // they learn from `used` that not all gradients are there, whatever an earlier no_sync() has left. If all are there,
 // this was the step of the other ranks, after which they may agree on the order of the buckets.
@@ -433,7 +236,7 @@ void GradientReducer::Impl::abandon_backward() {
   bool all = false;
   if (synced) {
     for (auto& parameter : parameters) parameter.used = parameter.ready;
-    all = complete(average_the_rest()) && !keeps_graph;
+    all = may_rebuild(average_the_rest());
   }
   for (auto& parameter : parameters) {
     parameter.kept = at::Tensor();  // after an exception, gradients are undefined
@@ -456,68 +259,22 @@ void GradientReducer::Impl::finish_backward() {
   const at::NoGradGuard no_grad;
   const std::vector<float> shares = average_the_rest();
   if (!keeps_graph) use_averages(shares);
+  const std::string wrong = std::exchange(wrong_results, "");
   reset();
-  if (!rebuilt && complete(shares) && !keeps_graph) rebuild_in_ready_order();
+  if (!rebuilt && may_rebuild(shares)) rebuild_in_ready_order();
   options.on_averaged();
+  if (!wrong.empty()) throw InvalidArgument(wrong, "Return the bucket's buffer(), or a tensor with as many elements");
   if (!complete(shares) && !options.find_unused_parameters) report_unused(shares);
-}
-
-// Sets each .grad to the average, where it is to be kept.
-void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
-  for (size_t i = 0; i < shares.size(); ++i) {
-    Parameter& parameter = parameters[i];
-    at::Tensor& grad = parameter.tensor.mutable_grad();
-    if (parameter.sparse) {
-      if (shares[i] == 0 && grad.defined() && grad._nnz() == 0) grad = at::Tensor();  // no_rows()
-      continue;
-    }
-    at::Tensor kept = std::exchange(parameter.kept, at::Tensor());
-    if (!is_mine(parameter)) {
-      grad = at::Tensor();
-    } else if (shares[i] > 0) {
-      if (kept.defined()) parameter.view.add_(kept);
-      grad = parameter.view;
-    } else if (kept.defined()) {
-      grad = kept;
-    }
-    parameter.averaged = sharded() && grad.defined();
-  }
-  if (sharded()) release_blocks_without_gradients();
-}
-
-// With create_graph: gradients are functions of the parameters, and so are their averages. They do not live in buckets.
-std::vector<float> GradientReducer::Impl::average_with_graph() {
-  for (auto& parameter : parameters) parameter.used &= parameter.tensor.grad().defined();
-  std::vector<float> shares = shares_used_on_all_ranks();
-  std::map<at::ScalarType, std::vector<size_t>> by_dtype;
-  for (size_t i = 0; i < shares.size(); ++i)
-    if (shares[i] > 0) by_dtype[parameters[i].tensor.scalar_type()].push_back(i);
-  const at::AutoGradMode with_graph(true);
-  for (const auto& [dtype, indices] : by_dtype) {
-    std::vector<at::Tensor> flat;
-    for (const size_t i : indices) {
-      const at::Tensor &tensor = parameters[i].tensor, &grad = tensor.grad();
-      if (grad.defined()) require_dense(parameters[i], grad);
-      flat.push_back(grad.defined() ? grad.reshape({-1})
-                                    : at::zeros({tensor.numel()}, tensor.options().requires_grad(false)));
-    }
-    const at::Tensor averages = functional::all_reduce(at::cat(flat), averaging());
-    int64_t offset = 0;
-    for (const size_t i : indices) {
-      const at::Tensor& tensor = parameters[i].tensor;
-      tensor.mutable_grad() = averages.narrow(0, offset, tensor.numel()).view(tensor.sizes());
-      offset += tensor.numel();
-    }
-  }
-  return shares;
 }
 
 void GradientReducer::Impl::reset() {
   dirty = false;
   running.reset();
   next_bucket = released_bucket = bytes_in_flight = 0;
+  wrong_results.clear();
   for (auto& parameter : parameters) {
     parameter.ready = false;
+    if (parameter.sparse) parameter.view = at::Tensor();  // it is the gradient
     if (synced) parameter.used = false;
   }
   for (auto& bucket : buckets) {
@@ -543,25 +300,6 @@ void GradientReducer::Impl::rebuild_in_ready_order() {
   build({first, first + n});
 }
 
-void GradientReducer::Impl::report_unused(const std::vector<float>& shares) const {
-  std::vector<size_t> some, none;
-  for (size_t i = 0; i < shares.size(); ++i) {
-    if (shares[i] == 0) none.push_back(i);
-    if (shares[i] > 0 && shares[i] < 1) some.push_back(i);
-  }
-  const auto names = [&](const std::vector<size_t>& indices) {
-    std::vector<std::string> list;
-    for (const size_t index : indices) list.push_back(parameters[index].name);
-    return join(list);
-  };
-  std::string message = "backward() left parameters without a gradient";
-  if (!none.empty()) message += text("; on all ranks: ", names(none));
-  if (!some.empty()) message += text("; on some ranks: ", names(some));
-  throw InvalidArgument(message,
-                        "Let forward() use them in every step, freeze them with set_requires_grad(false), or set "
-                        "find_unused_parameters");
-}
-
 size_t bytes_of_mb(double mb) { return static_cast<size_t>(std::min(mb, 1e9) * (1 << 20)); }
 
 ReducerOptions checked(ReducerOptions options) {
@@ -575,9 +313,10 @@ ReducerOptions checked(ReducerOptions options) {
 }
 
 std::string words_of(const ReducerOptions& options) {
-  return text(
-      options.user, " bucket_cap_mb=", options.bucket_cap_mb, " first_bucket_cap_mb=", options.first_bucket_cap_mb,
-      " find_unused_parameters=", options.find_unused_parameters, " broadcast_buffers=", options.broadcast_buffers);
+  return text(options.user, " bucket_cap_mb=", options.bucket_cap_mb,
+              " first_bucket_cap_mb=", options.first_bucket_cap_mb,
+              " find_unused_parameters=", options.find_unused_parameters,
+              " broadcast_buffers=", options.broadcast_buffers, " sparse=", join(options.sparse));
 }
 
 }  // namespace muster::parallel

@@ -83,6 +83,9 @@ class GradientReducer {
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
   // Without owners: from the next backward() on, instead of averaging. InvalidArgument if there is one already.
   void set_hook(CommHook hook);
+  // Without owners and sparse gradients, outside of backward(): adds to each .grad what `reduce` makes, in place, of the
+  // given gradients. It gets one tensor per bucket, where undefined gradients are zeros. Then as after backward().
+  void add_gradients(const std::vector<at::Tensor>& given, const std::function<void(const at::Tensor& bucket)>& reduce);
 
  private:
   struct Impl;

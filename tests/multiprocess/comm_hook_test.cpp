@@ -4,8 +4,12 @@
 #include <torch/nn.h>
 #include <torch/serialize.h>
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cmath>
+#include <filesystem>
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
@@ -18,6 +22,7 @@
 namespace muster::test {
 namespace {
 
+namespace fs = std::filesystem;
 namespace hooks = comm_hooks;
 using Shape = std::vector<int64_t>;
 
@@ -34,6 +39,7 @@ Tensor numbers_of(size_t parameter, int step, const Shape& shape, at::ScalarType
 struct HookNet : nn::Module {
   std::vector<Tensor> p;
   at::ScalarType dtype;
+  bool in_order = true;  // false: gradients become ready in another order than the reverse of the parameters'
   explicit HookNet(const std::vector<Shape>& shapes = kShapes, at::ScalarType type = torch::kFloat) : dtype(type) {
     for (size_t i = 0; i < shapes.size(); ++i)
       p.push_back(register_parameter(text("p", i), torch::zeros(shapes[i], type)));
@@ -45,7 +51,10 @@ struct HookNet : nn::Module {
   }
   Tensor forward(int step, int rank = 0, int size = 1) {
     Tensor sum = torch::zeros({}, dtype);
-    for (size_t i = 0; i < p.size(); ++i) sum = sum + (p[i] * wanted(i, step, rank, size)).sum();
+    for (size_t n = 0; n < p.size(); ++n) {
+      const size_t i = in_order ? n : (3 * n + 1) % p.size();
+      sum = sum + (p[i] * wanted(i, step, rank, size)).sum();
+    }
     return sum;
   }
 };
@@ -81,6 +90,13 @@ std::vector<double> flat_numbers(const std::vector<Tensor>& tensors) {
 void expect_same(const std::vector<Tensor>& got, const std::vector<Tensor>& expected, const std::string& what = "") {
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::equal(got[i], expected[i])) << what << " parameter " << i;
+}
+void expect_equal_on_all_ranks(const std::vector<Tensor>& tensors, const World& world) {
+  for (const Tensor& tensor : tensors) {
+    Tensor first = tensor.clone();
+    broadcast(first, 0);
+    EXPECT_TRUE(torch::equal(first, tensor)) << world.rank();
+  }
 }
 void expect_close(const std::vector<Tensor>& got, const std::vector<Tensor>& expected, double tolerance) {
   EXPECT_LE(farthest(flat_numbers(got), flat_numbers(expected)), tolerance);
@@ -179,15 +195,16 @@ TEST(CommHook, AveragesAreThoseWithoutAHook) {
 // A gradient of its own block on the heap, one with other strides, and one without elements.
 TEST(CommHook, LargeAndUnusualGradients) {
   on_ranks(2, [](World& world) {
-    const std::vector<Shape> shapes = {{512, 600}, {8, 6, 3, 3}, {0, 5}, {}};
+    const std::vector<Shape> shapes = {{513, 601}, {8, 6, 3, 3}, {0, 5}, {}, {20, 14}};
     const auto make = [&](const CommHook& hook) {
       auto net = std::make_shared<HookNet>(shapes);
       const torch::NoGradGuard no_grad;
       net->p[1].set_data(net->p[1].contiguous(at::MemoryFormat::ChannelsLast));
+      net->p[4].set_data(torch::zeros({14, 20}).t());
       return HookDdp(net, hook);
     };
     auto plain = make(nullptr), all = make(hooks::all_reduce);
-    auto exact = make(hooks::PowerSgd({.matrix_approximation_rank = 600, .start_iter = 0, .min_compression_rate = 0})),
+    auto exact = make(hooks::PowerSgd({.matrix_approximation_rank = 601, .start_iter = 0, .min_compression_rate = 0})),
          top = make(hooks::TopK({.ratio = 1}));
     for (int step = 0; step < 3; ++step) {
       const auto expected = step_of(plain, step, world);
@@ -272,7 +289,10 @@ TEST(CommHook, PowerSgdLosesNothingThatFeedbackDoesNotGiveBack) {
   on_ranks(2, [](World& world) {
     for (const bool batched : {false, true}) {
       const hooks::PowerSgd power({.matrix_approximation_rank = 2, .start_iter = 0, .batched = batched});
-      auto ddp = ddp_with(power, torch::kDouble), plain = ddp_with(nullptr, torch::kDouble);
+      const auto net = std::make_shared<HookNet>(kShapes, torch::kDouble);
+      net->in_order = false;  // so the second step has other buckets than the first
+      HookDdp ddp(net, power);
+      auto plain = ddp_with(nullptr, torch::kDouble);
       // The sum of what arrives lags behind the sum of the gradients by no more than the last error.
       std::vector<Tensor> lag;
       for (int step = 0; step < 40; ++step) {
@@ -301,7 +321,29 @@ TEST(CommHook, PowerSgdOfZeros) {
         (ddp.forward(step, world.rank(), 2) * 0).backward();
         for (const Tensor& parameter : ddp->p) EXPECT_EQ(parameter.grad().abs().max().item<float>(), 0);
       }
-      for (const Tensor& gradient : step_of(ddp, 1, world)) EXPECT_TRUE(gradient.isfinite().all().item<bool>());
+      const auto got = step_of(ddp, 1, world);
+      auto plain = ddp_with(nullptr);
+      const auto expected = step_of(plain, 1, world);
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_GT((got[i] * expected[i]).sum().item<float>(), 0.05 * expected[i].square().sum().item<float>()) << i;
+    }
+  });
+}
+
+// A GradScaler skips such a step.
+TEST(CommHook, PowerSgdAfterInfiniteGradients) {
+  on_ranks(2, [](World& world) {
+    for (const int64_t rank : {1, 3}) {
+      auto ddp = ddp_with(hooks::PowerSgd({.matrix_approximation_rank = rank, .start_iter = 0})),
+           other = ddp_with(hooks::PowerSgd({.matrix_approximation_rank = rank, .start_iter = 0}));
+      step_of(ddp, 0, world);
+      step_of(other, 0, world);
+      for (const Tensor& parameter : ddp->p) parameter.mutable_grad() = Tensor();
+      const double scale = world.rank() == 0 ? std::numeric_limits<double>::infinity() : 1;
+      (ddp.forward(1, world.rank(), 2) * scale).backward();
+      EXPECT_FALSE(ddp->p[0].grad().isfinite().all().item<bool>());
+      const auto got = step_of(ddp, 2, world), expected = step_of(other, 2, world);
+      for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::allclose(got[i], expected[i], 1e-3, 1e-4)) << i;
     }
   });
 }
@@ -337,32 +379,55 @@ TEST(CommHook, TopKSendsTheLargestAndKeepsTheRest) {
 }
 
 template <typename Hook>
-void go_on_after_loading(const Hook& hook, const std::function<Hook()>& make) {
+void go_on_after_loading(const std::function<Hook()>& make) {
+  const auto folder = fs::temp_directory_path() / text("muster_comm_hook_", ::getpid());
   on_ranks(2, [&](World& world) {
-    const Hook mine = make();
-    (void)hook;
+    Hook mine = make();
     auto ddp = ddp_with(mine);
     for (int step = 0; step < 3; ++step) step_of(ddp, step, world);
+    Snapshot snapshot({.folder = folder, .every = 1});
+    snapshot.add("hook", mine);
+    snapshot.save(3);
+    Hook other = make();
+    Snapshot again({.folder = folder, .every = 1});
+    again.add("hook", other);
+    EXPECT_EQ(again.restore(), 3);
+    EXPECT_EQ(other.iter(), 3);
+    auto loaded = ddp_with(other), anew = ddp_with(make());
+    for (int step = 3; step < 6; ++step) {
+      const auto expected = step_of(ddp, step, world);
+      expect_same(step_of(loaded, step, world), expected, text("step ", step));
+      EXPECT_FALSE(torch::equal(step_of(anew, step, world)[0], expected[0]));
+    }
+  });
+  fs::remove_all(folder);
+}
+TEST(CommHook, AStateInASnapshotGoesOnToTheBit) {
+  for (const bool warm : {true, false})
+    go_on_after_loading<hooks::PowerSgd>(
+        [=] { return hooks::PowerSgd({.matrix_approximation_rank = 2, .start_iter = 0, .warm_start = warm}); });
+  go_on_after_loading<hooks::TopK>([] { return hooks::TopK({.ratio = 0.1}); });
+}
+
+// Factors of another rank are not gone on with.
+TEST(CommHook, AStateOfAnotherRankOfApproximation) {
+  on_ranks(2, [](World& world) {
+    hooks::PowerSgd two({.matrix_approximation_rank = 2, .start_iter = 0}),
+        four({.matrix_approximation_rank = 4, .start_iter = 0});
+    auto ddp = ddp_with(four);
+    step_of(ddp, 0, world);
     std::stringstream file;
     torch::serialize::OutputArchive out;
-    mine.save(out);
+    four.save(out);
     out.save_to(file);
-    Hook other = make();
     torch::serialize::InputArchive in;
     in.load_from(file);
-    other.load(in);
-    auto again = ddp_with(other);
-    for (int step = 3; step < 6; ++step)
-      expect_same(step_of(again, step, world), step_of(ddp, step, world), text("step ", step));
-    EXPECT_EQ(other.iter(), mine.iter());
-    auto anew = ddp_with(make());
-    EXPECT_FALSE(torch::equal(step_of(anew, 6, world)[0], step_of(ddp, 6, world)[0]));
+    two.load(in);
+    auto other = ddp_with(two), plain = ddp_with(nullptr);
+    const auto got = step_of(other, 1, world);
+    expect_equal_on_all_ranks(got, world);
+    EXPECT_GT((got[0] * step_of(plain, 1, world)[0]).sum().item<float>(), 0);
   });
-}
-TEST(CommHook, AStateThatIsLoadedGoesOnToTheBit) {
-  go_on_after_loading<hooks::PowerSgd>(
-      hooks::PowerSgd(), [] { return hooks::PowerSgd({.matrix_approximation_rank = 2, .start_iter = 1}); });
-  go_on_after_loading<hooks::TopK>(hooks::TopK(), [] { return hooks::TopK({.ratio = 0.1}); });
 }
 
 TEST(CommHook, PostLocalSgdAveragesWithinSubgroupsLater) {
@@ -376,9 +441,17 @@ TEST(CommHook, PostLocalSgdAveragesWithinSubgroupsLater) {
       expect_close(step_of(ddp, step, world), step < 2 ? of_all : of_two, 1e-14);
     }
     EXPECT_EQ(local.iter(), 4);
+    // Without any communication.
     auto alone = ddp_with(
         hooks::PostLocalSgd({.start_local_sgd_iter = 0, .subgroup = pair, .post_local_gradient_all_reduce = false}));
-    EXPECT_TRUE(torch::equal(step_of(alone, 1, world)[0], alone->wanted(0, 1, world.rank(), 4)));
+    auto none = ddp_with(hooks::noop);
+    const auto operations = [&] { return world.group().stats().operations + pair.stats().operations; };
+    const uint64_t before = operations();
+    for (int step = 1; step < 3; ++step) {
+      EXPECT_TRUE(torch::equal(step_of(alone, step, world)[0], alone->wanted(0, step, world.rank(), 4)));
+      EXPECT_TRUE(torch::equal(step_of(none, step, world)[0], alone->wanted(0, step, world.rank(), 4)));
+    }
+    EXPECT_EQ(operations(), before);
   });
 }
 
@@ -441,6 +514,59 @@ TEST(CommHook, MayHaveAState) {
   });
 }
 
+// An error on all ranks costs the step, not the next one.
+TEST(CommHook, AStepAfterAnError) {
+  on_ranks(2, [](World& world) {
+    int step = 0;
+    std::vector<int> calls(4);
+    const auto hook = [&](GradBucket& bucket) {
+      ++calls[static_cast<size_t>(step)];
+      const Tensor buffer = bucket.buffer();
+      if (step == 0 && bucket.index() == 2) throw std::runtime_error("a hook that fails");
+      return HookFuture(all_reduce_async(buffer, {.op = ReduceOp::AVG}), buffer)
+          .then([&, index = bucket.index()](const Tensor& average) -> HookFuture {
+            if (step == 1 && index == 1) throw std::runtime_error("a step that fails");
+            return average;
+          })
+          .then([&](const Tensor& average) { return step == 2 ? average.narrow(0, 0, 1) : average; });
+    };
+    auto ddp = ddp_with(hook, torch::kFloat, kManyBuckets), plain = ddp_with(nullptr);
+    EXPECT_THROW(step_of(ddp, 0, world), std::runtime_error);
+    ddp.forward(0, world.rank(), 2);  // makes up for it
+    step = 1;
+    EXPECT_THROW(step_of(ddp, 1, world), std::runtime_error);
+    ddp.forward(0, world.rank(), 2);
+    step = 2;
+    expect_refusal({"returned a tensor of 1 elements"}, [&] { step_of(ddp, 2, world); });
+    step = 3;
+    expect_same(step_of(ddp, 3, world), step_of(plain, 3, world));
+    EXPECT_EQ(calls, (std::vector<int>{4, 4, 4, 4}));
+  });
+}
+
+TEST(CommHook, WhatWasNotSentArrivesWhereAParameterIsUnused) {
+  on_ranks(2, [](World& world) {
+    struct Partial : HookNet {
+      Tensor forward(size_t used) {
+        Tensor sum = torch::zeros({});
+        for (size_t i = 0; i < used; ++i) sum = sum + (p[i] * wanted(i, 1, 0, 1)).sum();
+        return sum;
+      }
+    };
+    DistributedDataParallel<Partial> ddp(std::make_shared<Partial>(), {.find_unused_parameters = true});
+    ddp.register_comm_hook(hooks::TopK({.ratio = 0.75}));
+    Tensor arrived = torch::zeros(kShapes[3]);
+    for (int step = 0; step < 6; ++step) {
+      ddp->zero_grad();
+      ddp.forward(step == 0 ? 4 : 1).backward();
+      if (ddp->p[3].grad().defined()) arrived += ddp->p[3].grad();
+    }
+    EXPECT_TRUE(torch::allclose(arrived, ddp->wanted(3, 1, 0, 1)));
+    EXPECT_FALSE(ddp->p[3].grad().defined());  // when everything has arrived
+    (void)world;
+  });
+}
+
 TEST(CommHook, BadUseIsOneSentence) {
   on_ranks(2, [](World& world) {
     auto none = ddp_with([](GradBucket&) { return HookFuture(Tensor()); });
@@ -460,6 +586,54 @@ TEST(CommHook, BadUseIsOneSentence) {
     expect_refusal({"ratio is 0"}, [] { hooks::TopK({.ratio = 0}); });
     expect_refusal({"ratio is 1.5"}, [] { hooks::TopK({.ratio = 1.5}); });
     expect_refusal({"is empty"}, [] { hooks::fp16_compress_wrapper(nullptr); });
+  });
+}
+
+TEST(ModelAverager, AveragesAmongTheRanksOfTheLargestPeriod) {
+  on_ranks(4, [](World& world) {
+    const Group pair = world.group().split(world.rank() / 2);
+    ModelAverager averager({.periods = {{2, pair}, {6, {}}}, .warmup_steps = 1});
+    for (int step = 0; step < 8; ++step) {
+      const std::vector<Tensor> parameters = {torch::full({3, 2}, world.rank(), torch::requires_grad()),
+                                              torch::full({5}, 10. * world.rank(), torch::kDouble),
+                                              torch::full({2, 2}, -1. * world.rank()).t()};
+      const bool due = step >= 1 && step % 2 == 0;
+      EXPECT_EQ(averager.average_parameters(parameters), due);
+      const double expected = step == 6 ? 1.5 : due ? 0.5 + world.rank() / 2 * 2 : world.rank();
+      EXPECT_EQ(parameters[0].min().item<double>(), expected) << step;
+      EXPECT_EQ(parameters[0].max().item<double>(), expected) << step;
+      EXPECT_EQ(parameters[1].max().item<double>(), 10 * expected) << step;
+      EXPECT_EQ(parameters[2].max().item<double>(), -expected) << step;
+      EXPECT_TRUE(parameters[0].requires_grad());
+    }
+    EXPECT_EQ(averager.step(), 8);
+    expect_refusal({"has no period"}, [] { ModelAverager({}); });
+    expect_refusal({"a period of ModelAverager is 0"}, [] { ModelAverager({.periods = {{0, {}}}}); });
+    const Group first = world.group().split(world.rank() < 2 ? 0 : -1);
+    if (world.rank() >= 2)
+      expect_refusal({"not a member of the group with period 3"}, [&] { ModelAverager({.periods = {{3, first}}}); });
+  });
+}
+
+// Post-local SGD: averages of gradients, then of parameters.
+TEST(ModelAverager, KeepsRanksTogetherThatTrainByThemselves) {
+  on_ranks(2, [](World& world) {
+    auto ddp = ddp_with(hooks::PostLocalSgd({.start_local_sgd_iter = 2, .post_local_gradient_all_reduce = false}),
+                        torch::kDouble);
+    ModelAverager averager({.periods = {{3, {}}}});
+    std::vector<Tensor> alone;  // what one process has after the mean of both ranks' gradients
+    for (const Tensor& parameter : ddp->p) alone.push_back(torch::zeros_like(parameter));
+    for (int step = 0; step < 7; ++step) {
+      const auto gradients = step_of(ddp, step, world);
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < gradients.size(); ++i) {
+        ddp->p[i].sub_(gradients[i], 0.1);
+        alone[i].sub_(numbers_of(i, step, kShapes[i], torch::kDouble), 0.1);
+      }
+      averager.average_parameters(ddp->parameters());
+      if (step % 3 == 0) expect_close(ddp->parameters(), alone, 1e-12);
+      if (step == 5) EXPECT_FALSE(torch::allclose(ddp->p[0], alone[0]));
+    }
   });
 }
 

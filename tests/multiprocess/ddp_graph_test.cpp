@@ -107,7 +107,34 @@ TEST(DdpGraph, BackwardThatMakesAGraphAddsToGradients) {
     Tensor penalty = torch::zeros({}, torch::kDouble);
     for (const Tensor& parameter : net.parameters()) penalty = penalty + parameter.grad().square().sum();
     penalty.backward();
-    for (const Tensor& parameter : net.parameters()) parameter.mutable_grad() = parameter.grad().detach();
+    // The optimizers of libtorch detach gradients in place.
+    torch::optim::SGD(net.parameters(), 0.1).step();
+    std::vector<Tensor> gradients;
+    for (const Tensor& parameter : net.parameters()) gradients.push_back(parameter.grad().detach().clone());
+    torch::optim::SGD(net.parameters(), 0.1).zero_grad();
+    for (size_t i = 0; i < gradients.size(); ++i) net.parameters()[i].mutable_grad() = gradients[i];
+  });
+}
+// A rank without a batch stays in step by a loss of zero, whose gradients are constants.
+TEST(DdpGraph, ConstantGradientsOnOneRank) {
+  on_ranks(2, [](World& world) {
+    const auto net = make_critic(), alone = make_critic();
+    DistributedDataParallel<Critic> ddp(net);
+    const Tensor x = data(0, 1);
+    Tensor zero = torch::zeros({}, torch::kDouble);
+    for (const Tensor& parameter : net->parameters()) zero = zero + 0 * parameter.sum();
+    (world.rank() == 0 ? ddp.forward(x).square().mean() : zero).backward({}, true, true);
+    (alone->forward(x).square().mean() / 2).backward({}, true, true);
+    for (Critic* const each : {net.get(), alone.get()}) {
+      Tensor penalty = torch::zeros({}, torch::kDouble);
+      for (const Tensor& parameter : each->parameters()) penalty = penalty + parameter.grad().square().sum();
+      for (const Tensor& parameter : each->parameters()) parameter.mutable_grad() = Tensor();
+      penalty.backward();
+    }
+    // Both ranks' penalties are functions of the one graph, through the average.
+    for (const auto& item : net->named_parameters())
+      EXPECT_TRUE(torch::allclose(item.value().grad(), alone->named_parameters()[item.key()].grad(), 1e-10, 1e-12))
+          << item.key();
   });
 }
 TEST(DdpGraph, ThirdDerivatives) {
@@ -158,22 +185,29 @@ TEST(DdpGraph, UnusedParametersExceptionsAndHooks) {
     const auto net = make_critic();
     DistributedDataParallel<Critic> ddp(net);
     const Tensor x = data(0, 1);
-    const auto partial = [&](bool throws) {
+    const auto partial = [&] {
       ddp.forward(x);
-      Tensor y = net->b(torch::ones({1, 8}, torch::kDouble)).square().sum();
-      if (throws) y.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("a step that fails"); });
-      return y;
+      return net->b(torch::ones({1, 8}, torch::kDouble)).square().sum();
     };
-    const std::string what = message_of<InvalidArgument>([&] { partial(false).backward({}, true, true); });
+    const std::string what = message_of<InvalidArgument>([&] { partial().backward({}, true, true); });
     EXPECT_CONTAINS(what, "conv.weight");
     EXPECT_TRUE(net->b->weight.grad().requires_grad());
     EXPECT_FALSE(net->a->weight.grad().defined());
     // One rank has no gradient for all parameters; then the next step is a good one.
     net->zero_grad();
-    EXPECT_THROW((world.rank() == 0 ? ddp.forward(x).square().mean() : partial(false)).backward({}, true, true),
+    EXPECT_THROW((world.rank() == 0 ? ddp.forward(x).square().mean() : partial()).backward({}, true, true),
                  InvalidArgument);
     EXPECT_GT(net->a->weight.grad().abs().max().item<double>(), 0);
+    // One rank's backward() throws when it has some gradients; it makes up for that before its next forward().
     net->zero_grad();
+    const Tensor features = torch::tanh(net->conv(x)).flatten(1);
+    const Tensor y = net->b(torch::tanh(net->a(features))).square().mean();
+    if (world.rank() == 0) features.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("fails"); });
+    if (world.rank() == 0)
+      EXPECT_THROW(y.backward({}, true, true), std::runtime_error);
+    else
+      EXPECT_THROW(y.backward({}, true, true), InvalidArgument);
+    torch::optim::SGD(net->parameters(), 0.1).zero_grad();
     ddp.forward(x).square().mean().backward();
     const auto alone = make_critic();
     alone->forward(x).square().mean().backward();

@@ -131,7 +131,8 @@ class Snapshot {
   Snapshot& add(std::string name, double& number, SnapshotItemOptions options = {});
   Snapshot& add(std::string name, std::map<std::string, int64_t>& numbers, SnapshotItemOptions options = {});
   Snapshot& add(std::string name, std::map<std::string, double>& numbers, SnapshotItemOptions options = {});
-  // Your class may save tensors, numbers, strings, and lists and tuples of them, in archives nested to any depth.
+  // Your class may save tensors, numbers, strings, lists of numbers or of tensors, and tuples, in archives nested to any
+  // depth.
   template <Archivable T>
   requires(!std::derived_from<T, torch::nn::Module> &&
            !std::derived_from<T, torch::optim::Optimizer>) Snapshot& add(std::string name, T& item,

@@ -10,6 +10,10 @@
 // The hook starts communication, and returns the future of the tensor that the gradients become. comm_hooks.h has hooks
 // that are made already.
 //
+// The bucket ends when the hook returns: a step keeps the tensors that it needs, not the bucket. Sparse gradients do not go
+// through hooks; they are averaged over all ranks. If a hook throws on one rank only, the ranks are out of step, and the
+// next collective says so.
+//
 // A future's further steps run in the thread of backward(), on every rank in the same order, so they need no lock and may
 // communicate. A step that communicates returns a HookFuture. It runs when the hook has started the next bucket's
 // communication (or at the end of backward()), after it has waited for the operations before it. A step that returns a
@@ -26,6 +30,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -39,6 +44,9 @@ namespace muster {
 
 class HookFuture {
  public:
+  HookFuture(HookFuture&&) = default;
+  HookFuture& operator=(HookFuture&&) = default;
+
   // A value that is there already.
   HookFuture(at::Tensor value) : value_(std::move(value)) {}  // NOLINT(google-explicit-constructor)
   // A value that is there when these operations have completed.
@@ -87,13 +95,18 @@ class GradBucket {
 
   size_t index() const { return index_; }
   bool is_last() const { return index_ + 1 == count_; }  // of this backward()
-  // (elements), of the parameters' dtype, or the dtype that an outer hook has chosen. Between gradients there are zeros.
+  // (elements), of the parameters' dtype, or the dtype that an outer hook has chosen. Up to 31 elements after a gradient
+  // belong to none: zeros, or what a hook has written there.
   const at::Tensor& buffer() const { return buffer_; }
   // For a hook that calls another: one that has as many elements.
   void set_buffer(at::Tensor buffer);
   std::vector<at::Tensor> gradients() const;  // parts of buffer(), with the shapes of the parameters
   const std::vector<Place>& places() const { return places_; }
   const Group& group() const { return group_; }  // of the DistributedDataParallel
+  // For a hook that does not average over all ranks, in each bucket: the ranks among which it does, or none but this one.
+  // Then only these tell each other which parameters were used.
+  void average_among(std::optional<Group> ranks) { averages_among_ = std::move(ranks); }
+  const std::optional<Group>& averages_among() const { return averages_among_; }
   // (elements), uninitialised, on the heap, where ranks of one host reduce without a copy.
   at::Tensor empty(int64_t elements, at::ScalarType dtype) const;
 
@@ -102,6 +115,7 @@ class GradBucket {
   at::Tensor buffer_;
   std::vector<Place> places_;
   Group group_;
+  std::optional<Group> averages_among_;
   std::shared_ptr<Heap> heap_;
 };
 

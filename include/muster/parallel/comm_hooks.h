@@ -20,7 +20,7 @@ namespace muster::comm_hooks {
 
 // The average, as without a hook.
 HookFuture all_reduce(GradBucket& bucket);
-// Each rank keeps its own gradients: to see what communication costs.
+// Each rank keeps its own gradients, without any communication: to see what that costs.
 HookFuture noop(GradBucket& bucket);
 
 // The average of gradients that travel with 16 bits; each is divided by the number of ranks first. A float16 number is
@@ -46,6 +46,7 @@ struct PowerSgdOptions {
 // Sends two thin factors of each gradient instead of the gradient. Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical
 // Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019; torch's powerSGD_hook and
 // batched_powerSGD_hook. State belongs to parameters, so it is kept when buckets are laid out anew after the first step.
+// A step with infinite gradients, which a GradScaler skips, leaves the state as it is.
 class PowerSgd {
  public:
   explicit PowerSgd(PowerSgdOptions options = {});
@@ -56,7 +57,6 @@ class PowerSgd {
   };
   Statistics compression() const;
   int64_t iter() const;
-  // Of the parameters of `names`, in any order: those of the DistributedDataParallel's module.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
@@ -94,7 +94,8 @@ struct PostLocalSgdOptions {
   bool post_local_gradient_all_reduce = true;  // false: no communication from then on
 };
 
-// Averages over all ranks at first, later within subgroups only. Use it with a model averager. Source: Lin et al., "Don't
+// Averages over all ranks at first, later within subgroups only. Use it with a ModelAverager
+// (model_averager.h). Source: Lin et al., "Don't
 // Use Large Mini-Batches, Use Local SGD", ICLR 2020; torch's post_localSGD_hook.
 class PostLocalSgd {
  public:

@@ -38,6 +38,8 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -48,6 +50,12 @@
 #include "muster/parallel/no_sync.h"
 
 namespace muster {
+
+struct ReproducibleOptions {
+  int shards = 0;     // of each global batch, a power of two that the number of ranks divides; 0: not reproducible
+  uint64_t seed = 0;  // of random numbers in forward()
+  int threads = 1;    // of libtorch's operators, because some sums depend on their number
+};
 
 struct DdpOptions {
   Group group;                     // default: all ranks
@@ -60,6 +68,7 @@ struct DdpOptions {
   bool replace_allocator = true;
   // Names of parameters and buffers that each rank keeps for itself: not copied from rank 0, not averaged.
   std::vector<std::string> ignored = {};
+  ReproducibleOptions reproducible = {};  // see backward_by_shards()
 };
 
 namespace ddp {
@@ -75,6 +84,8 @@ class Reducer {
   void before_forward();
   bool set_sync(bool on);  // returns the previous value
   void register_comm_hook(CommHook hook);
+  std::vector<int> shards() const;
+  at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss);
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
 
  private:
@@ -114,6 +125,34 @@ class DistributedDataParallel {
   void register_comm_hook(State state, HookFuture (*hook)(State&, GradBucket&)) {
     register_comm_hook([state = std::move(state), hook](GradBucket& bucket) mutable { return hook(state, bucket); });
   }
+
+  // Training whose parameters do not depend on the number of ranks, to the bit: with DdpOptions::reproducible, the global
+  // batch has a fixed number of shards. Each rank has some of them, which shards() lists.
+  //
+  //   muster::DistributedDataParallel ddp(net, {.reproducible = {.shards = 8}});
+  //   std::map<int, Loader> loaders;      // by shard, each with DistributedSampler(size, {.num_replicas = 8, .rank = shard})
+  //   auto loss = ddp.backward_by_shards(step, [&](int shard) {
+  //     auto batch = loaders.at(shard).next();
+  //     return cross_entropy(ddp->forward(batch.data), batch.target);
+  //   });
+  //   optimizer.step();
+  //
+  // It calls the function for each of this rank's shards, differentiates what it returns (a tensor with one element), and
+  // averages gradients, buffers and losses over all shards in a fixed order. Returns the average loss. Gradients are added
+  // to .grad. Hooks of users on .grad do not run, and neither does a communication hook.
+  //
+  // While the function runs, libtorch's default CPU generator has a seed made of options.seed, `step` and the shard; so
+  // dropout is reproducible where each rank is a process. Buffers are at each shard what they were before the step, so a
+  // batch norm normalises each shard by itself; its running statistics become the average of the shards'. A SyncBatchNorm
+  // has other batches on another number of ranks, and is not reproducible. The machines must compute alike: the same
+  // libtorch on the same kind of processor.
+  //
+  // InvalidArgument without DdpOptions::reproducible; if the function does not return a tensor with one element that
+  // requires grad; for parameters without a gradient, as backward(). All ranks must call it with the same step.
+  at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
+    return reducer_.backward_by_shards(step, loss);
+  }
+  std::vector<int> shards() const { return reducer_.shards(); }
 
   const std::shared_ptr<ModuleType>& module() const { return module_; }
   ModuleType* operator->() { return module_.get(); }

@@ -1,12 +1,18 @@
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/world.h"
 #include "muster/parallel/ddp.h"
+#include "parallel/coalesced.h"
+#include "parallel/ddp/shards.h"
 #include "parallel/gradient_reducer.h"
 #include "parallel/shared_tensor.h"
 
@@ -47,6 +53,47 @@ std::vector<bool> with_sparse_gradients(torch::nn::Module& module,
   return is_sparse;
 }
 
+// A seed for each shard of each step: the finalizer of MurmurHash3, on numbers that differ.
+uint64_t seed_of(uint64_t seed, uint64_t step, int shard) {
+  uint64_t x = 0;
+  for (const uint64_t next : {seed, step, static_cast<uint64_t>(shard)}) {
+    x += next + 0x9e3779b97f4a7c15U;
+    for (const uint64_t factor : {uint64_t{0xff51afd7ed558ccd}, uint64_t{0xc4ceb9fe1a85ec53}}) {
+      x ^= x >> 33;
+      x *= factor;
+    }
+    x ^= x >> 33;
+  }
+  return x;
+}
+
+// Libtorch's default generator and number of threads, which are as before when the guard has ended.
+class SameEverywhere {
+ public:
+  explicit SameEverywhere(int threads)
+      : generator_(at::detail::getDefaultCPUGenerator()), threads_(at::get_num_threads()) {
+    const std::lock_guard lock(generator_.mutex());
+    state_ = generator_.get_state();
+    if (threads != threads_) at::set_num_threads(threads);
+  }
+  SameEverywhere(const SameEverywhere&) = delete;
+  SameEverywhere& operator=(const SameEverywhere&) = delete;
+  ~SameEverywhere() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(state_);
+    if (at::get_num_threads() != threads_) at::set_num_threads(threads_);
+  }
+  void set_seed(uint64_t seed) {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_current_seed(seed);
+  }
+
+ private:
+  at::Generator generator_;
+  const int threads_;
+  at::Tensor state_;
+};
+
 }  // namespace
 
 struct Reducer::Impl {
@@ -54,7 +101,9 @@ struct Reducer::Impl {
   DdpOptions options;
   Group group;  // resolved
   std::vector<parallel::NamedTensor> buffers;
+  std::vector<at::Tensor> trainable;
   std::optional<parallel::GradientReducer> gradients;
+  std::optional<Shards> shards;
 };
 
 Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) : impl_(std::make_unique<Impl>()) {
@@ -68,8 +117,9 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
 
   auto tensors = parallel::tensors_of(*s.module);
   ignore(s.options.ignored, tensors);
-  parallel::require_same_on_all_ranks(tensors.all, parallel::words_of(with), s.group);
   const auto trainable = tensors.trainable();
+  with.sparse = with_sparse_gradients(*s.module, trainable);
+  parallel::require_same_on_all_ranks(tensors.all, parallel::words_of(with), s.group);
   if (trainable.empty())
     throw InvalidArgument("the module has no parameter that requires grad", "Use it without DistributedDataParallel");
   for (const auto& [name, tensor] : tensors.all)
@@ -82,7 +132,13 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
                             "Use FullyShardedDataParallel again, or make the module anew");
   parallel::broadcast_from_first(tensors.all, s.group);
   s.buffers = std::move(tensors.buffers);
-  with.sparse = with_sparse_gradients(*s.module, trainable);
+  if (s.options.reproducible.shards != 0) {
+    s.shards.emplace(s.options.reproducible.shards, s.group);
+    if (std::find(with.sparse.begin(), with.sparse.end(), true) != with.sparse.end())
+      throw InvalidArgument("DdpOptions::reproducible goes with dense gradients only",
+                            "Create the embedding with sparse(false)");
+  }
+  for (const auto& [name, tensor] : trainable) s.trainable.push_back(tensor);
   s.gradients.emplace(trainable, std::move(with), world.shared_heap());
 }
 
@@ -97,6 +153,51 @@ void Reducer::before_forward() {
 
 void Reducer::register_comm_hook(CommHook hook) { impl_->gradients->set_hook(std::move(hook)); }
 bool Reducer::set_sync(bool on) { return impl_->gradients->set_sync(on); }
+std::vector<int> Reducer::shards() const { return impl_->shards ? impl_->shards->mine() : std::vector<int>(); }
+
+at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
+  Impl& s = *impl_;
+  if (!s.shards)
+    throw InvalidArgument("backward_by_shards() is called, but DdpOptions::reproducible has no shards",
+                          "Set DdpOptions::reproducible.shards");
+  SameEverywhere same(s.options.reproducible.threads);
+  std::vector<at::Tensor> buffers_before;
+  for (const auto& [name, buffer] : s.buffers) buffers_before.push_back(buffer.clone());
+  TreeSum sum;
+  for (const int shard : s.shards->mine()) {
+    for (size_t i = 0; i < s.buffers.size(); ++i) {
+      const at::NoGradGuard no_grad;
+      s.buffers[i].tensor.copy_(buffers_before[i]);
+    }
+    same.set_seed(seed_of(s.options.reproducible.seed, step, shard));
+    const at::Tensor value = loss(shard);
+    if (!value.defined() || value.numel() != 1 || !value.requires_grad())
+      throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
+                            "Return a tensor with one element that depends on the parameters");
+    TreeSum::Leaf leaf = torch::autograd::grad({value}, s.trainable, {}, {}, false, /*allow_unused=*/true);
+    for (const auto& [name, buffer] : s.buffers)
+      if (buffer.is_floating_point()) leaf.push_back(buffer.clone());
+    leaf.push_back(value.detach().reshape({}).clone());
+    sum.add(std::move(leaf));
+  }
+
+  const at::NoGradGuard no_grad;
+  TreeSum::Leaf total = std::move(sum).total();
+  const auto rest = total.begin() + static_cast<std::ptrdiff_t>(s.trainable.size());
+  const std::vector<at::Tensor> averages(rest, total.end());
+  total.erase(rest, total.end());
+  const auto average = [&](const at::Tensor& sum) {
+    s.shards->add_other_ranks(sum);
+    sum.div_(s.shards->count());
+  };
+  parallel::change_coalesced(averages, average);
+  size_t next = 0;
+  for (const auto& [name, buffer] : s.buffers)
+    if (buffer.is_floating_point()) buffer.copy_(averages[next++]);
+  s.gradients->add_gradients(total, average);
+  return averages.back();
+}
+
 std::vector<std::vector<std::string>> Reducer::bucket_names() const { return impl_->gradients->bucket_names(); }
 
 }  // namespace muster::ddp

@@ -45,6 +45,7 @@ GradBucket::GradBucket(size_t index, size_t count, at::Tensor buffer, std::vecto
       buffer_(std::move(buffer)),
       places_(std::move(places)),
       group_(std::move(group)),
+      averages_among_(group_),
       heap_(std::move(heap)) {}
 
 void GradBucket::set_buffer(at::Tensor buffer) {

@@ -48,20 +48,23 @@ CommHook wrapper(CommHook hook, at::ScalarType dtype) {
 }  // namespace
 
 HookFuture all_reduce(GradBucket& bucket) { return average_over(bucket.group(), bucket.buffer()); }
-HookFuture noop(GradBucket& bucket) { return bucket.buffer(); }
+HookFuture noop(GradBucket& bucket) {
+  bucket.average_among({});
+  return bucket.buffer();
+}
 HookFuture fp16_compress(GradBucket& bucket) { return compress(bucket, at::kHalf); }
 HookFuture bf16_compress(GradBucket& bucket) { return compress(bucket, at::kBFloat16); }
 CommHook fp16_compress_wrapper(CommHook hook) { return wrapper(std::move(hook), at::kHalf); }
 CommHook bf16_compress_wrapper(CommHook hook) { return wrapper(std::move(hook), at::kBFloat16); }
 
-// Names are no keys of an archive, because they have dots.
+// A name cannot be a key of an archive, because it may have dots.
 void save(torch::serialize::OutputArchive& archive, const std::string& key, const NamedTensors& tensors) {
-  c10::List<std::string> names;
+  std::vector<c10::IValue> names;
   for (const auto& [name, tensor] : tensors) {
     archive.write(text(key, names.size()), tensor);
-    names.push_back(name);
+    names.emplace_back(name);
   }
-  archive.write(key, c10::IValue(names));
+  archive.write(key, c10::ivalue::Tuple::create(std::move(names)));
 }
 
 NamedTensors load(torch::serialize::InputArchive& archive, const std::string& key) {
@@ -69,7 +72,8 @@ NamedTensors load(torch::serialize::InputArchive& archive, const std::string& ke
   c10::IValue names;
   archive.read(key, names);
   size_t i = 0;
-  for (const c10::IValue& name : names.toListRef()) archive.read(text(key, i++), tensors[name.toStringRef()]);
+  for (const c10::IValue& name : names.toTupleRef().elements())
+    archive.read(text(key, i++), tensors[name.toStringRef()]);
   return tensors;
 }
 
@@ -98,7 +102,8 @@ HookFuture PostLocalSgd::operator()(GradBucket& bucket) const {
   const bool is_local = state_->iter >= state_->options.start_local_sgd_iter;
   count(state_->iter, bucket);
   if (!is_local) return all_reduce(bucket);
-  if (!state_->options.post_local_gradient_all_reduce) return bucket.buffer();
+  if (!state_->options.post_local_gradient_all_reduce) return noop(bucket);
+  bucket.average_among(state_->options.subgroup);
   return average_over(state_->options.subgroup, bucket.buffer());
 }
 

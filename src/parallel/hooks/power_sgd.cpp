@@ -34,7 +34,7 @@ namespace {
 
 // A matrix M of gradients, whose average becomes P Q^T.
 struct Part {
-  std::string key;
+  std::vector<std::string> names;     // of the gradients
   at::Tensor matrix;                  // (n, m)
   std::vector<at::Tensor> gradients;  // what it consists of: one whose memory it may be, or more, with zeros after them
   at::Tensor before;                  // the matrix; undefined without feedback
@@ -47,6 +47,14 @@ struct Bucket {
   at::Tensor flat;  // of `uncompressed`
   at::Tensor buffer;
 };
+
+bool is_finite(const at::Tensor& tensor) { return tensor.isfinite().all().item<bool>(); }
+
+// Whether it is a factor to begin with: a column of zeros would stay one for ever.
+bool is_usable(const at::Tensor& q, const at::Tensor& like, int64_t rank) {
+  return q.defined() && q.size(0) == like.size(1) && q.size(1) == rank && q.scalar_type() == like.scalar_type() &&
+         q.any(0).all().item<bool>();
+}
 
 // Makes the columns orthogonal, each of length 1. A column of zeros stays one.
 void orthogonalize(const at::Tensor& matrix, double epsilon) {
@@ -99,6 +107,8 @@ Bucket divide(const GradBucket& bucket, const PowerSgdOptions& options, PowerSgd
   if (options.batched) {
     std::vector<at::Tensor> flat;
     for (const at::Tensor& gradient : gradients) flat.push_back(gradient.reshape({-1}));
+    std::vector<std::string> names;
+    for (const GradBucket::Place& place : bucket.places()) names.push_back(place.name);
     const at::Tensor all = at::cat(flat);
     const auto side = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(all.numel()))));
     const at::Tensor square = at::zeros({side * side}, all.options());
@@ -106,7 +116,7 @@ Bucket divide(const GradBucket& bucket, const PowerSgdOptions& options, PowerSgd
     compression.before += all.numel();
     compression.after += 2 * side * std::min(side, options.matrix_approximation_rank);
     divided.parts.push_back(
-        {.key = bucket.places()[0].name, .matrix = square.view({side, side}), .gradients = std::move(gradients)});
+        {.names = std::move(names), .matrix = square.view({side, side}), .gradients = std::move(gradients)});
     return divided;
   }
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -118,38 +128,45 @@ Bucket divide(const GradBucket& bucket, const PowerSgdOptions& options, PowerSgd
     compression.after += pays ? small : n * m;
     if (pays)
       divided.parts.push_back(
-          {.key = bucket.places()[i].name, .matrix = gradient.reshape({n, m}), .gradients = {gradient}});
+          {.names = {bucket.places()[i].name}, .matrix = gradient.reshape({n, m}), .gradients = {gradient}});
     else
       divided.uncompressed.push_back(gradient);
   }
   return divided;
 }
 
-void add_errors(std::vector<Part>& parts, const NamedTensors& errors) {
-  for (Part& part : parts) {
-    const auto error = errors.find(part.key);
-    // With `batched`, another division into buckets has other matrices.
-    if (error != errors.end() && error->second.sizes() == part.matrix.sizes()) part.matrix.add_(error->second);
-    part.before = part.matrix.clone();
+void add_errors(const GradBucket& bucket, const NamedTensors& errors) {
+  const std::vector<at::Tensor> gradients = bucket.gradients();
+  for (size_t i = 0; i < gradients.size(); ++i)
+    if (const auto error = errors.find(bucket.places()[i].name); error != errors.end())
+      gradients[i].add_(error->second);
+}
+
+// The piece of a matrix of this part that belongs to each of its gradients.
+void for_each_gradient(const Part& part, const at::Tensor& matrix, const auto& fn) {
+  const at::Tensor flat = matrix.reshape({-1});
+  int64_t offset = 0;
+  for (size_t i = 0; i < part.gradients.size(); ++i) {
+    const at::Tensor& gradient = part.gradients[i];
+    fn(i, flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
+    offset += gradient.numel();
   }
 }
 
 void give_back(const Part& part) {
-  const at::Tensor flat = part.matrix.view({-1});
-  int64_t offset = 0;
-  for (const at::Tensor& gradient : part.gradients) {
-    if (!gradient.is_alias_of(flat)) gradient.copy_(flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
-    offset += gradient.numel();
-  }
+  if (part.gradients[0].is_alias_of(part.matrix)) return;
+  for_each_gradient(part, part.matrix, [&](size_t i, const at::Tensor& piece) { part.gradients[i].copy_(piece); });
 }
 
 HookFuture compress(const GradBucket& bucket, const std::shared_ptr<PowerSgd::State>& state) {
   const at::NoGradGuard no_grad;
   const PowerSgdOptions& options = state->options;
   const Group group = bucket.group();
+  if (options.use_error_feedback) add_errors(bucket, state->errors);
   const auto divided = std::make_shared<Bucket>(divide(bucket, options, state->compression));
   std::vector<Part>& parts = divided->parts;
-  if (options.use_error_feedback) add_errors(parts, state->errors);
+  if (options.use_error_feedback)
+    for (Part& part : parts) part.before = part.matrix.clone();
 
   std::vector<Work> works;
   if (!divided->uncompressed.empty()) {
@@ -163,8 +180,8 @@ HookFuture compress(const GradBucket& bucket, const std::shared_ptr<PowerSgd::St
     const at::Tensor ps = lay_out(bucket, parts, &Part::p, 0, options);
     for (Part& part : parts) {
       const int64_t m = part.matrix.size(1), rank = part.p.size(1);
-      at::Tensor& q = state->factors[part.key];
-      if (!options.warm_start || !q.defined() || q.size(0) != m) {
+      at::Tensor& q = state->factors[part.names[0]];
+      if (!options.warm_start || !is_usable(q, part.matrix, rank)) {
         if (!random) random = at::detail::createCPUGenerator(next_seed(state->random));
         q = at::randn({m, rank}, random, at::TensorOptions(part.matrix.scalar_type())).to(part.matrix.device());
       }
@@ -185,7 +202,7 @@ HookFuture compress(const GradBucket& bucket, const std::shared_ptr<PowerSgd::St
         if (divided->parts.empty()) return divided->buffer;
         const at::Tensor qs = lay_out(bucket, divided->parts, &Part::q, 1, state->options);
         for (Part& part : divided->parts) {
-          orthogonalize(part.p, state->options.orthogonalization_epsilon);
+          if (is_finite(part.p)) orthogonalize(part.p, state->options.orthogonalization_epsilon);
           at::mm_out(part.q, part.matrix.t(), part.p);
         }
         return {all_reduce_async(qs, {.op = ReduceOp::AVG, .group = group}), divided->buffer};
@@ -195,8 +212,11 @@ HookFuture compress(const GradBucket& bucket, const std::shared_ptr<PowerSgd::St
         for (Part& part : divided->parts) {
           at::mm_out(part.matrix, part.p, part.q.t());
           give_back(part);
-          if (part.before.defined()) state->errors[part.key] = part.before.sub_(part.matrix);
-          if (state->options.warm_start) state->factors[part.key] = part.q;
+          if (!is_finite(part.q)) continue;  // a step that a GradScaler will skip: the state stays as it was
+          if (part.before.defined())
+            for_each_gradient(part, part.before.sub_(part.matrix),
+                              [&](size_t i, const at::Tensor& piece) { state->errors[part.names[i]] = piece; });
+          if (state->options.warm_start) state->factors[part.names[0]] = part.q;
         }
         return buffer;
       });
@@ -232,7 +252,8 @@ void PowerSgd::save(torch::serialize::OutputArchive& archive) const {
 void PowerSgd::load(torch::serialize::InputArchive& archive) {
   c10::IValue random;
   archive.read("random", random);
-  std::istringstream(random.toStringRef()) >> state_->random;
+  std::istringstream text(random.toStringRef());
+  if (!(text >> state_->random)) throw CorruptError("the archive has no state of a PowerSgd");
   state_->iter = load_iter(archive);
   state_->errors = comm_hooks::load(archive, "error");
   state_->factors = comm_hooks::load(archive, "factor");

@@ -1,0 +1,98 @@
+// What gradient_reducer.cpp (the course of a backward()) and gradient_averages.cpp (the averages) share.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "muster/comm/collectives.h"
+#include "parallel/buckets.h"
+#include "parallel/gradient_blocks.h"
+#include "parallel/gradient_reducer.h"
+
+namespace muster::parallel {
+
+// Whether all ranks reached all parameters.
+inline bool complete(const std::vector<float>& shares) {
+  return std::all_of(shares.begin(), shares.end(), [](float share) { return share >= 1; });
+}
+
+struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Impl> {
+  Impl(ReducerOptions with, std::shared_ptr<Heap> its_heap)
+      : options(std::move(with)),
+        heap(std::move(its_heap)),
+        blocks(heap, options.replace_allocator),
+        averages_among(options.group) {}
+
+  const ReducerOptions options;
+  const std::shared_ptr<Heap> heap;
+  GradientBlocks blocks;
+
+  std::vector<Parameter> parameters;  // trainable, in the module's order
+  std::vector<Bucket> buckets;
+  CommHook hook;                        // or none
+  std::optional<Group> averages_among;  // the ranks among which the hook averages; none: it does not
+  std::string wrong_results;            // of the hook, in this backward()
+  std::vector<size_t> ready_order;      // parameters in the order in which the first step's gradients came
+  bool rebuilt = false;
+
+  bool sync = true;          // whether the next backward() reduces
+  bool synced = true;        // whether the last backward() that began reduces
+  bool keeps_graph = false;  // whether it makes a graph (create_graph)
+  // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
+  // callback never ran, can be distinguished from one that is still running.
+  std::weak_ptr<GradientBlocks::Serving> running;
+  bool dirty = false;          // a backward() has begun and has been neither finished nor abandoned
+  size_t next_bucket = 0;      // buckets are reduced in order, the same on all ranks
+  size_t released_bucket = 0;  // with owners: the first whose block may be in use after its reduction
+  size_t bytes_in_flight = 0;  // of large gradients between both numbers, which will be freed
+
+  bool sharded() const { return !options.owners.empty(); }
+  bool is_mine(const Parameter& parameter) const {
+    return parameter.owner == kEveryRank || parameter.owner == options.group.rank();
+  }
+
+  void build(const std::vector<size_t>& order);
+  void before_accumulation();
+  void on_ready(size_t index);
+  void adopt(Parameter& parameter);
+  ReduceOptions averaging() const {
+    return {.op = ReduceOp::AVG, .group = options.group, .between_hosts = options.reduce_dtype};
+  }
+  bool to_owner() const { return sharded() && !options.owner_on_each_host; }
+  // Whether all ranks know that all parameters were used, so that they may agree on the order of the buckets.
+  bool may_rebuild(const std::vector<float>& shares) const {
+    return complete(shares) && !keeps_graph && averages_among && averages_among->size() == options.group.size();
+  }
+  // Whether a collective of its own tells which parameters were used; else buckets do.
+  bool tells_shares_apart() const {
+    return sharded() || hook ||
+           std::any_of(buckets.begin(), buckets.end(), [](const Bucket& bucket) { return bucket.sparse; });
+  }
+  void launch(size_t index);
+  void call_hook(size_t index);
+  std::string use_hooks_results();
+  std::vector<float> average_with_graph();
+  std::vector<float> average_the_rest() { return keeps_graph ? average_with_graph() : reduce_the_rest(); }
+  void use_averages(const std::vector<float>& shares);
+  void launch_ready_buckets();
+  bool will_be_freed(const Bucket& bucket) const;
+  void release_reduced_blocks();
+  void release_blocks_without_gradients();
+  void begin_backward();
+  void put_averages_aside();
+  std::vector<float> reduce_the_rest();
+  std::vector<float> shares_used_on_all_ranks();
+  void finish_backward();
+  void abandon_backward();
+  void abandon_backward_before(Parameter& first);
+  void reset();
+  void rebuild_in_ready_order();
+  void require_dense(const Parameter& parameter, const at::Tensor& grad) const;
+  void report_unused(const std::vector<float>& shares) const;
+};
+
+}  // namespace muster::parallel
