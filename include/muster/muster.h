@@ -21,4 +21,5 @@
 #include "muster/parallel/ddp.h"
 #include "muster/parallel/fsdp.h"
 #include "muster/parallel/on_meta.h"
+#include "muster/parallel/sync_batch_norm.h"
 #include "muster/store/store.h"
