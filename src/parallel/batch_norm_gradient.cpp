@@ -48,9 +48,8 @@ void channels_last(const Arguments<Scalar, Math>& all, const Shape& shape, int64
     const Scalar* __restrict const input = all.input + row * shape.channels;
     Scalar* __restrict const result = all.result + row * shape.channels;
     for (int64_t c = 0; c < shape.channels; ++c)
-      result[c] = static_cast<Scalar>(
-          all.scale[c] *
-          (static_cast<Math>(gradient[c]) - all.shift[c] - (static_cast<Math>(input[c]) - all.mean[c]) * all.slope[c]));
+      result[c] = static_cast<Scalar>(all.scale[c] * (static_cast<Math>(gradient[c]) - all.shift[c] -
+                                                      (static_cast<Math>(input[c]) - all.mean[c]) * all.slope[c]));
   }
 }
 
@@ -74,21 +73,18 @@ at::Tensor batch_norm_gradient(const at::Tensor& gradient, const at::Tensor& inp
   const int64_t channels = x.size(1), rest = x.numel() / channels;
   const bool is_last = format != at::MemoryFormat::Contiguous || x.dim() == 2;
   const Shape shape = is_last ? Shape{rest, channels, 1} : Shape{x.size(0), channels, rest / x.size(0)};
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kBFloat16, at::kHalf, x.scalar_type(), "batch_norm_gradient", [&] {
-        using Math = at::opmath_type<scalar_t>;
-        const Arguments<scalar_t, Math> all{
-            dy.const_data_ptr<scalar_t>(), x.const_data_ptr<scalar_t>(), result.mutable_data_ptr<scalar_t>(),
-            scale.const_data_ptr<Math>(),  shift.const_data_ptr<Math>(), mean.const_data_ptr<Math>(),
-            slope.const_data_ptr<Math>()};
-        const int64_t rows = is_last ? shape.outer : shape.outer * channels;
-        const int64_t elements_per_row = x.numel() / rows;
-        at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / elements_per_row),
-                         [&](int64_t begin, int64_t end) {
-                           (is_last ? channels_last<scalar_t, Math> : channels_apart<scalar_t, Math>)(all, shape, begin,
-                                                                                                      end);
-                         });
-      });
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, x.scalar_type(), "batch_norm_gradient", [&] {
+    using Math = at::opmath_type<scalar_t>;
+    const Arguments<scalar_t, Math> all{dy.const_data_ptr<scalar_t>(),       x.const_data_ptr<scalar_t>(),
+                                        result.mutable_data_ptr<scalar_t>(), scale.const_data_ptr<Math>(),
+                                        shift.const_data_ptr<Math>(),        mean.const_data_ptr<Math>(),
+                                        slope.const_data_ptr<Math>()};
+    const int64_t rows = is_last ? shape.outer : shape.outer * channels;
+    const int64_t elements_per_row = x.numel() / rows;
+    at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / elements_per_row), [&](int64_t begin, int64_t end) {
+      (is_last ? channels_last<scalar_t, Math> : channels_apart<scalar_t, Math>)(all, shape, begin, end);
+    });
+  });
   return result;
 }
 

@@ -75,10 +75,6 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
     for (const auto* const tensor : {&running_mean, &weight, &bias}) {
       const auto mark = Marks::all().find(tensor->value_or(at::Tensor()));
       if (!mark) continue;
-      const auto group = mark->group.lock();
-      if (!group)
-        throw Aborted("the World in which this BatchNorm was synchronized has ended",
-                      "Call convert_sync_batchnorm() in the new World, or eval()");
       return parallel::whole_batch_norm({.input = input,
                                          .weight = weight,
                                          .bias = bias,
@@ -86,7 +82,7 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
                                          .running_var = running_var,
                                          .momentum = momentum,
                                          .eps = eps},
-                                        group);
+                                        mark->group);
     }
   }
   return at::native::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled);
@@ -163,6 +159,7 @@ size_t convert_sync_batchnorm(nn::Module& net, const Group& given) {
           throw InvalidArgument(text(norm.name, " is synchronized in another group already"),
                                 "Convert a module once, or a clone() of it");
   require_same_on_all_ranks(norms, group);
+  if (norms.empty()) return 0;
   // All ranks of the group are here now, and leave after the barrier: none runs an operator meanwhile.
   put_kernel_in_place();
   const auto beside = parallel::group_beside(group);

@@ -1,6 +1,7 @@
 #include "parallel/whole_batch_norm.h"
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/batch_norm_native.h>
@@ -42,15 +43,20 @@ at::ScalarType math_type(const Tensor& input) {
   return at::isReducedFloatingType(input.scalar_type()) ? at::kFloat : input.scalar_type();
 }
 
+std::shared_ptr<const Group> not_ended(const std::weak_ptr<const Group>& group) {
+  if (auto locked = group.lock()) return locked;
+  throw Aborted("the World in which this batch norm was synchronized has ended",
+                "Call convert_sync_batchnorm() in the new World, or eval(); make a SyncBatchNorm anew");
+}
+
 void require_usable(const BatchNormCall& call) {
   const Tensor& input = call.input;
   if (input.dim() < 2)
     throw InvalidArgument(text("a synchronized batch norm is given an input of size [", join(input.sizes()), "]"),
                           "Its input has two dimensions or more: batch, channels, and any others");
   if (!input.is_floating_point())
-    throw InvalidArgument(
-        text("a synchronized batch norm is given an input of ", c10::toString(input.scalar_type())),
-        "Convert it to a floating-point dtype");
+    throw InvalidArgument(text("a synchronized batch norm is given an input of ", c10::toString(input.scalar_type())),
+                          "Convert it to a floating-point dtype");
   if (input.is_meta())
     throw InvalidArgument("a synchronized batch norm is given an input without values, on the device meta",
                           "For shapes only, convert the net afterwards, or call eval()");
@@ -68,10 +74,9 @@ void require_usable(const BatchNormCall& call) {
       throw InvalidArgument(text(name, " of a synchronized batch norm has no values, because it is on the device meta"),
                             "Give it values first, for example by FsdpOptions::init");
     if (tensor.scalar_type() != input.scalar_type() && tensor.scalar_type() != math_type(input))
-      throw InvalidArgument(
-          text(name, " of a synchronized batch norm is ", c10::toString(tensor.scalar_type()), ", and its input is ",
-               c10::toString(input.scalar_type())),
-          "Let both be the same, or the input bfloat16 or float16 and the module float32");
+      throw InvalidArgument(text(name, " of a synchronized batch norm is ", c10::toString(tensor.scalar_type()),
+                                 ", and its input is ", c10::toString(input.scalar_type())),
+                            "Let both be the same, or the input bfloat16 or float16 and the module float32");
   }
 }
 
@@ -143,8 +148,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct GroupHolder : torch::CustomClassHolder {
-  explicit GroupHolder(std::shared_ptr<const Group> of) : group(std::move(of)) {}
-  std::shared_ptr<const Group> group;
+  explicit GroupHolder(std::weak_ptr<const Group> of) : group(std::move(of)) {}
+  std::weak_ptr<const Group> group;
 };
 
 // What backward() gives for input, weight and bias.
@@ -191,9 +196,9 @@ Gradients plain_gradients(const Tensor& gradient, const Tensor& input, const Ten
   all_reduce(sums, {.group = group});
   const Tensor deviation = at::rsqrt(variance.to(at::kDouble) + eps);
   const auto rounded = [&](const Tensor& tensor) { return tensor.to(mean.scalar_type()).contiguous(); };
-  result.input = batch_norm_gradient(
-      gradient, input, rounded(scale.defined() ? deviation * scale : deviation), rounded(sums.slice(0, 0, channels) / count),
-      mean, rounded(deviation * sums.slice(0, channels) / count));
+  result.input = batch_norm_gradient(gradient, input, rounded(scale.defined() ? deviation * scale : deviation),
+                                     rounded(sums.slice(0, 0, channels) / count), mean,
+                                     rounded(deviation * sums.slice(0, channels) / count));
   return result;
 }
 
@@ -211,7 +216,8 @@ struct Normalize final : torch::autograd::Function<Normalize> {
     const auto converted = [&](const std::optional<Tensor>& tensor) {
       return tensor ? std::optional(tensor->to(mean.scalar_type())) : std::nullopt;
     };
-    return std::get<0>(at::native_batch_norm(input, converted(weight), converted(bias), mean, variance, /*training=*/false,
+    return std::get<0>(at::native_batch_norm(input, converted(weight), converted(bias), mean, variance,
+                                             /*training=*/false,
                                              /*momentum=*/0, eps));
   }
 
@@ -220,11 +226,12 @@ struct Normalize final : torch::autograd::Function<Normalize> {
     const Tensor &input = saved[0], &weight = saved[1], &mean = saved[2], &variance = saved[3];
     const double count = context->saved_data["count"].toDouble(), eps = context->saved_data["eps"].toDouble();
     const auto holder = c10::static_intrusive_pointer_cast<GroupHolder>(context->saved_data["group"].toCapsule());
+    const auto group = not_ended(holder->group);
     const bool wants_input = context->needs_input_grad(0);
     Gradients result =
         at::GradMode::is_enabled()
-            ? differentiable_gradients(gradients[0], input, weight, count, eps, *holder->group, wants_input)
-            : plain_gradients(gradients[0], input, weight, mean, variance, count, eps, *holder->group, wants_input);
+            ? differentiable_gradients(gradients[0], input, weight, count, eps, *group, wants_input)
+            : plain_gradients(gradients[0], input, weight, mean, variance, count, eps, *group, wants_input);
     if (result.input.defined()) result.input = result.input.to(input.scalar_type());
     if (!weight.defined()) result.weight.reset();
     if (!context->saved_data["has_bias"].toBool()) result.bias.reset();
@@ -239,20 +246,22 @@ Tensor local_batch_norm(const BatchNormCall& call, bool training) {
                                 call.momentum, call.eps, at::globalContext().userEnabledCuDNN());
 }
 
-Tensor whole_batch_norm(const BatchNormCall& call, const std::shared_ptr<const Group>& group) {
+Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const Group>& of) {
   require_usable(call);
+  const auto group = not_ended(of);
   const Tensor& input = call.input;
   if (input.size(1) == 0 || group->size() == 1) return local_batch_norm(call, true);
   const Statistics all = statistics_of_all(input, *group);
   if (all.count == 0) return local_batch_norm(call, true);
   TORCH_CHECK(all.count != 1, "Expected more than 1 value per channel when training, got input size ", input.sizes(),
               ", and nothing on the other ranks");
-  if (const Tensor running = or_undefined(call.running_mean); running.defined()) update(running, all.mean, call.momentum);
+  if (const Tensor running = or_undefined(call.running_mean); running.defined())
+    update(running, all.mean, call.momentum);
   if (const Tensor running = or_undefined(call.running_var); running.defined())
     update(running, all.variance * (all.count / (all.count - 1)), call.momentum);
   const auto here = input.options().dtype(math_type(input)).requires_grad(false);
   return Normalize::apply(input, if_defined(call.weight), if_defined(call.bias), all.mean.to(here),
-                          all.variance.to(here), all.count, call.eps, c10::make_intrusive<GroupHolder>(group));
+                          all.variance.to(here), all.count, call.eps, c10::make_intrusive<GroupHolder>(of));
 }
 
 }  // namespace muster::parallel

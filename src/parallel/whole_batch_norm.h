@@ -27,11 +27,11 @@ struct BatchNormCall {
   double momentum = 0.1, eps = 1e-5;
 };
 
-// In training, or without running statistics. Every rank of the group calls it, and later its backward(). Batches may
+// `group` is one of group_beside(), which ends with its World. In training, or without running statistics. Every rank of the group calls it, and later its backward(). Batches may
 // have different sizes, and none. Errors: InvalidArgument, before anything is sent; c10::Error on every rank if all
 // batches together have one value per channel; Mismatch if ranks have different numbers of channels; Aborted if the World
 // has ended.
-at::Tensor whole_batch_norm(const BatchNormCall& call, const std::shared_ptr<const Group>& group);
+at::Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const Group>& group);
 
 // libtorch's own, of this rank's batch alone.
 at::Tensor local_batch_norm(const BatchNormCall& call, bool training);

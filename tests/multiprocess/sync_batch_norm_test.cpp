@@ -1,6 +1,7 @@
 // SyncBatchNorm and convert_sync_batchnorm(): ranks with parts of a batch do what BatchNorm does with the whole batch.
 #include "muster/parallel/sync_batch_norm.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -143,6 +144,31 @@ void every_case(const Shape& shape, const Parts& parts, const World& world) {
     }
 }
 
+// First, because nothing takes the kernel away again. Ranks are processes.
+TEST(SyncBatchNormProcess, OnlyAConversionChangesAnOperator) {
+  const auto is_changed = [] {
+    const auto op = c10::Dispatcher::singleton().findSchema({"aten::batch_norm", ""});
+    return contains(op->dumpState(), "sync_batch_norm.cpp");
+  };
+  if (is_changed()) GTEST_SKIP() << "an earlier test of this process has converted a module";
+  const auto ends = in_processes({"a", "a"}, [&](World& world) {
+    const Parts parts{{2, 5}};
+    const auto run = [&](auto norm) {
+      expect_as_whole(norm, with_values(nn::BatchNorm2d(kChannels), torch::kDouble), {{3, 3}}, parts, torch::kDouble,
+                      world, 1e-12);
+    };
+    run(with_values(SyncBatchNorm(kChannels), torch::kDouble));
+    EXPECT_FALSE(is_changed());
+    auto norm = with_values(nn::BatchNorm2d(kChannels), torch::kDouble);
+    convert_sync_batchnorm(norm);
+    EXPECT_TRUE(is_changed());
+    run(norm);
+    return std::string();
+  });
+  for (const auto& end : ends) EXPECT_EQ(end.status, 0) << end.said;
+  EXPECT_FALSE(is_changed());
+}
+
 TEST(SyncBatchNorm, IsBatchNormOfTheWholeBatch) {
   for (const Parts& parts : {Parts{{4}}, Parts{{3, 5}}, Parts{{4, 0, 2}}, Parts{{2, 3, 2, 7}}}) {
     SCOPED_TRACE(testing::PrintToString(parts.rows));
@@ -169,8 +195,9 @@ TEST(SyncBatchNorm, MemoryFormatsAndStrides) {
     auto norm = with_values(nn::BatchNorm2d(kChannels), torch::kDouble);
     convert_sync_batchnorm(norm);
     const Tensor own = parts.of(x, world.rank()).clone(), by = parts.of(factor, world.rank());
-    for (const Tensor& of : {own.contiguous(torch::MemoryFormat::ChannelsLast), own.transpose(2, 3).contiguous().transpose(2, 3),
-                             torch::stack({own, own}, -1).select(-1, 0)}) {
+    for (const Tensor& of :
+         {own.contiguous(torch::MemoryFormat::ChannelsLast), own.transpose(2, 3).contiguous().transpose(2, 3),
+          torch::stack({own, own}, -1).select(-1, 0)}) {
       ASSERT_FALSE(of.is_contiguous());
       for (const Tensor& each : {by, by.contiguous(torch::MemoryFormat::ChannelsLast)}) {
         const auto [own_y, own_gradient] = gradient(norm, of, each);
@@ -210,7 +237,8 @@ TEST(SyncBatchNorm, GradientsOfGradients) {
           for (const int order : {2, 3}) {
             SCOPED_TRACE(testing::Message() << order << " affine " << options.affine() << " " << dtype);
             const Shape shape{{3}};
-            auto whole = with_values(nn::BatchNorm1d(options), dtype), part = with_values(nn::BatchNorm1d(options), dtype);
+            auto whole = with_values(nn::BatchNorm1d(options), dtype),
+                 part = with_values(nn::BatchNorm1d(options), dtype);
             auto written = with_values(std::make_shared<Written>(options), dtype);
             convert_sync_batchnorm(part);
             const Tensor x = shape.drawn(parts.whole(), 0, dtype).requires_grad_();
@@ -231,13 +259,14 @@ TEST(SyncBatchNorm, GradientsOfGradients) {
 
 // As people write them: holders are members, one is in a Sequential.
 struct SmallResNet : nn::Module {
-  bool checkpoints = false;
+  std::optional<ActivationCheckpointOptions> checkpoint;  // of each block
   Tensor forward(const Tensor& x) {
     const auto block = [&](ResidualBlock& of, const Tensor& at) {
-      if (!checkpoints) return of.forward(at);
-      return activation_checkpoint(kNoRandomNumbers, [&of](const Tensor& y) { return of.forward(y); }, at);
+      if (!checkpoint) return of.forward(at);
+      return activation_checkpoint(
+          *checkpoint, [&of](const Tensor& y) { return of.forward(y); }, at);
     };
-    return last(block(*second, block(*first, torch::relu(norm(conv(x))))).mean({2, 3}));
+    return last(block(*second, block(*first, norm(conv(x)).relu_())).mean({2, 3}));
   }
   nn::Conv2d conv = register_module("conv", nn::Conv2d(nn::Conv2dOptions(3, 8, 3).bias(false)));
   nn::BatchNorm2d norm = register_module("norm", nn::BatchNorm2d(8));
@@ -251,7 +280,7 @@ const Prepare kInDouble = [](nn::Module& net) { net.to(torch::kDouble); };
 Tensor image_of(int rank, int step) { return drawn(rank, step, {3, 3, 8, 8}).to(torch::kDouble); }
 Tensor label_of(int rank, int step) { return words(rank, step, {3}, 4); }
 
-// One process with the whole batch. `twice`: the running statistics are updated as often as if all were computed twice.
+// One process with the whole batch.
 std::shared_ptr<SmallResNet> trained_on_the_whole_batch(int ranks) {
   const auto net = make<SmallResNet>(7, kInDouble);
   torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
@@ -271,14 +300,16 @@ std::shared_ptr<SmallResNet> trained_on_the_whole_batch(int ranks) {
 enum class Convert { kBefore, kAfter };
 
 // wrap(net): a DistributedDataParallel or the like.
-void expect_training_as_on_the_whole_batch(const HostOfRank& hosts, Convert when, bool checkpoints, const auto& wrap) {
+void expect_training_as_on_the_whole_batch(const HostOfRank& hosts, Convert when,
+                                           const std::optional<ActivationCheckpointOptions>& checkpoint,
+                                           const auto& wrap) {
   SCOPED_TRACE(testing::PrintToString(hosts));
   at::set_num_threads(1);
   const auto before = copies(make<SmallResNet>(7, kInDouble)->named_parameters());
   const auto alone = trained_on_the_whole_batch(static_cast<int>(hosts.size()));
   on_hosts(hosts, [&](World& world) {
     const auto net = make<SmallResNet>(7 + static_cast<uint64_t>(world.rank()), kInDouble);
-    net->checkpoints = checkpoints;
+    net->checkpoint = checkpoint;
     torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
     if (when == Convert::kBefore) {
       EXPECT_EQ(convert_sync_batchnorm(net), kNorms);
@@ -293,14 +324,15 @@ void expect_training_as_on_the_whole_batch(const HostOfRank& hosts, Convert when
       torch::cross_entropy_loss(model(image_of(world.rank(), step)), label_of(world.rank(), step)).backward();
       sgd.step();
     }
-    const uint64_t again = checkpoints ? kNorms - 1 : 0;
+    const uint64_t again = checkpoint ? kNorms - 1 : 0;
     EXPECT_EQ(collectives() - collectives_before, 3 * (2 * kNorms + again));
     if constexpr (requires { model.gather(); }) model.gather();
     test::expect_close(*net, *alone, before, {.apart = 1e-9});
     const auto buffers = alone->named_buffers();
     for (const auto& item : net->named_buffers()) {
-      if (!checkpoints)
-        expect_close(item.value().to(torch::kDouble), buffers[item.key()].to(torch::kDouble), 1e-11, item.key().c_str());
+      if (!checkpoint)
+        expect_close(item.value().to(torch::kDouble), buffers[item.key()].to(torch::kDouble), 1e-11,
+                     item.key().c_str());
       expect_same_bits_on_all_ranks(item.value().reshape({-1}), world);
     }
     barrier();
@@ -311,12 +343,22 @@ void expect_training_as_on_the_whole_batch(const HostOfRank& hosts, Convert when
 TEST(SyncBatchNorm, UnderDistributedDataParallel) {
   const auto wrap = [](const auto& net) { return DistributedDataParallel(net); };
   for (const auto when : {Convert::kBefore, Convert::kAfter})
-    for (const bool checkpoints : {false, true})
-      expect_training_as_on_the_whole_batch({"a", "a", "a"}, when, checkpoints, wrap);
+    expect_training_as_on_the_whole_batch({"a", "a", "a"}, when, {}, wrap);
+}
+
+TEST(SyncBatchNorm, WithActivationCheckpoints) {
+  const auto some = [](std::string_view operation) {
+    return operation == "aten::native_batch_norm" || operation == "aten::convolution";
+  };
+  for (const auto& options : {kNoRandomNumbers,
+                              {.preserve_rng_state = false, .early_stop = true},
+                              ActivationCheckpointOptions{.preserve_rng_state = false, .keep = some}})
+    expect_training_as_on_the_whole_batch({"a", "a"}, Convert::kBefore, options,
+                                          [](const auto& net) { return DistributedDataParallel(net); });
 }
 
 TEST(SyncBatchNorm, UnderDistributedDataParallelWithGradientsUnderWay) {
-  expect_training_as_on_the_whole_batch({"a", "b"}, Convert::kBefore, false, [](const auto& net) {
+  expect_training_as_on_the_whole_batch({"a", "b"}, Convert::kBefore, {}, [](const auto& net) {
     return DistributedDataParallel(net, {.bucket_cap_mb = 1e-6, .first_bucket_cap_mb = 1e-6});
   });
 }
@@ -324,14 +366,16 @@ TEST(SyncBatchNorm, UnderDistributedDataParallelWithGradientsUnderWay) {
 TEST(SyncBatchNorm, UnderFullyShardedDataParallel) {
   for (const FsdpOptions& options : {FsdpOptions{}, full({.unit_cap_mb = 1e-6, .max_gathered_units = 2})})
     for (const auto when : {Convert::kBefore, Convert::kAfter})
-      expect_training_as_on_the_whole_batch(kTwoEach, when, when == Convert::kAfter,
+      expect_training_as_on_the_whole_batch(kTwoEach, when,
+                                            when == Convert::kAfter ? std::optional(kNoRandomNumbers) : std::nullopt,
                                             [&](const auto& net) { return fully_shard(net, options); });
 }
 
 // Operators get copies of the parameters there, and there are no running statistics by which the module could be known.
 TEST(SyncBatchNorm, IsKnownWhenParametersAreReplacedByCopies) {
   struct Net : nn::Module {
-    nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(nn::BatchNormOptions(kChannels).track_running_stats(false)));
+    nn::BatchNorm1d norm =
+        register_module("norm", nn::BatchNorm1d(nn::BatchNormOptions(kChannels).track_running_stats(false)));
     Tensor forward(const Tensor& x) { return norm(x); }
   };
   on_hosts(kApart, [](World& world) {
@@ -384,7 +428,8 @@ TEST(SyncBatchNorm, BFloat16AndFloat16) {
       for (const bool all_low : {false, true})
         for (const bool affine : {true, false}) {
           SCOPED_TRACE(testing::Message() << dtype << all_low << affine);
-          const nn::BatchNormOptions options = nn::BatchNormOptions(kChannels).affine(affine).track_running_stats(!all_low);
+          const nn::BatchNormOptions options =
+              nn::BatchNormOptions(kChannels).affine(affine).track_running_stats(!all_low);
           auto whole = with_values(nn::BatchNorm2d(options), torch::kFloat),
                part = with_values(nn::BatchNorm2d(options), all_low ? dtype : torch::kFloat);
           convert_sync_batchnorm(part);
@@ -542,9 +587,8 @@ TEST(SyncBatchNorm, OneValuePerChannelInAll) {
   on_ranks(3, [](World& world) {
     auto module = with_values(SyncBatchNorm(kChannels), torch::kFloat);
     const Shape shape;
-    EXPECT_CONTAINS(
-        message_of<c10::Error>([&] { module(shape.drawn(world.rank() == 1 ? 1 : 0, 0, torch::kFloat)); }),
-        "Expected more than 1 value per channel when training");
+    EXPECT_CONTAINS(message_of<c10::Error>([&] { module(shape.drawn(world.rank() == 1 ? 1 : 0, 0, torch::kFloat)); }),
+                    "Expected more than 1 value per channel when training");
     // One on each rank is enough.
     const Tensor x = shape.drawn(3, 0, torch::kDouble);
     module->to(torch::kDouble);
@@ -578,6 +622,7 @@ TEST(SyncBatchNorm, Groups) {
 
 TEST(SyncBatchNorm, BadUse) {
   std::shared_ptr<SmallResNet> left;
+  SyncBatchNorm left_module{nullptr};
   on_ranks(2, [&](World& world) {
     auto norm = with_values(nn::BatchNorm2d(kChannels), torch::kFloat);
     auto module = with_values(SyncBatchNorm(kChannels), torch::kFloat);
@@ -598,17 +643,19 @@ TEST(SyncBatchNorm, BadUse) {
     if (world.rank() == 1) {
       EXPECT_CONTAINS(what, "eps 0.001");
     }
-    EXPECT_CONTAINS(message_of<Mismatch>([&] {
-                      convert_sync_batchnorm(nn::BatchNorm1d(3 + world.rank()));
-                    }),
+    EXPECT_CONTAINS(message_of<Mismatch>([&] { convert_sync_batchnorm(nn::BatchNorm1d(3 + world.rank())); }),
                     "differs");
     const auto different = make<SmallResNet>(7, nullptr);
     convert_sync_batchnorm(different);
-    if (world.rank() == 0) left = different;
+    if (world.rank() == 0) {
+      left = different;
+      left_module = module;
+    }
   });
   // The World has ended.
   const Tensor x = image_of(0, 0).to(torch::kFloat);
   EXPECT_CONTAINS(message_of<Aborted>([&] { left->forward(x); }), "convert_sync_batchnorm() in the new World");
+  EXPECT_THROW(left_module(torch::ones({2, 5})), Aborted);
   left->eval();
   EXPECT_TRUE(left->forward(x).isfinite().all().item<bool>());
   EXPECT_CONTAINS(message_of<Aborted>([&] { convert_sync_batchnorm(left); }), "World");

@@ -74,7 +74,7 @@ class SyncBatchNormImpl : public torch::nn::NormImplBase<0, SyncBatchNormImpl, t
   void _check_input_dim(const at::Tensor& input) override;
 
  private:
-  std::shared_ptr<const Group> group_;
+  std::weak_ptr<const Group> group_;
 };
 TORCH_MODULE(SyncBatchNorm);
 
