@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,limit,fault,idle,memory,copy]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,limit,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
@@ -250,6 +250,10 @@ class Bench:
                 commands.append(self.command("torchrun", str(HERE / "peers" / "ddp_torch.py"), *flags, *no_sync))
         return self.rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
 
+    def sync_batch_norm(self):
+        commands = [self.command("muster", str(self.build / "bench" / "bench_sync_batch_norm"))]
+        return self.rounds(commands, lambda row: (row["net"], row["impl"]), "ms", min)
+
     def fsdp(self):
         """One model for all ranks, PyTorch's FSDP2 over Gloo and over Muster's plug-in, and steps without synchronisation; activations that are computed again."""
         ours, peer = str(self.build / "bench" / "bench_fsdp"), str(HERE / "peers" / "fsdp_torch.py")
@@ -484,6 +488,12 @@ def show_ddp(rows):
           ["net", "impl", "DDP", "barrier", "neither", "DDP/neither", "DDP/barrier"], lines)
 
 
+def show_sync_batch_norm(rows):
+    table("a step with batch norms over the batches of all ranks, and with those of each rank alone: milliseconds (at most 10 % more)",
+          ["net", "impl", "all ranks", "alone", "more"],
+          [[row["net"], row["impl"], f"{row['ms']:.1f}", f"{row['ms_ordinary']:.1f}", f"{100 * row['share']:.1f} %"] for row in rows])
+
+
 def show_fsdp(rows):
     together = [row for row in rows if row["ranks"] > 1]
     local = next((row["ms"] for row in together if row["impl"] == "muster-none"), None)
@@ -573,7 +583,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "fsdp": show_fsdp, "hosts": show_hosts, "limit": show_limit, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
+    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "sync_batch_norm": show_sync_batch_norm, "fsdp": show_fsdp, "hosts": show_hosts, "limit": show_limit, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
             "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:

@@ -23,4 +23,5 @@
 #include "muster/parallel/fsdp.h"
 #include "muster/parallel/model_averager.h"
 #include "muster/parallel/on_meta.h"
+#include "muster/parallel/sync_batch_norm.h"
 #include "muster/store/store.h"

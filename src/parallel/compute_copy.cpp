@@ -16,6 +16,7 @@
 #include "base/text.h"
 #include "comm/kit/validate.h"
 #include "muster/base/error.h"
+#include "muster/parallel/sync_batch_norm.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
 
@@ -43,8 +44,9 @@ bool keeps_dtype(const torch::nn::Module& module, const MixedPrecision& precisio
   const auto is_one_of = [&]<typename... Modules>(std::tuple<Modules...>*) {
     return (dynamic_cast<const Modules*>(&module) || ...);
   };
-  using WithStatistics = std::tuple<nn::BatchNorm1dImpl, nn::BatchNorm2dImpl, nn::BatchNorm3dImpl,
-                                    nn::InstanceNorm1dImpl, nn::InstanceNorm2dImpl, nn::InstanceNorm3dImpl>;
+  using WithStatistics =
+      std::tuple<nn::BatchNorm1dImpl, nn::BatchNorm2dImpl, nn::BatchNorm3dImpl, nn::InstanceNorm1dImpl,
+                 nn::InstanceNorm2dImpl, nn::InstanceNorm3dImpl, SyncBatchNormImpl>;
   if (precision.param_dtype && c10::elementSize(*precision.param_dtype) == 2 &&
       is_one_of(static_cast<WithStatistics*>(nullptr)))
     return true;

@@ -16,7 +16,8 @@
 // and in a member variable. step(), recover_state_dict() and functional_call() put the new tensors into both; nothing
 // is copied, and what the graph has saved of earlier steps stays valid. They know the members of libtorch's own
 // modules. A class of your own that registers parameters or buffers and keeps them in members derives from
-// TensorMembers too; if it does not, these functions throw InvalidArgument, which names the class and the parameter.
+// TensorMembers (tensor_members.h) too; if it does not, these functions throw InvalidArgument, which names the class and
+// the parameter.
 // Parameters that a module shares with another stay shared.
 //
 // Since the module has new tensors, an optimizer of the outer loop that was made of net->parameters() holds the old
@@ -38,23 +39,11 @@
 #include <utility>
 #include <vector>
 
+#include "muster/optim/tensor_members.h"
 #include "muster/optim/transform.h"
 #include "muster/rpc/modules.h"
 
 namespace muster::optim {
-
-// For module classes that keep registered tensors in member variables:
-//
-//   struct Scale : torch::nn::Module, muster::optim::TensorMembers {
-//     torch::Tensor by;
-//     Scale() { by = register_parameter("by", torch::ones({1})); }
-//     std::vector<at::Tensor*> tensor_members() override { return {&by}; }
-//   };
-class TensorMembers {
- public:
-  virtual ~TensorMembers() = default;
-  virtual std::vector<at::Tensor*> tensor_members() = 0;
-};
 
 // kReference: the tensors themselves. kCopy: copies, through which gradients flow to the originals. kDeepCopy: copies
 // that know nothing of the originals.

@@ -1,0 +1,122 @@
+// What synchronized batch norms cost: muster run -n 2 bench_sync_batch_norm. One JSON object.
+// Two ResNet-18 under DistributedDataParallel take steps by turns, one with BatchNorm, one converted, so that both meet the
+// same state of the machine. `share`: how much longer the converted one's step is, as the median over pairs of steps.
+#include <ATen/Parallel.h>
+#include <torch/nn.h>
+#include <torch/optim/sgd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <vector>
+
+#include "muster/muster.h"
+
+namespace {
+
+namespace nn = torch::nn;
+using torch::Tensor;
+
+nn::Conv2d conv(int64_t in, int64_t out, int64_t size, int64_t stride) {
+  return nn::Conv2d(nn::Conv2dOptions(in, out, size).stride(stride).padding(size / 2).bias(false));
+}
+
+struct Block : nn::Module {
+  Block(int64_t in, int64_t out, int64_t stride)
+      : first(register_module("first", conv(in, out, 3, stride))),
+        second(register_module("second", conv(out, out, 3, 1))),
+        first_norm(register_module("first_norm", nn::BatchNorm2d(out))),
+        second_norm(register_module("second_norm", nn::BatchNorm2d(out))) {
+    if (stride != 1 || in != out)
+      shortcut = register_module("shortcut", nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)));
+  }
+  Tensor forward(const Tensor& x) {
+    const Tensor y = second_norm(second(torch::relu(first_norm(first(x)))));
+    return torch::relu(y + (shortcut ? shortcut->forward(x) : x));
+  }
+  nn::Conv2d first, second;
+  nn::BatchNorm2d first_norm, second_norm;
+  nn::Sequential shortcut{nullptr};
+};
+
+struct ResNet18 : nn::Module {
+  ResNet18() {
+    layers->push_back(conv(3, 64, 7, 2));
+    layers->push_back(nn::BatchNorm2d(64));
+    layers->push_back(nn::ReLU());
+    layers->push_back(nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1)));
+    int64_t channels = 64;
+    for (const int64_t width : {64, 128, 256, 512})
+      for (const bool is_first : {true, false}) {
+        layers->push_back(Block(channels, width, is_first && width > 64 ? 2 : 1));
+        channels = width;
+      }
+    layers->push_back(nn::AdaptiveAvgPool2d(1));
+    layers->push_back(nn::Flatten());
+    layers->push_back(nn::Linear(512, 1000));
+    register_module("layers", layers);
+  }
+  Tensor forward(const Tensor& x) { return layers->forward(x); }
+  nn::Sequential layers;
+};
+
+struct Training {
+  explicit Training(bool convert) {
+    if (convert) muster::convert_sync_batchnorm(net);
+    ddp = std::make_unique<muster::DistributedDataParallel<ResNet18>>(net);
+  }
+  double seconds_of_step(const Tensor& x, const Tensor& y) {
+    muster::barrier();
+    const auto start = std::chrono::steady_clock::now();
+    sgd.zero_grad();
+    nn::functional::cross_entropy(ddp->forward(x), y).backward();
+    sgd.step();
+    muster::barrier();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+  std::shared_ptr<ResNet18> net = std::make_shared<ResNet18>();
+  std::unique_ptr<muster::DistributedDataParallel<ResNet18>> ddp;
+  torch::optim::SGD sgd{net->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9)};
+};
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int steps = 21;
+  int64_t batch = 8, side = 112;
+  CLI::App app{"The cost of synchronized batch norms"};
+  app.add_option("--steps", steps);
+  app.add_option("--batch", batch, "images of each rank");
+  app.add_option("--side", side, "pixels of an image");
+  CLI11_PARSE(app, argc, argv);
+
+  at::set_num_threads(1);
+  auto world = muster::init();
+  torch::manual_seed(world.rank());
+  const Tensor x = torch::randn({batch, 3, side, side}), y = torch::randint(1000, {batch});
+  Training ordinary(false), converted(true);
+  std::vector<double> without, with, share;
+  for (int step = -2; step < steps; ++step) {  // two warm up
+    const double a = ordinary.seconds_of_step(x, y), b = converted.seconds_of_step(x, y);
+    if (step < 0) continue;
+    without.push_back(a);
+    with.push_back(b);
+    share.push_back(b / a - 1);
+  }
+  if (world.rank() == 0)
+    std::printf(
+        R"({"bench": "sync_batch_norm", "net": "resnet18", "impl": "muster", "ranks": %d, "batch": %d, "side": %d, )"
+        R"("ms": %.2f, "ms_ordinary": %.2f, "share": %.4f})"
+        "\n",
+        world.world_size(), static_cast<int>(batch), static_cast<int>(side), median(with) * 1e3, median(without) * 1e3,
+        median(share));
+}
