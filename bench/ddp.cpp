@@ -1,6 +1,8 @@
-// Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--sync ddp|barrier|none].
+// Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--sync ddp|barrier|none] [--hook power]
+// [--shards 8].
 // One JSON object. With `barrier`, a barrier after each step is all that connects the ranks: no synchronisation can be
-// faster, because each step takes as long as the slower rank's.
+// faster, because each step takes as long as the slower rank's. With --shards, gradients are the same to the bit on any
+// number of ranks; the batches of all ranks together are what is divided.
 // The data are random, in Fashion-MNIST's shapes: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
 #include <torch/nn.h>
@@ -44,14 +46,18 @@ struct Wide final : Net {  // 25.5 million parameters, 102 MB of gradients
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string name = "small", sync = "ddp";
-  int steps = 200, batch = 64;
+  std::string name = "small", sync = "ddp", hook = "none";
+  int steps = 200, batch = 64, warmup = 20, shards = 0;
   CLI::App app{"Data-parallel training over Muster"};
   app.add_option("--net", name)->check(CLI::IsMember({"small", "wide"}));
   app.add_option("--steps", steps);
   app.add_option("--batch", batch);
   app.add_option("--sync", sync, "what connects the ranks: DDP, a barrier per step, or nothing")
       ->check(CLI::IsMember({"ddp", "barrier", "none"}));
+  app.add_option("--hook", hook, "a communication hook: PowerSGD of rank 2, or bfloat16")
+      ->check(CLI::IsMember({"none", "power", "bf16"}));
+  app.add_option("--shards", shards, "of the global batch, with reproducible gradients; 0: as usual");
+  app.add_option("--warmup", warmup, "steps that are not measured");
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(1);
@@ -63,23 +69,37 @@ int main(int argc, char** argv) {
   else
     net = std::make_shared<Wide>();
   std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
-  if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
+  if (sync == "ddp")
+    ddp = std::make_unique<muster::DistributedDataParallel<Net>>(
+        net, muster::DdpOptions{.reproducible = {.shards = shards}});
+  if (hook == "power")
+    ddp->register_comm_hook(muster::comm_hooks::PowerSgd({.matrix_approximation_rank = 2, .start_iter = 2}));
+  if (hook == "bf16") ddp->register_comm_hook(muster::comm_hooks::bf16_compress);
   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.5));
   const auto x = torch::rand({8192, 1, 28, 28});
   const auto y = torch::randint(10, {8192});
 
-  constexpr int kWarmup = 20;
   std::chrono::steady_clock::time_point start;
-  for (int step = 0; step < steps + kWarmup; ++step) {
-    if (step == kWarmup) {
+  for (int step = 0; step < steps + warmup; ++step) {
+    if (step == warmup) {
       muster::barrier();
       start = std::chrono::steady_clock::now();
     }
     const int64_t i = (step * world.world_size() + world.rank()) * batch % (x.size(0) - batch);
     const auto input = x.narrow(0, i, batch), target = y.narrow(0, i, batch);
     optimizer.zero_grad();
-    const auto output = ddp ? ddp->forward(input) : net->forward(input);
-    torch::nn::functional::cross_entropy(output, target).backward();
+    if (shards > 0) {
+      const auto mine = ddp->shards();
+      const int64_t rows = batch / static_cast<int64_t>(mine.size());
+      ddp->backward_by_shards(static_cast<uint64_t>(step), [&](int shard) {
+        const int64_t at = (shard - mine[0]) * rows;
+        return torch::nn::functional::cross_entropy(net->forward(input.narrow(0, at, rows)),
+                                                    target.narrow(0, at, rows));
+      });
+    } else {
+      const auto output = ddp ? ddp->forward(input) : net->forward(input);
+      torch::nn::functional::cross_entropy(output, target).backward();
+    }
     optimizer.step();
     if (sync == "barrier") muster::barrier();
   }
@@ -89,7 +109,9 @@ int main(int argc, char** argv) {
     std::printf(R"({"bench": "ddp", "net": "%s", "impl": "%s", "ranks": %d, "samples_per_s": %.1f, "blocked": %.4f})"
                 "\n",
                 name.c_str(),
-                sync == "ddp"    ? "muster"
+                shards > 0       ? "muster-reproducible"
+                : hook != "none" ? ("muster-" + hook).c_str()
+                : sync == "ddp"  ? "muster"
                 : sync == "none" ? "muster-nosync"
                                  : "muster-barrier",
                 world.world_size(), steps * batch * world.world_size() / seconds,

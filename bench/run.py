@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,limit,fault,idle,memory,copy]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,slow_link,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,limit,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
@@ -38,9 +38,12 @@ SIZES = (16, 4 << 10, 64 << 10, 256 << 10, 4 << 20)
 
 
 class TwoHosts:
-    """Two network namespaces, with a link of 1 Gbit/s between them."""
+    """Two network namespaces, with a link between them."""
 
     ADDRESSES = ("10.213.9.1", "10.213.9.2")
+
+    def __init__(self, rate="1gbit"):
+        self.rate = rate
 
     def __enter__(self):
         self.names = [f"muster-bench-{os.getpid()}-{side}" for side in "ab"]
@@ -52,7 +55,7 @@ class TwoHosts:
         script = f"ip netns add {one}; ip netns add {two}; ip -n {one} link add mu0 type veth peer name mu0 netns {two}"
         for name, address in zip(self.names, self.ADDRESSES):
             script += f"; ip -n {name} addr add {address}/24 dev mu0; ip -n {name} link set mu0 up; ip -n {name} link set lo up"
-            script += f"; ip netns exec {name} tc qdisc add dev mu0 root tbf rate 1gbit burst 256kb latency 50ms"
+            script += f"; ip netns exec {name} tc qdisc add dev mu0 root tbf rate {self.rate} burst 256kb latency 50ms"
         made = subprocess.run(["/bin/sh", "-ec", script], capture_output=True, text=True)
         self.missing = f"it needs ip(8) and the right to make namespaces: {made.stderr.strip()}" if made.returncode else ""
         return self
@@ -246,9 +249,26 @@ class Bench:
             flags = ["--net", net, "--steps", str(steps)]
             for sync in ("ddp", "barrier", "none"):
                 commands.append(self.command("muster", str(self.build / "bench" / "bench_ddp"), *flags, "--sync", sync))
+            commands.append(self.command("muster", str(self.build / "bench" / "bench_ddp"), *flags, "--shards", "8"))
             for no_sync in ([], ["--no-sync"]):
                 commands.append(self.command("torchrun", str(HERE / "peers" / "ddp_torch.py"), *flags, *no_sync))
         return self.rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
+
+    def slow_link(self):
+        """PowerSGD on two hosts of one rank each, with 200 Mbit/s between them."""
+        flags, found = ["--net", "wide", "--steps", "4", "--warmup", "3"], {}
+        with TwoHosts("200mbit") as hosts:
+            if hosts.missing:
+                self.missing["a slow link"] = hosts.missing
+                return []
+            for _ in range(self.args.rounds):
+                for hook in ("none", "bf16", "power"):
+                    row = hosts.row(self.env, [str(self.muster), "run", "--no-prefix", "--rdzv", f"{hosts.ADDRESSES[0]}:29400", "--secret-file", hosts.secret, "-n", "1"], [str(self.build / "bench" / "bench_ddp"), *flags, "--hook", hook])
+                    found.setdefault(row["impl"], []).append(row)
+                for hook in ("none", "power"):
+                    row = hosts.row(self.env, [sys.executable, "-m", "torch.distributed.run", "--master-addr", hosts.ADDRESSES[0], "--master-port", "29500", "--nproc-per-node", "1"], [str(HERE / "peers" / "ddp_torch.py"), *flags, "--hook", hook])
+                    found.setdefault(row["impl"], []).append(row)
+        return [dict(max(rows, key=lambda row: row["samples_per_s"]), bench="slow_link", hosts=2, mbit_per_s=200) for rows in found.values()]
 
     def sync_batch_norm(self):
         commands = [self.command("muster", str(self.build / "bench" / "bench_sync_batch_norm"))]
@@ -484,8 +504,17 @@ def show_ddp(rows):
                 with_sync, without, barrier = rate[net, name], rate[net, name + "-nosync"], rate.get((net, name + "-barrier"))
                 lines.append([net, name, f"{with_sync:.0f}", f"{barrier:.0f}" if barrier else "", f"{without:.0f}",
                               f"{100 * with_sync / without:.1f} %", f"{100 * with_sync / barrier:.1f} %" if barrier else ""])
+    for net in dict.fromkeys(key[0] for key in rate):
+        if (net, "muster-reproducible") in rate:
+            lines.append([net, "muster, the same bits on any number of ranks", f"{rate[net, 'muster-reproducible']:.0f}", "", "", "", ""])
     table("data-parallel training: samples/s with DDP, with a barrier per step instead (no synchronisation can be faster), and with neither",
           ["net", "impl", "DDP", "barrier", "neither", "DDP/neither", "DDP/barrier"], lines)
+
+
+def show_slow_link(rows):
+    rate = {row["impl"]: row["samples_per_s"] for row in rows}
+    table("two hosts with 200 Mbit/s between them: samples/s, and times those without a hook",
+          ["impl", "samples/s", "gain"], [[impl, f"{of:.1f}", f"{of / rate[impl.split('-')[0]]:.1f}"] for impl, of in rate.items()])
 
 
 def show_sync_batch_norm(rows):
@@ -583,7 +612,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "sync_batch_norm": show_sync_batch_norm, "fsdp": show_fsdp, "hosts": show_hosts, "limit": show_limit, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
+    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "slow_link": show_slow_link, "sync_batch_norm": show_sync_batch_norm, "fsdp": show_fsdp, "hosts": show_hosts, "limit": show_limit, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
             "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:

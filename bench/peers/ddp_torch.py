@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel over Gloo. torchrun --nproc-per-node 2 ddp_torch.py --net small|wide [--no-sync].
+"""PyTorch's DistributedDataParallel over Gloo. torchrun --nproc-per-node 2 ddp_torch.py --net small|wide [--no-sync] [--hook power].
 
 The same nets, data shapes, optimizer and steps as ../ddp.cpp. One JSON object.
 """
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -44,6 +45,8 @@ parser.add_argument("--net", choices=["small", "wide"], default="small")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--batch", type=int, default=64)
 parser.add_argument("--no-sync", action="store_true")
+parser.add_argument("--hook", choices=["none", "power"], default="none")
+parser.add_argument("--warmup", type=int, default=20)
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -54,9 +57,11 @@ net = {"small": Small, "wide": Wide}[args.net]()
 model = net if args.no_sync else DistributedDataParallel(net, gradient_as_bucket_view=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 x, y = torch.rand(8192, 1, 28, 28), torch.randint(10, (8192,))
-WARMUP = 20
-for step in range(args.steps + WARMUP):
-    if step == WARMUP:
+if args.hook == "power":
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+for step in range(args.steps + args.warmup):
+    if step == args.warmup:
         dist.barrier()
         start = time.perf_counter()
     i = (step * world + rank) * args.batch % (len(x) - args.batch)
@@ -66,7 +71,7 @@ for step in range(args.steps + WARMUP):
 dist.barrier()
 seconds = time.perf_counter() - start
 if rank == 0:
-    impl = "pytorch-nosync" if args.no_sync else "pytorch"
+    impl = "pytorch-nosync" if args.no_sync else "pytorch-power" if args.hook == "power" else "pytorch"
     row = {"bench": "ddp", "net": args.net, "impl": impl, "ranks": world, "samples_per_s": round(args.steps * args.batch * world / seconds, 1)}
     print(json.dumps(row), flush=True)
 dist.destroy_process_group()
