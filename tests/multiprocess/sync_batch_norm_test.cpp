@@ -393,6 +393,32 @@ TEST(SyncBatchNorm, IsKnownWhenParametersAreReplacedByCopies) {
   });
 }
 
+TEST(SyncBatchNorm, StaysInFloat32InMixedPrecision) {
+  struct Net : nn::Module {
+    nn::Conv2d conv = register_module("conv", nn::Conv2d(3, 8, 3));
+    SyncBatchNorm norm = register_module("norm", SyncBatchNorm(8));
+    at::ScalarType seen = torch::kLong;
+    Tensor forward(const Tensor& x) {
+      seen = (norm->weight + 0).scalar_type();
+      return norm(conv(x));
+    }
+  };
+  on_hosts(kApart, [](World& world) {
+    for (FsdpOptions options : {FsdpOptions{}, full()}) {
+      options.mixed_precision = {.param_dtype = torch::kBFloat16};
+      auto model = fully_shard(std::make_shared<Net>(), options);
+      const Tensor y = model(drawn(0, world.rank(), {2, 3, 6, 6}) + world.rank());
+      EXPECT_EQ(y.scalar_type(), torch::kBFloat16);
+      EXPECT_EQ(model.module()->seen, torch::kFloat);
+      const Tensor mean = y.detach().to(torch::kFloat).mean({0, 2, 3});
+      EXPECT_GT(largest(mean), 0.05);  // of this rank's part
+      EXPECT_LT(largest(sum_over_ranks(mean)), 0.02);
+      y.sum().backward();
+      model.synchronize();
+    }
+  });
+}
+
 // New parameters in every step; the running statistics stay.
 TEST(SyncBatchNorm, TakesStepsOfMetaSgd) {
   on_ranks(2, [](World& world) {
