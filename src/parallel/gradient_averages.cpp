@@ -4,6 +4,8 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <map>
@@ -25,6 +27,18 @@ at::Tensor no_rows(const at::Tensor& parameter) {
   return at::sparse_coo_tensor(at::empty({1, 0}, options.dtype(at::kLong)), at::empty(values, options),
                                parameter.sizes());
 }
+
+// A constant as a function of the parameters, whose derivative is zero: so its backward() reaches them, as on other ranks.
+struct ConstantIn final : torch::autograd::Function<ConstantIn> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& /*parameters*/,
+                            const at::Tensor& value) {
+    return value.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list& gradients) {
+    return {at::zeros_like(gradients[0]), at::Tensor()};
+  }
+};
 
 }  // namespace
 
@@ -198,7 +212,7 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
 
 // With create_graph: gradients are functions of the parameters, and so are their averages. They do not live in buckets.
 // A rank whose backward() threw gives zeros for sparse gradients, which the others have refused.
-std::vector<float> GradientReducer::Impl::average_with_graph() {
+std::vector<float> GradientReducer::Impl::average_with_graph(bool sets) {
   for (auto& parameter : parameters) parameter.used &= parameter.tensor.grad().defined();
   std::vector<float> shares = shares_used_on_all_ranks();
   std::map<at::ScalarType, std::vector<size_t>> by_dtype;
@@ -214,10 +228,15 @@ std::vector<float> GradientReducer::Impl::average_with_graph() {
                                 : at::zeros({tensor.numel()}, tensor.options().requires_grad(false)));
     }
     at::Tensor all = at::cat(flat);
-    if (!all.requires_grad()) all = all.detach().requires_grad_();  // the other ranks' may be functions of parameters
+    if (!all.requires_grad()) {  // the other ranks' may be functions of parameters
+      std::vector<at::Tensor> of;
+      for (const size_t i : indices) of.push_back(parameters[i].tensor.reshape({-1}));
+      all = ConstantIn::apply(at::cat(of), all);
+    }
     const at::Tensor averages = functional::all_reduce(all, averaging());
     int64_t offset = 0;
     for (const size_t i : indices) {
+      if (!sets) break;
       const at::Tensor& tensor = parameters[i].tensor;
       // Not a view: optimizers call detach_() on gradients, which views refuse.
       tensor.mutable_grad() = averages.narrow(0, offset, tensor.numel()).view(tensor.sizes()).clone();

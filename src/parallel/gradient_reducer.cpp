@@ -236,7 +236,7 @@ void GradientReducer::Impl::abandon_backward() {
   bool all = false;
   if (synced) {
     for (auto& parameter : parameters) parameter.used = parameter.ready;
-    all = may_rebuild(average_the_rest());
+    all = may_rebuild(keeps_graph ? average_with_graph(/*sets=*/false) : reduce_the_rest());
   }
   for (auto& parameter : parameters) {
     parameter.kept = at::Tensor();  // after an exception, gradients are undefined
@@ -257,7 +257,7 @@ void GradientReducer::Impl::finish_backward() {
     return;
   }
   const at::NoGradGuard no_grad;
-  const std::vector<float> shares = average_the_rest();
+  const std::vector<float> shares = keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest();
   if (!keeps_graph) use_averages(shares);
   const std::string wrong = std::exchange(wrong_results, "");
   reset();

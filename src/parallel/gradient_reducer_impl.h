@@ -75,8 +75,8 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void launch(size_t index);
   void call_hook(size_t index);
   std::string use_hooks_results();
-  std::vector<float> average_with_graph();
-  std::vector<float> average_the_rest() { return keeps_graph ? average_with_graph() : reduce_the_rest(); }
+  // `sets`: whether each .grad becomes the average.
+  std::vector<float> average_with_graph(bool sets);
   void use_averages(const std::vector<float>& shares);
   void launch_ready_buckets();
   bool will_be_freed(const Bucket& bucket) const;

@@ -594,7 +594,7 @@ TEST(ModelAverager, AveragesAmongTheRanksOfTheLargestPeriod) {
     const Group pair = world.group().split(world.rank() / 2);
     ModelAverager averager({.periods = {{2, pair}, {6, {}}}, .warmup_steps = 1});
     for (int step = 0; step < 8; ++step) {
-      const std::vector<Tensor> parameters = {torch::full({3, 2}, world.rank(), torch::requires_grad()),
+      const std::vector<Tensor> parameters = {torch::full({3, 2}, 1. * world.rank(), torch::requires_grad()),
                                               torch::full({5}, 10. * world.rank(), torch::kDouble),
                                               torch::full({2, 2}, -1. * world.rank()).t()};
       const bool due = step >= 1 && step % 2 == 0;
@@ -610,8 +610,9 @@ TEST(ModelAverager, AveragesAmongTheRanksOfTheLargestPeriod) {
     expect_refusal({"has no period"}, [] { ModelAverager({}); });
     expect_refusal({"a period of ModelAverager is 0"}, [] { ModelAverager({.periods = {{0, {}}}}); });
     const Group first = world.group().split(world.rank() < 2 ? 0 : -1);
-    if (world.rank() >= 2)
+    if (world.rank() >= 2) {
       expect_refusal({"not a member of the group with period 3"}, [&] { ModelAverager({.periods = {{3, first}}}); });
+    }
   });
 }
 
@@ -632,7 +633,9 @@ TEST(ModelAverager, KeepsRanksTogetherThatTrainByThemselves) {
       }
       averager.average_parameters(ddp->parameters());
       if (step % 3 == 0) expect_close(ddp->parameters(), alone, 1e-12);
-      if (step == 5) EXPECT_FALSE(torch::allclose(ddp->p[0], alone[0]));
+      if (step == 5) {
+        EXPECT_FALSE(torch::allclose(ddp->p[0], alone[0]));
+      }
     }
   });
 }

@@ -108,7 +108,6 @@ TEST(DdpGraph, BackwardThatMakesAGraphAddsToGradients) {
     for (const Tensor& parameter : net.parameters()) penalty = penalty + parameter.grad().square().sum();
     penalty.backward();
     // The optimizers of libtorch detach gradients in place.
-    torch::optim::SGD(net.parameters(), 0.1).step();
     std::vector<Tensor> gradients;
     for (const Tensor& parameter : net.parameters()) gradients.push_back(parameter.grad().detach().clone());
     torch::optim::SGD(net.parameters(), 0.1).zero_grad();

@@ -156,7 +156,8 @@ TEST(DdpOptionsTest, ASparseGradientOfABackwardThatThrew) {
 TEST(DdpOptionsTest, RanksThatDifferInSparsityAreAMismatch) {
   on_ranks(2, [](World& world) {
     const auto net = make_words(world.rank() == 0);
-    EXPECT_CONTAINS(message_of<Mismatch>([&] { DistributedDataParallel<Words>{net}; }), "sparse=");
+    const std::string what = message_of<Mismatch>([&] { DistributedDataParallel<Words>{net}; });
+    EXPECT_CONTAINS(what, world.rank() == 0 ? "another rank's module differs" : "sparse=");
   });
 }
 
@@ -184,7 +185,7 @@ TEST(DdpOptionsTest, IgnoredTensorsAreEachRanksOwn) {
     EXPECT_TRUE(torch::equal(net->own->weight, make(mine)->own->weight));
     EXPECT_EQ(net->norm->running_mean[0].item<double>(), mine);
     EXPECT_EQ(net->norm->running_var[0].item<double>(), 2);
-    const Tensor x = torch::arange(12.).view({4, 3}) * (1 + world.rank());
+    const Tensor x = torch::sin(torch::arange(12.) * (1 + world.rank())).view({4, 3});
     ddp.forward(x).pow(3).sum().backward();
     const auto local = make(1);
     {
