@@ -9,35 +9,39 @@
 #include <typeinfo>
 
 namespace muster::optim {
+namespace {
+
+namespace of_torch = torch::optim;  // this namespace has names as SGD and Adam of its own
+
+}  // namespace
 
 State new_state_for(const torch::optim::Optimizer& optimizer) {
-  using namespace torch::optim;
   const auto& type = typeid(optimizer);
-  if (type == typeid(SGD)) return std::make_unique<SGDParamState>();
-  if (type == typeid(Adam)) return std::make_unique<AdamParamState>();
-  if (type == typeid(AdamW)) return std::make_unique<AdamWParamState>();
-  if (type == typeid(RMSprop)) return std::make_unique<RMSpropParamState>();
-  if (type == typeid(Adagrad)) return std::make_unique<AdagradParamState>();
+  if (type == typeid(of_torch::SGD)) return std::make_unique<of_torch::SGDParamState>();
+  if (type == typeid(of_torch::Adam)) return std::make_unique<of_torch::AdamParamState>();
+  if (type == typeid(of_torch::AdamW)) return std::make_unique<of_torch::AdamWParamState>();
+  if (type == typeid(of_torch::RMSprop)) return std::make_unique<of_torch::RMSpropParamState>();
+  if (type == typeid(of_torch::Adagrad)) return std::make_unique<of_torch::AdagradParamState>();
   return nullptr;
 }
 
 std::vector<Field> fields_of(torch::optim::OptimizerParamState& state) {
-  using namespace torch::optim;
   const auto adam = [](auto& of) -> std::vector<Field> {
     return {{"step", nullptr, &of.step()},
             {"exp_avg", &of.exp_avg()},
             {"exp_avg_sq", &of.exp_avg_sq()},
             {"max_exp_avg_sq", &of.max_exp_avg_sq()}};
   };
-  if (auto* const of = dynamic_cast<SGDParamState*>(&state)) return {{"momentum_buffer", &of->momentum_buffer()}};
-  if (auto* const of = dynamic_cast<AdamParamState*>(&state)) return adam(*of);
-  if (auto* const of = dynamic_cast<AdamWParamState*>(&state)) return adam(*of);
-  if (auto* const of = dynamic_cast<RMSpropParamState*>(&state))
+  if (auto* const of = dynamic_cast<of_torch::SGDParamState*>(&state))
+    return {{"momentum_buffer", &of->momentum_buffer()}};
+  if (auto* const of = dynamic_cast<of_torch::AdamParamState*>(&state)) return adam(*of);
+  if (auto* const of = dynamic_cast<of_torch::AdamWParamState*>(&state)) return adam(*of);
+  if (auto* const of = dynamic_cast<of_torch::RMSpropParamState*>(&state))
     return {{"step", nullptr, &of->step()},
             {"square_avg", &of->square_avg()},
             {"momentum_buffer", &of->momentum_buffer()},
             {"grad_avg", &of->grad_avg()}};
-  if (auto* const of = dynamic_cast<AdagradParamState*>(&state))
+  if (auto* const of = dynamic_cast<of_torch::AdagradParamState*>(&state))
     return {{"step", nullptr, &of->step()}, {"sum", &of->sum()}};
   return {};
 }
@@ -49,12 +53,11 @@ std::vector<std::string_view> zeros_of_first_step(const torch::optim::Optimizer&
     if (amsgrad) return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
     return {"exp_avg", "exp_avg_sq"};
   };
-  if (type == typeid(torch::optim::Adam))
-    return adam(static_cast<const torch::optim::AdamOptions&>(group.options()).amsgrad());
-  if (type == typeid(torch::optim::AdamW))
-    return adam(static_cast<const torch::optim::AdamWOptions&>(group.options()).amsgrad());
-  if (type != typeid(torch::optim::RMSprop)) return {};
-  const auto& options = static_cast<const torch::optim::RMSpropOptions&>(group.options());
+  if (type == typeid(of_torch::Adam)) return adam(static_cast<const of_torch::AdamOptions&>(group.options()).amsgrad());
+  if (type == typeid(of_torch::AdamW))
+    return adam(static_cast<const of_torch::AdamWOptions&>(group.options()).amsgrad());
+  if (type != typeid(of_torch::RMSprop)) return {};
+  const auto& options = static_cast<const of_torch::RMSpropOptions&>(group.options());
   std::vector<std::string_view> fields = {"square_avg"};
   if (options.momentum() > 0) fields.emplace_back("momentum_buffer");
   if (options.centered()) fields.emplace_back("grad_avg");
