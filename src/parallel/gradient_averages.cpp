@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <utility>
 
@@ -189,6 +190,14 @@ std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
   return shares;
 }
 
+// The share of the ranks with data that reached each parameter.
+std::vector<float> GradientReducer::Impl::of_contributors(std::vector<float> shares) const {
+  const int n = options.group.size();
+  if (contributors == n) return shares;
+  for (float& share : shares) share = std::round(share * static_cast<float>(n)) / static_cast<float>(contributors);
+  return shares;
+}
+
 // Sets each .grad to the average, where it is to be kept.
 void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
   for (size_t i = 0; i < shares.size(); ++i) {
@@ -198,6 +207,8 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
     if (!is_mine(parameter)) {
       grad = at::Tensor();
     } else if (shares[i] > 0) {
+      if (averages_over_contributors && contributors != options.group.size())
+        parameter.view.mul_(static_cast<double>(options.group.size()) / contributors);
       if (kept.defined()) parameter.view.add_(kept);
       grad = parameter.view;
     } else if (kept.defined()) {

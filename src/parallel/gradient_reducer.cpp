@@ -67,6 +67,21 @@ void GradientReducer::set_hook(CommHook hook) {
   impl_->hook = std::move(hook);
 }
 
+void GradientReducer::set_contributors(int count, bool average_over_them) {
+  impl_->contributors = count;
+  impl_->averages_over_contributors = average_over_them;
+}
+
+void GradientReducer::backward_without_data() {
+  Impl& s = *impl_;
+  const at::NoGradGuard no_grad;
+  s.synced = true;
+  s.keeps_graph = false;
+  s.ready_order.clear();
+  for (auto& parameter : s.parameters) parameter.tensor.mutable_grad() = at::Tensor();
+  s.finish(s.of_contributors(s.reduce_the_rest()), /*is_complete=*/true);
+}
+
 bool GradientReducer::sync() const { return impl_->sync; }
 bool GradientReducer::set_sync(bool on) { return std::exchange(impl_->sync, on); }
 
@@ -169,6 +184,9 @@ void GradientReducer::Impl::begin_backward() {
   if (with_graph && hook && sync)
     throw InvalidArgument("backward() with create_graph does not go through a communication hook",
                           "Use a module without a hook, or autograd::grad()");
+  if (with_graph && sync && contributors != options.group.size())
+    throw InvalidArgument("backward() with create_graph needs data on all ranks", "Use it outside of join()");
+  if (sync) options.on_begin();
   dirty = true;
   synced = sync;
   keeps_graph = with_graph;
@@ -236,7 +254,7 @@ void GradientReducer::Impl::abandon_backward() {
   bool all = false;
   if (synced) {
     for (auto& parameter : parameters) parameter.used = parameter.ready;
-    all = may_rebuild(keeps_graph ? average_with_graph(/*sets=*/false) : reduce_the_rest());
+    all = may_rebuild(of_contributors(keeps_graph ? average_with_graph(/*sets=*/false) : reduce_the_rest()));
   }
   for (auto& parameter : parameters) {
     parameter.kept = at::Tensor();  // after an exception, gradients are undefined
@@ -246,7 +264,7 @@ void GradientReducer::Impl::abandon_backward() {
   const bool is_over = synced;
   reset();
   if (!rebuilt && all) rebuild_in_ready_order();
-  if (is_over) options.on_averaged();
+  if (is_over) options.on_averaged(/*is_complete=*/false);
 }
 
 // Runs when the engine has finished this backward().
@@ -257,12 +275,15 @@ void GradientReducer::Impl::finish_backward() {
     return;
   }
   const at::NoGradGuard no_grad;
-  const std::vector<float> shares = keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest();
+  finish(of_contributors(keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest()), /*is_complete=*/true);
+}
+
+void GradientReducer::Impl::finish(const std::vector<float>& shares, bool is_complete) {
   if (!keeps_graph) use_averages(shares);
   const std::string wrong = std::exchange(wrong_results, "");
   reset();
   if (!rebuilt && may_rebuild(shares)) rebuild_in_ready_order();
-  options.on_averaged();
+  options.on_averaged(is_complete);
   if (!wrong.empty()) throw InvalidArgument(wrong, "Return the bucket's buffer(), or a tensor with as many elements");
   if (!complete(shares) && !options.find_unused_parameters) report_unused(shares);
 }

@@ -65,8 +65,11 @@ struct ReducerOptions {
   bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average
   std::optional<at::ScalarType> reduce_dtype = {};  // in which gradients travel between hosts; none: in their own
   size_t most_in_flight = std::numeric_limits<size_t>::max();
-  // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
-  std::function<void()> on_averaged = [] {};
+  // When a backward() that is not in no_sync() begins.
+  std::function<void()> on_begin = [] {};
+  // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners). `is_complete`:
+  // whether it ended without an exception on this rank.
+  std::function<void(bool is_complete)> on_averaged = [](bool) {};
 };
 
 class GradientReducer {
@@ -83,6 +86,11 @@ class GradientReducer {
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
   // Without owners: from the next backward() on, instead of averaging. InvalidArgument if there is one already.
   void set_hook(CommHook hook);
+  // Without owners. For ranks that have no more data: what backward() does on the others, with gradients that do not count.
+  // Afterwards each .grad is the average, as there.
+  void backward_without_data();
+  // So many ranks have data. `average_over_them`: gradients become their averages; else those of all ranks, with zeros.
+  void set_contributors(int count, bool average_over_them);
   // Without owners and sparse gradients, outside of backward(): adds to each .grad what `reduce` makes, in place, of the
   // given gradients. It gets one tensor per bucket, where undefined gradients are zeros. Then as after backward().
   void add_gradients(const std::vector<at::Tensor>& given, const std::function<void(const at::Tensor& bucket)>& reduce);

@@ -25,7 +25,8 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
       : options(std::move(with)),
         heap(std::move(its_heap)),
         blocks(heap, options.replace_allocator),
-        averages_among(options.group) {}
+        averages_among(options.group),
+        contributors(options.group.size()) {}
 
   const ReducerOptions options;
   const std::shared_ptr<Heap> heap;
@@ -38,6 +39,8 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   std::string wrong_results;            // of the hook, in this backward()
   std::vector<size_t> ready_order;      // parameters in the order in which the first step's gradients came
   bool rebuilt = false;
+  int contributors;  // ranks with data
+  bool averages_over_contributors = false;
 
   bool sync = true;          // whether the next backward() reduces
   bool synced = true;        // whether the last backward() that began reduces
@@ -75,6 +78,8 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void launch(size_t index);
   void call_hook(size_t index);
   std::string use_hooks_results();
+  std::vector<float> of_contributors(std::vector<float> shares) const;
+  void finish(const std::vector<float>& shares, bool is_complete);
   // `sets`: whether each .grad becomes the average.
   std::vector<float> average_with_graph(bool sets);
   void use_averages(const std::vector<float>& shares);

@@ -117,7 +117,7 @@ void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const 
       "Call gather() of the FullyShardedDataParallel that has them, on all ranks, before another is made");
 }
 
-void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group) {
+void broadcast_together(const std::vector<NamedTensor>& tensors, const Group& group, int root) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> small;
   int64_t total = 0;
@@ -130,7 +130,7 @@ void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& 
       if (tensor.nbytes() > 0) small.push_back(values);
       total += static_cast<int64_t>(tensor.nbytes());
     } else {
-      broadcast(values, 0, {.group = group});
+      broadcast(values, root, {.group = group});
     }
   }
   if (small.empty()) return;
@@ -142,9 +142,9 @@ void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& 
       at += tensor.nbytes();
     }
   };
-  if (group.rank() == 0) copy(true);
-  broadcast(together, 0, {.group = group});
-  if (group.rank() != 0) copy(false);
+  if (group.rank() == root) copy(true);
+  broadcast(together, root, {.group = group});
+  if (group.rank() != root) copy(false);
 }
 
 }  // namespace muster::parallel

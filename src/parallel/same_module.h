@@ -35,8 +35,8 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
 void give_values(const at::Tensor& tensor, const at::Tensor& values);
 // Throws InvalidArgument on every rank if a rank has no values of a tensor now (gather() would get them).
 void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const Group& group);
-// Copies rank 0's values to all, if they are not on the device "meta". Tensors of up to kCoalesced bytes travel together, in one broadcast.
+// Copies rank root's values to all, if they are not on the device "meta". Tensors of up to kCoalesced bytes travel together, in one broadcast.
 inline constexpr size_t kCoalesced = 64 << 10;
-void broadcast_from_first(const std::vector<NamedTensor>& tensors, const Group& group);
+void broadcast_together(const std::vector<NamedTensor>& tensors, const Group& group, int root = 0);
 
 }  // namespace muster::parallel

@@ -4,6 +4,7 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/sgd.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -202,6 +203,57 @@ TEST(DdpOptionsTest, IgnoredTensorsAreEachRanksOwn) {
     expect_refusal({"DdpOptions::ignored has own.wait"},
                    [&] { DistributedDataParallel<Net>(make(1), {.ignored = {"own.wait"}}); });
   });
+}
+
+// Steps with `change` between them, on this many ranks; the message of the Mismatch of backward(), or none.
+struct Divergence {
+  int ranks, every;
+  std::function<void(Words& net, int rank, int step)> change;
+  CommHook hook = nullptr;
+};
+std::string message_of_divergence(const Divergence& of) {
+  std::string first;
+  on_ranks(of.ranks, [&](World& world) {
+    const auto net = make_words(true);
+    DistributedDataParallel<Words> ddp(net, {.check_divergence_every = of.every});
+    if (of.hook) ddp.register_comm_hook(of.hook);
+    std::string message;
+    for (int step = 1; step <= 6 && message.empty(); ++step) {
+      net->zero_grad();
+      const Tensor loss = ddp.forward(ids(step + world.rank(), 1)).square().mean();
+      of.change(*net, world.rank(), step);
+      try {
+        loss.backward();
+      } catch (const Mismatch& mismatch) {
+        message = mismatch.what();
+      }
+    }
+    Tensor length = torch::full({1}, static_cast<int64_t>(message.size()));
+    broadcast(length, 0);
+    EXPECT_EQ(length.item<int64_t>(), static_cast<int64_t>(message.size()));  // all ranks throw, or none
+    if (world.rank() == 0) first = message;
+  });
+  return first;
+}
+
+TEST(DdpOptionsTest, RanksThatDivergeAreNamed) {
+  EXPECT_EQ(message_of_divergence({3, 1, [](Words&, int, int) {}}), "");
+  const auto change_weight = [](Words& net, int rank, int step) {
+    if (rank == 2 && step == 2) net.out->weight.data()[1][2] += 1e-9;
+  };
+  EXPECT_CONTAINS(message_of_divergence({4, 1, change_weight}),
+                  "parameter out.weight of rank 2 differs from that of the others after backward() number 2");
+  EXPECT_CONTAINS(message_of_divergence({4, 3, change_weight}),
+                  "parameter out.weight of rank 2 differs from that of the others after backward() number 3");
+  EXPECT_CONTAINS(message_of_divergence({2, 1,
+                                         [](Words& net, int rank, int step) {
+                                           if (rank == 1 && step == 4) net.bag->weight.data()[39][0] = -0.0;
+                                         }}),
+                  "parameter bag.weight of rank 1 differs");
+  EXPECT_CONTAINS(
+      message_of_divergence({2, 2, [](Words&, int, int) {}, comm_hooks::noop}),
+      "the gradient of parameter out.weight of rank 1 differs from that of the others after backward() number 2");
+  EXPECT_EQ(message_of_divergence({4, 0, change_weight}), "");
 }
 
 }  // namespace

@@ -51,6 +51,16 @@
 
 namespace muster {
 
+struct JoinOptions {
+  // Gradients are averaged over all ranks, where ranks without data count as zeros; or over those with data.
+  bool divide_by_initial_world_size = true;
+  bool throw_on_early_termination = false;  // InvalidArgument on all ranks when one has no more data
+  // On a rank without data, after each backward() of the others, when .grad has the average: for example
+  // [&] { optimizer.step(); }. Then all ranks have the same optimizer
+  // states at the end.
+  std::function<void()> after_backward = {};
+};
+
 struct ReproducibleOptions {
   int shards = 0;     // of each global batch, a power of two that the number of ranks divides; 0: not reproducible
   uint64_t seed = 0;  // of random numbers in forward()
@@ -68,6 +78,10 @@ struct DdpOptions {
   bool replace_allocator = true;
   // Names of parameters and buffers that each rank keeps for itself: not copied from rank 0, not averaged.
   std::vector<std::string> ignored = {};
+  // After every so many backward() calls that average, ranks compare hashes of their parameters and gradients. backward()
+  // throws Mismatch on all ranks, which names the first that differs, its ranks and the number of the call. 0: never. Not
+  // within join().
+  int64_t check_divergence_every = 0;
   ReproducibleOptions reproducible = {};  // see backward_by_shards()
 };
 
@@ -86,6 +100,7 @@ class Reducer {
   void register_comm_hook(CommHook hook);
   std::vector<int> shards() const;
   at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss);
+  void join(const std::function<void()>& body, JoinOptions options);
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
 
  private:
@@ -125,6 +140,19 @@ class DistributedDataParallel {
   void register_comm_hook(State state, HookFuture (*hook)(State&, GradBucket&)) {
     register_comm_hook([state = std::move(state), hook](GradBucket& bucket) mutable { return hook(state, bucket); });
   }
+
+  // For ranks with different numbers of batches: runs `body`, a loop over this rank's batches, and then takes part in the
+  // collectives of the ranks whose loops are longer, until the last one ends.
+  //
+  //   ddp.join([&] {
+  //     for (auto& batch : *loader) { … ddp.forward(batch.data) … backward(); optimizer.step(); }
+  //   });
+  //
+  // Afterwards all ranks have the parameters and buffers of a rank whose loop was the longest. Optimizer states of the
+  // others lack steps, unless JoinOptions::after_backward makes them. Ranks with data must call forward() and backward()
+  // alike; there are two small collectives more per step. Not with create_graph. Source: torch's Join and
+  // DistributedDataParallel.join().
+  void join(const std::function<void()>& body, JoinOptions options = {}) { reducer_.join(body, std::move(options)); }
 
   // Training whose parameters do not depend on the number of ranks, to the bit: with DdpOptions::reproducible, the global
   // batch has a fixed number of shards. Each rank has some of them, which shards() lists.

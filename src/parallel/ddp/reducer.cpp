@@ -12,6 +12,8 @@
 #include "muster/comm/world.h"
 #include "muster/parallel/ddp.h"
 #include "parallel/coalesced.h"
+#include "parallel/ddp/divergence.h"
+#include "parallel/ddp/join.h"
 #include "parallel/ddp/shards.h"
 #include "parallel/gradient_reducer.h"
 #include "parallel/shared_tensor.h"
@@ -101,9 +103,20 @@ struct Reducer::Impl {
   DdpOptions options;
   Group group;  // resolved
   std::vector<parallel::NamedTensor> buffers;
+  std::vector<parallel::NamedTensor> everything;  // parameters and buffers
   std::vector<at::Tensor> trainable;
   std::optional<parallel::GradientReducer> gradients;
   std::optional<Shards> shards;
+  std::optional<Meetings> meetings;  // within join()
+
+  bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
+  Meetings::Meeting meet(Meetings::Event mine) {
+    const auto meeting = meetings->meet(mine);
+    if (!meeting.active.empty())
+      gradients->set_contributors(static_cast<int>(meeting.active.size()),
+                                  !meetings->options().divide_by_initial_world_size);
+    return meeting;
+  }
 };
 
 Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) : impl_(std::make_unique<Impl>()) {
@@ -130,8 +143,12 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     if (s.group.size() > 1 && parallel::is_shared(tensor))
       throw InvalidArgument(text("FullyShardedDataParallel has shared parameter ", name, " among the ranks"),
                             "Use FullyShardedDataParallel again, or make the module anew");
-  parallel::broadcast_from_first(tensors.all, s.group);
+  parallel::broadcast_together(tensors.all, s.group);
   s.buffers = std::move(tensors.buffers);
+  s.everything = std::move(tensors.all);
+  with.on_begin = [&s] {
+    if (s.meetings) s.meet(Meetings::Event::kBackward);
+  };
   if (s.options.reproducible.shards != 0) {
     s.shards.emplace(s.options.reproducible.shards, s.group);
     if (std::find(with.sparse.begin(), with.sparse.end(), true) != with.sparse.end())
@@ -139,6 +156,11 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
                             "Create the embedding with sparse(false)");
   }
   for (const auto& [name, tensor] : trainable) s.trainable.push_back(tensor);
+  if (const int64_t every = s.options.check_divergence_every; every > 0)
+    with.on_averaged =
+        [&s, watch = std::make_shared<DivergenceWatch>(tensors.parameters, every, s.group)](bool is_complete) {
+          if (!s.meetings) watch->after_backward(is_complete);  // ranks without data do not step
+        };
   s.gradients.emplace(trainable, std::move(with), world.shared_heap());
 }
 
@@ -147,8 +169,37 @@ Reducer::~Reducer() = default;
 void Reducer::before_forward() {
   Impl& s = *impl_;
   s.gradients->before_forward();
-  if (s.gradients->sync() && s.options.broadcast_buffers && s.module->is_training() && !s.buffers.empty())
-    parallel::broadcast_from_first(s.buffers, s.group);
+  if (!s.gradients->sync() || !s.broadcasts()) return;
+  const int root = s.meetings ? s.meet(Meetings::Event::kForward).active[0] : 0;
+  parallel::broadcast_together(s.buffers, s.group, root);
+}
+
+void Reducer::join(const std::function<void()>& body, JoinOptions options) {
+  Impl& s = *impl_;
+  if (s.meetings) throw InvalidArgument("join() is called within join()");
+  s.gradients->before_forward();
+  s.meetings.emplace(s.group, std::move(options));
+  struct End {
+    Impl& s;
+    ~End() {
+      s.meetings.reset();
+      s.gradients->set_contributors(s.group.size(), false);
+    }
+  } const end{s};
+  body();
+  s.gradients->before_forward();
+  for (;;) {
+    const auto meeting = s.meet(Meetings::Event::kNoData);
+    if (meeting.active.empty()) break;
+    if (meeting.event == Meetings::Event::kForward) {
+      parallel::broadcast_together(s.buffers, s.group, meeting.active[0]);
+      continue;
+    }
+    s.gradients->backward_without_data();
+    if (s.meetings->options().after_backward) s.meetings->options().after_backward();
+  }
+  const at::NoGradGuard no_grad;
+  parallel::broadcast_together(s.everything, s.group, s.meetings->last_active());
 }
 
 void Reducer::register_comm_hook(CommHook hook) { impl_->gradients->set_hook(std::move(hook)); }

@@ -113,7 +113,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   parallel::require_same_on_all_ranks(tensors.all, chosen, s.group);
   parallel::require_values_on_all_ranks(tensors.all, s.group);
   fill_buffers(tensors.buffers, s.options, s.group);
-  parallel::broadcast_from_first(tensors.all, s.group);
+  parallel::broadcast_together(tensors.all, s.group);
   parallel::convert_buffers(*s.module, precision);
   s.parameters = std::move(tensors.parameters);
   s.buffers = std::move(tensors.buffers);
@@ -135,7 +135,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   with.owner_on_each_host = s.copies > 1;
   with.reduce_dtype = precision.reduce_dtype;
   if (gathers) with.most_in_flight = group_bytes;
-  with.on_averaged = [shared = s.shared] { shared->reads_are_over(); };
+  with.on_averaged = [shared = s.shared](bool) { shared->reads_are_over(); };
   std::vector<parallel::NamedTensor> trained;
   for (size_t i = 0; i < s.parameters.size(); ++i) {
     if (!s.parameters[i].tensor.requires_grad()) continue;
@@ -156,7 +156,7 @@ std::shared_ptr<void> Sharder::before_forward() {
   const bool may_follow_an_update = s.module->is_training() && sync;
   if (may_follow_an_update || !s.shared->may_go_on(changes)) s.shared->before_forward(std::move(changes));
   if (sync && s.options.broadcast_buffers && s.module->is_training() && !s.buffers.empty())
-    parallel::broadcast_from_first(s.buffers, s.group);
+    parallel::broadcast_together(s.buffers, s.group);
   return s.forward();
 }
 

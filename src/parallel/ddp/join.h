@@ -1,0 +1,39 @@
+// Ranks with different numbers of batches: those that have no more take part in the collectives of the others.
+//
+// Before each collective of forward() and of backward(), all ranks of the group meet. Ranks with data say what they do
+// next; the others learn it, and do the same without data. Ranks with data must all do the same.
+//
+// Errors: Mismatch on all ranks if they do not; InvalidArgument on all ranks if one has no more data and
+// throw_on_early_termination is set. Thread-safety: one thread.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "muster/comm/group.h"
+#include "muster/parallel/ddp.h"
+
+namespace muster::ddp {
+
+class Meetings {
+ public:
+  enum class Event : uint8_t { kNoData, kForward, kBackward };
+  struct Meeting {
+    Event event = Event::kNoData;  // kNoData: no rank has any
+    std::vector<int> active;       // ranks with data
+  };
+
+  Meetings(Group group, JoinOptions options) : group_(std::move(group)), options_(std::move(options)) {}
+  Meeting meet(Event mine);  // collective
+  const JoinOptions& options() const { return options_; }
+  // The first rank that had data in the last meeting with any; 0 before.
+  int last_active() const { return last_active_; }
+
+ private:
+  const Group group_;
+  const JoinOptions options_;
+  int last_active_ = 0;
+};
+
+}  // namespace muster::ddp

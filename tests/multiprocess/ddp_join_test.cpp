@@ -1,0 +1,218 @@
+// join() of DistributedDataParallel: ranks with different numbers of batches.
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+
+#include "multiprocess/fsdp_support.h"
+
+namespace muster::test {
+namespace {
+
+struct JoinNet : nn::Module {
+  nn::Embedding table = register_module("table", nn::Embedding(nn::EmbeddingOptions(9, 6).sparse(true)));
+  nn::Linear a = register_module("a", nn::Linear(6, 300)), b = register_module("b", nn::Linear(300, 2));
+  Tensor forward(const Tensor& x) { return b(torch::tanh(a(table(x).mean(1)))); }
+};
+
+std::shared_ptr<JoinNet> make_net() {
+  auto net = std::make_shared<JoinNet>();
+  net->to(torch::kDouble);
+  const torch::NoGradGuard no_grad;
+  for (Tensor& parameter : net->parameters())
+    parameter.copy_(torch::cos(torch::arange(parameter.numel(), torch::kDouble) * 1.7).view(parameter.sizes()) * 0.3);
+  return net;
+}
+Tensor batch(int rank, int step) { return (torch::arange(8) * 5 + rank * 3 + step).remainder(9).view({4, 2}); }
+
+// How many batches each rank has.
+using Batches = std::vector<int>;
+
+// What all ranks must have in the end: gradients of the ranks with data, divided by the number of these or of all.
+template <typename Optimizer, typename Options>
+std::shared_ptr<JoinNet> expected_after(const Batches& batches, bool over_all, const Options& options, int epochs = 1) {
+  auto net = make_net();
+  Optimizer optimizer(net->parameters(), options);
+  for (int epoch = 0; epoch < epochs; ++epoch)
+    for (int step = 0; step < *std::max_element(batches.begin(), batches.end()); ++step) {
+      optimizer.zero_grad();
+      const auto active = std::count_if(batches.begin(), batches.end(), [&](int of) { return of > step; });
+      for (size_t rank = 0; rank < batches.size(); ++rank)
+        if (batches[rank] > step) {
+          const double n = over_all ? static_cast<double>(batches.size()) : static_cast<double>(active);
+          (net->forward(batch(static_cast<int>(rank), step)).square().mean() / n).backward();
+        }
+      optimizer.step();
+    }
+  return net;
+}
+
+void expect_close(const nn::Module& got, const nn::Module& expected) {
+  for (const auto& item : got.named_parameters())
+    EXPECT_TRUE(torch::allclose(item.value(), expected.named_parameters()[item.key()], 1e-10, 1e-12)) << item.key();
+}
+void expect_equal_bits(const nn::Module& net) {
+  for (const Tensor& tensor : net.parameters()) {
+    Tensor first = tensor.detach().clone();
+    broadcast(first, 0);
+    EXPECT_TRUE(torch::equal(first, tensor));
+  }
+}
+
+struct Case {
+  Batches batches;
+  HostOfRank hosts;
+  JoinOptions options = {};
+  DdpOptions ddp = {};
+  CommHook hook = nullptr;
+};
+void expect_steps(const Case& c) {
+  on_hosts(c.hosts, [&](World& world) {
+    const auto net = make_net();
+    DistributedDataParallel<JoinNet> ddp(net, c.ddp);
+    if (c.hook) ddp.register_comm_hook(c.hook);
+    torch::optim::SGD optimizer(net->parameters(), 0.3);
+    const int mine = c.batches[static_cast<size_t>(world.rank())];
+    int steps = 0;
+    ddp.join(
+        [&] {
+          for (; steps < mine; ++steps) {
+            optimizer.zero_grad();
+            ddp.forward(batch(world.rank(), steps)).square().mean().backward();
+            optimizer.step();
+          }
+        },
+        c.options);
+    EXPECT_EQ(steps, mine);
+    expect_equal_bits(*net);
+    expect_close(*net, *expected_after<torch::optim::SGD>(c.batches, c.options.divide_by_initial_world_size,
+                                                          torch::optim::SGDOptions(0.3)));
+    // A step outside of join() is as always.
+    optimizer.zero_grad();
+    ddp.forward(batch(0, 1)).square().mean().backward();
+    const Tensor before = net->b->bias.grad().clone();
+    net->zero_grad();
+    net->forward(batch(0, 1)).square().mean().backward();
+    EXPECT_TRUE(torch::allclose(net->b->bias.grad(), before, 1e-12, 1e-14));
+  });
+}
+
+TEST(DdpJoin, StepsAreThoseOfTheRanksWithData) {
+  constexpr double kBytes = 1.0 / (1 << 20);
+  const DdpOptions small = {.bucket_cap_mb = 100 * kBytes, .first_bucket_cap_mb = 100 * kBytes};
+  expect_steps({.batches = {4, 1}, .hosts = {"a", "a"}});
+  expect_steps({.batches = {1, 4, 6}, .hosts = {"a", "a", "a"}, .ddp = small});
+  expect_steps({.batches = {5, 2, 3}, .hosts = {"a", "b", "b"}, .options = {.divide_by_initial_world_size = false}});
+  expect_steps(
+      {.batches = {2, 5}, .hosts = {"a", "b"}, .options = {.divide_by_initial_world_size = false}, .ddp = small});
+  expect_steps({.batches = {0, 3}, .hosts = {"a", "a"}});
+  expect_steps({.batches = {0, 0}, .hosts = {"a", "a"}});
+  expect_steps({.batches = {3, 3}, .hosts = {"a", "a"}, .options = {.throw_on_early_termination = true}});
+  expect_steps({.batches = {3}, .hosts = {"a"}});
+  expect_steps({.batches = {1, 3}, .hosts = {"a", "a"}, .hook = comm_hooks::all_reduce});
+}
+
+// So the second epoch goes on with the same states on all ranks.
+TEST(DdpJoin, OptimizerStatesOfRanksWithoutData) {
+  on_ranks(3, [](World& world) {
+    const Batches batches = {1, 3, 2};
+    const auto net = make_net();
+    for (Tensor& parameter : net->table->parameters())
+      parameter.set_requires_grad(false);  // Adam takes no sparse gradient
+    DistributedDataParallel<JoinNet> ddp(net, {.check_divergence_every = 1});
+    torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(0.01));
+    for (int epoch = 0; epoch < 3; ++epoch)
+      ddp.join(
+          [&] {
+            for (int step = 0; step < batches[static_cast<size_t>(world.rank())]; ++step) {
+              optimizer.zero_grad();
+              ddp.forward(batch(world.rank(), step)).square().mean().backward();
+              optimizer.step();
+            }
+          },
+          {.after_backward = [&] { optimizer.step(); }});
+    for (const auto& [parameter, state] : optimizer.state()) {
+      const auto& of = static_cast<const torch::optim::AdamParamState&>(*state);
+      EXPECT_EQ(of.step(), 9);
+      Tensor first = of.exp_avg().clone();
+      broadcast(first, 0);
+      EXPECT_TRUE(torch::equal(first, of.exp_avg()));
+    }
+    expect_equal_bits(*net);
+  });
+}
+
+TEST(DdpJoin, BuffersAccumulationAndUnusedParameters) {
+  on_ranks(2, [](World& world) {
+    struct Norm : nn::Module {
+      nn::Linear a = register_module("a", nn::Linear(3, 4)), unused = register_module("unused", nn::Linear(2, 2));
+      nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(4));
+      Tensor forward(const Tensor& x) { return norm(a(x)); }
+    };
+    const auto net = std::make_shared<Norm>();
+    DistributedDataParallel<Norm> ddp(net, {.find_unused_parameters = true});
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    ddp.join([&] {
+      for (int step = 0; step < 2 + 3 * world.rank(); ++step) {
+        const Tensor x = torch::sin(torch::arange(15.) * (step + 1) + world.rank()).view({5, 3});
+        optimizer.zero_grad();
+        {
+          const auto guard = ddp.no_sync();
+          ddp.forward(x).square().sum().backward();
+        }
+        ddp.forward(x * 2).pow(3).sum().backward();
+        optimizer.step();
+        net->eval();
+        ddp.forward(x);
+        net->train();
+      }
+    });
+    for (const auto& list : {net->parameters(), net->buffers()})
+      for (const Tensor& tensor : list) {
+        Tensor first = tensor.detach().clone();
+        broadcast(first, 0);
+        EXPECT_TRUE(torch::equal(first, tensor));
+      }
+    EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 10);  // of rank 1
+    EXPECT_FALSE(net->unused->weight.grad().defined());
+  });
+}
+
+TEST(DdpJoin, BadUseIsOneSentence) {
+  on_ranks(2, [](World& world) {
+    const auto net = make_net();
+    DistributedDataParallel<JoinNet> ddp(net);
+    const auto steps = [&](int count) {
+      for (int step = 0; step < count; ++step) ddp.forward(batch(world.rank(), step)).square().mean().backward();
+    };
+    expect_refusal({"1 of 2 ranks have no more data"},
+                   [&] { ddp.join([&] { steps(1 + world.rank()); }, {.throw_on_early_termination = true}); });
+    expect_refusal({"join() is called within join()"}, [&] { ddp.join([&] { ddp.join([] {}); }); });
+    EXPECT_THROW(ddp.join([&] { throw std::runtime_error("a loop that fails"); }), std::runtime_error);
+    // One rank is in forward() (it has buffers to agree on), the other in backward().
+    struct Norm : nn::Module {
+      nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(2));
+      Tensor forward(const Tensor& x) { return norm(x); }
+    };
+    DistributedDataParallel<Norm> other(std::make_shared<Norm>());
+    const Tensor x = torch::arange(6.).view({3, 2});
+    EXPECT_CONTAINS(message_of<Mismatch>([&] {
+                      other.join([&] {
+                        other.forward(x).square().sum().backward();
+                        if (world.rank() == 0)
+                          other.forward(x);
+                        else
+                          other.module()->forward(x).square().sum().backward();
+                      });
+                    }),
+                    "rank 1 is in backward() where rank 0 is in forward()");
+    steps(1);
+  });
+}
+
+}  // namespace
+}  // namespace muster::test
