@@ -13,10 +13,9 @@
 
 #include "base/atomic_file.h"
 #include "base/fd.h"
+#include "base/hash.h"
 #include "checkpoint/tensor_header.h"
 #include "muster/base/error.h"
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace muster::checkpoint {
 namespace {
@@ -215,7 +214,7 @@ size_t read_bytes(const UniqueFd& fd, const std::filesystem::path& path, char* t
 
 }  // namespace
 
-uint64_t checksum(std::string_view bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
+uint64_t checksum(std::string_view bytes) { return hash_of_bytes(bytes.data(), bytes.size()); }
 
 void set_checksum(std::string& head) {
   if (head.size() >= kDigitsAt + kDigits) head.replace(kDigitsAt, kDigits, hexadecimal(sum_of_head(head)));

@@ -48,6 +48,10 @@ void GradientReducer::add_gradients(const std::vector<at::Tensor>& given,
   before_forward();
   const at::NoGradGuard no_grad;
   Impl& s = *impl_;
+  for (const Parameter& parameter : s.parameters)
+    if (parameter.used && parameter.tensor.grad().defined())
+      throw InvalidArgument(text("the gradient of ", parameter.name, " is a sum of no_sync() that is not averaged yet"),
+                            "Average it by a backward() outside of no_sync(), or call zero_grad()");
   std::vector<at::Tensor> before;
   for (size_t i = 0; i < s.parameters.size(); ++i) {
     Parameter& parameter = s.parameters[i];
@@ -69,6 +73,7 @@ void GradientReducer::add_gradients(const std::vector<at::Tensor>& given,
     if (shares[i] > 0 && before[i].defined()) parameter.view.add_(before[i]);
     parameter.tensor.mutable_grad() = shares[i] > 0 ? parameter.view : before[i];
   }
+  s.options.on_averaged(/*is_complete=*/true);
   if (!complete(shares) && !s.options.find_unused_parameters) s.report_unused(shares);
 }
 
@@ -193,7 +198,10 @@ std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
 // The share of the ranks with data that reached each parameter.
 std::vector<float> GradientReducer::Impl::of_contributors(std::vector<float> shares) const {
   const int n = options.group.size();
-  if (contributors == n) return shares;
+  if (!lacks_contributors()) {
+    if (contributors != n) shares.assign(shares.size(), 1);  // which ranks have used what is not known
+    return shares;
+  }
   for (float& share : shares) share = std::round(share * static_cast<float>(n)) / static_cast<float>(contributors);
   return shares;
 }
@@ -207,12 +215,14 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
     if (!is_mine(parameter)) {
       grad = at::Tensor();
     } else if (shares[i] > 0) {
-      if (averages_over_contributors && contributors != options.group.size())
+      if (averages_over_contributors && lacks_contributors())
         parameter.view.mul_(static_cast<double>(options.group.size()) / contributors);
       if (kept.defined()) parameter.view.add_(kept);
       grad = parameter.view;
     } else if (kept.defined()) {
       grad = kept;
+    } else if (lacks_contributors() && grad.defined() && grad.is_same(parameter.view)) {
+      parameter.view.mul_(static_cast<double>(options.group.size()) / contributors);  // what it was before
     } else if (hook && !parameter.sparse && parameter.view.any().item<bool>()) {
       grad = parameter.view;  // what the hook had not sent before
     }

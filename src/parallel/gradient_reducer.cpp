@@ -79,6 +79,7 @@ void GradientReducer::backward_without_data() {
   s.keeps_graph = false;
   s.ready_order.clear();
   for (auto& parameter : s.parameters) parameter.tensor.mutable_grad() = at::Tensor();
+  s.release_blocks_without_gradients();
   s.finish(s.of_contributors(s.reduce_the_rest()), /*is_complete=*/true);
 }
 
@@ -184,9 +185,7 @@ void GradientReducer::Impl::begin_backward() {
   if (with_graph && hook && sync)
     throw InvalidArgument("backward() with create_graph does not go through a communication hook",
                           "Use a module without a hook, or autograd::grad()");
-  if (with_graph && sync && contributors != options.group.size())
-    throw InvalidArgument("backward() with create_graph needs data on all ranks", "Use it outside of join()");
-  if (sync) options.on_begin();
+  if (sync) options.on_begin(with_graph);
   dirty = true;
   synced = sync;
   keeps_graph = with_graph;

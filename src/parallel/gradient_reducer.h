@@ -65,8 +65,8 @@ struct ReducerOptions {
   bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average
   std::optional<at::ScalarType> reduce_dtype = {};  // in which gradients travel between hosts; none: in their own
   size_t most_in_flight = std::numeric_limits<size_t>::max();
-  // When a backward() that is not in no_sync() begins.
-  std::function<void()> on_begin = [] {};
+  // When a backward() that is not in no_sync() begins. `with_graph`: with create_graph.
+  std::function<void(bool with_graph)> on_begin = [](bool) {};
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners). `is_complete`:
   // whether it ended without an exception on this rank.
   std::function<void(bool is_complete)> on_averaged = [](bool) {};
@@ -93,6 +93,7 @@ class GradientReducer {
   void set_contributors(int count, bool average_over_them);
   // Without owners and sparse gradients, outside of backward(): adds to each .grad what `reduce` makes, in place, of the
   // given gradients. It gets one tensor per bucket, where undefined gradients are zeros. Then as after backward().
+  // InvalidArgument if a backward() in no_sync() has left sums that are not averaged.
   void add_gradients(const std::vector<at::Tensor>& given, const std::function<void(const at::Tensor& bucket)>& reduce);
 
  private:

@@ -68,8 +68,11 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   bool to_owner() const { return sharded() && !options.owner_on_each_host; }
   // Whether all ranks know that all parameters were used, so that they may agree on the order of the buckets.
   bool may_rebuild(const std::vector<float>& shares) const {
-    return complete(shares) && !keeps_graph && averages_among && averages_among->size() == options.group.size();
+    return complete(shares) && !keeps_graph && averages_among_all() && contributors == options.group.size();
   }
+  bool averages_among_all() const { return averages_among && averages_among->size() == options.group.size(); }
+  // Whether some ranks have no data. A hook that averages among fewer ranks makes of that what it likes.
+  bool lacks_contributors() const { return contributors != options.group.size() && averages_among_all(); }
   // Whether a collective of its own tells which parameters were used; else buckets do.
   bool tells_shares_apart() const {
     return sharded() || hook ||

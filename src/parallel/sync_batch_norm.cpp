@@ -148,6 +148,15 @@ void require_same_on_all_ranks(const std::vector<Norm>& norms, const Group& grou
 
 }  // namespace
 
+bool parallel::has_synchronized_norm(nn::Module& net) {
+  for (const Norm& norm : norms_of(net))
+    for (const auto* const tensor : {norm.weight, norm.bias, norm.running_mean})
+      if (Marks::all().find(*tensor)) return true;
+  bool has_module = false;
+  net.apply([&](nn::Module& module) { has_module |= dynamic_cast<SyncBatchNormImpl*>(&module) != nullptr; });
+  return has_module;
+}
+
 size_t convert_sync_batchnorm(nn::Module& net, const Group& given) {
   const Group group = given.resolved();
   const std::vector<Norm> norms = norms_of(net);

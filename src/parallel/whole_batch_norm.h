@@ -13,6 +13,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 
 #include <memory>
 #include <optional>
@@ -32,6 +33,9 @@ struct BatchNormCall {
 // batches together have one value per channel; Mismatch if ranks have different numbers of channels; Aborted if the World
 // has ended.
 at::Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const Group>& group);
+
+// Whether the net has a SyncBatchNorm, or a module that convert_sync_batchnorm() has synchronized.
+bool has_synchronized_norm(torch::nn::Module& net);
 
 // libtorch's own, of this rank's batch alone.
 at::Tensor local_batch_norm(const BatchNormCall& call, bool training);

@@ -135,8 +135,10 @@ TEST(DdpJoin, OptimizerStatesOfRanksWithoutData) {
             }
           },
           {.after_backward = [&] { optimizer.step(); }});
-    for (const auto& [parameter, state] : optimizer.state()) {
-      const auto& of = static_cast<const torch::optim::AdamParamState&>(*state);
+    for (const Tensor& parameter : net->parameters()) {
+      if (!parameter.requires_grad()) continue;
+      const auto& state = *optimizer.state().at(parameter.unsafeGetTensorImpl());
+      const auto& of = static_cast<const torch::optim::AdamParamState&>(state);
       EXPECT_EQ(of.step(), 9);
       Tensor first = of.exp_avg().clone();
       broadcast(first, 0);
@@ -179,6 +181,87 @@ TEST(DdpJoin, BuffersAccumulationAndUnusedParameters) {
       }
     EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 10);  // of rank 1
     EXPECT_FALSE(net->unused->weight.grad().defined());
+  });
+}
+
+// A hook that averages among some ranks, or none.
+TEST(DdpJoin, HooksThatAverageAmongFewerRanks) {
+  on_ranks(4, [](World& world) {
+    const Group pair = world.group().split(world.rank() / 2);
+    const comm_hooks::PostLocalSgd of_pair({.start_local_sgd_iter = 0, .subgroup = pair});
+    for (const CommHook& hook : {CommHook(of_pair), CommHook(comm_hooks::noop)}) {
+      const auto net = make_net();
+      for (Tensor& parameter : net->table->parameters()) parameter.set_requires_grad(false);
+      DistributedDataParallel<JoinNet> ddp(net);
+      ddp.register_comm_hook(hook);
+      int steps = 0;
+      ddp.join(
+          [&] {
+            for (; steps < (world.rank() == 3 ? 1 : 3); ++steps) {
+              net->zero_grad();
+              ddp.forward(batch(world.rank(), steps)).square().mean().backward();
+              EXPECT_GT(net->a->weight.grad().abs().max().item<double>(), 0);
+              EXPECT_TRUE(net->a->weight.grad().isfinite().all().item<bool>());
+            }
+          },
+          {.divide_by_initial_world_size = false});
+      EXPECT_EQ(steps, world.rank() == 3 ? 1 : 3);
+      expect_equal_bits(*net);
+    }
+  });
+}
+
+// A gradient that no rank computes any more stays what it was.
+TEST(DdpJoin, AnUnusedGradientStays) {
+  on_ranks(2, [](World& world) {
+    struct Two : nn::Module {
+      nn::Linear a = register_module("a", nn::Linear(2, 2)), b = register_module("b", nn::Linear(2, 2));
+      Tensor forward(bool both) {
+        const Tensor x = torch::ones({1, 2});
+        return both ? a(x) + b(x) : a(x);
+      }
+    };
+    const auto net = std::make_shared<Two>();
+    DistributedDataParallel<Two> ddp(net, {.find_unused_parameters = true});
+    ddp.forward(true).sum().backward();
+    const Tensor before = net->b->weight.grad().clone();
+    ddp.join([&] {
+      for (int step = 0; step < 3 * world.rank(); ++step) {
+        net->a->weight.mutable_grad() = Tensor();
+        net->a->bias.mutable_grad() = Tensor();
+        ddp.forward(false).sum().backward();
+      }
+    });
+    if (world.rank() == 1) {
+      EXPECT_TRUE(torch::allclose(net->b->weight.grad(), before));
+    }
+  });
+}
+
+TEST(DdpJoin, OneRankHasOtherOptionsOrMakesAGraph) {
+  on_ranks(2, [](World& world) {
+    const auto net = make_net();
+    for (Tensor& parameter : net->table->parameters()) parameter.set_requires_grad(false);
+    DistributedDataParallel<JoinNet> ddp(net);
+    EXPECT_CONTAINS(message_of<Mismatch>([&] { ddp.join([] {}, {.divide_by_initial_world_size = world.rank() == 0}); }),
+                    "has other JoinOptions");
+    expect_refusal({"1 of 2 ranks have no more data, and backward() with create_graph"}, [&] {
+      ddp.join([&] {
+        for (int step = 0; step < 1 + world.rank(); ++step) {
+          net->zero_grad();
+          ddp.forward(batch(0, step)).square().mean().backward({}, true, /*create_graph=*/true);
+        }
+      });
+    });
+    struct Norm : nn::Module {
+      nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(2));
+      Tensor forward(const Tensor& x) { return norm(x); }
+    };
+    const auto norm = std::make_shared<Norm>();
+    convert_sync_batchnorm(norm);
+    DistributedDataParallel<Norm> synchronized(norm);
+    expect_refusal({"has a synchronized batch norm", "join()"}, [&] { synchronized.join([] {}); });
+    expect_refusal({"join() is called within join()"}, [&] { ddp.join([&] { synchronized.join([] {}); }); });
   });
 }
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>

@@ -4,6 +4,7 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -20,9 +21,10 @@ constexpr int64_t kRows = 3;  // of a shard
 
 struct Images : nn::Module {
   nn::Sequential layers = register_module(
-      "layers", nn::Sequential(nn::Conv2d(nn::Conv2dOptions(2, 8, 3).padding(1)), nn::BatchNorm2d(8), nn::ReLU(),
-                               nn::Dropout(0.3), nn::Conv2d(nn::Conv2dOptions(8, 16, 3).stride(2)), nn::BatchNorm2d(16),
-                               nn::ReLU(), nn::Flatten(), nn::Dropout(0.5), nn::Linear(16 * 3 * 3, 5)));
+      "layers",
+      nn::Sequential(nn::Conv2d(nn::Conv2dOptions(2, 8, 3).padding(1)), nn::BatchNorm2d(8), nn::ReLU(),
+                     nn::Dropout(0.3), nn::Conv2d(nn::Conv2dOptions(8, 16, 3).stride(2)), nn::BatchNorm2d(16),
+                     nn::ReLU(), nn::Flatten(), nn::Dropout(0.5), nn::Linear(16 * 3 * 3, 400), nn::Linear(400, 5)));
   Tensor forward(const Tensor& sample) {
     const Tensor x =
         torch::sin(torch::arange(2 * 8 * 8, torch::kFloat).view({1, 2, 8, 8}) * 0.1 * (sample.view({-1, 1, 1, 1}) + 1));
@@ -63,6 +65,7 @@ template <typename Net, typename Optimizer>
 std::string trained(World& world, int steps, bool by_shards) {
   torch::manual_seed(5 + world.rank());  // rank 0's parameters count; the rest is not to depend on it
   torch::rand({1 + world.rank()});
+  at::set_num_threads(1 + world.world_size() % 2);  // as a launcher that divides cores among ranks
   const auto net = std::make_shared<Net>();
   DistributedDataParallel<Net> ddp(net, {.reproducible = {.shards = kShards, .seed = 3}});
   Optimizer optimizer(net->parameters(), 0.01);
@@ -204,8 +207,71 @@ TEST(Reproducible, RandomNumbersBelongToStepAndShard) {
   });
 }
 
+// A mask as attention has it, the sum of two of which is infinite; and a counter.
+TEST(Reproducible, BuffersThatAreNotStatistics) {
+  for (const int ranks : {1, 2, 4})
+    on_ranks(ranks, [](World&) {
+      struct Masked : nn::Module {
+        nn::Linear a = register_module("a", nn::Linear(2, 2));
+        Tensor mask = register_buffer("mask", torch::full({3}, std::numeric_limits<float>::lowest())),
+               last = register_buffer("last", torch::zeros({1}, torch::kLong));
+        Tensor forward(int shard) {
+          last.fill_(shard + 5);
+          return a(torch::ones({1, 2})).square().sum() * (shard + 1);
+        }
+      };
+      const auto net = std::make_shared<Masked>();
+      DistributedDataParallel<Masked> ddp(net, {.reproducible = {.shards = 4}});
+      ddp.backward_by_shards(0, [&](int shard) { return ddp->forward(shard); });
+      EXPECT_EQ(net->mask[1].item<float>(), std::numeric_limits<float>::lowest());
+      EXPECT_EQ(net->last.item<int64_t>(), 8);  // as after the last shard
+    });
+}
+
+TEST(Reproducible, AFunctionThatThrowsOnOneRank) {
+  on_ranks(2, [](World& world) {
+    const auto net = make_plain(), alone = make_plain();
+    DistributedDataParallel<Plain> ddp(net, {.reproducible = {.shards = 2}});
+    const auto step = [&](bool fails) {
+      return ddp.backward_by_shards(0, [&](int shard) {
+        if (fails && shard == 1) throw std::runtime_error("a loader that fails");
+        return ddp->forward(shard);
+      });
+    };
+    const Tensor before = net->norm->running_mean.clone();
+    if (world.rank() == 1)
+      EXPECT_THROW(step(true), std::runtime_error);
+    else
+      expect_refusal({"has thrown on rank 1"}, [&] { step(true); });
+    EXPECT_TRUE(torch::equal(net->norm->running_mean, before));
+    EXPECT_FALSE(net->a->weight.grad().defined());
+    step(false);
+    ((alone->forward(0) / 2).backward(), (alone->forward(1) / 2).backward());
+    EXPECT_TRUE(torch::allclose(net->a->weight.grad(), alone->a->weight.grad(), 1e-12, 1e-14));
+  });
+}
+
 TEST(Reproducible, BadUseIsOneSentence) {
   on_ranks(2, [](World& world) {
+    expect_refusal({"does not go with DdpOptions::ignored"}, [] {
+      DistributedDataParallel<Plain>(make_plain(), {.ignored = {"a.bias"}, .reproducible = {.shards = 2}});
+    });
+    EXPECT_THROW(DistributedDataParallel<Plain>(make_plain(), {.reproducible = {.shards = 2 << world.rank()}}),
+                 Mismatch);
+    {
+      const auto net = make_plain();
+      convert_sync_batchnorm(net);
+      DistributedDataParallel<Plain> converted(net, {.reproducible = {.shards = 2}});
+      expect_refusal({"has a synchronized batch norm"},
+                     [&] { converted.backward_by_shards(0, [](int) { return Tensor(); }); });
+    }
+    {
+      DistributedDataParallel<Plain> sums(make_plain(), {.reproducible = {.shards = 2}});
+      const auto guard = sums.no_sync();
+      sums.forward(0).backward();
+      expect_refusal({"a sum of no_sync() that is not averaged yet"},
+                     [&] { sums.backward_by_shards(0, [&](int shard) { return sums->forward(shard); }); });
+    }
     const auto with = [](int shards) {
       DistributedDataParallel<Plain>(make_plain(), {.reproducible = {.shards = shards}});
     };
@@ -216,6 +282,9 @@ TEST(Reproducible, BadUseIsOneSentence) {
     expect_refusal({"DdpOptions::reproducible has no shards"},
                    [&] { usual.backward_by_shards(0, [](int) { return Tensor(); }); });
     expect_refusal({"not a loss"}, [&] { ddp.backward_by_shards(0, [](int) { return Tensor(); }); });
+    expect_refusal({"called within join()"}, [&] {
+      ddp.join([&] { ddp.backward_by_shards(0, [&](int shard) { return ddp->forward(shard); }); });
+    });
     expect_refusal({"not a loss"},
                    [&] { ddp.backward_by_shards(0, [](int) { return torch::ones({2}, torch::requires_grad()); }); });
     expect_refusal({"on some ranks: b.weight, b.bias"}, [&] {

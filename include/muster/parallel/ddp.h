@@ -105,7 +105,7 @@ class Reducer {
 
  private:
   struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace ddp
@@ -150,8 +150,8 @@ class DistributedDataParallel {
   //
   // Afterwards all ranks have the parameters and buffers of a rank whose loop was the longest. Optimizer states of the
   // others lack steps, unless JoinOptions::after_backward makes them. Ranks with data must call forward() and backward()
-  // alike; there are two small collectives more per step. Not with create_graph. Source: torch's Join and
-  // DistributedDataParallel.join().
+  // alike, and clear gradients in each step; there are two small collectives more per step. Not with create_graph, nor
+  // with a SyncBatchNorm; one DistributedDataParallel at a time. Source: torch's Join, DistributedDataParallel.join().
   void join(const std::function<void()>& body, JoinOptions options = {}) { reducer_.join(body, std::move(options)); }
 
   // Training whose parameters do not depend on the number of ranks, to the bit: with DdpOptions::reproducible, the global
@@ -171,12 +171,15 @@ class DistributedDataParallel {
   //
   // While the function runs, libtorch's default CPU generator has a seed made of options.seed, `step` and the shard; so
   // dropout is reproducible where each rank is a process. Buffers are at each shard what they were before the step, so a
-  // batch norm normalises each shard by itself; its running statistics become the average of the shards'. A SyncBatchNorm
-  // has other batches on another number of ranks, and is not reproducible. The machines must compute alike: the same
-  // libtorch on the same kind of processor.
+  // batch norm normalises each shard by itself; its running statistics become the average of the shards'. Buffers of
+  // integers are as after the last shard. The machines must compute alike: the same libtorch on the same kind of
+  // processor. What the program computes between this and the optimizer's step must not depend on the number of threads,
+  // as clip_grad_norm_() does: call at::set_num_threads() with the same number for every number of ranks.
   //
-  // InvalidArgument without DdpOptions::reproducible; if the function does not return a tensor with one element that
-  // requires grad; for parameters without a gradient, as backward(). All ranks must call it with the same step.
+  // InvalidArgument without DdpOptions::reproducible; with a SyncBatchNorm, whose batches depend on the number of ranks;
+  // if the function does not return a tensor with one element that requires grad; for parameters without a gradient, as
+  // backward(). What the function throws on one rank is an InvalidArgument on the others. All ranks must call it with the
+  // same step.
   at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
     return reducer_.backward_by_shards(step, loss);
   }

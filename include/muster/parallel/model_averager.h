@@ -10,8 +10,8 @@
 // must call it with the same parameters in the same order; with momentum, optimizer states stay each rank's own.
 //
 // Errors: InvalidArgument for no period, one below 1, or a group without this rank; those of all_reduce. Memory: a copy of the
-// parameters of one dtype. Thread-safety: one thread. Source: torch's PeriodicModelAverager, HierarchicalModelAverager (to
-// whose parameters these are equal).
+// parameters of one dtype. Thread-safety: one thread. Source: torch's HierarchicalModelAverager, and its
+// PeriodicModelAverager where warmup_steps is a multiple of the period.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -38,7 +38,8 @@
 // forward(): InvalidArgument for a wrong number of dimensions or channels, another dtype, or tensors on the device meta;
 // c10::Error on all ranks if all batches together have one value per channel; Aborted if the World of the conversion has
 // ended; those of all_gather.
-// Thread-safety: one thread, as an nn::Module. Source: torch.nn.SyncBatchNorm and its convert_sync_batchnorm().
+// Thread-safety: one thread, as an nn::Module; while the first convert_sync_batchnorm() of a process runs, no other thread
+// may run a batch norm. Source: torch.nn.SyncBatchNorm and its convert_sync_batchnorm().
 #pragma once
 
 #include <ATen/core/Tensor.h>

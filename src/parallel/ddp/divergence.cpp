@@ -2,11 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <map>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
@@ -21,7 +21,7 @@ uint64_t hash_of(const at::Tensor& tensor, uint64_t seed) {
   // Memory without gaps has the same order on all ranks, because strides are the same.
   const at::Tensor plain =
       (tensor.is_non_overlapping_and_dense() ? tensor.detach() : tensor.detach().contiguous()).cpu();
-  const uint64_t hash = XXH3_64bits_withSeed(plain.const_data_ptr(), plain.nbytes(), seed);
+  const uint64_t hash = hash_of_bytes(plain.const_data_ptr(), plain.nbytes(), seed);
   return hash == kUnknown ? 1 : hash;
 }
 

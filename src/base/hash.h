@@ -1,0 +1,18 @@
+// A fast hash of bytes, the same on every machine: XXH3, 64 bits.
+#pragma once
+
+#ifndef XXH_INLINE_ALL
+#define XXH_INLINE_ALL  // the header alone, without the library
+#endif
+#include <xxhash.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace muster {
+
+inline uint64_t hash_of_bytes(const void* data, size_t size, uint64_t seed = 0) {
+  return XXH3_64bits_withSeed(data, size, seed);
+}
+
+}  // namespace muster
