@@ -25,7 +25,8 @@
 // A DistributedDataParallel is not an nn::Module, because C++ modules have no common forward(). What belongs to the
 // module is reached through it: ddp->parameters(), ddp.module()->to(…), torch::save(ddp.module(), …).
 //
-// PyTorch's static_graph has no counterpart, because it is not needed: here, finding unused parameters costs nothing.
+// PyTorch's static_graph has no counterpart, because it is not needed: here, finding unused parameters costs nothing, or one
+// small collective with sparse gradients or a communication hook.
 //
 // Results: the averaged gradients are equal to the bit on all ranks.
 // Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes);
@@ -56,8 +57,7 @@ struct JoinOptions {
   bool divide_by_initial_world_size = true;
   bool throw_on_early_termination = false;  // InvalidArgument on all ranks when one has no more data
   // On a rank without data, after each backward() of the others, when .grad has the average: for example
-  // [&] { optimizer.step(); }. Then all ranks have the same optimizer
-  // states at the end.
+  // [&] { optimizer.step(); }. Then all ranks have the same optimizer states at the end.
   std::function<void()> after_backward = {};
 };
 
