@@ -12,8 +12,16 @@
 namespace muster::comm_hooks {
 namespace {
 
+// Between hosts, too, in the dtype of the buffer: sums of 16 bits would travel as float32.
+ReduceOptions as_it_is(ReduceOp op, const Group& group, const at::Tensor& buffer) {
+  return {.op = op, .group = group, .between_hosts = buffer.scalar_type()};
+}
+
 HookFuture average_over(const Group& group, const at::Tensor& buffer) {
-  return {all_reduce_async(buffer, {.op = ReduceOp::AVG, .group = group}), buffer};
+  const bool is_short = c10::elementSize(buffer.scalar_type()) == 2;
+  return {is_short ? all_reduce_async(buffer, as_it_is(ReduceOp::AVG, group, buffer))
+                   : all_reduce_async(buffer, {.op = ReduceOp::AVG, .group = group}),
+          buffer};
 }
 
 // Divided first, so that a sum of 16 bits does not overflow where the average does not.
@@ -26,7 +34,7 @@ at::Tensor shrunk(const GradBucket& bucket, at::ScalarType dtype) {
 HookFuture compress(GradBucket& bucket, at::ScalarType dtype) {
   const at::NoGradGuard no_grad;
   at::Tensor buffer = shrunk(bucket, dtype).div_(bucket.group().size());
-  Work sum = muster::all_reduce_async(buffer, {.group = bucket.group()});
+  Work sum = muster::all_reduce_async(buffer, as_it_is(ReduceOp::SUM, bucket.group(), buffer));
   return HookFuture(std::move(sum), std::move(buffer)).then([to = bucket.buffer()](const at::Tensor& sum) {
     return to.copy_(sum);
   });
