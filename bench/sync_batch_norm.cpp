@@ -15,53 +15,16 @@
 #include <vector>
 
 #include "muster/muster.h"
+#include "support/resnet18.h"
 
 namespace {
 
 namespace nn = torch::nn;
 using torch::Tensor;
 
-nn::Conv2d conv(int64_t in, int64_t out, int64_t size, int64_t stride) {
-  return nn::Conv2d(nn::Conv2dOptions(in, out, size).stride(stride).padding(size / 2).bias(false));
-}
-
-struct Block : nn::Module {
-  Block(int64_t in, int64_t out, int64_t stride)
-      : first(register_module("first", conv(in, out, 3, stride))),
-        second(register_module("second", conv(out, out, 3, 1))),
-        first_norm(register_module("first_norm", nn::BatchNorm2d(out))),
-        second_norm(register_module("second_norm", nn::BatchNorm2d(out))) {
-    if (stride != 1 || in != out)
-      shortcut = register_module("shortcut", nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)));
-  }
-  Tensor forward(const Tensor& x) {
-    const Tensor y = second_norm(second(torch::relu(first_norm(first(x)))));
-    return torch::relu(y + (shortcut ? shortcut->forward(x) : x));
-  }
-  nn::Conv2d first, second;
-  nn::BatchNorm2d first_norm, second_norm;
-  nn::Sequential shortcut{nullptr};
-};
-
 struct ResNet18 : nn::Module {
-  ResNet18() {
-    layers->push_back(conv(3, 64, 7, 2));
-    layers->push_back(nn::BatchNorm2d(64));
-    layers->push_back(nn::ReLU());
-    layers->push_back(nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1)));
-    int64_t channels = 64;
-    for (const int64_t width : {64, 128, 256, 512})
-      for (const bool is_first : {true, false}) {
-        layers->push_back(Block(channels, width, is_first && width > 64 ? 2 : 1));
-        channels = width;
-      }
-    layers->push_back(nn::AdaptiveAvgPool2d(1));
-    layers->push_back(nn::Flatten());
-    layers->push_back(nn::Linear(512, 1000));
-    register_module("layers", layers);
-  }
   Tensor forward(const Tensor& x) { return layers->forward(x); }
-  nn::Sequential layers;
+  nn::Sequential layers = register_module("layers", muster::test::resnet18());
 };
 
 struct Training {

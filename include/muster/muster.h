@@ -23,5 +23,7 @@
 #include "muster/parallel/fsdp.h"
 #include "muster/parallel/model_averager.h"
 #include "muster/parallel/on_meta.h"
+#include "muster/parallel/post_local_sgd_optimizer.h"
 #include "muster/parallel/sync_batch_norm.h"
+#include "muster/parallel/zero_redundancy_optimizer.h"
 #include "muster/store/store.h"

@@ -11,7 +11,7 @@
 #include "checkpoint/items.h"
 #include "muster/base/error.h"
 #include "optim/torch_states.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/state_owner.h"
 
 namespace muster::checkpoint {
 namespace {
@@ -41,21 +41,23 @@ std::vector<at::Tensor> parameters_of(const Optimizer& optimizer) {
   return all;
 }
 
-// Whether its parameters are shared, so that each rank has another part of its state. One without parameters may be that
+// Whether its parameters have owners, so that each rank has another part of its state. One without parameters may be that
 // of a rank that owns none.
-bool has_a_part(const Optimizer& optimizer) {
+bool has_a_part(Optimizer& optimizer) {
   const auto parameters = parameters_of(optimizer);
-  return parameters.empty() || std::any_of(parameters.begin(), parameters.end(), parallel::is_shared);
+  return parameters.empty() || std::any_of(parameters.begin(), parameters.end(), [&](const at::Tensor& each) {
+           return parallel::state_owner(optimizer, each).has_value();
+         });
 }
 
 // In an item that each rank stores: which of the parameters this rank owns; 1 for each of them, 0 for the others.
 constexpr char kOwned[] = "owned parameters";
 bool is_owned(const Entry& entry) { return entry.name == kOwned; }
-at::Tensor owned_by_this_rank(const Optimizer& optimizer) {
+at::Tensor owned_by_this_rank(Optimizer& optimizer) {
   const auto parameters = parameters_of(optimizer);
   at::Tensor owned = at::empty({static_cast<int64_t>(parameters.size())}, at::kLong);
   std::transform(parameters.begin(), parameters.end(), owned.mutable_data_ptr<int64_t>(),
-                 [](const at::Tensor& each) { return parallel::belongs_to_another_rank(each) ? 0 : 1; });
+                 [&](const at::Tensor& each) { return parallel::keeps_state(optimizer, each) ? 1 : 0; });
   return owned;
 }
 
@@ -79,7 +81,9 @@ std::optional<StatePlace> place_in_state(const Entry& entry, size_t parameters) 
 class OptimizerItem final : public Item {
  public:
   explicit OptimizerItem(Optimizer& optimizer)
-      : optimizer_(optimizer), is_known_(optim::new_state_for(optimizer) != nullptr) {}
+      : optimizer_(optimizer),
+        type_(parallel::class_of(optimizer)),
+        is_known_(optim::new_state_for(type_) != nullptr) {}
 
   Entries save() override {
     Entries entries = is_known_ ? save_known() : save_archive(save_);
@@ -98,7 +102,8 @@ class OptimizerItem final : public Item {
     const auto parameters = parameters_of(optimizer_);
     for (size_t i = 0; i < entries.size(); ++i) {
       if (const auto place = place_in_state(entries[i], parameters.size()))
-        needs[i] = need_of(parameters[place->parameter]);
+        if (const auto owner = parallel::state_owner(optimizer_, parameters[place->parameter]))
+          needs[i] = {.owner = owner->rank, .is_only_owner = owner->is_only, .here = owner->is_this_rank};
     }
     return needs;
   }
@@ -148,7 +153,7 @@ class OptimizerItem final : public Item {
       const auto [index, field_name] = place_in_state(entry, parameters_.size()).value();  // check() has accepted it
       const at::Tensor& parameter = parameters_[index];
       State& state = optimizer_.state()[parameter.unsafeGetTensorImpl()];
-      if (!state) state = optim::new_state_for(optimizer_);
+      if (!state) state = optim::new_state_for(type_);
       for (const Field& field : optim::fields_of(*state)) {
         if (field.name != field_name) continue;
         if (field.number)
@@ -165,17 +170,17 @@ class OptimizerItem final : public Item {
   std::string what_is_equal(bool saves) const override {
     std::string all;
     for (const at::Tensor& parameter : parameters_of(optimizer_)) {
-      const auto* const sharing = parallel::sharing_of(parameter);
+      const auto owner = parallel::state_owner(optimizer_, parameter);
       const bool has_state = optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0;
       // After torch::load() into a sharded module, its parameters are not shared until forward(), and each rank has other
       // states.
       all += text('[', join(parameter.sizes()), "] ");
-      if (!sharing)
+      if (!owner)
         all += saves && has_state ? "has state\n" : "\n";
       else if (is_known_)
-        all += text(sharing->name, ' ', sharing->first_owner, '\n');
+        all += text(owner->name, ' ', owner->first, '\n');
       else
-        all += text(sharing->is_own, '\n');
+        all += text(owner->is_this_rank, '\n');
     }
     return all;
   }
@@ -185,7 +190,7 @@ class OptimizerItem final : public Item {
     std::set<int> ranks;
     if (!is_known_) return ranks;
     for (const at::Tensor& parameter : parameters_of(optimizer_))
-      if (const auto* const sharing = parallel::sharing_of(parameter)) ranks.insert(sharing->first_owner);
+      if (const auto owner = parallel::state_owner(optimizer_, parameter)) ranks.insert(owner->first);
     return ranks;
   }
 
@@ -214,8 +219,8 @@ class OptimizerItem final : public Item {
     const auto parameters = parameters_of(optimizer_);
     for (size_t i = 0; i < parameters.size(); ++i) {
       const auto found = aside.kept().find(parameters[i].unsafeGetTensorImpl());
-      const auto* const sharing = parallel::sharing_of(parameters[i]);
-      if (found == aside.kept().end() || (sharing && !sharing->is_own)) continue;
+      const auto owner = parallel::state_owner(optimizer_, parameters[i]);
+      if (found == aside.kept().end() || (owner && !owner->is_this_rank)) continue;
       const auto fields = optim::fields_of(*found->second);
       for (size_t f = 0; f < fields.size(); ++f) {
         const auto& [field, tensor, number] = fields[f];
@@ -225,7 +230,7 @@ class OptimizerItem final : public Item {
                            .kind = tensor ? "tensor" : "number",
                            .order = static_cast<int64_t>(options + i * fields.size() + f),  // the same on all ranks
                            .tensor = tensor ? storable(*tensor, name) : tensor_of(*number),
-                           .only = sharing ? sharing->first_owner : kEveryRank});
+                           .only = owner ? owner->first : kEveryRank});
       }
     }
     return entries;
@@ -233,7 +238,7 @@ class OptimizerItem final : public Item {
 
   void check_state(const Entries& entries) const {
     const auto parameters = parameters_of(optimizer_);
-    const State state = optim::new_state_for(optimizer_);
+    const State state = optim::new_state_for(type_);
     const auto fields = optim::fields_of(*state);
     for (const Entry& entry : entries) {
       if (!is_in_state(entry)) continue;
@@ -261,6 +266,7 @@ class OptimizerItem final : public Item {
   }
 
   Optimizer& optimizer_;
+  const std::type_info& type_;
   const bool is_known_;                                                // as optim::new_state_for() does
   std::vector<at::Tensor> parameters_;                                 // since load()
   std::decay_t<decltype(std::declval<Optimizer&>().state())> before_;  // the state before load(), until end_load()

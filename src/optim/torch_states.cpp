@@ -6,8 +6,6 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <typeinfo>
-
 namespace muster::optim {
 namespace {
 
@@ -15,8 +13,7 @@ namespace of_torch = torch::optim;  // this namespace has names as SGD and Adam 
 
 }  // namespace
 
-State new_state_for(const torch::optim::Optimizer& optimizer) {
-  const auto& type = typeid(optimizer);
+State new_state_for(const std::type_info& type) {
   if (type == typeid(of_torch::SGD)) return std::make_unique<of_torch::SGDParamState>();
   if (type == typeid(of_torch::Adam)) return std::make_unique<of_torch::AdamParamState>();
   if (type == typeid(of_torch::AdamW)) return std::make_unique<of_torch::AdamWParamState>();
@@ -46,9 +43,8 @@ std::vector<Field> fields_of(torch::optim::OptimizerParamState& state) {
   return {};
 }
 
-std::vector<std::string_view> zeros_of_first_step(const torch::optim::Optimizer& optimizer,
+std::vector<std::string_view> zeros_of_first_step(const std::type_info& type,
                                                   const torch::optim::OptimizerParamGroup& group) {
-  const auto& type = typeid(optimizer);
   const auto adam = [](bool amsgrad) -> std::vector<std::string_view> {
     if (amsgrad) return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
     return {"exp_avg", "exp_avg_sq"};

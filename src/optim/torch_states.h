@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <typeinfo>
 #include <vector>
 
 namespace muster::optim {
@@ -21,14 +22,14 @@ struct Field {
 };
 using State = std::unique_ptr<torch::optim::OptimizerParamState>;
 
-// A new state of SGD, Adam, AdamW, RMSprop or Adagrad; null for all others. A class that is derived from one of torch's
-// may keep something else.
-State new_state_for(const torch::optim::Optimizer& optimizer);
+// A new state of SGD, Adam, AdamW, RMSprop or Adagrad, by the optimizer's class; null for all others. A class that is derived
+// from one of torch's may keep something else.
+State new_state_for(const std::type_info& type);
 // Its fields; none of a state of another class.
 std::vector<Field> fields_of(torch::optim::OptimizerParamState& state);
 // The tensor fields that the optimizer's first step() for a parameter of this group would make, and fill with zeros. None
 // if it makes none, or fills them with something else.
-std::vector<std::string_view> zeros_of_first_step(const torch::optim::Optimizer& optimizer,
+std::vector<std::string_view> zeros_of_first_step(const std::type_info& type,
                                                   const torch::optim::OptimizerParamGroup& group);
 
 }  // namespace muster::optim

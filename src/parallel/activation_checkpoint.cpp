@@ -1,6 +1,5 @@
 #include "muster/parallel/activation_checkpoint.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/equal.h>
@@ -19,6 +18,7 @@
 #include "muster/base/error.h"
 #include "parallel/gradient_blocks.h"
 #include "parallel/kept_results.h"
+#include "parallel/random_numbers.h"
 #include "parallel/saved_tensors.h"
 
 namespace muster::parallel {
@@ -89,7 +89,7 @@ class SecondCall final : public Keeper {
 class Call final : public Recomputation, public Keeper {
  public:
   Call(const ActivationCheckpointOptions& options, Again again) : options_(options), again_(std::move(again)) {
-    if (options.preserve_rng_state) random_ = random_state();
+    if (options.preserve_rng_state) random_ = RandomNumbersGuard::state();
   }
 
   // The arguments are saved as an operator would save them: for an outer call, so that it may leave them out.
@@ -110,7 +110,8 @@ class Call final : public Recomputation, public Keeper {
         throw InvalidArgument("the function of activation_checkpoint() has changed an argument in place",
                               "Use an operator that returns a new tensor");
       }
-    if (random_.defined() && at::equal(random_, random_state())) random_ = at::Tensor();  // it has drawn none
+    if (random_.defined() && at::equal(random_, RandomNumbersGuard::state()))
+      random_ = at::Tensor();  // it has drawn none
   }
 
   std::unique_ptr<engine::SavedVariableHooks> hooks() override;
@@ -135,11 +136,6 @@ class Call final : public Recomputation, public Keeper {
   }
 
  private:
-  static at::Tensor random_state() {
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard lock(generator.mutex());
-    return generator.get_state();
-  }
   static uint32_t version_of(const at::Tensor& tensor) {
     return tensor.defined() && !tensor.is_inference() ? static_cast<uint32_t>(tensor._version()) : 0;
   }
@@ -177,28 +173,6 @@ std::unique_ptr<engine::SavedVariableHooks> Call::hooks() {
   return std::make_unique<LeftOut>(std::static_pointer_cast<Call>(shared_from_this()));
 }
 
-// Sets the generator back, and forward again when it is destroyed.
-class SameRandomNumbers {
- public:
-  explicit SameRandomNumbers(const at::Tensor& state) {
-    if (!state.defined()) return;
-    const std::lock_guard lock(generator_.mutex());
-    after_ = generator_.get_state();
-    generator_.set_state(state);
-  }
-  SameRandomNumbers(const SameRandomNumbers&) = delete;
-  SameRandomNumbers& operator=(const SameRandomNumbers&) = delete;
-  ~SameRandomNumbers() {
-    if (!after_.defined()) return;
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(after_);
-  }
-
- private:
-  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
-  at::Tensor after_;
-};
-
 // Autocast keeps casted parameters until it ends; the first call's has ended, so nobody would clear what is kept now.
 class WithoutAutocastCache {
  public:
@@ -230,7 +204,8 @@ void Call::recompute() {
   SecondCall second(forms_, options_.early_stop);
   std::vector<at::Tensor> arguments;
   for (const auto& argument : arguments_) arguments.push_back(argument.unpack());
-  const SameRandomNumbers same(random_);
+  std::optional<RandomNumbersGuard> same_random_numbers;
+  if (random_.defined()) same_random_numbers.emplace().set_state(random_);
   const at::ThreadLocalStateGuard as_then(state_);
   const at::AutoGradMode with_grad(true);
   const WithoutAutocastCache without_cache;

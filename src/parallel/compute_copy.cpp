@@ -17,6 +17,7 @@
 #include "comm/kit/validate.h"
 #include "muster/base/error.h"
 #include "muster/parallel/sync_batch_norm.h"
+#include "parallel/saved_tensors.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
 
@@ -93,6 +94,12 @@ at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
   }
   watch(view);  // nobody may change it
   return view;
+}
+
+at::Tensor CopyPhase::instead_of(const at::Tensor& tensor, size_t number, at::ScalarType dtype) const {
+  const bool is_time = reading || forwards > 0 || (is_step && in_second_call());
+  if (!is_time || copies.empty() || tensor.scalar_type() != dtype) return {};
+  return view_of_copy(tensor, copies[number]);
 }
 
 void check(const MixedPrecision& precision) {

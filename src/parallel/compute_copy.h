@@ -10,12 +10,43 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "muster/parallel/mixed_precision.h"
 #include "parallel/same_module.h"
 
 namespace muster::parallel {
+
+// When operators use copies, and which. The memory of the parameters knows it, and may survive whoever makes the copies.
+struct CopyPhase {
+  bool reading = false;  // since a forward(), until the end of backward()
+  int forwards = 0;      // that live
+  bool is_step = false;  // whether there are copies of this step: for the second call of activation_checkpoint()
+  std::vector<at::Tensor> copies;  // by number; none when their maker is gone
+
+  // For Sharing::instead: a view of the copy that an operator is to read instead of a tensor with the memory of a parameter
+  // of this dtype; undefined: the tensor itself.
+  at::Tensor instead_of(const at::Tensor& tensor, size_t number, at::ScalarType dtype) const;
+};
+
+// While it lives, operators use the copies.
+class [[nodiscard]] ForwardWithCopies {
+ public:
+  explicit ForwardWithCopies(std::shared_ptr<CopyPhase> phase) : phase_(std::move(phase)) {
+    ++phase_->forwards;
+    phase_->is_step = true;
+  }
+  ForwardWithCopies(const ForwardWithCopies&) = delete;
+  ForwardWithCopies& operator=(const ForwardWithCopies&) = delete;
+  ~ForwardWithCopies() { --phase_->forwards; }
+
+ private:
+  const std::shared_ptr<CopyPhase> phase_;
+};
 
 // `copy` has the strides of the memory of `parameter`. The view shares the version of `parameter`: if that is updated,
 // a backward() over an older graph throws. InvalidArgument if there is a forward-mode derivative.

@@ -15,7 +15,7 @@ namespace {
 
 constexpr auto kKey = c10::DispatchKey::Fake;
 
-thread_local KeptResults::Call* current = nullptr;
+thread_local KeptResults::Call* current_call = nullptr;
 
 // Whether an operator returns new tensors only. A conversion is cheap, and autocast's cache makes it happen in one call and
 // not in the other.
@@ -70,7 +70,7 @@ void KeptResults::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet ke
     const c10::impl::ExcludeDispatchKeyGuard not_inside(kKey);
     go_on_after(kKey, op, keys, stack);
   };
-  Call* const call = current;
+  Call* const call = current_call;
   if (!call) return compute();
   const Kind& kind = kind_of(op);
   const size_t arguments = op.schema().arguments().size(), returns = op.schema().returns().size();
@@ -166,12 +166,12 @@ KeptResults::Call::Call(KeptResults& results, const Policy* keep, Keeper* keeper
         bring_every_operator_to<kKey, &KeptResults::fallback>();
         return kKey;
       }()),
-      set_(current, this) {}
+      set_(current_call, this) {}
 
 KeptResults::Call::~Call() {
   if (keep_) results_.by_memory_.clear();
 }
 
-KeptResults::Pause::Pause() : set_(current, nullptr) {}
+KeptResults::Pause::Pause() : set_(current_call, nullptr) {}
 
 }  // namespace muster::parallel

@@ -1,6 +1,7 @@
 #include "parallel/same_module.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -99,6 +100,19 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
                  "Build the same module on every rank");
 }
 
+uint64_t sample_of(const at::Tensor& tensor) {
+  constexpr size_t kSamples = 4;
+  const size_t bytes = tensor.nbytes(), width = std::min(bytes, sizeof(uint64_t));
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  uint64_t mixed = 0;
+  for (size_t i = 0; i < kSamples && width > 0; ++i) {
+    uint64_t word = 0;
+    std::memcpy(&word, data + (bytes - width) * i / (kSamples - 1), width);
+    mixed = (mixed ^ word) * 0x9E3779B97F4A7C15;
+  }
+  return mixed;
+}
+
 void give_values(const at::Tensor& tensor, const at::Tensor& values) {
   if (!tensor.is_meta()) return tensor.set_data(values);
   // set_data() refuses to change the device. Like it, forget the accumulator, which knows the old one.
@@ -115,6 +129,15 @@ void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const 
   throw InvalidArgument(
       text("the values of ", (tensors.end() - index)->name, " are on another host now"),
       "Call gather() of the FullyShardedDataParallel that has them, on all ranks, before another is made");
+}
+
+void throw_if_any_failed(const std::exception_ptr& failure, const Group& group, const char* what) {
+  int64_t failed = failure ? group.rank() + 1 : 0;
+  all_reduce(at::from_blob(&failed, {1}, at::kLong), {.op = ReduceOp::MAX, .group = group});
+  if (failure) std::rethrow_exception(failure);
+  if (failed != 0)
+    throw InvalidArgument(text("rank ", group.global_rank(static_cast<int>(failed) - 1), " ", what),
+                          "Look at its error");
 }
 
 void broadcast_together(const std::vector<NamedTensor>& tensors, const Group& group, int root) {

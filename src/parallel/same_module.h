@@ -7,6 +7,8 @@
 #include <torch/nn/module.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -31,10 +33,15 @@ ModuleTensors tensors_of(const torch::nn::Module& module);
 // Throws Mismatch on every rank if a rank differs from rank 0 in a tensor's name, dtype, shape, strides, whether it is
 // trained, with which earlier tensor it is shared, or in `options`. Names the first difference.
 void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options, const Group& group);
+// A mixture of a few of the tensor's bytes, which are on the CPU. Optimizers that write through Tensor::data() (libtorch's
+// SGD) leave no other trace.
+uint64_t sample_of(const at::Tensor& tensor);
 // As tensor.set_data(values), also for a tensor on the device "meta".
 void give_values(const at::Tensor& tensor, const at::Tensor& values);
 // Throws InvalidArgument on every rank if a rank has no values of a tensor now (gather() would get them).
 void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const Group& group);
+// All ranks throw, or none: what has failed on this rank, or InvalidArgument "rank 2 <what>", for example "could not …".
+void throw_if_any_failed(const std::exception_ptr& failure, const Group& group, const char* what);
 // Copies rank root's values to all, if they are not on the device "meta". Tensors of up to kCoalesced bytes travel together, in one broadcast.
 inline constexpr size_t kCoalesced = 64 << 10;
 void broadcast_together(const std::vector<NamedTensor>& tensors, const Group& group, int root = 0);

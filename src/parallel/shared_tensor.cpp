@@ -11,30 +11,49 @@
 namespace muster::parallel {
 namespace {
 
-// What a storage in shared memory refers to.
+// What a storage refers to.
 struct Place {
-  std::shared_ptr<shm::Mapping> memory;
+  std::shared_ptr<shm::Mapping> shared;  // or null
+  c10::Storage own;                      // else
   Sharing sharing;
 };
 void release(void* context) { const std::unique_ptr<Place> place(static_cast<Place*>(context)); }
+
+const Place* place_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  return data.get_deleter() == &release ? static_cast<const Place*>(data.get_context()) : nullptr;
+}
+
+c10::Storage make_storage(void* data, size_t bytes, Place place) {
+  auto owned = std::make_unique<Place>(std::move(place));
+  c10::DataPtr pointer(data, owned.release(), &release, c10::Device(c10::DeviceType::CPU));
+  return {c10::Storage::use_byte_size_t(), bytes, std::move(pointer), nullptr, /*resizable=*/false};
+}
 
 }  // namespace
 
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
                          Sharing sharing) {
-  auto place = std::make_unique<Place>(Place{memory, std::move(sharing)});
-  c10::DataPtr data(memory->data() + offset, place.release(), &release, c10::Device(c10::DeviceType::CPU));
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), like.nbytes(), std::move(data), nullptr,
-                             /*resizable=*/false);
+  const c10::Storage storage = make_storage(memory->data() + offset, like.nbytes(),
+                                            {.shared = memory, .own = {}, .sharing = std::move(sharing)});
   return at::empty({0}, like.options().device(at::kCPU).requires_grad(false))
       .set_(storage, 0, like.sizes(), dense_strides(like));
 }
 
-const Sharing* sharing_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
-  const c10::DataPtr& data = tensor.storage().data_ptr();
-  return data.get_deleter() == &release ? &static_cast<const Place*>(data.get_context())->sharing : nullptr;
+at::Tensor private_tensor(const at::Tensor& tensor, Sharing sharing) {
+  const c10::Storage& own = tensor.storage();
+  const c10::Storage storage =
+      make_storage(own.mutable_data(), own.nbytes(), {.shared = nullptr, .own = own, .sharing = std::move(sharing)});
+  return at::empty({0}, tensor.options().requires_grad(false))
+      .set_(storage, tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }
+
+const Sharing* sharing_of(const at::Tensor& tensor) {
+  const Place* const place = place_of(tensor);
+  return place && place->shared ? &place->sharing : nullptr;
+}
+bool may_be_watched(const at::Tensor& tensor) { return place_of(tensor) != nullptr; }
 bool belongs_to_another_rank(const at::Tensor& tensor) {
   const Sharing* const sharing = sharing_of(tensor);
   return sharing && !sharing->is_own;
@@ -48,17 +67,18 @@ bool is_here(const at::Tensor& tensor) {
   return !sharing || sharing->is_here();
 }
 void call_before_use(const at::Tensor& tensor, uint64_t operation, bool writes) {
-  const Sharing* const sharing = sharing_of(tensor);
-  if (!sharing) return;
-  if (sharing->is_copy && writes)
+  const Place* const place = place_of(tensor);
+  if (!place) return;
+  const Sharing& sharing = place->sharing;
+  if (sharing.is_copy && writes)
     throw InvalidArgument(
-        text("an operator would change the copy of parameter ", sharing->name, ", which all ranks of the host use"),
+        text("an operator would change the copy of parameter ", sharing.name, ", which other operators use"),
         "Let it change a clone(); a parameter that is converted to the dtype of its copy is that copy itself");
-  if (sharing->before_use) sharing->before_use(operation, writes);
+  if (sharing.before_use) sharing.before_use(operation, writes);
 }
 at::Tensor call_instead(const at::Tensor& tensor) {
-  const Sharing* const sharing = sharing_of(tensor);
-  return sharing && sharing->instead ? sharing->instead(tensor) : at::Tensor();
+  const Place* const place = place_of(tensor);
+  return place && place->sharing.instead ? place->sharing.instead(tensor) : at::Tensor();
 }
 
 }  // namespace muster::parallel

@@ -1,4 +1,5 @@
-// Tensors in memory that the ranks of a host share, each owned by one of them.
+// Tensors in memory that the ranks of a host share, each owned by one of them. And tensors in a rank's own memory which
+// operators do not use as they are.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -32,12 +33,15 @@ struct Sharing {
 // which it keeps mapped.
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
                          Sharing sharing);
+// A tensor with the memory of `tensor`, which no other rank has; for `instead` and `is_copy`.
+at::Tensor private_tensor(const at::Tensor& tensor, Sharing sharing);
 
 const Sharing* sharing_of(const at::Tensor& tensor);  // null if shared_tensor() has not made its storage
 inline bool is_shared(const at::Tensor& tensor) { return sharing_of(tensor) != nullptr; }
 bool belongs_to_another_rank(const at::Tensor& tensor);  // it is shared, and this rank must not change it
 bool is_spread(const at::Tensor& tensor);                // it is shared, and not every host has its values all the time
 bool is_here(const at::Tensor& tensor);                  // true if it is not shared
+bool may_be_watched(const at::Tensor& tensor);           // one of both functions above has made its storage
 void call_before_use(const at::Tensor& tensor, uint64_t operation, bool writes);  // if it has one
 at::Tensor call_instead(const at::Tensor& tensor);                                // undefined if it has none
 

@@ -20,7 +20,7 @@
 #include "muster/base/error.h"
 #include "optim/torch_states.h"
 #include "parallel/buckets.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/state_owner.h"
 #include "shm/mapping.h"
 
 namespace muster {
@@ -80,14 +80,16 @@ StateOffload::StateOffload(torch::optim::Optimizer& optimizer, StateOffloadOptio
   const at::NoGradGuard no_grad;
   if (!fs::is_directory(options_.folder))
     throw Unavailable(text("the folder for states, ", options_.folder.string(), ", does not exist"), "Make it before");
+  const std::type_info& type = parallel::class_of(optimizer_);
   std::vector<std::pair<void*, optim::State>> made;
   for (const auto& group : optimizer_.param_groups()) {
-    const auto fields = optim::zeros_of_first_step(optimizer_, group);
+    const auto fields = optim::zeros_of_first_step(type, group);
     for (const at::Tensor& parameter : group.params()) {
       if (fields.empty() || !is_large(parameter) || !parameter.requires_grad() || !parameter.device().is_cpu() ||
-          parallel::belongs_to_another_rank(parameter) || optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0)
+          !parallel::keeps_state(optimizer_, parameter) ||
+          optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0)
         continue;
-      optim::State state = optim::new_state_for(optimizer_);
+      optim::State state = optim::new_state_for(type);
       for (const optim::Field& field : optim::fields_of(*state))
         if (std::find(fields.begin(), fields.end(), field.name) != fields.end())
           *field.tensor = zeros_in_file(parameter, options_.folder);

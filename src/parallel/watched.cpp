@@ -155,7 +155,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
 }  // namespace
 
 bool is_watched(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.key_set().has(kKey) && is_shared(tensor);
+  return tensor.defined() && tensor.key_set().has(kKey) && may_be_watched(tensor);
 }
 
 at::Tensor unwatched(const at::Tensor& tensor) {
@@ -163,6 +163,8 @@ at::Tensor unwatched(const at::Tensor& tensor) {
   return at::empty({0}, tensor.options().requires_grad(false))
       .set_(tensor.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }
+
+UnwatchedGuard::UnwatchedGuard() : without_(c10::DispatchKeySet(kKey)) {}
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 

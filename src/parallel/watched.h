@@ -17,6 +17,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace muster::parallel {
 
@@ -25,6 +26,15 @@ namespace muster::parallel {
 void watch(const at::Tensor& tensor);
 bool is_watched(const at::Tensor& tensor);       // no longer when it has another storage
 at::Tensor unwatched(const at::Tensor& tensor);  // the same memory, if it was watched: for its owner
+
+// While it lives, operators in this thread use watched tensors as others: for an owner's update.
+class [[nodiscard]] UnwatchedGuard {
+ public:
+  UnwatchedGuard();
+
+ private:
+  const c10::impl::ExcludeDispatchKeyGuard without_;
+};
 
 bool in_backward();  // whether autograd runs a backward() in this thread
 

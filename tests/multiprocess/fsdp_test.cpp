@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "multiprocess/fsdp_support.h"
+#include "parallel/balance.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/shared_tensor.h"
 
@@ -67,7 +68,7 @@ TEST(Fsdp, OwnersAreBalanced) {
     add(1 << 19, false);
   }
   for (const int ranks : {1, 2, 3, 4, 7}) {
-    const auto owners = fsdp::Balance(ranks).divide(parameters, 25 << 20);
+    const auto owners = parallel::Balance(ranks).divide(parameters, 25 << 20);
     std::map<bool, std::vector<double>> load{{true, std::vector<double>(static_cast<size_t>(ranks))},
                                              {false, std::vector<double>(static_cast<size_t>(ranks))}};
     for (size_t i = 0; i < owners.size(); ++i)
@@ -79,8 +80,8 @@ TEST(Fsdp, OwnersAreBalanced) {
     EXPECT_LE(*most_frozen, *least_frozen + (1 << 21)) << ranks;
   }
   // Fewer parameters than ranks, empty ones, none.
-  EXPECT_EQ(fsdp::Balance(4).divide({{"p", torch::empty({3})}, {"q", torch::empty({0})}}, 25 << 20).size(), 2u);
-  EXPECT_TRUE(fsdp::Balance(4).divide({}, 25 << 20).empty());
+  EXPECT_EQ(parallel::Balance(4).divide({{"p", torch::empty({3})}, {"q", torch::empty({0})}}, 25 << 20).size(), 2u);
+  EXPECT_TRUE(parallel::Balance(4).divide({}, 25 << 20).empty());
 }
 
 // In place of zero_grad(): averages of several backward() calls, with and without no_sync(), add up as in one process.

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -12,8 +13,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <system_error>
 
 #include "base/text.h"
 #include "comm/world/world_starter.h"
@@ -32,8 +36,27 @@ void write_all(int fd, const std::string& text) {
   }
 }
 
+// Whether another thread of this process runs. One that sleeps holds no lock of the memory allocator; a child that is forked
+// while another holds it would wait for it forever. (glibc's allocator takes care of that, and AddressSanitizer's does not.)
+bool another_thread_runs() {
+  const std::string own = text(::gettid());
+  std::error_code error;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", error)) {
+    if (task.path().filename() == own) continue;
+    std::ifstream file(task.path() / "stat");
+    const std::string stat{std::istreambuf_iterator<char>(file), {}};
+    const size_t name_end = stat.rfind(')');  // "123 (a name) S …"
+    if (name_end != std::string::npos && stat.compare(name_end, 3, ") R") == 0) return true;
+  }
+  return false;
+}
+
+void wait_until_other_threads_sleep() {
+  constexpr int kMost = 100'000;  // one may run for good
+  for (int i = 0; i < kMost && another_thread_runs(); ++i) ::sched_yield();
+}
+
 [[noreturn]] void run_child(int rank, const std::function<std::string(int)>& body, int out) {
-  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   std::string said;
   int status = 0;
   try {
@@ -49,15 +72,28 @@ void write_all(int fd, const std::string& text) {
 }  // namespace
 
 ForkedRanks::ForkedRanks(int n, const std::function<std::string(int)>& body) : children_(static_cast<size_t>(n)) {
-  for (int rank = 0; rank < n; ++rank) {
+  const auto make_pipe = [](UniqueFd& out) {
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) throw_errno("pipe2");
+    out.reset(ends[0]);
+    return UniqueFd(ends[1]);
+  };
+  // No child begins before all are there: it would wake the thread that serves the store.
+  UniqueFd started;
+  UniqueFd starts = make_pipe(started);
+  for (int rank = 0; rank < n; ++rank) {
     Child& child = children_[static_cast<size_t>(rank)];
-    child.out.reset(ends[0]);
-    const UniqueFd in(ends[1]);
+    const UniqueFd in = make_pipe(child.out);
+    wait_until_other_threads_sleep();
     child.pid = ::fork();
     if (child.pid < 0) throw_errno("fork");
-    if (child.pid == 0) run_child(rank, body, in.get());
+    if (child.pid != 0) continue;
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    starts.reset();
+    char none;
+    while (::read(started.get(), &none, 1) < 0 && errno == EINTR) continue;
+    started.reset();
+    run_child(rank, body, in.get());
   }
 }
 

@@ -1,6 +1,6 @@
 // Ranks that are processes and may die: forked from the test without the launcher, which would end the survivors.
 //
-// Thread-safety: one thread; fork from a process whose other threads, if any, hold no locks.
+// Thread-safety: one thread. Ranks are forked when the process's other threads sleep, which are then to hold no locks.
 #pragma once
 
 #include <sys/types.h>

@@ -22,6 +22,7 @@
 #include "muster/muster.h"
 #include "support/full_run.h"
 #include "support/patience.h"
+#include "support/resnet18.h"
 
 namespace muster::test {
 
@@ -45,52 +46,12 @@ inline Tensor words(int rank, int step, torch::IntArrayRef sizes, int64_t vocabu
 
 // --- models ---
 
-struct ResidualBlock : nn::Module {
-  ResidualBlock(int64_t in, int64_t out, int64_t stride)
-      : first(nn::Conv2dOptions(in, out, 3).stride(stride).padding(1).bias(false)),
-        second(nn::Conv2dOptions(out, out, 3).padding(1).bias(false)),
-        first_norm(out),
-        second_norm(out) {
-    register_module("first", first);
-    register_module("second", second);
-    register_module("first_norm", first_norm);
-    register_module("second_norm", second_norm);
-    if (stride != 1 || in != out)
-      shortcut = register_module(
-          "shortcut",
-          nn::Sequential(nn::Conv2d(nn::Conv2dOptions(in, out, 1).stride(stride).bias(false)), nn::BatchNorm2d(out)));
-  }
-  Tensor forward(const Tensor& x) {
-    const Tensor y = second_norm(second(torch::relu(first_norm(first(x)))));
-    return torch::relu(y + (shortcut ? shortcut->forward(x) : x));
-  }
-  nn::Conv2d first, second;
-  nn::BatchNorm2d first_norm, second_norm;
-  nn::Sequential shortcut{nullptr};
-};
-
 // ResNet-18: 11.7 million parameters.
 struct ResNet18 : nn::Module {
-  ResNet18() {
-    layers->push_back(nn::Conv2d(nn::Conv2dOptions(3, 64, 7).stride(2).padding(3).bias(false)));
-    layers->push_back(nn::BatchNorm2d(64));
-    layers->push_back(nn::ReLU());
-    layers->push_back(nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1)));
-    int64_t channels = 64;
-    for (const int64_t width : {64, 128, 256, 512})
-      for (const bool first : {true, false}) {
-        layers->push_back(ResidualBlock(channels, width, first && width > 64 ? 2 : 1));
-        channels = width;
-      }
-    layers->push_back(nn::AdaptiveAvgPool2d(1));
-    layers->push_back(nn::Flatten());
-    layers->push_back(nn::Linear(512, 1000));
-    register_module("layers", layers);
-  }
   Tensor forward(int rank, int step) {
     return torch::cross_entropy_loss(layers->forward(drawn(rank, step, {2, 3, 64, 64})), words(rank, step, {2}, 1000));
   }
-  nn::Sequential layers;
+  nn::Sequential layers = register_module("layers", resnet18());
 };
 
 // As the last blocks of VGG: each weight of several megabytes.

@@ -89,6 +89,8 @@ class GradBucket {
     at::Tensor parameter;
     int64_t offset;  // in the buffer, elements
     std::vector<int64_t> strides;
+    // The part of a tensor with the buffer's elements that is this gradient, with the parameter's shape.
+    at::Tensor in(const at::Tensor& elements) const;
   };
   GradBucket(size_t index, size_t count, at::Tensor buffer, std::vector<Place> places, Group group,
              std::shared_ptr<Heap> heap);

@@ -42,12 +42,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "muster/comm/group.h"
 #include "muster/parallel/comm_hook.h"
+#include "muster/parallel/mixed_precision.h"
 #include "muster/parallel/no_sync.h"
 
 namespace muster {
@@ -83,6 +85,8 @@ struct DdpOptions {
   // within join().
   int64_t check_divergence_every = 0;
   ReproducibleOptions reproducible = {};  // see backward_by_shards()
+  // What operators compute with in forward() and backward() (mixed_precision.h). Each rank has its own copies.
+  MixedPrecision mixed_precision = {};
 };
 
 namespace ddp {
@@ -95,7 +99,10 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();
 
-  void before_forward();
+  // As long as the result lives, operators compute in mixed precision.
+  [[nodiscard]] std::shared_ptr<void> before_forward();
+  std::optional<at::ScalarType> input_dtype() const;
+  std::optional<at::ScalarType> output_dtype() const;
   bool set_sync(bool on);  // returns the previous value
   void register_comm_hook(CommHook hook);
   std::vector<int> shards() const;
@@ -120,8 +127,10 @@ class DistributedDataParallel {
 
   template <typename... Arguments>
   auto forward(Arguments&&... arguments) {
-    reducer_.before_forward();
-    return module_->forward(std::forward<Arguments>(arguments)...);
+    const auto in_forward = reducer_.before_forward();
+    return parallel::with_output_dtype(
+        reducer_.output_dtype(), [&](auto&&... inputs) { return module_->forward(inputs.get()...); },
+        parallel::Input<Arguments>(std::forward<Arguments>(arguments), reducer_.input_dtype())...);
   }
   template <typename... Arguments>
   auto operator()(Arguments&&... arguments) {

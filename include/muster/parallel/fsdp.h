@@ -153,8 +153,9 @@ class FullyShardedDataParallel {
   template <typename... Arguments>
   auto forward(Arguments&&... arguments) {
     const auto in_forward = sharder_->before_forward();
-    return converted([&](auto&&... inputs) { return module_->forward(inputs.get()...); },
-                     parallel::Input<Arguments>(std::forward<Arguments>(arguments), sharder_->input_dtype())...);
+    return parallel::with_output_dtype(
+        sharder_->output_dtype(), [&](auto&&... inputs) { return module_->forward(inputs.get()...); },
+        parallel::Input<Arguments>(std::forward<Arguments>(arguments), sharder_->input_dtype())...);
   }
   template <typename... Arguments>
   auto operator()(Arguments&&... arguments) {
@@ -196,19 +197,6 @@ class FullyShardedDataParallel {
   size_t bytes_here() const { return sharder_->bytes_here(); }
 
  private:
-  // What forward() gives for such inputs, in output_dtype.
-  template <typename Function, typename... Inputs>
-  auto converted(const Function& forward, Inputs&&... inputs) {
-    const auto dtype = sharder_->output_dtype();
-    if constexpr (std::is_void_v<decltype(forward(inputs...))>) {
-      forward(inputs...);
-    } else {
-      auto result = forward(inputs...);
-      if (dtype) parallel::convert(result, *dtype);
-      return result;
-    }
-  }
-
   std::shared_ptr<ModuleType> module_;
   std::unique_ptr<fsdp::Sharder> sharder_;
 };

@@ -1,20 +1,22 @@
 // Mixed precision: forward() and backward() compute with copies of the parameters, of fewer bits; the parameters themselves,
 // their gradients and the optimizer's states keep their own dtype.
 //
-//   muster::FsdpOptions options{.mixed_precision = {.param_dtype = torch::kBFloat16, .output_dtype = torch::kFloat}};
+//   muster::DistributedDataParallel ddp(
+//       net, {.mixed_precision = {.param_dtype = torch::kBFloat16, .output_dtype = torch::kFloat}});
 //
-// Each parameter with more bits than param_dtype has one copy on each host, which its owner makes from it before the first
-// forward() of a step. From then on until the end of backward(), an operator that reads the parameter gets the copy
-// instead: `weight` in forward() still is a float32 tensor, but torch::linear(x, weight) and weight.t() compute with a
-// bfloat16 one. In eval() mode, model.forward() computes like that as well; the module itself, called between two
-// synchronize(), computes with the parameters. Nothing may change a copy: weight.to(torch::kBFloat16) in forward() is the
-// copy itself, so a function that changes its result has to clone() it.
+// Each parameter with another dtype than param_dtype has a copy: of FullyShardedDataParallel one on each host, of
+// DistributedDataParallel one on each rank. It is made from the parameter before the first forward() of a step. From then
+// on until the end of backward(), an operator that reads the parameter gets the copy instead: `weight` in forward() still
+// is a float32 tensor, but torch::linear(x, weight) and weight.t() compute with a bfloat16 one. In eval() mode,
+// model.forward() computes like that as well; the module itself, called after backward() or between two synchronize(),
+// computes with the parameters. Nothing may change a copy: weight.to(torch::kBFloat16) in forward() is the copy itself, so
+// a function that changes its result has to clone() it.
 //
 // Gradients arrive in the parameter's dtype; those of several operators are added in it. Within one operator that uses a
 // parameter many times, as a GRU does, they are added in param_dtype.
 //
-// Thread-safety: as FullyShardedDataParallel. Source: torch.distributed.fsdp.MixedPrecisionPolicy; Micikevicius et al.,
-// "Mixed Precision Training", ICLR 2018.
+// Thread-safety: as FullyShardedDataParallel and DistributedDataParallel. Source:
+// torch.distributed.fsdp.MixedPrecisionPolicy; Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -111,6 +113,18 @@ class Input {
   T&& given_;
   [[no_unique_address]] std::conditional_t<kConverts, std::optional<Plain>, Nothing> converted_;
 };
+
+// What forward() gives for such inputs, converted if a dtype is given.
+template <typename Function, typename... Inputs>
+auto with_output_dtype(const std::optional<at::ScalarType>& dtype, const Function& forward, Inputs&&... inputs) {
+  if constexpr (std::is_void_v<decltype(forward(inputs...))>) {
+    forward(inputs...);
+  } else {
+    auto result = forward(inputs...);
+    if (dtype) convert(result, *dtype);
+    return result;
+  }
+}
 
 }  // namespace parallel
 }  // namespace muster

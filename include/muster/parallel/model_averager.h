@@ -37,6 +37,7 @@ class ModelAverager {
   bool average_parameters(const std::vector<at::Tensor>& parameters);
 
   int64_t step() const { return step_; }
+  const ModelAveragerOptions& options() const { return options_; }
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

@@ -1,10 +1,16 @@
 #include "parallel/ddp/join.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
+#include <exception>
+#include <utility>
+
+#include "base/auto_reset.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/ddp/reducer.h"
 
 namespace muster::ddp {
 
@@ -41,6 +47,53 @@ Meetings::Meeting Meetings::meet(Event mine) {
   if (meeting.event == Event::kBackwardWithGraph)
     throw InvalidArgument(what + ", and backward() with create_graph needs some on all", "Use it outside of join()");
   return meeting;
+}
+
+void Reducer::join(const std::function<void()>& body, JoinOptions options) {
+  Impl& s = *impl_;
+  thread_local bool is_in_join = false;
+  if (is_in_join) throw InvalidArgument("join() is called within join()", "Join one DistributedDataParallel at a time");
+  const AutoReset<bool> in_join(is_in_join, true);
+  s.require_no_synchronized_norm("join(), because ranks without data do not call its layers");
+  s.gradients->before_forward();
+  s.meetings.emplace(s.group, std::move(options));
+  struct End {
+    Impl& s;
+    ~End() {
+      s.meetings.reset();
+      s.gradients->set_contributors(s.group.size(), false);
+    }
+  } const end{s};
+  try {
+    body();
+  } catch (...) {
+    try {
+      s.gradients->before_forward();  // makes up for a backward() that threw, within join() as on the other ranks
+    } catch (const std::exception&) {
+      // The error of `body` says more.
+    }
+    throw;
+  }
+  s.gradients->before_forward();
+  std::exception_ptr failure;  // what the other ranks' backward() threw, too, who may go on
+  for (;;) {
+    const auto meeting = s.meet(Meetings::Event::kNoData);
+    if (meeting.active.empty()) break;
+    if (meeting.event == Meetings::Event::kForward) {
+      parallel::broadcast_together(s.buffers, s.group, meeting.active[0]);
+      continue;
+    }
+    try {
+      s.gradients->backward_without_data();
+    } catch (const InvalidArgument&) {
+      if (!failure) failure = std::current_exception();
+      continue;
+    }
+    if (s.meetings->options().after_backward) s.meetings->options().after_backward();
+  }
+  const at::NoGradGuard no_grad;
+  parallel::broadcast_together(s.everything, s.group, s.meetings->last_active());
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace muster::ddp

@@ -1,26 +1,13 @@
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Parallel.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/mul.h>
-#include <torch/csrc/autograd/autograd.h>
+#include "parallel/ddp/reducer.h"
+
 #include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
-#include <exception>
-#include <mutex>
-#include <optional>
 
-#include "base/auto_reset.h"
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
-#include "muster/parallel/ddp.h"
-#include "parallel/coalesced.h"
-#include "parallel/ddp/divergence.h"
-#include "parallel/ddp/join.h"
-#include "parallel/ddp/shards.h"
-#include "parallel/gradient_reducer.h"
+#include "parallel/compute_copy.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/whole_batch_norm.h"
 
@@ -61,87 +48,21 @@ std::vector<bool> with_sparse_gradients(torch::nn::Module& module,
   return is_sparse;
 }
 
-// A seed for each shard of each step: the finalizer of MurmurHash3, on numbers that differ.
-uint64_t seed_of(uint64_t seed, uint64_t step, int shard) {
-  uint64_t x = 0;
-  for (const uint64_t next : {seed, step, static_cast<uint64_t>(shard)}) {
-    x += next + 0x9e3779b97f4a7c15U;
-    for (const uint64_t factor : {uint64_t{0xff51afd7ed558ccd}, uint64_t{0xc4ceb9fe1a85ec53}}) {
-      x ^= x >> 33;
-      x *= factor;
-    }
-    x ^= x >> 33;
-  }
-  return x;
+}  // namespace
+
+Meetings::Meeting Reducer::Impl::meet(Meetings::Event mine) {
+  const auto meeting = meetings->meet(mine);
+  if (!meeting.active.empty())
+    gradients->set_contributors(static_cast<int>(meeting.active.size()),
+                                !meetings->options().divide_by_initial_world_size);
+  return meeting;
 }
 
-void require_no_synchronized_norm(torch::nn::Module& module, const char* of) {
-  if (parallel::has_synchronized_norm(module))
+void Reducer::Impl::require_no_synchronized_norm(const char* of) const {
+  if (parallel::has_synchronized_norm(*module))
     throw InvalidArgument(text("the module has a synchronized batch norm, which does not go with ", of),
                           "Use BatchNorm, which each rank computes by itself");
 }
-
-// All ranks throw, or none.
-void throw_if_any_failed(const std::exception_ptr& failure, const Group& group, const std::function<void()>& clean_up) {
-  int64_t rank = failure ? group.rank() : -1;
-  all_reduce(at::from_blob(&rank, {1}, at::kLong), {.op = ReduceOp::MAX, .group = group});
-  if (rank < 0) return;
-  clean_up();
-  if (failure) std::rethrow_exception(failure);
-  throw InvalidArgument(
-      text("the function of backward_by_shards() has thrown on rank ", group.global_rank(static_cast<int>(rank))),
-      "Look at what that rank says");
-}
-
-// Libtorch's default generator and number of threads, which are as before when the guard has ended.
-class SameEverywhere {
- public:
-  explicit SameEverywhere(int threads)
-      : generator_(at::detail::getDefaultCPUGenerator()), threads_(at::get_num_threads()) {
-    const std::lock_guard lock(generator_.mutex());
-    state_ = generator_.get_state();
-    if (threads != threads_) at::set_num_threads(threads);
-  }
-  SameEverywhere(const SameEverywhere&) = delete;
-  SameEverywhere& operator=(const SameEverywhere&) = delete;
-  ~SameEverywhere() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state_);
-    if (at::get_num_threads() != threads_) at::set_num_threads(threads_);
-  }
-  void set_seed(uint64_t seed) {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_current_seed(seed);
-  }
-
- private:
-  at::Generator generator_;
-  const int threads_;
-  at::Tensor state_;
-};
-
-}  // namespace
-
-struct Reducer::Impl {
-  std::shared_ptr<torch::nn::Module> module;
-  DdpOptions options;
-  Group group;  // resolved
-  std::vector<parallel::NamedTensor> buffers;
-  std::vector<parallel::NamedTensor> everything;  // parameters and buffers
-  std::vector<at::Tensor> trainable;
-  std::optional<parallel::GradientReducer> gradients;
-  std::optional<Shards> shards;
-  std::optional<Meetings> meetings;  // within join()
-
-  bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
-  Meetings::Meeting meet(Meetings::Event mine) {
-    const auto meeting = meetings->meet(mine);
-    if (!meeting.active.empty())
-      gradients->set_contributors(static_cast<int>(meeting.active.size()),
-                                  !meetings->options().divide_by_initial_world_size);
-    return meeting;
-  }
-};
 
 Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) : impl_(std::make_shared<Impl>()) {
   if (!module) throw InvalidArgument("DistributedDataParallel needs a module, got null");
@@ -152,7 +73,12 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   auto with = parallel::reducer_options("DistributedDataParallel", s.options);
   s.group = with.group;
 
+  const MixedPrecision& precision = s.options.mixed_precision;
+  parallel::check(precision);
+  with.reduce_dtype = precision.reduce_dtype;
   auto tensors = parallel::tensors_of(*s.module);
+  const auto computed = tensors.parameters;  // those that are ignored, too
+  const auto compute_dtypes = parallel::compute_dtypes(*s.module, computed, precision);
   ignore(s.options.ignored, tensors);
   const auto trainable = tensors.trainable();
   with.sparse = with_sparse_gradients(*s.module, trainable);
@@ -161,7 +87,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
       tensors.all,
       text(parallel::words_of(with), " check_divergence_every=", s.options.check_divergence_every,
            " reproducible.shards=", reproducible.shards, " reproducible.seed=", reproducible.seed,
-           " reproducible.threads=", reproducible.threads),
+           " reproducible.threads=", reproducible.threads, parallel::words_of(*s.module, precision, compute_dtypes)),
       s.group);
   if (trainable.empty())
     throw InvalidArgument("the module has no parameter that requires grad", "Use it without DistributedDataParallel");
@@ -174,6 +100,8 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
       throw InvalidArgument(text("FullyShardedDataParallel has shared parameter ", name, " among the ranks"),
                             "Use FullyShardedDataParallel again, or make the module anew");
   parallel::broadcast_together(tensors.all, s.group);
+  parallel::convert_buffers(*s.module, precision);
+  if (precision.param_dtype) s.copies = std::make_unique<PrivateCopies>(computed, compute_dtypes);
   s.buffers = std::move(tensors.buffers);
   s.everything = std::move(tensors.all);
   with.on_begin = [weak = std::weak_ptr(impl_)](bool with_graph) {
@@ -190,138 +118,38 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   }
   for (const auto& [name, tensor] : trainable) s.trainable.push_back(tensor);
   if (const int64_t every = s.options.check_divergence_every; every > 0)
-    with.on_averaged = [weak = std::weak_ptr(impl_), watch = std::make_shared<DivergenceWatch>(
-                                                         tensors.parameters, every, s.group)](bool is_complete) {
-      const auto impl = weak.lock();
-      if (impl && !impl->meetings) watch->after_backward(is_complete);  // ranks without data do not step
-    };
+    s.watch.emplace(tensors.parameters, every, s.group);
+  with.on_averaged = [weak = std::weak_ptr(impl_)](bool is_complete) {
+    const auto impl = weak.lock();
+    if (!impl) return;
+    if (impl->copies) impl->copies->reads_are_over();
+    if (impl->watch && !impl->meetings) impl->watch->after_backward(is_complete);  // ranks without data do not step
+  };
   s.gradients.emplace(trainable, std::move(with), world.shared_heap());
 }
 
 Reducer::~Reducer() = default;
 
-void Reducer::before_forward() {
+std::shared_ptr<void> Reducer::before_forward() {
   Impl& s = *impl_;
   s.gradients->before_forward();
-  if (!s.gradients->sync() || !s.broadcasts()) return;
-  const int root = s.meetings ? s.meet(Meetings::Event::kForward).active[0] : 0;
-  parallel::broadcast_together(s.buffers, s.group, root);
+  if (s.gradients->sync() && s.broadcasts()) {
+    const int root = s.meetings ? s.meet(Meetings::Event::kForward).active[0] : 0;
+    parallel::broadcast_together(s.buffers, s.group, root);
+  }
+  if (!s.copies) return nullptr;
+  s.copies->before_forward(s.module->is_training());
+  return std::make_shared<parallel::ForwardWithCopies>(s.copies->phase());
 }
 
-void Reducer::join(const std::function<void()>& body, JoinOptions options) {
-  Impl& s = *impl_;
-  thread_local bool is_in_join = false;
-  if (is_in_join) throw InvalidArgument("join() is called within join()", "Join one DistributedDataParallel at a time");
-  const AutoReset<bool> in_join(is_in_join, true);
-  require_no_synchronized_norm(*s.module, "join(), because ranks without data do not call its layers");
-  s.gradients->before_forward();
-  s.meetings.emplace(s.group, std::move(options));
-  struct End {
-    Impl& s;
-    ~End() {
-      s.meetings.reset();
-      s.gradients->set_contributors(s.group.size(), false);
-    }
-  } const end{s};
-  try {
-    body();
-  } catch (...) {
-    try {
-      s.gradients->before_forward();  // makes up for a backward() that threw, within join() as on the other ranks
-    } catch (const std::exception&) {
-      // The error of `body` says more.
-    }
-    throw;
-  }
-  s.gradients->before_forward();
-  std::exception_ptr failure;  // what the other ranks' backward() threw, too, who may go on
-  for (;;) {
-    const auto meeting = s.meet(Meetings::Event::kNoData);
-    if (meeting.active.empty()) break;
-    if (meeting.event == Meetings::Event::kForward) {
-      parallel::broadcast_together(s.buffers, s.group, meeting.active[0]);
-      continue;
-    }
-    try {
-      s.gradients->backward_without_data();
-    } catch (const InvalidArgument&) {
-      if (!failure) failure = std::current_exception();
-      continue;
-    }
-    if (s.meetings->options().after_backward) s.meetings->options().after_backward();
-  }
-  const at::NoGradGuard no_grad;
-  parallel::broadcast_together(s.everything, s.group, s.meetings->last_active());
-  if (failure) std::rethrow_exception(failure);
+std::optional<at::ScalarType> Reducer::input_dtype() const {
+  const MixedPrecision& precision = impl_->options.mixed_precision;
+  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
 }
+std::optional<at::ScalarType> Reducer::output_dtype() const { return impl_->options.mixed_precision.output_dtype; }
 
 void Reducer::register_comm_hook(CommHook hook) { impl_->gradients->set_hook(std::move(hook)); }
 bool Reducer::set_sync(bool on) { return impl_->gradients->set_sync(on); }
-std::vector<int> Reducer::shards() const { return impl_->shards ? impl_->shards->mine() : std::vector<int>(); }
-
-at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
-  Impl& s = *impl_;
-  if (!s.shards)
-    throw InvalidArgument("backward_by_shards() is called, but DdpOptions::reproducible has no shards",
-                          "Set DdpOptions::reproducible.shards");
-  if (s.meetings)
-    throw InvalidArgument("backward_by_shards() is called within join()", "Give each shard as many batches");
-  require_no_synchronized_norm(*s.module, "backward_by_shards(), because its batches depend on the number of ranks");
-  s.gradients->before_forward();  // makes up for a backward() that threw
-  SameEverywhere same(s.options.reproducible.threads);
-  std::vector<at::Tensor> buffers_before;
-  for (const auto& [name, buffer] : s.buffers) buffers_before.push_back(buffer.clone());
-  const auto restore_buffers = [&] {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < s.buffers.size(); ++i) s.buffers[i].tensor.copy_(buffers_before[i]);
-  };
-  const auto is_averaged = [](const parallel::NamedTensor& buffer) {
-    return buffer.tensor.is_floating_point() || buffer.tensor.is_complex();
-  };
-  TreeSum sum;
-  std::exception_ptr failure;
-  try {
-    for (const int shard : s.shards->mine()) {
-      restore_buffers();
-      same.set_seed(seed_of(s.options.reproducible.seed, step, shard));
-      const at::Tensor value = loss(shard);
-      if (!value.defined() || value.numel() != 1 || !value.requires_grad())
-        throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
-                              "Return a tensor with one element that depends on the parameters");
-      TreeSum::Leaf leaf = torch::autograd::grad({value}, s.trainable, {}, {}, false, /*allow_unused=*/true);
-      for (const auto& buffer : s.buffers)
-        if (is_averaged(buffer)) leaf.push_back(buffer.tensor);
-      leaf.push_back(value.detach().reshape({}));
-      // Before sums, which might be infinite; exact, because the number of shards is a power of two.
-      for (at::Tensor& tensor : leaf)
-        if (tensor.defined()) tensor = at::mul(tensor.detach(), 1.0 / s.shards->count());
-      sum.add(std::move(leaf));
-    }
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-  }
-  throw_if_any_failed(failure, s.group, restore_buffers);
-
-  const at::NoGradGuard no_grad;
-  TreeSum::Leaf total = std::move(sum).total();
-  const auto rest = total.begin() + static_cast<std::ptrdiff_t>(s.trainable.size());
-  const std::vector<at::Tensor> averages(rest, total.end());
-  total.erase(rest, total.end());
-  const auto average = [&](const at::Tensor& part) { s.shards->add_other_ranks(part); };
-  parallel::change_coalesced(averages, average);
-  size_t next = 0;
-  std::vector<parallel::NamedTensor> others;
-  for (const auto& buffer : s.buffers) {
-    if (is_averaged(buffer))
-      buffer.tensor.copy_(averages[next++]);
-    else
-      others.push_back(buffer);
-  }
-  parallel::broadcast_together(others, s.group, s.group.size() - 1);  // as after the last shard
-  s.gradients->add_gradients(total, average);
-  return averages.back();
-}
-
 std::vector<std::vector<std::string>> Reducer::bucket_names() const { return impl_->gradients->bucket_names(); }
 
 }  // namespace muster::ddp

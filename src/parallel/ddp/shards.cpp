@@ -1,14 +1,55 @@
 #include "parallel/ddp/shards.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <exception>
 
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/coalesced.h"
+#include "parallel/ddp/reducer.h"
+#include "parallel/random_numbers.h"
 
 namespace muster::ddp {
+namespace {
+
+// A seed for each shard of each step: the finalizer of MurmurHash3, on numbers that differ.
+uint64_t seed_of(uint64_t seed, uint64_t step, int shard) {
+  uint64_t x = 0;
+  for (const uint64_t next : {seed, step, static_cast<uint64_t>(shard)}) {
+    x += next + 0x9e3779b97f4a7c15U;
+    for (const uint64_t factor : {uint64_t{0xff51afd7ed558ccd}, uint64_t{0xc4ceb9fe1a85ec53}}) {
+      x ^= x >> 33;
+      x *= factor;
+    }
+    x ^= x >> 33;
+  }
+  return x;
+}
+
+// Libtorch's number of threads, which is as before when the guard has ended.
+class WithThreads {
+ public:
+  explicit WithThreads(int threads) : threads_(threads), before_(at::get_num_threads()) {
+    if (threads_ != before_) at::set_num_threads(threads_);
+  }
+  WithThreads(const WithThreads&) = delete;
+  WithThreads& operator=(const WithThreads&) = delete;
+  ~WithThreads() {
+    if (threads_ != before_) at::set_num_threads(before_);
+  }
+
+ private:
+  const int threads_, before_;
+};
+
+}  // namespace
 
 Shards::Shards(int count, const Group& group) : count_(count), group_(group.resolved()) {
   if (count < 1 || (count & (count - 1)) != 0)
@@ -49,5 +90,78 @@ void TreeSum::add(Leaf leaf) {
 }
 
 TreeSum::Leaf TreeSum::total() && { return std::move(unfinished_.front().second); }
+
+std::vector<int> Reducer::shards() const { return impl_->shards ? impl_->shards->mine() : std::vector<int>(); }
+
+at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
+  Impl& s = *impl_;
+  if (!s.shards)
+    throw InvalidArgument("backward_by_shards() is called, but DdpOptions::reproducible has no shards",
+                          "Set DdpOptions::reproducible.shards");
+  if (s.meetings)
+    throw InvalidArgument("backward_by_shards() is called within join()", "Give each shard as many batches");
+  s.require_no_synchronized_norm("backward_by_shards(), because its batches depend on the number of ranks");
+  s.gradients->before_forward();  // makes up for a backward() that threw
+  const WithThreads with_threads(s.options.reproducible.threads);
+  parallel::RandomNumbersGuard random_numbers;
+  std::vector<at::Tensor> buffers_before;
+  for (const auto& [name, buffer] : s.buffers) buffers_before.push_back(buffer.clone());
+  const auto restore_buffers = [&] {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < s.buffers.size(); ++i) s.buffers[i].tensor.copy_(buffers_before[i]);
+  };
+  const auto is_averaged = [](const parallel::NamedTensor& buffer) {
+    return buffer.tensor.is_floating_point() || buffer.tensor.is_complex();
+  };
+  if (s.copies) s.copies->before_forward(/*is_training=*/true);
+  TreeSum sum;
+  std::exception_ptr failure;
+  try {
+    for (const int shard : s.shards->mine()) {
+      restore_buffers();
+      random_numbers.set_seed(seed_of(s.options.reproducible.seed, step, shard));
+      const at::Tensor value = loss(shard);
+      if (!value.defined() || value.numel() != 1 || !value.requires_grad())
+        throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
+                              "Return a tensor with one element that depends on the parameters");
+      TreeSum::Leaf leaf = torch::autograd::grad({value}, s.trainable, {}, {}, false, /*allow_unused=*/true);
+      for (const auto& buffer : s.buffers)
+        if (is_averaged(buffer)) leaf.push_back(buffer.tensor);
+      leaf.push_back(value.detach().reshape({}));
+      // Before sums, which might be infinite; exact, because the number of shards is a power of two.
+      for (at::Tensor& tensor : leaf)
+        if (tensor.defined()) tensor = at::mul(tensor.detach(), 1.0 / s.shards->count());
+      sum.add(std::move(leaf));
+    }
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  try {
+    parallel::throw_if_any_failed(failure, s.group, "could not run the function of backward_by_shards()");
+  } catch (const std::exception&) {
+    restore_buffers();
+    if (s.copies) s.copies->reads_are_over();
+    throw;
+  }
+
+  const at::NoGradGuard no_grad;
+  TreeSum::Leaf total = std::move(sum).total();
+  const auto rest = total.begin() + static_cast<std::ptrdiff_t>(s.trainable.size());
+  const std::vector<at::Tensor> averages(rest, total.end());
+  total.erase(rest, total.end());
+  const auto average = [&](const at::Tensor& part) { s.shards->add_other_ranks(part); };
+  parallel::change_coalesced(averages, average);
+  size_t next = 0;
+  std::vector<parallel::NamedTensor> others;
+  for (const auto& buffer : s.buffers) {
+    if (is_averaged(buffer))
+      buffer.tensor.copy_(averages[next++]);
+    else
+      others.push_back(buffer);
+  }
+  parallel::broadcast_together(others, s.group, s.group.size() - 1);  // as after the last shard
+  s.gradients->add_gradients(total, average);
+  return averages.back();
+}
 
 }  // namespace muster::ddp

@@ -1,9 +1,8 @@
 // Which rank owns which parameter: it holds the gradient and the optimizer's state, and updates the parameter.
 //
-// Thread-safety: all functions; a Balance is its thread's.
+// Thread-safety: all functions.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <vector>
 
@@ -22,19 +21,6 @@ struct Owner {
 };
 // The rank in the group that owns a parameter, as rank `beside` sees it: if each host has an owner, that of its host.
 int rank_of(const Owner& owner, const parallel::Hosts& hosts, int beside);
-
-// Divides parameters among owners, so that each has about the same number of bytes: of those that require gradients, and
-// of the others.
-class Balance {
- public:
-  explicit Balance(int owners);
-  // Takes some more parameters; returns the owner of each, a number below `owners`. Small parameters that are neighbours
-  // stay together, up to `group_bytes`.
-  std::vector<int> divide(const std::vector<parallel::NamedTensor>& parameters, size_t group_bytes);
-
- private:
-  std::array<std::vector<size_t>, 2> bytes_;  // by owner; of parameters without and with gradients
-};
 
 // The owners of all parameters: one on each host, or one of the ranks of all hosts, with each unit divided among these.
 std::vector<Owner> owners_on_each_host(const std::vector<parallel::NamedTensor>& parameters,

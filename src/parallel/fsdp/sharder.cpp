@@ -48,7 +48,7 @@ void fill_buffers(const std::vector<parallel::NamedTensor>& buffers, const FsdpO
   } catch (...) {
     failure = std::current_exception();
   }
-  throw_if_any_failed(failure, group);
+  parallel::throw_if_any_failed(failure, group, "could not fill its tensors");
   for (const auto& [buffer, values] : filled) parallel::give_values(buffer, values);
 }
 
@@ -66,7 +66,8 @@ struct Sharder::Impl {
   std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
 
   std::shared_ptr<void> forward() const {
-    return options.mixed_precision.param_dtype ? std::make_shared<SharedParameters::Forward>(*shared) : nullptr;
+    return options.mixed_precision.param_dtype ? std::make_shared<parallel::ForwardWithCopies>(shared->phase())
+                                               : nullptr;
   }
 };
 

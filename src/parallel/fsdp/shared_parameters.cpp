@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstring>
 #include <exception>
 #include <functional>
 #include <map>
@@ -19,9 +18,7 @@
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "parallel/buckets.h"
-#include "parallel/compute_copy.h"
 #include "parallel/fsdp/gatherer.h"
-#include "parallel/saved_tensors.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
 
@@ -38,20 +35,6 @@ void require_own_memory(const std::vector<parallel::NamedTensor>& parameters) {
       throw InvalidArgument(text("parameters ", other->second, " and ", name, " are two tensors in the same memory"),
                             "Register one tensor under both names, or give each its own memory");
   }
-}
-
-// A few of the tensor's bytes. Optimizers that write through Tensor::data() (libtorch's SGD) leave no other trace.
-uint64_t sample_of(const at::Tensor& tensor) {
-  constexpr size_t kSamples = 4;
-  const size_t bytes = tensor.nbytes(), width = std::min(bytes, sizeof(uint64_t));
-  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  uint64_t mixed = 0;
-  for (size_t i = 0; i < kSamples && width > 0; ++i) {
-    uint64_t word = 0;
-    std::memcpy(&word, data + (bytes - width) * i / (kSamples - 1), width);
-    mixed = (mixed ^ word) * 0x9E3779B97F4A7C15;
-  }
-  return mixed;
 }
 
 // What a rank has found out about a parameter.
@@ -77,15 +60,6 @@ constexpr char kWhileRead[] =
 constexpr char kSynchronize[] = "Call synchronize() before such a change";
 
 }  // namespace
-
-void throw_if_any_failed(const std::exception_ptr& failure, const Group& group) {
-  int64_t failed = failure ? group.rank() + 1 : 0;
-  all_reduce(at::from_blob(&failed, {1}, at::kLong), {.op = ReduceOp::MAX, .group = group});
-  if (failure) std::rethrow_exception(failure);
-  if (failed != 0)
-    throw InvalidArgument(text("rank ", group.global_rank(static_cast<int>(failed) - 1), " could not fill its tensors"),
-                          "Look at its error");
-}
 
 // What operators use, and what they use copies of. Returns where each parameter is among the latter; kNowhere if it is not.
 std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::NamedTensor>& parameters,
@@ -120,9 +94,7 @@ std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::Na
     if (kept_at[i] != kNowhere) phase_->copies.push_back((*used_)[i]);
   const auto copy_instead = [&](size_t index) {
     return [index, phase = phase_, dtype = kept[index].tensor.scalar_type()](const at::Tensor& tensor) {
-      const bool is_time = phase->reading || phase->forwards > 0 || (phase->is_step && parallel::in_second_call());
-      if (!is_time || phase->copies.empty() || tensor.scalar_type() != dtype) return at::Tensor();
-      return parallel::view_of_copy(tensor, phase->copies[index]);
+      return phase->instead_of(tensor, index, dtype);
     };
   };
   kept_ = std::make_unique<SharedTensors>(kept, SharedTensors::Setup{.owners = kept_owners,
@@ -167,7 +139,7 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
   }
   release_free_memory();  // the module's own copies
   // All owners have written.
-  throw_if_any_failed(failure, group);
+  parallel::throw_if_any_failed(failure, group, "could not fill its tensors");
   for (Entry& entry : entries_) {
     if (!entry.tensor.is_meta()) continue;
     use_shared_memory(entry);
@@ -176,12 +148,6 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
 }
 
 SharedParameters::~SharedParameters() { phase_->copies.clear(); }
-
-SharedParameters::Forward::Forward(SharedParameters& parameters) : phase_(parameters.phase_) {
-  ++phase_->forwards;
-  phase_->is_step = true;
-}
-SharedParameters::Forward::~Forward() { --phase_->forwards; }
 
 void SharedParameters::for_each_gatherer(const std::function<void(Gatherer&)>& fn) const {
   for (const auto* const tensors : {used_.get(), kept_.get()})
@@ -202,7 +168,7 @@ void SharedParameters::use_shared_memory(Entry& entry) const {
 
 void SharedParameters::remember(Entry& entry) const {
   entry.version = entry.tensor._version();
-  if (is_mine(entry)) entry.sample = sample_of(entry.shared);
+  if (is_mine(entry)) entry.sample = parallel::sample_of(entry.shared);
 }
 
 SharedParameters::Changes SharedParameters::changes() const {
@@ -222,9 +188,9 @@ SharedParameters::Changes SharedParameters::changes() const {
       change = entry.copy.defined() && phase_->reading ? Change::kUpdatedWhileRead
                : mine                                  ? Change::kReplaced
                                                        : Change::kReplacedElsewhere;
-      if (mine) sample = sample_of(at::empty_like(shared).copy_(tensor));
+      if (mine) sample = parallel::sample_of(at::empty_like(shared).copy_(tensor));
     } else {
-      if (mine) sample = sample_of(tensor);
+      if (mine) sample = parallel::sample_of(tensor);
       if (is_written && !mine)
         change = Change::kForeign;
       else if (phase_->reading && (is_written || (mine && sample != entry.sample)))

@@ -7,7 +7,7 @@
 //
 // In mixed precision some parameters have a copy in another dtype, which lies in shared memory in the same way, and which
 // operators use instead (compute_copy.h) from a before_forward() to the next end of a backward() or synchronize(), while a
-// Forward lives, and in the second call of an activation_checkpoint(). before_forward() makes it, and gather(). Then only the copies are gathered for
+// ForwardWithCopies lives, and in the second call of an activation_checkpoint(). before_forward() makes it, and gather(). Then only the copies are gathered for
 // operators; the parameters stay where they are at home, except after gather().
 //
 // Nobody may read a parameter while its owner writes. The order of a step gives that:
@@ -45,6 +45,7 @@
 
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
+#include "parallel/compute_copy.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/shared_tensors.h"
 #include "parallel/hosts.h"
@@ -52,12 +53,7 @@
 
 namespace muster::fsdp {
 
-// Collective, when each rank has called a user's function: throws what failed here, or that another rank failed.
-void throw_if_any_failed(const std::exception_ptr& failure, const Group& group);
-
 class SharedParameters {
-  struct Phase;
-
  public:
   // Gives a parameter that this rank owns its first values.
   using Fill = std::function<void(const parallel::NamedTensor& parameter, const at::Tensor& values)>;
@@ -93,27 +89,9 @@ class SharedParameters {
   // Bytes of memory that holds parameters for this rank's host, and belongs to this rank; the kernel counts them.
   size_t bytes_here() const { return used_->bytes_here() + (kept_ ? kept_->bytes_here() : 0); }
 
-  // While it lives, operators use the copies.
-  class Forward {
-   public:
-    explicit Forward(SharedParameters& parameters);
-    Forward(const Forward&) = delete;
-    Forward& operator=(const Forward&) = delete;
-    ~Forward();
-
-   private:
-    const std::shared_ptr<Phase> phase_;
-  };
+  const std::shared_ptr<parallel::CopyPhase>& phase() const { return phase_; }
 
  private:
-  // What the parameters' memory knows of this object, and may survive it.
-  struct Phase {
-    bool reading = false;  // since before_forward(); the same on all ranks
-    int forwards = 0;      // that live
-    bool is_step =
-        false;  // since before_forward() or a Forward, until synchronize() or gather(); the same on all ranks
-    std::vector<at::Tensor> copies;  // by number; none when this object is gone
-  };
   struct Entry {
     std::string name;
     at::Tensor tensor;  // the module's
@@ -140,7 +118,8 @@ class SharedParameters {
   std::vector<Entry> entries_;
   std::unique_ptr<SharedTensors> used_;  // what operators use: parameters, or their copies
   std::unique_ptr<SharedTensors> kept_;  // parameters that have copies; null if there are none
-  const std::shared_ptr<Phase> phase_ = std::make_shared<Phase>();
+  // `reading`: since before_forward(). `is_step`: until synchronize() or gather(). Both are the same on all ranks.
+  const std::shared_ptr<parallel::CopyPhase> phase_ = std::make_shared<parallel::CopyPhase>();
 };
 
 }  // namespace muster::fsdp

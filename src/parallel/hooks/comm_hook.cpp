@@ -56,11 +56,14 @@ void GradBucket::set_buffer(at::Tensor buffer) {
   buffer_ = std::move(buffer);
 }
 
+at::Tensor GradBucket::Place::in(const at::Tensor& elements) const {
+  return elements.as_strided(parameter.sizes(), strides, elements.storage_offset() + offset);
+}
+
 std::vector<at::Tensor> GradBucket::gradients() const {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> all;
-  for (const Place& place : places_)
-    all.push_back(buffer_.as_strided(place.parameter.sizes(), place.strides, buffer_.storage_offset() + place.offset));
+  for (const Place& place : places_) all.push_back(place.in(buffer_));
   return all;
 }
 

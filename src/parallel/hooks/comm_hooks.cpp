@@ -12,19 +12,17 @@
 namespace muster::comm_hooks {
 namespace {
 
-// Between hosts, too, in the dtype of the buffer: sums of 16 bits would travel as float32.
-ReduceOptions as_it_is(ReduceOp op, const Group& group, const at::Tensor& buffer) {
-  return {.op = op, .group = group, .between_hosts = buffer.scalar_type()};
+// Between hosts, buffers of 16 bits travel as they are, not as float32.
+Work sum_over(const Group& group, const at::Tensor& buffer, ReduceOp op) {
+  ReduceOptions options{.op = op, .group = group};
+  if (c10::elementSize(buffer.scalar_type()) == 2) options.between_hosts = buffer.scalar_type();
+  return muster::all_reduce_async(buffer, options);
 }
 
 HookFuture average_over(const Group& group, const at::Tensor& buffer) {
-  const bool is_short = c10::elementSize(buffer.scalar_type()) == 2;
-  return {is_short ? all_reduce_async(buffer, as_it_is(ReduceOp::AVG, group, buffer))
-                   : all_reduce_async(buffer, {.op = ReduceOp::AVG, .group = group}),
-          buffer};
+  return {sum_over(group, buffer, ReduceOp::AVG), buffer};
 }
 
-// Divided first, so that a sum of 16 bits does not overflow where the average does not.
 at::Tensor shrunk(const GradBucket& bucket, at::ScalarType dtype) {
   at::Tensor buffer = bucket.empty(bucket.buffer().numel(), dtype);
   buffer.copy_(bucket.buffer());
@@ -33,8 +31,9 @@ at::Tensor shrunk(const GradBucket& bucket, at::ScalarType dtype) {
 
 HookFuture compress(GradBucket& bucket, at::ScalarType dtype) {
   const at::NoGradGuard no_grad;
+  // Divided first, so that a sum of 16 bits does not overflow where the average does not.
   at::Tensor buffer = shrunk(bucket, dtype).div_(bucket.group().size());
-  Work sum = muster::all_reduce_async(buffer, as_it_is(ReduceOp::SUM, bucket.group(), buffer));
+  Work sum = sum_over(bucket.group(), buffer, ReduceOp::SUM);
   return HookFuture(std::move(sum), std::move(buffer)).then([to = bucket.buffer()](const at::Tensor& sum) {
     return to.copy_(sum);
   });

@@ -1,0 +1,72 @@
+#include "parallel/ddp/private_copies.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "parallel/shared_tensor.h"
+#include "parallel/watched.h"
+
+namespace muster::ddp {
+
+PrivateCopies::PrivateCopies(const std::vector<parallel::NamedTensor>& parameters,
+                             const std::vector<at::ScalarType>& dtypes) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, tensor] = parameters[i];
+    if (tensor.scalar_type() == dtypes[i]) continue;
+    if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
+      throw InvalidArgument(text("parameter ", name, " is not a dense CPU tensor"),
+                            "DistributedDataParallel computes in mixed precision with dense parameters on the CPU");
+    if (parallel::is_shared(tensor))
+      throw InvalidArgument(text("parameter ", name, " belongs to a FullyShardedDataParallel"),
+                            "Set FsdpOptions::mixed_precision instead");
+    entries_.push_back({.name = name, .parameter = tensor, .dtype = dtypes[i]});
+  }
+  phase_->copies.resize(entries_.size());
+  for (size_t i = 0; i < entries_.size(); ++i) use_copy(i);
+}
+
+PrivateCopies::~PrivateCopies() { phase_->copies.clear(); }
+
+// From now on, operators that read the parameter ask for its copy, which has its place in a storage like the parameter's.
+void PrivateCopies::use_copy(size_t number) {
+  Entry& entry = entries_[number];
+  const at::Tensor values = parallel::unwatched(entry.parameter);
+  const auto elements = static_cast<int64_t>(values.storage().nbytes() / values.element_size());
+  const at::Tensor memory = at::empty({elements}, values.options().dtype(entry.dtype))
+                                .as_strided(values.sizes(), values.strides(), values.storage_offset());
+  phase_->copies[number] = parallel::private_tensor(memory, {.name = entry.name, .is_copy = true});
+  const auto instead = [number, phase = phase_, dtype = values.scalar_type()](const at::Tensor& tensor) {
+    return phase->instead_of(tensor, number, dtype);
+  };
+  entry.values = parallel::private_tensor(values, {.name = entry.name, .instead = instead});
+  entry.parameter.set_data(entry.values);
+  parallel::watch(entry.parameter);
+}
+
+void PrivateCopies::before_forward(bool is_training) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
+    const bool is_replaced = !entry.parameter.is_alias_of(entry.values);
+    if (is_replaced) use_copy(i);
+    const auto version = static_cast<uint32_t>(entry.parameter._version());
+    const uint64_t sample = parallel::sample_of(entry.values);
+    if (is_replaced || may_have_changed_ || version != entry.version || sample != entry.sample)
+      phase_->copies[i].copy_(entry.values);
+    entry.version = version;
+    entry.sample = sample;
+  }
+  may_have_changed_ = false;
+  phase_->reading |= is_training;
+  phase_->is_step = true;
+}
+
+void PrivateCopies::reads_are_over() {
+  phase_->reading = false;
+  may_have_changed_ = true;
+}
+
+}  // namespace muster::ddp

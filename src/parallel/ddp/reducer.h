@@ -1,0 +1,40 @@
+// What the parts of a DistributedDataParallel share: reducer.cpp (forward and backward), join.cpp and shards.cpp.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "muster/comm/group.h"
+#include "muster/parallel/ddp.h"
+#include "parallel/ddp/divergence.h"
+#include "parallel/ddp/join.h"
+#include "parallel/ddp/private_copies.h"
+#include "parallel/ddp/shards.h"
+#include "parallel/gradient_reducer.h"
+#include "parallel/same_module.h"
+
+namespace muster::ddp {
+
+struct Reducer::Impl {
+  std::shared_ptr<torch::nn::Module> module;
+  DdpOptions options;
+  Group group;  // resolved
+  std::vector<parallel::NamedTensor> buffers;
+  std::vector<parallel::NamedTensor> everything;  // parameters and buffers
+  std::vector<at::Tensor> trainable;
+  std::optional<parallel::GradientReducer> gradients;
+  std::optional<Shards> shards;
+  std::optional<Meetings> meetings;  // within join()
+  std::optional<DivergenceWatch> watch;
+  std::unique_ptr<PrivateCopies> copies;  // in mixed precision
+
+  bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
+  Meetings::Meeting meet(Meetings::Event mine);
+  // InvalidArgument, which says that it does not go with `of`.
+  void require_no_synchronized_norm(const char* of) const;
+};
+
+}  // namespace muster::ddp

@@ -1,0 +1,333 @@
+#include "muster/parallel/zero_redundancy_optimizer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/optim/lbfgs.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <tuple>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/objects.h"
+#include "optim/torch_states.h"
+#include "parallel/balance.h"
+#include "parallel/same_module.h"
+#include "parallel/shared_tensor.h"
+#include "parallel/watched.h"
+
+namespace muster {
+namespace {
+
+using Key = const c10::TensorImpl*;
+Key key_of(const at::Tensor& parameter) { return parameter.unsafeGetTensorImpl(); }
+
+// New values of parameters on their way from their owners to all ranks.
+class Delivery {
+ public:
+  // Starts it. `owners`: by parameter, a rank in the group. Small parameters of an owner travel together.
+  Delivery(const std::vector<at::Tensor>& parameters, const std::vector<int>& owners, Group group)
+      : group_(std::move(group)) {
+    const at::NoGradGuard no_grad;
+    std::vector<Together> small(static_cast<size_t>(group_.size()));
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor parameter = parallel::unwatched(parameters[i]);
+      if (parameter.nbytes() == 0) continue;
+      if (owners[i] != group_.rank()) received_.push_back(parameters[i]);
+      const bool is_plain = parameter.device().is_cpu() && parameter.is_non_overlapping_and_dense();
+      if (is_plain && parameter.nbytes() <= parallel::kCoalesced)
+        small[static_cast<size_t>(owners[i])].parameters.push_back(parameter);
+      else
+        works_.push_back(broadcast_async(parameter, owners[i], {.group = group_}));
+    }
+    for (size_t owner = 0; owner < small.size(); ++owner) {
+      Together& together = small[owner];
+      if (together.parameters.empty()) continue;
+      int64_t bytes = 0;
+      for (const at::Tensor& parameter : together.parameters) bytes += static_cast<int64_t>(parameter.nbytes());
+      together.bytes = at::empty({bytes}, at::kByte);
+      const bool is_mine = static_cast<int>(owner) == group_.rank();
+      if (is_mine) together.copy(/*in=*/true);
+      works_.push_back(broadcast_async(together.bytes, static_cast<int>(owner), {.group = group_}));
+      if (!is_mine) to_copy_.push_back(std::move(together));
+    }
+  }
+
+  const std::vector<Work>& works() const { return works_; }
+  // When they have completed.
+  void end() {
+    for (Together& together : to_copy_) together.copy(/*in=*/false);
+    // As an update by this rank: so a backward() through an older graph throws on all ranks.
+    for (const at::Tensor& parameter : received_) torch::autograd::impl::bump_version(parameter);
+  }
+
+ private:
+  struct Together {
+    std::vector<at::Tensor> parameters;
+    at::Tensor bytes;
+    void copy(bool in) {
+      auto* at = bytes.mutable_data_ptr<uint8_t>();
+      for (const at::Tensor& parameter : parameters) {
+        void* const values = parameter.mutable_data_ptr();
+        std::memcpy(in ? at : values, in ? values : at, parameter.nbytes());
+        at += parameter.nbytes();
+      }
+    }
+  };
+
+  const Group group_;
+  std::vector<Work> works_;
+  std::vector<Together> to_copy_;
+  std::vector<at::Tensor> received_;
+};
+
+// Takes all gradients away while it lives.
+class GradientsAside {
+ public:
+  explicit GradientsAside(const torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups())
+      for (const at::Tensor& parameter : group.params())
+        if (at::Tensor& grad = parameter.mutable_grad(); grad.defined())
+          kept_.emplace_back(parameter, std::exchange(grad, at::Tensor()));
+  }
+  GradientsAside(const GradientsAside&) = delete;
+  GradientsAside& operator=(const GradientsAside&) = delete;
+  ~GradientsAside() {
+    for (auto& [parameter, grad] : given_) parameter.mutable_grad() = at::Tensor();
+    for (auto& [parameter, grad] : kept_) parameter.mutable_grad() = std::move(grad);
+  }
+  const auto& kept() const { return kept_; }
+  void give(const at::Tensor& parameter, const at::Tensor& grad) {
+    given_.emplace_back(parameter, grad);
+    parameter.mutable_grad() = grad;
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_, given_;
+};
+
+// What travels of a state: whether there is one, its numbers and its tensors.
+using PackedState = std::tuple<bool, std::vector<int64_t>, std::vector<at::Tensor>>;
+
+PackedState packed(torch::optim::OptimizerParamState* state) {
+  PackedState all{state != nullptr, {}, {}};
+  if (!state) return all;
+  for (const optim::Field& field : optim::fields_of(*state))
+    if (field.number)
+      std::get<1>(all).push_back(*field.number);
+    else
+      std::get<2>(all).push_back(field.tensor->defined() ? field.tensor->contiguous() : *field.tensor);
+  return all;
+}
+
+}  // namespace
+
+struct ShardedOptimizer::Impl {
+  torch::optim::Optimizer& optimizer;
+  const std::type_info& inner_class;
+  const Group group;  // resolved
+  parallel::Balance balance;
+  std::unordered_map<Key, int> owners;  // ranks in the group
+  std::unordered_set<Key> updated;      // in backward(), since the last step()
+  std::exception_ptr failure;           // of such an update: the other ranks go on, so step() throws it
+  bool has_all_states = false;          // since consolidate()
+
+  bool is_mine(const at::Tensor& parameter) const { return owners.at(key_of(parameter)) == group.rank(); }
+  void take_new_parameters();
+  void drop_states_of_others();
+  std::exception_ptr step_with(const std::vector<std::pair<at::Tensor, at::Tensor>>& gradients, GradientsAside& aside,
+                               const std::function<void()>& step_inner) const;
+  Delivery deliver(const std::vector<at::Tensor>& parameters) const {
+    std::vector<int> of;
+    for (const at::Tensor& parameter : parameters) of.push_back(owners.at(key_of(parameter)));
+    return {parameters, of, group};
+  }
+};
+
+void ShardedOptimizer::Impl::take_new_parameters() {
+  std::vector<parallel::NamedTensor> fresh;
+  const auto& groups = optimizer.param_groups();
+  for (size_t g = 0; g < groups.size(); ++g)
+    for (size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& parameter = groups[g].params()[i];
+      if (owners.contains(key_of(parameter))) continue;
+      const std::string name = text("parameter ", i, " of group ", g);
+      if (parallel::is_shared(parameter))
+        throw InvalidArgument(text(name, " belongs to a FullyShardedDataParallel"),
+                              "Use the optimizer's own class, whose states are sharded there");
+      if (parameter.layout() != at::kStrided || parameter.is_meta())
+        throw InvalidArgument(text(name, " is not a dense tensor with values"),
+                              "ZeroRedundancyOptimizer sends parameters from their owners to all ranks");
+      fresh.push_back({name, parameter});
+    }
+  if (fresh.empty()) return;
+  parallel::require_same_on_all_ranks(fresh, inner_class.name(), group);
+  const std::vector<int> divided = balance.divide(fresh, parallel::kCoalesced);
+  for (size_t i = 0; i < fresh.size(); ++i) owners.emplace(key_of(fresh[i].tensor), divided[i]);
+}
+
+void ShardedOptimizer::Impl::drop_states_of_others() {
+  has_all_states = false;
+  std::vector<void*> others;
+  for (const auto& [parameter, state] : optimizer.state())
+    if (const auto found = owners.find(static_cast<Key>(parameter));
+        found != owners.end() && found->second != group.rank())
+      others.push_back(parameter);
+  for (void* const parameter : others) optimizer.state().erase(parameter);
+}
+
+// The step of the class for the parameters of this rank that are among these, with these gradients. Returns what it throws:
+// the other ranks wait for this one's parameters.
+std::exception_ptr ShardedOptimizer::Impl::step_with(const std::vector<std::pair<at::Tensor, at::Tensor>>& gradients,
+                                                     GradientsAside& aside,
+                                                     const std::function<void()>& step_inner) const {
+  for (const auto& [parameter, grad] : gradients)
+    if (is_mine(parameter)) aside.give(parameter, grad);
+  const parallel::UnwatchedGuard with_own_values;
+  try {
+    step_inner();
+  } catch (const std::exception&) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+ShardedOptimizer::ShardedOptimizer(torch::optim::Optimizer& optimizer, const std::type_info& inner_class,
+                                   ZeroRedundancyOptions options)
+    : impl_(new Impl{.optimizer = optimizer,
+                     .inner_class = inner_class,
+                     .group = options.group.resolved(),
+                     .balance = parallel::Balance(options.group.resolved().size())}) {
+  if (!impl_->group.is_member())
+    throw InvalidArgument("this rank is not a member of the ZeroRedundancyOptimizer's group");
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer))
+    throw InvalidArgument("LBFGS cannot be a ZeroRedundancyOptimizer, because its step takes all parameters together",
+                          "Use LBFGS itself on every rank");
+  impl_->take_new_parameters();
+}
+
+ShardedOptimizer::~ShardedOptimizer() = default;
+
+const std::type_info& ShardedOptimizer::inner_class() const { return impl_->inner_class; }
+const Group& ShardedOptimizer::group() const { return impl_->group; }
+
+int ShardedOptimizer::owner(const at::Tensor& parameter) {
+  Impl& s = *impl_;
+  s.take_new_parameters();
+  const auto found = s.owners.find(key_of(parameter));
+  if (found == s.owners.end()) throw InvalidArgument("the tensor is not a parameter of this ZeroRedundancyOptimizer");
+  return s.group.global_rank(found->second);
+}
+
+void ShardedOptimizer::step_shared() {
+  Impl& s = *impl_;
+  s.take_new_parameters();
+  s.drop_states_of_others();
+  std::vector<at::Tensor> sent;
+  for (const auto& group : s.optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (parameter.requires_grad() && !s.updated.contains(key_of(parameter))) sent.push_back(parameter);
+  std::exception_ptr failure = std::exchange(s.failure, nullptr);
+  {
+    GradientsAside aside(s.optimizer);
+    std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
+    for (const auto& [parameter, grad] : aside.kept())
+      if (!s.updated.contains(key_of(parameter))) gradients.emplace_back(parameter, grad);
+    const auto now = s.step_with(gradients, aside, [this] { step_inner(); });
+    if (!failure) failure = now;
+  }
+  s.updated.clear();
+  Delivery delivery = s.deliver(sent);
+  for (Work work : delivery.works()) work.wait();
+  delivery.end();
+  if (failure) std::rethrow_exception(failure);
+}
+
+CommHook ShardedOptimizer::step_in_backward(CommHook average) {
+  if (!average) throw InvalidArgument("the hook that averages is empty");
+  // What becomes of a bucket's parameters when their gradients are averaged.
+  const auto step = [this](const std::vector<GradBucket::Place>& places, const at::Tensor& averages) -> HookFuture {
+    Impl& s = *impl_;
+    s.drop_states_of_others();
+    std::vector<at::Tensor> sent;
+    std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
+    for (const auto& place : places) {
+      const at::Tensor& parameter = place.parameter;
+      if (!s.owners.contains(key_of(parameter))) continue;  // another optimizer's
+      sent.push_back(parameter);
+      gradients.emplace_back(parameter, place.in(averages));
+      s.updated.insert(key_of(parameter));
+    }
+    {
+      GradientsAside aside(s.optimizer);
+      const auto failure = s.step_with(gradients, aside, [this] { step_inner(); });
+      if (!s.failure) s.failure = failure;
+    }
+    const auto delivery = std::make_shared<Delivery>(s.deliver(sent));
+    return HookFuture(delivery->works(), averages).then([delivery](const at::Tensor& as_before) {
+      delivery->end();
+      return as_before;
+    });
+  };
+  return [step, average = std::move(average), this](GradBucket& bucket) {
+    impl_->take_new_parameters();
+    return average(bucket).then(
+        [step, places = bucket.places(), n = bucket.buffer().numel()](const at::Tensor& averages) -> HookFuture {
+          if (!averages.defined() || averages.numel() != n) return averages;  // backward() refuses it
+          return step(places, averages);
+        });
+  };
+}
+
+void ShardedOptimizer::consolidate(int to) {
+  Impl& s = *impl_;
+  const int n = s.group.size(), rank = s.group.rank();
+  if (to < 0 || to >= n) throw InvalidArgument(text("there is no rank ", to, " among the ", n, " of the optimizer"));
+  if (!optim::new_state_for(s.inner_class))
+    throw InvalidArgument("the states of this optimizer's class are not known, so they cannot be sent",
+                          "Use torch's SGD, Adam, AdamW, RMSprop or Adagrad");
+  s.take_new_parameters();
+  auto& states = s.optimizer.state();
+  for (const auto& group : s.optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params()) {
+      void* const key = parameter.unsafeGetTensorImpl();
+      const int owner = s.owners.at(key_of(parameter));
+      if (owner == to) continue;
+      if (rank == owner) {
+        const auto found = states.find(key);
+        send_object(packed(found == states.end() ? nullptr : found->second.get()), to, {.group = s.group});
+      } else if (rank == to) {
+        auto [exists, numbers, tensors] = recv_object<PackedState>(owner, {.group = s.group});
+        if (!exists) continue;
+        optim::State state = optim::new_state_for(s.inner_class);
+        size_t number = 0, tensor = 0;
+        for (const optim::Field& field : optim::fields_of(*state))
+          if (field.number)
+            *field.number = numbers.at(number++);
+          else
+            *field.tensor = tensors.at(tensor++);
+        states[key] = std::move(state);
+      }
+    }
+  s.has_all_states |= rank == to;
+}
+
+void ShardedOptimizer::drop_states_of_others() { impl_->drop_states_of_others(); }
+
+void ShardedOptimizer::require_all_states() const {
+  const Impl& s = *impl_;
+  if (s.group.size() > 1 && !s.has_all_states && !s.optimizer.state().empty())
+    throw InvalidArgument(
+        "this rank has the optimizer's states of its own parameters only",
+        "Call consolidate() on all ranks before, and save on the rank that it names; or use a Snapshot");
+}
+
+}  // namespace muster

@@ -1,0 +1,455 @@
+// Optimizers whose states are divided among the ranks, and PostLocalSgdOptimizer.
+#include "muster/parallel/zero_redundancy_optimizer.h"
+
+#include <gtest/gtest.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "base/text.h"
+#include "multiprocess/fsdp_support.h"
+#include "muster/comm/objects.h"
+#include "muster/optim/grad_scaler.h"
+
+namespace muster::test {
+namespace {
+
+namespace fs = std::filesystem;
+namespace topt = torch::optim;
+using topt::AdamWOptions, topt::SGDOptions;
+
+template <typename Net>
+using Ddp = DistributedDataParallel<Net>;
+template <typename Inner>
+using Zero = ZeroRedundancyOptimizer<Inner>;
+
+const std::vector<HostOfRank> kGroups = {{"a"}, {"a", "a"}, {"a", "b", "a"}};
+
+void backward(auto& model, const World& world, int step) {
+  model(fsdp_input(world.rank(), step)).square().sum().backward();
+}
+
+// `states`: of all ranks' parameters that have some.
+void expect_states_once(auto& zero, const World& world, size_t states) {
+  int64_t bytes = 0;
+  size_t mine = 0;
+  for (const auto& group : zero.param_groups())
+    for (const Tensor& parameter : group.params()) {
+      const bool is_mine = zero.owner(parameter) == world.rank();
+      if (!is_mine) {
+        EXPECT_EQ(zero.state().count(parameter.unsafeGetTensorImpl()), 0u);
+        continue;
+      }
+      bytes += static_cast<int64_t>(parameter.nbytes());
+      ++mine;
+    }
+  EXPECT_EQ(zero.state().size(), std::min(mine, states));
+  const auto all = all_gather_object(bytes);
+  const int64_t largest = 600 * 600 * 4;
+  EXPECT_LE(*std::max_element(all.begin(), all.end()) - *std::min_element(all.begin(), all.end()), largest);
+}
+
+template <typename Inner, typename Options>
+void expect_steps_of_the_class(const HostOfRank& hosts, const Options& options, bool in_backward) {
+  SCOPED_TRACE(text(typeid(Inner).name(), " on ", hosts.size(), " ranks", in_backward ? " in backward()" : ""));
+  on_hosts(hosts, [&](World& world) {
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    const DdpOptions buckets{.bucket_cap_mb = 0.1, .first_bucket_cap_mb = 0.01};
+    Ddp<FsdpNet> ddp(net, buckets), of_other(other, buckets);
+    Zero<Inner> zero(net->parameters(), options);
+    Inner whole(other->parameters(), options);
+    if (in_backward) ddp.register_comm_hook(zero.step_in_backward());
+    for (int step = 0; step < 3; ++step) {
+      zero.zero_grad();
+      whole.zero_grad();
+      backward(ddp, world, step);
+      backward(of_other, world, step);
+      if (in_backward) {
+        EXPECT_FALSE(torch::equal(net->a->weight, other->a->weight));
+      }
+      for (const auto& item : net->named_parameters())  // both have the averages
+        EXPECT_TRUE(torch::equal(item.value().grad(), other->named_parameters()[item.key()].grad())) << item.key();
+      zero.step();
+      whole.step();
+      expect_equal(*net, *other);
+    }
+    expect_states_once(zero, world, whole.state().size());
+  });
+}
+
+TEST(ZeroRedundancy, StepsAreThoseOfTheClassToTheBit) {
+  for (const HostOfRank& hosts : kGroups)
+    for (const bool in_backward : {false, true}) {
+      expect_steps_of_the_class<topt::SGD>(hosts, SGDOptions(1e-2).momentum(0.9).weight_decay(0.1), in_backward);
+      expect_steps_of_the_class<topt::AdamW>(hosts, AdamWOptions(1e-2), in_backward);
+    }
+  const HostOfRank hosts = {"a", "a", "b"};
+  expect_steps_of_the_class<topt::SGD>(hosts, SGDOptions(1e-2), false);  // without states
+  expect_steps_of_the_class<topt::Adam>(hosts, topt::AdamOptions(1e-2).amsgrad(true), false);
+  expect_steps_of_the_class<topt::RMSprop>(hosts, topt::RMSpropOptions(1e-3).momentum(0.9).centered(true), false);
+  expect_steps_of_the_class<topt::Adagrad>(hosts, topt::AdagradOptions(1e-2), true);
+}
+
+template <typename Net>
+void expect_steps_on_a_model(bool in_backward) {
+  on_ranks(2, [&](World& world) {
+    const auto net = make<Net>(7, {}), other = make<Net>(7, {});
+    Ddp<Net> ddp(net), of_other(other);
+    const AdamWOptions options = AdamWOptions(1e-3);
+    Zero<topt::AdamW> zero(net->parameters(), options);
+    topt::AdamW whole(other->parameters(), options);
+    if (in_backward) ddp.register_comm_hook(zero.step_in_backward());
+    for (int step = 0; step < 2; ++step) {
+      zero.zero_grad();
+      whole.zero_grad();
+      ddp(world.rank(), step).backward();
+      of_other(world.rank(), step).backward();
+      zero.step();
+      whole.step();
+    }
+    expect_equal(*net, *other);
+  });
+}
+
+TEST(ZeroRedundancy, Models) {
+  expect_steps_on_a_model<Transformer>(false);
+  expect_steps_on_a_model<Transformer>(true);  // with a parameter that is used twice
+  expect_steps_on_a_model<Recurrent>(true);
+  expect_steps_on_a_model<ResNet18>(true);
+  expect_steps_on_a_model<WideConvolutions>(false);
+}
+
+// Options by group, a schedule, groups that come later, frozen parameters and some without a gradient.
+TEST(ZeroRedundancy, GroupsAndSchedules) {
+  on_ranks(3, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    for (auto* const of : {&net, &other}) {
+      (*of)->a->bias.set_requires_grad(false);
+      const torch::NoGradGuard no_grad;
+      for (Tensor& parameter : (*of)->register_module("extra", nn::Linear(3, 3))->parameters()) parameter.fill_(0.1);
+    }
+    const DdpOptions with_unused{.find_unused_parameters = true};
+    Ddp<FsdpNet> ddp(net, with_unused), of_other(other, with_unused);
+    const auto first = net->named_parameters()["extra.weight"].clone(), frozen = net->a->bias.clone();
+    const auto groups_of = [](FsdpNet& of) {
+      std::vector<topt::OptimizerParamGroup> groups;
+      groups.emplace_back(of.a->parameters());
+      groups.emplace_back(of.b->parameters(), std::make_unique<SGDOptions>(SGDOptions(2e-3).weight_decay(0.1)));
+      groups.emplace_back(of.named_children()["extra"]->parameters());
+      return groups;
+    };
+    const SGDOptions options = SGDOptions(1e-2).momentum(0.9).weight_decay(0.01);
+    Zero<topt::SGD> zero(groups_of(*net), options);
+    topt::SGD whole(groups_of(*other), options);
+    topt::StepLR schedule(zero, 2, 0.5), of_whole(whole, 2, 0.5);
+    for (int step = 0; step < 5; ++step) {
+      if (step == 2) {
+        zero.add_param_group({net->c->parameters()});
+        whole.add_param_group({other->c->parameters()});
+      }
+      zero.zero_grad();
+      whole.zero_grad();
+      backward(ddp, world, step);
+      backward(of_other, world, step);
+      zero.step();
+      whole.step();
+      schedule.step();
+      of_whole.step();
+      expect_equal(*net, *other);
+    }
+    EXPECT_TRUE(torch::equal(net->named_parameters()["extra.weight"], first));
+    EXPECT_TRUE(torch::equal(net->a->bias, frozen));
+    EXPECT_NO_THROW(zero.owner(net->c->weight));
+    expect_refusal({"not a parameter of this"}, [&] { zero.owner(net->d->weight); });
+  });
+}
+
+// Through torch::save() of the class, on one rank, and back on all.
+TEST(ZeroRedundancy, StatesAreConsolidatedAndDividedAgain) {
+  on_hosts({"a", "b", "a"}, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    Ddp<FsdpNet> ddp(net), of_other(other);
+    const AdamWOptions options = AdamWOptions(1e-2).amsgrad(true);
+    auto zero = std::make_unique<Zero<topt::AdamW>>(net->parameters(), options);
+    topt::AdamW whole(other->parameters(), options);
+    const auto step_both = [&](topt::Optimizer& optimizer, int step) {
+      optimizer.zero_grad();
+      whole.zero_grad();
+      backward(ddp, world, step);
+      backward(of_other, world, step);
+      optimizer.step();
+      whole.step();
+      expect_equal(*net, *other);
+    };
+    step_both(*zero, 0);
+    step_both(*zero, 1);
+    std::ostringstream refused;
+    expect_refusal({"states of its own parameters only", "consolidate()"}, [&] { torch::save(*zero, refused); });
+    zero->consolidate(1);
+    std::string bytes;
+    if (world.rank() == 1) {
+      std::ostringstream archive;
+      torch::save(*zero, archive);
+      bytes = archive.str();
+      EXPECT_EQ(zero->state().size(), net->parameters().size());
+    } else {
+      expect_refusal({"states of its own parameters only"}, [&] { torch::save(*zero, refused); });
+    }
+    bytes = broadcast_object(bytes, 1);
+    step_both(*zero, 2);  // goes on, with its own states only
+    expect_states_once(*zero, world, net->parameters().size());
+
+    // As after step 1: the class itself, and again in parts.
+    const auto begin_again = [&](topt::Optimizer& optimizer) {
+      const torch::NoGradGuard no_grad;
+      std::istringstream archive(bytes);
+      torch::load(optimizer, archive);
+      std::istringstream again(bytes);
+      torch::load(whole, again);
+    };
+    topt::AdamW of_class(net->parameters(), AdamWOptions(1));
+    begin_again(of_class);
+    step_both(of_class, 3);
+    zero = std::make_unique<Zero<topt::AdamW>>(net->parameters(), AdamWOptions(1));
+    begin_again(*zero);
+    expect_states_once(*zero, world, net->parameters().size());
+    step_both(*zero, 4);
+    expect_refusal({"no rank 3"}, [&] { zero->consolidate(3); });
+  });
+}
+
+// Saved by three ranks and restored by two, by the class itself, and the reverse.
+TEST(ZeroRedundancy, Snapshots) {
+  const fs::path folder = fs::path(testing::TempDir()) / text("zero-snapshot-", ::getpid());
+  std::vector<Tensor> after_two, after_three;
+  const Tensor x = drawn(0, 1, {4, 12});  // the same on all ranks, so that their number does not matter
+  const auto train_from = [&](const HostOfRank& hosts, bool sharded, int64_t from, int64_t to, bool divided) {
+    on_hosts(hosts, [&](World& world) {
+      const auto net = make<FsdpNet>(7, {});
+      Ddp<FsdpNet> ddp(net);
+      std::unique_ptr<topt::Optimizer> optimizer;
+      // With this eps, a rounding of a gradient near zero is not a step.
+      const AdamWOptions options = AdamWOptions(1e-2).eps(1e-2);
+      if (divided)
+        optimizer = std::make_unique<Zero<topt::AdamW>>(net->parameters(), options);
+      else
+        optimizer = std::make_unique<topt::AdamW>(net->parameters(), options);
+      Snapshot snapshot({.folder = folder, .sharded = sharded, .default_generator = false});
+      snapshot.add("model", net).add("optimizer", *optimizer);
+      EXPECT_EQ(snapshot.restore(), from);
+      for (int64_t step = from; step < to; ++step) {
+        optimizer->zero_grad();
+        ddp(x).square().sum().backward();
+        optimizer->step();
+      }
+      snapshot.save(to);
+      std::vector<Tensor> now;
+      for (const Tensor& parameter : net->parameters()) now.push_back(parameter.detach().clone());
+      if (world.rank() != 0) return;
+      std::vector<Tensor>& expected = to == 2 ? after_two : after_three;
+      if (expected.empty()) expected = now;
+      for (size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(torch::allclose(now[i], expected[i], 1e-4, 1e-6)) << i;
+    });
+  };
+  for (const bool sharded : {false, true}) {
+    train_from({"a", "b", "a"}, sharded, 0, 2, true);
+    train_from({"a", "a"}, sharded, 2, 3, true);
+    fs::remove_all(folder);
+    train_from({"a", "b", "a"}, sharded, 0, 2, true);
+    train_from({"a"}, sharded, 2, 3, false);
+    fs::remove_all(folder);
+    train_from({"a", "a"}, sharded, 0, 2, false);
+    train_from({"a", "b", "a"}, sharded, 2, 3, true);
+    fs::remove_all(folder);
+  }
+}
+
+// Ranks with different numbers of batches: those without data own parameters as well.
+TEST(ZeroRedundancy, Join) {
+  on_ranks(3, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    Ddp<FsdpNet> ddp(net), of_other(other);
+    Zero<topt::AdamW> zero(net->parameters(), AdamWOptions(1e-3));
+    topt::AdamW whole(other->parameters(), AdamWOptions(1e-3));
+    const auto train = [&](Ddp<FsdpNet>& model, topt::Optimizer& optimizer) {
+      model.join(
+          [&] {
+            for (int step = 0; step < 2 + world.rank(); ++step) {
+              optimizer.zero_grad();
+              backward(model, world, step);
+              optimizer.step();
+            }
+          },
+          {.after_backward = [&] { optimizer.step(); }});
+    };
+    train(ddp, zero);
+    train(of_other, whole);
+    expect_equal(*net, *other);
+  });
+}
+
+TEST(ZeroRedundancy, AStepWithInfiniteGradientsIsNotMade) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    Ddp<FsdpNet> ddp(net);
+    Zero<topt::AdamW> zero(net->parameters(), AdamWOptions(1e-3));
+    GradScaler scaler({.init_scale = 4});
+    const auto before = copies(net->named_parameters());
+    for (const bool is_infinite : {true, false}) {
+      zero.zero_grad();
+      const Tensor loss = ddp(fsdp_input(world.rank(), 0)).square().sum();
+      scaler.scale(is_infinite && world.rank() == 1 ? loss * HUGE_VAL : loss).backward();
+      EXPECT_EQ(scaler.step(zero), !is_infinite);
+      scaler.update();
+      for (const auto& item : net->named_parameters())
+        EXPECT_EQ(torch::equal(item.value(), before[item.key()]), is_infinite) << item.key();
+    }
+  });
+}
+
+// SGD that fails when it is told to.
+struct Failing : topt::SGD {
+  using SGD::SGD;
+  bool fails = false;
+  Tensor step(LossClosure closure = nullptr) override {
+    if (fails) throw std::runtime_error("no step");
+    return SGD::step(std::move(closure));
+  }
+};
+
+TEST(ZeroRedundancy, AStepThatThrowsLeavesTheOtherRanksInOrder) {
+  on_ranks(2, [](World& world) {
+    for (const bool in_backward : {false, true}) {
+      const auto net = make<FsdpNet>(7, {});
+      Ddp<FsdpNet> ddp(net);
+      Zero<Failing> zero(net->parameters(), SGDOptions(1e-3));
+      if (in_backward) ddp.register_comm_hook(zero.step_in_backward());
+      const auto train = [&] {
+        zero.zero_grad();
+        backward(ddp, world, 0);
+        zero.step();
+      };
+      zero.fails = world.rank() == 1;
+      if (zero.fails) {
+        EXPECT_THROW(train(), std::runtime_error);
+      } else {
+        train();
+      }
+      zero.fails = false;
+      train();
+      for (const Tensor& parameter : net->parameters()) {
+        const Tensor of_first = parameter.detach().clone();
+        broadcast(of_first);
+        EXPECT_TRUE(torch::equal(of_first, parameter));
+      }
+    }
+  });
+}
+
+TEST(ZeroRedundancy, AClosureIsCalledOnce) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    Ddp<FsdpNet> ddp(net);
+    Zero<topt::SGD> zero(net->parameters(), SGDOptions(1e-3));
+    int calls = 0;
+    const Tensor before = net->d->bias.detach().clone();
+    const torch::NoGradGuard no_grad;
+    const Tensor loss = zero.step([&] {
+      ++calls;
+      zero.zero_grad();
+      const Tensor value = ddp(fsdp_input(world.rank(), 0)).square().sum();
+      value.backward();
+      return value;
+    });
+    EXPECT_EQ(calls, 1);
+    EXPECT_GT(loss.item<double>(), 0);
+    EXPECT_FALSE(torch::equal(before, net->d->bias));
+  });
+}
+
+// A backward() through a graph of before the step, on all ranks.
+TEST(ZeroRedundancy, AnOldGraphDoesNotUseNewValues) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    Ddp<FsdpNet> ddp(net);
+    Zero<topt::AdamW> zero(net->parameters(), AdamWOptions(1e-3));
+    const Tensor loss = ddp(fsdp_input(world.rank(), 0)).sum();
+    loss.backward({}, /*retain_graph=*/true);
+    zero.step();
+    EXPECT_CONTAINS(message_of<c10::Error>([&] { loss.backward(); }), "modified by an inplace operation");
+  });
+}
+
+TEST(ZeroRedundancy, BadUseIsRefused) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    expect_refusal({"LBFGS cannot be"}, [&] { Zero<topt::LBFGS>(net->parameters(), topt::LBFGSOptions(1)); });
+    EXPECT_CONTAINS(message_of<Mismatch>([&] {
+                      Zero<topt::SGD>({torch::ones({2 + world.rank()}), torch::ones({1})}, SGDOptions(1));
+                    }),
+                    world.rank() == 0 ? "first in parameter or buffer number 0" : "parameter 0 of group 0");
+    const auto sharded = make<FsdpNet>(7, {});
+    const auto model = fully_shard(sharded);
+    expect_refusal({"belongs to a FullyShardedDataParallel"},
+                   [&] { Zero<topt::SGD>(sharded->parameters(), SGDOptions(1)); });
+    Zero<Failing> own(net->parameters(), SGDOptions(1));
+    expect_refusal({"states of this optimizer's class are not known"}, [&] { own.consolidate(); });
+    Zero<topt::SGD> zero(net->parameters(), SGDOptions(1));
+    expect_refusal({"hook that averages is empty"}, [&] { zero.step_in_backward(nullptr); });
+    const Group first = world.new_group({0});
+    if (world.rank() == 1)
+      expect_refusal({"not a member"}, [&] { Zero<topt::SGD>(net->parameters(), SGDOptions(1), {.group = first}); });
+    barrier();
+  });
+}
+
+TEST(PostLocalSgdOptimizerTest, AveragesEveryFewSteps) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    const SGDOptions options = SGDOptions(1e-2).momentum(0.9);
+    auto local = std::make_unique<PostLocalSgdOptimizer<topt::SGD>>(
+        net->parameters(), options, ModelAveragerOptions{.periods = {{2, {}}}, .warmup_steps = 1});
+    topt::SGD own(other->parameters(), options);
+    const auto train = [&](int step) {
+      local->zero_grad();
+      own.zero_grad();
+      for (auto* const of : {&net, &other}) (*of)->forward(fsdp_input(world.rank(), step)).square().sum().backward();
+      local->step();
+      own.step();
+      if (step > 0 && step % 2 == 0)
+        for (const Tensor& parameter : other->parameters()) all_reduce(parameter.detach(), {.op = ReduceOp::AVG});
+      for (const auto& item : net->named_parameters())
+        EXPECT_TRUE(torch::allclose(item.value(), other->named_parameters()[item.key()], 1e-6, 1e-8)) << item.key();
+    };
+    for (int step = 0; step < 3; ++step) train(step);
+    std::stringstream archive;
+    torch::save(*local, archive);
+    local = std::make_unique<PostLocalSgdOptimizer<topt::SGD>>(
+        net->parameters(), SGDOptions(1), ModelAveragerOptions{.periods = {{2, {}}}, .warmup_steps = 1});
+    torch::load(*local, archive);
+    EXPECT_EQ(local->averager().step(), 3);
+    for (int step = 3; step < 6; ++step) train(step);
+
+    // An archive of the class alone.
+    std::stringstream of_class;
+    torch::save(own, of_class);
+    torch::load(*local, of_class);
+    EXPECT_EQ(local->averager().step(), 0);
+  });
+}
+
+}  // namespace
+}  // namespace muster::test
