@@ -1,5 +1,6 @@
 // Muster: distributed training for C++. This header includes what data-parallel training needs: World, collectives,
-// DistributedDataParallel, FullyShardedDataParallel, the sampler, snapshots, spawn() and the store. Include separately
+// DistributedDataParallel, FullyShardedDataParallel, samplers, streams and loaders, snapshots, spawn() and the store.
+// Include separately
 //   - what needs msgpack-cxx: muster/comm/objects.h, muster/rpc/, muster/autograd/, muster/remote/ and
 //     muster/optim/distributed_optimizer.h;
 //   - the rest of muster/optim/, muster/train/, muster/data/idx.h, muster/launch/launcher.h, and what speaks c10d:
@@ -16,11 +17,18 @@
 #include "muster/comm/report_progress.h"
 #include "muster/comm/spawn.h"
 #include "muster/comm/world.h"
+#include "muster/data/bucket_sampler.h"
+#include "muster/data/even_batches.h"
+#include "muster/data/prefetch_loader.h"
 #include "muster/data/sampler.h"
+#include "muster/data/sharded_source.h"
+#include "muster/data/stream.h"
+#include "muster/data/weighted_sampler.h"
 #include "muster/parallel/activation_checkpoint.h"
 #include "muster/parallel/comm_hooks.h"
 #include "muster/parallel/ddp.h"
 #include "muster/parallel/fsdp.h"
+#include "muster/parallel/hogwild.h"
 #include "muster/parallel/model_averager.h"
 #include "muster/parallel/on_meta.h"
 #include "muster/parallel/post_local_sgd_optimizer.h"

@@ -10,6 +10,9 @@
 #include "checkpoint/item_values.h"
 #include "checkpoint/items.h"
 #include "muster/base/error.h"
+#include "muster/comm/world.h"
+#include "muster/parallel/model_averager.h"
+#include "muster/parallel/zero_redundancy_optimizer.h"
 #include "optim/torch_states.h"
 #include "parallel/state_owner.h"
 
@@ -131,7 +134,7 @@ class OptimizerItem final : public Item {
         (owned != entries.end() && !at::equal(owned->tensor, owned_by_this_rank(optimizer_))))
       throw InvalidArgument(
           text("the ranks own other parameters of '", entries.front().item, "' than when the snapshot was saved"),
-          "Use the same FsdpOptions and the same ranks on each host, and freeze the same parameters");
+          "Use the same options and the same ranks on each host, and freeze the same parameters");
   }
 
   bool comes_in_parts(const Entry& entry) const override { return is_known_ && is_in_state(entry); }
@@ -169,6 +172,7 @@ class OptimizerItem final : public Item {
 
   std::string what_is_equal(bool saves) const override {
     std::string all;
+    if (has_own_states()) all = text("of rank ", World::current().rank(), '\n');
     for (const at::Tensor& parameter : parameters_of(optimizer_)) {
       const auto owner = parallel::state_owner(optimizer_, parameter);
       const bool has_state = optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0;
@@ -184,7 +188,7 @@ class OptimizerItem final : public Item {
     }
     return all;
   }
-  bool may_differ() const override { return has_a_part(optimizer_); }
+  bool may_differ() const override { return has_a_part(optimizer_) || has_own_states(); }
 
   std::set<int> spread_over() const override {
     std::set<int> ranks;
@@ -195,6 +199,7 @@ class OptimizerItem final : public Item {
   }
 
  private:
+  bool has_own_states() const { return dynamic_cast<const AveragesModel*>(&optimizer_) != nullptr; }
   // What the optimizer kept there before restore(); undefined if it kept nothing.
   at::Tensor before_here(const at::Tensor& parameter, std::string_view name) const {
     const auto found = before_.find(parameter.unsafeGetTensorImpl());
@@ -272,7 +277,10 @@ class OptimizerItem final : public Item {
   std::decay_t<decltype(std::declval<Optimizer&>().state())> before_;  // the state before load(), until end_load()
   const SaveFn save_ = [this](torch::serialize::OutputArchive& archive) {
     define_scratch_of_lbfgs(optimizer_);
-    optimizer_.save(archive);
+    if (const auto* const sharded = dynamic_cast<const ShardedOptimizer*>(&optimizer_))
+      sharded->save_part(archive);
+    else
+      optimizer_.save(archive);
   };
   const LoadFn load_ = [this](torch::serialize::InputArchive& archive) { optimizer_.load(archive); };
 };

@@ -23,14 +23,12 @@ namespace muster::parallel {
 
 // When operators use copies, and which. The memory of the parameters knows it, and may survive whoever makes the copies.
 struct CopyPhase {
-  bool reading = false;  // since a forward(), until the end of backward()
+  bool reading = false;  // also outside of forward()
   int forwards = 0;      // that live
   bool is_step = false;  // whether there are copies of this step: for the second call of activation_checkpoint()
   std::vector<at::Tensor> copies;  // by number; none when their maker is gone
 
-  // For Sharing::instead: a view of the copy that an operator is to read instead of a tensor with the memory of a parameter
-  // of this dtype; undefined: the tensor itself.
-  at::Tensor instead_of(const at::Tensor& tensor, size_t number, at::ScalarType dtype) const;
+  bool is_time() const;  // for operators to use the copies
 };
 
 // While it lives, operators use the copies.

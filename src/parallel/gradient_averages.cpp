@@ -84,6 +84,7 @@ void GradientReducer::Impl::launch_ready_buckets() {
 }
 
 void GradientReducer::Impl::launch(size_t index) {
+  begin_communication();
   Bucket& bucket = buckets[index];
   if (bucket.sparse) {
     bucket.work = all_reduce_async(parameters[bucket.parameters[0]].view, averaging());
@@ -101,6 +102,7 @@ void GradientReducer::Impl::launch(size_t index) {
 // Returns the share of the ranks that reached each parameter.
 std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   const at::NoGradGuard no_grad;
+  times.all_gradients = Clock::now();
   for (auto& parameter : parameters) {
     if (parameter.ready) continue;
     if (parameter.tensor.grad().defined()) {
@@ -119,6 +121,7 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   for (auto& bucket : buckets) bucket.pending = 0;
   launch_ready_buckets();
   Bucket& last = buckets.back();
+  begin_communication();
   if (!tells_shares_apart()) mark_used(last, parameters);
   if (hook || last.sparse) {
     if (next_bucket < buckets.size()) launch(next_bucket++);  // else its hook has thrown
@@ -155,7 +158,7 @@ void GradientReducer::Impl::call_hook(size_t index) {
   const auto at = buckets.begin() + static_cast<std::ptrdiff_t>(index);
   const auto before = static_cast<size_t>(std::count_if(buckets.begin(), at, is_dense)),
              after = static_cast<size_t>(std::count_if(at, buckets.end(), is_dense));
-  GradBucket bucket(before, before + after, of.gradients(), std::move(places), options.group, heap);
+  GradBucket bucket(before, before + after, of.gradients(), std::move(places), options.group, heap, scale());
   const GradientBlocks::Pause no_gradients;
   buckets[index].future = hook(bucket);
   averages_among = bucket.averages_among();
@@ -189,9 +192,8 @@ std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
   std::vector<float> shares;
   for (const auto& parameter : parameters) shares.push_back(parameter.used ? 1 : 0);
   if (!averages_among) return shares;
-  ReduceOptions options = averaging();
-  options.group = *averages_among;
-  all_reduce(at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat), options);
+  all_reduce(at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat),
+             {.op = ReduceOp::AVG, .group = *averages_among});
   return shares;
 }
 
@@ -215,8 +217,7 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
     if (!is_mine(parameter)) {
       grad = at::Tensor();
     } else if (shares[i] > 0) {
-      if (averages_over_contributors && lacks_contributors())
-        parameter.view.mul_(static_cast<double>(options.group.size()) / contributors);
+      if (scale() != 1) parameter.view.mul_(scale());
       if (kept.defined()) parameter.view.add_(kept);
       grad = parameter.view;
     } else if (kept.defined()) {
@@ -234,6 +235,8 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
 // With create_graph: gradients are functions of the parameters, and so are their averages. They do not live in buckets.
 // A rank whose backward() threw gives zeros for sparse gradients, which the others have refused.
 std::vector<float> GradientReducer::Impl::average_with_graph(bool sets) {
+  times.all_gradients = Clock::now();
+  begin_communication();
   for (auto& parameter : parameters) parameter.used &= parameter.tensor.grad().defined();
   std::vector<float> shares = shares_used_on_all_ranks();
   std::map<at::ScalarType, std::vector<size_t>> by_dtype;

@@ -80,6 +80,7 @@ void GradientReducer::backward_without_data() {
   s.ready_order.clear();
   for (auto& parameter : s.parameters) parameter.tensor.mutable_grad() = at::Tensor();
   s.release_blocks_without_gradients();
+  s.times = {};
   s.finish(s.of_contributors(s.reduce_the_rest()), /*is_complete=*/true);
 }
 
@@ -95,9 +96,23 @@ std::vector<std::vector<std::string>> GradientReducer::bucket_names() const {
   return names;
 }
 
+std::vector<size_t> GradientReducer::bucket_bytes() const {
+  std::vector<size_t> bytes;
+  for (const auto& bucket : impl_->buckets) {
+    size_t& sum = bytes.emplace_back();
+    for (const size_t index : bucket.parameters) sum += impl_->parameters[index].tensor.nbytes();
+  }
+  return bytes;
+}
+bool GradientReducer::has_rebuilt_buckets() const { return impl_->rebuilt; }
+bool GradientReducer::has_hook() const { return static_cast<bool>(impl_->hook); }
+const BackwardTimes& GradientReducer::times() const { return impl_->times; }
+
 // Lays the parameters out in buckets; existing gradients move there, too.
-void GradientReducer::Impl::build(const std::vector<size_t>& order) {
+void GradientReducer::Impl::build(std::vector<size_t> order) {
   const at::NoGradGuard no_grad;
+  if (!options.delayed.empty())
+    std::stable_partition(order.begin(), order.end(), [&](size_t index) { return !options.delayed[index]; });
   buckets = make_buckets(parameters, order, bytes_of_mb(options.first_bucket_cap_mb),
                          bytes_of_mb(options.bucket_cap_mb), *heap, blocks);
   for (auto& parameter : parameters) {
@@ -189,6 +204,7 @@ void GradientReducer::Impl::begin_backward() {
   dirty = true;
   synced = sync;
   keeps_graph = with_graph;
+  times = {};
   ready_order.clear();
   release_blocks_without_gradients();  // so that new gradients can use them
   const auto token = std::make_shared<GradientBlocks::Serving>(blocks);
@@ -281,6 +297,7 @@ void GradientReducer::Impl::finish(const std::vector<float>& shares, bool is_com
   if (!keeps_graph) use_averages(shares);
   const std::string wrong = std::exchange(wrong_results, "");
   reset();
+  times.averaged = Clock::now();
   if (!rebuilt && may_rebuild(shares)) rebuild_in_ready_order();
   options.on_averaged(is_complete);
   if (!wrong.empty()) throw InvalidArgument(wrong, "Return the bucket's buffer(), or a tensor with as many elements");

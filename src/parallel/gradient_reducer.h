@@ -44,6 +44,7 @@
 #include <utility>
 #include <vector>
 
+#include "muster/base/deadline.h"
 #include "muster/comm/group.h"
 #include "muster/comm/heap.h"
 #include "muster/parallel/comm_hook.h"
@@ -61,6 +62,7 @@ struct ReducerOptions {
   // By parameter: its owner, a rank in the group. Empty: every rank gets every average. If each host has an owner, this
   // is the one on this rank's host; parameters with one owner on one host have one owner on every host.
   std::vector<int> owners = {};
+  std::vector<bool> delayed = {};   // by parameter: whether it is averaged after all others; empty: none is
   std::vector<bool> sparse = {};    // by parameter: whether its gradient is sparse; empty: none is. Not with owners.
   bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average
   std::optional<at::ScalarType> reduce_dtype = {};  // in which gradients travel between hosts; none: in their own
@@ -70,6 +72,13 @@ struct ReducerOptions {
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners). `is_complete`:
   // whether it ended without an exception on this rank.
   std::function<void(bool is_complete)> on_averaged = [](bool) {};
+};
+
+// Of a backward() that has averaged, on this rank.
+struct BackwardTimes {
+  Clock::time_point first_bucket;   // its average began
+  Clock::time_point all_gradients;  // of this rank were there
+  Clock::time_point averaged;
 };
 
 class GradientReducer {
@@ -84,6 +93,10 @@ class GradientReducer {
   bool sync() const;
   bool set_sync(bool on);                                      // returns the previous value
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
+  std::vector<size_t> bucket_bytes() const;                    // the same, bytes of these
+  bool has_rebuilt_buckets() const;
+  bool has_hook() const;
+  const BackwardTimes& times() const;  // of the last backward() that averaged, in on_averaged
   // Without owners: from the next backward() on, instead of averaging. InvalidArgument if there is one already.
   void set_hook(CommHook hook);
   // Without owners. For ranks that have no more data: what backward() does on the others, with gradients that do not count.

@@ -42,6 +42,8 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   int contributors;  // ranks with data
   bool averages_over_contributors = false;
 
+  BackwardTimes times;  // of the backward() under way, or of the last
+
   bool sync = true;          // whether the next backward() reduces
   bool synced = true;        // whether the last backward() that began reduces
   bool keeps_graph = false;  // whether it makes a graph (create_graph)
@@ -58,7 +60,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
     return parameter.owner == kEveryRank || parameter.owner == options.group.rank();
   }
 
-  void build(const std::vector<size_t>& order);
+  void build(std::vector<size_t> order);
   void before_accumulation();
   void on_ready(size_t index);
   void adopt(Parameter& parameter);
@@ -73,10 +75,18 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   bool averages_among_all() const { return averages_among && averages_among->size() == options.group.size(); }
   // Whether some ranks have no data. A hook that averages among fewer ranks makes of that what it likes.
   bool lacks_contributors() const { return contributors != options.group.size() && averages_among_all(); }
+  // Of averages over all ranks, to become those over the ranks with data.
+  double scale() const {
+    return averages_over_contributors && lacks_contributors() ? static_cast<double>(options.group.size()) / contributors
+                                                              : 1;
+  }
   // Whether a collective of its own tells which parameters were used; else buckets do.
   bool tells_shares_apart() const {
-    return sharded() || hook ||
+    return sharded() || hook || options.reduce_dtype ||  // in few bits, the marks might not add up to 1
            std::any_of(buckets.begin(), buckets.end(), [](const Bucket& bucket) { return bucket.sparse; });
+  }
+  void begin_communication() {
+    if (times.first_bucket == Clock::time_point()) times.first_bucket = Clock::now();
   }
   void launch(size_t index);
   void call_hook(size_t index);

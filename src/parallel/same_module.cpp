@@ -100,19 +100,6 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
                  "Build the same module on every rank");
 }
 
-uint64_t sample_of(const at::Tensor& tensor) {
-  constexpr size_t kSamples = 4;
-  const size_t bytes = tensor.nbytes(), width = std::min(bytes, sizeof(uint64_t));
-  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  uint64_t mixed = 0;
-  for (size_t i = 0; i < kSamples && width > 0; ++i) {
-    uint64_t word = 0;
-    std::memcpy(&word, data + (bytes - width) * i / (kSamples - 1), width);
-    mixed = (mixed ^ word) * 0x9E3779B97F4A7C15;
-  }
-  return mixed;
-}
-
 void give_values(const at::Tensor& tensor, const at::Tensor& values) {
   if (!tensor.is_meta()) return tensor.set_data(values);
   // set_data() refuses to change the device. Like it, forget the accumulator, which knows the old one.

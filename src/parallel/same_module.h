@@ -7,7 +7,6 @@
 #include <torch/nn/module.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <exception>
 #include <string>
 #include <vector>
@@ -33,9 +32,6 @@ ModuleTensors tensors_of(const torch::nn::Module& module);
 // Throws Mismatch on every rank if a rank differs from rank 0 in a tensor's name, dtype, shape, strides, whether it is
 // trained, with which earlier tensor it is shared, or in `options`. Names the first difference.
 void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options, const Group& group);
-// A mixture of a few of the tensor's bytes, which are on the CPU. Optimizers that write through Tensor::data() (libtorch's
-// SGD) leave no other trace.
-uint64_t sample_of(const at::Tensor& tensor);
 // As tensor.set_data(values), also for a tensor on the device "meta".
 void give_values(const at::Tensor& tensor, const at::Tensor& values);
 // Throws InvalidArgument on every rank if a rank has no values of a tensor now (gather() would get them).

@@ -42,7 +42,8 @@ at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t off
 }
 
 at::Tensor private_tensor(const at::Tensor& tensor, Sharing sharing) {
-  const c10::Storage& own = tensor.storage();
+  const Place* const before = place_of(tensor);
+  const c10::Storage own = before && before->own ? before->own : tensor.storage();
   const c10::Storage storage =
       make_storage(own.mutable_data(), own.nbytes(), {.shared = nullptr, .own = own, .sharing = std::move(sharing)});
   return at::empty({0}, tensor.options().requires_grad(false))

@@ -41,7 +41,7 @@ class Delivery {
     for (size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor parameter = parallel::unwatched(parameters[i]);
       if (parameter.nbytes() == 0) continue;
-      if (owners[i] != group_.rank()) received_.push_back(parameters[i]);
+      sent_.push_back(parameters[i]);
       const bool is_plain = parameter.device().is_cpu() && parameter.is_non_overlapping_and_dense();
       if (is_plain && parameter.nbytes() <= parallel::kCoalesced)
         small[static_cast<size_t>(owners[i])].parameters.push_back(parameter);
@@ -65,8 +65,8 @@ class Delivery {
   // When they have completed.
   void end() {
     for (Together& together : to_copy_) together.copy(/*in=*/false);
-    // As an update by this rank: so a backward() through an older graph throws on all ranks.
-    for (const at::Tensor& parameter : received_) torch::autograd::impl::bump_version(parameter);
+    // Also on the owner, because SGD leaves no trace there: so a backward() through an older graph throws on all ranks.
+    for (const at::Tensor& parameter : sent_) torch::autograd::impl::bump_version(parameter);
   }
 
  private:
@@ -86,7 +86,7 @@ class Delivery {
   const Group group_;
   std::vector<Work> works_;
   std::vector<Together> to_copy_;
-  std::vector<at::Tensor> received_;
+  std::vector<at::Tensor> sent_;
 };
 
 // Takes all gradients away while it lives.
@@ -131,6 +131,7 @@ PackedState packed(torch::optim::OptimizerParamState* state) {
 }  // namespace
 
 struct ShardedOptimizer::Impl {
+  ShardedOptimizer& self;
   torch::optim::Optimizer& optimizer;
   const std::type_info& inner_class;
   const Group group;  // resolved
@@ -138,13 +139,15 @@ struct ShardedOptimizer::Impl {
   std::unordered_map<Key, int> owners;  // ranks in the group
   std::unordered_set<Key> updated;      // in backward(), since the last step()
   std::exception_ptr failure;           // of such an update: the other ranks go on, so step() throws it
-  bool has_all_states = false;          // since consolidate()
+  bool has_all_states = true;           // before the first step() or load(), and since consolidate()
 
   bool is_mine(const at::Tensor& parameter) const { return owners.at(key_of(parameter)) == group.rank(); }
   void take_new_parameters();
   void drop_states_of_others();
-  std::exception_ptr step_with(const std::vector<std::pair<at::Tensor, at::Tensor>>& gradients, GradientsAside& aside,
-                               const std::function<void()>& step_inner) const;
+  std::exception_ptr step_with(const std::vector<std::pair<at::Tensor, at::Tensor>>& gradients,
+                               GradientsAside& aside) const;
+  HookFuture step_bucket(const std::vector<GradBucket::Place>& places, const at::Tensor& buffer,
+                         const at::Tensor& result);
   Delivery deliver(const std::vector<at::Tensor>& parameters) const {
     std::vector<int> of;
     for (const at::Tensor& parameter : parameters) of.push_back(owners.at(key_of(parameter)));
@@ -187,22 +190,47 @@ void ShardedOptimizer::Impl::drop_states_of_others() {
 // The step of the class for the parameters of this rank that are among these, with these gradients. Returns what it throws:
 // the other ranks wait for this one's parameters.
 std::exception_ptr ShardedOptimizer::Impl::step_with(const std::vector<std::pair<at::Tensor, at::Tensor>>& gradients,
-                                                     GradientsAside& aside,
-                                                     const std::function<void()>& step_inner) const {
+                                                     GradientsAside& aside) const {
   for (const auto& [parameter, grad] : gradients)
     if (is_mine(parameter)) aside.give(parameter, grad);
   const parallel::UnwatchedGuard with_own_values;
   try {
-    step_inner();
+    self.step_inner();
   } catch (const std::exception&) {
     return std::current_exception();
   }
   return nullptr;
 }
 
+// What becomes of a bucket's parameters when their gradients are there. The future gives `result`.
+HookFuture ShardedOptimizer::Impl::step_bucket(const std::vector<GradBucket::Place>& places, const at::Tensor& buffer,
+                                               const at::Tensor& result) {
+  drop_states_of_others();
+  std::vector<at::Tensor> sent;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
+  for (const auto& place : places) {
+    const at::Tensor& parameter = place.parameter;
+    if (!owners.contains(key_of(parameter))) continue;  // another optimizer's
+    sent.push_back(parameter);
+    gradients.emplace_back(parameter, place.in(buffer));
+    updated.insert(key_of(parameter));
+  }
+  {
+    GradientsAside aside(optimizer);
+    const auto thrown = step_with(gradients, aside);
+    if (!failure) failure = thrown;
+  }
+  const auto delivery = std::make_shared<Delivery>(deliver(sent));
+  return HookFuture(delivery->works(), result).then([delivery](const at::Tensor& as_before) {
+    delivery->end();
+    return as_before;
+  });
+}
+
 ShardedOptimizer::ShardedOptimizer(torch::optim::Optimizer& optimizer, const std::type_info& inner_class,
                                    ZeroRedundancyOptions options)
-    : impl_(new Impl{.optimizer = optimizer,
+    : impl_(new Impl{.self = *this,
+                     .optimizer = optimizer,
                      .inner_class = inner_class,
                      .group = options.group.resolved(),
                      .balance = parallel::Balance(options.group.resolved().size())}) {
@@ -240,8 +268,8 @@ void ShardedOptimizer::step_shared() {
     GradientsAside aside(s.optimizer);
     std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
     for (const auto& [parameter, grad] : aside.kept())
-      if (!s.updated.contains(key_of(parameter))) gradients.emplace_back(parameter, grad);
-    const auto now = s.step_with(gradients, aside, [this] { step_inner(); });
+      if (parameter.requires_grad() && !s.updated.contains(key_of(parameter))) gradients.emplace_back(parameter, grad);
+    const auto now = s.step_with(gradients, aside);
     if (!failure) failure = now;
   }
   s.updated.clear();
@@ -253,37 +281,18 @@ void ShardedOptimizer::step_shared() {
 
 CommHook ShardedOptimizer::step_in_backward(CommHook average) {
   if (!average) throw InvalidArgument("the hook that averages is empty");
-  // What becomes of a bucket's parameters when their gradients are averaged.
-  const auto step = [this](const std::vector<GradBucket::Place>& places, const at::Tensor& averages) -> HookFuture {
-    Impl& s = *impl_;
-    s.drop_states_of_others();
-    std::vector<at::Tensor> sent;
-    std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
-    for (const auto& place : places) {
-      const at::Tensor& parameter = place.parameter;
-      if (!s.owners.contains(key_of(parameter))) continue;  // another optimizer's
-      sent.push_back(parameter);
-      gradients.emplace_back(parameter, place.in(averages));
-      s.updated.insert(key_of(parameter));
-    }
-    {
-      GradientsAside aside(s.optimizer);
-      const auto failure = s.step_with(gradients, aside, [this] { step_inner(); });
-      if (!s.failure) s.failure = failure;
-    }
-    const auto delivery = std::make_shared<Delivery>(s.deliver(sent));
-    return HookFuture(delivery->works(), averages).then([delivery](const at::Tensor& as_before) {
-      delivery->end();
-      return as_before;
+  return [weak = std::weak_ptr(impl_), average = std::move(average)](GradBucket& bucket) {
+    const auto alive = [weak] {
+      if (auto impl = weak.lock()) return impl;
+      throw InvalidArgument("the ZeroRedundancyOptimizer whose step_in_backward() is the communication hook has ended",
+                            "Keep it as long as the DistributedDataParallel");
+    };
+    alive()->take_new_parameters();
+    return average(bucket).then([alive, places = bucket.places(), n = bucket.buffer().numel(),
+                                 scale = bucket.scale()](const at::Tensor& averages) -> HookFuture {
+      if (!averages.defined() || averages.numel() != n) return averages;  // backward() refuses it
+      return alive()->step_bucket(places, scale == 1 ? averages : averages * scale, averages);
     });
-  };
-  return [step, average = std::move(average), this](GradBucket& bucket) {
-    impl_->take_new_parameters();
-    return average(bucket).then(
-        [step, places = bucket.places(), n = bucket.buffer().numel()](const at::Tensor& averages) -> HookFuture {
-          if (!averages.defined() || averages.numel() != n) return averages;  // backward() refuses it
-          return step(places, averages);
-        });
   };
 }
 
@@ -324,7 +333,7 @@ void ShardedOptimizer::drop_states_of_others() { impl_->drop_states_of_others();
 
 void ShardedOptimizer::require_all_states() const {
   const Impl& s = *impl_;
-  if (s.group.size() > 1 && !s.has_all_states && !s.optimizer.state().empty())
+  if (s.group.size() > 1 && !s.has_all_states)
     throw InvalidArgument(
         "this rank has the optimizer's states of its own parameters only",
         "Call consolidate() on all ranks before, and save on the rank that it names; or use a Snapshot");

@@ -1,4 +1,5 @@
 // DistributedDataParallel in mixed precision.
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
@@ -8,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 #include <utility>
 
 #include "base/text.h"
@@ -54,37 +56,31 @@ TEST(DdpMixed, CopiesFollowTheParameters) {
     const Tensor x = fsdp_input(world.rank(), 0);
     const auto expect_now = [&](const char* what) {
       SCOPED_TRACE(what);
-      for (const bool is_training : {true, false}) {
+      for (const bool is_training : {true, false, true}) {
         net->train(is_training);
         EXPECT_TRUE(torch::equal(ddp(x), in_bfloat16(*net, x)));
       }
-      net->train();
-      ddp(x).sum().backward();  // after which the module itself computes with the parameters
-      EXPECT_EQ((net->a->weight + 0).scalar_type(), torch::kFloat);
     };
-    EXPECT_EQ((net->a->weight + 0).scalar_type(), torch::kFloat);
-    EXPECT_TRUE(torch::equal(net->forward(x), other->forward(x)));
-    ddp(x);
-    EXPECT_EQ((net->a->weight + 0).scalar_type(), torch::kBFloat16);  // until backward()
     ddp(x).sum().backward();
     expect_now("at first");
     // libtorch's SGD leaves no trace in the version counter.
-    torch::optim::SGD sgd(net->parameters(), 0.1);
-    sgd.step();
+    torch::optim::SGD(net->parameters(), 0.1).step();
     expect_now("after a step");
     {
       const torch::NoGradGuard no_grad;
       net->b->bias.add_(1);
-      net->c->weight.data().mul_(2);
+      net->c->weight.data()[300][300] = 9;
     }
-    net->eval();
-    EXPECT_TRUE(torch::equal(ddp(x), in_bfloat16(*net, x)));
     expect_now("after changes in place");
     std::stringstream archive;
     torch::save(std::static_pointer_cast<nn::Module>(other), archive);
     std::shared_ptr<nn::Module> module = net;
-    torch::load(module, archive);
-    EXPECT_TRUE(torch::equal(net->a->weight, other->a->weight));
+    {
+      const c10::InferenceMode inference;
+      torch::load(module, archive);
+      EXPECT_TRUE(torch::equal(net->a->weight, other->a->weight));
+      ddp(x);
+    }
     expect_now("after torch::load()");
     for (const auto& parameter : net->parameters())
       parameter.set_data(torch::full_like(parameter, 0.01).t().contiguous().t());
@@ -99,25 +95,52 @@ TEST(DdpMixed, CopiesFollowTheParameters) {
   });
 }
 
-// An evaluation by itself, and a backward() that throws, leave the module as it was.
-TEST(DdpMixed, TheModuleItselfComputesWithItsParameters) {
+struct Throwing : FsdpNet {
+  bool throws = false;
+  Tensor forward(const Tensor& x) {
+    EXPECT_EQ((a->weight + 0).scalar_type(), torch::kBFloat16);
+    if (throws) throw std::runtime_error("no forward()");
+    return FsdpNet::forward(x);
+  }
+};
+
+// Also between forward() and backward(), when backward() does not average, and when forward() throws.
+TEST(DdpMixed, TheModuleItselfHasItsParameters) {
   on_ranks(2, [](World& world) {
-    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
-    auto ddp = std::make_unique<Ddp<FsdpNet>>(net, DdpOptions{.mixed_precision = kBFloat16});
+    const auto net = make<Throwing>(7, {});
+    const auto other = make<FsdpNet>(7, {});
+    auto ddp = std::make_unique<Ddp<Throwing>>(net, DdpOptions{.mixed_precision = kBFloat16});
     const Tensor x = fsdp_input(world.rank(), 0);
-    net->eval();
+    const auto expect_parameters = [&] {
+      EXPECT_TRUE(torch::equal(net->FsdpNet::forward(x), other->forward(x)));
+      net->to(torch::kFloat);
+      ModelAverager({.periods = {{1, {}}}}).average_parameters(net->parameters());
+      expect_equal(*net, *other);
+    };
+    expect_parameters();
+    const Tensor y = ddp->forward(x);
+    EXPECT_TRUE(torch::equal(net->FsdpNet::forward(x), other->forward(x)));
+    {
+      const auto guard = ddp->no_sync();
+      y.sum().backward();
+    }
+    expect_parameters();
     ddp->forward(x);
-    EXPECT_TRUE(torch::equal(net->forward(x), other->forward(x)));
-    net->train();
+    expect_parameters();
+    net->throws = true;
+    EXPECT_THROW(ddp->forward(x), std::runtime_error);
+    net->throws = false;
+    expect_parameters();
+    net->zero_grad();
     ddp->forward(x);
     ddp.reset();
-    EXPECT_TRUE(torch::equal(net->forward(x), other->forward(x)));
-    // Another one over the same module; and one without mixed precision.
-    Ddp<FsdpNet> second(net, {.mixed_precision = kBFloat16});
-    EXPECT_TRUE(torch::equal(second(x), in_bfloat16(*other, x)));
-    second(x).sum().backward();
-    Ddp<FsdpNet> third(net);
-    EXPECT_TRUE(torch::equal(third(x), other->forward(x)));
+    expect_parameters();
+    // Two that live at the same time, and one without mixed precision.
+    Ddp<FsdpNet> second(net, {.mixed_precision = kBFloat16}), third(net, {.mixed_precision = kBFloat16});
+    for (int i = 0; i < 3; ++i)
+      for (auto* const each : {&second, &third}) EXPECT_TRUE(torch::equal((*each)(x), in_bfloat16(*other, x)));
+    Ddp<FsdpNet> fourth(net);
+    EXPECT_TRUE(torch::equal(fourth(x), other->forward(x)));
     EXPECT_FALSE(parallel::is_shared(net->a->weight));
   });
 }
@@ -197,6 +220,11 @@ TEST(DdpMixed, GradientsInAnotherDtypeOnTheirWay) {
     });
 }
 
+struct Changing : nn::Module {
+  nn::Linear a = register_module("a", nn::Linear(2, 2));
+  Tensor forward(const Tensor& x) { return x.matmul(a->weight.to(torch::kBFloat16).mul_(2)); }
+};
+
 TEST(DdpMixed, BadUseIsRefused) {
   on_ranks(2, [](World& world) {
     const auto net = make<FsdpNet>(7, {});
@@ -207,11 +235,12 @@ TEST(DdpMixed, BadUseIsRefused) {
                     "differs from rank 0's");
     expect_refusal({"mixed_precision.param_dtype"},
                    [&] { Ddp<FsdpNet>(net, {.mixed_precision = {.param_dtype = torch::kLong}}); });
-    Ddp<FsdpNet> ddp(net, {.mixed_precision = kBFloat16});
-    ddp(fsdp_input(world.rank(), 0));
-    expect_refusal({"change the copy of parameter b.weight", "clone()"},
-                   [&] { net->b->weight.to(torch::kBFloat16).mul_(2); });
-    ddp(fsdp_input(world.rank(), 0)).sum().backward();
+    expect_refusal({"reproducible does not go with mixed_precision.reduce_dtype"}, [&] {
+      Ddp<FsdpNet>(net, {.reproducible = {.shards = 2}, .mixed_precision = {.reduce_dtype = torch::kHalf}});
+    });
+    const auto changing = std::make_shared<Changing>();
+    Ddp<Changing> ddp(changing, {.mixed_precision = kBFloat16});
+    expect_refusal({"change the copy of parameter a.weight", "clone()"}, [&] { ddp(torch::ones({2, 2})); });
   });
   on_ranks(1, [](World&) {
     const auto sharded = make<FsdpNet>(7, {});

@@ -7,6 +7,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <sstream>
 #include <stdexcept>
 
 #include "multiprocess/fsdp_support.h"
@@ -254,6 +256,76 @@ TEST(DdpOptionsTest, RanksThatDivergeAreNamed) {
       message_of_divergence({2, 2, [](Words&, int, int) {}, comm_hooks::noop}),
       "the gradient of parameter out.weight of rank 1 differs from that of the others after backward() number 2");
   EXPECT_EQ(message_of_divergence({4, 0, change_weight}), "");
+}
+
+// A gradient that is delayed belongs to the last bucket, also when buckets have been made anew.
+TEST(DdpOptionsTest, DelayedParametersAreAveragedLast) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    DistributedDataParallel<FsdpNet> ddp(
+        net, {.bucket_cap_mb = 1e-4, .first_bucket_cap_mb = 1e-4, .delay_all_reduce = {"d.weight", "c.bias"}}),
+        usual(other);
+    EXPECT_NE(usual.bucket_names().back(), (std::vector<std::string>{"c.bias"}));
+    for (int step = 0; step < 3; ++step) {
+      const auto names = ddp.bucket_names();
+      std::vector<std::string> last;
+      for (size_t i = names.size() - 2; i < names.size(); ++i)
+        last.insert(last.end(), names[i].begin(), names[i].end());
+      EXPECT_EQ(last, (std::vector<std::string>{"d.weight", "c.bias"}));
+      net->zero_grad();
+      other->zero_grad();
+      ddp(fsdp_input(world.rank(), step)).square().sum().backward();
+      usual(fsdp_input(world.rank(), step)).square().sum().backward();
+      for (const auto& item : net->named_parameters())
+        EXPECT_TRUE(torch::equal(item.value().grad(), other->named_parameters()[item.key()].grad())) << item.key();
+    }
+    net->d->weight.set_requires_grad(false);
+    expect_refusal({"delay_all_reduce has d.weight"},
+                   [&] { DistributedDataParallel<FsdpNet>(net, {.delay_all_reduce = {"d.weight"}}); });
+  });
+}
+
+TEST(DdpLogging, StepsAndTheirTimes) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    DistributedDataParallel<FsdpNet> ddp(net, {.find_unused_parameters = true});
+    const DdpLoggingData first = ddp.logging_data();
+    EXPECT_EQ(first.world_size, 2);
+    EXPECT_EQ(first.rank, world.rank());
+    EXPECT_CONTAINS(first.module_name, "FsdpNet");
+    EXPECT_EQ(first.parameters, 8u);
+    EXPECT_EQ(std::accumulate(first.bucket_bytes.begin(), first.bucket_bytes.end(), size_t{0}), first.parameter_bytes);
+    EXPECT_EQ(first.bucket_bytes.size(), ddp.bucket_names().size());
+    EXPECT_FALSE(first.has_rebuilt_buckets || first.has_comm_hook);
+    EXPECT_EQ(first.steps, 0);
+    EXPECT_EQ(first.average.backward.count(), 0);
+    const auto step = [&] {
+      const Tensor y = ddp(fsdp_input(world.rank(), 0));
+      y.square().sum().backward();
+    };
+    step();
+    {
+      const auto guard = ddp.no_sync();
+      step();  // is no step
+    }
+    step();
+    // One that is over without a forward() of this DistributedDataParallel has no times.
+    net->forward(fsdp_input(world.rank(), 0)).sum().backward();
+    ddp.register_comm_hook(comm_hooks::all_reduce);
+    const DdpLoggingData data = ddp.logging_data();
+    EXPECT_EQ(data.steps, 2);
+    EXPECT_TRUE(data.has_rebuilt_buckets && data.has_comm_hook);
+    for (const auto& times : {data.last, data.average}) {
+      EXPECT_GT(times.forward.count(), 0);
+      EXPECT_GT(times.exposed.count(), 0);
+      EXPECT_GE(times.communication, times.exposed);
+      EXPECT_GE(times.backward, times.communication);
+    }
+    std::ostringstream words;
+    words << data;
+    EXPECT_CONTAINS(words.str(), "steps: 2\n");
+    EXPECT_CONTAINS(words.str(), "average.exposed: ");
+  });
 }
 
 }  // namespace

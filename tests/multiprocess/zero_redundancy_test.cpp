@@ -139,7 +139,8 @@ TEST(ZeroRedundancy, GroupsAndSchedules) {
     for (auto* const of : {&net, &other}) {
       (*of)->a->bias.set_requires_grad(false);
       const torch::NoGradGuard no_grad;
-      for (Tensor& parameter : (*of)->register_module("extra", nn::Linear(3, 3))->parameters()) parameter.fill_(0.1);
+      for (Tensor& parameter : (*of)->register_module("extra", nn::LayerNorm(nn::LayerNormOptions({3})))->parameters())
+        parameter.fill_(0.1);
     }
     const DdpOptions with_unused{.find_unused_parameters = true};
     Ddp<FsdpNet> ddp(net, with_unused), of_other(other, with_unused);
@@ -234,15 +235,26 @@ TEST(ZeroRedundancy, StatesAreConsolidatedAndDividedAgain) {
 // Saved by three ranks and restored by two, by the class itself, and the reverse.
 TEST(ZeroRedundancy, Snapshots) {
   const fs::path folder = fs::path(testing::TempDir()) / text("zero-snapshot-", ::getpid());
-  std::vector<Tensor> after_two, after_three;
   const Tensor x = drawn(0, 1, {4, 12});  // the same on all ranks, so that their number does not matter
+  // With this eps, a rounding of a gradient near zero is not a step.
+  const AdamWOptions options = AdamWOptions(1e-2).eps(1e-2);
+  std::vector<std::vector<Tensor>> expected;  // after each step, of AdamW without a pause
+  {
+    const auto net = make<FsdpNet>(7, {});
+    topt::AdamW optimizer(net->parameters(), options);
+    for (int step = 0; step <= 3; ++step) {
+      auto& values = expected.emplace_back();
+      for (const Tensor& parameter : net->parameters()) values.push_back(parameter.detach().clone());
+      optimizer.zero_grad();
+      net->forward(x).square().sum().backward();
+      optimizer.step();
+    }
+  }
   const auto train_from = [&](const HostOfRank& hosts, bool sharded, int64_t from, int64_t to, bool divided) {
-    on_hosts(hosts, [&](World& world) {
+    on_hosts(hosts, [&](World&) {
       const auto net = make<FsdpNet>(7, {});
       Ddp<FsdpNet> ddp(net);
       std::unique_ptr<topt::Optimizer> optimizer;
-      // With this eps, a rounding of a gradient near zero is not a step.
-      const AdamWOptions options = AdamWOptions(1e-2).eps(1e-2);
       if (divided)
         optimizer = std::make_unique<Zero<topt::AdamW>>(net->parameters(), options);
       else
@@ -256,12 +268,9 @@ TEST(ZeroRedundancy, Snapshots) {
         optimizer->step();
       }
       snapshot.save(to);
-      std::vector<Tensor> now;
-      for (const Tensor& parameter : net->parameters()) now.push_back(parameter.detach().clone());
-      if (world.rank() != 0) return;
-      std::vector<Tensor>& expected = to == 2 ? after_two : after_three;
-      if (expected.empty()) expected = now;
-      for (size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(torch::allclose(now[i], expected[i], 1e-4, 1e-6)) << i;
+      const auto now = net->parameters();
+      for (size_t i = 0; i < now.size(); ++i)
+        EXPECT_TRUE(torch::allclose(now[i], expected[static_cast<size_t>(to)][i], 1e-4, 1e-6)) << i;
     });
   };
   for (const bool sharded : {false, true}) {
@@ -284,7 +293,7 @@ TEST(ZeroRedundancy, Join) {
     Ddp<FsdpNet> ddp(net), of_other(other);
     Zero<topt::AdamW> zero(net->parameters(), AdamWOptions(1e-3));
     topt::AdamW whole(other->parameters(), AdamWOptions(1e-3));
-    const auto train = [&](Ddp<FsdpNet>& model, topt::Optimizer& optimizer) {
+    const auto train = [&](Ddp<FsdpNet>& model, topt::Optimizer& optimizer, bool of_all) {
       model.join(
           [&] {
             for (int step = 0; step < 2 + world.rank(); ++step) {
@@ -293,11 +302,14 @@ TEST(ZeroRedundancy, Join) {
               optimizer.step();
             }
           },
-          {.after_backward = [&] { optimizer.step(); }});
+          {.divide_by_initial_world_size = of_all, .after_backward = [&] { optimizer.step(); }});
     };
-    train(ddp, zero);
-    train(of_other, whole);
-    expect_equal(*net, *other);
+    for (const bool of_all : {true, false}) {
+      train(ddp, zero, of_all);
+      train(of_other, whole, of_all);
+      expect_equal(*net, *other);
+      if (of_all) ddp.register_comm_hook(zero.step_in_backward());
+    }
   });
 }
 
@@ -381,16 +393,21 @@ TEST(ZeroRedundancy, AClosureIsCalledOnce) {
 }
 
 // A backward() through a graph of before the step, on all ranks.
-TEST(ZeroRedundancy, AnOldGraphDoesNotUseNewValues) {
-  on_ranks(2, [](World& world) {
+template <typename Inner>
+void expect_no_new_values_in_an_old_graph(const auto& options) {
+  on_ranks(2, [&](World& world) {
     const auto net = make<FsdpNet>(7, {});
     Ddp<FsdpNet> ddp(net);
-    Zero<topt::AdamW> zero(net->parameters(), AdamWOptions(1e-3));
+    Zero<Inner> zero(net->parameters(), options);
     const Tensor loss = ddp(fsdp_input(world.rank(), 0)).sum();
     loss.backward({}, /*retain_graph=*/true);
     zero.step();
     EXPECT_CONTAINS(message_of<c10::Error>([&] { loss.backward(); }), "modified by an inplace operation");
   });
+}
+TEST(ZeroRedundancy, AnOldGraphDoesNotUseNewValues) {
+  expect_no_new_values_in_an_old_graph<topt::AdamW>(AdamWOptions(1e-3));
+  expect_no_new_values_in_an_old_graph<topt::SGD>(SGDOptions(1e-3));
 }
 
 TEST(ZeroRedundancy, BadUseIsRefused) {
@@ -409,11 +426,84 @@ TEST(ZeroRedundancy, BadUseIsRefused) {
     expect_refusal({"states of this optimizer's class are not known"}, [&] { own.consolidate(); });
     Zero<topt::SGD> zero(net->parameters(), SGDOptions(1));
     expect_refusal({"hook that averages is empty"}, [&] { zero.step_in_backward(nullptr); });
+    Ddp<FsdpNet> ddp(net);
+    ddp.register_comm_hook(Zero<topt::SGD>(net->parameters(), SGDOptions(1)).step_in_backward());
+    expect_refusal({"step_in_backward() is the communication hook has ended"}, [&] { backward(ddp, world, 0); });
     const Group first = world.new_group({0});
     if (world.rank() == 1)
       expect_refusal({"not a member"}, [&] { Zero<topt::SGD>(net->parameters(), SGDOptions(1), {.group = first}); });
     barrier();
   });
+}
+
+// A class whose states are not known is stored per rank.
+TEST(ZeroRedundancy, SnapshotsOfAnotherClass) {
+  const fs::path folder = fs::path(testing::TempDir()) / text("zero-of-another-class-", ::getpid());
+  std::vector<std::vector<Tensor>> expected(2);
+  for (const bool again : {false, true})
+    on_ranks(2, [&](World& world) {
+      const auto net = make<FsdpNet>(7, {});
+      Ddp<FsdpNet> ddp(net);
+      Zero<Failing> zero(net->parameters(), SGDOptions(1e-2).momentum(0.9));
+      Snapshot snapshot({.folder = folder, .default_generator = false});
+      snapshot.add("model", net).add("optimizer", zero);
+      EXPECT_EQ(snapshot.restore(), again ? 1 : 0);
+      for (int step = again ? 1 : 0; step < 2; ++step) {
+        zero.zero_grad();
+        backward(ddp, world, step);
+        zero.step();
+        if (step == 0) snapshot.save(1);
+      }
+      const auto now = net->parameters();
+      auto& own = expected[static_cast<size_t>(world.rank())];
+      for (size_t i = 0; i < now.size(); ++i) {
+        if (!again) own.push_back(now[i].detach().clone());
+        EXPECT_TRUE(torch::equal(now[i], own[i])) << i;
+      }
+    });
+  fs::remove_all(folder);
+}
+
+// A gradient that is only this rank's changes nothing, if the parameter does not require one.
+TEST(ZeroRedundancy, FrozenParametersWithGradients) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    Ddp<FsdpNet> ddp(net);
+    Zero<topt::AdamW> zero(net->parameters(), AdamWOptions(1e-2));
+    backward(ddp, world, 0);
+    const auto before = copies(net->named_parameters());
+    for (const Tensor& parameter : net->parameters()) parameter.set_requires_grad(parameter.dim() == 1);
+    zero.step();
+    for (const auto& item : net->named_parameters())
+      EXPECT_EQ(torch::equal(item.value(), before[item.key()]), item.value().dim() != 1) << item.key();
+  });
+}
+
+TEST(PostLocalSgdOptimizerTest, SnapshotsHaveEachRanksOwn) {
+  const fs::path folder = fs::path(testing::TempDir()) / text("post-local-sgd-", ::getpid());
+  std::vector<std::vector<Tensor>> expected(2);
+  for (const bool again : {false, true})
+    on_ranks(2, [&](World& world) {
+      const auto net = make<FsdpNet>(7, {});
+      PostLocalSgdOptimizer<topt::SGD> local(net->parameters(), SGDOptions(1e-2).momentum(0.9),
+                                             ModelAveragerOptions{.periods = {{3, {}}}, .warmup_steps = 1});
+      Snapshot snapshot({.folder = folder, .default_generator = false});
+      snapshot.add("model", net, {.per_rank = true}).add("optimizer", local);
+      EXPECT_EQ(snapshot.restore(), again ? 2 : 0);
+      for (int step = again ? 2 : 0; step < 5; ++step) {
+        local.zero_grad();
+        net->forward(fsdp_input(world.rank(), step)).square().sum().backward();
+        local.step();
+        if (step == 1) snapshot.save(2);
+      }
+      auto& own = expected[static_cast<size_t>(world.rank())];
+      const auto now = net->parameters();
+      for (size_t i = 0; i < now.size(); ++i) {
+        if (!again) own.push_back(now[i].detach().clone());
+        EXPECT_TRUE(torch::equal(now[i], own[i])) << i;
+      }
+    });
+  fs::remove_all(folder);
 }
 
 TEST(PostLocalSgdOptimizerTest, AveragesEveryFewSteps) {

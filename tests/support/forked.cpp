@@ -36,9 +36,9 @@ void write_all(int fd, const std::string& text) {
   }
 }
 
-// Whether another thread of this process runs. One that sleeps holds no lock of the memory allocator; a child that is forked
+// Whether another thread of this process does not sleep. One that sleeps holds no lock of the memory allocator; a child that is forked
 // while another holds it would wait for it forever. (glibc's allocator takes care of that, and AddressSanitizer's does not.)
-bool another_thread_runs() {
+bool another_thread_is_awake() {
   const std::string own = text(::gettid());
   std::error_code error;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", error)) {
@@ -46,14 +46,14 @@ bool another_thread_runs() {
     std::ifstream file(task.path() / "stat");
     const std::string stat{std::istreambuf_iterator<char>(file), {}};
     const size_t name_end = stat.rfind(')');  // "123 (a name) S …"
-    if (name_end != std::string::npos && stat.compare(name_end, 3, ") R") == 0) return true;
+    if (name_end != std::string::npos && stat.compare(name_end, 3, ") S") != 0) return true;
   }
   return false;
 }
 
 void wait_until_other_threads_sleep() {
   constexpr int kMost = 100'000;  // one may run for good
-  for (int i = 0; i < kMost && another_thread_runs(); ++i) ::sched_yield();
+  for (int i = 0; i < kMost && another_thread_is_awake(); ++i) ::sched_yield();
 }
 
 [[noreturn]] void run_child(int rank, const std::function<std::string(int)>& body, int out) {

@@ -4,18 +4,18 @@
 #include <gtest/gtest.h>
 #include <torch/data/dataloader.h>
 #include <torch/data/datasets/base.h>
-#include <torch/serialize.h>
 
 #include <algorithm>
 #include <map>
 #include <set>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "muster/base/error.h"
+#include "support/archived.h"
+#include "support/hash.h"
 
-namespace muster {
+namespace muster::test {
 namespace {
 
 using Indices = std::vector<size_t>;
@@ -38,19 +38,8 @@ Indices epoch_of(DistributedSampler& sampler, uint64_t epoch) {
   return drain(sampler);
 }
 
-// FNV-1a over each rank's length and indices, rank after rank.
-class Hash {
- public:
-  void add(uint64_t number) {
-    for (int byte = 0; byte < 8; ++byte) state_ = (state_ ^ (number >> (8 * byte) & 255)) * 0x100000001b3ULL;
-  }
-  uint64_t get() const { return state_; }
-
- private:
-  uint64_t state_ = 0xcbf29ce484222325ULL;
-};
-
-// Made with torch.utils.data.distributed.DistributedSampler of PyTorch 2.13.
+// Made with torch.utils.data.distributed.DistributedSampler of PyTorch 2.13. Hashes of each rank's length and indices,
+// rank after rank.
 TEST(DistributedSampler, GivesPythonsOrderToTheBit) {
   struct Case {
     size_t size;
@@ -239,21 +228,6 @@ TEST(DistributedSampler, SetEpochLeavesTheEpochUnderWayAlone) {
   EXPECT_EQ(drain(sampler), after);
 }
 
-std::string saved(const DistributedSampler& sampler) {
-  torch::serialize::OutputArchive archive;
-  sampler.save(archive);
-  std::ostringstream out;
-  archive.save_to(out);
-  return out.str();
-}
-
-void load(DistributedSampler& sampler, const std::string& bytes) {
-  std::istringstream in(bytes);
-  torch::serialize::InputArchive archive;
-  archive.load_from(in);
-  sampler.load(archive);
-}
-
 const DistributedSamplerOptions kSecondOfTwo{.num_replicas = 2, .rank = 1, .seed = 9};
 
 TEST(DistributedSampler, SeeksWhateverTheLoaderDrawsAhead) {
@@ -338,9 +312,7 @@ TEST(DistributedSampler, LoadsOnlyWhatIsItsOwn) {
   EXPECT_EQ(other_seed.index(), 0u);
 
   torch::serialize::OutputArchive empty;
-  std::ostringstream out;
-  empty.save_to(out);
-  EXPECT_THROW(load(sampler, out.str()), CorruptError);
+  EXPECT_THROW(load(sampler, bytes_of(empty)), CorruptError);
   EXPECT_EQ(sampler.index(), 6u);
 
   torch::serialize::OutputArchive beyond;
@@ -355,10 +327,8 @@ TEST(DistributedSampler, LoadsOnlyWhatIsItsOwn) {
                                                                  {"index", 26}}) {
     beyond.write(key, c10::IValue(value));
   }
-  std::ostringstream far;
-  beyond.save_to(far);
-  EXPECT_THROW(load(sampler, far.str()), CorruptError);
+  EXPECT_THROW(load(sampler, bytes_of(beyond)), CorruptError);
 }
 
 }  // namespace
-}  // namespace muster
+}  // namespace muster::test

@@ -93,7 +93,7 @@ class GradBucket {
     at::Tensor in(const at::Tensor& elements) const;
   };
   GradBucket(size_t index, size_t count, at::Tensor buffer, std::vector<Place> places, Group group,
-             std::shared_ptr<Heap> heap);
+             std::shared_ptr<Heap> heap, double scale = 1);
 
   size_t index() const { return index_; }
   bool is_last() const { return index_ + 1 == count_; }  // of this backward()
@@ -105,6 +105,9 @@ class GradBucket {
   std::vector<at::Tensor> gradients() const;  // parts of buffer(), with the shapes of the parameters
   const std::vector<Place>& places() const { return places_; }
   const Group& group() const { return group_; }  // of the DistributedDataParallel
+  // By which backward() multiplies what the hook gives: not 1 within join(), if some ranks have no more data and averages
+  // are those of the others.
+  double scale() const { return scale_; }
   // For a hook that does not average over all ranks, in each bucket: the ranks among which it does, or none but this one.
   // Then only these tell each other which parameters were used.
   void average_among(std::optional<Group> ranks) { averages_among_ = std::move(ranks); }
@@ -119,6 +122,7 @@ class GradBucket {
   Group group_;
   std::optional<Group> averages_among_;
   std::shared_ptr<Heap> heap_;
+  double scale_;
 };
 
 // backward() throws InvalidArgument if the future gives an undefined tensor, or one of another size than the buffer.

@@ -49,6 +49,7 @@
 
 #include "muster/comm/group.h"
 #include "muster/parallel/comm_hook.h"
+#include "muster/parallel/ddp_logging.h"
 #include "muster/parallel/mixed_precision.h"
 #include "muster/parallel/no_sync.h"
 
@@ -87,6 +88,9 @@ struct DdpOptions {
   ReproducibleOptions reproducible = {};  // see backward_by_shards()
   // What operators compute with in forward() and backward() (mixed_precision.h). Each rank has its own copies.
   MixedPrecision mixed_precision = {};
+  // Names of parameters whose gradients are averaged after all others: of those that become ready late, although their order
+  // in the first step says otherwise.
+  std::vector<std::string> delay_all_reduce = {};
 };
 
 namespace ddp {
@@ -99,7 +103,7 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();
 
-  // As long as the result lives, operators compute in mixed precision.
+  // The result lives as long as the module's forward(): so long operators compute in mixed precision, at least.
   [[nodiscard]] std::shared_ptr<void> before_forward();
   std::optional<at::ScalarType> input_dtype() const;
   std::optional<at::ScalarType> output_dtype() const;
@@ -109,8 +113,10 @@ class Reducer {
   at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss);
   void join(const std::function<void()>& body, JoinOptions options);
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
+  DdpLoggingData logging_data() const;
 
  private:
+  class InForward;
   struct Impl;
   std::shared_ptr<Impl> impl_;
 };
@@ -193,6 +199,8 @@ class DistributedDataParallel {
     return reducer_.backward_by_shards(step, loss);
   }
   std::vector<int> shards() const { return reducer_.shards(); }
+
+  DdpLoggingData logging_data() const { return reducer_.logging_data(); }
 
   const std::shared_ptr<ModuleType>& module() const { return module_; }
   ModuleType* operator->() { return module_.get(); }

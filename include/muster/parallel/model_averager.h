@@ -46,4 +46,13 @@ class ModelAverager {
   int64_t step_ = 0;
 };
 
+// An optimizer that averages the model every some steps. Between averages each rank has a model and states of its own.
+class AveragesModel {
+ public:
+  virtual ~AveragesModel() = default;
+
+ protected:
+  AveragesModel() = default;
+};
+
 }  // namespace muster

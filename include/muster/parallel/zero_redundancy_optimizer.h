@@ -25,14 +25,15 @@
 // and the reverse. For torch::save(), consolidate() brings all states to one rank first; its archive is one of the class.
 // torch::load() takes such an archive on every rank, and keeps this rank's part.
 //
-// The class must skip parameters without a gradient, as all of torch's do except LBFGS. Under ddp.join(), give it as
-// JoinOptions::after_backward, because step() is collective.
+// The class must skip parameters without a gradient, as all of torch's do except LBFGS. A parameter that does not require
+// a gradient stays as it is, also if it has one. All ranks call step() equally often: after a backward() that threw on one
+// rank as well, and under ddp.join() as JoinOptions::after_backward.
 //
 // Errors: InvalidArgument for LBFGS, for parameters that are not dense or belong to FullyShardedDataParallel, and for save()
-// on a rank that lacks states; Mismatch if ranks give different parameters, names the first; those of broadcast. If the
-// class's step() throws on one rank, that rank still sends its parameters, so that the ranks stay in order, and then step()
-// throws there, also what was thrown in backward().
-// Memory: besides its states, a copy of an owner's parameters below 64 KiB. Thread-safety: one thread, as an optimizer.
+// on a rank that lacks states; Mismatch if ranks give different parameters, which names the first; those of broadcast.
+// If the class's step() throws on one rank, that rank still sends its parameters, so that the ranks stay in order. Then
+// step() throws there; it also throws what a step in backward() has thrown.
+// Memory: besides its states, a copy of all parameters below 64 KiB. Thread-safety: one thread, as an optimizer.
 // Source: torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al., "ZeRO", SC 2020 (its first stage).
 #pragma once
 
@@ -72,12 +73,15 @@ class ShardedOptimizer {
 
   // A hook for DistributedDataParallel::register_comm_hook(). After `average`, which is a hook that averages over all
   // ranks, the bucket's parameters take their step. A parameter without a gradient on any rank counts as one with zeros.
-  // Gradients cannot be clipped or unscaled before. The optimizer must outlive the DistributedDataParallel's last backward().
+  // Gradients cannot be clipped or unscaled before. The class's step() is called for each bucket, so it must not count its
+  // calls. backward() throws InvalidArgument when the optimizer has ended.
   CommHook step_in_backward(CommHook average = comm_hooks::all_reduce);
 
   // For StateOffload and Snapshot: the class that the optimizer is derived from, and where its states are.
   const std::type_info& inner_class() const;
   const Group& group() const;
+  // This rank's states only, and the options.
+  virtual void save_part(torch::serialize::OutputArchive& archive) const = 0;
 
  protected:
   ShardedOptimizer(torch::optim::Optimizer& optimizer, const std::type_info& inner_class,
@@ -91,7 +95,7 @@ class ShardedOptimizer {
   virtual void step_inner() = 0;
 
   struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;
 };
 
 template <std::derived_from<torch::optim::Optimizer> Inner>
@@ -120,6 +124,7 @@ class ZeroRedundancyOptimizer final : public Inner, public ShardedOptimizer {
     require_all_states();
     Inner::save(archive);
   }
+  void save_part(torch::serialize::OutputArchive& archive) const override { Inner::save(archive); }
   void load(torch::serialize::InputArchive& archive) override {
     Inner::load(archive);
     drop_states_of_others();

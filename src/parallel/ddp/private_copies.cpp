@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -32,41 +33,30 @@ PrivateCopies::~PrivateCopies() { phase_->copies.clear(); }
 
 // From now on, operators that read the parameter ask for its copy, which has its place in a storage like the parameter's.
 void PrivateCopies::use_copy(size_t number) {
+  const c10::InferenceMode normal(false);
   Entry& entry = entries_[number];
   const at::Tensor values = parallel::unwatched(entry.parameter);
   const auto elements = static_cast<int64_t>(values.storage().nbytes() / values.element_size());
   const at::Tensor memory = at::empty({elements}, values.options().dtype(entry.dtype))
                                 .as_strided(values.sizes(), values.strides(), values.storage_offset());
-  phase_->copies[number] = parallel::private_tensor(memory, {.name = entry.name, .is_copy = true});
-  const auto instead = [number, phase = phase_, dtype = values.scalar_type()](const at::Tensor& tensor) {
-    return phase->instead_of(tensor, number, dtype);
+  const at::Tensor copy = parallel::private_tensor(memory, {.name = entry.name, .is_copy = true});
+  const auto instead = [copy, phase = phase_, dtype = values.scalar_type()](const at::Tensor& tensor) {
+    const bool uses_copy = tensor.scalar_type() == dtype && phase->is_time();
+    return uses_copy ? parallel::view_of_copy(tensor, copy) : at::Tensor();
   };
+  phase_->copies[number] = copy;
   entry.values = parallel::private_tensor(values, {.name = entry.name, .instead = instead});
   entry.parameter.set_data(entry.values);
   parallel::watch(entry.parameter);
 }
 
-void PrivateCopies::before_forward(bool is_training) {
+void PrivateCopies::make() {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
-    const bool is_replaced = !entry.parameter.is_alias_of(entry.values);
-    if (is_replaced) use_copy(i);
-    const auto version = static_cast<uint32_t>(entry.parameter._version());
-    const uint64_t sample = parallel::sample_of(entry.values);
-    if (is_replaced || may_have_changed_ || version != entry.version || sample != entry.sample)
-      phase_->copies[i].copy_(entry.values);
-    entry.version = version;
-    entry.sample = sample;
+    if (!entry.parameter.is_alias_of(entry.values)) use_copy(i);
+    phase_->copies[i].copy_(entry.values);
   }
-  may_have_changed_ = false;
-  phase_->reading |= is_training;
-  phase_->is_step = true;
-}
-
-void PrivateCopies::reads_are_over() {
-  phase_->reading = false;
-  may_have_changed_ = true;
 }
 
 }  // namespace muster::ddp

@@ -48,6 +48,20 @@ std::vector<bool> with_sparse_gradients(torch::nn::Module& module,
   return is_sparse;
 }
 
+// By parameter. Empty if there is none.
+std::vector<bool> delayed(const std::vector<std::string>& names, const std::vector<parallel::NamedTensor>& trainable) {
+  std::vector<bool> all(names.empty() ? 0 : trainable.size());
+  for (const std::string& name : names) {
+    const auto found = std::find_if(trainable.begin(), trainable.end(),
+                                    [&](const parallel::NamedTensor& each) { return each.name == name; });
+    if (found == trainable.end())
+      throw InvalidArgument(text("DdpOptions::delay_all_reduce has ", name, ", which is not a trained parameter"),
+                            "Use names as in named_parameters()");
+    all[static_cast<size_t>(found - trainable.begin())] = true;
+  }
+  return all;
+}
+
 }  // namespace
 
 Meetings::Meeting Reducer::Impl::meet(Meetings::Event mine) {
@@ -82,12 +96,14 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   ignore(s.options.ignored, tensors);
   const auto trainable = tensors.trainable();
   with.sparse = with_sparse_gradients(*s.module, trainable);
+  with.delayed = delayed(s.options.delay_all_reduce, trainable);
   const ReproducibleOptions& reproducible = s.options.reproducible;
   parallel::require_same_on_all_ranks(
       tensors.all,
       text(parallel::words_of(with), " check_divergence_every=", s.options.check_divergence_every,
            " reproducible.shards=", reproducible.shards, " reproducible.seed=", reproducible.seed,
-           " reproducible.threads=", reproducible.threads, parallel::words_of(*s.module, precision, compute_dtypes)),
+           " reproducible.threads=", reproducible.threads, " delay_all_reduce=",
+           muster::join(s.options.delay_all_reduce), parallel::words_of(*s.module, precision, compute_dtypes)),
       s.group);
   if (trainable.empty())
     throw InvalidArgument("the module has no parameter that requires grad", "Use it without DistributedDataParallel");
@@ -99,6 +115,17 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     if (s.group.size() > 1 && parallel::is_shared(tensor))
       throw InvalidArgument(text("FullyShardedDataParallel has shared parameter ", name, " among the ranks"),
                             "Use FullyShardedDataParallel again, or make the module anew");
+  if (reproducible.shards != 0) {
+    s.shards.emplace(reproducible.shards, s.group);
+    if (precision.reduce_dtype)
+      throw InvalidArgument("DdpOptions::reproducible does not go with mixed_precision.reduce_dtype",
+                            "Set one of them");
+    if (!s.options.ignored.empty())
+      throw InvalidArgument("DdpOptions::reproducible does not go with DdpOptions::ignored", "Set one of them");
+    if (std::find(with.sparse.begin(), with.sparse.end(), true) != with.sparse.end())
+      throw InvalidArgument("DdpOptions::reproducible goes with dense gradients only",
+                            "Create the embedding with sparse(false)");
+  }
   parallel::broadcast_together(tensors.all, s.group);
   parallel::convert_buffers(*s.module, precision);
   if (precision.param_dtype) s.copies = std::make_unique<PrivateCopies>(computed, compute_dtypes);
@@ -108,27 +135,34 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     if (const auto impl = weak.lock(); impl && impl->meetings)
       impl->meet(with_graph ? Meetings::Event::kBackwardWithGraph : Meetings::Event::kBackward);
   };
-  if (reproducible.shards != 0) {
-    s.shards.emplace(reproducible.shards, s.group);
-    if (!s.options.ignored.empty())
-      throw InvalidArgument("DdpOptions::reproducible does not go with DdpOptions::ignored", "Set one of them");
-    if (std::find(with.sparse.begin(), with.sparse.end(), true) != with.sparse.end())
-      throw InvalidArgument("DdpOptions::reproducible goes with dense gradients only",
-                            "Create the embedding with sparse(false)");
-  }
   for (const auto& [name, tensor] : trainable) s.trainable.push_back(tensor);
   if (const int64_t every = s.options.check_divergence_every; every > 0)
     s.watch.emplace(tensors.parameters, every, s.group);
   with.on_averaged = [weak = std::weak_ptr(impl_)](bool is_complete) {
     const auto impl = weak.lock();
     if (!impl) return;
-    if (impl->copies) impl->copies->reads_are_over();
+    if (is_complete) impl->times.end_step(impl->gradients->times());
     if (impl->watch && !impl->meetings) impl->watch->after_backward(is_complete);  // ranks without data do not step
   };
   s.gradients.emplace(trainable, std::move(with), world.shared_heap());
 }
 
 Reducer::~Reducer() = default;
+
+class Reducer::InForward {
+ public:
+  explicit InForward(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {
+    if (impl_->copies) with_copies_.emplace(impl_->copies->phase());
+    impl_->times.begin_forward();
+  }
+  InForward(const InForward&) = delete;
+  InForward& operator=(const InForward&) = delete;
+  ~InForward() { impl_->times.end_forward(); }
+
+ private:
+  const std::shared_ptr<Impl> impl_;
+  std::optional<parallel::ForwardWithCopies> with_copies_;
+};
 
 std::shared_ptr<void> Reducer::before_forward() {
   Impl& s = *impl_;
@@ -137,9 +171,8 @@ std::shared_ptr<void> Reducer::before_forward() {
     const int root = s.meetings ? s.meet(Meetings::Event::kForward).active[0] : 0;
     parallel::broadcast_together(s.buffers, s.group, root);
   }
-  if (!s.copies) return nullptr;
-  s.copies->before_forward(s.module->is_training());
-  return std::make_shared<parallel::ForwardWithCopies>(s.copies->phase());
+  if (s.copies) s.copies->make();
+  return std::make_shared<InForward>(impl_);
 }
 
 std::optional<at::ScalarType> Reducer::input_dtype() const {
@@ -147,6 +180,20 @@ std::optional<at::ScalarType> Reducer::input_dtype() const {
   return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
 }
 std::optional<at::ScalarType> Reducer::output_dtype() const { return impl_->options.mixed_precision.output_dtype; }
+
+DdpLoggingData Reducer::logging_data() const {
+  const Impl& s = *impl_;
+  DdpLoggingData data{.world_size = s.group.size(),
+                      .rank = s.group.rank(),
+                      .module_name = s.module->name(),
+                      .parameters = s.trainable.size(),
+                      .bucket_bytes = s.gradients->bucket_bytes(),
+                      .has_rebuilt_buckets = s.gradients->has_rebuilt_buckets(),
+                      .has_comm_hook = s.gradients->has_hook()};
+  for (const at::Tensor& parameter : s.trainable) data.parameter_bytes += parameter.nbytes();
+  s.times.write(data);
+  return data;
+}
 
 void Reducer::register_comm_hook(CommHook hook) { impl_->gradients->set_hook(std::move(hook)); }
 bool Reducer::set_sync(bool on) { return impl_->gradients->set_sync(on); }

@@ -3,6 +3,7 @@
 
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "muster/parallel/ddp.h"
 #include "parallel/ddp/divergence.h"
 #include "parallel/ddp/join.h"
+#include "parallel/ddp/logging.h"
 #include "parallel/ddp/private_copies.h"
 #include "parallel/ddp/shards.h"
 #include "parallel/gradient_reducer.h"
@@ -28,11 +30,14 @@ struct Reducer::Impl {
   std::optional<parallel::GradientReducer> gradients;
   std::optional<Shards> shards;
   std::optional<Meetings> meetings;  // within join()
+  StepTimes times;
   std::optional<DivergenceWatch> watch;
   std::unique_ptr<PrivateCopies> copies;  // in mixed precision
 
   bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
   Meetings::Meeting meet(Meetings::Event mine);
+  // What fn() computes in mixed precision, if that is chosen.
+  at::Tensor with_copies(const std::function<at::Tensor()>& fn) const;
   // InvalidArgument, which says that it does not go with `of`.
   void require_no_synchronized_norm(const char* of) const;
 };

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <exception>
+#include <optional>
 
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -50,6 +51,12 @@ class WithThreads {
 };
 
 }  // namespace
+
+at::Tensor Reducer::Impl::with_copies(const std::function<at::Tensor()>& fn) const {
+  std::optional<parallel::ForwardWithCopies> guard;
+  if (copies) guard.emplace(copies->phase());
+  return fn();
+}
 
 Shards::Shards(int count, const Group& group) : count_(count), group_(group.resolved()) {
   if (count < 1 || (count & (count - 1)) != 0)
@@ -113,14 +120,14 @@ at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Te
   const auto is_averaged = [](const parallel::NamedTensor& buffer) {
     return buffer.tensor.is_floating_point() || buffer.tensor.is_complex();
   };
-  if (s.copies) s.copies->before_forward(/*is_training=*/true);
+  if (s.copies) s.copies->make();
   TreeSum sum;
   std::exception_ptr failure;
   try {
     for (const int shard : s.shards->mine()) {
       restore_buffers();
       random_numbers.set_seed(seed_of(s.options.reproducible.seed, step, shard));
-      const at::Tensor value = loss(shard);
+      const at::Tensor value = s.with_copies([&] { return loss(shard); });
       if (!value.defined() || value.numel() != 1 || !value.requires_grad())
         throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
                               "Return a tensor with one element that depends on the parameters");
@@ -140,7 +147,6 @@ at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Te
     parallel::throw_if_any_failed(failure, s.group, "could not run the function of backward_by_shards()");
   } catch (const std::exception&) {
     restore_buffers();
-    if (s.copies) s.copies->reads_are_over();
     throw;
   }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <map>
@@ -35,6 +36,20 @@ void require_own_memory(const std::vector<parallel::NamedTensor>& parameters) {
       throw InvalidArgument(text("parameters ", other->second, " and ", name, " are two tensors in the same memory"),
                             "Register one tensor under both names, or give each its own memory");
   }
+}
+
+// A few of the tensor's bytes. Optimizers that write through Tensor::data() (libtorch's SGD) leave no other trace.
+uint64_t sample_of(const at::Tensor& tensor) {
+  constexpr size_t kSamples = 4;
+  const size_t bytes = tensor.nbytes(), width = std::min(bytes, sizeof(uint64_t));
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  uint64_t mixed = 0;
+  for (size_t i = 0; i < kSamples && width > 0; ++i) {
+    uint64_t word = 0;
+    std::memcpy(&word, data + (bytes - width) * i / (kSamples - 1), width);
+    mixed = (mixed ^ word) * 0x9E3779B97F4A7C15;
+  }
+  return mixed;
 }
 
 // What a rank has found out about a parameter.
@@ -94,7 +109,8 @@ std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::Na
     if (kept_at[i] != kNowhere) phase_->copies.push_back((*used_)[i]);
   const auto copy_instead = [&](size_t index) {
     return [index, phase = phase_, dtype = kept[index].tensor.scalar_type()](const at::Tensor& tensor) {
-      return phase->instead_of(tensor, index, dtype);
+      const bool uses_copy = tensor.scalar_type() == dtype && phase->is_time();
+      return uses_copy ? parallel::view_of_copy(tensor, phase->copies[index]) : at::Tensor();
     };
   };
   kept_ = std::make_unique<SharedTensors>(kept, SharedTensors::Setup{.owners = kept_owners,
@@ -168,7 +184,7 @@ void SharedParameters::use_shared_memory(Entry& entry) const {
 
 void SharedParameters::remember(Entry& entry) const {
   entry.version = entry.tensor._version();
-  if (is_mine(entry)) entry.sample = parallel::sample_of(entry.shared);
+  if (is_mine(entry)) entry.sample = sample_of(entry.shared);
 }
 
 SharedParameters::Changes SharedParameters::changes() const {
@@ -188,9 +204,9 @@ SharedParameters::Changes SharedParameters::changes() const {
       change = entry.copy.defined() && phase_->reading ? Change::kUpdatedWhileRead
                : mine                                  ? Change::kReplaced
                                                        : Change::kReplacedElsewhere;
-      if (mine) sample = parallel::sample_of(at::empty_like(shared).copy_(tensor));
+      if (mine) sample = sample_of(at::empty_like(shared).copy_(tensor));
     } else {
-      if (mine) sample = parallel::sample_of(tensor);
+      if (mine) sample = sample_of(tensor);
       if (is_written && !mine)
         change = Change::kForeign;
       else if (phase_->reading && (is_written || (mine && sample != entry.sample)))

@@ -1,53 +1,26 @@
 #include "parallel/fsdp/shared_tensors.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
-#include <limits>
 #include <string>
 #include <utility>
 
 #include "base/text.h"
-#include "comm/world/heaps.h"
-#include "comm/world/world_parts.h"
 #include "muster/base/error.h"
-#include "muster/comm/collectives.h"
+#include "parallel/host_memory.h"
 #include "shm/mapping.h"
 
 namespace muster::fsdp {
 namespace {
 
-// A number that no other set of shared parameters in this World has. Unavailable, on every rank, if a host has no `bytes`
-// of memory now.
-int64_t next_number(const World& world, size_t bytes, const Group& group) {
-  int64_t values[2] = {std::numeric_limits<int64_t>::max(), static_cast<int64_t>(shm::memory_available())};
-  if (group.rank() == 0) values[0] = world.store().add(world.parts().prefix + "/fsdp/count", 1);
-  all_reduce(at::from_blob(values, {2}, at::kLong), {.op = ReduceOp::MIN, .group = group});
-  if (bytes > static_cast<size_t>(values[1]))
-    throw Unavailable(
-        text("the parameters need ", bytes, " bytes of shared memory, but only ", values[1], " are available"),
-        "Use a smaller model, or hosts with more memory");
-  return values[0];
-}
-
-struct Memory {
-  UniqueFd own;
-  std::vector<std::shared_ptr<shm::Mapping>> mapped;  // by rank in the group; null for other hosts
-};
-
 // Every rank makes memory of bytes[its place], and maps that of its host's ranks. Nothing of it is committed yet; a host
 // will need `at_most` bytes of it.
-Memory share_memory(const std::vector<size_t>& bytes, size_t at_most, const parallel::Hosts& hosts, const Group& group,
-                    const World& world) {
-  const World::Parts& parts = world.parts();
-  const std::string key = text(parts.prefix, "/fsdp/", next_number(world, at_most, group));
+parallel::HostMemory share_memory(const std::vector<size_t>& bytes, size_t at_most, const parallel::Hosts& hosts,
+                                  const Group& group, const World& world) {
   const auto bytes_of = [&](int rank) {
     const auto place = static_cast<size_t>(hosts.place_of(rank));
     return place < bytes.size() ? bytes[place] : 0;
   };
-  Memory memory{.own = shm::create_memfd("muster-parameters", std::max(bytes_of(group.rank()), shm::page_size()))};
-  memory.mapped = comm::exchange_memory(world.store(), key, group.rank(), hosts.members, memory.own.get(),
-                                        Deadline::after(parts.options.timeout), group.ranks());
+  auto memory = parallel::share_memory(bytes_of(group.rank()), at_most, hosts, group, world);
   for (const int rank : hosts.here())
     if (memory.mapped[static_cast<size_t>(rank)]->size() < bytes_of(rank))
       throw CorruptError(text("rank ", group.global_rank(rank), " sent too little memory for its parameters"),
@@ -55,8 +28,9 @@ Memory share_memory(const std::vector<size_t>& bytes, size_t at_most, const para
   return memory;
 }
 
-std::shared_ptr<Gatherer> make_gatherer(const Layout& layout, const Gathering& gathering, const Memory& memory,
-                                        const parallel::Hosts& hosts, const Group& group) {
+std::shared_ptr<Gatherer> make_gatherer(const Layout& layout, const Gathering& gathering,
+                                        const parallel::HostMemory& memory, const parallel::Hosts& hosts,
+                                        const Group& group) {
   const auto host = static_cast<int>(hosts.own);
   const int place = hosts.place_of(group.rank());
   const bool owns = place < hosts.owners;
@@ -97,7 +71,7 @@ void gather_before_use(parallel::Sharing& sharing, const std::weak_ptr<Gatherer>
 SharedTensors::SharedTensors(const std::vector<parallel::NamedTensor>& like, const Setup& setup)
     : layout_(lay_out(like, setup.owners, setup.hosts, setup.gathering.units, setup.gathering.most)) {
   const auto& [owners, hosts, group, world, gathering, bytes_beside, is_copy, instead] = setup;
-  Memory memory = share_memory(layout_.bytes, layout_.at_most + bytes_beside, hosts, group, world);
+  parallel::HostMemory memory = share_memory(layout_.bytes, layout_.at_most + bytes_beside, hosts, group, world);
   if (!gathering.units.empty()) gatherer_ = make_gatherer(layout_, gathering, memory, hosts, group);
   memory_ = std::move(memory.own);
 

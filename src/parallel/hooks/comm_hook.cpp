@@ -39,14 +39,15 @@ at::Tensor HookFuture::get() {
 }
 
 GradBucket::GradBucket(size_t index, size_t count, at::Tensor buffer, std::vector<Place> places, Group group,
-                       std::shared_ptr<Heap> heap)
+                       std::shared_ptr<Heap> heap, double scale)
     : index_(index),
       count_(count),
       buffer_(std::move(buffer)),
       places_(std::move(places)),
       group_(std::move(group)),
       averages_among_(group_),
-      heap_(std::move(heap)) {}
+      heap_(std::move(heap)),
+      scale_(scale) {}
 
 void GradBucket::set_buffer(at::Tensor buffer) {
   if (!buffer.defined() || buffer.dim() != 1 || buffer.numel() != buffer_.numel() || !buffer.is_contiguous())

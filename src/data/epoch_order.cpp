@@ -1,0 +1,103 @@
+#include "data/epoch_order.h"
+
+#include <algorithm>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster::data {
+
+Identity EpochOrder::identity() const {
+  Identity all = {{"dataset_size", static_cast<int64_t>(settings_.dataset_size)},
+                  {"replicas", static_cast<int64_t>(settings_.share.replicas)}};
+  all.insert(all.end(), settings_.options.begin(), settings_.options.end());
+  all.insert(all.end(), {{"seed", static_cast<int64_t>(settings_.seed)},
+                         {"drop_last", settings_.share.drop_last},
+                         {"pad", settings_.share.pad}});
+  return all;
+}
+
+void EpochOrder::set_epoch(uint64_t epoch) {
+  const std::scoped_lock lock(mutex_);
+  position_.set_epoch(epoch);
+}
+
+uint64_t EpochOrder::epoch() const {
+  const std::scoped_lock lock(mutex_);
+  return position_.wanted();
+}
+
+void EpochOrder::seek(uint64_t epoch, size_t index) {
+  const std::scoped_lock lock(mutex_);
+  if (const size_t size = settings_.share.size(items()); index > size) {
+    throw InvalidArgument(text(settings_.type, ": cannot seek to ", settings_.item, " ", index, " of ", size),
+                          "Seek to at most the end of this rank's part of the epoch");
+  }
+  position_.resume(epoch, index);
+}
+
+size_t EpochOrder::size() const {
+  const std::scoped_lock lock(mutex_);
+  return settings_.share.size(items());
+}
+
+size_t EpochOrder::index() const {
+  const std::scoped_lock lock(mutex_);
+  return position_.index();
+}
+
+void EpochOrder::begin(bool may_go_on) {
+  position_.begin(may_go_on);
+  order_ = at::Tensor();
+  if (settings_.draw && items() > 0) order_ = settings_.draw(position_.epoch(), settings_.dataset_size);
+}
+
+void EpochOrder::reset(std::optional<size_t> new_size) {
+  const std::scoped_lock lock(mutex_);
+  const bool same_size = !new_size || *new_size == settings_.dataset_size;
+  if (!same_size && settings_.items) {
+    throw InvalidArgument(
+        text(settings_.type, ": made for ", settings_.dataset_size, " samples, and reset for ", *new_size),
+        "Make a sampler for the new dataset");
+  }
+  if (new_size) settings_.dataset_size = *new_size;
+  begin(same_size);
+}
+
+std::optional<std::vector<size_t>> EpochOrder::next(size_t count, const Convert& convert) {
+  if (count == 0) throw InvalidArgument(text(settings_.type, ": the batch size must be at least 1, got 0"));
+  const std::scoped_lock lock(mutex_);
+  if (!position_.begun()) begin(true);
+  const size_t size = settings_.share.size(items());
+  std::vector<size_t> batch(std::min(count, size - std::min(size, position_.index())));
+  if (batch.empty()) return std::nullopt;
+  const int64_t* const order = order_.defined() ? order_.const_data_ptr<int64_t>() : nullptr;
+  size_t k = position_.index();
+  for (size_t& item : batch) {
+    const size_t place = settings_.share.place(k++, items());
+    item = order != nullptr ? static_cast<size_t>(order[place]) : place;
+  }
+  position_.advance(batch.size());
+  return convert ? convert(batch) : std::move(batch);
+}
+
+void EpochOrder::save(torch::serialize::OutputArchive& archive) const {
+  const std::scoped_lock lock(mutex_);
+  position_.save(archive, {settings_.type, settings_.archive}, identity());
+}
+
+void EpochOrder::save_at(torch::serialize::OutputArchive& archive, uint64_t epoch, size_t index) const {
+  const std::scoped_lock lock(mutex_);
+  EpochPosition::save_at(archive, {settings_.type, settings_.archive}, identity(), epoch, index);
+}
+
+void EpochOrder::load(torch::serialize::InputArchive& archive) {
+  const std::scoped_lock lock(mutex_);
+  const auto& share = settings_.share;
+  const auto saved =
+      EpochPosition::read(archive, {settings_.type, settings_.archive}, identity(), share.longest(items()));
+  // A rank may have one item less than the one that saved.
+  position_.resume(saved.epoch, std::min(saved.index, share.size(items())));
+}
+
+}  // namespace muster::data
