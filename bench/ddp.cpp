@@ -1,17 +1,22 @@
 // Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--sync ddp|barrier|none] [--hook power]
-// [--shards 8].
+// [--shards 8] [--optimizer adamw|zero|zero-backward].
 // One JSON object. With `barrier`, a barrier after each step is all that connects the ranks: no synchronisation can be
 // faster, because each step takes as long as the slower rank's. With --shards, gradients are the same to the bit on any
-// number of ranks; the batches of all ranks together are what is divided.
+// number of ranks; the batches of all ranks together are what is divided. With an --optimizer, the row has the bytes of the
+// optimizer states of all ranks together; `zero` divides AdamW's among the ranks, and `zero-backward` makes its steps in
+// backward().
 // The data are random, in Fashion-MNIST's shapes: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
 #include <torch/nn.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <string>
 
 #include "muster/muster.h"
 
@@ -43,10 +48,32 @@ struct Wide final : Net {  // 25.5 million parameters, 102 MB of gradients
   }
 };
 
+using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
+
+Optimizer make_optimizer(const std::string& name, Net& net, muster::DistributedDataParallel<Net>* ddp) {
+  const torch::optim::AdamWOptions adamw(1e-3);
+  if (name == "sgd")
+    return std::make_unique<torch::optim::SGD>(net.parameters(), torch::optim::SGDOptions(0.05).momentum(0.5));
+  if (name == "adamw") return std::make_unique<torch::optim::AdamW>(net.parameters(), adamw);
+  auto zero = std::make_unique<muster::ZeroRedundancyOptimizer<torch::optim::AdamW>>(net.parameters(), adamw);
+  if (name == "zero-backward") ddp->register_comm_hook(zero->step_in_backward());
+  return zero;
+}
+
+int64_t state_bytes(torch::optim::Optimizer& optimizer) {
+  int64_t bytes = 0;
+  for (const auto& [parameter, state] : optimizer.state())
+    if (const auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(state.get()))
+      bytes += static_cast<int64_t>(adamw->exp_avg().nbytes() + adamw->exp_avg_sq().nbytes());
+  const torch::Tensor all = torch::tensor(bytes);
+  muster::all_reduce(all);
+  return all.item<int64_t>();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string name = "small", sync = "ddp", hook = "none";
+  std::string name = "small", sync = "ddp", hook = "none", chosen = "sgd";
   int steps = 200, batch = 64, warmup = 20, shards = 0;
   CLI::App app{"Data-parallel training over Muster"};
   app.add_option("--net", name)->check(CLI::IsMember({"small", "wide"}));
@@ -57,6 +84,7 @@ int main(int argc, char** argv) {
   app.add_option("--hook", hook, "a communication hook: PowerSGD of rank 2, or bfloat16")
       ->check(CLI::IsMember({"none", "power", "bf16"}));
   app.add_option("--shards", shards, "of the global batch, with reproducible gradients; 0: as usual");
+  app.add_option("--optimizer", chosen)->check(CLI::IsMember({"sgd", "adamw", "zero", "zero-backward"}));
   app.add_option("--warmup", warmup, "steps that are not measured");
   CLI11_PARSE(app, argc, argv);
 
@@ -75,7 +103,7 @@ int main(int argc, char** argv) {
   if (hook == "power")
     ddp->register_comm_hook(muster::comm_hooks::PowerSgd({.matrix_approximation_rank = 2, .start_iter = 2}));
   if (hook == "bf16") ddp->register_comm_hook(muster::comm_hooks::bf16_compress);
-  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.5));
+  const Optimizer optimizer = make_optimizer(chosen, *net, ddp.get());
   const auto x = torch::rand({8192, 1, 28, 28});
   const auto y = torch::randint(10, {8192});
 
@@ -87,7 +115,7 @@ int main(int argc, char** argv) {
     }
     const int64_t i = (step * world.world_size() + world.rank()) * batch % (x.size(0) - batch);
     const auto input = x.narrow(0, i, batch), target = y.narrow(0, i, batch);
-    optimizer.zero_grad();
+    optimizer->zero_grad();
     if (shards > 0) {
       const auto mine = ddp->shards();
       const int64_t rows = batch / static_cast<int64_t>(mine.size());
@@ -100,20 +128,24 @@ int main(int argc, char** argv) {
       const auto output = ddp ? ddp->forward(input) : net->forward(input);
       torch::nn::functional::cross_entropy(output, target).backward();
     }
-    optimizer.step();
+    optimizer->step();
     if (sync == "barrier") muster::barrier();
   }
   muster::barrier();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const int64_t states = state_bytes(*optimizer);
   if (world.rank() == 0)
-    std::printf(R"({"bench": "ddp", "net": "%s", "impl": "%s", "ranks": %d, "samples_per_s": %.1f, "blocked": %.4f})"
+    std::printf(R"({"bench": "ddp", "net": "%s", "impl": "%s", "ranks": %d, "samples_per_s": %.1f, "blocked": %.4f, )"
+                R"("state_mib": %.1f})"
                 "\n",
                 name.c_str(),
-                shards > 0       ? "muster-reproducible"
+                chosen != "sgd"  ? ("muster-" + chosen).c_str()
+                : shards > 0     ? "muster-reproducible"
                 : hook != "none" ? ("muster-" + hook).c_str()
                 : sync == "ddp"  ? "muster"
                 : sync == "none" ? "muster-nosync"
                                  : "muster-barrier",
                 world.world_size(), steps * batch * world.world_size() / seconds,
-                std::chrono::duration<double>(world.group().stats().blocked).count() / seconds);
+                std::chrono::duration<double>(world.group().stats().blocked).count() / seconds,
+                static_cast<double>(states) / (1 << 20));
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,slow_link,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,limit,fault,idle,memory,copy]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,zero,slow_link,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,limit,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
@@ -253,6 +253,14 @@ class Bench:
             for no_sync in ([], ["--no-sync"]):
                 commands.append(self.command("torchrun", str(HERE / "peers" / "ddp_torch.py"), *flags, *no_sync))
         return self.rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
+
+    def zero(self):
+        """AdamW whose states are divided among the ranks."""
+        ours, peer = str(self.build / "bench" / "bench_ddp"), str(HERE / "peers" / "ddp_torch.py")
+        flags = ["--net", "wide", "--steps", "20"]
+        commands = [self.command("muster", ours, *flags, "--optimizer", name) for name in ("adamw", "zero", "zero-backward")]
+        commands += [self.command("torchrun", peer, *flags, "--optimizer", name, "--backend", backend) for name in ("adamw", "zero") for backend in ("gloo", "muster")]
+        return [dict(row, bench="zero") for row in self.rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)]
 
     def slow_link(self):
         """PowerSGD on two hosts of one rank each, with 200 Mbit/s between them."""
@@ -511,6 +519,11 @@ def show_ddp(rows):
           ["net", "impl", "DDP", "barrier", "neither", "DDP/neither", "DDP/barrier"], lines)
 
 
+def show_zero(rows):
+    table("AdamW with the states of all ranks, and divided among them: samples/s, and MiB of states on the host",
+          ["impl", "samples/s", "MiB"], [[row["impl"], f"{row['samples_per_s']:.0f}", f"{row['state_mib']:.0f}" if "state_mib" in row else ""] for row in rows])
+
+
 def show_slow_link(rows):
     rate = {row["impl"]: row["samples_per_s"] for row in rows}
     table("two hosts with 200 Mbit/s between them: samples/s, and times those without a hook",
@@ -612,7 +625,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "slow_link": show_slow_link, "sync_batch_norm": show_sync_batch_norm, "fsdp": show_fsdp, "hosts": show_hosts, "limit": show_limit, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
+    show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "zero": show_zero, "slow_link": show_slow_link, "sync_batch_norm": show_sync_batch_norm, "fsdp": show_fsdp, "hosts": show_hosts, "limit": show_limit, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
             "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:

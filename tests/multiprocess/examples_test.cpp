@@ -1,4 +1,4 @@
-// The programs of examples/rpc, examples/remote, examples/autograd and examples/gpt, as a reader runs them.
+// The programs of examples/rpc, remote, autograd, parallel, meta and gpt, as a reader runs them.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -121,6 +121,27 @@ TEST(Examples, MetaEvolution) {
 TEST(Examples, MetaMamlRl) {
   const auto [first, last] = learned("meta_maml_rl", 3, "reward after adapting", {"--steps", "80", "--tasks", "6"});
   EXPECT_GT(last, first + 0.1);
+}
+
+TEST(Examples, ParallelWganGp) {
+  const auto [first, last] = learned("parallel_wgan_gp", 2, "distance to the nearest cluster", {"--steps", "120"});
+  EXPECT_GT(first, 0.7);
+  EXPECT_LT(last, 0.45);
+}
+TEST(Examples, ParallelFewerBytes) {
+  const std::string picture = text(testing::TempDir(), "/fewer-bytes.", ::getpid(), ".svg");
+  std::map<std::string, double> losses;
+  for (const auto& line : lines_of("parallel_fewer_bytes", 2, {"--steps", "60", "--curve", picture}))
+    if (const size_t colon = line.find(": loss "); colon != std::string::npos)
+      losses[line.substr(0, colon)] = std::stod(line.substr(colon + 7));
+  EXPECT_EQ(losses.size(), 5u);
+  for (const auto& [name, loss] : losses) {
+    EXPECT_LT(loss, 5 * losses["DDP"]) << name;
+    EXPECT_LT(loss, 0.5) << name;
+  }
+  std::ifstream svg(picture);
+  EXPECT_NE(std::string(std::istreambuf_iterator<char>(svg), {}).find("local SGD"), std::string::npos);
+  std::remove(picture.c_str());
 }
 
 TEST(Examples, AutogradParameterServer) {

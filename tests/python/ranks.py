@@ -26,6 +26,7 @@ except ImportError:
     sys.exit(77)
 
 import torch
+import torch._dynamo  # for all forks: DistributedDataParallel and optimizers import it when they are made, which takes seconds
 import torch.distributed as dist
 
 import muster
