@@ -3,10 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <limits>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -74,7 +73,13 @@ void Hogwild::Impl::move_to_shared_memory(const parallel::ModuleTensors& tensors
                           "Give each host a group of its own, and average the models with a ModelAverager");
   const parallel::HostMemory memories = parallel::share_memory(is_first ? bytes : 0, bytes, hosts, group, world);
   memory = memories.mapped[0];
-  if (is_first) shm::commit(memories.own.get(), 0, bytes);
+  std::exception_ptr failure;
+  if (is_first) try {
+      shm::commit(memories.own.get(), 0, bytes);
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+  parallel::throw_if_any_failed(failure, group, "could not take memory for the parameters");
   progress = reinterpret_cast<Progress*>(memory->data());
   clocks = reinterpret_cast<StepClock*>(memory->data() + sizeof(Progress));
   size_t at = first;
@@ -152,6 +157,7 @@ Hogwild::Hogwild(torch::nn::Module& module, HogwildOptions options) : impl_(std:
       throw InvalidArgument(
           text(name, " is not a dense CPU tensor of this module alone"),
           "Use a module on the CPU that has no FullyShardedDataParallel and no copies for mixed precision");
+  parallel::require_own_memory(tensors.parameters);
   parallel::require_same_on_all_ranks(
       tensors.all,
       text("max_staleness=", s.options.max_staleness.value_or(-1), " share_buffers=", s.options.share_buffers),

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <map>
 
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -98,6 +99,17 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
                      : text("rank ", group.rank(), "'s module differs from rank 0's: it has ", or_none(here),
                             " where rank 0 has ", or_none(there)),
                  "Build the same module on every rank");
+}
+
+void require_own_memory(const std::vector<NamedTensor>& parameters) {
+  std::map<const void*, std::string> known;  // by storage
+  for (const auto& [name, tensor] : parameters) {
+    if (tensor.numel() == 0) continue;
+    const auto [other, is_new] = known.emplace(tensor.storage().unsafeGetStorageImpl(), name);
+    if (!is_new)
+      throw InvalidArgument(text("parameters ", other->second, " and ", name, " are two tensors in the same memory"),
+                            "Register one tensor under both names, or give each its own memory");
+  }
 }
 
 void give_values(const at::Tensor& tensor, const at::Tensor& values) {

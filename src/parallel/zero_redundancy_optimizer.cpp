@@ -137,6 +137,7 @@ struct ShardedOptimizer::Impl {
   const Group group;  // resolved
   parallel::Balance balance;
   std::unordered_map<Key, int> owners;  // ranks in the group
+  std::vector<at::Tensor> known;        // the parameters: so that no other one gets the address of one of them
   std::unordered_set<Key> updated;      // in backward(), since the last step()
   std::exception_ptr failure;           // of such an update: the other ranks go on, so step() throws it
   bool has_all_states = true;           // before the first step() or load(), and since consolidate()
@@ -174,7 +175,10 @@ void ShardedOptimizer::Impl::take_new_parameters() {
   if (fresh.empty()) return;
   parallel::require_same_on_all_ranks(fresh, inner_class.name(), group);
   const std::vector<int> divided = balance.divide(fresh, parallel::kCoalesced);
-  for (size_t i = 0; i < fresh.size(); ++i) owners.emplace(key_of(fresh[i].tensor), divided[i]);
+  for (size_t i = 0; i < fresh.size(); ++i) {
+    owners.emplace(key_of(fresh[i].tensor), divided[i]);
+    known.push_back(fresh[i].tensor);
+  }
 }
 
 void ShardedOptimizer::Impl::drop_states_of_others() {

@@ -174,6 +174,9 @@ TEST(Hogwild, BadUseIsRefused) {
     const auto net = make<FsdpNet>(7, {});
     const auto sharded = fully_shard(net);
     expect_refusal({"is not a dense CPU tensor of this module alone"}, [&] { Hogwild{net}; });
+    const auto flat = std::make_shared<Small>();
+    flat->a->bias.set_data(flat->a->weight.detach().view({-1}).narrow(0, 0, 4));
+    expect_refusal({"a.weight and a.bias are two tensors in the same memory"}, [&] { Hogwild{flat}; });
     Hogwild hogwild(std::make_shared<Small>());
     expect_refusal({"no rank 2"}, [&] { hogwild.steps(2); });
   });

@@ -10,7 +10,6 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <utility>
 
@@ -25,18 +24,6 @@
 
 namespace muster::fsdp {
 namespace {
-
-// Tensors of one memory would become tensors of several.
-void require_own_memory(const std::vector<parallel::NamedTensor>& parameters) {
-  std::map<const void*, std::string> known;  // by storage
-  for (const auto& [name, tensor] : parameters) {
-    if (tensor.numel() == 0) continue;
-    const auto [other, is_new] = known.emplace(tensor.storage().unsafeGetStorageImpl(), name);
-    if (!is_new)
-      throw InvalidArgument(text("parameters ", other->second, " and ", name, " are two tensors in the same memory"),
-                            "Register one tensor under both names, or give each its own memory");
-  }
-}
 
 // A few of the tensor's bytes. Optimizers that write through Tensor::data() (libtorch's SGD) leave no other trace.
 uint64_t sample_of(const at::Tensor& tensor) {
@@ -128,7 +115,7 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
                                    parallel::Hosts hosts, const Group& group, const World& world,
                                    const Gathering& gathering, const Fill& fill)
     : group_(group), hosts_(std::move(hosts)) {
-  require_own_memory(parameters);
+  parallel::require_own_memory(parameters);
   const std::vector<size_t> kept_at = make_memory(parameters, compute_dtypes, owners, world, gathering);
 
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
