@@ -46,28 +46,32 @@ size_t EpochOrder::index() const {
   return position_.index();
 }
 
-void EpochOrder::begin(bool may_go_on) {
-  position_.begin(may_go_on);
-  order_ = at::Tensor();
-  if (settings_.draw && items() > 0) order_ = settings_.draw(position_.epoch(), settings_.dataset_size);
+// Changes nothing if `draw` throws.
+void EpochOrder::begin(size_t dataset_size) {
+  auto position = position_;
+  position.begin(dataset_size == settings_.dataset_size);
+  at::Tensor order;
+  if (settings_.draw && settings_.items.value_or(dataset_size) > 0)
+    order = settings_.draw(position.epoch(), dataset_size);
+  settings_.dataset_size = dataset_size;
+  position_ = position;
+  order_ = std::move(order);
 }
 
 void EpochOrder::reset(std::optional<size_t> new_size) {
   const std::scoped_lock lock(mutex_);
-  const bool same_size = !new_size || *new_size == settings_.dataset_size;
-  if (!same_size && settings_.items) {
-    throw InvalidArgument(
-        text(settings_.type, ": made for ", settings_.dataset_size, " samples, and reset for ", *new_size),
-        "Make a sampler for the new dataset");
+  const size_t size = new_size.value_or(settings_.dataset_size);
+  if (size != settings_.dataset_size && settings_.items) {
+    throw InvalidArgument(text(settings_.type, ": made for ", settings_.dataset_size, " samples, and reset for ", size),
+                          "Make a sampler for the new dataset");
   }
-  if (new_size) settings_.dataset_size = *new_size;
-  begin(same_size);
+  begin(size);
 }
 
 std::optional<std::vector<size_t>> EpochOrder::next(size_t count, const Convert& convert) {
   if (count == 0) throw InvalidArgument(text(settings_.type, ": the batch size must be at least 1, got 0"));
   const std::scoped_lock lock(mutex_);
-  if (!position_.begun()) begin(true);
+  if (!position_.begun()) begin(settings_.dataset_size);
   const size_t size = settings_.share.size(items());
   std::vector<size_t> batch(std::min(count, size - std::min(size, position_.index())));
   if (batch.empty()) return std::nullopt;

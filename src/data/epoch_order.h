@@ -57,7 +57,7 @@ class EpochOrder {
  private:
   size_t items() const { return settings_.items.value_or(settings_.dataset_size); }
   Identity identity() const;
-  void begin(bool may_go_on);
+  void begin(size_t dataset_size);
 
   mutable std::mutex mutex_;
   Settings settings_;

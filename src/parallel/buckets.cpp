@@ -4,6 +4,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 
+#include <utility>
+
 namespace muster::parallel {
 namespace {
 
@@ -36,6 +38,13 @@ void use_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad) {
 std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
   if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
   return at::empty_like(tensor, tensor.options().device(at::kMeta), at::MemoryFormat::Contiguous).strides().vec();
+}
+
+at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like) {
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), like.nbytes(), std::move(memory), nullptr,
+                             /*resizable=*/false);
+  return at::empty({0}, like.options().device(at::kCPU).requires_grad(false))
+      .set_(storage, 0, like.sizes(), dense_strides(like));
 }
 
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,

@@ -66,6 +66,8 @@ struct Bucket {
 
 // The strides of a tensor that is dense, else those of a contiguous one of its shape.
 std::vector<int64_t> dense_strides(const at::Tensor& tensor);
+// A tensor with the shape, dtype and such strides of `like`, at this place in memory, whose size cannot change.
+at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like);
 
 // Divides `order` into buckets of one dtype and owner each; buckets of small parameters have at most `first_bytes` (the first) or
 // `bytes`. A bucket's place in the list follows from its last parameter. Sets each parameter's view and bucket.

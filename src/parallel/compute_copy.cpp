@@ -74,8 +74,6 @@ std::vector<at::Tensor> buffers_to_convert(const torch::nn::Module& module, cons
   return all;
 }
 
-}  // namespace
-
 at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
   if (parameter._fw_grad(/*level=*/0).defined())
     throw InvalidArgument("forward-mode derivatives of a parameter are asked for in mixed precision",
@@ -96,8 +94,14 @@ at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
   return view;
 }
 
+}  // namespace
+
 bool CopyPhase::is_time() const {
   return !copies.empty() && (reading || forwards > 0 || (is_step && in_second_call()));
+}
+
+at::Tensor CopyPhase::instead_of(const at::Tensor& parameter, at::ScalarType dtype, const at::Tensor& copy) const {
+  return parameter.scalar_type() == dtype && is_time() ? view_of_copy(parameter, copy) : at::Tensor();
 }
 
 void check(const MixedPrecision& precision) {

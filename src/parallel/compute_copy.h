@@ -29,6 +29,10 @@ struct CopyPhase {
   std::vector<at::Tensor> copies;  // by number; none when their maker is gone
 
   bool is_time() const;  // for operators to use the copies
+  // For `Sharing::instead`: a view of `copy` if it is time and the parameter has this dtype; else undefined. `copy` has the
+  // strides of the parameter's memory. The view shares the version of `parameter`: if that is updated, a backward() over an
+  // older graph throws. InvalidArgument if there is a forward-mode derivative.
+  at::Tensor instead_of(const at::Tensor& parameter, at::ScalarType dtype, const at::Tensor& copy) const;
 };
 
 // While it lives, operators use the copies.
@@ -45,10 +49,6 @@ class [[nodiscard]] ForwardWithCopies {
  private:
   const std::shared_ptr<CopyPhase> phase_;
 };
-
-// `copy` has the strides of the memory of `parameter`. The view shares the version of `parameter`: if that is updated,
-// a backward() over an older graph throws. InvalidArgument if there is a forward-mode derivative.
-at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy);
 
 // InvalidArgument if a dtype cannot be used.
 void check(const MixedPrecision& precision);

@@ -48,6 +48,7 @@ void GradientReducer::add_gradients(const std::vector<at::Tensor>& given,
   before_forward();
   const at::NoGradGuard no_grad;
   Impl& s = *impl_;
+  s.times = {};  // forwards and backwards of shards alternate
   for (const Parameter& parameter : s.parameters)
     if (parameter.used && parameter.tensor.grad().defined())
       throw InvalidArgument(text("the gradient of ", parameter.name, " is a sum of no_sync() that is not averaged yet"),

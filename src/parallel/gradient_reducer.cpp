@@ -297,11 +297,12 @@ void GradientReducer::Impl::finish(const std::vector<float>& shares, bool is_com
   if (!keeps_graph) use_averages(shares);
   const std::string wrong = std::exchange(wrong_results, "");
   reset();
-  times.averaged = Clock::now();
+  const bool lacks_gradients = !complete(shares) && !options.find_unused_parameters;
+  if (wrong.empty() && !lacks_gradients) times.averaged = Clock::now();
   if (!rebuilt && may_rebuild(shares)) rebuild_in_ready_order();
   options.on_averaged(is_complete);
   if (!wrong.empty()) throw InvalidArgument(wrong, "Return the bucket's buffer(), or a tensor with as many elements");
-  if (!complete(shares) && !options.find_unused_parameters) report_unused(shares);
+  if (lacks_gradients) report_unused(shares);
 }
 
 void GradientReducer::Impl::reset() {

@@ -52,17 +52,19 @@ struct Hogwild::Impl {
   uint64_t subscription = 0;
 
   StepClock& own() const { return clocks[group.rank()]; }
-  void move_to_shared_memory(const parallel::ModuleTensors& tensors, World& world);
+  ~Impl() {
+    if (watch) watch->unsubscribe(subscription);
+  }
+  void move_to_shared_memory(const std::vector<parallel::NamedTensor>& shared, World& world);
+  void watch_others(const World& world);
   void notify() const;
   void wait(int64_t steps) const;
   std::vector<int> behind(int64_t least) const;
 };
 
 // One tensor at a time, so that the module's own memory is free before more shared memory is taken.
-void Hogwild::Impl::move_to_shared_memory(const parallel::ModuleTensors& tensors, World& world) {
+void Hogwild::Impl::move_to_shared_memory(const std::vector<parallel::NamedTensor>& shared, World& world) {
   const at::NoGradGuard no_grad;
-  std::vector<parallel::NamedTensor> shared = tensors.parameters;
-  if (options.share_buffers) shared.insert(shared.end(), tensors.buffers.begin(), tensors.buffers.end());
   const size_t first = sizeof(Progress) + static_cast<size_t>(group.size()) * sizeof(StepClock);
   size_t bytes = first;
   for (const auto& [name, tensor] : shared) bytes += shm::round_up(tensor.nbytes(), kLine);
@@ -84,20 +86,32 @@ void Hogwild::Impl::move_to_shared_memory(const parallel::ModuleTensors& tensors
   clocks = reinterpret_cast<StepClock*>(memory->data() + sizeof(Progress));
   size_t at = first;
   for (const auto& [name, tensor] : shared) {
-    const std::vector<int64_t> strides = parallel::dense_strides(tensor);
-    const c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.nbytes(),
-                               c10::DataPtr(
-                                   memory->data() + at, new std::shared_ptr(memory),
-                                   [](void* keeper) { delete static_cast<std::shared_ptr<shm::Mapping>*>(keeper); },
-                                   c10::Device(c10::DeviceType::CPU)),
-                               nullptr, /*resizable=*/false);
-    at += shm::round_up(tensor.nbytes(), kLine);
     const at::Tensor values =
-        at::empty({0}, tensor.options().requires_grad(false)).set_(storage, 0, tensor.sizes(), strides);
+        parallel::tensor_at(c10::InefficientStdFunctionContext::makeDataPtr(
+                                memory->data() + at, [keeper = memory](void*) {}, c10::Device(c10::DeviceType::CPU)),
+                            tensor);
+    at += shm::round_up(tensor.nbytes(), kLine);
     if (is_first) values.copy_(tensor);
     tensor.set_data(values);
   }
-  barrier({.group = group});  // rank 0's values are there
+}
+
+void Hogwild::Impl::watch_others(const World& world) {
+  const auto& members = world.parts().members;
+  std::vector<shm::PeerWatch::Process> processes;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto& member = members[static_cast<size_t>(group.global_rank(rank))];
+    pids.push_back(member.pid);
+    processes.emplace_back(member.pid, member.start);
+  }
+  dead = std::vector<std::atomic<bool>>(pids.size());
+  const auto on_death = [this](pid_t pid) {
+    for (size_t rank = 0; rank < pids.size(); ++rank)
+      if (pids[rank] == pid) dead[rank] = true;
+    notify();
+  };
+  subscription = world.parts().watch->subscribe(processes, on_death);
+  watch = world.parts().watch;
 }
 
 void Hogwild::Impl::notify() const {
@@ -157,32 +171,28 @@ Hogwild::Hogwild(torch::nn::Module& module, HogwildOptions options) : impl_(std:
       throw InvalidArgument(
           text(name, " is not a dense CPU tensor of this module alone"),
           "Use a module on the CPU that has no FullyShardedDataParallel and no copies for mixed precision");
-  parallel::require_own_memory(tensors.parameters);
+  std::vector<parallel::NamedTensor> once = tensors.parameters;
+  for (const auto& buffer : tensors.buffers)
+    if (std::none_of(once.begin(), once.end(), [&](const auto& other) { return other.tensor.is_same(buffer.tensor); }))
+      once.push_back(buffer);
+  parallel::require_own_memory(once);
   parallel::require_same_on_all_ranks(
       tensors.all,
       text("max_staleness=", s.options.max_staleness.value_or(-1), " share_buffers=", s.options.share_buffers),
       s.group);
-  s.move_to_shared_memory(tensors, world);
-  const auto& members = world.parts().members;
-  std::vector<shm::PeerWatch::Process> processes;
-  for (int rank = 0; rank < s.group.size(); ++rank) {
-    const auto& member = members[static_cast<size_t>(s.group.global_rank(rank))];
-    s.pids.push_back(member.pid);
-    processes.emplace_back(member.pid, member.start);
+  if (!s.options.share_buffers) once.resize(tensors.parameters.size());
+  s.move_to_shared_memory(once, world);
+  std::exception_ptr failure;
+  try {
+    s.watch_others(world);
+  } catch (const std::exception&) {
+    failure = std::current_exception();
   }
-  s.dead = std::vector<std::atomic<bool>>(s.pids.size());
-  s.watch = world.parts().watch;
-  s.subscription = s.watch->subscribe(processes, [&s](pid_t pid) {
-    for (size_t rank = 0; rank < s.pids.size(); ++rank)
-      if (s.pids[rank] == pid) s.dead[rank] = true;
-    s.notify();
-  });
+  parallel::throw_if_any_failed(failure, s.group,
+                                "could not watch the others");  // after this rank 0's values are there
 }
 
-Hogwild::~Hogwild() {
-  leave();
-  impl_->watch->unsubscribe(impl_->subscription);
-}
+Hogwild::~Hogwild() { leave(); }
 
 void Hogwild::step() {
   Impl& s = *impl_;

@@ -1,6 +1,5 @@
 #include "parallel/same_module.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
@@ -14,6 +13,7 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/coalesced.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
 
@@ -107,7 +107,7 @@ void require_own_memory(const std::vector<NamedTensor>& parameters) {
     if (tensor.numel() == 0) continue;
     const auto [other, is_new] = known.emplace(tensor.storage().unsafeGetStorageImpl(), name);
     if (!is_new)
-      throw InvalidArgument(text("parameters ", other->second, " and ", name, " are two tensors in the same memory"),
+      throw InvalidArgument(text(other->second, " and ", name, " are two tensors in the same memory"),
                             "Register one tensor under both names, or give each its own memory");
   }
 }
@@ -131,42 +131,37 @@ void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const 
 }
 
 void throw_if_any_failed(const std::exception_ptr& failure, const Group& group, const char* what) {
-  int64_t failed = failure ? group.rank() + 1 : 0;
-  all_reduce(at::from_blob(&failed, {1}, at::kLong), {.op = ReduceOp::MAX, .group = group});
+  int64_t failed[2] = {0, 0};  // a rank, plus 1; whether a resource was missing
+  if (failure) try {
+      failed[0] = group.rank() + 1;
+      std::rethrow_exception(failure);
+    } catch (const Unavailable&) {
+      failed[1] = 1;
+    } catch (...) {
+    }
+  all_reduce(at::from_blob(failed, {2}, at::kLong), {.op = ReduceOp::MAX, .group = group});
   if (failure) std::rethrow_exception(failure);
-  if (failed != 0)
-    throw InvalidArgument(text("rank ", group.global_rank(static_cast<int>(failed) - 1), " ", what),
-                          "Look at its error");
+  if (failed[0] == 0) return;
+  const std::string message = text("rank ", group.global_rank(static_cast<int>(failed[0]) - 1), " ", what);
+  if (failed[1] != 0) throw Unavailable(message, "Look at its error");
+  throw InvalidArgument(message, "Look at its error");
 }
 
 void broadcast_together(const std::vector<NamedTensor>& tensors, const Group& group, int root) {
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> small;
-  int64_t total = 0;
+  CoalescedBytes small;
   for (const auto& [name, tensor] : tensors) {
     if (tensor.is_meta()) continue;
-    // Contiguous memory, whose strides are the same on all ranks.
-    const bool is_plain = tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense();
     const at::Tensor values = unwatched(tensor);
-    if (is_plain && tensor.nbytes() <= kCoalesced) {
-      if (tensor.nbytes() > 0) small.push_back(values);
-      total += static_cast<int64_t>(tensor.nbytes());
-    } else {
+    if (CoalescedBytes::takes(values))
+      small.add(values);
+    else
       broadcast(values, root, {.group = group});
-    }
   }
   if (small.empty()) return;
-  const at::Tensor together = at::empty({total}, at::kByte);
-  const auto copy = [&](bool in) {
-    auto* at = together.mutable_data_ptr<uint8_t>();
-    for (const auto& tensor : small) {
-      std::memcpy(in ? at : tensor.mutable_data_ptr(), in ? tensor.const_data_ptr() : at, tensor.nbytes());
-      at += tensor.nbytes();
-    }
-  };
-  if (group.rank() == root) copy(true);
-  broadcast(together, root, {.group = group});
-  if (group.rank() != root) copy(false);
+  const bool is_root = group.rank() == root;
+  broadcast(is_root ? small.packed() : small.buffer(), root, {.group = group});
+  if (!is_root) small.unpack();
 }
 
 }  // namespace muster::parallel

@@ -25,27 +25,25 @@ const Place* place_of(const at::Tensor& tensor) {
   return data.get_deleter() == &release ? static_cast<const Place*>(data.get_context()) : nullptr;
 }
 
-c10::Storage make_storage(void* data, size_t bytes, Place place) {
-  auto owned = std::make_unique<Place>(std::move(place));
-  c10::DataPtr pointer(data, owned.release(), &release, c10::Device(c10::DeviceType::CPU));
-  return {c10::Storage::use_byte_size_t(), bytes, std::move(pointer), nullptr, /*resizable=*/false};
+c10::DataPtr pointer_to(void* data, Place place) {
+  return {data, new Place(std::move(place)), &release, c10::Device(c10::DeviceType::CPU)};
 }
 
 }  // namespace
 
 at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t offset, const at::Tensor& like,
                          Sharing sharing) {
-  const c10::Storage storage = make_storage(memory->data() + offset, like.nbytes(),
-                                            {.shared = memory, .own = {}, .sharing = std::move(sharing)});
-  return at::empty({0}, like.options().device(at::kCPU).requires_grad(false))
-      .set_(storage, 0, like.sizes(), dense_strides(like));
+  return tensor_at(pointer_to(memory->data() + offset, {.shared = memory, .own = {}, .sharing = std::move(sharing)}),
+                   like);
 }
 
 at::Tensor private_tensor(const at::Tensor& tensor, Sharing sharing) {
   const Place* const before = place_of(tensor);
   const c10::Storage own = before && before->own ? before->own : tensor.storage();
-  const c10::Storage storage =
-      make_storage(own.mutable_data(), own.nbytes(), {.shared = nullptr, .own = own, .sharing = std::move(sharing)});
+  const c10::Storage storage(
+      c10::Storage::use_byte_size_t(), own.nbytes(),
+      pointer_to(own.mutable_data(), {.shared = nullptr, .own = own, .sharing = std::move(sharing)}), nullptr,
+      /*resizable=*/false);
   return at::empty({0}, tensor.options().requires_grad(false))
       .set_(storage, tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }

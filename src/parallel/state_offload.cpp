@@ -61,10 +61,7 @@ at::Tensor zeros_in_file(const at::Tensor& like, const fs::path& folder) {
   void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   if (data == MAP_FAILED) throw_no_file(errno, folder, bytes);
   auto mapping = std::make_unique<shm::Mapping>(static_cast<std::byte*>(data), bytes);
-  c10::DataPtr pointer(data, mapping.release(), &release, c10::Device(c10::DeviceType::CPU));
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(pointer), nullptr, /*resizable=*/false);
-  return at::empty({0}, like.options().requires_grad(false))
-      .set_(storage, 0, like.sizes(), parallel::dense_strides(like));
+  return parallel::tensor_at({data, mapping.release(), &release, c10::Device(c10::DeviceType::CPU)}, like);
 }
 
 void for_each_tensor(torch::optim::Optimizer& optimizer, const auto& fn) {

@@ -1,14 +1,12 @@
 #include "muster/parallel/zero_redundancy_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <tuple>
 #include <unordered_map>
@@ -20,6 +18,7 @@
 #include "muster/comm/objects.h"
 #include "optim/torch_states.h"
 #include "parallel/balance.h"
+#include "parallel/coalesced.h"
 #include "parallel/same_module.h"
 #include "parallel/shared_tensor.h"
 #include "parallel/watched.h"
@@ -37,55 +36,38 @@ class Delivery {
   Delivery(const std::vector<at::Tensor>& parameters, const std::vector<int>& owners, Group group)
       : group_(std::move(group)) {
     const at::NoGradGuard no_grad;
-    std::vector<Together> small(static_cast<size_t>(group_.size()));
+    std::vector<parallel::CoalescedBytes> small(static_cast<size_t>(group_.size()));
     for (size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor parameter = parallel::unwatched(parameters[i]);
       if (parameter.nbytes() == 0) continue;
       sent_.push_back(parameters[i]);
-      const bool is_plain = parameter.device().is_cpu() && parameter.is_non_overlapping_and_dense();
-      if (is_plain && parameter.nbytes() <= parallel::kCoalesced)
-        small[static_cast<size_t>(owners[i])].parameters.push_back(parameter);
+      if (parallel::CoalescedBytes::takes(parameter))
+        small[static_cast<size_t>(owners[i])].add(parameter);
       else
         works_.push_back(broadcast_async(parameter, owners[i], {.group = group_}));
     }
     for (size_t owner = 0; owner < small.size(); ++owner) {
-      Together& together = small[owner];
-      if (together.parameters.empty()) continue;
-      int64_t bytes = 0;
-      for (const at::Tensor& parameter : together.parameters) bytes += static_cast<int64_t>(parameter.nbytes());
-      together.bytes = at::empty({bytes}, at::kByte);
+      parallel::CoalescedBytes& together = small[owner];
+      if (together.empty()) continue;
       const bool is_mine = static_cast<int>(owner) == group_.rank();
-      if (is_mine) together.copy(/*in=*/true);
-      works_.push_back(broadcast_async(together.bytes, static_cast<int>(owner), {.group = group_}));
-      if (!is_mine) to_copy_.push_back(std::move(together));
+      works_.push_back(
+          broadcast_async(is_mine ? together.packed() : together.buffer(), static_cast<int>(owner), {.group = group_}));
+      if (!is_mine) to_unpack_.push_back(std::move(together));
     }
   }
 
   const std::vector<Work>& works() const { return works_; }
   // When they have completed.
   void end() {
-    for (Together& together : to_copy_) together.copy(/*in=*/false);
+    for (const parallel::CoalescedBytes& together : to_unpack_) together.unpack();
     // Also on the owner, because SGD leaves no trace there: so a backward() through an older graph throws on all ranks.
     for (const at::Tensor& parameter : sent_) torch::autograd::impl::bump_version(parameter);
   }
 
  private:
-  struct Together {
-    std::vector<at::Tensor> parameters;
-    at::Tensor bytes;
-    void copy(bool in) {
-      auto* at = bytes.mutable_data_ptr<uint8_t>();
-      for (const at::Tensor& parameter : parameters) {
-        void* const values = parameter.mutable_data_ptr();
-        std::memcpy(in ? at : values, in ? values : at, parameter.nbytes());
-        at += parameter.nbytes();
-      }
-    }
-  };
-
   const Group group_;
   std::vector<Work> works_;
-  std::vector<Together> to_copy_;
+  std::vector<parallel::CoalescedBytes> to_unpack_;
   std::vector<at::Tensor> sent_;
 };
 
@@ -104,7 +86,6 @@ class GradientsAside {
     for (auto& [parameter, grad] : given_) parameter.mutable_grad() = at::Tensor();
     for (auto& [parameter, grad] : kept_) parameter.mutable_grad() = std::move(grad);
   }
-  const auto& kept() const { return kept_; }
   void give(const at::Tensor& parameter, const at::Tensor& grad) {
     given_.emplace_back(parameter, grad);
     parameter.mutable_grad() = grad;
@@ -140,7 +121,7 @@ struct ShardedOptimizer::Impl {
   std::vector<at::Tensor> known;        // the parameters: so that no other one gets the address of one of them
   std::unordered_set<Key> updated;      // in backward(), since the last step()
   std::exception_ptr failure;           // of such an update: the other ranks go on, so step() throws it
-  bool has_all_states = true;           // before the first step() or load(), and since consolidate()
+  bool lacks_states = false;            // those of other ranks: since a step() or load(), until consolidate()
 
   bool is_mine(const at::Tensor& parameter) const { return owners.at(key_of(parameter)) == group.rank(); }
   void take_new_parameters();
@@ -174,7 +155,7 @@ void ShardedOptimizer::Impl::take_new_parameters() {
     }
   if (fresh.empty()) return;
   parallel::require_same_on_all_ranks(fresh, inner_class.name(), group);
-  const std::vector<int> divided = balance.divide(fresh, parallel::kCoalesced);
+  const std::vector<int> divided = balance.divide(fresh, parallel::CoalescedBytes::kMost);
   for (size_t i = 0; i < fresh.size(); ++i) {
     owners.emplace(key_of(fresh[i].tensor), divided[i]);
     known.push_back(fresh[i].tensor);
@@ -182,7 +163,7 @@ void ShardedOptimizer::Impl::take_new_parameters() {
 }
 
 void ShardedOptimizer::Impl::drop_states_of_others() {
-  has_all_states = false;
+  lacks_states = true;
   std::vector<void*> others;
   for (const auto& [parameter, state] : optimizer.state())
     if (const auto found = owners.find(static_cast<Key>(parameter));
@@ -209,7 +190,6 @@ std::exception_ptr ShardedOptimizer::Impl::step_with(const std::vector<std::pair
 // What becomes of a bucket's parameters when their gradients are there. The future gives `result`.
 HookFuture ShardedOptimizer::Impl::step_bucket(const std::vector<GradBucket::Place>& places, const at::Tensor& buffer,
                                                const at::Tensor& result) {
-  drop_states_of_others();
   std::vector<at::Tensor> sent;
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
   for (const auto& place : places) {
@@ -253,8 +233,11 @@ const Group& ShardedOptimizer::group() const { return impl_->group; }
 
 int ShardedOptimizer::owner(const at::Tensor& parameter) {
   Impl& s = *impl_;
-  s.take_new_parameters();
-  const auto found = s.owners.find(key_of(parameter));
+  auto found = s.owners.find(key_of(parameter));
+  if (found == s.owners.end()) {
+    s.take_new_parameters();
+    found = s.owners.find(key_of(parameter));
+  }
   if (found == s.owners.end()) throw InvalidArgument("the tensor is not a parameter of this ZeroRedundancyOptimizer");
   return s.group.global_rank(found->second);
 }
@@ -264,15 +247,16 @@ void ShardedOptimizer::step_shared() {
   s.take_new_parameters();
   s.drop_states_of_others();
   std::vector<at::Tensor> sent;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
   for (const auto& group : s.optimizer.param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (parameter.requires_grad() && !s.updated.contains(key_of(parameter))) sent.push_back(parameter);
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.requires_grad() || s.updated.contains(key_of(parameter))) continue;
+      sent.push_back(parameter);
+      if (parameter.grad().defined()) gradients.emplace_back(parameter, parameter.grad());
+    }
   std::exception_ptr failure = std::exchange(s.failure, nullptr);
   {
     GradientsAside aside(s.optimizer);
-    std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
-    for (const auto& [parameter, grad] : aside.kept())
-      if (parameter.requires_grad() && !s.updated.contains(key_of(parameter))) gradients.emplace_back(parameter, grad);
     const auto now = s.step_with(gradients, aside);
     if (!failure) failure = now;
   }
@@ -291,7 +275,10 @@ CommHook ShardedOptimizer::step_in_backward(CommHook average) {
       throw InvalidArgument("the ZeroRedundancyOptimizer whose step_in_backward() is the communication hook has ended",
                             "Keep it as long as the DistributedDataParallel");
     };
-    alive()->take_new_parameters();
+    if (bucket.index() == 0) {
+      alive()->take_new_parameters();
+      alive()->drop_states_of_others();
+    }
     return average(bucket).then([alive, places = bucket.places(), n = bucket.buffer().numel(),
                                  scale = bucket.scale()](const at::Tensor& averages) -> HookFuture {
       if (!averages.defined() || averages.numel() != n) return averages;  // backward() refuses it
@@ -330,14 +317,14 @@ void ShardedOptimizer::consolidate(int to) {
         states[key] = std::move(state);
       }
     }
-  s.has_all_states |= rank == to;
+  if (rank == to) s.lacks_states = false;
 }
 
 void ShardedOptimizer::drop_states_of_others() { impl_->drop_states_of_others(); }
 
 void ShardedOptimizer::require_all_states() const {
   const Impl& s = *impl_;
-  if (s.group.size() > 1 && !s.has_all_states)
+  if (s.group.size() > 1 && s.lacks_states)
     throw InvalidArgument(
         "this rank has the optimizer's states of its own parameters only",
         "Call consolidate() on all ranks before, and save on the rank that it names; or use a Snapshot");

@@ -321,10 +321,18 @@ TEST(DdpLogging, StepsAndTheirTimes) {
       EXPECT_GE(times.communication, times.exposed);
       EXPECT_GE(times.backward, times.communication);
     }
+    ddp.register_comm_hook([](GradBucket&) { return HookFuture(torch::zeros({1})); });
+    EXPECT_THROW(step(), InvalidArgument);
+    EXPECT_EQ(ddp.logging_data().steps, 2);
     std::ostringstream words;
     words << data;
     EXPECT_CONTAINS(words.str(), "steps: 2\n");
     EXPECT_CONTAINS(words.str(), "average.exposed: ");
+    // Forwards and backwards of shards alternate.
+    DistributedDataParallel<FsdpNet> by_shards(make<FsdpNet>(7, {}), {.reproducible = {.shards = 4}});
+    for (uint64_t step = 0; step < 2; ++step)
+      by_shards.backward_by_shards(step, [&](int shard) { return by_shards(fsdp_input(shard, 0)).square().sum(); });
+    EXPECT_EQ(by_shards.logging_data().steps, 0);
   });
 }
 

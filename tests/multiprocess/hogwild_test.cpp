@@ -14,6 +14,7 @@
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
+#include "parallel/same_module.h"
 
 namespace muster::test {
 namespace {
@@ -164,6 +165,37 @@ TEST(Hogwild, ARankThatDoesNotStepIsNamedInTime) {
   });
 }
 
+TEST(Hogwild, ABufferWithTwoNamesStaysOne) {
+  on_ranks(2, [](World& world) {
+    const auto net = std::make_shared<Small>();
+    const Tensor buffer = torch::zeros({3});
+    net->register_buffer("one", buffer);
+    net->register_buffer("two", buffer);
+    Hogwild hogwild(net);
+    if (world.rank() == 0) net->named_buffers()["one"].fill_(5);
+    barrier();
+    EXPECT_TRUE(torch::equal(net->named_buffers()["two"], torch::full({3}, 5.0F)));
+    EXPECT_TRUE(torch::equal(buffer, torch::full({3}, 5.0F)));
+    barrier();
+  });
+}
+
+// A lack of memory is one on all ranks.
+TEST(Hogwild, AFailureOfOneRankIsTheSameKindOnAll) {
+  on_ranks(3, [](World& world) {
+    const auto failure = [&](int rank, const auto& error) {
+      return world.rank() == rank ? std::make_exception_ptr(error) : nullptr;
+    };
+    const auto fail = [](const std::exception_ptr& what) {
+      parallel::throw_if_any_failed(what, World::current().group(), "could not take memory");
+    };
+    fail(nullptr);
+    const auto lack = message_of<Unavailable>([&] { fail(failure(1, Unavailable("no memory"))); });
+    EXPECT_CONTAINS(lack, world.rank() == 1 ? "no memory" : "rank 1 could not take memory");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { fail(failure(2, InvalidArgument("rank 2 no"))); }), "rank 2 ");
+  });
+}
+
 TEST(Hogwild, BadUseIsRefused) {
   on_hosts({"a", "b"}, [](World&) {
     expect_refusal({"on 2 hosts", "ModelAverager"}, [] { Hogwild(std::make_shared<Small>()); });
@@ -177,6 +209,9 @@ TEST(Hogwild, BadUseIsRefused) {
     const auto flat = std::make_shared<Small>();
     flat->a->bias.set_data(flat->a->weight.detach().view({-1}).narrow(0, 0, 4));
     expect_refusal({"a.weight and a.bias are two tensors in the same memory"}, [&] { Hogwild{flat}; });
+    const auto tied = std::make_shared<Small>();
+    tied->register_buffer("first", tied->a->weight.detach().narrow(0, 0, 1));
+    expect_refusal({"a.weight and first are two tensors in the same memory"}, [&] { Hogwild{tied}; });
     Hogwild hogwild(std::make_shared<Small>());
     expect_refusal({"no rank 2"}, [&] { hogwild.steps(2); });
   });

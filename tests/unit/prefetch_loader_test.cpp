@@ -148,6 +148,28 @@ TEST(PrefetchLoader, SavesThePositionOfTheLoop) {
   }
 }
 
+TEST(PrefetchLoader, GoesOnWhereItWasIfItCannotLoad) {
+  const auto whole = expected_rows(3, 4);
+  for (const size_t workers : {0, 1, 3}) {
+    const PrefetchLoaderOptions options{.batch_size = 4, .workers = workers};
+    for (const size_t position : {0, 2, 7}) {
+      auto sampler = some_sampler();
+      PrefetchLoader loader(kEcho, sampler, options);
+      sampler.set_epoch(3);
+      for (size_t i = 0; i < position; ++i) EXPECT_EQ(loader.next(), whole[i]);
+      const auto bytes = saved(loader);
+      EXPECT_THROW(load(loader, saved(some_sampler(49))), InvalidArgument);
+      EXPECT_EQ(saved(loader), bytes);
+      Rows rest;
+      while (auto batch = loader.next()) rest.push_back(*std::move(batch));
+      EXPECT_EQ(rest, from(whole, position));
+      EXPECT_THROW(load(loader, saved(some_sampler(49))), InvalidArgument);
+      sampler.set_epoch(4);
+      EXPECT_EQ(rows_of(loader), expected_rows(4, 4));
+    }
+  }
+}
+
 TEST(PrefetchLoader, BreaksAndBeginsAgain) {
   for (const size_t workers : {0, 1, 4}) {
     auto sampler = some_sampler();

@@ -10,6 +10,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "muster/base/error.h"
@@ -180,6 +181,48 @@ TEST(DistributedStream, AnErrorOfTheSourceIsNotAnEnd) {
   stream.seek(0, 4);  // reads up to the broken place
   EXPECT_THROW(stream.reset(), std::runtime_error);
   EXPECT_THROW(stream.next(), std::runtime_error);
+}
+
+TEST(DistributedStream, ExamplesOfABatchThatFailsAreNotGiven) {
+  DistributedStream stream(Counting{.size = 10, .broken = 7}, {.num_replicas = 1, .rank = 0});
+  EXPECT_EQ(stream.get_batch(4), (Numbers{0, 1, 2, 3}));
+  EXPECT_THROW(stream.get_batch(4), std::runtime_error);
+  EXPECT_EQ(stream.index(), 4u);
+  DistributedStream whole(Counting{.size = 10}, {.num_replicas = 1, .rank = 0});
+  load(whole, saved(stream));
+  EXPECT_EQ(whole.get_batch(4), (Numbers{4, 5, 6, 7}));
+}
+
+// Its reset() throws, once.
+struct FlakySource : Counting {
+  std::shared_ptr<bool> fails = std::make_shared<bool>(true);
+  void reset(uint64_t epoch) {
+    if (std::exchange(*fails, false)) throw std::runtime_error("the network is away");
+    Counting::reset(epoch);
+  }
+};
+
+TEST(DistributedStream, AnEpochThatCannotBeginIsTriedAgainAtItsPosition) {
+  for (const size_t buffer : {0, 4}) {
+    const DistributedStreamOptions options{.num_replicas = 2, .rank = 1, .shuffle_buffer = buffer};
+    DistributedStream whole(Counting{.size = 30}, options);
+    Numbers rest = whole_epoch(whole, 3);
+    rest.erase(rest.begin(), rest.begin() + 5);
+    FlakySource source{{.size = 30}};
+    DistributedStream stream(source, options);
+    stream.seek(3, 5);
+    const auto bytes = saved(stream);
+    EXPECT_THROW(stream.reset(), std::runtime_error);
+    EXPECT_THROW(stream.next(), std::runtime_error);
+    EXPECT_EQ(saved(stream), bytes);
+    stream.reset();
+    EXPECT_EQ(rest_of(stream), rest);
+    *source.fails = true;
+    stream.seek(3, 5);
+    EXPECT_THROW(stream.next(), std::runtime_error);
+    load(stream, bytes);
+    EXPECT_EQ(rest_of(stream), rest);
+  }
 }
 
 TEST(DistributedStream, RefusesWhatCannotBe) {

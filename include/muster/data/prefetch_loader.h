@@ -68,9 +68,9 @@
 #include <vector>
 
 #include "muster/base/error.h"
+#include "muster/base/random.h"
 #include "muster/data/prefetch_loader_impl.h"
 #include "muster/data/prefetch_queue.h"
-#include "muster/data/random.h"
 
 namespace muster {
 
@@ -139,7 +139,7 @@ class PrefetchLoader {
   // The next batch of the iteration that begin() or the first next() has begun; nullopt at its end. Throws what the
   // worker threw; TimeoutError if the batch does not come in time, and the next call goes on waiting for it.
   std::optional<Batch> next() {
-    if (!begun_) restart();
+    if (!running_) restart();
     const auto job = queue_.next();
     if (!job) return std::nullopt;
     if (job->error) std::rethrow_exception(job->error);
@@ -158,13 +158,22 @@ class PrefetchLoader {
       sampler_.save(archive);
   }
   // Ends the iteration under way. The next begin() goes on at the saved position, unless the sampler's set_epoch() sets
-  // another epoch. Throws what the sampler's load() throws.
+  // another epoch. Throws what the sampler's load() throws; the next begin() or next() then goes on where the loop was.
   template <typename Archive>
   requires data::HasPosition<Sampler>
   void load(Archive& archive) {
-    queue_.stop();
-    sampler_.load(archive);
-    begun_ = false;
+    stop();
+    try {
+      sampler_.load(archive);
+      begun_ = false;
+    } catch (...) {
+      if (begun_) {  // the workers have drawn more than the loop has got
+        const uint64_t wanted = sampler_.epoch();
+        sampler_.seek(given_.epoch, given_.index);
+        sampler_.set_epoch(wanted);
+      }
+      throw;
+    }
   }
 
  private:
@@ -193,24 +202,29 @@ class PrefetchLoader {
     std::optional<Batch> batch;
   };
 
-  void restart() {
+  void stop() {
     queue_.stop();
-    begun_ = false;  // until all of this has succeeded
+    running_ = false;
+  }
+
+  void restart() {
+    stop();
     sampler_.reset();
     if constexpr (data::HasPosition<Sampler>)
       given_ = {.epoch = sampler_.epoch(), .index = sampler_.index()};
     else
       given_ = {.epoch = iterations_++, .index = 0};
     drawn_ = given_;
-    queue_.start([this] { return draw(); });
     begun_ = true;
+    queue_.start([this] { return draw(); });
+    running_ = true;
   }
 
   std::unique_ptr<data::PrefetchJob> draw() {
     auto request = data::draw_from(sampler_, options_.batch_size);
     if (!request || (options_.drop_last && std::size(*request) < options_.batch_size)) return nullptr;
     const uint64_t seed =
-        data::mixed_seed({options_.seed, drawn_.epoch, static_cast<uint64_t>(data::rank_of(sampler_)), drawn_.index});
+        mixed_seed({options_.seed, drawn_.epoch, static_cast<uint64_t>(data::rank_of(sampler_)), drawn_.index});
     if constexpr (data::HasPosition<Sampler>)
       drawn_.index = sampler_.index();
     else
@@ -221,7 +235,8 @@ class PrefetchLoader {
   const PrefetchLoaderOptions options_;
   Sampler sampler_;
   std::vector<Tools> tools_;  // of each worker
-  bool begun_ = false;        // since construction or load()
+  bool begun_ = false;        // since construction or load(): given_ is the loop's position
+  bool running_ = false;      // the queue
   uint64_t iterations_ = 0;
   Place given_;  // what the loop has got
   Place drawn_;  // what the workers have drawn; theirs while the queue runs

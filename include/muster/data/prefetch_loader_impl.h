@@ -27,6 +27,8 @@ concept HasPosition = requires(Sampler& sampler, torch::serialize::OutputArchive
   sampler.save(out);
   sampler.save_at(out, uint64_t{}, size_t{});
   sampler.load(in);
+  sampler.seek(uint64_t{}, size_t{});
+  sampler.set_epoch(uint64_t{});
 };
 
 // std::optional of the next batch's request: indices, or the examples themselves of a stream.

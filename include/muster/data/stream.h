@@ -60,8 +60,8 @@
 #include <vector>
 
 #include "muster/base/error.h"
+#include "muster/base/random.h"
 #include "muster/data/epoch_position.h"
-#include "muster/data/random.h"
 #include "muster/data/share.h"
 
 namespace muster {
@@ -119,7 +119,7 @@ class DistributedStream final
   // The next reset() begins this epoch and leaves out this rank's first `index` examples, as after load().
   void seek(uint64_t epoch, size_t index) {
     const std::scoped_lock lock(state_->mutex);
-    state_->position.resume(epoch, index);
+    state_->resume(epoch, index);
   }
 
   // Begins the epoch. A data loader calls it in begin(). Throws what the source throws.
@@ -131,18 +131,15 @@ class DistributedStream final
   // further call until reset().
   std::optional<Example> next() {
     const std::scoped_lock lock(state_->mutex);
-    return state_->next();
+    auto batch = state_->next(1);
+    if (batch.empty()) return std::nullopt;
+    return std::move(batch.front());
   }
   // The next `batch_size` examples, fewer at the end, then nullopt. InvalidArgument if batch_size is 0.
   std::optional<std::vector<Example>> get_batch(size_t batch_size) override {
     if (batch_size == 0) throw InvalidArgument("DistributedStream: the batch size must be at least 1, got 0");
     const std::scoped_lock lock(state_->mutex);
-    std::vector<Example> batch;
-    while (batch.size() < batch_size) {
-      auto example = state_->next();
-      if (!example) break;
-      batch.push_back(*std::move(example));
-    }
+    auto batch = state_->next(batch_size);
     if (batch.empty()) return std::nullopt;
     return batch;
   }
@@ -153,17 +150,17 @@ class DistributedStream final
   // stream is unchanged.
   void save(torch::serialize::OutputArchive& archive) const override {
     const std::scoped_lock lock(state_->mutex);
-    state_->position.save(archive, kNames, state_->identity());
+    state_->position.save(archive, kNames, state_->identity);
   }
   // Writes what save() would write at this position: for a loader that has read more than its loop has got.
   void save_at(torch::serialize::OutputArchive& archive, uint64_t epoch, size_t index) const {
-    data::EpochPosition::save_at(archive, kNames, state_->identity(), epoch, index);
+    data::EpochPosition::save_at(archive, kNames, state_->identity, epoch, index);
   }
   void load(torch::serialize::InputArchive& archive) override {
     const std::scoped_lock lock(state_->mutex);
     constexpr auto kMost = static_cast<size_t>(std::numeric_limits<int64_t>::max());
-    const auto saved = data::EpochPosition::read(archive, kNames, state_->identity(), kMost);
-    state_->position.resume(saved.epoch, saved.index);
+    const auto saved = data::EpochPosition::read(archive, kNames, state_->identity, kMost);
+    state_->resume(saved.epoch, saved.index);
   }
 
  private:
@@ -172,7 +169,7 @@ class DistributedStream final
 
   struct State {
     State(Source a_source, const DistributedStreamOptions& some)
-        : source(std::move(a_source)), options(some), share(share_of(source, some)) {}
+        : source(std::move(a_source)), options(some), share(share_of(source, some)), identity(make_identity()) {}
 
     static data::Share share_of(const Source& source, const DistributedStreamOptions& options) {
       if constexpr (kSplit) {
@@ -186,7 +183,7 @@ class DistributedStream final
       }
     }
 
-    data::Identity identity() const {
+    data::Identity make_identity() const {
       data::Identity all = {{"replicas", static_cast<int64_t>(share.replicas)},
                             {"even", options.even},
                             {"shuffle_buffer", static_cast<int64_t>(options.shuffle_buffer)},
@@ -200,16 +197,24 @@ class DistributedStream final
     }
     bool shuffles() const { return options.shuffle_buffer > 1; }
 
+    // Leaves the position as it is if the source throws: a further begin() tries again.
     void begin() {
-      position.begin();
+      auto wanted = position;
+      wanted.begin();
       ended = false;
       failed = nullptr;
       buffer.clear();
-      random = data::SplitMix64(data::mixed_seed({options.seed, position.epoch(), share.rank}));
+      random = SplitMix64(mixed_seed({options.seed, wanted.epoch(), share.rank}));
       noting_failure([&] {
-        source.reset(position.epoch());
-        skip(position.index());
+        source.reset(wanted.epoch());
+        skip(wanted.index());
       });
+      position = wanted;
+    }
+
+    void resume(uint64_t epoch, size_t index) {
+      position.resume(epoch, index);
+      failed = nullptr;
     }
 
     // Keeps what fn() throws, because nobody knows where the source is then.
@@ -232,13 +237,20 @@ class DistributedStream final
       }
     }
 
-    std::optional<Example> next() {
-      if (!position.begun()) begin();
+    // This rank's next `count` examples, fewer at the end. If the source throws, none of them counts as given.
+    std::vector<Example> next(size_t count) {
       if (failed) std::rethrow_exception(failed);
-      std::optional<Example> example;
-      noting_failure([&] { example = take(); });
-      if (example) position.advance(1);
-      return example;
+      if (!position.begun()) begin();
+      std::vector<Example> batch;
+      noting_failure([&] {
+        while (batch.size() < count) {
+          auto example = take();
+          if (!example) break;
+          batch.push_back(*std::move(example));
+        }
+      });
+      position.advance(batch.size());
+      return batch;
     }
 
     // One of this rank's examples: a random one of the buffer, or the source's next.
@@ -279,11 +291,12 @@ class DistributedStream final
     Source source;
     const DistributedStreamOptions options;
     const data::Share share;
+    const data::Identity identity;  // of the options and the source: what a saved position must agree with
     data::EpochPosition position;
     bool ended = false;         // the source has no more
     std::exception_ptr failed;  // what it threw
     std::vector<Example> buffer;
-    data::SplitMix64 random{0};
+    SplitMix64 random{0};
   };
   std::shared_ptr<State> state_;
 };

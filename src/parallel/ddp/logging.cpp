@@ -34,14 +34,15 @@ namespace ddp {
 
 void StepTimes::end_step(const parallel::BackwardTimes& backward) {
   constexpr Clock::time_point kUnset;
-  if (forward_began_ == kUnset || forward_ended_ == kUnset) return;
-  last_ = {.forward = forward_ended_ - forward_began_,
-           .backward = backward.averaged - forward_ended_,
+  const auto began = std::exchange(forward_began_, kUnset), ended = std::exchange(forward_ended_, kUnset);
+  for (const auto time : {began, ended, backward.first_bucket, backward.all_gradients, backward.averaged})
+    if (time == kUnset) return;
+  last_ = {.forward = ended - began,
+           .backward = backward.averaged - ended,
            .communication = backward.averaged - backward.first_bucket,
            .exposed = backward.averaged - backward.all_gradients};
   for (const auto& [name, member] : kTimes) sum_.*member += last_.*member;
   ++steps_;
-  forward_began_ = forward_ended_ = kUnset;
 }
 
 void StepTimes::write(DdpLoggingData& data) const {

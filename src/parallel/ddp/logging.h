@@ -15,7 +15,7 @@ class StepTimes {
  public:
   void begin_forward() { forward_began_ = Clock::now(); }
   void end_forward() { forward_ended_ = Clock::now(); }
-  // When a backward() has averaged; nothing is counted if no forward() was before it.
+  // When a backward() has averaged. Does not count it if no forward() was before it, or if a time is unset.
   void end_step(const parallel::BackwardTimes& backward);
 
   void write(DdpLoggingData& data) const;

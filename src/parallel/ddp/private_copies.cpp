@@ -41,8 +41,7 @@ void PrivateCopies::use_copy(size_t number) {
                                 .as_strided(values.sizes(), values.strides(), values.storage_offset());
   const at::Tensor copy = parallel::private_tensor(memory, {.name = entry.name, .is_copy = true});
   const auto instead = [copy, phase = phase_, dtype = values.scalar_type()](const at::Tensor& tensor) {
-    const bool uses_copy = tensor.scalar_type() == dtype && phase->is_time();
-    return uses_copy ? parallel::view_of_copy(tensor, copy) : at::Tensor();
+    return phase->instead_of(tensor, dtype, copy);
   };
   phase_->copies[number] = copy;
   entry.values = parallel::private_tensor(values, {.name = entry.name, .instead = instead});

@@ -15,16 +15,25 @@ namespace muster::ddp {
 
 namespace {
 
+// Where the tensors of an option's names are. InvalidArgument, which says `lack`, for a name that is not there.
+std::vector<size_t> indices_of(const std::vector<std::string>& names, const std::vector<parallel::NamedTensor>& tensors,
+                               const char* option, const char* lack) {
+  std::vector<size_t> indices;
+  for (const std::string& name : names) {
+    const auto found = std::find_if(tensors.begin(), tensors.end(),
+                                    [&](const parallel::NamedTensor& each) { return each.name == name; });
+    if (found == tensors.end())
+      throw InvalidArgument(text("DdpOptions::", option, " has ", name, ", which ", lack),
+                            "Use names as in named_parameters() and named_buffers()");
+    indices.push_back(static_cast<size_t>(found - tensors.begin()));
+  }
+  return indices;
+}
+
 void ignore(const std::vector<std::string>& names, parallel::ModuleTensors& tensors) {
   std::vector<at::Tensor> ignored;
-  for (const std::string& name : names) {
-    const auto found = std::find_if(tensors.all.begin(), tensors.all.end(),
-                                    [&](const parallel::NamedTensor& each) { return each.name == name; });
-    if (found == tensors.all.end())
-      throw InvalidArgument(text("DdpOptions::ignored has ", name, ", which the module does not have"),
-                            "Use names as in named_parameters() and named_buffers()");
-    ignored.push_back(found->tensor);
-  }
+  for (const size_t index : indices_of(names, tensors.all, "ignored", "the module does not have"))
+    ignored.push_back(tensors.all[index].tensor);
   for (auto* const list : {&tensors.all, &tensors.parameters, &tensors.buffers})
     std::erase_if(*list, [&](const parallel::NamedTensor& each) {
       return std::any_of(ignored.begin(), ignored.end(),
@@ -51,14 +60,8 @@ std::vector<bool> with_sparse_gradients(torch::nn::Module& module,
 // By parameter. Empty if there is none.
 std::vector<bool> delayed(const std::vector<std::string>& names, const std::vector<parallel::NamedTensor>& trainable) {
   std::vector<bool> all(names.empty() ? 0 : trainable.size());
-  for (const std::string& name : names) {
-    const auto found = std::find_if(trainable.begin(), trainable.end(),
-                                    [&](const parallel::NamedTensor& each) { return each.name == name; });
-    if (found == trainable.end())
-      throw InvalidArgument(text("DdpOptions::delay_all_reduce has ", name, ", which is not a trained parameter"),
-                            "Use names as in named_parameters()");
-    all[static_cast<size_t>(found - trainable.begin())] = true;
-  }
+  for (const size_t index : indices_of(names, trainable, "delay_all_reduce", "is not a trained parameter"))
+    all[index] = true;
   return all;
 }
 

@@ -12,6 +12,7 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "muster/base/random.h"
 #include "muster/comm/collectives.h"
 #include "parallel/coalesced.h"
 #include "parallel/ddp/reducer.h"
@@ -19,20 +20,6 @@
 
 namespace muster::ddp {
 namespace {
-
-// A seed for each shard of each step: the finalizer of MurmurHash3, on numbers that differ.
-uint64_t seed_of(uint64_t seed, uint64_t step, int shard) {
-  uint64_t x = 0;
-  for (const uint64_t next : {seed, step, static_cast<uint64_t>(shard)}) {
-    x += next + 0x9e3779b97f4a7c15U;
-    for (const uint64_t factor : {uint64_t{0xff51afd7ed558ccd}, uint64_t{0xc4ceb9fe1a85ec53}}) {
-      x ^= x >> 33;
-      x *= factor;
-    }
-    x ^= x >> 33;
-  }
-  return x;
-}
 
 // Libtorch's number of threads, which is as before when the guard has ended.
 class WithThreads {
@@ -126,7 +113,7 @@ at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Te
   try {
     for (const int shard : s.shards->mine()) {
       restore_buffers();
-      random_numbers.set_seed(seed_of(s.options.reproducible.seed, step, shard));
+      random_numbers.set_seed(mixed_seed({s.options.reproducible.seed, step, static_cast<uint64_t>(shard)}));
       const at::Tensor value = s.with_copies([&] { return loss(shard); });
       if (!value.defined() || value.numel() != 1 || !value.requires_grad())
         throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",

@@ -96,8 +96,7 @@ std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::Na
     if (kept_at[i] != kNowhere) phase_->copies.push_back((*used_)[i]);
   const auto copy_instead = [&](size_t index) {
     return [index, phase = phase_, dtype = kept[index].tensor.scalar_type()](const at::Tensor& tensor) {
-      const bool uses_copy = tensor.scalar_type() == dtype && phase->is_time();
-      return uses_copy ? parallel::view_of_copy(tensor, phase->copies[index]) : at::Tensor();
+      return phase->instead_of(tensor, dtype, phase->copies[index]);
     };
   };
   kept_ = std::make_unique<SharedTensors>(kept, SharedTensors::Setup{.owners = kept_owners,

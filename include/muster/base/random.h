@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-namespace muster::data {
+namespace muster {
 
 class SplitMix64 {
  public:
@@ -33,4 +33,4 @@ inline uint64_t mixed_seed(std::initializer_list<uint64_t> numbers) {
   return seed;
 }
 
-}  // namespace muster::data
+}  // namespace muster
