@@ -50,6 +50,7 @@ int terminal_rows();
 int blackbox_command(std::vector<std::string> words);  // blackbox.cpp
 int secret_command(std::vector<std::string> words);    // secret.cpp
 int doctor_command(std::vector<std::string> words);    // doctor.cpp
+int ledger_command(std::vector<std::string> words);    // ledger.cpp
 int ps_command(std::vector<std::string> words);        // ps.cpp
 int top_command(std::vector<std::string> words);       // top.cpp
 

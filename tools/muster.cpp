@@ -244,6 +244,7 @@ constexpr Subcommand kSubcommands[] = {
     {"run", "starts a program as the ranks of one job on this host", run_command},
     {"blackbox", "prints what the ranks of a job did last, and who waits for whom", muster::tools::blackbox_command},
     {"secret", "makes the secret that the hosts of a job share", muster::tools::secret_command},
+    {"ledger", "proves that every sample of a training counts once", muster::tools::ledger_command},
     {"ps", "lists the jobs of this user on this host", muster::tools::ps_command},
     {"top", "shows what the ranks of a job do: step, speed, time in communication, memory", muster::tools::top_command},
     {"doctor", "checks this machine, and says what to change for a job", muster::tools::doctor_command},

@@ -19,6 +19,7 @@
 #include "muster/comm/world.h"
 #include "muster/data/bucket_sampler.h"
 #include "muster/data/even_batches.h"
+#include "muster/data/ledger.h"
 #include "muster/data/prefetch_loader.h"
 #include "muster/data/sampler.h"
 #include "muster/data/sharded_source.h"

@@ -10,6 +10,7 @@
 #include <memory>
 #include <set>
 
+#include "launch/ledger.h"
 #include "multiprocess/job_test.h"
 
 namespace muster::test {
@@ -30,12 +31,21 @@ struct Training {
   std::multiset<std::string> parameters;       // their checksums, of all ranks
 };
 
+// Whatever ranks were killed, the samples of three epochs have entered the steps that count, each once.
+void expect_exactly_once(const std::string& ledger) {
+  const auto check = launch::check_ledger({ledger}, {.epochs = 3});
+  EXPECT_TRUE(check.is_exactly_once) << check.words;
+}
+
 Training train(int ranks, const Words& deaths, const Words& options = {"--max-restarts", "9"}) {
   Words command{kMusterCommand, "run", "-n", std::to_string(ranks)};
   command.insert(command.end(), options.begin(), options.end());
   command.insert(command.end(), {kElasticProgram, std::to_string(kSteps)});
   command.insert(command.end(), deaths.begin(), deaths.end());
-  Process job(command);
+  const auto ledger = std::filesystem::temp_directory_path() / text("muster-elastic-ledger-", ::getpid());
+  Process::Options process;
+  process.env = {"ELASTIC_LEDGER=" + ledger.string()};
+  Process job(command, process);
   Training training;
   training.status = job.finish(patience());
   training.err = job.err;
@@ -48,6 +58,8 @@ Training train(int ranks, const Words& deaths, const Words& options = {"--max-re
     training.buffers[rank] = words.substr(buffers, after - buffers);
   }
   EXPECT_THAT(processes_left(patience()), IsEmpty());
+  if (training.status == 0) expect_exactly_once(ledger);
+  std::filesystem::remove(ledger);
   return training;
 }
 
@@ -103,7 +115,8 @@ class ElasticSnapshot : public JobFolderTest {
   std::unique_ptr<Process> start(const Words& options, Words deaths) {
     deaths.insert(deaths.begin(), {kElasticProgram, std::to_string(kSteps)});
     Process::Options process;
-    process.env = {"ELASTIC_SNAPSHOT=" + path("snapshots"), "ELASTIC_GO=" + path("go")};
+    process.env = {"ELASTIC_SNAPSHOT=" + path("snapshots"), "ELASTIC_GO=" + path("go"),
+                   "ELASTIC_LEDGER=" + path("ledger")};
     return std::make_unique<Process>(run_program(options, deaths), process);
   }
   static std::string parameters(const std::string& out) {
@@ -131,6 +144,7 @@ TEST_F(ElasticSnapshot, RanksOfWhichNoneIsLeftGoOnFromTheLastOne) {
   EXPECT_EQ(job->finish(), 0) << job->err;
   EXPECT_THAT(job->out, HasSubstr("rank 0 of 2 from step 6"));
   EXPECT_EQ(parameters(job->out), undisturbed());
+  expect_exactly_once(path("ledger"));
 }
 
 TEST_F(ElasticSnapshot, SoDoesAJobThatStartsAgainAsAWhole) {
@@ -138,6 +152,7 @@ TEST_F(ElasticSnapshot, SoDoesAJobThatStartsAgainAsAWhole) {
   EXPECT_EQ(job->finish(), 0) << job->err;
   EXPECT_THAT(job->err, HasSubstr("the job starts again (1 of 1)"));
   EXPECT_THAT(job->out, HasSubstr("rank 0 of 1 from step 6"));
+  expect_exactly_once(path("ledger"));
 }
 
 TEST_F(ElasticSnapshot, SoDoesTheNextJobAlsoWithAnotherNumberOfRanks) {
@@ -148,6 +163,7 @@ TEST_F(ElasticSnapshot, SoDoesTheNextJobAlsoWithAnotherNumberOfRanks) {
   EXPECT_EQ(second->finish(), 0) << second->err;
   EXPECT_THAT(second->out, HasSubstr("rank 1 of 2 from step 7"));
   EXPECT_EQ(parameters(second->out), undisturbed());
+  expect_exactly_once(path("ledger"));
   const auto again = start({"-n", "1"}, {});
   EXPECT_EQ(again->finish(), 0) << again->err;
   EXPECT_THAT(again->out, AllOf(Not(HasSubstr("loss")), HasSubstr(undisturbed()))) << "it was finished";
@@ -156,6 +172,7 @@ TEST_F(ElasticSnapshot, SoDoesTheNextJobAlsoWithAnotherNumberOfRanks) {
   const auto three = start({"-n", "3"}, {});
   EXPECT_EQ(three->finish(), 0) << three->err;
   EXPECT_THAT(three->out, HasSubstr("rank 2 of 3 from step 7"));
+  expect_exactly_once(path("ledger"));
 }
 
 TEST_F(ElasticSnapshot, ARankThatIsReplacedTakesTheStateOfOneThatLives) {

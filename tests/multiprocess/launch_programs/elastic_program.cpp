@@ -9,7 +9,8 @@
 // how often this process began an epoch, and each time the rank and world size that it has there.
 //
 // ELASTIC_BACKEND: the World's. ELASTIC_SNAPSHOT: a folder for a snapshot every three steps. ELASTIC_SAME: all ranks
-// have the same data, so that losses do not depend on how many there are.
+// have the same data, so that losses do not depend on how many there are. ELASTIC_LEDGER: which samples enter which step, of
+// an epoch of 96 samples in four steps. The training itself does not use them.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
@@ -28,6 +29,8 @@
 #include <string_view>
 
 #include "muster/checkpoint/stop_signal.h"
+#include "muster/data/ledger.h"
+#include "muster/data/sampler.h"
 #include "muster/parallel/ddp.h"
 #include "muster/train/elastic.h"
 
@@ -43,6 +46,8 @@ struct Net : torch::nn::Module {
   torch::nn::Linear in{8, 16}, out{16, 1};
   torch::nn::BatchNorm1d norm{16};
 };
+
+constexpr int64_t kEpoch = 4, kBatch = 24;  // steps; samples of all ranks
 
 uint64_t checksum(const std::vector<at::Tensor>& tensors) {
   uint64_t hash = 1469598103934665603u;
@@ -106,13 +111,23 @@ int main(int argc, char** argv) {
     hold("setup-hold");
     hold("setup-hold-told");
     const auto ddp = std::make_shared<muster::DistributedDataParallel<Net>>(net);
-    return [&, ddp, die, hold, fail] {
+    std::shared_ptr<muster::Ledger> ledger;
+    if (const char* file = std::getenv("ELASTIC_LEDGER"))
+      ledger = std::make_shared<muster::Ledger>(
+          file, muster::LedgerOptions{.dataset_size = kEpoch * kBatch, .steps = state.step()});
+    return [&, ddp, ledger, die, hold, fail] {
       die("before");
       hold("hold");
       hold("hold-told");
       fail();
       torch::manual_seed(static_cast<uint64_t>(state.step() * 1000 + (same ? 0 : world.rank())));
       const auto x = torch::randn({32, 8}), y = x.sum(1, true);
+      if (ledger) {
+        muster::DistributedSampler sampler(kEpoch * kBatch);
+        const auto share = static_cast<size_t>(kBatch / world.world_size());
+        sampler.seek(state.step() / kEpoch, static_cast<size_t>(state.step() % kEpoch) * share);
+        ledger->enter(sampler.epoch(), sampler.next(share).value());
+      }
       sgd.zero_grad();
       const auto out = ddp->forward(x);
       die("forward");
@@ -121,6 +136,7 @@ int main(int argc, char** argv) {
       die("between");
       sgd.step();
       die("after");
+      if (ledger) ledger->step();
       if (world.rank() == 0) std::printf("step %ld loss %.9g\n", static_cast<long>(state.step()), loss.item<double>());
       std::fflush(stdout);
       const bool more = state.step() + 1 < steps;
