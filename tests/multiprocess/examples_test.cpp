@@ -144,6 +144,23 @@ TEST(Examples, ParallelFewerBytes) {
   std::remove(picture.c_str());
 }
 
+TEST(Examples, ParallelResnet) {
+  const std::vector<std::string> options{"--pictures", "512", "--width", "8"};
+  const auto [first, last] = learned("parallel_resnet", 2, "loss", options);
+  const auto [first_alone, last_alone] = learned("parallel_resnet", 1, "loss", options);
+  EXPECT_NEAR(first, first_alone, 1e-3);
+  EXPECT_NEAR(last, last_alone, 0.1);
+  EXPECT_LT(last, 0.5 * first);
+  // Three starts, each of which goes on where the one before it ended.
+  const std::string folder = text(testing::TempDir(), "/resnet.", ::getpid());
+  for (const char* epochs : {"1", "2", "3"})
+    lines_of("parallel_resnet", 2, {"--pictures", "130", "--width", "4", "--epochs", epochs, "--folder", folder});
+  Process check({kMusterCommand, "ledger", "check", folder + "/ledger", "--epochs", "3"});
+  EXPECT_EQ(check.finish(), 0) << check.out;
+  EXPECT_NE(check.out.find("every sample counts once"), std::string::npos) << check.out;
+  std::filesystem::remove_all(folder);
+}
+
 TEST(Examples, AutogradParameterServer) {
   const std::string curve = text(testing::TempDir(), "/updates.", ::getpid(), ".svg");
   const auto lines = lines_of("autograd_parameter_server", 3, {"--steps", "60", "--curve", curve});
