@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
-    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,zero,slow_link,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,meta,fsdp,hosts,limit,fault,idle,memory,copy]
+    bench/run.py --build build/release [--json FILE] [--only all_reduce,messages,others,ddp,zero,slow_link,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,optimizers,meta,fsdp,hosts,limit,fault,idle,memory,copy]
                  [--ranks 2] [--rounds 3]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
@@ -419,6 +419,15 @@ class Bench:
             yield from self.rows(self.command("torchrun", str(HERE / "peers" / "optim_torch.py"), ranks=3))
         return self.best_rows(commands)
 
+    def optimizers(self):
+        """A step of an optimizer over 25 million parameters, on one thread and on two: Muster's, libtorch's C++ and Python's."""
+        def commands():
+            for threads in ("1", "2"):
+                peer = self.command("torchrun") and [sys.executable, str(HERE / "peers" / "optimizers_torch.py"), threads]
+                for command in ([str(self.build / "bench" / "bench_optimizers"), threads], peer):
+                    yield from ({**row, "case": f"{row['case']}, threads {threads}"} for row in self.rows(command))
+        return self.best_rows(commands)
+
     def meta(self):
         """Meta-steps in one process and over two workers, and TorchOpt's."""
         def commands():
@@ -579,6 +588,14 @@ def show_optim(rows):
     table("a step of a distributed optimizer over 3 owners: microseconds", ["case", "muster", "torch", "faster"], lines)
 
 
+def show_optimizers(rows):
+    us = {(row["case"], row["impl"]): row["us"] for row in rows}
+    peers = [impl for impl in ("libtorch", "torch-foreach", "torch-fused") if any(row["impl"] == impl for row in rows)]
+    lines = [[case, f"{us[case, 'muster']:.0f}", *(f"{us[case, peer]:.0f} ({us[case, peer] / us[case, 'muster']:.2f}x)" for peer in peers)]
+             for case in dict.fromkeys(row["case"] for row in rows)]
+    table("a step over 25 million parameters: microseconds, and how much faster Muster is", ["case", "muster", *peers], lines)
+
+
 def show_meta(rows):
     us = {(row["case"], row["impl"]): row["us"] for row in rows if "us" in row}
     lines = []
@@ -626,7 +643,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     show = {"all_reduce": show_collectives, "messages": show_collectives, "others": show_collectives, "ddp": show_ddp, "zero": show_zero, "slow_link": show_slow_link, "sync_batch_norm": show_sync_batch_norm, "fsdp": show_fsdp, "hosts": show_hosts, "limit": show_limit, "launch": show_launch, "pinned": show_pinned, "crowd": show_crowd,
-            "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
+            "recovery": show_recovery, "rpc": show_rpc, "autograd": show_autograd, "optim": show_optim, "optimizers": show_optimizers, "meta": show_meta, "snapshot": show_snapshot, "fault": show_bounds, "idle": show_bounds, "memory": show_bounds, "copy": show_bounds}
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in show]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(show)}")

@@ -26,6 +26,7 @@
 #include "muster/data/stream.h"
 #include "muster/data/weighted_sampler.h"
 #include "muster/parallel/activation_checkpoint.h"
+#include "muster/parallel/averaged_model.h"
 #include "muster/parallel/comm_hooks.h"
 #include "muster/parallel/ddp.h"
 #include "muster/parallel/fsdp.h"

@@ -253,7 +253,7 @@ class OptimizerItem final : public Item {
       if (field == fields.end())
         throw InvalidArgument(text("this optimizer keeps nothing like '", entry.full_name(), "'"), kSameProgram);
       const at::Tensor& parameter = parameters[place->parameter];
-      if (entry.tensor.sizes() != (field->number ? at::IntArrayRef() : parameter.sizes()) ||
+      if (entry.tensor.sizes() != optim::shape_of(*state, *field, parameter) ||
           (field->number && entry.tensor.scalar_type() != at::kLong))
         throw InvalidArgument(text("'", entry.full_name(), "' is ", shape_of(entry.tensor),
                                    " in the snapshot, and its parameter is ", shape_of(parameter)),

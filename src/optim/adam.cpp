@@ -58,28 +58,14 @@ void step_of_adam(const Options& options, bool decoupled, double lr, Tensor& par
 // What one call of the kernel takes: parameters of one dtype whose next step has the same number.
 struct Group {
   std::vector<Tensor> parameters, gradients, averages, squares, most, steps;
-  std::vector<ParameterState*> states;  // states whose step has been counted, but not yet taken
+  StepCounter counter;
 };
-
-// Bumps the versions of tensors that the kernel has written, because the kernel does not. An autograd graph that has
-// saved the old values must notice the change.
-void mark_written(const std::vector<Tensor>& tensors) {
-  for (const Tensor& tensor : tensors)
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
 
 // Adds each item that the kernel can take to a group, and passes the others to alone(), in their order. Then passes the
 // groups to fused(). If something throws, each item has either made its whole step or none of it.
 template <typename Options, typename Items, typename Alone, typename Fused>
 void step_of_all(const Options& options, double lr, Items& items, const Alone& alone, const Fused& fused) {
   std::map<std::pair<at::ScalarType, int64_t>, Group> groups;
-  struct Uncount {
-    decltype(groups)& all;
-    ~Uncount() {
-      for (auto& [key, group] : all)
-        for (ParameterState* const state : group.states) --state->step;
-    }
-  } const uncount{groups};
   for (auto& item : items) {
     const Tensor& parameter = item.parameter;
     const auto kept_fits = [&](const Tensor& kept) { return !kept.defined() || fits(parameter, kept); };
@@ -93,8 +79,7 @@ void step_of_all(const Options& options, double lr, Items& items, const Alone& a
     if (options.amsgrad && !most.defined()) most = at::zeros_like(parameter);
     const int64_t step = item.state->step + 1;  // a parameter that is in the list twice makes two steps
     Group& group = groups[{parameter.scalar_type(), step}];
-    group.states.push_back(item.state);
-    item.state->step = step;
+    group.counter.count(*item.state);
     // One tensor for all parameters, because the kernel only reads it. It is a float, as Python's is.
     group.steps.push_back(group.steps.empty() ? at::scalar_tensor(step, at::kFloat) : group.steps.front());
     group.parameters.push_back(parameter);
@@ -107,7 +92,7 @@ void step_of_all(const Options& options, double lr, Items& items, const Alone& a
     fused(group.parameters, group.gradients, group.averages, group.squares, group.most, group.steps, lr,
           options.betas.first, options.betas.second, options.weight_decay, options.eps, options.amsgrad,
           options.maximize);
-    group.states.clear();
+    group.counter.made();
     for (const auto* written : {&group.parameters, &group.averages, &group.squares, &group.most})
       mark_written(*written);
   }

@@ -1,5 +1,6 @@
 // What all functional optimizers have in common: the table of their state, its names, and the checks.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 
@@ -18,9 +19,7 @@ namespace {
 
 using at::Tensor;
 
-Tensor as_real(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor; }
-
-void check(at::TensorList parameters, at::TensorList gradients, bool sparse) {
+void check_lists(at::TensorList parameters, at::TensorList gradients, bool sparse) {
   if (parameters.size() != gradients.size())
     throw InvalidArgument(text("step() got ", gradients.size(), " gradients for ", parameters.size(), " parameters"),
                           "Pass an undefined tensor for a parameter that has no gradient.");
@@ -40,6 +39,8 @@ void check(at::TensorList parameters, at::TensorList gradients, bool sparse) {
 
 }  // namespace
 
+Tensor as_real(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor; }
+
 FunctionalOptimizer::FunctionalOptimizer(double lr, std::vector<std::string> names)
     : lr_(at_least("lr", lr, 0)), names_(std::move(names)) {
   if (names_.size() > std::tuple_size_v<decltype(ParameterState::kept)>)
@@ -55,23 +56,41 @@ FunctionalOptimizer::Known& FunctionalOptimizer::known(const Tensor& parameter) 
 }
 
 void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradients) {
-  check(parameters, gradients, takes_sparse());
-  const at::NoGradGuard no_grad;
-  const double lr = this->lr();
-  std::vector<Item> items;
-  items.reserve(parameters.size());
+  check_lists(parameters, gradients, takes_sparse());
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (gradients[i].defined()) check(parameters[i]);
+  std::vector<ParameterState*> states(parameters.size());
   {
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < parameters.size(); ++i)
-      if (gradients[i].defined())
-        items.push_back({as_real(parameters[i]), as_real(gradients[i]), &known(parameters[i]).state});
+      if (gradients[i].defined()) states[i] = &known(parameters[i]).state;
   }
-  update_all(lr, items);
+  step_checked(parameters, gradients, states);
+}
+
+void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradients,
+                               const std::vector<ParameterState*>& states) const {
+  check_lists(parameters, gradients, takes_sparse());
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (gradients[i].defined()) check(parameters[i]);
+  step_checked(parameters, gradients, states);
+}
+
+void FunctionalOptimizer::step_checked(at::TensorList parameters, at::TensorList gradients,
+                                       const std::vector<ParameterState*>& states) const {
+  const at::NoGradGuard no_grad;
+  std::vector<Item> items;
+  items.reserve(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (gradients[i].defined()) items.push_back({as_real(parameters[i]), as_real(gradients[i]), states[i]});
+  update_all(lr(), items);
 }
 
 void FunctionalOptimizer::update_all(double lr, std::vector<Item>& items) const {
   for (Item& item : items) update_one(lr, item);
 }
+
+Tensor FunctionalOptimizer::empty_kept(size_t, const Tensor& parameter) const { return at::empty_like(parameter); }
 
 void FunctionalOptimizer::update_one(double lr, Item& item) const {
   ++item.state->step;
@@ -107,7 +126,9 @@ void FunctionalOptimizer::load_state(at::TensorList parameters, const State& sta
                             "A name is the parameter's index, a point, and one of: " + join(names_) +
                                 (names_.empty() ? "step." : ", step."));
     const bool is_step = rest == ".step";
-    const auto expected = is_step ? std::vector<int64_t>{} : as_real(parameters[i]).sizes().vec();
+    const auto index = static_cast<size_t>(which - names_.begin());
+    const Tensor like = is_step ? Tensor() : empty_kept(index, as_real(parameters[i]));
+    const auto expected = is_step ? std::vector<int64_t>{} : like.sizes().vec();
     if (!tensor.defined() || (tensor.sizes() != expected && !(is_step && tensor.numel() == 1)))
       throw InvalidArgument(text("'", name, "' is of shape ", tensor.defined() ? text(tensor.sizes()) : "no tensor",
                                  ", but must be of ", at::IntArrayRef(expected)));
@@ -115,8 +136,7 @@ void FunctionalOptimizer::load_state(at::TensorList parameters, const State& sta
       read[i].step = tensor.to(at::kLong).item<int64_t>();
       with_step.insert(i);
     } else {
-      read[i].kept[static_cast<size_t>(which - names_.begin())] =
-          tensor.to(as_real(parameters[i]).options(), /*non_blocking=*/false, /*copy=*/true);
+      read[i].kept[index] = tensor.to(like.options(), /*non_blocking=*/false, /*copy=*/true);
     }
   }
   for (const auto& [i, one] : read)

@@ -1,11 +1,25 @@
-// SGD, Adagrad, Adadelta, RMSprop, Rprop. Source: torch/optim/sgd.py and so on. The order of the operations is theirs,
-// so that the results are equal to the bit.
+// SGD, ASGD, Adagrad, Adadelta, RMSprop, Rprop. Source: torch/optim/sgd.py and so on. The order of the operations is
+// theirs, so that the results are equal to the bit. If libtorch's fused kernels can take the tensors of SGD and Adagrad, the
+// results are those of fused=True.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_fused_adagrad.h>
+#include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
 #include "muster/optim/functional_optimizer.h"
+#include "optim/fused.h"
 #include "optim/options.h"
 
 namespace muster::optim {
@@ -30,6 +44,10 @@ AdagradOptions checked(AdagradOptions options) {
 AdadeltaOptions checked(AdadeltaOptions options) {
   require(options.rho >= 0 && options.rho <= 1, "rho", options.rho, "from 0 to 1");
   at_least("eps", options.eps, 0);
+  at_least("weight_decay", options.weight_decay, 0);
+  return options;
+}
+ASGDOptions checked(ASGDOptions options) {
   at_least("weight_decay", options.weight_decay, 0);
   return options;
 }
@@ -75,6 +93,69 @@ void SGD::update(double lr, Tensor& parameter, const Tensor& given, ParameterSta
   parameter.add_(gradient, -lr);
 }
 
+void SGD::update_all(double lr, std::vector<Item>& items) const {
+  struct Group {
+    std::vector<Tensor> parameters, gradients, buffers;
+    std::vector<ParameterState*> states;
+    StepCounter counter;
+  };
+  using Key = std::pair<at::ScalarType, bool>;  // whether buffers exist already
+  std::map<Key, Group> groups;
+  std::unordered_set<const ParameterState*> first;  // whose buffers are about to be made
+  const auto step_groups = [&] {
+    for (auto& [key, group] : groups) {
+      at::_fused_sgd_(group.parameters, group.gradients, group.buffers, options_.weight_decay, options_.momentum, lr,
+                      options_.dampening, options_.nesterov, options_.maximize, /*is_first_step=*/!key.second);
+      group.counter.made();
+      for (const auto* written : {&group.parameters, &group.buffers}) mark_written(*written);
+      for (size_t i = 0; i < group.buffers.size(); ++i) group.states[i]->kept[0] = group.buffers[i];
+    }
+    groups.clear();
+    first.clear();
+  };
+  for (Item& item : items) {
+    if (first.contains(item.state)) step_groups();  // it is in the list twice
+    const Tensor& parameter = item.parameter;
+    const Tensor& buffer = item.state->kept[0];
+    if (!fusible(parameter, item.gradient) || (buffer.defined() && !fits(parameter, buffer))) {
+      update_one(lr, item);
+      continue;
+    }
+    const bool has_momentum = options_.momentum != 0;
+    if (has_momentum && !buffer.defined()) first.insert(item.state);
+    Group& group = groups[{parameter.scalar_type(), !has_momentum || buffer.defined()}];
+    group.parameters.push_back(parameter);
+    group.gradients.push_back(item.gradient);
+    if (has_momentum) group.buffers.push_back(buffer.defined() ? buffer : at::empty_like(parameter));
+    group.states.push_back(item.state);
+    group.counter.count(*item.state);
+  }
+  step_groups();
+}
+
+// `ax`, an average of the parameters from step t0 on, is what the optimizer gives in the end.
+ASGD::ASGD(Options options) : FunctionalOptimizer(options.lr, {"ax", "eta", "mu"}), options_(checked(options)) {}
+void ASGD::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
+  auto& [average, eta, mu] = state.kept;
+  if (!average.defined()) average = at::zeros_like(parameter);
+  if (!eta.defined()) eta = at::scalar_tensor(lr, at::kFloat);
+  if (!mu.defined()) mu = at::scalar_tensor(1, at::kFloat);
+  const Tensor gradient = downhill(given, options_.maximize, options_.weight_decay, parameter);
+  const double rate = eta.item<double>();
+  parameter.mul_(1 - options_.lambd * rate);
+  parameter.add_(gradient, -rate);
+  if (mu.item<double>() == 1)
+    average.copy_(parameter);
+  else
+    average.add_(parameter.sub(average).mul_(mu));
+  const auto step = static_cast<double>(state.step);
+  eta.fill_(lr / std::pow(1 + options_.lambd * lr * step, options_.alpha));
+  mu.fill_(1 / std::max(1.0, step - options_.t0));
+}
+Tensor ASGD::empty_kept(size_t index, const Tensor& parameter) const {
+  return index == 0 ? at::empty_like(parameter) : at::empty({}, at::kFloat);
+}
+
 Adagrad::Adagrad(Options options) : FunctionalOptimizer(options.lr, {"sum"}), options_(checked(options)) {}
 void Adagrad::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
   Tensor& sum = state.kept[0];
@@ -93,6 +174,35 @@ void Adagrad::update(double lr, Tensor& parameter, const Tensor& given, Paramete
   sum.add_(sparse(values.pow(2)));
   const Tensor roots = sum.sparse_mask(gradient)._values().sqrt().add_(options_.eps);
   parameter.add_(sparse(values / roots), -now);
+}
+
+void Adagrad::update_all(double lr, std::vector<Item>& items) const {
+  struct Group {
+    std::vector<Tensor> parameters, gradients, sums, steps;
+    StepCounter counter;
+  };
+  std::map<std::pair<at::ScalarType, int64_t>, Group> groups;
+  for (Item& item : items) {
+    Tensor& sum = item.state->kept[0];
+    if (!fusible(item.parameter, item.gradient) || (sum.defined() && !fits(item.parameter, sum))) {
+      update_one(lr, item);
+      continue;
+    }
+    if (!sum.defined()) sum = at::full_like(item.parameter, options_.initial_accumulator_value);
+    const int64_t step = item.state->step + 1;
+    Group& group = groups[{item.parameter.scalar_type(), step}];
+    group.parameters.push_back(item.parameter);
+    group.gradients.push_back(item.gradient);
+    group.sums.push_back(sum);
+    group.steps.push_back(group.steps.empty() ? at::scalar_tensor(step, at::kFloat) : group.steps.front());
+    group.counter.count(*item.state);
+  }
+  for (auto& [key, group] : groups) {
+    at::_fused_adagrad_(group.parameters, group.gradients, group.sums, group.steps, lr, options_.lr_decay,
+                        options_.weight_decay, options_.eps, options_.maximize);
+    group.counter.made();
+    for (const auto* written : {&group.parameters, &group.sums}) mark_written(*written);
+  }
 }
 
 Adadelta::Adadelta(Options options)

@@ -6,10 +6,30 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <type_traits>
+
+#include "muster/optim/optimizers.h"
+
 namespace muster::optim {
 namespace {
 
 namespace of_torch = torch::optim;  // this namespace has names as SGD and Adam of its own
+
+// Of the optimizers of optimizers.h.
+template <typename... Classes>
+State new_kept_state(const std::type_info& type) {
+  State state;
+  const auto make = [&]<typename O>(std::type_identity<TorchOptimizer<O>>) {
+    if (type == typeid(TorchOptimizer<O>)) state = std::make_unique<KeptStateOf<O>>();
+  };
+  (make(std::type_identity<Classes>()), ...);
+  return state;
+}
+
+template <typename Options>
+const Options& options_of(const torch::optim::OptimizerParamGroup& group) {
+  return static_cast<const GroupOptions<Options>&>(group.options()).values;
+}
 
 }  // namespace
 
@@ -19,7 +39,9 @@ State new_state_for(const std::type_info& type) {
   if (type == typeid(of_torch::AdamW)) return std::make_unique<of_torch::AdamWParamState>();
   if (type == typeid(of_torch::RMSprop)) return std::make_unique<of_torch::RMSpropParamState>();
   if (type == typeid(of_torch::Adagrad)) return std::make_unique<of_torch::AdagradParamState>();
-  return nullptr;
+  return new_kept_state<muster::SGD, muster::ASGD, muster::Adagrad, muster::Adadelta, muster::Adafactor, muster::Adam,
+                        muster::AdamW, muster::Adamax, muster::Muon, muster::NAdam, muster::RAdam, muster::RMSprop,
+                        muster::Rprop>(type);
 }
 
 std::vector<Field> fields_of(torch::optim::OptimizerParamState& state) {
@@ -40,7 +62,21 @@ std::vector<Field> fields_of(torch::optim::OptimizerParamState& state) {
             {"grad_avg", &of->grad_avg()}};
   if (auto* const of = dynamic_cast<of_torch::AdagradParamState*>(&state))
     return {{"step", nullptr, &of->step()}, {"sum", &of->sum()}};
-  return {};
+  std::vector<Field> fields;
+  if (auto* const of = dynamic_cast<KeptState*>(&state)) {
+    fields.push_back({"step", nullptr, &of->values.step});
+    for (size_t i = 0; i < of->names().size(); ++i) fields.push_back({of->names()[i], &of->values.kept[i]});
+  }
+  return fields;
+}
+
+std::vector<int64_t> shape_of(torch::optim::OptimizerParamState& state, const Field& field,
+                              const at::Tensor& parameter) {
+  if (field.number) return {};
+  if (const auto* const of = dynamic_cast<KeptState*>(&state))
+    for (size_t i = 0; i < of->names().size(); ++i)
+      if (of->names()[i] == field.name) return of->empty_kept(i, as_real(parameter)).sizes().vec();
+  return parameter.sizes().vec();
 }
 
 std::vector<std::string_view> zeros_of_first_step(const std::type_info& type,
@@ -52,6 +88,8 @@ std::vector<std::string_view> zeros_of_first_step(const std::type_info& type,
   if (type == typeid(of_torch::Adam)) return adam(static_cast<const of_torch::AdamOptions&>(group.options()).amsgrad());
   if (type == typeid(of_torch::AdamW))
     return adam(static_cast<const of_torch::AdamWOptions&>(group.options()).amsgrad());
+  if (type == typeid(muster::Adam)) return adam(options_of<AdamOptions>(group).amsgrad);
+  if (type == typeid(muster::AdamW)) return adam(options_of<AdamWOptions>(group).amsgrad);
   if (type != typeid(of_torch::RMSprop)) return {};
   const auto& options = static_cast<const of_torch::RMSpropOptions&>(group.options());
   std::vector<std::string_view> fields = {"square_avg"};

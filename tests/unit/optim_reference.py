@@ -18,8 +18,11 @@ def main():
     for line in sys.stdin:
         dtype, what, schedule = line.strip().split("|")
         dtype = getattr(torch, dtype)
-        parameters = [torch.linspace(-1, 2, n, dtype=torch.double).to(dtype).requires_grad_() for n in (7, 33)]
         name, _, arguments = what.partition("(")
+        shapes = [(1, 7) if name == "Muon" else (7,), (3, 11)]
+        parameters = [torch.linspace(-1, 2, torch.Size(shape).numel(), dtype=torch.double).to(dtype).view(shape).requires_grad_() for shape in shapes]
+        if name in ("SGD", "Adagrad", "Adam", "AdamW"):
+            arguments = "fused=True, " + arguments
         optimizer = eval(f"torch.optim.{name}(parameters, {arguments}")
         scheduler = eval(f"lr_scheduler.{schedule}") if schedule else None
         numbers = []
@@ -33,7 +36,7 @@ def main():
                 numbers.append(optimizer.param_groups[0]["lr"])
             if step % 10 == 9:
                 for parameter in parameters:
-                    numbers += parameter.tolist()
+                    numbers += parameter.flatten().tolist()
         print(" ".join(repr(number) for number in numbers), flush=True)
 
 

@@ -1,22 +1,59 @@
-// Schedules of the learning rate, for everything that has lr() and set_lr(): functional optimizers here, and
-// DistributedOptimizer, where the new rate is that of the next step on all owners.
+// Schedules of the learning rate: those of torch.optim.lr_scheduler.
 //
-//   optim::CosineAnnealingLR schedule(adam, 100);     // from adam's present rate down to 0 in 100 epochs
-//   for (…) { …; schedule.step(); }
+//   optim::OneCycleLR schedule(sgd, {.max_lr = 0.4, .total_steps = epochs * steps_per_epoch});
+//   for (…) { …; sgd.step(); schedule.step(); }
 //
-// The rates are those of torch.optim.lr_scheduler: each is a function of the first rate and the epoch. So step(epoch)
-// may take any epoch, and a training that is resumed calls schedule.step(epochs_done).
+// They take a torch::optim::Optimizer (libtorch's, or those of optimizers.h), and set the rates of all its groups; and
+// everything that has lr() and set_lr(): functional optimizers, and DistributedOptimizer, where the new rate is that of the
+// next step on all owners.
 //
-// Errors: InvalidArgument for options out of their range, and those of set_lr(). Thread-safety: none; the optimizer
-// must outlive its schedule.
-// Source: torch.optim.lr_scheduler.
+// A rate is a function of the group's first rate, which it has when the schedule is made, and of the epoch. An *epoch* is what
+// you count: epochs, steps, or samples. step() goes on by one; step(epoch) may take any epoch. So count what does not depend on
+// the number of ranks, such as the samples of all ranks, and the schedule does not depend on it either:
+//
+//   optim::CosineAnnealingLR schedule(sgd, total_samples);
+//   …
+//   schedule.step(samples_seen);   // of all ranks
+//
+// Rates are composed as functions, before they are given an optimizer: five epochs of warm-up, then half a cosine.
+//
+//   optim::SequentialLR schedule(sgd, {optim::rates::linear(0.1, 1, 5), optim::rates::cosine_annealing(95, 0)}, {5});
+//
+// save() and load() store the epoch and the first rates; a Snapshot takes a schedule. Or call step(epochs_done).
+//
+// Errors: InvalidArgument for options out of their range, and those of set_lr(). Thread-safety: none; the optimizer must
+// outlive its schedule, and must not get new groups. Source: torch.optim.lr_scheduler, torch.optim.swa_utils.SWALR.
 #pragma once
 
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
 #include <cstdint>
 #include <functional>
+#include <limits>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace muster::optim {
+
+// The rates of an optimizer, one for each group.
+struct ScheduledRates {
+  std::function<std::vector<double>()> get;
+  std::function<void(const std::vector<double>&)> set;
+  std::function<bool(double)> set_momentum;  // of all groups: momentum, or the first of betas. False if there is none
+};
+ScheduledRates rates_of(torch::optim::Optimizer& optimizer);
+template <typename O>
+ScheduledRates rates_of(O& optimizer) {
+  if constexpr (std::derived_from<O, torch::optim::Optimizer>) {
+    return rates_of(static_cast<torch::optim::Optimizer&>(optimizer));
+  } else {
+    return {.get = [&optimizer] { return std::vector<double>{optimizer.lr()}; },
+            .set = [&optimizer](const std::vector<double>& lrs) { optimizer.set_lr(lrs.at(0)); },
+            .set_momentum = [](double) { return false; }};
+  }
+}
 
 // A schedule from any function of the first rate and the epoch.
 class LRScheduler {
@@ -24,33 +61,55 @@ class LRScheduler {
   using Rate = std::function<double(double first, int64_t epoch)>;
 
   template <typename O>
-  LRScheduler(O& optimizer, Rate rate)
-      : LRScheduler(
-            optimizer.lr(), [&optimizer](double lr) { optimizer.set_lr(lr); }, std::move(rate)) {}
+  LRScheduler(O& optimizer, Rate rate) : LRScheduler(rates_of(optimizer), {std::move(rate)}) {}
 
   void step() { step(epoch_ + 1); }
   void step(int64_t epoch);
   int64_t last_epoch() const { return epoch_; }
-  double last_lr() const { return rate_(first_, epoch_); }
+  double last_lr() const { return last_lrs().front(); }  // of the first group
+  std::vector<double> last_lrs() const;
+
+  void save(torch::serialize::OutputArchive& archive) const;
+  // CorruptError if the archive does not hold a schedule; InvalidArgument if that has another number of groups.
+  void load(torch::serialize::InputArchive& archive);
+
+ protected:
+  using Momentum = std::function<double(int64_t epoch)>;
+  // `rates`: one for each group, or one for all.
+  LRScheduler(ScheduledRates of, std::vector<Rate> rates, Momentum momentum = {});
 
  private:
-  LRScheduler(double first, std::function<void(double)> set, Rate rate);
-
-  double first_;
-  std::function<void(double)> set_;
-  Rate rate_;
+  ScheduledRates of_;
+  std::vector<double> firsts_;
+  std::vector<Rate> rates_;
+  Momentum momentum_;
   int64_t epoch_ = 0;
 };
 
 namespace rates {
-LRScheduler::Rate step(int64_t step_size, double gamma);
-LRScheduler::Rate multi_step(std::vector<int64_t> milestones, double gamma);
-LRScheduler::Rate exponential(double gamma);
-LRScheduler::Rate lambda(std::function<double(int64_t)> factor);
-LRScheduler::Rate cosine_annealing(int64_t t_max, double eta_min);
-LRScheduler::Rate linear(double start_factor, double end_factor, int64_t total_iters);
+using Rate = LRScheduler::Rate;
+Rate constant(double factor, int64_t total_iters);
+Rate step(int64_t step_size, double gamma);
+Rate multi_step(std::vector<int64_t> milestones, double gamma);
+Rate exponential(double gamma);
+Rate lambda(std::function<double(int64_t)> factor);
+Rate multiplicative(std::function<double(int64_t)> factor);  // of the rate before
+Rate cosine_annealing(int64_t t_max, double eta_min);
+Rate cosine_annealing_warm_restarts(int64_t t_0, int64_t t_mult, double eta_min);
+Rate linear(double start_factor, double end_factor, int64_t total_iters);
+Rate polynomial(int64_t total_iters, double power);
+Rate swa(double swa_lr, int64_t anneal_epochs, bool cosine);
+// The first rate up to the first milestone, the next one from there on, from its own epoch 0, and so on.
+Rate sequential(std::vector<Rate> rates, std::vector<int64_t> milestones);
+// The product of the factors that each makes of the first rate.
+Rate chained(std::vector<Rate> rates);
 }  // namespace rates
 
+struct ConstantLR : LRScheduler {  // a smaller rate for the first total_iters epochs
+  template <typename O>
+  explicit ConstantLR(O& optimizer, double factor = 1.0 / 3, int64_t total_iters = 5)
+      : LRScheduler(optimizer, rates::constant(factor, total_iters)) {}
+};
 struct StepLR : LRScheduler {  // multiplies by gamma every step_size epochs
   template <typename O>
   StepLR(O& optimizer, int64_t step_size, double gamma = 0.1) : LRScheduler(optimizer, rates::step(step_size, gamma)) {}
@@ -69,15 +128,117 @@ struct LambdaLR : LRScheduler {  // the first rate times factor(epoch)
   LambdaLR(O& optimizer, std::function<double(int64_t)> factor)
       : LRScheduler(optimizer, rates::lambda(std::move(factor))) {}
 };
+struct MultiplicativeLR : LRScheduler {  // the rate before times factor(epoch)
+  template <typename O>
+  MultiplicativeLR(O& optimizer, std::function<double(int64_t)> factor)
+      : LRScheduler(optimizer, rates::multiplicative(std::move(factor))) {}
+};
 struct CosineAnnealingLR : LRScheduler {  // half a cosine down to eta_min in t_max epochs, and then up again
   template <typename O>
   CosineAnnealingLR(O& optimizer, int64_t t_max, double eta_min = 0)
       : LRScheduler(optimizer, rates::cosine_annealing(t_max, eta_min)) {}
 };
+// Half a cosine down to eta_min in t_0 epochs, then again from the first rate in t_0 * t_mult, and so on.
+struct CosineAnnealingWarmRestarts : LRScheduler {
+  template <typename O>
+  CosineAnnealingWarmRestarts(O& optimizer, int64_t t_0, int64_t t_mult = 1, double eta_min = 0)
+      : LRScheduler(optimizer, rates::cosine_annealing_warm_restarts(t_0, t_mult, eta_min)) {}
+};
 struct LinearLR : LRScheduler {  // a warm-up: from start_factor to end_factor of the first rate
   template <typename O>
-  LinearLR(O& optimizer, double start_factor = 1.0 / 3, double end_factor = 1, int64_t total_iters = 5)
+  explicit LinearLR(O& optimizer, double start_factor = 1.0 / 3, double end_factor = 1, int64_t total_iters = 5)
       : LRScheduler(optimizer, rates::linear(start_factor, end_factor, total_iters)) {}
+};
+struct PolynomialLR : LRScheduler {  // down to 0 in total_iters epochs
+  template <typename O>
+  explicit PolynomialLR(O& optimizer, int64_t total_iters = 5, double power = 1)
+      : LRScheduler(optimizer, rates::polynomial(total_iters, power)) {}
+};
+struct SWALR : LRScheduler {  // from the first rate to swa_lr in anneal_epochs, for AveragedModel
+  template <typename O>
+  SWALR(O& optimizer, double swa_lr, int64_t anneal_epochs = 10, bool cosine = true)
+      : LRScheduler(optimizer, rates::swa(swa_lr, anneal_epochs, cosine)) {}
+};
+struct SequentialLR : LRScheduler {
+  template <typename O>
+  SequentialLR(O& optimizer, std::vector<Rate> rates, std::vector<int64_t> milestones)
+      : LRScheduler(optimizer, rates::sequential(std::move(rates), std::move(milestones))) {}
+};
+struct ChainedScheduler : LRScheduler {
+  template <typename O>
+  ChainedScheduler(O& optimizer, std::vector<Rate> rates) : LRScheduler(optimizer, rates::chained(std::move(rates))) {}
+};
+
+struct OneCycleLROptions {
+  double max_lr = 0;            // of all groups
+  std::vector<double> max_lrs;  // or of each
+  int64_t total_steps = 0;      // 1 or more; step() may not be called more often
+  double pct_start = 0.3;       // of the steps: while the rate rises
+  bool cosine = true;           // false: linear
+  bool cycle_momentum = true;   // momentum, or the first of betas, falls while the rate rises
+  double base_momentum = 0.85, max_momentum = 0.95;
+  double div_factor = 25;         // the first rate is max_lr / div_factor
+  double final_div_factor = 1e4;  // the last rate is the first / final_div_factor
+  bool three_phase = false;       // fall as the rate has risen, then to the last rate
+};
+class OneCycleLR : public LRScheduler {
+ public:
+  template <typename O>
+  OneCycleLR(O& optimizer, const OneCycleLROptions& options) : OneCycleLR(rates_of(optimizer), options) {}
+
+ private:
+  OneCycleLR(const ScheduledRates& of, const OneCycleLROptions& options);
+};
+
+struct CyclicLROptions {
+  double base_lr = 0, max_lr = 0;
+  int64_t step_size_up = 2000;
+  std::optional<int64_t> step_size_down;  // default: step_size_up
+  enum class Mode { kTriangular, kTriangular2, kExpRange } mode = Mode::kTriangular;
+  double gamma = 1;  // of kExpRange
+  bool cycle_momentum = true;
+  double base_momentum = 0.8, max_momentum = 0.9;
+};
+class CyclicLR : public LRScheduler {
+ public:
+  template <typename O>
+  CyclicLR(O& optimizer, const CyclicLROptions& options) : CyclicLR(rates_of(optimizer), options) {}
+
+ private:
+  CyclicLR(const ScheduledRates& of, const CyclicLROptions& options);
+};
+
+struct ReduceLROnPlateauOptions {
+  bool maximize = false;  // whether a larger metric is better
+  double factor = 0.1;
+  int64_t patience = 10;          // epochs without improvement that are waited out
+  double threshold = 1e-4;        // by which a metric must be better
+  bool relative = true;           // threshold is a part of the best metric; false: a difference
+  int64_t cooldown = 0;           // epochs after a reduction that do not count
+  double min_lr = 0, eps = 1e-8;  // smaller changes are not made
+};
+// Reduces the rate when a metric has stopped to improve. Give all ranks the same metric.
+class ReduceLROnPlateau {
+ public:
+  template <typename O>
+  explicit ReduceLROnPlateau(O& optimizer, const ReduceLROnPlateauOptions& options = {})
+      : ReduceLROnPlateau(rates_of(optimizer), options) {}
+
+  void step(double metric);
+  double best() const { return best_; }
+  std::vector<double> last_lrs() const { return of_.get(); }
+
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);  // CorruptError if the archive does not hold one
+
+ private:
+  ReduceLROnPlateau(ScheduledRates of, const ReduceLROnPlateauOptions& options);
+  bool is_better(double metric) const;
+
+  ScheduledRates of_;
+  ReduceLROnPlateauOptions options_;
+  double best_;
+  int64_t bad_epochs_ = 0, cooldown_left_ = 0;
 };
 
 }  // namespace muster::optim

@@ -1,0 +1,218 @@
+// Optimizers for training loops: those of Python's torch.optim, as torch::optim::Optimizer.
+//
+//   muster::AdamW adamw(net->parameters(), {.lr = 1e-3, .weight_decay = 0.1});
+//   …
+//   adamw.zero_grad();
+//   loss.backward();
+//   adamw.step();
+//
+// libtorch has six optimizers of its own, whose steps go through memory several times. These here call libtorch's fused
+// kernels (SGD, Adagrad, Adam, AdamW of dense floats and doubles on the CPU), as fused=True does in Python. The others are
+// Adadelta, Adamax, NAdam, RAdam, ASGD, RMSprop, Rprop, Adafactor and Muon. Arithmetic, names and defaults of the options are
+// those of Python. They are the functional optimizers of functional_optimizer.h, which DistributedOptimizer uses as well.
+//
+// Everything that takes a torch::optim::Optimizer takes them: libtorch's schedulers, GradScaler, Snapshot, StateOffload,
+// ZeroRedundancyOptimizer<muster::AdamW>, FullyShardedDataParallel.
+//
+// Groups of parameters with options of their own:
+//
+//   muster::AdamW adamw({muster::AdamW::group(body, {.lr = 1e-4}), muster::AdamW::group(head, {.lr = 1e-3})});
+//   adamw.options(1).weight_decay = 0;
+//
+// Options may change at any time between steps. A state begins with a parameter's first gradient.
+//
+// save() and load() have the archives of libtorch's optimizers. state_dict() has Python's names, for safetensors files that
+// Python reads and writes (docs/optim.md has the lines).
+//
+// Your own: TorchOptimizer<O> of any class O that is derived from FunctionalOptimizer and has O::Options with a field lr; to
+// save it, the Options list their fields as those of functional_optimizer.h do.
+//
+// Errors: InvalidArgument for options out of their range (from step(), if they were changed) and for sparse gradients that
+// are not accepted, before anything has changed. Thread-safety: none; one thread, as torch::optim::Optimizer.
+// Source: torch.optim.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "muster/optim/functional_optimizer.h"
+
+namespace muster {
+namespace optim {
+
+// What is kept for a parameter.
+class KeptState : public torch::optim::OptimizerParamState {
+ public:
+  ParameterState values;
+  virtual const std::vector<std::string>& names() const = 0;  // of values.kept
+  virtual at::Tensor empty_kept(size_t index, const at::Tensor& parameter) const = 0;
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+template <typename O>
+class KeptStateOf final : public KeptState {
+ public:
+  const std::vector<std::string>& names() const override {
+    static const std::vector<std::string> all = O().state_names();
+    return all;
+  }
+  at::Tensor empty_kept(size_t index, const at::Tensor& parameter) const override {
+    return O().empty_kept(index, parameter);
+  }
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
+    return std::make_unique<KeptStateOf>(*this);
+  }
+};
+
+namespace detail {
+using OptionValue = std::vector<double>;  // one number, or those of a pair or an array; a bool is 0 or 1
+void write_option(torch::serialize::OutputArchive& archive, const char* name, const OptionValue& value);
+OptionValue read_option(torch::serialize::InputArchive& archive, const char* name, size_t size);
+
+// Calls fn(name, numbers, set), where set(numbers) changes the option.
+template <typename Options, typename Fn>
+void for_each_option(Options& options, const Fn& fn) {
+  const auto one = [&](const char* name, auto& field) {
+    using Field = std::remove_cvref_t<decltype(field)>;
+    if constexpr (std::is_arithmetic_v<Field>) {
+      fn(name, OptionValue{static_cast<double>(field)},
+         [&](const OptionValue& to) { field = static_cast<Field>(to[0]); });
+    } else {
+      OptionValue value;
+      std::apply([&](const auto&... numbers) { (value.push_back(static_cast<double>(numbers)), ...); }, field);
+      fn(name, value, [&](const OptionValue& to) {
+        size_t i = 0;
+        std::apply(
+            [&](auto&... numbers) { ((numbers = static_cast<std::remove_cvref_t<decltype(numbers)>>(to[i++])), ...); },
+            field);
+      });
+    }
+  };
+  [&]<size_t... kIndices>(std::index_sequence<kIndices...>) {
+    (one(Options::kNames[kIndices], options.*std::get<kIndices>(Options::kFields)), ...);
+  }
+  (std::make_index_sequence<std::tuple_size_v<std::remove_cvref_t<decltype(Options::kFields)>>>());
+}
+}  // namespace detail
+
+// The options of a group of parameters.
+template <typename Values>
+class GroupOptions final : public torch::optim::OptimizerOptions {
+ public:
+  Values values;
+
+  explicit GroupOptions(Values some) : values(std::move(some)) {}
+  explicit GroupOptions(double lr) { values.lr = lr; }
+  std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
+    return std::make_unique<GroupOptions>(*this);
+  }
+  double get_lr() const override { return values.lr; }
+  void set_lr(double lr) override { values.lr = lr; }
+  void serialize(torch::serialize::InputArchive& archive) override {
+    detail::for_each_option(values, [&](const char* name, const detail::OptionValue& now, const auto& set) {
+      set(detail::read_option(archive, name, now.size()));
+    });
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    Values copy = values;
+    detail::for_each_option(copy, [&](const char* name, const detail::OptionValue& value, const auto&) {
+      detail::write_option(archive, name, value);
+    });
+  }
+};
+
+}  // namespace optim
+
+// What the optimizers below have in common.
+class TorchOptimizerBase : public torch::optim::Optimizer {
+ public:
+  // The closure is called once, with gradients enabled, and its loss is returned.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  // Numbers and tensors by Python's names: "state.0.step", "state.0.exp_avg", "param_groups.0.lr"; pairs and arrays have one
+  // dimension. Parameters are counted over all groups. The tensors are copies.
+  std::map<std::string, at::Tensor> state_dict() const;
+  // InvalidArgument, before anything has changed: a name that this optimizer does not have, a tensor of another shape. Numbers of
+  // param_groups may be missing; states that are missing are forgotten.
+  void load_state_dict(const std::map<std::string, at::Tensor>& state);
+
+  // In all groups: `momentum`, or the first of `betas`. False if the options have neither.
+  bool set_momentum(double momentum);
+
+ protected:
+  using torch::optim::Optimizer::Optimizer;
+  // Gets each option, by name, and returns what it becomes.
+  using Exchange = std::function<std::vector<double>(const char* name, std::vector<double> value)>;
+
+ private:
+  virtual std::unique_ptr<optim::FunctionalOptimizer> functional(
+      const torch::optim::OptimizerOptions& options) const = 0;
+  virtual std::unique_ptr<optim::KeptState> new_state() const = 0;
+  virtual void exchange_options(torch::optim::OptimizerOptions& options, const Exchange& exchange) const = 0;
+};
+
+template <typename O>
+class TorchOptimizer : public TorchOptimizerBase {
+ public:
+  using Options = typename O::Options;
+  using OptionsOfGroup = optim::GroupOptions<Options>;
+
+  explicit TorchOptimizer(std::vector<at::Tensor> parameters, Options options = {})
+      : TorchOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(options)) {}
+  // Groups without options of their own get these.
+  explicit TorchOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, Options options = {})
+      : TorchOptimizerBase(groups, std::make_unique<OptionsOfGroup>(O(std::move(options)).options())) {}
+
+  static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> parameters, Options options) {
+    return {std::move(parameters), std::make_unique<OptionsOfGroup>(std::move(options))};
+  }
+  Options& options(size_t group = 0) { return static_cast<OptionsOfGroup&>(param_groups_.at(group).options()).values; }
+
+  void save(torch::serialize::OutputArchive& archive) const override {
+    torch::optim::serialize<optim::KeptStateOf<O>, OptionsOfGroup>(archive, *this);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    torch::optim::serialize<optim::KeptStateOf<O>, OptionsOfGroup>(archive, *this);
+  }
+
+ private:
+  std::unique_ptr<optim::FunctionalOptimizer> functional(const torch::optim::OptimizerOptions& options) const override {
+    return std::make_unique<O>(static_cast<const OptionsOfGroup&>(options).values);
+  }
+  std::unique_ptr<optim::KeptState> new_state() const override { return std::make_unique<optim::KeptStateOf<O>>(); }
+  void exchange_options(torch::optim::OptimizerOptions& options, const Exchange& exchange) const override {
+    optim::detail::for_each_option(
+        static_cast<OptionsOfGroup&>(options).values,
+        [&](const char* name, const std::vector<double>& now, const auto& set) { set(exchange(name, now)); });
+  }
+};
+
+using SGD = TorchOptimizer<optim::SGD>;
+using ASGD = TorchOptimizer<optim::ASGD>;
+using Adagrad = TorchOptimizer<optim::Adagrad>;
+using Adadelta = TorchOptimizer<optim::Adadelta>;
+using Adafactor = TorchOptimizer<optim::Adafactor>;
+using Adam = TorchOptimizer<optim::Adam>;
+using AdamW = TorchOptimizer<optim::AdamW>;
+using Adamax = TorchOptimizer<optim::Adamax>;
+using Muon = TorchOptimizer<optim::Muon>;
+using NAdam = TorchOptimizer<optim::NAdam>;
+using RAdam = TorchOptimizer<optim::RAdam>;
+using RMSprop = TorchOptimizer<optim::RMSprop>;
+using Rprop = TorchOptimizer<optim::Rprop>;
+
+}  // namespace muster

@@ -1,0 +1,172 @@
+#include "muster/optim/optimizers.h"
+
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <set>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster {
+namespace optim {
+namespace detail {
+
+void write_option(torch::serialize::OutputArchive& archive, const char* name, const OptionValue& value) {
+  archive.write(name, value.size() == 1 ? c10::IValue(value[0]) : c10::IValue(value));
+}
+
+OptionValue read_option(torch::serialize::InputArchive& archive, const char* name, size_t size) {
+  c10::IValue value;
+  OptionValue numbers;
+  if (archive.try_read(name, value)) {
+    if (value.isDouble())
+      numbers = {value.toDouble()};
+    else if (value.isDoubleList())
+      numbers = value.toDoubleVector();
+  }
+  if (numbers.size() != size)
+    throw CorruptError(text("the archive does not hold the option \"", name, "\" of this optimizer"),
+                       "Load what save() of the same class has written");
+  return numbers;
+}
+
+}  // namespace detail
+
+void KeptState::serialize(torch::serialize::OutputArchive& archive) const {
+  archive.write("step", c10::IValue(values.step));
+  for (size_t i = 0; i < names().size(); ++i)
+    if (values.kept[i].defined()) archive.write(names()[i], values.kept[i], /*is_buffer=*/true);
+}
+
+void KeptState::serialize(torch::serialize::InputArchive& archive) {
+  c10::IValue step;
+  archive.read("step", step);
+  values.step = step.toInt();
+  for (size_t i = 0; i < names().size(); ++i) {
+    at::Tensor tensor;
+    if (archive.try_read(names()[i], tensor, /*is_buffer=*/true)) values.kept[i] = std::move(tensor);
+  }
+}
+
+}  // namespace optim
+
+at::Tensor TorchOptimizerBase::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode with_gradients(true);
+    loss = closure();
+  }
+  for (const auto& group : param_groups_) {
+    std::vector<at::Tensor> parameters, gradients;
+    std::vector<optim::ParameterState*> states;
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      auto& state = state_[parameter.unsafeGetTensorImpl()];
+      if (!state) state = new_state();
+      parameters.push_back(parameter);
+      gradients.push_back(parameter.grad());
+      states.push_back(&static_cast<optim::KeptState&>(*state).values);
+    }
+    functional(group.options())->step(parameters, gradients, states);
+  }
+  return loss;
+}
+
+bool TorchOptimizerBase::set_momentum(double momentum) {
+  bool has_one = false;
+  for (auto& group : param_groups_)
+    exchange_options(group.options(), [&](const std::string& name, std::vector<double> value) {
+      const bool is_one = name == "momentum" || name == "betas";
+      has_one |= is_one;
+      if (is_one) value[0] = momentum;
+      return value;
+    });
+  return has_one;
+}
+
+std::map<std::string, at::Tensor> TorchOptimizerBase::state_dict() const {
+  const at::NoGradGuard no_grad;
+  std::map<std::string, at::Tensor> all;
+  size_t number = 0;
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    const auto options = param_groups_[g].options().clone();
+    exchange_options(*options, [&](const char* name, std::vector<double> value) {
+      all[text("param_groups.", g, ".", name)] =
+          value.size() == 1 ? at::scalar_tensor(value[0], at::kDouble) : at::tensor(value, at::kDouble);
+      return value;
+    });
+    for (const at::Tensor& parameter : param_groups_[g].params()) {
+      const std::string prefix = text("state.", number++, ".");
+      const auto found = state_.find(parameter.unsafeGetTensorImpl());
+      if (found == state_.end()) continue;
+      const auto& state = static_cast<const optim::KeptState&>(*found->second);
+      all[prefix + "step"] = at::scalar_tensor(state.values.step, at::kFloat);  // as in Python
+      for (size_t i = 0; i < state.names().size(); ++i)
+        if (state.values.kept[i].defined()) all[prefix + state.names()[i]] = state.values.kept[i].clone();
+    }
+  }
+  return all;
+}
+
+void TorchOptimizerBase::load_state_dict(const std::map<std::string, at::Tensor>& given) {
+  const at::NoGradGuard no_grad;
+  std::set<std::string> known;
+  const auto find = [&](const std::string& name, at::IntArrayRef sizes) {
+    const auto found = given.find(name);
+    if (found == given.end()) return at::Tensor();
+    known.insert(name);
+    if (!found->second.defined() || found->second.sizes() != sizes)
+      throw InvalidArgument(text("'", name, "' is of shape ",
+                                 found->second.defined() ? text(found->second.sizes()) : "no tensor",
+                                 ", but must be of ", sizes));
+    return found->second;
+  };
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+  std::vector<std::pair<at::Tensor, std::unique_ptr<optim::KeptState>>> states;
+  size_t number = 0;
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    options.push_back(param_groups_[g].options().clone());
+    exchange_options(*options.back(), [&](const char* name, std::vector<double> value) {
+      const bool is_one = value.size() == 1;
+      const at::Tensor loaded = find(text("param_groups.", g, ".", name),
+                                     is_one ? std::vector<int64_t>{} : std::vector<int64_t>{std::ssize(value)});
+      if (!loaded.defined()) return value;
+      const at::Tensor numbers = loaded.to(at::kDouble).contiguous();
+      return std::vector<double>(numbers.const_data_ptr<double>(), numbers.const_data_ptr<double>() + numbers.numel());
+    });
+    const auto functional = this->functional(*options.back());  // checks the options
+    for (const at::Tensor& parameter : param_groups_[g].params()) {
+      const std::string prefix = text("state.", number++, ".");
+      auto state = new_state();
+      for (size_t i = 0; i < state->names().size(); ++i) {
+        const at::Tensor like = functional->empty_kept(i, optim::as_real(parameter));
+        if (const at::Tensor loaded = find(prefix + state->names()[i], like.sizes()); loaded.defined())
+          state->values.kept[i] = loaded.to(like.options(), /*non_blocking=*/false, /*copy=*/true);
+      }
+      const at::Tensor step = find(prefix + "step", {});
+      if (step.defined())
+        state->values.step = static_cast<int64_t>(step.to(at::kDouble).item<double>());
+      else if (std::any_of(known.begin(), known.end(), [&](const auto& name) { return name.starts_with(prefix); }))
+        throw InvalidArgument(text("'", prefix, "step' is missing"));
+      else
+        state = nullptr;
+      states.emplace_back(parameter, std::move(state));
+    }
+  }
+  for (const auto& [name, tensor] : given)
+    if (!known.contains(name))
+      throw InvalidArgument(text("this optimizer of ", number, " parameters has no '", name, "'"),
+                            "Load what an optimizer of the same class and parameters has saved");
+  for (size_t g = 0; g < param_groups_.size(); ++g) param_groups_[g].set_options(std::move(options[g]));
+  for (auto& [parameter, state] : states) {
+    if (state)
+      state_[parameter.unsafeGetTensorImpl()] = std::move(state);
+    else
+      state_.erase(parameter.unsafeGetTensorImpl());
+  }
+}
+
+}  // namespace muster

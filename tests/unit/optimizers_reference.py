@@ -1,0 +1,103 @@
+"""Python's torch.optim goes on where muster::TorchOptimizer was, for unit/optimizers_test.cpp.
+
+Reads lines "name|file|file": the class, what state_dict() gave, with the parameters besides, and where the same is to be
+written after ten more steps. docs/optim.md has state_of() and state_dict_of().
+"""
+import json
+import sys
+
+import torch
+
+DTYPES = {"F32": torch.float32, "F64": torch.float64}
+
+
+def load_file(path):  # as safetensors.torch.load_file, which is not everywhere
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.read()
+    tensors = {}
+    for name, of in header.items():
+        if name != "__metadata__":
+            begin, end = of["data_offsets"]
+            tensors[name] = torch.frombuffer(bytearray(data[begin:end]), dtype=DTYPES[of["dtype"]]).view(of["shape"])
+    return tensors
+
+
+def save_file(tensors, path):
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        dtype = next(key for key, value in DTYPES.items() if value == tensor.dtype)
+        end = len(data) + tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [len(data), end]}
+        data += bytes(tensor.flatten().view(torch.uint8).tolist())
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + data)
+
+
+def state_of(tensors, defaults):
+    """torch.optim's state_dict of what muster's state_dict() gave. `defaults`: the options that only Python has."""
+    state, groups = {}, {}
+    for name, tensor in tensors.items():
+        kind, number, what = name.split(".")
+        if kind == "state":
+            state.setdefault(int(number), {})[what] = tensor
+        elif kind == "param_groups" and what in defaults:
+            value = tensor.tolist()
+            value = tuple(value) if isinstance(value, list) else type(defaults[what])(value)
+            groups.setdefault(int(number), dict(defaults))[what] = value
+    return state, [groups[i] for i in sorted(groups)]
+
+
+def state_dict_of(optimizer):
+    """What muster's load_state_dict() takes of torch.optim's state_dict."""
+    tensors = {}
+    dictionary = optimizer.state_dict()
+    for number, state in dictionary["state"].items():
+        for name, value in state.items():
+            if value is not None:
+                tensors[f"state.{number}.{name}"] = torch.as_tensor(value)
+    for number, group in enumerate(dictionary["param_groups"]):
+        for name, value in group.items():
+            if name != "params" and isinstance(value, (float, int, tuple)) and name not in ("foreach", "capturable", "differentiable", "fused"):
+                tensors[f"param_groups.{number}.{name}"] = torch.tensor(value, dtype=torch.double)
+    return tensors
+
+
+def gradient(parameter, index, step):  # optimizers_test.cpp has the same
+    return parameter * (0.5 + index) + torch.cos(parameter * 3 + 0.3 * step)
+
+
+def main():
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        name, source, target = line.strip().split("|")
+        tensors = load_file(source)
+        parameters = [tensors.pop(f"parameters.{i}").clone().requires_grad_() for i in range(3)]
+        optimizer = getattr(torch.optim, name)(parameters)
+        state, groups = state_of(tensors, optimizer.defaults)
+        for group in groups:
+            group["params"] = list(range(3))
+        for each in state.values():
+            if name == "Muon":
+                del each["step"]
+        if name == "Adafactor":
+            groups[0]["eps"] = (None, groups[0]["eps"][1])
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for step in range(10, 20):
+            for index, parameter in enumerate(parameters):
+                skipped = index == 1 and step % 7 == 3
+                parameter.grad = None if skipped else gradient(parameter.detach(), index, step)
+            optimizer.step()
+        tensors = state_dict_of(optimizer)
+        if name in ("Muon", "SGD"):  # they count no steps
+            tensors.update({f"state.{i}.step": torch.tensor(20.0) for i in range(3)})
+        known = set(load_file(source))
+        tensors = {key: value for key, value in tensors.items() if key in known}
+        tensors.update({f"parameters.{i}": parameter.detach() for i, parameter in enumerate(parameters)})
+        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, target)
+        print(0, flush=True)
+
+
+if __name__ == "__main__":
+    main()

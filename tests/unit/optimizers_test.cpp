@@ -1,0 +1,340 @@
+// The optimizers for training loops: as the functional ones, with groups, archives and Python's names, and with everything
+// that takes a torch::optim::Optimizer.
+#include "muster/optim/optimizers.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/serialize.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "muster/checkpoint/safetensors.h"
+#include "muster/checkpoint/snapshot.h"
+#include "muster/optim/grad_scaler.h"
+#include "muster/parallel/state_offload.h"
+#include "muster/parallel/zero_redundancy_optimizer.h"
+#include "support/ask_python.h"
+#include "support/ranks.h"
+
+namespace muster::test {
+namespace {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// Matrices, so that Muon takes them.
+Tensors start(at::ScalarType dtype = at::kFloat) {
+  Tensors all;
+  for (const int64_t rows : {3, 5, 2})
+    all.push_back(at::linspace(-1, 2, rows * 4, at::kDouble).view({rows, 4}).to(dtype).requires_grad_());
+  return all;
+}
+Tensor gradient(const Tensor& parameter, size_t index, int step) {
+  return parameter * (0.5 + static_cast<double>(index)) + at::cos(parameter * 3 + 0.3 * step);
+}
+void give_gradients(const Tensors& parameters, int step) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const bool is_skipped = i == 1 && step % 7 == 3;
+    parameters[i].mutable_grad() = is_skipped ? Tensor() : gradient(parameters[i].detach(), i, step);
+  }
+}
+void make_steps(torch::optim::Optimizer& optimizer, const Tensors& parameters, int from, int to) {
+  for (int step = from; step < to; ++step) {
+    give_gradients(parameters, step);
+    optimizer.step();
+  }
+}
+void expect_equal(const Tensors& a, const Tensors& b, const std::string& what = "") {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << what << " " << i;
+}
+
+using All =
+    std::tuple<optim::SGD, optim::ASGD, optim::Adagrad, optim::Adadelta, optim::Adafactor, optim::Adam, optim::AdamW,
+               optim::Adamax, optim::Muon, optim::NAdam, optim::RAdam, optim::RMSprop, optim::Rprop>;
+constexpr const char* kNames[] = {"SGD",    "ASGD", "Adagrad", "Adadelta", "Adafactor", "Adam", "AdamW",
+                                  "Adamax", "Muon", "NAdam",   "RAdam",    "RMSprop",   "Rprop"};
+
+// Calls fn(std::type_identity<O>, name, options): some that are not the defaults.
+template <typename Fn>
+void for_each_optimizer(const Fn& fn) {
+  size_t i = 0;
+  const auto one = [&]<typename O>(std::type_identity<O> type) {
+    typename O::Options options;
+    options.lr = 0.02;
+    if constexpr (std::is_same_v<O, optim::SGD>) options.momentum = 0.9;
+    if constexpr (requires { options.amsgrad; }) options.amsgrad = true;
+    fn(type, std::string(kNames[i++]), options);
+  };
+  [&]<typename... O>(std::type_identity<std::tuple<O...>>) {
+    (one(std::type_identity<O>()), ...);
+  }(std::type_identity<All>());
+}
+
+TEST(Optimizers, StepAsTheFunctionalOnes) {
+  for_each_optimizer([]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+    const Tensors ours = start(), theirs = start();
+    TorchOptimizer<O> optimizer(ours, options);
+    O functional(options);
+    for (int step = 0; step < 20; ++step) {
+      make_steps(optimizer, ours, step, step + 1);
+      give_gradients(theirs, step);
+      Tensors gradients;
+      for (const Tensor& parameter : theirs) gradients.push_back(parameter.grad());
+      functional.step(theirs, gradients);
+    }
+    expect_equal(ours, theirs, name);
+    EXPECT_FALSE(at::equal(ours[0], start()[0])) << name;
+  });
+}
+
+TEST(Optimizers, GroupsHaveOptionsOfTheirOwn) {
+  const Tensors all = start(), alone = start();
+  muster::AdamW optimizer(
+      {muster::AdamW::group({all[0], all[2]}, {.lr = 0.1}), torch::optim::OptimizerParamGroup({all[1]})},
+      {.lr = 0.01, .weight_decay = 0.3});
+  muster::AdamW first({alone[0], alone[2]}, {.lr = 0.1}), second({alone[1]}, {.lr = 0.01, .weight_decay = 0.3});
+  const auto step = [&](int from, int to) {
+    for (int i = from; i < to; ++i) {
+      give_gradients(alone, i);
+      first.step();
+      second.step();
+    }
+    make_steps(optimizer, all, from, to);
+    expect_equal(all, alone);
+  };
+  step(0, 5);
+  optimizer.options(1).betas = second.options().betas = {0.5, 0.8};
+  optimizer.param_groups()[0].options().set_lr(0.05);
+  first.options().lr = 0.05;
+  step(5, 10);
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.05);
+  torch::optim::StepLR schedule(optimizer, 1, 0.5);  // libtorch's
+  schedule.step();
+  EXPECT_EQ(optimizer.options(0).lr, 0.025);
+  EXPECT_EQ(optimizer.options(1).lr, 0.005);
+}
+
+TEST(Optimizers, ALaterGroup) {
+  const Tensors all = start(), alone = start();
+  muster::SGD optimizer({all[0], all[1]}, {.lr = 0.1, .momentum = 0.9}), whole(alone, {.lr = 0.1, .momentum = 0.9});
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup({all[2]}));
+  make_steps(optimizer, all, 0, 5);
+  make_steps(whole, alone, 0, 5);
+  expect_equal(all, alone);
+}
+
+TEST(Optimizers, TheClosureIsCalledOnceWithGradients) {
+  const Tensors all = start();
+  muster::Adam adam(all, {.lr = 0.1});
+  int calls = 0;
+  const at::NoGradGuard no_grad;
+  const Tensor loss = adam.step([&] {
+    ++calls;
+    adam.zero_grad();
+    Tensor sum = (all[0] * all[0]).sum();
+    sum.backward();
+    return sum;
+  });
+  EXPECT_EQ(calls, 1);
+  EXPECT_EQ(loss.item<float>(), (start()[0] * start()[0]).sum().item<float>());
+  EXPECT_FALSE(at::equal(all[0], start()[0]));
+  EXPECT_TRUE(at::equal(all[1], start()[1]));
+}
+
+TEST(Optimizers, ArchivesAndStatesGoOnToTheBit) {
+  for_each_optimizer([]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+    const Tensors straight = start(), cut = start(), other = start(), third = start();
+    TorchOptimizer<O> whole(straight, options), first(cut, options), second(other), by_names(third);
+    make_steps(whole, straight, 0, 20);
+    make_steps(first, cut, 0, 10);
+    std::stringstream bytes;
+    torch::save(first, bytes);
+    torch::load(second, bytes);
+    const auto state = first.state_dict();
+    by_names.load_state_dict(state);
+    for (size_t i = 0; i < cut.size(); ++i)
+      for (const Tensors* to : {&other, &third}) (*to)[i].mutable_data().copy_(cut[i]);
+    make_steps(second, other, 10, 20);
+    make_steps(by_names, third, 10, 20);
+    expect_equal(straight, other, name);
+    expect_equal(straight, third, name);
+    make_steps(first, cut, 10, 20);  // has not reached what was saved
+    EXPECT_EQ(state.at("state.1.step").template item<int64_t>(), 9);
+  });
+}
+
+TEST(Optimizers, StatesThatDoNotFitAreRefused) {
+  const Tensors all = start();
+  muster::Adam adam(all, {.lr = 0.1});
+  make_steps(adam, all, 0, 2);
+  const auto good = adam.state_dict();
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : good) names.push_back(name);
+  EXPECT_EQ(names.size(), 3 * 3 + 6u);
+  const auto refused = [&](const std::string& name, const Tensor& tensor, const char* what) {
+    auto bad = good;
+    bad["param_groups.0.lr"] = at::scalar_tensor(0.5, at::kDouble);
+    bad[name] = tensor;
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { adam.load_state_dict(bad); }), what);
+    EXPECT_EQ(adam.options().lr, 0.1);
+  };
+  refused("state.0.momentum_buffer", at::zeros({3, 4}), "no 'state.0.momentum_buffer'");
+  refused("state.3.step", at::zeros({}), "no 'state.3.step'");
+  refused("state.0.exp_avg", at::zeros({4, 4}), "'state.0.exp_avg' is of shape [4, 4], but must be of [3, 4]");
+  refused("param_groups.0.betas", at::zeros({3}), "is of shape [3]");
+  refused("param_groups.0.betas", at::ones({2}), "betas.first is 1");
+  auto without_step = good;
+  without_step.erase("state.2.step");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { adam.load_state_dict(without_step); }),
+                  "'state.2.step' is missing");
+  adam.load_state_dict({{"param_groups.0.lr", at::scalar_tensor(0.5)}});
+  EXPECT_EQ(adam.options().lr, 0.5);
+  EXPECT_TRUE(adam.state().empty());
+  std::stringstream bytes;
+  torch::save(adam, bytes);
+  muster::SGD sgd(start());
+  EXPECT_THROW(torch::load(sgd, bytes), CorruptError);
+  sgd.options().momentum = -1;
+  give_gradients(sgd.param_groups()[0].params(), 0);
+  EXPECT_THROW(sgd.step(), InvalidArgument);
+}
+
+// Ten steps here and ten in Python's torch.optim, and the reverse.
+TEST(Optimizers, PythonReadsAndWritesTheirStates) {
+  if (!python_has("torch")) GTEST_SKIP() << "no Python with torch";
+  const auto folder = std::filesystem::temp_directory_path() / text("muster-optimizers-", ::getpid());
+  std::filesystem::create_directory(folder);
+  std::vector<std::string> lines;
+  const auto path = [&](const std::string& name) { return (folder / name).string(); };
+  const auto with_parameters = [](const auto& optimizer, const Tensors& parameters) {
+    auto all = optimizer.state_dict();
+    for (size_t i = 0; i < parameters.size(); ++i) all[text("parameters.", i)] = parameters[i].detach();
+    return all;
+  };
+  for_each_optimizer([&]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+    const Tensors parameters = start(at::kDouble);
+    TorchOptimizer<O> optimizer(parameters, options);
+    make_steps(optimizer, parameters, 0, 10);
+    save_safetensors(path(name), with_parameters(optimizer, parameters));
+    lines.push_back(name + "|" + path(name) + "|" + path(name + ".python"));
+  });
+  ask_python("unit/optimizers_reference.py", lines);  // goes on for 10 steps, and writes what it has then
+  for_each_optimizer([&]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+    const Tensors straight = start(at::kDouble), parameters = start(at::kDouble);
+    TorchOptimizer<O> whole(straight, options), optimizer(parameters);
+    make_steps(whole, straight, 0, 20);
+    const SafetensorsFile file(path(name + ".python"));
+    std::map<std::string, Tensor> state;
+    for (const std::string& key : file.names()) state[key] = file.tensor(key);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const Tensor python = state.extract(text("parameters.", i)).mapped();
+      EXPECT_LE((straight[i] - python).abs().template max().template item<double>(), 1e-12) << name;
+      parameters[i].mutable_data().copy_(python);
+    }
+    optimizer.load_state_dict(state);
+    make_steps(whole, straight, 20, 30);
+    make_steps(optimizer, parameters, 20, 30);
+    for (size_t i = 0; i < parameters.size(); ++i)
+      EXPECT_LE((straight[i] - parameters[i]).abs().template max().template item<double>(), 1e-12) << name;
+  });
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Optimizers, DividedAmongRanks) {
+  for_each_optimizer([]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+    const Tensors alone = start();
+    TorchOptimizer<O> whole(alone, options);
+    make_steps(whole, alone, 0, 6);
+    on_ranks(2, [&](World& world) {
+      const Tensors all = start();
+      ZeroRedundancyOptimizer<TorchOptimizer<O>> divided(all, options);
+      make_steps(divided, all, 0, 6);
+      expect_equal(all, alone, name);
+      EXPECT_LT(divided.state().size(), all.size());
+      divided.consolidate(1);
+      if (world.rank() == 1) {
+        EXPECT_EQ(divided.state().size(), all.size());
+        const auto expected = whole.state_dict(), got = divided.state_dict();
+        for (const auto& [key, tensor] : expected) EXPECT_TRUE(at::equal(got.at(key), tensor)) << name << " " << key;
+      }
+    });
+  });
+}
+
+TEST(Optimizers, InSnapshots) {
+  const auto folder = std::filesystem::temp_directory_path() / text("muster-optimizers-snapshot-", ::getpid());
+  for_each_optimizer([&]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+    std::filesystem::remove_all(folder);
+    const Tensors straight = start();
+    TorchOptimizer<O> whole(straight, options);
+    make_steps(whole, straight, 0, 12);
+    on_ranks(2, [&](World&) {
+      Tensors all = start();
+      ZeroRedundancyOptimizer<TorchOptimizer<O>> optimizer(all, options);
+      Snapshot snapshot({.folder = folder, .on_sigterm = false, .default_generator = false});
+      snapshot.add("optimizer", optimizer);
+      EXPECT_EQ(snapshot.restore(), 0);
+      make_steps(optimizer, all, 0, 6);
+      snapshot.save(6);
+    });
+    on_ranks(1, [&](World&) {
+      Tensors all = start();
+      TorchOptimizer<O> first(all, options);
+      make_steps(first, all, 0, 6);
+      TorchOptimizer<O> optimizer(all);
+      Snapshot snapshot({.folder = folder, .on_sigterm = false, .default_generator = false});
+      snapshot.add("optimizer", optimizer);
+      EXPECT_EQ(snapshot.restore(), 6);
+      make_steps(optimizer, all, 6, 12);
+      expect_equal(all, straight, name);
+    });
+  });
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Optimizers, WithStatesInFiles) {
+  const Tensors all = start(), alone = start();
+  muster::AdamW optimizer(all, {.lr = 0.1}), whole(alone, {.lr = 0.1});
+  StateOffload offload(optimizer, {.folder = std::filesystem::temp_directory_path(), .min_bytes = 1});
+  EXPECT_EQ(offload.bytes(), 2 * (3 + 5 + 2) * 4 * sizeof(float));  // from the beginning
+  for (int step = 0; step < 5; ++step) {
+    give_gradients(all, step);
+    offload.step();
+  }
+  make_steps(whole, alone, 0, 5);
+  expect_equal(all, alone);
+}
+
+TEST(Optimizers, WithAGradScaler) {
+  on_ranks(2, [](World& world) {
+    const Tensors all = start(), alone = start();
+    muster::SGD optimizer(all, {.lr = 0.1, .momentum = 0.9}), whole(alone, {.lr = 0.1, .momentum = 0.9});
+    optim::GradScaler scaler({.init_scale = 1024});
+    for (int step = 0; step < 6; ++step) {
+      give_gradients(alone, step);
+      give_gradients(all, step);
+      for (const Tensor& parameter : all)
+        if (parameter.grad().defined()) parameter.mutable_grad().mul_(1024);
+      if (step == 3 && world.rank() == 1) all[0].mutable_grad()[0][0] = INFINITY;
+      scaler.step(optimizer);
+      scaler.update();
+      if (step != 3) whole.step();
+      if (step == 3) break;
+    }
+    expect_equal(all, alone);
+  });
+}
+
+}  // namespace
+}  // namespace muster::test
