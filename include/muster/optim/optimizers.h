@@ -71,7 +71,8 @@ class KeptStateOf final : public KeptState {
     return all;
   }
   at::Tensor empty_kept(size_t index, const at::Tensor& parameter) const override {
-    return O().empty_kept(index, parameter);
+    const O optimizer;
+    return static_cast<const FunctionalOptimizer&>(optimizer).empty_kept(index, parameter);
   }
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
     return std::make_unique<KeptStateOf>(*this);
