@@ -28,6 +28,11 @@ endforeach()
 file(RELATIVE_PATH from_bin_to_lib ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_FULL_LIBDIR})
 set_target_properties(muster_command PROPERTIES INSTALL_RPATH "$ORIGIN/${from_bin_to_lib}")
 install(TARGETS muster_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+if(TARGET muster_checkpoint)
+  set_target_properties(muster_checkpoint PROPERTIES
+                        INSTALL_RPATH "$ORIGIN/${from_bin_to_lib}" INSTALL_RPATH_USE_LINK_PATH ON)
+  install(TARGETS muster_checkpoint RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
 install(FILES ${PROJECT_SOURCE_DIR}/docs/man/muster.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
 install(FILES ${PROJECT_SOURCE_DIR}/tools/completion/muster.bash
         DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/bash-completion/completions RENAME muster)

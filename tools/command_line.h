@@ -47,11 +47,12 @@ inline uint64_t parse_number(const std::string& option, const std::string& word,
 int terminal_columns();
 int terminal_rows();
 
-int blackbox_command(std::vector<std::string> words);  // blackbox.cpp
-int secret_command(std::vector<std::string> words);    // secret.cpp
-int doctor_command(std::vector<std::string> words);    // doctor.cpp
-int ledger_command(std::vector<std::string> words);    // ledger.cpp
-int ps_command(std::vector<std::string> words);        // ps.cpp
-int top_command(std::vector<std::string> words);       // top.cpp
+int blackbox_command(std::vector<std::string> words);    // blackbox.cpp
+int checkpoint_command(std::vector<std::string> words);  // checkpoint.cpp
+int secret_command(std::vector<std::string> words);      // secret.cpp
+int doctor_command(std::vector<std::string> words);      // doctor.cpp
+int ledger_command(std::vector<std::string> words);      // ledger.cpp
+int ps_command(std::vector<std::string> words);          // ps.cpp
+int top_command(std::vector<std::string> words);         // top.cpp
 
 }  // namespace muster::tools

@@ -243,6 +243,7 @@ struct Subcommand {
 constexpr Subcommand kSubcommands[] = {
     {"run", "starts a program as the ranks of one job on this host", run_command},
     {"blackbox", "prints what the ranks of a job did last, and who waits for whom", muster::tools::blackbox_command},
+    {"checkpoint", "looks into snapshots and other safetensors files", muster::tools::checkpoint_command},
     {"secret", "makes the secret that the hosts of a job share", muster::tools::secret_command},
     {"ledger", "proves that every sample of a training counts once", muster::tools::ledger_command},
     {"ps", "lists the jobs of this user on this host", muster::tools::ps_command},
@@ -253,7 +254,7 @@ constexpr Subcommand kSubcommands[] = {
 void print_help(std::ostream& out) {
   out << "Usage: muster COMMAND [ARGUMENTS...]\n\n";
   for (const auto& command : kSubcommands)
-    out << "  " << std::left << std::setw(10) << command.name << command.what << "\n";
+    out << "  " << std::left << std::setw(12) << command.name << command.what << "\n";
   out << "\n  --version   says which Muster this is\n\nmuster COMMAND --help says more.\n";
 }
 

@@ -96,6 +96,7 @@ About about_of(const json& header, const FileErrors& errors) {
   for (const auto& shard : header.at("shards"))
     about.shards.push_back(
         {shard.at("file").get<std::string>(), shard.at("bytes").get<uint64_t>(), shard.at("sum").get<uint64_t>()});
+  if (const auto score = header.find("score"); score != header.end()) about.score = score->get<double>();
   for (const auto& shard : about.shards)  // a manifest from an untrusted source must not refer to other folders
     if (shard.file.empty() || shard.file.front() == '.' || shard.file.find('/') != std::string::npos)
       errors.fail(kHeaderAt, "'", shard.file, "' is not the name of a shard in this folder");
@@ -106,11 +107,13 @@ json header_of(const About& about) {
   json shards = json::array();
   for (const auto& shard : about.shards)
     shards.push_back({{"file", shard.file}, {"bytes", shard.bytes}, {"sum", shard.sum}});
-  return {{"version", kFormatVersion},
-          {"steps", about.steps},
-          {"world_size", about.world_size},
-          {"rank", about.rank},
-          {"shards", std::move(shards)}};
+  json header{{"version", kFormatVersion},
+              {"steps", about.steps},
+              {"world_size", about.world_size},
+              {"rank", about.rank},
+              {"shards", std::move(shards)}};
+  if (about.score) header["score"] = *about.score;
+  return header;
 }
 
 // An entry and where it lies in the file.

@@ -7,7 +7,7 @@
 //            multiple of 64 bytes of the file
 //     …      the tensors, without gaps; those with the largest elements first, so that all are aligned
 //
-// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, data_bytes, and tensors, which has for each
+// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, perhaps score, data_bytes, and tensors, which has for each
 // tensor in the file's order: item, name, kind, rank, order, its checksums; its key in the header, if that is not its full
 // name, because another has it; and its dtype, if safetensors files have none like it. Such a tensor is stored as the bytes
 // of its elements, in one more dimension.
@@ -25,6 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -46,8 +47,9 @@ struct Shard {
 struct About {
   int64_t steps = 0;
   int world_size = 1;
-  int rank = kShared;         // of a shard
-  std::vector<Shard> shards;  // of a manifest, by rank
+  int rank = kShared;                // of a shard
+  std::vector<Shard> shards;         // of a manifest, by rank
+  std::optional<double> score = {};  // of the snapshot; not of a shard
 };
 
 uint64_t checksum(std::string_view bytes);

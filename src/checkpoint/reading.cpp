@@ -56,13 +56,13 @@ Problem Reading::read() {
   return {};
 }
 
-Container Reading::read_shard(size_t index) const {
-  const Shard& shard = about_.shards[index];
-  const auto path = here_.folder.path() / shard.file;
+Container read_shard(const std::filesystem::path& folder, const About& manifest, size_t index) {
+  const Shard& shard = manifest.shards[index];
+  const auto path = folder / shard.file;
   if (std::filesystem::path(shard.file).filename() != shard.file)
     throw CorruptError(text(shard.file, " is not a file name"));
   Container container = Container::read(path);
-  check_is(container.about(), steps_, static_cast<int>(index), path.string());
+  check_is(container.about(), manifest.steps, static_cast<int>(index), path.string());
   if (container.bytes().nbytes() != shard.bytes || container.sum() != shard.sum)
     throw CorruptError(text(path.string(), ", byte 0: this is not the shard that the snapshot was made of"));
   return container;
@@ -74,7 +74,7 @@ Problem Reading::read_shards() {
   for (auto i = static_cast<size_t>(here_.rank); i < about_.shards.size(); i += static_cast<size_t>(here_.size)) {
     Offer& offer = offers.emplace_back();
     offer.problem = problem_of([&] {
-      mine.push_back(read_shard(i));
+      mine.push_back(read_shard(here_.folder.path(), about_, i));
       offer.head = mine.back().head();
     });
     if (offer.problem) break;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <vector>
 
 #include "checkpoint/container.h"
@@ -12,6 +13,9 @@
 #include "checkpoint/snapshot_place.h"
 
 namespace muster::checkpoint {
+
+// Shard `index` of the snapshot that the manifest is about, verified. CorruptError, too, if it is another's.
+Container read_shard(const std::filesystem::path& folder, const About& manifest, size_t index);
 
 class Reading {
  public:
@@ -31,7 +35,6 @@ class Reading {
   const std::vector<File>& files() const { return files_; }
 
  private:
-  Container read_shard(size_t index) const;
   Problem read_shards();
 
   const SnapshotPlace& here_;

@@ -1,5 +1,6 @@
 #include "checkpoint/save.h"
 
+#include <ATen/core/grad_mode.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -139,15 +140,23 @@ void check_folder(SnapshotPlace& here) {
 
 // Rank 0 calls this when the new snapshot exists. Removes old snapshots, and sets the shards that have to stay.
 void remove_old(const SnapshotPlace& here, const SaveOptions& options, Conclusion& conclusion) {
-  std::vector<int64_t> keep{options.steps};
-  for (const int64_t steps : here.folder.snapshots()) {
-    if (steps == options.steps) continue;
-    if (static_cast<int>(keep.size()) < options.keep && !options.refused.contains(steps)) {
-      keep.push_back(steps);
-    } else {
-      here.folder.remove_snapshot(steps);
+  std::set<int64_t> keep{options.steps};
+  std::vector<std::pair<double, int64_t>> scores;  // the score negated, and the steps
+  if (options.score) scores.emplace_back(-*options.score, options.steps);
+  const auto all = here.folder.snapshots();
+  for (const int64_t steps : all) {
+    if (steps == options.steps || options.refused.contains(steps)) continue;
+    if (static_cast<int>(keep.size()) < options.keep) keep.insert(steps);
+    if (options.keep_best == 0) continue;
+    try {
+      if (const auto score = read_about(here.folder.snapshot(steps)).score) scores.emplace_back(-*score, steps);
+    } catch (const Error&) {  // it has none that is known
     }
   }
+  std::sort(scores.begin(), scores.end());
+  for (size_t i = 0; i < scores.size() && static_cast<int>(i) < options.keep_best; ++i) keep.insert(scores[i].second);
+  for (const int64_t steps : all)
+    if (!keep.contains(steps)) here.folder.remove_snapshot(steps);
   for (const int64_t steps : keep) {
     try {
       for (const auto& shard : read_about(here.folder.snapshot(steps)).shards) conclusion.keep.insert(shard.file);
@@ -190,49 +199,58 @@ Conclusion conclude(const SnapshotPlace& here, const SaveOptions& options,
   return conclusion;
 }
 
-Problem save_whole(SnapshotPlace& here, const Items& items, const SaveOptions& options) {
-  Part mine;
-  mine.layout = layout_of(items, {});
-  mine.problem = problem_of([&] {
-    for (const auto& entry : entries_of(here, items, is_per_rank)) mine.entries.push_back(Packed::of(entry));
-    if (here.rank == 0) return;
-    for (const auto& entry : entries_of(here, items, is_spread))
-      if (entry.only != kEveryRank) mine.entries.push_back(Packed::of(entry));
-  });
+void collect_whole(const SnapshotPlace& here, const Items& items, Collected& collected) {
+  collected.layout = layout_of(items, {});
+  collected.own = entries_of(here, items, is_per_rank);
+  if (here.rank == 0) {
+    collected.shared = entries_of(here, items, is_shared);
+    return;
+  }
+  for (auto& entry : entries_of(here, items, is_spread))
+    if (entry.only != kEveryRank) collected.own.push_back(std::move(entry));
+}
+
+void collect_sharded(const SnapshotPlace& here, const Items& items, Collected& collected) {
+  const Entries shared = entries_of(here, items, is_shared);
+  collected.layout = layout_of(items, shared);
+  const auto owners = deal(shared, here);
+  for (size_t i = 0; i < shared.size(); ++i)
+    if (owners[i] == here.rank) collected.own.push_back(shared[i]);
+  for (auto& entry : entries_of(here, items, is_per_rank)) collected.own.push_back(std::move(entry));
+}
+
+Problem write_whole(SnapshotPlace& here, const Collected& collected, const SaveOptions& options) {
+  Part mine{.problem = collected.problem, .layout = collected.layout};
+  for (const auto& entry : collected.own) mine.entries.push_back(Packed::of(entry));
   const auto parts = gather_object(mine, 0, here.collective);
   const auto conclusion = conclude(here, options, [&](Conclusion& said) {
     said.problem = problem_among(parts);
     if (said.problem) return;
     said.problem = problem_of([&] {
       check_folder(here);
-      Entries all = entries_of(here, items, is_shared);
+      Entries all = collected.shared;
       for (const auto& part : parts)
         for (const auto& packed : part.entries) all.push_back(packed.entry());
-      write_container(here.folder.snapshot(options.steps), {.steps = options.steps, .world_size = here.size}, all);
+      write_container(here.folder.snapshot(options.steps),
+                      {.steps = options.steps, .world_size = here.size, .score = options.score}, all);
     });
   });
   return conclusion.problem;
 }
 
-Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions& options) {
+Problem write_sharded(SnapshotPlace& here, const Collected& collected, const SaveOptions& options) {
   const auto mark = broadcast_object(random_hex(4), 0, here.collective);
   const auto path = here.folder.shard(options.steps, here.rank, here.size, mark);
-  Part mine;
-  mine.problem = problem_of([&] {
-    if (here.rank == 0) check_folder(here);
-    const Entries shared = entries_of(here, items, is_shared);
-    mine.layout = layout_of(items, shared);
-    const auto owners = deal(shared, here);
-    Entries all;
-    for (size_t i = 0; i < shared.size(); ++i)
-      if (owners[i] == here.rank) all.push_back(shared[i]);
-    for (auto& entry : entries_of(here, items, is_per_rank)) all.push_back(std::move(entry));
-    const Shard shard =
-        write_container(path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, all);
-    mine.file = shard.file;
-    mine.bytes = shard.bytes;
-    mine.sum = shard.sum;
-  });
+  Part mine{.problem = collected.problem, .layout = collected.layout};
+  if (!mine.problem)
+    mine.problem = problem_of([&] {
+      if (here.rank == 0) check_folder(here);
+      const Shard shard = write_container(
+          path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, collected.own);
+      mine.file = shard.file;
+      mine.bytes = shard.bytes;
+      mine.sum = shard.sum;
+    });
   const auto parts = all_gather_object(mine, here.collective);
   Conclusion conclusion;
   conclusion.problem = problem_among(parts);
@@ -240,7 +258,7 @@ Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions&
     conclusion = conclude(here, options, [&](Conclusion& said) {
       const auto manifest = here.folder.snapshot(options.steps);
       said.problem = problem_of([&] {
-        About about{.steps = options.steps, .world_size = here.size};
+        About about{.steps = options.steps, .world_size = here.size, .score = options.score};
         for (const auto& part : parts) about.shards.push_back({part.file, part.bytes, part.sum});
         write_container(manifest, about, {});
       });
@@ -254,15 +272,41 @@ Problem save_sharded(SnapshotPlace& here, const Items& items, const SaveOptions&
 
 }  // namespace
 
-Problem save(SnapshotPlace& here, Items& items, const SaveOptions& options) {
-  if (Problem problem = choose_per_rank(here, items, true)) return problem;
-  const Problem problem = problem_of([&] {  // the same on all ranks
+Collected collect(const SnapshotPlace& here, Items& items, bool sharded) {
+  Collected collected{.of_all = choose_per_rank(here, items, true)};
+  if (collected.of_all) return collected;
+  collected.of_all = problem_of([&] {
     for (const auto& item : items)
       if (is_spread(item))
         for (const int rank : item.item->spread_over()) here.place_of(rank);
   });
-  if (problem) return problem;
-  return options.sharded ? save_sharded(here, items, options) : save_whole(here, items, options);
+  if (!collected.of_all)
+    collected.problem = problem_of([&] { (sharded ? collect_sharded : collect_whole)(here, items, collected); });
+  return collected;
+}
+
+void take_copies(Collected& collected, Copies& copies) {
+  const at::NoGradGuard no_grad;
+  Copies taken;
+  for (auto* const entries : {&collected.own, &collected.shared})
+    for (Entry& entry : *entries) {
+      if (entry.tensor.is_meta()) continue;
+      at::Tensor& copy = taken[entry.full_name()];
+      if (const auto before = copies.find(entry.full_name()); before != copies.end()) copy = before->second;
+      const bool fits =
+          copy.defined() && copy.scalar_type() == entry.tensor.scalar_type() && copy.sizes() == entry.tensor.sizes();
+      if (fits)
+        copy.copy_(entry.tensor);
+      else
+        copy = entry.tensor.clone();
+      entry.tensor = copy;
+    }
+  copies = std::move(taken);
+}
+
+Problem write(SnapshotPlace& here, const Collected& collected, const SaveOptions& options) {
+  if (collected.of_all) return collected.of_all;
+  return options.sharded ? write_sharded(here, collected, options) : write_whole(here, collected, options);
 }
 
 void say_stopped(int rank, int64_t steps, const std::filesystem::path& folder) {

@@ -1,4 +1,5 @@
-// All ranks together write a snapshot.
+// All ranks together write a snapshot, in two parts: collect() finds what each rank has to write, and write() writes it,
+// perhaps in another thread and from copies, while the training goes on.
 //
 // In one file: every rank sends its own entries to rank 0, which writes the file. Sharded: every rank writes its own
 // entries and its part of the shared ones, and reports that to rank 0, which then writes the manifest. In both cases,
@@ -7,10 +8,16 @@
 // Thread-safety: none; collective.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <filesystem>
+#include <map>
+#include <optional>
 #include <set>
+#include <string>
 
+#include "checkpoint/entry.h"
 #include "checkpoint/problem.h"
 #include "checkpoint/snapshot_place.h"
 
@@ -20,12 +27,27 @@ struct SaveOptions {
   int64_t steps = 0;
   bool sharded = false;
   int keep = 2;
-  std::set<int64_t> refused;  // damaged snapshots, to be removed
+  int keep_best = 0;                 // of those with a score, beside the newest
+  std::optional<double> score = {};  // of this snapshot
+  std::set<int64_t> refused;         // damaged snapshots, to be removed
 };
 
-// Returns what went wrong, the same on all ranks. If something did, the older snapshots are still there, and the new
-// one may be there, too: if all was written and only the last sync failed. Errors of collectives are thrown.
-Problem save(SnapshotPlace& here, Items& items, const SaveOptions& options);
+struct Collected {
+  Problem of_all;       // the same on all ranks
+  Problem problem;      // of this rank
+  uint64_t layout = 0;  // a checksum of what must be the same on all ranks
+  Entries own;          // in one file: what this rank sends to rank 0. Sharded: its shard
+  Entries shared;       // in one file, on rank 0: what no rank sends
+};
+// Collective. The tensors may be those of the training.
+Collected collect(const SnapshotPlace& here, Items& items, bool sharded);
+// Gives it tensors of its own. `copies` keeps them, so that the next ones need no new memory; until then they must stay as they
+// are.
+using Copies = std::map<std::string, at::Tensor>;
+void take_copies(Collected& collected, Copies& copies);
+// Collective. Returns what went wrong, the same on all ranks. If something did, the older snapshots are still there, and the
+// new one may be there, too: if all was written and only the last sync failed. Errors of collectives are thrown.
+Problem write(SnapshotPlace& here, const Collected& collected, const SaveOptions& options);
 
 // Tells the user who has asked to stop, on standard error, which step is saved and how to go on; or, before the first
 // step, that there is nothing to save.

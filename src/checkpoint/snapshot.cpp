@@ -3,19 +3,27 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <exception>
+#include <memory>
 #include <optional>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "base/log.h"
 #include "base/text.h"
+#include "base/thread.h"
+#include "checkpoint/container.h"
 #include "checkpoint/restore.h"
 #include "checkpoint/save.h"
 #include "checkpoint/snapshot_place.h"
 #include "muster/base/error.h"
 #include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"
+#include "muster/comm/world.h"
 
 namespace muster {
 
@@ -26,6 +34,7 @@ struct Snapshot::Impl {
   std::optional<StopSignal> signal;
   std::atomic<bool> asked{false};
   std::set<int64_t> refused;
+  std::optional<double> score;                       // of the next snapshot
   std::optional<int64_t> newest;                     // the step of the newest snapshot that is known to be intact
   at::Tensor agreement = at::empty({3}, at::kLong);  // whether to stop, the steps, and the steps negated
 
@@ -34,7 +43,35 @@ struct Snapshot::Impl {
   void add(std::string name, std::optional<bool> per_rank, std::unique_ptr<checkpoint::Item> item);
   bool stop() const noexcept { return asked || (signal && signal->requested()); }
   bool any_rank_stops(int64_t steps);
+
+  // Writing in a thread of its own. The thread has a group of its own, so that its collectives and the training's may come
+  // in any order.
+  struct Writing {
+    int64_t steps;
+    checkpoint::SnapshotPlace place;
+    checkpoint::Collected collected;
+    checkpoint::Problem problem;
+    std::exception_ptr failure;  // of a collective
+    std::thread thread;
+  };
+  std::unique_ptr<Writing> writing;
+  std::optional<Group> group_of_writing;
+  checkpoint::Copies copies;
+
+  checkpoint::SaveOptions save_options(int64_t steps) {
+    return {.steps = steps,
+            .sharded = options.sharded,
+            .keep = options.keep,
+            .keep_best = options.keep_best,
+            .score = std::exchange(score, std::nullopt),
+            .refused = refused};
+  }
   checkpoint::Problem save(int64_t steps);
+  void begin_to_write(int64_t steps);
+  checkpoint::Problem end_writing();
+  void note(int64_t steps, const checkpoint::Problem& problem);
+  void report(int64_t steps, const checkpoint::Problem& problem) const;
+  ~Impl();
 };
 
 namespace {
@@ -45,6 +82,8 @@ SnapshotOptions checked(SnapshotOptions options) {
     throw InvalidArgument(text("a snapshot's .every must be at least 0, got ", options.every),
                           "Use 1 or more, or 0 for none");
   if (options.keep < 1) throw InvalidArgument(text("a snapshot's .keep must be at least 1, got ", options.keep));
+  if (options.keep_best < 0)
+    throw InvalidArgument(text("a snapshot's .keep_best must be at least 0, got ", options.keep_best));
   options.group = options.group.resolved();
   if (!options.group.is_member())
     throw InvalidArgument("this rank is not in the snapshot's group", "Make the Snapshot on the group's ranks only");
@@ -88,14 +127,61 @@ bool Snapshot::Impl::any_rank_stops(int64_t steps) {
   return values[0] != 0;
 }
 
+void Snapshot::Impl::note(int64_t steps, const checkpoint::Problem& problem) {
+  if (problem) return;
+  newest = steps;
+  refused.clear();
+}
+
+// A periodic save has failed, and the training goes on.
+void Snapshot::Impl::report(int64_t steps, const checkpoint::Problem& problem) const {
+  if (place.rank != 0) return;
+  MUSTER_LOG(kError) << "no snapshot of step " << steps << ": " << problem.what() << ". The training goes on; "
+                     << (newest ? text("the newest snapshot is that of step ", *newest) : "there is none yet");
+}
+
 checkpoint::Problem Snapshot::Impl::save(int64_t steps) {
-  const auto problem = checkpoint::save(
-      place, items, {.steps = steps, .sharded = options.sharded, .keep = options.keep, .refused = refused});
-  if (!problem) {
-    newest = steps;
-    refused.clear();
-  }
+  const auto collected = checkpoint::collect(place, items, options.sharded);
+  const auto problem = checkpoint::write(place, collected, save_options(steps));
+  note(steps, problem);
   return problem;
+}
+
+void Snapshot::Impl::begin_to_write(int64_t steps) {
+  if (!group_of_writing) group_of_writing = options.group.split(0, 0, {.name = "snapshots"});
+  writing = std::make_unique<Writing>(Writing{.steps = steps, .place = place});
+  writing->place.collective.group = *group_of_writing;
+  writing->collected = checkpoint::collect(place, items, options.sharded);
+  checkpoint::take_copies(writing->collected, copies);
+  writing->thread =
+      start_thread("muster-snapshot", [its = writing.get(), with = save_options(steps), &world = World::current()] {
+        const World::Scope scope(world);
+        try {
+          its->problem = checkpoint::write(its->place, its->collected, with);
+        } catch (const std::exception&) {
+          its->failure = std::current_exception();
+        }
+      });
+}
+
+// Waits for the thread, if there is one. Throws what its collectives have thrown.
+checkpoint::Problem Snapshot::Impl::end_writing() {
+  const auto ended = std::move(writing);
+  if (!ended) return {};
+  if (ended->thread.joinable()) ended->thread.join();
+  if (ended->failure) std::rethrow_exception(ended->failure);
+  place.folder_is_known |= ended->place.folder_is_known;
+  note(ended->steps, ended->problem);
+  return ended->problem;
+}
+
+Snapshot::Impl::~Impl() {
+  const int64_t steps = writing ? writing->steps : 0;
+  try {
+    if (const auto problem = end_writing()) report(steps, problem);
+  } catch (const std::exception& error) {
+    MUSTER_LOG(kError) << "no snapshot of step " << steps << ": " << error.what();
+  }
 }
 
 Snapshot::Snapshot(SnapshotOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
@@ -143,6 +229,7 @@ Snapshot& Snapshot::add_archivable(std::string name, std::function<void(torch::s
 }
 
 int64_t Snapshot::restore() {
+  wait();
   auto restored = checkpoint::restore(impl_->place, impl_->items);
   impl_->place.folder_is_known = true;
   impl_->refused = std::move(restored.refused);
@@ -155,13 +242,19 @@ bool Snapshot::step(int64_t steps) {
   if (steps < 1) throw InvalidArgument(text("step(): steps must be at least 1, got ", steps), "Count from 1");
   const bool stop = s.any_rank_stops(steps);
   if (!stop && (s.options.every == 0 || steps % s.options.every != 0)) return false;
-  if (const auto problem = s.save(steps)) {
-    if (stop || !problem.is(ErrorCode::kUnavailable)) throw_problem(problem);
-    if (s.place.rank == 0) {
-      MUSTER_LOG(kError) << "no snapshot of step " << steps << ": " << problem.what() << ". The training goes on; "
-                         << (s.newest ? text("the newest snapshot is that of step ", *s.newest) : "there is none yet");
-    }
+  const auto go_on_after = [&](int64_t of, const checkpoint::Problem& problem) {
+    if (problem && !problem.is(ErrorCode::kUnavailable)) throw_problem(problem);
+    if (problem) s.report(of, problem);
+  };
+  const int64_t before = s.writing ? s.writing->steps : 0;
+  go_on_after(before, s.end_writing());
+  if (s.options.asynchronous && !stop) {
+    s.begin_to_write(steps);
+    return false;
   }
+  const auto problem = s.save(steps);
+  if (stop && problem) throw_problem(problem);
+  go_on_after(steps, problem);
   if (stop && s.place.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
   return stop;
 }
@@ -170,6 +263,7 @@ bool Snapshot::stop_here(int64_t steps) {
   Impl& s = *impl_;
   if (steps < 0) throw InvalidArgument(text("stop_here(): steps must be at least 0, got ", steps), "Count from 0");
   if (!s.any_rank_stops(steps)) return false;
+  wait();
   if (steps > 0)
     if (const auto problem = s.save(steps)) throw_problem(problem);
   if (s.place.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
@@ -180,7 +274,34 @@ void Snapshot::save(int64_t steps) {
   if (steps < 1) throw InvalidArgument(text("save(): steps must be at least 1, got ", steps), "Count from 1");
   Impl& s = *impl_;
   s.any_rank_stops(steps);  // throws Mismatch if the ranks are at different steps
+  wait();
+  if (s.options.asynchronous) return s.begin_to_write(steps);
   if (const auto problem = s.save(steps)) throw_problem(problem);
+}
+
+void Snapshot::score(double value) {
+  if (!std::isfinite(value))
+    throw InvalidArgument(text("the score of a snapshot must be a finite number, got ", value));
+  impl_->score = value;
+}
+
+std::vector<int64_t> Snapshot::best() const {
+  std::vector<std::pair<double, int64_t>> scores;
+  for (const int64_t steps : impl_->place.folder.snapshots()) {
+    try {
+      if (const auto score = checkpoint::read_about(impl_->place.folder.snapshot(steps)).score)
+        scores.emplace_back(-*score, steps);
+    } catch (const Error&) {  // restore() says what is wrong with it
+    }
+  }
+  std::sort(scores.begin(), scores.end());
+  std::vector<int64_t> steps;
+  for (const auto& [score, step] : scores) steps.push_back(step);
+  return steps;
+}
+
+void Snapshot::wait() {
+  if (const auto problem = impl_->end_writing()) throw_problem(problem);
 }
 
 void Snapshot::request_stop() noexcept { impl_->asked = true; }

@@ -34,7 +34,7 @@ class LedgerFile : public ::testing::Test {
   // Ranks that begin after `first` steps with this sampler's position, and make steps up to `last` of 24 samples together.
   // Then one dies with samples that have entered a step.
   void attempt(int ranks, int64_t first, int64_t last, int64_t wrong_by = 0) const {
-    on_ranks(ranks, [&](World& world) {
+    run_threads(ranks, [&](World& world) {
       DistributedSampler sampler(kSize, {.seed = 3});
       const auto per_rank = static_cast<size_t>(24 / world.world_size());
       constexpr int64_t kSteps = kSize / 24;
@@ -81,7 +81,7 @@ TEST_F(LedgerFile, APositionThatIsWrongShows) {
 }
 
 TEST_F(LedgerFile, StepsWithoutOrWithSeveralBatches) {
-  on_ranks(2, [&](World& world) {
+  run_threads(2, [&](World& world) {
     Ledger first(path(), {.dataset_size = 4, .training = "some", .sync = true});
     Ledger ledger = std::move(first);
     const std::vector<size_t> one{0, 1}, two{2}, three{3};
@@ -95,7 +95,7 @@ TEST_F(LedgerFile, StepsWithoutOrWithSeveralBatches) {
 
 TEST_F(LedgerFile, BadUseIsRefused) {
   attempt(2, 0, 2);
-  on_ranks(2, [&](World& world) {
+  run_threads(2, [&](World& world) {
     const auto refusal = [&](const LedgerOptions& options) {
       return message_of<InvalidArgument>([&] { Ledger(path(), options); });
     };
@@ -118,7 +118,7 @@ TEST_F(LedgerFile, BadUseIsRefused) {
 
 // The step is not made, as the rank throws; the others would wait for it.
 TEST_F(LedgerFile, AFullDiskIsAnError) {
-  on_ranks(1, [&](World&) {
+  run_threads(1, [&](World&) {
     if (!std::filesystem::exists("/dev/full")) GTEST_SKIP();
     std::filesystem::create_symlink("/dev/full", path("full"));
     EXPECT_CONTAINS(message_of<Unavailable>([&] { Ledger(path("full")); }), "cannot write to the ledger");

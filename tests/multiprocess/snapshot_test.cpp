@@ -50,9 +50,11 @@ struct Disturbance {
   int rank = 0;
   int64_t step = 0;  // within this one; for kKillInCollective the number of the operation
   int place = 0;     // of the step: before, after the gradients, after the optimizer
+  bool asynchronous = false;
 
   friend std::ostream& operator<<(std::ostream& out, const Disturbance& d) {
-    return out << "kind " << d.kind << ", rank " << d.rank << ", step " << d.step << ", place " << d.place;
+    return out << "kind " << d.kind << ", rank " << d.rank << ", step " << d.step << ", place " << d.place
+               << (d.asynchronous ? ", asynchronous" : "");
   }
 };
 
@@ -96,7 +98,8 @@ std::string train(World& world, const fs::path& folder, bool sharded, const Dist
   auto loader = torch::data::make_data_loader(Numbers(), sampler, kBatch);
 
   double loss_sum = 0;
-  Snapshot snapshot({.folder = folder / "snapshots", .every = kEvery, .sharded = sharded});
+  Snapshot snapshot(
+      {.folder = folder / "snapshots", .every = kEvery, .sharded = sharded, .asynchronous = disturbance.asynchronous});
   snapshot.add("model", net).add("optimizer", *optimizer).add("sampler", sampler).add("loss sum", loss_sum);
   std::ofstream log(folder / text("rank-", world.rank()), std::ios::app);
   int64_t step = snapshot.restore();
@@ -189,6 +192,7 @@ TEST_F(SnapshotProcess, TwentyRandomEndsChangeNothing) {
       Disturbance disturbance{.rank = static_cast<int>(below(kRanks)), .step = below(kSteps)};
       disturbance.place = static_cast<int>(below(3));
       disturbance.kind = i % 2 == 0 ? Disturbance::kTerm : Disturbance::kKill;
+      disturbance.asynchronous = i >= 5;
       if (i % 4 == 3) {
         disturbance.kind = Disturbance::kKillInCollective;
         disturbance.step = below(2 * kSteps);  // each step has at least two
@@ -223,7 +227,9 @@ TEST_F(SnapshotProcess, ADeathWhileWritingLeavesTheOldSnapshots) {
       expect_all(run(folder, sharded, {.kind = Disturbance::kTerm, .rank = 1, .step = 14}), "stopped after 15");
       const int struck = sharded ? 1 : 0;
       for (int rank = 0; rank < kRanks; ++rank) fs::rename(folder / text("rank-", rank), folder / "aside");
-      const auto ends = run(folder, sharded, {.kind = Disturbance::kFullFile, .rank = struck, .step = bytes});
+      const auto ends =
+          run(folder, sharded,
+              {.kind = Disturbance::kFullFile, .rank = struck, .step = bytes, .asynchronous = bytes % 2000 == 0});
       EXPECT_EQ(ends[static_cast<size_t>(struck)].signal, SIGXFSZ) << ends[static_cast<size_t>(struck)].said;
       EXPECT_EQ(ends[static_cast<size_t>(1 - struck)].said, "lost");
       expect_all(run(folder, sharded, {}), "done");

@@ -25,15 +25,15 @@ std::string attempt(int64_t number, int rank, int ranks, int64_t after, uint64_t
       .attempt = number, .rank = rank, .step = after, .ranks = ranks, .dataset_size = size, .training = "a net"});
 }
 std::string step(int64_t number, int rank, int64_t step, uint64_t epoch, const Samples& samples) {
-  return to_string({.kind = LedgerLine::Kind::kStep,
-                    .attempt = number,
-                    .rank = rank,
-                    .step = step,
-                    .epoch = epoch,
-                    .samples = samples});
+  return to_string(LedgerLine{.kind = LedgerLine::Kind::kStep,
+                              .attempt = number,
+                              .rank = rank,
+                              .step = step,
+                              .epoch = epoch,
+                              .samples = samples});
 }
 std::string made(int64_t number, int rank, int64_t step) {
-  return to_string({.kind = LedgerLine::Kind::kMade, .attempt = number, .rank = rank, .step = step});
+  return to_string(LedgerLine{.kind = LedgerLine::Kind::kMade, .attempt = number, .rank = rank, .step = step});
 }
 
 class LedgerCheck : public ::testing::Test {

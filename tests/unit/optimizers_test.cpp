@@ -164,7 +164,7 @@ TEST(Optimizers, ArchivesAndStatesGoOnToTheBit) {
     const auto state = first.state_dict();
     by_names.load_state_dict(state);
     for (size_t i = 0; i < cut.size(); ++i)
-      for (const Tensors* to : {&other, &third}) (*to)[i].mutable_data().copy_(cut[i]);
+      for (const Tensors* to : {&other, &third}) (*to)[i].detach().copy_(cut[i]);
     make_steps(second, other, 10, 20);
     make_steps(by_names, third, 10, 20);
     expect_equal(straight, other, name);
@@ -239,14 +239,14 @@ TEST(Optimizers, PythonReadsAndWritesTheirStates) {
     for (const std::string& key : file.names()) state[key] = file.tensor(key);
     for (size_t i = 0; i < parameters.size(); ++i) {
       const Tensor python = state.extract(text("parameters.", i)).mapped();
-      EXPECT_LE((straight[i] - python).abs().template max().template item<double>(), 1e-12) << name;
-      parameters[i].mutable_data().copy_(python);
+      EXPECT_LE((straight[i] - python).abs().max().item<double>(), 1e-12) << name;
+      parameters[i].detach().copy_(python);
     }
     optimizer.load_state_dict(state);
     make_steps(whole, straight, 20, 30);
     make_steps(optimizer, parameters, 20, 30);
     for (size_t i = 0; i < parameters.size(); ++i)
-      EXPECT_LE((straight[i] - parameters[i]).abs().template max().template item<double>(), 1e-12) << name;
+      EXPECT_LE((straight[i] - parameters[i]).abs().max().item<double>(), 1e-12) << name;
   });
   std::filesystem::remove_all(folder);
 }
@@ -256,7 +256,7 @@ TEST(Optimizers, DividedAmongRanks) {
     const Tensors alone = start();
     TorchOptimizer<O> whole(alone, options);
     make_steps(whole, alone, 0, 6);
-    on_ranks(2, [&](World& world) {
+    run_threads(2, [&](World& world) {
       const Tensors all = start();
       ZeroRedundancyOptimizer<TorchOptimizer<O>> divided(all, options);
       make_steps(divided, all, 0, 6);
@@ -279,7 +279,7 @@ TEST(Optimizers, InSnapshots) {
     const Tensors straight = start();
     TorchOptimizer<O> whole(straight, options);
     make_steps(whole, straight, 0, 12);
-    on_ranks(2, [&](World&) {
+    run_threads(2, [&](World&) {
       Tensors all = start();
       ZeroRedundancyOptimizer<TorchOptimizer<O>> optimizer(all, options);
       Snapshot snapshot({.folder = folder, .on_sigterm = false, .default_generator = false});
@@ -288,7 +288,7 @@ TEST(Optimizers, InSnapshots) {
       make_steps(optimizer, all, 0, 6);
       snapshot.save(6);
     });
-    on_ranks(1, [&](World&) {
+    run_threads(1, [&](World&) {
       Tensors all = start();
       TorchOptimizer<O> first(all, options);
       make_steps(first, all, 0, 6);
@@ -317,10 +317,10 @@ TEST(Optimizers, WithStatesInFiles) {
 }
 
 TEST(Optimizers, WithAGradScaler) {
-  on_ranks(2, [](World& world) {
+  run_threads(2, [](World& world) {
     const Tensors all = start(), alone = start();
     muster::SGD optimizer(all, {.lr = 0.1, .momentum = 0.9}), whole(alone, {.lr = 0.1, .momentum = 0.9});
-    optim::GradScaler scaler({.init_scale = 1024});
+    GradScaler scaler({.init_scale = 1024});
     for (int step = 0; step < 6; ++step) {
       give_gradients(alone, step);
       give_gradients(all, step);

@@ -690,6 +690,137 @@ TEST_P(SnapshotTest, AFullDiskCostsNeitherTheTrainingNorTheOldSnapshot) {
   EXPECT_EQ(restored(2), 6);
 }
 
+TEST_P(SnapshotTest, KeepsTheBestToo) {
+  auto with = options();
+  with.keep = 1;
+  with.keep_best = 2;
+  const std::vector<double> scores{0.5, -1, 0.7, 0.1, 0.6, 0.2};
+  run_threads(2, [&](World& world) {
+    Training training(world, 1, sgd());
+    Snapshot snapshot(with);
+    training.add_to(snapshot);
+    for (int64_t step = 1; step <= std::ssize(scores); ++step) {
+      training.total = step;
+      snapshot.score(scores[static_cast<size_t>(step - 1)]);
+      snapshot.save(step);
+    }
+    training.total = 7;
+    snapshot.save(7);  // without one
+    barrier();
+    EXPECT_EQ(snapshot.best(), (std::vector<int64_t>{3, 5}));
+    for (const double bad : {NAN, INFINITY}) EXPECT_THROW(snapshot.score(bad), InvalidArgument);
+  });
+  std::set<std::string> snapshots;
+  for (const auto& name : files())
+    if (name.find("shard") == std::string::npos) snapshots.insert(name);
+  EXPECT_EQ(snapshots, (std::set<std::string>{"step-3.snapshot.safetensors", "step-5.snapshot.safetensors",
+                                              "step-7.snapshot.safetensors"}));
+  EXPECT_EQ(files().size(), sharded() ? 9u : 3u);
+  EXPECT_EQ(restored(2), 7);
+}
+
+// --- asynchronous ---
+
+// What is stored is what was there when step() returned, whatever the training does while it is written.
+TEST_P(SnapshotTest, AnAsynchronousSaveIsOfItsStep) {
+  auto with = options(2);
+  with.asynchronous = true;
+  run_threads(3, [&](World& world) {
+    Training training(world, 1, sgd());
+    Snapshot snapshot(with);
+    training.add_to(snapshot);
+    EXPECT_EQ(snapshot.restore(), 0);
+    for (int64_t step = 1; step <= 7; ++step) {
+      training.step();  // whose collectives and those of the thread may come in any order
+      EXPECT_FALSE(snapshot.step(step));
+    }
+    const auto before = training.state();
+    training.step();
+    snapshot.save(8);
+    const auto saved = training.state();
+    for (int i = 0; i < 3; ++i) training.step();
+    snapshot.wait();
+    EXPECT_FALSE(before == saved);
+    Training again(world, 9, sgd());
+    Snapshot second(options());
+    again.add_to(second);
+    EXPECT_EQ(second.restore(), 8);
+    EXPECT_TRUE(again.state() == saved);
+  });
+  EXPECT_EQ(files().size(), sharded() ? 8u : 2u);  // those of steps 6 and 8
+}
+
+TEST_P(SnapshotTest, AnAsynchronousSaveIsOverBeforeTheNextAndAtTheEnd) {
+  auto with = options();
+  with.asynchronous = true;
+  run_threads(2, [&](World& world) {
+    Training training(world, 1, sgd());
+    Snapshot snapshot(with);
+    training.add_to(snapshot);
+    for (const int64_t step : {1, 2, 3}) {
+      training.total = step;
+      snapshot.save(step);
+    }
+  });
+  EXPECT_EQ(restored(2), 3);
+  run_threads(2, [&](World& world) {
+    Training training(world, 1, sgd());
+    Snapshot snapshot(with);
+    training.add_to(snapshot);
+    EXPECT_EQ(snapshot.restore(), 3);
+    training.total = 4;
+    snapshot.save(4);
+    EXPECT_EQ(snapshot.restore(), 4);  // waits
+    training.total = 5;
+    snapshot.save(5);
+    if (world.rank() == 1) snapshot.request_stop();
+    training.total = 6;
+    EXPECT_TRUE(snapshot.step(6));
+    EXPECT_TRUE(fs::exists(folder_ / "step-6.snapshot.safetensors"));  // not later
+    EXPECT_TRUE(fs::exists(folder_ / "step-5.snapshot.safetensors"));
+  });
+}
+
+TEST_P(SnapshotTest, WhatGoesWrongAsynchronouslySurfacesAtTheNextCall) {
+  auto with = options(2);
+  with.asynchronous = true;
+  testing::internal::CaptureStderr();
+  run_threads(2, [&](World& world) {
+    Training training(world, 2, sgd());
+    Snapshot snapshot(with);
+    training.add_to(snapshot);
+    EXPECT_EQ(snapshot.restore(), 0);
+    training.total = 2;
+    EXPECT_FALSE(snapshot.step(2));
+    snapshot.wait();
+    const auto before = files();
+    barrier();
+    {
+      std::optional<FullDisk> full;
+      if (world.rank() == 0) full.emplace(40'000);
+      barrier();
+      snapshot.save(4);
+      EXPECT_CONTAINS(message_of<Unavailable>([&] { snapshot.wait(); }), "File too large");
+      snapshot.wait();  // it has been said
+      snapshot.save(5);
+      EXPECT_CONTAINS(message_of<Unavailable>([&] { snapshot.save(6); }), "File too large");
+      EXPECT_FALSE(snapshot.step(6));
+      EXPECT_FALSE(snapshot.step(8));  // says it of 6
+      snapshot.request_stop();
+      EXPECT_CONTAINS(message_of<Unavailable>([&] { (void)snapshot.step(9); }), "File too large");
+      barrier();
+      EXPECT_EQ(files(), before);
+    }
+    barrier();
+    training.total = 10;
+    EXPECT_TRUE(snapshot.step(10));
+  });
+  const auto said = testing::internal::GetCapturedStderr();
+  EXPECT_CONTAINS(said, "no snapshot of step 6: ");
+  EXPECT_CONTAINS(said, "no snapshot of step 8: ");
+  EXPECT_EQ(restored(2), 10);
+}
+
 // When the last sync fails, everything is already written and renamed: the snapshot may exist after all.
 TEST_P(SnapshotTest, AFolderThatCannotBeSyncedTakesNothingFromTheSnapshotInIt) {
   const auto file = folder_ / "step-10.snapshot.safetensors";

@@ -34,6 +34,11 @@
 // needs memory for the files that it reads and for its own part of the state. restore() checks names, shapes and dtypes before it changes anything. Objects that read themselves
 // (`load()`) come next, and may still refuse; tensors, numbers and generators come last.
 //
+// Asynchronous: with `.asynchronous`, step() and save() return when this rank has copied its part of the state, for which it
+// needs as much memory again, and a thread writes it while the training goes on. The next save waits for the one before it. What
+// goes wrong surfaces there, or at wait(), on all ranks. A stop is always saved before step() returns. Until a snapshot is
+// written, a crash leaves the one before it. The destructor waits.
+//
 // SIGTERM: while a Snapshot exists, the signal requests a stop and does not end the process: the handler sets a flag,
 // the ranks agree at the next boundary (step() or stop_here()), all save, and that call returns true on every rank, no
 // matter which rank got the signal. Further SIGTERMs change nothing (schedulers and launchers each send one). When the
@@ -42,11 +47,11 @@
 // `muster run` kills ranks --stop-grace (5 s) after the signal, so work that takes longer than that needs a boundary in
 // it.
 //
-// Collective: restore(), step(), stop_here() and save(), by all ranks of `.group`, with equal steps. step() and
+// Collective: restore(), step(), stop_here(), save() and wait(), by all ranks of `.group`, with equal steps. step() and
 // stop_here() cost one all_reduce of 24 bytes; a world of one needs none.
 //
 // Errors: those of collectives, and
-//   InvalidArgument  a name occurs twice; an item differs from that in the snapshot (the message names the tensor, with
+//   InvalidArgument  a name occurs twice; a score that is not finite; an item differs from that in the snapshot (the message names the tensor, with
 //                    both shapes), or is per rank and of another number of ranks; save() into a folder with snapshots that restore()
 //                    has not examined
 //   Mismatch         ranks are at different steps or have added different items
@@ -77,6 +82,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "muster/comm/group.h"
 
@@ -86,7 +92,9 @@ struct SnapshotOptions {
   std::filesystem::path folder;  // made if it does not exist; for one job, and one training
   int64_t every = 0;             // steps between snapshots; 0: only on request
   bool sharded = false;          // one file per rank instead of one by rank 0
-  int keep = 2;                  // number of snapshots to keep; 1 or more
+  bool asynchronous = false;     // step() and save() copy the state, and a thread writes it
+  int keep = 2;                  // number of newest snapshots to keep; 1 or more
+  int keep_best = 0;             // and number of those with the best scores
   bool on_sigterm = true;
   bool default_generator = true;         // saves torch's CPU generator, as the item "default generator"
   Group group;                           // default: all ranks
@@ -158,8 +166,17 @@ class Snapshot {
   // added may have changed since the last step.
   [[nodiscard]] bool stop_here(int64_t steps);
 
-  // Saves now.
+  // Saves now, or begins to.
   void save(int64_t steps);
+
+  // How good the model of the next snapshot is; larger is better. Rank 0's counts. For .keep_best: the best ones stay, beside the
+  // newest ones; restore() takes the newest.
+  void score(double value);
+  // The steps of the snapshots in the folder with the best scores, the best first. Not collective.
+  std::vector<int64_t> best() const;
+
+  // Until the asynchronous save that is under way, if any, is on the disk. Throws what went wrong. Collective.
+  void wait();
 
   // Has the effect of a SIGTERM to this rank: the next step() or stop_here() of all ranks saves and returns true.
   void request_stop() noexcept;

@@ -1,0 +1,42 @@
+// What `muster checkpoint` does: looks into snapshots and other safetensors files, without the training and on one process.
+//
+// A path is a file, or a folder of snapshots, which stands for its newest one. A snapshot of several files is one: its
+// manifest stands for all.
+//
+// Errors: CorruptError and Unavailable, as those of Container and SafetensorsFile; InvalidArgument for a path that is neither.
+// Thread-safety: all functions.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace muster::checkpoint {
+
+struct Inspection {
+  bool good = true;
+  std::string words;  // lines for people
+};
+
+// Of a folder: its snapshots. Of a file: its tensors, with dtype, shape and bytes.
+Inspection list(const std::string& path);
+
+// Reads every byte of each file, or of all snapshots in a folder, and compares it with its checksum. A file without checksums
+// is only parsed. Bad if one is corrupt.
+Inspection verify(const std::vector<std::string>& paths);
+
+// Tensors that one of them lacks, that have other shapes or dtypes, or other values; good if there are none. `tolerance`: absolute
+// difference of values that does not count; 0: to the bit.
+Inspection diff(const std::string& a, const std::string& b, double tolerance = 0);
+
+struct ConvertOptions {
+  std::string prefix;       // only tensors whose names begin with it, and without it
+  bool overwrites = false;  // a target that exists
+};
+// From safetensors files and snapshots to a file that torch.load() reads (a dictionary of tensors), if `target` does not end with
+// ".safetensors"; else from such files of torch.save(), or from safetensors files, to a safetensors file. Several sources are put
+// together. InvalidArgument if two have a tensor of the same name, or one holds something else than tensors.
+Inspection convert(const std::vector<std::string>& sources, const std::string& target,
+                   const ConvertOptions& options = {});
+
+}  // namespace muster::checkpoint
