@@ -15,6 +15,7 @@
 #include "multiprocess/launch_support.h"
 #include "muster/checkpoint/safetensors.h"
 #include "muster/checkpoint/snapshot.h"
+#include "muster/comm/world.h"
 #include "support/ask_python.h"
 #include "support/ranks.h"
 

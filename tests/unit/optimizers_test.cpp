@@ -20,6 +20,7 @@
 #include "muster/base/error.h"
 #include "muster/checkpoint/safetensors.h"
 #include "muster/checkpoint/snapshot.h"
+#include "muster/comm/world.h"
 #include "muster/optim/grad_scaler.h"
 #include "muster/parallel/state_offload.h"
 #include "muster/parallel/zero_redundancy_optimizer.h"
