@@ -4,15 +4,17 @@
 //   muster run -n 2 parallel_resnet --data /usr/share/datasets/fashion-mnist --epochs 5 --folder run1
 //
 // A batch of 64 is 32 pictures for each of two ranks, or 16 for each of four. Each BatchNorm looks at the whole batch, so the
-// losses are the same on any number of ranks, but for rounding. With --folder, the program may be killed at any time: it goes
-// on from its last snapshot, and `muster ledger check run1/ledger` proves that no picture was lost or used twice.
+// losses are the same on any number of ranks, but for rounding. The rate goes through one cycle, and averages of the parameters
+// are kept. With --folder, the program may be killed at any time: it goes on from its last snapshot to the bit, and `muster ledger
+// check run1/ledger` proves that no picture was lost or used twice.
 // Source: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016.
 #include <ATen/Parallel.h>
 #include <muster/data/idx.h>
 #include <muster/muster.h>
+#include <muster/optim/lr_scheduler.h>
+#include <muster/optim/optimizers.h>
 #include <torch/data/datasets/base.h>
 #include <torch/nn.h>
-#include <torch/optim/sgd.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
@@ -105,18 +107,23 @@ void learn(const Settings& settings, const muster::World& world) {
   muster::DdpOptions options;
   if (settings.bfloat16) options.mixed_precision.param_dtype = torch::kBFloat16;
   muster::DistributedDataParallel<nn::SequentialImpl> ddp(net, options);
-  torch::optim::SGD sgd(net->parameters(),
-                        torch::optim::SGDOptions(settings.rate).momentum(0.9).nesterov(true).weight_decay(5e-4));
+  muster::SGD sgd(net->parameters(), {.lr = settings.rate, .momentum = 0.9, .weight_decay = 5e-4, .nesterov = true});
   muster::DistributedSampler sampler(size);
-  muster::PrefetchLoader loader(all, sampler,
-                                {.batch_size = static_cast<size_t>(settings.batch / world.world_size()), .workers = 1});
+  const auto batch = static_cast<size_t>(settings.batch / world.world_size());
+  muster::PrefetchLoader loader(all, sampler, {.batch_size = batch, .workers = 1});
+
+  // A training that is to be killed and go on must know from the beginning how long it is.
+  const auto steps = static_cast<int64_t>((sampler.size() + batch - 1) / batch) * settings.epochs;
+  muster::optim::OneCycleLR schedule(sgd, {.max_lr = settings.rate, .total_steps = steps});
+  muster::AveragedModel averages(net, {.decay = 0.95});
 
   int64_t step = 0;
   std::optional<muster::Snapshot> snapshot;
   std::optional<muster::Ledger> ledger;
   if (!settings.folder.empty()) {
-    snapshot.emplace(muster::SnapshotOptions{.folder = settings.folder, .every = 20});
-    step = snapshot->add("net", net).add("sgd", sgd).add("loader", loader).restore();
+    snapshot.emplace(muster::SnapshotOptions{.folder = settings.folder, .every = 20, .asynchronous = true});
+    snapshot->add("net", net).add("sgd", sgd).add("loader", loader).add("schedule", schedule).add("averages", averages);
+    step = snapshot->restore();
     ledger.emplace(settings.folder + "/ledger", muster::LedgerOptions{.dataset_size = size, .steps = step});
   }
   std::vector<double> losses;
@@ -129,6 +136,8 @@ void learn(const Settings& settings, const muster::World& world) {
       loss.backward();
       sgd.step();
       if (ledger) ledger->step();
+      schedule.step();
+      averages.update();
       Tensor mean = loss.detach().clone();
       muster::all_reduce(mean, {.op = muster::ReduceOp::AVG});
       losses.push_back(mean.item<double>());
@@ -137,6 +146,14 @@ void learn(const Settings& settings, const muster::World& world) {
   }
   if (world.rank() != 0 || losses.empty()) return;
   std::printf("loss: %.4f at first, %.4f at last\n", losses.front(), losses.back());
+  {
+    const auto averaged = averages.in_use();
+    const torch::NoGradGuard no_grad;
+    const Batch some = all({0, 1, 2, 3, 4, 5, 6, 7});
+    net->eval();
+    std::printf("loss of the averages: %.4f\n",
+                F::cross_entropy(net->forward(some.pictures), some.labels).item<double>());
+  }
   draw_curve(settings.curve, "ResNet with SyncBatchNorm", "loss of the whole batch", "loss", losses, "step");
 }
 

@@ -48,7 +48,7 @@ class CheckpointCommand : public ::testing::Test {
   // Snapshots of steps 1 and 2; the values depend on the seed.
   void save(const std::string& name, bool sharded, uint64_t seed = 5) const {
     run_threads(2, [&](World&) {
-      const torch::nn::Linear net(3, 4);
+      torch::nn::Linear net(3, 4);
       {
         const torch::NoGradGuard no_grad;
         for (torch::Tensor& parameter : net->parameters()) parameter.fill_(0.1 * static_cast<double>(seed));

@@ -1,6 +1,7 @@
 // DistributedDataParallel with derivatives of derivatives, several forwards and several backwards: what one process
 // computes with all ranks' data.
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
@@ -30,12 +31,12 @@ std::shared_ptr<Critic> make_critic() {
   return net;
 }
 
-constexpr int64_t kRows = 3;  // of each rank
+constexpr int64_t kRowsOfRank = 3;  // of each rank
 Tensor data(int step, int ranks) {
-  const Tensor i = torch::arange(kRows * ranks * 2 * 4 * 4, torch::kDouble);
-  return torch::sin(i * 0.7 + step).view({kRows * ranks, 2, 4, 4});
+  const Tensor i = torch::arange(kRowsOfRank * ranks * 2 * 4 * 4, torch::kDouble);
+  return torch::sin(i * 0.7 + step).view({kRowsOfRank * ranks, 2, 4, 4});
 }
-Tensor rows_of(const Tensor& all, int rank) { return all.narrow(0, rank * kRows, kRows); }
+Tensor rows_of(const Tensor& all, int rank) { return all.narrow(0, rank * kRowsOfRank, kRowsOfRank); }
 
 using Forward = std::function<Tensor(const Tensor&)>;
 // Steps of an optimizer on this rank's data, and in one process on all ranks' data.

@@ -17,7 +17,7 @@ namespace muster::test {
 namespace {
 
 constexpr int kShards = 8;
-constexpr int64_t kRows = 3;  // of a shard
+constexpr int64_t kRowsOfShard = 3;  // of a shard
 
 struct Images : nn::Module {
   nn::Sequential layers = register_module(
@@ -71,7 +71,7 @@ std::string trained(World& world, int steps, bool by_shards) {
   Optimizer optimizer(net->parameters(), 0.01);
   std::map<int, DistributedSampler> samplers;
   for (const int shard : ddp.shards())
-    samplers.emplace(shard, DistributedSampler(kShards * kRows * 6, {.num_replicas = kShards, .rank = shard}));
+    samplers.emplace(shard, DistributedSampler(kShards * kRowsOfShard * 6, {.num_replicas = kShards, .rank = shard}));
   std::string losses;
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
@@ -81,7 +81,7 @@ std::string trained(World& world, int steps, bool by_shards) {
         sampler.set_epoch(static_cast<uint64_t>(step / 6));
         sampler.reset();
       }
-      const auto indices = sampler.next(kRows).value();
+      const auto indices = sampler.next(kRowsOfShard).value();
       return ddp->forward(torch::tensor(std::vector<int64_t>(indices.begin(), indices.end())));
     };
     if (by_shards) {

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
-#include <torch/data/dataloader.h>
 #include <torch/data/datasets/base.h>
 #include <torch/nn.h>
 #include <torch/optim/adam.h>
@@ -22,6 +21,9 @@
 #include "checkpoint/container.h"
 #include "muster/checkpoint/snapshot.h"
 #include "muster/muster.h"
+#include "muster/optim/autocast.h"
+#include "muster/optim/grad_scaler.h"
+#include "muster/optim/lr_scheduler.h"
 #include "support/forked.h"
 #include "support/patience.h"
 #include "support/ranks.h"
@@ -94,27 +96,39 @@ std::string train(World& world, const fs::path& folder, bool sharded, const Dist
   } else {
     optimizer = std::make_unique<torch::optim::SGD>(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   }
+  // All that changes from step to step: half precision with its scale, the rate, averages, and threads that read ahead.
   DistributedSampler sampler(kSamples, {.seed = 8});
-  auto loader = torch::data::make_data_loader(Numbers(), sampler, kBatch);
+  PrefetchLoader loader(Numbers(), sampler, {.batch_size = kBatch, .workers = 2});
+  GradScaler scaler({.init_scale = 4096, .growth_interval = 9});
+  optim::OneCycleLR schedule(*optimizer, {.max_lr = sharded ? 0.03 : 0.2, .total_steps = kSteps});
+  AveragedModel averages(net, {.decay = 0.9, .average_buffers = true});
 
   double loss_sum = 0;
   Snapshot snapshot(
       {.folder = folder / "snapshots", .every = kEvery, .sharded = sharded, .asynchronous = disturbance.asynchronous});
-  snapshot.add("model", net).add("optimizer", *optimizer).add("sampler", sampler).add("loss sum", loss_sum);
+  snapshot.add("model", net).add("optimizer", *optimizer).add("loader", loader).add("loss sum", loss_sum);
+  snapshot.add("scaler", scaler, {.per_rank = false}).add("schedule", schedule).add("averages", averages);
   std::ofstream log(folder / text("rank-", world.rank()), std::ios::app);
   int64_t step = snapshot.restore();
   const int64_t an_epoch = kSamples / kRanks / kBatch;
   for (auto epoch = static_cast<uint64_t>(std::max<int64_t>(step - 1, 0) / an_epoch); step < kSteps; ++epoch) {
     sampler.set_epoch(epoch);
-    for (const auto& batch : *loader) {
+    for (const auto& batch : loader) {
       disturb(step, 0);
       auto x = torch::rand({kBatch, kSamples});
       for (int64_t i = 0; i < kBatch; ++i) x[i][static_cast<int64_t>(batch[static_cast<size_t>(i)])] = 3;
       optimizer->zero_grad();
-      const auto loss = ddp(x).square().mean();
-      loss.backward();
+      torch::Tensor loss;
+      {
+        const Autocast autocast(torch::kBFloat16);
+        loss = ddp(x).to(torch::kFloat).square().mean();
+      }
+      scaler.scale(loss).backward();
       disturb(step, 1);
-      optimizer->step();
+      scaler.step(*optimizer);
+      scaler.update();
+      schedule.step();
+      averages.update();
       loss_sum += loss.item<double>();
       ++step;
       log << step << ": " << join(batch, " ") << " " << std::hexfloat << loss_sum << " "
@@ -125,7 +139,8 @@ std::string train(World& world, const fs::path& folder, bool sharded, const Dist
     }
   }
   log << "end:";
-  for (const auto& parameter : net->parameters()) log << " " << sum_of(parameter);
+  for (const auto& parameter : net->named_parameters())
+    log << " " << sum_of(parameter.value()) << " " << sum_of(averages.average(parameter.key()));
   if (world.rank() == 0)  // the others' are their own until the next forward
     for (const auto& buffer : net->buffers()) log << " " << sum_of(buffer);
   log << "." << std::endl;
