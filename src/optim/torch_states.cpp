@@ -28,7 +28,7 @@ State new_kept_state(const std::type_info& type) {
 
 template <typename Options>
 const Options& options_of(const torch::optim::OptimizerParamGroup& group) {
-  return static_cast<const GroupOptions<Options>&>(group.options()).values;
+  return static_cast<const ParamGroupOptions<Options>&>(group.options()).values;
 }
 
 }  // namespace

@@ -30,20 +30,20 @@ double metric(int step) {
 
 constexpr int kSteps = 1000;
 
-template <typename O, typename GroupOptions>
-std::unique_ptr<Optimizer> two_groups(const std::function<GroupOptions(double lr)>& options) {
+template <typename O, typename Options>
+std::unique_ptr<Optimizer> two_groups(const std::function<Options(double lr)>& options) {
   std::vector<t::OptimizerParamGroup> groups;
   for (const double lr : {0.1, 0.02})
     groups.emplace_back(std::vector<at::Tensor>{at::zeros({1}).requires_grad_()},
-                        std::make_unique<GroupOptions>(options(lr)));
+                        std::make_unique<Options>(options(lr)));
   return std::make_unique<O>(groups);
 }
 std::unique_ptr<Optimizer> of_muster(const std::string& kind) {
   if (kind == "SGD")
-    return two_groups<muster::SGD, GroupOptions<SGDOptions>>(
-        [](double lr) { return GroupOptions<SGDOptions>({.lr = lr, .momentum = 0.9}); });
-  return two_groups<muster::AdamW, GroupOptions<AdamWOptions>>(
-      [](double lr) { return GroupOptions<AdamWOptions>({.lr = lr}); });
+    return two_groups<muster::SGD, ParamGroupOptions<SGDOptions>>(
+        [](double lr) { return ParamGroupOptions<SGDOptions>({.lr = lr, .momentum = 0.9}); });
+  return two_groups<muster::AdamW, ParamGroupOptions<AdamWOptions>>(
+      [](double lr) { return ParamGroupOptions<AdamWOptions>({.lr = lr}); });
 }
 std::unique_ptr<Optimizer> of_libtorch(const std::string& kind) {
   if (kind == "SGD") {
@@ -59,8 +59,8 @@ double momentum_of(Optimizer& optimizer) {
   auto& options = optimizer.param_groups()[0].options();
   if (auto* const of = dynamic_cast<t::SGDOptions*>(&options)) return of->momentum();
   if (auto* const of = dynamic_cast<t::AdamWOptions*>(&options)) return std::get<0>(of->betas());
-  if (auto* const of = dynamic_cast<GroupOptions<SGDOptions>*>(&options)) return of->values.momentum;
-  return dynamic_cast<GroupOptions<AdamWOptions>&>(options).values.betas.first;
+  if (auto* const of = dynamic_cast<ParamGroupOptions<SGDOptions>*>(&options)) return of->values.momentum;
+  return dynamic_cast<ParamGroupOptions<AdamWOptions>&>(options).values.betas.first;
 }
 std::vector<double> rates_now(Optimizer& optimizer) {
   std::vector<double> rates;

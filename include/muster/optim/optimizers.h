@@ -112,14 +112,14 @@ void for_each_option(Options& options, const Fn& fn) {
 
 // The options of a group of parameters.
 template <typename Values>
-class GroupOptions final : public torch::optim::OptimizerOptions {
+class ParamGroupOptions final : public torch::optim::OptimizerOptions {
  public:
   Values values;
 
-  explicit GroupOptions(Values some) : values(std::move(some)) {}
-  explicit GroupOptions(double lr) { values.lr = lr; }
+  explicit ParamGroupOptions(Values some) : values(std::move(some)) {}
+  explicit ParamGroupOptions(double lr) { values.lr = lr; }
   std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
-    return std::make_unique<GroupOptions>(*this);
+    return std::make_unique<ParamGroupOptions>(*this);
   }
   double get_lr() const override { return values.lr; }
   void set_lr(double lr) override { values.lr = lr; }
@@ -170,7 +170,7 @@ template <typename O>
 class TorchOptimizer : public TorchOptimizerBase {
  public:
   using Options = typename O::Options;
-  using OptionsOfGroup = optim::GroupOptions<Options>;
+  using OptionsOfGroup = optim::ParamGroupOptions<Options>;
 
   explicit TorchOptimizer(std::vector<at::Tensor> parameters, Options options = {})
       : TorchOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(options)) {}
