@@ -93,7 +93,7 @@ Pictures fashion(const std::string& folder) {
 
 struct Settings {
   std::string data, folder, curve;
-  int64_t epochs = 2, batch = 64, width = 16, pictures = 2048;
+  int64_t epochs = 2, batch = 64, width = 16, pictures = 2048, every = 20;
   double rate = 0.1;
   bool bfloat16 = false;
 };
@@ -102,7 +102,7 @@ void learn(const Settings& settings, const muster::World& world) {
   const Pictures all = settings.data.empty() ? patterns(settings.pictures) : fashion(settings.data);
   const auto size = static_cast<size_t>(all.labels.size(0));
   torch::manual_seed(0);
-  const nn::Sequential net = resnet(all.pictures.size(1), settings.width);
+  nn::Sequential net = resnet(all.pictures.size(1), settings.width);
   muster::convert_sync_batchnorm(net);
   muster::DdpOptions options;
   if (settings.bfloat16) options.mixed_precision.param_dtype = torch::kBFloat16;
@@ -121,7 +121,7 @@ void learn(const Settings& settings, const muster::World& world) {
   std::optional<muster::Snapshot> snapshot;
   std::optional<muster::Ledger> ledger;
   if (!settings.folder.empty()) {
-    snapshot.emplace(muster::SnapshotOptions{.folder = settings.folder, .every = 20, .asynchronous = true});
+    snapshot.emplace(muster::SnapshotOptions{.folder = settings.folder, .every = settings.every, .asynchronous = true});
     snapshot->add("net", net).add("sgd", sgd).add("loader", loader).add("schedule", schedule).add("averages", averages);
     step = snapshot->restore();
     ledger.emplace(settings.folder + "/ledger", muster::LedgerOptions{.dataset_size = size, .steps = step});
@@ -175,6 +175,9 @@ int main(int argc, char** argv) {
   app.add_option("--rate", settings.rate, "learning rate")->capture_default_str();
   app.add_flag("--bfloat16", settings.bfloat16, "compute with copies of the parameters in bfloat16");
   app.add_option("--folder", settings.folder, "snapshots and the ledger")->type_name("FOLDER");
+  app.add_option("--every", settings.every, "steps between snapshots")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
   app.add_option("--curve", settings.curve, "draw the loss in this file")->type_name("FILE.svg");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);

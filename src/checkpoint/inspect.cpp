@@ -70,7 +70,9 @@ Tensors tensors_in(const std::string& given) {
     return all;
   }
   for (const Container& each : read_snapshot(path))
-    for (const Entry& entry : each.entries()) all.emplace(entry.full_name(), entry.tensor);
+    for (const Entry& entry : each.entries())
+      if (!all.emplace(entry.full_name(), entry.tensor).second)  // a parameter and a buffer may have one name
+        all.emplace(text(entry.full_name(), " (", entry.kind, ")"), entry.tensor);
   return all;
 }
 
@@ -105,7 +107,7 @@ Inspection list_folder(const std::string& path) {
                       text(about.world_size, about.world_size == 1 ? " rank" : " ranks"),
                       about.shards.empty() ? "1 file" : text(about.shards.size() + 1, " files")});
     } catch (const Error& error) {
-      rows.push_back({text("step ", steps), "", "", error.message()});
+      rows.push_back({text("step ", steps), "", "", launch::printable(error.message())});
     }
   }
   if (rows.empty())
@@ -116,7 +118,9 @@ Inspection list_folder(const std::string& path) {
 bool is_for_torch(const std::string& path) { return !path.ends_with(".safetensors"); }
 
 // The tensors that torch.save() has written: a tensor, or dictionaries of tensors within each other.
-void add_values(const c10::IValue& value, const std::string& name, const std::string& path, Tensors& all) {
+void add_values(const c10::IValue& value, const std::string& name, const std::string& path, int depth, Tensors& all) {
+  constexpr int kDeepest = 100;
+  if (depth > kDeepest) throw CorruptError(text(path, " has dictionaries within each other, more than ", kDeepest));
   if (value.isTensor()) {
     const std::string key = name.empty() ? "tensor" : name;
     all.emplace(key, value.toTensor());
@@ -124,7 +128,7 @@ void add_values(const c10::IValue& value, const std::string& name, const std::st
     for (const auto& item : value.toGenericDict()) {
       if (!item.key().isString()) throw InvalidArgument(text(path, " has a dictionary whose keys are not strings"));
       add_values(item.value(), name.empty() ? item.key().toStringRef() : text(name, ".", item.key().toStringRef()),
-                 path, all);
+                 path, depth + 1, all);
     }
   } else {
     throw InvalidArgument(
@@ -146,7 +150,7 @@ Tensors tensors_of_torch(const std::string& path) {
         text(path, " is not a file of torch.save() with tensors only: ", what.substr(0, what.find('\n'))));
   }
   Tensors all;
-  add_values(value, "", path, all);
+  add_values(value, "", path, 0, all);
   return all;
 }
 
@@ -177,11 +181,11 @@ Inspection verify(const std::vector<std::string>& paths) {
       }
       const auto files = read_snapshot(path);
       words << path << ": good" << (files.size() > 1 ? text(", with ", files.size(), " shards") : "") << "\n";
-    } catch (const CorruptError& error) {
-      words << path << ": " << error.message() << "\n";
+    } catch (const Error& error) {
+      words << launch::printable(error.message()) << "\n";
       result.good = false;
-    } catch (const Unavailable& error) {
-      words << path << ": " << error.message() << "\n";
+    } catch (const std::exception& error) {
+      words << path << ": " << launch::printable(error.what()) << "\n";
       result.good = false;
     }
   };

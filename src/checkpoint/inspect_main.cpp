@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "checkpoint/inspect.h"
+#include "launch/text_table.h"
 #include "muster/base/error.h"
 
 namespace {
@@ -33,10 +34,10 @@ int main(int argc, char** argv) {
     std::cout << result.words << std::flush;
     return result.good ? 0 : 1;
   } catch (const muster::InvalidArgument& error) {
-    std::cerr << "muster: " << error.what() << std::endl;
+    std::cerr << "muster: " << muster::launch::printable(error.what()) << std::endl;
     return 2;
   } catch (const std::exception& error) {
-    std::cerr << "muster: " << error.what() << std::endl;
+    std::cerr << "muster: " << muster::launch::printable(error.what()) << std::endl;
     return 1;
   }
 }

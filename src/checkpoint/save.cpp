@@ -291,8 +291,9 @@ void take_copies(Collected& collected, Copies& copies) {
   for (auto* const entries : {&collected.own, &collected.shared})
     for (Entry& entry : *entries) {
       if (entry.tensor.is_meta()) continue;
-      at::Tensor& copy = taken[entry.full_name()];
-      if (const auto before = copies.find(entry.full_name()); before != copies.end()) copy = before->second;
+      const std::string key = text(entry.kind, '/', entry.full_name());  // a parameter and a buffer may have one name
+      at::Tensor& copy = taken[key];
+      if (const auto before = copies.find(key); before != copies.end()) copy = before->second;
       const bool fits =
           copy.defined() && copy.scalar_type() == entry.tensor.scalar_type() && copy.sizes() == entry.tensor.sizes();
       if (fits)

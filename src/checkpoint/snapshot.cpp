@@ -69,6 +69,7 @@ struct Snapshot::Impl {
   checkpoint::Problem save(int64_t steps);
   void begin_to_write(int64_t steps);
   checkpoint::Problem end_writing();
+  void end_and_report() noexcept;
   void note(int64_t steps, const checkpoint::Problem& problem);
   void report(int64_t steps, const checkpoint::Problem& problem) const;
   ~Impl();
@@ -148,20 +149,22 @@ checkpoint::Problem Snapshot::Impl::save(int64_t steps) {
 }
 
 void Snapshot::Impl::begin_to_write(int64_t steps) {
+  World& world = World::current();
   if (!group_of_writing) group_of_writing = options.group.split(0, 0, {.name = "snapshots"});
-  writing = std::make_unique<Writing>(Writing{.steps = steps, .place = place});
-  writing->place.collective.group = *group_of_writing;
-  writing->collected = checkpoint::collect(place, items, options.sharded);
-  checkpoint::take_copies(writing->collected, copies);
-  writing->thread =
-      start_thread("muster-snapshot", [its = writing.get(), with = save_options(steps), &world = World::current()] {
-        const World::Scope scope(world);
-        try {
-          its->problem = checkpoint::write(its->place, its->collected, with);
-        } catch (const std::exception&) {
-          its->failure = std::current_exception();
-        }
-      });
+  auto begun = std::make_unique<Writing>(Writing{.steps = steps, .place = place});
+  begun->place.collective.group = *group_of_writing;
+  checkpoint::Collected& collected = begun->collected = checkpoint::collect(place, items, options.sharded);
+  if (!collected.of_all && !collected.problem)
+    collected.problem = checkpoint::problem_of([&] { checkpoint::take_copies(collected, copies); });
+  begun->thread = start_thread("muster-snapshot", [its = begun.get(), with = save_options(steps), &world] {
+    const World::Scope scope(world);
+    try {
+      its->problem = checkpoint::write(its->place, its->collected, with);
+    } catch (const std::exception&) {
+      its->failure = std::current_exception();
+    }
+  });
+  writing = std::move(begun);
 }
 
 // Waits for the thread, if there is one. Throws what its collectives have thrown.
@@ -170,12 +173,14 @@ checkpoint::Problem Snapshot::Impl::end_writing() {
   if (!ended) return {};
   if (ended->thread.joinable()) ended->thread.join();
   if (ended->failure) std::rethrow_exception(ended->failure);
+  place.folder = ended->place.folder;  // with its lock
   place.folder_is_known |= ended->place.folder_is_known;
   note(ended->steps, ended->problem);
   return ended->problem;
 }
 
-Snapshot::Impl::~Impl() {
+// As end_writing(), but only says what went wrong.
+void Snapshot::Impl::end_and_report() noexcept {
   const int64_t steps = writing ? writing->steps : 0;
   try {
     if (const auto problem = end_writing()) report(steps, problem);
@@ -183,6 +188,8 @@ Snapshot::Impl::~Impl() {
     MUSTER_LOG(kError) << "no snapshot of step " << steps << ": " << error.what();
   }
 }
+
+Snapshot::Impl::~Impl() { end_and_report(); }
 
 Snapshot::Snapshot(SnapshotOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 Snapshot::Snapshot(Snapshot&&) noexcept = default;
@@ -229,7 +236,7 @@ Snapshot& Snapshot::add_archivable(std::string name, std::function<void(torch::s
 }
 
 int64_t Snapshot::restore() {
-  wait();
+  impl_->end_and_report();
   auto restored = checkpoint::restore(impl_->place, impl_->items);
   impl_->place.folder_is_known = true;
   impl_->refused = std::move(restored.refused);
@@ -246,6 +253,7 @@ bool Snapshot::step(int64_t steps) {
     if (problem && !problem.is(ErrorCode::kUnavailable)) throw_problem(problem);
     if (problem) s.report(of, problem);
   };
+  if (stop) s.end_and_report();
   const int64_t before = s.writing ? s.writing->steps : 0;
   go_on_after(before, s.end_writing());
   if (s.options.asynchronous && !stop) {
@@ -263,7 +271,7 @@ bool Snapshot::stop_here(int64_t steps) {
   Impl& s = *impl_;
   if (steps < 0) throw InvalidArgument(text("stop_here(): steps must be at least 0, got ", steps), "Count from 0");
   if (!s.any_rank_stops(steps)) return false;
-  wait();
+  s.end_and_report();
   if (steps > 0)
     if (const auto problem = s.save(steps)) throw_problem(problem);
   if (s.place.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);

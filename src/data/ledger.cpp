@@ -11,6 +11,7 @@
 
 #include "base/fd.h"
 #include "base/hash.h"
+#include "base/log.h"
 #include "base/text.h"
 #include "launch/ledger.h"
 #include "muster/base/error.h"
@@ -83,7 +84,7 @@ Ledger::Ledger(const std::filesystem::path& file, LedgerOptions options) : impl_
   std::exception_ptr failure;
   try {
     before = open(s.file, options, s.fd);
-  } catch (const Error&) {
+  } catch (...) {
     failure = std::current_exception();
   }
   // Of some numbers also the opposite, so that the maximum gives the minimum.
@@ -98,9 +99,11 @@ Ledger::Ledger(const std::filesystem::path& file, LedgerOptions options) : impl_
                           "Use what Snapshot::restore() returns");
   if (one != -minus_other)
     throw InvalidArgument("ranks begin a Ledger with different names or sizes of the dataset", "Give all the same");
-  if (s.steps > made)
-    throw InvalidArgument(text(s.file, " ends with step ", made, ", but the training goes on after step ", s.steps),
-                          "Give the file that this training has written from its beginning");
+  if (s.steps > made && group.rank() == 0) {
+    MUSTER_LOG(kWarning) << "the ledger " << s.file << " ends with step " << made
+                         << ", and the training goes on after step " << s.steps
+                         << ": it proves nothing of the steps between";
+  }
   s.attempt = attempt + 1;
   s.append(
       {.step = s.steps, .ranks = group.size(), .dataset_size = options.dataset_size, .training = options.training});

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <limits>
 #include <map>
+#include <set>
 #include <sstream>
 #include <unordered_set>
 #include <utility>
@@ -65,6 +66,7 @@ struct Attempt {
   int ranks = 0;
   uint64_t dataset_size = 0;
   std::string training;
+  std::set<int> announced;  // ranks
 };
 
 // Which samples of an epoch count, and which of them more than once.
@@ -130,6 +132,7 @@ class Check {
   }
 
   void read_attempts() {
+    std::set<int64_t> strangers;
     const int64_t parts = for_each_line([&](const LedgerLine& line) {
       if (line.kind == Kind::kAttempt) {
         const Attempt mine{.after = line.step,
@@ -138,6 +141,7 @@ class Check {
                            .dataset_size = line.dataset_size,
                            .training = line.training};
         const auto [found, is_new] = attempts_.emplace(line.attempt, mine);
+        found->second.announced.insert(line.rank);
         const Attempt& known = found->second;
         if (known.after != mine.after)
           problem("attempt ", line.attempt, " begins after step ", known.after, " on one rank, and after step ",
@@ -146,11 +150,16 @@ class Check {
         if (first.dataset_size != mine.dataset_size || first.training != mine.training)
           problem("attempt ", line.attempt, " is of another training: ", mine.training, " with ", mine.dataset_size,
                   " samples, not ", first.training, " with ", first.dataset_size);
-      } else if (line.kind == Kind::kMade) {
-        if (const auto found = attempts_.find(line.attempt); found != attempts_.end())
-          found->second.made = std::max(found->second.made, line.step);
+        return;
       }
+      const auto found = attempts_.find(line.attempt);
+      if (found == attempts_.end())
+        strangers.insert(line.attempt);
+      else if (line.kind == Kind::kMade)
+        found->second.made = std::max(found->second.made, line.step);
     });
+    for (const int64_t number : strangers)
+      if (!attempts_.contains(number)) problem("nobody has said how attempt ", number, " began");
     if (attempts_.empty())
       throw CorruptError(text("there is no ledger in ", join(files_)), "muster::Ledger writes one");
     words_ << attempts_.rbegin()->second.training << ": " << attempts_.size()
@@ -166,6 +175,8 @@ class Check {
     for (auto next = attempts_.rbegin(); next != attempts_.rend(); ++next) {
       auto& [number, attempt] = *next;
       attempt.last = std::min(limit, attempt.made);
+      const bool is_empty = attempt.made == attempt.after;
+      if (is_empty && later != 0) continue;  // it was killed before its first step, and nothing goes on from it
       if (later != 0 && attempt.after < limit && attempt.made < limit)
         problem("attempt ", later, " begins after step ", limit, ", but attempt ", number, " before it ends with step ",
                 attempt.made);
@@ -174,6 +185,9 @@ class Check {
     }
     if (limit > 0) problem("nothing is known of the steps up to ", limit, ", after which attempt ", later, " begins");
     for (const auto& [number, attempt] : attempts_) {
+      if (attempt.last > attempt.after && static_cast<int>(attempt.announced.size()) != attempt.ranks)
+        problem("attempt ", number, " has ", attempt.ranks, " ranks, and there are lines of ", attempt.announced.size(),
+                ": give the files of all hosts");
       words_ << "  attempt " << number << ", " << attempt.ranks << (attempt.ranks == 1 ? " rank: " : " ranks: ");
       if (attempt.last <= attempt.after)
         words_ << "none of its steps count";
@@ -199,22 +213,29 @@ class Check {
 
   void judge_epochs() {
     const uint64_t size = attempts_.rbegin()->second.dataset_size;
-    const uint64_t seen = epochs_.empty() ? 0 : epochs_.rbegin()->first + 1;
-    if (options_.epochs && seen != *options_.epochs) problem("there are ", seen, " epochs, and not ", *options_.epochs);
-    for (uint64_t number = 0; number < seen; ++number) {
-      const Epoch& epoch = epochs_[number];
-      const bool may_be_under_way = number + 1 == seen && !options_.epochs;
+    const uint64_t wanted = options_.epochs.value_or(0);
+    uint64_t next = 0;
+    const auto require_up_to = [&](uint64_t number) {
+      if (next == number) return;
+      if (number - next == 1)
+        problem("epoch ", next, " has no samples");
+      else
+        problem("epochs ", next, " to ", number - 1, " have no samples");
+    };
+    for (const auto& [number, epoch] : epochs_) {
+      require_up_to(number);
+      next = number + 1;  // 0 after the largest number, which is the last one
+      if (options_.epochs && number >= wanted) problem("there is an epoch ", number, ", and there should be ", wanted);
+      const bool may_be_under_way = number == epochs_.rbegin()->first && !options_.epochs;
       words_ << "epoch " << number << ": " << epoch.count;
       if (size > 0 && epoch.count < size) words_ << " of " << size;
       words_ << " samples" << (size > 0 && epoch.count < size && may_be_under_way ? " so far" : "");
       if (epoch.repeats == 0) words_ << ", each once";
       words_ << "\n";
       if (epoch.repeats > 0) name_repeated(number, epoch);
-      if (epoch.count == 0)
-        problem("epoch ", number, " has no samples");
-      else if (!may_be_under_way && size > epoch.count)
-        name_missing(number, epoch, size - epoch.count);
+      if (!may_be_under_way && size > epoch.count) name_missing(number, epoch, size - epoch.count);
     }
+    if (next < wanted) require_up_to(wanted);
   }
 
   void name_missing(uint64_t number, const Epoch& epoch, uint64_t missing) {

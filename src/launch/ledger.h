@@ -6,7 +6,8 @@
 //
 // An *attempt* begins with a model that has made so many steps, whether it comes from a snapshot or from memory. It replaces
 // what earlier attempts did after that step. Its samples enter a step before their gradients travel, and the step is made
-// when an optimizer has made it on any rank. So a step of the last attempt counts if a rank has made it, and a step of an
+// when an optimizer has made it on any rank. An attempt that has made none replaces nothing, unless it is the last one. A model that
+// has made n steps is taken for that of the latest attempt that has made step n. So a step of the last attempt counts if a rank has made it, and a step of an
 // earlier one counts if no later attempt replaces it.
 //
 // Every line ends with a hash of what is before it. Ranks append to one file; a rank that is killed may leave a part of a

@@ -56,9 +56,7 @@ FunctionalOptimizer::Known& FunctionalOptimizer::known(const Tensor& parameter) 
 }
 
 void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradients) {
-  check_lists(parameters, gradients, takes_sparse());
-  for (size_t i = 0; i < parameters.size(); ++i)
-    if (gradients[i].defined()) check(parameters[i]);
+  require_steppable(parameters, gradients);
   std::vector<ParameterState*> states(parameters.size());
   {
     const std::lock_guard lock(mutex_);
@@ -70,10 +68,14 @@ void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradien
 
 void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradients,
                                const std::vector<ParameterState*>& states) const {
+  require_steppable(parameters, gradients);
+  step_checked(parameters, gradients, states);
+}
+
+void FunctionalOptimizer::require_steppable(at::TensorList parameters, at::TensorList gradients) const {
   check_lists(parameters, gradients, takes_sparse());
   for (size_t i = 0; i < parameters.size(); ++i)
     if (gradients[i].defined()) check(parameters[i]);
-  step_checked(parameters, gradients, states);
 }
 
 void FunctionalOptimizer::step_checked(at::TensorList parameters, at::TensorList gradients,

@@ -15,7 +15,8 @@ namespace muster::optim {
 // True if `other` has the same layout in memory as the parameter, which is contiguous.
 inline bool fits(const at::Tensor& parameter, const at::Tensor& other) {
   return other.layout() == at::kStrided && other.device().is_cpu() && other.is_contiguous() && !other.is_neg() &&
-         !other._is_zerotensor() && other.scalar_type() == parameter.scalar_type();
+         !other._is_zerotensor() && other.scalar_type() == parameter.scalar_type() &&
+         other.sizes() == parameter.sizes();
 }
 
 inline bool fusible(const at::Tensor& parameter, const at::Tensor& gradient) {

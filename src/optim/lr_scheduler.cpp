@@ -101,13 +101,14 @@ void LRScheduler::step(int64_t epoch) {
   if (epoch < 0) throw InvalidArgument(text("the epoch must be at least 0, got ", epoch));
   const int64_t before = std::exchange(epoch_, epoch);
   try {
-    of_.set(last_lrs());
+    const std::vector<double> lrs = last_lrs();
+    if (momentum_ && !of_.set_momentum(momentum_(epoch)))
+      throw InvalidArgument("the optimizer has neither momentum nor betas", "Set cycle_momentum to false");
+    of_.set(lrs);
   } catch (...) {
     epoch_ = before;
     throw;
   }
-  if (momentum_ && !of_.set_momentum(momentum_(epoch)))
-    throw InvalidArgument("the optimizer has neither momentum nor betas", "Set cycle_momentum to false");
 }
 
 void LRScheduler::save(torch::serialize::OutputArchive& archive) const {
@@ -157,10 +158,14 @@ Rate lambda(std::function<double(int64_t)> factor) {
 
 Rate multiplicative(std::function<double(int64_t)> factor) {
   if (!factor) throw InvalidArgument("MultiplicativeLR needs a function");
-  const auto products = std::make_shared<std::vector<double>>(1, 1.0);  // by epoch
-  return [factor = std::move(factor), products](double first, int64_t epoch) {
-    for (auto next = std::ssize(*products); next <= epoch; ++next) products->push_back(products->back() * factor(next));
-    return first * (*products)[static_cast<size_t>(epoch)];
+  struct Product {
+    int64_t epoch = 0;
+    double value = 1;
+  };
+  return [factor = std::move(factor), last = std::make_shared<Product>()](double first, int64_t epoch) {
+    if (epoch < last->epoch) *last = {};
+    while (last->epoch < epoch) last->value *= factor(++last->epoch);
+    return first * last->value;
   };
 }
 
@@ -261,8 +266,17 @@ std::vector<double> ends_of(const OneCycleLROptions& options) {
   if (!(options.pct_start >= 0 && options.pct_start <= 1))
     throw InvalidArgument(text("pct_start must be from 0 to 1, got ", options.pct_start));
   const auto total = static_cast<double>(options.total_steps);
-  if (!options.three_phase) return {options.pct_start * total - 1, total - 1};
-  return {options.pct_start * total - 1, 2 * options.pct_start * total - 2, total - 1};
+  std::vector<double> ends{options.pct_start * total - 1, total - 1};
+  if (options.three_phase) ends.insert(ends.begin() + 1, 2 * options.pct_start * total - 2);
+  double begin = 0;
+  for (const double end : ends) {
+    if (end == begin)
+      throw InvalidArgument(
+          text("with pct_start ", options.pct_start, ", a phase of ", options.total_steps, " steps has none"),
+          "Change pct_start or total_steps");
+    begin = end;
+  }
+  return ends;
 }
 
 std::vector<LRScheduler::Rate> rates_of_one_cycle(const OneCycleLROptions& options, size_t groups) {

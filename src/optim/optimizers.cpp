@@ -59,20 +59,53 @@ at::Tensor TorchOptimizerBase::step(LossClosure closure) {
     const at::AutoGradMode with_gradients(true);
     loss = closure();
   }
-  for (const auto& group : param_groups_) {
+  struct Step {
+    std::unique_ptr<optim::FunctionalOptimizer> optimizer;
     std::vector<at::Tensor> parameters, gradients;
-    std::vector<optim::ParameterState*> states;
+  };
+  std::vector<Step> steps;  // of all groups, so that none is made if one is refused
+  for (const auto& group : param_groups_) {
+    Step& step = steps.emplace_back(Step{.optimizer = functional(group.options())});
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
+      step.parameters.push_back(parameter);
+      step.gradients.push_back(parameter.grad());
+    }
+    step.optimizer->require_steppable(step.parameters, step.gradients);
+  }
+  for (const Step& step : steps) {
+    std::vector<optim::ParameterState*> states;
+    for (const at::Tensor& parameter : step.parameters) {
       auto& state = state_[parameter.unsafeGetTensorImpl()];
       if (!state) state = new_state();
-      parameters.push_back(parameter);
-      gradients.push_back(parameter.grad());
       states.push_back(&static_cast<optim::KeptState&>(*state).values);
     }
-    functional(group.options())->step(parameters, gradients, states);
+    step.optimizer->step(step.parameters, step.gradients, states);
   }
   return loss;
+}
+
+void TorchOptimizerBase::check_loaded() {
+  for (const auto& group : param_groups_)
+    for (const at::Tensor& parameter : group.params()) {
+      const auto found = state_.find(parameter.unsafeGetTensorImpl());
+      if (found == state_.end()) continue;
+      if (!found->second) {  // of a parameter that is in the groups twice
+        state_.erase(found);
+        continue;
+      }
+      const auto& state = static_cast<const optim::KeptState&>(*found->second);
+      for (size_t i = 0; i < state.names().size(); ++i) {
+        const at::Tensor& kept = state.values.kept[i];
+        const auto sizes = state.empty_kept(i, optim::as_real(parameter)).sizes().vec();
+        if (!kept.defined() || kept.sizes() == sizes) continue;
+        const std::string what =
+            text(state.names()[i], " of shape ", kept.sizes(), ", but must be of ", at::IntArrayRef(sizes));
+        state_.clear();
+        throw InvalidArgument(text("the archive has ", what),
+                              "Load the archive of an optimizer of the same parameters");
+      }
+    }
 }
 
 bool TorchOptimizerBase::set_momentum(double momentum) {
@@ -88,11 +121,13 @@ bool TorchOptimizerBase::set_momentum(double momentum) {
 }
 
 std::map<std::string, at::Tensor> TorchOptimizerBase::state_dict() const {
+  require_complete_states();
   const at::NoGradGuard no_grad;
   std::map<std::string, at::Tensor> all;
   size_t number = 0;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const auto options = param_groups_[g].options().clone();
+    const bool counts_steps = functional(*options)->counts_steps();
     exchange_options(*options, [&](const char* name, std::vector<double> value) {
       all[text("param_groups.", g, ".", name)] =
           value.size() == 1 ? at::scalar_tensor(value[0], at::kDouble) : at::tensor(value, at::kDouble);
@@ -103,7 +138,7 @@ std::map<std::string, at::Tensor> TorchOptimizerBase::state_dict() const {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
       const auto& state = static_cast<const optim::KeptState&>(*found->second);
-      all[prefix + "step"] = at::scalar_tensor(state.values.step, at::kFloat);  // as in Python
+      if (counts_steps) all[prefix + "step"] = at::scalar_tensor(state.values.step, at::kFloat);  // as in Python
       for (size_t i = 0; i < state.names().size(); ++i)
         if (state.values.kept[i].defined()) all[prefix + state.names()[i]] = state.values.kept[i].clone();
     }
@@ -146,11 +181,16 @@ void TorchOptimizerBase::load_state_dict(const std::map<std::string, at::Tensor>
         if (const at::Tensor loaded = find(prefix + state->names()[i], like.sizes()); loaded.defined())
           state->values.kept[i] = loaded.to(like.options(), /*non_blocking=*/false, /*copy=*/true);
       }
-      const at::Tensor step = find(prefix + "step", {});
+      const at::Tensor step = functional->counts_steps() ? find(prefix + "step", {}) : at::Tensor();
+      const auto& kept = state->values.kept;
+      const bool has_kept =
+          std::any_of(kept.begin(), kept.end(), [](const at::Tensor& each) { return each.defined(); });
       if (step.defined())
         state->values.step = static_cast<int64_t>(step.to(at::kDouble).item<double>());
-      else if (std::any_of(known.begin(), known.end(), [&](const auto& name) { return name.starts_with(prefix); }))
+      else if (has_kept && functional->counts_steps())
         throw InvalidArgument(text("'", prefix, "step' is missing"));
+      else if (has_kept)
+        state->values.step = 1;  // nobody asks how many there were
       else
         state = nullptr;
       states.emplace_back(parameter, std::move(state));

@@ -51,13 +51,17 @@ struct AveragedModel::Impl {
         throw InvalidArgument(text("parameter ", entry.name, " is another tensor than when the AveragedModel was made"),
                               "Make the AveragedModel anew");
   }
-  void exchange() const {
+  void require_unused(const char* what) const {
+    if (in_use) throw InvalidArgument(text("AveragedModel::", what, " while its averages are in use"));
+  }
+  void require_averages() const {
+    if (updates == 0) throw InvalidArgument("there are no averages before the first AveragedModel::update()");
+  }
+  void copy_to_module() const {
     const at::NoGradGuard no_grad;
-    for (const Entry& entry : entries) {
-      const at::Tensor before = entry.tensor.detach().clone();
-      entry.tensor.detach().copy_(entry.average);
-      entry.average.copy_(before);
-    }
+    for_each_kind([](bool, std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& averages) {
+      at::_foreach_copy_(tensors, averages);
+    });
   }
 };
 
@@ -93,7 +97,7 @@ AveragedModel::~AveragedModel() = default;
 
 void AveragedModel::update() {
   Impl& s = *impl_;
-  if (s.in_use) throw InvalidArgument("AveragedModel::update() while its averages are in use");
+  s.require_unused("update()");
   s.require_same_module();
   const at::NoGradGuard no_grad;
   const double share = s.updates == 0    ? 1
@@ -114,14 +118,17 @@ int64_t AveragedModel::updates() const { return impl_->updates; }
 
 AveragedModel::InUse::InUse(AveragedModel& of) : of_(of) {
   Impl& s = *of.impl_;
-  if (s.updates == 0) throw InvalidArgument("AveragedModel::in_use() before the first update()");
-  if (s.in_use) throw InvalidArgument("the averages are in use already");
+  s.require_unused("in_use()");
+  s.require_averages();
   s.require_same_module();
-  s.exchange();
+  for (const auto& entry : s.entries) own_.push_back(entry.tensor.detach().clone());
+  s.copy_to_module();
   s.in_use = true;
 }
 AveragedModel::InUse::~InUse() {
-  of_.impl_->exchange();
+  const at::NoGradGuard no_grad;
+  auto& entries = of_.impl_->entries;
+  for (size_t i = 0; i < entries.size(); ++i) entries[i].tensor.detach().copy_(own_[i]);
   of_.impl_->in_use = false;
 }
 
@@ -132,21 +139,20 @@ at::Tensor AveragedModel::average(const std::string& name) const {
 }
 
 void AveragedModel::copy_to_module() {
-  if (impl_->in_use) throw InvalidArgument("the averages are in use already");
-  const at::NoGradGuard no_grad;
-  impl_->for_each_kind([](bool, std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& averages) {
-    at::_foreach_copy_(tensors, averages);
-  });
+  impl_->require_unused("copy_to_module()");
+  impl_->require_averages();
+  impl_->copy_to_module();
 }
 
 void AveragedModel::save(torch::serialize::OutputArchive& archive) const {
-  if (impl_->in_use) throw InvalidArgument("an AveragedModel is saved while its averages are in use");
+  impl_->require_unused("save()");
   archive.write("updates", c10::IValue(impl_->updates));
   for (size_t i = 0; i < impl_->entries.size(); ++i)
     archive.write(text("average", i), impl_->entries[i].average, /*is_buffer=*/true);
 }
 
 void AveragedModel::load(torch::serialize::InputArchive& archive) {
+  impl_->require_unused("load()");
   c10::IValue updates;
   if (!archive.try_read("updates", updates) || !updates.isInt())
     throw CorruptError("the archive does not hold an AveragedModel", "Load what AveragedModel::save() wrote");
@@ -205,7 +211,7 @@ void update_bn(torch::nn::Module& module, const std::function<void()>& forward_a
   }
   const bool was_training = module.is_training();
   const auto restore = [&] {
-    for (size_t i = 0; i < norms.size(); ++i) *norms[i].momentum = momenta[i];
+    for (size_t i = norms.size(); i-- > 0;) *norms[i].momentum = momenta[i];  // one may occur twice
     module.train(was_training);
   };
   module.train();

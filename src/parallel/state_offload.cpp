@@ -82,8 +82,8 @@ StateOffload::StateOffload(torch::optim::Optimizer& optimizer, StateOffloadOptio
   for (const auto& group : optimizer_.param_groups()) {
     const auto fields = optim::zeros_of_first_step(type, group);
     for (const at::Tensor& parameter : group.params()) {
-      if (fields.empty() || !is_large(parameter) || !parameter.requires_grad() || !parameter.device().is_cpu() ||
-          !parallel::keeps_state(optimizer_, parameter) ||
+      if (fields.empty() || parameter.is_complex() || !is_large(parameter) || !parameter.requires_grad() ||
+          !parameter.device().is_cpu() || !parallel::keeps_state(optimizer_, parameter) ||
           optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0)
         continue;
       optim::State state = optim::new_state_for(type);

@@ -293,7 +293,7 @@ void ShardedOptimizer::consolidate(int to) {
   if (to < 0 || to >= n) throw InvalidArgument(text("there is no rank ", to, " among the ", n, " of the optimizer"));
   if (!optim::new_state_for(s.inner_class))
     throw InvalidArgument("the states of this optimizer's class are not known, so they cannot be sent",
-                          "Use torch's SGD, Adam, AdamW, RMSprop or Adagrad");
+                          "Use torch's SGD, Adam, AdamW, RMSprop or Adagrad, or a class of optimizers.h");
   s.take_new_parameters();
   auto& states = s.optimizer.state();
   for (const auto& group : s.optimizer.param_groups())

@@ -242,9 +242,7 @@ TEST_F(SnapshotProcess, ADeathWhileWritingLeavesTheOldSnapshots) {
       expect_all(run(folder, sharded, {.kind = Disturbance::kTerm, .rank = 1, .step = 14}), "stopped after 15");
       const int struck = sharded ? 1 : 0;
       for (int rank = 0; rank < kRanks; ++rank) fs::rename(folder / text("rank-", rank), folder / "aside");
-      const auto ends =
-          run(folder, sharded,
-              {.kind = Disturbance::kFullFile, .rank = struck, .step = bytes, .asynchronous = bytes % 2000 == 0});
+      const auto ends = run(folder, sharded, {.kind = Disturbance::kFullFile, .rank = struck, .step = bytes});
       EXPECT_EQ(ends[static_cast<size_t>(struck)].signal, SIGXFSZ) << ends[static_cast<size_t>(struck)].said;
       EXPECT_EQ(ends[static_cast<size_t>(1 - struck)].said, "lost");
       expect_all(run(folder, sharded, {}), "done");

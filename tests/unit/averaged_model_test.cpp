@@ -89,6 +89,25 @@ TEST(AveragedModel, AreInUseForATime) {
   EXPECT_NEAR(value_of(*net, "a.weight"), 10 / 3.0, 1e-6);
 }
 
+TEST(AveragedModel, KeepTheirDigitsWhileInUse) {
+  const auto net = std::make_shared<Net>();
+  AveragedModel all(net, {.in_float = true});
+  for (const double value : {1.0, 1.0078125, 1.0}) {
+    set_all(*net, value);
+    all.update();
+  }
+  const Tensor before = all.average("half").clone();
+  {
+    const auto averaged = all.in_use();
+    EXPECT_THROW(all.copy_to_module(), InvalidArgument);
+  }
+  EXPECT_TRUE(at::equal(all.average("half"), before));
+  EXPECT_NE(before[0].item<float>(), before.to(at::kBFloat16)[0].item<float>());
+  EXPECT_EQ(value_of(*net, "half"), 1);
+  AveragedModel none(net);
+  EXPECT_THROW(none.copy_to_module(), InvalidArgument);
+}
+
 // As it is with create_graph: a graph over the parameters notices the exchange.
 TEST(AveragedModel, GraphsNoticeTheExchange) {
   const auto net = std::make_shared<Net>();

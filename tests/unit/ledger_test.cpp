@@ -16,6 +16,7 @@ namespace muster::test {
 namespace {
 
 using launch::LedgerLine;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using Samples = std::vector<uint64_t>;
@@ -92,7 +93,7 @@ TEST_F(LedgerCheck, AStepCountsWhenARankHasMadeIt) {
   EXPECT_THAT(good(kEpoch + made(1, 1, 3)), HasSubstr("attempt 1, 2 ranks: steps 1 to 3 count\n"));
   good(kEpoch + made(1, 1, 3), {.epochs = 1});
   EXPECT_THAT(bad(kEpoch, {.epochs = 1}), HasSubstr("epoch 0: 2 samples do not count: 4, 5"));
-  EXPECT_THAT(bad(kEpoch + made(1, 1, 3), {.epochs = 2}), HasSubstr("there are 1 epochs, and not 2"));
+  EXPECT_THAT(bad(kEpoch + made(1, 1, 3), {.epochs = 2}), HasSubstr("problem: epoch 1 has no samples"));
 }
 
 TEST_F(LedgerCheck, ALaterAttemptReplacesWhatIsAfterItsBegin) {
@@ -106,7 +107,7 @@ TEST_F(LedgerCheck, ALaterAttemptReplacesWhatIsAfterItsBegin) {
   EXPECT_THAT(good(kEpoch + earlier), HasSubstr("attempt 1, 2 ranks: steps 1 to 1 count; those up to 2 were replaced"));
   good(kEpoch + earlier + attempt(3, 0, 1, 2) + step(3, 0, 3, 0, {4, 5}) + made(3, 0, 3), {.epochs = 1});
   // One that was killed before its first step changes nothing; the next may begin at the same step, or before it.
-  good(kEpoch + attempt(2, 0, 2, 2) + attempt(3, 0, 2, 1) + step(3, 0, 2, 0, {2, 3, 4, 5}) + made(3, 0, 2),
+  good(kEpoch + attempt(2, 0, 1, 2) + attempt(3, 0, 1, 1) + step(3, 0, 2, 0, {2, 3, 4, 5}) + made(3, 0, 2),
        {.epochs = 1});
   EXPECT_THAT(good(kEpoch + attempt(2, 0, 1, 0)), HasSubstr("none of its steps count; those up to 2 were replaced"));
 }
@@ -160,6 +161,28 @@ TEST_F(LedgerCheck, PartsOfLinesAreNoLines) {
   std::string all = kEpoch + last;
   all[all.find("epoch 0: 3") + 9] = '1';
   EXPECT_THAT(bad(all, {.epochs = 1}), HasSubstr("epoch 0: 1 sample does not count: 3"));
+}
+
+// The other half of the ranks may have had the same samples.
+TEST_F(LedgerCheck, MissesTheFilesOfOtherHosts) {
+  const std::string one = attempt(1, 0, 2, 0) + step(1, 0, 1, 0, {0, 1, 2}) + made(1, 0, 1);
+  EXPECT_THAT(bad(one), HasSubstr("attempt 1 has 2 ranks, and there are lines of 1: give the files of all hosts"));
+  EXPECT_THAT(bad(kEpoch + made(1, 0, 3) + step(2, 0, 4, 1, {0})), HasSubstr("nobody has said how attempt 2 began"));
+}
+
+// It replaces nothing, because the training did not go on from it.
+TEST_F(LedgerCheck, AnAttemptWithoutStepsIsForgotten) {
+  const std::string all = kEpoch + made(1, 0, 3) + attempt(2, 0, 1, 1) + step(2, 0, 2, 0, {5}) + attempt(3, 0, 1, 3) +
+                          step(3, 0, 4, 1, {0, 1, 2, 3, 4, 5}) + made(3, 0, 4);
+  EXPECT_THAT(good(all, {.epochs = 2}), HasSubstr("attempt 2, 1 rank: none of its steps count\n"));
+}
+
+TEST_F(LedgerCheck, NumbersOfEpochsThatCannotBe) {
+  const std::string begin = attempt(1, 0, 1, 0);
+  EXPECT_THAT(bad(begin + step(1, 0, 1, UINT64_MAX, {0, 0}) + made(1, 0, 1)),
+              AllOf(HasSubstr("have no samples"), HasSubstr("sample 0 counts in step 1")));
+  EXPECT_THAT(bad(begin + step(1, 0, 1, 1'000'000'000'000, {0}) + made(1, 0, 1)),
+              HasSubstr("epochs 0 to 999999999999 have no samples"));
 }
 
 TEST_F(LedgerCheck, TakesTheFilesOfSeveralHosts) {

@@ -237,6 +237,8 @@ TEST(Schedules, BadUseIsRefused) {
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lr = 0.1}); }), "total_steps");
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.total_steps = 5}); }), "max_lr");
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lrs = {1, 2, 3}, .total_steps = 5}); }), "rates for 3");
+  EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lr = 1, .total_steps = 10, .pct_start = 0.1}); }), "has none");
+  EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lr = 1, .total_steps = 10, .pct_start = 1}); }), "has none");
   EXPECT_CONTAINS(refusal([&] { ReduceLROnPlateau(o, {.factor = 1}); }), "factor");
   EXPECT_CONTAINS(refusal([&] { SequentialLR(o, {rates::exponential(1)}, {5}); }), "milestone");
   EXPECT_CONTAINS(refusal([&] { ChainedScheduler(o, {}); }), "at least one");
@@ -248,6 +250,7 @@ TEST(Schedules, BadUseIsRefused) {
   muster::Adagrad without({at::zeros({1}).requires_grad_()});
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(without, {.max_lr = 0.1, .total_steps = 5}); }),
                   "neither momentum nor betas");
+  EXPECT_EQ(without.options().lr, 0.01);
   OneCycleLR(without, {.max_lr = 0.1, .total_steps = 5, .cycle_momentum = false});
   StepLR of_one(without, 3);
   EXPECT_CONTAINS(refusal([&] { load(of_one, saved(short_one)); }), "has 2 groups, and this one 1");

@@ -22,6 +22,8 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <system_error>
+#include <thread>
 
 #include "base/text.h"
 #include "muster/checkpoint/snapshot.h"
@@ -748,6 +750,66 @@ TEST_P(SnapshotTest, AnAsynchronousSaveIsOfItsStep) {
     EXPECT_TRUE(again.state() == saved);
   });
   EXPECT_EQ(files().size(), sharded() ? 8u : 2u);  // those of steps 6 and 8
+}
+
+// Large enough that it is still being written when the training changes it.
+TEST_P(SnapshotTest, AnAsynchronousSaveHasMemoryOfItsOwn) {
+  auto with = options();
+  with.asynchronous = true;
+  run_threads(2, [&](World&) {
+    torch::Tensor large = torch::full({16 << 20}, 3.0F), other = torch::full({4 << 20}, 4.0F);
+    Snapshot snapshot(with);
+    snapshot.add("large", large, {.per_rank = false}).add("other", other);
+    for (const int64_t step : {1, 2}) {
+      large.fill_(3);
+      other.fill_(4);
+      snapshot.save(step);
+      large.fill_(7);
+      other.fill_(8);
+      snapshot.wait();
+      EXPECT_EQ(snapshot.restore(), step);
+      EXPECT_TRUE(large.eq(3).all().item<bool>());
+      EXPECT_TRUE(other.eq(4).all().item<bool>());
+    }
+  });
+}
+
+// Threads of this process that write a snapshot.
+size_t writers() {
+  size_t count = 0;
+  std::error_code ended;  // of a thread meanwhile
+  for (const auto& task : fs::directory_iterator("/proc/self/task", ended)) {
+    std::ifstream file(task.path() / "comm");
+    std::string name;
+    count += std::getline(file, name) && name == "muster-snapshot" ? 1 : 0;
+  }
+  return count;
+}
+
+// A stop is saved, whatever went wrong before.
+TEST_P(SnapshotTest, AStopIsSavedAfterAnAsynchronousFailure) {
+  auto with = options(2);
+  with.asynchronous = true;
+  testing::internal::CaptureStderr();
+  run_threads(2, [&](World& world) {
+    Training training(world, 2, sgd());
+    Snapshot snapshot(with);
+    training.add_to(snapshot);
+    EXPECT_EQ(snapshot.restore(), 0);
+    {
+      std::optional<FullDisk> full;
+      if (world.rank() == 0) full.emplace(1'000);
+      barrier();
+      EXPECT_FALSE(snapshot.step(2));
+      while (writers() > 0) std::this_thread::yield();
+      barrier();
+    }
+    snapshot.request_stop();
+    training.total = 3;
+    EXPECT_TRUE(snapshot.stop_here(3));
+  });
+  EXPECT_CONTAINS(testing::internal::GetCapturedStderr(), "no snapshot of step 2: ");
+  EXPECT_EQ(restored(2), 3);
 }
 
 TEST_P(SnapshotTest, AnAsynchronousSaveIsOverBeforeTheNextAndAtTheEnd) {

@@ -31,8 +31,11 @@
 // A sampler that pads or drops the rest of an epoch repeats or omits up to a batch of samples per epoch: give
 // DistributedSampler `.pad = false`, or tell the check how many (--spare N).
 //
-// Errors: InvalidArgument if the file belongs to another training (another name or dataset_size), if it ends before `steps`, or
-// on all ranks if they give different options; Unavailable if the file cannot be written.
+// Epochs are numbered from 0. If the file ends before `steps` (it was lost, or begun later), a warning says so, and the check
+// will.
+//
+// Errors: InvalidArgument if the file belongs to another training (another name or dataset_size), or on all ranks if they give
+// different options; Unavailable if the file cannot be written.
 // Thread-safety: one thread per rank.
 #pragma once
 

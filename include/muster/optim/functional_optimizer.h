@@ -74,6 +74,8 @@ class FunctionalOptimizer {
   void step(at::TensorList parameters, at::TensorList gradients);
   // With states that the caller keeps, one for each parameter, which only optimizers of this class have changed.
   void step(at::TensorList parameters, at::TensorList gradients, const std::vector<ParameterState*>& states) const;
+  // Throws the InvalidArgument that step() would throw before it changes anything.
+  void require_steppable(at::TensorList parameters, at::TensorList gradients) const;
 
   double lr() const { return lr_.load(std::memory_order_relaxed); }
   void set_lr(double lr);  // InvalidArgument: below 0, or not finite
@@ -89,6 +91,8 @@ class FunctionalOptimizer {
   const std::vector<std::string>& state_names() const { return names_; }
   // A tensor with the shape and dtype of one of them; by default the parameter's.
   virtual at::Tensor empty_kept(size_t index, const at::Tensor& parameter) const;
+  // Whether the number of steps is a part of the state, as in Python's state_dict().
+  virtual bool counts_steps() const { return true; }
 
  protected:
   // `names`: of the tensors in ParameterState::kept, at most three.
@@ -261,9 +265,11 @@ struct RpropOptions {
     Options options_;                                                                                                \
   }
 #define MUSTER_FUSED void update_all(double lr, std::vector<Item>& items) const override;
+#define MUSTER_UNCOUNTED \
+  bool counts_steps() const override { return false; }
 #define MUSTER_CHECK void check(const at::Tensor& parameter) const override;
 #define MUSTER_SHAPES at::Tensor empty_kept(size_t index, const at::Tensor& parameter) const override;
-MUSTER_OPTIMIZER(SGD, options_.momentum == 0 && options_.weight_decay == 0, MUSTER_FUSED);
+MUSTER_OPTIMIZER(SGD, options_.momentum == 0 && options_.weight_decay == 0, MUSTER_FUSED MUSTER_UNCOUNTED);
 MUSTER_OPTIMIZER(Adagrad, options_.weight_decay == 0, MUSTER_FUSED);
 MUSTER_OPTIMIZER(Adam, false, MUSTER_FUSED);
 MUSTER_OPTIMIZER(AdamW, false, MUSTER_FUSED);
@@ -275,7 +281,8 @@ MUSTER_OPTIMIZER(RAdam, false);
 MUSTER_OPTIMIZER(ASGD, false, MUSTER_SHAPES);
 MUSTER_OPTIMIZER(Rprop, false);
 MUSTER_OPTIMIZER(Adafactor, false, MUSTER_SHAPES MUSTER_CHECK);
-MUSTER_OPTIMIZER(Muon, false, MUSTER_CHECK);
+MUSTER_OPTIMIZER(Muon, false, MUSTER_CHECK MUSTER_UNCOUNTED);
+#undef MUSTER_UNCOUNTED
 #undef MUSTER_CHECK
 #undef MUSTER_SHAPES
 #undef MUSTER_FUSED

@@ -128,7 +128,8 @@ struct LambdaLR : LRScheduler {  // the first rate times factor(epoch)
   LambdaLR(O& optimizer, std::function<double(int64_t)> factor)
       : LRScheduler(optimizer, rates::lambda(std::move(factor))) {}
 };
-struct MultiplicativeLR : LRScheduler {  // the rate before times factor(epoch)
+// The rate before times factor(epoch), which is called for every epoch: so do not count samples.
+struct MultiplicativeLR : LRScheduler {
   template <typename O>
   MultiplicativeLR(O& optimizer, std::function<double(int64_t)> factor)
       : LRScheduler(optimizer, rates::multiplicative(std::move(factor))) {}

@@ -145,17 +145,22 @@ class TorchOptimizerBase : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Numbers and tensors by Python's names: "state.0.step", "state.0.exp_avg", "param_groups.0.lr"; pairs and arrays have one
-  // dimension. Parameters are counted over all groups. The tensors are copies.
+  // dimension. Parameters are counted over all groups. The tensors are copies. Of a ZeroRedundancyOptimizer, consolidate() first;
+  // with FullyShardedDataParallel a rank has the states of the parameters that it owns.
   std::map<std::string, at::Tensor> state_dict() const;
   // InvalidArgument, before anything has changed: a name that this optimizer does not have, a tensor of another shape. Numbers of
   // param_groups may be missing; states that are missing are forgotten.
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
+
+  // For a class that is derived from this one: throws if this rank does not have all states.
+  virtual void require_complete_states() const {}
 
   // In all groups: `momentum`, or the first of `betas`. False if the options have neither.
   bool set_momentum(double momentum);
 
  protected:
   using torch::optim::Optimizer::Optimizer;
+  void check_loaded();  // InvalidArgument, without any state left, if one does not fit its parameter
   // Gets each option, by name, and returns what it becomes.
   using Exchange = std::function<std::vector<double>(const char* name, std::vector<double> value)>;
 
@@ -188,6 +193,7 @@ class TorchOptimizer : public TorchOptimizerBase {
   }
   void load(torch::serialize::InputArchive& archive) override {
     torch::optim::serialize<optim::KeptStateOf<O>, OptionsOfGroup>(archive, *this);
+    check_loaded();
   }
 
  private:

@@ -10,7 +10,8 @@
 //   muster::update_bn(net, [&] { for (auto& batch : loader) net->forward(batch.data); });
 //
 // The first update() copies. With DistributedDataParallel every rank has the same averages, and nothing is communicated. Each
-// rank needs memory for one more copy of the parameters; with `.in_float` those of 16 bits are averaged as floats.
+// rank needs memory for one more copy of the parameters, and in_use() for another one; with `.in_float` those of 16 bits are averaged
+// as floats.
 //
 // Buffers, such as the running statistics of batch norms, are those of the module at the last update(), or averages too with
 // `.average_buffers`; integers always are the last ones. in_use() exchanges them as well. After a plain average, statistics do
@@ -74,6 +75,7 @@ class AveragedModel {
     friend class AveragedModel;
     explicit InUse(AveragedModel& of);
     AveragedModel& of_;
+    std::vector<at::Tensor> own_;  // the module's values
   };
   InUse in_use() { return InUse(*this); }
 

@@ -68,7 +68,7 @@ class ShardedOptimizer {
   int owner(const at::Tensor& parameter);
 
   // Collective. Rank `to` of the group gets the states of all parameters, until its next step(). InvalidArgument if the
-  // class is not one of torch's SGD, Adam, AdamW, RMSprop or Adagrad.
+  // class is not one of torch's SGD, Adam, AdamW, RMSprop or Adagrad, or of optimizers.h.
   void consolidate(int to = 0);
 
   // A hook for DistributedDataParallel::register_comm_hook(). After `average`, which is a hook that averages over all
@@ -125,6 +125,7 @@ class ZeroRedundancyOptimizer final : public Inner, public ShardedOptimizer {
     Inner::save(archive);
   }
   void save_part(torch::serialize::OutputArchive& archive) const override { Inner::save(archive); }
+  void require_complete_states() const { require_all_states(); }  // for state_dict() of the classes of optimizers.h
   void load(torch::serialize::InputArchive& archive) override {
     Inner::load(archive);
     drop_states_of_others();
