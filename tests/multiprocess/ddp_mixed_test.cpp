@@ -14,6 +14,7 @@
 
 #include "base/text.h"
 #include "multiprocess/mixed_support.h"
+#include "support/resnet18.h"
 
 namespace muster::test {
 namespace {
@@ -31,6 +32,19 @@ TEST(DdpMixed, StepsAreThoseOfACopyInFewerBits) {
 }
 
 TEST(DdpMixed, Models) { expect_models(kWrap); }
+
+struct ResNet : nn::Module {
+  nn::Sequential layers = register_module("layers", resnet18());
+  Tensor forward(const Tensor& x) { return layers->forward(x); }
+};
+
+TEST(DdpMixed, AResNet) {
+  expect_steps_of_such_a_copy<ResNet>({"a", "a"}, kBFloat16, kWrap,
+                                      [](auto& net, int rank, int step, at::ScalarType dtype) {
+                                        const Tensor x = drawn(rank, step, {4, 3, 64, 64}).to(dtype);
+                                        return net.forward(x).to(torch::kFloat).square().mean();
+                                      });
+}
 
 TEST(DdpMixed, DtypesOfArgumentsParametersBuffersAndResults) {
   on_ranks(2, [](World&) { expect_dtypes(kWrap); });

@@ -15,6 +15,7 @@
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
 #include "parallel/same_module.h"
+#include "support/resnet18.h"
 
 namespace muster::test {
 namespace {
@@ -95,6 +96,37 @@ std::string learned(World& world, std::optional<int64_t> max_staleness) {
 TEST(HogwildProcess, Learns) {
   for (const std::optional<int64_t> max_staleness : {std::optional<int64_t>(), {0}, {3}})
     expect_all_ended_well(in_processes({"a", "a", "a"}, [&](World& world) { return learned(world, max_staleness); }));
+}
+
+// A model with convolutions, batch norms and 45 MB of parameters.
+TEST(HogwildProcess, AResNetLearns) {
+  expect_all_ended_well(in_processes({"a", "a"}, [](World& world) {
+    torch::manual_seed(1);
+    nn::Sequential net = resnet18();
+    Hogwild hogwild(net, {.max_staleness = 1});
+    torch::optim::SGD optimizer(net->parameters(), 0.02);
+    torch::manual_seed(10 + world.rank());
+    const Tensor x = torch::randn({8, 3, 32, 32}), y = torch::randint(10, {8});
+    double first = 0, last = 0;
+    for (int step = 0; step < 8; ++step) {
+      optimizer.zero_grad();
+      const Tensor loss = nn::functional::cross_entropy(net->forward(x), y);
+      loss.backward();
+      optimizer.step();
+      hogwild.step();
+      (step == 0 ? first : last) = loss.item<double>();
+    }
+    hogwild.leave();
+    barrier();
+    EXPECT_LT(last, 0.8 * first);
+    for (const auto& parameter : net->named_parameters()) {
+      Tensor sum = parameter.value().detach().to(torch::kDouble).sum();
+      const double mine = sum.item<double>();
+      broadcast(sum, 0);
+      EXPECT_EQ(sum.item<double>(), mine) << parameter.key();
+    }
+    return "";
+  }));
 }
 
 // No rank is further ahead than it may be, and each may be as far ahead.
