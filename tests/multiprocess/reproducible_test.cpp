@@ -3,7 +3,9 @@
 #include <torch/nn.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
+#include <unistd.h>
 
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <memory>
@@ -11,7 +13,12 @@
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
+#include "muster/checkpoint/snapshot.h"
 #include "muster/data/sampler.h"
+#include "muster/optim/autocast.h"
+#include "muster/optim/lr_scheduler.h"
+#include "muster/optim/optimizers.h"
+#include "muster/parallel/averaged_model.h"
 
 namespace muster::test {
 namespace {
@@ -117,7 +124,56 @@ TEST(ReproducibleProcess, OneTwoFourAndEightRanks) {
   for (const size_t n : {2, 4}) EXPECT_EQ((in_ranks<Language, torch::optim::SGD>(HostOfRank(n, "a"), 5)), words) << n;
 }
 
-// So the test above can fail: the usual averages differ in their last bits.
+// Trains from its newest snapshot on until step `last`, under Autocast, with a schedule and averages of the parameters.
+std::string goes_on(World& world, const std::filesystem::path& folder, int64_t last) {
+  torch::manual_seed(5 + world.rank());
+  at::set_num_threads(1);
+  const auto net = std::make_shared<Images>();
+  DistributedDataParallel<Images> ddp(net, {.reproducible = {.shards = kShards, .seed = 3}});
+  muster::AdamW adamw(net->parameters(), {.lr = 0.01});
+  optim::OneCycleLR schedule(adamw, {.max_lr = 0.01, .total_steps = 20});
+  AveragedModel averages(net, {.decay = 0.8});
+  Snapshot snapshot({.folder = folder, .default_generator = false});
+  snapshot.add("net", net).add("adamw", adamw).add("schedule", schedule, {.per_rank = false});
+  snapshot.add("averages", averages, {.per_rank = false});
+  for (int64_t step = snapshot.restore(); step < last; ++step) {
+    adamw.zero_grad();
+    ddp.backward_by_shards(static_cast<uint64_t>(step), [&](int shard) {
+      DistributedSampler sampler(kShards * kRowsOfShard * 6, {.num_replicas = kShards, .rank = shard});
+      sampler.seek(static_cast<uint64_t>(step / 6), static_cast<size_t>(step % 6) * kRowsOfShard);
+      const auto indices = sampler.next(kRowsOfShard).value();
+      const Autocast autocast(torch::kBFloat16);
+      return ddp->forward(torch::tensor(std::vector<int64_t>(indices.begin(), indices.end())));
+    });
+    adamw.step();
+    schedule.step();
+    averages.update();
+  }
+  snapshot.save(last);
+  const std::string hash = hash_of(*net);
+  const auto averaged = averages.in_use();
+  return hash + " " + hash_of(*net);
+}
+
+TEST(ReproducibleProcess, ATrainingGoesOnOnAnotherNumberOfRanks) {
+  const auto base = std::filesystem::path(testing::TempDir()) / text("reproducible-", ::getpid());
+  const auto run = [&](const char* name, const HostOfRank& hosts, int64_t last) {
+    const auto ends = in_processes(hosts, [&](World& world) { return goes_on(world, base / name, last); });
+    for (const auto& end : ends) {
+      EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+      EXPECT_EQ(end.said, ends[0].said);
+    }
+    return ends[0].said;
+  };
+  const std::string whole = run("whole", {"a"}, 12);
+  run("parts", {"a", "a"}, 4);
+  run("parts", {"a", "a", "b", "b"}, 9);
+  EXPECT_EQ(run("parts", {"a"}, 12), whole);
+  EXPECT_EQ(run("other", {"a", "b", "a", "b"}, 12), whole);
+  std::filesystem::remove_all(base);
+}
+
+// So the first test can fail: the usual averages differ in their last bits.
 TEST(ReproducibleProcess, TheUsualAveragesAreNot) {
   EXPECT_NE((in_ranks<Language, torch::optim::SGD>({"a"}, 5, false)),
             (in_ranks<Language, torch::optim::SGD>({"a", "a"}, 5, false)));
