@@ -8,8 +8,6 @@
 // The data are random, in Fashion-MNIST's shapes: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
 #include <torch/nn.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/sgd.h>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
@@ -19,6 +17,7 @@
 #include <string>
 
 #include "muster/muster.h"
+#include "muster/optim/optimizers.h"
 
 namespace {
 
@@ -51,11 +50,11 @@ struct Wide final : Net {  // 25.5 million parameters, 102 MB of gradients
 using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
 
 Optimizer make_optimizer(const std::string& name, Net& net, muster::DistributedDataParallel<Net>* ddp) {
-  const torch::optim::AdamWOptions adamw(1e-3);
+  const muster::optim::AdamWOptions adamw{.lr = 1e-3};
   if (name == "sgd")
-    return std::make_unique<torch::optim::SGD>(net.parameters(), torch::optim::SGDOptions(0.05).momentum(0.5));
-  if (name == "adamw") return std::make_unique<torch::optim::AdamW>(net.parameters(), adamw);
-  auto zero = std::make_unique<muster::ZeroRedundancyOptimizer<torch::optim::AdamW>>(net.parameters(), adamw);
+    return std::make_unique<muster::SGD>(net.parameters(), muster::optim::SGDOptions{.lr = 0.05, .momentum = 0.5});
+  if (name == "adamw") return std::make_unique<muster::AdamW>(net.parameters(), adamw);
+  auto zero = std::make_unique<muster::ZeroRedundancyOptimizer<muster::AdamW>>(net.parameters(), adamw);
   if (name == "zero-backward") ddp->register_comm_hook(zero->step_in_backward());
   return zero;
 }
@@ -63,8 +62,9 @@ Optimizer make_optimizer(const std::string& name, Net& net, muster::DistributedD
 int64_t state_bytes(torch::optim::Optimizer& optimizer) {
   int64_t bytes = 0;
   for (const auto& [parameter, state] : optimizer.state())
-    if (const auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(state.get()))
-      bytes += static_cast<int64_t>(adamw->exp_avg().nbytes() + adamw->exp_avg_sq().nbytes());
+    if (const auto* const adamw = dynamic_cast<muster::optim::KeptState*>(state.get()))
+      for (const torch::Tensor& kept : adamw->values.kept)
+        if (kept.defined()) bytes += static_cast<int64_t>(kept.nbytes());
   const torch::Tensor all = torch::tensor(bytes);
   muster::all_reduce(all);
   return all.item<int64_t>();

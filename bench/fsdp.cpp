@@ -5,7 +5,6 @@
 #include <ATen/Parallel.h>
 #include <sys/resource.h>
 #include <torch/nn.h>
-#include <torch/optim/adamw.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "muster/muster.h"
+#include "muster/optim/optimizers.h"
 
 namespace {
 
@@ -90,7 +90,7 @@ int main(int argc, char** argv) {
     };
   }
   if (sync == "fsdp" || sync == "full") fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(net, options);
-  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-4));
+  muster::AdamW optimizer(net->parameters(), {.lr = 1e-4});
   torch::manual_seed(5 + world.rank());
   const auto x = torch::randn({length, batch, 512});
 

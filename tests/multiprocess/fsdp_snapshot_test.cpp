@@ -129,7 +129,15 @@ const std::vector<MakeOptimizer> kOptimizers = {
     optimizer<torch::optim::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9)),
     optimizer<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.5)),
     optimizer<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2).lr_decay(0.01)),
-    optimizer<torch::optim::Adam>(torch::optim::AdamOptions(1e-2))};
+    optimizer<torch::optim::Adam>(torch::optim::AdamOptions(1e-2)),
+    [](const std::vector<Tensor>& all) {
+      return std::make_unique<muster::NAdam>(
+          std::vector{muster::NAdam::group({all.begin(), all.begin() + 3}, {.lr = 1e-2}),
+                      torch::optim::OptimizerParamGroup(std::vector<Tensor>(all.begin() + 3, all.end()))});
+    },
+    [](std::vector<Tensor> all) {
+      return std::make_unique<muster::AdamW>(std::move(all), optim::AdamWOptions{.lr = 1e-2, .amsgrad = true});
+    }};
 
 // Trains from the newest snapshot on until `last`, saves there, and returns the parameters. All ranks have the same
 // batch, so that their number makes no difference but for rounding: in doubles, because Adam makes much of that where
