@@ -17,6 +17,7 @@
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
+#include "muster/optim/optimizers.h"
 #include "support/full_run.h"
 
 namespace muster::test {
