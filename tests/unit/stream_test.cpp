@@ -208,7 +208,8 @@ TEST(DistributedStream, AnEpochThatCannotBeginIsTriedAgainAtItsPosition) {
     DistributedStream whole(Counting{.size = 30}, options);
     Numbers rest = whole_epoch(whole, 3);
     rest.erase(rest.begin(), rest.begin() + 5);
-    FlakySource source{{.size = 30}};
+    FlakySource source;
+    source.size = 30;
     DistributedStream stream(source, options);
     stream.seek(3, 5);
     const auto bytes = saved(stream);
