@@ -2,6 +2,8 @@
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/Tensor.h>
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/serialize.h>
 
 #include <cstring>
@@ -147,11 +149,34 @@ Tensors tensors_of_torch(const std::string& path) {
   } catch (const std::exception& error) {
     const std::string what = error.what();
     throw CorruptError(
-        text(path, " is not a file of torch.save() with tensors only: ", what.substr(0, what.find('\n'))));
+        text(path, " is not a file of torch.save() with tensors only: ", what.substr(0, what.find('\n'))),
+                       "Save dict(module.state_dict()), which has no attributes, as net.state_dict() has");
   }
   Tensors all;
   add_values(value, "", path, 0, all);
   return all;
+}
+
+// As torch.save() writes a dictionary, without the type that torch::pickle_save() adds, which torch.load() takes for code.
+std::string pickled(const Tensors& tensors) {
+  c10::impl::GenericDict values(c10::StringType::get(), c10::TensorType::get());
+  for (const auto& [name, tensor] : tensors) values.insert(name, tensor.clone());  // not a part of a larger storage
+  std::string pickle, archive;
+  torch::jit::Pickler pickler([&](const char* bytes, size_t size) { pickle.append(bytes, size); }, nullptr, nullptr,
+                              nullptr, nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(values);
+  pickler.stop();
+  caffe2::serialize::PyTorchStreamWriter writer([&](const void* bytes, size_t size) {
+    archive.append(static_cast<const char*>(bytes), size);
+    return size;
+  });
+  size_t number = 0;
+  for (const at::Tensor& tensor : pickler.tensorData())
+    writer.writeRecord(text("data/", number++), tensor.const_data_ptr(), tensor.nbytes());
+  writer.writeRecord("data.pkl", pickle.data(), pickle.size());
+  writer.writeEndOfFile();
+  return archive;
 }
 
 }  // namespace
@@ -250,10 +275,7 @@ Inspection convert(const std::vector<std::string>& sources, const std::string& t
     throw InvalidArgument(options.prefix.empty() ? std::string("there are no tensors to convert")
                                                  : text("no tensor's name begins with '", options.prefix, "'"));
   if (is_for_torch(target)) {
-    c10::Dict<std::string, at::Tensor> values;
-    for (const auto& [name, tensor] : all) values.insert(name, tensor.clone());  // not a part of a larger storage
-    const std::vector<char> bytes = torch::pickle_save(c10::IValue(values));
-    write_file(target, {bytes.data(), bytes.size()});
+    write_file(target, pickled(all));
   } else {
     save_safetensors(target, all, {{"format", "pt"}});
   }

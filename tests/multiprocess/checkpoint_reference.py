@@ -15,7 +15,7 @@ def main():
         net = torch.nn.Sequential(torch.nn.Linear(3, 2))
         with torch.no_grad():
             net[0].weight.copy_(torch.arange(6).view(2, 3))
-        torch.save(net.state_dict(), folder + "python.pt")
+        torch.save(dict(net.state_dict()), folder + "python.pt")
         whole = torch.arange(5, dtype=torch.float)
         torch.save({"view": whole[1:5:2], "half": torch.ones(2, dtype=torch.bfloat16), "nested": {"inner": torch.tensor(7)}}, folder + "more.pt")
         torch.save({"epoch": "seven"}, folder + "text.pt")

@@ -2,6 +2,7 @@
 #include "muster/data/ledger.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -77,7 +78,8 @@ TEST_F(LedgerFile, APositionThatIsWrongShows) {
   attempt(4, 0, 7);
   attempt(4, 6, 8, -1);
   EXPECT_FALSE(check().is_exactly_once);
-  EXPECT_CONTAINS(check().words, "(attempt 1, rank 0) and in step 7 (attempt 2, rank 0)");
+  EXPECT_CONTAINS(check().words, " counts in step 6 (attempt 1, rank ");
+  EXPECT_CONTAINS(check().words, " and in step 7 (attempt 2, rank ");
 }
 
 TEST_F(LedgerFile, StepsWithoutOrWithSeveralBatches) {
@@ -109,18 +111,33 @@ TEST_F(LedgerFile, BadUseIsRefused) {
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { Ledger(own, {.training = text(world.rank())}); }),
                     "different names");
     // On one rank only: the other learns it.
-    const auto message = message_of<Unavailable>([&] { Ledger(world.rank() == 1 ? path("no/such/folder") : path()); });
+    const auto message = message_of<Unavailable>(
+        [&] { Ledger(world.rank() == 1 ? path("no/such/folder") : path(), {.dataset_size = 96}); });
     EXPECT_CONTAINS(message, world.rank() == 1 ? "cannot write the ledger" : "rank 1 cannot use its ledger");
   });
 }
 
-// The step is not made, as the rank throws; the others would wait for it.
 TEST_F(LedgerFile, AFullDiskIsAnError) {
   run_threads(1, [&](World&) {
-    if (!std::filesystem::exists("/dev/full")) GTEST_SKIP();
-    std::filesystem::create_symlink("/dev/full", path("full"));
-    EXPECT_CONTAINS(message_of<Unavailable>([&] { Ledger(path("full")); }), "cannot write to the ledger");
+    Ledger ledger(path(), {.dataset_size = 96});
+    rlimit before{};
+    ::getrlimit(RLIMIT_FSIZE, &before);
+    const auto handler = ::signal(SIGXFSZ, SIG_IGN);  // write(2) then fails with EFBIG, or writes a part
+    const rlimit limit{std::filesystem::file_size(path()) + 10, before.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+    const std::vector<size_t> samples{1, 2, 3};
+    EXPECT_CONTAINS(message_of<Unavailable>([&] { ledger.enter(0, samples); }),
+                    "cannot write a whole line to the ledger");
+    EXPECT_CONTAINS(message_of<Unavailable>([&] { ledger.enter(0, samples); }), "cannot write to the ledger");
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    ::signal(SIGXFSZ, handler);
+    ledger.enter(0, samples);
+    ledger.step();
   });
+  const auto result = check();
+  EXPECT_TRUE(result.is_exactly_once) << result.words;
+  EXPECT_CONTAINS(result.words, ", 1 line cut off");
+  EXPECT_CONTAINS(result.words, "epoch 0: 3 of 96 samples so far, each once");
 }
 
 }  // namespace

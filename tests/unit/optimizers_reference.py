@@ -44,9 +44,11 @@ def state_of(tensors, defaults):
             state.setdefault(int(number), {})[what] = tensor
         elif kind == "param_groups" and what in defaults:
             value = tensor.tolist()
-            value = tuple(value) if isinstance(value, list) else type(defaults[what])(value)
+            value = tuple(value) if isinstance(value, list) else value
             if what == "eps" and isinstance(value, tuple) and value[0] == 0:  # Adafactor's default
                 value = (None, value[1])
+            if isinstance(defaults[what], int) and value == int(value):  # bool too
+                value = type(defaults[what])(value)
             groups.setdefault(int(number), dict(defaults))[what] = value
     return state, [groups[i] for i in sorted(groups)]
 
@@ -62,6 +64,7 @@ def state_dict_of(optimizer):
     for number, group in enumerate(dictionary["param_groups"]):
         for name, value in group.items():
             if name != "params" and isinstance(value, (float, int, tuple)) and name not in ("foreach", "capturable", "differentiable", "fused"):
+                value = tuple(0.0 if each is None else each for each in value) if isinstance(value, tuple) else value
                 tensors[f"param_groups.{number}.{name}"] = torch.tensor(value, dtype=torch.double)
     return tensors
 

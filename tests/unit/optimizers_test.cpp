@@ -121,6 +121,7 @@ TEST(Optimizers, GroupsHaveOptionsOfTheirOwn) {
   step(5, 10);
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.05);
   torch::optim::StepLR schedule(optimizer, 1, 0.5);  // libtorch's
+  schedule.step();                                   // of epoch 0
   schedule.step();
   EXPECT_EQ(optimizer.options(0).lr, 0.025);
   EXPECT_EQ(optimizer.options(1).lr, 0.005);
@@ -207,6 +208,7 @@ TEST(Optimizers, StatesThatDoNotFitAreRefused) {
   adam.load_state_dict({{"param_groups.0.lr", at::scalar_tensor(0.5)}});
   EXPECT_EQ(adam.options().lr, 0.5);
   EXPECT_TRUE(adam.state().empty());
+  make_steps(adam, all, 0, 2);
   std::stringstream bytes;
   torch::save(adam, bytes);
   muster::SGD sgd(start());

@@ -181,8 +181,16 @@ class TorchOptimizer : public TorchOptimizerBase {
       : TorchOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(options)) {}
   // Groups without options of their own get these.
   explicit TorchOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, Options options = {})
-      : TorchOptimizerBase(groups, std::make_unique<OptionsOfGroup>(O(std::move(options)).options())) {}
+      : TorchOptimizerBase(std::vector<torch::optim::OptimizerParamGroup>(),
+                           std::make_unique<OptionsOfGroup>(O(std::move(options)).options())) {
+    for (const auto& group : groups) add_param_group(group);
+  }
 
+  // Hides libtorch's, which replaces options of classes that it does not know by the optimizer's.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    TorchOptimizerBase::add_param_group(group);
+    if (group.has_options()) param_groups_.back().set_options(group.options().clone());
+  }
   static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> parameters, Options options) {
     return {std::move(parameters), std::make_unique<OptionsOfGroup>(std::move(options))};
   }
