@@ -150,7 +150,7 @@ Tensors tensors_of_torch(const std::string& path) {
     const std::string what = error.what();
     throw CorruptError(
         text(path, " is not a file of torch.save() with tensors only: ", what.substr(0, what.find('\n'))),
-                       "Save dict(module.state_dict()), which has no attributes, as net.state_dict() has");
+        "Save dict(module.state_dict()), which has no attributes, as net.state_dict() has");
   }
   Tensors all;
   add_values(value, "", path, 0, all);

@@ -796,9 +796,11 @@ TEST_P(SnapshotTest, AStopIsSavedAfterAnAsynchronousFailure) {
     Snapshot snapshot(with);
     training.add_to(snapshot);
     EXPECT_EQ(snapshot.restore(), 0);
+    snapshot.save(1);  // makes the group of the threads, which needs a file, too
+    snapshot.wait();
     {
       std::optional<FullDisk> full;
-      if (world.rank() == 0) full.emplace(1'000);
+      if (world.rank() == 0) full.emplace(40'000);
       barrier();
       EXPECT_FALSE(snapshot.step(2));
       while (writers() > 0) std::this_thread::yield();
