@@ -80,11 +80,12 @@ struct Pictures {
   }
 };
 
-// Ten patterns with much noise.
+// Ten patterns of 4 by 4 fields, with noise.
 Pictures patterns(int64_t count) {
   torch::manual_seed(5);
   const Tensor labels = torch::randint(10, {count});
-  return {torch::randn({10, 3, 32, 32}).index_select(0, labels) + 2 * torch::randn({count, 3, 32, 32}), labels};
+  const Tensor fields = torch::randn({10, 3, 4, 4}).repeat_interleave(8, 2).repeat_interleave(8, 3);
+  return {fields.index_select(0, labels) + torch::randn({count, 3, 32, 32}), labels};
 }
 Pictures fashion(const std::string& folder) {
   const auto data = muster::load_fashion_mnist(folder, muster::FashionMnistPart::kTrain);
@@ -115,7 +116,7 @@ void learn(const Settings& settings, const muster::World& world) {
   // A training that is to be killed and go on must know from the beginning how long it is.
   const auto steps = static_cast<int64_t>((sampler.size() + batch - 1) / batch) * settings.epochs;
   muster::optim::OneCycleLR schedule(sgd, {.max_lr = settings.rate, .total_steps = steps});
-  muster::AveragedModel averages(net, {.decay = 0.95});
+  muster::AveragedModel averages(net, {.decay = 0.9});
 
   int64_t step = 0;
   std::optional<muster::Snapshot> snapshot;

@@ -145,12 +145,12 @@ TEST(Examples, ParallelFewerBytes) {
 }
 
 TEST(Examples, ParallelResnet) {
-  const std::vector<std::string> options{"--pictures", "512", "--width", "8"};
+  const std::vector<std::string> options{"--pictures", "512", "--width", "8", "--epochs", "3"};
   const auto [first, last] = learned("parallel_resnet", 2, "loss", options);
   const auto [first_alone, last_alone] = learned("parallel_resnet", 1, "loss", options);
   EXPECT_NEAR(first, first_alone, 1e-3);
   EXPECT_NEAR(last, last_alone, 0.1);
-  EXPECT_LT(last, 0.5 * first);
+  EXPECT_LT(last, 0.7 * first);
   // Three starts, each of which goes on where the one before it ended.
   const std::string folder = text(testing::TempDir(), "/resnet.", ::getpid());
   for (const char* epochs : {"1", "2", "3"})
