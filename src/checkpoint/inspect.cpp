@@ -1,15 +1,9 @@
 #include "checkpoint/inspect.h"
 
-#include <ATen/core/Dict.h>
 #include <ATen/core/Tensor.h>
-#include <caffe2/serialize/inline_container.h>
-#include <torch/csrc/jit/serialization/pickler.h>
-#include <torch/serialize.h>
 
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <sstream>
@@ -20,6 +14,7 @@
 #include "checkpoint/container.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/reading.h"
+#include "checkpoint/torch_file.h"
 #include "launch/text_table.h"
 #include "muster/base/error.h"
 #include "muster/checkpoint/safetensors.h"
@@ -119,66 +114,6 @@ Inspection list_folder(const std::string& path) {
 
 bool is_for_torch(const std::string& path) { return !path.ends_with(".safetensors"); }
 
-// The tensors that torch.save() has written: a tensor, or dictionaries of tensors within each other.
-void add_values(const c10::IValue& value, const std::string& name, const std::string& path, int depth, Tensors& all) {
-  constexpr int kDeepest = 100;
-  if (depth > kDeepest) throw CorruptError(text(path, " has dictionaries within each other, more than ", kDeepest));
-  if (value.isTensor()) {
-    const std::string key = name.empty() ? "tensor" : name;
-    all.emplace(key, value.toTensor());
-  } else if (value.isGenericDict()) {
-    for (const auto& item : value.toGenericDict()) {
-      if (!item.key().isString()) throw InvalidArgument(text(path, " has a dictionary whose keys are not strings"));
-      add_values(item.value(), name.empty() ? item.key().toStringRef() : text(name, ".", item.key().toStringRef()),
-                 path, depth + 1, all);
-    }
-  } else {
-    throw InvalidArgument(
-        text(path, " holds a ", value.tagKind(), name.empty() ? "" : text(" under ", name), ", and not only tensors"),
-        "Save a dictionary of tensors, such as a module's state_dict()");
-  }
-}
-
-Tensors tensors_of_torch(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw Unavailable(text("cannot read ", path));
-  const std::vector<char> bytes(std::istreambuf_iterator<char>(file), {});
-  c10::IValue value;
-  try {
-    value = torch::pickle_load(bytes);
-  } catch (const std::exception& error) {
-    const std::string what = error.what();
-    throw CorruptError(
-        text(path, " is not a file of torch.save() with tensors only: ", what.substr(0, what.find('\n'))),
-        "Save dict(module.state_dict()), which has no attributes, as net.state_dict() has");
-  }
-  Tensors all;
-  add_values(value, "", path, 0, all);
-  return all;
-}
-
-// As torch.save() writes a dictionary, without the type that torch::pickle_save() adds, which torch.load() takes for code.
-std::string pickled(const Tensors& tensors) {
-  c10::impl::GenericDict values(c10::StringType::get(), c10::TensorType::get());
-  for (const auto& [name, tensor] : tensors) values.insert(name, tensor.clone());  // not a part of a larger storage
-  std::string pickle, archive;
-  torch::jit::Pickler pickler([&](const char* bytes, size_t size) { pickle.append(bytes, size); }, nullptr, nullptr,
-                              nullptr, nullptr, /*tag_aggregates=*/false);
-  pickler.protocol();
-  pickler.pushIValue(values);
-  pickler.stop();
-  caffe2::serialize::PyTorchStreamWriter writer([&](const void* bytes, size_t size) {
-    archive.append(static_cast<const char*>(bytes), size);
-    return size;
-  });
-  size_t number = 0;
-  for (const at::Tensor& tensor : pickler.tensorData())
-    writer.writeRecord(text("data/", number++), tensor.const_data_ptr(), tensor.nbytes());
-  writer.writeRecord("data.pkl", pickle.data(), pickle.size());
-  writer.writeEndOfFile();
-  return archive;
-}
-
 }  // namespace
 
 Inspection list(const std::string& path) {
@@ -264,7 +199,7 @@ Inspection convert(const std::vector<std::string>& sources, const std::string& t
   Tensors all;
   for (const std::string& source : sources) {
     const bool is_torchs = !fs::is_directory(source) && is_for_torch(source);
-    for (auto& [name, tensor] : is_torchs ? tensors_of_torch(source) : tensors_in(source)) {
+    for (auto& [name, tensor] : is_torchs ? tensors_of_torch_file(source) : tensors_in(source)) {
       if (!name.starts_with(options.prefix)) continue;
       const std::string kept = name.substr(options.prefix.size());
       if (!all.emplace(kept, tensor.contiguous()).second)
@@ -275,7 +210,7 @@ Inspection convert(const std::vector<std::string>& sources, const std::string& t
     throw InvalidArgument(options.prefix.empty() ? std::string("there are no tensors to convert")
                                                  : text("no tensor's name begins with '", options.prefix, "'"));
   if (is_for_torch(target)) {
-    write_file(target, pickled(all));
+    write_file(target, torch_file_of(all));
   } else {
     save_safetensors(target, all, {{"format", "pt"}});
   }

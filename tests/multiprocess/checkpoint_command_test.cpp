@@ -160,9 +160,17 @@ TEST_F(CheckpointCommand, ConvertsToAndFromPython) {
     EXPECT_TRUE(torch::equal(file.tensor("view"), torch::tensor({1.0F, 3.0F})));
     EXPECT_EQ(file.tensor("half").scalar_type(), torch::kBFloat16);
     EXPECT_EQ(file.tensor("nested.inner").item<int64_t>(), 7);
+    EXPECT_TRUE(torch::equal(file.tensor("again"), file.tensor("view")));
+    EXPECT_EQ(file.tensor("scalar").dim(), 0);
+    EXPECT_EQ(file.tensor("empty").sizes(), (std::vector<int64_t>{0, 3}));
+    EXPECT_TRUE(torch::equal(file.tensor("complex"), torch::complex(torch::ones({2}), -torch::ones({2}))));
+    EXPECT_TRUE(torch::equal(file.tensor("parameter"), torch::full({2}, 5.0F)));
+    const Said code = run({"convert", path("code.pt"), path("no.safetensors")});
+    EXPECT_EQ(code.status, 2);
+    EXPECT_THAT(code.err, HasSubstr("code.pt calls posix.getcwd, and holds not only tensors"));
     const Said no = run({"convert", path("text.pt"), path("no.safetensors")});
     EXPECT_EQ(no.status, 2);
-    EXPECT_THAT(no.err, AllOf(HasSubstr("text.pt holds a String under epoch"), HasSubstr("state_dict")));
+    EXPECT_THAT(no.err, AllOf(HasSubstr("text.pt holds a string under epoch"), HasSubstr("state_dict")));
     EXPECT_FALSE(fs::exists(path("no.safetensors")));
   }
   std::ofstream(path("bad.pt")) << "no pickle";

@@ -2,9 +2,15 @@
 
 prints the shapes of the tensors in model.pt, and writes python.pt, more.pt and text.pt.
 """
+import os
 import sys
 
 import torch
+
+
+class Code:
+    def __reduce__(self):
+        return (os.getcwd, ())
 
 
 def main():
@@ -15,9 +21,13 @@ def main():
         net = torch.nn.Sequential(torch.nn.Linear(3, 2))
         with torch.no_grad():
             net[0].weight.copy_(torch.arange(6).view(2, 3))
-        torch.save(dict(net.state_dict()), folder + "python.pt")
+        torch.save(net.state_dict(), folder + "python.pt")
         whole = torch.arange(5, dtype=torch.float)
-        torch.save({"view": whole[1:5:2], "half": torch.ones(2, dtype=torch.bfloat16), "nested": {"inner": torch.tensor(7)}}, folder + "more.pt")
+        view = whole[1:5:2]
+        torch.save({"view": view, "again": view, "half": torch.ones(2, dtype=torch.bfloat16), "nested": {"inner": torch.tensor(7)},
+                    "scalar": torch.tensor(1.5), "empty": torch.ones(0, 3), "complex": torch.full((2,), 1 - 1j),
+                    "parameter": torch.nn.Parameter(torch.full((2,), 5.0))}, folder + "more.pt")
+        torch.save({"f": Code()}, folder + "code.pt")
         torch.save({"epoch": "seven"}, folder + "text.pt")
 
 
