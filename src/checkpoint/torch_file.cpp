@@ -6,7 +6,7 @@
 #include <caffe2/serialize/inline_container.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 
-#include <array>
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -331,27 +331,22 @@ class Unpickler {
     const at::Tensor& memory = known->second;
     const auto item = static_cast<uint64_t>(c10::elementSize(of.dtype));
     const uint64_t elements = memory.nbytes() / item;
-    // The last element, with care for overflow.
-    uint64_t last = static_cast<uint64_t>(offset);
-    bool is_empty = false, fits = offset >= 0 && sizes.size() == strides.size() && sizes.size() <= kMostDimensions;
+    bool fits = offset >= 0 && sizes.size() == strides.size() && sizes.size() <= kMostDimensions;
+    const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+    uint64_t last = static_cast<uint64_t>(offset), count = 1;  // the last element, with care for overflow
     for (size_t d = 0; fits && d < sizes.size(); ++d) {
-      is_empty |= sizes[d] == 0;
-      if (sizes[d] == 0) continue;
-      const auto steps = static_cast<uint64_t>(sizes[d] - 1), stride = static_cast<uint64_t>(strides[d]);
-      fits = stride == 0 || steps <= elements / stride;
-      if (fits) last += steps * stride;
-      fits = fits && last <= elements;
+      const auto size = std::max<uint64_t>(static_cast<uint64_t>(sizes[d]), 1);
+      const auto stride = static_cast<uint64_t>(strides[d]);
+      fits = count <= kMostElements / size;  // a stride of 0 repeats elements
+      if (fits) count *= size;
+      if (is_empty || size == 1 || stride == 0) continue;
+      fits = fits && size - 1 <= elements / stride && last + (size - 1) * stride <= elements;
+      if (fits) last += (size - 1) * stride;
     }
-    if (!fits || (!is_empty && last >= elements))
+    if (fits && is_empty) return at::empty(sizes, at::dtype(of.dtype));
+    if (!fits || last >= elements)
       fail("a tensor of shape [", join(sizes), "] does not fit into storage ", of.key, " of ", elements, " elements");
-    at::Tensor result = at::empty({0}, at::dtype(of.dtype));
-    // A stride of 0 may repeat elements without end.
-    uint64_t count = 1;
-    for (const int64_t size : sizes) {
-      count *= static_cast<uint64_t>(size);
-      if (count > elements && !is_empty && count > kMostElements) fail("a tensor repeats its elements too often");
-    }
-    return result.set_(memory.storage(), is_empty ? 0 : offset, sizes, strides);
+    return at::empty({0}, at::dtype(of.dtype)).set_(memory.storage(), offset, sizes, strides);
   }
 
   void add_tensors(const Value& value, const std::string& name, int depth, Tensors& all) const {

@@ -321,9 +321,11 @@ TEST(DdpLogging, StepsAndTheirTimes) {
       EXPECT_GE(times.communication, times.exposed);
       EXPECT_GE(times.backward, times.communication);
     }
-    ddp.register_comm_hook([](GradBucket&) { return HookFuture(torch::zeros({1})); });
-    EXPECT_THROW(step(), InvalidArgument);
-    EXPECT_EQ(ddp.logging_data().steps, 2);
+    DistributedDataParallel<FsdpNet> refused(make<FsdpNet>(7, {}));
+    refused.register_comm_hook([](GradBucket&) { return HookFuture(torch::zeros({1})); });
+    const Tensor loss = refused(fsdp_input(world.rank(), 0)).square().sum();
+    EXPECT_THROW(loss.backward(), InvalidArgument);
+    EXPECT_EQ(refused.logging_data().steps, 0);
     std::ostringstream words;
     words << data;
     EXPECT_CONTAINS(words.str(), "steps: 2\n");

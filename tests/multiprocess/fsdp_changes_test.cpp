@@ -137,7 +137,7 @@ TEST(Fsdp, ModulesItCannotShare) {
       Tensor one = register_parameter("one", torch::ones({3})), two = register_parameter("two", one.detach());
       Tensor forward(const Tensor& x) { return x * one * two; }
     };
-    expect_refusal({"parameters one and two are two tensors in the same memory"},
+    expect_refusal({"one and two are two tensors in the same memory"},
                    [] { fully_shard(std::make_shared<Aliases>()); });
     {
       const auto net = make<FsdpNet>(1, {});
