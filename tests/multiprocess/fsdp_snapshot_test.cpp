@@ -324,6 +324,7 @@ TEST(FsdpSnapshot, AnotherOptimizerIsRefused) {
   go_on(kJobs[2], kOptimizers[0], options, 0, 2);
   on_hosts({"a", "b"}, [&](World&) {
     const auto net = make<FsdpNet>(7, {});
+    net->to(torch::kDouble);
     auto model = fully_shard(net, full());
     const auto own = [&] {
       std::vector<Tensor> values;
@@ -343,7 +344,7 @@ TEST(FsdpSnapshot, AnotherOptimizerIsRefused) {
     refuse(*kOptimizers[1](parameters), {"this optimizer keeps nothing like 'optimizer/state/1/step'"});
     refuse(*kOptimizers[0]({parameters.begin(), parameters.begin() + 6}), {"'optimizer' has 5 parameters in a group"});
     refuse(*kOptimizers[0]({parameters.rbegin(), parameters.rend()}),
-           {"'optimizer/state/1/exp_avg' is Float [600 x 12] in the snapshot, and its parameter is Float [5]"});
+           {"'optimizer/state/1/exp_avg' is Double [600 x 12] in the snapshot, and its parameter is Double [5]"});
   });
   fs::remove_all(folder);
 }
