@@ -87,7 +87,8 @@ double distance(const at::Tensor& a, const at::Tensor& b) {
 }
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  const auto plain = [](const at::Tensor& of) { return of.contiguous().resolve_conj().resolve_neg(); };
+  const at::Tensor x = plain(a), y = plain(b);
   return x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
@@ -202,7 +203,7 @@ Inspection convert(const std::vector<std::string>& sources, const std::string& t
     for (auto& [name, tensor] : is_torchs ? tensors_of_torch_file(source) : tensors_in(source)) {
       if (!name.starts_with(options.prefix)) continue;
       const std::string kept = name.substr(options.prefix.size());
-      if (!all.emplace(kept, tensor.contiguous()).second)
+      if (!all.emplace(kept, tensor).second)
         throw InvalidArgument(text("two of the sources have a tensor '", kept, "'"), "Convert them one by one");
     }
   }
@@ -210,7 +211,7 @@ Inspection convert(const std::vector<std::string>& sources, const std::string& t
     throw InvalidArgument(options.prefix.empty() ? std::string("there are no tensors to convert")
                                                  : text("no tensor's name begins with '", options.prefix, "'"));
   if (is_for_torch(target)) {
-    write_file(target, torch_file_of(all));
+    write_torch_file(target, all);
   } else {
     save_safetensors(target, all, {{"format", "pt"}});
   }

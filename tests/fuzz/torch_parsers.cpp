@@ -18,12 +18,13 @@
 
 #include "base/text.h"
 #include "checkpoint/container.h"
-#include "checkpoint/torch_file.h"
+#include "checkpoint/torch_pickle.h"
 #include "comm/core/members.h"
 #include "comm/kit/failure_note.h"
 #include "comm/world/meeting.h"
 #include "fuzz/memory_file.h"
 #include "fuzz/parsers.h"
+#include "fuzz/pickles.h"
 #include "muster/base/error.h"
 #include "muster/checkpoint/safetensors.h"
 #include "muster/comm/objects.h"
@@ -209,7 +210,7 @@ Seeds snapshot_seeds() {
 void parse_pickle(Bytes bytes) {
   try {
     const auto tensors = checkpoint::tensors_in_pickle(bytes, "file", [](const std::string& key) {
-      return key == "0" || key == "1" ? std::optional(at::arange(key == "0" ? 64 : 7, at::kByte)) : std::nullopt;
+      return key == "0" || key == "1" ? std::optional(at::arange(key == "0" ? 64 : 8, at::kByte)) : std::nullopt;
     });
     for (const auto& [name, tensor] : tensors)
       if (tensor.numel() > 0 && tensor.numel() < 4096) tensor.clone();  // a sanitizer sees what is outside
@@ -218,21 +219,35 @@ void parse_pickle(Bytes bytes) {
   }
 }
 
-// What Python writes for {"w": a matrix of floats, "half": …} and for an OrderedDict with attributes, with protocols 2 and 4.
+// What Python writes for {"w": a matrix of floats, "half": …}, for an OrderedDict with attributes, with protocols 2 and 4, and for
+// what has a function of its own: parameters, a conjugated tensor, a newer dtype, and a tensor with attributes.
 Seeds pickle_seeds() {
   using namespace std::string_literals;
-  const auto word = [](const std::string& of) { return "X"s + static_cast<char>(of.size()) + "\0\0\0"s + of; };
-  const auto tensor = [&](const std::string& kind, const std::string& key, const std::string& shape) {
-    return "ctorch._utils\n_rebuild_tensor_v2\n(("s + word("storage") + "ctorch\n" + kind + "\n" + word(key) +
-           word("cpu") + "K\x04tQK\0"s + shape + "\x89" + "ccollections\nOrderedDict\n)RtR";
-  };
-  const std::string matrix = tensor("FloatStorage", "0", "K\x02K\x03\x86K\x03K\x01\x86");
-  const std::string row = tensor("BFloat16Storage", "1", "K\x03\x85K\x01\x85");
+  const auto word = pickled_string;
+  const std::string matrix = PickledTensor().str();
+  const std::string row = PickledTensor{.kind = "torch\nBFloat16Storage",
+                                        .key = "1",
+                                        .elements = 4,
+                                        .shape = "K\x03\x85",
+                                        .strides = "K\x01\x85"}
+                              .str();
+  const std::string conjugated =
+      PickledTensor{.kind = "torch\nComplexFloatStorage", .elements = 8, .more = "}" + word("conj") + "\x88s"}.str();
+  const std::string newer = PickledTensor{.kind = "torch.storage\nUntypedStorage",
+                                          .elements = 64,
+                                          .more = "ctorch\nuint16\n",
+                                          .function = "_rebuild_tensor_v3"}
+                                .str();
+  std::string arguments = matrix.substr(matrix.find('('));
+  arguments.pop_back();  // the call
   const std::string two = "\x80\x02", four = "\x80\x04";
   return {two + "}q\0("s + word("w") + matrix + word("h") + row + "u.",
           two + "ccollections\nOrderedDict\n)Rq\x01(" + word("w") + matrix + "u}" + word("a") + "K\x01sb.",
           four + "\x8c\x01w\x94" + matrix + "\x94}\x94h\0h\x01s."s,
-          two + "ctorch._utils\n_rebuild_parameter\n(" + row + "\x88NtR."};
+          two + "ctorch._utils\n_rebuild_parameter\n(" + row + "\x88NtR.",
+          two + "}(" + word("c") + conjugated + "}" + word("n") + newer + "su.",
+          two + "ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n" + arguments +
+              "}tR."};
 }
 
 }  // namespace
