@@ -20,6 +20,9 @@ namespace {
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
+// More nodes within each other than any archive has. All that follows them is recursive.
+constexpr int kDeepestArchive = 100;
+
 struct Node {
   std::string key, kind;
   at::Tensor tensor;             // the value of a leaf
@@ -129,7 +132,10 @@ c10::IValue value_of(const Node& node) {
   }
   if (kind != "tensors") malformed(key);
   c10::List<at::Tensor> list;
-  for (const auto& part : parts) list.push_back(part.kind == "none" ? at::Tensor() : value_of(part).toTensor());
+  for (const auto& part : parts) {
+    if (part.kind != "none" && part.kind != "tensor") malformed(key);
+    list.push_back(part.kind == "none" ? at::Tensor() : value_of(part).toTensor());
+  }
   return list;
 }
 
@@ -205,24 +211,27 @@ std::string unescaped(std::string_view name) {
   return result;
 }
 
-void flatten(const Node& node, const std::string& name, Entries& entries) {
+void flatten(const Node& node, const std::string& name, Entries& entries, int depth = 0) {
+  if (depth > kDeepestArchive)
+    throw InvalidArgument(text("'", name, "' lies in more than ", kDeepestArchive, " archives within each other"),
+                          "Save fewer within each other");
   const auto order = static_cast<int64_t>(entries.size());
   entries.push_back({.name = name,
                      .kind = node.kind,
                      .order = order,
                      .tensor = node.is_leaf() ? node.tensor : tensor_of(static_cast<int64_t>(node.parts.size()))});
   for (const auto& part : node.parts)
-    flatten(part, name.empty() ? escaped(part.key) : name + "/" + escaped(part.key), entries);
+    flatten(part, name.empty() ? escaped(part.key) : name + "/" + escaped(part.key), entries, depth + 1);
 }
 
 // The tree that begins at entry `next`. Moves `next` behind it.
-Node unflatten(const Entries& entries, size_t& next) {
-  if (next == entries.size()) malformed(entries.empty() ? "" : entries.back().full_name());
+Node unflatten(const Entries& entries, size_t& next, int depth = 0) {
+  if (next == entries.size() || depth > kDeepestArchive) malformed(entries.empty() ? "" : entries.back().full_name());
   const Entry& entry = entries[next++];
   Node node{unescaped(std::string_view(entry.name).substr(entry.name.rfind('/') + 1)), entry.kind, entry.tensor};
   if (!node.is_leaf()) {
     const auto count = value_of<int64_t>(entry.tensor, at::kLong, entry.full_name());
-    for (int64_t i = 0; i < count; ++i) node.parts.push_back(unflatten(entries, next));
+    for (int64_t i = 0; i < count; ++i) node.parts.push_back(unflatten(entries, next, depth + 1));
   }
   return node;
 }

@@ -20,6 +20,7 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "checkpoint/archive.h"
 #include "checkpoint/container.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/tensor_header.h"
@@ -343,6 +344,42 @@ TEST(SnapshotFolderProcess, BelongsToOneProcessAndIsFreeWhenThatIsKilled) {
   ::close(ready[0]);
   ::close(ready[1]);
   fs::remove_all(path);
+}
+
+// What follows an archive's entries is recursive.
+TEST(SnapshotArchive, AForgedDepthIsRefused) {
+  const auto number = [](int64_t value) { return at::tensor(value); };
+  for (const char* const kind : {"archive", "tuple"}) {
+    Entries entries;
+    for (int64_t i = 0; i < 500'000; ++i)
+      entries.push_back({.item = "a", .name = "x", .kind = i == 0 ? "archive" : kind, .order = i, .tensor = number(1)});
+    entries.push_back({.item = "a", .name = "x", .kind = "int", .order = 500'000, .tensor = number(7)});
+    EXPECT_CONTAINS(message_of<CorruptError>([&] { load_archive(entries, [](auto&) {}); }),
+                    "'a/x' is not a valid entry of an archive");
+  }
+  // A list of tensors that has an integer.
+  EXPECT_CONTAINS(message_of<CorruptError>([&] {
+                    load_archive({{.item = "a", .kind = "archive", .tensor = number(1)},
+                                  {.item = "a", .name = "x", .kind = "tensors", .tensor = number(1)},
+                                  {.item = "a", .name = "x/0", .kind = "int", .tensor = number(7)}},
+                                 [](auto&) {});
+                  }),
+                  "is not a valid entry of an archive");
+  // As deep as may be.
+  const auto wrapped = [&](int times) {
+    return [times](torch::serialize::OutputArchive& out) {
+      std::vector<torch::serialize::OutputArchive> all;
+      for (int i = 0; i < times; ++i) all.emplace_back(out.compilation_unit());
+      for (int i = times; i-- > 0;) {
+        if (i + 1 == times) all[static_cast<size_t>(i)].write("x", c10::IValue(int64_t{7}));
+        (i == 0 ? out : all[static_cast<size_t>(i - 1)]).write("a", all[static_cast<size_t>(i)]);
+      }
+    };
+  };
+  int loaded = 0;
+  load_archive(save_archive(wrapped(99)), [&](auto&) { ++loaded; });
+  EXPECT_EQ(loaded, 1);
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { save_archive(wrapped(101)); }), "archives within each other");
 }
 
 }  // namespace
