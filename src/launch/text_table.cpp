@@ -59,9 +59,14 @@ std::string clock_time(double seconds) {
 }
 
 std::string printable(std::string_view words) {
-  std::string out(words);
-  std::replace_if(
-      out.begin(), out.end(), [](unsigned char byte) { return byte < ' ' || byte == 0x7f; }, ' ');
+  std::string out;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(words[i]);
+    const auto next = static_cast<unsigned char>(i + 1 < words.size() ? words[i + 1] : 0);
+    const bool is_long = byte == 0xc2 && next >= 0x80 && next < 0xa0;  // U+0080 to U+009F
+    out += is_long || byte < ' ' || byte == 0x7f ? ' ' : words[i];
+    if (is_long) ++i;
+  }
   return out;
 }
 

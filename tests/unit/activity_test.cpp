@@ -136,6 +136,7 @@ TEST(TextTable, NumbersForPeople) {
   EXPECT_EQ(clock_time(10812), "3:00:12");
   EXPECT_EQ(clock_time(86400 + 61), "1d 0:01:01");
   EXPECT_EQ(printable("a\x1b[1m\nb µ"), "a [1m b µ");
+  EXPECT_EQ(printable("a\u009b1m\u0080\u00a0\u00c2"), "a 1m \u00a0\u00c2");
 }
 
 // --- muster doctor, on machines made of files ---
