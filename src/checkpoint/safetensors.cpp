@@ -10,6 +10,7 @@
 
 #include "base/atomic_file.h"
 #include "base/text.h"
+#include "base/utf8.h"
 #include "checkpoint/item_values.h"
 #include "checkpoint/tensor_header.h"
 #include "muster/base/error.h"
@@ -28,6 +29,12 @@ struct SafetensorsFile::Impl {
   std::vector<StoredTensor> tensors;  // in the file's order
   std::map<std::string, size_t> by_name;
   std::map<std::string, std::string> metadata;
+
+  const StoredTensor& stored(const std::string& name) const {
+    const auto found = by_name.find(name);
+    if (found == by_name.end()) throw InvalidArgument(text(path, " has no tensor '", shortened(name), "'"));
+    return tensors[found->second];
+  }
 };
 
 namespace {
@@ -86,13 +93,17 @@ std::vector<std::string> SafetensorsFile::names() const {
 bool SafetensorsFile::contains(const std::string& name) const { return impl_->by_name.contains(name); }
 const std::map<std::string, std::string>& SafetensorsFile::metadata() const { return impl_->metadata; }
 
+SafetensorsFile::Form SafetensorsFile::form(const std::string& name) const {
+  const StoredTensor& stored = impl_->stored(name);
+  return {stored.dtype_in_file, stored.dtype, stored.sizes, stored.end - stored.begin};
+}
+
 at::Tensor SafetensorsFile::tensor(const std::string& name) const {
   const Impl& file = *impl_;
-  const auto found = file.by_name.find(name);
-  if (found == file.by_name.end()) throw InvalidArgument(text(file.path, " has no tensor '", name, "'"));
-  const StoredTensor& stored = file.tensors[found->second];
+  const StoredTensor& stored = file.stored(name);
   if (stored.dtype == at::ScalarType::Undefined)
-    throw InvalidArgument(text("tensor '", name, "' is of dtype ", stored.dtype_in_file, ", which libtorch lacks"));
+    throw InvalidArgument(text("tensor '", shortened(name), "' of ", file.path, " is of dtype ", stored.dtype_in_file,
+                               ", which libtorch lacks"));
   const uint64_t begin = file.head_bytes + stored.begin;
   // A storage of its own: tensors of one storage would share a version, and be saved together.
   const auto at = [&](at::ScalarType dtype, at::IntArrayRef sizes) {

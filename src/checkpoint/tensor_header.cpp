@@ -8,6 +8,8 @@
 #include <optional>
 #include <tuple>
 
+#include "base/utf8.h"
+
 namespace muster::checkpoint {
 namespace {
 
@@ -77,20 +79,22 @@ std::vector<StoredTensor> stored_tensors(const json& header, uint64_t data_bytes
     if (type) tensor.dtype = *type;
     // As if no size were 0: strides must not overflow either.
     uint64_t bytes = type ? c10::elementSize(*type) : 1, stride = bytes;
-    for (const json& size : about.at("shape")) {
+    const json& shape = about.at("shape");
+    if (!shape.is_array()) errors.fail(kHeaderAt, "tensor '", shortened(name), "' has an impossible shape");
+    for (const json& size : shape) {
       if (!size.is_number_unsigned() ||
           __builtin_mul_overflow(stride, std::max<uint64_t>(size.get<uint64_t>(), 1), &stride) || stride > kMostBytes)
-        errors.fail(kHeaderAt, "tensor '", name, "' has an impossible shape");
+        errors.fail(kHeaderAt, "tensor '", shortened(name), "' has an impossible shape");
       tensor.sizes.push_back(size.get<int64_t>());
       bytes *= size.get<uint64_t>();
     }
     const json& offsets = about.at("data_offsets");
     if (offsets.size() != 2 || !offsets.at(0).is_number_unsigned() || !offsets.at(1).is_number_unsigned())
-      errors.fail(kHeaderAt, "tensor '", name, "' has impossible offsets");
+      errors.fail(kHeaderAt, "tensor '", shortened(name), "' has impossible offsets");
     tensor.begin = offsets[0].get<uint64_t>();
     tensor.end = offsets[1].get<uint64_t>();
     if (tensor.begin > tensor.end || (type && tensor.end - tensor.begin != bytes))
-      errors.fail(kHeaderAt, "tensor '", name, "' does not have the bytes of its shape");
+      errors.fail(kHeaderAt, "tensor '", shortened(name), "' does not have the bytes of its shape");
     tensors.push_back(std::move(tensor));
   }
   std::sort(tensors.begin(), tensors.end(), [](const StoredTensor& a, const StoredTensor& b) {
@@ -99,7 +103,8 @@ std::vector<StoredTensor> stored_tensors(const json& header, uint64_t data_bytes
   uint64_t end = 0;
   for (const StoredTensor& tensor : tensors) {
     if (tensor.begin != end || tensor.end > data_bytes)
-      errors.fail(kHeaderAt, "tensor '", tensor.name, "' does not lie where the other tensors and the file place it");
+      errors.fail(kHeaderAt, "tensor '", shortened(tensor.name),
+                  "' does not lie where the other tensors and the file place it");
     end = tensor.end;
   }
   if (end != data_bytes) errors.fail(kHeaderAt, data_bytes - end, " bytes belong to no tensor");
@@ -148,9 +153,11 @@ at::Tensor view_of(const at::Tensor& bytes, uint64_t offset, at::ScalarType dtyp
 }
 
 UniqueFd open_to_read(const std::filesystem::path& path, const std::string& advice, uint64_t& bytes) {
-  UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // does not wait for a pipe's other end
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) throw_errno(text("cannot read ", path.string()), advice);
+  if (!S_ISREG(status.st_mode))
+    throw Unavailable(text("cannot read ", path.string(), ": it is not a regular file"), advice);
   bytes = static_cast<uint64_t>(status.st_size);
   return fd;
 }

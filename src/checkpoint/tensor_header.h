@@ -83,7 +83,7 @@ std::string_view bytes_of(const at::Tensor& tensor);  // contiguous
 // A tensor in the memory of `bytes`.
 at::Tensor view_of(const at::Tensor& bytes, uint64_t offset, at::ScalarType dtype, at::IntArrayRef sizes);
 
-// Unavailable, with `advice`.
+// Unavailable, with `advice`, if it cannot be read or is not a regular file.
 UniqueFd open_to_read(const std::filesystem::path& path, const std::string& advice, uint64_t& bytes);
 
 }  // namespace muster::checkpoint

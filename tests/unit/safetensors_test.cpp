@@ -6,6 +6,7 @@
 #include <ATen/ops/rand.h>
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <torch/nn.h>
 #include <unistd.h>
 
@@ -170,7 +171,12 @@ TEST_F(Safetensors, WhatIsNoSuchFileIsRefused) {
   EXPECT_EQ(SafetensorsFile(path_).tensor("w").sum().item<float>(), 0);
   write(R"({"__metadata__":null,"w":{"dtype":"F4","shape":[16],"data_offsets":[0,8]}})", 8);
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { SafetensorsFile(path_).tensor("w"); }),
-                  "tensor 'w' is of dtype F4, which libtorch lacks");
+                  "tensor 'w' of " + path_.string() + " is of dtype F4, which libtorch lacks");
+  const auto form = SafetensorsFile(path_).form("w");
+  EXPECT_EQ(form.dtype_in_file, "F4");
+  EXPECT_EQ(form.dtype, at::ScalarType::Undefined);
+  EXPECT_EQ(form.sizes, (std::vector<int64_t>{16}));
+  EXPECT_EQ(form.bytes, 8u);
   struct Weight : torch::nn::Module {
     torch::Tensor w = register_parameter("w", torch::zeros({16}));
   } weight_only;
@@ -182,6 +188,11 @@ TEST_F(Safetensors, WhatIsNoSuchFileIsRefused) {
            {"{" + weight + R"(,"v":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})", 12, "does not lie"},
            {"{" + weight + R"(,"v":{"dtype":"F32","shape":[3],"data_offsets":[8,16]}})", 16, "bytes of its shape"},
            {R"({"w":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}})", 8, "impossible shape"},
+           {R"({"w":{"dtype":"F32","shape":2,"data_offsets":[0,8]}})", 8, "impossible shape"},
+           {R"({"w":{"dtype":"F32","shape":{"0":2},"data_offsets":[0,8]}})", 8, "impossible shape"},
+           {R"({"w":{"dtype":"F32","shape":null,"data_offsets":[0,4]}})", 4, "impossible shape"},
+           {R"({")" + std::string(1000, 'n') + R"(":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8,
+            std::string(100, 'n') + "...' does not have the bytes"},
            {R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8,8]}})", 8, "impossible offsets"},
            {R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8.0]}})", 8, "impossible offsets"},
            {" {" + weight + "}", 8, "not a JSON object"},
@@ -206,6 +217,8 @@ TEST_F(Safetensors, WhatIsNoSuchFileIsRefused) {
   std::ofstream(path_, std::ios::binary) << std::string(100, '\xff');  // a header of 2^64 - 1 bytes
   EXPECT_CONTAINS(refusal(), "a header of 18446744073709551615 bytes is longer than any is");
   EXPECT_CONTAINS(message_of<Unavailable>([&] { SafetensorsFile file(folder_ / "none"); }), "cannot read");
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  EXPECT_CONTAINS(message_of<Unavailable>([&] { SafetensorsFile file(folder_ / "pipe"); }), "it is not a regular file");
 }
 
 TEST_F(Safetensors, WhatCannotBeStoredIsSaidByName) {

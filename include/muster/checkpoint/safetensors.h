@@ -24,6 +24,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -50,6 +51,15 @@ class SafetensorsFile {
   // On the CPU, contiguous, with the file's dtype. InvalidArgument if there is none of this name, or libtorch lacks the
   // dtype. Two tensors of one name are the same memory.
   at::Tensor tensor(const std::string& name) const;
+  // What the header says of a tensor, even of one whose dtype libtorch lacks. InvalidArgument if there is none of this
+  // name.
+  struct Form {
+    std::string dtype_in_file;                         // "F32"
+    at::ScalarType dtype = at::ScalarType::Undefined;  // if libtorch lacks it
+    std::vector<int64_t> sizes;
+    uint64_t bytes = 0;
+  };
+  Form form(const std::string& name) const;
   const std::map<std::string, std::string>& metadata() const;
 
   // Copies into the parameters and buffers, and converts dtypes. If their names or shapes differ, throws InvalidArgument,
