@@ -27,7 +27,8 @@ constexpr const char* kUsage = "muster checkpoint --help";
 int checkpoint_command(std::vector<std::string> words) {
   const std::string command = words.empty() || words.front().starts_with('-') ? "" : words.front();
   if (!command.empty()) words.erase(words.begin());
-  CLI::App app("Looks into snapshots and other safetensors files: ls, verify, diff, convert.", "muster checkpoint");
+  CLI::App app("Looks into snapshots, safetensors files and files of torch.save(): ls, verify, diff, convert.",
+               "muster checkpoint");
   std::vector<std::string> paths;
   std::string tolerance = "0", prefix;
   bool force = false;

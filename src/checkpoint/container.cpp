@@ -215,6 +215,20 @@ size_t read_bytes(const UniqueFd& fd, const std::filesystem::path& path, char* t
   return got;
 }
 
+// A file's first bytes, up to the tensors if it is a container.
+std::string head_of_file(const std::filesystem::path& path, uint64_t& size) {
+  const UniqueFd fd = open_to_read(path, kOlder, size);
+  std::string bytes(kHeaderAt, 0);
+  bytes.resize(read_bytes(fd, path, bytes.data(), bytes.size()));
+  if (bytes.size() == kHeaderAt) {
+    uint64_t length = 0;
+    std::memcpy(&length, bytes.data(), kHeaderAt);
+    bytes.resize(kHeaderAt + std::min({length, size - kHeaderAt, kMostHeaderBytes}));
+    bytes.resize(kHeaderAt + read_bytes(fd, path, bytes.data() + kHeaderAt, bytes.size() - kHeaderAt));
+  }
+  return bytes;
+}
+
 }  // namespace
 
 uint64_t checksum(std::string_view bytes) { return hash_of_bytes(bytes.data(), bytes.size()); }
@@ -301,18 +315,19 @@ Entry Container::entry_in(const at::Tensor& bytes, uint64_t begin, size_t i) con
   return entry;
 }
 
-About read_about(const std::filesystem::path& path) {
-  const FileErrors errors(path.string(), kOlder);
+Container Container::outline(const std::filesystem::path& path) {
   uint64_t size = 0;
-  const UniqueFd fd = open_to_read(path, kOlder, size);
-  std::string bytes(kHeaderAt, 0);
-  bytes.resize(read_bytes(fd, path, bytes.data(), bytes.size()));
-  if (bytes.size() == kHeaderAt) {
-    uint64_t length = 0;
-    std::memcpy(&length, bytes.data(), kHeaderAt);
-    bytes.resize(kHeaderAt + std::min({length, size - kHeaderAt, kMostHeaderBytes}));
-    bytes.resize(kHeaderAt + read_bytes(fd, path, bytes.data() + kHeaderAt, bytes.size() - kHeaderAt));
-  }
+  const std::string head = head_of_file(path, size);
+  const FileErrors errors(path.string(), kOlder);
+  if (const uint64_t said = read_head(head, errors).file_bytes(); size != said)
+    errors.fail(std::min(size, said), "the file has ", size, " bytes, and had ", said);
+  return directory(head, path.string());
+}
+
+About read_about(const std::filesystem::path& path) {
+  uint64_t size = 0;
+  const std::string bytes = head_of_file(path, size);
+  const FileErrors errors(path.string(), kOlder);
   const Head head = read_head(bytes, errors);
   return errors.understood([&] { return about_of(head.muster, errors); });
 }

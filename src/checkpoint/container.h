@@ -72,6 +72,8 @@ class Container {
   // From the head() of a file that another rank has verified. The entries' tensors have no values: they are on the device
   // "meta". `name`: for messages.
   static Container directory(std::string_view head, const std::string& name);
+  // The same from a file. Reads and verifies its header, and compares its length.
+  static Container outline(const std::filesystem::path& path);
 
   const About& about() const { return about_; }
   const Entries& entries() const { return entries_; }

@@ -1,16 +1,22 @@
 #include "checkpoint/inspect.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <limits>
 #include <map>
+#include <new>
 #include <sstream>
+#include <string_view>
 #include <utility>
 
 #include "base/atomic_file.h"
 #include "base/text.h"
+#include "base/utf8.h"
 #include "checkpoint/container.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/reading.h"
@@ -37,47 +43,81 @@ std::string form_of(const at::Tensor& tensor) {
 
 bool is_snapshot(const SafetensorsFile& file) { return file.metadata().contains("muster"); }
 
+// The newest first; at least one.
+std::vector<int64_t> snapshots_in(const Folder& folder) {
+  auto all = folder.snapshots();
+  if (all.empty())
+    throw InvalidArgument(text("there are no snapshots in ", folder.path().string()),
+                          "Name a file, or the folder of a Snapshot");
+  return all;
+}
+
 // The newest snapshot, if it is a folder.
 std::string file_at(const std::string& path) {
   if (!fs::exists(path)) throw Unavailable(text(path, " does not exist"));
   if (!fs::is_directory(path)) return path;
   const Folder folder(path);
-  const auto steps = folder.snapshots();
-  if (steps.empty())
-    throw InvalidArgument(text("there are no snapshots in ", path), "Name a file, or the folder of a Snapshot");
-  return folder.snapshot(steps.front()).string();
+  return folder.snapshot(snapshots_in(folder).front()).string();
 }
 
-// The files of a snapshot, verified: the only one, or the shards.
-std::vector<Container> read_snapshot(const std::string& path) {
+// The files of a snapshot: the only one, or the shards. Verified, with values; or only their outlines.
+enum class Parts { kAll, kOutline };
+std::vector<Container> read_snapshot(const std::string& path, Parts parts) {
   std::vector<Container> files;
-  Container first = Container::read(path);
+  Container first = parts == Parts::kAll ? Container::read(path) : Container::outline(path);
   const About about = first.about();
-  for (size_t i = 0; i < about.shards.size(); ++i) files.push_back(read_shard(fs::path(path).parent_path(), about, i));
+  const fs::path folder = fs::path(path).parent_path();
+  for (size_t i = 0; i < about.shards.size(); ++i)
+    files.push_back(parts == Parts::kAll ? read_shard(folder, about, i) : outline_of_shard(folder, about, i));
   if (files.empty()) files.push_back(std::move(first));
   return files;
 }
 
-Tensors tensors_in(const std::string& given) {
-  const std::string path = file_at(given);
+// By name. A parameter and a buffer may have the same; the second is then called by its kind, too, and perhaps by a
+// number.
+Tensors tensors_in_snapshot(const std::string& path, Parts parts) {
   Tensors all;
-  const SafetensorsFile file(path);
-  if (!is_snapshot(file)) {
-    for (const std::string& name : file.names()) all.emplace(name, file.tensor(name));
-    return all;
-  }
-  for (const Container& each : read_snapshot(path))
-    for (const Entry& entry : each.entries())
-      if (!all.emplace(entry.full_name(), entry.tensor).second)  // a parameter and a buffer may have one name
-        all.emplace(text(entry.full_name(), " (", entry.kind, ")"), entry.tensor);
+  for (const Container& each : read_snapshot(path, parts))
+    for (const Entry& entry : each.entries()) {
+      std::string name = entry.full_name();
+      for (int number = 1; !all.emplace(name, entry.tensor).second; ++number)
+        name = text(entry.full_name(), " (", entry.kind, number == 1 ? "" : text(" ", number), ")");
+    }
   return all;
 }
 
-// The largest difference of two tensors' values; infinity if one has a NaN where the other has none.
+Tensors tensors_in(const std::string& given) {
+  const std::string path = file_at(given);
+  if (is_torch_file(path)) return tensors_of_torch_file(path);
+  const SafetensorsFile file(path);
+  if (is_snapshot(file)) return tensors_in_snapshot(path, Parts::kAll);
+  Tensors all;
+  for (const std::string& name : file.names()) all.emplace(name, file.tensor(name));
+  return all;
+}
+
+template <typename T>
+double farthest_integers(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  const T *const ours = x.const_data_ptr<T>(), *const theirs = y.const_data_ptr<T>();
+  uint64_t most = 0;  // doubles cannot tell large ones apart
+  for (int64_t i = 0; i < x.numel(); ++i) {
+    const auto [less, more] = std::minmax(ours[i], theirs[i]);
+    most = std::max(most, static_cast<uint64_t>(more) - static_cast<uint64_t>(less));
+  }
+  return static_cast<double>(most);
+}
+
+// The largest difference of two tensors' values, and of the parts of complex ones; infinity if one has a NaN where the
+// other has none.
 double distance(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0) return 0;
-  const auto wide = a.is_complex() ? at::kComplexDouble : at::kDouble;
-  const at::Tensor x = a.to(wide), y = b.to(wide);
+  if (a.scalar_type() == at::kUInt64) return farthest_integers<uint64_t>(a, b);
+  if (at::isIntegralType(a.scalar_type(), true)) return farthest_integers<int64_t>(a.to(at::kLong), b.to(at::kLong));
+  const auto wide = [](const at::Tensor& of) {
+    return of.is_complex() ? at::view_as_real(of.to(at::kComplexDouble).resolve_conj()) : of.to(at::kDouble);
+  };
+  const at::Tensor x = wide(a), y = wide(b);
   const at::Tensor apart = (x - y).abs().masked_fill(x.eq(y), 0);  // equal infinities
   const at::Tensor nans = x.isnan().logical_and(y.isnan());
   return apart.masked_fill(nans, 0)
@@ -95,7 +135,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 Inspection list_folder(const std::string& path) {
   const Folder folder(path);
   std::vector<std::vector<std::string>> rows;
-  for (const int64_t steps : folder.snapshots()) {
+  for (const int64_t steps : snapshots_in(folder)) {
     const auto file = folder.snapshot(steps);
     try {
       const About about = read_about(file);
@@ -108,8 +148,6 @@ Inspection list_folder(const std::string& path) {
       rows.push_back({text("step ", steps), "", "", launch::printable(error.message())});
     }
   }
-  if (rows.empty())
-    throw InvalidArgument(text("there are no snapshots in ", path), "Name a file, or the folder of a Snapshot");
   return {.words = launch::aligned(rows, {false, true, true, false})};
 }
 
@@ -119,16 +157,29 @@ bool is_for_torch(const std::string& path) { return !path.ends_with(".safetensor
 
 Inspection list(const std::string& path) {
   if (fs::is_directory(path)) return list_folder(path);
-  Tensors tensors = tensors_in(path);
+  std::map<std::string, SafetensorsFile::Form> forms;
+  const auto add = [&](const Tensors& tensors) {
+    for (const auto& [name, tensor] : tensors)
+      forms[name] = {.dtype = tensor.scalar_type(), .sizes = tensor.sizes().vec(), .bytes = tensor.nbytes()};
+  };
+  if (is_torch_file(file_at(path))) {
+    add(tensors_of_torch_file(path));
+  } else if (const SafetensorsFile file(path); is_snapshot(file)) {
+    add(tensors_in_snapshot(path, Parts::kOutline));
+  } else {
+    for (const std::string& name : file.names()) forms[name] = file.form(name);
+  }
   std::vector<std::vector<std::string>> rows;
   uint64_t bytes = 0;
-  for (const auto& [name, tensor] : tensors) {
-    rows.push_back({launch::printable(name), std::string(c10::toString(tensor.scalar_type())),
-                    text("[", join(tensor.sizes()), "]"), size_of(tensor.nbytes())});
-    bytes += tensor.nbytes();
+  for (const auto& [name, form] : forms) {
+    const bool is_known = form.dtype != at::ScalarType::Undefined;
+    rows.push_back({launch::printable(name),
+                    is_known ? std::string(c10::toString(form.dtype)) : launch::printable(form.dtype_in_file),
+                    text("[", join(form.sizes), "]"), size_of(form.bytes)});
+    bytes += form.bytes;
   }
-  return {.words = text(rows.empty() ? "" : launch::aligned(rows, {false, false, false, true}), tensors.size(),
-                        tensors.size() == 1 ? " tensor, " : " tensors, ", size_of(bytes), "\n")};
+  return {.words = text(rows.empty() ? "" : launch::aligned(rows, {false, false, false, true}), rows.size(),
+                        rows.size() == 1 ? " tensor, " : " tensors, ", size_of(bytes), "\n")};
 }
 
 Inspection verify(const std::vector<std::string>& paths) {
@@ -136,17 +187,19 @@ Inspection verify(const std::vector<std::string>& paths) {
   std::ostringstream words;
   const auto one = [&](const std::string& path) {
     try {
-      if (!is_snapshot(SafetensorsFile(path))) {
+      const bool is_torchs = is_torch_file(path);
+      if (is_torchs) tensors_of_torch_file(path);
+      if (is_torchs || !is_snapshot(SafetensorsFile(path))) {
         words << path << ": can be read; it has no checksums\n";
         return;
       }
-      const auto files = read_snapshot(path);
+      const auto files = read_snapshot(path, Parts::kAll);
       words << path << ": good" << (files.size() > 1 ? text(", with ", files.size(), " shards") : "") << "\n";
     } catch (const Error& error) {
-      words << launch::printable(error.message()) << "\n";
+      words << words_for_error(error) << "\n";
       result.good = false;
     } catch (const std::exception& error) {
-      words << path << ": " << launch::printable(error.what()) << "\n";
+      words << path << ": " << words_for_error(error) << "\n";
       result.good = false;
     }
   };
@@ -156,10 +209,7 @@ Inspection verify(const std::vector<std::string>& paths) {
       continue;
     }
     const Folder folder(path);
-    const auto all = folder.snapshots();
-    if (all.empty())
-      throw InvalidArgument(text("there are no snapshots in ", path), "Name a file, or the folder of a Snapshot");
-    for (const int64_t steps : all) one(folder.snapshot(steps).string());
+    for (const int64_t steps : snapshots_in(folder)) one(folder.snapshot(steps).string());
   }
   result.words = words.str();
   return result;
@@ -199,12 +249,13 @@ Inspection convert(const std::vector<std::string>& sources, const std::string& t
     throw InvalidArgument(text(target, " exists already"), "Choose another name, or use --force");
   Tensors all;
   for (const std::string& source : sources) {
-    const bool is_torchs = !fs::is_directory(source) && is_for_torch(source);
+    const bool is_torchs = is_for_torch(source) && !fs::is_directory(source);
     for (auto& [name, tensor] : is_torchs ? tensors_of_torch_file(source) : tensors_in(source)) {
       if (!name.starts_with(options.prefix)) continue;
       const std::string kept = name.substr(options.prefix.size());
       if (!all.emplace(kept, tensor).second)
-        throw InvalidArgument(text("two of the sources have a tensor '", kept, "'"), "Convert them one by one");
+        throw InvalidArgument(text("two of the sources have a tensor '", shortened(kept), "'"),
+                              "Convert them one by one");
     }
   }
   if (all.empty())
@@ -216,6 +267,18 @@ Inspection convert(const std::vector<std::string>& sources, const std::string& t
     save_safetensors(target, all, {{"format", "pt"}});
   }
   return {.words = text(target, ": ", all.size(), all.size() == 1 ? " tensor\n" : " tensors\n")};
+}
+
+std::string words_for_error(const std::exception& error) {
+  std::string_view what = error.what();
+  if (const auto* const ours = dynamic_cast<const Error*>(&error)) return launch::printable(ours->message());
+  if (const auto* const torchs = dynamic_cast<const c10::Error*>(&error)) {
+    what = torchs->what_without_backtrace();
+    what = what.substr(0, what.find('\n'));
+  }
+  if (dynamic_cast<const std::bad_alloc*>(&error) || what.find("DefaultCPUAllocator") != std::string_view::npos)
+    return "not enough memory";
+  return launch::printable(what);
 }
 
 }  // namespace muster::checkpoint

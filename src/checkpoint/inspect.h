@@ -1,13 +1,14 @@
-// What `muster checkpoint` does: looks into snapshots and other safetensors files, without the training and on one process.
+// What `muster checkpoint` does: looks into snapshots, other safetensors files and files of torch.save(), without the
+// training and on one process.
 //
 // A path is a file, or a folder of snapshots, which stands for its newest one. A snapshot of several files is one: its
 // manifest stands for all.
 //
-// Errors: CorruptError and Unavailable, as those of Container and SafetensorsFile; InvalidArgument for a path that is neither.
-// Thread-safety: all functions.
+// Errors: CorruptError and Unavailable, as those of Container and SafetensorsFile; those of torch_file.h;
+// InvalidArgument for a path that is none of these. Thread-safety: all functions.
 #pragma once
 
-#include <optional>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,8 @@ struct Inspection {
   std::string words;  // lines for people
 };
 
-// Of a folder: its snapshots. Of a file: its tensors, with dtype, shape and bytes.
+// Of a folder: its snapshots. Of a file: its tensors, with dtype, shape and bytes. Of safetensors files and snapshots,
+// only headers are read.
 Inspection list(const std::string& path);
 
 // Reads every byte of each file, or of all snapshots in a folder, and compares it with its checksum. A file without checksums
@@ -26,7 +28,7 @@ Inspection list(const std::string& path);
 Inspection verify(const std::vector<std::string>& paths);
 
 // Tensors that one of them lacks, that have other shapes or dtypes, or other values; good if there are none. `tolerance`: absolute
-// difference of values that does not count; 0: to the bit.
+// difference of values, and of both parts of complex ones, that does not count; 0: to the bit.
 Inspection diff(const std::string& a, const std::string& b, double tolerance = 0);
 
 struct ConvertOptions {
@@ -38,5 +40,8 @@ struct ConvertOptions {
 // together. InvalidArgument if two have a tensor of the same name, or one holds something else than tensors.
 Inspection convert(const std::vector<std::string>& sources, const std::string& target,
                    const ConvertOptions& options = {});
+
+// What went wrong, in one line for people.
+std::string words_for_error(const std::exception& error);
 
 }  // namespace muster::checkpoint

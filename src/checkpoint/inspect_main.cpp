@@ -36,8 +36,11 @@ int main(int argc, char** argv) {
   } catch (const muster::InvalidArgument& error) {
     std::cerr << "muster: " << muster::launch::printable(error.what()) << std::endl;
     return 2;
-  } catch (const std::exception& error) {
+  } catch (const muster::Error& error) {
     std::cerr << "muster: " << muster::launch::printable(error.what()) << std::endl;
+    return 1;
+  } catch (const std::exception& error) {
+    std::cerr << "muster: " << muster::checkpoint::words_for_error(error) << std::endl;
     return 1;
   }
 }

@@ -26,6 +26,20 @@ void check_is(const About& about, int64_t steps, int rank, const std::string& fi
                        "Do not rename snapshots");
 }
 
+std::filesystem::path path_of_shard(const std::filesystem::path& folder, const Shard& shard) {
+  if (std::filesystem::path(shard.file).filename() != shard.file)
+    throw CorruptError(text(shard.file, " is not a file name"));
+  return folder / shard.file;
+}
+
+void check_is_shard(const Container& container, uint64_t bytes, const About& manifest, size_t index,
+                    const std::string& file) {
+  check_is(container.about(), manifest.steps, static_cast<int>(index), file);
+  const Shard& shard = manifest.shards[index];
+  if (bytes != shard.bytes || container.sum() != shard.sum)
+    throw CorruptError(text(file, ", byte 0: this is not the shard that the snapshot was made of"));
+}
+
 Problem refused_or_thrown(const Problem& problem) {
   if (problem.is(ErrorCode::kCorrupt) || problem.is(ErrorCode::kUnavailable)) return problem;
   throw_problem(problem);
@@ -57,14 +71,16 @@ Problem Reading::read() {
 }
 
 Container read_shard(const std::filesystem::path& folder, const About& manifest, size_t index) {
-  const Shard& shard = manifest.shards[index];
-  const auto path = folder / shard.file;
-  if (std::filesystem::path(shard.file).filename() != shard.file)
-    throw CorruptError(text(shard.file, " is not a file name"));
+  const auto path = path_of_shard(folder, manifest.shards[index]);
   Container container = Container::read(path);
-  check_is(container.about(), manifest.steps, static_cast<int>(index), path.string());
-  if (container.bytes().nbytes() != shard.bytes || container.sum() != shard.sum)
-    throw CorruptError(text(path.string(), ", byte 0: this is not the shard that the snapshot was made of"));
+  check_is_shard(container, container.bytes().nbytes(), manifest, index, path.string());
+  return container;
+}
+
+Container outline_of_shard(const std::filesystem::path& folder, const About& manifest, size_t index) {
+  const auto path = path_of_shard(folder, manifest.shards[index]);
+  Container container = Container::outline(path);
+  check_is_shard(container, std::filesystem::file_size(path), manifest, index, path.string());
   return container;
 }
 

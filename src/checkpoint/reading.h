@@ -16,6 +16,8 @@ namespace muster::checkpoint {
 
 // Shard `index` of the snapshot that the manifest is about, verified. CorruptError, too, if it is another's.
 Container read_shard(const std::filesystem::path& folder, const About& manifest, size_t index);
+// Only its outline().
+Container outline_of_shard(const std::filesystem::path& folder, const About& manifest, size_t index);
 
 class Reading {
  public:

@@ -45,8 +45,9 @@ class Records {
     if (!understood([&] { return reader_->hasRecord(name); })) return std::nullopt;
     const uint64_t bytes = understood([&] { return reader_->getRecordSize(name); });
     if (bytes > file_bytes_ - read_bytes_)
-      throw CorruptError(text(path_, " has records of more bytes than the file: one is compressed, or lies within another"),
-                         kSaveAgain);
+      throw CorruptError(
+          text(path_, " has records of more bytes than the file: one is compressed, or lies within another"),
+          kSaveAgain);
     read_bytes_ += bytes;
     const at::Tensor record = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
     if (bytes > 0) understood([&] { return reader_->getRecord(name, record.mutable_data_ptr(), bytes); });
@@ -90,7 +91,8 @@ Tensors tensors_of_torch_file(const std::string& path) {
         "Save it again on a machine of this byte order");
   const auto pickle = records.read("data.pkl");
   if (!pickle) throw CorruptError(text(path, " is not a file of torch.save(): it has no data.pkl"), kSaveAgain);
-  return tensors_in_pickle(bytes_of(*pickle), path, [&](const std::string& key) { return records.read("data/" + key); });
+  return tensors_in_pickle(bytes_of(*pickle), path,
+                           [&](const std::string& key) { return records.read("data/" + key); });
 }
 
 void write_torch_file(const std::string& path, const Tensors& tensors) {

@@ -24,7 +24,7 @@ using ReadStorage = std::function<std::optional<at::Tensor>(const std::string& k
 
 struct PythonDtype {
   at::ScalarType dtype;
-  std::string_view name;           // torch.float32
+  std::string_view name;          // torch.float32
   std::string_view storage = "";  // torch.FloatStorage; newer dtypes have none
 };
 constexpr PythonDtype kPythonDtypes[] = {{at::kDouble, "float64", "DoubleStorage"},
@@ -50,7 +50,7 @@ constexpr PythonDtype kPythonDtypes[] = {{at::kDouble, "float64", "DoubleStorage
                                          {at::kFloat8_e8m0fnu, "float8_e8m0fnu"}};
 
 // The dtype of which `global` is the name, or the class of storages.
-std::optional<at::ScalarType> dtype_of(const Global& global, std::string_view PythonDtype::* part) {
+std::optional<at::ScalarType> dtype_of(const Global& global, std::string_view PythonDtype::*part) {
   for (const PythonDtype& each : kPythonDtypes)
     if (!(each.*part).empty() && global.is(text("torch.", each.*part))) return each.dtype;
   return std::nullopt;
@@ -81,7 +81,8 @@ class TensorUnpickler : public Unpickler {
   StorageRef storage_of(const Value& persistent_id) override {
     const auto& parts = collection(persistent_id, Kind::kTuple, "a storage").items;
     if (parts.size() != 5) fail("a storage is described by ", parts.size(), " values");
-    if (take<std::string_view>(parts[0], "a kind of values") != "storage") fail("it refers to something other than storages");
+    if (take<std::string_view>(parts[0], "a kind of values") != "storage")
+      fail("it refers to something other than storages");
     const auto kind = take<Global>(parts[1], "a class of storages");
     StorageRef ref{dtype_of(kind, &PythonDtype::storage), take<std::string_view>(parts[2], "a key")};
     if (!ref.dtype && !kind.is("torch.storage.UntypedStorage"))
@@ -211,7 +212,8 @@ class TensorUnpickler : public Unpickler {
     if (const auto* const tensor = std::get_if<at::Tensor>(&value)) return add_tensor(*name, *tensor);
     auto* const* const of = std::get_if<Collection*>(&value);
     if (!of || (*of)->kind != Kind::kDict)
-      refuse("holds ", pickled::words_for(value), name ? text(" under ", shortened(*name)) : "", ", and not only tensors");
+      refuse("holds ", pickled::words_for(value), name ? text(" under ", shortened(*name)) : "",
+             ", and not only tensors");
     for (const auto& [key, item] : last_of_each_key(**of, name ? name->size() : 0))
       add(*item, name ? text(*name, ".", key) : std::string(key), depth + 1);
   }
@@ -285,7 +287,7 @@ std::string pickle_of(const Tensors& tensors) {
   for (const auto& [name, tensor] : tensors) {
     if (!is_utf8(name)) throw InvalidArgument(text("the name '", shortened(name), "' is not UTF-8"), "Rename it");
     const auto* const found = std::find_if(std::begin(kPythonDtypes), std::end(kPythonDtypes),
-                                    [&](const PythonDtype& each) { return each.dtype == tensor.scalar_type(); });
+                                           [&](const PythonDtype& each) { return each.dtype == tensor.scalar_type(); });
     if (found == std::end(kPythonDtypes))
       throw InvalidArgument(text("tensor '", shortened(name), "' is of dtype ", c10::toString(tensor.scalar_type()),
                                  ", which files of torch.save() are not written with here"),
@@ -297,7 +299,8 @@ std::string pickle_of(const Tensors& tensors) {
               string_of(text(key++)) + string_of("cpu") +
               integer_of(is_old ? tensor.numel() : static_cast<int64_t>(tensor.nbytes())) + "tQ";
     std::vector<int64_t> strides(static_cast<size_t>(tensor.dim()), 1);  // of contiguous elements
-    for (size_t d = strides.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(tensor.size(static_cast<int64_t>(d)), 1);
+    for (size_t d = strides.size(); d-- > 1;)
+      strides[d - 1] = strides[d] * std::max<int64_t>(tensor.size(static_cast<int64_t>(d)), 1);
     pickle += integer_of(0) + tuple_of(tensor.sizes()) + tuple_of(strides) + "\x89" +
               global_of("collections", "OrderedDict") + ")R" + (is_old ? "" : global_of("torch", found->name)) + "tR";
   }

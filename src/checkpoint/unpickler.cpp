@@ -17,9 +17,7 @@ namespace {
 constexpr uint64_t kMostValues = 10'000'000;
 
 const char* words_for_kind(Collection::Kind kind) {
-  return kind == Collection::Kind::kDict   ? "a dictionary"
-         : kind == Collection::Kind::kList ? "a list"
-                                           : "a tuple";
+  return kind == Collection::Kind::kDict ? "a dictionary" : kind == Collection::Kind::kList ? "a list" : "a tuple";
 }
 
 }  // namespace

@@ -1,14 +1,14 @@
 // Runs Python's pickles as far as they make data.
 //
-// A pickle is a program for a machine with a stack. This machine knows the instructions that make numbers, strings, tuples, lists
-// and dictionaries. What a pickle calls, and what its persistent ids stand for, a derived class decides; it refuses what it
-// does not know. Strings are views of the pickle, which must outlive all values.
+// A pickle is a program for a machine with a stack. This machine knows the instructions that make numbers, strings,
+// tuples, lists and dictionaries. What a pickle calls, and what its persistent ids stand for, a derived class decides;
+// it refuses what it does not know. Strings are views of the pickle, which must outlive all values.
 //
-// What a pickle may cost is bounded: it makes at most ten million values, counted over the whole run, and a value that is recalled
-// is not copied.
+// What a pickle may cost is bounded: it makes at most ten million values, counted over the whole run, and a value that
+// is recalled is not copied.
 //
-// Errors: CorruptError, which names the file and the byte of the pickle; InvalidArgument for data of other types, such as bytes
-// and sets, and for objects. Thread-safety: none. Source: PEP 307, PEP 3154; pickletools.
+// Errors: CorruptError, which names the file and the byte of the pickle; InvalidArgument for data of other types, such
+// as bytes and sets, and for objects. Thread-safety: none. Source: PEP 307, PEP 3154; pickletools.
 #pragma once
 
 #include <ATen/core/Tensor.h>

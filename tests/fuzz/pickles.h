@@ -26,7 +26,9 @@ struct PickledTensor {
   std::string str() const {
     return "ctorch._utils\n" + function + "\n((" + pickled_string(id) + "c" + kind + "\n" + pickled_string(key) +
            pickled_string("cpu") + pickled_number(elements) + "tQ" + std::string("K\0", 2) + shape + strides +
-           "\x89" "ccollections\nOrderedDict\n)R" + more + "tR";
+           "\x89"
+           "ccollections\nOrderedDict\n)R" +
+           more + "tR";
   }
 };
 

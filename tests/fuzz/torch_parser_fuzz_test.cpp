@@ -23,7 +23,8 @@ INSTANTIATE_TEST_SUITE_P(Torch, ParserFuzz, testing::ValuesIn(torch_parsers()), 
 
 namespace {
 
-// Of a pickle's values without its first and last instruction. Storage 0 has the floats 0 to 15, storage 1 eight bytes of ones.
+// Of a pickle's values without its first and last instruction. Storage 0 has the floats 0 to 15, storage 1 eight bytes
+// of ones.
 std::map<std::string, at::Tensor> tensors_of(const std::string& values) {
   return checkpoint::tensors_in_pickle("\x80\x02" + values + ".", "file", [](const std::string& key) {
     if (key == "1") return std::optional(at::tensor({1, 1, 1, 1, 1, 1, 1, 1}).to(at::kByte));
@@ -51,7 +52,8 @@ TEST(TorchParser, SetsTheBitsOfTensors) {
         .str();
   };
   const auto conjugated = tensors_of(with("ComplexFloatStorage", "conj", "\x88")).at("tensor");
-  EXPECT_TRUE(at::equal(at::view_as_real(conjugated.resolve_conj()), at::tensor({0.0F, -1.0F, 2.0F, -3.0F}).view({2, 2})));
+  EXPECT_TRUE(
+      at::equal(at::view_as_real(conjugated.resolve_conj()), at::tensor({0.0F, -1.0F, 2.0F, -3.0F}).view({2, 2})));
   const auto negated = tensors_of(with("FloatStorage", "neg", "\x88")).at("tensor");
   EXPECT_TRUE(at::equal(negated.resolve_neg(), at::tensor({0.0F, -1.0F})));
   EXPECT_TRUE(at::equal(tensors_of(with("FloatStorage", "neg", "\x89")).at("tensor"), at::tensor({0.0F, 1.0F})));
@@ -69,7 +71,8 @@ TEST(TorchParser, NoTensorIsLostByItsName) {
   EXPECT_EQ(empty.at("tensor").numel(), 6);
   EXPECT_TRUE(tensors_of(dictionary({{"", dictionary({{"x", one}})}, {"x", one}})).contains(".x"));
   // The last of two equal keys, as Python has it.
-  const auto last = tensors_of(dictionary({{"a", "K\x05"}, {"a", one}, {"b", dictionary({{"x", one}})}, {"b", matrix}}));
+  const auto last =
+      tensors_of(dictionary({{"a", "K\x05"}, {"a", one}, {"b", dictionary({{"x", one}})}, {"b", matrix}}));
   EXPECT_EQ(last.size(), 2u);
   EXPECT_EQ(last.at("b").numel(), 6);
   // Long names are cut in messages, between characters.
@@ -84,12 +87,13 @@ TEST(TorchParser, NoTensorIsLostByItsName) {
 TEST(TorchParser, AForgedPickleCostsLittle) {
   std::string nested = "}q" + std::string(1, 0);
   for (char level = 0; level < 60; ++level)
-    nested += "}(" + pickled_string("") + "h" + level + pickled_string("b") + "h" + level + "uq" + static_cast<char>(level + 1);
+    nested += "}(" + pickled_string("") + "h" + level + pickled_string("b") + "h" + level + "uq" +
+              static_cast<char>(level + 1);
   refusal_of<CorruptError>(nested);
   std::string recalls = "](" + pickled_string(std::string(1'000'000, 'x')) + "q" + std::string(1, 0);
   for (int i = 0; i < 200'000; ++i) recalls += std::string("h\0", 2);
   EXPECT_CONTAINS(refusal_of<InvalidArgument>(recalls + "e"), "holds a list");
-  // Each is taken from the stack at once.
+  // Lists that leave the stack immediately.
   std::string discarded = "}";
   for (int i = 0; i < 6'000'000; ++i) discarded += "]b";
   EXPECT_CONTAINS(refusal_of<CorruptError>(discarded), "it makes more than 10000000 values");
@@ -127,7 +131,8 @@ TEST(TorchParser, AStorageIsWhatThePickleSays) {
   EXPECT_CONTAINS(with({.elements = -1}), "a storage has -1 elements");
   EXPECT_CONTAINS(with({.elements = int64_t{1} << 62}), "elements");
   EXPECT_CONTAINS(with({.key = "2"}), "there is no storage 2");
-  const std::string longs = PickledTensor{.kind = "torch\nLongStorage", .elements = 8, .shape = "K\x01\x85", .strides = "K\x01\x85"}.str();
+  const std::string longs =
+      PickledTensor{.kind = "torch\nLongStorage", .elements = 8, .shape = "K\x01\x85", .strides = "K\x01\x85"}.str();
   EXPECT_CONTAINS(refusal_of<CorruptError>(dictionary({{"a", PickledTensor().str()}, {"b", longs}})),
                   "storage 0 has two dtypes");
 }
@@ -139,16 +144,19 @@ TEST(TorchParser, ReadsWhatNewerDtypesAndAttributesNeed) {
                       .function = "_rebuild_tensor_v3"};
   EXPECT_EQ(tensors_of(newer.str()).at("tensor").scalar_type(), at::kUInt16);
   newer.more = "ctorch\nquint8\n";
-  EXPECT_CONTAINS(refusal_of<InvalidArgument>(newer.str()), "has a tensor of dtype torch.quint8, which is not known here");
+  EXPECT_CONTAINS(refusal_of<InvalidArgument>(newer.str()),
+                  "has a tensor of dtype torch.quint8, which is not known here");
   newer.function = "_rebuild_tensor_v2";
   newer.more = "";
   EXPECT_CONTAINS(refusal_of<CorruptError>(newer.str()), "a tensor has no dtype");
   const std::string matrix = PickledTensor().str();
-  EXPECT_EQ(tensors_of("ctorch._utils\n_rebuild_parameter_with_state\n(" + matrix + "\x88N}tR").at("tensor").numel(), 6);
+  EXPECT_EQ(tensors_of("ctorch._utils\n_rebuild_parameter_with_state\n(" + matrix + "\x88N}tR").at("tensor").numel(),
+            6);
   const auto of_class = [&](const std::string& type) {
     std::string arguments = matrix.substr(matrix.find('('));
     arguments.pop_back();
-    return "ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nc" + type + "\n" + arguments + "}tR";
+    return "ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nc" + type + "\n" + arguments +
+           "}tR";
   };
   EXPECT_EQ(tensors_of(of_class("torch.nn.parameter\nBuffer")).at("tensor").numel(), 6);
   EXPECT_CONTAINS(refusal_of<InvalidArgument>(of_class("mine\nQuantized")), "has a tensor of class mine.Quantized");
@@ -172,22 +180,21 @@ TEST(TorchParser, SaysWhatItDoesNotRead) {
 
 TEST(TorchParser, ReadsWhatItWrites) {
   std::map<std::string, at::Tensor> tensors, storages;
-  for (const auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar,
-                           at::kByte, at::kBool, at::kComplexFloat, at::kComplexDouble, at::kUInt16, at::kUInt64,
-                           at::kFloat8_e4m3fn, at::kFloat8_e8m0fnu})
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort,
+                           at::kChar, at::kByte, at::kBool, at::kComplexFloat, at::kComplexDouble, at::kUInt16,
+                           at::kUInt64, at::kFloat8_e4m3fn, at::kFloat8_e8m0fnu})
     tensors[c10::toString(dtype)] = at::arange(6, at::kFloat).view({2, 3}).to(dtype);
   tensors["scalar"] = at::tensor(2.5);
   tensors["empty \u00b5"] = at::empty({3, 0, 2});
-  for (const auto& [name, tensor] : tensors)
-    storages[text(storages.size())] = tensor.reshape({-1}).view(at::kByte);
-  const auto read = checkpoint::tensors_in_pickle(checkpoint::pickle_of(tensors), "file", [&](const std::string& key) {
-    return std::optional(storages.at(key));
-  });
+  for (const auto& [name, tensor] : tensors) storages[text(storages.size())] = tensor.reshape({-1}).view(at::kByte);
+  const auto read = checkpoint::tensors_in_pickle(
+      checkpoint::pickle_of(tensors), "file", [&](const std::string& key) { return std::optional(storages.at(key)); });
   ASSERT_EQ(read.size(), tensors.size());
   for (const auto& [name, tensor] : tensors) {
     EXPECT_EQ(read.at(name).scalar_type(), tensor.scalar_type()) << name;
     EXPECT_EQ(read.at(name).sizes(), tensor.sizes()) << name;
-    EXPECT_TRUE(at::equal(read.at(name).contiguous().view(at::kByte), tensor.view(at::kByte)) || tensor.dim() == 0) << name;
+    EXPECT_TRUE(at::equal(read.at(name).contiguous().view(at::kByte), tensor.view(at::kByte)) || tensor.dim() == 0)
+        << name;
   }
   EXPECT_EQ(read.at("scalar").item<float>(), 2.5F);
   tensors = {{"b", at::empty({1}, at::ScalarType::Bits8)}};

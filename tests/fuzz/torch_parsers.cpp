@@ -219,18 +219,17 @@ void parse_pickle(Bytes bytes) {
   }
 }
 
-// What Python writes for {"w": a matrix of floats, "half": …}, for an OrderedDict with attributes, with protocols 2 and 4, and for
-// what has a function of its own: parameters, a conjugated tensor, a newer dtype, and a tensor with attributes.
+// What Python writes for {"w": a matrix of floats, "half": …}, for an OrderedDict with attributes, with protocols 2 and
+// 4, and for what has a function of its own: parameters, a conjugated tensor, a newer dtype, and a tensor with
+// attributes.
 Seeds pickle_seeds() {
   using namespace std::string_literals;
   const auto word = pickled_string;
   const std::string matrix = PickledTensor().str();
-  const std::string row = PickledTensor{.kind = "torch\nBFloat16Storage",
-                                        .key = "1",
-                                        .elements = 4,
-                                        .shape = "K\x03\x85",
-                                        .strides = "K\x01\x85"}
-                              .str();
+  const std::string row =
+      PickledTensor{
+          .kind = "torch\nBFloat16Storage", .key = "1", .elements = 4, .shape = "K\x03\x85", .strides = "K\x01\x85"}
+          .str();
   const std::string conjugated =
       PickledTensor{.kind = "torch\nComplexFloatStorage", .elements = 8, .more = "}" + word("conj") + "\x88s"}.str();
   const std::string newer = PickledTensor{.kind = "torch.storage\nUntypedStorage",
@@ -246,8 +245,8 @@ Seeds pickle_seeds() {
           four + "\x8c\x01w\x94" + matrix + "\x94}\x94h\0h\x01s."s,
           two + "ctorch._utils\n_rebuild_parameter\n(" + row + "\x88NtR.",
           two + "}(" + word("c") + conjugated + "}" + word("n") + newer + "su.",
-          two + "ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n" + arguments +
-              "}tR."};
+          two + "ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n" +
+              arguments + "}tR."};
 }
 
 }  // namespace

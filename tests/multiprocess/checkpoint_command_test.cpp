@@ -1,10 +1,13 @@
 // muster checkpoint: ls, verify, diff and convert, on snapshots and other files.
 #include <gmock/gmock.h>
+#include <sys/stat.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/serialize.h>
 #include <unistd.h>
 
+#include <cmath>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -12,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "base/text.h"
+#include "checkpoint/container.h"
 #include "multiprocess/launch_support.h"
 #include "muster/checkpoint/safetensors.h"
 #include "muster/checkpoint/snapshot.h"
@@ -150,7 +155,7 @@ TEST_F(CheckpointCommand, ConvertsToAndFromPython) {
   EXPECT_THAT(diff.out, HasSubstr("2 tensors are equal"));
   if (python_has("torch")) {
     // Loads what was converted, and writes a state_dict, one with a view, and something that is none.
-    const auto answers = ask_python("multiprocess/checkpoint_reference.py", {path("")});
+    const auto answers = ask_python("multiprocess/checkpoint_reference.py", {"state " + path("")});
     ASSERT_EQ(answers.size(), 1u);
     EXPECT_EQ(answers[0], (std::vector<double>{4, 3, 4}));
     const Said from = run({"convert", path("python.pt"), path("more.pt"), path("python.safetensors")});
@@ -183,6 +188,166 @@ TEST_F(CheckpointCommand, ConvertsToAndFromPython) {
               HasSubstr("two of the sources have a tensor 'bias'"));
   EXPECT_THAT(run({"convert", "--prefix", "nothing", path("one"), path("no.pt")}).err,
               HasSubstr("begins with 'nothing'"));
+}
+
+TEST_F(CheckpointCommand, NewerDtypesComeAndGo) {
+  if (!python_has("torch")) GTEST_SKIP() << "no Python with torch ('" << kPython << "'): pip install torch";
+  save_safetensors(path("newer.safetensors"), {{"u16", torch::tensor({7, 65535}).to(torch::kUInt16)},
+                                               {"u64", torch::tensor({int64_t{1} << 40}).to(torch::kUInt64)},
+                                               {"f8", torch::tensor({-0.5F, 2.0F}).to(torch::kFloat8_e4m3fn)},
+                                               {"empty", torch::ones({0, 3}).to(torch::kUInt16)}});
+  ASSERT_EQ(run({"convert", path("newer.safetensors"), path("newer.pt")}).status, 0);
+  const auto answers = ask_python("multiprocess/checkpoint_reference.py", {"newer " + path("")});
+  ASSERT_EQ(answers.size(), 1u);
+  EXPECT_EQ(answers[0], (std::vector<double>{7, 65535, static_cast<double>(int64_t{1} << 40), -0.5, 2, 0, 3}));
+  EXPECT_EQ(run({"diff", path("newer.pt"), path("newer.safetensors")}).status, 0);
+  const Said from = run({"convert", path("newer-too.pt"), path("newer-too.safetensors")});
+  EXPECT_EQ(from.status, 0) << from.err;
+  const SafetensorsFile file(path("newer-too.safetensors"));
+  EXPECT_TRUE(torch::equal(file.tensor("u32").to(torch::kLong), torch::tensor({int64_t{7}, int64_t{1} << 31})));
+  EXPECT_EQ(file.tensor("f8").to(torch::kFloat).item<float>(), 0.5F);
+}
+
+TEST_F(CheckpointCommand, ReadsOddFilesOfPythonOrSaysWhyNot) {
+  if (!python_has("torch")) GTEST_SKIP() << "no Python with torch ('" << kPython << "'): pip install torch";
+  ask_python("multiprocess/checkpoint_reference.py", {"odd " + path("")});
+  const Said good = run({"convert", path("conj.pt"), path("neg.pt"), path("notes.pt"), path("good.safetensors")});
+  ASSERT_EQ(good.status, 0) << good.err;
+  const SafetensorsFile file(path("good.safetensors"));
+  const auto parts = [&](const std::string& name) { return torch::view_as_real(file.tensor(name)); };
+  EXPECT_TRUE(torch::equal(parts("conj"), torch::tensor({1.0F, -2.0F, 3.0F, -4.0F}).view({2, 2})));
+  EXPECT_TRUE(torch::equal(file.tensor("neg"), torch::tensor({-2.0F, -4.0F})));
+  EXPECT_TRUE(torch::equal(file.tensor("parameter"), torch::ones({2})));
+  EXPECT_TRUE(torch::equal(file.tensor("tensor"), torch::full({2}, 2.0F)));
+  EXPECT_TRUE(torch::equal(file.tensor("buffer"), torch::full({2}, 3.0F)));
+  ASSERT_EQ(run({"convert", path("conj.pt"), path("resolved.pt")}).status, 0);
+  EXPECT_EQ(run({"diff", path("resolved.pt"), path("conj.pt")}).status, 0);
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"names", "two tensors of " + path("names.pt") + " would be named 'a.b'"},
+      {"wide", "has tensors that repeat their elements, such as 'wide'"},
+      {"big", "has numbers of the byte order 'big', and 'little' is read"},
+      {"compressed", "has records of more bytes than the file"},
+      {"overlapping", "has records of more bytes than the file"},
+      {"cut", "is not a file of torch.save(): PytorchStreamReader failed reading zip archive"},
+      {"legacy", "is not a file of torch.save() of PyTorch 1.6 or later"},
+      {"protocol-0", "has a pickle of protocol 0 or 1, and 2 to 5 are read"},
+      {"bytes", "holds bytes, and not only tensors"},
+      {"module", "holds an object of torch.nn.modules.linear.Linear, and not only tensors"},
+      {"missing", "missing.pt does not exist"}};
+  for (const auto& [name, words] : cases) {
+    const Said said = run({"convert", path(name + ".pt"), path("no.safetensors")});
+    EXPECT_NE(said.status, 0) << name;
+    EXPECT_THAT(said.err, HasSubstr(words));
+    EXPECT_LT(said.err.size(), 400u) << said.err;
+    EXPECT_FALSE(fs::exists(path("no.safetensors")));
+  }
+  // The other commands know such files, too.
+  EXPECT_THAT(run({"ls", path("plain.pt")}).out, HasSubstr("a  Float  [1000]  4.0 kB\n1 tensor, 4.0 kB\n"));
+  const Said verified = run({"verify", path("plain.pt"), path("cut.pt")});
+  EXPECT_EQ(verified.status, 1);
+  EXPECT_THAT(verified.out, AllOf(HasSubstr("plain.pt: can be read; it has no checksums\n"),
+                                  HasSubstr("cut.pt is not a file of torch.save()")));
+  EXPECT_THAT(run({"diff", path("plain.pt"), path("two.pt")}).out, HasSubstr("b: only in " + path("two.pt")));
+}
+
+void write_header(const std::string& path, const std::string& header) {
+  const uint64_t length = header.size();
+  std::ofstream(path, std::ios::binary) << std::string(reinterpret_cast<const char*>(&length), sizeof length) << header;
+}
+// A safetensors file of one tensor.
+void write_one(const std::string& path, const std::string& dtype, int64_t count, const std::string& bytes) {
+  write_header(
+      path, text(R"({"w":{"dtype":")", dtype, R"(","shape":[)", count, R"(],"data_offsets":[0,)", bytes.size(), "]}}"));
+  std::ofstream(path, std::ios::binary | std::ios::app) << bytes;
+}
+
+TEST_F(CheckpointCommand, ListsHeadersOnly) {
+  write_one(path("f4.safetensors"), "F4", 16, std::string(8, 1));
+  const Said listed = run({"ls", path("f4.safetensors")});
+  EXPECT_EQ(listed.status, 0) << listed.err;
+  EXPECT_EQ(listed.out, "w  F4  [16]  8 B\n1 tensor, 8 B\n");
+  EXPECT_THAT(run({"diff", path("f4.safetensors"), path("f4.safetensors")}).err,
+              HasSubstr("tensor 'w' of " + path("f4.safetensors") + " is of dtype F4, which libtorch lacks"));
+  // Not even the values of a snapshot: those of this one are damaged. (Shard 1 has none.)
+  for (const bool sharded : {false, true}) {
+    const std::string name = sharded ? "sharded" : "one";
+    save(name, sharded);
+    std::string values;
+    for (const auto& entry : fs::directory_iterator(path(name)))
+      if (entry.path().filename().string().starts_with(sharded ? "step-2.shard-0" : "step-2.snapshot"))
+        values = entry.path().string();
+    flip_last_byte(values);
+    const std::string file = path(name + "/step-2.snapshot.safetensors");
+    EXPECT_EQ(run({"verify", file}).status, 1);
+    const Said snapshot = run({"ls", file});
+    EXPECT_EQ(snapshot.status, 0) << snapshot.err;
+    fs::resize_file(values, fs::file_size(values) - 8);
+    const Said cut = run({"ls", file});
+    EXPECT_EQ(cut.status, 1);
+    EXPECT_THAT(cut.err, HasSubstr(sharded ? "the file has " : "does not lie where"));
+  }
+  // Without this it would wait for a writer.
+  ASSERT_EQ(::mkfifo(path("pipe.pt").c_str(), 0600), 0);
+  for (const Words& words : {Words{"ls", path("pipe.pt")}, Words{"convert", path("pipe.pt"), path("no.safetensors")}})
+    EXPECT_THAT(run(words).err, HasSubstr("it is not a regular file"));
+}
+
+TEST_F(CheckpointCommand, DifferencesAreExact) {
+  const auto bytes = [](auto... values) {
+    const auto one = [](auto value) { return std::string(reinterpret_cast<const char*>(&value), sizeof value); };
+    return (one(values) + ...);
+  };
+  struct Case {
+    std::string dtype;
+    int64_t count;
+    std::string a, b, words;  // no words: they are equal within 0.5
+  };
+  const uint64_t large = (uint64_t{1} << 63) + 1;
+  const float nan = NAN;
+  for (const auto& [dtype, count, a, b, words] : std::vector<Case>{
+           {"I64", 1, bytes(int64_t{1} << 53), bytes((int64_t{1} << 53) + 1), "differ by up to 1\n"},
+           {"I64", 2, bytes(INT64_MIN, int64_t{0}), bytes(INT64_MAX, int64_t{0}), "differ by up to 1.84467e+19\n"},
+           {"U64", 1, bytes(large), bytes(large - 1), "differ by up to 1\n"},
+           {"U8", 1, bytes(uint8_t{3}), bytes(uint8_t{5}), "differ by up to 2\n"},
+           {"C64", 1, bytes(nan, 1.0F), bytes(nan, 5.0F), "differ by up to 4\n"},
+           {"C64", 1, bytes(nan, 1.0F), bytes(1.0F, 1.0F), "differ by up to inf\n"},
+           {"C64", 1, bytes(nan, 1.0F), bytes(nan, 1.25F), ""}}) {
+    SCOPED_TRACE(dtype + words);
+    write_one(path("a.safetensors"), dtype, count, a);
+    write_one(path("b.safetensors"), dtype, count, b);
+    const Said said = run({"diff", path("a.safetensors"), path("b.safetensors"), "--tolerance", "0.5"});
+    EXPECT_EQ(said.status, words.empty() ? 0 : 1);
+    EXPECT_THAT(said.out, HasSubstr(words.empty() ? "1 tensor is equal" : words));
+  }
+}
+
+TEST_F(CheckpointCommand, EntriesOfOneNameAreNumbered) {
+  checkpoint::Entries entries;
+  for (int i = 0; i < 3; ++i)
+    entries.push_back({.item = "model", .name = "w", .kind = "tensor", .order = i, .tensor = torch::full({1}, i)});
+  checkpoint::write_container(path("a.safetensors"), {.steps = 1}, entries);
+  EXPECT_EQ(run({"ls", path("a.safetensors")}).out,
+            "model/w             Long  [1]  8 B\n"
+            "model/w (tensor 2)  Long  [1]  8 B\n"
+            "model/w (tensor)    Long  [1]  8 B\n"
+            "3 tensors, 24 B\n");
+  entries[2].tensor = torch::full({1}, 7);
+  checkpoint::write_container(path("b.safetensors"), {.steps = 1}, entries);
+  EXPECT_THAT(run({"diff", path("a.safetensors"), path("b.safetensors")}).out, HasSubstr("model/w (tensor 2): Long"));
+}
+
+// A file of 8 TiB, almost all of it a hole.
+TEST_F(CheckpointCommand, MemoryMayNotSuffice) {
+  const std::string file = path("large.safetensors");
+  const uint64_t large = uint64_t{1} << 43;
+  const std::string header = text(R"({"__metadata__":{"muster":"{}"},"w":{"dtype":"U8","shape":[)", large,
+                                  R"(],"data_offsets":[0,)", large, "]}}");
+  write_header(file, header);
+  fs::resize_file(file, sizeof(uint64_t) + header.size() + large);
+  const Said said = run({"verify", file});
+  EXPECT_EQ(said.status, 1);
+  EXPECT_EQ(said.out, file + ": not enough memory\n");
+  EXPECT_EQ(run({"diff", file, file}).err, "muster: not enough memory\n");
 }
 
 TEST_F(CheckpointCommand, SaysWhatIsWrongWithItsArguments) {
