@@ -88,7 +88,7 @@ Tensors tensors_of_torch_file(const std::string& path) {
   if (const auto order = records.read("byteorder"); order && bytes_of(*order) != "little")
     throw InvalidArgument(
         text(path, " has numbers of the byte order '", shortened(bytes_of(*order)), "', and 'little' is read"),
-        "Save it again on a machine of this byte order");
+        "Save it again on a little-endian machine");
   const auto pickle = records.read("data.pkl");
   if (!pickle) throw CorruptError(text(path, " is not a file of torch.save(): it has no data.pkl"), kSaveAgain);
   return tensors_in_pickle(bytes_of(*pickle), path,
