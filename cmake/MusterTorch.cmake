@@ -73,8 +73,9 @@ function(muster_find_torch error)
   add_library(Muster::torch INTERFACE IMPORTED GLOBAL)
   target_include_directories(Muster::torch SYSTEM INTERFACE ${prefix}/include ${prefix}/include/torch/csrc/api/include)
   target_compile_definitions(Muster::torch INTERFACE ${definitions})
-  # libtorch.so contains no code; it loads the device libraries, to which nothing else refers.
-  target_link_libraries(Muster::torch INTERFACE -Wl,--push-state,--no-as-needed,${prefix}/lib/libtorch.so,--pop-state
+  # libtorch.so contains no code of libtorch; it loads the device libraries, to which nothing else refers. In versions with
+  # CUDA it contains functions of std::filesystem that crash, so the C++ library is searched before it.
+  target_link_libraries(Muster::torch INTERFACE -lstdc++ -Wl,--push-state,--no-as-needed,${prefix}/lib/libtorch.so,--pop-state
                         ${prefix}/lib/libtorch_cpu.so ${prefix}/lib/libc10.so)
   if(EXISTS ${prefix}/lib/libtorch_cuda.so)  # the program finds CUDA's own libraries when it starts; the linker does not
     target_link_options(Muster::torch INTERFACE -Wl,--allow-shlib-undefined)

@@ -4,7 +4,8 @@
 A unity build compiles many sources as one, so it hides that one of them lacks an include; a build of Muster inside
 another project (add_subdirectory) compiles them one by one, and fails. This check reads only text: it knows the types,
 functions and constants that headers declare in a namespace, and looks in each source for names of which no declaration
-is in the headers that the source includes, directly or not.
+is in the headers that the source includes, directly or not. It also looks for headers of libtorch that the oldest version
+lacks with which Muster builds.
 
     tools/check_includes.py [ROOT]      exit status 0: complete; 1: one line for each name that is missing; 2: wrong usage
 """
@@ -13,6 +14,8 @@ import pathlib
 import re
 import sys
 
+TORCHS = re.compile(r"^\s*#\s*include\s*<([^>]+)>", re.M)
+NEWER = {"torch/csrc/autograd/node.h": "torch/csrc/autograd/function.h"}  # what to include in libtorch 2.11
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.M)
 COMMENTS_AND_STRINGS = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.S)
 NAMESPACE = re.compile(r"(?:inline\s+)?namespace\s*[\w:]*\s*$")
@@ -90,6 +93,9 @@ def main(arguments):
     plain = {name: without_comments(text) for name, text in texts.items()}
     missing = 0
     for name, text in texts.items():
+        for header in NEWER.keys() & set(TORCHS.findall(text)):
+            print(f"{name}: libtorch 2.11 has no <{header}>: include <{NEWER[header]}>")
+            missing += 1
         if not name.endswith(".cpp"):
             continue
         seen, todo = set(), [name]

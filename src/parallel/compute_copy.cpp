@@ -13,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "autograd/node.h"
 #include "base/text.h"
 #include "comm/kit/validate.h"
 #include "muster/base/error.h"
@@ -87,7 +88,7 @@ at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
     engine::impl::set_version_counter(view, engine::impl::version_counter(parameter));
   if (at::GradMode::is_enabled() && parameter.requires_grad()) {
     auto next = engine::collect_next_edges(parameter);
-    const auto node = c10::make_intrusive<Conversion>(std::move(next), parameter.scalar_type());
+    const auto node = autograd::make_node<Conversion>(std::move(next), parameter.scalar_type());
     engine::set_history(view, node);
   }
   watch(view);  // nobody may change it

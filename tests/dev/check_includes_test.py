@@ -47,6 +47,12 @@ class CheckIncludes(unittest.TestCase):
                 self.assertIn("comm/source.cpp: ", said)
                 self.assertIn(" is declared in shm/layout.h", said)
 
+    def test_headers_of_a_newer_libtorch_are_found(self):
+        code, said = self.run_on("#include <torch/csrc/autograd/node.h>\n")
+        self.assertEqual((code, said), (1, "comm/source.cpp: libtorch 2.11 has no <torch/csrc/autograd/node.h>: "
+                                           "include <torch/csrc/autograd/function.h>\n"))
+        self.assertEqual(self.run_on("#include <torch/csrc/autograd/function.h>\n"), (0, ""))
+
     def test_included_directly_or_not_they_are_not(self):
         for use in self.USES:
             self.assertEqual(self.run_on(use, ["shm/layout.h"]), (0, ""), use)
