@@ -2,6 +2,11 @@
 // and the caller's node (call_node.h) holds a reference to it. It is destroyed with that node or that node's worker, or
 // when its context ends.
 //
+// Several of them may have nodes in common: two results of one value, a call that uses what an earlier one has left in an
+// object, the gradients of a call and the call itself. One backward() of the caller may come to all of them, in any order.
+// So the variables of a sub-graph that has nodes in common with another are not released as its nodes run, but afterwards,
+// and only those of nodes that no other sub-graph has (NodeCounts).
+//
 // That node calls backward() as an ordinary remote call. If the caller records gradients of gradients, this call is
 // recorded too: its results have a graph that leads to its own arguments (the gradients) and to those of the first
 // call, and so on, to any order.
@@ -13,6 +18,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "autograd/node.h"
@@ -20,10 +26,26 @@
 
 namespace muster::autograd {
 
+// How many of a worker's sub-graphs, of those that are not used up, have a node. Thread-safety: all methods.
+class NodeCounts {
+ public:
+  void add(const std::vector<Node*>& nodes);
+  bool any_is_shared(const std::vector<Node*>& nodes) const;
+  std::vector<Node*> remove(const std::vector<Node*>& nodes);  // returns those that no sub-graph has any more
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<const Node*, uint32_t> counts_;
+};
+
 class SubGraph {
  public:
-  SubGraph(edge_list results, std::vector<PtrTo<ReceiveNode>> slots, std::shared_ptr<void> counted)
-      : results_(std::move(results)), slots_(std::move(slots)), counted_(std::move(counted)) {}
+  // `nodes`: those of the graph that may keep variables.
+  SubGraph(edge_list results, std::vector<PtrTo<ReceiveNode>> slots, std::vector<Node*> nodes,
+           std::shared_ptr<NodeCounts> counts, std::shared_ptr<void> counted);
+  SubGraph(const SubGraph&) = delete;
+  SubGraph& operator=(const SubGraph&) = delete;
+  ~SubGraph();
 
   // The arguments that the results depend on, of this call and of others.
   const std::vector<PtrTo<ReceiveNode>>& slots() const { return slots_; }
@@ -39,7 +61,9 @@ class SubGraph {
   State state_ = State::kThere;
   edge_list results_;
   std::vector<PtrTo<ReceiveNode>> slots_;
-  std::shared_ptr<void> counted_;
+  std::vector<Node*> nodes_;  // that this counts in counts_; kept by results_
+  const std::shared_ptr<NodeCounts> counts_;
+  const std::shared_ptr<void> counted_;
 };
 
 }  // namespace muster::autograd

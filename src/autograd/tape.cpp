@@ -212,9 +212,15 @@ void Tape::returning(const rpc::IncomingCall& call, rpc::Payload& payload, uint6
   if (results.empty()) return;
 
   std::vector<PtrTo<ReceiveNode>> slots;
-  for (Node* const node : reachable(edges))
-    if (auto* const receive = dynamic_cast<ReceiveNode*>(node)) slots.push_back(pointer_to(receive));
-  const auto graph = std::make_shared<SubGraph>(std::move(edges), slots, counted(sub_graphs_));
+  std::vector<Node*> nodes;
+  for (Node* const node : reachable(edges)) {
+    if (auto* const receive = dynamic_cast<ReceiveNode*>(node))
+      slots.push_back(pointer_to(receive));
+    else if (node->num_outputs() > 0)  // the ends, as of parameters, keep nothing
+      nodes.push_back(node);
+  }
+  const auto graph =
+      std::make_shared<SubGraph>(std::move(edges), slots, std::move(nodes), nodes_, counted(sub_graphs_));
   const auto received = std::static_pointer_cast<Received>(call.above);
   if (received && received->context) received->context->add(graph);
 

@@ -28,6 +28,7 @@
 #include "autograd/context.h"
 #include "autograd/path.h"
 #include "autograd/receive_node.h"
+#include "autograd/sub_graph.h"
 #include "rpc/agent.h"
 #include "rpc/interceptor.h"
 
@@ -63,6 +64,7 @@ class Tape final : public rpc::Interceptor {
   rpc::Agent& agent_;
   Contexts contexts_;
   ReceiveNodes receive_nodes_;
+  const std::shared_ptr<NodeCounts> nodes_ = std::make_shared<NodeCounts>();
   const Count sub_graphs_ = std::make_shared<std::atomic<size_t>>(0);
   const Count arguments_ = std::make_shared<std::atomic<size_t>>(0);
 };

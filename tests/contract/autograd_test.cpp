@@ -92,6 +92,21 @@ struct Linear {
   Tensor weight;
 };
 
+// A recurrent net: what a step leaves is used by the next.
+struct Memory {
+  Tensor step(const Tensor& x) {
+    state = (state.defined() ? state * weight + x : x * weight).tanh();
+    return state;
+  }
+  Tensor grad_and_forget() {
+    state = Tensor();
+    const Tensor grad = weight.grad();
+    weight.mutable_grad() = Tensor();
+    return grad;
+  }
+  Tensor weight = leaf({0.9, -1.3}), state;
+};
+
 // Compares local and remote results of the same function, and their derivatives up to `order`, in random directions.
 using Function = std::function<Tensor(const Tensors&)>;
 void expect_derivatives(const Function& local, const Function& remote, const Tensors& inputs, int order) {
@@ -427,11 +442,69 @@ TEST_P(Autograd, RetainedAndUsedUp) {
     y.backward();
     expect_close(x.grad(), 6 * x.detach() * x.detach());
     EXPECT_CONTAINS(message_of<c10::Error>([&] { y.backward(); }), "backward through the graph a second time");
-    // The same, when another call has used it up there.
+    // What is used up is the way through a call, not what other calls may share there.
     const auto kept = rpc::remote<&triple>(1, x);
     const Tensor one = kept.to_here().sum(), other = kept.to_here().sum();
+    x.mutable_grad() = Tensor();
     one.backward();
-    EXPECT_CONTAINS(message_of<c10::Error>([&] { other.backward(); }), "backward through the graph a second time");
+    other.backward();
+    expect_close(x.grad(), 6 * x.detach() * x.detach());
+    EXPECT_CONTAINS(message_of<c10::Error>([&] { one.backward(); }), "backward through the graph a second time");
+  });
+}
+
+// One backward(), without retain_graph, that comes to several calls whose graphs share nodes there.
+TEST_P(Autograd, OneBackwardThroughCallsThatShareNodes) {
+  trainer(3, [] {
+    const auto expect_gradients = [](const std::function<Tensor(const Tensor&)>& remote,
+                                     const std::function<Tensor(const Tensor&)>& local) {
+      for (int round = 0; round < 3; ++round) {
+        const Tensor x = leaf({0.3, -0.7, 1.1}), same = leaf({0.3, -0.7, 1.1});
+        remote(x).backward();
+        local(same).backward();
+        expect_close(x.grad(), same.grad());
+      }
+    };
+    const auto penalized = [](const std::function<Tensor(const Tensor&)>& function) {
+      return [function](const Tensor& x) {
+        const Tensor y = function(x);
+        const Tensor slope = torch::autograd::grad({y.sum()}, {x}, {}, true, true)[0];
+        return y.square().sum() + slope.norm() + slope.pow(3).sum();
+      };
+    };
+    const auto cubes = [](const Tensor& x) { return triple(x).tanh(); };
+    // A gradient penalty: the gradients of a call and the call itself.
+    expect_gradients(penalized([&](const Tensor& x) { return rpc::sync<&triple>(1, x).tanh(); }), penalized(cubes));
+    expect_gradients(penalized([&](const Tensor& x) { return rpc::sync<&smooth_there>(1, 2, x, x * 2); }),
+                     penalized([](const Tensor& x) { return smooth(x * 2, x * 2).tanh() + x * 2; }));
+    // Two results of one value.
+    expect_gradients(
+        [](const Tensor& x) {
+          const auto kept = rpc::remote<&triple>(1, x);
+          return (kept.to_here() * kept.to_here().sin()).sum();
+        },
+        [](const Tensor& x) { return (triple(x) * triple(x).sin()).sum(); });
+    // What a call leaves in an object, with parameters of the object's and without arguments that need gradients.
+    const auto memory = rpc::remote<Memory>(2);
+    for (const bool has_gradient : {true, false}) {
+      const Tensor x = leaf({0.2, 0.4}), given = has_gradient ? x : x.detach();
+      Memory here;
+      const auto loss = [&](const auto& step) {
+        const Tensor first = step(given), second = step(given * 2), third = step(given.sin());
+        return (first * second * third).sum() + first.sum();
+      };
+      loss([&](const Tensor& input) { return memory.sync<&Memory::step>(input); }).backward();
+      const Tensor there = has_gradient ? x.grad().clone() : Tensor();
+      x.mutable_grad() = Tensor();
+      loss([&](const Tensor& input) { return here.step(input); }).backward();
+      if (has_gradient) expect_close(there, x.grad());
+      expect_close(memory.sync<&Memory::grad_and_forget>(), here.grad_and_forget());
+    }
+    // What no other call shares is used up: the next step begins where there is no graph any more.
+    memory.sync<&Memory::step>(leaf({1, 2})).sum().backward();
+    const Tensor next = memory.sync<&Memory::step>(leaf({1, 2})).sum();
+    EXPECT_CONTAINS(message_of<c10::Error>([&] { next.backward(); }), "backward through the graph a second time");
+    memory.sync<&Memory::grad_and_forget>();
   });
 }
 
