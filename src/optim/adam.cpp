@@ -4,7 +4,6 @@
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <cmath>
@@ -20,14 +19,6 @@ namespace muster::optim {
 namespace {
 
 using at::Tensor;
-
-template <typename Options>
-Options checked(Options options) {
-  check_betas(options.betas.first, options.betas.second);
-  at_least("eps", options.eps, 0);
-  at_least("weight_decay", options.weight_decay, 0);
-  return options;
-}
 
 template <typename Options>
 void step_of_adam(const Options& options, bool decoupled, double lr, Tensor& parameter, Tensor gradient,
@@ -55,7 +46,7 @@ void step_of_adam(const Options& options, bool decoupled, double lr, Tensor& par
   parameter.addcdiv_(average, below, -lr / correction1);
 }
 
-// What one call of the kernel takes: parameters of one dtype whose next step has the same number.
+// What one call of the kernel takes: parameters of one dtype and device whose next step has the same number.
 struct Group {
   std::vector<Tensor> parameters, gradients, averages, squares, most, steps;
   StepCounter counter;
@@ -65,7 +56,7 @@ struct Group {
 // groups to fused(). If something throws, each item has either made its whole step or none of it.
 template <typename Options, typename Items, typename Alone, typename Fused>
 void step_of_all(const Options& options, double lr, Items& items, const Alone& alone, const Fused& fused) {
-  std::map<std::pair<at::ScalarType, int64_t>, Group> groups;
+  std::map<FusedKey<int64_t>, Group> groups;
   for (auto& item : items) {
     const Tensor& parameter = item.parameter;
     const auto kept_fits = [&](const Tensor& kept) { return !kept.defined() || fits(parameter, kept); };
@@ -78,10 +69,10 @@ void step_of_all(const Options& options, double lr, Items& items, const Alone& a
     if (!squares.defined()) squares = at::zeros_like(parameter);
     if (options.amsgrad && !most.defined()) most = at::zeros_like(parameter);
     const int64_t step = item.state->step + 1;  // a parameter that is in the list twice makes two steps
-    Group& group = groups[{parameter.scalar_type(), step}];
+    Group& group = groups[fused_key(parameter, step)];
     group.counter.count(*item.state);
-    // One tensor for all parameters, because the kernel only reads it. It is a float, as Python's is.
-    group.steps.push_back(group.steps.empty() ? at::scalar_tensor(step, at::kFloat) : group.steps.front());
+    // One tensor for all parameters, because the kernel only reads it.
+    group.steps.push_back(group.steps.empty() ? step_number(step, parameter) : group.steps.front());
     group.parameters.push_back(parameter);
     group.gradients.push_back(item.gradient);
     group.averages.push_back(average);
@@ -101,7 +92,8 @@ void step_of_all(const Options& options, double lr, Items& items, const Alone& a
 }  // namespace
 
 Adam::Adam(Options options)
-    : FunctionalOptimizer(options.lr, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), options_(checked(options)) {}
+    : FunctionalOptimizer(options.lr, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+      options_(with_checked_betas(options)) {}
 void Adam::update(double lr, Tensor& parameter, const Tensor& gradient, ParameterState& state) const {
   step_of_adam(options_, false, lr, parameter, gradient, state);
 }
@@ -112,7 +104,8 @@ void Adam::update_all(double lr, std::vector<Item>& items) const {
 }
 
 AdamW::AdamW(Options options)
-    : FunctionalOptimizer(options.lr, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), options_(checked(options)) {}
+    : FunctionalOptimizer(options.lr, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+      options_(with_checked_betas(options)) {}
 void AdamW::update(double lr, Tensor& parameter, const Tensor& gradient, ParameterState& state) const {
   step_of_adam(options_, true, lr, parameter, gradient, state);
 }
@@ -122,7 +115,8 @@ void AdamW::update_all(double lr, std::vector<Item>& items) const {
       [](const auto&... all) { at::_fused_adamw_(all...); });
 }
 
-Adamax::Adamax(Options options) : FunctionalOptimizer(options.lr, {"exp_avg", "exp_inf"}), options_(checked(options)) {}
+Adamax::Adamax(Options options)
+    : FunctionalOptimizer(options.lr, {"exp_avg", "exp_inf"}), options_(with_checked_betas(options)) {}
 void Adamax::update(double lr, Tensor& parameter, const Tensor& given, ParameterState& state) const {
   Tensor gradient = options_.maximize ? -given : given;
   if (options_.weight_decay != 0) gradient = gradient.add(parameter, options_.weight_decay);

@@ -14,14 +14,6 @@ namespace {
 
 using at::Tensor;
 
-template <typename Options>
-Options with_checked_betas(Options options) {
-  check_betas(options.betas.first, options.betas.second);
-  at_least("eps", options.eps, 0);
-  at_least("weight_decay", options.weight_decay, 0);
-  return options;
-}
-
 // The gradient of the value to be minimized. Decays the parameter, or adds its decay to the gradient.
 template <typename Options>
 Tensor decayed(const Options& options, double lr, Tensor& parameter, const Tensor& given) {

@@ -63,13 +63,7 @@ void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradien
     for (size_t i = 0; i < parameters.size(); ++i)
       if (gradients[i].defined()) states[i] = &known(parameters[i]).state;
   }
-  step_checked(parameters, gradients, states);
-}
-
-void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradients,
-                               const std::vector<ParameterState*>& states) const {
-  require_steppable(parameters, gradients);
-  step_checked(parameters, gradients, states);
+  step(parameters, gradients, states);
 }
 
 void FunctionalOptimizer::require_steppable(at::TensorList parameters, at::TensorList gradients) const {
@@ -78,8 +72,8 @@ void FunctionalOptimizer::require_steppable(at::TensorList parameters, at::Tenso
     if (gradients[i].defined()) check(parameters[i]);
 }
 
-void FunctionalOptimizer::step_checked(at::TensorList parameters, at::TensorList gradients,
-                                       const std::vector<ParameterState*>& states) const {
+void FunctionalOptimizer::step(at::TensorList parameters, at::TensorList gradients,
+                               const std::vector<ParameterState*>& states) const {
   const at::NoGradGuard no_grad;
   std::vector<Item> items;
   items.reserve(parameters.size());

@@ -1,11 +1,15 @@
-// Tells whether libtorch's fused CPU kernels can take a parameter. These kernels take many parameters in one call. They
-// go once through the memory of each parameter, of its gradient and of its state, without regard to strides.
+// Tells whether libtorch's fused kernels for the CPU and for CUDA can take a parameter. These kernels take many parameters
+// in one call. They go once through the memory of each parameter, of its gradient and of its state, without regard to strides.
 //
 // Thread-safety: functions of their arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/scalar_tensor.h>
 
+#include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "muster/optim/functional_optimizer.h"
@@ -14,15 +18,30 @@ namespace muster::optim {
 
 // True if `other` has the same layout in memory as the parameter, which is contiguous.
 inline bool fits(const at::Tensor& parameter, const at::Tensor& other) {
-  return other.layout() == at::kStrided && other.device().is_cpu() && other.is_contiguous() && !other.is_neg() &&
-         !other._is_zerotensor() && other.scalar_type() == parameter.scalar_type() &&
+  return other.layout() == at::kStrided && other.device() == parameter.device() && other.is_contiguous() &&
+         !other.is_neg() && !other._is_zerotensor() && other.scalar_type() == parameter.scalar_type() &&
          other.sizes() == parameter.sizes();
 }
 
 inline bool fusible(const at::Tensor& parameter, const at::Tensor& gradient) {
   const auto dtype = parameter.scalar_type();
-  return (dtype == at::kFloat || dtype == at::kDouble) && parameter.numel() != 0 && fits(parameter, parameter) &&
-         fits(parameter, gradient);
+  const bool has_kernel = parameter.is_cpu() ? dtype == at::kFloat || dtype == at::kDouble
+                                             : parameter.is_cuda() && at::isFloatingType(dtype);
+  return has_kernel && parameter.numel() != 0 && fits(parameter, parameter) && fits(parameter, gradient);
+}
+
+// What one call of a kernel has in common, apart from `more`: dtype and device.
+template <typename More>
+using FusedKey = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex, More>;
+template <typename More>
+FusedKey<More> fused_key(const at::Tensor& parameter, More more) {
+  return {parameter.scalar_type(), parameter.device().type(), parameter.device().index(), more};
+}
+
+// The number of a step for a kernel, which reads it as a float where the parameter is.
+inline at::Tensor step_number(int64_t step, const at::Tensor& parameter) {
+  return parameter.is_cpu() ? at::scalar_tensor(step, at::kFloat)
+                            : at::full({}, step, at::TensorOptions(at::kFloat).device(parameter.device()));
 }
 
 // Bumps the versions of tensors that a kernel has written, because the kernel does not. An autograd graph that has saved

@@ -191,7 +191,7 @@ Tensor sqrt_without_infinity(const Tensor& x) {
 }
 
 bool AdamBatch::takes(const Tensor& g, const Tensor& mean, const Tensor& square) {
-  return fusible(mean, square) && g.layout() == at::kStrided && g.device().is_cpu() &&
+  return mean.is_cpu() && fusible(mean, square) && g.layout() == at::kStrided && g.is_cpu() &&
          g.scalar_type() == mean.scalar_type() && g.sizes() == mean.sizes() && square.sizes() == mean.sizes() &&
          !g._is_zerotensor();
 }

@@ -28,9 +28,7 @@ enum class Finding : int32_t { kFinite, kInfinite, kUnusable };
 
 Finding of_all(Finding mine, const Group& group) {
   if (!World::current_or_null() || group.resolved().size() == 1) return mine;
-  const bool on_gpu = group.resolved().backend_name() == "nccl";
-  at::Tensor finding = at::full({1}, static_cast<int32_t>(mine), at::kInt);
-  if (on_gpu) finding = finding.to(at::kCUDA);
+  const at::Tensor finding = at::full({1}, static_cast<int32_t>(mine), at::kInt);
   all_reduce(finding, {.op = ReduceOp::MAX, .group = group});
   return static_cast<Finding>(finding.item<int32_t>());
 }

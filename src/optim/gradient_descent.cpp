@@ -99,31 +99,34 @@ void SGD::update_all(double lr, std::vector<Item>& items) const {
     std::vector<ParameterState*> states;
     StepCounter counter;
   };
-  using Key = std::pair<at::ScalarType, bool>;  // whether buffers exist already
-  std::map<Key, Group> groups;
-  std::unordered_set<const ParameterState*> first;  // whose buffers are about to be made
+  std::map<FusedKey<bool>, Group> groups;             // by whether buffers exist already
+  std::unordered_set<const ParameterState*> waiting;  // in the groups
   const auto step_groups = [&] {
     for (auto& [key, group] : groups) {
       at::_fused_sgd_(group.parameters, group.gradients, group.buffers, options_.weight_decay, options_.momentum, lr,
-                      options_.dampening, options_.nesterov, options_.maximize, /*is_first_step=*/!key.second);
+                      options_.dampening, options_.nesterov, options_.maximize, /*is_first_step=*/!std::get<bool>(key));
       group.counter.made();
       for (const auto* written : {&group.parameters, &group.buffers}) mark_written(*written);
       for (size_t i = 0; i < group.buffers.size(); ++i) group.states[i]->kept[0] = group.buffers[i];
     }
     groups.clear();
-    first.clear();
+    waiting.clear();
   };
   for (Item& item : items) {
-    if (first.contains(item.state)) step_groups();  // it is in the list twice
     const Tensor& parameter = item.parameter;
     const Tensor& buffer = item.state->kept[0];
+    // It may be in the list twice. Then its buffer would be made twice, and a kernel of CUDA would make both steps at the
+    // same time.
+    if ((!buffer.defined() || parameter.is_cuda()) && !waiting.insert(item.state).second) {
+      step_groups();
+      waiting.insert(item.state);
+    }
     if (!fusible(parameter, item.gradient) || (buffer.defined() && !fits(parameter, buffer))) {
       update_one(lr, item);
       continue;
     }
     const bool has_momentum = options_.momentum != 0;
-    if (has_momentum && !buffer.defined()) first.insert(item.state);
-    Group& group = groups[{parameter.scalar_type(), !has_momentum || buffer.defined()}];
+    Group& group = groups[fused_key(parameter, !has_momentum || buffer.defined())];
     group.parameters.push_back(parameter);
     group.gradients.push_back(item.gradient);
     if (has_momentum) group.buffers.push_back(buffer.defined() ? buffer : at::empty_like(parameter));
@@ -181,7 +184,7 @@ void Adagrad::update_all(double lr, std::vector<Item>& items) const {
     std::vector<Tensor> parameters, gradients, sums, steps;
     StepCounter counter;
   };
-  std::map<std::pair<at::ScalarType, int64_t>, Group> groups;
+  std::map<FusedKey<int64_t>, Group> groups;
   for (Item& item : items) {
     Tensor& sum = item.state->kept[0];
     if (!fusible(item.parameter, item.gradient) || (sum.defined() && !fits(item.parameter, sum))) {
@@ -190,11 +193,11 @@ void Adagrad::update_all(double lr, std::vector<Item>& items) const {
     }
     if (!sum.defined()) sum = at::full_like(item.parameter, options_.initial_accumulator_value);
     const int64_t step = item.state->step + 1;
-    Group& group = groups[{item.parameter.scalar_type(), step}];
+    Group& group = groups[fused_key(item.parameter, step)];
     group.parameters.push_back(item.parameter);
     group.gradients.push_back(item.gradient);
     group.sums.push_back(sum);
-    group.steps.push_back(group.steps.empty() ? at::scalar_tensor(step, at::kFloat) : group.steps.front());
+    group.steps.push_back(group.steps.empty() ? step_number(step, item.parameter) : group.steps.front());
     group.counter.count(*item.state);
   }
   for (auto& [key, group] : groups) {

@@ -23,4 +23,13 @@ inline void check_betas(double beta1, double beta2) {
   require(beta2 >= 0 && beta2 < 1, "betas.second", beta2, "at least 0 and below 1");
 }
 
+// The options of Adam, or of one of its relatives.
+template <typename Options>
+Options with_checked_betas(Options options) {
+  check_betas(options.betas.first, options.betas.second);
+  at_least("eps", options.eps, 0);
+  at_least("weight_decay", options.weight_decay, 0);
+  return options;
+}
+
 }  // namespace muster::optim

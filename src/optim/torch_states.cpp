@@ -15,17 +15,6 @@ namespace {
 
 namespace of_torch = torch::optim;  // this namespace has names as SGD and Adam of its own
 
-// Of the optimizers of optimizers.h.
-template <typename... Classes>
-State new_kept_state(const std::type_info& type) {
-  State state;
-  const auto make = [&]<typename O>(std::type_identity<TorchOptimizer<O>>) {
-    if (type == typeid(TorchOptimizer<O>)) state = std::make_unique<KeptStateOf<O>>();
-  };
-  (make(std::type_identity<Classes>()), ...);
-  return state;
-}
-
 template <typename Options>
 const Options& options_of(const torch::optim::OptimizerParamGroup& group) {
   return static_cast<const ParamGroupOptions<Options>&>(group.options()).values;
@@ -39,9 +28,11 @@ State new_state_for(const std::type_info& type) {
   if (type == typeid(of_torch::AdamW)) return std::make_unique<of_torch::AdamWParamState>();
   if (type == typeid(of_torch::RMSprop)) return std::make_unique<of_torch::RMSpropParamState>();
   if (type == typeid(of_torch::Adagrad)) return std::make_unique<of_torch::AdagradParamState>();
-  return new_kept_state<muster::SGD, muster::ASGD, muster::Adagrad, muster::Adadelta, muster::Adafactor, muster::Adam,
-                        muster::AdamW, muster::Adamax, muster::Muon, muster::NAdam, muster::RAdam, muster::RMSprop,
-                        muster::Rprop>(type);
+  State state;
+  AllOptimizers::for_each([&]<typename O>(std::type_identity<TorchOptimizer<O>>) {
+    if (type == typeid(TorchOptimizer<O>)) state = std::make_unique<KeptStateOf<O>>();
+  });
+  return state;
 }
 
 std::vector<Field> fields_of(torch::optim::OptimizerParamState& state) {

@@ -9,8 +9,11 @@ import torch
 from torch.optim import lr_scheduler  # noqa: F401 (named by the lines)
 
 
-def gradient(parameter, index, step):  # optim_test.cpp has the same
-    return parameter * (0.5 + index) + torch.cos(parameter * 3 + 0.3 * step)
+def give_gradients(parameters, step):  # optim_test.cpp and optimizers_test.cpp have the same
+    for index, parameter in enumerate(parameters):
+        at = parameter.detach()
+        skipped = index == 1 and step % 7 == 3
+        parameter.grad = None if skipped else at * (0.5 + index) + torch.cos(at * 3 + 0.3 * step)
 
 
 def main():
@@ -27,9 +30,7 @@ def main():
         scheduler = eval(f"lr_scheduler.{schedule}") if schedule else None
         numbers = []
         for step in range(100):
-            for index, parameter in enumerate(parameters):
-                skipped = index == 1 and step % 7 == 3
-                parameter.grad = None if skipped else gradient(parameter.detach(), index, step)
+            give_gradients(parameters, step)
             optimizer.step()
             if scheduler:
                 scheduler.step()

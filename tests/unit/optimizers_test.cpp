@@ -6,13 +6,11 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <memory>
 #include <sstream>
 #include <string>
-#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -26,6 +24,7 @@
 #include "muster/parallel/zero_redundancy_optimizer.h"
 #include "support/ask_python.h"
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 
 namespace muster::test {
 namespace {
@@ -60,9 +59,7 @@ void expect_equal(const Tensors& a, const Tensors& b, const std::string& what = 
   for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << what << " " << i;
 }
 
-using All =
-    std::tuple<optim::SGD, optim::ASGD, optim::Adagrad, optim::Adadelta, optim::Adafactor, optim::Adam, optim::AdamW,
-               optim::Adamax, optim::Muon, optim::NAdam, optim::RAdam, optim::RMSprop, optim::Rprop>;
+// In the order of AllOptimizers.
 constexpr const char* kNames[] = {"SGD",    "ASGD", "Adagrad", "Adadelta", "Adafactor", "Adam", "AdamW",
                                   "Adamax", "Muon", "NAdam",   "RAdam",    "RMSprop",   "Rprop"};
 
@@ -70,16 +67,13 @@ constexpr const char* kNames[] = {"SGD",    "ASGD", "Adagrad", "Adadelta", "Adaf
 template <typename Fn>
 void for_each_optimizer(const Fn& fn) {
   size_t i = 0;
-  const auto one = [&]<typename O>(std::type_identity<O> type) {
+  AllOptimizers::for_each([&]<typename O>(std::type_identity<TorchOptimizer<O>>) {
     typename O::Options options;
     options.lr = 0.02;
     if constexpr (std::is_same_v<O, optim::SGD>) options.momentum = 0.9;
     if constexpr (requires { options.amsgrad; }) options.amsgrad = true;
-    fn(type, std::string(kNames[i++]), options);
-  };
-  [&]<typename... O>(std::type_identity<std::tuple<O...>>) {
-    (one(std::type_identity<O>()), ...);
-  }(std::type_identity<All>());
+    fn(std::type_identity<O>(), std::string(kNames[i++]), options);
+  });
 }
 
 TEST(Optimizers, StepAsTheFunctionalOnes) {
@@ -251,8 +245,7 @@ TEST(Optimizers, AStepIsMadeByAllGroupsOrNone) {
 // Ten steps here and ten in Python's torch.optim, and the reverse.
 TEST(Optimizers, PythonReadsAndWritesTheirStates) {
   if (!python_has("torch")) GTEST_SKIP() << "no Python with torch";
-  const auto folder = std::filesystem::temp_directory_path() / text("muster-optimizers-", ::getpid());
-  std::filesystem::create_directory(folder);
+  const TemporaryFolder folder;
   std::vector<std::string> lines;
   const auto path = [&](const std::string& name) { return (folder / name).string(); };
   const auto with_parameters = [](const auto& optimizer, const Tensors& parameters) {
@@ -286,7 +279,6 @@ TEST(Optimizers, PythonReadsAndWritesTheirStates) {
     for (size_t i = 0; i < parameters.size(); ++i)
       EXPECT_LE((straight[i] - parameters[i]).abs().max().item<double>(), 1e-12) << name;
   });
-  std::filesystem::remove_all(folder);
 }
 
 TEST(Optimizers, DividedAmongRanks) {
@@ -312,9 +304,9 @@ TEST(Optimizers, DividedAmongRanks) {
 }
 
 TEST(Optimizers, InSnapshots) {
-  const auto folder = std::filesystem::temp_directory_path() / text("muster-optimizers-snapshot-", ::getpid());
+  const TemporaryFolder folders;
   for_each_optimizer([&]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
-    std::filesystem::remove_all(folder);
+    const auto folder = folders / name;
     const Tensors straight = start();
     TorchOptimizer<O> whole(straight, options);
     make_steps(whole, straight, 0, 12);
@@ -339,7 +331,6 @@ TEST(Optimizers, InSnapshots) {
       expect_equal(all, straight, name);
     });
   });
-  std::filesystem::remove_all(folder);
 }
 
 TEST(Optimizers, WithStatesInFiles) {

@@ -21,8 +21,8 @@
 // HogWild: they do not crash, but of each element the last write wins, and the state may be that of either; give each
 // thread its own optimizer, or lock. state() and load_state() must not run concurrently with a step() of their
 // parameters. lr() and set_lr() may be called any time; a step() that runs keeps the rate with which it began.
-// Source: torch.optim (single-tensor algorithms; SGD, Adagrad, Adam and AdamW of dense floats and doubles on the CPU:
-// fused=True); torch.distributed.optim._functional_*.
+// Source: torch.optim (single-tensor algorithms; SGD, Adagrad, Adam and AdamW of dense floats and doubles on the CPU, and of
+// dense floating-point numbers on a CUDA device: fused=True); torch.distributed.optim._functional_*.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -72,7 +72,8 @@ class FunctionalOptimizer {
 
   // One gradient for each parameter. Gradients are not changed.
   void step(at::TensorList parameters, at::TensorList gradients);
-  // With states that the caller keeps, one for each parameter, which only optimizers of this class have changed.
+  // With states that the caller keeps, one for each parameter, which only optimizers of this class have changed. The caller
+  // has called require_steppable() with the same lists; this function checks nothing.
   void step(at::TensorList parameters, at::TensorList gradients, const std::vector<ParameterState*>& states) const;
   // Throws the InvalidArgument that step() would throw before it changes anything.
   void require_steppable(at::TensorList parameters, at::TensorList gradients) const;
@@ -120,8 +121,6 @@ class FunctionalOptimizer {
     ParameterState state;
   };
   Known& known(const at::Tensor& parameter);  // with the lock
-  void step_checked(at::TensorList parameters, at::TensorList gradients,
-                    const std::vector<ParameterState*>& states) const;
 
   std::atomic<double> lr_;
   const std::vector<std::string> names_;

@@ -7,7 +7,7 @@
 //   adamw.step();
 //
 // libtorch has six optimizers of its own, whose steps go through memory several times. These here call libtorch's fused
-// kernels (SGD, Adagrad, Adam, AdamW of dense floats and doubles on the CPU), as fused=True does in Python. The others are
+// kernels (SGD, Adagrad, Adam, AdamW of dense parameters on the CPU or a CUDA device), as fused=True does in Python. The others are
 // Adadelta, Adamax, NAdam, RAdam, ASGD, RMSprop, Rprop, Adafactor and Muon. Arithmetic, names and defaults of the options are
 // those of Python. They are the functional optimizers of functional_optimizer.h, which DistributedOptimizer uses as well.
 //
@@ -229,5 +229,18 @@ using NAdam = TorchOptimizer<optim::NAdam>;
 using RAdam = TorchOptimizer<optim::RAdam>;
 using RMSprop = TorchOptimizer<optim::RMSprop>;
 using Rprop = TorchOptimizer<optim::Rprop>;
+
+namespace optim::detail {
+template <typename... O>
+struct Optimizers {
+  template <typename Fn>
+  static void for_each(const Fn& fn) {
+    (fn(std::type_identity<O>()), ...);
+  }
+};
+}  // namespace optim::detail
+// All of them, for code that must know each: AllOptimizers::for_each([]<typename O>(std::type_identity<O>) { … }).
+using AllOptimizers = optim::detail::Optimizers<SGD, ASGD, Adagrad, Adadelta, Adafactor, Adam, AdamW, Adamax, Muon,
+                                                NAdam, RAdam, RMSprop, Rprop>;
 
 }  // namespace muster
