@@ -45,7 +45,7 @@ struct WorldOptions {
   // "shm"           ranks of one host, in its shared memory
   // "gloo"          libtorch's Gloo: ranks anywhere that TCP reaches
   // "mpi"           ranks that mpirun or srun started, over MPI
-  // "nccl"          libtorch's NCCL, for CUDA tensors
+  // "nccl"          libtorch's NCCL for CUDA tensors, "auto" for CPU tensors; "nccl:gloo": gloo for CPU tensors
   // "hierarchical"  shm inside each host, gloo between the first ranks of the hosts; "hierarchical:mpi": mpi for gloo
   // "fake"          this rank alone simulates a world of any size, and no data moves: for dry runs
   // "auto"          shm on one host, hierarchical over several; the log says which

@@ -191,9 +191,16 @@ Work irecv(const at::Tensor& tensor, int src, const MessageOptions& options, con
 
 std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& operations, const Site& site) {
   std::vector<Work> works;
-  for (const auto& op : operations)
-    works.push_back(op.kind == P2POp::kSend ? isend(op.tensor, op.peer, op.options, site)
-                                            : irecv(op.tensor, op.peer, op.options, site));
+  for (auto op = operations.begin(); op != operations.end();) {  // those of one group begin together
+    comm::Backend& backend = comm::backend_of(op->options.group);
+    std::vector<Operation> messages;
+    for (; op != operations.end() && &comm::backend_of(op->options.group) == &backend; ++op) {
+      messages.push_back(
+          message(op->kind == P2POp::kSend ? OpKind::kSend : OpKind::kRecv, op->tensor, op->peer, op->options));
+      messages.back().site = site;
+    }
+    for (auto& work : backend.submit_messages(std::move(messages))) works.push_back(Work(std::move(work)));
+  }
   return works;
 }
 

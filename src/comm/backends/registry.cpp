@@ -32,7 +32,10 @@ const std::vector<BackendEntry>& backends() {
        .unavailable_reason = &mpi_backend::unavailable_reason,
        .needs_launcher = true,
        .injects = Injects::kAllButCorrupt},
-      {.name = "nccl", .create = &nccl_backend::create, .unavailable_reason = &nccl_backend::unavailable_reason},
+      {.name = "nccl",
+       .create = &nccl_backend::create,
+       .unavailable_reason = &nccl_backend::unavailable_reason,
+       .maps_heaps = true},  // for CPU tensors
       {.name = "fake",
        .create = &fake_backend::create,
        .unavailable_reason = &fake_backend::unavailable_reason,

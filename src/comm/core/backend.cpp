@@ -20,6 +20,12 @@ void Backend::warn_of_straggler() const {
   }
 }
 
+std::vector<c10::intrusive_ptr<c10d::Work>> Backend::submit_messages(std::vector<Operation> messages) {
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  for (Operation& message : messages) works.push_back(submit(std::move(message)));
+  return works;
+}
+
 Backend::Taken Backend::take_message(const Operation& receive, int) {
   throw InvalidArgument(
       text(to_string(receive.kind), ": backend '", getBackendName(), "' cannot receive from any source"),

@@ -36,6 +36,8 @@ class Backend : public c10d::Backend {
   virtual c10::intrusive_ptr<c10d::Work> submit(Operation operation) = 0;
   // Several collectives, one after another, as one piece of work; at least one.
   virtual c10::intrusive_ptr<c10d::Work> submit_batch(std::vector<Operation> operations) = 0;
+  // Several messages that begin together: with NCCL, two ranks can send to each other only so.
+  virtual std::vector<c10::intrusive_ptr<c10d::Work>> submit_messages(std::vector<Operation> messages);
   virtual CommStats stats() const = 0;
   virtual const std::string& group_name() const = 0;                // "world", "group 1"
   virtual const Stragglers* stragglers() const { return nullptr; }  // null: this backend cannot tell

@@ -2,11 +2,14 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
+#include <thread>
 
 #include "base/text.h"
 #include "comm/backends/registry.h"
 #include "comm/core/stragglers.h"
+#include "comm/kit/operation_work.h"
 #include "comm/world/group_state.h"
+#include "muster/base/deadline.h"
 #include "muster/base/error.h"
 #include "muster/comm/work.h"
 #include "muster/comm/world.h"
@@ -48,11 +51,9 @@ Group Group::split(int color, int key, const GroupOptions& options, const Site& 
     if (s.world_has_left) throw Aborted(text("group '", s.name, "' cannot be split: its World has ended"));
   };
   check_world();
-  const at::Device device = s.backend->getBackendName() == "nccl" ? at::kCUDA : at::kCPU;
-  const at::Tensor mine = at::tensor({int64_t{color}, int64_t{key}}, at::kLong).to(device);
-  at::Tensor all = at::empty({size(), 2}, mine.options());
+  const at::Tensor mine = at::tensor({int64_t{color}, int64_t{key}}, at::kLong);
+  const at::Tensor all = at::empty({size(), 2}, at::kLong);
   backend.run({.kind = comm::OpKind::kAllGather, .tensor = mine, .outputs = {all}, .site = site});
-  all = all.to(at::kCPU);
   check_world();  // another thread may have ended it meanwhile
   const auto number = ++s.splits;
   const auto said = all.accessor<int64_t, 2>();
@@ -111,7 +112,15 @@ bool Work::wait_for(std::chrono::milliseconds timeout) {
     work_->wait();
     return true;
   }
-  return work_->wait(timeout);
+  if (dynamic_cast<comm::OperationWork*>(work_.get())) return work_->wait(timeout);
+  // Others, as NCCL's, abort their group when the time is over.
+  const Deadline deadline = Deadline::after(timeout);
+  while (!work_->isCompleted()) {
+    if (deadline.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  work_->wait();
+  return true;
 }
 
 bool Work::is_completed() const { return !work_ || work_->isCompleted(); }

@@ -11,8 +11,8 @@
 //   messages                 in a host through its memory; between hosts over that third group
 //
 // A receive from any source looks alternately into the host's group and the third group. Later receives with its tag
-// wait until it has its message (receive_queue.h). If the group between hosts cannot receive from any source (nccl),
-// such a receive throws InvalidArgument.
+// wait until it has its message (receive_queue.h). If the group between hosts cannot receive from any source, such a
+// receive throws InvalidArgument.
 //
 // Reductions add inside hosts first, so rounding may make their bits differ from those of other backends. The bits are
 // the same on every rank, and in every run with the same ranks on the same hosts. 16-bit floats travel between the two
@@ -20,8 +20,8 @@
 //
 // Who comes last: the leaders find that out and count it (comm/core/stragglers.h) on a board in their host's shared
 // memory, which the host's other ranks read. In a broadcast, the leader counts as the last rank of a host that does not
-// have the root, because the other hosts wait only for the leader. If the group between hosts cannot tell (nccl), no
-// rank can.
+// have the root, because the other hosts wait only for the leader. If the group between hosts cannot tell, no rank
+// can.
 //
 // Each step is announced as the whole operation, so a Mismatch names the operation that the user called.
 //

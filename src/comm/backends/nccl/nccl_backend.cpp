@@ -2,10 +2,29 @@
 
 #ifdef MUSTER_HAS_NCCL
 
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <thread>
+
+#include "base/log.h"
 #include "base/text.h"
-#include "comm/kit/operation_work.h"
+#include "base/thread.h"
+#include "comm/backends/registry.h"
+#include "comm/kit/operation_record.h"
+#include "comm/kit/queued_backend.h"
+#include "muster/base/deadline.h"
 #include "muster/store/c10d_store.h"
 
 namespace muster::comm::nccl_backend {
@@ -25,132 +44,431 @@ c10d::ReduceOp reduce_op(const Operation& operation) {
   return op;
 }
 
+// Calls fn(tensor) for all tensors of an operation.
+template <typename Fn>
+void for_each_tensor(const Operation& operation, const Fn& fn) {
+  if (operation.tensor.defined()) fn(operation.tensor);
+  for (const auto* const list : {&operation.inputs, &operation.outputs})
+    for (const at::Tensor& tensor : *list)
+      if (tensor.defined()) fn(tensor);
+}
+
+bool is_on_cpu(const Operation& operation) {
+  bool on_cpu = true;  // also a barrier, which has no tensor
+  for_each_tensor(operation, [&](const at::Tensor& tensor) { on_cpu &= !tensor.is_cuda(); });
+  return on_cpu;
+}
+
+// NCCL takes contiguous tensors. Others are copied, and what was written is copied back.
+class Contiguous {
+ public:
+  const at::Tensor& in(const at::Tensor& tensor) { return copies_.emplace_back(tensor.contiguous()); }
+  std::vector<at::Tensor> in(const std::vector<at::Tensor>& tensors) {
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& tensor : tensors) all.push_back(in(tensor));
+    return all;
+  }
+  at::Tensor out(const at::Tensor& tensor) {
+    if (tensor.is_contiguous()) return tensor;
+    const at::Tensor copy = tensor.contiguous();
+    written_.emplace_back(tensor, copy);
+    return copy;
+  }
+  std::vector<at::Tensor> out(const std::vector<at::Tensor>& tensors) {
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& tensor : tensors) all.push_back(out(tensor));
+    return all;
+  }
+  // When the operation has been queued.
+  void copy_back(c10d::Work& work) {
+    if (written_.empty()) return;
+    const at::NoGradGuard no_grad;
+    work.wait();
+    for (auto& [tensor, copy] : written_) tensor.copy_(copy);
+  }
+
+ private:
+  std::vector<at::Tensor> copies_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> written_;
+};
+
+// Those of the devices that this process has used.
+void wait_for_current_streams() {
+  const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
+  for (c10::DeviceIndex i = 0; i < cuda.deviceCount(); ++i)
+    if (at::detail::getCUDAHooks().hasPrimaryContext(i)) cuda.synchronizeStream(cuda.getStream({at::kCUDA, i}));
+}
+
+bool is_collective(const Operation& operation) {
+  return operation.kind != OpKind::kSend && operation.kind != OpKind::kRecv;
+}
+
+std::string first_line(const std::string& words) { return words.substr(0, words.find('\n')); }
+
 class NcclBackend final : public Backend {
  public:
-  NcclBackend(const BackendContext& context, c10::intrusive_ptr<Nccl> nccl)
+  NcclBackend(const BackendContext& context, c10::intrusive_ptr<Backend> cpu, c10::intrusive_ptr<Nccl> nccl)
       : Backend(context.group.rank, context.group.size),
+        cpu_(std::move(cpu)),
         nccl_(std::move(nccl)),
         group_name_(context.group.name),
         timeout_(context.group.timeout),
         on_leave_(context.options.on_leave) {
     for_pytorch_ = context.options.for_pytorch;
+    if (getSize() > 1) guard_ = start_thread("muster-nccl", [this] { watch_for_failure(); });
   }
-  ~NcclBackend() override { leave({}); }
+  ~NcclBackend() override {
+    leave({});
+    if (aborted_) nccl_.release();  // libtorch's destructor would wait for its thread, which waits for lost operations
+  }
 
-  void run(const Operation& operation) override { submit(operation)->wait(); }
+  bool run_small(const SmallCall& call) override {
+    const bool on_cpu = call.tensor && call.tensor->defined() && call.tensor->is_cpu() &&
+                        !(call.other && call.other->defined() && call.other->is_cuda());
+    return on_cpu && cpu_->run_small(call);
+  }
+  void run(const Operation& operation) override {
+    if (operation.kind == OpKind::kBarrier) wait_for_current_streams();
+    if (is_on_cpu(operation)) return cpu_->run(operation);
+    submit(operation)->wait();
+  }
   WorkPtr submit(Operation operation) override {
+    if (is_on_cpu(operation)) return cpu_->submit(std::move(operation));
+    check(operation);
+    require_no_failure();
+    WorkPtr work;
+    const std::lock_guard lock(mutex_);
+    translated(to_string(operation.kind), [&] {
+      if (is_collective(operation)) meet();
+      Contiguous contiguous;
+      work = issue(operation, contiguous);
+      contiguous.copy_back(*work);
+    });
     counters_.count(operation);
-    return issue(operation);
+    last_ = work;
+    return work;
   }
   WorkPtr submit_batch(std::vector<Operation> operations) override {
     if (operations.empty()) throw InvalidArgument("a batch of operations is empty");
+    if (std::all_of(operations.begin(), operations.end(), is_on_cpu)) return cpu_->submit_batch(std::move(operations));
+    require_one_device(operations);
     WorkPtr last;  // the operations are on one stream, so all are complete when the last is
     for (auto& operation : operations) last = submit(std::move(operation));
     return last;
   }
-  CommStats stats() const override { return counters_.stats(); }
+  std::vector<WorkPtr> submit_messages(std::vector<Operation> messages) override {
+    std::vector<WorkPtr> works(messages.size());
+    std::vector<Operation> on_devices;
+    for (size_t i = 0; i < messages.size(); ++i)
+      if (is_on_cpu(messages[i]))
+        works[i] = cpu_->submit(std::move(messages[i]));
+      else
+        on_devices.push_back(std::move(messages[i]));
+    if (on_devices.empty()) return works;
+    require_one_device(on_devices);
+    for (const Operation& message : on_devices) check(message);
+    require_no_failure();
+    WorkPtr work;
+    const std::lock_guard lock(mutex_);
+    translated("messages", [&] {
+      Contiguous contiguous;
+      std::exception_ptr failure;
+      nccl_->startCoalescing();
+      try {
+        for (const Operation& message : on_devices) issue(message, contiguous);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      try {
+        work = nccl_->endCoalescing();
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+      if (failure) std::rethrow_exception(failure);
+      contiguous.copy_back(*work);
+    });
+    for (const Operation& message : on_devices) counters_.count(message);
+    last_ = work;
+    for (WorkPtr& each : works)
+      if (!each) each = work;
+    return works;
+  }
+  CommStats stats() const override {
+    CommStats sum = counters_.stats();
+    const CommStats more = cpu_->stats();
+    sum.operations += more.operations;
+    sum.bytes += more.bytes;
+    sum.blocked += more.blocked;
+    return sum;
+  }
   const std::string& group_name() const override { return group_name_; }
+  const Stragglers* stragglers() const override { return cpu_->stragglers(); }
+  std::string straggler_report(std::chrono::nanoseconds at_least) const override {
+    return cpu_->straggler_report(at_least);
+  }
+  std::span<std::atomic<uint64_t>> board() override { return cpu_->board(); }
+  bool is_idle() const override { return cpu_->is_idle(); }
+  Taken take_message(const Operation& receive, int from) override { return cpu_->take_message(receive, from); }
   std::chrono::milliseconds timeout() const override { return timeout_; }
   const std::string getBackendName() const override { return for_pytorch_ ? "muster" : "nccl"; }
 
-  void leave(const std::string&) override {
-    if (std::exchange(left_, true)) return;
-    nccl_->shutdown();
+  void leave(const std::string& cause) override {
+    if (left_.exchange(true)) return;
+    if (!cause.empty()) cpu_->leave(cause);  // first, so that peers need not wait for NCCL
+    const bool is_over = cause.empty() && wait_for_last();
+    stop_watching();
+    end_communicators(/*abort=*/!is_over);
+    if (cause.empty()) cpu_->leave(cause);
     if (on_leave_) on_leave_(this);
   }
-  void fail(const Error&) override { nccl_->abort(); }
-  void abort() override { nccl_->abort(); }
+  void fail(const Error& cause) override {
+    cpu_->fail(cause);
+    end_communicators(/*abort=*/true);
+  }
+  void abort() override {
+    cpu_->abort();
+    end_communicators(/*abort=*/true);
+  }
   void shutdown() override { leave({}); }
 
  private:
-  WorkPtr issue(const Operation& operation) {
-    std::vector<at::Tensor> tensors = {operation.tensor};
-    std::vector<at::Tensor> outputs = operation.outputs, inputs = operation.inputs;
-    const auto timeout = operation.timeout.count() > 0 ? operation.timeout : timeout_;
+  QueuedBackend& half() const { return static_cast<QueuedBackend&>(*cpu_); }  // create() has looked
+
+  // Throws what has broken the group.
+  void require_no_failure() const {
+    half().check();
+    if (half().failed()) cpu_->run({.kind = OpKind::kBarrier});  // throws it
+    if (ended_) throw Aborted(text("group '", group_name_, "' is closing on rank ", getRank()));
+  }
+
+  void check(const Operation& operation) const {
+    const auto fail = [&](const auto&... what) {
+      throw InvalidArgument(text(to_string(operation.kind), ": ", what...));
+    };
+    at::Device device = at::kCPU;
+    for_each_tensor(operation, [&](const at::Tensor& tensor) {
+      if (device.is_cpu()) device = tensor.device();
+      if (!tensor.is_cuda()) fail("a tensor is on ", tensor.device().str(), ", and another on a CUDA device");
+      if (tensor.device() != device) fail("tensors are on ", device.str(), " and on ", tensor.device().str());
+      if (tensor.layout() != at::kStrided) fail("a tensor is sparse, and NCCL takes dense tensors");
+    });
+    const bool from_any = operation.kind == OpKind::kRecv && operation.peer == kAnySource;
+    if (!from_any && (operation.peer < 0 || operation.peer >= getSize()))
+      fail("rank ", operation.peer, " is outside a group of ", getSize());
+  }
+
+  static void require_one_device(const std::vector<Operation>& operations) {
+    std::optional<at::Device> device;
+    for (const Operation& operation : operations)
+      for_each_tensor(operation, [&](const at::Tensor& tensor) {
+        if (!device) device = tensor.device();
+        if (tensor.device() != *device)
+          throw InvalidArgument(text("a batch has tensors on ", device->str(), " and on ", tensor.device().str()),
+                                "Submit them one by one");
+      });
+  }
+
+  // With the mutex. Before NCCL's communicator is made.
+  void meet() {
+    if (has_met_ || getSize() == 1) return;
+    cpu_->run({.kind = OpKind::kBarrier});
+    has_met_ = true;
+  }
+
+  // Calls libtorch. Its errors of arguments become InvalidArgument; those of NCCL break the group.
+  template <typename Fn>
+  void translated(std::string_view what, const Fn& call) {
+    try {
+      call();
+    } catch (const c10::DistBackendError& error) {
+      require_no_failure();
+      const Unavailable failure(text(what, " of group '", group_name_, "': ", first_line(error.what())));
+      fail(failure);
+      throw failure;
+    } catch (const c10::ValueError& error) {
+      throw InvalidArgument(text(what, ": ", first_line(error.what_without_backtrace())));
+    } catch (const c10::TypeError& error) {
+      throw InvalidArgument(text(what, ": ", first_line(error.what_without_backtrace())));
+    }
+  }
+
+  // Returns false if the group fails, or the timeout passes.
+  bool wait_for_last() {
+    const WorkPtr last = last_;
+    const Deadline deadline = Deadline::after(timeout_);
+    while (last && !last->isCompleted()) {
+      if (half().failed() || deadline.passed()) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return !half().failed();
+  }
+
+  // libtorch's shutdown() and abort() must not run twice, or both.
+  void end_communicators(bool abort) {
+    if (ended_.exchange(true)) return;
+    aborted_ = abort;
+    try {
+      if (abort)
+        nccl_->abort();
+      else
+        nccl_->shutdown();
+    } catch (const std::exception& error) {
+      aborted_ = true;
+      MUSTER_LOG(kWarning) << "group '" << group_name_ << "': NCCL cannot end: " << first_line(error.what());
+    }
+  }
+
+  void watch_for_failure() {
+    constexpr std::chrono::milliseconds kEvery{100};
+    std::unique_lock lock(watch_mutex_);
+    while (!watch_wakes_.wait_for(lock, kEvery, [this] { return stop_watch_; })) {
+      if (!half().failed()) continue;
+      lock.unlock();
+      return end_communicators(/*abort=*/true);
+    }
+  }
+  void stop_watching() {
+    {
+      const std::lock_guard lock(watch_mutex_);
+      stop_watch_ = true;
+    }
+    watch_wakes_.notify_all();
+    if (guard_.joinable()) guard_.join();
+  }
+
+  WorkPtr issue(const Operation& operation, Contiguous& contiguous) {
+    const at::Tensor& tensor = operation.tensor;
+    const auto written = [&] { return std::vector<at::Tensor>{contiguous.out(tensor)}; };
+    const auto read = [&] { return std::vector<at::Tensor>{contiguous.in(tensor)}; };
     switch (operation.kind) {
       case OpKind::kAllReduce: {
+        auto tensors = written();
         c10d::AllreduceOptions options;
-        options.reduceOp = reduce_op(operation), options.timeout = timeout;
+        options.reduceOp = reduce_op(operation);
         return nccl_->allreduce(tensors, options);
       }
       case OpKind::kReduce: {
+        auto tensors = getRank() == operation.peer ? written() : read();
         c10d::ReduceOptions options;
-        options.reduceOp = reduce_op(operation), options.rootRank = operation.peer, options.timeout = timeout;
+        options.reduceOp = reduce_op(operation), options.rootRank = operation.peer;
         return nccl_->reduce(tensors, options);
       }
       case OpKind::kBroadcast: {
+        auto tensors = written();
         c10d::BroadcastOptions options;
-        options.rootRank = operation.peer, options.timeout = timeout;
+        options.rootRank = operation.peer;
         return nccl_->broadcast(tensors, options);
       }
       case OpKind::kAllGather: {
-        if (outputs.size() == 1) return nccl_->_allgather_base(outputs[0], tensors[0], {.timeout = timeout});
+        auto tensors = read(), outputs = contiguous.out(operation.outputs);
+        if (outputs.size() == 1 && getSize() > 1) return nccl_->_allgather_base(outputs[0], tensors[0]);
         std::vector<std::vector<at::Tensor>> lists = {outputs};
-        return nccl_->allgather(lists, tensors, {.timeout = timeout});
+        return nccl_->allgather(lists, tensors);
       }
       case OpKind::kReduceScatter: {
+        auto tensors = written(), inputs = contiguous.in(operation.inputs);
         c10d::ReduceScatterOptions options;
-        options.reduceOp = reduce_op(operation), options.timeout = timeout;
+        options.reduceOp = reduce_op(operation);
         if (inputs.size() == 1) return nccl_->_reduce_scatter_base(tensors[0], inputs[0], options);
         std::vector<std::vector<at::Tensor>> lists = {inputs};
         return nccl_->reduce_scatter(tensors, lists, options);
       }
       case OpKind::kGather: {
+        auto tensors = read();
         std::vector<std::vector<at::Tensor>> lists;
-        if (getRank() == operation.peer) lists.push_back(outputs);
+        if (getRank() == operation.peer) lists.push_back(parts(operation, contiguous.out(operation.outputs)));
         c10d::GatherOptions options;
-        options.rootRank = operation.peer, options.timeout = timeout;
+        options.rootRank = operation.peer;
         return nccl_->gather(lists, tensors, options);
       }
       case OpKind::kScatter: {
+        auto tensors = written();
         std::vector<std::vector<at::Tensor>> lists;
-        if (getRank() == operation.peer) lists.push_back(inputs);
+        if (getRank() == operation.peer) lists.push_back(parts(operation, contiguous.in(operation.inputs)));
         c10d::ScatterOptions options;
-        options.rootRank = operation.peer, options.timeout = timeout;
+        options.rootRank = operation.peer;
         return nccl_->scatter(tensors, lists, options);
       }
       case OpKind::kAllToAll: {
+        auto inputs = contiguous.in(operation.inputs), outputs = contiguous.out(operation.outputs);
         auto input_splits = operation.input_splits, output_splits = operation.output_splits;
         c10d::AllToAllOptions options;
-        options.timeout = timeout;
         if (inputs.size() == 1 && outputs.size() == 1)
           return nccl_->alltoall_base(outputs[0], inputs[0], output_splits, input_splits, options);
         return nccl_->alltoall(outputs, inputs, options);
       }
-      case OpKind::kBarrier: {
-        c10d::BarrierOptions options;
-        options.timeout = timeout;
-        return nccl_->barrier(options);
-      }
-      case OpKind::kSend:
+      case OpKind::kSend: {
+        auto tensors = read();
         return nccl_->send(tensors, operation.peer, operation.tag);
-      case OpKind::kRecv:
+      }
+      case OpKind::kRecv: {
         if (operation.peer == kAnySource) break;
+        auto tensors = written();
         return nccl_->recv(tensors, operation.peer, operation.tag);
+      }
       case OpKind::kAllReduceSparse:
+      case OpKind::kBarrier:
       case OpKind::kScan:
       case OpKind::kNothing:
         break;
     }
-    throw InvalidArgument(text(to_string(operation.kind), ": NCCL has no such operation"), "Use backend shm or gloo");
+    throw InvalidArgument(text(to_string(operation.kind), ": NCCL has no such operation"),
+                          "Move the tensor to the CPU with .cpu()");
   }
 
-  const c10::intrusive_ptr<Nccl> nccl_;
+  // One tensor per rank, also of one tensor with room for all.
+  std::vector<at::Tensor> parts(const Operation& operation, std::vector<at::Tensor> tensors) const {
+    if (tensors.size() != 1 || getSize() == 1) return tensors;
+    const int64_t each = operation.tensor.numel();
+    if (tensors[0].numel() != each * getSize())
+      throw InvalidArgument(text(to_string(operation.kind), ": a tensor for all ranks has ", tensors[0].numel(),
+                                 " elements, and not ", getSize(), " times ", each));
+    std::vector<at::Tensor> all;
+    for (int r = 0; r < getSize(); ++r)
+      all.push_back(tensors[0].view({-1}).narrow(0, r * each, each).view(operation.tensor.sizes()));
+    return all;
+  }
+
+  const c10::intrusive_ptr<Backend> cpu_;
+  c10::intrusive_ptr<Nccl> nccl_;
   const std::string group_name_;
   const std::chrono::milliseconds timeout_;
   const std::function<void(const Backend*)> on_leave_;
   OperationCounters counters_;
-  bool left_ = false;
+  std::mutex mutex_;      // held while libtorch queues an operation
+  bool has_met_ = false;  // with the mutex
+  WorkPtr last_;          // with the mutex, until leave()
+  std::atomic<bool> left_{false}, ended_{false}, aborted_{false};
+  std::mutex watch_mutex_;
+  std::condition_variable watch_wakes_;
+  bool stop_watch_ = false;
+  std::thread guard_;
 };
 
 }  // namespace
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context) {
+  // Before libtorch reads them: to abort communicators and to go on, without a report for its own tools.
+  static std::once_flag once;
+  std::call_once(once, [] {
+    ::setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/0);
+    ::setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
+  });
+  const std::string name = context.options.inner.empty() ? "auto" : context.options.inner;
+  BackendContext half = context;
+  half.group.store_prefix += "/cpu";
+  half.options.inner.clear();
+  half.options.on_leave = nullptr;
+  half.options.for_pytorch = false;
+  auto cpu = create_backend(name, std::move(half));
+  if (!dynamic_cast<QueuedBackend*>(cpu.get()))
+    throw InvalidArgument(text("nccl:", name, " does not work: ", name, " does not take CPU tensors of all ranks"),
+                          "Use nccl, nccl:gloo or nccl:mpi");
   const auto options = Nccl::Options::create();
   options->timeout = context.group.timeout;
   const auto store = to_c10d(make_prefix_store(context.group.store, context.group.store_prefix + "/nccl"));
   return c10::make_intrusive<NcclBackend>(
-      context, c10::make_intrusive<Nccl>(store, context.group.rank, context.group.size, options));
+      context, std::move(cpu), c10::make_intrusive<Nccl>(store, context.group.rank, context.group.size, options));
 }
 
 std::string unavailable_reason() {
