@@ -88,12 +88,11 @@ class SecondCall final : public Keeper {
 // The call of a function: numbers the tensors that its operators save, and finds them again.
 class Call final : public Recomputation, public Keeper {
  public:
-  Call(const ActivationCheckpointOptions& options, Again again) : options_(options), again_(std::move(again)) {
-    if (options.preserve_rng_state) random_ = RandomNumbersGuard::state();
-  }
+  Call(const ActivationCheckpointOptions& options, Again again) : options_(options), again_(std::move(again)) {}
 
   // The arguments are saved as an operator would save them: for an outer call, so that it may leave them out.
   void save(const std::vector<at::Tensor>& arguments) {
+    if (options_.preserve_rng_state) random_ = RandomState::with_devices_of(arguments);
     for (const at::Tensor& tensor : arguments) {
       arguments_.emplace_back(tensor, /*is_output=*/false);
       at_start_.push_back({tensor, version_of(tensor)});
@@ -110,8 +109,7 @@ class Call final : public Recomputation, public Keeper {
         throw InvalidArgument("the function of activation_checkpoint() has changed an argument in place",
                               "Use an operator that returns a new tensor");
       }
-    if (random_.defined() && at::equal(random_, RandomNumbersGuard::state()))
-      random_ = at::Tensor();  // it has drawn none
+    if (random_ && random_->now() == *random_) random_.reset();  // it has drawn none
   }
 
   std::unique_ptr<engine::SavedVariableHooks> hooks() override;
@@ -143,9 +141,8 @@ class Call final : public Recomputation, public Keeper {
 
   const ActivationCheckpointOptions options_;
   const Again again_;
-  const at::ThreadLocalState state_;  // autocast and the like
-  at::Tensor
-      random_;  // the generator's state before the first call; undefined: nothing was drawn, or is to be the same
+  const at::ThreadLocalState state_;   // autocast and the like
+  std::optional<RandomState> random_;  // before the first call; none: nothing was drawn, or is to be the same
   std::vector<engine::SavedVariable> arguments_;
   std::vector<Found> at_start_;  // the arguments, during the first call
   bool has_ended_ = false;       // the first call; if the function runs backward() itself, the second comes before
@@ -205,7 +202,10 @@ void Call::recompute() {
   std::vector<at::Tensor> arguments;
   for (const auto& argument : arguments_) arguments.push_back(argument.unpack());
   std::optional<RandomNumbersGuard> same_random_numbers;
-  if (random_.defined()) same_random_numbers.emplace().set_state(random_);
+  if (random_) {
+    same_random_numbers.emplace(random_->now());
+    random_->set();
+  }
   const at::ThreadLocalStateGuard as_then(state_);
   const at::AutoGradMode with_grad(true);
   const WithoutAutocastCache without_cache;

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 
 #include <utility>
 
@@ -50,7 +51,7 @@ at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like) {
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
                                  size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks) {
   std::vector<Bucket> buckets, open;  // open: at most one of each dtype and owner
-  const auto dtype_of = [&](const Bucket& b) { return parameters[b.parameters[0]].tensor.scalar_type(); };
+  const auto first_of = [&](const Bucket& b) -> const at::Tensor& { return parameters[b.parameters[0]].tensor; };
   const auto filled = [&](const Bucket& b) {
     size_t sum = 0;
     for (const size_t index : b.parameters) sum += parameters[index].tensor.nbytes();
@@ -68,12 +69,12 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
       buckets.push_back({.parameters = {index}, .sparse = true});
       continue;
     }
-    if (tensor.nbytes() >= GradientBlocks::kLarge) {
+    if (tensor.is_cpu() && tensor.nbytes() >= GradientBlocks::kLarge) {
       buckets.push_back({.parameters = {index}, .large = true, .owner = parameters[index].owner});
       continue;
     }
     size_t i = 0;
-    while (i < open.size() && (dtype_of(open[i]) != tensor.scalar_type() || open[i].owner != owner)) ++i;
+    while (i < open.size() && (first_of(open[i]).scalar_type() != tensor.scalar_type() || open[i].owner != owner)) ++i;
     if (i < open.size() && filled(open[i]) + tensor.nbytes() > limit) {
       close(i);
       limit = bytes;
@@ -100,7 +101,9 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
     int64_t total = 0;
     for (const size_t index : bucket.parameters) total += padded(parameters[index].tensor);
     const auto count = static_cast<int64_t>(bucket.parameters.size());
-    bucket.flat = heap.zeros({total + count}, dtype_of(bucket));
+    const at::Tensor& first = first_of(bucket);
+    bucket.flat = first.is_cpu() ? heap.zeros({total + count}, first.scalar_type())
+                                 : at::zeros({total + count}, first.options().requires_grad(false));
     bucket.used = bucket.flat.narrow(0, total, count);
     bucket.elements = total;
     int64_t offset = 0;

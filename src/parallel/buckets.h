@@ -1,4 +1,4 @@
-// Buckets: flat tensors on the shared heap, each with the gradients of some parameters.
+// Buckets: flat tensors, on the shared heap or on the parameters' device, each with the gradients of some parameters.
 //
 //   | grad of p0 | pad | grad of p1 | pad | … | used: one number per parameter |
 //
@@ -6,8 +6,8 @@
 // no_sync() did. It is reduced with the gradients and becomes the share of ranks that reached the parameter, so it
 // costs no extra communication to find unused parameters.
 //
-// Small gradients share buckets; they are copied into their bucket if autograd made them elsewhere. A large gradient
-// (from GradientBlocks::kLarge on) has its own bucket. The bucket's memory is the block in which autograd made the
+// Small gradients share buckets; they are copied into their bucket if autograd made them elsewhere. A large gradient on
+// the CPU (from GradientBlocks::kLarge on) has its own bucket. The bucket's memory is the block in which autograd made the
 // gradient, if nobody else can reach that block; otherwise a value that backward has yet to read would be overwritten
 // by the average.
 //
@@ -21,7 +21,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <optional>
 #include <string>
@@ -41,7 +41,7 @@ struct Parameter {
   at::Tensor tensor;
   int owner = kEveryRank;  // the rank that keeps the average; if each host has one, that of this host
   bool sparse = false;     // its gradient is in coordinate format
-  c10::intrusive_ptr<torch::autograd::Node> accumulator;  // with a hook of ours; null if every rank is the owner
+  decltype(torch::autograd::Edge::function) accumulator;  // with a hook of ours; null if every rank is the owner
   at::Tensor view;     // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
   size_t bucket = 0;   // index
   int64_t offset = 0;  // of the view in the bucket, elements
@@ -69,7 +69,7 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor);
 // A tensor with the shape, dtype and such strides of `like`, at this place in memory, whose size cannot change.
 at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like);
 
-// Divides `order` into buckets of one dtype and owner each; buckets of small parameters have at most `first_bytes` (the first) or
+// All parameters are on the same device. Divides `order` into buckets of one dtype and owner each; buckets of small parameters have at most `first_bytes` (the first) or
 // `bytes`. A bucket's place in the list follows from its last parameter. Sets each parameter's view and bucket.
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
                                  size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks);

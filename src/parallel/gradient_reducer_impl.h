@@ -83,7 +83,9 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   // Whether a collective of its own tells which parameters were used; else buckets do.
   bool tells_shares_apart() const {
     return sharded() || hook || options.reduce_dtype ||  // in few bits, the marks might not add up to 1
-           std::any_of(buckets.begin(), buckets.end(), [](const Bucket& bucket) { return bucket.sparse; });
+           std::any_of(buckets.begin(), buckets.end(), [this](const Bucket& bucket) {
+             return bucket.sparse || !parameters[bucket.parameters[0]].tensor.is_cpu();  // no wait for a device
+           });
   }
   void begin_communication() {
     if (times.first_bucket == Clock::time_point()) times.first_bucket = Clock::now();

@@ -27,6 +27,7 @@ std::string signature(const std::vector<NamedTensor>& tensors, size_t index) {
   if (!tensor.is_contiguous()) words += text(" strides [", join(tensor.strides()), "]");
   if (!tensor.requires_grad()) words += " without gradient";
   if (tensor.is_meta()) words += " without values";
+  if (tensor.is_cuda()) words += " on a CUDA device";
   for (size_t earlier = 0; earlier < index; ++earlier)
     if (tensors[earlier].tensor.is_same(tensor)) words += text(" shared with ", tensors[earlier].name);
   return words;

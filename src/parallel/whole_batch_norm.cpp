@@ -186,10 +186,13 @@ Gradients plain_gradients(const Tensor& gradient, const Tensor& input, const Ten
   if (input.numel() == 0) {
     result = {.weight = at::zeros_like(mean), .bias = at::zeros_like(mean)};
   } else {
-    // In evaluation, libtorch's gradients of weight and bias are the sums that are needed here.
+    // In evaluation, libtorch's gradients of weight and bias are the sums that are needed here. The kernels of CUDA want
+    // what forward() has saved.
+    std::optional<Tensor> saved_mean, saved_deviation;
+    if (!input.is_cpu()) saved_mean = mean, saved_deviation = at::rsqrt(variance + eps);
     std::tie(std::ignore, result.weight, result.bias) =
         at::native_batch_norm_backward(gradient.contiguous(input.suggest_memory_format()), input, scale, mean, variance,
-                                       {}, {}, /*train=*/false, eps, {false, true, true});
+                                       saved_mean, saved_deviation, /*train=*/false, eps, {false, true, true});
   }
   if (!wants_input) return result;
   const Tensor sums = at::cat({result.bias, result.weight}).to(at::kDouble);

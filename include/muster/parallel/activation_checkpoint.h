@@ -6,8 +6,9 @@
 // Between forward and backward only the tensors among the arguments are kept, and what the function itself refers to.
 // Results and gradients are those of an ordinary call, to the bit, if the function computes the same both times:
 //   - It does not depend on what changes in between, and parameters that it uses are not changed in between.
-//   - Its random numbers come from the default CPU generator, whose state is set back for the second call. No other
-//     thread draws from that generator meanwhile: mind ranks that are threads.
+//   - Its random numbers come from libtorch's default generators: the CPU's, and those of the CUDA devices of the tensors
+//     among the arguments. Their states are set back for the second call. No other thread draws from them meanwhile: mind
+//     ranks that are threads.
 //   - It changes no argument in place. What it does besides computing happens twice: remote calls, the running statistics
 //     of BatchNorm, a hook that it registers.
 //
@@ -41,7 +42,7 @@
 namespace muster {
 
 struct ActivationCheckpointOptions {
-  bool preserve_rng_state = true;  // of the default CPU generator; false: the function draws no random numbers
+  bool preserve_rng_state = true;  // of the default generators; false: the function draws no random numbers
   // Ends the second call, by an exception, as soon as all is there that backward() needs: the last operators of the
   // function are not computed again. The function must be safe to leave at any operator, and the last operator that
   // keeps something must not be a torch::autograd::Function that saves its own result, which libtorch would leak.

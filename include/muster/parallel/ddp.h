@@ -22,11 +22,14 @@
 // backward() with create_graph averages as well: each .grad is a function of the parameters, and the backward() that goes
 // through it communicates. torch::autograd::grad() gives this rank's gradients.
 //
+// A module on a CUDA device needs a group of backend nccl. Its buckets are on the device, and its large gradients are copied
+// into buckets as the small ones are. Sparse gradients, `reproducible` and `mixed_precision` are for modules on the CPU.
+//
 // A DistributedDataParallel is not an nn::Module, because C++ modules have no common forward(). What belongs to the
 // module is reached through it: ddp->parameters(), ddp.module()->to(…), torch::save(ddp.module(), …).
 //
 // PyTorch's static_graph has no counterpart, because it is not needed: here, finding unused parameters costs nothing, or one
-// small collective with sparse gradients or a communication hook.
+// small collective of CPU tensors with sparse gradients, a communication hook or a module on a device.
 //
 // Results: the averaged gradients are equal to the bit on all ranks.
 // Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes);

@@ -118,6 +118,17 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     if (s.group.size() > 1 && parallel::is_shared(tensor))
       throw InvalidArgument(text("FullyShardedDataParallel has shared parameter ", name, " among the ranks"),
                             "Use FullyShardedDataParallel again, or make the module anew");
+  const at::Tensor& first = trainable[0].tensor;
+  for (const auto& [name, tensor] : tensors.parameters)
+    if (tensor.device() != first.device())
+      throw InvalidArgument(text(trainable[0].name, " is on ", first.device().str(), ", and ", name, " on ",
+                                 tensor.device().str(), ": a DistributedDataParallel is on one device"),
+                            "Move the module with to()");
+  if (!first.is_cpu() && (reproducible.shards != 0 || precision.param_dtype || precision.reduce_dtype))
+    throw InvalidArgument(text(trainable[0].name, " is on ", first.device().str(),
+                               ", and DdpOptions::", reproducible.shards != 0 ? "reproducible" : "mixed_precision",
+                               " is for modules on the CPU"),
+                          "Move the module with to(torch::kCPU), or leave the option out");
   if (reproducible.shards != 0) {
     s.shards.emplace(reproducible.shards, s.group);
     if (precision.reduce_dtype)

@@ -97,7 +97,7 @@ at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Te
   s.require_no_synchronized_norm("backward_by_shards(), because its batches depend on the number of ranks");
   s.gradients->before_forward();  // makes up for a backward() that threw
   const WithThreads with_threads(s.options.reproducible.threads);
-  parallel::RandomNumbersGuard random_numbers;
+  const parallel::RandomNumbersGuard random_numbers(parallel::RandomState::of_cpu());
   std::vector<at::Tensor> buffers_before;
   for (const auto& [name, buffer] : s.buffers) buffers_before.push_back(buffer.clone());
   const auto restore_buffers = [&] {
@@ -113,7 +113,7 @@ at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Te
   try {
     for (const int shard : s.shards->mine()) {
       restore_buffers();
-      random_numbers.set_seed(mixed_seed({s.options.reproducible.seed, step, static_cast<uint64_t>(shard)}));
+      parallel::set_cpu_seed(mixed_seed({s.options.reproducible.seed, step, static_cast<uint64_t>(shard)}));
       const at::Tensor value = s.with_copies([&] { return loss(shard); });
       if (!value.defined() || value.numel() != 1 || !value.requires_grad())
         throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
