@@ -31,17 +31,20 @@ using torch::Tensor;
 
 constexpr int kRanks = 2;
 
+// Where batches are put, in this thread.
+inline thread_local torch::Device batches_on = torch::kCPU;
+
 // libtorch's default generator is the process's, and ranks are threads: one at a time draws from it.
 inline std::mutex drawing;
 inline Tensor drawn(int rank, int step, torch::IntArrayRef sizes) {
   const std::lock_guard lock(drawing);
   torch::manual_seed(1000 * step + rank);
-  return torch::randn(sizes);
+  return torch::randn(sizes).to(batches_on);
 }
 inline Tensor words(int rank, int step, torch::IntArrayRef sizes, int64_t vocabulary) {
   const std::lock_guard lock(drawing);
   torch::manual_seed(1000 * step + rank);
-  return torch::randint(vocabulary, sizes);
+  return torch::randint(vocabulary, sizes).to(batches_on);
 }
 
 // --- models ---
