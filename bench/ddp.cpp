@@ -1,10 +1,10 @@
 // Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--sync ddp|barrier|none] [--hook power]
-// [--shards 8] [--optimizer adamw|zero|zero-backward].
+// [--shards 8] [--optimizer adamw|zero|zero-backward] [--device cuda].
 // One JSON object. With `barrier`, a barrier after each step is all that connects the ranks: no synchronisation can be
 // faster, because each step takes as long as the slower rank's. With --shards, gradients are the same to the bit on any
 // number of ranks; the batches of all ranks together are what is divided. With an --optimizer, the row has the bytes of the
 // optimizer states of all ranks together; `zero` divides AdamW's among the ranks, and `zero-backward` makes its steps in
-// backward().
+// backward(). With --device cuda, all ranks are on the first device, over NCCL.
 // The data are random, in Fashion-MNIST's shapes: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
 #include <torch/nn.h>
@@ -73,7 +73,7 @@ int64_t state_bytes(torch::optim::Optimizer& optimizer) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string name = "small", sync = "ddp", hook = "none", chosen = "sgd";
+  std::string name = "small", sync = "ddp", hook = "none", chosen = "sgd", device = "cpu";
   int steps = 200, batch = 64, warmup = 20, shards = 0;
   CLI::App app{"Data-parallel training over Muster"};
   app.add_option("--net", name)->check(CLI::IsMember({"small", "wide"}));
@@ -86,16 +86,19 @@ int main(int argc, char** argv) {
   app.add_option("--shards", shards, "of the global batch, with reproducible gradients; 0: as usual");
   app.add_option("--optimizer", chosen)->check(CLI::IsMember({"sgd", "adamw", "zero", "zero-backward"}));
   app.add_option("--warmup", warmup, "steps that are not measured");
+  app.add_option("--device", device)->check(CLI::IsMember({"cpu", "cuda"}));
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(1);
-  auto world = muster::init();
+  auto world = muster::init(muster::WorldOptions{.backend = device == "cuda" ? "nccl" : "auto"});
   torch::manual_seed(0);
   std::shared_ptr<Net> net;
   if (name == "small")
     net = std::make_shared<Small>();
   else
     net = std::make_shared<Wide>();
+  const torch::Device place = device == "cuda" ? torch::Device(torch::kCUDA, 0) : torch::Device(torch::kCPU);
+  net->to(place);
   std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
   if (sync == "ddp")
     ddp = std::make_unique<muster::DistributedDataParallel<Net>>(
@@ -104,8 +107,8 @@ int main(int argc, char** argv) {
     ddp->register_comm_hook(muster::comm_hooks::PowerSgd({.matrix_approximation_rank = 2, .start_iter = 2}));
   if (hook == "bf16") ddp->register_comm_hook(muster::comm_hooks::bf16_compress);
   const Optimizer optimizer = make_optimizer(chosen, *net, ddp.get());
-  const auto x = torch::rand({8192, 1, 28, 28});
-  const auto y = torch::randint(10, {8192});
+  const auto x = torch::rand({8192, 1, 28, 28}).to(place);
+  const auto y = torch::randint(10, {8192}).to(place);
 
   std::chrono::steady_clock::time_point start;
   for (int step = 0; step < steps + warmup; ++step) {
@@ -135,17 +138,18 @@ int main(int argc, char** argv) {
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const int64_t states = state_bytes(*optimizer);
   if (world.rank() == 0)
-    std::printf(R"({"bench": "ddp", "net": "%s", "impl": "%s", "ranks": %d, "samples_per_s": %.1f, "blocked": %.4f, )"
-                R"("state_mib": %.1f})"
-                "\n",
-                name.c_str(),
-                chosen != "sgd"  ? ("muster-" + chosen).c_str()
-                : shards > 0     ? "muster-reproducible"
-                : hook != "none" ? ("muster-" + hook).c_str()
-                : sync == "ddp"  ? "muster"
-                : sync == "none" ? "muster-nosync"
-                                 : "muster-barrier",
-                world.world_size(), steps * batch * world.world_size() / seconds,
-                std::chrono::duration<double>(world.group().stats().blocked).count() / seconds,
-                static_cast<double>(states) / (1 << 20));
+    std::printf(
+        R"({"bench": "ddp", "device": "%s", "net": "%s", "impl": "%s", "ranks": %d, "samples_per_s": %.1f, "blocked": %.4f, )"
+        R"("state_mib": %.1f})"
+        "\n",
+        device.c_str(), name.c_str(),
+        chosen != "sgd"  ? ("muster-" + chosen).c_str()
+        : shards > 0     ? "muster-reproducible"
+        : hook != "none" ? ("muster-" + hook).c_str()
+        : sync == "ddp"  ? "muster"
+        : sync == "none" ? "muster-nosync"
+                         : "muster-barrier",
+        world.world_size(), steps * batch * world.world_size() / seconds,
+        std::chrono::duration<double>(world.group().stats().blocked).count() / seconds,
+        static_cast<double>(states) / (1 << 20));
 }

@@ -1,5 +1,5 @@
 """PyTorch's DistributedDataParallel over Gloo. torchrun --nproc-per-node 2 ddp_torch.py --net small|wide [--no-sync] [--hook power]
-[--optimizer adamw|zero] [--backend gloo|muster].
+[--optimizer adamw|zero] [--backend gloo|muster|nccl].
 
 The same nets, data shapes, optimizer and steps as ../ddp.cpp. One JSON object.
 """
@@ -49,7 +49,7 @@ parser.add_argument("--batch", type=int, default=64)
 parser.add_argument("--no-sync", action="store_true")
 parser.add_argument("--hook", choices=["none", "power"], default="none")
 parser.add_argument("--optimizer", choices=["sgd", "adamw", "zero"], default="sgd")
-parser.add_argument("--backend", choices=["gloo", "muster"], default="gloo")
+parser.add_argument("--backend", choices=["gloo", "muster", "nccl"], default="gloo")
 parser.add_argument("--warmup", type=int, default=20)
 args = parser.parse_args()
 
@@ -59,18 +59,19 @@ if args.backend == "muster":
 dist.init_process_group(args.backend)
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-net = {"small": Small, "wide": Wide}[args.net]()
+device = "cuda:0" if args.backend == "nccl" else "cpu"
+net = {"small": Small, "wide": Wide}[args.net]().to(device)
 # The hook's later collectives begin in the order in which earlier ones end, which differs between ranks: with several buckets,
 # Gloo fails.
 one_bucket = {"bucket_cap_mb": 1000} if args.hook == "power" else {}
 model = net if args.no_sync else DistributedDataParallel(net, gradient_as_bucket_view=True, **one_bucket)
 if args.optimizer == "sgd":
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, fused=args.backend == "nccl")
 elif args.optimizer == "adamw":
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 else:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-x, y = torch.rand(8192, 1, 28, 28), torch.randint(10, (8192,))
+x, y = torch.rand(8192, 1, 28, 28).to(device), torch.randint(10, (8192,)).to(device)
 if args.hook == "power":
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -88,6 +89,6 @@ if rank == 0:
     impl = "pytorch-nosync" if args.no_sync else "pytorch-power" if args.hook == "power" else "pytorch"
     if args.optimizer != "sgd":
         impl = f"pytorch-{args.optimizer}-{args.backend}"
-    row = {"bench": "ddp", "net": args.net, "impl": impl, "ranks": world, "samples_per_s": round(args.steps * args.batch * world / seconds, 1)}
+    row = {"bench": "ddp", "device": device.split(":")[0], "net": args.net, "impl": impl, "ranks": world, "samples_per_s": round(args.steps * args.batch * world / seconds, 1)}
     print(json.dumps(row), flush=True)
 dist.destroy_process_group()

@@ -5,7 +5,7 @@ import time
 
 
 def row(bench, case, impl="torch", **figures):
-    rounded = {name: round(value, 3) for name, value in figures.items()}
+    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
     print(json.dumps({"bench": bench, "case": case, "impl": impl, **rounded}), flush=True)
 
 
