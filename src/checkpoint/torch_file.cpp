@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <memory>
@@ -31,13 +32,63 @@ using Tensors = std::map<std::string, at::Tensor>;
 
 constexpr const char* kSaveAgain = "Save it again with torch.save()";
 
+// The directories of a zip archive, which stand at its end: the one of 32 bits, and that of 64 bits before it. libtorch's
+// reader inflates a record before anybody can ask how large it becomes, so this looks whether there is a compressed one.
+class ZipDirectory {
+ public:
+  ZipDirectory(const UniqueFd& fd, uint64_t file_bytes) : fd_(fd), file_bytes_(file_bytes) {
+    constexpr uint64_t kEnd = 22, kMostComment = 0xffff, kLocator = 20;
+    const uint64_t begin = file_bytes - std::min(file_bytes, kEnd + kMostComment + kLocator);
+    const std::string tail = bytes(begin, file_bytes - begin);
+    const size_t end = tail.size() < kEnd ? std::string::npos : tail.rfind("PK\5\6", tail.size() - kEnd);
+    if (end == std::string::npos) return;
+    look_through(number<uint32_t>(tail, end + 16), number<uint32_t>(tail, end + 12));
+    if (end < kLocator || tail.compare(end - kLocator, 4, "PK\6\7") != 0) return;
+    const std::string large = bytes(number<uint64_t>(tail, end - kLocator + 8), 56);
+    if (large.size() == 56) look_through(number<uint64_t>(large, 48), number<uint64_t>(large, 40));
+  }
+  bool any_is_compressed() const { return any_is_compressed_; }
+
+ private:
+  template <typename Number>
+  static Number number(const std::string& bytes, size_t at) {
+    Number value;
+    std::memcpy(&value, bytes.data() + at, sizeof value);
+    return value;
+  }
+  std::string bytes(uint64_t begin, uint64_t count) const {
+    if (begin > file_bytes_ || count > file_bytes_ - begin) return {};
+    std::string all(count, 0);
+    for (size_t got = 0; got < all.size();) {
+      const ssize_t more = ::pread(fd_.get(), all.data() + got, all.size() - got, static_cast<off_t>(begin + got));
+      if (more <= 0) return {};
+      got += static_cast<size_t>(more);
+    }
+    return all;
+  }
+  void look_through(uint64_t begin, uint64_t count) {
+    constexpr size_t kEntry = 46;
+    const std::string all = bytes(begin, count);
+    for (size_t at = 0; at + kEntry <= all.size() && all.compare(at, 4, "PK\1\2") == 0;) {
+      any_is_compressed_ |= number<uint16_t>(all, at + 10) != 0;
+      at += kEntry + number<uint16_t>(all, at + 28) + number<uint16_t>(all, at + 30) + number<uint16_t>(all, at + 32);
+    }
+  }
+
+  const UniqueFd& fd_;
+  const uint64_t file_bytes_;
+  bool any_is_compressed_ = false;
+};
+
 // The records of a file, each of which is read at most once.
 class Records {
  public:
   explicit Records(std::string path) : path_(std::move(path)) {
-    open_to_read(path_, "", file_bytes_);
+    const UniqueFd fd = open_to_read(path_, "", file_bytes_);
     if (!is_torch_file(path_))
       throw CorruptError(text(path_, " is not a file of torch.save() of PyTorch 1.6 or later"), kSaveAgain);
+    if (ZipDirectory(fd, file_bytes_).any_is_compressed())
+      throw CorruptError(text(path_, " has a compressed record"), kSaveAgain);
     understood([&] { reader_ = std::make_unique<caffe2::serialize::PyTorchStreamReader>(path_); });
   }
 
@@ -45,9 +96,7 @@ class Records {
     if (!understood([&] { return reader_->hasRecord(name); })) return std::nullopt;
     const uint64_t bytes = understood([&] { return reader_->getRecordSize(name); });
     if (bytes > file_bytes_ - read_bytes_)
-      throw CorruptError(
-          text(path_, " has records of more bytes than the file: one is compressed, or lies within another"),
-          kSaveAgain);
+      throw CorruptError(text(path_, " has records of more bytes than the file: one lies within another"), kSaveAgain);
     read_bytes_ += bytes;
     const at::Tensor record = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
     if (bytes > 0) understood([&] { return reader_->getRecord(name, record.mutable_data_ptr(), bytes); });

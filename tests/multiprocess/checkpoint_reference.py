@@ -65,6 +65,10 @@ def odd(folder):
     plain = folder + "plain.pt"
     rewritten(plain, folder + "big.pt", changes={"byteorder": b"big"})
     rewritten(plain, folder + "compressed.pt", zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(folder + "bomb.pt", "w") as new:  # the reader inflates the version first
+        for name in old.namelist():
+            is_version = name.endswith("/version")
+            new.writestr(name, b"3\n" + b" " * (1 << 20) if is_version else old.read(name), zipfile.ZIP_DEFLATED if is_version else zipfile.ZIP_STORED)
     with open(plain, "rb") as old, open(folder + "cut.pt", "wb") as new:
         new.write(old.read()[:-30])
     # Two entries of the archive for the same bytes.
