@@ -9,6 +9,7 @@
 // wins.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -21,21 +22,28 @@ inline constexpr std::string_view kTemporaryEnding = ".tmp";
 
 class AtomicFile {
  public:
-  explicit AtomicFile(std::filesystem::path path);
+  // `front`: bytes at the beginning that write_front() writes later.
+  explicit AtomicFile(std::filesystem::path path, uint64_t front = 0);
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
   ~AtomicFile();  // removes the temporary file, unless commit() has renamed it
 
+  // Makes room for `bytes` in all, where the file system can: a full disk is known before anything is written.
+  void reserve(uint64_t bytes);
+  // The kernel begins to write to the disk meanwhile, so that commit() has less to wait for.
   void write(std::string_view bytes);
+  void write_front(std::string_view bytes);
   // `durable`: returns only when the file and its name would survive a crash of the machine.
   void commit(bool durable);
 
  private:
+  void write_at(uint64_t offset, std::string_view bytes);
   [[noreturn]] void fail(int error) const;
 
   std::filesystem::path path_;
   std::string temporary_;  // empty: there is none
   UniqueFd fd_;
+  uint64_t written_ = 0, begun_ = 0;  // where the next bytes go, and up to where the kernel has been told to write
 };
 
 void write_file(const std::filesystem::path& path, std::string_view bytes);

@@ -27,11 +27,7 @@ constexpr std::string_view kStart = R"({"__metadata__":{"checksum":")";
 constexpr size_t kDigits = 16, kDigitsAt = kHeaderAt + kStart.size();
 constexpr const char* kOlder = "The snapshot before it, if there is one, is used instead";
 
-std::vector<uint64_t> block_sums(std::string_view bytes) {
-  std::vector<uint64_t> sums;
-  for (size_t at = 0; at < bytes.size(); at += kBlockBytes) sums.push_back(checksum(bytes.substr(at, kBlockBytes)));
-  return sums;
-}
+uint64_t blocks_in(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
 
 std::string hexadecimal(uint64_t number) {
   std::string digits(kDigits, '0');
@@ -159,7 +155,7 @@ Place place_of(const json& about, std::map<std::string_view, const StoredTensor*
   if (place.dtype == at::ScalarType::Undefined)
     errors.fail(kHeaderAt, "tensor '", name, "' has the unknown dtype '", stored.dtype_in_file, "'");
   if (place.begin != begin || place.begin % c10::elementSize(place.dtype) != 0 ||
-      place.sums.size() != (place.end - place.begin + kBlockBytes - 1) / kBlockBytes)
+      place.sums.size() != blocks_in(place.end - place.begin))
     errors.fail(kHeaderAt, "tensor '", name, "' does not lie where the metadata place it");
   return place;
 }
@@ -183,48 +179,39 @@ std::vector<Place> places_of(const Head& head, const FileErrors& errors) {
   return places;
 }
 
-// Throws if the file is shorter or longer than the `said` bytes that its header names, or if a checksum is wrong.
-void verify(const std::vector<Place>& places, std::string_view bytes, uint64_t said, const FileErrors& errors) {
-  for (const auto& place : places) {
-    const auto name = place.entry.full_name();
-    if (place.end > bytes.size())
-      errors.fail(bytes.size(), "the file ends here, within tensor '", name, "' (bytes ", place.begin, " to ",
-                  place.end, "); it had ", said, " bytes");
-    for (size_t i = 0; i < place.sums.size(); ++i) {
-      const uint64_t from = place.begin + i * kBlockBytes, to = std::min(from + kBlockBytes, place.end);
-      if (checksum(bytes.substr(from, to - from)) != place.sums[i])
-        errors.fail(from, "tensor '", name, "' is not as it was written, somewhere in the ", to - from,
-                    " bytes from here");
-    }
-  }
-  if (bytes.size() > said) errors.fail(said, "the file had ", said, " bytes, and more follow");
+// Throws unless the file has the bytes that its header names.
+void check_length(const std::vector<Place>& places, uint64_t has, uint64_t had, const FileErrors& errors) {
+  if (has > had) errors.fail(had, "the file had ", had, " bytes, and more follow");
+  for (const auto& place : places)
+    if (place.end > has)
+      errors.fail(has, "the file ends here, within tensor '", place.entry.full_name(), "' (bytes ", place.begin, " to ",
+                  place.end, "); it had ", had, " bytes");
 }
 
-// Reads up to `size` bytes; fewer if the file ends first. Returns how many.
-size_t read_bytes(const UniqueFd& fd, const std::filesystem::path& path, char* to, size_t size) {
+// Reads up to `size` bytes from byte `at` on; fewer if the file ends first. Returns how many.
+size_t read_bytes(const UniqueFd& fd, const std::string& name, uint64_t at, char* to, size_t size) {
   size_t got = 0;
   while (got < size) {
-    const auto more = ::read(fd.get(), to + got, size - got);
+    const auto more = ::pread(fd.get(), to + got, size - got, static_cast<off_t>(at + got));
     if (more == 0) break;
     if (more > 0) {
       got += static_cast<size_t>(more);
     } else if (errno != EINTR) {
-      throw_errno(text("cannot read ", path.string()), kOlder);
+      throw_errno(text("cannot read ", name), kOlder);
     }
   }
   return got;
 }
 
 // A file's first bytes, up to the tensors if it is a container.
-std::string head_of_file(const std::filesystem::path& path, uint64_t& size) {
-  const UniqueFd fd = open_to_read(path, kOlder, size);
+std::string head_of_file(const UniqueFd& fd, const std::string& name, uint64_t size) {
   std::string bytes(kHeaderAt, 0);
-  bytes.resize(read_bytes(fd, path, bytes.data(), bytes.size()));
+  bytes.resize(read_bytes(fd, name, 0, bytes.data(), bytes.size()));
   if (bytes.size() == kHeaderAt) {
     uint64_t length = 0;
     std::memcpy(&length, bytes.data(), kHeaderAt);
-    bytes.resize(kHeaderAt + std::min({length, size - kHeaderAt, kMostHeaderBytes}));
-    bytes.resize(kHeaderAt + read_bytes(fd, path, bytes.data() + kHeaderAt, bytes.size() - kHeaderAt));
+    bytes.resize(kHeaderAt + std::min({length, size - std::min<uint64_t>(size, kHeaderAt), kMostHeaderBytes}));
+    bytes.resize(kHeaderAt + read_bytes(fd, name, kHeaderAt, bytes.data() + kHeaderAt, bytes.size() - kHeaderAt));
   }
   return bytes;
 }
@@ -242,91 +229,148 @@ Shard write_container(const std::filesystem::path& path, const About& about, Ent
                    [](const Entry& a, const Entry& b) { return comes_first(a.tensor, b.tensor); });
   json muster = header_of(about), tensors = json::object();
   muster["tensors"] = json::array();
-  uint64_t offset = 0;
+  uint64_t data_bytes = 0;
   for (const auto& entry : entries) {
-    const auto bytes = bytes_of(entry.tensor);
-    json described{{"item", entry.item}, {"name", entry.name},   {"kind", entry.kind},
-                   {"rank", entry.rank}, {"order", entry.order}, {"sums", block_sums(bytes)}};
+    constexpr uint64_t kWidest = ~uint64_t{0};  // a checksum with as many digits as any
+    json described{{"item", entry.item}, {"name", entry.name}, {"kind", entry.kind}, {"rank", entry.rank},
+                   {"order", entry.order}, {"sums", std::vector<uint64_t>(blocks_in(entry.tensor.nbytes()), kWidest)}};
     if (!has_name_in_files(entry.tensor.scalar_type())) described["dtype"] = c10::toString(entry.tensor.scalar_type());
     std::string key = entry.full_name();
     if (tensors.contains(key) || key == "__metadata__") {
       key += text("#", tensors.size());
       described["key"] = key;
     }
-    if (!tensors.emplace(key, description_of(entry.tensor, offset)).second)
+    if (!tensors.emplace(key, description_of(entry.tensor, data_bytes)).second)
       throw InvalidArgument(text("a snapshot would have two tensors '", key, "'"), "Rename an item");
     muster["tensors"].push_back(std::move(described));
-    offset += bytes.size();
+    data_bytes += entry.tensor.nbytes();
   }
+  muster["data_bytes"] = data_bytes;
+  const auto head_of_at_least = [&](size_t bytes) {
+    const json metadata{{"format", "pt"}, {"muster", dump(muster)}};
+    std::string header = std::string(kStart) + std::string(kDigits, '0') + "\"," + dump(metadata).substr(1);
+    header += tensors.empty() ? "}" : "," + dump(tensors).substr(1);
+    return head_from(std::move(header), bytes);
+  };
 
-  muster["data_bytes"] = offset;
-  const json metadata{{"format", "pt"}, {"muster", dump(muster)}};
-  std::string header = std::string(kStart) + std::string(kDigits, '0') + "\"," + dump(metadata).substr(1);
-  header += tensors.empty() ? "}" : "," + dump(tensors).substr(1);
-  std::string head = head_from(std::move(header));
+  // The head comes first in the file and is written last, so that each block is hashed when it is written.
+  const size_t head_bytes = head_of_at_least(0).size();
+  AtomicFile file(path, head_bytes);
+  file.reserve(head_bytes + data_bytes);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const auto bytes = bytes_of(entries[i].tensor);
+    std::vector<uint64_t> sums;
+    for (size_t at = 0; at < bytes.size(); at += kBlockBytes) {
+      const auto block = bytes.substr(at, kBlockBytes);
+      sums.push_back(checksum(block));
+      file.write(block);
+    }
+    muster["tensors"][i]["sums"] = std::move(sums);
+  }
+  std::string head = head_of_at_least(head_bytes);
   set_checksum(head);
-
-  AtomicFile file(path);
-  file.write(head);
-  for (const auto& entry : entries) file.write(bytes_of(entry.tensor));
+  file.write_front(head);
   file.commit(true);
-  return {.file = path.filename().string(), .bytes = head.size() + offset, .sum = sum_of_head(head)};
+  return {.file = path.filename().string(), .bytes = head.size() + data_bytes, .sum = sum_of_head(head)};
 }
 
-Container Container::read(const std::filesystem::path& path) {
+Container Container::open(const std::filesystem::path& path) {
   uint64_t size = 0;
-  const UniqueFd fd = open_to_read(path, kOlder, size);
-  at::Tensor bytes = at::empty({static_cast<int64_t>(size)}, at::kByte);
-  const size_t got = read_bytes(fd, path, static_cast<char*>(bytes.mutable_data_ptr()), size);
-  if (got < size) bytes = bytes.narrow(0, 0, static_cast<int64_t>(got));
-  Container container = parse(bytes_of(bytes), path.string(), true);
-  container.bytes_ = bytes;
-  for (size_t i = 0; i < container.entries_.size(); ++i) container.entries_[i] = container.entry_in(bytes, 0, i);
+  auto fd = std::make_shared<UniqueFd>(open_to_read(path, kOlder, size));
+  Container container = parse(head_of_file(*fd, path.string(), size), path.string(), size);
+  container.fd_ = std::move(fd);
   return container;
 }
 
-Container Container::directory(std::string_view head, const std::string& name) { return parse(head, name, false); }
+Container Container::directory(std::string_view head, const std::string& name) {
+  return parse(head, name, std::nullopt);
+}
 
-Container Container::parse(std::string_view bytes, const std::string& name, bool is_all) {
+Container Container::parse(std::string_view bytes, const std::string& name, std::optional<uint64_t> file_bytes) {
   const FileErrors errors(name, kOlder);
   const Head head = read_head(bytes, errors);
   return errors.understood([&] {
     Container container;
+    container.name_ = name;
+    container.head_ = head.bytes;
+    container.bytes_ = head.file_bytes();
+    container.sum_ = sum_of_head(head.bytes);
     container.about_ = about_of(head.muster, errors);
     const auto places = places_of(head, errors);
-    if (is_all) verify(places, bytes, head.file_bytes(), errors);
+    if (file_bytes) check_length(places, *file_bytes, head.file_bytes(), errors);
     for (const auto& place : places) {
+      for (size_t i = 0; i < place.sums.size(); ++i)
+        container.blocks_.push_back({place.begin + i * kBlockBytes, place.sums[i], container.entries_.size()});
       container.extents_.push_back({place.begin, place.end});
       container.entries_.push_back(place.entry);
       container.entries_.back().tensor = at::empty(place.sizes, at::TensorOptions(place.dtype).device(at::kMeta));
     }
-    container.sum_ = sum_of_head(head.bytes);
     return container;
   });
 }
 
-std::string_view Container::head() const {
-  return bytes_of(bytes_).substr(0, extents_.empty() ? bytes_.nbytes() : extents_[0].begin);
+size_t Container::block_at(uint64_t begin) const {
+  const auto found = std::lower_bound(blocks_.begin(), blocks_.end(), begin,
+                                      [](const Block& block, uint64_t at) { return block.begin < at; });
+  return static_cast<size_t>(found - blocks_.begin());
 }
 
-Entry Container::entry_in(const at::Tensor& bytes, uint64_t begin, size_t i) const {
+uint64_t Container::end_of(size_t block) const {
+  return block + 1 < blocks_.size() ? blocks_[block + 1].begin : bytes_;
+}
+
+// To nowhere if `to` is null.
+void Container::read_blocks(size_t first, size_t last, char* to) const {
+  const FileErrors errors(name_, kOlder);
+  const auto scratch = to ? nullptr : std::make_unique_for_overwrite<char[]>(kBlockBytes);
+  for (size_t next = first; first < last; first = next) {
+    while (next < last && end_of(next) - blocks_[first].begin <= kBlockBytes) ++next;
+    const uint64_t begin = blocks_[first].begin, bytes = end_of(next - 1) - begin;
+    char* const here = to ? to : scratch.get();
+    const size_t got = read_bytes(*fd_, name_, begin, here, bytes);
+    for (size_t i = first; i < next; ++i) {
+      const uint64_t from = blocks_[i].begin, end = end_of(i);
+      const auto name = [&] { return entries_[blocks_[i].entry].full_name(); };
+      if (end > begin + got)
+        errors.fail(begin + got, "the file ends here, within tensor '", name(), "'; it had ", bytes_, " bytes");
+      if (checksum({here + (from - begin), end - from}) != blocks_[i].sum)
+        errors.fail(from, "tensor '", name(), "' is not as it was written, somewhere in the ", end - from,
+                    " bytes from here");
+    }
+    if (to) to += bytes;
+  }
+}
+
+void Container::read(size_t first, size_t last, void* to) const {
+  if (first < last)
+    read_blocks(block_at(extents_[first].begin), block_at(extents_[last - 1].end), static_cast<char*>(to));
+}
+
+Entry Container::read(size_t i) const {
   Entry entry = entries_[i];
-  entry.tensor = view_of(bytes, extents_[i].begin - begin, entry.tensor.scalar_type(), entry.tensor.sizes());
+  entry.tensor = at::empty(entry.tensor.sizes(), entry.tensor.scalar_type());
+  read(i, i + 1, entry.tensor.mutable_data_ptr());
   return entry;
 }
 
-Container Container::outline(const std::filesystem::path& path) {
-  uint64_t size = 0;
-  const std::string head = head_of_file(path, size);
-  const FileErrors errors(path.string(), kOlder);
-  if (const uint64_t said = read_head(head, errors).file_bytes(); size != said)
-    errors.fail(std::min(size, said), "the file has ", size, " bytes, and had ", said);
-  return directory(head, path.string());
+void Container::verify(uint64_t part, uint64_t parts) const {
+  const auto begin_of = [&](uint64_t i) {
+    return i == parts ? blocks_.size() : block_at(head_.size() + (bytes_ - head_.size()) / parts * i);
+  };
+  read_blocks(begin_of(part), begin_of(part + 1), nullptr);
+}
+
+Entry Container::entry_in(const at::Tensor& bytes, size_t first, size_t i) const {
+  Entry entry = entries_[i];
+  entry.tensor = view_of(bytes, extents_[i].begin - extents_[first].begin, entry.tensor.scalar_type(),
+                         entry.tensor.sizes());
+  return entry;
 }
 
 About read_about(const std::filesystem::path& path) {
   uint64_t size = 0;
-  const std::string bytes = head_of_file(path, size);
+  const UniqueFd fd = open_to_read(path, kOlder, size);
+  const std::string bytes = head_of_file(fd, path.string(), size);
   const FileErrors errors(path.string(), kOlder);
   const Head head = read_head(bytes, errors);
   return errors.understood([&] { return about_of(head.muster, errors); });

@@ -15,7 +15,9 @@
 // Checksums are XXH3 (64 bits). A tensor has one per MiB, so that an error can name the MiB in which a bit has flipped.
 // "checksum" is that of the first 8 bytes and the header, with zeros in its own place.
 //
-// A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file.
+// A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file. It takes a
+// tensor's bytes from the file to where they are needed, a MiB at a time, and verifies each while it is in the cache. It does
+// not map the file: a disk that fails, or another program that shortens the file, would end the process.
 //
 // Errors: CorruptError names the file, the byte and, if the byte is in one, the tensor. Unavailable: the file cannot be
 // read or written. Thread-safety: values, and functions without state.
@@ -25,11 +27,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/fd.h"
 #include "checkpoint/entry.h"
 
 namespace muster::checkpoint {
@@ -60,6 +64,7 @@ Shard write_container(const std::filesystem::path& path, const About& about, Ent
 // Makes a head's checksum right. For tests that forge files.
 void set_checksum(std::string& head);
 
+// What is in a file, and the file if it is open. Copies share the open file.
 class Container {
  public:
   // Where an entry lies in the file. The next one begins at its end.
@@ -67,31 +72,46 @@ class Container {
     uint64_t begin = 0, end = 0;
   };
 
-  // Reads the whole file, and verifies every checksum.
-  static Container read(const std::filesystem::path& path);
-  // From the head() of a file that another rank has verified. The entries' tensors have no values: they are on the device
-  // "meta". `name`: for messages.
+  // Opens the file, verifies its header, and compares its length. The entries' tensors are on the device "meta".
+  static Container open(const std::filesystem::path& path);
+  // The same from the head() of a file that another rank has opened. `name`: for messages.
   static Container directory(std::string_view head, const std::string& name);
-  // The same from a file. Reads and verifies its header, and compares its length.
-  static Container outline(const std::filesystem::path& path);
 
   const About& about() const { return about_; }
   const Entries& entries() const { return entries_; }
   const std::vector<Extent>& extents() const { return extents_; }  // of the entries
-  const at::Tensor& bytes() const { return bytes_; }               // the file; undefined if this is a directory
-  std::string_view head() const;                                   // of a file that was read: up to the first tensor
+  const std::string& head() const { return head_; }                // the file up to the first tensor
+  uint64_t bytes() const { return bytes_; }                        // of the file
   uint64_t sum() const { return sum_; }                            // of the header
-  // Entry i with its values, from bytes of the file that begin at `begin`, and which it refers to.
-  Entry entry_in(const at::Tensor& bytes, uint64_t begin, size_t i) const;
+  bool is_open() const { return fd_ != nullptr; }
+
+  // Of an open file: reads the entries from `first` to before `last`, which lie in one piece, into the memory at `to`.
+  // CorruptError if a checksum is wrong; what is in the memory then is not said.
+  void read(size_t first, size_t last, void* to) const;
+  Entry read(size_t i) const;  // one entry with its values, in memory of their own
+  // Verifies one of `parts` parts of it, which have about as many bytes.
+  void verify(uint64_t part = 0, uint64_t parts = 1) const;
+  // Entry i with its values, from `bytes` of the file that begin with entry `first`, and which it refers to.
+  Entry entry_in(const at::Tensor& bytes, size_t first, size_t i) const;
 
  private:
-  static Container parse(std::string_view bytes, const std::string& name, bool is_all);
+  struct Block {
+    uint64_t begin = 0, sum = 0;
+    size_t entry = 0;
+  };
 
+  static Container parse(std::string_view bytes, const std::string& name, std::optional<uint64_t> file_bytes);
+  void read_blocks(size_t first, size_t last, char* to) const;
+  size_t block_at(uint64_t begin) const;  // the first that begins there or later
+  uint64_t end_of(size_t block) const;
+
+  std::string name_, head_;
   About about_;
   Entries entries_;
   std::vector<Extent> extents_;
-  at::Tensor bytes_;
-  uint64_t sum_ = 0;
+  std::vector<Block> blocks_;
+  uint64_t bytes_ = 0, sum_ = 0;
+  std::shared_ptr<UniqueFd> fd_;
 };
 
 // Reads and verifies a file's header, without its tensors.

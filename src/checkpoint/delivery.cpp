@@ -1,6 +1,10 @@
 #include "checkpoint/delivery.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 
 #include "base/text.h"
@@ -12,8 +16,9 @@
 namespace muster::checkpoint {
 namespace {
 
-constexpr uint64_t kTogether = uint64_t{16} << 20;        // bytes of small entries that travel together
-constexpr uint64_t kBetweenMeetings = uint64_t{1} << 30;  // bytes that travel before all ranks meet
+constexpr uint64_t kAlone = uint64_t{256} << 10;         // bytes of an entry that comes by itself
+constexpr uint64_t kTogether = uint64_t{4} << 20;        // and of smaller ones that come together
+constexpr int64_t kBetweenMeetings = int64_t{1} << 30;   // bytes that come before all ranks meet
 
 // `saved`, `ranks`: how many ranks there were, and are.
 void check_mode(const NamedItem& item, const Entry& entry, int saved, int ranks) {
@@ -102,53 +107,101 @@ uint64_t Delivery::plan() const {
   return checksum(all);
 }
 
+Delivery::Run Delivery::run_at(size_t file, size_t first) const {
+  const auto& slots = slots_[file];
+  const auto& extents = reading_.files()[file].container.extents();
+  const auto bytes_to = [&](size_t last) { return extents[last - 1].end - extents[first].begin; };
+  const auto is_large = [&](size_t i) { return extents[i].end - extents[i].begin >= kAlone; };
+  size_t last = first + 1;
+  if (!is_large(first))
+    while (last < slots.size() && slots[last].when == slots[first].when && slots[last].to == slots[first].to &&
+           !is_large(last) && bytes_to(last + 1) <= kTogether)
+      ++last;
+  return {file, first, last, static_cast<int64_t>(bytes_to(last))};
+}
+
+// Whether this rank gets or sends any of it.
+bool Delivery::takes_part(const Run& run) const {
+  const auto& slots = slots_[run.file];
+  if (reading_.all_have_all())
+    return std::any_of(slots.begin() + static_cast<std::ptrdiff_t>(run.first),
+                       slots.begin() + static_cast<std::ptrdiff_t>(run.last),
+                       [](const Slot& slot) { return slot.target != nullptr; });
+  const int to = slots[run.first].to;
+  return to == kEveryRank || to == here_.rank || reading_.files()[run.file].holder == here_.rank;
+}
+
+at::Tensor Delivery::memory_for(const Run& run) {
+  const Slot& slot = slots_[run.file][run.first];
+  if (run.last > run.first + 1 || slot.when != When::kInParts || !slot.target) return {};
+  return slot.target->item->item->memory_for(reading_.files()[run.file].container.entries()[run.first]);
+}
+
 Problem Delivery::deliver(When when, const Take& take) {
   Problem problem;
-  uint64_t moved = 0;
+  int64_t moved = 0;
   for (size_t f = 0; f < slots_.size(); ++f) {
-    const auto& slots = slots_[f];
-    const auto& file = reading_.files()[f];
-    const auto& extents = file.container.extents();
-    for (size_t first = 0, last = 0; first < slots.size(); first = last) {
-      last = first + 1;
-      if (slots[first].when != when) continue;
-      while (last < slots.size() && slots[last].when == when && slots[last].to == slots[first].to &&
-             extents[last].end - extents[first].begin <= kTogether)
-        ++last;
-      const at::Tensor bytes = move(file, slots[first].to, extents[first].begin, extents[last - 1].end);
-      moved += extents[last - 1].end - extents[first].begin;
+    for (size_t next = 0; next < slots_[f].size();) {
+      const Run run = run_at(f, next);
+      next = run.last;
+      if (slots_[f][run.first].when != when) continue;
+      moved += run.bytes;
       if (moved >= kBetweenMeetings) {  // so that no rank waits for the whole of what others get
         barrier(here_.collective);
         moved = 0;
       }
-      if (!bytes.defined() || problem) continue;
-      problem = problem_of([&] { hand_over(f, first, last, bytes, take); });
+      if (!takes_part(run)) continue;
+      at::Tensor own, bytes;
+      if (!problem) problem = problem_of([&] { own = memory_for(run); });
+      if (own.defined()) {
+        bytes = at::from_blob(own.mutable_data_ptr(), {run.bytes}, at::kByte);
+      } else if (when == When::kInOnePiece) {
+        bytes = at::empty({run.bytes}, at::kByte);
+      } else {
+        if (!scratch_.defined() || scratch_.numel() < run.bytes) scratch_ = at::empty({run.bytes}, at::kByte);
+        bytes = scratch_.narrow(0, 0, run.bytes);
+      }
+      const Problem of_move = move(run, bytes);
+      if (problem) continue;
+      problem = of_move;
+      if (!problem) problem = problem_of([&] { hand_over(run, own, bytes, take); });
     }
   }
   return problem;
 }
 
-// Returns the bytes on the ranks that need them; undefined on others.
-at::Tensor Delivery::move(const Reading::File& file, int to, uint64_t begin, uint64_t end) const {
-  const auto count = static_cast<int64_t>(end - begin);
-  at::Tensor mine;
-  if (file.holder == here_.rank) mine = file.container.bytes().narrow(0, static_cast<int64_t>(begin), count);
-  if (to == kEveryRank) return comm::broadcast_bytes(mine, count, file.holder, here_.collective);
-  if (to == file.holder) return mine;
-  if (here_.rank != file.holder && here_.rank != to) return {};
-  return comm::pass_bytes(mine, count, file.holder, to, here_.collective);
+// Collective for the ranks that take part, whatever goes wrong with the file.
+Problem Delivery::move(const Run& run, const at::Tensor& bytes) const {
+  const Reading::File& file = reading_.files()[run.file];
+  Problem problem;
+  if (reading_.all_have_all() || file.holder == here_.rank)
+    problem = problem_of([&] { file.container.read(run.first, run.last, bytes.mutable_data_ptr()); });
+  if (reading_.all_have_all()) return problem;
+  const int to = slots_[run.file][run.first].to;
+  if (to == kEveryRank)
+    comm::broadcast_bytes(bytes, file.holder, here_.collective);
+  else if (to != file.holder)
+    comm::pass_bytes(bytes, file.holder, to, here_.collective);
+  return problem;
 }
 
-void Delivery::hand_over(size_t file, size_t first, size_t last, const at::Tensor& bytes, const Take& take) const {
-  const Container& container = reading_.files()[file].container;
-  for (size_t i = first; i < last;) {
-    Target* const target = slots_[file][i].target;
+// `own`: the item's own memory with the only entry, if it has some.
+void Delivery::hand_over(const Run& run, const at::Tensor& own, const at::Tensor& bytes, const Take& take) const {
+  const Container& container = reading_.files()[run.file].container;
+  const auto& slots = slots_[run.file];
+  for (size_t i = run.first; i < run.last;) {
+    Target* const target = slots[i].target;
     Entries entries;
     std::vector<size_t> indices;
-    for (; i < last && slots_[file][i].target == target; ++i) {
+    for (; i < run.last && slots[i].target == target; ++i) {
       if (!target) continue;
-      entries.push_back(container.entry_in(bytes, container.extents()[first].begin, i));
-      indices.push_back(slots_[file][i].index);
+      if (own.defined()) {
+        entries.push_back(container.entries()[i]);
+        entries.back().tensor = own;
+      } else {
+        entries.push_back(container.entry_in(bytes, run.first, i));
+      }
+      indices.push_back(slots[i].index);
     }
     if (target) take(*target, std::move(entries), indices);
   }

@@ -1,4 +1,6 @@
-// Passes what the ranks have read of a snapshot to the ranks that need it.
+// Brings what is in a snapshot's files to the ranks that need it. If all ranks have the files open, each reads for itself.
+// Otherwise a file's holder reads, and sends. Large tensors come into the memory where they are to stay, if that can be; others
+// into memory that is used again for the next ones.
 //
 // Thread-safety: none.
 #pragma once
@@ -39,7 +41,8 @@ class Delivery {
   uint64_t plan() const;
 
   // Collective: moves the values of the entries that come then. `take` gets those that this rank needs, some at a time,
-  // with their indices among the target's entries. Returns what it throws, when all have been moved.
+  // with their indices among the target's entries. What comes in parts is gone after that, unless it lies in the item's own
+  // memory (Item::memory_for()). Returns what went wrong, when all have been moved.
   using Take = std::function<void(Target&, Entries&&, const std::vector<size_t>& indices)>;
   Problem deliver(When when, const Take& take);
 
@@ -54,13 +57,22 @@ class Delivery {
 
   Slot slot_of(const Entry& entry, const std::map<std::string, Target*>& by_name) const;
   void find_need(const Entry& entry, const std::map<const Target*, std::vector<Need>>& needs, Slot& slot) const;
-  at::Tensor move(const Reading::File& file, int to, uint64_t begin, uint64_t end) const;
-  void hand_over(size_t file, size_t first, size_t last, const at::Tensor& bytes, const Take& take) const;
+  // Entries of a file that come together: from `first` to before `last`.
+  struct Run {
+    size_t file = 0, first = 0, last = 0;
+    int64_t bytes = 0;
+  };
+  Run run_at(size_t file, size_t first) const;
+  bool takes_part(const Run& run) const;
+  at::Tensor memory_for(const Run& run);  // undefined if there is none but what hand_over() may use
+  Problem move(const Run& run, const at::Tensor& bytes) const;
+  void hand_over(const Run& run, const at::Tensor& own, const at::Tensor& bytes, const Take& take) const;
 
   const SnapshotPlace& here_;
   const Reading& reading_;
   std::deque<Target> targets_;
   std::vector<std::vector<Slot>> slots_;  // by file and entry
+  at::Tensor scratch_;
 };
 
 }  // namespace muster::checkpoint

@@ -60,25 +60,25 @@ std::string file_at(const std::string& path) {
   return folder.snapshot(snapshots_in(folder).front()).string();
 }
 
-// The files of a snapshot: the only one, or the shards. Verified, with values; or only their outlines.
-enum class Parts { kAll, kOutline };
-std::vector<Container> read_snapshot(const std::string& path, Parts parts) {
+// The files of a snapshot, open: the only one, or the shards.
+std::vector<Container> files_of_snapshot(const std::string& path) {
   std::vector<Container> files;
-  Container first = parts == Parts::kAll ? Container::read(path) : Container::outline(path);
+  Container first = Container::open(path);
   const About about = first.about();
   const fs::path folder = fs::path(path).parent_path();
-  for (size_t i = 0; i < about.shards.size(); ++i)
-    files.push_back(parts == Parts::kAll ? read_shard(folder, about, i) : outline_of_shard(folder, about, i));
+  for (size_t i = 0; i < about.shards.size(); ++i) files.push_back(open_shard(folder, about, i));
   if (files.empty()) files.push_back(std::move(first));
   return files;
 }
 
 // By name. A parameter and a buffer may have the same; the second is then called by its kind, too, and perhaps by a
 // number.
-Tensors tensors_in_snapshot(const std::string& path, Parts parts) {
+enum class With { kValues, kShapes };
+Tensors tensors_in_snapshot(const std::string& path, With with) {
   Tensors all;
-  for (const Container& each : read_snapshot(path, parts))
-    for (const Entry& entry : each.entries()) {
+  for (const Container& file : files_of_snapshot(path))
+    for (size_t i = 0; i < file.entries().size(); ++i) {
+      const Entry entry = with == With::kValues ? file.read(i) : file.entries()[i];
       std::string name = entry.full_name();
       for (int number = 1; !all.emplace(name, entry.tensor).second; ++number)
         name = text(entry.full_name(), " (", entry.kind, number == 1 ? "" : text(" ", number), ")");
@@ -90,7 +90,7 @@ Tensors tensors_in(const std::string& given) {
   const std::string path = file_at(given);
   if (is_torch_file(path)) return tensors_of_torch_file(path);
   const SafetensorsFile file(path);
-  if (is_snapshot(file)) return tensors_in_snapshot(path, Parts::kAll);
+  if (is_snapshot(file)) return tensors_in_snapshot(path, With::kValues);
   Tensors all;
   for (const std::string& name : file.names()) all.emplace(name, file.tensor(name));
   return all;
@@ -165,7 +165,7 @@ Inspection list(const std::string& path) {
   if (is_torch_file(file_at(path))) {
     add(tensors_of_torch_file(path));
   } else if (const SafetensorsFile file(path); is_snapshot(file)) {
-    add(tensors_in_snapshot(path, Parts::kOutline));
+    add(tensors_in_snapshot(path, With::kShapes));
   } else {
     for (const std::string& name : file.names()) forms[name] = file.form(name);
   }
@@ -193,7 +193,8 @@ Inspection verify(const std::vector<std::string>& paths) {
         words << path << ": can be read; it has no checksums\n";
         return;
       }
-      const auto files = read_snapshot(path, Parts::kAll);
+      const auto files = files_of_snapshot(path);
+      for (const Container& file : files) file.verify();
       words << path << ": good" << (files.size() > 1 ? text(", with ", files.size(), " shards") : "") << "\n";
     } catch (const Error& error) {
       words << words_for_error(error) << "\n";

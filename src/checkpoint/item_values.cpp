@@ -36,6 +36,11 @@ void put_values(const at::Tensor& to, const at::Tensor& values) {
   torch::autograd::impl::bump_version(to);
 }
 
+bool takes_bytes_of(const at::Tensor& saved, const at::Tensor& to) {
+  return to.defined() && to.layout() == at::kStrided && to.is_cpu() && to.is_contiguous() && !to.is_conj() &&
+         !to.is_neg() && to.scalar_type() == saved.scalar_type() && to.sizes() == saved.sizes();
+}
+
 at::Tensor without_values(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(at::kMeta).requires_grad(false));
 }

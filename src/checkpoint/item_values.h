@@ -26,6 +26,8 @@ void require_storable(const at::Tensor& tensor, const std::string& name);
 at::Tensor storable(const at::Tensor& tensor, const std::string& name);
 // Copies into a tensor of a module, with its dtype. What another rank owns is left to it.
 void put_values(const at::Tensor& to, const at::Tensor& values);
+// Whether a file's bytes of `saved` may be written into the tensor's memory as they are.
+bool takes_bytes_of(const at::Tensor& saved, const at::Tensor& to);
 // The same shape and dtype, on the device "meta".
 at::Tensor without_values(const at::Tensor& tensor);
 

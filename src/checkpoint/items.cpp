@@ -1,6 +1,7 @@
 #include "checkpoint/items.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <mutex>
@@ -61,9 +62,23 @@ class ModuleItem final : public Item {
 
   bool comes_in_parts(const Entry&) const override { return true; }
   void load(const Entries&) override { by_name_ = tensors_by_name(); }
-  void load_part(const Entries& entries) override {
-    for (const Entry& entry : entries) put_values(by_name_.at(key_of(entry)), entry.tensor);
+  at::Tensor memory_for(const Entry& entry) override {
+    const at::Tensor& here = by_name_.at(key_of(entry));
+    if (parallel::belongs_to_another_rank(here)) return {};
+    memory_ = parallel::unwatched(here).detach();
+    if (!takes_bytes_of(entry.tensor, memory_)) memory_.reset();
+    return memory_;
   }
+  void load_part(const Entries& entries) override {
+    for (const Entry& entry : entries) {
+      const at::Tensor& here = by_name_.at(key_of(entry));
+      if (memory_.defined() && entry.tensor.is_same(memory_))
+        torch::autograd::impl::bump_version(here);
+      else
+        put_values(here, entry.tensor);
+    }
+  }
+  void end_load() override { memory_.reset(); }
   std::string what_is_equal(bool) const override { return join(spread_over()); }
   std::set<int> spread_over() const override {
     std::set<int> ranks;
@@ -98,6 +113,7 @@ class ModuleItem final : public Item {
 
   torch::nn::Module& module_;
   std::map<Key, at::Tensor> by_name_;  // since load()
+  at::Tensor memory_;                  // what memory_for() has given last
 };
 
 class ArchiveItem final : public Item {

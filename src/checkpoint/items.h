@@ -45,6 +45,10 @@ class Item {
   virtual void check(const Entries&) const {}
   // Gets the entries that do not come in parts.
   virtual void load(const Entries& entries) = 0;
+  // After load(): memory for the values of one of the others, with its shape and dtype, contiguous, on the CPU. They will be
+  // written there, and load_part() gets this tensor. Undefined if there is none: then load_part() gets a tensor whose memory
+  // it must not keep.
+  virtual at::Tensor memory_for(const Entry&) { return {}; }
   // After load(): gets some of the others that this rank needs; may be called several times.
   virtual void load_part(const Entries&) {}
   // Nothing more comes.

@@ -151,6 +151,17 @@ class OptimizerItem final : public Item {
     if (!is_known_) load_archive(archive, load_);
   }
 
+  at::Tensor memory_for(const Entry& entry) override {
+    const auto [index, field_name] = place_in_state(entry, parameters_.size()).value();  // check() has accepted it
+    const at::Tensor& parameter = parameters_[index];
+    if (!parameter.is_cpu()) return {};
+    for (const Field& field : optim::fields_of(*optim::new_state_for(type_)))
+      if (field.name == field_name && field.number) return {};
+    memory_ = before_here(parameter, field_name);
+    if (!takes_bytes_of(entry.tensor, memory_)) memory_ = at::empty(entry.tensor.sizes(), entry.tensor.scalar_type());
+    return memory_;
+  }
+
   void load_part(const Entries& entries) override {
     for (const Entry& entry : entries) {
       const auto [index, field_name] = place_in_state(entry, parameters_.size()).value();  // check() has accepted it
@@ -161,12 +172,17 @@ class OptimizerItem final : public Item {
         if (field.name != field_name) continue;
         if (field.number)
           *field.number = number_in<int64_t>(entry);
+        else if (memory_.defined() && entry.tensor.is_same(memory_))
+          *field.tensor = std::exchange(memory_, {});
         else
           *field.tensor = with_values(before_here(parameter, field_name), entry.tensor, parameter.device());
       }
     }
   }
-  void end_load() override { before_.clear(); }
+  void end_load() override {
+    before_.clear();
+    memory_.reset();
+  }
 
   bool may_refuse() const override { return true; }
 
@@ -275,6 +291,7 @@ class OptimizerItem final : public Item {
   const bool is_known_;                                                // as optim::new_state_for() does
   std::vector<at::Tensor> parameters_;                                 // since load()
   std::decay_t<decltype(std::declval<Optimizer&>().state())> before_;  // the state before load(), until end_load()
+  at::Tensor memory_;                                                  // what memory_for() has given last
   const SaveFn save_ = [this](torch::serialize::OutputArchive& archive) {
     define_scratch_of_lbfgs(optimizer_);
     if (const auto* const sharded = dynamic_cast<const ShardedOptimizer*>(&optimizer_))

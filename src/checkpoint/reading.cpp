@@ -1,5 +1,6 @@
 #include "checkpoint/reading.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -7,11 +8,12 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "parallel/hosts.h"
 
 namespace muster::checkpoint {
 namespace {
 
-// A file that one rank has read and verified: what the others need to know of it.
+// A file that one rank has opened: what the others need to know of it.
 struct Offer {
   Problem problem;
   std::string head;  // as Container::head()
@@ -32,14 +34,6 @@ std::filesystem::path path_of_shard(const std::filesystem::path& folder, const S
   return folder / shard.file;
 }
 
-void check_is_shard(const Container& container, uint64_t bytes, const About& manifest, size_t index,
-                    const std::string& file) {
-  check_is(container.about(), manifest.steps, static_cast<int>(index), file);
-  const Shard& shard = manifest.shards[index];
-  if (bytes != shard.bytes || container.sum() != shard.sum)
-    throw CorruptError(text(file, ", byte 0: this is not the shard that the snapshot was made of"));
-}
-
 Problem refused_or_thrown(const Problem& problem) {
   if (problem.is(ErrorCode::kCorrupt) || problem.is(ErrorCode::kUnavailable)) return problem;
   throw_problem(problem);
@@ -47,13 +41,13 @@ Problem refused_or_thrown(const Problem& problem) {
 
 }  // namespace
 
-Problem Reading::read() {
+Problem Reading::open_and_verify() {
   const auto path = here_.folder.snapshot(steps_);
   std::optional<Container> file;
   Offer offer;
   if (here_.rank == 0) {
     offer.problem = problem_of([&] {
-      file = Container::read(path);
+      file = Container::open(path);
       const About& about = file->about();
       check_is(about, steps_, kShared, path.string());
       if (!about.shards.empty() && about.shards.size() != static_cast<size_t>(about.world_size))
@@ -65,32 +59,31 @@ Problem Reading::read() {
   if (offer.problem) return refused_or_thrown(offer.problem);
   if (!file) file = Container::directory(offer.head, path.string());
   about_ = file->about();
-  if (!about_.shards.empty()) return read_shards();
-  files_.push_back({0, std::move(*file)});
-  return {};
+  if (about_.shards.empty())
+    files_.push_back({0, std::move(*file)});
+  else if (Problem problem = open_shards())
+    return problem;
+  open_others();
+  return verify();
 }
 
-Container read_shard(const std::filesystem::path& folder, const About& manifest, size_t index) {
+Container open_shard(const std::filesystem::path& folder, const About& manifest, size_t index) {
   const auto path = path_of_shard(folder, manifest.shards[index]);
-  Container container = Container::read(path);
-  check_is_shard(container, container.bytes().nbytes(), manifest, index, path.string());
+  Container container = Container::open(path);
+  check_is(container.about(), manifest.steps, static_cast<int>(index), path.string());
+  const Shard& shard = manifest.shards[index];
+  if (container.bytes() != shard.bytes || container.sum() != shard.sum)
+    throw CorruptError(text(path.string(), ", byte 0: this is not the shard that the snapshot was made of"));
   return container;
 }
 
-Container outline_of_shard(const std::filesystem::path& folder, const About& manifest, size_t index) {
-  const auto path = path_of_shard(folder, manifest.shards[index]);
-  Container container = Container::outline(path);
-  check_is_shard(container, std::filesystem::file_size(path), manifest, index, path.string());
-  return container;
-}
-
-Problem Reading::read_shards() {
+Problem Reading::open_shards() {
   std::vector<Container> mine;
   std::vector<Offer> offers;
   for (auto i = static_cast<size_t>(here_.rank); i < about_.shards.size(); i += static_cast<size_t>(here_.size)) {
     Offer& offer = offers.emplace_back();
     offer.problem = problem_of([&] {
-      mine.push_back(read_shard(here_.folder.path(), about_, i));
+      mine.push_back(open_shard(here_.folder.path(), about_, i));
       offer.head = mine.back().head();
     });
     if (offer.problem) break;
@@ -106,6 +99,37 @@ Problem Reading::read_shards() {
     files_.push_back({holder, holder == here_.rank ? std::move(mine[of_holder])
                                                    : Container::directory(head, about_.shards[i].file)});
   }
+  return {};
+}
+
+void Reading::open_others() {
+  if (here_.size == 1 || parallel::hosts_of(here_.collective.group, World::current()).ranks.size() > 1) return;
+  std::vector<Container> others;
+  const bool has_all = !problem_of([&] {
+    for (size_t i = 0; i < files_.size(); ++i) {
+      if (files_[i].container.is_open()) continue;
+      others.push_back(about_.shards.empty() ? Container::open(here_.folder.snapshot(steps_))
+                                             : open_shard(here_.folder.path(), about_, i));
+      if (others.back().head() != files_[i].container.head()) throw CorruptError("this is another file");
+    }
+  });
+  const auto have = all_gather_object(has_all, here_.collective);
+  all_have_all_ = std::find(have.begin(), have.end(), false) == have.end();
+  if (!all_have_all_) return;
+  auto other = others.begin();
+  for (File& file : files_)
+    if (!file.container.is_open()) file.container = std::move(*other++);
+}
+
+Problem Reading::verify() const {
+  const auto part = all_have_all_ ? static_cast<uint64_t>(here_.rank) : 0;
+  const auto parts = all_have_all_ ? static_cast<uint64_t>(here_.size) : 1;
+  const auto found = problem_of([&] {
+    for (const File& file : files_)
+      if (file.container.is_open()) file.container.verify(part, parts);
+  });
+  for (const Problem& problem : all_gather_object(found, here_.collective))
+    if (problem) return refused_or_thrown(problem);
   return {};
 }
 

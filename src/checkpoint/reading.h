@@ -1,4 +1,6 @@
-// Reads and verifies the files of one snapshot, each on one rank. The other ranks learn what is in them.
+// Opens and verifies the files of one snapshot. Each file has a holder, a rank that has it open. The other ranks learn what
+// is in it. If all ranks are on one host, and each finds the same files in its folder, all have them open: then each verifies a part of
+// every file, and reads what it needs by itself.
 //
 // Thread-safety: none.
 #pragma once
@@ -14,35 +16,37 @@
 
 namespace muster::checkpoint {
 
-// Shard `index` of the snapshot that the manifest is about, verified. CorruptError, too, if it is another's.
-Container read_shard(const std::filesystem::path& folder, const About& manifest, size_t index);
-// Only its outline().
-Container outline_of_shard(const std::filesystem::path& folder, const About& manifest, size_t index);
+// Opens shard `index` of the snapshot that the manifest is about. CorruptError, too, if it is another's.
+Container open_shard(const std::filesystem::path& folder, const About& manifest, size_t index);
 
 class Reading {
  public:
   struct File {
-    int holder = 0;       // the rank that has read it
-    Container container;  // elsewhere only a directory
+    int holder = 0;
+    Container container;  // elsewhere only a directory, unless all have the files open
   };
 
   Reading(const SnapshotPlace& here, int64_t steps) : here_(here), steps_(steps) {}
 
-  // Collective. Rank 0 reads the only file, or the manifest; then rank r reads the shards of ranks r, r + size and so on.
+  // Collective. Rank 0 opens the only file, or the manifest; then rank r opens the shards of ranks r, r + size and so on.
   // Returns why the snapshot is refused; the same on all ranks. Throws a problem that an older one would have, too.
-  Problem read();
+  Problem open_and_verify();
 
   const About& about() const { return about_; }
   bool is_of_other_ranks() const { return about_.world_size != here_.size; }  // of another number of them
   const std::vector<File>& files() const { return files_; }
+  bool all_have_all() const { return all_have_all_; }  // open
 
  private:
-  Problem read_shards();
+  Problem open_shards();
+  void open_others();
+  Problem verify() const;
 
   const SnapshotPlace& here_;
   const int64_t steps_;
   About about_;
   std::vector<File> files_;
+  bool all_have_all_ = false;
 };
 
 }  // namespace muster::checkpoint

@@ -98,7 +98,7 @@ Restored restore(SnapshotPlace& here, Items& items) {
   bool generators_stay = false;
   for (const int64_t steps : candidates.steps) {
     Reading reading(here, steps);
-    if (const Problem problem = reading.read()) {
+    if (const Problem problem = reading.open_and_verify()) {
       if (here.rank == 0) {
         MUSTER_LOG(kWarning) << "the snapshot of step " << steps << " is refused: " << problem.what();
       }

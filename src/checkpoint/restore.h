@@ -1,9 +1,10 @@
 // All ranks together read the newest snapshot that is intact.
 //
-// Rank 0 names the candidates, the newest first. Each rank reads and verifies its file (reading.h). The ranks exchange the results and the files' directories, and use the snapshot only if it is
-// intact on all of them. Then each entry goes to the ranks that need it, from the one that has read it: first what an item
-// needs in one piece; then all items are checked; last come the tensors of modules and the states of optimizers, a few
-// megabytes at a time. So a rank needs memory for the files that it reads, and not for what others need.
+// Rank 0 names the candidates, the newest first. The ranks open and verify its files (reading.h), and use the snapshot only
+// if it is intact on all of them. Then each entry is read a second time, now into the memory of the ranks that need it
+// (delivery.h): first what an item needs in one piece; then all items are checked; last come the tensors of modules and
+// the states of optimizers. So no rank needs memory for a file. What is read the second time is verified again, and a file
+// that has changed meanwhile is a CorruptError.
 //
 // Thread-safety: none; collective.
 #pragma once

@@ -1,6 +1,6 @@
 #include "checkpoint/save.h"
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/copy.h"
 #include "base/log.h"
 #include "base/random.h"
 #include "base/text.h"
@@ -286,7 +287,6 @@ Collected collect(const SnapshotPlace& here, Items& items, bool sharded) {
 }
 
 void take_copies(Collected& collected, Copies& copies) {
-  const at::NoGradGuard no_grad;
   Copies taken;
   for (auto* const entries : {&collected.own, &collected.shared})
     for (Entry& entry : *entries) {
@@ -296,10 +296,8 @@ void take_copies(Collected& collected, Copies& copies) {
       if (const auto before = copies.find(key); before != copies.end()) copy = before->second;
       const bool fits =
           copy.defined() && copy.scalar_type() == entry.tensor.scalar_type() && copy.sizes() == entry.tensor.sizes();
-      if (fits)
-        copy.copy_(entry.tensor);
-      else
-        copy = entry.tensor.clone();
+      if (!fits) copy = at::empty(entry.tensor.sizes(), entry.tensor.scalar_type());
+      copy_bytes(copy.mutable_data_ptr(), entry.tensor.const_data_ptr(), entry.tensor.nbytes());
       entry.tensor = copy;
     }
   copies = std::move(taken);

@@ -125,8 +125,9 @@ json description_of(const at::Tensor& tensor, uint64_t begin) {
 
 bool has_name_in_files(at::ScalarType dtype) { return !name_in_files(dtype).empty(); }
 
-std::string head_from(std::string json) {
-  json.resize((kHeaderAt + json.size() + kAlignment - 1) / kAlignment * kAlignment - kHeaderAt, ' ');
+std::string head_from(std::string json, size_t at_least) {
+  const size_t size = std::max(kHeaderAt + json.size(), at_least);
+  json.resize((size + kAlignment - 1) / kAlignment * kAlignment - kHeaderAt, ' ');
   const uint64_t length = json.size();
   if (length > kMostHeaderBytes)
     throw InvalidArgument(

@@ -8,6 +8,8 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
 
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -28,6 +30,21 @@ json read_rank_error(const std::string& path) {
   bytes.resize(static_cast<size_t>(file.gcount()));
   auto document = json::parse(bytes, nullptr, false);
   return document.is_discarded() ? json(nullptr) : document;
+}
+
+json fields_of_rank(const Outcome& outcome) {
+  return {
+      {"host", outcome.host.empty() ? store::host_name() : outcome.host},
+      {"rank", outcome.first_failed_rank < 0 ? json(nullptr) : json(outcome.first_failed_rank)},
+      {"pid", outcome.pid == 0 ? json(nullptr) : json(outcome.pid)},
+      {"signal", outcome.signal == 0 ? json(nullptr) : json(outcome.signal)},
+      {"exception", outcome.exception_type.empty()
+                        ? json(nullptr)
+                        : json{{"type", outcome.exception_type}, {"text", outcome.exception_text}}},
+      {"stack", outcome.stack},
+      {"last_lines", outcome.last_lines},
+      {"last_operations", outcome.last_operations},
+  };
 }
 
 void remove_rank_errors(const std::set<std::string>& paths) {
@@ -68,25 +85,41 @@ std::optional<std::string> rank_error(const std::string& path) {
   return document.get<std::string>();
 }
 
+std::string rank_that_failed(const Outcome& outcome) {
+  return outcome.first_failed_rank < 0 ? ""
+                                       : fields_of_rank(outcome).dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+void take_rank_that_failed(const std::string& said, Outcome& outcome) {
+  const json document = json::parse(said, nullptr, false);
+  if (!document.is_object()) return;
+  Outcome with = outcome;
+  try {
+    with.host = document.at("host").get<std::string>();
+    with.first_failed_rank = document.at("rank").get<int>();
+    with.pid = document.at("pid").get<pid_t>();
+    if (const json& signal = document.at("signal"); !signal.is_null()) with.signal = signal.get<int>();
+    if (const json& exception = document.at("exception"); !exception.is_null()) {
+      with.exception_type = exception.at("type").get<std::string>();
+      with.exception_text = exception.at("text").get<std::string>();
+    }
+    with.stack = document.at("stack").get<std::vector<std::string>>();
+    with.last_lines = document.at("last_lines").get<std::vector<std::string>>();
+    with.last_operations = document.at("last_operations").get<std::vector<std::string>>();
+  } catch (const json::exception&) {
+    return;
+  }
+  outcome = std::move(with);
+}
+
 void write_error_file(const std::string& error_file, const Outcome& outcome, const std::string& job,
                       const std::string& own, const std::set<std::string>& paths) {
-  const json document{
-      {"job", job},
-      {"host", store::host_name()},
-      {"time", static_cast<int64_t>(::time(nullptr))},
-      {"status", outcome.status},
-      {"rank", outcome.first_failed_rank < 0 ? json(nullptr) : json(outcome.first_failed_rank)},
-      {"pid", outcome.pid == 0 ? json(nullptr) : json(outcome.pid)},
-      {"signal", outcome.signal == 0 ? json(nullptr) : json(outcome.signal)},
-      {"exception", outcome.exception_type.empty()
-                        ? json(nullptr)
-                        : json{{"type", outcome.exception_type}, {"text", outcome.exception_text}}},
-      {"stack", outcome.stack},
-      {"last_lines", outcome.last_lines},
-      {"last_operations", outcome.last_operations},
-      {"cause", outcome.cause},
-      {"rank_error", read_rank_error(own)},
-  };
+  json document = fields_of_rank(outcome);
+  document.update({{"job", job},
+                   {"time", static_cast<int64_t>(::time(nullptr))},
+                   {"status", outcome.status},
+                   {"cause", outcome.cause},
+                   {"rank_error", read_rank_error(own)}});
   const auto part = error_file + ".part";
   std::ofstream file(part, std::ios::binary | std::ios::trunc);
   file << document.dump(2, ' ', false, json::error_handler_t::replace) << '\n';

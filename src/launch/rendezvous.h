@@ -113,6 +113,7 @@ struct EpochEnd {
   int node = -1;      // whose
   int status = 0;     // of the job, if this was its last epoch
   std::string cause;  // for people; empty for kDone
+  std::string rank;   // rank_that_failed() (error_file.h); empty if none did
   bool last = false;  // whether the job ends with this epoch
 };
 

@@ -35,12 +35,13 @@ EpochEnd end_in(const Json& json) {
           .node = json.at("node"),
           .status = json.at("status"),
           .cause = json.at("cause"),
+          .rank = json.at("rank"),
           .last = json.at("last")};
 }
 
 std::string to_string(const EpochEnd& end) {
-  const Json json = {
-      {"kind", end.kind}, {"node", end.node}, {"status", end.status}, {"cause", end.cause}, {"last", end.last}};
+  const Json json = {{"kind", end.kind},   {"node", end.node}, {"status", end.status},
+                     {"cause", end.cause}, {"rank", end.rank}, {"last", end.last}};
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 

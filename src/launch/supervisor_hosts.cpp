@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/text.h"
+#include "launch/error_file.h"
 #include "launch/supervisor.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
@@ -189,6 +190,7 @@ void Supervisor::tell_hosts() {
                  .node = job_.node,
                  .status = how.status,
                  .cause = how.cause,
+                 .rank = rank_that_failed(how),
                  .last = stop_signal_ != 0 || now_.exec_error});
   } else {
     return;

@@ -8,8 +8,10 @@
 #include "launch/black_box_report.h"
 #include "launch/error_file.h"
 #include "launch/supervisor.h"
+#include "launch/text_table.h"
 #include "muster/base/error.h"
 #include "shm/black_box.h"
+#include "store/host_address.h"
 
 namespace muster::launch {
 namespace {
@@ -69,7 +71,9 @@ Outcome Supervisor::described(Failure failure) const {
   for (const auto& rank : ranks_->all())
     if (rank->pid == failure.pid && !rank->error_path.empty())
       failure.error = rank_error(rank->error_path).value_or("");
-  return describe(failure, operations_of(failure));
+  Outcome outcome = describe(failure, operations_of(failure));
+  outcome.host = store::host_name();
+  return outcome;
 }
 
 // Why the attempt ended, or ends, as far as is known.
@@ -79,8 +83,10 @@ Outcome Supervisor::cause() const {
   if (elsewhere && stop_signal_ == 0) {
     Outcome outcome;
     outcome.status = now_.end->status;
+    take_rank_that_failed(now_.end->rank, outcome);
+    const std::string host = outcome.host.empty() ? "" : text(" ('", printable(outcome.host), "')");
     outcome.cause = now_.end->kind == EpochEnd::Kind::kFailed || now_.end->kind == EpochEnd::Kind::kStopped
-                        ? text("on node ", now_.end->node, ": ", now_.end->cause)
+                        ? text("on node ", now_.end->node, host, ": ", now_.end->cause)
                         : text(now_.end->cause, '\n');
     return outcome;
   }

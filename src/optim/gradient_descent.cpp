@@ -101,6 +101,7 @@ void SGD::update_all(double lr, std::vector<Item>& items) const {
   };
   std::map<FusedKey<bool>, Group> groups;             // by whether buffers exist already
   std::unordered_set<const ParameterState*> waiting;  // in the groups
+  const bool has_momentum = options_.momentum != 0;
   const auto step_groups = [&] {
     for (auto& [key, group] : groups) {
       at::_fused_sgd_(group.parameters, group.gradients, group.buffers, options_.weight_decay, options_.momentum, lr,
@@ -117,7 +118,8 @@ void SGD::update_all(double lr, std::vector<Item>& items) const {
     const Tensor& buffer = item.state->kept[0];
     // It may be in the list twice. Then its buffer would be made twice, and a kernel of CUDA would make both steps at the
     // same time.
-    if ((!buffer.defined() || parameter.is_cuda()) && !waiting.insert(item.state).second) {
+    const bool makes_buffer = has_momentum && !buffer.defined();
+    if ((makes_buffer || parameter.is_cuda()) && !waiting.insert(item.state).second) {
       step_groups();
       waiting.insert(item.state);
     }
@@ -125,7 +127,6 @@ void SGD::update_all(double lr, std::vector<Item>& items) const {
       update_one(lr, item);
       continue;
     }
-    const bool has_momentum = options_.momentum != 0;
     Group& group = groups[fused_key(parameter, !has_momentum || buffer.defined())];
     group.parameters.push_back(parameter);
     group.gradients.push_back(item.gradient);

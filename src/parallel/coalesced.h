@@ -8,9 +8,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <map>
 #include <vector>
+
+#include "base/copy.h"
 
 namespace muster::parallel {
 
@@ -55,7 +56,7 @@ class CoalescedBytes {
   const at::Tensor& packed() {  // the buffer, with the tensors' bytes
     auto* at = buffer().mutable_data_ptr<uint8_t>();
     for (const at::Tensor& tensor : tensors_) {
-      if (tensor.nbytes() > 0) std::memcpy(at, tensor.const_data_ptr(), tensor.nbytes());
+      copy_bytes(at, tensor.const_data_ptr(), tensor.nbytes());
       at += tensor.nbytes();
     }
     return buffer_;
@@ -63,7 +64,7 @@ class CoalescedBytes {
   void unpack() const {
     const auto* at = buffer_.const_data_ptr<uint8_t>();
     for (const at::Tensor& tensor : tensors_) {
-      if (tensor.nbytes() > 0) std::memcpy(tensor.mutable_data_ptr(), at, tensor.nbytes());
+      copy_bytes(tensor.mutable_data_ptr(), at, tensor.nbytes());
       at += tensor.nbytes();
     }
   }

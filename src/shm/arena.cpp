@@ -63,6 +63,7 @@ void Arena::free(void* address) {
   const std::lock_guard lock(mutex_);
   const auto block = live_.find(offset_of(address));
   if (block == live_.end()) return;  // not a block of this arena: cannot happen through Heap
+  if (retired_.contains(block->first)) return;
   size_t offset = block->first, size = block->second;
   live_.erase(block);
   used_ -= size;
@@ -83,6 +84,15 @@ void Arena::free(void* address) {
   }
   insert_free(offset, size);
   trim();
+}
+
+void Arena::retire(const void* address) {
+  if (fork_count() != forks_ || !contains(address)) return;
+  const std::lock_guard lock(mutex_);
+  auto block = live_.upper_bound(offset_of(address));
+  if (block == live_.begin()) return;
+  --block;
+  if (offset_of(address) < block->first + block->second) retired_.insert(block->first);
 }
 
 void Arena::insert_free(size_t offset, size_t size) {

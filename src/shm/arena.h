@@ -31,6 +31,9 @@ class Arena {
   // At least `bytes`, aligned to kAlignment (from 64 KiB on, to a page). Unavailable if the arena or the host is full.
   void* allocate(size_t bytes);
   void free(void* address);
+  // The block that `address` is in is never given out again: a peer that has not noticed a failure may still write to it. Nothing
+  // happens if it is in none.
+  void retire(const void* address);
 
   int fd() const { return fd_.get(); }
   std::byte* base() const { return mapping_->data(); }
@@ -63,6 +66,7 @@ class Arena {
   std::map<size_t, size_t> free_by_offset_;  // offset -> size
   std::set<Run> free_by_size_;
   std::map<size_t, size_t> live_;  // offset -> size
+  std::set<size_t> retired_;       // offsets of live blocks
   size_t committed_ = 0, used_ = 0;
 };
 

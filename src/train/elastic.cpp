@@ -66,11 +66,8 @@ std::string from_rank(int root, std::string bytes) {
   const at::Tensor size = at::tensor({static_cast<int64_t>(bytes.size())}, at::kLong);
   broadcast(size, root);
   const auto count = size.item<int64_t>();
-  const at::Tensor mine =
-      at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size())}, at::TensorOptions(at::kByte));
-  const at::Tensor all = comm::broadcast_bytes(mine, count, root);
-  if (bytes.size() != static_cast<size_t>(count) || all.const_data_ptr() != bytes.data())
-    bytes.assign(static_cast<const char*>(all.const_data_ptr()), static_cast<size_t>(count));
+  bytes.resize(static_cast<size_t>(count));
+  comm::broadcast_bytes(at::from_blob(bytes.data(), {count}, at::TensorOptions(at::kByte)), root);
   return bytes;
 }
 

@@ -301,8 +301,31 @@ TEST_P(Groups, ThatAreReleasedLeaveNothingBehind) {
     EXPECT_LT(entries("/proc/self/fd"), descriptors + many);
     EXPECT_LT(entries("/proc/self/task"), threads + many);
     EXPECT_LT(mappings(), maps + many);
-    if (is_shm) {
-      EXPECT_LT(world.store().num_keys(), keys + many);
+    EXPECT_LT(world.store().num_keys(), keys + many);
+    barrier();
+  });
+}
+
+// A rank that is late may still write to a failed operation's tensor on the heap. So its memory is not another tensor's later,
+// although the group has gone.
+TEST_P(Groups, AFailedOperationsMemoryIsNotGivenAgain) {
+  run(2, [](World& world) {
+    if (world.group().backend_name() != "shm") return;  // no other rank writes to the heap
+    constexpr int64_t kMany = 1 << 20;
+    const auto address_of_new = [&] { return world.heap().empty({kMany}).const_data_ptr(); };
+    const void* failed = nullptr;
+    {
+      const Group group = world.new_group({0, 1});
+      const at::Tensor t = world.heap().zeros({kMany});
+      failed = t.const_data_ptr();
+      if (world.rank() == 0) {
+        EXPECT_THROW(all_reduce(t, {.group = group, .timeout = std::chrono::milliseconds(1)}), TimeoutError);
+      }
+      barrier();
+    }
+    world.new_group({0});
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(address_of_new() == failed, world.rank() == 1);  // rank 1 was in no operation
     }
     barrier();
   });

@@ -157,7 +157,7 @@ void parse_snapshot(Bytes bytes) {
   const MemoryFile on_disk(file);
   try {
     checkpoint::read_about(on_disk.path());
-    checkpoint::Container::read(on_disk.path());
+    checkpoint::Container::open(on_disk.path()).verify();
   } catch (const CorruptError&) {
   }
 }

@@ -14,7 +14,9 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <thread>
+#include <vector>
 
 #include "launch/environment.h"
 #include "multiprocess/job_test.h"
@@ -127,15 +129,34 @@ TEST_F(HostsMeet, RanksAreNumberedThroughAllHosts) {
 }
 
 TEST_F(HostsMeet, AFailureOnOneIsTheEndOfAllAndAllSayWhy) {
-  Process& first = start({"--nnodes", "3", "--node-rank", "0", "-n", "1"}, {"fail-until", "9", "2"});
-  Process& second = start({"--nnodes", "3", "--node-rank", "1", "-n", "1"}, {"fail-until", "9", "2"});
-  Process& third = start({"--nnodes", "3", "--node-rank", "2", "-n", "1"}, {"fail-until", "9", "2"});
-  for (Process* launcher : {&first, &second, &third}) {
-    EXPECT_EQ(launcher->finish(), 3) << launcher->err;
-    EXPECT_THAT(launcher->err,
+  const auto error = [](int node) {
+    return std::filesystem::temp_directory_path() / text("muster-error-", ::getpid(), "-", node, ".json");
+  };
+  std::vector<Process*> launchers;
+  for (int node = 0; node < 3; ++node)
+    launchers.push_back(&start({"--nnodes", "3", "--node-rank", text(node), "-n", "1", "--error-file", error(node)},
+                               {"fail-until", "9", "2"}));
+  std::vector<nlohmann::json> errors;
+  for (int node = 0; node < 3; ++node) {
+    Process& launcher = *launchers[static_cast<size_t>(node)];
+    EXPECT_EQ(launcher.finish(), 3) << launcher.err;
+    EXPECT_THAT(launcher.err,
                 AllOf(HasSubstr("rank 2 (pid "), HasSubstr("exited with status 3"), HasSubstr("no luck in attempt 0")));
+    std::ifstream in(error(node));
+    errors.push_back(nlohmann::json::parse(in, nullptr, false));
+    std::filesystem::remove(error(node));
   }
-  EXPECT_THAT(first.err, HasSubstr("on node 2: rank 2"));
+  EXPECT_THAT(launchers[0]->err, HasSubstr(text("on node 2 ('", store::host_name(), "'): rank 2")));
+  // The machines' form says the same everywhere, too.
+  for (const auto& each : errors) {
+    ASSERT_TRUE(each.is_object());
+    EXPECT_EQ(each["rank"], 2);
+    EXPECT_EQ(each["host"], store::host_name());
+    for (const char* const field : {"pid", "signal", "exception", "stack", "last_lines", "last_operations", "status"})
+      EXPECT_EQ(each[field], errors[2][field]) << field;
+    EXPECT_GT(each["pid"], 0);
+    EXPECT_THAT(each["last_lines"].dump(), HasSubstr("no luck in attempt 0"));
+  }
 }
 
 TEST_F(HostsMeet, TheyStartAgainTogether) {
@@ -355,7 +376,7 @@ TEST_F(Hosts, ASpareOfAJobThatFailsSaysWhy) {
   EXPECT_EQ(spare.wait(Deadline::after(milliseconds(700))), -1) << "it waits for a place";
   std::ofstream(file).close();
   for (Process* launcher : {&only, &spare}) EXPECT_EQ(launcher->finish(), 3) << launcher->err;
-  EXPECT_THAT(spare.err, AllOf(HasSubstr("the job has ended without this host"), HasSubstr("on node 0: rank 0 (pid ")));
+  EXPECT_THAT(spare.err, AllOf(HasSubstr("the job has ended without this host"), HasSubstr(text("on node 0 ('", store::host_name(), "'): rank 0 (pid "))));
   std::filesystem::remove(file);
 }
 

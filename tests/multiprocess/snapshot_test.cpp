@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <unistd.h>
 #include <torch/data/datasets/base.h>
 #include <torch/nn.h>
 #include <torch/optim/adam.h>
@@ -25,6 +26,7 @@
 #include "muster/optim/grad_scaler.h"
 #include "muster/optim/lr_scheduler.h"
 #include "support/forked.h"
+#include "support/full_run.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -258,6 +260,66 @@ TEST_F(SnapshotProcess, ADeathWhileWritingLeavesTheOldSnapshots) {
       for (const auto& entry : fs::directory_iterator(folder / "snapshots"))
         EXPECT_NE(entry.path().extension(), ".tmp") << entry.path();
     }
+  }
+}
+
+// Ranks that do nothing but save are killed at any moment. The next ones find the newest snapshot that is complete: the last
+// that save() has returned for, or one that was complete before rank 0 could say so. All of its numbers are those of its step.
+TEST_F(SnapshotProcess, AKillWhileSavingCostsAtMostTheSnapshotUnderWay) {
+  const int kills = full_run() ? 200 : 12;
+  std::mt19937 random(11);
+  struct Last {
+    int64_t saved = 0, more = 0;  // as far as the ranks had told; and how many more may be complete
+  };
+  std::map<bool, Last> last;
+  for (int i = 0; i < kills; ++i) {
+    const bool sharded = i % 2 == 0, asynchronous = i % 3 == 0;
+    SCOPED_TRACE(text("kill ", i, sharded ? ", sharded" : "", asynchronous ? ", asynchronous" : ""));
+    const auto folder = folder_ / (sharded ? "sharded" : "whole");  // each goes on where the one before it was killed
+    const SharedNumbers numbers(3);
+    std::atomic<int64_t>&restored = numbers[0], &saved = numbers[1], &wrong = numbers[2];
+    restored = -1;
+    const ForkedJob job;
+    ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
+      auto world = job.join(rank, kRanks, {.timeout = kPatience});
+      const World::Scope scope(world);
+      torch::nn::Sequential net(torch::nn::Linear(300, 300), torch::nn::Linear(300, 900));
+      const auto set_all = [&](double value) {
+        const torch::NoGradGuard no_grad;
+        for (auto& parameter : net->parameters()) parameter.fill_(value);
+      };
+      set_all(0);
+      try {
+        Snapshot snapshot({.folder = folder, .sharded = sharded, .asynchronous = asynchronous});
+        snapshot.add("model", net);
+        int64_t step = snapshot.restore();
+        for (const auto& parameter : net->parameters())
+          if (!parameter.eq(static_cast<double>(step)).all().item<bool>()) wrong = 1;
+        restored = step;
+        for (;;) {
+          set_all(static_cast<double>(++step));
+          snapshot.save(step);  // if it is asynchronous, the one before it is complete now
+          if (rank == 0) saved = asynchronous ? step - 1 : step;
+        }
+      } catch (const PeerLost&) {
+        return "lost";
+      } catch (const Aborted&) {
+        return "lost";
+      }
+    });
+    for (const auto deadline = patience(); restored < 0 || saved < restored + 2; ::usleep(1000))
+      ASSERT_FALSE(deadline.passed());
+    ::usleep(random() % 20'000);  // so that the kill may come at any moment of a save
+    const int struck = i % kRanks;
+    ranks.signal(struck, SIGKILL);
+    const auto ends = ranks.wait_all(patience());
+    EXPECT_EQ(ends[static_cast<size_t>(struck)].signal, SIGKILL);
+    EXPECT_EQ(ends[static_cast<size_t>(1 - struck)].said, "lost");
+    EXPECT_EQ(wrong, 0);
+    EXPECT_GE(restored, last[sharded].saved);
+    EXPECT_LE(restored, last[sharded].saved + last[sharded].more);
+    last[sharded] = {saved, asynchronous ? 2 : 1};
+    if (HasFailure()) return;
   }
 }
 

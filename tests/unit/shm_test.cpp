@@ -155,6 +155,25 @@ TEST(Arena, GivesBackToTheKernel) {
   arena.free(again);
 }
 
+TEST(Arena, ARetiredBlockIsNeverGivenAgain) {
+  Arena arena(1 << 20);
+  auto* const first = static_cast<std::byte*>(arena.allocate(400'000));
+  auto* const second = static_cast<std::byte*>(arena.allocate(400'000));
+  arena.retire(second + 5000);
+  arena.retire(second + 5000);
+  arena.retire(first - 1);  // in no block
+  arena.free(second);
+  arena.retire(arena.base() + arena.capacity() - 1);
+  EXPECT_GE(arena.used(), 800'000u);
+  EXPECT_THROW(arena.allocate(600'000), Unavailable);
+  arena.free(first);
+  for (int i = 0; i < 3; ++i) {
+    auto* const again = static_cast<std::byte*>(arena.allocate(400'000));
+    EXPECT_TRUE(again + 400'000 <= second || again >= second + 400'000);
+    arena.free(again);
+  }
+}
+
 TEST(Arena, RandomUseAgainstAModel) {
   Arena arena(16 << 20);
   std::mt19937 random(1);

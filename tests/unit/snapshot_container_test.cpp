@@ -17,6 +17,7 @@
 #include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <sstream>
 
 #include "base/text.h"
@@ -74,8 +75,16 @@ class SnapshotContainer : public testing::Test {
                       tensors.empty() ? "" : ",", tensors, "}"),
                  tail);
   }
+  static Entries all_of(const Container& file) {
+    Entries all;
+    for (size_t i = 0; i < file.entries().size(); ++i) all.push_back(file.read(i));
+    return all;
+  }
+  // Whether the values are read or only verified, the same is wrong.
   std::string refusal() {
-    return message_of<CorruptError>([&] { Container::read(path_); });
+    const auto words = message_of<CorruptError>([&] { Container::open(path_).verify(); });
+    EXPECT_EQ(message_of<CorruptError>([&] { all_of(Container::open(path_)); }), words);
+    return words;
   }
 
   fs::path folder_, path_;
@@ -93,8 +102,9 @@ TEST_F(SnapshotContainer, BringsBackEveryDtypeAndShape) {
   EXPECT_EQ(shard.bytes, fs::file_size(path_));
   EXPECT_EQ(shard.file, "step-7.snapshot.safetensors");
 
-  const Container read = Container::read(path_);
+  const Container read = Container::open(path_);
   EXPECT_EQ(read.sum(), shard.sum);
+  EXPECT_EQ(read.bytes(), shard.bytes);
   for (const About& about : {read.about(), read_about(path_)}) {
     EXPECT_EQ(about.steps, 7);
     EXPECT_EQ(about.world_size, 3);
@@ -108,7 +118,7 @@ TEST_F(SnapshotContainer, BringsBackEveryDtypeAndShape) {
   std::stable_sort(entries.begin(), entries.end(),
                    [](const Entry& a, const Entry& b) { return a.tensor.element_size() > b.tensor.element_size(); });
   for (size_t i = 0; i < entries.size(); ++i) {
-    const auto &before = entries[i], &after = read.entries()[i];
+    const Entry &before = entries[i], after = read.read(i);
     EXPECT_EQ(after.full_name(), before.full_name());
     EXPECT_EQ(after.kind, "tensor");
     EXPECT_EQ(after.order, 3);
@@ -125,7 +135,7 @@ TEST_F(SnapshotContainer, BringsBackEveryDtypeAndShape) {
 TEST_F(SnapshotContainer, TwoTensorsMayHaveOneName) {
   Entry number{.item = "__metadata__", .name = "", .kind = "number", .tensor = at::arange(2, at::kLong)};
   write_container(path_, {}, {entry("a", at::arange(3)), entry("a", at::arange(4)), number});
-  const Entries entries = Container::read(path_).entries();
+  const Entries entries = all_of(Container::open(path_));
   ASSERT_EQ(entries.size(), 3u);
   EXPECT_EQ(entries[0].full_name(), "model/a");
   EXPECT_EQ(entries[1].full_name(), "model/a");
@@ -151,8 +161,8 @@ TEST_F(SnapshotContainer, PythonReadsIt) {
 
 TEST_F(SnapshotContainer, ADirectoryNeedsNoMoreThanTheHead) {
   write_small();
-  const Container whole = Container::read(path_);
-  EXPECT_LT(whole.head().size(), whole.bytes().nbytes());
+  const Container whole = Container::open(path_);
+  EXPECT_LT(whole.head().size(), whole.bytes());
   const Container directory = Container::directory(whole.head(), "the head");
   ASSERT_EQ(directory.entries().size(), whole.entries().size());
   for (size_t i = 0; i < whole.entries().size(); ++i) {
@@ -160,18 +170,19 @@ TEST_F(SnapshotContainer, ADirectoryNeedsNoMoreThanTheHead) {
     EXPECT_TRUE(there.tensor.is_meta());
     EXPECT_EQ(there.full_name(), expected.full_name());
     EXPECT_EQ(there.tensor.sizes(), expected.tensor.sizes());
-    // A part of the file that begins at the entry.
-    const auto [begin, end] = directory.extents()[i];
-    const at::Tensor part =
-        whole.bytes().narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin)).clone();
-    EXPECT_TRUE(at::equal(directory.entry_in(part, begin, i).tensor, expected.tensor));
+    // The part of the file that begins with the entry.
+    const uint64_t begin = directory.extents()[i].begin;
+    const at::Tensor part = at::empty({static_cast<int64_t>(whole.bytes() - begin)}, at::kByte);
+    whole.read(i, whole.entries().size(), part.mutable_data_ptr());
+    for (size_t k = i; k < whole.entries().size(); ++k)
+      EXPECT_TRUE(at::equal(directory.entry_in(part, i, k).tensor, whole.read(k).tensor));
   }
 }
 
 TEST_F(SnapshotContainer, AFlipOfAnyByteIsFoundAndPlaced) {
   write_small();
   const std::string whole = read_file(path_);
-  const size_t data = Container::read(path_).head().size();
+  const size_t data = Container::open(path_).head().size();
   const auto name_at = [&](size_t byte) {
     return byte < data + 240 ? "'model/bias'" : byte < data + 240 + 40 ? "'model/weight'" : "'rank 1/model/index'";
   };
@@ -192,7 +203,6 @@ TEST_F(SnapshotContainer, AFlipOfAnyByteIsFoundAndPlaced) {
 TEST_F(SnapshotContainer, AFlipInALargeTensorIsPlacedInItsBlock) {
   write_container(path_, {.steps = 7},
                   {entry("first", at::arange(16, at::kFloat)), entry("large", at::rand({3 * (1 << 18) + 5}))});
-  const auto entries = Container::read(path_).entries();
   const auto offset = fs::file_size(path_) - (3 * (1 << 20) + 5 * sizeof(float));
   for (const size_t block : {0, 1, 2, 3}) {
     std::string bytes = read_file(path_);
@@ -203,6 +213,53 @@ TEST_F(SnapshotContainer, AFlipInALargeTensorIsPlacedInItsBlock) {
     EXPECT_CONTAINS(message, text("byte ", offset + block * (1 << 20), ": tensor 'model/large' is not as it was"));
     bytes[byte] = static_cast<char>(bytes[byte] ^ 4);
     write_file(path_, bytes);
+  }
+}
+
+// In a file of a usual size: tensors of a few bytes, and of several blocks.
+TEST_F(SnapshotContainer, AThousandFlippedBitsAndTwoHundredCutsAreNamed) {
+  Entries entries;
+  for (int64_t i = 0; i < 24; ++i) entries.push_back(entry(text("layer", i, ".weight"), at::rand({i * i * 97 + 1})));
+  entries.push_back(entry("embedding", at::rand({(1 << 18) + 3})));
+  write_container(path_, {.steps = 7}, entries);
+  const Container file = Container::open(path_);
+  const auto name_at = [&](uint64_t byte) {
+    for (size_t i = 0; i < file.extents().size(); ++i)
+      if (byte >= file.extents()[i].begin && byte < file.extents()[i].end)
+        return "'" + file.entries()[i].full_name() + "'";
+    return std::string("header");
+  };
+  std::mt19937_64 random(7);
+  std::fstream changing(path_, std::ios::binary | std::ios::in | std::ios::out);
+  for (int i = 0; i < 1000; ++i) {
+    // Every tenth one in the header.
+    const uint64_t byte = random() % (i % 10 == 0 ? file.head().size() : file.bytes());
+    const auto flip = [&] {
+      changing.seekg(static_cast<std::streamoff>(byte));
+      const int before = changing.get();
+      changing.seekp(static_cast<std::streamoff>(byte));
+      changing.put(static_cast<char>(before ^ 1 << i % 8)).flush();
+    };
+    flip();
+    const auto message = message_of<CorruptError>([&] { Container::open(path_).verify(); });
+    flip();
+    EXPECT_CONTAINS(message, path_.string() + ", byte ");
+    if (byte >= file.head().size()) {
+      EXPECT_CONTAINS(message, name_at(byte));
+    }
+    if (HasFailure()) FAIL() << "byte " << byte << ": " << message;
+  }
+  for (int i = 0; i < 200; ++i) {
+    const fs::path cut = folder_ / "cut";
+    const uint64_t bytes = random() % (i % 10 == 0 ? file.head().size() : file.bytes());
+    fs::copy_file(path_, cut, fs::copy_options::overwrite_existing);
+    fs::resize_file(cut, bytes);
+    const auto message = message_of<CorruptError>([&] { Container::open(cut).verify(); });
+    EXPECT_CONTAINS(message, text(cut.string(), ", byte ", bytes, ": the file ends here"));
+    if (bytes >= file.head().size()) {
+      EXPECT_CONTAINS(message, name_at(bytes));
+    }
+    if (HasFailure()) FAIL() << bytes << " bytes: " << message;
   }
 }
 
@@ -217,7 +274,7 @@ TEST_F(SnapshotContainer, AFileOfAnotherLengthIsRefused) {
   }
   EXPECT_CONTAINS(message_of<CorruptError>([&] {
                     write_file(path_, whole.substr(0, whole.size() - 50));
-                    Container::read(path_);
+                    Container::open(path_);
                   }),
                   "within tensor 'model/bias'");
   write_file(path_, whole + "x");
@@ -230,8 +287,8 @@ TEST_F(SnapshotContainer, AnotherFileIsRefused) {
   forge(R"({"version":3})");
   EXPECT_CONTAINS(refusal(), "byte 8: its format is version 3, and this Muster reads version 2");
   fs::remove(path_);
-  EXPECT_CONTAINS(message_of<Unavailable>([&] { Container::read(path_); }), "cannot read " + path_.string());
-  EXPECT_CONTAINS(message_of<Unavailable>([&] { Container::read(folder_); }), "cannot read " + folder_.string());
+  EXPECT_CONTAINS(message_of<Unavailable>([&] { Container::open(path_); }), "cannot read " + path_.string());
+  EXPECT_CONTAINS(message_of<Unavailable>([&] { Container::open(folder_); }), "cannot read " + folder_.string());
 }
 
 TEST_F(SnapshotContainer, AHeaderThatCannotBeIsRefusedThoughItsChecksumIsRight) {
@@ -249,10 +306,10 @@ TEST_F(SnapshotContainer, AHeaderThatCannotBeIsRefusedThoughItsChecksumIsRight) 
     return R"("m/w":{"dtype":")" + dtype + R"(","shape":)" + shape + R"(,"data_offsets":)" + offsets + "}";
   };
   forge(with_shard("step-7.shard"));
-  EXPECT_EQ(Container::read(path_).about().shards.size(), 1U);
+  EXPECT_EQ(Container::open(path_).about().shards.size(), 1U);
   const std::string sum = std::to_string(checksum(std::string(64, 0)));
   forge(about("[" + sum + "]"), tensor("F32", "[16]", "[0,64]"), 64);
-  EXPECT_EQ(Container::read(path_).entries().size(), 1U);  // forge() can make a valid file
+  EXPECT_EQ(Container::open(path_).entries().size(), 1U);  // forge() can make a valid file
   struct Case {
     std::string muster, tensors, words;
   };

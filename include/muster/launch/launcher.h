@@ -123,7 +123,8 @@ struct LaunchOptions {
 struct Outcome {
   int status = 0;              // for exit(3): 0, the first failing rank's status, or 128 + signal. 0 also if the user
                                // ended the job, and all ranks then ended with 0
-  int first_failed_rank = -1;  // -1: none failed here, or the user ended the job
+  int first_failed_rank = -1;  // on any host; -1: none failed, or the user ended the job
+  std::string host;            // where that rank ran
   int restarts = 0;            // how often the job started again
   pid_t pid = 0;               // of the first failed rank
   int signal = 0;              // that killed that rank, or by which the user ended the job; 0: none

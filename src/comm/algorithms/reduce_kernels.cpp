@@ -10,6 +10,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "base/copy.h"
 #include "comm/algorithms/reduce_kernels.h"
 
 #ifndef MUSTER_REDUCE_KERNELS_ONCE
@@ -177,7 +178,7 @@ HWY_INLINE void store_block(const float* from, Float16* to, size_t length) {
 
 template <typename T>
 HWY_INLINE void copy_to_others(std::span<std::byte* const> destinations, size_t start, const T* from, size_t length) {
-  for (size_t d = 1; d < destinations.size(); ++d) std::memcpy(at<T>(destinations[d], start), from, length * sizeof(T));
+  for (size_t d = 1; d < destinations.size(); ++d) copy_bytes(at<T>(destinations[d], start), from, length * sizeof(T));
 }
 
 // Bytes of one block of the accumulator: small beside the first-level cache, large beside the loop's overhead.

@@ -1,7 +1,5 @@
 #include "comm/api/broadcast_bytes.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <functional>
 
@@ -19,18 +17,14 @@ void in_pieces(const at::Tensor& all, const std::function<void(const at::Tensor&
 
 }  // namespace
 
-at::Tensor broadcast_bytes(const at::Tensor& bytes, int64_t count, int root, const CollectiveOptions& options) {
-  const Group group = options.group.resolved();
-  const at::Tensor all = group.rank() == root ? bytes.narrow(0, 0, count) : at::empty({count}, at::kByte);
-  in_pieces(all, [&](const at::Tensor& piece) { broadcast(piece, root, options); });
-  return all;
+void broadcast_bytes(const at::Tensor& bytes, int root, const CollectiveOptions& options) {
+  in_pieces(bytes, [&](const at::Tensor& piece) { broadcast(piece, root, options); });
 }
 
-at::Tensor pass_bytes(const at::Tensor& bytes, int64_t count, int from, int to, const CollectiveOptions& options) {
+void pass_bytes(const at::Tensor& bytes, int from, int to, const CollectiveOptions& options) {
   const Group group = options.group.resolved();
   const bool sends = group.rank() == from;
-  const at::Tensor all = sends ? bytes.narrow(0, 0, count) : at::empty({count}, at::kByte);
-  in_pieces(all, [&](const at::Tensor& piece) {
+  in_pieces(bytes, [&](const at::Tensor& piece) {
     backend_of(group).run({.kind = sends ? OpKind::kSend : OpKind::kRecv,
                            .peer = sends ? to : from,
                            .tag = kTag,
@@ -38,7 +32,6 @@ at::Tensor pass_bytes(const at::Tensor& bytes, int64_t count, int from, int to, 
                            .timeout = options.timeout,
                            .site = Site::current()});
   });
-  return sends ? at::Tensor() : all;
 }
 
 }  // namespace muster::comm

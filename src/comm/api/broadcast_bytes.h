@@ -12,12 +12,11 @@
 
 namespace muster::comm {
 
-// Returns the first `count` bytes of rank root's tensor (kByte; the others' may be undefined) on all ranks. All ranks must
-// give the same count. Errors: those of broadcast().
-at::Tensor broadcast_bytes(const at::Tensor& bytes, int64_t count, int root, const CollectiveOptions& options = {});
+// As broadcast(), of a tensor of bytes.
+void broadcast_bytes(const at::Tensor& bytes, int root, const CollectiveOptions& options = {});
 
-// Rank `from` gives a tensor (kByte), and rank `to` gets its first `count` bytes; both call it, and no other. Undefined on
-// rank `from`. Errors: those of send() and recv().
-at::Tensor pass_bytes(const at::Tensor& bytes, int64_t count, int from, int to, const CollectiveOptions& options = {});
+// Rank `to` gets into its tensor of bytes what rank `from` has in its own, of the same size. Both call it, and no other.
+// Errors: those of send() and recv().
+void pass_bytes(const at::Tensor& bytes, int from, int to, const CollectiveOptions& options = {});
 
 }  // namespace muster::comm

@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "muster/base/deadline.h"
@@ -68,6 +69,11 @@ class Wire {
   // The peers from which nothing more comes: they have left, or their connection broke. What they sent before can still
   // be received.
   virtual std::vector<int> gone() = 0;
+  // The store's keys that this rank has set for the wire, and those that the ranks wait for from each other.
+  struct Keys {
+    std::vector<std::string> own, of_all;
+  };
+  virtual Keys keys() const { return {}; }
   // Closes the wire. Transfers that wait and later ones get WireBroken, here and soon on peers that wait for this rank.
   virtual void close() = 0;
 };

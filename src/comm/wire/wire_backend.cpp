@@ -61,9 +61,11 @@ WireBackend::~WireBackend() { leave({}); }
 void WireBackend::leave_group(const std::string& cause) {
   const Aborted closing(text("group '", group_name(), "' is closing on rank ", shown(getRank())));
   const PeerLost ended(shown(getRank()), ::getpid(), text("rank ", shown(getRank()), " ended: ", cause));
+  bool leaves_in_order = false;
   {
     const std::lock_guard lock(state_mutex_);
     if (std::exchange(left_, true)) return;
+    leaves_in_order = cause.empty() && !failure_;
     if (!failure_) failure_ = cause.empty() ? std::make_exception_ptr(closing) : std::make_exception_ptr(ended);
     failure_known_.notify_all();
   }
@@ -72,10 +74,22 @@ void WireBackend::leave_group(const std::string& cause) {
     const store::CallsBy soon(Deadline::after(kFarewell));
     if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended));
     store_->set(key(text("left/", getRank())), "1");
+    if (leaves_in_order) erase_keys();
   } catch (const std::exception&) {
     // The process that serves the store has gone, so nobody could read the note.
   }
   wire_->close();
+}
+
+// A long job may make groups again and again. The keys of a group that has failed stay: a rank may still read them.
+void WireBackend::erase_keys() {
+  Wire::Keys keys = wire_->keys();
+  if (store_->add(key("gone"), 1) == getSize()) {  // all have left
+    keys.own.insert(keys.own.end(), keys.of_all.begin(), keys.of_all.end());
+    for (int r = 0; r < getSize(); ++r) keys.own.push_back(key(text("left/", r)));
+    keys.own.push_back(key("gone"));
+  }
+  for (const std::string& each : keys.own) store_->erase(each);
 }
 
 void WireBackend::end_threads() {

@@ -25,6 +25,8 @@
 //   left/<rank>    the rank left in order
 //   broke/<rank>   the rank runs; "timed out" if it will write the cause
 //
+// When all ranks have left in order, the last one erases what the group has in the store.
+//
 // A rank on this host whose process still runs is never lost: it will report to the store. A rank on another host that
 // reports nothing within kGrace is lost. After that the group fails for good, on all ranks, with that error. A rank
 // that is in no operation when a peer's connection ends does the same (look_after), so that the ranks that wait for it
@@ -131,6 +133,7 @@ class WireBackend final : public QueuedBackend {
   void look_after(int peer);
   void note_death(const std::vector<pid_t>& pids, pid_t dead);
   void post_fact(const std::string& fact);
+  void erase_keys();
   void post_broken(bool timed_out);
   std::string key(const std::string& name) const { return prefix_ + "/" + name; }
 

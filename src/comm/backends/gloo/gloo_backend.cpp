@@ -7,7 +7,9 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <set>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/env.h"
@@ -112,13 +114,49 @@ class GlooTransfer final : public Wire::Transfer {
   const int peer_;
 };
 
+// Notes the keys that Gloo sets.
+class NotingStore final : public c10d::PrefixStore {
+ public:
+  using PrefixStore::PrefixStore;
+  using PrefixStore::set;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    note(key);
+    PrefixStore::set(key, value);
+  }
+  void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<uint8_t>>& values) override {
+    for (const auto& key : keys) note(key);
+    PrefixStore::multiSet(keys, values);
+  }
+  void append(const std::string& key, const std::vector<uint8_t>& value) override {
+    note(key);
+    PrefixStore::append(key, value);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    note(key);
+    return PrefixStore::add(key, value);
+  }
+  std::vector<std::string> keys() const {
+    const std::lock_guard lock(mutex_);
+    return {keys_.begin(), keys_.end()};
+  }
+
+ private:
+  void note(const std::string& key) {
+    const std::lock_guard lock(mutex_);
+    keys_.insert(prefix_ + "/" + key);
+  }
+  mutable std::mutex mutex_;
+  std::set<std::string> keys_;
+};
+
 // A receive of Gloo's cannot be asked whether it is complete, and its timeout breaks connections. So one thread per
 // peer receives the short messages and puts them into a mailbox, where the rest of the wire waits for them. It also
 // notices when the connection ends.
 class GlooWire final : public Wire {
  public:
-  GlooWire(c10::intrusive_ptr<Gloo> gloo, int rank, int size)
-      : rank_(rank), mailbox_(std::make_shared<Mailbox>(static_cast<size_t>(size - 1))) {
+  GlooWire(c10::intrusive_ptr<Gloo> gloo, c10::intrusive_ptr<NotingStore> store, std::vector<std::string> connected,
+           int rank, int size)
+      : rank_(rank), store_(std::move(store)), connected_(std::move(connected)), mailbox_(std::make_shared<Mailbox>(static_cast<size_t>(size - 1))) {
     connections_->gloo = std::move(gloo);
     for (int peer = 0; peer < size; ++peer)
       if (peer != rank) threads_.push_back(start_thread("muster-mail", [this, peer] { receive_short_messages(peer); }));
@@ -157,6 +195,7 @@ class GlooWire final : public Wire {
   }
   int take(WireTag tag, std::byte* data, size_t bytes) override { return mailbox_->take(tag, data, bytes); }
   std::vector<int> gone() override { return mailbox_->gone(); }
+  Keys keys() const override { return {.own = store_->keys(), .of_all = connected_}; }
   void close() override {
     {
       const std::lock_guard lock(gone_mutex_);
@@ -213,6 +252,8 @@ class GlooWire final : public Wire {
   }
 
   const int rank_;
+  const c10::intrusive_ptr<NotingStore> store_;
+  const std::vector<std::string> connected_;  // keys that all ranks have waited for
   const std::shared_ptr<Connections> connections_ = std::make_shared<Connections>();
   const std::shared_ptr<Mailbox> mailbox_;
   std::mutex gone_mutex_;
@@ -239,7 +280,8 @@ c10::intrusive_ptr<Backend> create(const BackendContext& context) {
   const NoBrokenPipe no_broken_pipe;
   try {
     options->devices = {device_for(context)};
-    const auto store = to_c10d(make_prefix_store(context.group.store, context.group.store_prefix + "/gloo"));
+    const auto store =
+        c10::make_intrusive<NotingStore>(context.group.store_prefix + "/gloo", to_c10d(context.group.store));
     store->setTimeout(context.group.timeout);
     auto gloo = c10::make_intrusive<Gloo>(store, context.group.rank, context.group.size, options);
     // Wait until all ranks are connected. Otherwise one could leave while another still connects, and that would look
@@ -250,7 +292,8 @@ c10::intrusive_ptr<Backend> create(const BackendContext& context) {
     context.group.store->set(connected[static_cast<size_t>(context.group.rank)], "1");
     context.group.store->wait(connected, Deadline::after(context.group.timeout));
     return c10::make_intrusive<WireBackend>(
-        context, "gloo", std::make_unique<GlooWire>(std::move(gloo), context.group.rank, context.group.size));
+        context, "gloo",
+        std::make_unique<GlooWire>(std::move(gloo), store, connected, context.group.rank, context.group.size));
   } catch (const c10::Error& error) {
     throw Unavailable(
         text("Gloo could not connect the ranks of group '", context.group.name, "': ", error.what_without_backtrace()),

@@ -141,13 +141,9 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
     if (!channel_.failed())
       channel_.fail(AbortReason::kUnavailable, shown(getRank()),
                     text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
-    // A peer that has not noticed the failure yet may still write to tensors on the heap, so this keeps the tensor: its
-    // memory must not be given to another one.
-    const std::lock_guard lock(quarantine_mutex_);
-    if (operation.tensor.defined() && arena_ && arena_->contains(operation.tensor.const_data_ptr())) {
-      quarantine_.push_back(operation.tensor);
-      if (for_pytorch_) (void)new at::Tensor(operation.tensor);  // leaked: the heap is the process's, not the group's
-    }
+    // A peer that has not noticed the failure yet may still write to an all_reduce's tensor on the heap. Its memory must
+    // not be given to another tensor, even when this group is gone: the heap outlives it.
+    if (operation.tensor.defined() && arena_) arena_->retire(operation.tensor.const_data_ptr());
     throw;
   }
 }

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <atomic>
-#include <mutex>
 
 #include "comm/backends/shm/channel.h"
 #include "comm/backends/shm/collectives.h"
@@ -46,8 +45,6 @@ class ShmBackend final : public QueuedBackend {
 
   Channel channel_;
   const std::shared_ptr<shm::Arena> arena_;
-  std::mutex quarantine_mutex_;
-  std::vector<at::Tensor> quarantine_;
   Messages messages_;
 };
 
