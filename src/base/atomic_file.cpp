@@ -1,6 +1,8 @@
 #include "base/atomic_file.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -36,7 +38,12 @@ AtomicFile::~AtomicFile() {
 }
 
 void AtomicFile::reserve(uint64_t bytes) {
-  if (bytes == 0 || ::fallocate(fd_.get(), FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(bytes)) == 0) return;
+  struct statfs about {};
+  if (bytes == 0 || ::fstatfs(fd_.get(), &about) != 0 || about.f_type == BTRFS_SUPER_MAGIC) return;
+  int status;
+  do status = ::fallocate(fd_.get(), FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(bytes));
+  while (status != 0 && errno == EINTR);
+  if (status == 0) return;
   if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG) fail(errno);  // otherwise the file system cannot do it
 }
 

@@ -1,6 +1,7 @@
 #include "checkpoint/container.h"
 
 #include <ATen/ops/empty.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -203,6 +204,11 @@ size_t read_bytes(const UniqueFd& fd, const std::string& name, uint64_t at, char
   return got;
 }
 
+Container::Identity identity_of(const UniqueFd& fd) {
+  struct stat status {};
+  return ::fstat(fd.get(), &status) == 0 ? Container::Identity{status.st_dev, status.st_ino} : Container::Identity{};
+}
+
 // A file's first bytes, up to the tensors if it is a container.
 std::string head_of_file(const UniqueFd& fd, const std::string& name, uint64_t size) {
   std::string bytes(kHeaderAt, 0);
@@ -232,7 +238,8 @@ Shard write_container(const std::filesystem::path& path, const About& about, Ent
   uint64_t data_bytes = 0;
   for (const auto& entry : entries) {
     constexpr uint64_t kWidest = ~uint64_t{0};  // a checksum with as many digits as any
-    json described{{"item", entry.item}, {"name", entry.name}, {"kind", entry.kind}, {"rank", entry.rank},
+    json described{{"item", entry.item},   {"name", entry.name},
+                   {"kind", entry.kind},   {"rank", entry.rank},
                    {"order", entry.order}, {"sums", std::vector<uint64_t>(blocks_in(entry.tensor.nbytes()), kWidest)}};
     if (!has_name_in_files(entry.tensor.scalar_type())) described["dtype"] = c10::toString(entry.tensor.scalar_type());
     std::string key = entry.full_name();
@@ -278,8 +285,18 @@ Container Container::open(const std::filesystem::path& path) {
   uint64_t size = 0;
   auto fd = std::make_shared<UniqueFd>(open_to_read(path, kOlder, size));
   Container container = parse(head_of_file(*fd, path.string(), size), path.string(), size);
+  container.identity_ = identity_of(*fd);
   container.fd_ = std::move(fd);
   return container;
+}
+
+std::shared_ptr<UniqueFd> Container::file() const {
+  if (fd_) return fd_;
+  uint64_t size = 0;
+  auto fd = std::make_shared<UniqueFd>(open_to_read(name_, kOlder, size));
+  if (identity_of(*fd) != identity_ || size != bytes_)
+    throw CorruptError(text(name_, ", byte 0: this is not the file that was here before"), kOlder);
+  return fd;
 }
 
 Container Container::directory(std::string_view head, const std::string& name) {
@@ -322,12 +339,13 @@ uint64_t Container::end_of(size_t block) const {
 // To nowhere if `to` is null.
 void Container::read_blocks(size_t first, size_t last, char* to) const {
   const FileErrors errors(name_, kOlder);
+  const auto fd = file();
   const auto scratch = to ? nullptr : std::make_unique_for_overwrite<char[]>(kBlockBytes);
   for (size_t next = first; first < last; first = next) {
     while (next < last && end_of(next) - blocks_[first].begin <= kBlockBytes) ++next;
     const uint64_t begin = blocks_[first].begin, bytes = end_of(next - 1) - begin;
     char* const here = to ? to : scratch.get();
-    const size_t got = read_bytes(*fd_, name_, begin, here, bytes);
+    const size_t got = read_bytes(*fd, name_, begin, here, bytes);
     for (size_t i = first; i < next; ++i) {
       const uint64_t from = blocks_[i].begin, end = end_of(i);
       const auto name = [&] { return entries_[blocks_[i].entry].full_name(); };
@@ -362,8 +380,8 @@ void Container::verify(uint64_t part, uint64_t parts) const {
 
 Entry Container::entry_in(const at::Tensor& bytes, size_t first, size_t i) const {
   Entry entry = entries_[i];
-  entry.tensor = view_of(bytes, extents_[i].begin - extents_[first].begin, entry.tensor.scalar_type(),
-                         entry.tensor.sizes());
+  entry.tensor =
+      view_of(bytes, extents_[i].begin - extents_[first].begin, entry.tensor.scalar_type(), entry.tensor.sizes());
   return entry;
 }
 

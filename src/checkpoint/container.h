@@ -64,7 +64,7 @@ Shard write_container(const std::filesystem::path& path, const About& about, Ent
 // Makes a head's checksum right. For tests that forge files.
 void set_checksum(std::string& head);
 
-// What is in a file, and the file if it is open. Copies share the open file.
+// What is in a file, and how to read it.
 class Container {
  public:
   // Where an entry lies in the file. The next one begins at its end.
@@ -83,9 +83,17 @@ class Container {
   const std::string& head() const { return head_; }                // the file up to the first tensor
   uint64_t bytes() const { return bytes_; }                        // of the file
   uint64_t sum() const { return sum_; }                            // of the header
-  bool is_open() const { return fd_ != nullptr; }
+  // Which file it is, if this process has opened it; otherwise 0.
+  struct Identity {
+    uint64_t device = 0, inode = 0;
+    friend bool operator==(const Identity&, const Identity&) = default;
+  };
+  const Identity& identity() const { return identity_; }
+  bool is_open() const { return identity_.inode != 0; }
+  // Of many files only some may be open at a time: each read opens it again. CorruptError if it is another one then.
+  void open_for_each_read() { fd_.reset(); }
 
-  // Of an open file: reads the entries from `first` to before `last`, which lie in one piece, into the memory at `to`.
+  // Of a file that was opened: reads the entries from `first` to before `last`, which lie in one piece, into the memory at `to`.
   // CorruptError if a checksum is wrong; what is in the memory then is not said.
   void read(size_t first, size_t last, void* to) const;
   Entry read(size_t i) const;  // one entry with its values, in memory of their own
@@ -101,6 +109,7 @@ class Container {
   };
 
   static Container parse(std::string_view bytes, const std::string& name, std::optional<uint64_t> file_bytes);
+  std::shared_ptr<UniqueFd> file() const;
   void read_blocks(size_t first, size_t last, char* to) const;
   size_t block_at(uint64_t begin) const;  // the first that begins there or later
   uint64_t end_of(size_t block) const;
@@ -111,7 +120,8 @@ class Container {
   std::vector<Extent> extents_;
   std::vector<Block> blocks_;
   uint64_t bytes_ = 0, sum_ = 0;
-  std::shared_ptr<UniqueFd> fd_;
+  Identity identity_;
+  std::shared_ptr<UniqueFd> fd_;  // null: see open_for_each_read()
 };
 
 // Reads and verifies a file's header, without its tensors.

@@ -16,9 +16,9 @@
 namespace muster::checkpoint {
 namespace {
 
-constexpr uint64_t kAlone = uint64_t{256} << 10;         // bytes of an entry that comes by itself
-constexpr uint64_t kTogether = uint64_t{4} << 20;        // and of smaller ones that come together
-constexpr int64_t kBetweenMeetings = int64_t{1} << 30;   // bytes that come before all ranks meet
+constexpr uint64_t kAlone = uint64_t{256} << 10;        // bytes of an entry that comes by itself
+constexpr uint64_t kTogether = uint64_t{4} << 20;       // of smaller ones that come together, and of one message
+constexpr int64_t kBetweenMeetings = int64_t{1} << 30;  // bytes that come before all ranks meet
 
 // `saved`, `ranks`: how many ranks there were, and are.
 void check_mode(const NamedItem& item, const Entry& entry, int saved, int ranks) {
@@ -47,7 +47,7 @@ void put_in_order(Entries& entries) {
 }  // namespace
 
 Delivery::Delivery(const SnapshotPlace& here, const Reading& reading, const Items& items)
-    : here_(here), reading_(reading) {
+    : here_(here), reading_(reading), scratch_(at::empty({static_cast<int64_t>(kTogether)}, at::kByte)) {
   std::map<std::string, Target*> by_name;
   for (const NamedItem& item : items) by_name[item.name] = &targets_.emplace_back(Target{.item = &item});
   for (const auto& file : reading.files()) {
@@ -131,10 +131,18 @@ bool Delivery::takes_part(const Run& run) const {
   return to == kEveryRank || to == here_.rank || reading_.files()[run.file].holder == here_.rank;
 }
 
-at::Tensor Delivery::memory_for(const Run& run) {
+at::Tensor Delivery::memory_for(const Run& run, at::Tensor& own) {
   const Slot& slot = slots_[run.file][run.first];
-  if (run.last > run.first + 1 || slot.when != When::kInParts || !slot.target) return {};
-  return slot.target->item->item->memory_for(reading_.files()[run.file].container.entries()[run.first]);
+  if (slot.when == When::kInOnePiece) return at::empty({run.bytes}, at::kByte);
+  if (slot.target && run.last == run.first + 1)
+    own = slot.target->item->item->memory_for(reading_.files()[run.file].container.entries()[run.first]);
+  if (own.defined()) return at::from_blob(own.mutable_data_ptr(), {run.bytes}, at::kByte);
+  if (scratch_.numel() < run.bytes) {
+    scratch_.reset();
+    scratch_ = at::empty({static_cast<int64_t>(kTogether)}, at::kByte);  // if there is not more memory
+    scratch_ = at::empty({run.bytes}, at::kByte);
+  }
+  return scratch_.narrow(0, 0, run.bytes);
 }
 
 Problem Delivery::deliver(When when, const Take& take) {
@@ -150,18 +158,11 @@ Problem Delivery::deliver(When when, const Take& take) {
         barrier(here_.collective);
         moved = 0;
       }
-      if (!takes_part(run)) continue;
-      at::Tensor own, bytes;
-      if (!problem) problem = problem_of([&] { own = memory_for(run); });
-      if (own.defined()) {
-        bytes = at::from_blob(own.mutable_data_ptr(), {run.bytes}, at::kByte);
-      } else if (when == When::kInOnePiece) {
-        bytes = at::empty({run.bytes}, at::kByte);
-      } else {
-        if (!scratch_.defined() || scratch_.numel() < run.bytes) scratch_ = at::empty({run.bytes}, at::kByte);
-        bytes = scratch_.narrow(0, 0, run.bytes);
-      }
-      const Problem of_move = move(run, bytes);
+      if (!takes_part(run) || (problem && reading_.all_have_all())) continue;
+      at::Tensor own, bytes = scratch_;
+      if (!problem) problem = problem_of([&] { bytes = memory_for(run, own); });
+      if (problem && reading_.all_have_all()) continue;
+      const Problem of_move = move(run, problem ? scratch_ : bytes);
       if (problem) continue;
       problem = of_move;
       if (!problem) problem = problem_of([&] { hand_over(run, own, bytes, take); });
@@ -170,18 +171,23 @@ Problem Delivery::deliver(When when, const Take& take) {
   return problem;
 }
 
-// Collective for the ranks that take part, whatever goes wrong with the file.
+// Collective for the ranks that take part, whatever goes wrong with the file or with a rank's memory.
 Problem Delivery::move(const Run& run, const at::Tensor& bytes) const {
   const Reading::File& file = reading_.files()[run.file];
   Problem problem;
-  if (reading_.all_have_all() || file.holder == here_.rank)
+  if ((reading_.all_have_all() || file.holder == here_.rank) && bytes.numel() >= run.bytes)
     problem = problem_of([&] { file.container.read(run.first, run.last, bytes.mutable_data_ptr()); });
-  if (reading_.all_have_all()) return problem;
   const int to = slots_[run.file][run.first].to;
-  if (to == kEveryRank)
-    comm::broadcast_bytes(bytes, file.holder, here_.collective);
-  else if (to != file.holder)
-    comm::pass_bytes(bytes, file.holder, to, here_.collective);
+  if (reading_.all_have_all() || to == file.holder) return problem;
+  const int64_t together = kTogether;
+  for (int64_t at = 0; at < run.bytes; at += together) {
+    const int64_t count = std::min(together, run.bytes - at);
+    const at::Tensor piece = bytes.narrow(0, bytes.numel() >= run.bytes ? at : 0, count);
+    if (to == kEveryRank)
+      comm::broadcast_bytes(piece, file.holder, here_.collective);
+    else
+      comm::pass_bytes(piece, file.holder, to, here_.collective);
+  }
   return problem;
 }
 

@@ -1,6 +1,6 @@
 // Brings what is in a snapshot's files to the ranks that need it. If all ranks have the files open, each reads for itself.
-// Otherwise a file's holder reads, and sends. Large tensors come into the memory where they are to stay, if that can be; others
-// into memory that is used again for the next ones.
+// Otherwise a file's holder reads, and sends. Large tensors come into the memory where they are to stay, if that is contiguous
+// and on the CPU; others into memory that is used again for the next ones.
 //
 // Thread-safety: none.
 #pragma once
@@ -64,7 +64,9 @@ class Delivery {
   };
   Run run_at(size_t file, size_t first) const;
   bool takes_part(const Run& run) const;
-  at::Tensor memory_for(const Run& run);  // undefined if there is none but what hand_over() may use
+  // Where the bytes of a run come. `own`: if that is the item's own memory, the tensor in it.
+  at::Tensor memory_for(const Run& run, at::Tensor& own);
+  // `bytes` may be smaller than the run: then they are overwritten again and again.
   Problem move(const Run& run, const at::Tensor& bytes) const;
   void hand_over(const Run& run, const at::Tensor& own, const at::Tensor& bytes, const Take& take) const;
 
@@ -72,7 +74,7 @@ class Delivery {
   const Reading& reading_;
   std::deque<Target> targets_;
   std::vector<std::vector<Slot>> slots_;  // by file and entry
-  at::Tensor scratch_;
+  at::Tensor scratch_;                    // memory for what cannot come into the item's own; at least kTogether bytes
 };
 
 }  // namespace muster::checkpoint

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <limits>
@@ -19,6 +20,7 @@
 #include "base/utf8.h"
 #include "checkpoint/container.h"
 #include "checkpoint/folder.h"
+#include "checkpoint/problem.h"
 #include "checkpoint/reading.h"
 #include "checkpoint/torch_file.h"
 #include "launch/text_table.h"
@@ -60,13 +62,16 @@ std::string file_at(const std::string& path) {
   return folder.snapshot(snapshots_in(folder).front()).string();
 }
 
-// The files of a snapshot, open: the only one, or the shards.
+// The files of a snapshot: the only one, or the shards.
 std::vector<Container> files_of_snapshot(const std::string& path) {
   std::vector<Container> files;
   Container first = Container::open(path);
   const About about = first.about();
   const fs::path folder = fs::path(path).parent_path();
-  for (size_t i = 0; i < about.shards.size(); ++i) files.push_back(open_shard(folder, about, i));
+  for (size_t i = 0; i < about.shards.size(); ++i) {
+    files.push_back(open_shard(folder, about, i));
+    files.back().open_for_each_read();
+  }
   if (files.empty()) files.push_back(std::move(first));
   return files;
 }
@@ -277,9 +282,40 @@ std::string words_for_error(const std::exception& error) {
     what = torchs->what_without_backtrace();
     what = what.substr(0, what.find('\n'));
   }
-  if (dynamic_cast<const std::bad_alloc*>(&error) || what.find("DefaultCPUAllocator") != std::string_view::npos)
-    return "not enough memory";
+  if (is_lack_of_memory(error)) return "not enough memory";
   return launch::printable(what);
+}
+
+namespace {
+
+Inspection inspect(std::vector<std::string> words) {
+  const std::string command = words.empty() ? "" : words.front();
+  if (!words.empty()) words.erase(words.begin());
+  if (command == "ls" && words.size() == 1)
+    return checkpoint::list(words[0]);  // another file of this unit may have a list()
+  if (command == "verify" && !words.empty()) return verify(words);
+  if (command == "diff" && words.size() == 3) return diff(words[1], words[2], std::strtod(words[0].c_str(), nullptr));
+  if (command == "convert" && words.size() >= 4)
+    return convert({words.begin() + 3, words.end()}, words[2], {.prefix = words[0], .overwrites = words[1] == "1"});
+  throw InvalidArgument("muster-checkpoint is called by muster checkpoint", "See muster checkpoint --help");
+}
+
+}  // namespace
+
+Answer answer(std::vector<std::string> words) {
+  const auto failed = [](int status, const std::string& why) {
+    return Answer{.status = status, .err = "muster: " + why + "\n"};
+  };
+  try {
+    const Inspection result = inspect(std::move(words));
+    return {.status = result.good ? 0 : 1, .out = result.words};
+  } catch (const InvalidArgument& error) {
+    return failed(2, launch::printable(error.what()));
+  } catch (const Error& error) {
+    return failed(1, launch::printable(error.what()));
+  } catch (const std::exception& error) {
+    return failed(1, words_for_error(error));
+  }
 }
 
 }  // namespace muster::checkpoint

@@ -44,4 +44,13 @@ Inspection convert(const std::vector<std::string>& sources, const std::string& t
 // What went wrong, in one line for people.
 std::string words_for_error(const std::exception& error);
 
+// What the program muster-checkpoint answers: its status, standard output and standard error. Its arguments, which the muster
+// command has checked:
+//   ls PATH | verify PATH... | diff TOLERANCE A B | convert PREFIX OVERWRITES TARGET SOURCE...
+struct Answer {
+  int status = 0;
+  std::string out, err;
+};
+Answer answer(std::vector<std::string> words);
+
 }  // namespace muster::checkpoint

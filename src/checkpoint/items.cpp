@@ -47,14 +47,15 @@ class ModuleItem final : public Item {
   void check(const Entries& entries) const override {
     const auto here = tensors();
     for (size_t i = 0; i < std::max(entries.size(), here.size()); ++i) {
-      if (i < entries.size() && i < here.size() && entries[i].name == here[i].name) {
+      if (i < entries.size() && i < here.size() && entries[i].name == here[i].name && entries[i].kind == here[i].kind) {
         check_fits(entries[i], here[i].tensor);
       } else if (i < entries.size()) {
-        throw InvalidArgument(text("the snapshot has a tensor '", entries[i].full_name(), "' where the module has ",
-                                   i < here.size() ? text("'", here[i].name, "'") : "none"),
-                              kSameProgram);
+        throw InvalidArgument(
+            text("the snapshot has a ", entries[i].kind, " '", entries[i].full_name(), "' where the module has ",
+                 i < here.size() ? text("the ", here[i].kind, " '", here[i].name, "'") : "none"),
+            kSameProgram);
       } else {
-        throw InvalidArgument(text("the module has a tensor '", here[i].name, "' that the snapshot lacks"),
+        throw InvalidArgument(text("the module has a ", here[i].kind, " '", here[i].name, "' that the snapshot lacks"),
                               kSameProgram);
       }
     }

@@ -158,7 +158,11 @@ class OptimizerItem final : public Item {
     for (const Field& field : optim::fields_of(*optim::new_state_for(type_)))
       if (field.name == field_name && field.number) return {};
     memory_ = before_here(parameter, field_name);
-    if (!takes_bytes_of(entry.tensor, memory_)) memory_ = at::empty(entry.tensor.sizes(), entry.tensor.scalar_type());
+    if (fits(memory_, entry.tensor, parameter.device())) {
+      if (!takes_bytes_of(entry.tensor, memory_)) memory_.reset();  // load_part() copies
+    } else {
+      memory_ = at::empty(entry.tensor.sizes(), entry.tensor.scalar_type());
+    }
     return memory_;
   }
 
@@ -224,12 +228,15 @@ class OptimizerItem final : public Item {
       if (field.name == name && field.tensor) return *field.tensor;
     return {};
   }
+  static bool fits(const at::Tensor& before, const at::Tensor& values, c10::Device device) {
+    return before.defined() && before.layout() == at::kStrided && before.device() == device &&
+           before.sizes() == values.sizes() && before.scalar_type() == values.scalar_type();
+  }
   // In the memory of `before`, if it fits: that may be a file's (StateOffload).
   static at::Tensor with_values(const at::Tensor& before, const at::Tensor& values, c10::Device device) {
     const at::NoGradGuard no_grad;
-    const bool fits = before.defined() && before.layout() == at::kStrided && before.device() == device &&
-                      before.sizes() == values.sizes() && before.scalar_type() == values.scalar_type();
-    return fits ? at::Tensor(before).copy_(values) : values.to(device, values.scalar_type(), false, /*copy=*/true);
+    return fits(before, values, device) ? at::Tensor(before).copy_(values)
+                                        : values.to(device, values.scalar_type(), false, /*copy=*/true);
   }
 
   // The options as an archive, and the state field by field, so that ranks can have different parts of it.

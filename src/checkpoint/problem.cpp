@@ -4,10 +4,19 @@
 
 #include <exception>
 #include <new>
+#include <string_view>
 
 namespace muster::checkpoint {
 
+bool is_lack_of_memory(const std::exception& error) {
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         std::string_view(error.what()).find("DefaultCPUAllocator: ") != std::string_view::npos;
+}
+
 Problem problem_of(const std::function<void()>& fn) {
+  const auto lack_of_memory = [] {
+    return Problem{static_cast<int>(ErrorCode::kUnavailable), "there is not enough memory for the snapshot", {}};
+  };
   const auto invalid = [](std::string message) {
     return Problem{static_cast<int>(ErrorCode::kInvalidArgument), std::move(message), {}};
   };
@@ -17,11 +26,9 @@ Problem problem_of(const std::function<void()>& fn) {
   } catch (const Error& error) {
     return {static_cast<int>(error.code()), error.message(), error.advice()};
   } catch (const c10::Error& error) {
-    return invalid(error.what_without_backtrace());
-  } catch (const std::bad_alloc&) {
-    return {static_cast<int>(ErrorCode::kUnavailable), "there is not enough memory for the snapshot", {}};
+    return is_lack_of_memory(error) ? lack_of_memory() : invalid(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    return invalid(error.what());
+    return is_lack_of_memory(error) ? lack_of_memory() : invalid(error.what());
   } catch (...) {
     return invalid("an exception that is not a std::exception");
   }

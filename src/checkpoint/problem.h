@@ -4,6 +4,7 @@
 // Thread-safety: values.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <string>
 
@@ -23,8 +24,11 @@ struct Problem {
 };
 
 // Runs fn() and returns what it throws. An exception that is not Muster's counts as InvalidArgument (a save() or load()
-// of the user has failed), except std::bad_alloc, which counts as Unavailable.
+// of the user has failed), except a lack of memory, which counts as Unavailable.
 Problem problem_of(const std::function<void()>& fn);
+
+// Whether it says that memory does not suffice: std::bad_alloc, or libtorch's own.
+bool is_lack_of_memory(const std::exception& error);
 
 [[noreturn]] void throw_problem(const Problem& problem);
 

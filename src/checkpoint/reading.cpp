@@ -13,6 +13,8 @@
 namespace muster::checkpoint {
 namespace {
 
+constexpr size_t kFewFiles = 64;  // that may stay open
+
 // A file that one rank has opened: what the others need to know of it.
 struct Offer {
   Problem problem;
@@ -84,6 +86,7 @@ Problem Reading::open_shards() {
     Offer& offer = offers.emplace_back();
     offer.problem = problem_of([&] {
       mine.push_back(open_shard(here_.folder.path(), about_, i));
+      if (about_.shards.size() > kFewFiles) mine.back().open_for_each_read();
       offer.head = mine.back().head();
     });
     if (offer.problem) break;
@@ -103,18 +106,27 @@ Problem Reading::open_shards() {
 }
 
 void Reading::open_others() {
-  if (here_.size == 1 || parallel::hosts_of(here_.collective.group, World::current()).ranks.size() > 1) return;
+  if (here_.size == 1) return;
   std::vector<Container> others;
-  const bool has_all = !problem_of([&] {
+  std::vector<uint64_t> mine;  // the files that this rank has; empty if it does not have all
+  const Problem lacks = problem_of([&] {
+    if (parallel::hosts_of(here_.collective.group, World::current()).ranks.size() > 1)
+      throw Unavailable("the ranks are on several hosts");
     for (size_t i = 0; i < files_.size(); ++i) {
-      if (files_[i].container.is_open()) continue;
-      others.push_back(about_.shards.empty() ? Container::open(here_.folder.snapshot(steps_))
-                                             : open_shard(here_.folder.path(), about_, i));
-      if (others.back().head() != files_[i].container.head()) throw CorruptError("this is another file");
+      const Container* file = &files_[i].container;
+      if (!file->is_open()) {
+        others.push_back(about_.shards.empty() ? Container::open(here_.folder.snapshot(steps_))
+                                               : open_shard(here_.folder.path(), about_, i));
+        file = &others.back();
+        if (files_.size() > kFewFiles) others.back().open_for_each_read();
+      }
+      mine.insert(mine.end(), {file->identity().device, file->identity().inode});
     }
   });
-  const auto have = all_gather_object(has_all, here_.collective);
-  all_have_all_ = std::find(have.begin(), have.end(), false) == have.end();
+  if (lacks) mine.clear();
+  const auto all = all_gather_object(mine, here_.collective);
+  all_have_all_ = std::all_of(all.begin(), all.end(), [&](const auto& theirs) { return theirs == all[0]; });
+  all_have_all_ = all_have_all_ && !all[0].empty();
   if (!all_have_all_) return;
   auto other = others.begin();
   for (File& file : files_)

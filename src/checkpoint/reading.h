@@ -1,6 +1,6 @@
-// Opens and verifies the files of one snapshot. Each file has a holder, a rank that has it open. The other ranks learn what
-// is in it. If all ranks are on one host, and each finds the same files in its folder, all have them open: then each verifies a part of
-// every file, and reads what it needs by itself.
+// Opens and verifies the files of one snapshot. Each file has a holder, a rank that has opened it. The other ranks learn what
+// is in it. If all ranks are on one host, and each finds the same files in its folder, all open them: then each verifies a
+// part of every file, and reads what it needs by itself.
 //
 // Thread-safety: none.
 #pragma once
@@ -23,7 +23,7 @@ class Reading {
  public:
   struct File {
     int holder = 0;
-    Container container;  // elsewhere only a directory, unless all have the files open
+    Container container;  // on other ranks a directory, unless all have opened the files
   };
 
   Reading(const SnapshotPlace& here, int64_t steps) : here_(here), steps_(steps) {}
@@ -35,7 +35,7 @@ class Reading {
   const About& about() const { return about_; }
   bool is_of_other_ranks() const { return about_.world_size != here_.size; }  // of another number of them
   const std::vector<File>& files() const { return files_; }
-  bool all_have_all() const { return all_have_all_; }  // open
+  bool all_have_all() const { return all_have_all_; }  // whether each rank has opened each file
 
  private:
   Problem open_shards();

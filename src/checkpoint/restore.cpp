@@ -1,6 +1,7 @@
 #include "checkpoint/restore.h"
 
 #include <algorithm>
+#include <deque>
 #include <optional>
 #include <string>
 #include <utility>
@@ -36,6 +37,19 @@ bool any_named(const Items& items, const std::string& name) {
   return std::any_of(items.begin(), items.end(), [&](const NamedItem& item) { return item.name == name; });
 }
 
+class EndOfLoad {
+ public:
+  explicit EndOfLoad(const std::deque<Target>& targets) : targets_(targets) {}
+  EndOfLoad(const EndOfLoad&) = delete;
+  EndOfLoad& operator=(const EndOfLoad&) = delete;
+  ~EndOfLoad() {
+    for (const Target& target : targets_) target.item->item->end_load();
+  }
+
+ private:
+  const std::deque<Target>& targets_;
+};
+
 // Everything is checked before anything changes.
 void apply(const SnapshotPlace& here, const Items& items, const Reading& reading) {
   std::optional<Delivery> delivery;
@@ -49,11 +63,11 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
       delivery->deliver(When::kInOnePiece, [](Target& target, Entries&& entries, const std::vector<size_t>& indices) {
         for (size_t i = 0; i < entries.size(); ++i) target.entries[indices[i]] = std::move(entries[i]);
       });
-  if (!problem)
-    problem = problem_of([&] {
-      for (const Target& target : targets)
-        if (!target.entries.empty()) target.item->item->check(target.entries);
-    });
+  agree(here, problem);  // what comes from a rank that could not read it is not to be checked
+  problem = problem_of([&] {
+    for (const Target& target : targets)
+      if (!target.entries.empty()) target.item->item->check(target.entries);
+  });
   agree(here, problem);
 
   const auto load = [](Target& target, const Entries& entries, bool is_part) {
@@ -63,6 +77,7 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
     problem.message = text("'", target.item->name, "' cannot load its part of the snapshot: ", problem.message);
     throw_problem(problem);
   };
+  const EndOfLoad end(targets);
   for (const bool refusing : {true, false})
     for (Target& target : targets) {
       const Item& item = *target.item->item;
@@ -75,7 +90,6 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
   problem = delivery->deliver(When::kInParts, [&](Target& target, Entries&& entries, const std::vector<size_t>&) {
     load(target, entries, true);
   });
-  for (const Target& target : targets) target.item->item->end_load();
   agree(here, problem);
 }
 

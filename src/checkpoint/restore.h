@@ -3,7 +3,8 @@
 // Rank 0 names the candidates, the newest first. The ranks open and verify its files (reading.h), and use the snapshot only
 // if it is intact on all of them. Then each entry is read a second time, now into the memory of the ranks that need it
 // (delivery.h): first what an item needs in one piece; then all items are checked; last come the tensors of modules and
-// the states of optimizers. So no rank needs memory for a file. What is read the second time is verified again, and a file
+// the states of optimizers. So no rank needs memory for a file, but for one tensor at a time that is not contiguous or not on
+// the CPU, and for what other ranks need of the file that it reads. What is read the second time is verified again, and a file
 // that has changed meanwhile is a CorruptError.
 //
 // Thread-safety: none; collective.

@@ -1,5 +1,6 @@
 #include "checkpoint/save.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <unistd.h>
 
@@ -287,6 +288,7 @@ Collected collect(const SnapshotPlace& here, Items& items, bool sharded) {
 }
 
 void take_copies(Collected& collected, Copies& copies) {
+  constexpr int64_t kForAThread = int64_t{1} << 20;  // bytes
   Copies taken;
   for (auto* const entries : {&collected.own, &collected.shared})
     for (Entry& entry : *entries) {
@@ -297,7 +299,11 @@ void take_copies(Collected& collected, Copies& copies) {
       const bool fits =
           copy.defined() && copy.scalar_type() == entry.tensor.scalar_type() && copy.sizes() == entry.tensor.sizes();
       if (!fits) copy = at::empty(entry.tensor.sizes(), entry.tensor.scalar_type());
-      copy_bytes(copy.mutable_data_ptr(), entry.tensor.const_data_ptr(), entry.tensor.nbytes());
+      auto* const to = static_cast<char*>(copy.mutable_data_ptr());
+      const auto* const from = static_cast<const char*>(entry.tensor.const_data_ptr());
+      at::parallel_for(0, static_cast<int64_t>(entry.tensor.nbytes()), kForAThread, [&](int64_t begin, int64_t end) {
+        copy_bytes(to + begin, from + begin, static_cast<size_t>(end - begin));
+      });
       entry.tensor = copy;
     }
   copies = std::move(taken);

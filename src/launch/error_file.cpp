@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <ctime>
 #include <filesystem>
@@ -95,10 +96,17 @@ void take_rank_that_failed(const std::string& said, Outcome& outcome) {
   if (!document.is_object()) return;
   Outcome with = outcome;
   try {
+    const auto number = [&](const char* name) {
+      const json& field = document.at(name);
+      const auto value = field.is_number_integer() ? field.get<int64_t>() : -1;
+      if (value < 0 || value > INT32_MAX)
+        throw CorruptError(text("'", name, "' is not a number that a launcher writes"));
+      return static_cast<int>(value);
+    };
     with.host = document.at("host").get<std::string>();
-    with.first_failed_rank = document.at("rank").get<int>();
-    with.pid = document.at("pid").get<pid_t>();
-    if (const json& signal = document.at("signal"); !signal.is_null()) with.signal = signal.get<int>();
+    with.first_failed_rank = number("rank");
+    with.pid = number("pid");
+    if (!document.at("signal").is_null()) with.signal = number("signal");
     if (const json& exception = document.at("exception"); !exception.is_null()) {
       with.exception_type = exception.at("type").get<std::string>();
       with.exception_text = exception.at("text").get<std::string>();
@@ -107,6 +115,8 @@ void take_rank_that_failed(const std::string& said, Outcome& outcome) {
     with.last_lines = document.at("last_lines").get<std::vector<std::string>>();
     with.last_operations = document.at("last_operations").get<std::vector<std::string>>();
   } catch (const json::exception&) {
+    return;
+  } catch (const CorruptError&) {
     return;
   }
   outcome = std::move(with);

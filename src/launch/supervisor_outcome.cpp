@@ -57,7 +57,8 @@ std::string Supervisor::save_error(const Outcome& outcome) const {
   try {
     std::string own;
     for (const auto& rank : ranks_->all())
-      if (rank->number == outcome.first_failed_rank) own = rank->error_path;
+      if (rank->number == outcome.first_failed_rank && rank->pid == outcome.pid && outcome.host == store::host_name())
+        own = rank->error_path;
     write_error_file(options_.error_file, outcome, job_.id, own, error_paths_);
     return {};
   } catch (const Error& error) {

@@ -301,7 +301,7 @@ TEST_P(Groups, ThatAreReleasedLeaveNothingBehind) {
     EXPECT_LT(entries("/proc/self/fd"), descriptors + many);
     EXPECT_LT(entries("/proc/self/task"), threads + many);
     EXPECT_LT(mappings(), maps + many);
-    EXPECT_LT(world.store().num_keys(), keys + many);
+    EXPECT_LT(world.store().num_keys(), keys + (is_shm ? many : 3 * many));  // a lingering one has a dozen
     barrier();
   });
 }
@@ -310,7 +310,7 @@ TEST_P(Groups, ThatAreReleasedLeaveNothingBehind) {
 // although the group has gone.
 TEST_P(Groups, AFailedOperationsMemoryIsNotGivenAgain) {
   run(2, [](World& world) {
-    if (world.group().backend_name() != "shm") return;  // no other rank writes to the heap
+    if (world.group().backend_name() != "shm") return;
     constexpr int64_t kMany = 1 << 20;
     const auto address_of_new = [&] { return world.heap().empty({kMany}).const_data_ptr(); };
     const void* failed = nullptr;

@@ -17,6 +17,7 @@
 
 #include "base/text.h"
 #include "checkpoint/container.h"
+#include "checkpoint/inspect.h"
 #include "multiprocess/launch_support.h"
 #include "muster/checkpoint/safetensors.h"
 #include "muster/checkpoint/snapshot.h"
@@ -39,19 +40,72 @@ class CheckpointCommand : public ::testing::Test {
   void TearDown() override { fs::remove_all(folder_); }
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
 
-  struct Said {
-    int status;
-    std::string out, err;
-  };
-  static Said run(Words words) {
+  using Said = checkpoint::Answer;
+  // As the command does it, but here: each start of the program loads libtorch.
+  static Said run(const Words& words) {
+    std::string prefix, force = "0", tolerance = "0";
+    Words paths;
+    for (size_t i = 1; i < words.size(); ++i) {
+      if (words[i] == "--prefix")
+        prefix = words[++i];
+      else if (words[i] == "--tolerance")
+        tolerance = words[++i];
+      else if (words[i] == "--force")
+        force = "1";
+      else
+        paths.push_back(words[i]);
+    }
+    Words passed{words[0]};
+    if (words[0] == "diff") passed.push_back(tolerance);
+    if (words[0] == "convert") {
+      passed.insert(passed.end(), {prefix, force, paths.back()});
+      paths.pop_back();
+    }
+    passed.insert(passed.end(), paths.begin(), paths.end());
+    return checkpoint::answer(passed);
+  }
+  static Said run_command(Words words) {
     words.insert(words.begin(), {kMusterCommand, "checkpoint"});
     Process process(words);
     const int status = process.finish();
     return {status, process.out, process.err};
   }
+  // The command says the same as run(), which it returns.
+  static Said run_both(const Words& words) {
+    const Said here = run(words), there = run_command(words);
+    EXPECT_EQ(there.status, here.status);
+    EXPECT_EQ(there.out, here.out);
+    EXPECT_EQ(there.err, here.err);
+    return here;
+  }
+
+  // What Python writes, and says of what was written for it; asked once.
+  static void SetUpTestSuite() {
+    if (!python_has("torch")) return;
+    fs::create_directory(for_python_);
+    const std::string folder = for_python_.string() + "/";
+    save_safetensors(folder + "newer.safetensors", {{"u16", torch::tensor({7, 65535}).to(torch::kUInt16)},
+                                                    {"u64", torch::tensor({int64_t{1} << 40}).to(torch::kUInt64)},
+                                                    {"f8", torch::tensor({-0.5F, 2.0F}).to(torch::kFloat8_e4m3fn)},
+                                                    {"empty", torch::ones({0, 3}).to(torch::kUInt16)}});
+    EXPECT_EQ(run({"convert", folder + "newer.safetensors", folder + "newer.pt"}).status, 0);
+    save(folder + "one", true);
+    const Said to = run({"convert", "--prefix", "model/", folder + "one", folder + "model.pt"});
+    EXPECT_EQ(to.status, 0) << to.err;
+    answers_ =
+        ask_python("multiprocess/checkpoint_reference.py", {"state " + folder, "newer " + folder, "odd " + folder});
+  }
+  static void TearDownTestSuite() {
+    fs::remove_all(for_python_);
+    answers_.clear();
+  }
+  void take_files_of_python() const {
+    fs::copy(for_python_, folder_, fs::copy_options::recursive | fs::copy_options::overwrite_existing);
+  }
 
   // Snapshots of steps 1 and 2; the values depend on the seed.
-  void save(const std::string& name, bool sharded, uint64_t seed = 5) const {
+  void save_here(const std::string& name, bool sharded, uint64_t seed = 5) const { save(path(name), sharded, seed); }
+  static void save(const std::string& folder, bool sharded, uint64_t seed = 5) {
     run_threads(2, [&](World&) {
       torch::nn::Linear net(3, 4);
       {
@@ -59,7 +113,7 @@ class CheckpointCommand : public ::testing::Test {
         for (torch::Tensor& parameter : net->parameters()) parameter.fill_(0.1 * static_cast<double>(seed));
       }
       torch::optim::Adam adam(net->parameters());
-      Snapshot snapshot({.folder = path(name), .sharded = sharded, .on_sigterm = false, .default_generator = false});
+      Snapshot snapshot({.folder = folder, .sharded = sharded, .on_sigterm = false, .default_generator = false});
       snapshot.add("model", net).add("adam", adam);
       EXPECT_EQ(snapshot.restore(), 0);
       for (const int64_t step : {1, 2}) {
@@ -72,6 +126,11 @@ class CheckpointCommand : public ::testing::Test {
 
  private:
   const fs::path folder_ = fs::temp_directory_path() / text("muster-checkpoint-command-", ::getpid());
+  inline static const fs::path for_python_ =
+      fs::temp_directory_path() / text("muster-checkpoint-command-python-", ::getpid());
+
+ protected:
+  inline static std::vector<std::vector<double>> answers_;
 };
 
 std::string bytes_in(const std::string& path) {
@@ -87,8 +146,8 @@ void flip_last_byte(const std::string& path) {
 TEST_F(CheckpointCommand, ListsSnapshotsAndTensors) {
   for (const bool sharded : {false, true}) {
     const std::string name = sharded ? "sharded" : "one";
-    save(name, sharded);
-    const Said folder = run({"ls", path(name)});
+    save_here(name, sharded);
+    const Said folder = run_both({"ls", path(name)});
     EXPECT_EQ(folder.status, 0) << folder.err;
     EXPECT_THAT(folder.out, AllOf(HasSubstr("step 2"), HasSubstr("step 1"), HasSubstr("2 ranks"),
                                   HasSubstr(sharded ? "3 files" : "1 file")));
@@ -100,10 +159,10 @@ TEST_F(CheckpointCommand, ListsSnapshotsAndTensors) {
 }
 
 TEST_F(CheckpointCommand, VerifiesEveryByte) {
-  save("one", false);
-  save("sharded", true);
+  save_here("one", false);
+  save_here("sharded", true);
   save_safetensors(path("plain.safetensors"), {{"x", torch::ones({3})}});
-  const Said good = run({"verify", path("one"), path("sharded"), path("plain.safetensors")});
+  const Said good = run_both({"verify", path("one"), path("sharded"), path("plain.safetensors")});
   EXPECT_EQ(good.status, 0) << good.out;
   EXPECT_THAT(good.out, AllOf(HasSubstr("one/step-2.snapshot.safetensors: good\n"),
                               HasSubstr("sharded/step-1.snapshot.safetensors: good, with 2 shards\n"),
@@ -111,7 +170,7 @@ TEST_F(CheckpointCommand, VerifiesEveryByte) {
   flip_last_byte(path("one/step-1.snapshot.safetensors"));
   for (const auto& entry : fs::directory_iterator(path("sharded")))
     if (entry.path().filename().string().starts_with("step-2.shard-1")) flip_last_byte(entry.path());
-  const Said bad = run({"verify", path("one"), path("sharded")});
+  const Said bad = run_both({"verify", path("one"), path("sharded")});
   EXPECT_EQ(bad.status, 1);
   EXPECT_THAT(bad.out, AllOf(HasSubstr("one/step-2.snapshot.safetensors: good\n"),
                              HasSubstr("one/step-1.snapshot.safetensors"), HasSubstr("byte"),
@@ -122,16 +181,16 @@ TEST_F(CheckpointCommand, VerifiesEveryByte) {
 }
 
 TEST_F(CheckpointCommand, SaysWhatDiffers) {
-  save("one", false);
-  save("same", true);
-  save("other", false, 6);
+  save_here("one", false);
+  save_here("same", true);
+  save_here("other", false, 6);
   const Said same = run({"diff", path("one"), path("same")});
   EXPECT_EQ(same.status, 0) << same.out;
   EXPECT_THAT(same.out, HasSubstr(" tensors are equal\n"));
   const Said other = run({"diff", path("one"), path("other")});
   EXPECT_EQ(other.status, 1);
   EXPECT_THAT(other.out, HasSubstr("model/weight: Float [4, 3], values differ by up to "));
-  EXPECT_EQ(run({"diff", path("one"), path("other"), "--tolerance", "100"}).status, 0);
+  EXPECT_EQ(run_both({"diff", path("one"), path("other"), "--tolerance", "100"}).status, 0);
   const auto nan = torch::full({2}, NAN);
   save_safetensors(path("a.safetensors"), {{"x", torch::ones({3})}, {"y", torch::ones({2})}, {"z", nan}});
   save_safetensors(path("b.safetensors"),
@@ -145,8 +204,8 @@ TEST_F(CheckpointCommand, SaysWhatDiffers) {
 }
 
 TEST_F(CheckpointCommand, ConvertsToAndFromPython) {
-  save("one", true);
-  const Said to = run({"convert", "--prefix", "model/", path("one"), path("model.pt")});
+  save_here("one", true);
+  const Said to = run_both({"convert", "--force", "--prefix", "model/", path("one"), path("model.pt")});
   EXPECT_EQ(to.status, 0) << to.err;
   EXPECT_EQ(run({"convert", path("model.pt"), path("again.safetensors")}).status, 0);
   EXPECT_EQ(run({"convert", "--prefix", "model/", path("one"), path("straight.safetensors")}).status, 0);
@@ -154,10 +213,10 @@ TEST_F(CheckpointCommand, ConvertsToAndFromPython) {
   EXPECT_EQ(diff.status, 0) << diff.out;
   EXPECT_THAT(diff.out, HasSubstr("2 tensors are equal"));
   if (python_has("torch")) {
-    // Loads what was converted, and writes a state_dict, one with a view, and something that is none.
-    const auto answers = ask_python("multiprocess/checkpoint_reference.py", {"state " + path("")});
-    ASSERT_EQ(answers.size(), 1u);
-    EXPECT_EQ(answers[0], (std::vector<double>{4, 3, 4}));
+    // It has loaded what was converted, and written a state_dict, one with a view, and something that is none.
+    take_files_of_python();
+    ASSERT_EQ(answers_.size(), 2u);
+    EXPECT_EQ(answers_[0], (std::vector<double>{4, 3, 4}));
     const Said from = run({"convert", path("python.pt"), path("more.pt"), path("python.safetensors")});
     EXPECT_EQ(from.status, 0) << from.err;
     const SafetensorsFile file(path("python.safetensors"));
@@ -192,14 +251,9 @@ TEST_F(CheckpointCommand, ConvertsToAndFromPython) {
 
 TEST_F(CheckpointCommand, NewerDtypesComeAndGo) {
   if (!python_has("torch")) GTEST_SKIP() << "no Python with torch ('" << kPython << "'): pip install torch";
-  save_safetensors(path("newer.safetensors"), {{"u16", torch::tensor({7, 65535}).to(torch::kUInt16)},
-                                               {"u64", torch::tensor({int64_t{1} << 40}).to(torch::kUInt64)},
-                                               {"f8", torch::tensor({-0.5F, 2.0F}).to(torch::kFloat8_e4m3fn)},
-                                               {"empty", torch::ones({0, 3}).to(torch::kUInt16)}});
-  ASSERT_EQ(run({"convert", path("newer.safetensors"), path("newer.pt")}).status, 0);
-  const auto answers = ask_python("multiprocess/checkpoint_reference.py", {"newer " + path("")});
-  ASSERT_EQ(answers.size(), 1u);
-  EXPECT_EQ(answers[0], (std::vector<double>{7, 65535, static_cast<double>(int64_t{1} << 40), -0.5, 2, 0, 3}));
+  take_files_of_python();
+  ASSERT_EQ(answers_.size(), 2u);
+  EXPECT_EQ(answers_[1], (std::vector<double>{7, 65535, static_cast<double>(int64_t{1} << 40), -0.5, 2, 0, 3}));
   EXPECT_EQ(run({"diff", path("newer.pt"), path("newer.safetensors")}).status, 0);
   const Said from = run({"convert", path("newer-too.pt"), path("newer-too.safetensors")});
   EXPECT_EQ(from.status, 0) << from.err;
@@ -210,7 +264,7 @@ TEST_F(CheckpointCommand, NewerDtypesComeAndGo) {
 
 TEST_F(CheckpointCommand, ReadsOddFilesOfPythonOrSaysWhyNot) {
   if (!python_has("torch")) GTEST_SKIP() << "no Python with torch ('" << kPython << "'): pip install torch";
-  ask_python("multiprocess/checkpoint_reference.py", {"odd " + path("")});
+  take_files_of_python();
   const Said good = run({"convert", path("conj.pt"), path("neg.pt"), path("notes.pt"), path("good.safetensors")});
   ASSERT_EQ(good.status, 0) << good.err;
   const SafetensorsFile file(path("good.safetensors"));
@@ -272,7 +326,7 @@ TEST_F(CheckpointCommand, ListsHeadersOnly) {
   // Not even the values of a snapshot: those of this one are damaged. (Shard 1 has none.)
   for (const bool sharded : {false, true}) {
     const std::string name = sharded ? "sharded" : "one";
-    save(name, sharded);
+    save_here(name, sharded);
     std::string values;
     for (const auto& entry : fs::directory_iterator(path(name)))
       if (entry.path().filename().string().starts_with(sharded ? "step-2.shard-0" : "step-2.snapshot"))
@@ -341,8 +395,8 @@ TEST_F(CheckpointCommand, EntriesOfOneNameAreNumbered) {
 TEST_F(CheckpointCommand, MemoryMayNotSuffice) {
   const uint64_t large = uint64_t{1} << 43;
   const auto write_large = [&](const std::string& file, const std::string& metadata, char first) {
-    const std::string header = text("{", metadata, R"("w":{"dtype":"U8","shape":[)", large, R"(],"data_offsets":[0,)",
-                                    large, "]}}");
+    const std::string header =
+        text("{", metadata, R"("w":{"dtype":"U8","shape":[)", large, R"(],"data_offsets":[0,)", large, "]}}");
     write_header(file, header);
     std::ofstream(file, std::ios::binary | std::ios::app) << first;
     fs::resize_file(file, sizeof(uint64_t) + header.size() + large);
@@ -369,11 +423,11 @@ TEST_F(CheckpointCommand, SaysWhatIsWrongWithItsArguments) {
       {{"verify"}, "verify needs a path"},
       {{"ls", path("empty")}, "there are no snapshots in"}};
   for (const auto& [words, expected] : cases) {
-    const Said said = run(words);
+    const Said said = run_command(words);
     EXPECT_EQ(said.status, 2) << expected;
     EXPECT_THAT(said.err, HasSubstr(expected));
   }
-  const Said missing = run({"ls", path("missing")});
+  const Said missing = run_both({"ls", path("missing")});
   EXPECT_EQ(missing.status, 1);
   EXPECT_THAT(missing.err, HasSubstr("does not exist"));
 }

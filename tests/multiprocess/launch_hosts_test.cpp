@@ -376,7 +376,8 @@ TEST_F(Hosts, ASpareOfAJobThatFailsSaysWhy) {
   EXPECT_EQ(spare.wait(Deadline::after(milliseconds(700))), -1) << "it waits for a place";
   std::ofstream(file).close();
   for (Process* launcher : {&only, &spare}) EXPECT_EQ(launcher->finish(), 3) << launcher->err;
-  EXPECT_THAT(spare.err, AllOf(HasSubstr("the job has ended without this host"), HasSubstr(text("on node 0 ('", store::host_name(), "'): rank 0 (pid "))));
+  EXPECT_THAT(spare.err, AllOf(HasSubstr("the job has ended without this host"),
+                               HasSubstr(text("on node 0 ('", store::host_name(), "'): rank 0 (pid "))));
   std::filesystem::remove(file);
 }
 

@@ -310,6 +310,113 @@ TEST_P(SnapshotTest, GoesOnToTheBitWithEveryOptimizer) {
     }
 }
 
+// A convolution in channels-last, tied and half parameters, a large buffer, and tensors without elements or dimensions.
+struct ManyLayouts : torch::nn::Module {
+  explicit ManyLayouts(double value) {
+    const torch::NoGradGuard no_grad;
+    conv->bias.zero_();  // it is random, and the ranks' models are to be equal
+    conv->weight.set_data(torch::full({64, 64, 5, 5}, value).contiguous(torch::MemoryFormat::ChannelsLast));
+    for (auto& tensor : parameters()) tensor.add_(torch::arange(tensor.numel(), tensor.options()).view_as(tensor));
+    wide.fill_(value);
+  }
+  torch::nn::Conv2d conv = register_module("conv", torch::nn::Conv2d(64, 64, 5));
+  torch::Tensor large = register_parameter("large", torch::zeros({400, 400}));
+  torch::Tensor tied = register_parameter("tied", large);
+  torch::Tensor half = register_parameter("half", torch::zeros({300'000}, torch::kBFloat16));
+  torch::Tensor none = register_parameter("none", torch::zeros({0, 5}));
+  torch::Tensor scalar = register_parameter("scalar", torch::zeros({}));
+  torch::Tensor wide = register_buffer("wide", torch::zeros({100'000}, torch::kDouble));
+};
+
+// Large tensors come straight into the memory where they stay, others through memory that is used again.
+TEST_P(SnapshotTest, TensorsOfEveryLayoutComeBack) {
+  for (const bool own_folders : {false, true})  // as if each rank were on a host with its own disk
+    for (const int ranks : {1, 2, 3}) {
+      SCOPED_TRACE(text(ranks, own_folders ? " ranks with folders of their own" : " ranks"));
+      fs::remove_all(folder_);
+      run_threads(ranks, [&](World& world) {
+        SnapshotOptions with = options();
+        if (own_folders) with.folder = folder_ / text("rank-", world.rank());
+        const auto step = [](ManyLayouts& net, torch::optim::Adam& adam) {
+          for (auto& parameter : net.parameters())
+            parameter.mutable_grad() = torch::arange(parameter.numel(), parameter.options()).view_as(parameter) + 1;
+          adam.step();
+        };
+        const auto net = std::make_shared<ManyLayouts>(3.0);
+        torch::optim::Adam adam(net->parameters());
+        step(*net, adam);
+        {
+          Snapshot snapshot(with);
+          snapshot.add("model", net).add("adam", adam);
+          EXPECT_EQ(snapshot.restore(), 0);
+          snapshot.save(1);
+        }
+        for (const bool has_states : {false, true}) {
+          const auto other = std::make_shared<ManyLayouts>(7.0);
+          torch::optim::Adam others_adam(other->parameters());
+          if (has_states) step(*other, others_adam);
+          const void* const memory = other->large.data_ptr();
+          const auto version = other->large._version();
+          Snapshot snapshot(with);
+          snapshot.add("model", other).add("adam", others_adam);
+          EXPECT_EQ(snapshot.restore(), 1);
+          EXPECT_EQ(other->large.data_ptr(), memory);
+          EXPECT_GT(other->large._version(), version);
+          EXPECT_TRUE(other->conv->weight.is_contiguous(torch::MemoryFormat::ChannelsLast));
+          for (const auto& named : net->named_parameters()) {
+            const torch::Tensor here = other->named_parameters()[named.key()];
+            EXPECT_TRUE(torch::equal(here, named.value())) << named.key();
+            using State = torch::optim::AdamParamState;
+            const auto& ours = static_cast<State&>(*adam.state().at(named.value().unsafeGetTensorImpl()));
+            const auto& theirs = static_cast<State&>(*others_adam.state().at(here.unsafeGetTensorImpl()));
+            EXPECT_EQ(theirs.step(), ours.step());
+            EXPECT_TRUE(torch::equal(theirs.exp_avg(), ours.exp_avg())) << named.key();
+            EXPECT_TRUE(torch::equal(theirs.exp_avg_sq(), ours.exp_avg_sq())) << named.key();
+            if (has_states) {
+              EXPECT_EQ(theirs.exp_avg().strides(), ours.exp_avg().strides()) << named.key();
+            }
+          }
+          EXPECT_TRUE(torch::equal(other->wide, net->wide));
+        }
+      });
+    }
+}
+
+// Objects that read themselves come first. This one damages the file, which has been verified and is read again after that.
+struct Saboteur {
+  std::function<void()> when_loaded = [] {};
+  void save(torch::serialize::OutputArchive& archive) const { archive.write("nothing", torch::zeros({1})); }
+  void load(torch::serialize::InputArchive&) const { when_loaded(); }
+};
+
+TEST_P(SnapshotTest, AFileThatChangesWhileItIsReadIsRefusedByAll) {
+  for (const bool own_folders : {false, true}) {
+    SCOPED_TRACE(own_folders);
+    fs::remove_all(folder_);
+    run_threads(2, [&](World& world) {
+      SnapshotOptions with = options();
+      if (own_folders) with.folder = folder_ / text("rank-", world.rank());
+      torch::nn::Linear net(300, 300);
+      Saboteur saboteur;
+      Snapshot snapshot(with);
+      snapshot.add("saboteur", saboteur).add("model", net);
+      EXPECT_EQ(snapshot.restore(), 0);
+      snapshot.save(1);
+      barrier();
+      saboteur.when_loaded = [&] {
+        barrier();
+        if (world.rank() == 0)
+          for (const auto& entry : fs::recursive_directory_iterator(folder_))
+            if (entry.is_regular_file() && entry.file_size() > 300'000) flip(entry.path(), -100'000);
+        barrier();
+      };
+      const auto message = message_of<CorruptError>([&] { snapshot.restore(); });
+      EXPECT_CONTAINS(message, "tensor 'model/weight' is not as it was written");
+      barrier();  // all ranks have taken part in everything
+    });
+  }
+}
+
 TEST_P(SnapshotTest, KeepsTheNewestTwo) {
   save_steps(2, {3, 10, 9, 40});
   std::set<std::string> snapshots;

@@ -28,11 +28,13 @@
 // format.
 //
 // restore() takes the newest snapshot whose every byte matches its checksums *on all ranks*. It refuses a truncated or
-// corrupted one, with file, tensor and byte in a warning, and tries the one before it. A rank reads only files that it
-// wrote itself, and sends the others what they need of them, so the folder may be on a shared file system or on each
-// host's own disk. (With fewer ranks than have saved, a rank reads several; then the file system must be shared.) A rank
-// needs memory for the files that it reads and for its own part of the state. restore() checks names, shapes and dtypes before it changes anything. Objects that read themselves
-// (`load()`) come next, and may still refuse; tensors, numbers and generators come last.
+// corrupted one, with file, tensor and byte in a warning, and tries the one before it. On one host each rank reads what it
+// needs. On several hosts a rank reads only files that it wrote itself, and sends the others what they need of them, so the
+// folder may be on a shared file system or on each host's own disk. (With fewer ranks than have saved, a rank reads
+// several; then the file system must be shared.) The files are read twice, to verify them and into the tensors where the
+// values stay, so restoring needs no memory for them. restore() checks names, shapes and dtypes before it changes
+// anything. Objects that read themselves (`load()`) come next, and may still refuse; tensors, numbers and generators come
+// last.
 //
 // Asynchronous: with `.asynchronous`, step() and save() return when this rank has copied its part of the state, for which it
 // needs as much memory again, and a thread writes it while the training goes on. The next save waits for the one before it. What

@@ -74,6 +74,7 @@ void WireBackend::leave_group(const std::string& cause) {
     const store::CallsBy soon(Deadline::after(kFarewell));
     if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended));
     store_->set(key(text("left/", getRank())), "1");
+    wire_->close();
     if (leaves_in_order) erase_keys();
   } catch (const std::exception&) {
     // The process that serves the store has gone, so nobody could read the note.
@@ -81,7 +82,7 @@ void WireBackend::leave_group(const std::string& cause) {
   wire_->close();
 }
 
-// A long job may make groups again and again. The keys of a group that has failed stay: a rank may still read them.
+// A long job may make groups again and again.
 void WireBackend::erase_keys() {
   Wire::Keys keys = wire_->keys();
   if (store_->add(key("gone"), 1) == getSize()) {  // all have left

@@ -33,6 +33,10 @@ constexpr milliseconds kLook{2};      // between two looks at the store
 // The process `dead` has ended; `pids`: of the ranks on this host, else 0.
 void WireBackend::note_death(const std::vector<pid_t>& pids, pid_t dead) {
   const store::CallsBy soon(Deadline::after(kNotes));  // all notes together: a destructor may wait for this
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (left_) return;
+  }
   bool lost = false;
   for (size_t r = 0; r < pids.size(); ++r) {
     // A process that has left the group may end. A rank that still waits for it learns of that from the wire.

@@ -156,7 +156,10 @@ class GlooWire final : public Wire {
  public:
   GlooWire(c10::intrusive_ptr<Gloo> gloo, c10::intrusive_ptr<NotingStore> store, std::vector<std::string> connected,
            int rank, int size)
-      : rank_(rank), store_(std::move(store)), connected_(std::move(connected)), mailbox_(std::make_shared<Mailbox>(static_cast<size_t>(size - 1))) {
+      : rank_(rank),
+        store_(std::move(store)),
+        connected_(std::move(connected)),
+        mailbox_(std::make_shared<Mailbox>(static_cast<size_t>(size - 1))) {
     connections_->gloo = std::move(gloo);
     for (int peer = 0; peer < size; ++peer)
       if (peer != rank) threads_.push_back(start_thread("muster-mail", [this, peer] { receive_short_messages(peer); }));

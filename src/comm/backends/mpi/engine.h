@@ -72,7 +72,8 @@ struct MpiGroup {
     bool acknowledged = false;
     Clock::time_point acknowledged_at;
   };
-  struct Note {  // a goodbye or acknowledgement on its way
+  std::vector<std::string> keys;  // of the store, by rank: each member's rank in MPI_COMM_WORLD
+  struct Note {                   // a goodbye or acknowledgement on its way
     std::vector<uint64_t> words;
     MPI_Request request = MPI_REQUEST_NULL;
   };

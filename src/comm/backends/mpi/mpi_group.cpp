@@ -50,6 +50,7 @@ std::shared_ptr<MpiGroup> Engine::join(const WireContext& site) {
   for (int r = 0; r < site.size; ++r) keys.push_back(text(site.prefix, "/mpi/", r));
   site.store->set(keys[static_cast<size_t>(site.rank)], text(own, ' ', job ? job : ""));
   site.store->wait(keys, site.deadline);
+  group->keys = keys;
   std::vector<int> ranks;
   std::string first;
   for (const auto& key : keys) {

@@ -47,6 +47,7 @@ class MpiWire final : public Wire {
  public:
   explicit MpiWire(const WireContext& site) : engine_(Engine::get(site)), group_(engine_.join(site)) {}
   ~MpiWire() override { close(); }
+  Keys keys() const override { return {.own = {}, .of_all = group_->keys}; }
 
   std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) override {
     return post(true, peer, tag, [&](MPI_Comm comm, MPI_Request* request) {
