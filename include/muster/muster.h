@@ -35,5 +35,6 @@
 #include "muster/parallel/on_meta.h"
 #include "muster/parallel/post_local_sgd_optimizer.h"
 #include "muster/parallel/sync_batch_norm.h"
+#include "muster/parallel/token_scale.h"
 #include "muster/parallel/zero_redundancy_optimizer.h"
 #include "muster/store/store.h"

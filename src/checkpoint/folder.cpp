@@ -17,7 +17,9 @@
 #include <utility>
 
 #include "base/atomic_file.h"
+#include "base/random.h"
 #include "base/text.h"
+#include "base/thread.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
 
@@ -86,14 +88,18 @@ std::vector<std::pair<std::string, Name>> list(const fs::path& path, std::error_
   return names;
 }
 
-// Removing only tidies up: a file that cannot be removed costs disk space and nothing else.
-void remove_where(const fs::path& path, const std::function<bool(const std::string&, const Name&)>& wanted) noexcept {
-  try {
-    std::error_code error;
-    for (const auto& [file, name] : list(path, error))
-      if (wanted(file, name)) fs::remove(path / file, error);
-  } catch (...) {  // no memory
-  }
+std::vector<fs::path> files_where(const fs::path& path,
+                                  const std::function<bool(const std::string&, const Name&)>& wanted) {
+  std::vector<fs::path> files;
+  std::error_code error;
+  for (const auto& [file, name] : list(path, error))
+    if (wanted(file, name)) files.push_back(path / file);
+  return files;
+}
+
+void remove_all(const std::vector<fs::path>& files) noexcept {
+  std::error_code ignored;
+  for (const auto& file : files) fs::remove(file, ignored);
 }
 
 }  // namespace
@@ -150,18 +156,45 @@ void Folder::remove_snapshot(int64_t steps) const noexcept {
   fs::remove(snapshot(steps), error);
 }
 
-void Folder::remove_shards(int rank, int world_size, const std::set<std::string>& keep,
-                           const std::set<int64_t>& keep_steps) const noexcept {
-  remove_where(path_, [&](const std::string& file, const Name& name) {
-    const bool ours = name.rank == rank || (rank == 0 && name.rank >= world_size);
-    return ours && !name.temporary && !keep.contains(file) && !keep_steps.contains(name.steps);
+fs::path Folder::set_aside(int64_t steps) const {
+  const fs::path aside = text(snapshot(steps).string(), ".", random_hex(4), kTemporaryEnding);
+  fs::rename(snapshot(steps), aside);
+  return aside;
+}
+
+std::vector<fs::path> Folder::old_shards(int rank, int world_size, const std::set<std::string>& keep,
+                                         const std::set<int64_t>& keep_steps) const {
+  return files_where(path_, [&](const std::string& file, const Name& name) {
+    const bool ours = rank == kAnyRank || name.rank == rank || (rank == 0 && name.rank >= world_size);
+    return ours && name.rank >= 0 && !name.temporary && !keep.contains(file) && !keep_steps.contains(name.steps);
   });
 }
 
 void Folder::remove_temporaries(int rank, int world_size) const noexcept {
-  remove_where(path_, [&](const std::string&, const Name& name) {
-    return name.temporary && (name.rank == rank || (rank == 0 && (name.rank < 0 || name.rank >= world_size)));
-  });
+  try {
+    remove_all(files_where(path_, [&](const std::string&, const Name& name) {
+      const bool ours =
+          rank == kAnyRank || name.rank == rank || (rank == 0 && (name.rank < 0 || name.rank >= world_size));
+      return ours && name.temporary;
+    }));
+  } catch (...) {  // no memory
+  }
+}
+
+void Remover::remove(std::vector<fs::path> files) noexcept {
+  if (files.empty()) return;
+  const std::lock_guard lock(mutex_);
+  if (thread_.joinable()) thread_.join();
+  try {
+    thread_ = start_thread("muster-remove", [files] { remove_all(files); });
+  } catch (const std::exception&) {
+    remove_all(files);
+  }
+}
+
+void Remover::wait() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (thread_.joinable()) thread_.join();
 }
 
 }  // namespace muster::checkpoint

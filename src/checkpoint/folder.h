@@ -11,8 +11,10 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/fd.h"
@@ -35,17 +37,36 @@ class Folder {
 
   std::vector<int64_t> snapshots() const;  // their steps, the newest first; throws Unavailable
   void remove_snapshot(int64_t steps) const noexcept;
+  // Renames it, so that it is none any more, and returns the file, which is still to be removed.
+  std::filesystem::path set_aside(int64_t steps) const;
 
-  // Remove the shards and the temporary files that only `rank` of `world_size` could be writing. Rank 0 also removes
-  // those of ranks that no longer exist, and the temporary files of snapshots. Shards in `keep`, and those of steps in
-  // `keep_steps`, stay.
-  void remove_shards(int rank, int world_size, const std::set<std::string>& keep,
-                     const std::set<int64_t>& keep_steps) const noexcept;
+  // The shards that only `rank` of `world_size` could be writing. Rank 0 also gets those of ranks that no longer exist; kAnyRank
+  // gets all. Shards in `keep`, and those of steps in `keep_steps`, are not among them.
+  static constexpr int kAnyRank = -1;
+  std::vector<std::filesystem::path> old_shards(int rank, int world_size, const std::set<std::string>& keep,
+                                                const std::set<int64_t>& keep_steps) const;
+  // Removes the temporary files of the same ranks; rank 0 and kAnyRank also those of snapshots.
   void remove_temporaries(int rank, int world_size) const noexcept;
 
  private:
   std::filesystem::path path_;
   std::shared_ptr<UniqueFd> lock_;
+};
+
+// Removes files on a thread of its own: ext4 takes up to a fifth of a second for a file of 256 MB. What cannot be removed
+// costs disk space and nothing else. Thread-safety: all methods.
+class Remover {
+ public:
+  Remover() = default;
+  Remover(const Remover&) = delete;
+  Remover& operator=(const Remover&) = delete;
+  ~Remover() { wait(); }
+  void remove(std::vector<std::filesystem::path> files) noexcept;  // after those of the last call
+  void wait() noexcept;
+
+ private:
+  std::mutex mutex_;
+  std::thread thread_;
 };
 
 }  // namespace muster::checkpoint

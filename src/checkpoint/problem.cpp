@@ -34,6 +34,12 @@ Problem problem_of(const std::function<void()>& fn) {
   }
 }
 
+Problem first_of(const std::vector<Problem>& of_ranks) {
+  for (const Problem& problem : of_ranks)
+    if (problem) return problem;
+  return {};
+}
+
 void throw_problem(const Problem& problem) {
   switch (static_cast<ErrorCode>(problem.code)) {
     case ErrorCode::kMismatch:

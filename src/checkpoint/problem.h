@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "muster/base/error.h"
 #include "muster/comm/objects.h"
@@ -30,6 +31,7 @@ Problem problem_of(const std::function<void()>& fn);
 // Whether it says that memory does not suffice: std::bad_alloc, or libtorch's own.
 bool is_lack_of_memory(const std::exception& error);
 
+Problem first_of(const std::vector<Problem>& of_ranks);  // the first that is not empty; otherwise an empty one
 [[noreturn]] void throw_problem(const Problem& problem);
 
 }  // namespace muster::checkpoint

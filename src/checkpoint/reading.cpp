@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -14,13 +16,6 @@ namespace muster::checkpoint {
 namespace {
 
 constexpr size_t kFewFiles = 64;  // that may stay open
-
-// A file that one rank has opened: what the others need to know of it.
-struct Offer {
-  Problem problem;
-  std::string head;  // as Container::head()
-  MSGPACK_DEFINE(problem, head);
-};
 
 // Throws if the file, though intact, is not the one that its name says.
 void check_is(const About& about, int64_t steps, int rank, const std::string& file) {
@@ -43,20 +38,30 @@ Problem refused_or_thrown(const Problem& problem) {
 
 }  // namespace
 
+// A file that one rank has opened: what the others need to know of it.
+struct Reading::Offer {
+  Problem problem;
+  std::string head;  // as Container::head(); empty if this rank has not opened the file
+  MSGPACK_DEFINE(problem, head);
+};
+
 Problem Reading::open_and_verify() {
   const auto path = here_.folder.snapshot(steps_);
   std::optional<Container> file;
   Offer offer;
-  if (here_.rank == 0) {
+  if (here_.leads()) {
     offer.problem = problem_of([&] {
       file = Container::open(path);
       const About& about = file->about();
       check_is(about, steps_, kShared, path.string());
       if (!about.shards.empty() && about.shards.size() != static_cast<size_t>(about.world_size))
         throw CorruptError(text(path.string(), ", byte 0: the list of shards is incomplete"));
+      if (about.shards.empty() && here_.is_of_hosts())
+        throw CorruptError(text(path.string(), ", byte 0: this is not a manifest"));
       offer.head = file->head();
     });
   }
+  if (here_.is_of_hosts()) return open_one_of(all_gather_object(offer, here_.collective));
   offer = broadcast_object(offer, 0, here_.collective);
   if (offer.problem) return refused_or_thrown(offer.problem);
   if (!file) file = Container::directory(offer.head, path.string());
@@ -69,6 +74,28 @@ Problem Reading::open_and_verify() {
   return verify();
 }
 
+// The hosts may have manifests of several attempts to save this step: the first one counts of which all shards are there and
+// intact.
+Problem Reading::open_one_of(const std::vector<Offer>& manifests) {
+  Problem why;
+  std::set<std::string> tried;
+  for (const Offer& each : manifests) {
+    if (!why && each.problem) why = refused_or_thrown(each.problem);
+    if (each.head.empty() || !tried.insert(each.head).second) continue;
+    about_ = Container::directory(each.head, here_.folder.snapshot(steps_).string()).about();
+    files_.clear();
+    all_have_all_ = false;
+    Problem problem = open_shards();
+    if (!problem) {
+      open_others();
+      problem = verify();
+    }
+    if (!problem) return {};
+    why = std::move(problem);
+  }
+  return why;
+}
+
 Container open_shard(const std::filesystem::path& folder, const About& manifest, size_t index) {
   const auto path = path_of_shard(folder, manifest.shards[index]);
   Container container = Container::open(path);
@@ -79,29 +106,57 @@ Container open_shard(const std::filesystem::path& folder, const About& manifest,
   return container;
 }
 
-Problem Reading::open_shards() {
-  std::vector<Container> mine;
-  std::vector<Offer> offers;
-  for (auto i = static_cast<size_t>(here_.rank); i < about_.shards.size(); i += static_cast<size_t>(here_.size)) {
-    Offer& offer = offers.emplace_back();
+// Opens the shards that are wanted of this rank, and returns what each rank offers of those wanted of it, by rank and shard.
+std::vector<std::map<size_t, Reading::Offer>> Reading::offer_shards(std::vector<std::optional<Container>>& mine,
+                                                                    const std::function<bool(size_t)>& wanted) const {
+  std::map<size_t, Offer> offers;
+  for (size_t i = 0; i < mine.size(); ++i) {
+    if (!wanted(i)) continue;
+    Offer& offer = offers[i];
     offer.problem = problem_of([&] {
-      mine.push_back(open_shard(here_.folder.path(), about_, i));
-      if (about_.shards.size() > kFewFiles) mine.back().open_for_each_read();
-      offer.head = mine.back().head();
+      Container& file = mine[i].emplace(open_shard(here_.folder.path(), about_, i));
+      if (mine.size() > kFewFiles) file.open_for_each_read();
+      offer.head = file.head();
     });
-    if (offer.problem) break;
   }
-  const auto of_ranks = all_gather_object(offers, here_.collective);
-  for (const auto& each : of_ranks)
-    for (const Offer& offer : each)
-      if (offer.problem) return refused_or_thrown(offer.problem);
-  for (size_t i = 0; i < about_.shards.size(); ++i) {
-    const auto holder = static_cast<int>(i) % here_.size;
-    const size_t of_holder = i / static_cast<size_t>(here_.size);
-    const std::string& head = of_ranks[static_cast<size_t>(holder)][of_holder].head;
-    files_.push_back({holder, holder == here_.rank ? std::move(mine[of_holder])
-                                                   : Container::directory(head, about_.shards[i].file)});
+  return all_gather_object(offers, here_.collective);
+}
+
+// A shard is opened by the rank with its number, or where there are fewer ranks, by the one whose turn it is. If that cannot,
+// for example because it runs on another host now, every rank looks for it.
+Problem Reading::open_shards() {
+  const size_t count = about_.shards.size(), size = static_cast<size_t>(here_.size);
+  std::vector<std::optional<Container>> mine(count);
+  std::vector<std::optional<int>> holders(count);
+  const auto first = offer_shards(mine, [&](size_t i) { return i % size == static_cast<size_t>(here_.rank); });
+  std::vector<std::string> heads(count);
+  std::vector<size_t> held(size);  // by rank: how many shards
+  const auto take = [&](size_t i, size_t rank, const Offer& offer) {
+    holders[i] = static_cast<int>(rank);
+    heads[i] = offer.head;
+    ++held[rank];
+  };
+  for (size_t i = 0; i < count; ++i)
+    if (const Offer& offer = first[i % size].at(i); !offer.head.empty()) take(i, i % size, offer);
+  if (std::any_of(holders.begin(), holders.end(), [](const auto& holder) { return !holder; })) {
+    const auto second = offer_shards(mine, [&](size_t i) { return !holders[i]; });
+    for (size_t i = 0; i < count; ++i) {
+      if (holders[i]) continue;
+      // Of the ranks that have it, the one that holds the fewest. Of what is wrong, rather a damage than a file that is missing.
+      std::optional<size_t> best;
+      Problem why = first[i % size].at(i).problem;
+      for (size_t rank = 0; rank < size; ++rank) {
+        const Offer& offer = second[rank].at(i);
+        if (offer.problem.is(ErrorCode::kCorrupt) && !why.is(ErrorCode::kCorrupt)) why = offer.problem;
+        if (!offer.head.empty() && (!best || held[rank] < held[*best])) best = rank;
+      }
+      if (!best) return refused_or_thrown(why);
+      take(i, *best, second[*best].at(i));
+    }
   }
+  for (size_t i = 0; i < count; ++i)
+    files_.push_back({*holders[i], *holders[i] == here_.rank ? std::move(*mine[i])
+                                                             : Container::directory(heads[i], about_.shards[i].file)});
   return {};
 }
 
@@ -140,9 +195,8 @@ Problem Reading::verify() const {
     for (const File& file : files_)
       if (file.container.is_open()) file.container.verify(part, parts);
   });
-  for (const Problem& problem : all_gather_object(found, here_.collective))
-    if (problem) return refused_or_thrown(problem);
-  return {};
+  const Problem problem = first_of(all_gather_object(found, here_.collective));
+  return problem ? refused_or_thrown(problem) : Problem();
 }
 
 }  // namespace muster::checkpoint

@@ -8,6 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
 #include <vector>
 
 #include "checkpoint/container.h"
@@ -28,7 +31,8 @@ class Reading {
 
   Reading(const SnapshotPlace& here, int64_t steps) : here_(here), steps_(steps) {}
 
-  // Collective. Rank 0 opens the only file, or the manifest; then rank r opens the shards of ranks r, r + size and so on.
+  // Collective. Rank 0 opens the only file, or the manifest (in folders of the hosts' own, the first ranks of the hosts look for one);
+  // then rank r opens the shards of ranks r, r + size and so on, and all ranks look for those that it does not have.
   // Returns why the snapshot is refused; the same on all ranks. Throws a problem that an older one would have, too.
   Problem open_and_verify();
 
@@ -38,6 +42,10 @@ class Reading {
   bool all_have_all() const { return all_have_all_; }  // whether each rank has opened each file
 
  private:
+  struct Offer;
+  std::vector<std::map<size_t, Offer>> offer_shards(std::vector<std::optional<Container>>& mine,
+                                                    const std::function<bool(size_t)>& wanted) const;
+  Problem open_one_of(const std::vector<Offer>& manifests);
   Problem open_shards();
   void open_others();
   Problem verify() const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,17 +17,49 @@
 namespace muster::checkpoint {
 namespace {
 
-struct Candidates {
+struct Listing {
   Problem problem;
   std::vector<int64_t> steps;
   MSGPACK_DEFINE(problem, steps);
 };
 
-// The problem of the first rank that has one.
-Problem first_of(const std::vector<Problem>& problems) {
-  for (const auto& problem : problems)
-    if (problem) return problem;
-  return {};
+// The snapshots in a folder, or in those of the hosts. Collective.
+std::set<int64_t> snapshots_in(SnapshotPlace& where) {
+  Listing mine;
+  if (where.leads())
+    mine.problem = problem_of([&] {
+      where.folder.claim();
+      mine.steps = where.folder.snapshots();
+    });
+  std::set<int64_t> all;
+  for (const Listing& each : where.is_of_hosts() ? all_gather_object(mine, where.collective)
+                                                 : std::vector{broadcast_object(mine, 0, where.collective)}) {
+    if (each.problem) {
+      Problem problem = each.problem;
+      if (where.is_of_hosts()) problem.message += " (.local.folder must be each host's own)";
+      throw_problem(problem);
+    }
+    all.insert(each.steps.begin(), each.steps.end());
+  }
+  return all;
+}
+
+struct Candidate {
+  int64_t steps = 0;
+  SnapshotPlace* where = nullptr;
+};
+
+// The newest first; of the same step, that in the folder of all.
+std::vector<Candidate> candidates_in(SnapshotPlace& here, SnapshotPlace* of_hosts) {
+  std::vector<Candidate> all;
+  for (SnapshotPlace* const where : {&here, of_hosts}) {
+    if (!where) continue;
+    where->remover->wait();
+    where->refused.clear();
+    for (const int64_t steps : snapshots_in(*where)) all.push_back({steps, where});
+  }
+  std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.steps > b.steps; });
+  return all;
 }
 
 void agree(const SnapshotPlace& here, const Problem& mine) {
@@ -95,48 +128,51 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
 
 }  // namespace
 
-Restored restore(SnapshotPlace& here, Items& items) {
+int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items) {
   if (const Problem problem = choose_per_rank(here, items, false)) throw_problem(problem);
-  Candidates candidates;
-  if (here.rank == 0) {
-    candidates.problem = problem_of([&] {
-      here.folder.claim();
-      candidates.steps = here.folder.snapshots();
-    });
-  }
-  candidates = broadcast_object(candidates, 0, here.collective);
-  if (candidates.problem) throw_problem(candidates.problem);
-
-  Restored restored;
+  Candidate restored;
   std::vector<std::string> why;
   bool generators_stay = false;
-  for (const int64_t steps : candidates.steps) {
-    Reading reading(here, steps);
+  for (const auto& [steps, where] : candidates_in(here, of_hosts)) {
+    Reading reading(*where, steps);
     if (const Problem problem = reading.open_and_verify()) {
       if (here.rank == 0) {
-        MUSTER_LOG(kWarning) << "the snapshot of step " << steps << " is refused: " << problem.what();
+        MUSTER_LOG(kWarning) << "the snapshot of step " << steps
+                             << (where->is_of_hosts() ? text(" in ", where->folder.path().string()) : "")
+                             << " is refused: " << problem.what();
       }
       why.push_back(problem.message);
-      restored.refused.insert(steps);
+      where->refused.insert(steps);
       continue;
     }
-    apply(here, items, reading);
+    apply(*where, items, reading);
     generators_stay = reading.is_of_other_ranks() && any_named(items, kDefaultGenerator);
-    restored.steps = steps;
+    restored = {steps, where};
     break;
   }
-  if (restored.steps == 0 && !why.empty())
-    throw CorruptError(text("no snapshot in ", here.folder.path().string(), " is intact: ", join(why, "; ")),
-                       "Restore one from a backup, or name another folder to begin anew");
-  here.folder.remove_temporaries(here.rank, here.size);
+  if (!here.refused.empty() && restored.steps == 0)
+    throw CorruptError(
+        text("no snapshot in ", here.folder.path().string(),
+             of_hosts ? text(" or ", of_hosts->folder.path().string()) : "", " is intact: ", join(why, "; ")),
+        "Restore one from a backup, or name another folder to begin anew");
+  if (restored.steps == 0 && !why.empty() && here.rank == 0) {
+    // Hosts that were lost had parts of them, and nothing has been saved in the folder of all.
+    MUSTER_LOG(kWarning) << "no snapshot of the hosts is complete, and " << here.folder.path().string()
+                         << " has none: the training begins anew";
+  }
+  for (SnapshotPlace* const where : {&here, of_hosts}) {
+    if (!where) continue;
+    where->folder_is_known = true;
+    if (!where->is_of_hosts() || where->leads()) where->folder.remove_temporaries(where->cares_for(), where->size);
+  }
   if (here.rank == 0 && restored.steps > 0) {
     if (generators_stay) {
       MUSTER_LOG(kWarning) << "another number of ranks has saved step " << restored.steps
                            << ", so each rank keeps the state of its own default generator";
     }
-    MUSTER_LOG(kInfo) << "restored step " << restored.steps << " from " << here.folder.path().string();
+    MUSTER_LOG(kInfo) << "restored step " << restored.steps << " from " << restored.where->folder.path().string();
   }
-  return restored;
+  return restored.steps;
 }
 
 }  // namespace muster::checkpoint

@@ -5,18 +5,24 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/atomic_file.h"
 #include "base/copy.h"
 #include "base/log.h"
 #include "base/random.h"
 #include "base/text.h"
 #include "checkpoint/container.h"
+#include "comm/api/broadcast_bytes.h"
+#include "muster/base/error.h"
 
 namespace muster::checkpoint {
 namespace {
@@ -140,14 +146,16 @@ void check_folder(SnapshotPlace& here) {
   here.folder_is_known = true;
 }
 
-// Rank 0 calls this when the new snapshot exists. Removes old snapshots, and sets the shards that have to stay.
-void remove_old(const SnapshotPlace& here, const SaveOptions& options, Conclusion& conclusion) {
+// The rank that cares for the folder calls this when the new snapshot exists. Removes old snapshots, and sets the shards that
+// have to stay. Returns files that are still to be removed.
+std::vector<std::filesystem::path> remove_old(const SnapshotPlace& here, const SaveOptions& options,
+                                              Conclusion& conclusion) {
   std::set<int64_t> keep{options.steps};
   std::vector<std::pair<double, int64_t>> scores;  // the score negated, and the steps
   if (options.score) scores.emplace_back(-*options.score, options.steps);
   const auto all = here.folder.snapshots();
   for (const int64_t steps : all) {
-    if (steps == options.steps || options.refused.contains(steps)) continue;
+    if (steps == options.steps || here.refused.contains(steps)) continue;
     if (static_cast<int>(keep.size()) < options.keep) keep.insert(steps);
     if (options.keep_best == 0) continue;
     try {
@@ -157,8 +165,14 @@ void remove_old(const SnapshotPlace& here, const SaveOptions& options, Conclusio
   }
   std::sort(scores.begin(), scores.end());
   for (size_t i = 0; i < scores.size() && static_cast<int>(i) < options.keep_best; ++i) keep.insert(scores[i].second);
-  for (const int64_t steps : all)
-    if (!keep.contains(steps)) here.folder.remove_snapshot(steps);
+  std::vector<std::filesystem::path> old;
+  for (const int64_t steps : all) {
+    if (keep.contains(steps)) continue;
+    if (options.sharded)
+      here.folder.remove_snapshot(steps);  // a manifest goes before its shards
+    else
+      old.push_back(here.folder.set_aside(steps));
+  }
   for (const int64_t steps : keep) {
     try {
       for (const auto& shard : read_about(here.folder.snapshot(steps)).shards) conclusion.keep.insert(shard.file);
@@ -166,6 +180,7 @@ void remove_old(const SnapshotPlace& here, const SaveOptions& options, Conclusio
       conclusion.keep_steps.insert(steps);  // the names of its shards are unknown
     }
   }
+  return old;
 }
 
 // True if the manifest refers to this shard, or may refer to it. Call it after writing the manifest has failed: the
@@ -180,25 +195,136 @@ bool may_refer_to(const std::filesystem::path& manifest, const std::string& shar
   return refers;
 }
 
-// The last part of both ways to save: rank 0 writes the file that makes this the newest snapshot, and removes old ones.
-// Then every rank removes its old shards.
+// The last part of all ways to save: the rank that cares for the folder writes the file that makes this the newest snapshot,
+// and removes old ones. Then the shards that no snapshot needs are removed.
 Conclusion conclude(const SnapshotPlace& here, const SaveOptions& options,
                     const std::function<void(Conclusion&)>& write) {
   Conclusion conclusion;
-  if (here.rank == 0) {
-    write(conclusion);
-    if (!conclusion.problem) {
-      const Problem left = problem_of([&] { remove_old(here, options, conclusion); });
-      conclusion.known = !left;
-      if (left) {
-        MUSTER_LOG(kWarning) << "older snapshots stay in " << here.folder.path().string()
-                             << " until the next one is saved: " << left.what();
-      }
+  std::vector<std::filesystem::path> old;
+  if (here.leads()) write(conclusion);
+  if (here.is_of_hosts()) {
+    if (auto first = first_of(all_gather_object(conclusion.problem, here.collective))) {
+      if (here.leads()) here.folder.remove_snapshot(options.steps);  // a snapshot is on all hosts, or on none
+      return {.problem = std::move(first)};
     }
   }
-  conclusion = broadcast_object(conclusion, 0, here.collective);
-  if (conclusion.known) here.folder.remove_shards(here.rank, here.size, conclusion.keep, conclusion.keep_steps);
+  if (here.leads() && !conclusion.problem) {
+    const Problem left = problem_of([&] { old = remove_old(here, options, conclusion); });
+    conclusion.known = !left;
+    if (left) {
+      MUSTER_LOG(kWarning) << "older snapshots stay in " << here.folder.path().string()
+                           << " until the next one is saved: " << left.what();
+    }
+  }
+  if (!here.is_of_hosts()) conclusion = broadcast_object(conclusion, 0, here.collective);
+  const Problem ignored = problem_of([&] {
+    if (!conclusion.known) return;
+    for (auto& shard : here.folder.old_shards(here.cares_for(), here.size, conclusion.keep, conclusion.keep_steps))
+      old.push_back(std::move(shard));
+  });
+  here.remover->remove(std::move(old));
   return conclusion;
+}
+
+// A shard on its way to another host.
+class Replica {
+ public:
+  Replica(const std::filesystem::path& path, const Part& part, int peer, bool is_sent)
+      : path_(path), part_(part), peer_(peer), is_sent_(is_sent) {
+    unless_wrong([&] {
+      piece_ = at::empty({kPiece + 1}, at::kByte);
+      if (is_sent_) {
+        own_.open(path_, std::ios::binary);
+      } else {
+        copy_.emplace(path_);
+        copy_->reserve(part_.bytes);
+      }
+    });
+    if (!piece_.defined()) piece_ = at::empty({2}, at::kByte);
+  }
+  // The next piece. Its last byte says whether what its sender has read is good. Whatever goes wrong, the pieces travel: the
+  // other rank waits for them.
+  bool has_more() const { return at_ < part_.bytes; }
+  comm::BytesMessage next() {
+    count_ = std::min<int64_t>(kPiece, static_cast<int64_t>(part_.bytes - at_));
+    if (is_sent_)
+      unless_wrong([&] {
+        if (!own_.read(data(), count_)) throw Unavailable(text("cannot read ", path_.string()));
+      });
+    data()[count_] = !problem_;
+    return {piece_.narrow(0, 0, count_ + 1), peer_, is_sent_};
+  }
+  void passed() {
+    at_ += static_cast<uint64_t>(count_);
+    if (is_sent_) return;
+    unless_wrong([&] {
+      if (data()[count_] == 0)
+        throw Unavailable(text("rank ", peer_, " cannot read its shard, which this rank is to keep"));
+      copy_->write({data(), static_cast<size_t>(count_)});
+    });
+  }
+  Problem end(std::vector<std::filesystem::path>& written) {
+    if (!is_sent_)
+      unless_wrong([&] {
+        copy_->commit(true);
+        written.push_back(path_);
+        const Container container = Container::open(path_);
+        container.verify();
+        if (container.sum() != part_.sum || container.bytes() != part_.bytes)
+          throw Unavailable(text(path_.string(), " is not the shard that rank ", peer_, " has written"));
+      });
+    return problem_;
+  }
+
+ private:
+  static constexpr int64_t kPiece = int64_t{4} << 20;
+  char* data() { return static_cast<char*>(piece_.mutable_data_ptr()); }
+  // Memory or a disk that does not suffice costs this snapshot; the training goes on.
+  void unless_wrong(const std::function<void()>& fn) {
+    if (problem_) return;
+    problem_ = problem_of(fn);
+    if (problem_) problem_.code = static_cast<int>(ErrorCode::kUnavailable);
+  }
+
+  const std::filesystem::path path_;
+  const Part& part_;
+  const int peer_;
+  const bool is_sent_;
+  Problem problem_;
+  at::Tensor piece_;
+  std::optional<AtomicFile> copy_;
+  std::ifstream own_;
+  uint64_t at_ = 0;
+  int64_t count_ = 0;
+};
+
+// Each rank sends its shard to the ranks that keep replicas, all at the same time. `written`: what this rank has written. Returns what
+// went wrong here.
+Problem send_replicas(const SnapshotPlace& here, const std::vector<Part>& parts,
+                      std::vector<std::filesystem::path>& written) {
+  std::deque<Replica> replicas;
+  for (int from = 0; from < here.size; ++from) {
+    const Part& part = parts[static_cast<size_t>(from)];
+    for (const int to : here.keepers_of(from))
+      if (here.rank == from || here.rank == to)
+        replicas.emplace_back(here.folder.path() / part.file, part, here.rank == from ? to : from, here.rank == from);
+  }
+  for (;;) {
+    std::vector<comm::BytesMessage> messages;
+    std::vector<Replica*> under_way;
+    for (Replica& each : replicas) {
+      if (!each.has_more()) continue;
+      messages.push_back(each.next());
+      under_way.push_back(&each);
+    }
+    if (messages.empty()) break;
+    comm::pass_together(messages, here.collective);
+    for (Replica* const each : under_way) each->passed();
+  }
+  Problem problem;
+  for (Replica& each : replicas)
+    if (Problem of_one = each.end(written); of_one && !problem) problem = std::move(of_one);
+  return problem;
 }
 
 void collect_whole(const SnapshotPlace& here, const Items& items, Collected& collected) {
@@ -225,6 +351,7 @@ Problem write_whole(SnapshotPlace& here, const Collected& collected, const SaveO
   Part mine{.problem = collected.problem, .layout = collected.layout};
   for (const auto& entry : collected.own) mine.entries.push_back(Packed::of(entry));
   const auto parts = gather_object(mine, 0, here.collective);
+  here.remover->wait();
   const auto conclusion = conclude(here, options, [&](Conclusion& said) {
     said.problem = problem_among(parts);
     if (said.problem) return;
@@ -241,12 +368,15 @@ Problem write_whole(SnapshotPlace& here, const Collected& collected, const SaveO
 }
 
 Problem write_sharded(SnapshotPlace& here, const Collected& collected, const SaveOptions& options) {
-  const auto mark = broadcast_object(random_hex(4), 0, here.collective);
+  // When all ranks have met here, no file of an earlier snapshot is still being removed.
+  here.remover->wait();
+  const auto mark = all_gather_object(random_hex(4), here.collective).front();
   const auto path = here.folder.shard(options.steps, here.rank, here.size, mark);
-  Part mine{.problem = collected.problem, .layout = collected.layout};
+  std::vector<std::filesystem::path> written{path};
+  Part mine{.problem = collected.problem, .layout = checksum(text(collected.layout, ' ', here.replicas))};
   if (!mine.problem)
     mine.problem = problem_of([&] {
-      if (here.rank == 0) check_folder(here);
+      if (here.leads()) check_folder(here);
       const Shard shard = write_container(
           path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, collected.own);
       mine.file = shard.file;
@@ -256,6 +386,8 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
   const auto parts = all_gather_object(mine, here.collective);
   Conclusion conclusion;
   conclusion.problem = problem_among(parts);
+  if (!conclusion.problem && here.replicas > 0 && here.hosts.size() > 1)
+    conclusion.problem = first_of(all_gather_object(send_replicas(here, parts, written), here.collective));
   if (!conclusion.problem) {
     conclusion = conclude(here, options, [&](Conclusion& said) {
       const auto manifest = here.folder.snapshot(options.steps);
@@ -268,7 +400,8 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
     });
   }
   std::error_code ignored;
-  if (conclusion.problem && !conclusion.in_use) std::filesystem::remove(path, ignored);  // nothing refers to it
+  if (conclusion.problem && !conclusion.in_use)  // nothing refers to them
+    for (const auto& file : written) std::filesystem::remove(file, ignored);
   return conclusion.problem;
 }
 
@@ -312,6 +445,23 @@ void take_copies(Collected& collected, Copies& copies) {
 Problem write(SnapshotPlace& here, const Collected& collected, const SaveOptions& options) {
   if (collected.of_all) return collected.of_all;
   return options.sharded ? write_sharded(here, collected, options) : write_whole(here, collected, options);
+}
+
+void remove_up_to(SnapshotPlace& of_hosts, int64_t steps) {
+  if (!of_hosts.leads() || !of_hosts.folder_is_known) return;
+  const Problem ignored = problem_of([&] {
+    std::set<int64_t> keep;
+    for (const int64_t each : of_hosts.folder.snapshots()) {
+      if (each <= steps)
+        of_hosts.folder.remove_snapshot(each);
+      else
+        keep.insert(each);
+    }
+    of_hosts.remover->remove(of_hosts.folder.old_shards(Folder::kAnyRank, of_hosts.size, {}, keep));
+  });
+  if (ignored) {
+    MUSTER_LOG(kWarning) << "older snapshots stay in " << of_hosts.folder.path().string() << ": " << ignored.what();
+  }
 }
 
 void say_stopped(int rank, int64_t steps, const std::filesystem::path& folder) {

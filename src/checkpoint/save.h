@@ -5,6 +5,10 @@
 // entries and its part of the shared ones, and reports that to rank 0, which then writes the manifest. In both cases,
 // the snapshot exists as soon as rank 0 has renamed its file. Older snapshots are removed only after that.
 //
+// In folders of the hosts' own, always sharded: when each rank has written its shard, it sends it to the ranks that keep
+// replicas; when all have written those, the first rank of each host writes the manifest; when all have written that, they
+// remove older snapshots. If one cannot, all remove the new one.
+//
 // Thread-safety: none; collective.
 #pragma once
 
@@ -14,7 +18,6 @@
 #include <filesystem>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 
 #include "checkpoint/entry.h"
@@ -29,7 +32,6 @@ struct SaveOptions {
   int keep = 2;
   int keep_best = 0;                 // of those with a score, beside the newest
   std::optional<double> score = {};  // of this snapshot
-  std::set<int64_t> refused;         // damaged snapshots, to be removed
 };
 
 struct Collected {
@@ -48,6 +50,10 @@ void take_copies(Collected& collected, Copies& copies);
 // Collective. Returns what went wrong, the same on all ranks. If something did, the older snapshots are still there, and the
 // new one may be there, too: if all was written and only the last sync failed. Errors of collectives are thrown.
 Problem write(SnapshotPlace& here, const Collected& collected, const SaveOptions& options);
+
+// Not collective: removes from the hosts' own folders, on the ranks that care for them, snapshots that are not newer than one in
+// the folder of all.
+void remove_up_to(SnapshotPlace& of_hosts, int64_t steps);
 
 // Tells the user who has asked to stop, on standard error, which step is saved and how to go on; or, before the first
 // step, that there is nothing to save.

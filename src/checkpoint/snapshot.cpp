@@ -7,9 +7,10 @@
 #include <atomic>
 #include <cmath>
 #include <exception>
+#include <filesystem>
 #include <memory>
 #include <optional>
-#include <set>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -24,17 +25,18 @@
 #include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
+#include "parallel/hosts.h"
 
 namespace muster {
 
 struct Snapshot::Impl {
   SnapshotOptions options;
   checkpoint::SnapshotPlace place;
+  std::optional<checkpoint::SnapshotPlace> of_hosts;  // .local
   checkpoint::Items items;
   std::optional<StopSignal> signal;
   std::atomic<bool> asked{false};
-  std::set<int64_t> refused;
-  std::optional<double> score;                       // of the next snapshot
+  std::optional<double> score;                       // of the next snapshot in .folder
   std::optional<int64_t> newest;                     // the step of the newest snapshot that is known to be intact
   at::Tensor agreement = at::empty({3}, at::kLong);  // whether to stop, the steps, and the steps negated
 
@@ -48,7 +50,8 @@ struct Snapshot::Impl {
   // in any order.
   struct Writing {
     int64_t steps;
-    checkpoint::SnapshotPlace place;
+    bool is_local;
+    checkpoint::SnapshotPlace place;  // a copy
     checkpoint::Collected collected;
     checkpoint::Problem problem;
     std::exception_ptr failure;  // of a collective
@@ -58,19 +61,22 @@ struct Snapshot::Impl {
   std::optional<Group> group_of_writing;
   checkpoint::Copies copies;
 
-  checkpoint::SaveOptions save_options(int64_t steps) {
+  // `is_local`: in the hosts' own folders.
+  checkpoint::SnapshotPlace& where(bool is_local) { return is_local ? *of_hosts : place; }
+  bool is_sharded(bool is_local) const { return is_local || options.sharded; }
+  checkpoint::SaveOptions save_options(int64_t steps, bool is_local) {
+    if (is_local) return {.steps = steps, .sharded = true, .keep = options.local.keep};
     return {.steps = steps,
             .sharded = options.sharded,
             .keep = options.keep,
             .keep_best = options.keep_best,
-            .score = std::exchange(score, std::nullopt),
-            .refused = refused};
+            .score = std::exchange(score, std::nullopt)};
   }
-  checkpoint::Problem save(int64_t steps);
-  void begin_to_write(int64_t steps);
+  checkpoint::Problem save(int64_t steps, bool is_local = false);
+  void begin_to_write(int64_t steps, bool is_local = false);
   checkpoint::Problem end_writing();
   void end_and_report() noexcept;
-  void note(int64_t steps, const checkpoint::Problem& problem);
+  void note(int64_t steps, bool is_local, const checkpoint::Problem& problem);
   void report(int64_t steps, const checkpoint::Problem& problem) const;
   ~Impl();
 };
@@ -85,6 +91,14 @@ SnapshotOptions checked(SnapshotOptions options) {
   if (options.keep < 1) throw InvalidArgument(text("a snapshot's .keep must be at least 1, got ", options.keep));
   if (options.keep_best < 0)
     throw InvalidArgument(text("a snapshot's .keep_best must be at least 0, got ", options.keep_best));
+  const auto& local = options.local;
+  if (local.folder.empty() && local.every != 0)
+    throw InvalidArgument("a snapshot's .local.every needs a folder", "Set .local.folder");
+  if (!local.folder.empty() && local.every < 1)
+    throw InvalidArgument(text("a snapshot's .local.every must be at least 1, got ", local.every));
+  if (local.keep < 1) throw InvalidArgument(text("a snapshot's .local.keep must be at least 1, got ", local.keep));
+  if (local.replicas < 0)
+    throw InvalidArgument(text("a snapshot's .local.replicas must be at least 0, got ", local.replicas));
   options.group = options.group.resolved();
   if (!options.group.is_member())
     throw InvalidArgument("this rank is not in the snapshot's group", "Make the Snapshot on the group's ranks only");
@@ -99,6 +113,16 @@ Snapshot::Impl::Impl(SnapshotOptions given)
             .collective = {.group = options.group, .timeout = options.timeout},
             .rank = options.group.rank(),
             .size = options.group.size()} {
+  if (!options.local.folder.empty()) {
+    of_hosts = place;
+    of_hosts->folder = checkpoint::Folder(options.local.folder);
+    std::error_code ignored;
+    if (std::filesystem::equivalent(options.folder, options.local.folder, ignored))
+      throw InvalidArgument("a snapshot's .folder and .local.folder are the same", "Name two");
+    of_hosts->remover = std::make_shared<checkpoint::Remover>();
+    of_hosts->hosts = parallel::hosts_of(options.group, World::current()).ranks;
+    of_hosts->replicas = options.local.replicas;
+  }
   if (options.on_sigterm) signal.emplace();
   if (options.default_generator)
     add(checkpoint::kDefaultGenerator, true, checkpoint::make_item(at::detail::getDefaultCPUGenerator()));
@@ -128,10 +152,11 @@ bool Snapshot::Impl::any_rank_stops(int64_t steps) {
   return values[0] != 0;
 }
 
-void Snapshot::Impl::note(int64_t steps, const checkpoint::Problem& problem) {
+void Snapshot::Impl::note(int64_t steps, bool is_local, const checkpoint::Problem& problem) {
   if (problem) return;
   newest = steps;
-  refused.clear();
+  where(is_local).refused.clear();
+  if (of_hosts && !is_local) checkpoint::remove_up_to(*of_hosts, steps);
 }
 
 // A periodic save has failed, and the training goes on.
@@ -141,22 +166,22 @@ void Snapshot::Impl::report(int64_t steps, const checkpoint::Problem& problem) c
                      << (newest ? text("the newest snapshot is that of step ", *newest) : "there is none yet");
 }
 
-checkpoint::Problem Snapshot::Impl::save(int64_t steps) {
-  const auto collected = checkpoint::collect(place, items, options.sharded);
-  const auto problem = checkpoint::write(place, collected, save_options(steps));
-  note(steps, problem);
+checkpoint::Problem Snapshot::Impl::save(int64_t steps, bool is_local) {
+  const auto collected = checkpoint::collect(where(is_local), items, is_sharded(is_local));
+  const auto problem = checkpoint::write(where(is_local), collected, save_options(steps, is_local));
+  note(steps, is_local, problem);
   return problem;
 }
 
-void Snapshot::Impl::begin_to_write(int64_t steps) {
+void Snapshot::Impl::begin_to_write(int64_t steps, bool is_local) {
   World& world = World::current();
   if (!group_of_writing) group_of_writing = options.group.split(0, 0, {.name = "snapshots"});
-  auto begun = std::make_unique<Writing>(Writing{.steps = steps, .place = place});
+  auto begun = std::make_unique<Writing>(Writing{.steps = steps, .is_local = is_local, .place = where(is_local)});
   begun->place.collective.group = *group_of_writing;
-  checkpoint::Collected& collected = begun->collected = checkpoint::collect(place, items, options.sharded);
+  checkpoint::Collected& collected = begun->collected = checkpoint::collect(begun->place, items, is_sharded(is_local));
   if (!collected.of_all && !collected.problem)
     collected.problem = checkpoint::problem_of([&] { checkpoint::take_copies(collected, copies); });
-  begun->thread = start_thread("muster-snapshot", [its = begun.get(), with = save_options(steps), &world] {
+  begun->thread = start_thread("muster-snapshot", [its = begun.get(), with = save_options(steps, is_local), &world] {
     const World::Scope scope(world);
     try {
       its->problem = checkpoint::write(its->place, its->collected, with);
@@ -173,9 +198,9 @@ checkpoint::Problem Snapshot::Impl::end_writing() {
   if (!ended) return {};
   if (ended->thread.joinable()) ended->thread.join();
   if (ended->failure) std::rethrow_exception(ended->failure);
-  place.folder = ended->place.folder;  // with its lock
-  place.folder_is_known |= ended->place.folder_is_known;
-  note(ended->steps, ended->problem);
+  where(ended->is_local).folder = ended->place.folder;  // with its lock
+  where(ended->is_local).folder_is_known |= ended->place.folder_is_known;
+  note(ended->steps, ended->is_local, ended->problem);
   return ended->problem;
 }
 
@@ -237,18 +262,18 @@ Snapshot& Snapshot::add_archivable(std::string name, std::function<void(torch::s
 
 int64_t Snapshot::restore() {
   impl_->end_and_report();
-  auto restored = checkpoint::restore(impl_->place, impl_->items);
-  impl_->place.folder_is_known = true;
-  impl_->refused = std::move(restored.refused);
-  if (restored.steps > 0) impl_->newest = restored.steps;
-  return restored.steps;
+  const int64_t steps = checkpoint::restore(impl_->place, impl_->of_hosts ? &*impl_->of_hosts : nullptr, impl_->items);
+  if (steps > 0) impl_->newest = steps;
+  return steps;
 }
 
 bool Snapshot::step(int64_t steps) {
   Impl& s = *impl_;
   if (steps < 1) throw InvalidArgument(text("step(): steps must be at least 1, got ", steps), "Count from 1");
   const bool stop = s.any_rank_stops(steps);
-  if (!stop && (s.options.every == 0 || steps % s.options.every != 0)) return false;
+  const auto is_time = [&](int64_t every) { return every != 0 && steps % every == 0; };
+  const bool is_local = !stop && !is_time(s.options.every);
+  if (is_local && !is_time(s.options.local.every)) return false;
   const auto go_on_after = [&](int64_t of, const checkpoint::Problem& problem) {
     if (problem && !problem.is(ErrorCode::kUnavailable)) throw_problem(problem);
     if (problem) s.report(of, problem);
@@ -257,10 +282,10 @@ bool Snapshot::step(int64_t steps) {
   const int64_t before = s.writing ? s.writing->steps : 0;
   go_on_after(before, s.end_writing());
   if (s.options.asynchronous && !stop) {
-    s.begin_to_write(steps);
+    s.begin_to_write(steps, is_local);
     return false;
   }
-  const auto problem = s.save(steps);
+  const auto problem = s.save(steps, is_local);
   if (stop && problem) throw_problem(problem);
   go_on_after(steps, problem);
   if (stop && s.place.rank == 0) checkpoint::say_stopped(0, steps, s.options.folder);
@@ -295,6 +320,7 @@ void Snapshot::score(double value) {
 
 std::vector<int64_t> Snapshot::best() const {
   std::vector<std::pair<double, int64_t>> scores;
+  impl_->place.remover->wait();
   for (const int64_t steps : impl_->place.folder.snapshots()) {
     try {
       if (const auto score = checkpoint::read_about(impl_->place.folder.snapshot(steps)).score)

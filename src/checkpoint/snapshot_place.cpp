@@ -31,6 +31,26 @@ int SnapshotPlace::place_of(int rank_of_world) const {
   return static_cast<int>(at - ranks.begin());
 }
 
+bool SnapshotPlace::leads() const {
+  return is_of_hosts() ? std::any_of(hosts.begin(), hosts.end(), [&](const auto& ranks) { return ranks[0] == rank; })
+                       : rank == 0;
+}
+
+// Those at the same place on the next hosts.
+std::vector<int> SnapshotPlace::keepers_of(int of) const {
+  std::vector<int> keepers;
+  for (size_t host = 0; host < hosts.size(); ++host) {
+    const auto at = std::find(hosts[host].begin(), hosts[host].end(), of);
+    if (at == hosts[host].end()) continue;
+    const auto place = static_cast<size_t>(at - hosts[host].begin());
+    for (size_t step = 1; step < hosts.size() && step <= static_cast<size_t>(replicas); ++step) {
+      const auto& next = hosts[(host + step) % hosts.size()];
+      keepers.push_back(next[place % next.size()]);
+    }
+  }
+  return keepers;
+}
+
 Problem choose_per_rank(const SnapshotPlace& here, Items& items, bool saves) {
   std::vector<Choice> mine;
   for (const auto& [name, wanted, item, per_rank] : items)

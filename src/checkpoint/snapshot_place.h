@@ -1,11 +1,12 @@
-// What saving and restoring have in common: where they go on (the folder of the files, and this rank among those that
-// take part), and the items in the files.
+// What saving and restoring have in common: where they go on (the folder of the files, or each host's own, and this rank
+// among those that take part), and the items in the files.
 //
 // Thread-safety: values; choose_per_rank() is collective.
 #pragma once
 
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,17 @@ struct SnapshotPlace {
   // Set when restore() or save() has looked into the folder. Until then rank 0's save() refuses a folder that already
   // has snapshots, because they may be another training's.
   bool folder_is_known = false;
+  std::set<int64_t> refused = {};  // the steps of damaged snapshots
+  std::shared_ptr<Remover> remover = std::make_shared<Remover>();
+
+  // If each host has a folder of its own: the hosts' ranks in the group. Then the first rank of each host does there what
+  // rank 0 does in a folder of all. `replicas`: on how many other hosts each shard is, too; fewer if there are fewer hosts.
+  std::vector<std::vector<int>> hosts = {};
+  int replicas = 0;
+  bool is_of_hosts() const { return !hosts.empty(); }
+  bool leads() const;  // whether this rank takes care of the folder
+  int cares_for() const { return is_of_hosts() ? Folder::kAnyRank : rank; }  // for old_shards()
+  std::vector<int> keepers_of(int rank) const;  // the ranks that have replicas of its shard
 
   // The rank in the group; InvalidArgument if it is not a member.
   int place_of(int rank_of_world) const;

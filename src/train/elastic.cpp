@@ -159,6 +159,7 @@ struct SavedState {
 // The options for a snapshot that holds nothing but the state, taken by `group`.
 SnapshotOptions of_state(SnapshotOptions options, const Group& group) {
   options.group = group;
+  options.local = {};
   options.sharded = options.asynchronous = options.default_generator = options.on_sigterm = false;
   return options;
 }

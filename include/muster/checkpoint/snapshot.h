@@ -29,9 +29,8 @@
 //
 // restore() takes the newest snapshot whose every byte matches its checksums *on all ranks*. It refuses a truncated or
 // corrupted one, with file, tensor and byte in a warning, and tries the one before it. On one host each rank reads what it
-// needs. On several hosts a rank reads only files that it wrote itself, and sends the others what they need of them, so the
-// folder may be on a shared file system or on each host's own disk. (With fewer ranks than have saved, a rank reads
-// several; then the file system must be shared.) The files are read twice, to verify them and into the tensors where the
+// needs. On several hosts a rank reads the file that it wrote, or if it does not find that, another rank that does; and sends
+// the others what they need of it. So the folder may be on a shared file system or on each host's own disk. The files are read twice, to verify them and into the tensors where the
 // values stay, so restoring needs no memory for them. restore() checks names, shapes and dtypes before it changes
 // anything. Objects that read themselves (`load()`) come next, and may still refuse; tensors, numbers and generators come
 // last.
@@ -40,6 +39,12 @@
 // needs as much memory again, and a thread writes it while the training goes on. The next save waits for the one before it. What
 // goes wrong surfaces there, or at wait(), on all ranks. A stop is always saved before step() returns. Until a snapshot is
 // written, a crash leaves the one before it. The destructor waits.
+//
+// In the hosts' memory: with `.local`, step() also saves into a folder that each host has for itself, in memory ("/dev/shm/run1")
+// or on its own disk, and more often. Each rank writes its shard there, and sends it to ranks on other hosts (`.replicas`).
+// So after the loss of a host the others have all of the newest snapshot. restore() takes the newest one of both folders.
+// A snapshot in `.folder` replaces those of the hosts that are not newer. save(), and a stop, save in `.folder`. What the hosts
+// have may be lost with them: if none of it is complete, and `.folder` has none either, restore() warns and returns 0.
 //
 // SIGTERM: while a Snapshot exists, the signal requests a stop and does not end the process: the handler sets a flag,
 // the ranks agree at the next boundary (step() or stop_here()), all save, and that call returns true on every rank, no
@@ -90,6 +95,13 @@
 
 namespace muster {
 
+struct LocalSnapshotOptions {
+  std::filesystem::path folder;  // on each host; empty: none
+  int64_t every = 0;             // steps between snapshots
+  int keep = 1;                  // number of newest snapshots to keep; for a moment there is one more
+  int replicas = 1;              // of each shard, on as many other hosts; fewer if there are fewer
+};
+
 struct SnapshotOptions {
   std::filesystem::path folder;  // made if it does not exist; for one job, and one training
   int64_t every = 0;             // steps between snapshots; 0: only on request
@@ -97,6 +109,7 @@ struct SnapshotOptions {
   bool asynchronous = false;     // step() and save() copy the state, and a thread writes it
   int keep = 2;                  // number of newest snapshots to keep; 1 or more
   int keep_best = 0;             // and number of those with the best scores
+  LocalSnapshotOptions local;    // in the hosts' memory, or on their own disks
   bool on_sigterm = true;
   bool default_generator = true;         // saves torch's CPU generator, as the item "default generator"
   Group group;                           // default: all ranks
@@ -116,7 +129,8 @@ concept Archivable = requires(T& item, torch::serialize::OutputArchive& out, tor
 
 class Snapshot {
  public:
-  // InvalidArgument: no folder, every < 0, keep < 1. Unavailable: the folder cannot be made.
+  // InvalidArgument: no folder; every, keep or replicas out of range; .local.every without .local.folder or the reverse; both
+  // folders are the same. Unavailable: a folder cannot be made.
   explicit Snapshot(SnapshotOptions options);
   Snapshot(Snapshot&&) noexcept;
   Snapshot& operator=(Snapshot&&) noexcept;
@@ -171,7 +185,7 @@ class Snapshot {
   // Saves now, or begins to.
   void save(int64_t steps);
 
-  // How good the model of the next snapshot is; larger is better. Rank 0's counts. For .keep_best: the best ones stay, beside the
+  // How good the model of the next snapshot in .folder is; larger is better. Rank 0's counts. For .keep_best: the best ones stay, beside the
   // newest ones; restore() takes the newest.
   void score(double value);
   // The steps of the snapshots in the folder with the best scores, the best first. Not collective.

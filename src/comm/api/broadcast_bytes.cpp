@@ -1,7 +1,9 @@
 #include "comm/api/broadcast_bytes.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
+#include <utility>
 
 #include "comm/world/group_state.h"
 
@@ -19,6 +21,25 @@ void in_pieces(const at::Tensor& all, const std::function<void(const at::Tensor&
 
 void broadcast_bytes(const at::Tensor& bytes, int root, const CollectiveOptions& options) {
   in_pieces(bytes, [&](const at::Tensor& piece) { broadcast(piece, root, options); });
+}
+
+void pass_together(const std::vector<BytesMessage>& messages, const CollectiveOptions& options) {
+  if (messages.empty()) return;
+  std::vector<Operation> operations;
+  for (const auto& [bytes, peer, is_sent] : messages)
+    operations.push_back({.kind = is_sent ? OpKind::kSend : OpKind::kRecv,
+                          .peer = peer,
+                          .tag = kTag,
+                          .tensor = bytes,
+                          .timeout = options.timeout,
+                          .site = Site::current()});
+  std::exception_ptr failure;
+  for (const auto& work : backend_of(options.group.resolved()).submit_messages(std::move(operations))) try {
+      Work(work).wait();
+    } catch (const std::exception&) {
+      failure = std::current_exception();  // the memory of the others is in use until they end
+    }
+  if (failure) std::rethrow_exception(failure);
 }
 
 void pass_bytes(const at::Tensor& bytes, int from, int to, const CollectiveOptions& options) {
