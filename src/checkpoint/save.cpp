@@ -229,10 +229,11 @@ Conclusion conclude(const SnapshotPlace& here, const SaveOptions& options,
 // A shard on its way to another host.
 class Replica {
  public:
-  Replica(const std::filesystem::path& path, const Part& part, int peer, bool is_sent)
-      : path_(path), part_(part), peer_(peer), is_sent_(is_sent) {
+  static at::Tensor memory() { return at::empty({kPiece + 1}, at::kByte); }
+
+  Replica(const std::filesystem::path& path, const Part& part, int peer, bool is_sent, at::Tensor memory)
+      : path_(path), part_(part), peer_(peer), is_sent_(is_sent), piece_(std::move(memory)) {
     unless_wrong([&] {
-      piece_ = at::empty({kPiece + 1}, at::kByte);
       if (is_sent_) {
         own_.open(path_, std::ios::binary);
       } else {
@@ -240,7 +241,6 @@ class Replica {
         copy_->reserve(part_.bytes);
       }
     });
-    if (!piece_.defined()) piece_ = at::empty({2}, at::kByte);
   }
   // The next piece. Its last byte says whether what its sender has read is good. Whatever goes wrong, the pieces travel: the
   // other rank waits for them.
@@ -290,24 +290,35 @@ class Replica {
   const Part& part_;
   const int peer_;
   const bool is_sent_;
+  const at::Tensor piece_;
   Problem problem_;
-  at::Tensor piece_;
   std::optional<AtomicFile> copy_;
   std::ifstream own_;
   uint64_t at_ = 0;
   int64_t count_ = 0;
 };
 
-// Each rank sends its shard to the ranks that keep replicas, all at the same time. `written`: what this rank has written. Returns what
-// went wrong here.
-Problem send_replicas(const SnapshotPlace& here, const std::vector<Part>& parts,
+struct Edge {
+  int from = 0, to = 0;
+};
+// Of replicas: those that this rank sends or gets.
+std::vector<Edge> edges_of(const SnapshotPlace& here) {
+  std::vector<Edge> edges;
+  for (int from = 0; from < here.size; ++from)
+    for (const int to : here.keepers_of(from))
+      if (here.rank == from || here.rank == to) edges.push_back({from, to});
+  return edges;
+}
+
+// Each rank sends its shard to the ranks that keep replicas, all at the same time. `memory`: a piece for each edge. `written`:
+// what this rank has written. Returns what went wrong here.
+Problem send_replicas(const SnapshotPlace& here, const std::vector<Part>& parts, std::vector<at::Tensor> memory,
                       std::vector<std::filesystem::path>& written) {
   std::deque<Replica> replicas;
-  for (int from = 0; from < here.size; ++from) {
+  for (const auto [from, to] : edges_of(here)) {
     const Part& part = parts[static_cast<size_t>(from)];
-    for (const int to : here.keepers_of(from))
-      if (here.rank == from || here.rank == to)
-        replicas.emplace_back(here.folder.path() / part.file, part, here.rank == from ? to : from, here.rank == from);
+    replicas.emplace_back(here.folder.path() / part.file, part, here.rank == from ? to : from, here.rank == from,
+                          memory[replicas.size()]);
   }
   for (;;) {
     std::vector<comm::BytesMessage> messages;
@@ -373,10 +384,12 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
   const auto mark = all_gather_object(random_hex(4), here.collective).front();
   const auto path = here.folder.shard(options.steps, here.rank, here.size, mark);
   std::vector<std::filesystem::path> written{path};
+  std::vector<at::Tensor> memory;  // for replicas
   Part mine{.problem = collected.problem, .layout = checksum(text(collected.layout, ' ', here.replicas))};
   if (!mine.problem)
     mine.problem = problem_of([&] {
       if (here.leads()) check_folder(here);
+      for (size_t i = edges_of(here).size(); i > 0; --i) memory.push_back(Replica::memory());
       const Shard shard = write_container(
           path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, collected.own);
       mine.file = shard.file;
@@ -387,7 +400,8 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
   Conclusion conclusion;
   conclusion.problem = problem_among(parts);
   if (!conclusion.problem && here.replicas > 0 && here.hosts.size() > 1)
-    conclusion.problem = first_of(all_gather_object(send_replicas(here, parts, written), here.collective));
+    conclusion.problem =
+        first_of(all_gather_object(send_replicas(here, parts, std::move(memory), written), here.collective));
   if (!conclusion.problem) {
     conclusion = conclude(here, options, [&](Conclusion& said) {
       const auto manifest = here.folder.snapshot(options.steps);
