@@ -1,5 +1,6 @@
 #include "autograd/tape.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
@@ -32,6 +33,12 @@ struct Sent {
   std::shared_ptr<ContextState> context;
   rpc::Interceptor::Timeout timeout;  // the call's own, if it has one
 };
+
+// A thread's first node would have the number 0, which is the call nodes': the engine might then wait for a call before
+// it runs that node, and so before it sends the requests that depend on it.
+void leave_number_0_to_call_nodes() {
+  if (at::sequence_number::peek() == 0) at::sequence_number::get_and_increment();
+}
 
 bool asks(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 
@@ -105,6 +112,7 @@ Path Tape::path_in(ContextState& context) const {
 // --- the caller ---
 
 std::shared_ptr<void> Tape::outgoing(int to, Timeout timeout, rpc::Payload& payload, uint64_t& context) {
+  leave_number_0_to_call_nodes();
   auto in = current_context();
   const bool records = !payload.tensors.empty() && at::GradMode::is_enabled() &&
                        std::any_of(payload.tensors.begin(), payload.tensors.end(), asks);

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "multiprocess/launch_support.h"
+#include "support/full_run.h"
 
 namespace muster::test {
 namespace {
@@ -183,12 +184,13 @@ TEST(Examples, AutogradParameterServer) {
 }
 
 // Batches in parts are the same training, which is that of one process; and they let both halves work at the same time.
-// With Fashion-MNIST, if it is there, and without.
+// With made-up images; in the full run also with Fashion-MNIST, if it is there.
 TEST(Examples, AutogradPipeline) {
   const std::string curve = text(testing::TempDir(), "/pipeline.", ::getpid(), ".svg");
   std::vector<std::string> flags{"--steps",  "10",  "--batch", "24",      "--lr", "0.02",
                                  "--splits", "1,3", "--check", "--curve", curve};
   for (const bool made_up : {false, true}) {
+    if (!made_up && !full_run()) continue;
     if (made_up) flags.insert(flags.end(), {"--data", "/nowhere"});
     const auto lines = lines_of("autograd_pipeline", 3, flags);
     ASSERT_EQ(lines.size(), 6u) << testing::PrintToString(lines);
@@ -199,7 +201,7 @@ TEST(Examples, AutogradPipeline) {
     EXPECT_EQ(together, 0);
     ASSERT_EQ(std::sscanf(lines[1].c_str(), ("batches in 3: %lf" + pattern).c_str(), &speed, &together), 2);
     EXPECT_GT(speed, 0);
-    EXPECT_GT(together, 1);
+    if (full_run()) EXPECT_GT(together, 1);  // of the time: a busy machine may never run both
     ASSERT_EQ(std::sscanf(lines[2].c_str(), "check: the losses of one process are the same, and differ by %lf at most",
                           &differ),
               1)
