@@ -10,9 +10,11 @@
 #include <fstream>
 #include <map>
 #include <sstream>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 
@@ -102,13 +104,14 @@ class Drawing {
   std::ostringstream out_;
 };
 
-void draw(const std::string& dot, const std::string& path) {
-  const std::string source = path + ".dot";
-  {
-    std::ofstream file(source);
-    file << dot;
-    if (!file.flush()) throw InvalidArgument(text("cannot write to '", source, "'"));
-  }
+void write(const std::string& path, const std::string& dot) {
+  std::ofstream file(path);
+  file << dot;
+  if (!file.flush()) throw InvalidArgument(text("cannot write to '", path, "'"));
+}
+
+// False if there is no program to draw with.
+bool draw(const std::string& source, const std::string& path) {
   std::string arguments[] = {"dot", "-Tsvg", "-o", path, source};
   std::vector<char*> argv;
   for (auto& each : arguments) argv.push_back(each.data());
@@ -119,10 +122,10 @@ void draw(const std::string& dot, const std::string& path) {
   if (!error)
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
     }
+  if (error) return false;
   std::remove(source.c_str());
-  if (error)
-    throw Unavailable("there is no program 'dot' to draw the graph", "apt-get install graphviz, or write a .dot file.");
   if (status != 0) throw InvalidArgument(text("dot could not draw '", path, "' (status ", status, ")"));
+  return true;
 }
 
 }  // namespace
@@ -136,12 +139,16 @@ std::string make_dot(const Tensors& results, const NamedTensors& names) {
   return drawing.text_of();
 }
 
-void write_dot(const std::string& path, const Tensors& results, const NamedTensors& names) {
-  const std::string dot = make_dot(results, names);
-  if (path.ends_with(".svg")) return draw(dot, path);
-  std::ofstream file(path);
-  file << dot;
-  if (!file.flush()) throw InvalidArgument(text("cannot write to '", path, "'"));
+std::string write_dot(const std::string& path, const Tensors& results, const NamedTensors& names) {
+  constexpr std::string_view kPicture = ".svg";
+  const bool picture = path.ends_with(kPicture);
+  const std::string source = picture ? path.substr(0, path.size() - kPicture.size()) + ".dot" : path;
+  write(source, make_dot(results, names));
+  if (!picture) return source;
+  if (draw(source, path)) return path;
+  MUSTER_LOG(kWarning) << "there is no program 'dot' to draw " << path << " (Debian: graphviz), so the graph is in "
+                       << source;
+  return source;
 }
 
 }  // namespace muster::optim

@@ -13,7 +13,9 @@
 
 #include "muster/autograd/context.h"
 #include "muster/comm/collectives.h"
+#include "muster/optim/implicit.h"
 #include "muster/optim/meta.h"
+#include "muster/optim/zero_order.h"
 #include "muster/remote/auto_init_rpc.h"
 #include "muster/remote/remote_call.h"
 #include "muster/rpc/call.h"
@@ -168,6 +170,67 @@ TEST_P(MetaWorkers, AnInnerLossMayBeARemoteCall) {
     const Tensors there =
         meta_gradient([](const Tensor& a, const Tensor& b) { return rpc::sync<&squared_distance>(1, a, b); });
     EXPECT_LE(distance(there, here), 1e-12);
+  });
+}
+
+// The solution of an inner problem, found on whichever worker is called. Its weights are shifted by the task.
+Tensor root_there(Tensor l2, Tensor task) {
+  const auto condition = [](const Tensor& w, const Tensor& regularization, const Tensor& target) {
+    return w + regularization * w.pow(3) - target;
+  };
+  const auto newton = [condition](Tensor w, const Tensor& regularization, const Tensor& target) {
+    for (int i = 0; i < 60; ++i) w = w - condition(w, regularization, target) / (1 + 3 * regularization * w.square());
+    return w;
+  };
+  const auto root = optim::custom_root<1, 2>(condition, newton, {.solve = optim::solve_cg({.rtol = 1e-12})});
+  return root(at::zeros_like(task), l2, task).sin().sum();
+}
+
+// Autograd cannot differentiate what is estimated: it rounds. The seed comes with the task.
+Tensor estimate_there(Tensor weight, Tensor task, uint64_t seed) {
+  const auto reward = optim::zero_order([task](const Tensor& w) { return (w * task).sum().mul(8).round() / 8; },
+                                        {.method = optim::ZeroOrder::kAntithetic,
+                                         .num_samples = 4,
+                                         .generator = at::make_generator<at::CPUGeneratorImpl>(seed)});
+  return reward(weight * 2);
+}
+
+Tensor rounded_distance(Tensor a, Tensor b) { return ((a - b).square().sum() * 16).round() / 16; }
+
+TEST_P(MetaWorkers, RootsAndEstimatesOnOtherWorkers) {
+  lead(3, [] {
+    const Tensor task = at::linspace(-1, 1, 5, at::kDouble).set_requires_grad(true),
+                 l2 = at::scalar_tensor(0.7, at::kDouble).set_requires_grad(true);
+    const auto derivatives = [&](const auto& root) {  // the first, and the gradient of its square
+      const auto first = torch::autograd::grad({root(l2, task, 0) + root(l2 * 2, task, 1)}, {l2, task}, {}, true, true);
+      Tensors all = first;
+      for (const Tensor& one : torch::autograd::grad({first[0].square() + first[1].square().sum()}, {l2, task}))
+        all.push_back(one);
+      return all;
+    };
+    const Tensors here = derivatives([](const Tensor& l, const Tensor& t, int) { return root_there(l, t); });
+    const Tensors there =
+        derivatives([](const Tensor& l, const Tensor& t, int i) { return rpc::sync<&root_there>(1 + i, l, t); });
+    EXPECT_LE(distance(there, here), 1e-12);
+
+    const auto estimated = [&](const auto& estimate) {
+      return torch::autograd::grad({estimate(task, task.detach(), 5) + estimate(task, task.detach() + 1, 6)}, {task});
+    };
+    EXPECT_LE(distance(estimated([](const Tensor& weight, const Tensor& t, uint64_t seed) {
+                         return rpc::sync<&estimate_there>(static_cast<int>(seed) - 4, weight, t, seed);
+                       }),
+                       estimated(estimate_there)),
+              1e-12);
+    // The estimated function itself may be on another worker.
+    const auto around = [&](const std::function<Tensor(Tensor, Tensor)>& function) {
+      const auto reward =
+          optim::zero_order([=](const Tensor& w) { return function(w, at::ones({5}, at::kDouble)); },
+                            {.num_samples = 3, .generator = at::make_generator<at::CPUGeneratorImpl>(9)});
+      return torch::autograd::grad({reward(task)}, {task});
+    };
+    EXPECT_LE(distance(around([](Tensor a, Tensor b) { return rpc::sync<&rounded_distance>(2, a, b); }),
+                       around(rounded_distance)),
+              1e-12);
   });
 }
 

@@ -9,6 +9,8 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -219,6 +221,34 @@ TEST(Implicit, Module) {
   EXPECT_THROW(loss.backward(), Aborted);
 }
 
+// With the condition that holds at the solution instead of an objective.
+struct ByOptimality : optim::ImplicitMetaGradientModule<ByOptimality>, optim::TensorMembers {
+  Tensor meta, weight;
+  explicit ByOptimality(Tensor given)
+      : ImplicitMetaGradientModule(optim::solve_cg({.rtol = 1e-12})), meta(std::move(given)) {
+    weight = register_parameter("weight", at::zeros({3}, at::kDouble));
+    register_meta_parameter("meta", meta);
+  }
+  std::vector<Tensor*> tensor_members() override { return {&weight}; }
+  Tensors optimality(const Tensor& x, const Tensor& y) { return {x.t().matmul(x.matmul(weight) - y) + meta * weight}; }
+  void solve(const Tensor& x, const Tensor& y) {
+    const at::NoGradGuard no_grad;
+    weight.set_data(at::linalg_solve(x.t().matmul(x) + at::diag(meta), x.t().matmul(y)));
+  }
+};
+
+TEST(Implicit, ModuleWithOptimality) {
+  const Data d;
+  const Tensor meta = at::tensor({0.5, 1.5, 0.2}, at::kDouble).set_requires_grad(true);
+  const auto gradient = [&](auto& inner) {
+    inner.solve_implicitly(d.x, d.y);
+    return torch::autograd::grad({inner.weight.exp().sum()}, {meta})[0];
+  };
+  ByOptimality by_optimality(meta);
+  Inner by_objective(meta);
+  EXPECT_LE((gradient(by_optimality) - gradient(by_objective)).abs().max().item<double>(), 1e-10);
+}
+
 TEST(Implicit, AModuleAndItsSolutionAreNotACycle) {
   const Data d;
   auto inner = std::make_shared<Inner>(at::ones({3}, at::kDouble).set_requires_grad(true));
@@ -326,18 +356,27 @@ TEST(MakeDot, NamesOperationsAndResults) {
   EXPECT_THROW(optim::make_dot({Tensor()}), InvalidArgument);
 
   const std::string path = testing::TempDir() + "/graph." + std::to_string(::getpid());
-  optim::write_dot(path + ".dot", {loss}, names);
-  std::ifstream file(path + ".dot");
-  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), dot);
-  std::remove((path + ".dot").c_str());
-  try {
-    optim::write_dot(path + ".svg", {loss}, names);
-    std::ifstream picture(path + ".svg");
-    EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("<svg"), std::string::npos);
-    std::remove((path + ".svg").c_str());
-  } catch (const Unavailable& error) {
-    EXPECT_NE(std::string(error.what()).find("graphviz"), std::string::npos);
-  }
+  const auto written = [&](const std::string& asked) {
+    const std::string to = optim::write_dot(asked, {loss}, names);
+    std::ifstream file(to);
+    const std::string content(std::istreambuf_iterator<char>(file), {});
+    std::remove(to.c_str());
+    EXPECT_FALSE(std::filesystem::exists(path + ".dot"));
+    if (to.ends_with(".svg")) {
+      EXPECT_NE(content.find("<svg"), std::string::npos);
+    } else {
+      EXPECT_EQ(content, dot);
+    }
+    return to;
+  };
+  EXPECT_EQ(written(path + ".dot"), path + ".dot");
+  const bool graphviz = std::system("dot -V > /dev/null 2>&1") == 0;
+  EXPECT_EQ(written(path + ".svg"), path + (graphviz ? ".svg" : ".dot"));
+  const std::string path_variable = std::getenv("PATH");
+  ::setenv("PATH", "/nowhere", 1);
+  EXPECT_EQ(written(path + ".svg"), path + ".dot");
+  ::setenv("PATH", path_variable.c_str(), 1);
+  EXPECT_THROW(optim::write_dot("/no/such/folder/graph.svg", {loss}, names), InvalidArgument);
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 """What TorchOpt computes, for unit/meta_test.cpp.
 
-Reads lines "functional|optimizer", "meta|steps|optimizer", … and answers each with numbers on one line. The optimizer is
+Reads lines "functional|optimizer", "meta_parameters|steps|optimizer", … and answers each with numbers on one line. The optimizer is
 the expression of a constructor; that of a meta-optimizer has no module.
 """
+import functools
 import sys
 
 import torch
@@ -29,7 +30,9 @@ def points(step):
     return x, torch.sin(1.5 * x + 0.1 * step)
 
 
+@functools.cache
 def meta(steps, expression):
+    """The parameters after the steps, and the gradient of a loss after them by those before."""
     net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     with torch.no_grad():
         for i, parameter in enumerate(net.parameters()):
@@ -44,7 +47,15 @@ def meta(steps, expression):
     loss = (net(x) - y).square().mean()
     gradients = torch.autograd.grad(loss, first)
     last = [p for container in torchopt.extract_state_dict(net, by="reference").params for p in container.values()]
-    return torch.cat([t.detach().flatten() for t in (*last, *gradients)])
+    return tuple(torch.cat([t.detach().flatten() for t in of]) for of in (last, gradients))
+
+
+def meta_parameters(steps, expression):
+    return meta(steps, expression)[0]
+
+
+def meta_gradients(steps, expression):
+    return meta(steps, expression)[1]
 
 
 def root(solver):

@@ -10,11 +10,12 @@
 // make_dot() returns the graph in the language DOT: a box per recorded operation, an ellipse per named tensor and per
 // leaf, a double ellipse per result; arrows go with the computation. The text is the same for the same graph.
 //
-// write_dot() writes it to a file. A path that ends in .svg gets a picture, which Graphviz draws.
+// write_dot() writes it to a file, and returns the path of the file. A path that ends in .svg gets a picture, which
+// Graphviz draws. If there is no Graphviz (Debian: graphviz), the graph is written beside it, to a file that ends in
+// .dot, and a warning says so.
 //
-// Errors: InvalidArgument: a result that is undefined, a file that cannot be written. Unavailable: there is no dot to
-// draw with (Debian: graphviz). Thread-safety: the graph must not be used up meanwhile. Source:
-// torchopt.visual.make_dot, torchviz.
+// Errors: InvalidArgument: a result that is undefined, a file that cannot be written. Thread-safety: the graph must not
+// be used up meanwhile. Source: torchopt.visual.make_dot, torchviz.
 #pragma once
 
 #include <string>
@@ -24,6 +25,6 @@
 namespace muster::optim {
 
 std::string make_dot(const Tensors& results, const NamedTensors& names = {});
-void write_dot(const std::string& path, const Tensors& results, const NamedTensors& names = {});
+std::string write_dot(const std::string& path, const Tensors& results, const NamedTensors& names = {});
 
 }  // namespace muster::optim
