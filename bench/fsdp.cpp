@@ -1,7 +1,8 @@
 // Steps of a transformer whose ranks share one model: muster run -n 2 bench_fsdp [--sync fsdp|full|ddp|barrier|none].
 // One JSON object: milliseconds per step, and the memory of the host: each process's private pages and its share of the
-// pages that several map (PSS), summed; peak_mib: the largest resident sets, summed, where shared pages count for each. With `barrier`, a barrier after each step is all that connects the ranks, and
-// each rank updates all parameters. The data are random: the time of a step does not depend on the values.
+// pages that several map (PSS), summed; peak_mib: the largest resident sets, summed, where shared pages count for each.
+// With `barrier`, a barrier after each step is all that connects the ranks, and each rank updates all parameters. The
+// data are random: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
 #include <sys/resource.h>
 #include <torch/nn.h>

@@ -1,7 +1,7 @@
 // The cost of a snapshot: saving and restoring 100 MB of parameters and 100 MB of SGD's momentum, and a step() that
 // saves nothing. For comparison, torch::save of the same objects, which has no checksums, does not sync and does not
-// replace a file atomically. Then 512 MB of parameters, sharded: saving, restoring, and how long an asynchronous save stops
-// the training; and a copy of the bytes that a rank stores, into memory that is there already.
+// replace a file atomically. Then 512 MB of parameters, sharded: saving, restoring, and how long an asynchronous save
+// stops the training; and a copy of the bytes that a rank stores, into memory that is there already.
 //
 //     muster run --no-prefix -n 2 bench_snapshot [FOLDER]
 #include <muster/checkpoint/snapshot.h>

@@ -1,6 +1,7 @@
 // What synchronized batch norms cost: muster run -n 2 bench_sync_batch_norm. One JSON object.
-// Two ResNet-18 under DistributedDataParallel take steps by turns, one with BatchNorm, one converted, so that both meet the
-// same state of the machine. `share`: how much longer the converted one's step is, as the median over pairs of steps.
+// Two ResNet-18 under DistributedDataParallel take steps by turns, one with BatchNorm, one converted, so that both meet
+// the same state of the machine. `share`: how much longer the converted one's step is, as the median over pairs of
+// steps.
 #include <ATen/Parallel.h>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>

@@ -1,5 +1,5 @@
-// muster checkpoint: looks into snapshots and other safetensors files. The work is done by muster-checkpoint beside this program,
-// because it needs libtorch, and all other commands start without it.
+// muster checkpoint: looks into snapshots and other safetensors files. The work is done by muster-checkpoint beside
+// this program, because it needs libtorch, and all other commands start without it.
 #include <unistd.h>
 
 #include <cerrno>

@@ -3,8 +3,9 @@
 //   muster run -n 2 gpt --params 10M --sample 300
 //
 // The ranks of a host have one model together (FullyShardedDataParallel), those of all hosts (--strategy full), or each
-// has one (--strategy ddp). The program first says how much memory the training needs, and then how much there is. --checkpoint computes activations again instead of keeping
-// them; --snapshots FOLDER lets it resume where it was stopped.
+// has one (--strategy ddp). The program first says how much memory the training needs, and then how much there is.
+// --checkpoint computes activations again instead of keeping them; --snapshots FOLDER lets it resume where it was
+// stopped.
 #include <ATen/Parallel.h>
 #include <muster/checkpoint/snapshot.h>
 #include <muster/comm/collectives.h>

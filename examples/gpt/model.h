@@ -1,5 +1,5 @@
-// A language model as GPT-2's, over bytes: blocks of attention and a perceptron, each behind a normalisation. The table of
-// the bytes' vectors is the last layer's weight as well.
+// A language model as GPT-2's, over bytes: blocks of attention and a perceptron, each behind a normalisation. The table
+// of the bytes' vectors is the last layer's weight as well.
 #pragma once
 
 #include <muster/parallel/activation_checkpoint.h>

@@ -3,8 +3,8 @@
 //   meta_evolution --curve evolution.svg             # one process
 //   muster run -n 4 meta_evolution                   # the episodes are spread over the workers
 //
-// The reward jumps, and the game is a black box, so there is no gradient. zero_order() estimates one from the rewards of
-// policies nearby, and any optimizer can use it.
+// The reward jumps, and the game is a black box, so there is no gradient. zero_order() estimates one from the rewards
+// of policies nearby, and any optimizer can use it.
 //
 // T. Salimans, J. Ho, X. Chen, S. Sidor, I. Sutskever, "Evolution Strategies as a Scalable Alternative to Reinforcement
 // Learning", 2017.

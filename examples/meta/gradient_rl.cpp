@@ -4,8 +4,9 @@
 //
 // A corridor of six rooms. In each, the agent may take the 0.3 that lies there, which ends the episode, or walk on; at
 // the end of the corridor lies 1. An agent that discounts a reward by 0.6 per step finds that the first 0.3 is worth
-// more. Here the discount is learned too: each inner step improves the policy by policy gradients of discounted returns,
-// and the outer step asks how the discount should have been for the improved policy to collect more without any.
+// more. Here the discount is learned too: each inner step improves the policy by policy gradients of discounted
+// returns, and the outer step asks how the discount should have been for the improved policy to collect more without
+// any.
 //
 // Z. Xu, H. van Hasselt, D. Silver, "Meta-Gradient Reinforcement Learning", NeurIPS 2018.
 #include <ATen/ATen.h>

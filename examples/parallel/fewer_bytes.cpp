@@ -2,9 +2,10 @@
 //
 //   muster run -n 4 parallel_fewer_bytes --curve curves.svg
 //
-// The same net learns the same task five times: with averaged gradients (DDP), with gradients in bfloat16, with PowerSGD of
-// rank 2, with the largest 2 % of the gradients, and by local SGD, which averages the parameters every 8 steps. The
-// picture has the loss over steps, and over the bytes that a rank has sent: on a slow network those are the time.
+// The same net learns the same task five times: with averaged gradients (DDP), with gradients in bfloat16, with
+// PowerSGD of rank 2, with the largest 2 % of the gradients, and by local SGD, which averages the parameters every 8
+// steps. The picture has the loss over steps, and over the bytes that a rank has sent: on a slow network those are the
+// time.
 #include <ATen/Parallel.h>
 #include <muster/muster.h>
 #include <muster/train/plot.h>

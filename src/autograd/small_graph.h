@@ -5,8 +5,8 @@
 // (docs/decisions/0014-small-graphs-without-engine.md). The nodes are called here as the engine calls them: in its
 // order (by sequence number, highest first), with the same checks of their outputs, and with sums in the order in which
 // gradients come. So the results have the same bits. (What is recorded of the gradients of linear layers, to be
-// differentiated again, has fewer nodes than the engine's: linear_gradient.h.) (Two threads may have given the same number; the engine's order is
-// then that of a heap, this one that of the graph.)
+// differentiated again, has fewer nodes than the engine's: linear_gradient.h.) (Two threads may have given the same
+// number; the engine's order is then that of a heap, this one that of the graph.)
 //
 // The engine is still used for everything else: hooks, anomaly mode, profilers, runs within another run, other devices,
 // nodes of anything but libtorch's operators (they may ask for the engine's task), and many nodes.

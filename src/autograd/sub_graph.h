@@ -2,10 +2,10 @@
 // and the caller's node (call_node.h) holds a reference to it. It is destroyed with that node or that node's worker, or
 // when its context ends.
 //
-// Several of them may have nodes in common: two results of one value, a call that uses what an earlier one has left in an
-// object, the gradients of a call and the call itself. One backward() of the caller may come to all of them, in any order.
-// So the variables of a sub-graph that has nodes in common with another are not released as its nodes run, but afterwards,
-// and only those of nodes that no other sub-graph has (NodeCounts).
+// Several of them may have nodes in common: two results of one value, a call that uses what an earlier one has left in
+// an object, the gradients of a call and the call itself. One backward() of the caller may come to all of them, in any
+// order. So the variables of a sub-graph that has nodes in common with another are not released as its nodes run, but
+// afterwards, and only those of nodes that no other sub-graph has (NodeCounts).
 //
 // That node calls backward() as an ordinary remote call. If the caller records gradients of gradients, this call is
 // recorded too: its results have a graph that leads to its own arguments (the gradients) and to those of the first

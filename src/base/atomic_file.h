@@ -28,8 +28,8 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
   ~AtomicFile();  // removes the temporary file, unless commit() has renamed it
 
-  // Makes room for `bytes` in all, where the file system can: a full disk is known before anything is written. Not on btrfs,
-  // which may compress the file and then need less.
+  // Makes room for `bytes` in all, where the file system can: a full disk is known before anything is written. Not on
+  // btrfs, which may compress the file and then need less.
   void reserve(uint64_t bytes);
   // The kernel begins to write to the disk meanwhile, so that commit() has less to wait for.
   void write(std::string_view bytes);

@@ -7,17 +7,17 @@
 //            multiple of 64 bytes of the file
 //     …      the tensors, without gaps; those with the largest elements first, so that all are aligned
 //
-// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, perhaps score, data_bytes, and tensors, which has for each
-// tensor in the file's order: item, name, kind, rank, order, its checksums; its key in the header, if that is not its full
-// name, because another has it; and its dtype, if safetensors files have none like it. Such a tensor is stored as the bytes
-// of its elements, in one more dimension.
+// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, perhaps score, data_bytes, and tensors,
+// which has for each tensor in the file's order: item, name, kind, rank, order, its checksums; its key in the header,
+// if that is not its full name, because another has it; and its dtype, if safetensors files have none like it. Such a
+// tensor is stored as the bytes of its elements, in one more dimension.
 //
 // Checksums are XXH3 (64 bits). A tensor has one per MiB, so that an error can name the MiB in which a bit has flipped.
 // "checksum" is that of the first 8 bytes and the header, with zeros in its own place.
 //
-// A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file. It takes a
-// tensor's bytes from the file to where they are needed, a MiB at a time, and verifies each while it is in the cache. It does
-// not map the file: a disk that fails, or another program that shortens the file, would end the process.
+// A reader uses nothing before it has verified its checksum, and refuses a header that does not fit the file. It takes
+// a tensor's bytes from the file to where they are needed, a MiB at a time, and verifies each while it is in the cache.
+// It does not map the file: a disk that fails, or another program that shortens the file, would end the process.
 //
 // Errors: CorruptError names the file, the byte and, if the byte is in one, the tensor. Unavailable: the file cannot be
 // read or written. Thread-safety: values, and functions without state.
@@ -93,8 +93,8 @@ class Container {
   // Of many files only some may be open at a time: each read opens it again. CorruptError if it is another one then.
   void open_for_each_read() { fd_.reset(); }
 
-  // Of a file that was opened: reads the entries from `first` to before `last`, which lie in one piece, into the memory at `to`.
-  // CorruptError if a checksum is wrong; what is in the memory then is not said.
+  // Of a file that was opened: reads the entries from `first` to before `last`, which lie in one piece, into the memory
+  // at `to`. CorruptError if a checksum is wrong; what is in the memory then is not said.
   void read(size_t first, size_t last, void* to) const;
   Entry read(size_t i) const;  // one entry with its values, in memory of their own
   // Verifies one of `parts` parts of it, which have about as many bytes.

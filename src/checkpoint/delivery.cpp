@@ -204,6 +204,7 @@ void Delivery::hand_over(const Run& run, const at::Tensor& own, const at::Tensor
       if (own.defined()) {
         entries.push_back(container.entries()[i]);
         entries.back().tensor = own;
+        entries.back().in_place = true;
       } else {
         entries.push_back(container.entry_in(bytes, run.first, i));
       }

@@ -1,6 +1,6 @@
-// Brings what is in a snapshot's files to the ranks that need it. If all ranks have the files open, each reads for itself.
-// Otherwise a file's holder reads, and sends. Large tensors come into the memory where they are to stay, if that is contiguous
-// and on the CPU; others into memory that is used again for the next ones.
+// Brings what is in a snapshot's files to the ranks that need it. If all ranks have the files open, each reads for
+// itself. Otherwise a file's holder reads, and sends. Large tensors come into the memory where they are to stay, if
+// that is contiguous and on the CPU; others into memory that is used again for the next ones.
 //
 // Thread-safety: none.
 #pragma once
@@ -41,8 +41,8 @@ class Delivery {
   uint64_t plan() const;
 
   // Collective: moves the values of the entries that come then. `take` gets those that this rank needs, some at a time,
-  // with their indices among the target's entries. What comes in parts is gone after that, unless it lies in the item's own
-  // memory (Item::memory_for()). Returns what went wrong, when all have been moved.
+  // with their indices among the target's entries. What comes in parts is gone after that, unless it lies in the item's
+  // own memory (Item::memory_for()). Returns what went wrong, when all have been moved.
   using Take = std::function<void(Target&, Entries&&, const std::vector<size_t>& indices)>;
   Problem deliver(When when, const Take& take);
 

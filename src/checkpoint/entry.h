@@ -27,9 +27,10 @@ struct Entry {
   int rank = kShared;
   int64_t order = 0;  // its position among its item's entries
   at::Tensor tensor;  // on the CPU, contiguous
-  // The rank of the World that stores the tensor, if no other can; or kIfPerRank: it is stored only in an item that each
-  // rank stores.
+  // The rank of the World that stores the tensor, if no other can; or kIfPerRank: it is stored only in an item that
+  // each rank stores.
   int only = kEveryRank;
+  bool in_place = false;  // when it is loaded: the tensor is the memory that Item::memory_for() gave
 
   // "model/conv1.weight", "rank 1/sampler/index": for messages.
   std::string full_name() const {

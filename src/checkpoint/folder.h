@@ -40,8 +40,8 @@ class Folder {
   // Renames it, so that it is none any more, and returns the file, which is still to be removed.
   std::filesystem::path set_aside(int64_t steps) const;
 
-  // The shards that only `rank` of `world_size` could be writing. Rank 0 also gets those of ranks that no longer exist; kAnyRank
-  // gets all. Shards in `keep`, and those of steps in `keep_steps`, are not among them.
+  // The shards that only `rank` of `world_size` could be writing. Rank 0 also gets those of ranks that no longer exist;
+  // kAnyRank gets all. Shards in `keep`, and those of steps in `keep_steps`, are not among them.
   static constexpr int kAnyRank = -1;
   std::vector<std::filesystem::path> old_shards(int rank, int world_size, const std::set<std::string>& keep,
                                                 const std::set<int64_t>& keep_steps) const;
@@ -53,8 +53,8 @@ class Folder {
   std::shared_ptr<UniqueFd> lock_;
 };
 
-// Removes files on a thread of its own: ext4 takes up to a fifth of a second for a file of 256 MB. What cannot be removed
-// costs disk space and nothing else. Thread-safety: all methods.
+// Removes files on a thread of its own: ext4 takes up to a fifth of a second for a file of 256 MB. What cannot be
+// removed costs disk space and nothing else. Thread-safety: all methods.
 class Remover {
  public:
   Remover() = default;

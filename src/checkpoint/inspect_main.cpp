@@ -1,5 +1,5 @@
-// muster-checkpoint: the part of `muster checkpoint` that needs libtorch. The muster command checks the arguments, and passes
-// them on (checkpoint::answer()).
+// muster-checkpoint: the part of `muster checkpoint` that needs libtorch. The muster command checks the arguments, and
+// passes them on (checkpoint::answer()).
 #include <iostream>
 
 #include "checkpoint/inspect.h"

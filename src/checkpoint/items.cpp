@@ -66,20 +66,18 @@ class ModuleItem final : public Item {
   at::Tensor memory_for(const Entry& entry) override {
     const at::Tensor& here = by_name_.at(key_of(entry));
     if (parallel::belongs_to_another_rank(here)) return {};
-    memory_ = parallel::unwatched(here).detach();
-    if (!takes_bytes_of(entry.tensor, memory_)) memory_.reset();
-    return memory_;
+    at::Tensor memory = parallel::unwatched(here).detach();
+    return takes_bytes_of(entry.tensor, memory) ? memory : at::Tensor();
   }
   void load_part(const Entries& entries) override {
     for (const Entry& entry : entries) {
       const at::Tensor& here = by_name_.at(key_of(entry));
-      if (memory_.defined() && entry.tensor.is_same(memory_))
+      if (entry.in_place)
         torch::autograd::impl::bump_version(here);
       else
         put_values(here, entry.tensor);
     }
   }
-  void end_load() override { memory_.reset(); }
   std::string what_is_equal(bool) const override { return join(spread_over()); }
   std::set<int> spread_over() const override {
     std::set<int> ranks;
@@ -114,7 +112,6 @@ class ModuleItem final : public Item {
 
   torch::nn::Module& module_;
   std::map<Key, at::Tensor> by_name_;  // since load()
-  at::Tensor memory_;                  // what memory_for() has given last
 };
 
 class ArchiveItem final : public Item {

@@ -1,7 +1,7 @@
 // The items of a snapshot. Each converts an object to entries and back.
 //
-// An item may be *spread*: it is stored once, but no rank has all of it, as the parameters of a FullyShardedDataParallel
-// and their optimizer's states. Then each rank stores what it has, and gets what it needs.
+// An item may be *spread*: it is stored once, but no rank has all of it, as the parameters of a
+// FullyShardedDataParallel and their optimizer's states. Then each rank stores what it has, and gets what it needs.
 //
 // Thread-safety: none. Items refer to objects that the user owns.
 #pragma once
@@ -40,14 +40,14 @@ class Item {
   virtual std::vector<Need> needs(const Entries& entries) const { return std::vector<Need>(entries.size()); }
   // Whether the entry is one for load_part(). Depends on its name and kind only.
   virtual bool comes_in_parts(const Entry&) const { return false; }
-  // Throws InvalidArgument if these entries cannot be loaded. Changes nothing. The tensors of entries that come in parts, or
-  // that this rank does not need, are on the device "meta".
+  // Throws InvalidArgument if these entries cannot be loaded. Changes nothing. The tensors of entries that come in
+  // parts, or that this rank does not need, are on the device "meta".
   virtual void check(const Entries&) const {}
   // Gets the entries that do not come in parts.
   virtual void load(const Entries& entries) = 0;
-  // After load(): memory for the values of one of the others, with its shape and dtype, contiguous, on the CPU. They will be
-  // written there, and load_part() gets this tensor. Undefined if there is none: then load_part() gets a tensor whose memory
-  // it must not keep.
+  // After load(): memory for the values of one of the others, with its shape and dtype, contiguous, on the CPU. They
+  // will be written there, and load_part() gets this tensor in an entry that is `in_place`. Undefined if there is none:
+  // then load_part() gets a tensor whose memory it must not keep.
   virtual at::Tensor memory_for(const Entry&) { return {}; }
   // After load(): gets some of the others that this rank needs; may be called several times.
   virtual void load_part(const Entries&) {}
@@ -55,9 +55,9 @@ class Item {
   virtual void end_load() {}
   // True if load() may throw although check() has accepted the entries. Such items are loaded before the others.
   virtual bool may_refuse() const { return false; }
-  // An item is stored once only if this is the same on all ranks. Otherwise it is stored for each rank, if it may differ and
-  // the user has left that open. Both may change when training begins.
-  // If it `saves`, states count: before restore(), ranks may have different ones.
+  // An item is stored once only if this is the same on all ranks. Otherwise it is stored for each rank, if it may
+  // differ and the user has left that open. Both may change when training begins. If it `saves`, states count: before
+  // restore(), ranks may have different ones.
   virtual std::string what_is_equal(bool saves) const { return ""; }
   virtual bool may_differ() const { return false; }
   // The ranks of the World that have parts of the item, if it is spread.

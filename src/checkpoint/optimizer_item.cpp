@@ -44,8 +44,8 @@ std::vector<at::Tensor> parameters_of(const Optimizer& optimizer) {
   return all;
 }
 
-// Whether its parameters have owners, so that each rank has another part of its state. One without parameters may be that
-// of a rank that owns none.
+// Whether its parameters have owners, so that each rank has another part of its state. One without parameters may be
+// that of a rank that owns none.
 bool has_a_part(Optimizer& optimizer) {
   const auto parameters = parameters_of(optimizer);
   return parameters.empty() || std::any_of(parameters.begin(), parameters.end(), [&](const at::Tensor& each) {
@@ -126,8 +126,8 @@ class OptimizerItem final : public Item {
     for (size_t i = 0; i < groups.size(); ++i)
       expect(text("param_groups/param_groups:", i, "/params:size"), groups[i].params().size(), "parameters in a group");
     if (is_known_) check_state(entries);
-    // A rank must not get states of parameters that another rank owns now, and must get those of all that it owns. If the
-    // item is stored once, each rank takes what it needs.
+    // A rank must not get states of parameters that another rank owns now, and must get those of all that it owns. If
+    // the item is stored once, each rank takes what it needs.
     const bool is_per_rank = entries.front().rank != kShared;
     const auto owned = std::find_if(entries.begin(), entries.end(), is_owned);
     if ((is_per_rank && has_a_part(optimizer_)) != (owned != entries.end()) ||
@@ -154,16 +154,11 @@ class OptimizerItem final : public Item {
   at::Tensor memory_for(const Entry& entry) override {
     const auto [index, field_name] = place_in_state(entry, parameters_.size()).value();  // check() has accepted it
     const at::Tensor& parameter = parameters_[index];
-    if (!parameter.is_cpu()) return {};
-    for (const Field& field : optim::fields_of(*optim::new_state_for(type_)))
-      if (field.name == field_name && field.number) return {};
-    memory_ = before_here(parameter, field_name);
-    if (fits(memory_, entry.tensor, parameter.device())) {
-      if (!takes_bytes_of(entry.tensor, memory_)) memory_.reset();  // load_part() copies
-    } else {
-      memory_ = at::empty(entry.tensor.sizes(), entry.tensor.scalar_type());
-    }
-    return memory_;
+    if (!parameter.is_cpu() || entry.kind == "number") return {};
+    const at::Tensor before = before_here(parameter, field_name);
+    if (!fits(before, entry.tensor, parameter.device()))
+      return at::empty(entry.tensor.sizes(), entry.tensor.scalar_type());
+    return takes_bytes_of(entry.tensor, before) ? before : at::Tensor();  // if it does not, load_part() copies
   }
 
   void load_part(const Entries& entries) override {
@@ -176,17 +171,14 @@ class OptimizerItem final : public Item {
         if (field.name != field_name) continue;
         if (field.number)
           *field.number = number_in<int64_t>(entry);
-        else if (memory_.defined() && entry.tensor.is_same(memory_))
-          *field.tensor = std::exchange(memory_, {});
+        else if (entry.in_place)
+          *field.tensor = entry.tensor;
         else
           *field.tensor = with_values(before_here(parameter, field_name), entry.tensor, parameter.device());
       }
     }
   }
-  void end_load() override {
-    before_.clear();
-    memory_.reset();
-  }
+  void end_load() override { before_.clear(); }
 
   bool may_refuse() const override { return true; }
 
@@ -196,8 +188,8 @@ class OptimizerItem final : public Item {
     for (const at::Tensor& parameter : parameters_of(optimizer_)) {
       const auto owner = parallel::state_owner(optimizer_, parameter);
       const bool has_state = optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0;
-      // After torch::load() into a sharded module, its parameters are not shared until forward(), and each rank has other
-      // states.
+      // After torch::load() into a sharded module, its parameters are not shared until forward(), and each rank has
+      // other states.
       all += text('[', join(parameter.sizes()), "] ");
       if (!owner)
         all += saves && has_state ? "has state\n" : "\n";
@@ -298,7 +290,6 @@ class OptimizerItem final : public Item {
   const bool is_known_;                                                // as optim::new_state_for() does
   std::vector<at::Tensor> parameters_;                                 // since load()
   std::decay_t<decltype(std::declval<Optimizer&>().state())> before_;  // the state before load(), until end_load()
-  at::Tensor memory_;                                                  // what memory_for() has given last
   const SaveFn save_ = [this](torch::serialize::OutputArchive& archive) {
     define_scratch_of_lbfgs(optimizer_);
     if (const auto* const sharded = dynamic_cast<const ShardedOptimizer*>(&optimizer_))

@@ -74,8 +74,8 @@ Problem Reading::open_and_verify() {
   return verify();
 }
 
-// The hosts may have manifests of several attempts to save this step: the first one counts of which all shards are there and
-// intact.
+// The hosts may have manifests of several attempts to save this step: the first one counts of which all shards are
+// there and intact.
 Problem Reading::open_one_of(const std::vector<Offer>& manifests) {
   Problem why;
   std::set<std::string> tried;
@@ -85,13 +85,11 @@ Problem Reading::open_one_of(const std::vector<Offer>& manifests) {
     about_ = Container::directory(each.head, here_.folder.snapshot(steps_).string()).about();
     files_.clear();
     all_have_all_ = false;
-    Problem problem = open_shards();
-    if (!problem) {
+    why = open_shards();
+    if (!why) {
       open_others();
-      problem = verify();
+      return {};
     }
-    if (!problem) return {};
-    why = std::move(problem);
   }
   return why;
 }
@@ -106,7 +104,8 @@ Container open_shard(const std::filesystem::path& folder, const About& manifest,
   return container;
 }
 
-// Opens the shards that are wanted of this rank, and returns what each rank offers of those wanted of it, by rank and shard.
+// Opens the shards that are wanted of this rank, and returns what each rank offers of those wanted of it, by rank and
+// shard.
 std::vector<std::map<size_t, Reading::Offer>> Reading::offer_shards(std::vector<std::optional<Container>>& mine,
                                                                     const std::function<bool(size_t)>& wanted) const {
   std::map<size_t, Offer> offers;
@@ -116,14 +115,15 @@ std::vector<std::map<size_t, Reading::Offer>> Reading::offer_shards(std::vector<
     offer.problem = problem_of([&] {
       Container& file = mine[i].emplace(open_shard(here_.folder.path(), about_, i));
       if (mine.size() > kFewFiles) file.open_for_each_read();
+      if (here_.is_of_hosts()) file.verify();  // if it is damaged, another host may have an intact copy
       offer.head = file.head();
     });
   }
   return all_gather_object(offers, here_.collective);
 }
 
-// A shard is opened by the rank with its number, or where there are fewer ranks, by the one whose turn it is. If that cannot,
-// for example because it runs on another host now, every rank looks for it.
+// A shard is opened by the rank with its number, or where there are fewer ranks, by the one whose turn it is. If that
+// cannot, for example because it runs on another host now, every rank looks for it.
 Problem Reading::open_shards() {
   const size_t count = about_.shards.size(), size = static_cast<size_t>(here_.size);
   std::vector<std::optional<Container>> mine(count);
@@ -142,7 +142,8 @@ Problem Reading::open_shards() {
     const auto second = offer_shards(mine, [&](size_t i) { return !holders[i]; });
     for (size_t i = 0; i < count; ++i) {
       if (holders[i]) continue;
-      // Of the ranks that have it, the one that holds the fewest. Of what is wrong, rather a damage than a file that is missing.
+      // Of the ranks that have it, the one that holds the fewest. Of what is wrong, rather a damage than a file that is
+      // missing.
       std::optional<size_t> best;
       Problem why = first[i % size].at(i).problem;
       for (size_t rank = 0; rank < size; ++rank) {

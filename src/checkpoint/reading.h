@@ -1,6 +1,6 @@
-// Opens and verifies the files of one snapshot. Each file has a holder, a rank that has opened it. The other ranks learn what
-// is in it. If all ranks are on one host, and each finds the same files in its folder, all open them: then each verifies a
-// part of every file, and reads what it needs by itself.
+// Opens and verifies the files of one snapshot. Each file has a holder, a rank that has opened it. The other ranks
+// learn what is in it. If all ranks are on one host, and each finds the same files in its folder, all open them: then
+// each verifies a part of every file, and reads what it needs by itself.
 //
 // Thread-safety: none.
 #pragma once
@@ -31,9 +31,10 @@ class Reading {
 
   Reading(const SnapshotPlace& here, int64_t steps) : here_(here), steps_(steps) {}
 
-  // Collective. Rank 0 opens the only file, or the manifest (in folders of the hosts' own, the first ranks of the hosts look for one);
-  // then rank r opens the shards of ranks r, r + size and so on, and all ranks look for those that it does not have.
-  // Returns why the snapshot is refused; the same on all ranks. Throws a problem that an older one would have, too.
+  // Collective. Rank 0 opens the only file, or the manifest (in folders of the hosts' own, the first ranks of the hosts
+  // look for one); then rank r opens the shards of ranks r, r + size and so on, and all ranks look for those that it
+  // does not have. Returns why the snapshot is refused; the same on all ranks. Throws a problem that an older one would
+  // have, too.
   Problem open_and_verify();
 
   const About& about() const { return about_; }

@@ -1,12 +1,12 @@
 // All ranks together read the newest snapshot that is intact.
 //
-// Rank 0 names the candidates in the folder of all; on each host the first rank names those in the host's own. They are tried
-// from the newest on. The ranks open and verify its files (reading.h), and use the snapshot only
-// if it is intact on all of them. Then each entry is read a second time, now into the memory of the ranks that need it
-// (delivery.h): first what an item needs in one piece; then all items are checked; last come the tensors of modules and
-// the states of optimizers. So no rank needs memory for a file, but for one tensor at a time that is not contiguous or not on
-// the CPU, and for what other ranks need of the file that it reads. What is read the second time is verified again, and a file
-// that has changed meanwhile is a CorruptError.
+// Rank 0 names the candidates in the folder of all; on each host the first rank names those in the host's own. They are
+// tried from the newest on. The ranks open and verify its files (reading.h), and use the snapshot only if it is intact
+// on all of them. Then each entry is read a second time, now into the memory of the ranks that need it (delivery.h):
+// first what an item needs in one piece; then all items are checked; last come the tensors of modules and the states of
+// optimizers. So no rank needs memory for a file, but for one tensor at a time that is not contiguous or not on the
+// CPU, and for what other ranks need of the file that it reads. What is read the second time is verified again, and a
+// file that has changed meanwhile is a CorruptError.
 //
 // Thread-safety: none; collective.
 #pragma once
@@ -17,9 +17,9 @@
 
 namespace muster::checkpoint {
 
-// Returns the steps of the snapshot; 0 if there is none. Notes which ones are refused, and that the folders are known. Throws
-// the same on all ranks: CorruptError if there are snapshots and all of them are refused, InvalidArgument if the snapshot
-// does not fit the items. `of_hosts`: the hosts' own folders; null if there are none.
+// Returns the steps of the snapshot; 0 if there is none. Notes which ones are refused, and that the folders are known.
+// Throws the same on all ranks: CorruptError if there are snapshots and all of them are refused, InvalidArgument if the
+// snapshot does not fit the items. `of_hosts`: the hosts' own folders; null if there are none.
 int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items);
 
 }  // namespace muster::checkpoint

@@ -95,8 +95,8 @@ uint64_t layout_of(const Items& items, const Entries& shared) {
   return checksum(all);
 }
 
-// The rank that writes each of the shared entries; of those that one rank has, this one. The others are dealt out from the
-// largest on, each to the rank that has the fewest bytes so far. Rank 0 writes all small entries, and all buffers:
+// The rank that writes each of the shared entries; of those that one rank has, this one. The others are dealt out from
+// the largest on, each to the rank that has the fewest bytes so far. Rank 0 writes all small entries, and all buffers:
 // data-parallel training makes buffers equal only before a forward.
 std::vector<int> deal(const Entries& shared, const SnapshotPlace& here) {
   constexpr size_t kSmall = 64 * 1024;
@@ -146,8 +146,8 @@ void check_folder(SnapshotPlace& here) {
   here.folder_is_known = true;
 }
 
-// The rank that cares for the folder calls this when the new snapshot exists. Removes old snapshots, and sets the shards that
-// have to stay. Returns files that are still to be removed.
+// The rank that cares for the folder calls this when the new snapshot exists. Removes old snapshots, and sets the
+// shards that have to stay. Returns files that are still to be removed.
 std::vector<std::filesystem::path> remove_old(const SnapshotPlace& here, const SaveOptions& options,
                                               Conclusion& conclusion) {
   std::set<int64_t> keep{options.steps};
@@ -195,8 +195,8 @@ bool may_refer_to(const std::filesystem::path& manifest, const std::string& shar
   return refers;
 }
 
-// The last part of all ways to save: the rank that cares for the folder writes the file that makes this the newest snapshot,
-// and removes old ones. Then the shards that no snapshot needs are removed.
+// The last part of all ways to save: the rank that cares for the folder writes the file that makes this the newest
+// snapshot, and removes old ones. Then the shards that no snapshot needs are removed.
 Conclusion conclude(const SnapshotPlace& here, const SaveOptions& options,
                     const std::function<void(Conclusion&)>& write) {
   Conclusion conclusion;
@@ -242,8 +242,8 @@ class Replica {
       }
     });
   }
-  // The next piece. Its last byte says whether what its sender has read is good. Whatever goes wrong, the pieces travel: the
-  // other rank waits for them.
+  // The next piece. Its last byte says whether what its sender has read is good. Whatever goes wrong, the pieces
+  // travel: the other rank waits for them.
   bool has_more() const { return at_ < part_.bytes; }
   comm::BytesMessage next() {
     count_ = std::min<int64_t>(kPiece, static_cast<int64_t>(part_.bytes - at_));
@@ -310,12 +310,12 @@ std::vector<Edge> edges_of(const SnapshotPlace& here) {
   return edges;
 }
 
-// Each rank sends its shard to the ranks that keep replicas, all at the same time. `memory`: a piece for each edge. `written`:
-// what this rank has written. Returns what went wrong here.
-Problem send_replicas(const SnapshotPlace& here, const std::vector<Part>& parts, std::vector<at::Tensor> memory,
-                      std::vector<std::filesystem::path>& written) {
+// Each rank sends its shard to the ranks that keep replicas, all at the same time. `memory`: a piece for each edge.
+// `written`: what this rank has written. Returns what went wrong here.
+Problem send_replicas(const SnapshotPlace& here, const std::vector<Part>& parts, const std::vector<Edge>& edges,
+                      const std::vector<at::Tensor>& memory, std::vector<std::filesystem::path>& written) {
   std::deque<Replica> replicas;
-  for (const auto [from, to] : edges_of(here)) {
+  for (const auto [from, to] : edges) {
     const Part& part = parts[static_cast<size_t>(from)];
     replicas.emplace_back(here.folder.path() / part.file, part, here.rank == from ? to : from, here.rank == from,
                           memory[replicas.size()]);
@@ -362,7 +362,7 @@ Problem write_whole(SnapshotPlace& here, const Collected& collected, const SaveO
   Part mine{.problem = collected.problem, .layout = collected.layout};
   for (const auto& entry : collected.own) mine.entries.push_back(Packed::of(entry));
   const auto parts = gather_object(mine, 0, here.collective);
-  here.remover->wait();
+  if (here.leads()) here.remover->wait();  // for the disk's space
   const auto conclusion = conclude(here, options, [&](Conclusion& said) {
     said.problem = problem_among(parts);
     if (said.problem) return;
@@ -384,12 +384,14 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
   const auto mark = all_gather_object(random_hex(4), here.collective).front();
   const auto path = here.folder.shard(options.steps, here.rank, here.size, mark);
   std::vector<std::filesystem::path> written{path};
-  std::vector<at::Tensor> memory;  // for replicas
+  std::vector<Edge> edges;
+  std::vector<at::Tensor> memory;  // by edge
   Part mine{.problem = collected.problem, .layout = checksum(text(collected.layout, ' ', here.replicas))};
   if (!mine.problem)
     mine.problem = problem_of([&] {
       if (here.leads()) check_folder(here);
-      for (size_t i = edges_of(here).size(); i > 0; --i) memory.push_back(Replica::memory());
+      edges = edges_of(here);
+      for (size_t i = 0; i < edges.size(); ++i) memory.push_back(Replica::memory());
       const Shard shard = write_container(
           path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, collected.own);
       mine.file = shard.file;
@@ -401,7 +403,7 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
   conclusion.problem = problem_among(parts);
   if (!conclusion.problem && here.replicas > 0 && here.hosts.size() > 1)
     conclusion.problem =
-        first_of(all_gather_object(send_replicas(here, parts, std::move(memory), written), here.collective));
+        first_of(all_gather_object(send_replicas(here, parts, edges, memory, written), here.collective));
   if (!conclusion.problem) {
     conclusion = conclude(here, options, [&](Conclusion& said) {
       const auto manifest = here.folder.snapshot(options.steps);

@@ -1,13 +1,13 @@
-// All ranks together write a snapshot, in two parts: collect() finds what each rank has to write, and write() writes it,
-// perhaps in another thread and from copies, while the training goes on.
+// All ranks together write a snapshot, in two parts: collect() finds what each rank has to write, and write() writes
+// it, perhaps in another thread and from copies, while the training goes on.
 //
 // In one file: every rank sends its own entries to rank 0, which writes the file. Sharded: every rank writes its own
 // entries and its part of the shared ones, and reports that to rank 0, which then writes the manifest. In both cases,
 // the snapshot exists as soon as rank 0 has renamed its file. Older snapshots are removed only after that.
 //
-// In folders of the hosts' own, always sharded: when each rank has written its shard, it sends it to the ranks that keep
-// replicas; when all have written those, the first rank of each host writes the manifest; when all have written that, they
-// remove older snapshots. If one cannot, all remove the new one.
+// In folders of the hosts' own, always sharded: when each rank has written its shard, it sends it to the ranks that
+// keep replicas; when all have written those, the first rank of each host writes the manifest; when all have written
+// that, they remove older snapshots. If one cannot, all remove the new one.
 //
 // Thread-safety: none; collective.
 #pragma once
@@ -43,16 +43,17 @@ struct Collected {
 };
 // Collective. The tensors may be those of the training.
 Collected collect(const SnapshotPlace& here, Items& items, bool sharded);
-// Gives it tensors of its own. `copies` keeps them, so that the next ones need no new memory; until then they must stay as they
-// are.
+// Gives it tensors of its own. `copies` keeps them, so that the next ones need no new memory; until then they must stay
+// as they are.
 using Copies = std::map<std::string, at::Tensor>;
 void take_copies(Collected& collected, Copies& copies);
-// Collective. Returns what went wrong, the same on all ranks. If something did, the older snapshots are still there, and the
-// new one may be there, too: if all was written and only the last sync failed. Errors of collectives are thrown.
+// Collective. Returns what went wrong, the same on all ranks. If something did, the older snapshots are still there,
+// and the new one may be there, too: if all was written and only the last sync failed. Errors of collectives are
+// thrown.
 Problem write(SnapshotPlace& here, const Collected& collected, const SaveOptions& options);
 
-// Not collective: removes from the hosts' own folders, on the ranks that care for them, snapshots that are not newer than one in
-// the folder of all.
+// Not collective: removes from the hosts' own folders, on the ranks that care for them, snapshots that are not newer
+// than one in the folder of all.
 void remove_up_to(SnapshotPlace& of_hosts, int64_t steps);
 
 // Tells the user who has asked to stop, on standard error, which step is saved and how to go on; or, before the first

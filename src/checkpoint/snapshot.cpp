@@ -46,8 +46,8 @@ struct Snapshot::Impl {
   bool stop() const noexcept { return asked || (signal && signal->requested()); }
   bool any_rank_stops(int64_t steps);
 
-  // Writing in a thread of its own. The thread has a group of its own, so that its collectives and the training's may come
-  // in any order.
+  // Writing in a thread of its own. The thread has a group of its own, so that its collectives and the training's may
+  // come in any order.
   struct Writing {
     int64_t steps;
     bool is_local;

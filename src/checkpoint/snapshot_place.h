@@ -1,5 +1,5 @@
-// What saving and restoring have in common: where they go on (the folder of the files, or each host's own, and this rank
-// among those that take part), and the items in the files.
+// What saving and restoring have in common: where they go on (the folder of the files, or each host's own, and this
+// rank among those that take part), and the items in the files.
 //
 // Thread-safety: values; choose_per_rank() is collective.
 #pragma once
@@ -39,8 +39,9 @@ struct SnapshotPlace {
   std::set<int64_t> refused = {};  // the steps of damaged snapshots
   std::shared_ptr<Remover> remover = std::make_shared<Remover>();
 
-  // If each host has a folder of its own: the hosts' ranks in the group. Then the first rank of each host does there what
-  // rank 0 does in a folder of all. `replicas`: on how many other hosts each shard is, too; fewer if there are fewer hosts.
+  // If each host has a folder of its own: the hosts' ranks in the group. Then the first rank of each host does there
+  // what rank 0 does in a folder of all. `replicas`: on how many other hosts each shard is, too; fewer if there are
+  // fewer hosts.
   std::vector<std::vector<int>> hosts = {};
   int replicas = 0;
   bool is_of_hosts() const { return !hosts.empty(); }
@@ -52,8 +53,8 @@ struct SnapshotPlace {
   int place_of(int rank_of_world) const;
 };
 
-// Collective, before save() and restore(): sets per_rank of all items. Returns what went wrong, the same on all ranks: they
-// have added different items, or different parts of one that is to be stored once.
+// Collective, before save() and restore(): sets per_rank of all items. Returns what went wrong, the same on all ranks:
+// they have added different items, or different parts of one that is to be stored once.
 Problem choose_per_rank(const SnapshotPlace& here, Items& items, bool saves);
 
 }  // namespace muster::checkpoint

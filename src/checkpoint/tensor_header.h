@@ -69,12 +69,12 @@ std::vector<StoredTensor> stored_tensors(const nlohmann::json& header, uint64_t 
 
 // The order in a file: tensors with larger elements come first, so that all are aligned without gaps.
 bool comes_first(const at::Tensor& a, const at::Tensor& b);
-// What a header says of a tensor that begins at `begin`. One whose dtype safetensors files lack (complex128) is described
-// as the bytes of its elements, in one more dimension.
+// What a header says of a tensor that begins at `begin`. One whose dtype safetensors files lack (complex128) is
+// described as the bytes of its elements, in one more dimension.
 nlohmann::json description_of(const at::Tensor& tensor, uint64_t begin);
 bool has_name_in_files(at::ScalarType dtype);
-// From the header's JSON: blanks are added, so that the tensors begin at a multiple of 64 bytes and not before `at_least`,
-// and the length. InvalidArgument if it is too long for other readers.
+// From the header's JSON: blanks are added, so that the tensors begin at a multiple of 64 bytes and not before
+// `at_least`, and the length. InvalidArgument if it is too long for other readers.
 std::string head_from(std::string json, size_t at_least = 0);
 // InvalidArgument if a name is not UTF-8.
 std::string dump(const nlohmann::json& json);

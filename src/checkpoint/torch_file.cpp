@@ -32,8 +32,9 @@ using Tensors = std::map<std::string, at::Tensor>;
 
 constexpr const char* kSaveAgain = "Save it again with torch.save()";
 
-// The directories of a zip archive, which stand at its end: the one of 32 bits, and that of 64 bits before it. libtorch's
-// reader inflates a record before anybody can ask how large it becomes, so this looks whether there is a compressed one.
+// The directories of a zip archive, which stand at its end: the one of 32 bits, and that of 64 bits before it.
+// libtorch's reader inflates a record before anybody can ask how large it becomes, so this looks whether there is a
+// compressed one.
 class ZipDirectory {
  public:
   ZipDirectory(const UniqueFd& fd, uint64_t file_bytes) : fd_(fd), file_bytes_(file_bytes) {

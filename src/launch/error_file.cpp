@@ -96,17 +96,18 @@ void take_rank_that_failed(const std::string& said, Outcome& outcome) {
   if (!document.is_object()) return;
   Outcome with = outcome;
   try {
-    const auto number = [&](const char* name) {
+    const auto number = [&](const char* name) -> std::optional<int> {
       const json& field = document.at(name);
       const auto value = field.is_number_integer() ? field.get<int64_t>() : -1;
-      if (value < 0 || value > INT32_MAX)
-        throw CorruptError(text("'", name, "' is not a number that a launcher writes"));
-      return static_cast<int>(value);
+      return value < 0 || value > INT32_MAX ? std::nullopt : std::optional(static_cast<int>(value));
     };
+    const auto rank = number("rank"), pid = number("pid");
+    const auto signal = document.at("signal").is_null() ? std::optional(with.signal) : number("signal");
+    if (!rank || !pid || !signal) return;
     with.host = document.at("host").get<std::string>();
-    with.first_failed_rank = number("rank");
-    with.pid = number("pid");
-    if (!document.at("signal").is_null()) with.signal = number("signal");
+    with.first_failed_rank = *rank;
+    with.pid = *pid;
+    with.signal = *signal;
     if (const json& exception = document.at("exception"); !exception.is_null()) {
       with.exception_type = exception.at("type").get<std::string>();
       with.exception_text = exception.at("text").get<std::string>();
@@ -115,9 +116,7 @@ void take_rank_that_failed(const std::string& said, Outcome& outcome) {
     with.last_lines = document.at("last_lines").get<std::vector<std::string>>();
     with.last_operations = document.at("last_operations").get<std::vector<std::string>>();
   } catch (const json::exception&) {
-    return;
-  } catch (const CorruptError&) {
-    return;
+    return;  // a launcher writes other things
   }
   outcome = std::move(with);
 }

@@ -6,8 +6,8 @@
 // "host" is that of the rank that failed; if none did, the launcher's own.
 //
 // "rank_error" is what the failing rank itself wrote to the file that TORCHELASTIC_ERROR_FILE names, as programs under
-// torchrun do (Python: torch.distributed.elastic.multiprocessing.errors.record); null if it wrote none, and in the files of
-// other hosts. These files are FILE.rank_N while the job runs. A job that succeeds leaves no file.
+// torchrun do (Python: torch.distributed.elastic.multiprocessing.errors.record); null if it wrote none, and in the
+// files of other hosts. These files are FILE.rank_N while the job runs. A job that succeeds leaves no file.
 //
 // Thread-safety: all functions.
 #pragma once

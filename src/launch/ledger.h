@@ -4,14 +4,15 @@
 //   step 101 attempt 2 rank 1 epoch 3: 17 4 33 #0be1d42a
 //   made 101 attempt 2 rank 1 #90c1e277
 //
-// An *attempt* begins with a model that has made so many steps, whether it comes from a snapshot or from memory. It replaces
-// what earlier attempts did after that step. Its samples enter a step before their gradients travel, and the step is made
-// when an optimizer has made it on any rank. An attempt that has made none replaces nothing, unless it is the last one. A model that
-// has made n steps is taken for that of the latest attempt that has made step n. So a step of the last attempt counts if a rank has made it, and a step of an
-// earlier one counts if no later attempt replaces it.
+// An *attempt* begins with a model that has made so many steps, whether it comes from a snapshot or from memory. It
+// replaces what earlier attempts did after that step. Its samples enter a step before their gradients travel, and the
+// step is made when an optimizer has made it on any rank. An attempt that has made none replaces nothing, unless it is
+// the last one. A model that has made n steps is taken for that of the latest attempt that has made step n. So a step
+// of the last attempt counts if a rank has made it, and a step of an earlier one counts if no later attempt replaces
+// it.
 //
-// Every line ends with a hash of what is before it. Ranks append to one file; a rank that is killed may leave a part of a
-// line, so each line begins with a line break, too. Parts of lines are counted, and otherwise ignored.
+// Every line ends with a hash of what is before it. Ranks append to one file; a rank that is killed may leave a part of
+// a line, so each line begins with a line break, too. Parts of lines are counted, and otherwise ignored.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -54,8 +55,8 @@ struct LedgerCheck {
   bool is_exactly_once = false;
   std::string words;  // lines for people
 };
-// The files of one training together: those of its hosts. Unavailable if one cannot be read; CorruptError if none of them
-// holds a ledger.
+// The files of one training together: those of its hosts. Unavailable if one cannot be read; CorruptError if none of
+// them holds a ledger.
 LedgerCheck check_ledger(const std::vector<std::string>& files, const LedgerCheckOptions& options = {});
 
 }  // namespace muster::launch

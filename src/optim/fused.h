@@ -1,5 +1,6 @@
-// Tells whether libtorch's fused kernels for the CPU and for CUDA can take a parameter. These kernels take many parameters
-// in one call. They go once through the memory of each parameter, of its gradient and of its state, without regard to strides.
+// Tells whether libtorch's fused kernels for the CPU and for CUDA can take a parameter. These kernels take many
+// parameters in one call. They go once through the memory of each parameter, of its gradient and of its state, without
+// regard to strides.
 //
 // Thread-safety: functions of their arguments.
 #pragma once
@@ -44,8 +45,8 @@ inline at::Tensor step_number(int64_t step, const at::Tensor& parameter) {
                             : at::full({}, step, at::TensorOptions(at::kFloat).device(parameter.device()));
 }
 
-// Bumps the versions of tensors that a kernel has written, because the kernel does not. An autograd graph that has saved
-// the old values must notice the change.
+// Bumps the versions of tensors that a kernel has written, because the kernel does not. An autograd graph that has
+// saved the old values must notice the change.
 inline void mark_written(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors)
     if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();

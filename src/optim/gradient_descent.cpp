@@ -1,6 +1,6 @@
 // SGD, ASGD, Adagrad, Adadelta, RMSprop, Rprop. Source: torch/optim/sgd.py and so on. The order of the operations is
-// theirs, so that the results are equal to the bit. If libtorch's fused kernels can take the tensors of SGD and Adagrad, the
-// results are those of fused=True.
+// theirs, so that the results are equal to the bit. If libtorch's fused kernels can take the tensors of SGD and
+// Adagrad, the results are those of fused=True.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/_fused_sgd.h>
@@ -116,8 +116,8 @@ void SGD::update_all(double lr, std::vector<Item>& items) const {
   for (Item& item : items) {
     const Tensor& parameter = item.parameter;
     const Tensor& buffer = item.state->kept[0];
-    // It may be in the list twice. Then its buffer would be made twice, and a kernel of CUDA would make both steps at the
-    // same time.
+    // It may be in the list twice. Then its buffer would be made twice, and a kernel of CUDA would make both steps at
+    // the same time.
     const bool makes_buffer = has_momentum && !buffer.defined();
     if ((makes_buffer || parameter.is_cuda()) && !waiting.insert(item.state).second) {
       step_groups();

@@ -1,5 +1,5 @@
-// Adafactor, Muon: optimizers that look at rows and columns. Source: torch/optim/_adafactor.py, _muon.py. The order of the
-// operations is theirs.
+// Adafactor, Muon: optimizers that look at rows and columns. Source: torch/optim/_adafactor.py, _muon.py. The order of
+// the operations is theirs.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -57,7 +57,8 @@ Tensor mean_square(const Tensor& matrix, int64_t dim) {
   return at::linalg_vector_norm(matrix, 2, dim, /*keepdim=*/true).square_().div_(matrix.size(dim));
 }
 
-// About the nearest matrix whose rows or columns are orthogonal: singular values go towards 1 by steps of Newton and Schulz.
+// About the nearest matrix whose rows or columns are orthogonal: singular values go towards 1 by steps of Newton and
+// Schulz.
 Tensor orthogonal(const MuonOptions& options, const Tensor& matrix) {
   const auto [a, b, c] = options.ns_coefficients;
   const bool is_tall = matrix.size(0) > matrix.size(1);

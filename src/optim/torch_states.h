@@ -22,16 +22,16 @@ struct Field {
 };
 using State = std::unique_ptr<torch::optim::OptimizerParamState>;
 
-// A new state of torch's SGD, Adam, AdamW, RMSprop or Adagrad, or of an optimizer of optimizers.h, by the optimizer's class; null
-// for all others. A class that is derived from one of torch's may keep something else.
+// A new state of torch's SGD, Adam, AdamW, RMSprop or Adagrad, or of an optimizer of optimizers.h, by the optimizer's
+// class; null for all others. A class that is derived from one of torch's may keep something else.
 State new_state_for(const std::type_info& type);
 // Its fields; none of a state of another class.
 std::vector<Field> fields_of(torch::optim::OptimizerParamState& state);
 // Of a tensor field of this state of a parameter; empty for a number.
 std::vector<int64_t> shape_of(torch::optim::OptimizerParamState& state, const Field& field,
                               const at::Tensor& parameter);
-// The tensor fields that the optimizer's first step() for a parameter of this group would make, and fill with zeros. None
-// if it makes none, or fills them with something else.
+// The tensor fields that the optimizer's first step() for a parameter of this group would make, and fill with zeros.
+// None if it makes none, or fills them with something else.
 std::vector<std::string_view> zeros_of_first_step(const std::type_info& type,
                                                   const torch::optim::OptimizerParamGroup& group);
 

@@ -11,13 +11,13 @@
 
 namespace muster::parallel {
 
-// Divides parameters among owners, so that each has about the same number of bytes: of those that require gradients, and
-// of the others.
+// Divides parameters among owners, so that each has about the same number of bytes: of those that require gradients,
+// and of the others.
 class Balance {
  public:
   explicit Balance(int owners);
-  // Takes some more parameters; returns the owner of each, a number below `owners`. Small parameters that are neighbours
-  // stay together, up to `group_bytes`.
+  // Takes some more parameters; returns the owner of each, a number below `owners`. Small parameters that are
+  // neighbours stay together, up to `group_bytes`.
   std::vector<int> divide(const std::vector<NamedTensor>& parameters, size_t group_bytes);
 
  private:

@@ -18,8 +18,8 @@ int64_t padded(const at::Tensor& tensor) {
   return (tensor.numel() + line - 1) / line * line;
 }
 
-// A tensor like `like` at an offset of `flat`, laid out as autograd lays gradients out. It shares flat's storage but is not a view for autograd: optimizers call detach_() on
-// gradients, which views refuse.
+// A tensor like `like` at an offset of `flat`, laid out as autograd lays gradients out. It shares flat's storage but is
+// not a view for autograd: optimizers call detach_() on gradients, which views refuse.
 at::Tensor tensor_at(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
   return at::empty({0}, flat.options()).set_(flat.storage(), offset, like.sizes(), dense_strides(like));
 }

@@ -7,15 +7,15 @@
 // costs no extra communication to find unused parameters.
 //
 // Small gradients share buckets; they are copied into their bucket if autograd made them elsewhere. A large gradient on
-// the CPU (from GradientBlocks::kLarge on) has its own bucket. The bucket's memory is the block in which autograd made the
-// gradient, if nobody else can reach that block; otherwise a value that backward has yet to read would be overwritten
-// by the average.
+// the CPU (from GradientBlocks::kLarge on) has its own bucket. The bucket's memory is the block in which autograd made
+// the gradient, if nobody else can reach that block; otherwise a value that backward has yet to read would be
+// overwritten by the average.
 //
 // A sparse gradient is its own bucket without memory: its elements are where autograd made them.
 //
-// Either all ranks keep a bucket's averages, or only its owner does (with several hosts, its owner on each). Then it has
-// gradients of parameters with that owner only, and a large bucket's memory is needed only while its gradient is: it has
-// none before.
+// Either all ranks keep a bucket's averages, or only its owner does (with several hosts, its owner on each). Then it
+// has gradients of parameters with that owner only, and a large bucket's memory is needed only while its gradient is:
+// it has none before.
 //
 // Thread-safety: none; one backward() at a time.
 #pragma once
@@ -69,8 +69,9 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor);
 // A tensor with the shape, dtype and such strides of `like`, at this place in memory, whose size cannot change.
 at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like);
 
-// All parameters are on the same device. Divides `order` into buckets of one dtype and owner each; buckets of small parameters have at most `first_bytes` (the first) or
-// `bytes`. A bucket's place in the list follows from its last parameter. Sets each parameter's view and bucket.
+// All parameters are on the same device. Divides `order` into buckets of one dtype and owner each; buckets of small
+// parameters have at most `first_bytes` (the first) or `bytes`. A bucket's place in the list follows from its last
+// parameter. Sets each parameter's view and bucket.
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
                                  size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks);
 

@@ -15,8 +15,8 @@
 
 namespace muster::parallel {
 
-// Calls change(flat) for one tensor with the elements of all tensors of each dtype, and copies what it becomes back. Not for
-// sparse tensors. The order of the dtypes is the same on all ranks that give the same tensors.
+// Calls change(flat) for one tensor with the elements of all tensors of each dtype, and copies what it becomes back.
+// Not for sparse tensors. The order of the dtypes is the same on all ranks that give the same tensors.
 void change_coalesced(const std::vector<at::Tensor>& tensors, const auto& change) {
   const at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;

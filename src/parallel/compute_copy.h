@@ -21,7 +21,8 @@
 
 namespace muster::parallel {
 
-// When operators use copies, and which. The memory of the parameters knows it, and may survive whoever makes the copies.
+// When operators use copies, and which. The memory of the parameters knows it, and may survive whoever makes the
+// copies.
 struct CopyPhase {
   bool reading = false;  // also outside of forward()
   int forwards = 0;      // that live
@@ -29,9 +30,9 @@ struct CopyPhase {
   std::vector<at::Tensor> copies;  // by number; none when their maker is gone
 
   bool is_time() const;  // for operators to use the copies
-  // For `Sharing::instead`: a view of `copy` if it is time and the parameter has this dtype; else undefined. `copy` has the
-  // strides of the parameter's memory. The view shares the version of `parameter`: if that is updated, a backward() over an
-  // older graph throws. InvalidArgument if there is a forward-mode derivative.
+  // For `Sharing::instead`: a view of `copy` if it is time and the parameter has this dtype; else undefined. `copy` has
+  // the strides of the parameter's memory. The view shares the version of `parameter`: if that is updated, a backward()
+  // over an older graph throws. InvalidArgument if there is a forward-mode derivative.
   at::Tensor instead_of(const at::Tensor& parameter, at::ScalarType dtype, const at::Tensor& copy) const;
 };
 

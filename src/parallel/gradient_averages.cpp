@@ -29,7 +29,8 @@ at::Tensor no_rows(const at::Tensor& parameter) {
                                parameter.sizes());
 }
 
-// A constant as a function of the parameters, whose derivative is zero: so its backward() reaches them, as on other ranks.
+// A constant as a function of the parameters, whose derivative is zero: so its backward() reaches them, as on other
+// ranks.
 struct ConstantIn final : torch::autograd::Function<ConstantIn> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& /*parameters*/,
                             const at::Tensor& value) {

@@ -122,8 +122,8 @@ class ServingAllocator final : public c10::Allocator {
   static c10::Allocator& before() { return *allocator_before.load(); }
 };
 
-// Made before there are threads, because libtorch shows it to others without synchronisation. Leaked, like libtorch's own:
-// storages may outlive all else.
+// Made before there are threads, because libtorch shows it to others without synchronisation. Leaked, like libtorch's
+// own: storages may outlive all else.
 ServingAllocator& the_allocator = *new ServingAllocator;
 
 void install_allocator() {

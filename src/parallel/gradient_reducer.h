@@ -2,12 +2,12 @@
 // (DistributedDataParallel), or for the ranks that own the parameter (FullyShardedDataParallel).
 //
 // A hook after each gradient's accumulation marks it ready. When all gradients of a bucket (buckets.h) and of those
-// before it are ready, the bucket is reduced, while backward() goes on; backward() ends when all are. The order in which
-// gradients become ready in the first step, on rank 0, becomes the order of the buckets from then on.
+// before it are ready, the bucket is reduced, while backward() goes on; backward() ends when all are. The order in
+// which gradients become ready in the first step, on rank 0, becomes the order of the buckets from then on.
 //
 // Every rank reduces every bucket in every backward(), so that the ranks' collectives stay in step, whatever happens on
-// one of them: what a rank has no gradient for counts as zero. `used` tells how many ranks had one. If backward() throws
-// on a rank, that rank makes up for it in before_forward() or in its next backward().
+// one of them: what a rank has no gradient for counts as zero. `used` tells how many ranks had one. If backward()
+// throws on a rank, that rank makes up for it in before_forward() or in its next backward().
 //
 // With owners, of which each parameter has one, or one per host:
 //   - After backward(), a parameter has a .grad on its owners only; elsewhere it is undefined.
@@ -20,15 +20,15 @@
 //   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside
 //     while the second backward() runs, because the other ranks have nothing to add to it.
 //
-// backward() with create_graph, without owners: each .grad becomes an average that is a function of the parameters. It is
-// not in a bucket; all gradients are averaged at the end, by a collective that autograd differentiates.
+// backward() with create_graph, without owners: each .grad becomes an average that is a function of the parameters. It
+// is not in a bucket; all gradients are averaged at the end, by a collective that autograd differentiates.
 //
 // A sparse gradient (in coordinate format, one sparse dimension) stays one: the average has the rows of all ranks.
 //
 // Errors: InvalidArgument, on every rank alike, which names the parameters that some ranks had no gradient for; of a
 // sparse gradient that was not announced; of a second gradient for a parameter in one backward() (that is,
-// of a backward() inside of it), when the first has been reduced. InvalidArgument of backward() in no_sync(), on ranks that have an average to which it would
-// add. And the errors of the collectives.
+// of a backward() inside of it), when the first has been reduced. InvalidArgument of backward() in no_sync(), on ranks
+// that have an average to which it would add. And the errors of the collectives.
 //
 // Thread-safety: one thread, as an nn::Module.
 #pragma once
@@ -69,8 +69,8 @@ struct ReducerOptions {
   size_t most_in_flight = std::numeric_limits<size_t>::max();
   // When a backward() that is not in no_sync() begins. `with_graph`: with create_graph.
   std::function<void(bool with_graph)> on_begin = [](bool) {};
-  // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners). `is_complete`:
-  // whether it ended without an exception on this rank.
+  // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
+  // `is_complete`: whether it ended without an exception on this rank.
   std::function<void(bool is_complete)> on_averaged = [](bool) {};
 };
 
@@ -99,13 +99,13 @@ class GradientReducer {
   const BackwardTimes& times() const;  // of the last backward() that averaged, in on_averaged
   // Without owners: from the next backward() on, instead of averaging. InvalidArgument if there is one already.
   void set_hook(CommHook hook);
-  // Without owners. For ranks that have no more data: what backward() does on the others, with gradients that do not count.
-  // Afterwards each .grad is the average, as there.
+  // Without owners. For ranks that have no more data: what backward() does on the others, with gradients that do not
+  // count. Afterwards each .grad is the average, as there.
   void backward_without_data();
   // So many ranks have data. `average_over_them`: gradients become their averages; else those of all ranks, with zeros.
   void set_contributors(int count, bool average_over_them);
-  // Without owners and sparse gradients, outside of backward(): adds to each .grad what `reduce` makes, in place, of the
-  // given gradients. It gets one tensor per bucket, where undefined gradients are zeros. Then as after backward().
+  // Without owners and sparse gradients, outside of backward(): adds to each .grad what `reduce` makes, in place, of
+  // the given gradients. It gets one tensor per bucket, where undefined gradients are zeros. Then as after backward().
   // InvalidArgument if a backward() in no_sync() has left sums that are not averaged.
   void add_gradients(const std::vector<at::Tensor>& given, const std::function<void(const at::Tensor& bucket)>& reduce);
 

@@ -12,8 +12,8 @@
 
 namespace muster::parallel {
 
-// The hosts of a group's ranks. On each host the same number of ranks own parameters, and these are divided among them in
-// the same way, so that an owner is known by its place among its host's ranks.
+// The hosts of a group's ranks. On each host the same number of ranks own parameters, and these are divided among them
+// in the same way, so that an owner is known by its place among its host's ranks.
 struct Hosts {
   std::vector<comm::Member> members;    // by rank in the group
   std::vector<std::vector<int>> ranks;  // by host: its ranks in the group, in order; the first host has rank 0

@@ -17,8 +17,8 @@ constexpr auto kKey = c10::DispatchKey::Fake;
 
 thread_local KeptResults::Call* current_call = nullptr;
 
-// Whether an operator returns new tensors only. A conversion is cheap, and autocast's cache makes it happen in one call and
-// not in the other.
+// Whether an operator returns new tensors only. A conversion is cheap, and autocast's cache makes it happen in one call
+// and not in the other.
 bool returns_new_tensors(const c10::FunctionSchema& schema) {
   const auto is_new = [](const c10::Argument& result) {
     return !result.alias_info() && result.type()->isSubtypeOf(*c10::TensorType::get());

@@ -1,12 +1,12 @@
 // Results of some operators of a function, kept in its first call for its second one, which computes the others again.
 //
 // While a Call lives, a dispatch key of the thread brings every operator here, below autograd: autograd records an
-// operator of the second call as always, and gets the kept result instead of a computed one. Operators are known by their
-// names and numbers: the third aten::addmm of the first call is that of the second one.
+// operator of the second call as always, and gets the kept result instead of a computed one. Operators are known by
+// their names and numbers: the third aten::addmm of the first call is that of the second one.
 //
-// Only operators whose results are new tensors and not random may be kept. What a kernel calls inside does not come here.
-// If the function changes one in place, by whatever shares its memory (as a Linear over more than two dimensions does), a
-// copy is kept. One that was changed after the first call is computed again.
+// Only operators whose results are new tensors and not random may be kept. What a kernel calls inside does not come
+// here. If the function changes one in place, by whatever shares its memory (as a Linear over more than two dimensions
+// does), a copy is kept. One that was changed after the first call is computed again.
 //
 // libtorch calls the key Fake; no part of libtorch registers anything for it. Only this file uses it.
 //

@@ -1,6 +1,7 @@
 // The states of libtorch's default generators.
 //
-// Thread-safety: each call. But the generators are the process's: numbers that other threads draw meanwhile are not theirs.
+// Thread-safety: each call. But the generators are the process's: numbers that other threads draw meanwhile are not
+// theirs.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -38,10 +38,11 @@ void require_own_memory(const std::vector<NamedTensor>& tensors);
 void give_values(const at::Tensor& tensor, const at::Tensor& values);
 // Throws InvalidArgument on every rank if a rank has no values of a tensor now (gather() would get them).
 void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const Group& group);
-// All ranks throw, or none: what has failed on this rank, or "rank 2 <what>", for example "could not …", as Unavailable if
-// a rank has thrown this, else as InvalidArgument.
+// All ranks throw, or none: what has failed on this rank, or "rank 2 <what>", for example "could not …", as Unavailable
+// if a rank has thrown this, else as InvalidArgument.
 void throw_if_any_failed(const std::exception_ptr& failure, const Group& group, const char* what);
-// Copies rank root's values to all, if they are not on the device "meta". Small tensors travel together, in one broadcast.
+// Copies rank root's values to all, if they are not on the device "meta". Small tensors travel together, in one
+// broadcast.
 void broadcast_together(const std::vector<NamedTensor>& tensors, const Group& group, int root = 0);
 
 }  // namespace muster::parallel

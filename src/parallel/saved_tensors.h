@@ -1,7 +1,7 @@
 // Who decides what becomes of the tensors that operators save for backward.
 //
-// libtorch asks its engine which hooks a saved tensor gets. So an engine of our own takes the place of libtorch's; it does
-// nothing else (docs/decisions/0015). It asks the thread's Keeper.
+// libtorch asks its engine which hooks a saved tensor gets. So an engine of our own takes the place of libtorch's; it
+// does nothing else (docs/decisions/0015). It asks the thread's Keeper.
 //
 // Thread-safety: all functions; a Keeper is its thread's.
 #pragma once

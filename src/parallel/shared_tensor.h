@@ -22,7 +22,8 @@ struct Sharing {
   bool is_own = false;        // whether this rank is the owner
   int first_owner = 0;        // if each host has an owner: that on the first host
   bool is_only_owner = true;  // no other host has one
-  // For watch() (watched.h). `operation` is a number that all tensors of an operator get; `writes`: it changes this one.
+  // For watch() (watched.h). `operation` is a number that all tensors of an operator get; `writes`: it changes this
+  // one.
   std::function<void(uint64_t operation, bool writes)> before_use = {};
   std::function<bool()> is_here = [] { return true; };  // whether the values may be read through a pointer now
   bool is_copy = false;                                 // of a parameter, in another dtype: no operator may change it

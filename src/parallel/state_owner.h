@@ -1,5 +1,5 @@
-// Which rank keeps an optimizer's states of a parameter: any, or the one that owns the parameter (FullyShardedDataParallel,
-// ZeroRedundancyOptimizer).
+// Which rank keeps an optimizer's states of a parameter: any, or the one that owns the parameter
+// (FullyShardedDataParallel, ZeroRedundancyOptimizer).
 //
 // Thread-safety: none; the thread of the optimizer.
 #pragma once
@@ -24,7 +24,8 @@ struct StateOwner {
 std::optional<StateOwner> state_owner(torch::optim::Optimizer& optimizer, const at::Tensor& parameter);
 bool keeps_state(torch::optim::Optimizer& optimizer, const at::Tensor& parameter);  // this rank
 
-// The class whose states and options the optimizer has: that of a ZeroRedundancyOptimizer is the one that it is derived from.
+// The class whose states and options the optimizer has: that of a ZeroRedundancyOptimizer is the one that it is derived
+// from.
 const std::type_info& class_of(const torch::optim::Optimizer& optimizer);
 
 }  // namespace muster::parallel

@@ -186,8 +186,8 @@ Gradients plain_gradients(const Tensor& gradient, const Tensor& input, const Ten
   if (input.numel() == 0) {
     result = {.weight = at::zeros_like(mean), .bias = at::zeros_like(mean)};
   } else {
-    // In evaluation, libtorch's gradients of weight and bias are the sums that are needed here. The kernels of CUDA want
-    // what forward() has saved.
+    // In evaluation, libtorch's gradients of weight and bias are the sums that are needed here. The kernels of CUDA
+    // want what forward() has saved.
     std::optional<Tensor> saved_mean, saved_deviation;
     if (!input.is_cpu()) saved_mean = mean, saved_deviation = at::rsqrt(variance + eps);
     std::tie(std::ignore, result.weight, result.bias) =

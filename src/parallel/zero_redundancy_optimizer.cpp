@@ -172,8 +172,8 @@ void ShardedOptimizer::Impl::drop_states_of_others() {
   for (void* const parameter : others) optimizer.state().erase(parameter);
 }
 
-// The step of the class for the parameters of this rank that are among these, with these gradients. Returns what it throws:
-// the other ranks wait for this one's parameters.
+// The step of the class for the parameters of this rank that are among these, with these gradients. Returns what it
+// throws: the other ranks wait for this one's parameters.
 std::exception_ptr ShardedOptimizer::Impl::step_with(const std::vector<std::pair<at::Tensor, at::Tensor>>& gradients,
                                                      GradientsAside& aside) const {
   for (const auto& [parameter, grad] : gradients)

@@ -31,8 +31,8 @@ class Arena {
   // At least `bytes`, aligned to kAlignment (from 64 KiB on, to a page). Unavailable if the arena or the host is full.
   void* allocate(size_t bytes);
   void free(void* address);
-  // The block that `address` is in is never given out again: a peer that has not noticed a failure may still write to it. Nothing
-  // happens if it is in none.
+  // The block that `address` is in is never given out again: a peer that has not noticed a failure may still write to
+  // it. Nothing happens if it is in none.
   void retire(const void* address);
 
   int fd() const { return fd_.get(); }

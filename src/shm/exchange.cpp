@@ -328,9 +328,7 @@ class Hub {
 };
 
 // A rank waits a little longer than the hub, because the hub's answer names the missing ranks.
-Deadline with_slack(Deadline deadline) {
-  return deadline.is_never() ? deadline : Deadline::after(deadline.left() + std::chrono::seconds(2));
-}
+constexpr std::chrono::seconds kLongerThanTheHub(2);
 
 // The hub has left, perhaps because it saw that another rank had died, before it could tell this rank.
 [[noreturn]] void throw_hub_left(const KnownRanks& known) {
@@ -401,7 +399,7 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
     throw Unavailable(text("rank ", known.called(rank), " and rank ", known.called(0),
                            " are on different hosts, and shared memory joins only ranks of one host"),
                       "Use another backend between hosts");
-  deadline = with_slack(deadline);
+  deadline = deadline.later(kLongerThanTheHub);
   const UniqueFd socket = connect_to_hub(invitation.name, deadline, known);
   const Hello hello{invitation.nonce, rank, size};
   if (!send_message(socket.get(), hello.bytes(), fds, deadline)) throw_hub_left(known);

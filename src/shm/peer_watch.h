@@ -1,10 +1,10 @@
 // The watch over peers: one thread that learns immediately when a process of the job dies.
 //
 // Each peer process is held by a pidfd (pidfd_open(2)), which becomes readable when the process ends, for any reason;
-// there is no heartbeat and no polling. A pid may be used again, so pid and start time identify a process: if the process
-// that has the pid started at another time, the peer has died. Pids that come from the peers' own sockets (SO_PEERCRED,
-// exchange.h) a moment before need no start time. A peer is forgotten with the last subscription to it, and a
-// subscription to a pid whose process has ended watches the new process with that pid.
+// there is no heartbeat and no polling. A pid may be used again, so pid and start time identify a process: if the
+// process that has the pid started at another time, the peer has died. Pids that come from the peers' own sockets
+// (SO_PEERCRED, exchange.h) a moment before need no start time. A peer is forgotten with the last subscription to it,
+// and a subscription to a pid whose process has ended watches the new process with that pid.
 //
 // Ranks that are threads of this process cannot die unseen; they report their end themselves (Channel::leave()).
 //
@@ -31,8 +31,8 @@ class PeerWatch {
   PeerWatch();
   ~PeerWatch();
 
-  // Calls on_death(pid) for each of these processes that dies, perhaps twice; soon, if it has died already. The caller's
-  // own pid is ignored.
+  // Calls on_death(pid) for each of these processes that dies, perhaps twice; soon, if it has died already. The
+  // caller's own pid is ignored.
   struct Process {
     Process(pid_t pid, uint64_t start = 0) : pid(pid), start(start) {}  // NOLINT(google-explicit-constructor)
     pid_t pid;

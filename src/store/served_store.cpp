@@ -117,7 +117,7 @@ class ServedStore final : public Store, public Outage {
 
   Reply call_waiting(Request request, Deadline deadline) {
     request.wait_ms = wait_ms(deadline);
-    return exchange(request, deadline.is_never() ? deadline : Deadline::after(deadline.left() + kSlack));
+    return exchange(request, deadline.later(kSlack));
   }
 
   Reply exchange(Request request, Deadline deadline) {

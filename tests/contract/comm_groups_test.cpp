@@ -306,8 +306,8 @@ TEST_P(Groups, ThatAreReleasedLeaveNothingBehind) {
   });
 }
 
-// A rank that is late may still write to a failed operation's tensor on the heap. So its memory is not another tensor's later,
-// although the group has gone.
+// A rank that is late may still write to a failed operation's tensor on the heap. So its memory is not another tensor's
+// later, although the group has gone.
 TEST_P(Groups, AFailedOperationsMemoryIsNotGivenAgain) {
   run(2, [](World& world) {
     if (world.group().backend_name() != "shm") return;

@@ -284,8 +284,8 @@ TEST(HostsLateFork, TheRankThatComesLastIsNamedOnAll) {
   }
 }
 
-// If ranks of one host are late together, no single one of them is named, but their host is. By turns one of them is even
-// later, so that chance does not choose the same one each time.
+// If ranks of one host are late together, no single one of them is named, but their host is. By turns one of them is
+// even later, so that chance does not choose the same one each time.
 TEST(Hosts, TheHostThatComesLastIsNamed) {
   run_on(
       {"a", "a", "b", "b"},

@@ -1,5 +1,5 @@
-// Muster on a CUDA device: the nccl backend, data parallelism, optimizers, precision, snapshots and remote calls. All ranks
-// are on one device, which NCCL allows if it takes them for ranks of several hosts (NCCL_HOSTID).
+// Muster on a CUDA device: the nccl backend, data parallelism, optimizers, precision, snapshots and remote calls. All
+// ranks are on one device, which NCCL allows if it takes them for ranks of several hosts (NCCL_HOSTID).
 //
 // Ranks are forked, and the parent never touches CUDA, because a process cannot use it after a fork.
 #include <gtest/gtest.h>

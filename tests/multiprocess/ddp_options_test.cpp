@@ -339,8 +339,8 @@ TEST(DdpLogging, StepsAndTheirTimes) {
   });
 }
 
-// Sentences of unequal lengths, accumulated: one process with all of them, two ranks with two batches each, three ranks of which
-// one has no token at all. All have the same gradients.
+// Sentences of unequal lengths, accumulated: one process with all of them, two ranks with two batches each, three ranks
+// of which one has no token at all. All have the same gradients.
 TEST(TokenScale, TheMeanIsOverAllTokens) {
   struct Words : torch::nn::Module {
     torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(20, 16));

@@ -71,8 +71,8 @@ TEST(Fsdp, AnUpdateThatOthersMayNotExpectIsNamed) {
   });
 }
 
-// A graph of before an update fails on every rank, as in one process, and not only on the owners. (After a step of SGD it
-// fails nowhere: libtorch's SGD writes through data().)
+// A graph of before an update fails on every rank, as in one process, and not only on the owners. (After a step of SGD
+// it fails nowhere: libtorch's SGD writes through data().)
 TEST(Fsdp, AGraphOfBeforeAnUpdateIsRefusedOnEveryRank) {
   on_ranks(2, [](World& world) {
     const auto net = make<FsdpNet>(7, {});

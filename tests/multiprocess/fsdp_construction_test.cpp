@@ -14,7 +14,8 @@
 namespace muster::test {
 namespace {
 
-// Conv, embedding, recurrent layers, attention, layers that are clones; a buffer with values; two names of one parameter.
+// Conv, embedding, recurrent layers, attention, layers that are clones; a buffer with values; two names of one
+// parameter.
 struct Everything : nn::Module {
   nn::Conv2d conv{nn::Conv2dOptions(3, 4, 3)};
   nn::BatchNorm2d norm{4};

@@ -425,8 +425,8 @@ TEST(FsdpSnapshotProcess, RestoringNeedsNoMemoryForWhatOthersOwn) {
           return std::string("done");
         }
         const size_t peak = peak_of([&] { EXPECT_EQ(snapshot.restore(), 1); });
-        // It has what it owns, a quarter of all. In a shard that it reads there is as much again; rank 0 has read the only
-        // file.
+        // It has what it owns, a quarter of all. In a shard that it reads there is as much again; rank 0 has read the
+        // only file.
         if (sharded || world.rank() > 0) {
           EXPECT_LT(peak, kAll * 5 / 8) << "rank " << world.rank();
         }

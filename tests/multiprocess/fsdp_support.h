@@ -101,8 +101,8 @@ struct Chain : nn::Module {
   }
 };
 
-// Ranks that are threads. Each sets the number of its own: until then its first products use as many as there are cores,
-// and round differently.
+// Ranks that are threads. Each sets the number of its own: until then its first products use as many as there are
+// cores, and round differently.
 inline void on_hosts(const HostOfRank& hosts, const std::function<void(World&)>& fn) {
   at::set_num_threads(1);
   const auto rank = [&](World& world) {

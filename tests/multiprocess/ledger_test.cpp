@@ -32,8 +32,8 @@ class LedgerFile : public ::testing::Test {
     return launch::check_ledger({path()}, options);
   }
 
-  // Ranks that begin after `first` steps with this sampler's position, and make steps up to `last` of 24 samples together.
-  // Then one dies with samples that have entered a step.
+  // Ranks that begin after `first` steps with this sampler's position, and make steps up to `last` of 24 samples
+  // together. Then one dies with samples that have entered a step.
   void attempt(int ranks, int64_t first, int64_t last, int64_t wrong_by = 0) const {
     run_threads(ranks, [&](World& world) {
       DistributedSampler sampler(kSize, {.seed = 3});

@@ -1,5 +1,5 @@
-// A worker dies in an outer step of meta-learning. Its tasks are done again on the others, the meta-gradient is the same
-// to the last bit, and nothing is left on the workers that live.
+// A worker dies in an outer step of meta-learning. Its tasks are done again on the others, the meta-gradient is the
+// same to the last bit, and nothing is left on the workers that live.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>

@@ -43,8 +43,8 @@ void expect_all_well(ForkedRanks& ranks, int n) {
 
 // Rank 1 stops itself (SIGSTOP) at each phase of each collective. The others are told who it was; while it stands still
 // they make a new World of two and work on. Then it goes on, and is told as well. Three processes play
-// all cases. A rank that the machine keeps waiting for longer than the short timeout is rightly named instead of rank 1: then
-// the case is played again, with a timeout that no machine reaches.
+// all cases. A rank that the machine keeps waiting for longer than the short timeout is rightly named instead of rank
+// 1: then the case is played again, with a timeout that no machine reaches.
 TEST(FaultProcess, StopAtEachPhaseAndTheOthersGoOn) {
   constexpr int kRanks = 3;
   struct StopCase {
@@ -64,8 +64,8 @@ TEST(FaultProcess, StopAtEachPhaseAndTheOthersGoOn) {
   const auto before = leftovers();
   {
     const ForkedJob job;
-    // By attempt at a case: how many survivors are through; whether rank 1 is; how many ranks were told of another one than
-    // rank 1, and how many ranks have said so or not.
+    // By attempt at a case: how many survivors are through; whether rank 1 is; how many ranks were told of another one
+    // than rank 1, and how many ranks have said so or not.
     constexpr size_t kThrough = 0, kBack = 1, kOthersNamed = 2, kSaid = 3, kNumbers = 4, kAttempts = 2;
     const SharedNumbers numbers(kNumbers * kAttempts * cases.size());
     const auto all_have_said = [&](size_t attempt, Deadline until) {

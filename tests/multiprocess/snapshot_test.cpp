@@ -27,6 +27,7 @@
 #include "muster/optim/lr_scheduler.h"
 #include "support/forked.h"
 #include "support/full_run.h"
+#include "support/kill_while_saving.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -263,8 +264,9 @@ TEST_F(SnapshotProcess, ADeathWhileWritingLeavesTheOldSnapshots) {
   }
 }
 
-// Ranks that do nothing but save are killed at any moment. The next ones find the newest snapshot that is complete: the last
-// that save() has returned for, or one that was complete before rank 0 could say so. All of its numbers are those of its step.
+// Ranks that do nothing but save are killed at any moment. The next ones find the newest snapshot that is complete: the
+// last that save() has returned for, or one that was complete before rank 0 could say so. All of its numbers are those
+// of its step.
 TEST_F(SnapshotProcess, AKillWhileSavingCostsAtMostTheSnapshotUnderWay) {
   const int kills = full_run() ? 200 : 12;
   std::mt19937 random(11);
@@ -307,14 +309,7 @@ TEST_F(SnapshotProcess, AKillWhileSavingCostsAtMostTheSnapshotUnderWay) {
         return "lost";
       }
     });
-    for (const auto deadline = patience(); restored < 0 || saved < restored + 2; ::usleep(1000))
-      ASSERT_FALSE(deadline.passed());
-    ::usleep(random() % 20'000);  // so that the kill may come at any moment of a save
-    const int struck = i / 2 % kRanks;
-    ranks.signal(struck, SIGKILL);
-    const auto ends = ranks.wait_all(patience());
-    EXPECT_EQ(ends[static_cast<size_t>(struck)].signal, SIGKILL);
-    EXPECT_EQ(ends[static_cast<size_t>(1 - struck)].said, "lost");
+    kill_while_saving(ranks, i / 2 % kRanks, restored, saved, random);
     EXPECT_EQ(wrong, 0);
     EXPECT_GE(restored, last[sharded].saved);
     EXPECT_LE(restored, last[sharded].saved + last[sharded].more);

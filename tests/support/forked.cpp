@@ -36,8 +36,9 @@ void write_all(int fd, const std::string& text) {
   }
 }
 
-// Whether another thread of this process does not sleep. One that sleeps holds no lock of the memory allocator; a child that is forked
-// while another holds it would wait for it forever. (glibc's allocator takes care of that, and AddressSanitizer's does not.)
+// Whether another thread of this process does not sleep. One that sleeps holds no lock of the memory allocator; a child
+// that is forked while another holds it would wait for it forever. (glibc's allocator takes care of that, and
+// AddressSanitizer's does not.)
 bool another_thread_is_awake() {
   const std::string own = text(::gettid());
   std::error_code error;

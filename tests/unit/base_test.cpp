@@ -99,6 +99,17 @@ TEST(Deadline, CountsDownToZero) {
   EXPECT_GE(milliseconds(short_one.poll_ms()), short_one.left());
 }
 
+TEST(Deadline, Later) {
+  const auto now = Clock::now();
+  const auto soon = Deadline::after(std::chrono::hours(1), now);
+  EXPECT_EQ(soon.later(std::chrono::hours(2)).when(), now + std::chrono::hours(3));
+  EXPECT_TRUE(soon.later(milliseconds::max()).is_never());
+  EXPECT_TRUE(Deadline::never().later(milliseconds(1)).is_never());
+  // From now on, if it has passed.
+  EXPECT_GE(Deadline::after(-std::chrono::hours(1), now).later(std::chrono::hours(2)).when(),
+            now + std::chrono::hours(2));
+}
+
 TEST(Deadline, NeverNeverPasses) {
   EXPECT_TRUE(Deadline::never().is_never());
   EXPECT_FALSE(Deadline::never().passed());

@@ -1,5 +1,5 @@
-// The optimizers for training loops: as the functional ones, with groups, archives and Python's names, and with everything
-// that takes a torch::optim::Optimizer.
+// The optimizers for training loops: as the functional ones, with groups, archives and Python's names, and with
+// everything that takes a torch::optim::Optimizer.
 #include "muster/optim/optimizers.h"
 
 #include <gtest/gtest.h>

@@ -159,7 +159,8 @@ TEST(SmallGraph, GradientsOfGradients) {
   EXPECT_FALSE(other.grad().defined());
 }
 
-// The gradient of a linear layer is recorded as one node: first derivatives have the engine's bits, all orders its values.
+// The gradient of a linear layer is recorded as one node: first derivatives have the engine's bits, all orders its
+// values.
 TEST(SmallGraph, LinearLayersAreOneNode) {
   const auto by_engine = [](const Tensor& of, const variable_list& by) {
     return torch::autograd::grad({of}, by, {}, true, true, true);

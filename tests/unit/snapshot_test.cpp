@@ -382,7 +382,8 @@ TEST_P(SnapshotTest, TensorsOfEveryLayoutComeBack) {
     }
 }
 
-// Objects that read themselves come first. This one damages the file, which has been verified and is read again after that.
+// Objects that read themselves come first. This one damages the file, which has been verified and is read again after
+// that.
 struct Saboteur {
   std::function<void()> when_loaded = [] {};
   void save(torch::serialize::OutputArchive& archive) const { archive.write("nothing", torch::zeros({1})); }

@@ -22,6 +22,11 @@ class Deadline {
     return Deadline(seconds >= room * 0.999 ? Clock::time_point::max()
                                             : now + std::chrono::duration_cast<Clock::duration>(timeout));
   }
+  // So much later than this one; than now, if this one has passed. Never, if this one is.
+  template <typename Rep, typename Period>
+  Deadline later(std::chrono::duration<Rep, Period> by) const {
+    return is_never() ? *this : after(by, std::max(when_, Clock::now()));
+  }
   static Deadline never() { return Deadline(Clock::time_point::max()); }
 
   bool is_never() const { return when_ == Clock::time_point::max(); }

@@ -6,8 +6,8 @@
 //   muster::save_safetensors("model.safetensors", *net);
 //
 // A file is mapped, not read: pages come from the disk when they are used, and a tensor that is only looked at costs no
-// memory of its own. Tensors keep the mapping alive. What a program writes to one stays in this process. Do not change the
-// file meanwhile; replace it by another of its name, as save_safetensors() does.
+// memory of its own. Tensors keep the mapping alive. What a program writes to one stays in this process. Do not change
+// the file meanwhile; replace it by another of its name, as save_safetensors() does.
 //
 // A model that no process could hold is filled by each rank with what it owns (on_meta.h, fsdp.h):
 //
@@ -40,7 +40,8 @@ struct SafetensorsLoadOptions {
 
 class SafetensorsFile {
  public:
-  // CorruptError: it is not a safetensors file, or was cut off; names the file and the byte. Unavailable: it cannot be read.
+  // CorruptError: it is not a safetensors file, or was cut off; names the file and the byte. Unavailable: it cannot be
+  // read.
   explicit SafetensorsFile(const std::filesystem::path& path);
   SafetensorsFile(SafetensorsFile&&) noexcept;
   SafetensorsFile& operator=(SafetensorsFile&&) noexcept;
@@ -62,9 +63,10 @@ class SafetensorsFile {
   Form form(const std::string& name) const;
   const std::map<std::string, std::string>& metadata() const;
 
-  // Copies into the parameters and buffers, and converts dtypes. If their names or shapes differ, throws InvalidArgument,
-  // which lists the names, and changes nothing. A tensor with two names in the module needs one of them. In a module of FullyShardedDataParallel, a rank writes what it owns; every
-  // rank calls this, between two calls of synchronize().
+  // Copies into the parameters and buffers, and converts dtypes. If their names or shapes differ, throws
+  // InvalidArgument, which lists the names, and changes nothing. A tensor with two names in the module needs one of
+  // them. In a module of FullyShardedDataParallel, a rank writes what it owns; every rank calls this, between two calls
+  // of synchronize().
   void load_into(torch::nn::Module& module, const SafetensorsLoadOptions& options = {}) const;
 
  private:
@@ -72,9 +74,9 @@ class SafetensorsFile {
   std::unique_ptr<Impl> impl_;
 };
 
-// Write the file under another name, sync it, and rename it: a file of this name is complete or absent. InvalidArgument: a
-// tensor is sparse, quantized or without values, of a dtype that the format lacks (complex128), or its name is not UTF-8.
-// Unavailable: it cannot be written.
+// Write the file under another name, sync it, and rename it: a file of this name is complete or absent.
+// InvalidArgument: a tensor is sparse, quantized or without values, of a dtype that the format lacks (complex128), or
+// its name is not UTF-8. Unavailable: it cannot be written.
 void save_safetensors(const std::filesystem::path& path, const std::map<std::string, at::Tensor>& tensors,
                       const std::map<std::string, std::string>& metadata = {});
 // All parameters and buffers. In a module of FullyShardedDataParallel, one rank calls it between two calls of

@@ -10,41 +10,42 @@
 //
 // Contents: everything that was added, and torch's default CPU generator. An item is either *shared*, that is, the same
 // on all ranks and stored once (the default for modules and optimizers, which data-parallel training keeps equal), or
-// *per rank* and stored for each rank (the default for everything else). `.per_rank` of add() overrides the default. You
-// choose the names; they must be the same on all ranks, and each may occur once.
+// *per rank* and stored for each rank (the default for everything else). `.per_rank` of add() overrides the default.
+// You choose the names; they must be the same on all ranks, and each may occur once.
 //
-// A model of FullyShardedDataParallel and its optimizer are shared as well: each rank stores what it owns, and restore()
-// gives it what it owns then. Two optimizers are stored per rank: one over owned_parameters(), and one that is not
-// torch's SGD, Adam, AdamW, RMSprop or Adagrad.
+// A model of FullyShardedDataParallel and its optimizer are shared as well: each rank stores what it owns, and
+// restore() gives it what it owns then. Two optimizers are stored per rank: one over owned_parameters(), and one that
+// is not torch's SGD, Adam, AdamW, RMSprop or Adagrad.
 //
 // Shared items can be restored by another number of ranks, on other hosts, and with another way of training: what
 // FullyShardedDataParallel has saved, DistributedDataParallel or a single process restores, and the reverse. Per-rank
 // items need the same number of ranks. The default generator is an exception: it is not restored then, with a warning.
 //
-// Storage: rank 0 gathers the per-rank items and writes one file, `step-<n>.snapshot.safetensors`. With `.sharded` each rank writes
-// its own file (shared tensors are distributed by size); when all files are durable, rank 0 writes a small manifest of
-// the same name, which makes them the snapshot. Every file is complete or absent: it is written under another name,
-// synced, and renamed. The newest two snapshots are kept; for a moment the disk holds three. docs/snapshots.md has the
-// format.
+// Storage: rank 0 gathers the per-rank items and writes one file, `step-<n>.snapshot.safetensors`. With `.sharded` each
+// rank writes its own file (shared tensors are distributed by size); when all files are durable, rank 0 writes a small
+// manifest of the same name, which makes them the snapshot. Every file is complete or absent: it is written under
+// another name, synced, and renamed. The newest two snapshots are kept; for a moment the disk holds three.
+// docs/snapshots.md has the format.
 //
 // restore() takes the newest snapshot whose every byte matches its checksums *on all ranks*. It refuses a truncated or
-// corrupted one, with file, tensor and byte in a warning, and tries the one before it. On one host each rank reads what it
-// needs. On several hosts a rank reads the file that it wrote, or if it does not find that, another rank that does; and sends
-// the others what they need of it. So the folder may be on a shared file system or on each host's own disk. The files are read twice, to verify them and into the tensors where the
-// values stay, so restoring needs no memory for them. restore() checks names, shapes and dtypes before it changes
-// anything. Objects that read themselves (`load()`) come next, and may still refuse; tensors, numbers and generators come
-// last.
+// corrupted one, with file, tensor and byte in a warning, and tries the one before it. On one host each rank reads what
+// it needs. On several hosts a rank reads the file that it wrote, or if it does not find that, another rank that does;
+// and sends the others what they need of it. So the folder may be on a shared file system or on each host's own disk.
+// The files are read twice, to verify them and into the tensors where the values stay, so restoring needs no memory for
+// them. restore() checks names, shapes and dtypes before it changes anything. Objects that read themselves (`load()`)
+// come next, and may still refuse; tensors, numbers and generators come last.
 //
-// Asynchronous: with `.asynchronous`, step() and save() return when this rank has copied its part of the state, for which it
-// needs as much memory again, and a thread writes it while the training goes on. The next save waits for the one before it. What
-// goes wrong surfaces there, or at wait(), on all ranks. A stop is always saved before step() returns. Until a snapshot is
-// written, a crash leaves the one before it. The destructor waits.
+// Asynchronous: with `.asynchronous`, step() and save() return when this rank has copied its part of the state, for
+// which it needs as much memory again, and a thread writes it while the training goes on. The next save waits for the
+// one before it. What goes wrong surfaces there, or at wait(), on all ranks. A stop is always saved before step()
+// returns. Until a snapshot is written, a crash leaves the one before it. The destructor waits.
 //
-// In the hosts' memory: with `.local`, step() also saves into a folder that each host has for itself, in memory ("/dev/shm/run1")
-// or on its own disk, and more often. Each rank writes its shard there, and sends it to ranks on other hosts (`.replicas`).
-// So after the loss of a host the others have all of the newest snapshot. restore() takes the newest one of both folders.
-// A snapshot in `.folder` replaces those of the hosts that are not newer. save(), and a stop, save in `.folder`. What the hosts
-// have may be lost with them: if none of it is complete, and `.folder` has none either, restore() warns and returns 0.
+// In the hosts' memory: with `.local`, step() also saves into a folder that each host has for itself, in memory
+// ("/dev/shm/run1") or on its own disk, and more often. Each rank writes its shard there, and sends it to ranks on
+// other hosts (`.replicas`). So after the loss of a host the others have all of the newest snapshot. restore() takes
+// the newest one of both folders. A snapshot in `.folder` replaces those of the hosts that are not newer. save(), and a
+// stop, save in `.folder`. What the hosts have may be lost with them: if none of it is complete, and `.folder` has none
+// either, restore() warns and returns 0.
 //
 // SIGTERM: while a Snapshot exists, the signal requests a stop and does not end the process: the handler sets a flag,
 // the ranks agree at the next boundary (step() or stop_here()), all save, and that call returns true on every rank, no
@@ -129,8 +130,8 @@ concept Archivable = requires(T& item, torch::serialize::OutputArchive& out, tor
 
 class Snapshot {
  public:
-  // InvalidArgument: no folder; every, keep or replicas out of range; .local.every without .local.folder or the reverse; both
-  // folders are the same. Unavailable: a folder cannot be made.
+  // InvalidArgument: no folder; every, keep or replicas out of range; .local.every without .local.folder or the
+  // reverse; both folders are the same. Unavailable: a folder cannot be made.
   explicit Snapshot(SnapshotOptions options);
   Snapshot(Snapshot&&) noexcept;
   Snapshot& operator=(Snapshot&&) noexcept;
@@ -155,8 +156,8 @@ class Snapshot {
   Snapshot& add(std::string name, double& number, SnapshotItemOptions options = {});
   Snapshot& add(std::string name, std::map<std::string, int64_t>& numbers, SnapshotItemOptions options = {});
   Snapshot& add(std::string name, std::map<std::string, double>& numbers, SnapshotItemOptions options = {});
-  // Your class may save tensors, numbers, strings, lists of numbers or of tensors, and tuples, in archives nested to any
-  // depth.
+  // Your class may save tensors, numbers, strings, lists of numbers or of tensors, and tuples, in archives nested to
+  // any depth.
   template <Archivable T>
   requires(!std::derived_from<T, torch::nn::Module> &&
            !std::derived_from<T, torch::optim::Optimizer>) Snapshot& add(std::string name, T& item,
@@ -185,8 +186,8 @@ class Snapshot {
   // Saves now, or begins to.
   void save(int64_t steps);
 
-  // How good the model of the next snapshot in .folder is; larger is better. Rank 0's counts. For .keep_best: the best ones stay, beside the
-  // newest ones; restore() takes the newest.
+  // How good the model of the next snapshot in .folder is; larger is better. Rank 0's counts. For .keep_best: the best
+  // ones stay, beside the newest ones; restore() takes the newest.
   void score(double value);
   // The steps of the snapshots in the folder with the best scores, the best first. Not collective.
   std::vector<int64_t> best() const;

@@ -1,4 +1,5 @@
-// Ledger: which samples have entered which optimizer step, through failures, restarts and changes of the number of ranks.
+// Ledger: which samples have entered which optimizer step, through failures, restarts and changes of the number of
+// ranks.
 //
 //   muster::Ledger ledger("run.ledger", {.dataset_size = dataset.size(), .steps = snapshot.restore()});
 //   …
@@ -12,18 +13,19 @@
 //
 //   $ muster ledger check run.ledger
 //
-// proves that every sample of every epoch has entered one step that counts, or names the samples and steps for which this is
-// not so. A job that goes on from a snapshot makes the steps after it again, with other parameters: those of the earlier
-// attempt do not count any more. The check finds what goes wrong there: a position in the data that is saved too early or too
-// late, a rank that resumes another epoch's order, two ranks with the same part, a sampler for another number of ranks.
+// proves that every sample of every epoch has entered one step that counts, or names the samples and steps for which
+// this is not so. A job that goes on from a snapshot makes the steps after it again, with other parameters: those of
+// the earlier attempt do not count any more. The check finds what goes wrong there: a position in the data that is
+// saved too early or too late, a rank that resumes another epoch's order, two ranks with the same part, a sampler for
+// another number of ranks.
 //
 // Each making of a Ledger begins an *attempt* with a model that has made `steps` steps: 0 at first, then what
 // Snapshot::restore() returns. In elastic::run(), make it in `setup` with state.step().
 //
-// All ranks of a host append to one file, as text (src/launch/ledger.h has the format), and each rank writes one line at a
-// time. Ranks on other hosts write other files, or the same one on a shared file system that appends whole lines (NFS does
-// not). `muster ledger check` takes all files of a training together. What a killed process has written is there. For the
-// case that the host itself crashes, set `.sync`.
+// All ranks of a host append to one file, as text (src/launch/ledger.h has the format), and each rank writes one line
+// at a time. Ranks on other hosts write other files, or the same one on a shared file system that appends whole lines
+// (NFS does not). `muster ledger check` takes all files of a training together. What a killed process has written is
+// there. For the case that the host itself crashes, set `.sync`.
 //
 // enter() writes immediately, because other ranks may make the step with this rank's gradients, although it dies before
 // step(). A step may take several enter(), as with gradients of several batches. Without samples it needs none.
@@ -31,12 +33,11 @@
 // A sampler that pads or drops the rest of an epoch repeats or omits up to a batch of samples per epoch: give
 // DistributedSampler `.pad = false`, or tell the check how many (--spare N).
 //
-// Epochs are numbered from 0. If the file ends before `steps` (it was lost, or begun later), a warning says so, and the check
-// will.
+// Epochs are numbered from 0. If the file ends before `steps` (it was lost, or begun later), a warning says so, and the
+// check will.
 //
-// Errors: InvalidArgument if the file belongs to another training (another name or dataset_size), or on all ranks if they give
-// different options; Unavailable if the file cannot be written.
-// Thread-safety: one thread per rank.
+// Errors: InvalidArgument if the file belongs to another training (another name or dataset_size), or on all ranks if
+// they give different options; Unavailable if the file cannot be written. Thread-safety: one thread per rank.
 #pragma once
 
 #include <cstddef>

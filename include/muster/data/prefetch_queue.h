@@ -44,8 +44,8 @@ class PrefetchQueue {
   // Must be stopped. The first call starts the threads.
   void start(Draw draw);
   void stop();
-  // Must be running. The next job in order, fetched or failed; null at the end. Throws what `draw` threw; TimeoutError if the job has
-  // not been fetched in time, and the next call goes on waiting for it.
+  // Must be running. The next job in order, fetched or failed; null at the end. Throws what `draw` threw; TimeoutError
+  // if the job has not been fetched in time, and the next call goes on waiting for it.
   std::unique_ptr<PrefetchJob> next();
 
  private:

@@ -9,8 +9,8 @@
 //
 // Matrix products and convolutions compute in the dtype, operators that need more digits in float32; the lists are
 // those of PyTorch. A parameter is converted once, and the result kept until an outermost guard ends; libtorch has one
-// such cache per process, so threads that use one module must not do so in different dtypes at the same time. Guards nest;
-// one with `enabled` false switches off.
+// such cache per process, so threads that use one module must not do so in different dtypes at the same time. Guards
+// nest; one with `enabled` false switches off.
 //
 // Thread-safety: it is its thread's, with this exception. Errors: InvalidArgument for a dtype that is not bfloat16 or
 // float16, and if the device's type has no autocast. Source: torch.autocast.

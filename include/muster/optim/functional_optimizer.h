@@ -10,8 +10,9 @@
 // Your own optimizer: a class derived from FunctionalOptimizer with an update() of one parameter (docs/optim.md has
 // one), or any class with step(), lr(), set_lr() and Options: the concept Optimizer below.
 //
-// Complex parameters are treated as pairs of real ones, and so is their state; Adafactor and Muon refuse them. SGD without momentum and weight decay,
-// and Adagrad without weight decay, accept sparse gradients; the others throw InvalidArgument.
+// Complex parameters are treated as pairs of real ones, and so is their state; Adafactor and Muon refuse them. SGD
+// without momentum and weight decay, and Adagrad without weight decay, accept sparse gradients; the others throw
+// InvalidArgument.
 //
 // Errors: InvalidArgument, before anything has changed: options out of their range (from the constructor), lists of
 // different lengths, a gradient of another shape than its parameter, a sparse gradient that is not accepted.
@@ -21,8 +22,8 @@
 // HogWild: they do not crash, but of each element the last write wins, and the state may be that of either; give each
 // thread its own optimizer, or lock. state() and load_state() must not run concurrently with a step() of their
 // parameters. lr() and set_lr() may be called any time; a step() that runs keeps the rate with which it began.
-// Source: torch.optim (single-tensor algorithms; SGD, Adagrad, Adam and AdamW of dense floats and doubles on the CPU, and of
-// dense floating-point numbers on a CUDA device: fused=True); torch.distributed.optim._functional_*.
+// Source: torch.optim (single-tensor algorithms; SGD, Adagrad, Adam and AdamW of dense floats and doubles on the CPU,
+// and of dense floating-point numbers on a CUDA device: fused=True); torch.distributed.optim._functional_*.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -72,8 +73,8 @@ class FunctionalOptimizer {
 
   // One gradient for each parameter. Gradients are not changed.
   void step(at::TensorList parameters, at::TensorList gradients);
-  // With states that the caller keeps, one for each parameter, which only optimizers of this class have changed. The caller
-  // has called require_steppable() with the same lists; this function checks nothing.
+  // With states that the caller keeps, one for each parameter, which only optimizers of this class have changed. The
+  // caller has called require_steppable() with the same lists; this function checks nothing.
   void step(at::TensorList parameters, at::TensorList gradients, const std::vector<ParameterState*>& states) const;
   // Throws the InvalidArgument that step() would throw before it changes anything.
   void require_steppable(at::TensorList parameters, at::TensorList gradients) const;

@@ -54,8 +54,8 @@ class GradScaler {
   // since the last update(), if step() was called, or if a parameter is in float16: its gradient would lose what the
   // scale has saved.
   void unscale_(torch::optim::Optimizer& optimizer);
-  // unscale_(), if it was not called; then optimizer.step(), if all ranks' gradients are finite. Returns whether it stepped.
-  // InvalidArgument if it was called already since the last update().
+  // unscale_(), if it was not called; then optimizer.step(), if all ranks' gradients are finite. Returns whether it
+  // stepped. InvalidArgument if it was called already since the last update().
   bool step(torch::optim::Optimizer& optimizer);
   // At the end of each iteration: adapts the scale to what all optimizers of the iteration have found, or sets it.
   // InvalidArgument if there was none.

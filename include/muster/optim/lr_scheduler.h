@@ -4,12 +4,13 @@
 //   for (…) { …; sgd.step(); schedule.step(); }
 //
 // They take a torch::optim::Optimizer (libtorch's, or those of optimizers.h), and set the rates of all its groups; and
-// everything that has lr() and set_lr(): functional optimizers, and DistributedOptimizer, where the new rate is that of the
-// next step on all owners.
+// everything that has lr() and set_lr(): functional optimizers, and DistributedOptimizer, where the new rate is that of
+// the next step on all owners.
 //
-// A rate is a function of the group's first rate, which it has when the schedule is made, and of the epoch. An *epoch* is what
-// you count: epochs, steps, or samples. step() goes on by one; step(epoch) may take any epoch. So count what does not depend on
-// the number of ranks, such as the samples of all ranks, and the schedule does not depend on it either:
+// A rate is a function of the group's first rate, which it has when the schedule is made, and of the epoch. An *epoch*
+// is what you count: epochs, steps, or samples. step() goes on by one; step(epoch) may take any epoch. So count what
+// does not depend on the number of ranks, such as the samples of all ranks, and the schedule does not depend on it
+// either:
 //
 //   optim::CosineAnnealingLR schedule(sgd, total_samples);
 //   …
@@ -21,8 +22,9 @@
 //
 // save() and load() store the epoch and the first rates; a Snapshot takes a schedule. Or call step(epochs_done).
 //
-// Errors: InvalidArgument for options out of their range, and those of set_lr(). Thread-safety: none; the optimizer must
-// outlive its schedule, and must not get new groups. Source: torch.optim.lr_scheduler, torch.optim.swa_utils.SWALR.
+// Errors: InvalidArgument for options out of their range, and those of set_lr(). Thread-safety: none; the optimizer
+// must outlive its schedule, and must not get new groups. Source: torch.optim.lr_scheduler,
+// torch.optim.swa_utils.SWALR.
 #pragma once
 
 #include <torch/optim/optimizer.h>

@@ -16,9 +16,8 @@
 // and in a member variable. step(), recover_state_dict() and functional_call() put the new tensors into both; nothing
 // is copied, and what the graph has saved of earlier steps stays valid. They know the members of libtorch's own
 // modules. A class of your own that registers parameters or buffers and keeps them in members derives from
-// TensorMembers (tensor_members.h) too; if it does not, these functions throw InvalidArgument, which names the class and
-// the parameter.
-// Parameters that a module shares with another stay shared.
+// TensorMembers (tensor_members.h) too; if it does not, these functions throw InvalidArgument, which names the class
+// and the parameter. Parameters that a module shares with another stay shared.
 //
 // Since the module has new tensors, an optimizer of the outer loop that was made of net->parameters() holds the old
 // ones: give the module its own back with recover_state_dict(), or adapt another module, as above.

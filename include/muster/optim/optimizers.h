@@ -7,12 +7,13 @@
 //   adamw.step();
 //
 // libtorch has six optimizers of its own, whose steps go through memory several times. These here call libtorch's fused
-// kernels (SGD, Adagrad, Adam, AdamW of dense parameters on the CPU or a CUDA device), as fused=True does in Python. The others are
-// Adadelta, Adamax, NAdam, RAdam, ASGD, RMSprop, Rprop, Adafactor and Muon. Arithmetic, names and defaults of the options are
-// those of Python. They are the functional optimizers of functional_optimizer.h, which DistributedOptimizer uses as well.
+// kernels (SGD, Adagrad, Adam, AdamW of dense parameters on the CPU or a CUDA device), as fused=True does in Python.
+// The others are Adadelta, Adamax, NAdam, RAdam, ASGD, RMSprop, Rprop, Adafactor and Muon. Arithmetic, names and
+// defaults of the options are those of Python. They are the functional optimizers of functional_optimizer.h, which
+// DistributedOptimizer uses as well.
 //
-// Everything that takes a torch::optim::Optimizer takes them: libtorch's schedulers, GradScaler, Snapshot, StateOffload,
-// ZeroRedundancyOptimizer<muster::AdamW>, FullyShardedDataParallel.
+// Everything that takes a torch::optim::Optimizer takes them: libtorch's schedulers, GradScaler, Snapshot,
+// StateOffload, ZeroRedundancyOptimizer<muster::AdamW>, FullyShardedDataParallel.
 //
 // Groups of parameters with options of their own:
 //
@@ -21,14 +22,14 @@
 //
 // Options may change at any time between steps. A state begins with a parameter's first gradient.
 //
-// save() and load() have the archives of libtorch's optimizers. state_dict() has Python's names, for safetensors files that
-// Python reads and writes (docs/optim.md has the lines).
+// save() and load() have the archives of libtorch's optimizers. state_dict() has Python's names, for safetensors files
+// that Python reads and writes (docs/optim.md has the lines).
 //
-// Your own: TorchOptimizer<O> of any class O that is derived from FunctionalOptimizer and has O::Options with a field lr; to
-// save it, the Options list their fields as those of functional_optimizer.h do.
+// Your own: TorchOptimizer<O> of any class O that is derived from FunctionalOptimizer and has O::Options with a field
+// lr; to save it, the Options list their fields as those of functional_optimizer.h do.
 //
-// Errors: InvalidArgument for options out of their range (from step(), if they were changed) and for sparse gradients that
-// are not accepted, before anything has changed. Thread-safety: none; one thread, as torch::optim::Optimizer.
+// Errors: InvalidArgument for options out of their range (from step(), if they were changed) and for sparse gradients
+// that are not accepted, before anything has changed. Thread-safety: none; one thread, as torch::optim::Optimizer.
 // Source: torch.optim.
 #pragma once
 
@@ -144,12 +145,12 @@ class TorchOptimizerBase : public torch::optim::Optimizer {
   // The closure is called once, with gradients enabled, and its loss is returned.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Numbers and tensors by Python's names: "state.0.step", "state.0.exp_avg", "param_groups.0.lr"; pairs and arrays have one
-  // dimension. Parameters are counted over all groups. The tensors are copies. Of a ZeroRedundancyOptimizer, consolidate() first;
-  // with FullyShardedDataParallel a rank has the states of the parameters that it owns.
+  // Numbers and tensors by Python's names: "state.0.step", "state.0.exp_avg", "param_groups.0.lr"; pairs and arrays
+  // have one dimension. Parameters are counted over all groups. The tensors are copies. Of a ZeroRedundancyOptimizer,
+  // consolidate() first; with FullyShardedDataParallel a rank has the states of the parameters that it owns.
   std::map<std::string, at::Tensor> state_dict() const;
-  // InvalidArgument, before anything has changed: a name that this optimizer does not have, a tensor of another shape. Numbers of
-  // param_groups may be missing; states that are missing are forgotten.
+  // InvalidArgument, before anything has changed: a name that this optimizer does not have, a tensor of another shape.
+  // Numbers of param_groups may be missing; states that are missing are forgotten.
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
 
   // For a class that is derived from this one: throws if this rank does not have all states.

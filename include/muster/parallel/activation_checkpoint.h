@@ -1,5 +1,5 @@
-// Activation checkpointing: memory for time. What the operators of a function keep for backward() is not kept; backward()
-// calls the function again when it needs it.
+// Activation checkpointing: memory for time. What the operators of a function keep for backward() is not kept;
+// backward() calls the function again when it needs it.
 //
 //   for (auto& block : blocks) x = muster::activation_checkpoint([&](Tensor y) { return block->forward(y); }, x);
 //
@@ -12,10 +12,10 @@
 //   - It changes no argument in place. What it does besides computing happens twice: remote calls, the running statistics
 //     of BatchNorm, a hook that it registers.
 //
-// Calls may be nested; gradients may have gradients (create_graph); the function may compute gradients itself; backward()
-// may run twice (retain_graph), which calls the function once more each time. It goes together with
-// DistributedDataParallel, FullyShardedDataParallel, no_sync(), hooks on tensors and autocast, because no backward() runs
-// inside of another one. Without GradMode it only calls the function.
+// Calls may be nested; gradients may have gradients (create_graph); the function may compute gradients itself;
+// backward() may run twice (retain_graph), which calls the function once more each time. It goes together with
+// DistributedDataParallel, FullyShardedDataParallel, no_sync(), hooks on tensors and autocast, because no backward()
+// runs inside of another one. Without GradMode it only calls the function.
 //
 // The first call puts Muster's engine in the place of libtorch's (docs/decisions/0015), because C++ has no other way.
 //
@@ -23,8 +23,8 @@
 // second call keeps other tensors than the first, in number, shape or dtype, or if a tensor that backward() needs was
 // changed in place. Unavailable in a process in which another engine runs, such as Python's: use torch.utils.checkpoint
 // there. What the function throws in its second call comes out of backward(). Thread-safety: any thread, with the
-// exception above. Source: torch.utils.checkpoint (use_reentrant=False); Chen et al., "Training Deep Nets with Sublinear
-// Memory Cost", 2016.
+// exception above. Source: torch.utils.checkpoint (use_reentrant=False); Chen et al., "Training Deep Nets with
+// Sublinear Memory Cost", 2016.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,11 +47,12 @@ struct ActivationCheckpointOptions {
   // function are not computed again. The function must be safe to leave at any operator, and the last operator that
   // keeps something must not be a torch::autograd::Function that saves its own result, which libtorch would leak.
   bool early_stop = false;
-  // Operators whose results are kept instead of being computed again, by name: "aten::addmm". Those that are expensive to
-  // compute and whose results are small are worth it, such as matrix products and attention. It is asked in the first
-  // call, for each operator that autograd knows as one (a Linear is an aten::addmm, or over more dimensions an aten::mm;
-  // attention is an aten::_scaled_dot_product_flash_attention_for_cpu); never for conversions, for those that are random, and
-  // those that change or give out an argument. A result that is changed in place afterwards is computed again all the same.
+  // Operators whose results are kept instead of being computed again, by name: "aten::addmm". Those that are expensive
+  // to compute and whose results are small are worth it, such as matrix products and attention. It is asked in the
+  // first call, for each operator that autograd knows as one (a Linear is an aten::addmm, or over more dimensions an
+  // aten::mm; attention is an aten::_scaled_dot_product_flash_attention_for_cpu); never for conversions, for those that
+  // are random, and those that change or give out an argument. A result that is changed in place afterwards is computed
+  // again all the same.
   std::function<bool(std::string_view operation)> keep;
 };
 

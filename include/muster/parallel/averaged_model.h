@@ -9,19 +9,19 @@
 //   }                                                       // and its parameters again
 //   muster::update_bn(net, [&] { for (auto& batch : loader) net->forward(batch.data); });
 //
-// The first update() copies. With DistributedDataParallel every rank has the same averages, and nothing is communicated. Each
-// rank needs memory for one more copy of the parameters, and in_use() for another one; with `.in_float` those of 16 bits are averaged
-// as floats.
+// The first update() copies. With DistributedDataParallel every rank has the same averages, and nothing is
+// communicated. Each rank needs memory for one more copy of the parameters, and in_use() for another one; with
+// `.in_float` those of 16 bits are averaged as floats.
 //
-// Buffers, such as the running statistics of batch norms, are those of the module at the last update(), or averages too with
-// `.average_buffers`; integers always are the last ones. in_use() exchanges them as well. After a plain average, statistics do
-// not fit the averaged parameters: update_bn() makes new ones.
+// Buffers, such as the running statistics of batch norms, are those of the module at the last update(), or averages too
+// with `.average_buffers`; integers always are the last ones. in_use() exchanges them as well. After a plain average,
+// statistics do not fit the averaged parameters: update_bn() makes new ones.
 //
 // A Snapshot stores it: snapshot.add("ema", ema, {.per_rank = false}).
 //
-// Errors: InvalidArgument for a decay outside of [0, 1], for in_use() before the first update(), and for update() meanwhile; if
-// the module has got other parameters since; for parameters of a FullyShardedDataParallel. Thread-safety: none; that of the module, which must outlive it.
-// Source: torch.optim.swa_utils.
+// Errors: InvalidArgument for a decay outside of [0, 1], for in_use() before the first update(), and for update()
+// meanwhile; if the module has got other parameters since; for parameters of a FullyShardedDataParallel. Thread-safety:
+// none; that of the module, which must outlive it. Source: torch.optim.swa_utils.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -96,8 +96,8 @@ class AveragedModel {
 struct UpdateBnOptions {
   std::optional<Group> group;  // the statistics become the means of these ranks'; none: each rank's own
 };
-// Makes new running statistics of all batch norms in the module, from the batches that `forward_all` passes through it: the
-// mean over batches. The module is in training mode meanwhile. Does nothing without batch norms.
+// Makes new running statistics of all batch norms in the module, from the batches that `forward_all` passes through it:
+// the mean over batches. The module is in training mode meanwhile. Does nothing without batch norms.
 void update_bn(torch::nn::Module& module, const std::function<void()>& forward_all,
                const UpdateBnOptions& options = {});
 

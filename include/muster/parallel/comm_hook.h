@@ -6,22 +6,22 @@
 //     return muster::HookFuture(sum, half).then([](at::Tensor half) { return half.to(at::kFloat); });
 //   });
 //
-// backward() calls the hook for each bucket, on every rank in the same order, when this rank has the bucket's gradients.
-// The hook starts communication, and returns the future of the tensor that the gradients become. comm_hooks.h has hooks
-// that are made already.
+// backward() calls the hook for each bucket, on every rank in the same order, when this rank has the bucket's
+// gradients. The hook starts communication, and returns the future of the tensor that the gradients become.
+// comm_hooks.h has hooks that are made already.
 //
-// The bucket ends when the hook returns: a step keeps the tensors that it needs, not the bucket. Sparse gradients do not go
-// through hooks; they are averaged over all ranks. If a hook throws on one rank only, the ranks are out of step, and the
-// next collective says so.
+// The bucket ends when the hook returns: a step keeps the tensors that it needs, not the bucket. Sparse gradients do
+// not go through hooks; they are averaged over all ranks. If a hook throws on one rank only, the ranks are out of step,
+// and the next collective says so.
 //
-// A future's further steps run in the thread of backward(), on every rank in the same order, so they need no lock and may
-// communicate. A step that communicates returns a HookFuture. It runs when the hook has started the next bucket's
+// A future's further steps run in the thread of backward(), on every rank in the same order, so they need no lock and
+// may communicate. A step that communicates returns a HookFuture. It runs when the hook has started the next bucket's
 // communication (or at the end of backward()), after it has waited for the operations before it. A step that returns a
-// tensor must not communicate. It runs as soon as the operations before it have completed, at the end of backward() at the
-// latest.
+// tensor must not communicate. It runs as soon as the operations before it have completed, at the end of backward() at
+// the latest.
 //
-// Thread-safety: none. Source: torch.distributed.GradBucket, DistributedDataParallel.register_comm_hook(); unlike there, a
-// step never runs in another thread.
+// Thread-safety: none. Source: torch.distributed.GradBucket, DistributedDataParallel.register_comm_hook(); unlike
+// there, a step never runs in another thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -63,8 +63,8 @@ class HookFuture {
     return std::move(*this);
   }
 
-  // Waits and runs steps up to the next one that communicates, if there is one; then further ones that do not, as far as
-  // the operations before them have completed.
+  // Waits and runs steps up to the next one that communicates, if there is one; then further ones that do not, as far
+  // as the operations before them have completed.
   void go_on();
   // Waits and runs all steps. Throws what they or the operations throw.
   at::Tensor get();
@@ -97,19 +97,19 @@ class GradBucket {
 
   size_t index() const { return index_; }
   bool is_last() const { return index_ + 1 == count_; }  // of this backward()
-  // (elements), of the parameters' dtype, or the dtype that an outer hook has chosen. Up to 31 elements after a gradient
-  // belong to none: zeros, or what a hook has written there.
+  // (elements), of the parameters' dtype, or the dtype that an outer hook has chosen. Up to 31 elements after a
+  // gradient belong to none: zeros, or what a hook has written there.
   const at::Tensor& buffer() const { return buffer_; }
   // For a hook that calls another: one that has as many elements.
   void set_buffer(at::Tensor buffer);
   std::vector<at::Tensor> gradients() const;  // parts of buffer(), with the shapes of the parameters
   const std::vector<Place>& places() const { return places_; }
   const Group& group() const { return group_; }  // of the DistributedDataParallel
-  // By which backward() multiplies what the hook gives: not 1 within join(), if some ranks have no more data and averages
-  // are those of the others.
+  // By which backward() multiplies what the hook gives: not 1 within join(), if some ranks have no more data and
+  // averages are those of the others.
   double scale() const { return scale_; }
-  // For a hook that does not average over all ranks, in each bucket: the ranks among which it does, or none but this one.
-  // Then only these tell each other which parameters were used.
+  // For a hook that does not average over all ranks, in each bucket: the ranks among which it does, or none but this
+  // one. Then only these tell each other which parameters were used.
   void average_among(std::optional<Group> ranks) { averages_among_ = std::move(ranks); }
   const std::optional<Group>& averages_among() const { return averages_among_; }
   // (elements), uninitialised, on the heap, where ranks of one host reduce without a copy.

@@ -3,8 +3,8 @@
 //   ddp.register_comm_hook(muster::comm_hooks::bf16_compress);
 //   ddp.register_comm_hook(muster::comm_hooks::PowerSgd({.rank = 2}));
 //
-// Hooks with a state are handles: copies share the state, so a program keeps one to save it (for exact resumption) or to
-// read it. The states of PowerSgd and TopK are each rank's own.
+// Hooks with a state are handles: copies share the state, so a program keeps one to save it (for exact resumption) or
+// to read it. The states of PowerSgd and TopK are each rank's own.
 //
 // All ranks must register the same hook with the same options. Thread-safety: none.
 #pragma once
@@ -43,10 +43,10 @@ struct PowerSgdOptions {
   bool batched = false;
 };
 
-// Sends two thin factors of each gradient instead of the gradient. Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical
-// Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019; torch's powerSGD_hook and
-// batched_powerSGD_hook. State belongs to parameters, so it is kept when buckets are laid out anew after the first step.
-// A step with infinite gradients, which a GradScaler skips, leaves the state as it is.
+// Sends two thin factors of each gradient instead of the gradient. Source: Vogels, Karimireddy, Jaggi, "PowerSGD:
+// Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019; torch's powerSGD_hook and
+// batched_powerSGD_hook. State belongs to parameters, so it is kept when buckets are laid out anew after the first
+// step. A step with infinite gradients, which a GradScaler skips, leaves the state as it is.
 class PowerSgd {
  public:
   explicit PowerSgd(PowerSgdOptions options = {});

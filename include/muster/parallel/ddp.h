@@ -19,23 +19,25 @@
 //
 // Gradients of an Embedding or EmbeddingBag with sparse(true) stay sparse: the average has the rows of all ranks.
 //
-// backward() with create_graph averages as well: each .grad is a function of the parameters, and the backward() that goes
-// through it communicates. torch::autograd::grad() gives this rank's gradients.
+// backward() with create_graph averages as well: each .grad is a function of the parameters, and the backward() that
+// goes through it communicates. torch::autograd::grad() gives this rank's gradients.
 //
-// A module on a CUDA device needs a group of backend nccl. Its buckets are on the device, and its large gradients are copied
-// into buckets as the small ones are. Sparse gradients, `reproducible` and `mixed_precision` are for modules on the CPU.
+// A module on a CUDA device needs a group of backend nccl. Its buckets are on the device, and its large gradients are
+// copied into buckets as the small ones are. Sparse gradients, `reproducible` and `mixed_precision` are for modules on
+// the CPU.
 //
 // A DistributedDataParallel is not an nn::Module, because C++ modules have no common forward(). What belongs to the
 // module is reached through it: ddp->parameters(), ddp.module()->to(…), torch::save(ddp.module(), …).
 //
-// PyTorch's static_graph has no counterpart, because it is not needed: here, finding unused parameters costs nothing, or one
-// small collective of CPU tensors with sparse gradients, a communication hook or a module on a device.
+// PyTorch's static_graph has no counterpart, because it is not needed: here, finding unused parameters costs nothing,
+// or one small collective of CPU tensors with sparse gradients, a communication hook or a module on a device.
 //
 // Results: the averaged gradients are equal to the bit on all ranks.
 // Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes);
-// InvalidArgument if a backward() inside of backward() gives a parameter a second gradient when its first is averaged; and
-// those of all_reduce. Thread-safety: one thread, as an nn::Module. Source: torch.nn.parallel.DistributedDataParallel; Li et
-// al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+// InvalidArgument if a backward() inside of backward() gives a parameter a second gradient when its first is averaged;
+// and those of all_reduce. Thread-safety: one thread, as an nn::Module. Source:
+// torch.nn.parallel.DistributedDataParallel; Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+// Training", VLDB 2020.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -84,15 +86,15 @@ struct DdpOptions {
   bool replace_allocator = true;
   // Names of parameters and buffers that each rank keeps for itself: not copied from rank 0, not averaged.
   std::vector<std::string> ignored = {};
-  // After every so many backward() calls that average, ranks compare hashes of their parameters and gradients. backward()
-  // throws Mismatch on all ranks, which names the first that differs, its ranks and the number of the call. 0: never. Not
-  // within join().
+  // After every so many backward() calls that average, ranks compare hashes of their parameters and gradients.
+  // backward() throws Mismatch on all ranks, which names the first that differs, its ranks and the number of the call.
+  // 0: never. Not within join().
   int64_t check_divergence_every = 0;
   ReproducibleOptions reproducible = {};  // see backward_by_shards()
   // What operators compute with in forward() and backward() (mixed_precision.h). Each rank has its own copies.
   MixedPrecision mixed_precision = {};
-  // Names of parameters whose gradients are averaged after all others: of those that become ready late, although their order
-  // in the first step says otherwise.
+  // Names of parameters whose gradients are averaged after all others: of those that become ready late, although their
+  // order in the first step says otherwise.
   std::vector<std::string> delay_all_reduce = {};
 };
 
@@ -151,29 +153,30 @@ class DistributedDataParallel {
   using NoSync = NoSyncGuard<ddp::Reducer>;
   [[nodiscard]] NoSync no_sync() { return NoSync(reducer_); }
 
-  // From now on backward() calls this for each bucket instead of averaging it (comm_hook.h, comm_hooks.h). All ranks must
-  // register the same, before or between backward() calls. InvalidArgument if there is a hook already.
+  // From now on backward() calls this for each bucket instead of averaging it (comm_hook.h, comm_hooks.h). All ranks
+  // must register the same, before or between backward() calls. InvalidArgument if there is a hook already.
   void register_comm_hook(CommHook hook) { reducer_.register_comm_hook(std::move(hook)); }
   template <typename State>
   void register_comm_hook(State state, HookFuture (*hook)(State&, GradBucket&)) {
     register_comm_hook([state = std::move(state), hook](GradBucket& bucket) mutable { return hook(state, bucket); });
   }
 
-  // For ranks with different numbers of batches: runs `body`, a loop over this rank's batches, and then takes part in the
-  // collectives of the ranks whose loops are longer, until the last one ends.
+  // For ranks with different numbers of batches: runs `body`, a loop over this rank's batches, and then takes part in
+  // the collectives of the ranks whose loops are longer, until the last one ends.
   //
   //   ddp.join([&] {
   //     for (auto& batch : *loader) { … ddp.forward(batch.data) … backward(); optimizer.step(); }
   //   });
   //
   // Afterwards all ranks have the parameters and buffers of a rank whose loop was the longest. Optimizer states of the
-  // others lack steps, unless JoinOptions::after_backward makes them. Ranks with data must call forward() and backward()
-  // alike, and clear gradients in each step; there are two small collectives more per step. Not with create_graph, nor
-  // with a SyncBatchNorm; one DistributedDataParallel at a time. Source: torch's Join, DistributedDataParallel.join().
+  // others lack steps, unless JoinOptions::after_backward makes them. Ranks with data must call forward() and
+  // backward() alike, and clear gradients in each step; there are two small collectives more per step. Not with
+  // create_graph, nor with a SyncBatchNorm; one DistributedDataParallel at a time. Source: torch's Join,
+  // DistributedDataParallel.join().
   void join(const std::function<void()>& body, JoinOptions options = {}) { reducer_.join(body, std::move(options)); }
 
-  // Training whose parameters do not depend on the number of ranks, to the bit: with DdpOptions::reproducible, the global
-  // batch has a fixed number of shards. Each rank has some of them, which shards() lists.
+  // Training whose parameters do not depend on the number of ranks, to the bit: with DdpOptions::reproducible, the
+  // global batch has a fixed number of shards. Each rank has some of them, which shards() lists.
   //
   //   muster::DistributedDataParallel ddp(net, {.reproducible = {.shards = 8}});
   //   std::map<int, Loader> loaders;      // by shard, each with DistributedSampler(size, {.num_replicas = 8, .rank = shard})
@@ -183,21 +186,21 @@ class DistributedDataParallel {
   //   });
   //   optimizer.step();
   //
-  // It calls the function for each of this rank's shards, differentiates what it returns (a tensor with one element), and
-  // averages gradients, buffers and losses over all shards in a fixed order. Returns the average loss. Gradients are added
-  // to .grad. Hooks of users on .grad do not run, and neither does a communication hook.
+  // It calls the function for each of this rank's shards, differentiates what it returns (a tensor with one element),
+  // and averages gradients, buffers and losses over all shards in a fixed order. Returns the average loss. Gradients
+  // are added to .grad. Hooks of users on .grad do not run, and neither does a communication hook.
   //
   // While the function runs, libtorch's default CPU generator has a seed made of options.seed, `step` and the shard; so
-  // dropout is reproducible where each rank is a process. Buffers are at each shard what they were before the step, so a
-  // batch norm normalises each shard by itself; its running statistics become the average of the shards'. Buffers of
+  // dropout is reproducible where each rank is a process. Buffers are at each shard what they were before the step, so
+  // a batch norm normalises each shard by itself; its running statistics become the average of the shards'. Buffers of
   // integers are as after the last shard. The machines must compute alike: the same libtorch on the same kind of
-  // processor. What the program computes between this and the optimizer's step must not depend on the number of threads,
-  // as clip_grad_norm_() does: call at::set_num_threads() with the same number for every number of ranks.
+  // processor. What the program computes between this and the optimizer's step must not depend on the number of
+  // threads, as clip_grad_norm_() does: call at::set_num_threads() with the same number for every number of ranks.
   //
-  // InvalidArgument without DdpOptions::reproducible; with a SyncBatchNorm, whose batches depend on the number of ranks;
-  // if the function does not return a tensor with one element that requires grad; for parameters without a gradient, as
-  // backward(). What the function throws on one rank is an InvalidArgument on the others. All ranks must call it with the
-  // same step.
+  // InvalidArgument without DdpOptions::reproducible; with a SyncBatchNorm, whose batches depend on the number of
+  // ranks; if the function does not return a tensor with one element that requires grad; for parameters without a
+  // gradient, as backward(). What the function throws on one rank is an InvalidArgument on the others. All ranks must
+  // call it with the same step.
   at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
     return reducer_.backward_by_shards(step, loss);
   }

@@ -3,9 +3,9 @@
 //   std::cout << ddp.logging_data();
 //
 // A step is a backward() that averages, and that ended without an exception. `backward` begins at the end of the last
-// forward() before it, so it has the loss, and ends with the averages. `communication` begins with the first bucket and ends
-// with the averages, too; its part `exposed` begins when this rank has all of its gradients: so long, backward() did nothing
-// but wait. A long wait may mean that other ranks compute longer. backward_by_shards() is not counted.
+// forward() before it, so it has the loss, and ends with the averages. `communication` begins with the first bucket and
+// ends with the averages, too; its part `exposed` begins when this rank has all of its gradients: so long, backward()
+// did nothing but wait. A long wait may mean that other ranks compute longer. backward_by_shards() is not counted.
 //
 // Thread-safety: a value. Source: torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data().
 #pragma once

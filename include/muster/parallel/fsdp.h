@@ -6,10 +6,10 @@
 //   optimizer.step();                                          // each rank updates the parameters that it owns
 //
 // The parameters lie once in memory that all ranks of the host share, instead of once per rank. Each parameter has an
-// *owner* on each host (but see kFullShard below); parameters are divided evenly. backward() averages each gradient to its
-// owners; on the other ranks .grad is undefined afterwards. torch::optim's optimizers skip such parameters, so gradients,
-// optimizer states and the work of step() are divided among the ranks without the optimizer's knowledge. On one host no
-// parameter is gathered: every operator of forward() sees plain tensors.
+// *owner* on each host (but see kFullShard below); parameters are divided evenly. backward() averages each gradient to
+// its owners; on the other ranks .grad is undefined afterwards. torch::optim's optimizers skip such parameters, so
+// gradients, optimizer states and the work of step() are divided among the ranks without the optimizer's knowledge. On
+// one host no parameter is gathered: every operator of forward() sees plain tensors.
 //
 // The constructor copies rank 0's parameters and buffers to all ranks, or fills those that have no values by
 // FsdpOptions::init, for models that no process could make. The tensors of the module stay the same objects;
@@ -96,15 +96,17 @@ struct FsdpOptions {
   ShardingStrategy strategy = ShardingStrategy::kHybridShard;
 
   // Fills parameters and buffers that have no values (on_meta.h), by name: a parameter on its owners, a buffer on every
-  // rank. The generator depends on the name and on init_seed only, so that the values do not depend on the number of ranks,
-  // if the function depends on nothing else. It may read them from a file. Each rank then has memory for what it owns.
+  // rank. The generator depends on the name and on init_seed only, so that the values do not depend on the number of
+  // ranks, if the function depends on nothing else. It may read them from a file. Each rank then has memory for what it
+  // owns.
   std::function<void(const std::string& name, at::Tensor values, at::Generator random)> init;
   uint64_t init_seed = 0;
 
   MixedPrecision mixed_precision;
 
   // For kFullShard over several hosts. Units are what is gathered together: the parameters of each module for which
-  // is_unit is true (as dynamic_cast<const Block*>(&module) != nullptr), and the others in their order, up to unit_cap_mb.
+  // is_unit is true (as dynamic_cast<const Block*>(&module) != nullptr), and the others in their order, up to
+  // unit_cap_mb.
   std::function<bool(const torch::nn::Module&)> is_unit;
   double unit_cap_mb = 25;            // MiB, in the parameters' own dtype
   size_t max_gathered_units = 3;      // on a host, with the one that is being received; at least 2
@@ -180,10 +182,10 @@ class FullyShardedDataParallel {
   int owner(const at::Tensor& parameter) const { return sharder_->owner(parameter); }
   std::vector<at::Tensor> owned_parameters() const { return sharder_->owned_parameters(); }
 
-  // Every rank calls it after backward(). Scales all gradients so that their norm, over all parameters of the module, is
-  // at most max_norm; returns what it was before, the same on all ranks. norm_type: 1, 2, … or infinity. As in PyTorch, a
-  // norm of NaN makes all gradients NaN, and an infinite one makes them 0 or NaN; with error_if_nonfinite, both throw
-  // InvalidArgument on every rank. Source: torch::nn::utils::clip_grad_norm_.
+  // Every rank calls it after backward(). Scales all gradients so that their norm, over all parameters of the module,
+  // is at most max_norm; returns what it was before, the same on all ranks. norm_type: 1, 2, … or infinity. As in
+  // PyTorch, a norm of NaN makes all gradients NaN, and an infinite one makes them 0 or NaN; with error_if_nonfinite,
+  // both throw InvalidArgument on every rank. Source: torch::nn::utils::clip_grad_norm_.
   double clip_grad_norm_(double max_norm, double norm_type = 2, bool error_if_nonfinite = false) {
     return sharder_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
   }

@@ -18,8 +18,9 @@
 // mixed precision they are 16 as well: 2 and 2 in 16 bits, and 12 for the states with a float32 copy.
 //
 // The plan has what a step keeps. A step needs more for a moment: the results of operators that backward does not need,
-// what an optimizer's kernel allocates, gradients on their way to their owners. And the C library keeps freed memory for
-// later, as much as a sixth of all in the models of docs/fsdp.md. So a limit of memory should leave a fifth to spare.
+// what an optimizer's kernel allocates, gradients on their way to their owners. And the C library keeps freed memory
+// for later, as much as a sixth of all in the models of docs/fsdp.md. So a limit of memory should leave a fifth to
+// spare.
 //
 // Thread-safety: all functions; memory_plan() and memory_of_host() are collective: every rank of the World calls them.
 #pragma once
@@ -48,7 +49,8 @@ struct MemoryPlan {
     std::string what;
     std::size_t rank = 0, host = 0;  // bytes: of a rank, on average; of all ranks of this host together
   };
-  // Parameters, their copies (mixed precision), gradients, optimizer states, gathered units (kFullShard), activations, program.
+  // Parameters, their copies (mixed precision), gradients, optimizer states, gathered units (kFullShard), activations,
+  // program.
   std::vector<Row> rows;
   int ranks = 1;  // of this host
 
@@ -58,8 +60,8 @@ struct MemoryPlan {
   std::string table(std::size_t measured = 0) const;
 };
 
-// `program` is what the processes of this host have then, without the module's parameters. So call it when the module has
-// been made, before or after FullyShardedDataParallel, and before the first step.
+// `program` is what the processes of this host have then, without the module's parameters. So call it when the module
+// has been made, before or after FullyShardedDataParallel, and before the first step.
 //
 // Calls forward(), unless it is null, and counts as activations what the graph of its result keeps for backward: each
 // storage once, and none that lives on without the graph, as parameters do. It takes them to be the same on each rank.
@@ -70,9 +72,9 @@ struct MemoryPlan {
 MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, const std::function<at::Tensor()>& forward,
                        const MemoryPlanOptions& options = {});
 
-// The memory that all processes of this host's ranks have now, in bytes: their own pages, and those that they share, once.
-// It gives back first what the C library keeps of freed memory. Pages of files (programs, libraries, mapped data) do not
-// count, because the kernel can drop them, nor do pages in the swap. Unavailable if the kernel does not tell
+// The memory that all processes of this host's ranks have now, in bytes: their own pages, and those that they share,
+// once. It gives back first what the C library keeps of freed memory. Pages of files (programs, libraries, mapped data)
+// do not count, because the kernel can drop them, nor do pages in the swap. Unavailable if the kernel does not tell
 // (/proc/self/smaps_rollup; an old kernel does not tell files apart, and counts them).
 std::size_t memory_of_host(const World& world);
 

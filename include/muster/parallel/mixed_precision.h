@@ -1,25 +1,25 @@
-// Mixed precision: forward() and backward() compute with copies of the parameters, of fewer bits; the parameters themselves,
-// their gradients and the optimizer's states keep their own dtype.
+// Mixed precision: forward() and backward() compute with copies of the parameters, of fewer bits; the parameters
+// themselves, their gradients and the optimizer's states keep their own dtype.
 //
 //   muster::DistributedDataParallel ddp(
 //       net, {.mixed_precision = {.param_dtype = torch::kBFloat16, .output_dtype = torch::kFloat}});
 //
 // Each parameter with another dtype than param_dtype has a copy: of FullyShardedDataParallel one on each host, of
-// DistributedDataParallel one on each rank. While model.forward() runs, an operator that reads the parameter gets the copy
-// instead: `weight` in forward() still is a float32 tensor, but torch::linear(x, weight) and weight.t() compute with a
-// bfloat16 one. backward() uses what forward() has used. Nothing may change a copy: weight.to(torch::kBFloat16) in
-// forward() is the copy itself, so a function that changes its result has to clone() it.
+// DistributedDataParallel one on each rank. While model.forward() runs, an operator that reads the parameter gets the
+// copy instead: `weight` in forward() still is a float32 tensor, but torch::linear(x, weight) and weight.t() compute
+// with a bfloat16 one. backward() uses what forward() has used. Nothing may change a copy: weight.to(torch::kBFloat16)
+// in forward() is the copy itself, so a function that changes its result has to clone() it.
 //
 // DistributedDataParallel makes the copies at the beginning of each forward(). Outside of forward() the module has its
 // parameters: for the loss, for optimizers, and if it is called by itself. Its parameters must be dense and on the CPU.
 // Gradients that a communication hook sends ignore reduce_dtype.
 //
-// FullyShardedDataParallel makes the copies before the first forward() of a step, and keeps them in use until the end of a
-// backward() that averages, or until synchronize(). So what is computed between forward() and backward() has the copies,
-// too.
+// FullyShardedDataParallel makes the copies before the first forward() of a step, and keeps them in use until the end
+// of a backward() that averages, or until synchronize(). So what is computed between forward() and backward() has the
+// copies, too.
 //
-// Gradients arrive in the parameter's dtype; those of several operators are added in it. Within one operator that uses a
-// parameter many times, as a GRU does, they are added in param_dtype.
+// Gradients arrive in the parameter's dtype; those of several operators are added in it. Within one operator that uses
+// a parameter many times, as a GRU does, they are added in param_dtype.
 //
 // Thread-safety: as FullyShardedDataParallel and DistributedDataParallel. Source:
 // torch.distributed.fsdp.MixedPrecisionPolicy; Micikevicius et al., "Mixed Precision Training", ICLR 2018.

@@ -5,12 +5,13 @@
 //   optimizer.step();
 //   averager.average_parameters(net->parameters());     // every 4th step in the host, every 16th over all ranks
 //
-// Local SGD, with DistributedDataParallel and comm_hooks::PostLocalSgd or without. After a step whose number (of calls, from
-// 0) is at least warmup_steps and a multiple of some periods, it averages among the ranks of the largest of them. All ranks
-// must call it with the same parameters in the same order; with momentum, optimizer states stay each rank's own.
+// Local SGD, with DistributedDataParallel and comm_hooks::PostLocalSgd or without. After a step whose number (of calls,
+// from 0) is at least warmup_steps and a multiple of some periods, it averages among the ranks of the largest of them.
+// All ranks must call it with the same parameters in the same order; with momentum, optimizer states stay each rank's
+// own.
 //
-// Errors: InvalidArgument for no period, one below 1, or a group without this rank; those of all_reduce. Memory: a copy of the
-// parameters of one dtype. Thread-safety: one thread. Source: torch's HierarchicalModelAverager, and its
+// Errors: InvalidArgument for no period, one below 1, or a group without this rank; those of all_reduce. Memory: a copy
+// of the parameters of one dtype. Thread-safety: one thread. Source: torch's HierarchicalModelAverager, and its
 // PeriodicModelAverager where warmup_steps is a multiple of the period.
 #pragma once
 

@@ -8,11 +8,11 @@
 //       values.fill_(name.ends_with("norm.weight") ? 1 : 0);
 //   }});
 //
-// While the guard OnMeta lives, functions that make tensors (empty(), randn(), …) make them on the device "meta" in this
-// thread, if no device is named. What a module's constructor does to its parameters (kaiming_uniform_()) has no effect,
-// and draws no random numbers. torch::tensor(), which has values, stays on the CPU. An operator that needs values, as
-// item(), throws c10::Error. A tensor that the module does not register stays without values: make it with a device. The
-// guard is for modules only; nothing of Muster works in its thread while it lives.
+// While the guard OnMeta lives, functions that make tensors (empty(), randn(), …) make them on the device "meta" in
+// this thread, if no device is named. What a module's constructor does to its parameters (kaiming_uniform_()) has no
+// effect, and draws no random numbers. torch::tensor(), which has values, stays on the CPU. An operator that needs
+// values, as item(), throws c10::Error. A tensor that the module does not register stays without values: make it with a
+// device. The guard is for modules only; nothing of Muster works in its thread while it lives.
 //
 // Thread-safety: each thread has its own guards. Source: torch.device("meta") as a context manager.
 #pragma once

@@ -4,9 +4,9 @@
 //       net->parameters(), torch::optim::SGDOptions(0.1), {.periods = {{4, {}}}, .warmup_steps = 100});
 //   ddp.register_comm_hook(muster::comm_hooks::PostLocalSgd({.subgroup = my_host, .start_local_sgd_iter = 100}));
 //
-// It is an optimizer of its class in all else. Its states are each rank's own, so a muster::Snapshot stores them per rank. So
-// is the model between two averages: snapshot.add("model", net, {.per_rank = true}). Its archive is one of the class, with
-// the number of the step besides; load() of an archive without that begins at step 0.
+// It is an optimizer of its class in all else. Its states are each rank's own, so a muster::Snapshot stores them per
+// rank. So is the model between two averages: snapshot.add("model", net, {.per_rank = true}). Its archive is one of the
+// class, with the number of the step besides; load() of an archive without that begins at step 0.
 //
 // Errors and thread-safety: as ModelAverager. Source: torch.distributed.optim.PostLocalSGDOptimizer.
 #pragma once

@@ -1,4 +1,5 @@
-// ZeroRedundancyOptimizer: any optimizer of torch::optim, whose states each rank keeps for its part of the parameters only.
+// ZeroRedundancyOptimizer: any optimizer of torch::optim, whose states each rank keeps for its part of the parameters
+// only.
 //
 //   muster::DistributedDataParallel ddp(net);
 //   muster::ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(net->parameters(), torch::optim::AdamWOptions(1e-3));
@@ -8,33 +9,34 @@
 //     optimizer.step();
 //   }
 //
-// Each parameter has one owner among the ranks, so that all ranks own about the same number of bytes. step() is the step of
-// the class that it is derived from, for this rank's own parameters; then each owner sends its new values to all. So N
-// ranks keep the states once, and share the work of the step. All ranks get the same values to the bit, which are those
-// that the class itself gives.
+// Each parameter has one owner among the ranks, so that all ranks own about the same number of bytes. step() is the
+// step of the class that it is derived from, for this rank's own parameters; then each owner sends its new values to
+// all. So N ranks keep the states once, and share the work of the step. All ranks get the same values to the bit, which
+// are those that the class itself gives.
 //
-// It is an optimizer of its class in all else: groups with options of their own, add_param_group(), schedulers, GradScaler
-// and StateOffload work as with the class. FullyShardedDataParallel needs none: each optimizer is sharded there.
+// It is an optimizer of its class in all else: groups with options of their own, add_param_group(), schedulers,
+// GradScaler and StateOffload work as with the class. FullyShardedDataParallel needs none: each optimizer is sharded
+// there.
 //
 // With step_in_backward(), the step is part of backward(): a bucket's parameters are updated, and sent, while the next
 // bucket is averaged.
 //
 //   ddp.register_comm_hook(optimizer.step_in_backward());      // step() is called as before
 //
-// States: a muster::Snapshot stores each rank's own, and restores them on any number of ranks, also into the class itself,
-// and the reverse. For torch::save(), consolidate() brings all states to one rank first; its archive is one of the class.
-// torch::load() takes such an archive on every rank, and keeps this rank's part.
+// States: a muster::Snapshot stores each rank's own, and restores them on any number of ranks, also into the class
+// itself, and the reverse. For torch::save(), consolidate() brings all states to one rank first; its archive is one of
+// the class. torch::load() takes such an archive on every rank, and keeps this rank's part.
 //
-// The class must skip parameters without a gradient, as all of torch's do except LBFGS. A parameter that does not require
-// a gradient stays as it is, also if it has one. All ranks call step() equally often: after a backward() that threw on one
-// rank as well, and under ddp.join() as JoinOptions::after_backward.
+// The class must skip parameters without a gradient, as all of torch's do except LBFGS. A parameter that does not
+// require a gradient stays as it is, also if it has one. All ranks call step() equally often: after a backward() that
+// threw on one rank as well, and under ddp.join() as JoinOptions::after_backward.
 //
-// Errors: InvalidArgument for LBFGS, for parameters that are not dense or belong to FullyShardedDataParallel, and for save()
-// on a rank that lacks states; Mismatch if ranks give different parameters, which names the first; those of broadcast.
-// If the class's step() throws on one rank, that rank still sends its parameters, so that the ranks stay in order. Then
-// step() throws there; it also throws what a step in backward() has thrown.
-// Memory: besides its states, a copy of all parameters below 64 KiB. Thread-safety: one thread, as an optimizer.
-// Source: torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al., "ZeRO", SC 2020 (its first stage).
+// Errors: InvalidArgument for LBFGS, for parameters that are not dense or belong to FullyShardedDataParallel, and for
+// save() on a rank that lacks states; Mismatch if ranks give different parameters, which names the first; those of
+// broadcast. If the class's step() throws on one rank, that rank still sends its parameters, so that the ranks stay in
+// order. Then step() throws there; it also throws what a step in backward() has thrown. Memory: besides its states, a
+// copy of all parameters below 64 KiB. Thread-safety: one thread, as an optimizer. Source:
+// torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al., "ZeRO", SC 2020 (its first stage).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -72,9 +74,9 @@ class ShardedOptimizer {
   void consolidate(int to = 0);
 
   // A hook for DistributedDataParallel::register_comm_hook(). After `average`, which is a hook that averages over all
-  // ranks, the bucket's parameters take their step. A parameter without a gradient on any rank counts as one with zeros.
-  // Gradients cannot be clipped or unscaled before. The class's step() is called for each bucket, so it must not count its
-  // calls. backward() throws InvalidArgument when the optimizer has ended.
+  // ranks, the bucket's parameters take their step. A parameter without a gradient on any rank counts as one with
+  // zeros. Gradients cannot be clipped or unscaled before. The class's step() is called for each bucket, so it must not
+  // count its calls. backward() throws InvalidArgument when the optimizer has ended.
   CommHook step_in_backward(CommHook average = comm_hooks::all_reduce);
 
   // For StateOffload and Snapshot: the class that the optimizer is derived from, and where its states are.

@@ -43,8 +43,8 @@ class Team {
   static std::shared_ptr<Team> make(std::vector<int> named);
   virtual ~Team() = default;
 
-  // Start `part` now or later, in any thread of the agent: on that worker; on one of these (null: of all); or, again, on
-  // a living one of those that are named, or of all if none of these lives.
+  // Start `part` now or later, in any thread of the agent: on that worker; on one of these (null: of all); or, again,
+  // on a living one of those that are named, or of all if none of these lives.
   virtual void give_to(int worker, Start part) = 0;
   virtual void give_to_any(Workers among, Start part) = 0;
   virtual void give_again(Start part) = 0;
@@ -55,8 +55,8 @@ class Team {
 // The tensors of a part, and what they contained.
 class PartTensors {
  public:
-  // `keep`: for long. Then the payload gets aliases of its tensors: a tensor that is changed in place later may depend on
-  // the part's own result, and would be kept by it for ever.
+  // `keep`: for long. Then the payload gets aliases of its tensors: a tensor that is changed in place later may depend
+  // on the part's own result, and would be kept by it for ever.
   PartTensors(rpc::Payload& payload, bool keep);
   void check_unchanged(const rpc::Payload& payload) const;  // InvalidArgument
 

@@ -43,16 +43,8 @@ void pass_together(const std::vector<BytesMessage>& messages, const CollectiveOp
 }
 
 void pass_bytes(const at::Tensor& bytes, int from, int to, const CollectiveOptions& options) {
-  const Group group = options.group.resolved();
-  const bool sends = group.rank() == from;
-  in_pieces(bytes, [&](const at::Tensor& piece) {
-    backend_of(group).run({.kind = sends ? OpKind::kSend : OpKind::kRecv,
-                           .peer = sends ? to : from,
-                           .tag = kTag,
-                           .tensor = piece,
-                           .timeout = options.timeout,
-                           .site = Site::current()});
-  });
+  const bool is_sent = options.group.resolved().rank() == from;
+  in_pieces(bytes, [&](const at::Tensor& piece) { pass_together({{piece, is_sent ? to : from, is_sent}}, options); });
 }
 
 }  // namespace muster::comm

@@ -41,7 +41,7 @@ void FaultInjector::act(FaultPhase phase, uint64_t operation, Deadline deadline)
           ::raise(SIGSTOP);
           break;
         }
-        stand_still(deadline.is_never() ? std::chrono::nanoseconds::max() : deadline.left() + kOthersTake);
+        stand_still(deadline.later(kOthersTake).left());
         hooks_.check();
         throw Aborted(text("rank ", fault.rank, " was stopped by its FaultPlan"));
       case FaultAction::kDelay:

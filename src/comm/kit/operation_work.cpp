@@ -63,7 +63,7 @@ OperationWork::OperationWork(int rank, std::shared_ptr<OperationCounters> counte
       counters_(std::move(counters)),
       queue_(std::move(queue)),
       operations_(std::move(operations)),
-      latest_(deadline.is_never() ? deadline : Deadline::after(kSlack, deadline.when())),
+      latest_(deadline.later(kSlack)),
       c10d_limit_(c10d_limit) {
   counters_->under_way.fetch_add(1, std::memory_order_relaxed);
 }

@@ -69,8 +69,8 @@ class Wire {
   // The peers from which nothing more comes: they have left, or their connection broke. What they sent before can still
   // be received.
   virtual std::vector<int> gone() = 0;
-  // The wire's keys in the store. `own`: this rank set them, and the others needed them until the group was made; this rank
-  // erases them when it leaves. `of_all`: each rank set one; the last rank that leaves erases them.
+  // The wire's keys in the store. `own`: this rank set them, and the others needed them until the group was made; this
+  // rank erases them when it leaves. `of_all`: each rank set one; the last rank that leaves erases them.
   struct Keys {
     std::vector<std::string> own, of_all;
   };

@@ -70,16 +70,20 @@ void WireBackend::leave_group(const std::string& cause) {
     failure_known_.notify_all();
   }
   if (watch_ && subscription_) watch_->unsubscribe(subscription_);
-  try {
-    const store::CallsBy soon(Deadline::after(kFarewell));
+  const store::CallsBy soon(Deadline::after(kFarewell));
+  const auto if_the_store_answers = [](const auto& tell) {
+    try {
+      tell();
+    } catch (const std::exception&) {
+      // The process that serves the store has gone, so nobody could read what it says.
+    }
+  };
+  if_the_store_answers([&] {
     if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended));
     store_->set(key(text("left/", getRank())), "1");
-    wire_->close();
-    if (leaves_in_order) erase_keys();
-  } catch (const std::exception&) {
-    // The process that serves the store has gone, so nobody could read the note.
-  }
+  });
   wire_->close();
+  if (leaves_in_order) if_the_store_answers([&] { erase_keys(); });
 }
 
 // A long job may make groups again and again.

@@ -25,8 +25,8 @@
 //   left/<rank>    the rank left in order
 //   broke/<rank>   the rank runs; "timed out" if it will write the cause
 //
-// A rank that leaves in order erases its own keys of the wire, and the last one those of all, with left/. The notes of a
-// group that has failed stay: a rank may still read them.
+// A rank that leaves in order erases its own keys of the wire, and the last one those of all, with left/. The notes of
+// a group that has failed stay: a rank may still read them.
 //
 // A rank on this host whose process still runs is never lost: it will report to the store. A rank on another host that
 // reports nothing within kGrace is lost. After that the group fails for good, on all ranks, with that error. A rank

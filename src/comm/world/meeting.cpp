@@ -75,8 +75,7 @@ std::vector<Member> meet_members(Store& store, const std::string& prefix, int ra
   std::string said;
   try {
     // Waits a little longer than rank 0 waits for the others, so that rank 0 can say which ranks did not come.
-    said =
-        store.get(all_key, deadline.is_never() ? deadline : Deadline::after(deadline.left() + std::chrono::seconds(1)));
+    said = store.get(all_key, deadline.later(std::chrono::seconds(1)));
   } catch (const TimeoutError&) {
     throw TimeoutError("the group did not come together: rank 0 did not come", {0}, "Look whether it started");
   }

@@ -1,7 +1,8 @@
 // Finds the first step in which ranks that are to have the same model do not.
 //
 // Every so many backward() calls each rank hashes the bytes of its parameters and of their gradients, and compares the
-// hashes with those of all ranks: 16 bytes per parameter travel. Equal hashes of 64 bits of different tensors are as good as impossible.
+// hashes with those of all ranks: 16 bytes per parameter travel. Equal hashes of 64 bits of different tensors are as
+// good as impossible.
 //
 // Thread-safety: one thread.
 #pragma once
@@ -21,8 +22,9 @@ class DivergenceWatch {
   DivergenceWatch(std::vector<parallel::NamedTensor> parameters, int64_t every, Group group)
       : parameters_(std::move(parameters)), every_(every), group_(std::move(group)) {}
 
-  // After each backward() that averages, on all ranks. `is_complete`: whether this rank has all of its gradients; if not,
-  // they are not compared. Mismatch on all ranks, which names the first tensor that differs, the ranks and the call.
+  // After each backward() that averages, on all ranks. `is_complete`: whether this rank has all of its gradients; if
+  // not, they are not compared. Mismatch on all ranks, which names the first tensor that differs, the ranks and the
+  // call.
   void after_backward(bool is_complete);
 
  private:

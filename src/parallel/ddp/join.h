@@ -3,8 +3,8 @@
 // Before each collective of forward() and of backward(), all ranks of the group meet. Ranks with data say what they do
 // next; the others learn it, and do the same without data. Ranks with data must all do the same.
 //
-// Errors, on all ranks: Mismatch if they do not, or have other JoinOptions; InvalidArgument if a rank has no more data, and
-// throw_on_early_termination is set or the backward() is one with create_graph. Thread-safety: one thread.
+// Errors, on all ranks: Mismatch if they do not, or have other JoinOptions; InvalidArgument if a rank has no more data,
+// and throw_on_early_termination is set or the backward() is one with create_graph. Thread-safety: one thread.
 #pragma once
 
 #include <cstdint>

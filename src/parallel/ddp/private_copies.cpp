@@ -31,7 +31,8 @@ PrivateCopies::PrivateCopies(const std::vector<parallel::NamedTensor>& parameter
 
 PrivateCopies::~PrivateCopies() { phase_->copies.clear(); }
 
-// From now on, operators that read the parameter ask for its copy, which has its place in a storage like the parameter's.
+// From now on, operators that read the parameter ask for its copy, which has its place in a storage like the
+// parameter's.
 void PrivateCopies::use_copy(size_t number) {
   const c10::InferenceMode normal(false);
   Entry& entry = entries_[number];

@@ -1,7 +1,7 @@
 // Mixed precision of DistributedDataParallel: each rank's own copies of its parameters, for operators (compute_copy.h).
 //
-// Each forward() begins with make(), which converts all parameters. Operators use the copies while a ForwardWithCopies lives,
-// and in the second call of an activation_checkpoint(). At all other times they use the parameters themselves.
+// Each forward() begins with make(), which converts all parameters. Operators use the copies while a ForwardWithCopies
+// lives, and in the second call of an activation_checkpoint(). At all other times they use the parameters themselves.
 //
 // A parameter may get new storage, as by torch::load(); make() finds that.
 //
@@ -22,8 +22,8 @@ namespace muster::ddp {
 
 class PrivateCopies {
  public:
-  // `dtypes`: by parameter, in which operators use it. InvalidArgument for a parameter that is to have a copy, and is not
-  // dense and on the CPU, or belongs to a FullyShardedDataParallel.
+  // `dtypes`: by parameter, in which operators use it. InvalidArgument for a parameter that is to have a copy, and is
+  // not dense and on the CPU, or belongs to a FullyShardedDataParallel.
   PrivateCopies(const std::vector<parallel::NamedTensor>& parameters, const std::vector<at::ScalarType>& dtypes);
   PrivateCopies(const PrivateCopies&) = delete;
   PrivateCopies& operator=(const PrivateCopies&) = delete;

@@ -1,9 +1,9 @@
 // Sums over the shards of a global batch whose bits do not depend on the number of ranks.
 //
-// The sums form a tree over 2^k shards: (0 + 1) + (2 + 3), and so on. Each rank has as many shards, one after another, which
-// are a subtree: it adds them up alone, in place of a stack of unfinished sums (`TreeSum`). Then ranks that differ in one bit add
-// their sums, bit by bit from the lowest: the rest of the tree. Each such sum has two terms, so both ranks get the same
-// bits, whoever adds.
+// The sums form a tree over 2^k shards: (0 + 1) + (2 + 3), and so on. Each rank has as many shards, one after another,
+// which are a subtree: it adds them up alone, in place of a stack of unfinished sums (`TreeSum`). Then ranks that
+// differ in one bit add their sums, bit by bit from the lowest: the rest of the tree. Each such sum has two terms, so
+// both ranks get the same bits, whoever adds.
 //
 // Errors: InvalidArgument if the number of shards is not a power of two, or the number of ranks does not divide it.
 // Thread-safety: one thread.

@@ -1,15 +1,15 @@
 // Parameters that are spread over several hosts, and come to each host, unit by unit, while they are needed.
 //
 // Each parameter is at home on one host, in memory of the rank that owns it. On every other host it has a place of the
-// same size, in memory of the rank at the owner's place among its host's ranks. That place has no memory of its own most
-// of the time, and must not be touched. So a parameter never changes its address: to gather a unit is to receive its values
-// there, once per host; to free it is to give the pages back to the kernel.
+// same size, in memory of the rank at the owner's place among its host's ranks. That place has no memory of its own
+// most of the time, and must not be touched. So a parameter never changes its address: to gather a unit is to receive
+// its values there, once per host; to free it is to give the pages back to the kernel.
 //
 //   memory of place 0 on host A  | unit 0: a.weight    : b.weight [–] | unit 1: c.weight    : d.weight [–] |
 //   memory of place 0 on host B  | unit 0: a.weight [–]: b.weight     | unit 1: c.weight [–]: d.weight     |   [–] not here
 //
-// The ranks at one place on all hosts are a *column*. Each sends what is at home with it to its column. So all ranks of a
-// host receive, each another part, and each byte crosses the network once per host.
+// The ranks at one place on all hosts are a *column*. Each sends what is at home with it to its column. So all ranks of
+// a host receive, each another part, and each byte crosses the network once per host.
 //
 //   begin()     all ranks have come: updates are over. Parameters may be read from now on.
 //   before_use  an operator is about to read a parameter (watched.h). If its unit is not here, it is gathered; that is
@@ -20,12 +20,12 @@
 //
 // The ranks use units in the same order, because they compute the same module. So each knows by itself which units are
 // here on all. When a unit was waited for, the ranks of the host meet: after it, all parts are here, and nobody reads a
-// unit that has been left since. So what goes now can be freed, and its room is taken by the units that were used next the
-// last time (after the same two units): they are received while the ranks compute.
+// unit that has been left since. So what goes now can be freed, and its room is taken by the units that were used next
+// the last time (after the same two units): they are received while the ranks compute.
 //
-// Ranks that use units in another order get a Mismatch: those of one host when they meet, because they compare what they
-// have; those of several hosts when they have received, because each piece carries the number of its unit. If hosts wait for
-// units that different columns have, they get a TimeoutError.
+// Ranks that use units in another order get a Mismatch: those of one host when they meet, because they compare what
+// they have; those of several hosts when they have received, because each piece carries the number of its unit. If
+// hosts wait for units that different columns have, they get a TimeoutError.
 //
 // Errors: InvalidArgument of before_use() between end() and begin(), if the parameter is not at home on this host;
 // Mismatch; those of the collectives. A rank that throws between begin() and end() leaves the others waiting.
@@ -49,8 +49,8 @@ namespace muster::fsdp {
 
 class Gatherer {
  public:
-  // Part of a unit, in the memory of this rank's place: what is at home on one host. Whole pages; the last bytes are the
-  // piece's label.
+  // Part of a unit, in the memory of this rank's place: what is at home on one host. Whole pages; the last bytes are
+  // the piece's label.
   struct Piece {
     int host = 0;
     size_t offset = 0, bytes = 0;
@@ -79,8 +79,8 @@ class Gatherer {
   // `operation` is the same for all parameters of an operator; `writes`: it changes this one.
   void before_use(size_t unit, bool is_at_home, const std::string& parameter, uint64_t operation, bool writes);
   void end();
-  // Collective, between end() and begin(): everything is here until the next begin() or end(). Unavailable, on every rank,
-  // if a host has too little memory.
+  // Collective, between end() and begin(): everything is here until the next begin() or end(). Unavailable, on every
+  // rank, if a host has too little memory.
   void gather_all();
   bool has_all() const { return all_here_; }
 

@@ -15,7 +15,8 @@
 
 namespace muster::fsdp {
 
-// The same on every host: the rank at a place among the ranks of its host has the parameters of the owners at this place.
+// The same on every host: the rank at a place among the ranks of its host has the parameters of the owners at this
+// place.
 struct Layout {
   std::vector<size_t> offsets;  // of parameters, bytes in the memory of their places
   std::vector<size_t> bytes;    // by place

@@ -63,7 +63,8 @@ constexpr char kSynchronize[] = "Call synchronize() before such a change";
 
 }  // namespace
 
-// What operators use, and what they use copies of. Returns where each parameter is among the latter; kNowhere if it is not.
+// What operators use, and what they use copies of. Returns where each parameter is among the latter; kNowhere if it is
+// not.
 std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::NamedTensor>& parameters,
                                                   const std::vector<at::ScalarType>& compute_dtypes,
                                                   const std::vector<Owner>& owners, const World& world,

@@ -1,14 +1,15 @@
 // The parameters of a module, once per host: the parameters of all its ranks are the same memory.
 //
-// Each parameter has an *owner* on each host, the only rank of the host that may change it; its bytes lie in the owner's
-// memory (shared_tensors.h). The tensors of the module stay the same objects; only their storage changes. The hosts'
-// copies stay equal, because their owners get the same gradients and make the same updates. Or each parameter has one
-// owner among the ranks of all hosts.
+// Each parameter has an *owner* on each host, the only rank of the host that may change it; its bytes lie in the
+// owner's memory (shared_tensors.h). The tensors of the module stay the same objects; only their storage changes. The
+// hosts' copies stay equal, because their owners get the same gradients and make the same updates. Or each parameter
+// has one owner among the ranks of all hosts.
 //
-// In mixed precision some parameters have a copy in another dtype, which lies in shared memory in the same way, and which
-// operators use instead (compute_copy.h) from a before_forward() to the next end of a backward() or synchronize(), while a
-// ForwardWithCopies lives, and in the second call of an activation_checkpoint(). before_forward() makes it, and gather(). Then only the copies are gathered for
-// operators; the parameters stay where they are at home, except after gather().
+// In mixed precision some parameters have a copy in another dtype, which lies in shared memory in the same way, and
+// which operators use instead (compute_copy.h) from a before_forward() to the next end of a backward() or
+// synchronize(), while a ForwardWithCopies lives, and in the second call of an activation_checkpoint().
+// before_forward() makes it, and gather(). Then only the copies are gathered for operators; the parameters stay where
+// they are at home, except after gather().
 //
 // Nobody may read a parameter while its owner writes. The order of a step gives that:
 //
@@ -18,14 +19,14 @@
 //   step()               owners write
 //
 // From a before_forward() to the next end of a backward() or synchronize(), which all ranks come to alike, nobody may
-// write. So a module in eval() mode or in no_sync() need not wait again in between (may_go_on()), and ranks may evaluate
-// unequal parts.
+// write. So a module in eval() mode or in no_sync() need not wait again in between (may_go_on()), and ranks may
+// evaluate unequal parts.
 //
-// changes() finds what breaks this order: a parameter that a rank changed without owning it, or while others might read;
-// new storage or another shape. It finds in-place changes by autograd's version counters, and those of the owner while
-// others might read also by some of the parameter's bytes. By these bytes it also finds that hosts have different values.
-// before_forward() lets all ranks know, and throws the same on all. After an update it moves on the version counters of
-// the other ranks' parameters, so that a backward() through an old graph fails as in one process.
+// changes() finds what breaks this order: a parameter that a rank changed without owning it, or while others might
+// read; new storage or another shape. It finds in-place changes by autograd's version counters, and those of the owner
+// while others might read also by some of the parameter's bytes. By these bytes it also finds that hosts have different
+// values. before_forward() lets all ranks know, and throws the same on all. After an update it moves on the version
+// counters of the other ranks' parameters, so that a backward() through an old graph fails as in one process.
 //
 // A parameter may get new storage, as by torch::load(). If its owners' have some, before_forward() copies the owners'
 // values to the shared memory, and all ranks use that again.
@@ -57,8 +58,8 @@ class SharedParameters {
  public:
   // Gives a parameter that this rank owns its first values.
   using Fill = std::function<void(const parallel::NamedTensor& parameter, const at::Tensor& values)>;
-  // Collective. Each parameter is there once; compute_dtypes: by parameter, in which operators use it. If `fill` throws on a
-  // rank, this throws on every rank.
+  // Collective. Each parameter is there once; compute_dtypes: by parameter, in which operators use it. If `fill` throws
+  // on a rank, this throws on every rank.
   SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
                    const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
                    parallel::Hosts hosts, const Group& group, const World& world, const Gathering& gathering,

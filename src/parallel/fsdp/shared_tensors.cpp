@@ -12,8 +12,8 @@
 namespace muster::fsdp {
 namespace {
 
-// Every rank makes memory of bytes[its place], and maps that of its host's ranks. Nothing of it is committed yet; a host
-// will need `at_most` bytes of it.
+// Every rank makes memory of bytes[its place], and maps that of its host's ranks. Nothing of it is committed yet; a
+// host will need `at_most` bytes of it.
 parallel::HostMemory share_memory(const std::vector<size_t>& bytes, size_t at_most, const parallel::Hosts& hosts,
                                   const Group& group, const World& world) {
   const auto bytes_of = [&](int rank) {

@@ -2,14 +2,14 @@
 //
 //   rank 0's memfd:  | a.weight | c.bias |        rank 1's memfd:  | b.weight | a.bias |
 //
-// All ranks of a host map all of them. So the owner's pages are on its NUMA node, and the kernel frees the memory when no
-// rank uses it any more, in whatever order they end.
+// All ranks of a host map all of them. So the owner's pages are on its NUMA node, and the kernel frees the memory when
+// no rank uses it any more, in whatever order they end.
 //
 // Or each tensor has one owner among the ranks of all hosts. Then the other hosts have its values only while they need
 // them (gatherer.h).
 //
-// Errors: Unavailable, on every rank, if a host has too little memory when they ask; those of shm::exchange() and of the
-// collectives. Thread-safety: one thread, as an nn::Module.
+// Errors: Unavailable, on every rank, if a host has too little memory when they ask; those of shm::exchange() and of
+// the collectives. Thread-safety: one thread, as an nn::Module.
 #pragma once
 
 #include <ATen/core/Tensor.h>

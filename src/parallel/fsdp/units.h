@@ -16,8 +16,8 @@ namespace muster::fsdp {
 using Unit = std::vector<size_t>;  // indices of parameters
 
 // The parameters of a module for which `is_unit` is true are a unit, without those of such a module inside of it. The
-// others are divided in their order, into units of at most `bytes` or of one parameter; but a small parameter stays with a
-// large one before it in the same module. is_unit may be null.
+// others are divided in their order, into units of at most `bytes` or of one parameter; but a small parameter stays
+// with a large one before it in the same module. is_unit may be null.
 std::vector<Unit> make_units(const torch::nn::Module& module, const std::vector<parallel::NamedTensor>& parameters,
                              size_t bytes, const std::function<bool(const torch::nn::Module&)>& is_unit);
 

@@ -9,8 +9,8 @@
 // how often this process began an epoch, and each time the rank and world size that it has there.
 //
 // ELASTIC_BACKEND: the World's. ELASTIC_SNAPSHOT: a folder for a snapshot every three steps. ELASTIC_SAME: all ranks
-// have the same data, so that losses do not depend on how many there are. ELASTIC_LEDGER: which samples enter which step, of
-// an epoch of 96 samples in four steps. The training itself does not use them.
+// have the same data, so that losses do not depend on how many there are. ELASTIC_LEDGER: which samples enter which
+// step, of an epoch of 96 samples in four steps. The training itself does not use them.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>

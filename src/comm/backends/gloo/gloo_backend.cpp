@@ -29,8 +29,8 @@ using Gloo = c10d::ProcessGroupGloo;
 
 // The group of connections, and the transfers that wait for them. Gloo has no call that closes connections. They end
 // with their last owner, and every transfer is an owner, so close() drops the group and aborts the transfers. When a
-// connection ends, Gloo tells most of its transfers, but forgets one that is half written or half read, which would wait
-// until its deadline. So end_with() aborts those of that peer.
+// connection ends, Gloo tells most of its transfers, but forgets one that is half written or half read, which would
+// wait until its deadline. So end_with() aborts those of that peer.
 struct Connections {
   std::mutex mutex;
   c10::intrusive_ptr<Gloo> gloo;       // null when closed

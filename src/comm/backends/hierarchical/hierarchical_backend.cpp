@@ -161,9 +161,7 @@ Operation HierarchicalBackend::step(const Operation& whole, OpKind kind, const a
           .site = whole.site};
 }
 
-Deadline HierarchicalBackend::later(Deadline deadline, int steps) {
-  return deadline.is_never() ? deadline : Deadline::after(deadline.left() + steps * kSlack);
-}
+Deadline HierarchicalBackend::later(Deadline deadline, int steps) { return deadline.later(steps * kSlack); }
 
 // The deadline of the last step inside the host. A leader does not wait longer there than for the other steps, because
 // it waits only for ranks that wait for no other rank. And the leader of another host may already wait for this leader

@@ -2,8 +2,8 @@
 //
 // Each ordered pair of ranks has a ring in the segment: a byte stream from one to the other that consists of records. A
 // record begins with a Line of 64 bytes: the header, and the data if they fit there. All other data follow, up to a
-// whole number of lines; so tensors, which begin on 64 bytes, are copied at full speed (base/copy.h). A small message is
-// sent immediately; a large one flows in pieces as its receiver reads. Sender and receiver ring each other's `inbox`
+// whole number of lines; so tensors, which begin on 64 bytes, are copied at full speed (base/copy.h). A small message
+// is sent immediately; a large one flows in pieces as its receiver reads. Sender and receiver ring each other's `inbox`
 // bell.
 //
 //   sender                                             receiver, at position `read`
@@ -19,8 +19,8 @@
 // A large message that lies on the sender's heap goes by reference: only its line goes through the ring, and the
 // receiver copies the data from the sender's heap. Then it counts the message in RingControl::copied, and the sender's
 // part is complete. If the sender has left or the group has failed before that, the data may have changed during the
-// copy, so the receiver looks at both after the copy, and then the receive fails. (A sender makes either of them visible
-// before it ends its own messages: Channel::leave(), Channel::fail().)
+// copy, so the receiver looks at both after the copy, and then the receive fails. (A sender makes either of them
+// visible before it ends its own messages: Channel::leave(), Channel::fail().)
 //
 // Every function looks for the group's failure after it has taken the lock, because fail_all() drops messages of which
 // a part is in a ring: nothing may be sent or received behind them.
@@ -168,16 +168,16 @@ class Messages {
 
   void post(const std::shared_ptr<Message>& message);
   void await(Message& message, int peer);
-  // As shm::spin_until(), but ends early if `peer`, for which this rank waits, runs on this rank's core: it cannot go on
-  // before this rank sleeps.
+  // As shm::spin_until(), but ends early if `peer`, for which this rank waits, runs on this rank's core: it cannot go
+  // on before this rank sleeps.
   template <typename Condition>
   bool spin(int peer, Condition condition) const;
-  // Moves all that can be moved; returns whether anything was. Looks for the group's failure; before a sleep, and now and
-  // then, also for deadlines and for peers that have left.
+  // Moves all that can be moved; returns whether anything was. Looks for the group's failure; before a sleep, and now
+  // and then, also for deadlines and for peers that have left.
   bool progress(bool before_sleep = false);
   bool push(int peer, Completed& completed);
-  // Puts the header of a message into the ring, with all of its data if there is room and they are few. Returns false if
-  // there is no room for a line.
+  // Puts the header of a message into the ring, with all of its data if there is room and they are few. Returns false
+  // if there is no room for a line.
   bool begin(int peer, const MessageHeader& header, const std::byte* data, bool& whole);
   void put_piece(int peer, const std::byte* data, uint64_t bytes);
   uint64_t room(int peer, uint64_t wanted);      // in the ring to a peer; exact if it is less than `wanted`

@@ -141,8 +141,8 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
     if (!channel_.failed())
       channel_.fail(AbortReason::kUnavailable, shown(getRank()),
                     text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
-    // A peer that has not noticed the failure yet may still write to the tensor of an all_reduce or reduce on the heap. Its
-    // memory must not be given to another tensor, even when this group is gone: the heap outlives it.
+    // A peer that has not noticed the failure yet may still write to the tensor of an all_reduce or reduce on the heap.
+    // Its memory must not be given to another tensor, even when this group is gone: the heap outlives it.
     if (operation.tensor.defined() && arena_) arena_->retire(operation.tensor.const_data_ptr());
     throw;
   }
