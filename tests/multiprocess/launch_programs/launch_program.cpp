@@ -132,6 +132,19 @@ int wait_for_file(const Arguments& arguments) {
   return 99;
 }
 
+// eat RANK: all meet, and that rank touches more and more memory until the kernel ends it, or it has a gigabyte.
+int eat(const Arguments& arguments) {
+  meet("eat");
+  if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
+  constexpr size_t kPiece = size_t{1} << 20;
+  for (int piece = 0; piece < 1024; ++piece) {
+    void* memory = ::mmap(nullptr, kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return 98;
+    std::memset(memory, 1, kPiece);
+  }
+  return 97;
+}
+
 // count-until FILE: all meet and then add to one sum, without a pause but those of the store, until the file is there;
 // fails unless each has counted once.
 int count_until(const Arguments& arguments) {
@@ -450,6 +463,7 @@ int main(int argc, char** argv) {
       {"fail-until", fail_until},
       {"wait-for", wait_for_file},
       {"count-until", count_until},
+      {"eat", eat},
       {"throw", throw_in_rank},
       {"echo-first", echo_first},
       {"die", die},
