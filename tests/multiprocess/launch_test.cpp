@@ -8,6 +8,7 @@
 #include <regex>
 #include <set>
 
+#include "base/cores.h"
 #include "launch/outcome.h"
 #include "multiprocess/job_test.h"
 
@@ -58,10 +59,21 @@ TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
 }
 
 TEST_F(Launch, ThreadsAreSharedOutAmongTheRanks) {
-  Process job({kMusterCommand, "run", "-n", "1", "env", "-u", "OMP_NUM_THREADS", kMusterCommand, "run", "--no-prefix",
-               "-n", "64", kLaunchProgram, "environment"});
-  ASSERT_EQ(job.finish(), 0) << job.err;
-  EXPECT_THAT(job.out, HasSubstr("OMP_NUM_THREADS=1\n"));  // or 64 ranks on more than 127 cores
+  std::vector<std::string> processors;
+  const CpuSet own = own_cpus();
+  for (size_t cpu = 0; cpu < own.size() && processors.size() < 4; ++cpu)
+    if (own[cpu]) processors.push_back(text(cpu));
+  for (int cores = 1; cores <= static_cast<int>(processors.size()); ++cores)
+    for (int ranks = 1; ranks <= cores + 1; ++ranks) {
+      const Words some(processors.begin(), processors.begin() + cores);
+      Process job({"/usr/bin/env", "-u", "OMP_NUM_THREADS", "taskset", "-c", join(some, ","), kMusterCommand, "run",
+                   "--pin", "none", "-n", text(ranks), kLaunchProgram, "environment"});
+      ASSERT_EQ(job.finish(), 0) << job.err;
+      const int usable = std::min(cores, static_cast<int>(cpu_quota() + 0.5));
+      for (int rank = 0; rank < ranks; ++rank)
+        EXPECT_THAT(job.out, HasSubstr(text('[', rank, "] OMP_NUM_THREADS=", std::max(1, usable / ranks), '\n')))
+            << "on processors " << join(some);
+    }
 }
 
 TEST_F(Launch, LinesOfManyRanksStayWhole) {

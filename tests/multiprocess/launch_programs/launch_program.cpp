@@ -1,5 +1,4 @@
 // What the tests of the launcher start as ranks: one program, whose first argument says how it behaves.
-#include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -13,9 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
-#include <iterator>
 #include <map>
-#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -29,6 +26,7 @@
 #include "muster/launch/launcher.h"
 #include "muster/store/store.h"
 #include "shm/black_box.h"
+#include "support/network_sockets.h"
 #include "support/patience.h"
 
 namespace {
@@ -314,33 +312,11 @@ int make_family(const Arguments& arguments) {
   return arguments[0] == "fail" && rank() == 0 ? 4 : 0;
 }
 
-std::set<std::string> socket_inodes(pid_t pid) {
-  std::set<std::string> inodes;
-  DIR* folder = ::opendir(text("/proc/", pid, "/fd").c_str());
-  while (const dirent* entry = folder ? ::readdir(folder) : nullptr) {
-    char target[64] = {};
-    if (::readlink(text("/proc/", pid, "/fd/", entry->d_name).c_str(), target, sizeof target - 1) < 0) continue;
-    const std::string name = target;
-    if (name.starts_with("socket:[")) inodes.insert(name.substr(8, name.size() - 9));
-  }
-  if (folder) ::closedir(folder);
-  return inodes;
-}
-
 // The launcher's sockets, and how many of them are of a network.
 int count_sockets(const Arguments&) {
   meet("sockets");
-  const auto inodes = socket_inodes(::getppid());
-  int network = 0;
-  for (const char* table : {"tcp", "tcp6", "udp", "udp6", "raw", "raw6"}) {
-    std::ifstream file(text("/proc/net/", table));
-    for (std::string line; std::getline(file, line);) {
-      std::istringstream words(line);
-      const std::vector<std::string> columns{std::istream_iterator<std::string>(words), {}};
-      if (columns.size() > 9 && inodes.contains(columns[9])) ++network;
-    }
-  }
-  say(text("sockets ", inodes.empty() ? "none" : "some", ", network ", network));
+  say(text("sockets ", test::sockets_of(::getppid()).empty() ? "none" : "some", ", network ",
+           test::network_sockets_of(::getppid()).size()));
   return 0;
 }
 
