@@ -1,12 +1,15 @@
 // What the tests of the launcher start as ranks: one program, whose first argument says how it behaves.
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -21,6 +24,7 @@
 #include <vector>
 
 #include "base/crash_report.h"
+#include "base/fd.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"
@@ -130,7 +134,23 @@ int wait_for_file(const Arguments& arguments) {
   return 99;
 }
 
-// eat RANK: all meet, and that rank touches more and more memory until the kernel ends it, or it has a gigabyte.
+// sum NUMBER FILE: all add to one sum, that number for rank 0, twice that for rank 1 and so on, say
+// that they are ready, and say the sum when the file is there.
+int sum(const Arguments& arguments) {
+  const auto store = muster::connect_job_store(test::patience());
+  store->add("sum", std::atoi(arguments.at(0).c_str()) * (rank() + 1));
+  meet("summed");
+  say("ready");
+  for (const auto deadline = test::patience(); ::access(arguments.at(1).c_str(), F_OK) != 0; ::poll(nullptr, 0, 5))
+    if (deadline.passed()) return 99;
+  say(text("rank ", rank(), " of ", number("WORLD_SIZE"), ", sum ", store->add("sum", 0), ", port ",
+           number("MASTER_PORT")));
+  meet("seen");
+  return 0;
+}
+
+// eat RANK: all meet, and that rank touches more and more memory until the kernel ends it, or it
+// has a gigabyte.
 int eat(const Arguments& arguments) {
   meet("eat");
   if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
@@ -320,6 +340,21 @@ int count_sockets(const Arguments&) {
   return 0;
 }
 
+// Whether a server can listen at the job's port that does not set SO_REUSEADDR, and one that does.
+int use_port(const Arguments&) {
+  for (const int reuse : {0, 1}) {
+    const muster::UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in any{};
+    any.sin_family = AF_INET;
+    any.sin_port = htons(static_cast<uint16_t>(number("MASTER_PORT")));
+    ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse);
+    const bool listens = ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&any), sizeof any) == 0 &&
+                         ::listen(socket.get(), 1) == 0;
+    say(text(reuse ? "reuse: " : "plain: ", listens ? "listens" : ::strerrorname_np(errno)));
+  }
+  return 0;
+}
+
 int list_descriptors(const Arguments&) {
   for (int fd = 0; fd < 4096; ++fd)
     if (::fcntl(fd, F_GETFD) >= 0) say(fd == number(muster::shm::kBlackBoxVariable) ? "black box" : text("fd ", fd));
@@ -439,6 +474,7 @@ int main(int argc, char** argv) {
       {"fail-until", fail_until},
       {"wait-for", wait_for_file},
       {"count-until", count_until},
+      {"sum", sum},
       {"eat", eat},
       {"throw", throw_in_rank},
       {"echo-first", echo_first},
@@ -449,6 +485,7 @@ int main(int argc, char** argv) {
       {"signals", tell_signals},
       {"family", make_family},
       {"sockets", count_sockets},
+      {"port", use_port},
       {"descriptors", list_descriptors},
       {"signal-state", print_signal_state},
       {"input", echo_input},
