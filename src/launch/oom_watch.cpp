@@ -85,7 +85,8 @@ OomWatch::Finding OomWatch::about(pid_t pid) const {
     return finding;
   }
   const auto now = kills_of_system();
-  const bool system_kill = now && system_ && *now > *system_;
+  // A cgroup counts all kills of its processes, so another cgroup's are not taken for one.
+  const bool system_kill = !finding.known && now && system_ && *now > *system_;
   if (system_kill || in_kernel_log(pid)) {
     finding.known = finding.killed = true;
     finding.words = text("the system ran out of memory, and the kernel's out-of-memory killer ended it; ", kWhatToDo);

@@ -174,11 +174,19 @@ TEST_F(FailureReport, LackOfMemoryIsKnownFromTheKernelsCounters) {
   EXPECT_EQ(watch.about(4711).words, "somebody killed it; the system did not run out of memory");
 
   write("proc/vmstat", "oom_kill 4\n");
-  EXPECT_TRUE(watch.about(4711).killed);
-  EXPECT_THAT(watch.about(4711).words, StartsWith("the system ran out of memory"));
+  EXPECT_FALSE(watch.about(4711).killed) << "a kill in another cgroup is not of the job";
 
   write("sys/fs/cgroup/pod/memory.events", "oom 6\noom_kill 6\n");
   EXPECT_THAT(watch.about(4711).words, HasSubstr("its cgroup has used up its 1 GiB"));
+}
+
+TEST_F(FailureReport, WithoutCgroupsItIsKnownFromTheCounterOfTheSystem) {
+  write("proc/vmstat", "nr_free_pages 1\noom_kill 3\n");
+  const launch::OomWatch watch(folder());
+  EXPECT_EQ(watch.about(4711).words, "somebody killed it; the system did not run out of memory");
+  write("proc/vmstat", "nr_free_pages 1\noom_kill 4\n");
+  EXPECT_TRUE(watch.about(4711).killed);
+  EXPECT_THAT(watch.about(4711).words, StartsWith("the system ran out of memory"));
 }
 
 TEST_F(FailureReport, SoItIsFromTheCountersOfTheFirstVersion) {
