@@ -1,7 +1,8 @@
 // The time until the first all_reduce, from the start of a job and after the death of a rank. bench/run.py runs this
-// program. It knows when it started it, and reads the times (CLOCK_MONOTONIC, seconds) that the ranks print.
+// program. It knows when it started it, and reads the times that the ranks print.
 //
-//   bench_recovery load      does nothing: measures the time to load libtorch
+//   bench_recovery start     ends after the first all_reduce
+//   bench_recovery barrier   ends after the first barrier
 //   bench_recovery restart   rank 1 kills itself after the first all_reduce of the first attempt: all ranks start again
 //   bench_recovery elastic   rank 1 kills itself in the tenth step: only rank 1 starts again
 #include <ATen/ops/ones.h>
@@ -9,39 +10,31 @@
 #include <torch/optim/sgd.h>
 
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
-#include <ctime>
 #include <string>
 
+#include "event.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
 #include "muster/train/elastic.h"
 
 namespace {
 
-double now() {
-  timespec time{};
-  ::clock_gettime(CLOCK_MONOTONIC, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-void tell(const char* event) {
-  std::printf("{\"event\": \"%s\", \"t\": %.6f}\n", event, now());
-  std::fflush(stdout);
-}
-
 void die() {
   tell("kill");
   ::raise(SIGKILL);
 }
 
-int restart() {
+int start(const std::string& mode) {
   const auto world = muster::init();
   const at::Tensor t = at::ones({16});
-  muster::all_reduce(t);
+  if (mode == "barrier") {
+    muster::barrier();
+  } else {
+    muster::all_reduce(t);
+  }
   if (world.rank() == 0) tell("first");
-  if (std::string(std::getenv("TORCHELASTIC_RESTART_COUNT")) != "0") return 0;
+  if (mode != "restart" || std::string(std::getenv("TORCHELASTIC_RESTART_COUNT")) != "0") return 0;
   muster::barrier();
   if (world.rank() == 1) die();
   for (;;) muster::all_reduce(t);
@@ -71,6 +64,5 @@ int elastic() {
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
-  if (mode == "load") return 0;
-  return mode == "restart" ? restart() : elastic();
+  return mode == "elastic" ? elastic() : start(mode);
 }

@@ -6,7 +6,7 @@
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages the median of the rounds' ratios to the
 fastest peer counts, from rounds in the machine's fast state (bench/rounds.py); of the others, the best round of each row. A peer that is not installed is left
-out, and the output says so. fault, idle, memory and copy have no peers: each figure stands beside the bound that Muster promises. --json writes one object per line,
+out, and the output says so. fault, idle, memory and copy have no peers: each figure stands beside the bound that Muster promises, as do some of launch. --json writes one object per line,
 after a first line about the machine.
 """
 
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -332,22 +333,47 @@ class Bench:
             rows.append(dict(found[0] if found else {"impl": impl, "ranks": 4, "ms": None}, bench="limit", runs=bool(found), limit_mib=12 << 10, largest_mib=peak >> 20))
         return rows
 
+    def events(self, command, seconds=600):
+        """Runs a job. Returns when it started, and the events that its ranks tell; None if it took longer than `seconds`."""
+        start = time.clock_gettime(time.CLOCK_MONOTONIC)
+        try:
+            result = subprocess.run(command, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return start, None
+        if result.returncode != 0:
+            sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
+        return start, [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
     def launch(self):
+        """The start and end of a job; and the time from the start of a job to what its ranks do first together, beside the start of libtorch alone."""
+        program, libtorch = str(self.build / "bench" / "bench_recovery"), str(self.build / "bench" / "bench_libtorch")
+        alone, as_many, job, many, light = "libtorch alone, to its first tensor", "libtorch alone in as many processes", "a job, to its first all_reduce", "a job, to its first barrier", "a job without libtorch, to its first barrier"
+        starts = {  # the command, how many processes take part, and the bound for their time
+            alone: ([libtorch], 1, None),
+            as_many: (["/bin/sh", "-c", f"for rank in $(seq {self.args.ranks}); do {shlex.quote(libtorch)} & done; wait"], self.args.ranks, None),
+            job: (self.command("muster", program, "start"), self.args.ranks, None),
+            many: (self.command("muster", program, "barrier", ranks=64), 64, None),
+            light: (self.command("muster", str(self.build / "bench" / "bench_meet"), ranks=64), 64, 2000),
+        }
         empty = self.build / "bench" / "empty.py"
         empty.write_text("")
-        rows = []
-        for impl, command, times in (
-            ("muster", self.command("muster", str(self.build / "bench" / "bench_nothing")), 20),
-            ("torchrun", self.command("torchrun", str(empty)), 3),
-        ):
-            if command is None:
-                continue
-            taken = []
-            for _ in range(times):
-                start = time.perf_counter()
-                subprocess.run(command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                taken.append((time.perf_counter() - start) * 1e3)
-            rows.append({"bench": "launch", "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(taken), 2)})
+        jobs = {"muster": self.command("muster", str(self.build / "bench" / "bench_nothing")), "torchrun": self.command("torchrun", str(empty))}
+        taken = {name: [] for name in (*starts, *jobs)}
+        for _ in range(self.args.rounds):
+            for impl in ("muster",) * 7 + ("torchrun",):
+                if jobs[impl]:
+                    start = time.perf_counter()
+                    subprocess.run(jobs[impl], env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    taken[impl].append((time.perf_counter() - start) * 1e3)
+            for name in (alone, job, as_many, as_many, job, alone) * 3 + (many, light):
+                start, events = self.events(starts[name][0])
+                taken[name].append((max(event["t"] for event in events if event["event"] == "first") - start) * 1e3)
+        found = [(name, ranks, taken[name], bound) for name, (_, ranks, bound) in starts.items()]
+        for name in (alone, as_many):
+            found.append((f"{job}: above {name}", self.args.ranks, [ours - theirs for ours, theirs in zip(taken[job], taken[name])], 150))
+        rows = [{"bench": "launch", "impl": impl, "ranks": self.args.ranks, "ms": round(statistics.median(taken[impl]), 2)} for impl in jobs if taken[impl]]
+        for what, ranks, values, bound in found:
+            rows.append({"bench": "launch", "what": what, "ranks": ranks, "typical": round(statistics.median(values), 1), "worst": round(max(values), 1), "bound": bound, "unit": "ms"})
         return rows
 
     def snapshot(self):
@@ -371,28 +397,22 @@ class Bench:
         program, script = str(self.build / "bench" / "bench_recovery"), str(HERE / "peers" / "recovery_torch.py")
         run = [str(self.muster), "run", "--no-prefix", "--max-restarts", "1", "-n", str(self.args.ranks)]
         torchrun = self.command("torchrun", script)
-        cases = [("load", "muster", [program, "load"], 5), ("restart", "muster", [*run, program, "restart"], 5), ("elastic", "muster", [*run, program, "elastic"], 5)]
+        cases = [("load", "muster", [str(self.build / "bench" / "bench_libtorch")], 5), ("restart", "muster", [*run, program, "restart"], 5), ("elastic", "muster", [*run, program, "elastic"], 5)]
         if torchrun:
             cases.append(("restart", "torchrun", [*torchrun[:-1], "--max-restarts", "5", "--monitor-interval", "0.1", script], 2))
         rows = []
         for what, impl, command, times in cases:
             taken = {}
             for _ in range(times):
-                start = time.clock_gettime(time.CLOCK_MONOTONIC)
-                try:
-                    result = subprocess.run(command, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60)
-                except subprocess.TimeoutExpired:
+                start, events = self.events(command, 60)
+                if events is None:
                     if impl == "muster":
-                        raise
+                        sys.exit(f"{' '.join(command)} took more than a minute")
                     self.missing[f"a run of {impl}"] = "it hung for a minute in its restart"
                     continue
-                if result.returncode != 0:
-                    sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
-                ended = time.clock_gettime(time.CLOCK_MONOTONIC)
-                events = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
                 first, kill = ([event["t"] for event in events if event["event"] == name] for name in ("first", "kill"))
                 if what == "load":
-                    taken.setdefault("load", []).append(ended - start)
+                    taken.setdefault("load", []).append(first[0] - start)
                 elif what == "restart":
                     taken.setdefault("start", []).append(first[0] - start)
                 if kill:
@@ -578,11 +598,12 @@ def show_limit(rows):
 
 
 def show_launch(rows):
-    table("start and end of a job whose ranks do nothing: milliseconds, median", ["impl", "ms"], [[row["impl"], row["ms"]] for row in rows])
+    table("start and end of a job whose ranks do nothing: milliseconds, median", ["impl", "ms"], [[row["impl"], row["ms"]] for row in rows if "impl" in row])
+    show_bounds([row for row in rows if "what" in row])
 
 
 def show_recovery(rows):
-    words = {"load": "a program that only loads libtorch", "start": "start of the job to the first all_reduce", "restart": "death of a rank to an all_reduce of all ranks, all restarted",
+    words = {"load": "libtorch alone, to its first tensor", "start": "start of the job to the first all_reduce", "restart": "death of a rank to an all_reduce of all ranks, all restarted",
              "elastic": "death of a rank to the next step, the other ranks kept"}
     table("start and recovery: milliseconds, median", ["what", "impl", "ms"], [[words[row["what"]], row["impl"], row["ms"]] for row in rows])
 
@@ -635,7 +656,8 @@ def show_snapshot(rows):
 
 
 def show_bounds(rows):
-    lines = [[row["what"], row["ranks"], f"{row['typical']:.3g}", f"{row['worst']:.3g}", f"{row['bound']:.3g}", row["unit"], "yes" if row["typical"] <= row["bound"] else "NO"]
+    lines = [[row["what"], row["ranks"], f"{row['typical']:.3g}", f"{row['worst']:.3g}",
+              *(("", row["unit"], "") if row["bound"] is None else (f"{row['bound']:.3g}", row["unit"], "yes" if row["typical"] <= row["bound"] else "NO"))]
              for row in rows]
     table(f"{rows[0]['bench']}: what Muster promises, and what was measured", ["what", "ranks", "typical", "worst", "bound", "unit", "kept"], lines)
 

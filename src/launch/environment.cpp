@@ -22,18 +22,32 @@
 #include "store/host_address.h"
 
 namespace muster::launch {
-namespace {}  // namespace
+namespace {
 
-int free_port(const std::string& where) {
-  UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+// Binds `socket` to a free port at an IPv4 address of this host, without listening there. Returns
+// the port; 29500, PyTorch's default, if there is none. Without IPv4 no program can use it, and
+// Muster does not.
+int hold_port(const std::string& where, UniqueFd& socket) {
+  socket = UniqueFd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int yes = 1;
   sockaddr_in address{};
   address.sin_family = AF_INET;
   socklen_t size = sizeof address;
   if (!socket || ::inet_pton(AF_INET, where.c_str(), &address.sin_addr) != 1 ||
+      ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) != 0 ||
       ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
       ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0)
-    return 29500;  // PyTorch's default. Without IPv4 no program can use it, and Muster does not.
+    return 29500;
   return ntohs(address.sin_port);
+}
+
+}  // namespace
+
+void renew_master_port(Job& job) { job.master_port = hold_port("127.0.0.1", job.master_socket); }
+
+int free_port(const std::string& where) {
+  UniqueFd socket;
+  return hold_port(where, socket);
 }
 
 std::string prefix_host(const LaunchOptions& options) {
@@ -48,7 +62,7 @@ Job make_job(const LaunchOptions& options) {
   job.run = job.id;
   job.store_address = job.launcher_address = "unix:@muster-" + job.id;
   job.ranks = job.world_size = options.ranks;
-  job.master_port = free_port();
+  renew_master_port(job);
   const char* terminal_type = std::getenv("TERM");
   job.terminal = ::isatty(STDERR_FILENO) && !(terminal_type && std::string(terminal_type) == "dumb");
   winsize size{};

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fd.h"
 #include "muster/launch/launcher.h"
 
 namespace muster::launch {
@@ -24,14 +25,18 @@ struct Job {
   // For scripts that bring their own TCPStore; nothing listens there now.
   std::string master_address = "127.0.0.1";
   int master_port = 0;
+  UniqueFd master_socket;   // bound to this host's port, so that nobody else gets it
   bool terminal = false;    // whether standard error is a terminal that rank 0 may draw on
   int terminal_width = 80;  // for a rank's own text
 };
 
-// A fresh id and store name, and a free port.
 // What names this host in the lines that its ranks print: its name up to the first dot, if there are several hosts.
 std::string prefix_host(const LaunchOptions& options);
+// A fresh id and store name, and a free port.
 Job make_job(const LaunchOptions& options);
+// Another free port. While the job holds it, the system gives it to no other process that asks for
+// any port. A script can still listen there if it sets SO_REUSEADDR, as servers do.
+void renew_master_port(Job& job);
 // A port that is free now at an IPv4 address of this host. 29500, PyTorch's default, if there is no such address.
 int free_port(const std::string& address = "127.0.0.1");
 

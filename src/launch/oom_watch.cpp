@@ -18,6 +18,8 @@ namespace {
 
 constexpr const char* kWhatToDo = "use less memory in each rank (a smaller batch), or fewer ranks";
 constexpr int kMostRecords = 100'000;  // of the kernel's log
+// A cgroup of version 1 that has no limit names one above this.
+constexpr uint64_t kNoLimit = uint64_t{1} << 60;
 
 // The number after `name` in a file of "name number" lines.
 std::optional<uint64_t> counter(const std::filesystem::path& path, const std::string& name) {
@@ -34,8 +36,13 @@ std::optional<uint64_t> counter(const std::filesystem::path& path, const std::st
 }  // namespace
 
 OomWatch::OomWatch(std::filesystem::path root) : root_(std::move(root)), system_(kills_of_system()) {
-  for (const auto& folder : own_cgroups(root_))
-    groups_.push_back({folder, counter(folder / "memory.events", "oom_kill")});
+  const auto add = [this](const std::filesystem::path& counters, const std::filesystem::path& limit) {
+    groups_.push_back({counters, limit, counter(counters, "oom_kill")});
+  };
+  const auto first = own_memory_cgroups_v1(root_);
+  for (const auto& folder : first) add(folder / "memory.oom_control", folder / "memory.limit_in_bytes");
+  if (!first.empty()) return;
+  for (const auto& folder : own_cgroups(root_)) add(folder / "memory.events", folder / "memory.max");
 }
 
 std::optional<uint64_t> OomWatch::kills_of_system() const { return counter(root_ / "proc/vmstat", "oom_kill"); }
@@ -60,23 +67,26 @@ OomWatch::Finding OomWatch::about(pid_t pid) const {
   for (const auto& group : groups_) {
     if (!group.kills) continue;
     finding.known = true;
-    const auto now = counter(group.folder / "memory.events", "oom_kill");
+    const auto now = counter(group.counters, "oom_kill");
     if (!now || *now <= *group.kills) continue;
     // The innermost cgroup with a limit is the one that ran out of memory.
-    std::string limit;
+    std::string limit, raise;
     for (const auto& around : groups_) {
       uint64_t bytes = 0;
-      std::ifstream file(around.folder / "memory.max");
-      if (limit.empty() && file >> bytes) limit = human_bytes(bytes);
+      std::ifstream file(around.limit);
+      if (!limit.empty() || !(file >> bytes) || bytes >= kNoLimit) continue;
+      limit = human_bytes(bytes);
+      raise = ", or raise " + around.limit.filename().string();
     }
     finding.killed = true;
-    finding.words = text("the kernel's out-of-memory killer ended it",
-                         limit.empty() ? "" : text(", since its cgroup has used up its ", limit), "; ", kWhatToDo,
-                         limit.empty() ? "" : ", or raise memory.max");
+    finding.words =
+        text("the kernel's out-of-memory killer ended it",
+             limit.empty() ? "" : text(", since its cgroup has used up its ", limit), "; ", kWhatToDo, raise);
     return finding;
   }
   const auto now = kills_of_system();
-  const bool system_kill = now && system_ && *now > *system_;
+  // A cgroup counts all kills of its processes, so another cgroup's are not taken for one.
+  const bool system_kill = !finding.known && now && system_ && *now > *system_;
   if (system_kill || in_kernel_log(pid)) {
     finding.known = finding.killed = true;
     finding.words = text("the system ran out of memory, and the kernel's out-of-memory killer ended it; ", kWhatToDo);

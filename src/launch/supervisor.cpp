@@ -133,7 +133,7 @@ bool Supervisor::goes_on() {
   }
   now_ = Attempt();
   first_attempt_ = false;
-  job_.master_port = free_port();  // the one before may linger
+  renew_master_port(job_);  // the one before may linger
   if (hosts_) hosts_->meet_again(job_.restarts, job_.master_port, kept_ ? line_ : -1, done_);
   return true;
 }
@@ -254,7 +254,7 @@ std::unique_ptr<Rank> Supervisor::start_rank(int local, Environment& environment
   plan.open_files = open_files_;
   if (body_) {
     plan.to_close = {null.get(),    writers[0].get(), writers[1].get(), guardian_.socket(),
-                     signals_.fd(), rank->out.fd(),   rank->err.fd()};
+                     signals_.fd(), rank->out.fd(),   rank->err.fd(),   job_.master_socket.get()};
     for (const auto& sink : sinks_)
       if (sink->own_fd() >= 0) plan.to_close.push_back(sink->own_fd());
     for (const auto& other : ranks_->all())

@@ -342,7 +342,8 @@ TEST_F(ElasticHosts, WithoutRestartsALossIsTheEndOfAll) {
 
 // --- the campaign: random deaths, a store that stops, a network that is cut, a disk that is full ---
 
-//   MUSTER_CAMPAIGN_ELASTIC   how many jobs (1)
+//   MUSTER_CAMPAIGN_ELASTIC   how many jobs whose ranks die (1); with 2 or more, each of three
+//                             hosts is killed once, and cut off once
 //   MUSTER_CAMPAIGN_SEED      printed by each run, to have it again
 class ElasticCampaignProcess : public ElasticHosts {};
 

@@ -9,6 +9,7 @@
 #include "launch/oom_watch.h"
 #include "launch/symbols.h"
 #include "multiprocess/job_test.h"
+#include "support/memory_limit.h"
 
 namespace muster::test {
 namespace {
@@ -148,6 +149,18 @@ TEST_F(FailureReport, AKillIsSaidToBeNoLackOfMemoryWhereTheKernelKnows) {
     EXPECT_THAT(job.err, HasSubstr("the system ran out of memory (see dmesg), or somebody killed it"));
 }
 
+TEST_F(FailureReport, ARankThatTheKernelKillsForItsMemoryRanOutOfMemory) {
+  const MemoryLimit limit(size_t{64} << 20);
+  if (!limit.why_not().empty()) GTEST_SKIP() << limit.why_not();
+  Process job(limit.around(run_of({"-n", "2"}, {"eat", "1"})));
+  EXPECT_EQ(job.finish(), 128 + SIGKILL);
+  EXPECT_THAT(
+      report_of("\n" + job.err),
+      ContainsRegex("^muster: rank 1 \\(pid [0-9]+\\) killed by SIGKILL \\(9\\): the kernel's out-of-memory killer "
+                    "ended it, since its cgroup has used up its 64 MiB; use less memory in each rank"));
+  ASSERT_THAT(processes_left(patience()), IsEmpty());
+}
+
 TEST_F(FailureReport, LackOfMemoryIsKnownFromTheKernelsCounters) {
   write("proc/self/cgroup", "0::/pod/job\n");
   write("proc/vmstat", "nr_free_pages 1\noom_kill 3\n");
@@ -161,11 +174,32 @@ TEST_F(FailureReport, LackOfMemoryIsKnownFromTheKernelsCounters) {
   EXPECT_EQ(watch.about(4711).words, "somebody killed it; the system did not run out of memory");
 
   write("proc/vmstat", "oom_kill 4\n");
-  EXPECT_TRUE(watch.about(4711).killed);
-  EXPECT_THAT(watch.about(4711).words, StartsWith("the system ran out of memory"));
+  EXPECT_FALSE(watch.about(4711).killed) << "a kill in another cgroup is not of the job";
 
   write("sys/fs/cgroup/pod/memory.events", "oom 6\noom_kill 6\n");
   EXPECT_THAT(watch.about(4711).words, HasSubstr("its cgroup has used up its 1 GiB"));
+}
+
+TEST_F(FailureReport, WithoutCgroupsItIsKnownFromTheCounterOfTheSystem) {
+  write("proc/vmstat", "nr_free_pages 1\noom_kill 3\n");
+  const launch::OomWatch watch(folder());
+  EXPECT_EQ(watch.about(4711).words, "somebody killed it; the system did not run out of memory");
+  write("proc/vmstat", "nr_free_pages 1\noom_kill 4\n");
+  EXPECT_TRUE(watch.about(4711).killed);
+  EXPECT_THAT(watch.about(4711).words, StartsWith("the system ran out of memory"));
+}
+
+TEST_F(FailureReport, SoItIsFromTheCountersOfTheFirstVersion) {
+  write("proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/pod/job\n0::/\n");
+  write("sys/fs/cgroup/memory/pod/memory.limit_in_bytes", "1073741824\n");
+  write("sys/fs/cgroup/memory/pod/job/memory.limit_in_bytes", "9223372036854771712\n");
+  const auto job = "sys/fs/cgroup/memory/pod/job/memory.oom_control";
+  write(job, "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n");
+  const launch::OomWatch watch(folder());
+  EXPECT_EQ(watch.about(4711).words, "somebody killed it; the system did not run out of memory");
+  write(job, "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n");
+  EXPECT_THAT(watch.about(4711).words,
+              AllOf(HasSubstr("its cgroup has used up its 1 GiB"), HasSubstr("or raise memory.limit_in_bytes")));
 }
 
 TEST_F(FailureReport, TheKernelsLogNamesTheProcess) {

@@ -452,6 +452,35 @@ TEST_F(Restarts, AnyLauncherMayBeKilledWhereTheyMeetInAnEtcd) {
   std::filesystem::remove(file);
 }
 
+// Without --rdzv-patience. Nobody is missed while an etcd is away, and a host that is killed is.
+TEST_F(Restarts, TheDefaultPatienceWithAnEtcdMissesOnlyAHost) {
+  if (!Etcd::is_installed()) GTEST_SKIP() << "etcd is not installed: apt-get install etcd-server";
+  Etcd etcd(1);
+  const auto file = (std::filesystem::temp_directory_path() / text("muster-hosts-", ::getpid())).string();
+  std::filesystem::remove(file);
+  const Words program{"wait-for", file};
+  const auto start = [&](const char* node) {
+    return std::make_unique<Process>(run_of(
+        {"--nnodes", "1:2", "--node-rank", node, "--rdzv", etcd.address("jobs"), "--job-id", "j", "-n", "1"}, program));
+  };
+  const auto stays = start("0"), leaves = start("1");
+  for (const auto& node : {stays.get(), leaves.get()}) ASSERT_TRUE(node->read_until("of 2 waits on node")) << node->err;
+  etcd.kill_member(0);
+  for (const auto& node : {stays.get(), leaves.get()})
+    while (node->err.find("the store does not answer") == std::string::npos)
+      ASSERT_TRUE(node->read_some_more()) << node->err;
+  etcd.start_member(0);
+  for (const auto& node : {stays.get(), leaves.get()})
+    while (node->err.find("the store answers again") == std::string::npos)
+      ASSERT_TRUE(node->read_some_more()) << node->err;
+  EXPECT_THAT(stays->out, Not(HasSubstr("of 1 waits")));
+  leaves->signal(SIGKILL);
+  ASSERT_TRUE(stays->read_until("rank 0 of 1 waits on node 0 of 1")) << stays->err;
+  std::ofstream(file).close();
+  EXPECT_EQ(stays->finish(), 0) << stays->err;
+  std::filesystem::remove(file);
+}
+
 // A job leaves one key, by which who comes too late learns that it has ended.
 TEST_F(Restarts, NothingButItsEndIsLeftOfAJobInAnEtcd) {
   if (!Etcd::is_installed()) GTEST_SKIP() << "etcd is not installed: apt-get install etcd-server";

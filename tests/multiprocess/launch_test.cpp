@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <regex>
 #include <set>
 
+#include "base/cores.h"
 #include "launch/outcome.h"
 #include "multiprocess/job_test.h"
 
@@ -24,6 +26,7 @@ using ::testing::StartsWith;
 using ::testing::UnorderedElementsAre;
 
 class Launch : public JobTest {};
+class LaunchFolder : public JobFolderTest {};
 
 TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
   Process job(run_of({"-n", "3"}, {"environment"}),
@@ -58,10 +61,21 @@ TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
 }
 
 TEST_F(Launch, ThreadsAreSharedOutAmongTheRanks) {
-  Process job({kMusterCommand, "run", "-n", "1", "env", "-u", "OMP_NUM_THREADS", kMusterCommand, "run", "--no-prefix",
-               "-n", "64", kLaunchProgram, "environment"});
-  ASSERT_EQ(job.finish(), 0) << job.err;
-  EXPECT_THAT(job.out, HasSubstr("OMP_NUM_THREADS=1\n"));  // or 64 ranks on more than 127 cores
+  std::vector<std::string> processors;
+  const CpuSet own = own_cpus();
+  for (size_t cpu = 0; cpu < own.size() && processors.size() < 4; ++cpu)
+    if (own[cpu]) processors.push_back(text(cpu));
+  for (int cores = 1; cores <= static_cast<int>(processors.size()); ++cores)
+    for (int ranks = 1; ranks <= cores + 1; ++ranks) {
+      const Words some(processors.begin(), processors.begin() + cores);
+      Process job({"/usr/bin/env", "-u", "OMP_NUM_THREADS", "taskset", "-c", join(some, ","), kMusterCommand, "run",
+                   "--pin", "none", "-n", text(ranks), kLaunchProgram, "environment"});
+      ASSERT_EQ(job.finish(), 0) << job.err;
+      const int usable = std::min(cores, static_cast<int>(cpu_quota() + 0.5));
+      for (int rank = 0; rank < ranks; ++rank)
+        EXPECT_THAT(job.out, HasSubstr(text('[', rank, "] OMP_NUM_THREADS=", std::max(1, usable / ranks), '\n')))
+            << "on processors " << join(some);
+    }
 }
 
 TEST_F(Launch, LinesOfManyRanksStayWhole) {
@@ -431,6 +445,34 @@ TEST_F(Launch, NothingListensOnANetwork) {
   Process job(run_of({"-n", "2"}, {"sockets"}));
   ASSERT_EQ(job.finish(), 0);
   EXPECT_THAT(lines_of(job.out), UnorderedElementsAre("[0] sockets some, network 0", "[1] sockets some, network 0"));
+}
+
+// They run at the same time. Each has a store of its own, and a port for scripts that bring theirs.
+TEST_F(LaunchFolder, TwentyJobsAtOnceNeedNoPorts) {
+  constexpr int kJobs = 20;
+  const auto go = path("go");
+  std::vector<std::unique_ptr<Process>> jobs;
+  for (int job = 1; job <= kJobs; ++job)
+    jobs.push_back(std::make_unique<Process>(run_of({"-n", "2"}, {"sum", text(job), go})));
+  for (const auto& job : jobs) ASSERT_TRUE(all_ready(*job, 2)) << job->err;
+  std::ofstream(go).close();
+  std::set<std::string> ports;
+  for (int number = 1; number <= kJobs; ++number) {
+    Process& job = *jobs[static_cast<size_t>(number - 1)];
+    EXPECT_EQ(job.finish(), 0) << job.err;
+    for (const int rank : {0, 1})
+      EXPECT_THAT(job.out, HasSubstr(text('[', rank, "] rank ", rank, " of 2, sum ", 3 * number, ", port ")));
+    for (const auto& line : lines_of(job.out))
+      if (const auto at = line.find("port "); at != std::string::npos) ports.insert(line.substr(at));
+  }
+  EXPECT_EQ(ports.size(), static_cast<size_t>(kJobs));
+}
+
+// The system gives it to no other process, and yet rank 0 can listen there.
+TEST_F(Launch, TheJobHoldsThePortThatItGivesToScripts) {
+  Process job(run_of({"-n", "1"}, {"port"}));
+  ASSERT_EQ(job.finish(), 0) << job.err;
+  EXPECT_EQ(job.out, "[0] plain: EADDRINUSE\n[0] reuse: listens\n");
 }
 
 TEST_F(Launch, ManyRanksAndManyJobsAtOnce) {

@@ -1,9 +1,10 @@
-"""Real processes: the example under torchrun and under `muster run`, and torch.multiprocessing's spawn with tcp://."""
+"""Real processes: the example under torchrun and `muster run`, a script of Gloo, and torch.multiprocessing's spawn."""
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 
@@ -16,6 +17,19 @@ from ports import ReservedPort
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = [str(ROOT / "python" / "examples" / "train_ddp.py"), "--steps", "20"]
+
+
+# A script that knows nothing of Muster.
+GLOO_SCRIPT = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method="env://")
+t = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(t)
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "has", t.tolist())
+dist.destroy_process_group()
+"""
 
 
 def spawned(rank: int, port: int) -> None:
@@ -39,6 +53,17 @@ class Launchers(unittest.TestCase):
 
     def test_muster_run(self):
         self.example(os.environ["MUSTER_COMMAND"], "run", "-n", "2", sys.executable)
+
+    def test_muster_run_of_a_gloo_script(self):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # without the module
+        with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+            script.write(GLOO_SCRIPT)
+            script.flush()
+            done = subprocess.run([os.environ["MUSTER_COMMAND"], "run", "-n", "2", sys.executable, script.name],
+                                  text=True, capture_output=True, timeout=600, env=environment)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(sorted(done.stdout.splitlines()),
+                         [f"[{rank}] rank {rank} of 2 has [3.0, 3.0, 3.0]" for rank in (0, 1)])
 
     def test_spawn_with_tcp(self):
         with ReservedPort() as port:

@@ -1,21 +1,21 @@
 // What the tests of the launcher start as ranks: one program, whose first argument says how it behaves.
-#include <dirent.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iostream>
-#include <iterator>
 #include <map>
-#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -24,11 +24,13 @@
 #include <vector>
 
 #include "base/crash_report.h"
+#include "base/fd.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"
 #include "muster/store/store.h"
 #include "shm/black_box.h"
+#include "support/network_sockets.h"
 #include "support/patience.h"
 
 namespace {
@@ -130,6 +132,35 @@ int wait_for_file(const Arguments& arguments) {
     if (::access(arguments.at(0).c_str(), F_OK) == 0)
       return arguments.size() == 1 ? 0 : rank() == std::atoi(arguments[1].c_str()) ? 3 : stay();
   return 99;
+}
+
+// sum NUMBER FILE: all add to one sum, that number for rank 0, twice that for rank 1 and so on, say
+// that they are ready, and say the sum when the file is there.
+int sum(const Arguments& arguments) {
+  const auto store = muster::connect_job_store(test::patience());
+  store->add("sum", std::atoi(arguments.at(0).c_str()) * (rank() + 1));
+  meet("summed");
+  say("ready");
+  for (const auto deadline = test::patience(); ::access(arguments.at(1).c_str(), F_OK) != 0; ::poll(nullptr, 0, 5))
+    if (deadline.passed()) return 99;
+  say(text("rank ", rank(), " of ", number("WORLD_SIZE"), ", sum ", store->add("sum", 0), ", port ",
+           number("MASTER_PORT")));
+  meet("seen");
+  return 0;
+}
+
+// eat RANK: all meet, and that rank touches more and more memory until the kernel ends it, or it
+// has a gigabyte.
+int eat(const Arguments& arguments) {
+  meet("eat");
+  if (rank() != std::atoi(arguments.at(0).c_str())) return stay();
+  constexpr size_t kPiece = size_t{1} << 20;
+  for (int piece = 0; piece < 1024; ++piece) {
+    void* memory = ::mmap(nullptr, kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return 98;
+    std::memset(memory, 1, kPiece);
+  }
+  return 97;
 }
 
 // count-until FILE: all meet and then add to one sum, without a pause but those of the store, until the file is there;
@@ -301,33 +332,26 @@ int make_family(const Arguments& arguments) {
   return arguments[0] == "fail" && rank() == 0 ? 4 : 0;
 }
 
-std::set<std::string> socket_inodes(pid_t pid) {
-  std::set<std::string> inodes;
-  DIR* folder = ::opendir(text("/proc/", pid, "/fd").c_str());
-  while (const dirent* entry = folder ? ::readdir(folder) : nullptr) {
-    char target[64] = {};
-    if (::readlink(text("/proc/", pid, "/fd/", entry->d_name).c_str(), target, sizeof target - 1) < 0) continue;
-    const std::string name = target;
-    if (name.starts_with("socket:[")) inodes.insert(name.substr(8, name.size() - 9));
-  }
-  if (folder) ::closedir(folder);
-  return inodes;
-}
-
 // The launcher's sockets, and how many of them are of a network.
 int count_sockets(const Arguments&) {
   meet("sockets");
-  const auto inodes = socket_inodes(::getppid());
-  int network = 0;
-  for (const char* table : {"tcp", "tcp6", "udp", "udp6", "raw", "raw6"}) {
-    std::ifstream file(text("/proc/net/", table));
-    for (std::string line; std::getline(file, line);) {
-      std::istringstream words(line);
-      const std::vector<std::string> columns{std::istream_iterator<std::string>(words), {}};
-      if (columns.size() > 9 && inodes.contains(columns[9])) ++network;
-    }
+  say(text("sockets ", test::sockets_of(::getppid()).empty() ? "none" : "some", ", network ",
+           test::network_sockets_of(::getppid()).size()));
+  return 0;
+}
+
+// Whether a server can listen at the job's port that does not set SO_REUSEADDR, and one that does.
+int use_port(const Arguments&) {
+  for (const int reuse : {0, 1}) {
+    const muster::UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in any{};
+    any.sin_family = AF_INET;
+    any.sin_port = htons(static_cast<uint16_t>(number("MASTER_PORT")));
+    ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse);
+    const bool listens = ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&any), sizeof any) == 0 &&
+                         ::listen(socket.get(), 1) == 0;
+    say(text(reuse ? "reuse: " : "plain: ", listens ? "listens" : ::strerrorname_np(errno)));
   }
-  say(text("sockets ", inodes.empty() ? "none" : "some", ", network ", network));
   return 0;
 }
 
@@ -450,6 +474,8 @@ int main(int argc, char** argv) {
       {"fail-until", fail_until},
       {"wait-for", wait_for_file},
       {"count-until", count_until},
+      {"sum", sum},
+      {"eat", eat},
       {"throw", throw_in_rank},
       {"echo-first", echo_first},
       {"die", die},
@@ -459,6 +485,7 @@ int main(int argc, char** argv) {
       {"signals", tell_signals},
       {"family", make_family},
       {"sockets", count_sockets},
+      {"port", use_port},
       {"descriptors", list_descriptors},
       {"signal-state", print_signal_state},
       {"input", echo_input},
