@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import muster
 from ranks import raised, run
 
 RANKS = 2
@@ -175,7 +176,7 @@ class Compared(unittest.TestCase):
         return zero
 
     def assert_close(self, ours: Parameters, one_process: Parameters) -> None:
-        largest = max(t.abs().max().item() for t in one_process if t.is_floating_point())
+        largest = max(t.abs().max().item() for t in one_process if t.is_floating_point() and t.numel())
         torch.testing.assert_close(ours, one_process, rtol=0, atol=1e-6 * largest)
 
     def assert_equals_one_process(self, make: Callable[[], nn.Module], batch: Callable[[int, int], Batch],
@@ -215,6 +216,39 @@ class Models(Compared):
 
     def test_wide_convolutions(self):
         self.assert_equals_one_process(wide_convolutions, lambda rank, step: images(rank, step, 12))
+
+    def test_wide_convolutions_in_channels_last(self):
+        def make() -> nn.Module:
+            return wide_convolutions().to(memory_format=torch.channels_last)
+
+        def pictures(rank: int, step: int) -> Batch:
+            x, y = images(rank, step, 12)
+            return x.contiguous(memory_format=torch.channels_last), y
+
+        self.assertFalse(seeded(make)[2].weight.is_contiguous())
+        self.assert_equals_one_process(make, pictures)
+
+    def test_bfloat16(self):
+        """Sums of two bfloat16 are rounded once, over any backend. One process rounds at other places."""
+        for make, batch in ((lambda: resnet18().eval().bfloat16(), images), (lambda: Transformer().bfloat16(), words)):
+            def train_over(rank: int, group: dist.ProcessGroup) -> Parameters:
+                net = DistributedDataParallel(seeded(make), process_group=group)
+                inputs = (batch(rank, step) for step in range(2))
+                return train(net, ((x.bfloat16() if x.is_floating_point() else x, y) for x, y in inputs))
+
+            trained = self.assert_equals_gloo(train_over)
+            self.assertTrue(all(t.isfinite().all() for t in trained))
+            self.assertTrue(any(t.dtype == torch.bfloat16 for t in trained))
+
+    def test_parameters_on_the_heap(self):
+        def moved(net: nn.Module) -> nn.Module:
+            for parameter in net.parameters():
+                parameter.data = muster.empty(parameter.shape, dtype=parameter.dtype).copy_(parameter.data)
+                assert muster.is_on_heap(parameter)
+            return DistributedDataParallel(net)
+
+        self.assert_equals_one_process(Transformer, words, wrap=moved)
+        self.assert_equals_one_process(wide_convolutions, lambda rank, step: images(rank, step, 12), wrap=moved, steps=2)
 
     def test_wide_convolutions_with_gradients_in_the_buckets(self):
         self.assert_equals_one_process(wide_convolutions, lambda rank, step: images(rank, step, 12), steps=2,
@@ -353,6 +387,31 @@ class Recomputed(nn.Module):
         return self.head(x)
 
 
+class Odd(nn.Module):
+    """A frozen layer, one that is used twice, a parameter without elements, one that nobody uses, and tied biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.twice, self.unused = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.frozen.requires_grad_(False)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.head = nn.Linear(64, 1000)
+        self.twice.bias = self.unused.bias = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.twice(self.twice(self.frozen(x)).tanh()).tanh()
+        return self.head(y) + self.nothing.sum()
+
+
+class Forger(nn.Module):
+    """Both halves of a GAN on points in eight dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+
+
 class Broken(Exception):
     pass
 
@@ -410,6 +469,57 @@ class Ways(Compared):
         (unused, zero, plain), (_, one, _) = run(RANKS, body)
         self.assertIsNone(unused[0])
         self.assertIsNotNone(unused[1])
+        self.assert_same_bits(zero, one)
+        self.assert_close(zero, plain)
+
+    def test_frozen_shared_unused_and_empty_parameters(self):
+        self.assert_equals_one_process(Odd, vectors, lambda net: DistributedDataParallel(net, find_unused_parameters=True))
+
+    def test_clipped_gradients(self):
+        """The norm is that of the mean of all ranks' gradients."""
+        def clipped(net: nn.Module, batches: Iterator[Batch]) -> tuple[Parameters, list[torch.Tensor]]:
+            optimizer, norms = sgd(net), []
+            for x, y in batches:
+                optimizer.zero_grad()
+                cross_entropy(net(x), y).backward()
+                norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+                optimizer.step()
+            return state(net), norms
+
+        def body(rank: int) -> Any:
+            net = DistributedDataParallel(seeded(Transformer))
+            return (clipped(net, (words(rank, step) for step in range(STEPS))),
+                    clipped(seeded(Transformer), (whole(words, step) for step in range(STEPS))) if rank == 0 else None)
+
+        ((zero, norms), (plain, plain_norms)), ((one, _), _) = run(RANKS, body)
+        self.assert_same_bits(zero, one)
+        self.assert_close(zero, plain)
+        self.assert_close(norms, plain_norms)
+        self.assertTrue(all(norm > 0.1 for norm in norms), "nothing was clipped")
+
+    def test_two_models_that_play_against_each_other(self):
+        """A GAN: two optimizers, three backward passes per step, and one model's gradient through the other."""
+        def play(generator: nn.Module, critic: nn.Module, rows: slice) -> Parameters:
+            optimizers = [torch.optim.Adam(net.parameters(), lr=0.01, eps=1e-3) for net in (generator, critic)]
+            for step in range(4 * STEPS):
+                g = torch.Generator().manual_seed(step)
+                real, noise = (torch.randn(12, n, generator=g)[rows] for n in (8, 4))
+                optimizers[1].zero_grad()
+                nn.functional.softplus(-critic(real + 2)).mean().backward()
+                nn.functional.softplus(critic(generator(noise).detach())).mean().backward()
+                optimizers[1].step()
+                optimizers[0].zero_grad()
+                nn.functional.softplus(-critic(generator(noise))).mean().backward()
+                optimizers[0].step()
+            return state(generator) + state(critic)
+
+        def body(rank: int) -> Any:
+            both, alone = seeded(Forger), seeded(Forger)
+            ours = play(DistributedDataParallel(both.generator), DistributedDataParallel(both.critic),
+                        slice(6 * rank, 6 * rank + 6))
+            return ours, play(alone.generator, alone.critic, slice(None)) if rank == 0 else None
+
+        (zero, plain), (one, _) = run(RANKS, body)
         self.assert_same_bits(zero, one)
         self.assert_close(zero, plain)
 
