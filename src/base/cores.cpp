@@ -24,8 +24,8 @@ double quota_of(const std::filesystem::path& cgroup) {
   return file >> quota >> period && period > 0 ? quota / period : kUnlimited;
 }
 
-int bounded(size_t cores) {
-  return std::max(1, static_cast<int>(std::min(static_cast<double>(cores), cpu_quota() + 0.5)));
+int bounded(size_t cores, double quota) {
+  return std::max(1, static_cast<int>(std::min(static_cast<double>(cores), quota + 0.5)));
 }
 
 // Whether `rank` can have its own core, if ranks that have one may move to another of theirs (Kuhn's algorithm).
@@ -76,22 +76,23 @@ CpuSet cpus_from_text(std::string_view text) {
   return cpus;
 }
 
-double cpu_quota() {
+double cpu_quota(const std::filesystem::path& root) {
   double least = kUnlimited;
-  for (const auto& cgroup : own_cgroups()) least = std::min(least, quota_of(cgroup));
+  for (const auto& cgroup : own_cgroups(root)) least = std::min(least, quota_of(cgroup));
   double micros = 0, period = 0;
-  std::ifstream quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), of("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  const auto first = root / "sys/fs/cgroup/cpu";  // of version 1
+  std::ifstream quota(first / "cpu.cfs_quota_us"), of(first / "cpu.cfs_period_us");
   if (quota >> micros && of >> period && micros > 0 && period > 0) least = std::min(least, micros / period);
   return least;
 }
 
-int usable_cores() { return bounded(own_cpus().count()); }
+int usable_cores(const std::filesystem::path& root) { return bounded(own_cpus().count(), cpu_quota(root)); }
 
 int cores_together(std::span<const CpuSet> ranks) {
   CpuSet all;
   for (const CpuSet& cpus : ranks) all |= cpus;
   if (std::all_of(ranks.begin(), ranks.end(), [&](const CpuSet& cpus) { return cpus == all; }))
-    return bounded(all.count());
+    return bounded(all.count(), cpu_quota());
   size_t last = 0;
   for (size_t cpu = 0; cpu < all.size(); ++cpu)
     if (all[cpu]) last = cpu;
@@ -101,7 +102,7 @@ int cores_together(std::span<const CpuSet> ranks) {
     CpuSet tried;
     placed += find_core(ranks, rank, owner, tried);
   }
-  return bounded(placed == ranks.size() ? all.count() : placed);
+  return bounded(placed == ranks.size() ? all.count() : placed, cpu_quota());
 }
 
 }  // namespace muster

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <bitset>
+#include <filesystem>
 #include <span>
 #include <string>
 #include <string_view>
@@ -19,11 +20,11 @@ std::string to_text(const CpuSet& cpus);       // hexadecimal, without leading z
 CpuSet cpus_from_text(std::string_view text);  // CorruptError
 
 // How many CPUs' worth of time this process's cgroups grant (cpu.max of version 2, the cfs quota of version 1); a large
-// number if there is no limit.
-double cpu_quota();
+// number if there is no limit. `root`: another file system, for tests.
+double cpu_quota(const std::filesystem::path& root = "/");
 
 // How many cores this process may use: its affinity, bounded by the quota; at least 1.
-int usable_cores();
+int usable_cores(const std::filesystem::path& root = "/");
 
 // How many cores the ranks of a host may use together, given the affinity of each rank. If each rank can have its own
 // core, this is the number of all their cores, bounded by the quota. Otherwise it is the number of ranks that can have

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <limits>
 #include <set>
 #include <string>
@@ -21,6 +23,7 @@
 #include "base/text.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
+#include "support/temporary_folder.h"
 
 namespace muster {
 namespace {
@@ -261,6 +264,36 @@ TEST(Cores, Together) {
   expect({cpus({1, 2}), cpus({0, 1}), cpus({0})}, 3);
   expect({cpus({0, 1, 2, 3}), cpus({0, 1})}, 4);
   EXPECT_GE(usable_cores(), 1);
+}
+
+// A quota of CPU time bounds the cores that may be used, in each of the cgroups around the process.
+TEST(Cores, WithinAQuota) {
+  const test::TemporaryFolder root;
+  const auto write = [&](const std::filesystem::path& file, const std::string& content) {
+    std::filesystem::create_directories((root / file).parent_path());
+    std::ofstream(root / file) << content << '\n';
+  };
+  const int all = usable_cores(root.path());  // there is nothing that limits it
+  EXPECT_EQ(all, static_cast<int>(own_cpus().count()));
+  const auto expect = [&](int cores) { EXPECT_EQ(usable_cores(root.path()), std::min(all, cores)); };
+  write("proc/self/cgroup", "0::/outer/inner");
+  write("sys/fs/cgroup/outer/inner/cpu.max", "max 100000");
+  EXPECT_EQ(usable_cores(root.path()), all);
+  write("sys/fs/cgroup/outer/inner/cpu.max", "150000 100000");
+  EXPECT_EQ(cpu_quota(root.path()), 1.5);
+  expect(2);
+  write("sys/fs/cgroup/outer/cpu.max", "50000 50000");
+  expect(1);
+  write("sys/fs/cgroup/outer/inner/cpu.max", "20000 100000");  // a fifth of a core is still one
+  expect(1);
+  write("proc/self/cgroup", "4:cpu,cpuacct:/job");
+  EXPECT_EQ(usable_cores(root.path()), all);
+  write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1");
+  write("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000");
+  EXPECT_EQ(usable_cores(root.path()), all);
+  write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "80000");
+  EXPECT_EQ(cpu_quota(root.path()), 0.8);
+  expect(1);
 }
 
 }  // namespace

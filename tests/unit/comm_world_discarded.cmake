@@ -1,0 +1,13 @@
+# cmake -D COMPILER=… -D CCACHE=… -D BASE=… -D INCLUDES=… -D SOURCE=… -P: SOURCE must fail, once, with this message.
+set(HEADER muster/comm/world.h)
+include(${CMAKE_CURRENT_LIST_DIR}/misuse.cmake)
+list(REMOVE_ITEM flags -w)
+execute_process(COMMAND ${COMPILER} ${flags} -Werror=unused-result ${SOURCE} RESULT_VARIABLE failed ERROR_VARIABLE text)
+if(NOT failed)
+  message(FATAL_ERROR "${SOURCE} compiles")
+endif()
+string(REGEX MATCHALL "a World that nobody keeps leaves the job at the end of the statement" found "${text}")
+list(LENGTH found times)
+if(NOT times EQUAL 1)
+  message(FATAL_ERROR "the compiler says it ${times} times:\n${text}")
+endif()
