@@ -574,36 +574,84 @@ TEST_F(DdpTest, BuffersFollowRankZero) {
   });
 }
 
-// ctest runs it in a process of its own (EACH), because nothing takes the allocator away again that DDP has installed.
+struct Large : torch::nn::Module {
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(600, 600)),
+                    second = register_module("second", torch::nn::Linear(600, 2));
+  torch::Tensor forward(torch::Tensor x) { return second(torch::relu(first(x))); }
+};
+
+// Three steps. Returns how many gradients autograd computed where they are reduced.
+int train_large(World& world, DdpOptions options) {
+  const auto net = make<Large>(7), alone = make<Large>(7);
+  DistributedDataParallel ddp(net, options);
+  int born = 0;
+  net->first->weight.register_hook(
+      [&](const torch::Tensor& grad) { born += world.heap().contains(grad.const_data_ptr()); });
+  const auto input = [](int rank, int step) { return part(rank, step, 50).flatten().view({1, 600}); };
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    alone->zero_grad();
+    ddp(input(world.rank(), step)).square().sum().backward();
+    for (int r = 0; r < 2; ++r) (alone->forward(input(r, step)).square().sum() / 2).backward();
+    EXPECT_TRUE(world.heap().contains(net->first->weight.grad().const_data_ptr()));
+    EXPECT_TRUE(torch::allclose(net->first->weight.grad(), alone->first->weight.grad(), 1e-4, 1e-5)) << step;
+  }
+  return born;
+}
+
+// ctest runs each in a process of its own (EACH), because nothing takes the allocator away again that DDP has installed.
 TEST(DdpAllocator, IsReplacedOnlyOnRequest) {
-  struct Large : torch::nn::Module {
-    torch::nn::Linear first = register_module("first", torch::nn::Linear(600, 600)),
-                      second = register_module("second", torch::nn::Linear(600, 2));
-    torch::Tensor forward(torch::Tensor x) { return second(torch::relu(first(x))); }
-  };
   at::set_num_threads(1);
   c10::Allocator* const before = c10::GetCPUAllocator();
   if (before != c10::GetDefaultCPUAllocator()) GTEST_SKIP() << "an earlier test of this process has had it replaced";
   for (const bool replace : {false, true}) {
     SCOPED_TRACE(replace);
-    run_threads(2, [replace](World& world) {
-      const auto net = make<Large>(7), alone = make<Large>(7);
-      DistributedDataParallel ddp(net, {.replace_allocator = replace});
-      int born = 0;  // gradients that autograd computed where they are reduced
-      net->first->weight.register_hook(
-          [&](const torch::Tensor& grad) { born += world.heap().contains(grad.const_data_ptr()); });
-      const auto input = [](int rank, int step) { return part(rank, step, 50).flatten().view({1, 600}); };
-      for (int step = 0; step < 3; ++step) {
-        net->zero_grad();
-        alone->zero_grad();
-        ddp(input(world.rank(), step)).square().sum().backward();
-        for (int r = 0; r < 2; ++r) (alone->forward(input(r, step)).square().sum() / 2).backward();
-        EXPECT_TRUE(world.heap().contains(net->first->weight.grad().const_data_ptr()));
-        EXPECT_TRUE(torch::allclose(net->first->weight.grad(), alone->first->weight.grad(), 1e-4, 1e-5)) << step;
-      }
-      EXPECT_EQ(born > 0, replace);
-    });
+    run_threads(
+        2, [replace](World& world) { EXPECT_EQ(train_large(world, {.replace_allocator = replace}) > 0, replace); });
     EXPECT_EQ(c10::GetCPUAllocator() != before, replace);
+  }
+}
+
+// One that counts. It asks the one before it, or knows none.
+class Others final : public c10::Allocator {
+ public:
+  explicit Others(c10::Allocator* before) : before_(before) {}
+  c10::DataPtr allocate(size_t bytes) override {
+    ++allocations;
+    if (before_) return before_->allocate(bytes);
+    void* const data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    return {data, data, &std::free, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return before_ ? before_->raw_deleter() : &std::free; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  std::atomic<int> allocations{0};
+
+ private:
+  c10::Allocator* const before_;
+};
+
+// Somebody replaces DDP's allocator, while tensors of both are there.
+TEST(DdpAllocator, IsReplacedByAnotherLater) {
+  at::set_num_threads(1);
+  if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) GTEST_SKIP() << "an earlier test has had it replaced";
+  run_threads(2, [](World& world) { EXPECT_GT(train_large(world, {}), 0); });
+  c10::Allocator* const ours = c10::GetCPUAllocator();
+  for (c10::Allocator* const asked : {ours, static_cast<c10::Allocator*>(nullptr)}) {
+    SCOPED_TRACE(asked ? "it asks DDP's" : "it knows no other");
+    const torch::Tensor old = torch::ones({1000, 1000});
+    auto& others = *new Others(asked);  // tensors may outlive all else
+    c10::SetCPUAllocator(&others);
+    run_threads(2, [&](World& world) {
+      const int born = train_large(world, {});
+      if (asked) {
+        EXPECT_GT(born, 0);
+      } else {
+        EXPECT_EQ(born, 0);  // gradients are copied to where they are reduced
+      }
+    });
+    EXPECT_GT(others.allocations, 0);
+    EXPECT_EQ(old.sum().item<float>(), 1e6f);
+    c10::SetCPUAllocator(ours);
   }
 }
 
