@@ -1,7 +1,10 @@
-// Data-parallel training over Muster: muster run -n 2 bench_ddp --net small|wide [--sync ddp|barrier|none] [--hook
-// power] [--shards 8] [--optimizer adamw|zero|zero-backward] [--device cuda]. One JSON object. With `barrier`, a
-// barrier after each step is all that connects the ranks: no synchronisation can be faster, because each step takes as
-// long as the slower rank's. With --shards, gradients are the same to the bit on any number of ranks; the batches of
+// Data-parallel training over Muster. One JSON object.
+//
+//   muster run -n 2 bench_ddp --net small|wide [--sync ddp|barrier|none] [--hook power] [--shards 8]
+//                             [--optimizer adamw|zero|zero-backward] [--device cuda]
+//
+// With `barrier`, a barrier after each step is all that connects the ranks: no synchronisation can be faster, because
+// each step takes as long as the slower rank's. With --shards, gradients are the same to the bit on any number of ranks; the batches of
 // all ranks together are what is divided. With an --optimizer, the row has the bytes of the optimizer states of all
 // ranks together; `zero` divides AdamW's among the ranks, and `zero-backward` makes its steps in backward(). With
 // --device cuda, all ranks are on the first device, over NCCL. The data are random, in Fashion-MNIST's shapes: the time

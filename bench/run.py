@@ -350,7 +350,7 @@ class Bench:
         alone, as_many, job, many, light = "libtorch alone, to its first tensor", "libtorch alone in as many processes", "a job, to its first all_reduce", "a job, to its first barrier", "a job without libtorch, to its first barrier"
         starts = {  # the command, how many processes take part, and the bound for their time
             alone: ([libtorch], 1, None),
-            as_many: (["/bin/sh", "-c", f"for rank in $(seq {self.args.ranks}); do {shlex.quote(libtorch)} & done; wait"], self.args.ranks, None),
+            as_many: (["/bin/sh", "-c", f"for rank in $(seq {self.args.ranks}); do {shlex.quote(libtorch)} & all=\"$all $!\"; done; for one in $all; do wait $one || exit 1; done"], self.args.ranks, None),
             job: (self.command("muster", program, "start"), self.args.ranks, None),
             many: (self.command("muster", program, "barrier", ranks=64), 64, None),
             light: (self.command("muster", str(self.build / "bench" / "bench_meet"), ranks=64), 64, 2000),
@@ -367,6 +367,8 @@ class Bench:
                     taken[impl].append((time.perf_counter() - start) * 1e3)
             for name in (alone, job, as_many, as_many, job, alone) * 3 + (many, light):
                 start, events = self.events(starts[name][0])
+                if events is None:
+                    sys.exit(f"{' '.join(starts[name][0])} took more than ten minutes")
                 taken[name].append((max(event["t"] for event in events if event["event"] == "first") - start) * 1e3)
         found = [(name, ranks, taken[name], bound) for name, (_, ranks, bound) in starts.items()]
         for name in (alone, as_many):

@@ -59,8 +59,7 @@ void draw_graph(const std::string& file, std::vector<Tensor> rates) {
   rates.resize(2);
   optim::NamedTensors names{{"log rate 0", rates[0]}, {"log rate 1", rates[1]}};
   const Tensor loss = loss_after_training(rates, 0, &names);
-  optim::write_dot(file, {loss}, names);
-  std::printf("the graph of two steps is in %s\n", file.c_str());
+  std::printf("the graph of two steps is in %s\n", optim::write_dot(file, {loss}, names).c_str());
 }
 
 struct Settings {

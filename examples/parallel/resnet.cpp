@@ -6,8 +6,8 @@
 // A batch of 64 is 32 pictures for each of two ranks, or 16 for each of four. Each BatchNorm looks at the whole batch,
 // so the losses are the same on any number of ranks, but for rounding. The rate goes through one cycle, and averages of
 // the parameters are kept. With --folder, the program may be killed at any time: it goes on from its last snapshot to
-// the bit, and `muster ledger check run1/ledger` proves that no picture was lost or used twice. Source: He, Zhang, Ren,
-// Sun, "Deep Residual Learning for Image Recognition", CVPR 2016.
+// the bit, and `muster ledger check run1/ledger` proves that no picture was lost or used twice.
+// Source: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016.
 #include <ATen/Parallel.h>
 #include <muster/data/idx.h>
 #include <muster/muster.h>

@@ -34,8 +34,9 @@ struct Sent {
   rpc::Interceptor::Timeout timeout;  // the call's own, if it has one
 };
 
-// A thread's first node would have the number 0, which is the call nodes': the engine might then wait for a call before
-// it runs that node, and so before it sends the requests that depend on it.
+// A thread's first node would have the number 0, as call nodes have: the engine might then wait for a call before it
+// runs that node, and so before it sends the requests that depend on it. (In a thread that makes nodes before its first
+// call, one node may still have it.)
 void leave_number_0_to_call_nodes() {
   if (at::sequence_number::peek() == 0) at::sequence_number::get_and_increment();
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "parallel/hosts.h"
@@ -115,7 +116,6 @@ std::vector<std::map<size_t, Reading::Offer>> Reading::offer_shards(std::vector<
     offer.problem = problem_of([&] {
       Container& file = mine[i].emplace(open_shard(here_.folder.path(), about_, i));
       if (mine.size() > kFewFiles) file.open_for_each_read();
-      if (here_.is_of_hosts()) file.verify();  // if it is damaged, another host may have an intact copy
       offer.head = file.head();
     });
   }
@@ -123,42 +123,79 @@ std::vector<std::map<size_t, Reading::Offer>> Reading::offer_shards(std::vector<
 }
 
 // A shard is opened by the rank with its number, or where there are fewer ranks, by the one whose turn it is. If that
-// cannot, for example because it runs on another host now, every rank looks for it.
+// cannot, for example because it runs on another host now, or if what it has is damaged, every rank looks for a copy.
 Problem Reading::open_shards() {
   const size_t count = about_.shards.size(), size = static_cast<size_t>(here_.size);
   std::vector<std::optional<Container>> mine(count);
-  std::vector<std::optional<int>> holders(count);
-  const auto first = offer_shards(mine, [&](size_t i) { return i % size == static_cast<size_t>(here_.rank); });
+  std::vector<std::optional<size_t>> holders(count);
   std::vector<std::string> heads(count);
-  std::vector<size_t> held(size);  // by rank: how many shards
+  std::vector<Problem> why(count);  // the shard has no holder
+  std::vector<size_t> held(size);   // by rank: how many shards
   const auto take = [&](size_t i, size_t rank, const Offer& offer) {
-    holders[i] = static_cast<int>(rank);
+    holders[i] = rank;
     heads[i] = offer.head;
     ++held[rank];
   };
-  for (size_t i = 0; i < count; ++i)
-    if (const Offer& offer = first[i % size].at(i); !offer.head.empty()) take(i, i % size, offer);
-  if (std::any_of(holders.begin(), holders.end(), [](const auto& holder) { return !holder; })) {
-    const auto second = offer_shards(mine, [&](size_t i) { return !holders[i]; });
+  const auto offers = offer_shards(mine, [&](size_t i) { return i % size == static_cast<size_t>(here_.rank); });
+  for (size_t i = 0; i < count; ++i) {
+    const Offer& offer = offers[i % size].at(i);
+    why[i] = offer.problem;
+    if (!offer.head.empty()) take(i, i % size, offer);
+  }
+  std::set<std::pair<size_t, size_t>> damaged;  // shards, and the ranks whose copies are
+  std::set<size_t> verified;
+  std::vector<std::map<size_t, Offer>> copies;  // by rank
+  for (;;) {
+    if (here_.is_of_hosts())
+      for (auto& [i, problem] : damaged_of(mine, holders, verified)) {
+        if (here_.rank == 0) {
+          MUSTER_LOG(kWarning) << "rank " << *holders[i] << " has a damaged copy of shard " << i
+                               << ", so another one is looked for: " << problem.what();
+        }
+        damaged.emplace(i, *holders[i]);
+        --held[*holders[i]];
+        holders[i].reset();
+        why[i] = problem;
+      }
+    if (std::all_of(holders.begin(), holders.end(), [](const auto& holder) { return holder.has_value(); })) break;
+    if (copies.empty()) copies = offer_shards(mine, [&](size_t i) { return !holders[i]; });
     for (size_t i = 0; i < count; ++i) {
       if (holders[i]) continue;
       // Of the ranks that have it, the one that holds the fewest. Of what is wrong, rather a damage than a file that is
       // missing.
       std::optional<size_t> best;
-      Problem why = first[i % size].at(i).problem;
       for (size_t rank = 0; rank < size; ++rank) {
-        const Offer& offer = second[rank].at(i);
-        if (offer.problem.is(ErrorCode::kCorrupt) && !why.is(ErrorCode::kCorrupt)) why = offer.problem;
-        if (!offer.head.empty() && (!best || held[rank] < held[*best])) best = rank;
+        const Offer& offer = copies[rank].at(i);
+        if (offer.problem.is(ErrorCode::kCorrupt) && !why[i].is(ErrorCode::kCorrupt)) why[i] = offer.problem;
+        if (!offer.head.empty() && !damaged.contains({i, rank}) && (!best || held[rank] < held[*best])) best = rank;
       }
-      if (!best) return refused_or_thrown(why);
-      take(i, *best, second[*best].at(i));
+      if (!best) return refused_or_thrown(why[i]);
+      take(i, *best, copies[*best].at(i));
     }
   }
-  for (size_t i = 0; i < count; ++i)
-    files_.push_back({*holders[i], *holders[i] == here_.rank ? std::move(*mine[i])
-                                                             : Container::directory(heads[i], about_.shards[i].file)});
+  for (size_t i = 0; i < count; ++i) {
+    const int holder = static_cast<int>(*holders[i]);
+    files_.push_back(
+        {holder, holder == here_.rank ? std::move(*mine[i]) : Container::directory(heads[i], about_.shards[i].file)});
+  }
   return {};
+}
+
+// In folders of the hosts' own, where another host may have an intact copy: each holder verifies the shards that are
+// not `verified` yet. Returns those that are damaged, the same on all ranks.
+std::map<size_t, Problem> Reading::damaged_of(const std::vector<std::optional<Container>>& mine,
+                                              const std::vector<std::optional<size_t>>& holders,
+                                              std::set<size_t>& verified) const {
+  std::map<size_t, Problem> found, all;
+  for (size_t i = 0; i < holders.size(); ++i) {
+    if (!holders[i] || verified.contains(i)) continue;
+    if (*holders[i] == static_cast<size_t>(here_.rank))
+      if (Problem problem = problem_of([&] { mine[i]->verify(); })) found.emplace(i, std::move(problem));
+    verified.insert(i);
+  }
+  for (const auto& of_rank : all_gather_object(found, here_.collective)) all.insert(of_rank.begin(), of_rank.end());
+  for (const auto& [i, problem] : all) verified.erase(i);
+  return all;
 }
 
 void Reading::open_others() {

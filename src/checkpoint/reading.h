@@ -1,6 +1,7 @@
 // Opens and verifies the files of one snapshot. Each file has a holder, a rank that has opened it. The other ranks
 // learn what is in it. If all ranks are on one host, and each finds the same files in its folder, all open them: then
-// each verifies a part of every file, and reads what it needs by itself.
+// each verifies a part of every file, and reads what it needs by itself. In folders of the hosts' own, of which several
+// may have a shard, its holder verifies it; if it is damaged, a rank with another copy becomes the holder.
 //
 // Thread-safety: none.
 #pragma once
@@ -11,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "checkpoint/container.h"
@@ -33,7 +35,7 @@ class Reading {
 
   // Collective. Rank 0 opens the only file, or the manifest (in folders of the hosts' own, the first ranks of the hosts
   // look for one); then rank r opens the shards of ranks r, r + size and so on, and all ranks look for those that it
-  // does not have. Returns why the snapshot is refused; the same on all ranks. Throws a problem that an older one would
+  // does not have, or has only damaged. Returns why the snapshot is refused; the same on all ranks. Throws a problem that an older one would
   // have, too.
   Problem open_and_verify();
 
@@ -48,6 +50,9 @@ class Reading {
                                                     const std::function<bool(size_t)>& wanted) const;
   Problem open_one_of(const std::vector<Offer>& manifests);
   Problem open_shards();
+  std::map<size_t, Problem> damaged_of(const std::vector<std::optional<Container>>& mine,
+                                       const std::vector<std::optional<size_t>>& holders,
+                                       std::set<size_t>& verified) const;
   void open_others();
   Problem verify() const;
 

@@ -27,8 +27,8 @@ namespace {
 // Binds `socket` to a free port at an IPv4 address of this host, without listening there. Returns
 // the port; 29500, PyTorch's default, if there is none. Without IPv4 no program can use it, and
 // Muster does not.
-int hold_port(const std::string& where, UniqueFd& socket) {
-  socket = UniqueFd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+int hold_port(const std::string& where, UniqueFd& held) {
+  UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const int yes = 1;
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -38,6 +38,7 @@ int hold_port(const std::string& where, UniqueFd& socket) {
       ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
       ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0)
     return 29500;
+  held = std::move(socket);  // the port that it held until now is not the new one
   return ntohs(address.sin_port);
 }
 

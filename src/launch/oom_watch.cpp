@@ -85,14 +85,15 @@ OomWatch::Finding OomWatch::about(pid_t pid) const {
     return finding;
   }
   const auto now = kills_of_system();
-  // A cgroup counts all kills of its processes, so another cgroup's are not taken for one.
-  const bool system_kill = !finding.known && now && system_ && *now > *system_;
-  if (system_kill || in_kernel_log(pid)) {
+  const bool other_kill = now && system_ && *now > *system_;
+  if ((other_kill && !finding.known) || in_kernel_log(pid)) {
     finding.known = finding.killed = true;
     finding.words = text("the system ran out of memory, and the kernel's out-of-memory killer ended it; ", kWhatToDo);
     return finding;
   }
-  finding.known = finding.known || (now && system_);
+  // A kill that the cgroups around this process have not counted may have been in any other, perhaps one of the
+  // process's own.
+  finding.known = !other_kill && (finding.known || (now && system_));
   if (finding.known) finding.words = "somebody killed it; the system did not run out of memory";
   return finding;
 }

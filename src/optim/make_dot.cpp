@@ -10,7 +10,7 @@
 #include <fstream>
 #include <map>
 #include <sstream>
-#include <string_view>
+#include <system_error>
 #include <unordered_map>
 #include <vector>
 
@@ -110,7 +110,7 @@ void write(const std::string& path, const std::string& dot) {
   if (!file.flush()) throw InvalidArgument(text("cannot write to '", path, "'"));
 }
 
-// False if there is no program to draw with.
+// False if there is no program to draw with; then the source stays.
 bool draw(const std::string& source, const std::string& path) {
   std::string arguments[] = {"dot", "-Tsvg", "-o", path, source};
   std::vector<char*> argv;
@@ -122,8 +122,9 @@ bool draw(const std::string& source, const std::string& path) {
   if (!error)
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
     }
-  if (error) return false;
+  if (error == ENOENT) return false;
   std::remove(source.c_str());
+  if (error) throw Unavailable(text("cannot start 'dot': ", std::generic_category().message(error)));
   if (status != 0) throw InvalidArgument(text("dot could not draw '", path, "' (status ", status, ")"));
   return true;
 }
@@ -140,9 +141,8 @@ std::string make_dot(const Tensors& results, const NamedTensors& names) {
 }
 
 std::string write_dot(const std::string& path, const Tensors& results, const NamedTensors& names) {
-  constexpr std::string_view kPicture = ".svg";
-  const bool picture = path.ends_with(kPicture);
-  const std::string source = picture ? path.substr(0, path.size() - kPicture.size()) + ".dot" : path;
+  const bool picture = path.ends_with(".svg");
+  const std::string source = picture ? path + ".dot" : path;
   write(source, make_dot(results, names));
   if (!picture) return source;
   if (draw(source, path)) return path;

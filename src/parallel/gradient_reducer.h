@@ -11,10 +11,10 @@
 //
 // With owners, of which each parameter has one, or one per host:
 //   - After backward(), a parameter has a .grad on its owners only; elsewhere it is undefined.
-//   - A large gradient that is another rank's is freed when it has been reduced, while backward() still goes on. If more
-//     than `most_in_flight` bytes of them are not reduced yet, backward() waits.
-//   - A gradient is reduced to its owner. With an owner on each of several hosts it is reduced to all ranks: the network
-//     carries the same bytes as for the owners alone, and the ranks of a host need no groups of their own.
+//   - A large gradient that is another rank's is freed when it has been reduced, while backward() still goes on. If
+//     more than `most_in_flight` bytes of them are not reduced yet, backward() waits.
+//   - A gradient is reduced to its owner. With an owner on each of several hosts it is reduced to all ranks: the
+//     network carries the same bytes as for the owners alone, and the ranks of a host need no groups of their own.
 //   - A small all_reduce at the end tells all ranks which parameters were used. So backward() returns on no rank before
 //     it is over on all.
 //   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside

@@ -8,7 +8,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <functional>
+#include <utility>
 
 #include "base/text.h"
 #include "comm/backends/registry.h"
@@ -352,7 +354,7 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
   constexpr int kRanks = 4;
   for (const bool asleep : {false, true}) {  // killed in a collective in which the others wait, or outside of one
     const ForkedJob job;
-    SharedNumbers started(kRanks);
+    SharedNumbers started(kRanks), noticed(kRanks);
     ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
       World world = job.join(rank, kRanks, options_of(loss.backend), loss.hosts);
       const World::Scope scope(world);
@@ -363,6 +365,7 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
       try {
         for (;;) all_reduce(at::ones({2000}));
       } catch (const PeerLost& lost) {
+        noticed[static_cast<size_t>(rank)] = now_ns();
         EXPECT_EQ(lost.rank(), loss.victim) << lost.what();
         EXPECT_CONTAINS(lost.what(), text("rank ", loss.victim));
         EXPECT_THROW(barrier(), PeerLost);
@@ -370,11 +373,56 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
       return {};
     });
     while (started[0] + started[1] + started[2] + started[3] < kRanks) ::usleep(1000);
+    const int64_t killed = now_ns();
     ranks.signal(loss.victim, SIGKILL);
+    std::vector<std::string> after;
     for (int r = 0; r < kRanks; ++r) {
       const auto end = ranks.wait(r, patience());
       if (r == loss.victim) continue;
       EXPECT_TRUE(end.exited && end.status == 0) << "rank " << r << ": " << end.said << ", signal " << end.signal;
+      after.push_back(text((noticed[static_cast<size_t>(r)] - killed) / 1'000'000));
+    }
+    std::printf("rank %d was killed %s; the others noticed it after %s ms\n", loss.victim,
+                asleep ? "outside of a collective" : "in a collective", join(after, ", ").c_str());
+  }
+}
+
+// The store stands still before a rank is killed. The others learn of the death all the same, and their Worlds end.
+TEST(SilentStoreFork, NeitherADeathNorTheEndOfAWorldWaitsForIt) {
+  for (const auto& [backend, hosts] :
+       {std::pair<std::string, Hosts>("shm", {}), {"gloo", {}}, {"hierarchical", {"a", "a", "b"}}}) {
+    SCOPED_TRACE(backend);
+    constexpr int kRanks = 3, kStore = kRanks, kVictim = 1;
+    const std::string name = text("@muster-test-", ::getpid(), "-", backend);
+    SharedNumbers started(kRanks), go(1), serves(1);
+    ForkedRanks processes(kRanks + 1, [&, &backend = backend, &hosts = hosts](int rank) -> std::string {
+      if (rank == kStore) {
+        const auto server = serve_store(name);
+        serves[0] = 1;
+        for (;;) ::pause();
+      }
+      while (serves[0] == 0) ::usleep(1000);
+      World world = comm::WorldStarter(hosts).join(
+          {.rank = rank, .world_size = kRanks, .local_rank = rank, .local_world_size = kRanks},
+          connect_store("unix:" + name, patience()), options_of(backend));
+      const World::Scope scope(world);
+      barrier();
+      started[static_cast<size_t>(rank)] = 1;
+      while (go[0] == 0) ::usleep(1000);
+      try {
+        for (;;) all_reduce(at::ones({2000}));
+      } catch (const PeerLost& lost) {
+        EXPECT_EQ(lost.rank(), kVictim) << lost.what();
+      }
+      return {};
+    });
+    while (started[0] + started[1] + started[2] < kRanks) ::usleep(1000);
+    processes.signal(kStore, SIGSTOP);
+    go[0] = 1;
+    processes.signal(kVictim, SIGKILL);
+    for (const int rank : {0, 2}) {
+      const auto end = processes.wait(rank, patience());
+      EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
     }
   }
 }

@@ -8,7 +8,9 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -599,7 +601,7 @@ int train_large(World& world, DdpOptions options) {
   return born;
 }
 
-// ctest runs each in a process of its own (EACH), because nothing takes the allocator away again that DDP has installed.
+// ctest runs each in a process of its own (EACH), because nothing takes away the allocator that DDP has installed.
 TEST(DdpAllocator, IsReplacedOnlyOnRequest) {
   at::set_num_threads(1);
   c10::Allocator* const before = c10::GetCPUAllocator();
@@ -639,7 +641,8 @@ TEST(DdpAllocator, IsReplacedByAnotherLater) {
   for (c10::Allocator* const asked : {ours, static_cast<c10::Allocator*>(nullptr)}) {
     SCOPED_TRACE(asked ? "it asks DDP's" : "it knows no other");
     const torch::Tensor old = torch::ones({1000, 1000});
-    auto& others = *new Others(asked);  // tensors may outlive all else
+    static std::vector<std::unique_ptr<Others>> all;  // tensors may outlive the test
+    Others& others = *all.emplace_back(std::make_unique<Others>(asked));
     c10::SetCPUAllocator(&others);
     run_threads(2, [&](World& world) {
       const int born = train_large(world, {});

@@ -201,9 +201,6 @@ TEST(Examples, AutogradPipeline) {
     EXPECT_EQ(together, 0);
     ASSERT_EQ(std::sscanf(lines[1].c_str(), ("batches in 3: %lf" + pattern).c_str(), &speed, &together), 2);
     EXPECT_GT(speed, 0);
-    if (full_run()) {  // a busy machine may never run both
-      EXPECT_GT(together, 1);
-    }
     ASSERT_EQ(std::sscanf(lines[2].c_str(), "check: the losses of one process are the same, and differ by %lf at most",
                           &differ),
               1)

@@ -297,7 +297,7 @@ TEST(LocalSnapshotProcess, AKillCostsAtMostTheSnapshotsUnderWay) {
       }
     });
     const int struck = i % 2;
-    kill_while_saving(ranks, struck, restored, saved, random);
+    ASSERT_NO_FATAL_FAILURE(kill_while_saving(ranks, struck, restored, saved, random));
     EXPECT_EQ(wrong, 0);
     EXPECT_GE(restored, last);
     EXPECT_LE(restored, last + more);

@@ -309,7 +309,7 @@ TEST_F(SnapshotProcess, AKillWhileSavingCostsAtMostTheSnapshotUnderWay) {
         return "lost";
       }
     });
-    kill_while_saving(ranks, i / 2 % kRanks, restored, saved, random);
+    ASSERT_NO_FATAL_FAILURE(kill_while_saving(ranks, i / 2 % kRanks, restored, saved, random));
     EXPECT_EQ(wrong, 0);
     EXPECT_GE(restored, last[sharded].saved);
     EXPECT_LE(restored, last[sharded].saved + last[sharded].more);

@@ -27,7 +27,7 @@ class MemoryLimit {
     for (std::string line; std::getline(membership, line);) {
       const auto colon = line.find(':'), path = line.find(":/");
       if (colon == std::string::npos || path == std::string::npos) continue;
-      const bool first = line.substr(colon, path - colon) == ":memory";
+      const bool first = (line.substr(colon, path - colon) + ',').find("memory,") != std::string::npos;
       if (!first && !line.starts_with("0::/")) continue;
       limit(text("/sys/fs/cgroup", first ? "/memory" : "", line.substr(path + 1)), first, bytes);
       if (why_not_.empty()) return;
@@ -61,13 +61,22 @@ class MemoryLimit {
       return;
     }
     if (write(first ? "memory.limit_in_bytes" : "memory.max", bytes)) {
-      // This file is not there if the kernel does not count swap.
-      write(first ? "memory.memsw.limit_in_bytes" : "memory.swap.max", first ? bytes : 0);
-      why_not_.clear();
+      if (write(first ? "memory.memsw.limit_in_bytes" : "memory.swap.max", first ? bytes : 0) || !swaps()) {
+        why_not_.clear();
+        return;
+      }
+      why_not_ = "the kernel does not count what a control group swaps";
+      ::rmdir(folder_.c_str());
       return;
     }
     why_not_ = text("a control group in ", own.string(), " cannot limit memory");
     ::rmdir(folder_.c_str());
+  }
+  static bool swaps() {
+    std::ifstream file("/proc/swaps");
+    std::string heading, device;
+    std::getline(file, heading);
+    return static_cast<bool>(file >> device);
   }
   bool write(const char* name, size_t value) const {
     if (!std::filesystem::exists(folder_ / name)) return false;

@@ -361,7 +361,7 @@ TEST(MakeDot, NamesOperationsAndResults) {
     std::ifstream file(to);
     const std::string content(std::istreambuf_iterator<char>(file), {});
     std::remove(to.c_str());
-    EXPECT_FALSE(std::filesystem::exists(path + ".dot"));
+    EXPECT_FALSE(std::filesystem::exists(path + ".svg.dot"));
     if (to.ends_with(".svg")) {
       EXPECT_NE(content.find("<svg"), std::string::npos);
     } else {
@@ -371,11 +371,16 @@ TEST(MakeDot, NamesOperationsAndResults) {
   };
   EXPECT_EQ(written(path + ".dot"), path + ".dot");
   const bool graphviz = std::system("dot -V > /dev/null 2>&1") == 0;
-  EXPECT_EQ(written(path + ".svg"), path + (graphviz ? ".svg" : ".dot"));
-  const std::string path_variable = std::getenv("PATH");
-  ::setenv("PATH", "/nowhere", 1);
-  EXPECT_EQ(written(path + ".svg"), path + ".dot");
-  ::setenv("PATH", path_variable.c_str(), 1);
+  EXPECT_EQ(written(path + ".svg"), path + (graphviz ? ".svg" : ".svg.dot"));
+  {
+    struct NoPrograms {
+      const char* const found = std::getenv("PATH");
+      const std::string path = found ? found : "";
+      NoPrograms() { ::setenv("PATH", "/nowhere", 1); }
+      ~NoPrograms() { ::setenv("PATH", path.c_str(), 1); }
+    } const no_programs;
+    EXPECT_EQ(written(path + ".svg"), path + ".svg.dot");
+  }
   EXPECT_THROW(optim::write_dot("/no/such/folder/graph.svg", {loss}, names), InvalidArgument);
 }
 

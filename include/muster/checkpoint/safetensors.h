@@ -13,7 +13,9 @@
 //
 //   const auto file = std::make_shared<muster::SafetensorsFile>("model.safetensors");
 //   auto model = muster::fully_shard(muster::on_meta([] { return std::make_shared<Net>(); }),
-//       {.init = [file](const std::string& name, at::Tensor values, at::Generator) { values.copy_(file->tensor(name)); }});
+//       {.init = [file](const std::string& name, at::Tensor values, at::Generator) {
+//         values.copy_(file->tensor(name));
+//       }});
 //
 // Snapshots (snapshot.h) are safetensors files as well: .prefix = "model/" loads the item "model" of one, on any rank,
 // without the training, if it is one file and "model" was not added with .per_rank. Checksums are not verified then.

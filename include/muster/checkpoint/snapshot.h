@@ -59,11 +59,11 @@
 // stop_here() cost one all_reduce of 24 bytes; a world of one needs none.
 //
 // Errors: those of collectives, and
-//   InvalidArgument  a name occurs twice; a score that is not finite; an item differs from that in the snapshot (the message names the tensor, with
-//                    both shapes), or is per rank and of another number of ranks; save() into a folder with snapshots that restore()
-//                    has not examined
+//   InvalidArgument  a name occurs twice; a score that is not finite; an item differs from that in the snapshot (the
+//                    message names the tensor, with both shapes), or is per rank and of another number of ranks; save()
+//                    into a folder with snapshots that restore() has not examined
 //   Mismatch         ranks are at different steps or have added different items
-//   CorruptError          restore() found snapshots, and refused all of them
+//   CorruptError     restore() found snapshots, and refused all of them
 //   Unavailable      another job has its snapshots in the folder now: from restore() and save(). Or the snapshot cannot
 //                    be written: from save(), and from step() if a stop was requested. A periodic save of step() that
 //                    fails is only reported; the training goes on, and the old snapshots stay.

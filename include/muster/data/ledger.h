@@ -37,7 +37,8 @@
 // check will.
 //
 // Errors: InvalidArgument if the file belongs to another training (another name or dataset_size), or on all ranks if
-// they give different options; Unavailable if the file cannot be written. Thread-safety: one thread per rank.
+// they give different options; Unavailable if the file cannot be written.
+// Thread-safety: one thread per rank.
 #pragma once
 
 #include <cstddef>

@@ -11,11 +11,11 @@
 // leaf, a double ellipse per result; arrows go with the computation. The text is the same for the same graph.
 //
 // write_dot() writes it to a file, and returns the path of the file. A path that ends in .svg gets a picture, which
-// Graphviz draws. If there is no Graphviz (Debian: graphviz), the graph is written beside it, to a file that ends in
-// .dot, and a warning says so.
+// Graphviz draws. If there is no Graphviz (Debian: graphviz), the graph is written to graph.svg.dot instead, and a
+// warning says so.
 //
-// Errors: InvalidArgument: a result that is undefined, a file that cannot be written. Thread-safety: the graph must not
-// be used up meanwhile. Source: torchopt.visual.make_dot, torchviz.
+// Errors: InvalidArgument: a result that is undefined, a file that cannot be written. Unavailable: Graphviz cannot be
+// started. Thread-safety: the graph must not be used up meanwhile. Source: torchopt.visual.make_dot, torchviz.
 #pragma once
 
 #include <string>

@@ -6,11 +6,11 @@
 // Between forward and backward only the tensors among the arguments are kept, and what the function itself refers to.
 // Results and gradients are those of an ordinary call, to the bit, if the function computes the same both times:
 //   - It does not depend on what changes in between, and parameters that it uses are not changed in between.
-//   - Its random numbers come from libtorch's default generators: the CPU's, and those of the CUDA devices of the tensors
-//     among the arguments. Their states are set back for the second call. No other thread draws from them meanwhile: mind
-//     ranks that are threads.
-//   - It changes no argument in place. What it does besides computing happens twice: remote calls, the running statistics
-//     of BatchNorm, a hook that it registers.
+//   - Its random numbers come from libtorch's default generators: the CPU's, and those of the CUDA devices of the
+//     tensors among the arguments. Their states are set back for the second call. No other thread draws from them
+//     meanwhile: mind ranks that are threads.
+//   - It changes no argument in place. What it does besides computing happens twice: remote calls, the running
+//     statistics of BatchNorm, a hook that it registers.
 //
 // Calls may be nested; gradients may have gradients (create_graph); the function may compute gradients itself;
 // backward() may run twice (retain_graph), which calls the function once more each time. It goes together with

@@ -21,7 +21,8 @@
 //
 // Errors: InvalidArgument for a decay outside of [0, 1], for in_use() before the first update(), and for update()
 // meanwhile; if the module has got other parameters since; for parameters of a FullyShardedDataParallel. Thread-safety:
-// none; that of the module, which must outlive it. Source: torch.optim.swa_utils.
+// none; that of the module, which must outlive it.
+// Source: torch.optim.swa_utils.
 #pragma once
 
 #include <ATen/core/Tensor.h>

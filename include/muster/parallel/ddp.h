@@ -179,7 +179,7 @@ class DistributedDataParallel {
   // global batch has a fixed number of shards. Each rank has some of them, which shards() lists.
   //
   //   muster::DistributedDataParallel ddp(net, {.reproducible = {.shards = 8}});
-  //   std::map<int, Loader> loaders;      // by shard, each with DistributedSampler(size, {.num_replicas = 8, .rank = shard})
+  //   std::map<int, Loader> loaders;  // by shard: DistributedSampler(size, {.num_replicas = 8, .rank = shard})
   //   auto loss = ddp.backward_by_shards(step, [&](int shard) {
   //     auto batch = loaders.at(shard).next();
   //     return cross_entropy(ddp->forward(batch.data), batch.target);

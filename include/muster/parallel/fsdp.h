@@ -15,8 +15,8 @@
 // FsdpOptions::init, for models that no process could make. The tensors of the module stay the same objects;
 // their memory changes, for good. Every rank calls forward(), backward() and step() equally often. The rules:
 //   - A step is forward(), backward(), step(), with as many forward() calls as you like (in eval() mode also on some
-//     ranks more than on others), and with no_sync() as in DistributedDataParallel. step() comes after a backward(). The
-//     next forward() waits until all ranks' step() is over; until then nobody may read parameters in any other way.
+//     ranks more than on others), and with no_sync() as in DistributedDataParallel. step() comes after a backward().
+//     The next forward() waits until all ranks' step() is over; until then nobody may read parameters in any other way.
 //   - Only the owner changes a parameter; owned_parameters() has what this rank owns. What does more than step() by the
 //     optimizer (weight clipping, an average that is written back) goes over these.
 //   - If you change parameters on one host, make the same change on every host.
@@ -38,18 +38,20 @@
 // Several hosts: with ShardingStrategy::kHybridShard, the default, each has one copy of the parameters, gradients and
 // states, divided among its ranks; with unequal numbers of ranks, among as many as the host with the fewest has. With
 // kFullShard, all hosts have one copy together, for models that do not fit a host, or networks that are fast:
-//   - A parameter has one owner among all ranks. Before an operator of forward() or backward() uses a parameter, its *unit*
-//     is gathered: each host receives what the others own of it, once, and the unit that came next in the step before is
-//     on its way already. A few units are on a host together.
+//   - A parameter has one owner among all ranks. Before an operator of forward() or backward() uses a parameter, its
+//     *unit* is gathered: each host receives what the others own of it, once, and the unit that came next in the step
+//     before is on its way already. A few units are on a host together.
 //   - So all ranks use the parameters in the same order and call forward() equally often, in eval() mode too; otherwise
-//     they get a Mismatch, or a TimeoutError. A rank that throws in a step leaves the others waiting until their timeout, or until it ends.
-//   - Between backward() and the next forward(), each host has the values of its own parameters only. Whoever reads others
-//     (torch::save(), evaluation of unequal parts in eval() mode) calls gather() before, on all ranks, and synchronize()
-//     afterwards. An operator that reads a parameter that is not there throws InvalidArgument; a pointer to it must not be
-//     used (SIGSEGV). That is true of Muster's own functions as well: all_reduce() of a parameter needs gather().
-//   - A backward() may follow another one, over other graphs or again over one; it gathers again. The last before step() is
-//     one that averages; if it is autograd::grad() or in no_sync(), call synchronize() before step(). Call synchronize()
-//     before this object is destroyed, if an evaluation was the last.
+//     they get a Mismatch, or a TimeoutError. A rank that throws in a step leaves the others waiting until their
+//     timeout, or until it ends.
+//   - Between backward() and the next forward(), each host has the values of its own parameters only. Whoever reads
+//     others (torch::save(), evaluation of unequal parts in eval() mode) calls gather() before, on all ranks, and
+//     synchronize() afterwards. An operator that reads a parameter that is not there throws InvalidArgument; a pointer
+//     to it must not be used (SIGSEGV). That is true of Muster's own functions as well: all_reduce() of a parameter
+//     needs gather().
+//   - A backward() may follow another one, over other graphs or again over one; it gathers again. The last before
+//     step() is one that averages; if it is autograd::grad() or in no_sync(), call synchronize() before step(). Call
+//     synchronize() before this object is destroyed, if an evaluation was the last.
 //
 // Mixed precision (FsdpOptions::mixed_precision): mixed_precision.h says what operators compute with.
 //

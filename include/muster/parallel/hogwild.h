@@ -26,14 +26,14 @@
 // autograd notices an in-place change by this rank only, not one by others. Running statistics of batch norms are
 // shared, too; with share_buffers = false each rank keeps its own buffers.
 //
-// Errors: InvalidArgument if ranks are on several hosts, or if a tensor is not a dense CPU tensor, shares its
-// memory with another one, or belongs to a FullyShardedDataParallel; Mismatch if ranks have different modules;
-// Unavailable if the host has too little memory. step(): PeerLost if a rank for which this one would wait has died;
-// TimeoutError, which names the ranks that are behind. The step counts all the same. World::abort() does not end the
-// wait. Memory: the model once per host. It is there until the last rank's tensors have gone. Thread-safety: one thread
-// per rank. Source: Recht, Re, Wright, Niu, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient
-// Descent", NIPS 2011; Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
-// NIPS 2013; torch.nn.Module.share_memory().
+// Errors: InvalidArgument if ranks are on several hosts, or if a tensor is not a dense CPU tensor, shares its memory
+// with another one, or belongs to a FullyShardedDataParallel; Mismatch if ranks have different modules; Unavailable if
+// the host has too little memory. step(): PeerLost if a rank for which this one would wait has died; TimeoutError,
+// which names the ranks that are behind. The step counts all the same. World::abort() does not end the wait.
+// Memory: the model once per host. It is there until the last rank's tensors have gone.
+// Thread-safety: one thread per rank. Source: Recht, Re, Wright, Niu, "Hogwild!: A Lock-Free Approach to Parallelizing
+// Stochastic Gradient Descent", NIPS 2011; Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+// Parameter Server", NIPS 2013; torch.nn.Module.share_memory().
 #pragma once
 
 #include <torch/nn/module.h>

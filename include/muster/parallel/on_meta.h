@@ -1,12 +1,13 @@
 // on_meta(): makes a module whose tensors have shapes and no memory, for models that are too large for one process.
 //
 //   auto net = muster::on_meta([] { return std::make_shared<Net>(); });
-//   auto model = muster::fully_shard(net, {.init = [](const std::string& name, at::Tensor values, at::Generator random) {
+//   const auto init = [](const std::string& name, at::Tensor values, at::Generator random) {
 //     if (values.dim() > 1)
 //       values.normal_(0, 0.02, random);
 //     else
 //       values.fill_(name.ends_with("norm.weight") ? 1 : 0);
-//   }});
+//   };
+//   auto model = muster::fully_shard(net, {.init = init});
 //
 // While the guard OnMeta lives, functions that make tensors (empty(), randn(), …) make them on the device "meta" in
 // this thread, if no device is named. What a module's constructor does to its parameters (kaiming_uniform_()) has no

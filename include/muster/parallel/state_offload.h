@@ -21,9 +21,9 @@
 //
 // Errors: Unavailable if a file cannot be made or the disk is full. Every state has its values then; from step(), the
 // step has been made, and move() tries again. On a file system that copies on write, a disk that gets full later ends
-// the process (SIGBUS). A child of fork() shares the states with its parent. Thread-safety: none; the optimizer's
-// thread. The optimizer must outlive it. Source: the idea of ZeRO-Infinity (Rajbhandari et al., SC 2021), by the
-// kernel's own means.
+// the process (SIGBUS). A child of fork() shares the states with its parent.
+// Thread-safety: none; the optimizer's thread. The optimizer must outlive it. Source: the idea of ZeRO-Infinity
+// (Rajbhandari et al., SC 2021), by the kernel's own means.
 #pragma once
 
 #include <ATen/core/Tensor.h>

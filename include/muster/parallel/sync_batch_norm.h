@@ -26,10 +26,10 @@
 // made once per group and World, and all layers share it.
 //
 // After conversion:
-//   - clone() makes an ordinary BatchNorm: convert the clone. So does everything that gives the module other tensors instead
-//     of other values, such as recover_state_dict() (muster/optim/meta.h) of copies with parameters and buffers.
-//     to(), torch::load(), a Snapshot, optimizers, DistributedDataParallel and FullyShardedDataParallel may come before or
-//     after the conversion.
+//   - clone() makes an ordinary BatchNorm: convert the clone. So does everything that gives the module other tensors
+//     instead of other values, such as recover_state_dict() (muster/optim/meta.h) of copies with parameters and
+//     buffers. to(), torch::load(), a Snapshot, optimizers, DistributedDataParallel and FullyShardedDataParallel may
+//     come before or after the conversion.
 //   - A rank whose own batch has exactly one value per channel gets "Expected more than 1 value per channel" from
 //     libtorch's header, before Muster is asked. Avoid such a batch, or use SyncBatchNorm, which knows no such limit.
 //   - A module without running statistics has an empty, unregistered tensor as running_mean, by which it is known.
@@ -38,9 +38,9 @@
 // the group, or if the module is synchronized in another group already; Mismatch if ranks convert different modules. Of
 // forward(): InvalidArgument for a wrong number of dimensions or channels, another dtype, or tensors on the device
 // meta; c10::Error on all ranks if all batches together have one value per channel; Aborted if the World of the
-// conversion has ended; those of all_gather. Thread-safety: one thread, as an nn::Module; while the first
-// convert_sync_batchnorm() of a process runs, no other thread may run a batch norm. Source: torch.nn.SyncBatchNorm and
-// its convert_sync_batchnorm().
+// conversion has ended; those of all_gather.
+// Thread-safety: one thread, as an nn::Module; while the first convert_sync_batchnorm() of a process runs, no other
+// thread may run a batch norm. Source: torch.nn.SyncBatchNorm and its convert_sync_batchnorm().
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -2,7 +2,8 @@
 // only.
 //
 //   muster::DistributedDataParallel ddp(net);
-//   muster::ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(net->parameters(), torch::optim::AdamWOptions(1e-3));
+//   muster::ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(net->parameters(),
+//                                                                  torch::optim::AdamWOptions(1e-3));
 //   for (…) {
 //     optimizer.zero_grad();
 //     loss_function(ddp.forward(x), y).backward();
@@ -34,9 +35,9 @@
 // Errors: InvalidArgument for LBFGS, for parameters that are not dense or belong to FullyShardedDataParallel, and for
 // save() on a rank that lacks states; Mismatch if ranks give different parameters, which names the first; those of
 // broadcast. If the class's step() throws on one rank, that rank still sends its parameters, so that the ranks stay in
-// order. Then step() throws there; it also throws what a step in backward() has thrown. Memory: besides its states, a
-// copy of all parameters below 64 KiB. Thread-safety: one thread, as an optimizer. Source:
-// torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al., "ZeRO", SC 2020 (its first stage).
+// order. Then step() throws there; it also throws what a step in backward() has thrown.
+// Memory: besides its states, a copy of all parameters below 64 KiB. Thread-safety: one thread, as an optimizer.
+// Source: torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al., "ZeRO", SC 2020 (its first stage).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -27,8 +27,9 @@
 //
 // Errors: InvalidArgument, before anything is sent: two sizes (the message says of which arguments), a tensor without
 // that dimension, keepdim = false or balanced without exclusive, a worker that does not exist. Aborted: RPC is not
-// running. Thread-safety: values; calling a partitioner does not change it. Source: torchopt.distributed:
-// TensorDimensionPartitioner, dim_partitioner, batch_partitioner.
+// running.
+// Thread-safety: values; calling a partitioner does not change it.
+// Source: torchopt.distributed: TensorDimensionPartitioner, dim_partitioner, batch_partitioner.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -17,7 +17,8 @@ namespace muster::comm {
 void broadcast_bytes(const at::Tensor& bytes, int root, const CollectiveOptions& options = {});
 
 // Rank `to` gets into its tensor of bytes what rank `from` has in its own, of the same size. Both call it, and no
-// other. Errors: those of send() and recv().
+// other.
+// Errors: those of send() and recv().
 void pass_bytes(const at::Tensor& bytes, int from, int to, const CollectiveOptions& options = {});
 
 // Messages of bytes that travel at the same time. Returns when all have arrived.
