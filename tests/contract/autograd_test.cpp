@@ -1,12 +1,8 @@
 // Gradients through remote calls equal local ones, to any order; and what is kept for them is released.
-#include <ATen/ATen.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -14,67 +10,12 @@
 #include <thread>
 #include <vector>
 
-#include "muster/autograd/context.h"
+#include "contract/autograd_fixture.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
-#include "muster/rpc/call.h"
-#include "muster/rpc/rref.h"
-#include "muster/rpc/worker.h"
-#include "support/patience.h"
-#include "support/ranks.h"
 
-namespace muster::test {
+namespace muster::test::gradients {
 namespace {
-
-using namespace std::chrono_literals;
-using at::Tensor;
-using rpc::RRef;
-using Tensors = std::vector<Tensor>;
-
-struct Counts : autograd::Census {
-  MSGPACK_DEFINE(sub_graphs, arguments, contexts);
-};
-Counts taken() { return Counts{autograd::census()}; }
-size_t owned() { return rpc::census().owned_objects; }
-
-class Autograd : public CommContract {
- protected:
-  // Runs the body in worker 0 while the others serve. Checks that nothing is left on any worker.
-  void trainer(int n, const std::function<void()>& body, const rpc::Options& options = {}) const {
-    run(n, [&](World& world) {
-      rpc::init(options);
-      if (world.rank() == 0) body();
-      nothing_is_left();
-      rpc::shutdown();
-    });
-  }
-  static void nothing_is_left() {
-    if (World::current().rank() != 0) return;
-    for (const auto& worker : rpc::all_workers()) {
-      const auto end = patience();  // references are released by message
-      autograd::Census left;
-      size_t objects = 0;
-      do {
-        left = rpc::sync<&taken>(worker);
-        objects = rpc::sync<&owned>(worker);
-      } while ((left.sub_graphs || left.arguments || left.contexts || objects) && !end.passed());
-      EXPECT_EQ(left.sub_graphs, 0u) << worker.name;
-      EXPECT_EQ(left.arguments, 0u) << worker.name;
-      EXPECT_EQ(left.contexts, 0u) << worker.name;
-      EXPECT_EQ(objects, 0u) << worker.name;
-    }
-  }
-};
-
-Tensor leaf(std::vector<double> values) { return at::tensor(values, at::kDouble).set_requires_grad(true); }
-Tensor random_leaf(at::IntArrayRef sizes, uint64_t seed) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return at::randn(sizes, generator, at::kDouble).set_requires_grad(true);
-}
-void expect_close(const Tensor& a, const Tensor& b, double within = 1e-12) {
-  ASSERT_TRUE(a.defined() && b.defined());
-  EXPECT_TRUE(at::allclose(a, b, 0, within)) << "differ by " << (a - b).abs().max().item<double>();
-}
 
 // --- the functions that are called ---
 
@@ -82,16 +23,6 @@ Tensor smooth(const Tensor& x, const Tensor& y) { return (x * y).sin() + x.pow(3
 Tensor smooth_there(int worker, const Tensor& x, const Tensor& y) {
   return rpc::sync<&smooth>(worker, x * 2, y).tanh() + y;
 }
-Tensor triple(const Tensor& x) { return x * x * x; }
-
-struct Linear {
-  explicit Linear(uint64_t seed) : weight(random_leaf({3, 3}, seed)) {}
-  Tensor forward(const Tensor& x) { return x.matmul(weight).tanh(); }
-  Tensor grad() { return weight.grad(); }
-  Tensor value() { return weight.detach(); }
-  Tensor context_grad() { return autograd::gradient(weight); }
-  Tensor weight;
-};
 
 // A recurrent net: what a step leaves is used by the next.
 struct Memory {
@@ -645,212 +576,7 @@ TEST_P(Autograd, TheBackwardOfACallHasItsTimeout) {
   trainer(2, body, {.timeout = 0ms});  // other calls have none
 }
 
-// --- contexts ---
-
-TEST_P(Autograd, AContextKeepsGradientsApart) {
-  trainer(3, [] {
-    const auto model = rpc::remote<Linear>(1, uint64_t{7});
-    Linear local(7), mine(8), mine_local(8);
-    const Tensor x = random_leaf({2, 3}, 1);
-    {
-      autograd::Context context;
-      const Tensor y = mine.forward(model.sync<&Linear::forward>(x)).sum();
-      autograd::backward(context, {y});
-      mine_local.forward(local.forward(x.detach().set_requires_grad(true))).sum().backward();
-      EXPECT_FALSE(x.grad().defined());
-      EXPECT_FALSE(mine.weight.grad().defined());
-      expect_close(context.gradient(mine.weight), mine_local.weight.grad());
-      EXPECT_TRUE(context.gradient(x).defined());
-      EXPECT_EQ(context.gradients().size(), 2u);
-      context.gradient(mine.weight).zero_();  // the caller's own tensor
-      expect_close(model.sync<&Linear::context_grad>(), local.weight.grad());
-      {
-        autograd::Context other;  // of its own
-        EXPECT_FALSE(model.sync<&Linear::context_grad>().defined());
-      }
-      expect_close(model.sync<&Linear::context_grad>(), local.weight.grad());
-      context.end();
-      EXPECT_THROW(context.gradients(), Aborted);
-    }
-    EXPECT_FALSE(model.sync<&Linear::grad>().defined());
-    EXPECT_THROW(model.sync<&Linear::context_grad>(), RemoteError);  // in none
-  });
-}
-
-TEST_P(Autograd, GradInAContextAccumulatesNowhere) {
-  trainer(2, [] {
-    const auto model = rpc::remote<Linear>(1, uint64_t{7});
-    Linear local(7), mine(8), mine_local(8);
-    const Tensor x = random_leaf({2, 3}, 1), x1 = x.detach().clone().set_requires_grad(true);
-    const Tensor ones = at::ones({2, 3}, at::kDouble), other = leaf({1});
-    autograd::Context context;
-    const Tensor y = mine.forward(model.sync<&Linear::forward>(x)), y1 = mine_local.forward(local.forward(x1));
-    const Tensors got = autograd::grad(context, {y}, {x, mine.weight, other}, {ones}, true, true, true),
-                  expected = torch::autograd::grad({y1}, {x1, mine_local.weight}, {ones}, true, true);
-    ASSERT_EQ(got.size(), 3u);
-    expect_close(got[0], expected[0]);
-    expect_close(got[1], expected[1]);
-    EXPECT_FALSE(got[2].defined());  // it was not used
-    // Of a gradient too.
-    expect_close(autograd::grad(context, {got[0].square().sum()}, {x})[0],
-                 torch::autograd::grad({expected[0].square().sum()}, {x1})[0]);
-    EXPECT_TRUE(context.gradients().empty());
-    EXPECT_FALSE(x.grad().defined());
-    EXPECT_FALSE(mine.weight.grad().defined());
-    EXPECT_FALSE(model.sync<&Linear::context_grad>().defined());
-    EXPECT_FALSE(model.sync<&Linear::grad>().defined());
-    context.end();
-    EXPECT_THROW(autograd::grad(context, {y}, {x}, {ones}), Aborted);
-  });
-}
-
-TEST_P(Autograd, AContextKeepsNoTensorOfTheCallers) {
-  trainer(2, [] {
-    const Tensor x = leaf({1, 2}), y = leaf({3, 4});
-    autograd::Context context;
-    Tensor gradient = at::empty({2}, at::kDouble);  // one for both passes
-    for (const double value : {1.0, 10.0}) {
-      gradient.fill_(value);
-      autograd::backward(context, {rpc::sync<&triple>(1, x) + y}, {gradient});
-    }
-    gradient.zero_();
-    expect_close(context.gradient(x), 11 * 3 * x.detach().square());
-    expect_close(context.gradient(y), at::full({2}, 11.0, at::kDouble));
-    context.end();
-  });
-}
-
-TEST_P(Autograd, TheEndOfAContextEndsItsGraphs) {
-  trainer(2, [] {
-    const Tensor x = leaf({1, 2});
-    Tensor y;
-    {
-      autograd::Context context;
-      y = rpc::sync<&triple>(1, x).sum();
-      context.end();
-      const auto end = patience();
-      while (rpc::sync<[] { return autograd::census().contexts; }>(1) != 0 && !end.passed()) {
-      }
-      EXPECT_EQ(rpc::sync<[] { return autograd::census().contexts; }>(1), 0u);
-    }
-    EXPECT_THROW(y.backward(), Aborted);
-  });
-}
-
-TEST_P(Autograd, AContextOfATimeThatIsOverIsNoOther) {
-  run(2, [](World& world) {
-    rpc::init();
-    std::optional<autograd::Context> old;
-    if (world.rank() == 0) {
-      old.emplace();
-      rpc::sync<&triple>(1, leaf({1}));
-    }
-    rpc::shutdown();
-    rpc::init();
-    if (world.rank() == 0) {
-      EXPECT_THROW(rpc::sync<&triple>(1, leaf({1})), Aborted);  // the old context is still this thread's
-      std::optional<autograd::Context> context(std::in_place);
-      EXPECT_EQ(context->id(), old->id());
-      const auto model = rpc::remote<Linear>(1, uint64_t{7});
-      autograd::backward(*context, {model.sync<&Linear::forward>(random_leaf({1, 3}, 1)).sum()});
-      EXPECT_TRUE(model.sync<&Linear::context_grad>().defined());
-      context.reset();
-    }
-    old.reset();
-    rpc::shutdown();
-  });
-}
-
-// A handler's own context, and calls that belong to no context.
-int own_context(int back) {
-  autograd::Context mine;
-  rpc::sync<&triple>(back, leaf({1}));
-  return 0;
-}
-TEST_P(Autograd, AHandlersOwnContextEndsEverywhere) {
-  trainer(3, [] {
-    autograd::Context context;
-    for (int i = 0; i < 3; ++i) rpc::sync<&own_context>(1, 2);
-    context.end();
-  });
-}
-
-// Six calls on three workers add to one gradient. They come to its owner in the given orders: each waits, forward and
-// backward, until the one before it is through.
-struct Turn {
-  std::string after, own;  // keys of the store; no wait if `after` is empty
-  MSGPACK_DEFINE(after, own);
-  void wait() const {
-    if (!after.empty()) World::current().store().get(after, patience());
-  }
-  void end() const { World::current().store().set(own, "through"); }
-};
-
-Tensor part_in_turn(RRef<Linear> model, int part, Turn forward, Turn backward) {
-  Tensor x = at::full({1, 3}, 0.1 * part, at::kDouble).set_requires_grad(true);
-  forward.wait();
-  Tensor y = model.sync<&Linear::forward>(x);
-  forward.end();
-  y.register_hook([backward](Tensor gradient) {
-    backward.wait();
-    return gradient;
-  });
-  x.register_hook([backward](Tensor gradient) {
-    backward.end();
-    return gradient;
-  });
-  return y;
-}
-
-std::vector<double> sum_of(const std::string& name, const std::vector<int>& forward, const std::vector<int>& backward) {
-  autograd::Context context;
-  const auto self = rpc::make_rref(std::make_shared<Linear>(5));
-  std::vector<rpc::Future<Tensor>> parts;
-  for (int part = 1; part <= 6; ++part) {
-    const auto turn = [&](const std::string& phase, const std::vector<int>& order) {
-      const auto place = std::find(order.begin(), order.end(), part);
-      const std::string base = name + phase;
-      return Turn{place == order.begin() ? "" : base + std::to_string(place[-1]), base + std::to_string(part)};
-    };
-    parts.push_back(
-        rpc::async<&part_in_turn>(part % 3, self, part, turn(" forward ", forward), turn(" backward ", backward)));
-  }
-  Tensor loss = at::zeros({}, at::kDouble);
-  for (auto& one : parts) loss = loss + one.get().sum();
-  autograd::backward(context, {loss});
-  const Tensor gradient = context.gradient(self.local_value()->weight);
-  return {gradient.data_ptr<double>(), gradient.data_ptr<double>() + gradient.numel()};
-}
-
-TEST_P(Autograd, SumsHaveTheSameBitsInAnyOrderOfArrival) {
-  trainer(3, [] {
-    const std::vector<int> ahead{1, 2, 3, 4, 5, 6}, back{6, 5, 4, 3, 2, 1}, mixed{4, 1, 6, 3, 2, 5};
-    const std::vector<double> sum = sum_of("a", ahead, ahead);
-    EXPECT_EQ(sum_of("b", ahead, back), sum);
-    EXPECT_EQ(sum_of("c", back, mixed), sum);
-    EXPECT_EQ(sum_of("d", mixed, ahead), sum);
-  });
-}
-
-TEST_P(Autograd, ContextsOfAllWorkersAtOnce) {
-  run(3, [](World& world) {
-    rpc::init();
-    const auto model = rpc::remote<Linear>((world.rank() + 1) % 3, uint64_t{9});
-    Linear local(9);
-    for (int step = 0; step < 20; ++step) {
-      autograd::Context context;
-      const Tensor x = random_leaf({2, 3}, static_cast<uint64_t>(100 * world.rank() + step));
-      autograd::backward(context, {model.sync<&Linear::forward>(x).sum()});
-      local.weight.mutable_grad() = Tensor();
-      local.forward(x.detach()).sum().backward();
-      expect_close(model.sync<&Linear::context_grad>(), local.weight.grad());
-    }
-    barrier();
-    rpc::shutdown();
-  });
-}
-
 MUSTER_RPC_CONTRACT(Rpc, Autograd);
 
 }  // namespace
-}  // namespace muster::test
+}  // namespace muster::test::gradients

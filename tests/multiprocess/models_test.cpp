@@ -113,18 +113,19 @@ TEST(Models, FrozenUnusedSharedAndEmptyParameters) {
 
 TEST(Models, InBFloat16) {
   const Prepare halved = [](nn::Module& net) { net.to(torch::kBFloat16); };
-  expect_as_alone<DistributedDataParallel, WideConvolutions>(
-      {.prepare = halved, .rate = 4e-3, .tolerance = {.apart = 0.1, .moved = 0.05}});
+  const Tolerance coarse{.apart = 0.1, .moved = 0.05};
+  expect_as_alone<DistributedDataParallel, WideConvolutions>({.prepare = halved, .rate = 4e-3, .tolerance = coarse});
+  expect_as_alone<DistributedDataParallel, Transformer>({.prepare = halved, .rate = 0.5, .tolerance = coarse});
+  expect_as_alone<DistributedDataParallel, Recurrent>({.prepare = halved, .rate = 4, .tolerance = coarse});
 }
 
 TEST(Models, ChannelsLast) {
-  expect_as_alone<DistributedDataParallel, WideConvolutions>(
-      {.prepare =
-           [](nn::Module& net) {
-             for (auto& parameter : net.parameters())
-               if (parameter.dim() == 4) parameter.set_data(parameter.contiguous(torch::MemoryFormat::ChannelsLast));
-           },
-       .rate = 1e-3});
+  const Prepare turned = [](nn::Module& net) {
+    for (auto& parameter : net.parameters())
+      if (parameter.dim() == 4) parameter.set_data(parameter.contiguous(torch::MemoryFormat::ChannelsLast));
+  };
+  expect_as_alone<DistributedDataParallel, WideConvolutions>({.prepare = turned, .rate = 1e-3});
+  expect_as_alone<DistributedDataParallel, ResNet18>({.prepare = turned, .rate = 0.05});
 }
 
 TEST(Models, ParametersOnTheHeap) {
@@ -134,6 +135,9 @@ TEST(Models, ParametersOnTheHeap) {
         parameter.set_data(world->heap().empty(parameter.sizes()).copy_(parameter.detach()));
   };
   expect_as_alone<DistributedDataParallel, Recurrent>({.prepare = moved, .rate = 0.5});
+  expect_as_alone<DistributedDataParallel, Transformer>({.prepare = moved});
+  expect_as_alone<DistributedDataParallel, WideConvolutions>({.prepare = moved, .rate = 1e-3});
+  if (full_run()) expect_as_alone<DistributedDataParallel, ResNet18>({.prepare = moved, .rate = 0.05});
 }
 
 TEST(Models, WithTheAllocatorLeftAlone) {

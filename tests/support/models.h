@@ -80,7 +80,7 @@ struct Transformer : nn::Module {
     const Tensor text = words(rank, step, {kLength + 1, 3}, kWords);
     const Tensor y = encoder(table(text.slice(0, 0, kLength)) * 8);
     const Tensor logits = torch::nn::functional::linear(y, table->weight);
-    return torch::cross_entropy_loss(logits.flatten(0, 1), text.slice(0, 1).flatten());
+    return torch::cross_entropy_loss(logits.flatten(0, 1).to(torch::get_default_dtype()), text.slice(0, 1).flatten());
   }
   nn::Embedding table = register_module("table", nn::Embedding(kWords, kWidth));
   nn::TransformerEncoder encoder{nullptr};
@@ -88,8 +88,8 @@ struct Transformer : nn::Module {
 
 struct Recurrent : nn::Module {
   Tensor forward(int rank, int step) {
-    const auto [y, state] = lstm(drawn(rank, step, {7, 4, 128}));
-    return last(y).square().mean() + std::get<0>(state).mean();
+    const auto [y, state] = lstm(drawn(rank, step, {7, 4, 128}).to(last->weight.scalar_type()));
+    return (last(y).square().mean() + std::get<0>(state).mean()).to(torch::get_default_dtype());
   }
   nn::LSTM lstm = register_module("lstm", nn::LSTM(nn::LSTMOptions(128, 384).num_layers(2)));
   nn::Linear last = register_module("last", nn::Linear(384, 32));
@@ -176,6 +176,9 @@ inline void expect_close(const nn::Module& got, const nn::Module& wanted, const 
     EXPECT_TRUE(value.isfinite().all().item<bool>()) << item.key();
     const double moved = largest(value - before[item.key()]);
     EXPECT_LE(largest(item.value() - value), tolerance.apart * moved) << item.key();
+    if (getenv("SHOW"))
+      printf("SHOW %s %g %g\n", item.key().c_str(), largest(item.value() - value) / moved,
+             moved / largest(before[item.key()]));
     if (value.requires_grad()) {
       EXPECT_GE(moved, tolerance.moved * largest(before[item.key()])) << item.key();
       EXPECT_GT(moved, 0) << item.key();
