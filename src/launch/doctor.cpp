@@ -15,6 +15,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
+#include <utility>
+#include <vector>
 
 #include "base/cgroups.h"
 #include "base/cores.h"
@@ -84,10 +86,10 @@ class Examination {
     if (open == std::string::npos) return std::nullopt;
     return content->substr(open + 1, content->find(']', open) - open - 1);
   }
-  // The smallest number that this file has in any of this process's cgroups. "max" does not count as a number.
-  std::optional<uint64_t> cgroup_limit(const std::string& file) const {
+  // The smallest number that this file has in any of these folders. "max" does not count as a number.
+  std::optional<uint64_t> least(const std::vector<fs::path>& folders, const std::string& file) const {
     std::optional<uint64_t> least;
-    for (const auto& folder : own_cgroups(root_))
+    for (const auto& folder : folders)
       if (const auto limit = number(folder / file)) least = std::min(limit.value(), least.value_or(UINT64_MAX));
     return least;
   }
@@ -133,19 +135,14 @@ class Examination {
     CPU_ZERO(&set);
     const long online = ::sysconf(_SC_NPROCESSORS_ONLN);
     const int allowed = ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : static_cast<int>(online);
-    double quota = 0;  // in cores; 0: none
-    for (const auto& folder : own_cgroups(root_)) {
-      std::istringstream words(read(folder / "cpu.max").value_or(""));
-      double time = 0, period = 0;
-      if (words >> time >> period && period > 0) quota = quota == 0 ? time / period : std::min(quota, time / period);
-    }
+    const double quota = cpu_quota(root_);
     std::string value = text(allowed, allowed == 1 ? " core" : " cores");
     std::string advice;
     if (allowed < online) value += text(" of ", online, " (affinity)");
-    if (quota > 0 && quota < allowed) {
+    if (quota < allowed) {
       value += text(", ", fixed(quota, quota == static_cast<int>(quota) ? 0 : 1), " by the cgroup's quota");
       advice = text("More threads than ", fixed(std::max(1.0, quota), 0),
-                    " are throttled; raise cpu.max, or run at most so many ranks");
+                    " are throttled; raise cpu.max (cpu.cfs_quota_us), or run at most so many ranks");
     }
     add("cores", value, advice);
   }
@@ -171,9 +168,12 @@ class Examination {
     const uint64_t total = meminfo("MemTotal"), available = meminfo("MemAvailable");
     if (total == 0) return;
     std::string value = text(human_bytes(total), ", ", human_bytes(available), " available"), advice;
-    if (const auto limit = cgroup_limit("memory.max"); limit && *limit < total) {
+    for (const auto& [folders, file] : {std::pair(own_cgroups(root_), "memory.max"),
+                                        std::pair(own_memory_cgroups_v1(root_), "memory.limit_in_bytes")}) {
+      const auto limit = least(folders, file);
+      if (!limit || *limit >= total) continue;
       value += text(", limit of the cgroup ", human_bytes(*limit));
-      advice = "A rank that goes beyond the cgroup's limit is killed; shared heaps count too. Raise memory.max";
+      advice = text("A rank that goes beyond the cgroup's limit is killed; shared heaps count too. Raise ", file);
     }
     if (available < kGiB / 2) advice = "Little memory is left: the kernel may kill ranks. End other programs";
     add("memory", value, advice, available < kGiB / 2 ? Verdict::kBad : Verdict::kNote);
@@ -211,7 +211,7 @@ class Examination {
                                        " ranks can run. Raise the limit (ulimit -Hn)")
                                 : "");
     if (::getrlimit(RLIMIT_NPROC, &limit) == 0) {
-      const auto pids = cgroup_limit("pids.max");
+      const auto pids = least(own_cgroups(root_), "pids.max");
       const uint64_t least = std::min<uint64_t>(limit.rlim_cur, pids.value_or(UINT64_MAX));
       add("processes", least == UINT64_MAX ? "unlimited" : text(least),
           least < 1024 ? "Ranks and their threads count. Raise ulimit -u or the cgroup's pids.max" : "");

@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <mutex>

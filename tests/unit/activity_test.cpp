@@ -186,6 +186,19 @@ TEST(Doctor, SeesTheLimitsOfAllCgroupsAround) {
   EXPECT_NE(machine.find("processes").advice, "");
 }
 
+TEST(Doctor, SeesThoseOfTheFirstVersionToo) {
+  Machine machine;
+  machine.file("proc/self/cgroup", "5:memory:/pod/container\n3:cpu,cpuacct:/pod")
+      .file("proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB")
+      .file("sys/fs/cgroup/memory/pod/container/memory.limit_in_bytes", "9223372036854771712");
+  EXPECT_EQ(machine.find("memory").verdict, Verdict::kGood) << "so large that there is none";
+  machine.file("sys/fs/cgroup/memory/pod/memory.limit_in_bytes", "2147483648");
+  EXPECT_EQ(machine.find("memory").value, "16 GiB, 8 GiB available, limit of the cgroup 2 GiB");
+  EXPECT_THAT(machine.find("memory").advice, HasSubstr("Raise memory.limit_in_bytes"));
+  machine.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "50000").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000");
+  EXPECT_THAT(machine.find("cores").value, HasSubstr("0.5 by the cgroup's quota"));
+}
+
 TEST(Doctor, JudgesWhatItFinds) {
   const std::tuple<const char*, const char*, const char*, Verdict> cases[] = {
       {"proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 1024 kB", "memory", Verdict::kBad},
