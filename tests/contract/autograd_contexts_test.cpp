@@ -172,7 +172,8 @@ Tensor part_in_turn(RRef<Linear> model, int part, Turn forward, Turn backward) {
   return y;
 }
 
-std::vector<double> sum_of(const std::string& name, const std::vector<int>& forward, const std::vector<int>& backward) {
+std::vector<double> sum_in_turns(const std::string& name, const std::vector<int>& forward,
+                                 const std::vector<int>& backward) {
   autograd::Context context;
   const auto self = rpc::make_rref(std::make_shared<Linear>(5));
   std::vector<rpc::Future<Tensor>> parts;
@@ -195,10 +196,10 @@ std::vector<double> sum_of(const std::string& name, const std::vector<int>& forw
 TEST_P(AutogradContexts, SumsHaveTheSameBitsInAnyOrderOfArrival) {
   trainer(3, [] {
     const std::vector<int> ahead{1, 2, 3, 4, 5, 6}, back{6, 5, 4, 3, 2, 1}, mixed{4, 1, 6, 3, 2, 5};
-    const std::vector<double> sum = sum_of("a", ahead, ahead);
-    EXPECT_EQ(sum_of("b", ahead, back), sum);
-    EXPECT_EQ(sum_of("c", back, mixed), sum);
-    EXPECT_EQ(sum_of("d", mixed, ahead), sum);
+    const std::vector<double> sum = sum_in_turns("a", ahead, ahead);
+    EXPECT_EQ(sum_in_turns("b", ahead, back), sum);
+    EXPECT_EQ(sum_in_turns("c", back, mixed), sum);
+    EXPECT_EQ(sum_in_turns("d", mixed, ahead), sum);
   });
 }
 

@@ -17,11 +17,11 @@
 namespace muster::test {
 namespace {
 
-struct Words : nn::Module {
+struct WordVectors : nn::Module {
   nn::Embedding words{nullptr};
   nn::EmbeddingBag bag{nullptr};
   nn::Linear out = register_module("out", nn::Linear(6, 4));
-  explicit Words(bool sparse = true) {
+  explicit WordVectors(bool sparse = true) {
     words = register_module("words", nn::Embedding(nn::EmbeddingOptions(50, 6).sparse(sparse)));
     bag = register_module("bag", nn::EmbeddingBag(nn::EmbeddingBagOptions(40, 6).sparse(sparse).mode(torch::kSum)));
   }
@@ -32,11 +32,11 @@ struct Words : nn::Module {
   }
 };
 
-std::shared_ptr<Words> make_words(bool sparse) {
+std::shared_ptr<WordVectors> make_words(bool sparse) {
   static std::mutex generator;  // libtorch's default generator is the process's
   const std::lock_guard lock(generator);
   torch::manual_seed(7);
-  auto net = std::make_shared<Words>(sparse);
+  auto net = std::make_shared<WordVectors>(sparse);
   net->to(torch::kDouble);
   return net;
 }
@@ -50,7 +50,7 @@ template <typename Optimizer, typename Options>
 void expect_steps_of_one_process(const HostOfRank& hosts, const Options& options, const CommHook& hook = nullptr) {
   on_hosts(hosts, [&](World& world) {
     const auto net = make_words(true), alone = make_words(false);
-    DistributedDataParallel<Words> ddp(net, {.bucket_cap_mb = 1e-4, .first_bucket_cap_mb = 1e-4});
+    DistributedDataParallel<WordVectors> ddp(net, {.bucket_cap_mb = 1e-4, .first_bucket_cap_mb = 1e-4});
     if (hook) ddp.register_comm_hook(hook);
     Optimizer optimizer(net->parameters(), options), of_all(alone->parameters(), options);
     for (int step = 0; step < 5; ++step) {
@@ -86,7 +86,7 @@ TEST(DdpOptionsTest, SparseGradientsAreThoseOfOneProcess) {
 TEST(DdpOptionsTest, AHookGetsTheDenseBucketsOnly) {
   on_ranks(2, [](World& world) {
     const auto net = make_words(true);
-    DistributedDataParallel<Words> ddp(net, {.bucket_cap_mb = 1e-4, .first_bucket_cap_mb = 1e-4});
+    DistributedDataParallel<WordVectors> ddp(net, {.bucket_cap_mb = 1e-4, .first_bucket_cap_mb = 1e-4});
     int calls = 0, lasts = 0;
     ddp.register_comm_hook([&](GradBucket& bucket) {
       EXPECT_EQ(bucket.index(), static_cast<size_t>(calls % 2));
@@ -106,7 +106,7 @@ TEST(DdpOptionsTest, AHookGetsTheDenseBucketsOnly) {
 TEST(DdpOptionsTest, SparseGradientsThatSomeRanksDoNotHave) {
   on_ranks(2, [](World& world) {
     const auto net = make_words(true), alone = make_words(false);
-    DistributedDataParallel<Words> ddp(net, {.find_unused_parameters = true});
+    DistributedDataParallel<WordVectors> ddp(net, {.find_unused_parameters = true});
     const Tensor x = ids(1, 2), mine = x.narrow(0, world.rank() * kRows, kRows);
     ddp.forward(mine, world.rank() == 0).square().mean().backward();
     (alone->forward(x.narrow(0, 0, kRows)).square().mean() / 2 +
@@ -129,7 +129,7 @@ TEST(DdpOptionsTest, SparseGradientsThatSomeRanksDoNotHave) {
     (2 * alone->forward(x).square().mean() + alone->words->weight.sum()).backward();
     EXPECT_TRUE(torch::allclose(net->words->weight.grad().to_dense(), alone->words->weight.grad(), 1e-12, 1e-14));
     EXPECT_TRUE(torch::allclose(net->bag->weight.grad().to_dense(), alone->bag->weight.grad(), 1e-12, 1e-14));
-    DistributedDataParallel<Words> strict(make_words(true));
+    DistributedDataParallel<WordVectors> strict(make_words(true));
     const std::string what =
         message_of<InvalidArgument>([&] { strict.forward(mine, world.rank() == 0).square().mean().backward(); });
     EXPECT_CONTAINS(what, "on some ranks: bag.weight");
@@ -140,7 +140,7 @@ TEST(DdpOptionsTest, SparseGradientsThatSomeRanksDoNotHave) {
 TEST(DdpOptionsTest, ASparseGradientOfABackwardThatThrew) {
   on_ranks(2, [](World& world) {
     const auto net = make_words(true), alone = make_words(false);
-    DistributedDataParallel<Words> ddp(net);
+    DistributedDataParallel<WordVectors> ddp(net);
     const Tensor x = ids(1, 1);
     Tensor bag = net->bag(x % 40);
     if (world.rank() == 0) bag.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("fails"); });
@@ -160,7 +160,7 @@ TEST(DdpOptionsTest, ASparseGradientOfABackwardThatThrew) {
 TEST(DdpOptionsTest, RanksThatDifferInSparsityAreAMismatch) {
   on_ranks(2, [](World& world) {
     const auto net = make_words(world.rank() == 0);
-    const std::string what = message_of<Mismatch>([&] { DistributedDataParallel<Words>{net}; });
+    const std::string what = message_of<Mismatch>([&] { DistributedDataParallel<WordVectors>{net}; });
     EXPECT_CONTAINS(what, world.rank() == 0 ? "another rank's module differs" : "sparse=");
   });
 }
@@ -211,14 +211,14 @@ TEST(DdpOptionsTest, IgnoredTensorsAreEachRanksOwn) {
 // Steps with `change` between them, on this many ranks; the message of the Mismatch of backward(), or none.
 struct Divergence {
   int ranks, every;
-  std::function<void(Words& net, int rank, int step)> change;
+  std::function<void(WordVectors& net, int rank, int step)> change;
   CommHook hook = nullptr;
 };
 std::string message_of_divergence(const Divergence& of) {
   std::string first;
   on_ranks(of.ranks, [&](World& world) {
     const auto net = make_words(true);
-    DistributedDataParallel<Words> ddp(net, {.check_divergence_every = of.every});
+    DistributedDataParallel<WordVectors> ddp(net, {.check_divergence_every = of.every});
     if (of.hook) ddp.register_comm_hook(of.hook);
     std::string message;
     for (int step = 1; step <= 6 && message.empty(); ++step) {
@@ -240,8 +240,8 @@ std::string message_of_divergence(const Divergence& of) {
 }
 
 TEST(DdpOptionsTest, RanksThatDivergeAreNamed) {
-  EXPECT_EQ(message_of_divergence({3, 1, [](Words&, int, int) {}}), "");
-  const auto change_weight = [](Words& net, int rank, int step) {
+  EXPECT_EQ(message_of_divergence({3, 1, [](WordVectors&, int, int) {}}), "");
+  const auto change_weight = [](WordVectors& net, int rank, int step) {
     if (rank == 2 && step == 2) net.out->weight.data()[1][2] += 1e-9;
   };
   EXPECT_CONTAINS(message_of_divergence({4, 1, change_weight}),
@@ -249,12 +249,12 @@ TEST(DdpOptionsTest, RanksThatDivergeAreNamed) {
   EXPECT_CONTAINS(message_of_divergence({4, 3, change_weight}),
                   "parameter out.weight of rank 2 differs from that of the others after backward() number 3");
   EXPECT_CONTAINS(message_of_divergence({2, 1,
-                                         [](Words& net, int rank, int step) {
+                                         [](WordVectors& net, int rank, int step) {
                                            if (rank == 1 && step == 4) net.bag->weight.data()[39][0] = -0.0;
                                          }}),
                   "parameter bag.weight of rank 1 differs");
   EXPECT_CONTAINS(
-      message_of_divergence({2, 2, [](Words&, int, int) {}, comm_hooks::noop}),
+      message_of_divergence({2, 2, [](WordVectors&, int, int) {}, comm_hooks::noop}),
       "the gradient of parameter out.weight of rank 1 differs from that of the others after backward() number 2");
   EXPECT_EQ(message_of_divergence({4, 0, change_weight}), "");
 }
@@ -342,7 +342,7 @@ TEST(DdpLogging, StepsAndTheirTimes) {
 // Sentences of unequal lengths, accumulated: one process with all of them, two ranks with two batches each, three ranks
 // of which one has no token at all. All have the same gradients.
 TEST(TokenScale, TheMeanIsOverAllTokens) {
-  struct Words : torch::nn::Module {
+  struct WordVectors : torch::nn::Module {
     torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(20, 16));
     torch::nn::LSTM lstm = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(16, 24).batch_first(true)));
     torch::nn::Linear out = register_module("out", torch::nn::Linear(24, 20));
@@ -350,7 +350,7 @@ TEST(TokenScale, TheMeanIsOverAllTokens) {
   };
   const auto make = [] {
     torch::manual_seed(3);
-    auto net = std::make_shared<Words>();
+    auto net = std::make_shared<WordVectors>();
     net->to(torch::kDouble);
     return net;
   };
@@ -370,12 +370,12 @@ TEST(TokenScale, TheMeanIsOverAllTokens) {
     sum = sum.defined() ? sum + part : part;
   }
   (sum / 29.0).backward();
-  std::vector<std::shared_ptr<Words>> nets;
+  std::vector<std::shared_ptr<WordVectors>> nets;
   for (int i = 0; i < 5; ++i) nets.push_back(make());
   for (const int ranks : {2, 3}) {
     run_threads(ranks, [&](World& world) {
       const auto& net = nets[static_cast<size_t>(ranks == 2 ? world.rank() : 2 + world.rank())];
-      DistributedDataParallel<Words> ddp(net);
+      DistributedDataParallel<WordVectors> ddp(net);
       std::vector<int64_t> mine;  // rank 2 of 3 has an empty part of a sentence
       for (size_t i = 0; i < lengths.size(); ++i)
         if (static_cast<int>(i) % 2 == world.rank()) mine.push_back(lengths[i]);
