@@ -389,22 +389,21 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
 
 // The store stands still before a rank is killed. The others learn of the death all the same, and their Worlds end.
 TEST(SilentStoreFork, NeitherADeathNorTheEndOfAWorldWaitsForIt) {
-  for (const auto& [backend, hosts] :
-       {std::pair<std::string, Hosts>("shm", {}), {"gloo", {}}, {"hierarchical", {"a", "a", "b"}}}) {
-    SCOPED_TRACE(backend);
-    constexpr int kRanks = 3, kStore = kRanks, kVictim = 1;
-    const std::string name = text("@muster-test-", ::getpid(), "-", backend);
+  for (const Loss& loss : {Loss{"shm", {}, 1}, {"gloo", {}, 1}, {"hierarchical", {"a", "a", "b"}, 2}}) {
+    SCOPED_TRACE(loss.backend);
+    constexpr int kRanks = 3, kStore = kRanks;
+    const std::string name = text("@muster-test-", ::getpid(), "-", loss.backend);
     SharedNumbers started(kRanks), go(1), serves(1);
-    ForkedRanks processes(kRanks + 1, [&, &backend = backend, &hosts = hosts](int rank) -> std::string {
+    ForkedRanks processes(kRanks + 1, [&](int rank) -> std::string {
       if (rank == kStore) {
         const auto server = serve_store(name);
         serves[0] = 1;
         for (;;) ::pause();
       }
       while (serves[0] == 0) ::usleep(1000);
-      World world = comm::WorldStarter(hosts).join(
-          {.rank = rank, .world_size = kRanks, .local_rank = rank, .local_world_size = kRanks},
-          connect_store("unix:" + name, patience()), options_of(backend));
+      World world = comm::WorldStarter(loss.hosts)
+                        .join({.rank = rank, .world_size = kRanks, .local_rank = rank, .local_world_size = kRanks},
+                              connect_store("unix:" + name, patience()), options_of(loss.backend));
       const World::Scope scope(world);
       barrier();
       started[static_cast<size_t>(rank)] = 1;
@@ -412,15 +411,16 @@ TEST(SilentStoreFork, NeitherADeathNorTheEndOfAWorldWaitsForIt) {
       try {
         for (;;) all_reduce(at::ones({2000}));
       } catch (const PeerLost& lost) {
-        EXPECT_EQ(lost.rank(), kVictim) << lost.what();
+        EXPECT_EQ(lost.rank(), loss.victim) << lost.what();
       }
       return {};
     });
     while (started[0] + started[1] + started[2] < kRanks) ::usleep(1000);
     processes.signal(kStore, SIGSTOP);
     go[0] = 1;
-    processes.signal(kVictim, SIGKILL);
-    for (const int rank : {0, 2}) {
+    processes.signal(loss.victim, SIGKILL);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      if (rank == loss.victim) continue;
       const auto end = processes.wait(rank, patience());
       EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
     }

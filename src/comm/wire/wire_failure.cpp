@@ -232,16 +232,17 @@ std::exception_ptr WireBackend::ask_store(Inquiry& inquiry) {
   }
 }
 
-// What is known if the store does not answer. If a rank of the job serves it, that rank has gone; otherwise the store's
-// silence says nothing of any rank.
+// What is known if the store does not answer: first of all a death that this rank has seen itself. A store that a rank
+// of the job serves is gone with that rank. Otherwise the store's silence says nothing of any rank.
 std::exception_ptr WireBackend::without_store(const Inquiry& inquiry, const std::string& symptom) const {
-  if (!store::comes_again(*store_)) return lost(inquiry, 0, text(" is gone, and with it the store (", symptom, ")"));
   std::optional<int> dead;
   {
     const std::lock_guard lock(state_mutex_);
     if (!dead_.empty()) dead = *dead_.begin();
   }
   if (dead) return lost(inquiry, *dead, " died");
+  if (!store::comes_again(*store_) && getRank() != 0 && !lives(0))
+    return lost(inquiry, 0, text(" is gone, and with it the store (", symptom, ")"));
   if (inquiry.timed_out || inquiry.peer >= 0 || getSize() <= 2) return nullptr;
   return std::make_exception_ptr(
       Unavailable(text("the connections of group '", group_name(), "' broke in ", inquiry.what, ": ", inquiry.symptom,
