@@ -35,8 +35,8 @@ class Reading {
 
   // Collective. Rank 0 opens the only file, or the manifest (in folders of the hosts' own, the first ranks of the hosts
   // look for one); then rank r opens the shards of ranks r, r + size and so on, and all ranks look for those that it
-  // does not have, or has only damaged. Returns why the snapshot is refused; the same on all ranks. Throws a problem that an older one would
-  // have, too.
+  // does not have, or has only damaged. Returns why the snapshot is refused; the same on all ranks. Throws a problem
+  // that an older one would have, too.
   Problem open_and_verify();
 
   const About& about() const { return about_; }

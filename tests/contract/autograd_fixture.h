@@ -13,7 +13,7 @@
 #include "muster/rpc/call.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
-#include "support/patience.h"
+#include "support/nothing_left.h"
 #include "support/ranks.h"
 
 namespace muster::test::gradients {
@@ -23,38 +23,18 @@ using at::Tensor;
 using rpc::RRef;
 using Tensors = std::vector<Tensor>;
 
-struct Counts : autograd::Census {
-  MSGPACK_DEFINE(sub_graphs, arguments, contexts);
-};
-inline Counts taken() { return Counts{autograd::census()}; }
-inline size_t owned() { return rpc::census().owned_objects; }
-
 class Autograd : public CommContract {
  protected:
   // Runs the body in worker 0 while the others serve. Checks that nothing is left on any worker.
   void trainer(int n, const std::function<void()>& body, const rpc::Options& options = {}) const {
     run(n, [&](World& world) {
       rpc::init(options);
-      if (world.rank() == 0) body();
-      nothing_is_left();
+      if (world.rank() == 0) {
+        body();
+        expect_nothing_left();
+      }
       rpc::shutdown();
     });
-  }
-  static void nothing_is_left() {
-    if (World::current().rank() != 0) return;
-    for (const auto& worker : rpc::all_workers()) {
-      const auto end = patience();  // references are released by message
-      autograd::Census left;
-      size_t objects = 0;
-      do {
-        left = rpc::sync<&taken>(worker);
-        objects = rpc::sync<&owned>(worker);
-      } while ((left.sub_graphs || left.arguments || left.contexts || objects) && !end.passed());
-      EXPECT_EQ(left.sub_graphs, 0u) << worker.name;
-      EXPECT_EQ(left.arguments, 0u) << worker.name;
-      EXPECT_EQ(left.contexts, 0u) << worker.name;
-      EXPECT_EQ(objects, 0u) << worker.name;
-    }
   }
 };
 

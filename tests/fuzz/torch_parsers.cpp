@@ -69,11 +69,11 @@ Seeds members_seeds() {
 
 void parse_failure_note(Bytes bytes) {
   try {
-    std::rethrow_exception(comm::read_failure(std::string(bytes)));
+    std::rethrow_exception(comm::read_failure(std::string(bytes), 0, "barrier #1"));
   } catch (const Error& error) {
     // What has been read can be written, and says the same again.
     try {
-      std::rethrow_exception(comm::read_failure(comm::write_failure(error)));
+      std::rethrow_exception(comm::read_failure(comm::write_failure(error, 2), 0, "barrier #1"));
     } catch (const Error& again) {
       if (again.code() != error.code() || again.message() != error.message()) std::abort();
     }
@@ -81,9 +81,10 @@ void parse_failure_note(Bytes bytes) {
 }
 
 Seeds failure_note_seeds() {
-  return {comm::write_failure(PeerLost(1, 4711, "killed by signal 9")),
-          comm::write_failure(TimeoutError("all_reduce timed out", {1, 2}, "Look at them")),
-          comm::write_failure(Mismatch("ranks disagree", "Call the same")), comm::write_failure(Aborted("closed"))};
+  return {comm::write_failure(PeerLost(1, 4711, "killed by signal 9"), 0),
+          comm::write_failure(TimeoutError("all_reduce timed out", {1, 2}, "Look at them"), 3),
+          comm::write_failure(Mismatch("ranks disagree", "Call the same"), 1),
+          comm::write_failure(Aborted("closed"), 0)};
 }
 
 // --- objects ---

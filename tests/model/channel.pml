@@ -9,8 +9,8 @@
  * case. Memory is in order: what a rank learns here of another it learns by an acquire load of what that one stored
  * with release, before which that one did all that matters. Only the bell needs more than that.
  *
- * Left out: deadlines, mismatches, abort(), injected faults, what a failure's report says. All of them end in fail(),
- * as a lost peer does.
+ * Left out: deadlines, mismatches, abort(), injected faults. All of them end in fail(), as a lost peer does. What a
+ * failure's report says: failure.pml.
  *
  * A rank is a process `Rank(me)` with variables p and b, 0 between uses, and a label `thrown` for its waits to go to.
  * Its model defines RING_AT_ONCE if no rank relies on what another does before it has rung all bells.

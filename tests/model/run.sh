@@ -71,6 +71,9 @@ run holds bell RANKS=2 ROUNDS=3 CRASH
 run holds bell RANKS=3 ROUNDS=3
 run_large holds bell RANKS=3 ROUNDS=2 CRASH
 
+run holds failure RANKS=2
+run_large holds failure RANKS=2 CRASH
+
 run holds slots RANKS=2 OPS=5
 run holds slots RANKS=2 OPS=5 LEAVER
 run holds slots RANKS=2 OPS=5 LEAVER CRASH
@@ -130,6 +133,11 @@ run stuck bell RANKS=2 MUTANT_WAKE_FIRST
 run stuck bell RANKS=3 MUTANT_WAKE_ONE
 run stuck bell RANKS=2 MUTANT_FUTEX_TORN
 run stuck bell RANKS=2 CRASH MUTANT_SILENT_ABORT
+
+run assert failure MUTANT_WORD_FIRST
+run assert failure MUTANT_LAST_WINS
+run assert failure MUTANT_REPORTS_AGAIN
+run assert failure MUTANT_NO_LOCK
 
 run assert slots RANKS=2 MUTANT_ONE_SLOT
 run assert slots RANKS=2 MUTANT_FLAG_FIRST

@@ -25,9 +25,9 @@
 #include "muster/rpc/call.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
-#include "rpc/agent.h"
 #include "support/forked.h"
 #include "support/led_job.h"
+#include "support/nothing_left.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -138,23 +138,12 @@ std::string step(RRef<FallibleLayer> middle, RRef<FallibleLayer> last, int64_t s
 
 // --- what is left ---
 
-struct Left {
-  size_t sub_graphs = 0, arguments = 0, contexts = 0, objects = 0;
-  int64_t resident_kb = 0;
-  MSGPACK_DEFINE(sub_graphs, arguments, contexts, objects, resident_kb);
-};
-Left what_is_left(bool memory) {
-  const auto tape = autograd::census();
-  Left left{tape.sub_graphs, tape.arguments, tape.contexts, rpc::census().owned_objects, 0};
-  if (memory) {
-    ::malloc_trim(0);  // what is free, but kept for the next allocation, does not leak
-    int64_t pages = 0;
-    std::ifstream("/proc/self/statm") >> pages >> pages;
-    left.resident_kb = pages * ::sysconf(_SC_PAGESIZE) / 1024;
-  }
-  return left;
+int64_t resident_kb() {
+  ::malloc_trim(0);  // what is free, but kept for the next allocation, does not leak
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages >> pages;
+  return pages * ::sysconf(_SC_PAGESIZE) / 1024;
 }
-std::string objects_here() { return rpc::current_agent()->objects().describe(); }
 int pid_here() { return ::getpid(); }
 
 // --- the campaign ---
@@ -275,23 +264,11 @@ class Campaign {
     layers_[static_cast<size_t>(victim)] = {};
   }
 
-  // On workers that live; soon, as references are let go by message.
   void nothing_is_left(size_t objects) {
-    const auto end = patience();
-    for (const int worker : living_) {
-      Left left;
-      do {
-        left = rpc::sync<&what_is_left>(worker, false);
-      } while ((left.sub_graphs || left.arguments || left.contexts || left.objects != objects) && !end.passed());
-      EXPECT_TRUE(left.sub_graphs == 0 && left.arguments == 0 && left.contexts == 0 && left.objects == objects)
-          << "worker " << worker << " has " << left.sub_graphs << " graphs, " << left.arguments
-          << " lists of arguments, " << left.contexts << " contexts, and " << left.objects << " objects, where "
-          << objects << " should be, after a " << what_ << "\n"
-          << rpc::sync<&objects_here>(worker);
-    }
+    for (const int worker : living_) expect_nothing_left_on(worker, objects, text(" after a ", what_));
   }
   void measure(std::map<int, int64_t>& resident) {
-    for (const int worker : living_) resident[worker] = rpc::sync<&what_is_left>(worker, true).resident_kb;
+    for (const int worker : living_) resident[worker] = rpc::sync<&resident_kb>(worker);
   }
 
   const int steps_, kills_;

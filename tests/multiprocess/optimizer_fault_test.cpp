@@ -24,6 +24,7 @@
 #include "muster/rpc/worker.h"
 #include "support/forked.h"
 #include "support/led_job.h"
+#include "support/nothing_left.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -125,19 +126,8 @@ void train(const SpreadModel& model, Optimizer& optimizer) {
   optimizer.step(context);
 }
 
-// Soon, as references are let go by message.
 void nothing_is_left(const SpreadModel& model, size_t objects) {
-  for (const auto& owner : model.owners) {
-    const auto until = patience();
-    std::pair<size_t, size_t> left;
-    do {
-      left = rpc::sync<[] {
-        const auto tape = autograd::census();
-        return std::pair(tape.contexts + tape.sub_graphs, rpc::census().owned_objects);
-      }>(owner.owner());
-    } while ((left.first != 0 || left.second != objects) && !until.passed());
-    EXPECT_EQ(left, std::pair(size_t{0}, objects)) << owner.owner().name;
-  }
+  for (const auto& owner : model.owners) expect_nothing_left_on(owner.owner().id, objects);
 }
 
 // A job whose worker 0 runs `body`, which gives what it has to say. The others serve, until it is over.

@@ -11,6 +11,7 @@
 
 #include "base/text.h"
 #include "base/thread.h"
+#include "comm/kit/failure_note.h"
 #include "comm/kit/validate.h"
 #include "muster/base/error.h"
 
@@ -78,7 +79,8 @@ QueuedBackend::QueuedBackend(const BackendContext& context, std::string name)
                .drop_out =
                    [this](const std::string& why) {
                      leave_group(why);
-                     throw PeerLost(shown(getRank()), pid_, text("rank ", shown(getRank()), " ended: ", why));
+                     const int me = shown(getRank());
+                   throw PeerLost(me, pid_, shown_on(me, last_operation(), {text("rank ", me, " ended: ", why), me}));
                    }}),
       queue_(std::make_shared<CollectiveQueue>("muster-" + context.group.name)),
       log_(context) {
@@ -120,6 +122,12 @@ void QueuedBackend::hold_memory() {
 std::shared_ptr<void> QueuedBackend::memory() const {
   const std::lock_guard lock(memory_mutex_);
   return memory_;
+}
+
+std::string QueuedBackend::last_operation() const {
+  const uint64_t last = last_operation_.load(std::memory_order_relaxed);
+  if (last == 0) return "no operation yet";
+  return text(to_string(static_cast<OpKind>(last & 0xff)), " #", (last >> 8) - 1);
 }
 
 bool QueuedBackend::in_fork() const { return pid_ != ::getpid(); }

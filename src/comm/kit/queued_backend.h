@@ -129,6 +129,11 @@ class QueuedBackend : public Backend {
   int shown(int rank) const {  // the number of `rank` in messages and errors
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
   }
+  // For the texts of failures: this rank's last collective, as "all_reduce #12". Any thread.
+  virtual std::string last_operation() const;
+  void set_last_operation(OpKind kind, uint64_t number) {
+    last_operation_.store((number + 1) << 8 | static_cast<uint8_t>(kind), std::memory_order_relaxed);
+  }
   // The deadline of an operation with the timeout `own`; 0: the group's timeout.
   Deadline deadline_for(std::chrono::milliseconds own, Clock::time_point now = Clock::now()) const {
     return Deadline::after(timeout_for(own), now);
@@ -162,6 +167,7 @@ class QueuedBackend : public Backend {
 
   const std::string name_, group_name_;
   const std::vector<int> shown_ranks_;
+  std::atomic<uint64_t> last_operation_{0};  // its kind | (its number + 1) << 8; 0: none yet
   const std::function<void(const Backend*)> on_leave_;
   const pid_t pid_;
   std::atomic<int64_t> timeout_ms_;

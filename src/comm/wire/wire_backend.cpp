@@ -31,6 +31,9 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
       stragglers_(context.group.size, Stragglers::Unit::kNanoseconds),
       arrivals_(context.options.host_arrivals),
       numbers_(static_cast<size_t>(context.group.size)) {
+  const auto& global = context.group.global_ranks;  // if empty, this group is the World
+  for (int r = 0; r < getSize(); ++r)
+    if ((global.empty() ? r : global[static_cast<size_t>(r)]) == 0) store_rank_ = r;
   for (int step = 1; step < getSize(); ++step) others_.push_back((getRank() + step) % getSize());
   wire_->on_gone([this](int peer) {
     {
@@ -79,7 +82,7 @@ void WireBackend::leave_group(const std::string& cause) {
     }
   };
   if_the_store_answers([&] {
-    if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended));
+    if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended, shown(getRank())));
     store_->set(key(text("left/", getRank())), "1");
   });
   wire_->close();
@@ -107,14 +110,15 @@ void WireBackend::end_threads() {
 }
 
 void WireBackend::fail_group(const Error& cause) {
-  const auto error = read_failure(write_failure(cause));
+  const std::string last = last_operation();
+  const auto error = read_failure(write_failure(cause, shown(getRank())), shown(getRank()), last);
   {
     const std::lock_guard lock(state_mutex_);
     if (!failure_) failure_ = error;
     failure_known_.notify_all();
   }
   wire_->close();
-  record_failure(error);  // tells the others; last, because the store may not answer
+  record_failure(error, last);  // tells the others; last, because the store may not answer
 }
 
 void WireBackend::check() const {

@@ -20,7 +20,7 @@
 // more closed it. So a rank that sees a connection end first writes to the store that its own wire broke, and how far
 // it was (broke/<rank>). Then it looks in the store for the cause:
 //
-//   cause          a rank has found the cause: this is it
+//   cause          a rank has found the cause: this is it, as failure_note.h writes it
 //   died/<rank>    a rank on the same host saw that process end
 //   left/<rank>    the rank left in order
 //   broke/<rank>   the rank runs; "timed out" if it will write the cause
@@ -122,12 +122,13 @@ class WireBackend final : public QueuedBackend {
   std::exception_ptr ask_store(Inquiry& inquiry);
   std::exception_ptr without_store(const Inquiry& inquiry, const std::string& symptom) const;
   std::exception_ptr conclude(const Inquiry& inquiry) const;
-  std::exception_ptr lost(const Inquiry& inquiry, int rank, const std::string& how) const;
+  std::exception_ptr lost(int rank, const std::string& how) const;
   pid_t pid_of(int rank) const;
   std::string name_of(int rank) const;  // "rank 3 (pid 4711)"
-  // Makes `error` the group's failure, unless it has one already; returns the one that it has.
-  std::exception_ptr record_failure(const std::exception_ptr& error);
-  std::exception_ptr recorded_failure() const;
+  // Makes `error` the group's failure, unless it has one already; returns the one that it has. `last`: the operation in
+  // which this rank learns of it.
+  std::exception_ptr record_failure(const std::exception_ptr& error, const std::string& last);
+  std::exception_ptr recorded_failure(const std::string& last) const;
   bool has_left(int rank) const;
   bool has_died(int rank) const;
   bool lives(int rank) const;
@@ -144,6 +145,7 @@ class WireBackend final : public QueuedBackend {
   const std::vector<Member> members_;
   const std::shared_ptr<shm::PeerWatch> watch_;
   uint64_t subscription_ = 0;
+  int store_rank_ = -1;      // the member that is the World's rank 0, which may serve the store; -1: none is
   std::vector<int> others_;  // the next rank first, so that not all send to the same one
 
   std::atomic<uint64_t> sequence_{0};        // of the next collective
@@ -185,15 +187,16 @@ void WireBackend::guarded(Fn&& fn, What&& what, int peer, Clock::time_point bega
   } catch (const TimeoutError&) {
     diagnose_failure(what(), true, {}, peer, began);
   } catch (const Error& ours) {
-    const auto settled = record_failure(std::current_exception());
+    const auto known = record_failure(std::current_exception(), what());
     wire_->close();
-    std::rethrow_exception(settled);
+    std::rethrow_exception(known);
   } catch (const std::exception& error) {
     // An error that stops one rank in the middle (for example, no memory) stops the group.
-    const auto settled = record_failure(std::make_exception_ptr(
-        Unavailable(text("rank ", shown(getRank()), " failed in ", what(), ": ", error.what()))));
+    const auto known = record_failure(std::make_exception_ptr(Unavailable(text("rank ", shown(getRank()), " failed in ",
+                                                                               what(), ": ", error.what()))),
+                                      what());
     wire_->close();
-    std::rethrow_exception(settled);
+    std::rethrow_exception(known);
   }
 }
 

@@ -50,6 +50,7 @@ void WireBackend::announce(const ByteCall& call, std::span<const std::byte> payl
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
   const bool counts = !arrivals_ || std::exchange(arrivals_->counts_next, false);
   Announcement mine{.number = sequence_++, .call = call.descriptor()};
+  set_last_operation(mine.call.op, mine.number);
   if (counts) {
     mine.before = arrival_;
     if (arrivals_) {

@@ -64,7 +64,7 @@ void WireBackend::look_after(int peer) {
         if (left_ || failure_ || diagnosing_) return;
       }
       if (store_->try_get(key(text("left/", peer)))) return;
-      if (recorded_failure() || store_->try_get(key(text("broke/", peer)))) break;
+      if (store_->try_get(key("cause")) || store_->try_get(key(text("broke/", peer)))) break;
     }
   } catch (const std::exception&) {
     return;  // the store has gone, perhaps with a rank that left; ranks that wait in vain find out themselves
@@ -129,28 +129,30 @@ bool WireBackend::failed() const {
   }
   try {  // a wire that has ended is only a hint
     const store::CallsBy soon(Deadline::after(kNotes));
-    return recorded_failure() != nullptr;
+    return store_->try_get(key("cause")).has_value();
   } catch (const std::exception&) {
     return true;  // the store has gone, perhaps with its rank
   }
 }
 
-std::exception_ptr WireBackend::recorded_failure() const {
+std::exception_ptr WireBackend::recorded_failure(const std::string& last) const {
   const auto note = store_->try_get(key("cause"));
-  return note ? read_failure(*note) : nullptr;
+  return note ? read_failure(*note, shown(getRank()), last) : nullptr;
 }
 
-std::exception_ptr WireBackend::record_failure(const std::exception_ptr& error) {
+std::exception_ptr WireBackend::record_failure(const std::exception_ptr& error, const std::string& last) {
   std::exception_ptr result = error;
   try {
     std::rethrow_exception(error);
   } catch (const Error& ours) {
+    std::string note = write_failure(ours, shown(getRank()));
     try {
       const store::CallsBy soon(Deadline::after(kNotes));
-      const auto kept = store_->compare_set(key("cause"), std::nullopt, write_failure(ours));
-      if (!kept.stored && kept.value) result = read_failure(*kept.value);
+      auto kept = store_->compare_set(key("cause"), std::nullopt, note);
+      if (!kept.stored && kept.value) note = std::move(*kept.value);
     } catch (const std::exception&) {  // the store has gone with its rank: each rank keeps the error that it saw
     }
+    result = read_failure(note, shown(getRank()), last);
   } catch (...) {
   }
   const std::lock_guard lock(state_mutex_);
@@ -198,7 +200,7 @@ void WireBackend::diagnose_failure(const std::string& what, bool timed_out, cons
     cause = without_store(inquiry, no_answer.what());
   }
   if (!cause) cause = conclude(inquiry);
-  std::rethrow_exception(record_failure(cause));
+  std::rethrow_exception(record_failure(cause, what));
 }
 
 // Waits until the store has the cause, or until all ranks have reported that will. Null if no report is a cause.
@@ -206,12 +208,12 @@ std::exception_ptr WireBackend::ask_store(Inquiry& inquiry) {
   const auto grace = Deadline::after(inquiry.timed_out ? kNews : kGrace), patience = Deadline::after(kPatience);
   for (;; std::this_thread::sleep_for(kLook)) {
     const store::CallsBy soon(Deadline::after(kNotes));
-    if (auto cause = recorded_failure()) return cause;
+    if (auto cause = recorded_failure(inquiry.what)) return cause;
     bool another_timed_out = false;  // a rank timed out: it closed its wire, and will write the cause
     bool all = true, word_comes = false;
     for (int r = 0; r < getSize(); ++r) {
       if (r == getRank()) continue;
-      if (has_died(r)) return lost(inquiry, r, " died");
+      if (has_died(r)) return lost(r, " died");
       if (store_->try_get(key(text("left/", r))) && inquiry.silent(r) && !inquiry.timed_out)
         return std::make_exception_ptr(PeerLost(shown(r), pid_of(r),
                                                 text("rank ", shown(r), " left group '", group_name(), "' while rank ",
@@ -232,17 +234,18 @@ std::exception_ptr WireBackend::ask_store(Inquiry& inquiry) {
   }
 }
 
-// What is known if the store does not answer: first of all a death that this rank has seen itself. A store that a rank
-// of the job serves is gone with that rank. Otherwise the store's silence says nothing of any rank.
+// What is known if the store does not answer: first of all a death that this rank has seen itself. A store that the
+// job's rank 0 serves is gone with that rank, which may be any of the group's, or none. Otherwise the store's silence
+// says nothing of any rank.
 std::exception_ptr WireBackend::without_store(const Inquiry& inquiry, const std::string& symptom) const {
   std::optional<int> dead;
   {
     const std::lock_guard lock(state_mutex_);
     if (!dead_.empty()) dead = *dead_.begin();
   }
-  if (dead) return lost(inquiry, *dead, " died");
-  if (!store::comes_again(*store_) && getRank() != 0 && !lives(0))
-    return lost(inquiry, 0, text(" is gone, and with it the store (", symptom, ")"));
+  if (dead) return lost(*dead, " died");
+  if (store_rank_ >= 0 && store_rank_ != getRank() && !lives(store_rank_) && !store::comes_again(*store_))
+    return lost(store_rank_, text(" is gone, and with it the store (", symptom, ")"));
   if (inquiry.timed_out || inquiry.peer >= 0 || getSize() <= 2) return nullptr;
   return std::make_exception_ptr(
       Unavailable(text("the connections of group '", group_name(), "' broke in ", inquiry.what, ": ", inquiry.symptom,
@@ -262,7 +265,7 @@ std::exception_ptr WireBackend::conclude(const Inquiry& inquiry) const {
     auto who =
         std::find_if(missing.begin(), missing.end(), [&](int r) { return lost_one(r) && inquiry.gone.count(r); });
     if (who == missing.end()) who = std::find_if(missing.begin(), missing.end(), lost_one);
-    if (who != missing.end()) return lost(inquiry, *who, text(" is lost: ", inquiry.symptom));
+    if (who != missing.end()) return lost(*who, text(" is lost: ", inquiry.symptom));
     return std::make_exception_ptr(Unavailable(
         text("the connections of group '", group_name(), "' broke in ", inquiry.what, ": ", inquiry.symptom)));
   }
@@ -287,10 +290,9 @@ std::exception_ptr WireBackend::conclude(const Inquiry& inquiry) const {
                                               "Look whether the missing rank hangs, or raise the timeout"));
 }
 
-std::exception_ptr WireBackend::lost(const Inquiry& inquiry, int r, const std::string& how) const {
-  return std::make_exception_ptr(PeerLost(shown(r), pid_of(r),
-                                          text(name_of(r), how, " [", inquiry.what, " on rank ", shown(getRank()), "]"),
-                                          "Look at its last lines on standard error"));
+std::exception_ptr WireBackend::lost(int r, const std::string& how) const {
+  return std::make_exception_ptr(
+      PeerLost(shown(r), pid_of(r), text(name_of(r), how), "Look at its last lines on standard error"));
 }
 
 pid_t WireBackend::pid_of(int r) const { return members_.empty() ? 0 : members_[static_cast<size_t>(r)].pid; }

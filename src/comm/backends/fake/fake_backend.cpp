@@ -17,7 +17,7 @@ void FakeBackend::leave_group(const std::string&) {
 
 void FakeBackend::fail_group(const Error& cause) {
   const std::lock_guard lock(mutex_);
-  if (!failure_) failure_ = read_failure(write_failure(cause));
+  if (!failure_) failure_ = read_failure(write_failure(cause, getRank()), getRank(), last_operation());
 }
 
 bool FakeBackend::failed() const {
@@ -32,7 +32,7 @@ void FakeBackend::check() const {
 
 void FakeBackend::execute(const Operation& operation, Deadline deadline, bool) {
   check();
-  ++sequence_;
+  set_last_operation(operation.kind, sequence_++);
   switch (operation.kind) {
     case OpKind::kAllGather:
     case OpKind::kGather:

@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "comm/backends/registry.h"
 #include "comm/core/stragglers.h"
+#include "comm/kit/failure_note.h"
 #include "comm/kit/flatten.h"
 #include "comm/kit/tensor_bytes.h"
 
@@ -54,8 +55,10 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context) : Queued
     inner.group.shown_ranks = ranks;
     inner.host.heaps.clear();
     inner.group.members.clear();
+    inner.group.global_ranks.clear();
     for (const int r : ranks) {
       const auto i = static_cast<size_t>(r);
+      inner.group.global_ranks.push_back(context.group.global_ranks.empty() ? r : context.group.global_ranks[i]);
       if (!context.host.heaps.empty()) inner.host.heaps.push_back(context.host.heaps[i]);
       if (!context.group.members.empty()) inner.group.members.push_back(context.group.members[i]);
     }
@@ -139,7 +142,7 @@ void HierarchicalBackend::guarded(Fn&& fn) {
     throw;
   } catch (const Error& error) {
     fail(error);
-    throw;
+    std::rethrow_exception(read_failure(write_failure(error, getRank()), getRank(), last_operation()));
   } catch (const std::exception& error) {
     fail(Unavailable(text("rank ", getRank(), " failed: ", error.what())));
     throw;
@@ -172,7 +175,7 @@ Deadline HierarchicalBackend::last_wait(Deadline deadline) const {
 
 void HierarchicalBackend::execute(const Operation& operation, Deadline deadline, bool) {
   check();
-  ++sequence_;
+  set_last_operation(operation.kind, sequence_++);
   deadline_ = deadline;
   first_step_ = true;
   guarded([&] { execute_in_steps(operation, deadline); });

@@ -9,6 +9,7 @@
 
 #include "base/copy.h"
 #include "base/text.h"
+#include "comm/kit/failure_note.h"
 #include "shm/exchange.h"
 
 namespace muster::comm::shm_backend {
@@ -326,21 +327,21 @@ void Channel::throw_failure() const {
   const int subject = static_cast<int>(word >> 8 & 0xffff);
   const auto reporter = static_cast<int>(word >> 32 & 0xffff);
   const RankControl& block = control(reporter);
-  const std::string what(block.failure, strnlen(block.failure, sizeof block.failure));
-  const std::string seen = text(" [seen by rank ", shown(rank_), ", its last: ", where(rank_), "]");
+  const std::string written(block.failure, strnlen(block.failure, sizeof block.failure));
+  const std::string what = shown_on(shown(rank_), where(rank_), report_of(written, shown(reporter)));
   switch (static_cast<AbortReason>(word & 0xff)) {
     case AbortReason::kPeerLost:
-      throw PeerLost(subject, block.lost_pid, what + seen, "Look at its last lines on standard error");
+      throw PeerLost(subject, block.lost_pid, what, "Look at its last lines on standard error");
     case AbortReason::kTimeout:
       throw TimeoutError(
-          what + seen, {block.missing, block.missing + std::min<size_t>(block.missing_count, std::size(block.missing))},
+          what, {block.missing, block.missing + std::min<size_t>(block.missing_count, std::size(block.missing))},
           "Look whether the missing rank hangs, or raise the timeout");
     case AbortReason::kMismatch:
       throw Mismatch(what, kMismatchAdvice);
     case AbortReason::kUnavailable:
-      throw Unavailable(what + seen);
+      throw Unavailable(what);
     default:
-      throw Aborted(what + seen);
+      throw Aborted(what);
   }
 }
 

@@ -34,6 +34,7 @@ class ShmBackend final : public QueuedBackend {
   void end_threads() override { messages_.stop(); }
   void fail_group(const Error& cause) override;
   uint64_t next_sequence() const override { return channel_.seq(); }
+  std::string last_operation() const override { return channel_.where(getRank()); }
 
  private:
   void execute_call(const Call& call);
