@@ -1,64 +1,28 @@
-// Remote calls: one suite, over shared memory and (between faked hosts) over TCP, between threads and processes.
-#include <ATen/ATen.h>
-#include <gtest/gtest.h>
-#include <sys/resource.h>
-
+// Remote calls: one suite, over shared memory and (between faked hosts) over TCP, between threads and processes. What
+// goes wrong is in rpc_failure_test.cpp, and objects are in rpc_references_test.cpp.
 #include <atomic>
-#include <chrono>
-#include <cstring>
 #include <future>
-#include <mutex>
 #include <numeric>
-#include <string>
-#include <thread>
 #include <vector>
 
 #include "base/verbose.h"
+#include "contract/rpc_fixture.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
-#include "muster/rpc/call.h"
-#include "muster/rpc/rref.h"
 #include "muster/rpc/this_call.h"
 #include "muster/rpc/traffic.h"
-#include "muster/rpc/worker.h"
-#include "support/patience.h"
-#include "support/ranks.h"
 #include "support/ucx.h"
 
-namespace muster::test {
+namespace muster::test::remote_calls {
 namespace {
-
-using namespace std::chrono_literals;
-using at::Tensor;
-using rpc::Future;
-using rpc::RRef;
-
-class Rpc : public CommContract {
- protected:
-  // Runs the body in each of n workers, and then shuts RPC down gracefully.
-  void serve(int n, const std::function<void(World&)>& body, rpc::Options options = {}) const {
-    run(n, [&](World& world) {
-      rpc::init(options);
-      body(world);
-      rpc::shutdown();
-    });
-  }
-};
 
 // --- the functions that are called ---
 
-int add(int a, int b) { return a + b; }
 Tensor echo(Tensor x) { return x; }
-Tensor twice(const Tensor& x) { return x * 2; }
-void nothing() {}
+
 std::string caller() { return rpc::this_call().caller().name; }
 void fails_at_length() { throw std::runtime_error(std::string(1 << 20, 'x')); }
-int fails(int) { throw std::out_of_range("no such key"); }
-// Blocks its thread, as users' functions do, until the test says go.
-int held(int number) {
-  World::current().store().get("go" + std::to_string(number), patience());
-  return number;
-}
+
 int begins(int number) {
   World::current().store().set("begun" + std::to_string(number), "");
   return held(number);
@@ -71,11 +35,7 @@ int meets(int all) {
   held(0);
   return static_cast<int>(store.add("begun", 0));
 }
-// Calls itself on the next worker, `depth` times.
-int down(int depth) {
-  const int next = (rpc::worker_info().id + 1) % static_cast<int>(rpc::all_workers().size());
-  return depth == 0 ? 0 : 1 + rpc::sync<&down>(next, depth - 1);
-}
+
 rpc::Task<int> down_waiting(int depth) {
   const int next = (rpc::worker_info().id + 1) % static_cast<int>(rpc::all_workers().size());
   if (depth == 0) co_return 0;
@@ -111,53 +71,6 @@ bool waits_for_what_it_cancels(int worker, int number) {
   World::current().store().get("begun" + std::to_string(number), patience());
   call.cancel();
   return ran->get_future().wait_for(kPatience) == std::future_status::ready;
-}
-
-struct Counter {
-  explicit Counter(int start = 0) : value(start) {
-    if (start < 0) throw std::invalid_argument("a counter starts at 0");
-  }
-  int add(int n) {
-    const std::lock_guard lock(mutex);
-    return value += n;
-  }
-  int get() const { return value; }
-  std::mutex mutex;
-  int value;
-};
-int bump(Counter& counter, int n) { return counter.add(n); }
-int half(int number) { return number / 2; }
-void set_number(int& number, int to) { number = to; }
-int bump_through(RRef<Counter> counter) { return counter.sync<&Counter::add>(1); }
-RRef<Counter> pass_on(RRef<Counter> counter) { return counter; }
-int hand_to(int worker, RRef<Counter> counter) { return rpc::sync<&bump_through>(worker, counter); }
-
-// Its destructor calls the worker that has held it, and waits for the answer.
-struct Farewell {
-  explicit Farewell(int holder) : to(holder) {}
-  Farewell(const Farewell&) = delete;
-  Farewell& operator=(const Farewell&) = delete;
-  ~Farewell() {
-    std::string end = "said";
-    try {
-      rpc::sync<&nothing>(to);
-    } catch (const std::exception& error) {
-      end = error.what();
-    }
-    World::current().store().set("farewell", end);
-  }
-  int holder() const { return to; }
-  int to;
-};
-
-// Returns whether `condition` becomes true.
-template <typename Condition>
-bool soon(Condition condition) {
-  for (const auto end = patience(); !end.passed();) {
-    if (condition()) return true;
-    std::this_thread::yield();
-  }
-  return false;
 }
 
 // --- calls ---
@@ -428,221 +341,6 @@ TEST_P(Rpc, CallsGivenUpCountUntilTheyAreAnswered) {
         {.max_threads = kThreads, .max_calls = kMost});
 }
 
-// --- failures ---
-
-TEST_P(Rpc, WhatTheFunctionThrowsArrives) {
-  serve(2, [](World&) {
-    try {
-      rpc::sync<&fails>(1, 5);
-      ADD_FAILURE();
-    } catch (const RemoteError& error) {
-      EXPECT_EQ(error.worker(), "worker1");
-      EXPECT_EQ(error.type(), "std::out_of_range");
-      EXPECT_CONTAINS(error.what(), "no such key");
-      EXPECT_CONTAINS(error.what(), "fails(int)");
-    }
-  });
-}
-
-TEST_P(Rpc, TimeoutsNameTheFunctionAndStopIt) {
-  serve(2, [](World& world) {
-    if (world.rank() != 0) return;
-    const auto message = message_of<TimeoutError>([] { rpc::sync<&held>({"worker1", {.timeout = 50ms}}, 1); });
-    EXPECT_CONTAINS(message, "worker1");
-    EXPECT_CONTAINS(message, "held(int)");
-    const Future<int> late = rpc::async<&held>({1, {.timeout = 50ms}}, 2);  // no thread waits for it
-    EXPECT_TRUE(soon([&] { return late.done(); }));
-    EXPECT_THROW(late.get(), TimeoutError);
-    for (const int number : {1, 2}) world.store().set("go" + std::to_string(number), "");
-    EXPECT_EQ(rpc::sync<&add>(1, 2, 2), 4);
-  });
-}
-
-TEST_P(Rpc, ACancelledCallIsToldToStop) {
-  static constexpr auto until_cancelled = [](std::string key) {
-    World::current().store().set(key + "begun", "");
-    while (!rpc::this_call().cancelled()) std::this_thread::yield();
-    World::current().store().set(key + "stopped", "");
-    rpc::this_call().check();
-  };
-  serve(2, [](World& world) {
-    if (world.rank() != 0) return;
-    auto call = rpc::async<until_cancelled>(1, "c");
-    world.store().get("cbegun", patience());
-    EXPECT_TRUE(call.cancel());
-    EXPECT_THROW(call.get(), Aborted);
-    world.store().get("cstopped", patience());
-  });
-}
-
-TEST_P(Rpc, AWorkerThatLeavesFailsTheCallsToIt) {
-  run(3, [](World& world) {
-    rpc::init();
-    if (world.rank() == 2) {
-      world.store().get("called", patience());
-      rpc::shutdown(rpc::Shutdown::kAbrupt);
-      return;
-    }
-    if (world.rank() == 0) {
-      const auto never = rpc::async<[] {
-        while (!rpc::this_call().cancelled()) std::this_thread::yield();
-      }>(2);
-      world.store().set("called", "");
-      const auto message = message_of<PeerLost>([&] { never.get(); });
-      EXPECT_CONTAINS(message, "worker2");
-      EXPECT_FALSE(rpc::is_alive(2));
-      EXPECT_THROW(rpc::sync<&add>(2, 1, 1), PeerLost);
-      EXPECT_EQ(rpc::sync<&add>(1, 1, 1), 2);  // the others go on
-    }
-    try {
-      rpc::shutdown();
-      ADD_FAILURE() << "worker 2 never shut down gracefully";
-    } catch (const PeerLost&) {
-    }
-  });
-}
-
-TEST_P(Rpc, ShutdownWaitsForOthersAndTheirCalls) {
-  serve(3, [](World& world) {
-    // Worker 0 shuts down immediately. The others still call it for a while, through chains of handlers.
-    if (world.rank() == 0) return;
-    for (int i = 0; i < 50; ++i) EXPECT_EQ(rpc::sync<&down>(0, 3), 3);
-  });
-}
-
-// A worker that only serves is in shutdown(): its thread there sleeps, however many handlers end.
-TEST_P(Rpc, ShutdownSleepsWhileOthersCall) {
-  run(2, [](World& world) {
-    constexpr int kCalls = 2000;
-    const auto sleeps = [] {
-      rusage usage{};
-      ::getrusage(RUSAGE_THREAD, &usage);
-      return usage.ru_nvcsw;
-    };
-    rpc::init();
-    if (world.rank() == 0)
-      for (int i = 0; i < kCalls; ++i) rpc::sync<&nothing>(1);
-    const auto before = sleeps();
-    rpc::shutdown();
-    if (world.rank() == 1) {
-      EXPECT_LT(sleeps() - before, kCalls / 5);
-    }
-  });
-}
-
-TEST_P(Rpc, ShutdownEndsAtItsDeadline) {
-  run(2, [](World& world) {
-    rpc::init();
-    if (world.rank() == 0) {
-      EXPECT_CONTAINS(message_of<TimeoutError>([] { rpc::shutdown(rpc::Shutdown::kGraceful, 100ms); }), "1");
-      world.store().set("over", "");
-    } else {
-      world.store().get("over", patience());
-      rpc::shutdown(rpc::Shutdown::kAbrupt);
-    }
-  });
-}
-
-// --- objects ---
-
-TEST_P(Rpc, ObjectsAreMadeCalledAndFreed) {
-  serve(3, [](World& world) {
-    if (world.rank() == 0) {
-      auto counter = rpc::remote<Counter>(1, 5);
-      EXPECT_EQ(counter.owner().id, 1);
-      EXPECT_FALSE(counter.is_owner());
-      EXPECT_EQ(counter.sync<&Counter::add>(2), 7);
-      EXPECT_EQ(counter.sync<&bump>(1), 8);
-      EXPECT_EQ(rpc::sync<&bump_through>(2, counter), 9);   // a third worker
-      EXPECT_EQ(rpc::sync<&bump_through>(1, counter), 10);  // its owner
-      EXPECT_EQ(rpc::sync<&hand_to>(1, 2, counter), 11);    // the owner hands it on
-      EXPECT_EQ(rpc::sync<&pass_on>(2, counter).sync<&Counter::get>(), 11);
-      EXPECT_THROW(counter.local_value(), InvalidArgument);
-      const auto result = rpc::remote<&twice>(2, at::ones({3}));
-      EXPECT_TRUE(at::equal(result.to_here(), at::ones({3}) * 2));
-      EXPECT_EQ(rpc::remote<&half>(2, 8).to_here(), 4);  // not of a class
-      EXPECT_EQ(rpc::remote<std::string>(1, "text").to_here(), "text");
-      const auto number = rpc::remote<int>(1, 5);
-      number.sync<&set_number>(6);
-      EXPECT_EQ(number.to_here(), 6);
-      const auto mine = rpc::make_rref(std::make_shared<Counter>(1));
-      EXPECT_EQ(rpc::sync<&bump_through>(1, mine), 2);
-      EXPECT_EQ(mine.local_value()->value, 2);
-      const auto here = rpc::remote<Counter>(0, 3);
-      EXPECT_EQ(here.local_value()->value, 3);
-      EXPECT_THROW((RRef<Counter>().sync<&Counter::get>()), InvalidArgument);
-    }
-    muster::barrier();
-    EXPECT_TRUE(soon([] { return rpc::census().owned_objects == 0; })) << rpc::census().owned_objects;
-    muster::barrier();
-  });
-}
-
-TEST_P(Rpc, AnObjectThatCouldNotBeMade) {
-  serve(2, [](World&) {
-    const auto bad = rpc::remote<Counter>(1, -1);
-    EXPECT_CONTAINS(message_of<RemoteError>([&] { bad.sync<&Counter::get>(); }), "a counter starts at 0");
-  });
-}
-
-TEST_P(Rpc, ReferencesThatWanderAreCounted) {
-  serve(3, [](World& world) {
-    for (int i = 0; i < 40; ++i) {
-      auto counter = rpc::remote<Counter>((world.rank() + 1) % 3, 0);
-      std::vector<Future<RRef<Counter>>> wandering;
-      for (int to = 0; to < 3; ++to) wandering.push_back(rpc::async<&pass_on>(to, counter));
-      counter = RRef<Counter>();
-      for (auto& back : wandering) EXPECT_GE(std::move(back).get().sync<&Counter::add>(1), 1);
-    }
-    muster::barrier();
-    EXPECT_TRUE(soon([] { return rpc::census().owned_objects == 0; })) << rpc::census().owned_objects;
-    muster::barrier();
-  });
-}
-
-TEST_P(Rpc, AnObjectsEndMayCallAndWait) {
-  serve(2, [](World& world) {
-    if (world.rank() != 0) return;
-    auto object = rpc::remote<Farewell>(1, 0);
-    EXPECT_EQ(object.sync<&Farewell::holder>(), 0);
-    object = RRef<Farewell>();
-    EXPECT_EQ(world.store().get("farewell", patience()), "said");
-  });
-}
-
-TEST_P(Rpc, ReferencesEndWithTheRpcThatTheyAreOf) {
-  run(2, [](World& world) {
-    const int to = 1 - world.rank();
-    const auto number = [](const auto& rref) { return rpc::detail::object_of(*rref.reference()); };
-    rpc::init();
-    const auto there = rpc::remote<Counter>(to, 5);
-    const auto result = rpc::remote<&twice>(to, at::ones({3}));
-    const auto mine = rpc::make_rref(std::make_shared<Counter>(1));
-    EXPECT_EQ(there.sync<&Counter::get>(), 5);
-    rpc::shutdown();
-    EXPECT_THROW(there.sync<&Counter::get>(), Aborted);
-    rpc::init();
-    {
-      const auto there_now = rpc::remote<Counter>(to, 7);
-      const auto result_now = rpc::remote<&twice>(to, at::ones({5}));
-      const auto mine_now = rpc::make_rref(std::make_shared<Counter>(2));
-      EXPECT_EQ(number(there), number(there_now));
-      EXPECT_EQ(number(mine), number(mine_now));
-      EXPECT_THROW(there.owner(), Aborted);
-      EXPECT_THROW(there.sync<&Counter::get>(), Aborted);
-      EXPECT_THROW(result.to_here(), Aborted);
-      EXPECT_THROW(mine.local_value(), Aborted);
-      EXPECT_THROW(rpc::sync<&bump_through>(to, mine), Aborted);
-      EXPECT_THROW(rpc::sync<&bump_through>(to, there), Aborted);
-      EXPECT_EQ(there_now.sync<&Counter::get>(), 7);
-      EXPECT_EQ(result_now.to_here().numel(), 5);
-      EXPECT_EQ(mine_now.local_value()->value, 2);
-      EXPECT_EQ(rpc::census().pending_calls, 0u);  // to_here() came after the objects were made
-    }
-    rpc::shutdown();
-  });
-}
-
 // --- coroutines ---
 
 rpc::Task<int> gather_all() {
@@ -712,4 +410,4 @@ TEST_P(Rpc, WorkersWithOtherWaysAreToldSo) {
 MUSTER_RPC_CONTRACT(Rpc, Rpc);
 
 }  // namespace
-}  // namespace muster::test
+}  // namespace muster::test::remote_calls

@@ -1,43 +1,23 @@
 // The ucx transport without UCX: the contract over a fabric whose packets arrive in any order, and peers that break the
 // protocol.
-
-#include <gmock/gmock.h>
-
 #include <future>
 
-#include "contract/transport_contract.h"
+#include "contract/ucx_fixture.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
-#include "support/fake_fabric.h"
 #include "transport/piece.h"
-#include "transport/ucx/packet.h"
-#include "transport/ucx/ucx_transport.h"
 
-namespace muster::test {
+namespace muster::test::ucx_peers {
 namespace {
 
-using std::chrono::milliseconds;
 using testing::AllOf;
-using testing::HasSubstr;
 using transport::Limits;
 using transport::Message;
 using transport::Receiver;
 using transport::Transport;
-using transport::UcxOptions;
-using UcxEntry = transport::ucx::Entry;
 using transport::ucx::Header;
 using transport::ucx::Key;
 using transport::ucx::Kind;
-
-UcxOptions options_of(size_t rank, size_t size, const std::shared_ptr<Hub>& hub) {
-  UcxOptions options;
-  options.rank = static_cast<int>(rank);
-  options.size = static_cast<int>(size);
-  options.prefix = "test/";
-  options.heartbeat = std::chrono::seconds(60);
-  options.fabric = [hub](transport::ucx::FabricEvents& events) { return std::make_unique<FakeFabric>(*hub, events); };
-  return options;
-}
 
 std::vector<std::unique_ptr<Transport>> make_packet_mesh(const std::vector<Receiver*>& receivers,
                                                          const Limits& limits) {
@@ -444,68 +424,5 @@ TEST_F(UcxByHand, WhoDoesNotTakeTheGoodbyeIsToldThatThereIsNoMore) {
   wait([&] { return heard.contains(Kind::kGone); });
 }
 
-TEST(UcxMeeting, WhoDoesNotComeIsNamed) {
-  const auto hub = std::make_shared<Hub>(1);
-  const auto store = make_memory_store();
-  Recorder receiver;
-  auto options = options_of(0, 3, hub);
-  options.names = {"alice", "bob", "carol"};
-  store->set("test/ucx/1", UcxEntry{transport::ucx::make_key(), 3, 1, 1000, "0"}.text());
-  try {
-    transport::make_ucx_transport(options, directory_of(store), receiver, Deadline::after(milliseconds(50)));
-    ADD_FAILURE() << "it did not wait for carol";
-  } catch (const TimeoutError& error) {
-    EXPECT_THAT(error.message(), HasSubstr("carol"));
-    EXPECT_EQ(error.missing(), std::vector<int>{2});
-  }
-}
-
-TEST(UcxMeeting, WhoDoesNotSayHelloIsNamed) {
-  const auto hub = std::make_shared<Hub>(1);
-  const auto store = make_memory_store();
-  Recorder receiver;
-  auto options = options_of(0, 2, hub);
-  options.names = {"alice", "bob"};
-  store->set("test/ucx/1", UcxEntry{transport::ucx::make_key(), 2, 1, 1000, "0"}.text());  // rank 0 itself
-  try {
-    transport::make_ucx_transport(options, directory_of(store), receiver, Deadline::after(milliseconds(50)));
-    ADD_FAILURE() << "it did not wait for bob";
-  } catch (const TimeoutError& error) {
-    EXPECT_THAT(error.message(), HasSubstr("workers have not connected in time: bob"));
-    EXPECT_EQ(error.missing(), std::vector<int>{1});
-  }
-}
-
-TEST(UcxMeeting, OtherVersionsSizesAndNonsenseAreRefused) {
-  const auto hub = std::make_shared<Hub>(1);
-  Recorder receiver;
-  const auto meet = [&](const std::string& entry) {
-    const auto store = make_memory_store();
-    store->set("test/ucx/1", entry);
-    transport::make_ucx_transport(options_of(0, 2, hub), directory_of(store), receiver, in_time());
-  };
-  const std::string good = UcxEntry{transport::ucx::make_key(), 2, 1, 1000, "0"}.text();
-  EXPECT_THROW(meet(UcxEntry{transport::ucx::make_key(), 3, 1, 1000, "0"}.text()), Mismatch);
-  EXPECT_THROW(meet("muster-ucx2" + good.substr(11)), Mismatch);
-  EXPECT_THROW(meet(""), CorruptError);
-  EXPECT_THROW(meet(good.substr(0, 20)), CorruptError);
-  EXPECT_THROW(meet(good + "f"), CorruptError);
-  EXPECT_THROW(meet(UcxEntry{transport::ucx::make_key(), 2, 1, 1000, "999"}.text()), Unavailable);  // no such fabric
-}
-
-TEST(UcxMeeting, OptionsAreChecked) {
-  const auto hub = std::make_shared<Hub>(1);
-  Recorder receiver;
-  const auto make = [&](auto change) {
-    auto options = options_of(0, 2, hub);
-    change(options);
-    transport::make_ucx_transport(options, directory_of(make_memory_store()), receiver, in_time());
-  };
-  EXPECT_THROW(make([](auto& options) { options.rank = 2; }), InvalidArgument);
-  EXPECT_THROW(make([](auto& options) { options.peers = {0}; }), InvalidArgument);
-  EXPECT_THROW(make([](auto& options) { options.peers = {1, 1}; }), InvalidArgument);
-  EXPECT_THROW(make([](auto& options) { options.heartbeat = milliseconds(1); }), InvalidArgument);
-}
-
 }  // namespace
-}  // namespace muster::test
+}  // namespace muster::test::ucx_peers

@@ -16,7 +16,7 @@ SHAPES = [(12, 20), (7,), (9, 4, 3), (16, 8)]
 
 
 def gradient(parameter, step, dtype):
-    """The same numbers as numbers_of() of comm_hook_test.cpp."""
+    """The same numbers as numbers_of() of comm_hook_fixture.h."""
     elements = torch.Size(SHAPES[parameter]).numel()
     i = torch.arange(elements, dtype=torch.float64)
     values = torch.sin(i * (0.37 + 0.11 * parameter) + step) + 0.25 * torch.cos(i * i * 0.013 + parameter)

@@ -1,66 +1,20 @@
-// Optimizers whose states are divided among the ranks, and PostLocalSgdOptimizer.
-#include "muster/parallel/zero_redundancy_optimizer.h"
-
-#include <gtest/gtest.h>
+// Optimizers whose states are divided among the ranks. Snapshots of them are in zero_redundancy_snapshot_test.cpp.
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/schedulers/step_lr.h>
-#include <torch/optim/sgd.h>
-#include <torch/serialize.h>
-#include <unistd.h>
 
-#include <filesystem>
-#include <map>
 #include <memory>
-#include <sstream>
-#include <stdexcept>
-#include <string>
 
 #include "base/text.h"
-#include "multiprocess/fsdp_support.h"
-#include "muster/comm/objects.h"
+#include "multiprocess/zero_redundancy_fixture.h"
 #include "muster/optim/grad_scaler.h"
 
-namespace muster::test {
+namespace muster::test::divided_states {
 namespace {
 
-namespace fs = std::filesystem;
-namespace topt = torch::optim;
-using topt::AdamWOptions, topt::SGDOptions;
-
-template <typename Net>
-using Ddp = DistributedDataParallel<Net>;
-template <typename Inner>
-using Zero = ZeroRedundancyOptimizer<Inner>;
-
 const std::vector<HostOfRank> kGroups = {{"a"}, {"a", "a"}, {"a", "b", "a"}};
-
-void backward(auto& model, const World& world, int step) {
-  model(fsdp_input(world.rank(), step)).square().sum().backward();
-}
-
-// `states`: of all ranks' parameters that have some.
-void expect_states_once(auto& zero, const World& world, size_t states) {
-  int64_t bytes = 0;
-  size_t mine = 0;
-  for (const auto& group : zero.param_groups())
-    for (const Tensor& parameter : group.params()) {
-      const bool is_mine = zero.owner(parameter) == world.rank();
-      if (!is_mine) {
-        EXPECT_EQ(zero.state().count(parameter.unsafeGetTensorImpl()), 0u);
-        continue;
-      }
-      bytes += static_cast<int64_t>(parameter.nbytes());
-      ++mine;
-    }
-  EXPECT_EQ(zero.state().size(), std::min(mine, states));
-  const auto all = all_gather_object(bytes);
-  const int64_t largest = 600 * 600 * 4;
-  EXPECT_LE(*std::max_element(all.begin(), all.end()) - *std::min_element(all.begin(), all.end()), largest);
-}
 
 template <typename Inner, typename Options>
 void expect_steps_of_the_class(const HostOfRank& hosts, const Options& options, bool in_backward) {
@@ -178,114 +132,6 @@ TEST(ZeroRedundancy, GroupsAndSchedules) {
   });
 }
 
-// Through torch::save() of the class, on one rank, and back on all.
-TEST(ZeroRedundancy, StatesAreConsolidatedAndDividedAgain) {
-  on_hosts({"a", "b", "a"}, [](World& world) {
-    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
-    Ddp<FsdpNet> ddp(net), of_other(other);
-    const AdamWOptions options = AdamWOptions(1e-2).amsgrad(true);
-    auto zero = std::make_unique<Zero<topt::AdamW>>(net->parameters(), options);
-    topt::AdamW whole(other->parameters(), options);
-    const auto step_both = [&](topt::Optimizer& optimizer, int step) {
-      optimizer.zero_grad();
-      whole.zero_grad();
-      backward(ddp, world, step);
-      backward(of_other, world, step);
-      optimizer.step();
-      whole.step();
-      expect_equal(*net, *other);
-    };
-    step_both(*zero, 0);
-    step_both(*zero, 1);
-    std::ostringstream refused;
-    expect_refusal({"states of its own parameters only", "consolidate()"}, [&] { torch::save(*zero, refused); });
-    zero->consolidate(1);
-    std::string bytes;
-    if (world.rank() == 1) {
-      std::ostringstream archive;
-      torch::save(*zero, archive);
-      bytes = archive.str();
-      EXPECT_EQ(zero->state().size(), net->parameters().size());
-    } else {
-      expect_refusal({"states of its own parameters only"}, [&] { torch::save(*zero, refused); });
-    }
-    bytes = broadcast_object(bytes, 1);
-    step_both(*zero, 2);  // goes on, with its own states only
-    expect_states_once(*zero, world, net->parameters().size());
-
-    // As after step 1: the class itself, and again in parts.
-    const auto begin_again = [&](topt::Optimizer& optimizer) {
-      const torch::NoGradGuard no_grad;
-      std::istringstream archive(bytes);
-      torch::load(optimizer, archive);
-      std::istringstream again(bytes);
-      torch::load(whole, again);
-    };
-    topt::AdamW of_class(net->parameters(), AdamWOptions(1));
-    begin_again(of_class);
-    step_both(of_class, 3);
-    zero = std::make_unique<Zero<topt::AdamW>>(net->parameters(), AdamWOptions(1));
-    begin_again(*zero);
-    expect_states_once(*zero, world, net->parameters().size());
-    step_both(*zero, 4);
-    expect_refusal({"no rank 3"}, [&] { zero->consolidate(3); });
-  });
-}
-
-// Saved by three ranks and restored by two, by the class itself, and the reverse.
-TEST(ZeroRedundancy, Snapshots) {
-  const fs::path folder = fs::path(testing::TempDir()) / text("zero-snapshot-", ::getpid());
-  const Tensor x = drawn(0, 1, {4, 12});  // the same on all ranks, so that their number does not matter
-  // With this eps, a rounding of a gradient near zero is not a step.
-  const AdamWOptions options = AdamWOptions(1e-2).eps(1e-2);
-  std::vector<std::vector<Tensor>> expected;  // after each step, of AdamW without a pause
-  {
-    const auto net = make<FsdpNet>(7, {});
-    topt::AdamW optimizer(net->parameters(), options);
-    for (int step = 0; step <= 3; ++step) {
-      auto& values = expected.emplace_back();
-      for (const Tensor& parameter : net->parameters()) values.push_back(parameter.detach().clone());
-      optimizer.zero_grad();
-      net->forward(x).square().sum().backward();
-      optimizer.step();
-    }
-  }
-  const auto train_from = [&](const HostOfRank& hosts, bool sharded, int64_t from, int64_t to, bool divided) {
-    on_hosts(hosts, [&](World&) {
-      const auto net = make<FsdpNet>(7, {});
-      Ddp<FsdpNet> ddp(net);
-      std::unique_ptr<topt::Optimizer> optimizer;
-      if (divided)
-        optimizer = std::make_unique<Zero<topt::AdamW>>(net->parameters(), options);
-      else
-        optimizer = std::make_unique<topt::AdamW>(net->parameters(), options);
-      Snapshot snapshot({.folder = folder, .sharded = sharded, .default_generator = false});
-      snapshot.add("model", net).add("optimizer", *optimizer);
-      EXPECT_EQ(snapshot.restore(), from);
-      for (int64_t step = from; step < to; ++step) {
-        optimizer->zero_grad();
-        ddp(x).square().sum().backward();
-        optimizer->step();
-      }
-      snapshot.save(to);
-      const auto now = net->parameters();
-      for (size_t i = 0; i < now.size(); ++i)
-        EXPECT_TRUE(torch::allclose(now[i], expected[static_cast<size_t>(to)][i], 1e-4, 1e-6)) << i;
-    });
-  };
-  for (const bool sharded : {false, true}) {
-    train_from({"a", "b", "a"}, sharded, 0, 2, true);
-    train_from({"a", "a"}, sharded, 2, 3, true);
-    fs::remove_all(folder);
-    train_from({"a", "b", "a"}, sharded, 0, 2, true);
-    train_from({"a"}, sharded, 2, 3, false);
-    fs::remove_all(folder);
-    train_from({"a", "a"}, sharded, 0, 2, false);
-    train_from({"a", "b", "a"}, sharded, 2, 3, true);
-    fs::remove_all(folder);
-  }
-}
-
 // Ranks with different numbers of batches: those without data own parameters as well.
 TEST(ZeroRedundancy, Join) {
   on_ranks(3, [](World& world) {
@@ -331,16 +177,6 @@ TEST(ZeroRedundancy, AStepWithInfiniteGradientsIsNotMade) {
     }
   });
 }
-
-// SGD that fails when it is told to.
-struct Failing : topt::SGD {
-  using SGD::SGD;
-  bool fails = false;
-  Tensor step(LossClosure closure = nullptr) override {
-    if (fails) throw std::runtime_error("no step");
-    return SGD::step(std::move(closure));
-  }
-};
 
 TEST(ZeroRedundancy, AStepThatThrowsLeavesTheOtherRanksInOrder) {
   on_ranks(2, [](World& world) {
@@ -436,34 +272,6 @@ TEST(ZeroRedundancy, BadUseIsRefused) {
   });
 }
 
-// A class whose states are not known is stored per rank.
-TEST(ZeroRedundancy, SnapshotsOfAnotherClass) {
-  const fs::path folder = fs::path(testing::TempDir()) / text("zero-of-another-class-", ::getpid());
-  std::vector<std::vector<Tensor>> expected(2);
-  for (const bool again : {false, true})
-    on_ranks(2, [&](World& world) {
-      const auto net = make<FsdpNet>(7, {});
-      Ddp<FsdpNet> ddp(net);
-      Zero<Failing> zero(net->parameters(), SGDOptions(1e-2).momentum(0.9));
-      Snapshot snapshot({.folder = folder, .default_generator = false});
-      snapshot.add("model", net).add("optimizer", zero);
-      EXPECT_EQ(snapshot.restore(), again ? 1 : 0);
-      for (int step = again ? 1 : 0; step < 2; ++step) {
-        zero.zero_grad();
-        backward(ddp, world, step);
-        zero.step();
-        if (step == 0) snapshot.save(1);
-      }
-      const auto now = net->parameters();
-      auto& own = expected[static_cast<size_t>(world.rank())];
-      for (size_t i = 0; i < now.size(); ++i) {
-        if (!again) own.push_back(now[i].detach().clone());
-        EXPECT_TRUE(torch::equal(now[i], own[i])) << i;
-      }
-    });
-  fs::remove_all(folder);
-}
-
 // A gradient that is only this rank's changes nothing, if the parameter does not require one.
 TEST(ZeroRedundancy, FrozenParametersWithGradients) {
   on_ranks(2, [](World& world) {
@@ -479,67 +287,5 @@ TEST(ZeroRedundancy, FrozenParametersWithGradients) {
   });
 }
 
-TEST(PostLocalSgdOptimizerTest, SnapshotsHaveEachRanksOwn) {
-  const fs::path folder = fs::path(testing::TempDir()) / text("post-local-sgd-", ::getpid());
-  std::vector<std::vector<Tensor>> expected(2);
-  for (const bool again : {false, true})
-    on_ranks(2, [&](World& world) {
-      const auto net = make<FsdpNet>(7, {});
-      PostLocalSgdOptimizer<topt::SGD> local(net->parameters(), SGDOptions(1e-2).momentum(0.9),
-                                             ModelAveragerOptions{.periods = {{3, {}}}, .warmup_steps = 1});
-      Snapshot snapshot({.folder = folder, .default_generator = false});
-      snapshot.add("model", net, {.per_rank = true}).add("optimizer", local);
-      EXPECT_EQ(snapshot.restore(), again ? 2 : 0);
-      for (int step = again ? 2 : 0; step < 5; ++step) {
-        local.zero_grad();
-        net->forward(fsdp_input(world.rank(), step)).square().sum().backward();
-        local.step();
-        if (step == 1) snapshot.save(2);
-      }
-      auto& own = expected[static_cast<size_t>(world.rank())];
-      const auto now = net->parameters();
-      for (size_t i = 0; i < now.size(); ++i) {
-        if (!again) own.push_back(now[i].detach().clone());
-        EXPECT_TRUE(torch::equal(now[i], own[i])) << i;
-      }
-    });
-  fs::remove_all(folder);
-}
-
-TEST(PostLocalSgdOptimizerTest, AveragesEveryFewSteps) {
-  on_ranks(2, [](World& world) {
-    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
-    const SGDOptions options = SGDOptions(1e-2).momentum(0.9);
-    auto local = std::make_unique<PostLocalSgdOptimizer<topt::SGD>>(
-        net->parameters(), options, ModelAveragerOptions{.periods = {{2, {}}}, .warmup_steps = 1});
-    topt::SGD own(other->parameters(), options);
-    const auto train = [&](int step) {
-      local->zero_grad();
-      own.zero_grad();
-      for (auto* const of : {&net, &other}) (*of)->forward(fsdp_input(world.rank(), step)).square().sum().backward();
-      local->step();
-      own.step();
-      if (step > 0 && step % 2 == 0)
-        for (const Tensor& parameter : other->parameters()) all_reduce(parameter.detach(), {.op = ReduceOp::AVG});
-      for (const auto& item : net->named_parameters())
-        EXPECT_TRUE(torch::allclose(item.value(), other->named_parameters()[item.key()], 1e-6, 1e-8)) << item.key();
-    };
-    for (int step = 0; step < 3; ++step) train(step);
-    std::stringstream archive;
-    torch::save(*local, archive);
-    local = std::make_unique<PostLocalSgdOptimizer<topt::SGD>>(
-        net->parameters(), SGDOptions(1), ModelAveragerOptions{.periods = {{2, {}}}, .warmup_steps = 1});
-    torch::load(*local, archive);
-    EXPECT_EQ(local->averager().step(), 3);
-    for (int step = 3; step < 6; ++step) train(step);
-
-    // An archive of the class alone.
-    std::stringstream of_class;
-    torch::save(own, of_class);
-    torch::load(*local, of_class);
-    EXPECT_EQ(local->averager().step(), 0);
-  });
-}
-
 }  // namespace
-}  // namespace muster::test
+}  // namespace muster::test::divided_states

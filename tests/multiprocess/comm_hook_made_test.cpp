@@ -1,0 +1,342 @@
+// The communication hooks that are made already, equal to PyTorch's on the same numbers, with their states in
+// snapshots; and ModelAverager.
+#include <torch/serialize.h>
+
+#include <unistd.h>
+
+#include <filesystem>
+#include <limits>
+#include <sstream>
+
+#include "multiprocess/comm_hook_fixture.h"
+
+namespace muster::test::hook_tests {
+namespace {
+
+namespace fs = std::filesystem;
+
+void expect_equal_on_all_ranks(const std::vector<Tensor>& tensors, const World& world) {
+  for (const Tensor& tensor : tensors) {
+    Tensor first = tensor.clone();
+    broadcast(first, 0);
+    EXPECT_TRUE(torch::equal(first, tensor)) << world.rank();
+  }
+}
+
+TEST(CommHook, SixteenBitsTravel) {
+  on_ranks(3, [](World& world) {
+    for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
+      const bool is_half = dtype == torch::kHalf;
+      auto ddp = ddp_with(is_half ? hooks::fp16_compress : hooks::bf16_compress);
+      at::ScalarType seen = torch::kFloat;
+      const CommHook inner = [&](GradBucket& bucket) {
+        seen = bucket.buffer().scalar_type();
+        return hooks::all_reduce(bucket);
+      };
+      auto wrapped = ddp_with(is_half ? hooks::fp16_compress_wrapper(inner) : hooks::bf16_compress_wrapper(inner));
+      const auto gradients = step_of(ddp, 1, world), of_wrapped = step_of(wrapped, 1, world);
+      EXPECT_EQ(seen, dtype);
+      for (size_t i = 0; i < gradients.size(); ++i) {
+        Tensor sum = ddp->wanted(i, 1, world.rank(), 3).to(dtype).div_(3);
+        all_reduce(sum);
+        EXPECT_TRUE(torch::equal(gradients[i], sum.to(torch::kFloat)));
+        Tensor average = ddp->wanted(i, 1, world.rank(), 3).to(dtype);
+        all_reduce(average, {.op = ReduceOp::AVG});
+        EXPECT_TRUE(torch::equal(of_wrapped[i], average.to(torch::kFloat)));
+      }
+    }
+  });
+}
+
+TEST(CommHook, EqualToPyTorchsOnTheSameNumbers) {
+  if (!python_has("torch")) GTEST_SKIP() << "no Python with torch ('" << kPython << "'): pip install torch==2.13.0";
+  struct Case {
+    const char* hook;
+    int rank, start;
+    bool feedback, warm;
+    const char* dtype;
+    double tolerance;
+  };
+  const std::vector<Case> cases = {
+      {"power", 1, 2, true, true, "float64", 1e-9},   {"power", 2, 2, true, true, "float32", 2e-4},
+      {"power", 3, 3, true, false, "float64", 1e-9},  {"power", 2, 2, false, true, "float64", 1e-9},
+      {"power", 4, 0, false, false, "float64", 1e-9}, {"fp16", 0, 0, false, false, "float32", 0},
+      {"bf16", 0, 0, false, false, "float32", 0},     {"bf16_power", 1, 2, false, true, "float32", 0.1},
+  };
+  constexpr int kSteps = 6;
+  Comparison comparison;
+  for (const Case& c : cases)
+    for (const int ranks : {1, 2}) {
+      if (ranks > 1 && c.hook != std::string("power")) continue;  // an average of rounded numbers is another number
+      const std::string question =
+          text(c.hook, " ", c.rank, " ", kSteps, " ", c.start, " ", c.feedback, " ", c.warm, " ", c.dtype);
+      std::vector<double> ours;
+      on_ranks(ranks, [&](World& world) {
+        const hooks::PowerSgd power({.matrix_approximation_rank = std::max(c.rank, 1),
+                                     .start_iter = c.start,
+                                     .use_error_feedback = c.feedback,
+                                     .warm_start = c.warm});
+        const std::string name = c.hook;
+        const CommHook hook = name == "power"  ? CommHook(power)
+                              : name == "fp16" ? CommHook(hooks::fp16_compress)
+                              : name == "bf16" ? CommHook(hooks::bf16_compress)
+                                               : hooks::bf16_compress_wrapper(power);
+        auto ddp = ddp_with(hook, c.dtype == std::string("float64") ? torch::kDouble : torch::kFloat);
+        std::vector<double> numbers;
+        for (int step = 0; step < kSteps; ++step) {
+          const auto of_step = flat_numbers(step_of(ddp, step, world));
+          numbers.insert(numbers.end(), of_step.begin(), of_step.end());
+        }
+        if (world.rank() == 0) ours = numbers;
+      });
+      comparison.add(question, ours, c.tolerance);
+    }
+  comparison.with("multiprocess/comm_hooks_peer.py");
+}
+
+TEST(CommHook, PowerSgdLosesNothingThatFeedbackDoesNotGiveBack) {
+  on_ranks(2, [](World& world) {
+    for (const bool batched : {false, true}) {
+      const hooks::PowerSgd power({.matrix_approximation_rank = 2, .start_iter = 0, .batched = batched});
+      const auto net = std::make_shared<HookNet>(kShapes, torch::kDouble);
+      net->in_order = false;  // so the second step has other buckets than the first
+      HookDdp ddp(net, power);
+      auto plain = ddp_with(nullptr, torch::kDouble);
+      // The sum of what arrives lags behind the sum of the gradients by no more than the last error.
+      std::vector<Tensor> lag;
+      for (int step = 0; step < 40; ++step) {
+        const auto got = step_of(ddp, 0, world), expected = step_of(plain, 0, world);
+        if (lag.empty())
+          for (const Tensor& each : got) lag.push_back(torch::zeros_like(each));
+        for (size_t i = 0; i < got.size(); ++i) lag[i] += expected[i] - got[i];
+      }
+      double far = 0;
+      for (const Tensor& each : lag) far = std::max(far, each.abs().max().item<double>());
+      EXPECT_LT(far, 12) << batched;
+      EXPECT_GT(far, 1e-6) << batched;  // so it was compressed
+      EXPECT_GT(power.compression().before, power.compression().after);
+      EXPECT_EQ(power.iter(), 40);
+    }
+  });
+}
+
+// With gradients of zeros the factors would be NaN.
+TEST(CommHook, PowerSgdOfZeros) {
+  on_ranks(2, [](World& world) {
+    for (const int64_t rank : {1, 3}) {
+      auto ddp = ddp_with(hooks::PowerSgd({.matrix_approximation_rank = rank, .start_iter = 0}));
+      for (int step = 0; step < 3; ++step) {
+        ddp->zero_grad();
+        (ddp.forward(step, world.rank(), 2) * 0).backward();
+        for (const Tensor& parameter : ddp->p) EXPECT_EQ(parameter.grad().abs().max().item<float>(), 0);
+      }
+      const auto got = step_of(ddp, 1, world);
+      auto plain = ddp_with(nullptr);
+      const auto expected = step_of(plain, 1, world);
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_GT((got[i] * expected[i]).sum().item<float>(), 0.05 * expected[i].square().sum().item<float>()) << i;
+    }
+  });
+}
+
+// A GradScaler skips such a step.
+TEST(CommHook, PowerSgdAfterInfiniteGradients) {
+  on_ranks(2, [](World& world) {
+    for (const int64_t rank : {1, 3}) {
+      auto ddp = ddp_with(hooks::PowerSgd({.matrix_approximation_rank = rank, .start_iter = 0})),
+           other = ddp_with(hooks::PowerSgd({.matrix_approximation_rank = rank, .start_iter = 0}));
+      step_of(ddp, 0, world);
+      step_of(other, 0, world);
+      for (const Tensor& parameter : ddp->p) parameter.mutable_grad() = Tensor();
+      const double scale = world.rank() == 0 ? std::numeric_limits<double>::infinity() : 1;
+      (ddp.forward(1, world.rank(), 2) * scale).backward();
+      EXPECT_FALSE(ddp->p[0].grad().isfinite().all().item<bool>());
+      const auto got = step_of(ddp, 2, world), expected = step_of(other, 2, world);
+      for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::allclose(got[i], expected[i], 1e-3, 1e-4)) << i;
+    }
+  });
+}
+
+TEST(CommHook, TopKSendsTheLargestAndKeepsTheRest) {
+  on_ranks(2, [](World& world) {
+    const hooks::TopK top({.ratio = 0.05, .start_iter = 1});
+    auto ddp = ddp_with(top, torch::kDouble), plain = ddp_with(nullptr, torch::kDouble);
+    expect_same(step_of(ddp, 0, world), step_of(plain, 0, world));
+    const auto all_of = [&](int step, int rank) {
+      std::vector<Tensor> all;
+      for (size_t i = 0; i < ddp->p.size(); ++i) all.push_back(ddp->wanted(i, step, rank, 2).reshape({-1}));
+      return torch::cat(all);
+    };
+    std::vector<Tensor> left(2, torch::zeros_like(all_of(0, 0)));
+    for (int step = 1; step < 5; ++step) {
+      Tensor expected = torch::zeros_like(left[0]);
+      const auto k = std::llround(0.05 * static_cast<double>(expected.numel()));
+      for (int rank = 0; rank < 2; ++rank) {
+        Tensor& mine = left[static_cast<size_t>(rank)];
+        mine = mine + all_of(step, rank);
+        const Tensor largest = std::get<1>(mine.abs().topk(k));
+        expected.index_add_(0, largest, mine.index_select(0, largest) / 2);
+        mine.index_fill_(0, largest, 0);
+      }
+      std::vector<Tensor> got;
+      for (const Tensor& gradient : step_of(ddp, step, world)) got.push_back(gradient.reshape({-1}));
+      EXPECT_TRUE(torch::allclose(torch::cat(got), expected, 0, 1e-12)) << step;
+      EXPECT_EQ(torch::cat(got).count_nonzero().item<int64_t>(), expected.count_nonzero().item<int64_t>());
+    }
+    EXPECT_EQ(top.iter(), 5);
+  });
+}
+
+template <typename Hook>
+void go_on_after_loading(const std::function<Hook()>& make) {
+  const auto folder = fs::temp_directory_path() / text("muster_comm_hook_", ::getpid());
+  on_ranks(2, [&](World& world) {
+    Hook mine = make();
+    auto ddp = ddp_with(mine);
+    for (int step = 0; step < 3; ++step) step_of(ddp, step, world);
+    Snapshot snapshot({.folder = folder, .every = 1});
+    snapshot.add("hook", mine);
+    snapshot.save(3);
+    Hook other = make();
+    Snapshot again({.folder = folder, .every = 1});
+    again.add("hook", other);
+    EXPECT_EQ(again.restore(), 3);
+    EXPECT_EQ(other.iter(), 3);
+    auto loaded = ddp_with(other), anew = ddp_with(make());
+    for (int step = 3; step < 6; ++step) {
+      const auto expected = step_of(ddp, step, world);
+      expect_same(step_of(loaded, step, world), expected, text("step ", step));
+      EXPECT_FALSE(torch::equal(step_of(anew, step, world)[0], expected[0]));
+    }
+  });
+  fs::remove_all(folder);
+}
+TEST(CommHook, AStateInASnapshotGoesOnToTheBit) {
+  for (const bool warm : {true, false})
+    go_on_after_loading<hooks::PowerSgd>(
+        [=] { return hooks::PowerSgd({.matrix_approximation_rank = 2, .start_iter = 0, .warm_start = warm}); });
+  go_on_after_loading<hooks::TopK>([] { return hooks::TopK({.ratio = 0.1}); });
+}
+
+// Factors of another rank are not gone on with.
+TEST(CommHook, AStateOfAnotherRankOfApproximation) {
+  on_ranks(2, [](World& world) {
+    hooks::PowerSgd two({.matrix_approximation_rank = 2, .start_iter = 0}),
+        four({.matrix_approximation_rank = 4, .start_iter = 0});
+    auto ddp = ddp_with(four);
+    step_of(ddp, 0, world);
+    std::stringstream file;
+    torch::serialize::OutputArchive out;
+    four.save(out);
+    out.save_to(file);
+    torch::serialize::InputArchive in;
+    in.load_from(file);
+    two.load(in);
+    auto other = ddp_with(two), plain = ddp_with(nullptr);
+    const auto got = step_of(other, 1, world);
+    expect_equal_on_all_ranks(got, world);
+    EXPECT_GT((got[0] * step_of(plain, 1, world)[0]).sum().item<float>(), 0);
+  });
+}
+
+TEST(CommHook, PostLocalSgdAveragesWithinSubgroupsLater) {
+  on_ranks(4, [](World& world) {
+    const Group pair = world.group().split(world.rank() / 2);
+    const hooks::PostLocalSgd local({.start_local_sgd_iter = 2, .subgroup = pair});
+    auto ddp = ddp_with(local, torch::kDouble), plain = ddp_with(nullptr, torch::kDouble),
+         of_pair = ddp_with(nullptr, torch::kDouble, {.group = pair});
+    for (int step = 0; step < 4; ++step) {
+      const auto of_all = step_of(plain, step, world), of_two = step_of(of_pair, step, world);
+      expect_close(step_of(ddp, step, world), step < 2 ? of_all : of_two, 1e-14);
+    }
+    EXPECT_EQ(local.iter(), 4);
+    // Without any communication.
+    auto alone = ddp_with(
+        hooks::PostLocalSgd({.start_local_sgd_iter = 0, .subgroup = pair, .post_local_gradient_all_reduce = false}));
+    auto none = ddp_with(hooks::noop);
+    const auto operations = [&] { return world.group().stats().operations + pair.stats().operations; };
+    const uint64_t before = operations();
+    for (int step = 1; step < 3; ++step) {
+      EXPECT_TRUE(torch::equal(step_of(alone, step, world)[0], alone->wanted(0, step, world.rank(), 4)));
+      EXPECT_TRUE(torch::equal(step_of(none, step, world)[0], alone->wanted(0, step, world.rank(), 4)));
+    }
+    EXPECT_EQ(operations(), before);
+  });
+}
+
+TEST(CommHook, WhatWasNotSentArrivesWhereAParameterIsUnused) {
+  on_ranks(2, [](World& world) {
+    struct Partial : HookNet {
+      Tensor forward(size_t used) {
+        Tensor sum = torch::zeros({});
+        for (size_t i = 0; i < used; ++i) sum = sum + (p[i] * wanted(i, 1, 0, 1)).sum();
+        return sum;
+      }
+    };
+    DistributedDataParallel<Partial> ddp(std::make_shared<Partial>(), {.find_unused_parameters = true});
+    ddp.register_comm_hook(hooks::TopK({.ratio = 0.75}));
+    Tensor arrived = torch::zeros(kShapes[3]);
+    for (int step = 0; step < 6; ++step) {
+      ddp->zero_grad();
+      ddp.forward(step == 0 ? 4 : 1).backward();
+      if (ddp->p[3].grad().defined()) arrived += ddp->p[3].grad();
+    }
+    EXPECT_TRUE(torch::allclose(arrived, ddp->wanted(3, 1, 0, 1)));
+    EXPECT_FALSE(ddp->p[3].grad().defined());  // when everything has arrived
+    (void)world;
+  });
+}
+
+TEST(ModelAverager, AveragesAmongTheRanksOfTheLargestPeriod) {
+  on_ranks(4, [](World& world) {
+    const Group pair = world.group().split(world.rank() / 2);
+    ModelAverager averager({.periods = {{2, pair}, {6, {}}}, .warmup_steps = 1});
+    for (int step = 0; step < 8; ++step) {
+      const std::vector<Tensor> parameters = {torch::full({3, 2}, 1. * world.rank(), torch::requires_grad()),
+                                              torch::full({5}, 10. * world.rank(), torch::kDouble),
+                                              torch::full({2, 2}, -1. * world.rank()).t()};
+      const bool due = step >= 1 && step % 2 == 0;
+      EXPECT_EQ(averager.average_parameters(parameters), due);
+      const double expected = step == 6 ? 1.5 : due ? 0.5 + world.rank() / 2 * 2 : world.rank();
+      EXPECT_EQ(parameters[0].min().item<double>(), expected) << step;
+      EXPECT_EQ(parameters[0].max().item<double>(), expected) << step;
+      EXPECT_EQ(parameters[1].max().item<double>(), 10 * expected) << step;
+      EXPECT_EQ(parameters[2].max().item<double>(), -expected) << step;
+      EXPECT_TRUE(parameters[0].requires_grad());
+    }
+    EXPECT_EQ(averager.step(), 8);
+    expect_refusal({"has no period"}, [] { ModelAverager({}); });
+    expect_refusal({"a period of ModelAverager is 0"}, [] { ModelAverager({.periods = {{0, {}}}}); });
+    const Group first = world.group().split(world.rank() < 2 ? 0 : -1);
+    if (world.rank() >= 2) {
+      expect_refusal({"not a member of the group with period 3"}, [&] { ModelAverager({.periods = {{3, first}}}); });
+    }
+  });
+}
+
+// Post-local SGD: averages of gradients, then of parameters.
+TEST(ModelAverager, KeepsRanksTogetherThatTrainByThemselves) {
+  on_ranks(2, [](World& world) {
+    auto ddp = ddp_with(hooks::PostLocalSgd({.start_local_sgd_iter = 2, .post_local_gradient_all_reduce = false}),
+                        torch::kDouble);
+    ModelAverager averager({.periods = {{3, {}}}});
+    std::vector<Tensor> alone;  // what one process has after the mean of both ranks' gradients
+    for (const Tensor& parameter : ddp->p) alone.push_back(torch::zeros_like(parameter));
+    for (int step = 0; step < 7; ++step) {
+      const auto gradients = step_of(ddp, step, world);
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < gradients.size(); ++i) {
+        ddp->p[i].sub_(gradients[i], 0.1);
+        alone[i].sub_(numbers_of(i, step, kShapes[i], torch::kDouble), 0.1);
+      }
+      averager.average_parameters(ddp->parameters());
+      if (step % 3 == 0) expect_close(ddp->parameters(), alone, 1e-12);
+      if (step == 5) {
+        EXPECT_FALSE(torch::allclose(ddp->p[0], alone[0]));
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace muster::test::hook_tests

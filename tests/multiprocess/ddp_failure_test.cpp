@@ -1,0 +1,165 @@
+// Steps of DistributedDataParallel after a backward pass that threw, and after the order of gradients has changed.
+#include <functional>
+#include <stdexcept>
+
+#include "multiprocess/ddp_fixture.h"
+#include "support/patience.h"
+
+namespace muster::test::ddp_replicas {
+namespace {
+
+// A backward() that throws in the first layer, when the gradients of the others are there.
+struct Failing : DdpNet {
+  bool fails = false;
+  Failing() {
+    a->weight.register_hook([this](const torch::Tensor&) {
+      if (fails) throw std::runtime_error("in a hook");
+    });
+  }
+  void backward_fails(const torch::Tensor& loss) {
+    fails = true;
+    EXPECT_THROW(loss.backward(), std::runtime_error);
+    fails = false;
+  }
+};
+
+// Of two ranks, with several buckets, of which some are under way when backward() throws. Where one waits for nothing,
+// not for the usual five minutes.
+void run_failing(const std::function<void(World&, Failing&, DistributedDataParallel<Failing>&, DdpNet&)>& body) {
+  run_threads(2,
+              [&](World& world) {
+                const auto net = make<Failing>(3);
+                const auto alone = make<DdpNet>(3);
+                DistributedDataParallel ddp(net, {.bucket_cap_mb = 64 * kByte, .first_bucket_cap_mb = 64 * kByte});
+                body(world, *net, ddp, *alone);
+              },
+              {.timeout = test::kPatience});
+}
+
+void expect_right_average(DistributedDataParallel<Failing>& ddp, DdpNet& alone, const World& world, int step) {
+  ddp->zero_grad();
+  alone.zero_grad();
+  ddp(part(world.rank(), step)).sum().backward();
+  for (int r = 0; r < 2; ++r) (alone.forward(part(r, step)).sum() / 2).backward();
+  const auto ours = gradients(*ddp.module()), expected = gradients(alone);
+  for (size_t i = 0; i < ours.size(); ++i)
+    EXPECT_TRUE(ours[i].defined() && torch::allclose(ours[i], expected[i], 1e-4, 1e-5)) << i;
+}
+
+TEST_F(DdpTest, ABackwardThatThrewInNoSyncOwesNothing) {
+  run_failing([](World& world, Failing& net, auto& ddp, DdpNet& alone) {
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      if (world.rank() == 0) {
+        const auto guard = ddp.no_sync();
+        net.backward_fails(ddp(part(0, 10 + step)).sum());
+      }
+      expect_right_average(ddp, alone, world, step);
+    }
+  });
+}
+
+TEST_F(DdpTest, ABackwardThatThrewIsMadeUpForInNoSyncToo) {
+  run_failing([](World& world, Failing& net, auto& ddp, DdpNet& alone) {
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      if (step > 0) {
+        const auto guard = ddp.no_sync();
+        ddp(part(world.rank(), 20 + step)).sum().backward();
+      }
+      const auto loss = ddp(part(world.rank(), 10 + step)).sum();
+      if (world.rank() == 0) {
+        net.backward_fails(loss);
+        const auto guard = ddp.no_sync();
+        ddp(part(0, 30 + step));  // the other rank waits until then
+      } else {
+        EXPECT_THROW(loss.backward(), InvalidArgument);  // not all gradients are there
+      }
+      expect_right_average(ddp, alone, world, step);
+    }
+  });
+}
+
+// The gradient of the input comes after those of all parameters. So the other rank's step is right, and it is the first
+// after which the ranks agree on the order of the buckets.
+TEST_F(DdpTest, ABackwardThatThrewBehindAllParametersIsAStepOfTheOthers) {
+  run_failing([](World& world, Failing& net, auto& ddp, DdpNet& alone) {
+    torch::Tensor x = part(world.rank(), 10).set_requires_grad(true);
+    if (world.rank() == 0)
+      x.register_hook([](const torch::Tensor&) -> void { throw std::runtime_error("in a hook of the input"); });
+    const auto loss = ddp(x * 1).sum();  // backward comes to the product last
+    if (world.rank() == 0) {
+      EXPECT_THROW(loss.backward(), std::runtime_error);
+    } else {
+      loss.backward();
+      for (int r = 0; r < 2; ++r) (alone.forward(part(r, 10)).sum() / 2).backward();
+      EXPECT_TRUE(torch::allclose(net.a->weight.grad(), alone.a->weight.grad(), 1e-4, 1e-5));
+    }
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      expect_right_average(ddp, alone, world, step);
+    }
+  });
+}
+
+// What one backward() owes is made up for when the next one begins, if no forward() comes between them.
+TEST_F(DdpTest, ABackwardThatThrewIsMadeUpForByTheNextOne) {
+  run_failing([](World& world, Failing& net, auto& ddp, DdpNet& alone) {
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      const auto first = ddp(part(world.rank(), 10 + step)).sum(), second = ddp(part(world.rank(), step)).sum();
+      net.zero_grad();
+      if (world.rank() == 0)
+        net.backward_fails(first);
+      else
+        EXPECT_THROW(first.backward(), InvalidArgument);  // not all gradients are there
+      net.zero_grad();
+      alone.zero_grad();
+      second.backward();
+      for (int r = 0; r < 2; ++r) (alone.forward(part(r, step)).sum() / 2).backward();
+      const auto ours = gradients(net), expected = gradients(alone);
+      for (size_t i = 0; i < ours.size(); ++i)
+        EXPECT_TRUE(ours[i].defined() && torch::allclose(ours[i], expected[i], 1e-4, 1e-5)) << i;
+    }
+  });
+}
+
+// The gradient with which the next backward() begins is one that the failed one did not come to.
+TEST_F(DdpTest, TheNextBackwardMayBeginWithAnotherParameter) {
+  struct Two : torch::nn::Module {
+    torch::Tensor left = register_parameter("left", torch::ones({12})),
+                  right = register_parameter("right", torch::ones({12}));
+    // Backward comes to the factor of the later term first.
+    torch::Tensor forward(const torch::Tensor& x, bool left_first) {
+      const auto earlier = (x * (left_first ? right : left)).sum();
+      return earlier + (x * (left_first ? left : right)).sum();
+    }
+  };
+  run_threads(2,
+              [](World& world) {
+                const auto net = make<Two>(3);
+                DistributedDataParallel ddp(net, {.bucket_cap_mb = 4 * kByte, .first_bucket_cap_mb = 4 * kByte});
+                bool fails = false;
+                net->left.register_hook([&](const torch::Tensor&) {
+                  if (fails) throw std::runtime_error("in a hook");
+                });
+                for (int step = 0; step < 3; ++step) {
+                  SCOPED_TRACE(step);
+                  const auto first = ddp(part(world.rank(), 10 + step), false),
+                             second = ddp(part(world.rank(), step), true);
+                  fails = world.rank() == 0;
+                  EXPECT_THROW(first.backward(), std::exception);
+                  fails = false;
+                  net->zero_grad();
+                  second.backward();
+                  const auto expected = (part(0, step) + part(1, step)).sum(0) / 2;
+                  EXPECT_TRUE(torch::allclose(net->left.grad(), expected, 1e-4, 1e-5));
+                  EXPECT_TRUE(torch::allclose(net->right.grad(), expected, 1e-4, 1e-5));
+                  net->zero_grad();
+                }
+              },
+              {.timeout = test::kPatience});
+}
+
+}  // namespace
+}  // namespace muster::test::ddp_replicas
