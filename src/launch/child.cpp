@@ -96,7 +96,7 @@ void use_default_signals() {
 
 }  // namespace
 
-pid_t start_rank(const ChildPlan& plan) {
+pid_t fork_rank(const ChildPlan& plan) {
   const pid_t launcher = ::getpid();
   const pid_t pid = ::fork();
   if (pid < 0)

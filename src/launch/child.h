@@ -44,6 +44,6 @@ struct ExecError {
 inline constexpr int kNotStarted = 127;
 
 // Returns the process id of the rank, which leads its process group. Unavailable if there are too many processes.
-pid_t start_rank(const ChildPlan& plan);
+pid_t fork_rank(const ChildPlan& plan);
 
 }  // namespace muster::launch

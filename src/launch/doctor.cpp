@@ -22,10 +22,10 @@
 #include "base/cores.h"
 #include "base/env.h"
 #include "base/fd.h"
+#include "base/pidfd.h"
 #include "base/text.h"
 #include "launch/black_box_report.h"
 #include "launch/environment.h"
-#include "launch/pidfd.h"
 #include "launch/text_table.h"
 
 namespace muster::launch {

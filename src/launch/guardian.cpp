@@ -18,8 +18,8 @@
 #include <memory>
 #include <vector>
 
+#include "base/pidfd.h"
 #include "base/text.h"
-#include "launch/pidfd.h"
 #include "launch/pipe.h"
 #include "muster/base/error.h"
 
@@ -71,13 +71,13 @@ void detach(const UniqueFd& socket) {
   if (char* id = std::getenv("MUSTER_JOB_ID")) *id = '\0';
 }
 
-void say(int socket, pid_t record) {
+void send_record(int socket, pid_t record) {
   // send(2) fails only if somebody killed the other side.
   [[maybe_unused]] const ssize_t written = ::send(socket, &record, sizeof record, MSG_NOSIGNAL);
 }
 
 // Receives a record. Returns false at the end of file.
-bool hear(int socket, pid_t* record) {
+bool receive_record(int socket, pid_t* record) {
   ssize_t size = 0;
   do size = ::recv(socket, record, sizeof *record, 0);
   while (size < 0 && errno == EINTR);
@@ -86,9 +86,9 @@ bool hear(int socket, pid_t* record) {
 
 [[noreturn]] void guard(const UniqueFd& socket, const std::string& job_id) {
   detach(socket);
-  say(socket.get(), kReady);
+  send_record(socket.get(), kReady);
   std::vector<pid_t> groups;
-  for (pid_t record = 0; hear(socket.get(), &record);) {
+  for (pid_t record = 0; receive_record(socket.get(), &record);) {
     if (record == kGoodbye) ::_exit(0);
     if (record == kForget)
       groups.clear();
@@ -122,26 +122,27 @@ Guardian Guardian::start(const std::string& job_id) {
   while (::poll(&ready, 1, deadline.poll_ms()) < 0 && errno == EINTR) {
   }
   pid_t record = 0;
-  if (ready.revents == 0 || !hear(guardian.socket_.get(), &record) || record != kReady)
+  if (ready.revents == 0 || !receive_record(guardian.socket_.get(), &record) || record != kReady)
     throw Unavailable("the process that guards the job did not start", "Try again; somebody may have killed it");
   return guardian;
 }
 
 void Guardian::announce(int socket) {
-  if (socket >= 0) say(socket, ::getpid());
+  if (socket >= 0) send_record(socket, ::getpid());
 }
 
 void Guardian::forget() {
-  if (pid_ != 0) say(socket_.get(), kForget);  // the guardian reads this before it reads the end of file and kills
+  if (pid_ != 0)
+    send_record(socket_.get(), kForget);  // the guardian reads this before it reads the end of file and kills
 }
 
 void Guardian::forget(pid_t rank) {
-  if (pid_ != 0) say(socket_.get(), -rank);
+  if (pid_ != 0) send_record(socket_.get(), -rank);
 }
 
 void Guardian::say_goodbye() {
   if (pid_ == 0) return;
-  say(socket_.get(), kGoodbye);
+  send_record(socket_.get(), kGoodbye);
   socket_.reset();
   ::kill(pid_, SIGCONT);
   const auto pidfd = open_pidfd(pid_);

@@ -86,8 +86,8 @@ UniqueFd claim(const Core& core) {
   return above_standard(std::move(socket));
 }
 
-Placement place(int ranks, Pin pin) {
-  const auto nobody = [](std::string why) { return Placement{.why = std::move(why)}; };
+CorePlacement place(int ranks, Pin pin) {
+  const auto nobody = [](std::string why) { return CorePlacement{.why = std::move(why)}; };
   if (pin == Pin::kNone) return nobody("--pin none");
   const auto allowed = allowed_processors();
   const long online = ::sysconf(_SC_NPROCESSORS_ONLN);
@@ -98,7 +98,7 @@ Placement place(int ranks, Pin pin) {
   if (cores.empty()) return nobody("hwloc is not here: apt-get install libhwloc15");
   if (static_cast<size_t>(ranks) > cores.size()) return nobody("there are more ranks than cores");
 
-  Placement placement;
+  CorePlacement placement;
   std::vector<Core> ours;
   for (const auto& core : cores)
     if (UniqueFd name = claim(core)) {

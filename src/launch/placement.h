@@ -34,7 +34,7 @@ struct RankPlacement {
   int cores = 0;                // the number of cores they make up
 };
 
-struct Placement {
+struct CorePlacement {
   std::vector<RankPlacement> ranks;  // one per rank; empty: no rank is pinned
   int threads = 0;                   // for each rank: the smallest number of cores of a rank; 0: no rank is pinned
   int cores = 0;                     // of all ranks together
@@ -45,7 +45,7 @@ struct Placement {
 };
 
 // For this process's job.
-Placement place(int ranks, Pin pin);
+CorePlacement place(int ranks, Pin pin);
 
 // Divides `cores`, which are in the machine's order, among `ranks`; empty if there are more ranks than cores.
 std::vector<RankPlacement> spread(const std::vector<Core>& cores, int ranks);

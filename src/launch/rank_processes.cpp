@@ -8,8 +8,8 @@
 #include <fstream>
 #include <utility>
 
+#include "base/pidfd.h"
 #include "base/text.h"
-#include "launch/pidfd.h"
 #include "muster/base/error.h"
 
 namespace muster::launch {

@@ -11,12 +11,12 @@
 #include <system_error>
 
 #include "base/env.h"
+#include "base/pidfd.h"
 #include "base/text.h"
 #include "base/verbose.h"
 #include "launch/black_box_sources.h"
 #include "launch/elastic_words.h"
 #include "launch/error_file.h"
-#include "launch/pidfd.h"
 #include "launch/program.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
@@ -122,9 +122,9 @@ bool Supervisor::goes_on() {
   done_ = !kept_ && now_.end && now_.end->kind == EpochEnd::Kind::kRoom && (!now_.terminated || now_.too_late) &&
           all_well();
   if (!done_)
-    say(kept_    ? text("muster: ", why, "muster: the other ranks stay, and the hosts meet again", count)
-        : counts ? text("muster: ", why, "muster: the job starts again", count)
-                 : text("muster: ", why, "muster: the hosts that are left or new meet again", count));
+    print(kept_    ? text("muster: ", why, "muster: the other ranks stay, and the hosts meet again", count)
+          : counts ? text("muster: ", why, "muster: the job starts again", count)
+                   : text("muster: ", why, "muster: the hosts that are left or new meet again", count));
   if (!kept_) {
     epoch_ = 0;
     guardian_.forget();
@@ -152,7 +152,7 @@ void Supervisor::end_kept() {
 }
 
 // Prints lines of this launcher, between the lines of the ranks.
-void Supervisor::say(const std::string& lines) {
+void Supervisor::print(const std::string& lines) {
   printers_.back()->line(this, {}, lines, {});
   flush_outputs();
 }
@@ -202,10 +202,39 @@ std::string Supervisor::prefix_for(const Printer& printer, int number) const {
   return prefix_of(prefix_host(options_), number, is_terminal(printer) && !env_string("NO_COLOR"));
 }
 
+// The rank's output comes through pipes. `writers`: its ends of them; empty: it keeps the launcher's own.
+void Supervisor::connect_streams(Rank& rank, UniqueFd (&writers)[2]) const {
+  const auto connect = [&](RankStream& stream, UniqueFd& writer, Printer& printer, LastLines* last_lines) {
+    const bool prefixed = options_.output == RankOutput::kPrefixed;
+    const Style style = is_terminal(printer) ? Style::kTerminal : prefixed ? Style::kLog : Style::kUnchanged;
+    Pipe pipe = make_pipe();
+    writer = std::move(pipe.write);
+    stream = RankStream(std::move(pipe.read), printer, style, prefix_for(printer, rank.number), last_lines);
+  };
+  if (options_.output != RankOutput::kInherit || logs_.out(rank.number))
+    connect(rank.out, writers[0], *printers_.front(), nullptr);
+  connect(rank.err, writers[1], *printers_.back(), &rank.last_lines);
+  rank.out.log_to(logs_.out(rank.number), logs_.files_only());
+  rank.err.log_to(logs_.err(rank.number), logs_.files_only());
+}
+
+// What a forked rank that runs a function has open of the launcher's.
+std::vector<int> Supervisor::launchers_descriptors(const Rank& rank, const UniqueFd& null,
+                                                   const UniqueFd (&writers)[2]) const {
+  std::vector<int> open{null.get(),    writers[0].get(), writers[1].get(), guardian_.socket(),
+                        signals_.fd(), rank.out.fd(),    rank.err.fd(),    job_.master_socket.get()};
+  for (const auto& sink : sinks_)
+    if (sink->own_fd() >= 0) open.push_back(sink->own_fd());
+  for (const auto& other : ranks_->all())
+    for (const int fd : {other->pidfd.get(), other->out.fd(), other->err.fd(), other->black_box.get()})
+      open.push_back(fd);
+  for (const int fd : logs_.descriptors()) open.push_back(fd);
+  for (const auto& name : placement_.names) open.push_back(name.get());
+  std::erase(open, -1);
+  return open;
+}
+
 std::unique_ptr<Rank> Supervisor::start_rank(int local, Environment& environment, const UniqueFd& null) {
-  std::vector<char*> arguments;
-  for (const auto& argument : options_.command) arguments.push_back(const_cast<char*>(argument.c_str()));
-  arguments.push_back(nullptr);
   auto rank = std::make_unique<Rank>();
   const int number = rank->number = job_.first_rank + local;
   rank->black_box = above_standard(shm::create_black_box(number, job_.world_size, job_.id));
@@ -214,21 +243,13 @@ std::unique_ptr<Rank> Supervisor::start_rank(int local, Environment& environment
     rank->error_path = new_error_path(number);
     environment.set(kRankErrorVariable, rank->error_path);
   }
-
   UniqueFd writers[2];
-  const auto connect = [&](RankStream& stream, UniqueFd& writer, Printer& printer, LastLines* last_lines) {
-    const bool prefixed = options_.output == RankOutput::kPrefixed;
-    const Style style = is_terminal(printer) ? Style::kTerminal : prefixed ? Style::kLog : Style::kUnchanged;
-    Pipe pipe = make_pipe();
-    writer = std::move(pipe.write);
-    stream = RankStream(std::move(pipe.read), printer, style, prefix_for(printer, number), last_lines);
-  };
-  if (options_.output != RankOutput::kInherit || logs_.out(number))
-    connect(rank->out, writers[0], *printers_.front(), nullptr);
-  connect(rank->err, writers[1], *printers_.back(), &rank->last_lines);
-  rank->out.log_to(logs_.out(number), logs_.files_only());
-  rank->err.log_to(logs_.err(number), logs_.files_only());
+  connect_streams(*rank, writers);
 
+  std::vector<char*> arguments;
+  for (const auto& argument : options_.command) arguments.push_back(const_cast<char*>(argument.c_str()));
+  arguments.push_back(nullptr);
+  std::vector<unsigned long> affinity;
   ChildPlan plan;
   plan.rank = number;
   plan.environment = environment.block();
@@ -239,7 +260,6 @@ std::unique_ptr<Rank> Supervisor::start_rank(int local, Environment& environment
   plan.standard[1] = writers[0].get();
   plan.standard[2] = writers[1].get();
   plan.black_box = rank->black_box.get();
-  std::vector<unsigned long> affinity;
   if (placement_.pinned()) {
     affinity = mask_of(placement_.ranks[static_cast<size_t>(local)].processors);
     plan.affinity = &affinity;
@@ -252,19 +272,8 @@ std::unique_ptr<Rank> Supervisor::start_rank(int local, Environment& environment
     plan.default_signals = true;
   }
   plan.open_files = open_files_;
-  if (body_) {
-    plan.to_close = {null.get(),    writers[0].get(), writers[1].get(), guardian_.socket(),
-                     signals_.fd(), rank->out.fd(),   rank->err.fd(),   job_.master_socket.get()};
-    for (const auto& sink : sinks_)
-      if (sink->own_fd() >= 0) plan.to_close.push_back(sink->own_fd());
-    for (const auto& other : ranks_->all())
-      for (const int fd : {other->pidfd.get(), other->out.fd(), other->err.fd(), other->black_box.get()})
-        plan.to_close.push_back(fd);
-    for (const int fd : logs_.descriptors()) plan.to_close.push_back(fd);
-    for (const auto& name : placement_.names) plan.to_close.push_back(name.get());
-    std::erase(plan.to_close, -1);
-  }
-  rank->pid = launch::start_rank(plan);
+  if (body_) plan.to_close = launchers_descriptors(*rank, null, writers);
+  rank->pid = fork_rank(plan);
   return rank;
 }
 

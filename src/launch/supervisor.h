@@ -69,6 +69,8 @@ class Supervisor {
   bool goes_on();
   void start_ranks();
   std::unique_ptr<Rank> start_rank(int local, Environment& environment, const UniqueFd& null);
+  void connect_streams(Rank& rank, UniqueFd (&writers)[2]) const;
+  std::vector<int> launchers_descriptors(const Rank& rank, const UniqueFd& null, const UniqueFd (&writers)[2]) const;
   std::optional<std::string> mark_of(size_t local) const;
   bool others_stay(const Rank* rank) const;
   bool call(size_t local);
@@ -98,7 +100,7 @@ class Supervisor {
   void handle_stop(int signal);
   void tell_hosts();
   bool over() const;
-  void say(const std::string& lines);
+  void print(const std::string& lines);
   void flush_outputs();
   void terminate();
   void kill_all();
@@ -122,7 +124,7 @@ class Supervisor {
   Signals signals_;                            // before all that may raise SIGPIPE
   const std::vector<pid_t> earlier_children_;  // of a shell that exec'ed this process; left alone
   const std::optional<rlimit> open_files_;     // the limit before this process raised it; for the ranks
-  const Placement placement_;
+  const CorePlacement placement_;
   Guardian guardian_;
   std::vector<std::unique_ptr<Sink>> sinks_;  // one, or two: standard output and error
   std::vector<std::unique_ptr<Printer>> printers_;

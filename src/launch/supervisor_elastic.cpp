@@ -5,10 +5,10 @@
 
 #include <algorithm>
 
+#include "base/pidfd.h"
 #include "base/text.h"
 #include "launch/elastic_words.h"
 #include "launch/error_file.h"
-#include "launch/pidfd.h"
 #include "launch/program.h"
 #include "launch/supervisor.h"
 #include "muster/store/store.h"
@@ -54,8 +54,8 @@ bool Supervisor::replace(const Rank& rank, const Failure& failure) {
   ::kill(-rank.pid, SIGKILL);  // the processes that it left running
   Rank& old = *ranks_->all()[static_cast<size_t>(rank.number)];
   for (RankStream* stream : {&old.out, &old.err}) stream->drain();
-  say(text("muster: ", described(failure).cause, "muster: rank ", rank.number,
-           " is started again, and the others stay (", ++job_.restarts, " of ", max_restarts_, ")\n"));
+  print(text("muster: ", described(failure).cause, "muster: rank ", rank.number,
+             " is started again, and the others stay (", ++job_.restarts, " of ", max_restarts_, ")\n"));
   epoch_ = job_.restarts;
   oom_ = OomWatch();
   auto environment = rank_environment();

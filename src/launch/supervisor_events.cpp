@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "base/pidfd.h"
 #include "launch/error_file.h"
-#include "launch/pidfd.h"
 #include "launch/program.h"
 #include "launch/supervisor.h"
 #include "muster/base/error.h"

@@ -43,13 +43,13 @@ bool Supervisor::join_hosts() {
     throw InvalidArgument("hosts that meet over a network need a secret that nobody else has",
                           "Make one with muster secret FILE, copy it to all hosts, and give --secret-file FILE");
   if (tls) job_.secret = secret->hex();
-  std::string why_not_here;
+  std::string not_served_because;
   if (tls && (hosts.node == 0 || (hosts.node < 0 && store::is_own(job_.store_address)))) {
     try {
       hosts_server_ = serve_everywhere(job_.store_address.substr(job_.store_address.rfind(':') + 1), secret);
     } catch (const Unavailable& error) {
       if (hosts.node == 0) throw;
-      why_not_here = error.message();  // another launcher of this host serves it, or none does
+      not_served_because = error.message();  // another launcher of this host serves it, or none does
     }
   }
   std::shared_ptr<Store> store;
@@ -60,11 +60,11 @@ bool Supervisor::join_hosts() {
       const bool yet = error.code() == ErrorCode::kUnavailable || error.code() == ErrorCode::kTimeout;
       if (!yet) throw;
       if (deadline.passed()) {
-        now_.hosts_error =
-            why_not_here.empty()
-                ? std::current_exception()
-                : std::make_exception_ptr(Unavailable(
-                      text(error.message(), "; this launcher tried to serve it: ", why_not_here), error.advice()));
+        now_.hosts_error = not_served_because.empty()
+                               ? std::current_exception()
+                               : std::make_exception_ptr(Unavailable(
+                                     text(error.message(), "; this launcher tried to serve it: ", not_served_because),
+                                     error.advice()));
         return false;
       }
     }
@@ -90,9 +90,9 @@ bool Supervisor::join_hosts() {
 }
 
 void Supervisor::say_silence(const std::string& why) {
-  say(why.empty()
-          ? "muster: the store answers again\n"
-          : text("muster: the store does not answer; ranks continue as long as they do not need it: ", why, '\n'));
+  print(why.empty()
+            ? "muster: the store answers again\n"
+            : text("muster: the store does not answer; ranks continue as long as they do not need it: ", why, '\n'));
 }
 
 // Waits for the next plan, and takes from it what this launcher has to run. Returns false if there is none, because the
@@ -120,7 +120,7 @@ bool Supervisor::meet() {
         now_.end = *end;
         job_.node = -1;
         meeting_ = false;
-        if (!done_) say("muster: the job has ended without this host\n");
+        if (!done_) print("muster: the job has ended without this host\n");
         return false;
       }
       const auto* plan = std::get_if<Plan>(&*event);

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <fstream>
 #include <optional>
 
+#include "base/pidfd.h"
 #include "base/random.h"
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -63,12 +63,9 @@ struct Peer {
 
   Peer() = default;
   explicit Peer(pid_t id) : pid(id) {
-    if (pid > 0 && pid != ::getpid()) pidfd.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+    if (pid > 0 && pid != ::getpid()) pidfd = open_pidfd(pid);
   }
-  bool dead() const {
-    pollfd end{pidfd.get(), POLLIN, 0};
-    return pidfd && ::poll(&end, 1, 0) > 0;
-  }
+  bool dead() const { return await_end(pidfd, Deadline::after(std::chrono::milliseconds(0))); }
 };
 
 Peer peer_of(const KnownRanks& known, int rank) {

@@ -2,11 +2,11 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 
+#include "base/pidfd.h"
 #include "base/process.h"
 #include "base/thread.h"
 #include "muster/base/error.h"
@@ -41,7 +41,7 @@ std::shared_ptr<PeerWatch::Peer> PeerWatch::peer_of(const Process& process) {
     for (const auto& peer : subscription.peers)
       if (pollfd end{peer->pidfd.get(), POLLIN, 0}; is_process(peer->process) && peer->pidfd && ::poll(&end, 1, 0) == 0)
         return peer;
-  UniqueFd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0)));
+  UniqueFd pidfd = open_pidfd(process.pid);
   if (!pidfd && errno != ESRCH) throw_errno("pidfd_open", "Muster needs a Linux kernel of 5.3 or later");
   // After pidfd_open(): the start time is that of the process that the pidfd holds, or of none if it has ended.
   if (process.start != 0 && start_time_of(process.pid) != process.start) pidfd = UniqueFd();

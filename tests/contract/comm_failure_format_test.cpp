@@ -26,8 +26,8 @@ MUSTER_COMM_CONTRACT(FailureFormat);
 // `what` [seen by rank `finder`; last on rank `reader`: `last`…]. …
 void expect_format(const std::string& message, const std::string& what, const std::string& finder, int reader,
                    const std::string& last) {
-  const std::regex format(text(what, " \\[seen by rank ", finder, "; last on rank ", reader, ": ", last, "[^\\[\\]]*\\]",
-                               "(\\. [^\\[]*)?"));
+  const std::regex format(text(what, " \\[seen by rank ", finder, "; last on rank ", reader, ": ", last,
+                               "[^\\[\\]]*\\]", "(\\. [^\\[]*)?"));
   EXPECT_TRUE(std::regex_match(message, format)) << message;
 }
 

@@ -6,8 +6,6 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
-#include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +16,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/pidfd.h"
 #include "muster/comm/collectives.h"
 #include "support/patience.h"
 #include "support/patterns.h"
@@ -384,10 +383,7 @@ TEST_P(Messages, OfOthersWhenARankHasEnded) {
     }
     const auto pid = static_cast<pid_t>(std::stol(world.store().get("pid of 2", patience())));
     if (GetParam().ranks == RanksAre::kProcesses)
-      if (const UniqueFd process(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))); process) {
-        pollfd end{.fd = process.get(), .events = POLLIN};
-        EXPECT_EQ(::poll(&end, 1, patience().poll_ms()), 1);
-      }
+      if (const UniqueFd process = open_pidfd(pid); process) EXPECT_TRUE(await_end(process, patience()));
     constexpr int kMany = 100;
     for (int i = 1; world.rank() == 0 && i <= kMany; ++i) {
       send(number(i == kMany), 1);

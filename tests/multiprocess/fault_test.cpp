@@ -81,8 +81,9 @@ void expect_killed(const Call& call, int64_t count, const WorldOptions& options,
   comm::WorldStarter(hosts).run_threads(
       kRanks,
       [&](World& world) {
-        EXPECT_CONTAINS(until_lost(world, call, count),
-                        text("rank 1: rank 1 ended: killed by its FaultPlan [seen by rank 1; last on rank ", world.rank(), ": "));
+        EXPECT_CONTAINS(
+            until_lost(world, call, count),
+            text("rank 1: rank 1 ended: killed by its FaultPlan [seen by rank 1; last on rank ", world.rank(), ": "));
       },
       options);
 }

@@ -1,4 +1,4 @@
-// How a PrefetchLoader calls its sampler, dataset and collate, of whatever kind they are. Internal.
+// How a PrefetchLoader calls its sampler, dataset and collate, of whatever kind they are.
 //
 // Thread-safety: as what they call.
 #pragma once

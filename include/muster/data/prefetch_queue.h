@@ -1,4 +1,4 @@
-// PrefetchQueue: the threads of a PrefetchLoader, and the batches between them and the loop. Internal.
+// PrefetchQueue: the threads of a PrefetchLoader, and the batches between them and the loop.
 //
 // A batch is a *job*. Each worker repeats: draw the next job (one worker at a time, so jobs have an order), fetch it
 // (concurrently), put it into its slot. The loop takes the slots in the order in which they were drawn. At most `most`

@@ -80,7 +80,7 @@ QueuedBackend::QueuedBackend(const BackendContext& context, std::string name)
                    [this](const std::string& why) {
                      leave_group(why);
                      const int me = shown(getRank());
-                   throw PeerLost(me, pid_, shown_on(me, last_operation(), {text("rank ", me, " ended: ", why), me}));
+                     throw PeerLost(me, pid_, shown_on(me, last_operation(), {text("rank ", me, " ended: ", why), me}));
                    }}),
       queue_(std::make_shared<CollectiveQueue>("muster-" + context.group.name)),
       log_(context) {

@@ -192,8 +192,8 @@ void WireBackend::guarded(Fn&& fn, What&& what, int peer, Clock::time_point bega
     std::rethrow_exception(known);
   } catch (const std::exception& error) {
     // An error that stops one rank in the middle (for example, no memory) stops the group.
-    const auto known = record_failure(std::make_exception_ptr(Unavailable(text("rank ", shown(getRank()), " failed in ",
-                                                                               what(), ": ", error.what()))),
+    const auto known = record_failure(std::make_exception_ptr(Unavailable(
+                                          text("rank ", shown(getRank()), " failed in ", what(), ": ", error.what()))),
                                       what());
     wire_->close();
     std::rethrow_exception(known);

@@ -15,7 +15,7 @@
 #include "base/fd.h"
 #include "muster/base/deadline.h"
 
-namespace muster::launch {
+namespace muster {
 
 // Always close-on-exec. Empty, with errno set, if there is no such process or no free descriptor.
 inline UniqueFd open_pidfd(pid_t pid) { return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))); }
@@ -24,13 +24,13 @@ inline void signal_pidfd(const UniqueFd& pidfd, int signal) {
   ::syscall(SYS_pidfd_send_signal, pidfd.get(), signal, nullptr, 0);
 }
 
-// Whether the process ended before the deadline.
+// Whether the process ended before the deadline. Without a pidfd: no.
 inline bool await_end(const UniqueFd& pidfd, Deadline deadline) {
-  pollfd end{pidfd.get(), POLLIN, 0};
+  pollfd end{pidfd.get(), POLLIN, 0};  // poll(2) ignores -1
   int ready = 0;
   do ready = ::poll(&end, 1, deadline.poll_ms());
   while (ready < 0 && errno == EINTR);
   return ready > 0;
 }
 
-}  // namespace muster::launch
+}  // namespace muster
