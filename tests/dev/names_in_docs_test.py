@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""docs/security.md and docs/architecture.md name tests and places in the code: all of them must be there."""
+"""docs/security.md and docs/architecture.md name tests and places in the code: all of them must be there.
+
+CONTRIBUTING.md names the files that a new collective touches: those that name scan, the newest one.
+"""
 
 import re
 import sys
@@ -40,6 +43,20 @@ def check(page, known):
     return wrong, checked
 
 
+def check_places_of_a_collective():
+    """What is wrong with the section of CONTRIBUTING.md about a new collective."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page[page.index("## To add a collective") : page.index("## To add a backend")]
+    named = {Path(name).name for name in re.findall(r"`([\w./]+\.(?:cpp|h))`", section)}
+    sources = [each for suffix in ("cpp", "h") for each in (ROOT / "src").rglob(f"*.{suffix}")]
+    those_of_scan = [each for each in sources if re.search(r"\bkScan\b", each.read_text())]
+    wrong = [f"{each.relative_to(ROOT)} names kScan, but the page does not name it" for each in those_of_scan
+             if each.name not in named]
+    if len(those_of_scan) != 8:
+        wrong.append(f"{len(those_of_scan)} files name kScan, but the page says eight")
+    return wrong
+
+
 def main():
     tests = "\n".join(each.read_text() for suffix in ("cpp", "h") for each in (ROOT / "tests").rglob(f"*.{suffix}"))
     known = set(re.findall(r"TEST(?:_F|_P)?\(\s*(\w+),\s*(\w+)\)", tests))
@@ -57,6 +74,9 @@ def main():
         for each in wrong:
             print(f"docs/{name}: {each}", file=sys.stderr)
         failed = failed or bool(wrong)
+    for each in check_places_of_a_collective():
+        print(f"CONTRIBUTING.md: {each}", file=sys.stderr)
+        failed = True
     return 1 if failed else 0
 
 

@@ -1,9 +1,12 @@
-// Steps of DistributedDataParallel after a backward pass that threw, and after the order of gradients has changed.
+// Steps of DistributedDataParallel after a backward pass that threw, after the order of gradients has changed, and after
+// the parameters themselves have.
 #include <functional>
 #include <stdexcept>
+#include <string>
 
 #include "multiprocess/ddp_fixture.h"
 #include "support/patience.h"
+#include "support/ranks.h"
 
 namespace muster::test::ddp_replicas {
 namespace {
@@ -159,6 +162,53 @@ TEST_F(DdpTest, TheNextBackwardMayBeginWithAnotherParameter) {
                 }
               },
               {.timeout = test::kPatience});
+}
+
+// --- parameters that have changed since the DistributedDataParallel was made ---
+
+// What the next steps of training say after `change` of the net.
+std::string said_after(const std::function<void(DdpNet&)>& change, const DdpOptions& options = {}) {
+  std::string said;
+  run_threads(2, [&](World& world) {
+    const auto net = make<DdpNet>(3);
+    net->c->bias.set_requires_grad(false);
+    DistributedDataParallel ddp(net, options);
+    ddp(part(world.rank(), 0)).sum().backward();
+    change(*net);
+    std::string mine;
+    try {
+      for (int step = 1; step <= 16; ++step) ddp(part(world.rank(), step)).sum().backward();
+    } catch (const InvalidArgument& error) {
+      mine = error.what();
+    }
+    if (world.rank() == 0) said = mine;
+  });
+  return said;
+}
+
+TEST_F(DdpTest, ParametersThatHaveChangedAreNamed) {
+  EXPECT_EQ(said_after([](DdpNet&) {}), "");
+  EXPECT_CONTAINS(said_after([](DdpNet& net) { net.c->bias.set_requires_grad(true); }),
+                  "c.bias did not require grad when the DistributedDataParallel was made, but does now. Change the "
+                  "module first");
+  EXPECT_CONTAINS(said_after([](DdpNet& net) { net.a->weight.set_data(torch::zeros({33, 13})); }),
+                  "a.weight was Float [33, 12] on cpu when the DistributedDataParallel was made, and is Float [33, 13] "
+                  "on cpu");
+  EXPECT_CONTAINS(said_after([](DdpNet& net) { net.to(torch::kDouble); }),
+                  "a.weight was Float [33, 12] on cpu when the DistributedDataParallel was made, and is Double");
+  const auto add = [](DdpNet& net) { net.register_module("more", torch::nn::Linear(2, 2)); };
+  EXPECT_CONTAINS(said_after(add),
+                  "the module did not have its parameter more.weight when the DistributedDataParallel was made");
+  EXPECT_CONTAINS(said_after([](DdpNet& net) { net.b = net.replace_module("b", torch::nn::Linear(33, 17)); },
+                             {.find_unused_parameters = true}),
+                  "the module did not have its parameter b.weight");
+}
+
+// What is allowed: other values, frozen parameters, and changes of those that are ignored.
+TEST_F(DdpTest, ParametersMayGetOtherValuesAndBeFrozen) {
+  EXPECT_EQ(said_after([](DdpNet& net) { net.a->weight.set_data(torch::ones({33, 12})); }), "");
+  EXPECT_EQ(said_after([](DdpNet& net) { net.a->bias.set_requires_grad(false); }, {.find_unused_parameters = true}), "");
+  EXPECT_EQ(said_after([](DdpNet& net) { net.c->bias.set_requires_grad(true); }, {.ignored = {"c.bias"}}), "");
 }
 
 }  // namespace

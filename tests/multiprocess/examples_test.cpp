@@ -28,6 +28,13 @@ std::vector<std::string> lines_of(const std::string& name, int workers, const st
   return lines;
 }
 
+// A picture with this text in it, which is removed.
+void expect_drawn(const std::string& path, const char* part) {
+  std::ifstream picture(path);
+  EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find(part), std::string::npos) << path;
+  std::remove(path.c_str());
+}
+
 // The same training on any number of workers that the batch can be divided by.
 TEST(Examples, RemoteTrain) {
   double first[3], last[3];
@@ -63,9 +70,7 @@ void maml_learns(const std::string& program, const std::vector<std::string>& opt
     ASSERT_EQ(gradients[workers - 1].size(), gradients_printed) << lines[1];
   }
   for (size_t i = 0; i < gradients_printed; ++i) EXPECT_NEAR(gradients[0][i], gradients[1][i], 1e-6);
-  std::ifstream picture(curve);
-  EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("</svg>"), std::string::npos);
-  std::remove(curve.c_str());
+  expect_drawn(curve, "</svg>");
 }
 
 TEST(Examples, AutogradMaml) { maml_learns("autograd_maml", {"--steps", "30", "--tasks", "4"}, 8); }
@@ -82,9 +87,7 @@ std::pair<double, double> learned(const std::string& program, int workers, const
     if (std::sscanf(line.c_str(), (what + ": %lf at first, %lf at last").c_str(), &numbers.first, &numbers.second) == 2)
       ++found;
   EXPECT_EQ(found, 1) << what;
-  std::ifstream picture(curve);
-  EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("</svg>"), std::string::npos);
-  std::remove(curve.c_str());
+  expect_drawn(curve, "</svg>");
   return numbers;
 }
 
@@ -140,9 +143,7 @@ TEST(Examples, ParallelFewerBytes) {
     EXPECT_LT(loss, 5 * losses["DDP"]) << name;
     EXPECT_LT(loss, 0.5) << name;
   }
-  std::ifstream svg(picture);
-  EXPECT_NE(std::string(std::istreambuf_iterator<char>(svg), {}).find("local SGD"), std::string::npos);
-  std::remove(picture.c_str());
+  expect_drawn(picture, "local SGD");
 }
 
 TEST(Examples, ParallelResnet) {
@@ -178,9 +179,7 @@ TEST(Examples, AutogradParameterServer) {
         << way;
     EXPECT_LT(last, 0.8 * first) << way;
   }
-  std::ifstream picture(curve);
-  EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("</svg>"), std::string::npos);
-  std::remove(curve.c_str());
+  expect_drawn(curve, "</svg>");
 }
 
 // Batches in parts are the same training, which is that of one process; and they let both halves work at the same time.
@@ -210,9 +209,7 @@ TEST(Examples, AutogradPipeline) {
     ASSERT_EQ(std::sscanf(lines[4].c_str(), "loss: %lf at first, %lf at last", &first, &last), 2);
     EXPECT_LT(last, 0.9 * first);
   }
-  std::ifstream picture(curve);
-  EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("</svg>"), std::string::npos);
-  std::remove(curve.c_str());
+  expect_drawn(curve, "</svg>");
 }
 
 // Reads the numbers of the line that the pattern fits.
@@ -272,9 +269,7 @@ TEST(Examples, AutogradRnn) {
   EXPECT_LT(sent, 1.05 * there);
   EXPECT_GT(received, back - 0.1);
   EXPECT_LT(received, 1.05 * back);
-  std::ifstream picture(curve);
-  EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("</svg>"), std::string::npos);
-  std::remove(curve.c_str());
+  expect_drawn(curve, "</svg>");
 }
 
 // A parameter server that rounds otherwise, as one on another machine would: near enough, but not the same.
@@ -394,15 +389,24 @@ TEST(Examples, Gpt) {
   std::filesystem::remove_all(folder);
 }
 
+// In small sizes. That they learn is tested below.
+TEST(Examples, RpcCartpolesRun) {
+  const std::string curve = text(testing::TempDir(), "/cartpole.", ::getpid(), ".svg");
+  const Learned one = learned(lines_of("rpc_cartpole", 3, {"--observers", "4", "--episodes", "2", "--curve", curve}), "all");
+  EXPECT_GT(one.first, 1);
+  expect_drawn(curve, "</svg>");
+  const auto lines = lines_of("rpc_cartpole_batched", 2, {"--observers", "4", "--episodes", "2"});
+  EXPECT_GT(learned(lines, "one by one").first, 1);
+  EXPECT_GT(learned(lines, "batched").first, 1);
+}
+
 // This seed comes to 4.8 times its start, another to 2.3; without learning the mean of 8 observers stays near 22 steps.
 TEST(Examples, RpcCartpoleLearns) {
   const std::string curve = text(testing::TempDir(), "/cartpole.", ::getpid(), ".svg");
   const auto lines = lines_of("rpc_cartpole", 3, {"--observers", "8", "--episodes", "15", "--curve", curve});
   const Learned all = learned(lines, "all");
   EXPECT_GT(all.last, 1.8 * all.first);
-  std::ifstream picture(curve);
-  EXPECT_NE(std::string(std::istreambuf_iterator<char>(picture), {}).find("</svg>"), std::string::npos);
-  std::remove(curve.c_str());
+  expect_drawn(curve, "</svg>");
 }
 
 // Batches change who waits for whom, not what is learned.

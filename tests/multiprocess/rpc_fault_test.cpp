@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <cstdio>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -38,12 +39,19 @@ void for_ever() {
   while (!rpc::this_call().cancelled()) std::this_thread::yield();
 }
 
-// The kernel says that a process has ended; all workers that wait for it know immediately.
+struct Counter {
+  int count() { return ++value; }
+  int value = 0;
+};
+
+// The kernel says that a process has ended; all workers that wait for it know immediately. All that is under way with
+// it, and all that comes later, fails.
 void kill_a_called_worker(const rpc::Options& options, const std::string& how) {
   constexpr int kWorkers = 3, kVictim = 1;
   const auto before = leftovers();
   {
     const ForkedJob job;
+    SharedNumbers noticed(kWorkers);
     ForkedRanks ranks(kWorkers, [&](int rank) -> std::string {
       World world = job.join(rank, kWorkers);
       const World::Scope scope(world);
@@ -52,11 +60,20 @@ void kill_a_called_worker(const rpc::Options& options, const std::string& how) {
         world.store().get("never", patience());
         return "";
       }
+      const auto object = rpc::remote<Counter>(kVictim);
+      const auto result = rpc::remote<[] { return for_ever(), 1; }>(kVictim);
+      const auto together = rpc::when_all(std::vector{rpc::async<[](int x) { return x; }>(2 - rank, 1),
+                                                      rpc::async<[](int x) { return for_ever(), x; }>(kVictim, 1)});
       const auto call = rpc::async<&for_ever>(kVictim);
       try {
         call.get();
       } catch (const PeerLost& error) {
+        noticed[static_cast<size_t>(rank)] = now_ns();
         EXPECT_FALSE(rpc::is_alive(kVictim));
+        EXPECT_THROW(together.get(), PeerLost);
+        EXPECT_THROW(result.to_here(), PeerLost);
+        EXPECT_THROW(object.sync<&Counter::count>(), PeerLost);
+        EXPECT_THROW(rpc::sync<[] {}>(kVictim), PeerLost);
         EXPECT_EQ(rpc::sync<[](int x) { return x + 1; }>(2 - rank, 1), 2);  // the survivors go on
         try {
           rpc::shutdown();
@@ -66,18 +83,22 @@ void kill_a_called_worker(const rpc::Options& options, const std::string& how) {
       }
       return "no error";
     });
-    await_count(*job.store(), "serving", 2);
+    await_count(*job.store(), "serving", 6);
+    const int64_t killed = now_ns();
     ranks.signal(kVictim, SIGKILL);
     for (const int rank : {0, 2}) {
       const auto end = ranks.wait(rank, patience());
       EXPECT_TRUE(end.exited && end.status == 0) << end.said;
       EXPECT_CONTAINS(end.said, text("worker1 (pid ", ranks.pid(kVictim), ") ", how));
+      std::printf("worker %d noticed the death after %.1f ms\n", rank,
+                  static_cast<double>(noticed[static_cast<size_t>(rank)] - killed) / 1e6);
     }
   }
   EXPECT_EQ(leftovers(), before);
 }
 
 TEST(RpcFaultProcess, AKilledWorkerFailsTheCallsToIt) { kill_a_called_worker({}, "died"); }
+TEST(RpcFaultProcess, AKilledWorkerFailsTheCallsToItOverTcp) { kill_a_called_worker({.transport = "tcp"}, ""); }
 TEST(RpcFaultProcess, AKilledWorkerFailsTheCallsToItOverUcx) {
   if (const std::string why = why_no_ucx(); !why.empty()) GTEST_SKIP() << why;
   kill_a_called_worker({.transport = "ucx"}, "is lost: ");
@@ -250,20 +271,21 @@ TEST(RpcFaultProcess, AnObjectIsMadeThoughItsCreatorWasLostBefore) {
 
 // References wander at random among five workers while one of them is killed. No object is freed early (a call on one
 // whose owner lives always works), and when all have let go none is left anywhere.
-TEST(RpcFaultProcess, ReferencesWanderWhileAWorkerIsKilled) {
-  constexpr int kWorkers = 5, kVictim = 3;
+void kill_while_references_wander(const rpc::Options& options) {
+  constexpr int kWorkers = 5;
   for (unsigned seed = 1; seed <= 4; ++seed) {
+    const int victim = static_cast<int>(std::mt19937(seed)() % kWorkers);
     const ForkedJob job;
     ForkedRanks ranks(kWorkers, [&](int rank) -> std::string {
       World world = job.join(rank, kWorkers);
       const World::Scope scope(world);
-      rpc::init();
+      rpc::init(options);
       std::mt19937 dice(seed * 100 + static_cast<unsigned>(rank));
       int freed_early = 0, steps = 0;
       std::string early;
       // On until some time after the death; the victim, until it is killed.
       for (int after = 0; after < 100; ++steps) {
-        if (!rpc::is_alive(kVictim)) ++after;
+        if (!rpc::is_alive(victim)) ++after;
         if (steps == 100) world.store().add("warm", 1);
         try {
           const int to = static_cast<int>(dice() % kWorkers);
@@ -306,13 +328,18 @@ TEST(RpcFaultProcess, ReferencesWanderWhileAWorkerIsKilled) {
       return text(left, " left, ", freed_early, " freed early ", early);
     });
     await_count(*job.store(), "warm", kWorkers);
-    ranks.signal(kVictim, SIGKILL);
+    ranks.signal(victim, SIGKILL);
     for (int rank = 0; rank < kWorkers; ++rank) {
       const auto end = ranks.wait(rank, patience());
-      if (rank == kVictim) continue;
-      EXPECT_EQ(end.said, "0 left, 0 freed early ") << "seed " << seed << ", worker " << rank;
+      if (rank == victim) continue;
+      EXPECT_EQ(end.said, "0 left, 0 freed early ") << "seed " << seed << ", worker " << rank << ", victim " << victim;
     }
   }
+}
+
+TEST(RpcFaultProcess, ReferencesWanderWhileAWorkerIsKilled) { kill_while_references_wander({}); }
+TEST(RpcFaultProcess, ReferencesWanderOverTcpWhileAWorkerIsKilled) {
+  kill_while_references_wander({.transport = "tcp"});
 }
 
 }  // namespace

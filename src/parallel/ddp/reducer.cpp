@@ -149,6 +149,7 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     if (const auto impl = weak.lock(); impl && impl->meetings)
       impl->meet(with_graph ? Meetings::Event::kBackwardWithGraph : Meetings::Event::kBackward);
   };
+  s.parameters.emplace(computed, tensors.parameters);
   for (const auto& [name, tensor] : trainable) s.trainable.push_back(tensor);
   if (const int64_t every = s.options.check_divergence_every; every > 0)
     s.watch.emplace(tensors.parameters, every, s.group);
@@ -181,6 +182,7 @@ class Reducer::InForward {
 std::shared_ptr<void> Reducer::before_forward() {
   Impl& s = *impl_;
   s.gradients->before_forward();
+  s.check_parameters();
   if (s.gradients->sync() && s.broadcasts()) {
     const int root = s.meetings ? s.meet(Meetings::Event::kForward).active[0] : 0;
     parallel::broadcast_together(s.buffers, s.group, root);

@@ -1,6 +1,7 @@
 // What the parts of a DistributedDataParallel share: reducer.cpp (forward and backward), join.cpp and shards.cpp.
 #pragma once
 
+#include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -13,6 +14,7 @@
 #include "parallel/ddp/divergence.h"
 #include "parallel/ddp/join.h"
 #include "parallel/ddp/logging.h"
+#include "parallel/ddp/parameter_watch.h"
 #include "parallel/ddp/private_copies.h"
 #include "parallel/ddp/shards.h"
 #include "parallel/gradient_reducer.h"
@@ -32,8 +34,12 @@ struct Reducer::Impl {
   std::optional<Meetings> meetings;  // within join()
   StepTimes times;
   std::optional<DivergenceWatch> watch;
+  std::optional<ParameterWatch> parameters;
   std::unique_ptr<PrivateCopies> copies;  // in mixed precision
 
+  void check_parameters() {
+    if (module->is_training() && at::GradMode::is_enabled()) parameters->check(*module);
+  }
   bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
   Meetings::Meeting meet(Meetings::Event mine);
   // What fn() computes in mixed precision, if that is chosen.

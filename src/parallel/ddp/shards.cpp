@@ -96,6 +96,7 @@ at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Te
     throw InvalidArgument("backward_by_shards() is called within join()", "Give each shard as many batches");
   s.require_no_synchronized_norm("backward_by_shards(), because its batches depend on the number of ranks");
   s.gradients->before_forward();  // makes up for a backward() that threw
+  s.check_parameters();
   const WithThreads with_threads(s.options.reproducible.threads);
   const parallel::RandomNumbersGuard random_numbers(parallel::RandomState::of_cpu());
   std::vector<at::Tensor> buffers_before;

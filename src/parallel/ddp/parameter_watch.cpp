@@ -1,0 +1,42 @@
+#include "parallel/ddp/parameter_watch.h"
+
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster::ddp {
+namespace {
+
+constexpr const char* kAdvice = "Change the module first, and then make its DistributedDataParallel";
+
+}  // namespace
+
+ParameterWatch::ParameterWatch(const std::vector<parallel::NamedTensor>& all,
+                               const std::vector<parallel::NamedTensor>& averaged) {
+  for (const auto& [name, tensor] : averaged)
+    averaged_.push_back(
+        {name, tensor, tensor.sizes().vec(), tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
+  for (const auto& [name, tensor] : all) known_.insert(tensor.unsafeGetTensorImpl());
+}
+
+void ParameterWatch::check(const torch::nn::Module& module) {
+  for (const Parameter& was : averaged_) {
+    const at::Tensor& is = was.tensor;
+    if (is.requires_grad() && !was.requires_grad)
+      throw InvalidArgument(
+          text(was.name, " did not require grad when the DistributedDataParallel was made, but does now"), kAdvice);
+    if (is.sizes() != at::IntArrayRef(was.sizes) || is.scalar_type() != was.dtype || is.device() != was.device)
+      throw InvalidArgument(text(was.name, " was ", was.dtype, ' ', at::IntArrayRef(was.sizes), " on ", was.device,
+                                 " when the DistributedDataParallel was made, and is ", is.scalar_type(), ' ',
+                                 is.sizes(), " on ", is.device()),
+                            kAdvice);
+  }
+  constexpr uint64_t kFirst = 4, kEvery = 16;
+  if (++calls_ > kFirst && calls_ % kEvery != 0) return;
+  for (const auto& each : module.named_parameters())
+    if (!known_.contains(each.value().unsafeGetTensorImpl()))
+      throw InvalidArgument(text("the module did not have its parameter ", each.key(),
+                                 " when the DistributedDataParallel was made"),
+                            kAdvice);
+}
+
+}  // namespace muster::ddp
