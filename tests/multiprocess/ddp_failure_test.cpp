@@ -191,7 +191,9 @@ TEST_F(DdpTest, ParametersThatHaveChangedAreNamed) {
   EXPECT_CONTAINS(said_after([](DdpNet& net) { net.c->bias.set_requires_grad(true); }),
                   "c.bias did not require grad when the DistributedDataParallel was made, but does now. Change the "
                   "module first");
-  EXPECT_CONTAINS(said_after([](DdpNet& net) { net.a->weight.set_data(torch::zeros({33, 13})); }),
+  EXPECT_CONTAINS(said_after([](DdpNet& net) {
+                    net.a->weight.set_data(torch::zeros({33, 13}));
+                  }),
                   "a.weight was Float [33, 12] on cpu when the DistributedDataParallel was made, and is Float [33, 13] "
                   "on cpu");
   EXPECT_CONTAINS(said_after([](DdpNet& net) { net.to(torch::kDouble); }),
@@ -207,7 +209,8 @@ TEST_F(DdpTest, ParametersThatHaveChangedAreNamed) {
 // What is allowed: other values, frozen parameters, and changes of those that are ignored.
 TEST_F(DdpTest, ParametersMayGetOtherValuesAndBeFrozen) {
   EXPECT_EQ(said_after([](DdpNet& net) { net.a->weight.set_data(torch::ones({33, 12})); }), "");
-  EXPECT_EQ(said_after([](DdpNet& net) { net.a->bias.set_requires_grad(false); }, {.find_unused_parameters = true}), "");
+  EXPECT_EQ(said_after([](DdpNet& net) { net.a->bias.set_requires_grad(false); }, {.find_unused_parameters = true}),
+            "");
   EXPECT_EQ(said_after([](DdpNet& net) { net.c->bias.set_requires_grad(true); }, {.ignored = {"c.bias"}}), "");
 }
 

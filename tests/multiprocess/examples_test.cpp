@@ -347,7 +347,7 @@ struct Learned {
 };
 Learned learned(const std::vector<std::string>& lines, const std::string& who) {
   Learned found;
-  const std::string pattern = who + ": mean reward %lf in the first 5 episodes, %lf in the last";
+  const std::string pattern = who + ": mean reward %lf in the first %*u episodes, %lf in the last";
   for (const auto& line : lines)
     if (std::sscanf(line.c_str(), pattern.c_str(), &found.first, &found.last) == 2) return found;
   ADD_FAILURE() << "nothing of '" << who << "' in\n" << testing::PrintToString(lines);
@@ -392,7 +392,8 @@ TEST(Examples, Gpt) {
 // In small sizes. That they learn is tested below.
 TEST(Examples, RpcCartpolesRun) {
   const std::string curve = text(testing::TempDir(), "/cartpole.", ::getpid(), ".svg");
-  const Learned one = learned(lines_of("rpc_cartpole", 3, {"--observers", "4", "--episodes", "2", "--curve", curve}), "all");
+  const Learned one =
+      learned(lines_of("rpc_cartpole", 3, {"--observers", "4", "--episodes", "2", "--curve", curve}), "all");
   EXPECT_GT(one.first, 1);
   expect_drawn(curve, "</svg>");
   const auto lines = lines_of("rpc_cartpole_batched", 2, {"--observers", "4", "--episodes", "2"});

@@ -34,9 +34,9 @@ void ParameterWatch::check(const torch::nn::Module& module) {
   if (++calls_ > kFirst && calls_ % kEvery != 0) return;
   for (const auto& each : module.named_parameters())
     if (!known_.contains(each.value().unsafeGetTensorImpl()))
-      throw InvalidArgument(text("the module did not have its parameter ", each.key(),
-                                 " when the DistributedDataParallel was made"),
-                            kAdvice);
+      throw InvalidArgument(
+          text("the module did not have its parameter ", each.key(), " when the DistributedDataParallel was made"),
+          kAdvice);
 }
 
 }  // namespace muster::ddp
