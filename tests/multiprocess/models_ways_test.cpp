@@ -1,0 +1,87 @@
+// The models of support/models.h, trained by DistributedDataParallel in each of its ways: with communication hooks, with
+// the watch for divergence, with delayed gradients, within join().
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "muster/parallel/comm_hooks.h"
+#include "support/models.h"
+
+namespace muster::test {
+namespace {
+
+struct Way {
+  std::string name;
+  DdpOptions options = {};
+  std::function<CommHook()> hook = nullptr;  // of each rank
+  double apart = 1e-6;                       // of how far a parameter moves
+  bool joins = false;
+};
+
+// Sums of two contributions have the same bits in any order. What a hook makes of them says `apart`.
+std::vector<Way> ways(const std::string& late, bool small_matrices) {
+  constexpr double kBytes = 1.0 / (1 << 20);
+  std::vector<Way> all = {
+      {.name = "small buckets", .options = {.bucket_cap_mb = 400 * kBytes, .first_bucket_cap_mb = 100 * kBytes}},
+      {.name = "watched", .options = {.check_divergence_every = 1}},
+      {.name = "delayed", .options = {.delay_all_reduce = {late}}},
+      {.name = "joined", .joins = true},
+      {.name = "hook all_reduce", .hook = [] { return CommHook(comm_hooks::all_reduce); }},
+      {.name = "hook bf16", .hook = [] { return CommHook(comm_hooks::bf16_compress); }, .apart = 0.05},
+      {.name = "hook of all elements", .hook = [] { return CommHook(comm_hooks::TopK({.ratio = 1})); }},
+  };
+  if (small_matrices)  // decomposed exactly
+    all.push_back({.name = "hook PowerSGD of full rank",
+                   .hook =
+                       [] {
+                         return CommHook(comm_hooks::PowerSgd(
+                             {.matrix_approximation_rank = 1536, .start_iter = 0, .min_compression_rate = 0}));
+                       },
+                   .apart = 0.02});
+  return all;
+}
+
+// Each way equals one process that takes the ranks' parts one after the other.
+template <typename Net>
+void expect_every_way(double rate, const std::string& late, bool small_matrices = false) {
+  const int steps = full_run() ? 10 : 3;
+  at::set_num_threads(1);
+  const auto alone = make<Net>(7, {});
+  const Values before = copies(alone->named_parameters());
+  torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
+  const auto buffers = train_alone(*alone, sgd, steps);
+  for (const Way& way : ways(late, small_matrices)) {
+    SCOPED_TRACE(way.name);
+    run_threads(
+        kRanks,
+        [&](World& world) {
+          const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), {});
+          DistributedDataParallel<Net> ddp(net, way.options);
+          if (way.hook) ddp.register_comm_hook(way.hook());
+          torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
+          const auto train = [&] {
+            for (int step = 0; step < steps; ++step) {
+              optimizer.zero_grad();
+              ddp(world.rank(), step).backward();
+              optimizer.step();
+            }
+          };
+          if (way.joins)
+            ddp.join(train);
+          else
+            train();
+          expect_close(*net, *alone, before, {.apart = way.apart});
+          if (way.apart <= 1e-6) expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
+        },
+        {.timeout = kPatience});
+  }
+}
+
+TEST(Models, TransformerInEveryWay) { expect_every_way<Transformer>(0.05, "table.weight", true); }
+TEST(Models, TwoLayersOfLstmInEveryWay) { expect_every_way<Recurrent>(0.5, "last.weight", true); }
+TEST(Models, WideConvolutionsInEveryWay) { expect_every_way<WideConvolutions>(1e-3, "second.weight"); }
+TEST(Models, ResNet18InEveryWay) { expect_every_way<ResNet18>(0.05, "layers.0.weight"); }
+
+}  // namespace
+}  // namespace muster::test
