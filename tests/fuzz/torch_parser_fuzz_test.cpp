@@ -1,6 +1,8 @@
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/view_as_real.h>
 #include <gtest/gtest.h>
 
 #include <cstring>

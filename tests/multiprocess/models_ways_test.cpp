@@ -53,28 +53,27 @@ void expect_every_way(double rate, const std::string& late, bool small_matrices 
   const auto buffers = train_alone(*alone, sgd, steps);
   for (const Way& way : ways(late, small_matrices)) {
     SCOPED_TRACE(way.name);
-    run_threads(
-        kRanks,
-        [&](World& world) {
-          const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), {});
-          DistributedDataParallel<Net> ddp(net, way.options);
-          if (way.hook) ddp.register_comm_hook(way.hook());
-          torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
-          const auto train = [&] {
-            for (int step = 0; step < steps; ++step) {
-              optimizer.zero_grad();
-              ddp(world.rank(), step).backward();
-              optimizer.step();
-            }
-          };
-          if (way.joins)
-            ddp.join(train);
-          else
-            train();
-          expect_close(*net, *alone, before, {.apart = way.apart});
-          if (way.apart <= 1e-6) expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
-        },
-        {.timeout = kPatience});
+    run_threads(kRanks,
+                [&](World& world) {
+                  const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), {});
+                  DistributedDataParallel<Net> ddp(net, way.options);
+                  if (way.hook) ddp.register_comm_hook(way.hook());
+                  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
+                  const auto train = [&] {
+                    for (int step = 0; step < steps; ++step) {
+                      optimizer.zero_grad();
+                      ddp(world.rank(), step).backward();
+                      optimizer.step();
+                    }
+                  };
+                  if (way.joins)
+                    ddp.join(train);
+                  else
+                    train();
+                  expect_close(*net, *alone, before, {.apart = way.apart});
+                  if (way.apart <= 1e-6) expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
+                },
+                {.timeout = kPatience});
   }
 }
 
