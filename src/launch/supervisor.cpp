@@ -203,7 +203,7 @@ std::string Supervisor::prefix_for(const Printer& printer, int number) const {
 }
 
 // The rank's output comes through pipes. `writers`: its ends of them; empty: it keeps the launcher's own.
-void Supervisor::connect_streams(Rank& rank, UniqueFd (&writers)[2]) const {
+void Supervisor::connect_streams(Rank& rank, UniqueFd (&writers)[2]) {
   const auto connect = [&](RankStream& stream, UniqueFd& writer, Printer& printer, LastLines* last_lines) {
     const bool prefixed = options_.output == RankOutput::kPrefixed;
     const Style style = is_terminal(printer) ? Style::kTerminal : prefixed ? Style::kLog : Style::kUnchanged;

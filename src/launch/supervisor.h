@@ -69,7 +69,7 @@ class Supervisor {
   bool goes_on();
   void start_ranks();
   std::unique_ptr<Rank> start_rank(int local, Environment& environment, const UniqueFd& null);
-  void connect_streams(Rank& rank, UniqueFd (&writers)[2]) const;
+  void connect_streams(Rank& rank, UniqueFd (&writers)[2]);
   std::vector<int> launchers_descriptors(const Rank& rank, const UniqueFd& null, const UniqueFd (&writers)[2]) const;
   std::optional<std::string> mark_of(size_t local) const;
   bool others_stay(const Rank* rank) const;

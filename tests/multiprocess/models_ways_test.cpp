@@ -11,7 +11,7 @@
 namespace muster::test {
 namespace {
 
-struct Way {
+struct Variant {
   std::string name;
   DdpOptions options = {};
   std::function<CommHook()> hook = nullptr;  // of each rank
@@ -20,9 +20,9 @@ struct Way {
 };
 
 // Sums of two contributions have the same bits in any order. What a hook makes of them says `apart`.
-std::vector<Way> ways(const std::string& late, bool small_matrices) {
+std::vector<Variant> variants(const std::string& late, bool small_matrices) {
   constexpr double kBytes = 1.0 / (1 << 20);
-  std::vector<Way> all = {
+  std::vector<Variant> all = {
       {.name = "small buckets", .options = {.bucket_cap_mb = 400 * kBytes, .first_bucket_cap_mb = 100 * kBytes}},
       {.name = "watched", .options = {.check_divergence_every = 1}},
       {.name = "delayed", .options = {.delay_all_reduce = {late}}},
@@ -51,13 +51,13 @@ void expect_every_way(double rate, const std::string& late, bool small_matrices 
   const Values before = copies(alone->named_parameters());
   torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
   const auto buffers = train_alone(*alone, sgd, steps);
-  for (const Way& way : ways(late, small_matrices)) {
-    SCOPED_TRACE(way.name);
+  for (const Variant& variant : variants(late, small_matrices)) {
+    SCOPED_TRACE(variant.name);
     run_threads(kRanks,
                 [&](World& world) {
                   const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), {});
-                  DistributedDataParallel<Net> ddp(net, way.options);
-                  if (way.hook) ddp.register_comm_hook(way.hook());
+                  DistributedDataParallel<Net> ddp(net, variant.options);
+                  if (variant.hook) ddp.register_comm_hook(variant.hook());
                   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
                   const auto train = [&] {
                     for (int step = 0; step < steps; ++step) {
@@ -66,12 +66,12 @@ void expect_every_way(double rate, const std::string& late, bool small_matrices 
                       optimizer.step();
                     }
                   };
-                  if (way.joins)
+                  if (variant.joins)
                     ddp.join(train);
                   else
                     train();
-                  expect_close(*net, *alone, before, {.apart = way.apart});
-                  if (way.apart <= 1e-6) expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
+                  expect_close(*net, *alone, before, {.apart = variant.apart});
+                  if (variant.apart <= 1e-6) expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
                 },
                 {.timeout = kPatience});
   }

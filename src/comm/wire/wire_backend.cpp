@@ -63,7 +63,8 @@ WireBackend::~WireBackend() { leave({}); }
 
 void WireBackend::leave_group(const std::string& cause) {
   const Aborted closing(text("group '", group_name(), "' is closing on rank ", shown(getRank())));
-  const PeerLost ended(shown(getRank()), ::getpid(), text("rank ", shown(getRank()), " ended: ", cause));
+  const int me = shown(getRank());
+  const PeerLost ended(me, ::getpid(), shown_on(me, last_operation(), {text("rank ", me, " ended: ", cause), me}));
   bool leaves_in_order = false;
   {
     const std::lock_guard lock(state_mutex_);
@@ -82,7 +83,7 @@ void WireBackend::leave_group(const std::string& cause) {
     }
   };
   if_the_store_answers([&] {
-    if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended, shown(getRank())));
+    if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended, me));
     store_->set(key(text("left/", getRank())), "1");
   });
   wire_->close();

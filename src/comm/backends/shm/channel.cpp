@@ -328,7 +328,8 @@ void Channel::throw_failure() const {
   const auto reporter = static_cast<int>(word >> 32 & 0xffff);
   const RankControl& block = control(reporter);
   const std::string written(block.failure, strnlen(block.failure, sizeof block.failure));
-  const std::string what = shown_on(shown(rank_), where(rank_), report_of(written, shown(reporter)));
+  const Report report = report_of(written, shown(reporter));
+  const std::string what = shown_on(shown(rank_), where(rank_), report);
   switch (static_cast<AbortReason>(word & 0xff)) {
     case AbortReason::kPeerLost:
       throw PeerLost(subject, block.lost_pid, what, "Look at its last lines on standard error");
@@ -337,7 +338,7 @@ void Channel::throw_failure() const {
           what, {block.missing, block.missing + std::min<size_t>(block.missing_count, std::size(block.missing))},
           "Look whether the missing rank hangs, or raise the timeout");
     case AbortReason::kMismatch:
-      throw Mismatch(what, kMismatchAdvice);
+      throw Mismatch(report.what, kMismatchAdvice);
     case AbortReason::kUnavailable:
       throw Unavailable(what);
     default:
