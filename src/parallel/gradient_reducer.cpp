@@ -196,7 +196,11 @@ void GradientReducer::Impl::abandon_backward_before(Parameter& first) {
 }
 
 void GradientReducer::Impl::begin_backward() {
-  const bool with_graph = !sharded() && at::GradMode::is_enabled();
+  const bool with_graph = at::GradMode::is_enabled();
+  if (with_graph && sharded())
+    throw InvalidArgument(text("backward() with create_graph does not go through ", options.user,
+                               ", whose gradients are averages without a graph"),
+                          "Use autograd::grad() with create_graph, and backward() of what you make of its results");
   if (with_graph && hook && sync)
     throw InvalidArgument("backward() with create_graph does not go through a communication hook",
                           "Use a module without a hook, or autograd::grad()");

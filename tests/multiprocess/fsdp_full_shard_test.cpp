@@ -1,7 +1,6 @@
 // FullyShardedDataParallel with one copy of the parameters on all hosts together, which gather them.
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
 #include <unistd.h>
@@ -149,80 +148,6 @@ TEST(FsdpFullShard, Evaluation) {
     (small.module()->a->bias + 1).sum();
     (small.module()->d->bias + 1).sum();
     EXPECT_LE(small.bytes_here(), before + (600 * 600 + 600 * 12) * 4);  // what it needed has gone
-  });
-}
-
-TEST(FsdpFullShard, GradientsOfEveryKindOfStep) {
-  on_hosts(kTwoEach, [](World& world) {
-    const auto net = make<FsdpNet>(7, {}), alone = make<FsdpNet>(7, {});
-    auto model = fully_shard(net, full({.find_unused_parameters = true, .unit_cap_mb = 1}));
-    const auto expect_same_gradients = [&](const char* what) {
-      SCOPED_TRACE(what);
-      for (const auto& item : net->named_parameters()) {
-        const Tensor &grad = item.value().grad(), &expected = alone->named_parameters()[item.key()].grad();
-        ASSERT_EQ(grad.defined(), expected.defined() && model.owner(item.value()) == world.rank()) << item.key();
-        if (grad.defined()) {
-          EXPECT_TRUE(torch::allclose(grad, expected, 1e-4, 1e-5)) << item.key();
-        }
-      }
-      net->zero_grad();
-      alone->zero_grad();
-    };
-    const auto x = [&](int rank, int step) { return fsdp_input(rank, step).requires_grad_(); };
-    const auto alone_for_all = [&](const std::function<Tensor(int rank)>& loss) {
-      for (int r = 0; r < 4; ++r) (loss(r) / 4).backward();
-    };
-    {
-      const auto guard = model.no_sync();
-      model(x(world.rank(), 0)).sum().backward();
-    }
-    model(x(world.rank(), 1)).sum().backward();
-    model(x(world.rank(), 2)).sum().backward();
-    for (const int step : {0, 1, 2}) alone_for_all([&](int r) { return alone->forward(x(r, step)).sum(); });
-    expect_same_gradients("accumulation");
-
-    (model(x(world.rank(), 0)).sum() * model(x(world.rank(), 1)).square().sum()).backward();
-    alone_for_all([&](int r) { return alone->forward(x(r, 0)).sum() * alone->forward(x(r, 1)).square().sum(); });
-    expect_same_gradients("two forwards");
-
-    const auto penalty = [&](const Tensor& y, const Tensor& of) {
-      const Tensor gradient = torch::autograd::grad({y.square().sum()}, {of}, {}, true, true)[0];
-      return gradient.square().sum() + y.sum();
-    };
-    Tensor input = x(world.rank(), 3);
-    penalty(model(input), input).backward();
-    alone_for_all([&](int r) {
-      Tensor of = x(r, 3);
-      return penalty(alone->forward(of), of);
-    });
-    expect_same_gradients("second derivatives");
-
-    for (const char* const kept : {"nothing", "aten::addmm", "aten::relu"}) {
-      const auto keep = [&](std::string_view operation) { return operation == kept; };
-      const auto checkpointed = [&](FsdpNet& of, const Tensor& at) {
-        const Tensor h = activation_checkpoint(
-            {.preserve_rng_state = false, .keep = keep},
-            [&](const Tensor& y) { return torch::relu(of.b(torch::relu(of.a(y)))); }, at);
-        return of.d(torch::relu(of.c(h))).sum();
-      };
-      model(x(world.rank(), 4));
-      checkpointed(*net, x(world.rank(), 4)).backward();
-      alone_for_all([&](int r) { return checkpointed(*alone, x(r, 4)); });
-      expect_same_gradients("activation checkpoints");
-    }
-
-    model(x(world.rank(), 5));
-    net->a(x(world.rank(), 5)).sum().backward();
-    alone_for_all([&](int r) { return alone->a(x(r, 5)).sum(); });
-    expect_same_gradients("unused parameters");
-
-    // What one backward() has gathered is gone when the next one begins.
-    const Tensor loss = model(x(world.rank(), 6)).sum(), other = model(x(world.rank(), 7)).sum();
-    loss.backward({}, /*retain_graph=*/true);
-    other.backward();
-    loss.backward();
-    for (const int step : {6, 7, 6}) alone_for_all([&](int r) { return alone->forward(x(r, step)).sum(); });
-    expect_same_gradients("several backwards");
   });
 }
 

@@ -1,21 +1,16 @@
-// FullyShardedDataParallel over several hosts, each with a copy of the parameters; and on ranks that are processes, of
-// which some die.
+// FullyShardedDataParallel over several hosts, each with a copy of the parameters; and on ranks that are processes.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
-#include <torch/serialize.h>
-#include <unistd.h>
 
 #include <cmath>
-#include <filesystem>
 #include <stdexcept>
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
 #include "parallel/shared_tensor.h"
-#include "support/full_run.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -261,115 +256,6 @@ TEST(FsdpProcess, TheDeathOfAnOwnerIsNamedAndItsMemoryStays) {
         EXPECT_EQ(ends[rank].said, "done");
     }
   }
-}
-
-// A rank dies anywhere in a step; the others name it. A new job resumes, and ends with the bits of one that was not
-// disturbed.
-enum class Phase { kForward, kBackward, kBetween, kInStep, kAfterStep, kInSave, kNone };
-
-struct DyingNet : FsdpNet {
-  Tensor forward(const Tensor& x) {
-    if (dies) ::raise(SIGKILL);
-    return FsdpNet::forward(x);
-  }
-  bool dies = false;
-};
-
-// A part of the snapshot on which a save dies.
-struct DyingItem {
-  void save(torch::serialize::OutputArchive&) const {
-    if (dies) ::raise(SIGKILL);
-  }
-  void load(torch::serialize::InputArchive&) {}
-  bool dies = false;
-};
-
-struct Death {
-  Phase phase = Phase::kNone;
-  int victim = 0, step = 0;
-};
-
-// Trains for 4 steps, from the newest snapshot in `folder` on, and returns the parameters.
-Values train_with_snapshots(World& world, const std::filesystem::path& folder, bool sharded, const Death& kill) {
-  const auto net = make<DyingNet>(7, {});
-  auto model = fully_shard(net);
-  // Two optimizers, so that a rank can die when some parameters are updated and others are not.
-  torch::optim::AdamW early({net->a->weight, net->a->bias, net->b->weight, net->b->bias}, 1e-2),
-      late({net->c->weight, net->c->bias, net->d->weight, net->d->bias}, 1e-2);
-  DyingItem item;
-  Snapshot snapshot({.folder = folder, .every = 1, .sharded = sharded, .default_generator = false});
-  snapshot.add("model", net).add("early", early).add("late", late).add("item", item);
-  Phase now = Phase::kNone;
-  const auto dies_in = [&](Phase phase) { return now == phase; };
-  net->b->weight.register_hook([&](const Tensor&) -> void {
-    if (dies_in(Phase::kBackward)) ::raise(SIGKILL);
-  });
-  for (int64_t step = snapshot.restore(); step < 4; ++step) {
-    if (world.rank() == kill.victim && step == kill.step) now = kill.phase;
-    early.zero_grad();
-    late.zero_grad();
-    net->dies = dies_in(Phase::kForward);
-    const Tensor loss = model(fsdp_input(world.rank(), static_cast<int>(step))).square().sum();
-    loss.backward();
-    if (dies_in(Phase::kBetween)) ::raise(SIGKILL);
-    early.step();
-    if (dies_in(Phase::kInStep)) ::raise(SIGKILL);
-    late.step();
-    if (dies_in(Phase::kAfterStep)) ::raise(SIGKILL);
-    item.dies = dies_in(Phase::kInSave);
-    EXPECT_FALSE(snapshot.step(step + 1));
-  }
-  model.synchronize();
-  return copies(net->named_parameters());
-}
-
-TEST(FsdpProcess, AfterADeathInAnyPhaseAJobResumesToTheBit) {
-  const auto top = std::filesystem::path(testing::TempDir()) / text("fsdp-deaths-", ::getpid());
-  const auto reference = top / "reference.pt";
-  std::filesystem::create_directories(top);
-  const HostOfRank one{"a", "a", "a"}, several{"a", "a", "b", "b"};
-  int runs = 0;
-  for (const auto& hosts : {one, several}) {
-    const auto trained = [&](World& world, const std::filesystem::path& folder, bool sharded) {
-      return train_with_snapshots(world, folder, sharded, {});
-    };
-    for (const auto& end : in_processes(hosts, [&](World& world) {
-           const Values values = trained(world, top / text("undisturbed-", hosts.size()), false);
-           if (world.rank() == 0) torch::save(values.values(), reference.string());
-           return std::string("done");
-         }))
-      ASSERT_EQ(end.said, "done");
-    for (int round = 0; round < (full_run() ? 9 : 1); ++round)
-      for (const Phase phase :
-           {Phase::kForward, Phase::kBackward, Phase::kBetween, Phase::kInStep, Phase::kAfterStep, Phase::kInSave}) {
-        if (!full_run() && (static_cast<int>(phase) % 2 == 0) == (hosts == one)) continue;  // each in one of the two
-        const Death kill{phase, runs % static_cast<int>(hosts.size()), 1 + runs % 3};
-        const bool sharded = ++runs % 2 == 0;
-        SCOPED_TRACE(text("phase ", static_cast<int>(phase), ", rank ", kill.victim, ", step ", kill.step, " on ",
-                          hosts.size(), " ranks"));
-        const auto folder = top / text("run-", runs);
-        const auto ends = in_processes(hosts, [&](World& world) {
-          return message_of<PeerLost>([&] { train_with_snapshots(world, folder, sharded, kill); });
-        });
-        for (size_t rank = 0; rank < ends.size(); ++rank) {
-          if (static_cast<int>(rank) == kill.victim)
-            EXPECT_EQ(ends[rank].signal, SIGKILL);
-          else
-            EXPECT_CONTAINS(ends[rank].said, text("rank ", kill.victim));
-        }
-        const auto resumed = in_processes(hosts, [&](World& world) {
-          const Values values = trained(world, folder, sharded);
-          std::vector<Tensor> expected;
-          torch::load(expected, reference.string());
-          EXPECT_EQ(values.size(), expected.size());
-          for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(values.values()[i], expected[i])) << i;
-          return std::string("done");
-        });
-        for (const auto& end : resumed) EXPECT_EQ(end.said, "done");
-        std::filesystem::remove_all(folder);
-      }
-  }
-  std::filesystem::remove_all(top);
 }
 
 }  // namespace

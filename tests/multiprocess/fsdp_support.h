@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -77,6 +78,18 @@ inline FsdpOptions full(FsdpOptions options = {.unit_cap_mb = 1}) {
 }
 inline const HostOfRank kTwoEach{"a", "b", "b", "a"};
 
+// A FullyShardedDataParallel with kFullShard, for templates of tests that are not only about it. Over several hosts its
+// parameters are gathered.
+template <typename Net>
+struct FullyGathered : FullyShardedDataParallel<Net> {
+  FullyGathered(const std::shared_ptr<Net>& net, FsdpOptions options)
+      : FullyShardedDataParallel<Net>(net, full(with_small_units(std::move(options)))) {}
+  static FsdpOptions with_small_units(FsdpOptions options) {
+    options.unit_cap_mb = 0.5;
+    return options;
+  }
+};
+
 // For activation_checkpoint(), which would set back the generator from which other ranks of the process draw meanwhile.
 inline const ActivationCheckpointOptions kNoRandomNumbers{.preserve_rng_state = false};
 
@@ -115,13 +128,15 @@ inline void on_ranks(int n, const std::function<void(World&)>& fn) {
   on_hosts(HostOfRank(static_cast<size_t>(n), "host"), fn);
 }
 
-// Ranks that are processes. Returns how each ended.
-inline std::vector<ForkedRanks::End> in_processes(const HostOfRank& hosts,
-                                                  const std::function<std::string(World&)>& fn) {
+// Ranks that are processes. Returns how each ended. faults_of: the faults that are injected in a rank.
+inline std::vector<ForkedRanks::End> in_processes(
+    const HostOfRank& hosts, const std::function<std::string(World&)>& fn,
+    const std::function<FaultPlan(int rank)>& faults_of = [](int) { return FaultPlan{}; }) {
   const ForkedJob job;
   ForkedRanks ranks(static_cast<int>(hosts.size()), [&](int rank) {
     at::set_num_threads(1);
-    World world = job.join(rank, static_cast<int>(hosts.size()), {.timeout = kPatience}, hosts);
+    const WorldOptions options{.timeout = kPatience, .faults = faults_of(rank)};
+    World world = job.join(rank, static_cast<int>(hosts.size()), options, hosts);
     const World::Scope scope(world);
     return fn(world);
   });

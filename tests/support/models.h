@@ -1,10 +1,10 @@
 // Models as people have them: a residual net, wide convolutions, a transformer with tied embeddings, an LSTM; frozen,
 // unused, shared and empty parameters. forward(rank, step) gives the loss of a rank's part of a step's batch.
 //
-// expect_as_alone() trains one of them for some steps on two ranks, and in one process that takes the ranks' parts of
-// each batch one after the other. What is compared is how far each parameter has moved from where it began: all that
-// training adds, and that without the average would be that of one rank alone. The buffers (the running statistics of
-// BatchNorm) must be equal as well: those that each rank has after the last step.
+// expect_as_alone() trains one of them for some steps on two ranks or more, and in one process that takes the ranks'
+// parts of each batch one after the other. What is compared is how far each parameter has moved from where it began:
+// all that training adds, and that without the average would be that of one rank alone. The losses of all steps must be
+// equal as well, and the buffers (the running statistics of BatchNorm) that each rank has after the last step.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,6 +12,8 @@
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -187,11 +189,11 @@ inline void expect_close(const nn::Module& got, const nn::Module& wanted, const 
   }
 }
 
-inline void expect_equal_buffers(const nn::Module& got, const Values& wanted) {
+inline void expect_equal_buffers(const nn::Module& got, const Values& wanted, double tolerance = 1e-6) {
   for (const auto& item : got.named_buffers()) {
     const Tensor &ours = item.value(), &value = wanted[item.key()];
     if (value.is_floating_point())
-      EXPECT_LE(largest(ours - value), 1e-6 * largest(value)) << item.key();
+      EXPECT_LE(largest(ours - value), tolerance * largest(value)) << item.key();
     else
       EXPECT_TRUE(torch::equal(ours, value)) << item.key();
   }
@@ -207,48 +209,70 @@ struct How {
   std::vector<std::string> hosts = {"host", "host"};  // by rank
 };
 
-// In one process: the ranks' parts one after the other. Rank 0's comes last, since its buffers are those that the next
-// step begins with. Returns the buffers after the last step, by rank.
+// What one process has come to. By rank: the buffers after the last step, and the losses of all steps.
 template <typename Net>
-std::vector<Values> train_alone(Net& net, torch::optim::Optimizer& optimizer, int steps) {
-  std::vector<Values> last(kRanks);
-  for (int step = 0; step < steps; ++step) {
+struct Alone {
+  std::shared_ptr<Net> net;
+  Values before;  // the parameters
+  std::vector<Values> buffers;
+  std::vector<std::vector<double>> losses;
+};
+
+// In one process: the ranks' parts one after the other. Rank 0's comes last, since its buffers are those that the next
+// step begins with.
+template <typename Net>
+Alone<Net> train_alone(const How& how) {
+  at::set_num_threads(1);
+  const size_t ranks = how.hosts.size();
+  Alone<Net> alone;
+  alone.net = make<Net>(7, how.prepare);
+  alone.buffers.resize(ranks);
+  alone.before = copies(alone.net->named_parameters());
+  alone.losses.resize(ranks);
+  torch::optim::SGD optimizer(alone.net->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
+  for (int step = 0; step < how.steps; ++step) {
     optimizer.zero_grad();
-    const Values before = copies(net.named_buffers());
-    for (int rank = kRanks - 1; rank >= 0; --rank) {
-      for (auto& item : net.named_buffers()) item.value().copy_(before[item.key()]);
-      (net.forward(rank, step) / kRanks).backward();
-      last[static_cast<size_t>(rank)] = copies(net.named_buffers());
+    const Values before = copies(alone.net->named_buffers());
+    for (size_t rank = ranks; rank-- > 0;) {
+      for (auto& item : alone.net->named_buffers()) item.value().copy_(before[item.key()]);
+      const Tensor loss = alone.net->forward(static_cast<int>(rank), step);
+      (loss / static_cast<double>(ranks)).backward();
+      alone.losses[rank].push_back(loss.template item<double>());
+      alone.buffers[rank] = copies(alone.net->named_buffers());
     }
     optimizer.step();
   }
-  return last;
+  return alone;
 }
 
 // Parallel: DistributedDataParallel or FullyShardedDataParallel.
 template <template <typename> typename Parallel, typename Net>
-void expect_as_alone(const How& how = {}) {
-  at::set_num_threads(1);
-  const auto alone = make<Net>(7, how.prepare);
-  const Values before = copies(alone->named_parameters());
-  torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
-  const auto buffers = train_alone(*alone, sgd, how.steps);
+void expect_as(const Alone<Net>& alone, const How& how) {
   const auto rank = [&](World& world) {
+    at::set_num_threads(1);  // this thread's own
     const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), how.prepare);
     Parallel<Net> model(
         net, {.find_unused_parameters = how.find_unused_parameters, .replace_allocator = how.replace_allocator});
     torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
+    const auto own = static_cast<size_t>(world.rank());
     for (int step = 0; step < how.steps; ++step) {
       optimizer.zero_grad();
-      model(world.rank(), step).backward();
+      const Tensor loss = model(world.rank(), step);
+      const double value = loss.template item<double>(), expected = alone.losses[own][static_cast<size_t>(step)];
+      EXPECT_LE(std::abs(value - expected), how.tolerance.apart * std::abs(expected)) << "loss of step " << step;
+      loss.backward();
       optimizer.step();
     }
     if constexpr (requires { model.gather(); }) model.gather();
-    expect_close(*net, *alone, before, how.tolerance);
-    expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
+    expect_close(*net, *alone.net, alone.before, how.tolerance);
+    expect_equal_buffers(*net, alone.buffers[own], std::min(1e-6, how.tolerance.apart));
     barrier();  // where ranks share parameters, all have read them
   };
-  comm::WorldStarter(how.hosts).run_threads(kRanks, rank, {.timeout = kPatience});
+  comm::WorldStarter(how.hosts).run_threads(static_cast<int>(how.hosts.size()), rank, {.timeout = kPatience});
+}
+template <template <typename> typename Parallel, typename Net>
+void expect_as_alone(const How& how = {}) {
+  expect_as<Parallel>(train_alone<Net>(how), how);
 }
 
 }  // namespace muster::test

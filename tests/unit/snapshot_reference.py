@@ -1,12 +1,15 @@
 """What a Python program does with safetensors files. For each line:
 
 read PATH    prints all values of all tensors, in the order of their names
+merge PATH   prints how many of the folder's files have tensors, and all values of all tensors, in the order of their names,
+             of which each must be in one file only
 write PATH   writes a file in which tensors are not aligned, and one by the safetensors library beside it, if that is there
 """
 
 import json
 import struct
 import sys
+from pathlib import Path
 
 import torch
 
@@ -49,15 +52,28 @@ def write(path):
         save_file({"weight": torch.full((3, 2), 2.0), "bias": torch.arange(3.0)}, path + ".library")
 
 
+def load(path):
+    tensors = read(path)
+    if load_file:
+        same = load_file(path)
+        assert same.keys() == tensors.keys()
+        assert all(torch.equal(same[name], tensors[name]) for name in same)
+    return tensors
+
+
+def merge(folder):
+    parts = [part for part in (load(str(path)) for path in Path(folder).glob("*.safetensors")) if part]
+    names = [name for part in parts for name in part]
+    assert len(set(names)) == len(names), names
+    return len(parts), {name: tensor for part in parts for name, tensor in part.items()}
+
+
 for line in sys.stdin:
     what, path = line.split()
     if what == "write":
         write(path)
         print()
         continue
-    tensors = read(path)
-    if load_file:
-        same = load_file(path)
-        assert same.keys() == tensors.keys()
-        assert all(torch.equal(same[name], tensors[name]) for name in same)
-    print(*[value for name in sorted(tensors) for value in tensors[name].double().flatten().tolist()])
+    count, tensors = merge(path) if what == "merge" else (None, load(path))
+    values = [value for name in sorted(tensors) for value in tensors[name].double().flatten().tolist()]
+    print(*([] if count is None else [count]), *values)

@@ -25,6 +25,8 @@
 //   - torch::load() into the module, on every rank, works; the next forward() shares the new values.
 //   - Gradients of other ranks' parameters do not exist: use clip_grad_norm_() below for the norm of all. Adagrad makes
 //     states when it is constructed: give it owned_parameters(). LBFGS changes all parameters, and cannot be used.
+//   - backward() with create_graph throws InvalidArgument: an average on its owner has no graph. What needs gradients of
+//     gradients takes them by autograd::grad() with create_graph, and calls backward() of what it has made of them.
 //   - A process that fork()s shares the parameters with its child.
 // forward() throws InvalidArgument when it finds one of the rules broken, and names the parameter. It cannot find
 // everything: what is written through Tensor::data() only on the parameter's owner, and then only if others might have
@@ -56,6 +58,7 @@
 // Mixed precision (FsdpOptions::mixed_precision): mixed_precision.h says what operators compute with.
 //
 // Limits: CPU tensors; the model, with its gradients and states, fits each host, or with kFullShard all hosts together.
+// Parameters are not divided: the owner of a large one has all of its gradient and state.
 //
 // Errors: as DistributedDataParallel, and Unavailable if a host has not enough memory. Thread-safety: one thread, as
 // an nn::Module. Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., "ZeRO: Memory Optimizations Toward
@@ -137,6 +140,7 @@ class Sharder {
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
   std::vector<std::vector<std::string>> bucket_names() const;
   std::vector<std::vector<std::string>> unit_names() const;
+  std::vector<size_t> units_here() const;
   size_t bytes_here() const;
 
  private:
@@ -196,8 +200,10 @@ class FullyShardedDataParallel {
   ModuleType* operator->() { return module_.get(); }
   // For tests and diagnosis: which parameters share a bucket, in the order of reduction.
   std::vector<std::vector<std::string>> bucket_names() const { return sharder_->bucket_names(); }
-  // The same for units, if parameters are gathered; and the bytes of parameters in this rank's memory now.
+  // The same for units, if parameters are gathered; which of them are on this host now or on their way to it, in order of
+  // their numbers; and the bytes of parameters in this rank's memory now.
   std::vector<std::vector<std::string>> unit_names() const { return sharder_->unit_names(); }
+  std::vector<size_t> units_here() const { return sharder_->units_here(); }
   size_t bytes_here() const { return sharder_->bytes_here(); }
 
  private:

@@ -65,6 +65,13 @@ Gatherer::Units::iterator Gatherer::find(size_t unit) {
   return std::find_if(here_.begin(), here_.end(), [&](const Here& here) { return here.unit == unit; });
 }
 
+std::vector<size_t> Gatherer::units_here() const {
+  std::vector<size_t> units;
+  for (const Here& here : here_) units.push_back(here.unit);
+  std::sort(units.begin(), units.end());
+  return units;
+}
+
 // Nobody reads what is received now.
 Gatherer::Here Gatherer::start(size_t unit) const {
   for (const auto& bytes : setup_.elsewhere[unit]) shm::allow(bytes.data(), bytes.size());

@@ -83,6 +83,7 @@ class Gatherer {
   // rank, if a host has too little memory.
   void gather_all();
   bool has_all() const { return all_here_; }
+  std::vector<size_t> units_here() const;  // with those that are being received; in order
 
  private:
   struct Here {

@@ -176,6 +176,7 @@ void Sharder::gather() {
   impl_->shared->gather();
 }
 size_t Sharder::bytes_here() const { return impl_->shared->bytes_here(); }
+std::vector<size_t> Sharder::units_here() const { return impl_->shared->units_here(); }
 std::vector<std::vector<std::string>> Sharder::unit_names() const {
   std::vector<std::vector<std::string>> names;
   for (const Unit& unit : impl_->units) {

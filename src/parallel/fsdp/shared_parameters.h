@@ -90,6 +90,11 @@ class SharedParameters {
   // Bytes of memory that holds parameters for this rank's host, and belongs to this rank; the kernel counts them.
   size_t bytes_here() const { return used_->bytes_here() + (kept_ ? kept_->bytes_here() : 0); }
 
+  // Of what operators use; in order.
+  std::vector<size_t> units_here() const {
+    return used_->gatherer() ? used_->gatherer()->units_here() : std::vector<size_t>{};
+  }
+
   const std::shared_ptr<parallel::CopyPhase>& phase() const { return phase_; }
 
  private:
