@@ -1,7 +1,8 @@
 // Which operators compute, and the dtype of what each returns: what Python's TorchDispatchMode sees, in C++.
 //
-// An operator that libtorch makes of others (linear, to) is not recorded, but those are. What an operator's kernel calls
-// inside is not recorded. Views, copies without a conversion, and new empty tensors are left out: they compute nothing.
+// An operator that libtorch makes of others (linear, to) is not recorded, but those are. What an operator's kernel
+// calls inside is not recorded. Views, copies without a conversion, and new empty tensors are left out: they compute
+// nothing.
 //
 // Thread-safety: it records its thread, while it lives.
 #pragma once

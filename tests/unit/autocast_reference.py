@@ -1,9 +1,9 @@
 """Python's autocast in a transformer's layer, for unit/autocast_test.cpp.
 
 Reads lines "mode|dtype|which|weights|results|operators": "eval" or "train"; "bfloat16" or "float16"; "python" for the
-layer as it is, or "libtorch" for the operators of the one in C++; the file of the layer's parameters and of the input x;
-where the output, and in training the gradients, are to be written; and where the operators are, one "name dtype" per line,
-as TorchDispatchMode sees them. Answers each with 0.
+layer as it is, or "libtorch" for the operators of the one in C++; the file of the layer's parameters and of the input
+x; where the output, and in training the gradients, are to be written; and where the operators are, one "name dtype" per
+line, as TorchDispatchMode sees them. Answers each with 0.
 """
 import sys
 
@@ -11,7 +11,8 @@ import torch
 from optimizers_reference import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-COMPUTE_NOTHING = {"aten::clone", "aten::copy_", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view"}
+COMPUTE_NOTHING = {"aten::clone", "aten::copy_", "aten::empty", "aten::empty_like", "aten::empty_strided",
+                   "aten::_unsafe_view"}
 DTYPES = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half", torch.bool: "Bool"}
 
 

@@ -1,5 +1,5 @@
-// clip_grad_norm_ and clip_grad_value_: the numbers of Python's, and one norm for one process, DistributedDataParallel and
-// both strategies of FullyShardedDataParallel.
+// clip_grad_norm_ and clip_grad_value_: the numbers of Python's, and one norm for one process, DistributedDataParallel
+// and both strategies of FullyShardedDataParallel.
 #include "muster/optim/clip_grad.h"
 
 #include <gtest/gtest.h>
@@ -87,7 +87,7 @@ TEST(ClipGrad, WithoutGradientsTheNormIsZero) {
 
 TEST(ClipGrad, DtypesMayDiffer) {
   for (const bool foreach : {false, true}) {
-    const Tensor a = with_gradient(torch::full({300}, 300, torch::kHalf)),  // the sum of squares is no float16
+    const Tensor a = with_gradient(torch::full({300}, 300, torch::kHalf)),  // float16 cannot hold the sum of squares
         b = with_gradient(torch::full({2}, 1e3, torch::kDouble)),
                  c = with_gradient(torch::full({3}, 2, torch::kBFloat16));
     const double norm = clip_grad_norm_(Tensors{a, b, c}, 10, {.foreach = foreach});
