@@ -152,7 +152,8 @@ std::shared_ptr<data::EpochOrder> batch_order(const std::shared_ptr<data::Bucket
                   {"shuffle", options.shuffle},
                   {"hash_of_lengths", buckets->hash_of_lengths()}},
       .items = buckets->items(share),
-      .draw = [buckets, share](uint64_t epoch, size_t) { return buckets->draw(share, epoch); }});
+      .draw = [buckets, share](uint64_t epoch, size_t) { return buckets->draw(share, epoch); },
+      .any_replicas = false});
 }
 
 }  // namespace

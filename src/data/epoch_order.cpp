@@ -1,15 +1,17 @@
 #include "data/epoch_order.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 
 #include "base/text.h"
 #include "muster/base/error.h"
 
 namespace muster::data {
 
-Identity EpochOrder::identity() const {
+Identity EpochOrder::identity(size_t replicas) const {
   Identity all = {{"dataset_size", static_cast<int64_t>(settings_.dataset_size)},
-                  {"replicas", static_cast<int64_t>(settings_.share.replicas)}};
+                  {"replicas", static_cast<int64_t>(replicas)}};
   all.insert(all.end(), settings_.options.begin(), settings_.options.end());
   all.insert(all.end(), {{"seed", static_cast<int64_t>(settings_.seed)},
                          {"drop_last", settings_.share.drop_last},
@@ -87,21 +89,42 @@ std::optional<std::vector<size_t>> EpochOrder::next(size_t count, const Convert&
 
 void EpochOrder::save(torch::serialize::OutputArchive& archive) const {
   const std::scoped_lock lock(mutex_);
-  position_.save(archive, {settings_.type, settings_.archive}, identity());
+  position_.save(archive, {settings_.type, settings_.archive}, identity(settings_.share.replicas));
 }
 
 void EpochOrder::save_at(torch::serialize::OutputArchive& archive, uint64_t epoch, size_t index) const {
   const std::scoped_lock lock(mutex_);
-  EpochPosition::save_at(archive, {settings_.type, settings_.archive}, identity(), epoch, index);
+  EpochPosition::save_at(archive, {settings_.type, settings_.archive}, identity(settings_.share.replicas), epoch,
+                         index);
 }
 
+size_t EpochOrder::saved_replicas(torch::serialize::InputArchive& archive) const {
+  c10::IValue value;
+  const bool is_known = settings_.any_replicas && archive.try_read("replicas", value) && value.isInt() &&
+                        value.toInt() > 0 && value.toInt() <= std::numeric_limits<int32_t>::max();
+  return is_known ? static_cast<size_t>(value.toInt()) : settings_.share.replicas;  // read() says what is wrong
+}
+
+// All ranks together have given out the first index * replicas items of the order.
 void EpochOrder::load(torch::serialize::InputArchive& archive) {
   const std::scoped_lock lock(mutex_);
-  const auto& share = settings_.share;
-  const auto saved =
-      EpochPosition::read(archive, {settings_.type, settings_.archive}, identity(), share.longest(items()));
+  const Share& mine = settings_.share;
+  Share theirs = mine;
+  theirs.replicas = saved_replicas(archive);
+  theirs.rank = 0;
+  const auto saved = EpochPosition::read(archive, {settings_.type, settings_.archive}, identity(theirs.replicas),
+                                         theirs.longest(items()));
+  const size_t given = saved.index * theirs.replicas;
+  const bool is_over = saved.index == theirs.longest(items());
+  if (!is_over && given % mine.replicas != 0) {
+    throw InvalidArgument(
+        text(settings_.type, ": position: expected a multiple of ", mine.replicas, " ", settings_.item,
+             "s, because as many ranks go on, got ", given, ", which ", theirs.replicas, " ranks have given out"),
+        text("Save when all ranks have given out a multiple of ", mine.replicas,
+             ", or seek() to the position that you choose"));
+  }
   // A rank may have one item less than the one that saved.
-  position_.resume(saved.epoch, std::min(saved.index, share.size(items())));
+  position_.resume(saved.epoch, std::min(is_over ? SIZE_MAX : given / mine.replicas, mine.size(items())));
 }
 
 }  // namespace muster::data

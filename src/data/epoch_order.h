@@ -34,6 +34,8 @@ class EpochOrder {
     std::optional<size_t> items = {};
     // The items of an epoch: int64, as many as there are items. Undefined: 0, 1, 2, …
     std::function<at::Tensor(uint64_t epoch, size_t dataset_size)> draw = {};
+    // Whether the order is the same for every number of ranks, so that others can go on with it.
+    bool any_replicas = true;
   };
   explicit EpochOrder(Settings settings) : settings_(std::move(settings)) {}
 
@@ -56,7 +58,8 @@ class EpochOrder {
 
  private:
   size_t items() const { return settings_.items.value_or(settings_.dataset_size); }
-  Identity identity() const;
+  Identity identity(size_t replicas) const;
+  size_t saved_replicas(torch::serialize::InputArchive& archive) const;
   void begin(size_t dataset_size);
 
   mutable std::mutex mutex_;

@@ -1,6 +1,7 @@
-// The programs of examples/rpc, remote, autograd, parallel, meta and gpt, as a reader runs them.
+// The programs of examples/rpc, remote, autograd, parallel, checkpoint, meta and gpt, as a reader runs them.
 #include <algorithm>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -9,7 +10,9 @@
 #include <sstream>
 
 #include "multiprocess/launch_support.h"
+#include "support/ask_python.h"
 #include "support/full_run.h"
+#include "support/temporary_folder.h"
 
 namespace muster::test {
 namespace {
@@ -162,6 +165,62 @@ TEST(Examples, ParallelResnet) {
   EXPECT_EQ(check.finish(), 0) << check.out;
   EXPECT_NE(check.out.find("attempt 3, 2 ranks: steps 7 to 9 count\n"), std::string::npos) << check.out;
   std::filesystem::remove_all(folder);
+}
+
+// A rank is killed in the middle; the next start ends with the losses of a training that nobody has disturbed.
+TEST(Examples, ParallelResnetInBfloat16GoesOnAfterAKill) {
+  const TemporaryFolder folder;
+  const std::vector<std::string> options{"--bfloat16", "--pictures", "256", "--width", "4", "--epochs", "4"};
+  const auto whole = lines_of("parallel_resnet", 2, options);
+  ASSERT_EQ(whole.size(), 2u) << testing::PrintToString(whole);
+
+  const std::string program = text(kExamplesFolder, "/parallel_resnet");
+  std::vector<std::string> command{kMusterCommand, "run", "--no-prefix", "-n", "2", program};
+  command.insert(command.end(), options.begin(), options.end());
+  command.insert(command.end(), {"--folder", (folder / "run").string(), "--every", "3"});
+  Process killed(command, {.env = {"MUSTER_FAULTS=kill:rank=1,operation=40"}});
+  EXPECT_EQ(killed.finish(), 128 + SIGKILL) << killed.err;
+  EXPECT_EQ(killed.out, "");
+  Process again(command);
+  EXPECT_EQ(again.finish(), 0) << again.err;
+  const auto last_of = [](const std::string& said) {
+    double first = 0, last = 0, averages = 0;
+    const size_t at = said.find("loss: "), at_averages = said.find("loss of the averages: ");
+    EXPECT_TRUE(at != std::string::npos && at_averages != std::string::npos) << said;
+    if (at == std::string::npos || at_averages == std::string::npos) return std::pair(last, averages);
+    EXPECT_EQ(std::sscanf(said.c_str() + at, "loss: %lf at first, %lf at last", &first, &last), 2);
+    EXPECT_EQ(std::sscanf(said.c_str() + at_averages, "loss of the averages: %lf", &averages), 1);
+    EXPECT_GT(averages, 0);
+    return std::pair(last, averages);
+  };
+  EXPECT_EQ(last_of(again.out), last_of(whole[0] + '\n' + whole[1]));
+  Process check({kMusterCommand, "ledger", "check", (folder / "run/ledger").string(), "--epochs", "4"});
+  EXPECT_EQ(check.finish(), 0) << check.out;
+  EXPECT_NE(check.out.find("attempt 2, 2 ranks: steps "), std::string::npos) << check.out;  // not all of them
+  EXPECT_EQ(check.out.find("attempt 2, 2 ranks: steps 1 to 16 "), std::string::npos) << check.out;
+}
+
+// Both ways; each side prints what its net gives, and the other side must print the same.
+TEST(Examples, CheckpointExchange) {
+  if (!python_has("torch")) GTEST_SKIP() << "no Python with torch ('" << kPython << "')";
+  const TemporaryFolder folder;
+  const std::string program = text(kExamplesFolder, "/checkpoint_exchange");
+  const std::string script = text(kSourceFolder, "/python/examples/exchange.py");
+  const auto said_by = [](const std::vector<std::string>& command) {
+    Process process(command);
+    EXPECT_EQ(process.finish(), 0) << process.err;
+    EXPECT_EQ(process.out.rfind("outputs: ", 0), 0u) << process.out;
+    std::istringstream words(process.out.substr(std::min<size_t>(process.out.size(), 9)));
+    return std::vector<double>(std::istream_iterator<double>(words), {});
+  };
+  const std::string run = (folder / "run").string(), weights = (folder / "weights.safetensors").string();
+  const auto ours = said_by({program, "write", run}), in_python = said_by({kPython, script, "read", run});
+  ASSERT_EQ(ours.size(), 6u);
+  EXPECT_LE(farthest(in_python, ours), 2e-6);
+  const auto theirs = said_by({kPython, script, "write", weights}), in_cpp = said_by({program, "read", weights});
+  ASSERT_EQ(theirs.size(), 6u);
+  EXPECT_LE(farthest(in_cpp, theirs), 2e-6);
+  EXPECT_GT(farthest(ours, theirs), 1e-4);  // two different nets
 }
 
 TEST(Examples, AutogradParameterServer) {

@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "muster/base/error.h"
+#include "muster/data/bucket_sampler.h"
+#include "muster/data/weighted_sampler.h"
 #include "support/archived.h"
 #include "support/hash.h"
 
@@ -328,6 +330,103 @@ TEST(DistributedSampler, LoadsOnlyWhatIsItsOwn) {
     beyond.write(key, c10::IValue(value));
   }
   EXPECT_THROW(load(sampler, bytes_of(beyond)), CorruptError);
+}
+
+// Every rank gives out `each` samples; then other ranks load what rank 0 has saved, and give out the rest.
+template <typename Make>
+std::map<size_t, int> times_given(int before, int after, size_t each, const Make& make) {
+  std::map<size_t, int> times;
+  std::string bytes;
+  for (int rank = 0; rank < before; ++rank) {
+    auto sampler = make(before, rank);
+    sampler.set_epoch(3);
+    sampler.reset();
+    for (size_t left = each; left > 0;) {
+      const auto part = sampler.next(std::min<size_t>(left, 5));
+      if (!part) break;
+      left -= part->size();
+      for (const size_t index : *part) ++times[index];
+    }
+    if (rank == 0) bytes = saved(sampler);
+  }
+  for (int rank = 0; rank < after; ++rank) {
+    auto sampler = make(after, rank);
+    load(sampler, bytes);
+    EXPECT_EQ(sampler.epoch(), 3u);
+    sampler.reset();
+    while (const auto part = sampler.next(4))
+      for (const size_t index : *part) ++times[index];
+  }
+  return times;
+}
+
+TEST(DistributedSampler, AnyNumberOfRanksGoesOnWhereAnyOtherWas) {
+  static constexpr size_t kSize = 53, kGiven = 24;  // a multiple of 1, 2, 3 and 4
+  const auto expect_once = [](const std::map<size_t, int>& times, size_t most) {
+    EXPECT_EQ(times.size(), kSize);
+    size_t again = 0;
+    for (const auto& [index, count] : times) again += static_cast<size_t>(count - 1);
+    EXPECT_LE(again, most);
+  };
+  for (int before = 1; before <= 4; ++before)
+    for (int after = 1; after <= 4; ++after)
+      for (const bool shuffle : {false, true}) {
+        SCOPED_TRACE(testing::Message() << "from " << before << " to " << after << " ranks, shuffle " << shuffle);
+        const size_t n = static_cast<size_t>(before), m = static_cast<size_t>(after);
+        const auto of = [&](bool pad, bool drop_last = false) {
+          return [=](int replicas, int rank) {
+            return DistributedSampler(kSize, {.num_replicas = replicas,
+                                              .rank = rank,
+                                              .shuffle = shuffle,
+                                              .seed = 7,
+                                              .drop_last = drop_last,
+                                              .pad = pad});
+          };
+        };
+        for (const size_t given : {size_t{0}, kGiven, 2 * kGiven}) {
+          expect_once(times_given(before, after, given / n, of(false)), 0);
+          const auto padded = times_given(before, after, given / n, of(true));
+          expect_once(padded, (m - kSize % m) % m);
+          const auto dropped = times_given(before, after, given / n, of(true, true));
+          EXPECT_EQ(dropped.size(), kSize / m * m);
+          for (const auto& [index, count] : dropped) EXPECT_EQ(count, 1) << index;
+        }
+        expect_once(times_given(before, after, kSize, of(false)), 0);  // an epoch that is over
+        expect_once(times_given(before, after, kSize, of(true)), (n - kSize % n) % n);
+        expect_once(times_given(before, after, kGiven / n,
+                                [&](int replicas, int rank) {
+                                  return DistributedWeightedSampler(
+                                      std::vector<double>(kSize, 1),
+                                      {.num_replicas = replicas, .rank = rank, .replacement = false, .pad = false});
+                                }),
+                    0);
+      }
+}
+
+TEST(DistributedSampler, APositionBetweenTheStepsOfOtherRanksIsRefused) {
+  DistributedSampler two(50, kSecondOfTwo), three(50, {.num_replicas = 3, .rank = 2, .seed = 9});
+  two.next(5);
+  three.next(1);
+  try {
+    load(three, saved(two));
+    ADD_FAILURE() << "no error";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what())
+                  .find("DistributedSampler: position: expected a multiple of 3 samples, because as many ranks go on, "
+                        "got 10, which 2 ranks have given out. Save when"),
+              std::string::npos)
+        << error.what();
+  }
+  EXPECT_EQ(three.index(), 1u);
+  two.next(1);
+  load(three, saved(two));
+  EXPECT_EQ(three.index(), 4u);
+
+  // The order of these depends on the number of ranks.
+  const std::vector<int64_t> lengths(40, 3);
+  DistributedBucketSampler one(lengths, {.num_replicas = 1, .rank = 0, .batch_size = 4}),
+      other(lengths, {.num_replicas = 2, .rank = 0, .batch_size = 4});
+  EXPECT_THROW(load(other, saved(one)), InvalidArgument);
 }
 
 }  // namespace

@@ -59,9 +59,9 @@ class EpochSampler : public torch::data::samplers::Sampler<> {
   // The next batch_size samples' indices, fewer at the end, then nullopt. InvalidArgument if batch_size is 0.
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
 
-  // load() throws CorruptError if the archive does not hold a sampler of this kind, and InvalidArgument if it holds one
-  // with a different dataset size, seed or options (the rank may differ: ranks that step together have the same
-  // position). Then the sampler is unchanged.
+  // load() throws CorruptError if the archive holds no such sampler, and InvalidArgument if it holds one of another
+  // dataset size, seed or options, and changes nothing then. The rank may differ, since ranks step together, and so may
+  // the number of ranks ("Other ranks" in docs/data.md says when).
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
   // Writes what save() would write at this position: for a loader that has drawn more than its loop has got.

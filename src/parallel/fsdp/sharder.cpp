@@ -1,19 +1,16 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <optional>
 #include <utility>
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
+#include "muster/optim/clip_grad.h"
 #include "muster/parallel/fsdp.h"
 #include "parallel/compute_copy.h"
 #include "parallel/fsdp/owners.h"
@@ -206,33 +203,12 @@ std::vector<std::vector<std::string>> Sharder::bucket_names() const {
 }
 
 double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  const at::NoGradGuard no_grad;
-  if (!(norm_type > 0)) throw InvalidArgument(text("norm_type is ", norm_type), "Use 1, 2, … or infinity");
   if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
-  const bool largest = std::isinf(norm_type);
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : owned_parameters())
-    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-  double sum = 0;  // of the powers of all elements; or the largest
-  for (const at::Tensor& gradient : gradients) {
-    if (gradient.numel() == 0) continue;
-    const bool is_short = gradient.scalar_type() == at::kBFloat16 || gradient.scalar_type() == at::kHalf;
-    const auto dtype = is_short ? std::optional(at::kFloat) : std::nullopt;
-    const double norm = at::linalg_vector_norm(gradient, norm_type, {}, false, dtype).item<double>();
-    if (largest)
-      sum = std::isnan(sum) || norm <= sum ? sum : norm;  // NaN stays
-    else
-      sum += std::pow(norm, norm_type);
-  }
-  all_reduce(at::from_blob(&sum, {1}, at::kDouble),
-             {.op = largest ? ReduceOp::MAX : ReduceOp::SUM, .group = impl_->group});
-  const double total = largest ? sum : std::pow(sum / impl_->copies, 1 / norm_type);  // hosts have the same gradients
-  if (error_if_nonfinite && !std::isfinite(total))
-    throw InvalidArgument(text("the norm of the gradients is ", total), "Look for the operation that gives NaN or inf");
-  const double scale = max_norm / (total + 1e-6);
-  if (scale < 1 || std::isnan(scale))
-    for (at::Tensor& gradient : gradients) gradient.mul_(scale);
-  return total;
+  return clip_grad_norm_(owned_parameters(), max_norm,
+                         {.norm_type = norm_type,
+                          .error_if_nonfinite = error_if_nonfinite,
+                          .sharded_over = impl_->group,
+                          .copies = impl_->copies});  // hosts have the same gradients
 }
 
 }  // namespace muster::fsdp
