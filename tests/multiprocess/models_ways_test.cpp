@@ -46,11 +46,7 @@ std::vector<Variant> variants(const std::string& late, bool small_matrices) {
 template <typename Net>
 void expect_every_way(double rate, const std::string& late, bool small_matrices = false) {
   const int steps = full_run() ? 10 : 3;
-  at::set_num_threads(1);
-  const auto alone = make<Net>(7, {});
-  const Values before = copies(alone->named_parameters());
-  torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
-  const auto buffers = train_alone(*alone, sgd, steps);
+  const Alone<Net> alone = train_alone<Net>({.rate = rate, .steps = steps});
   for (const Variant& variant : variants(late, small_matrices)) {
     SCOPED_TRACE(variant.name);
     run_threads(kRanks,
@@ -70,8 +66,9 @@ void expect_every_way(double rate, const std::string& late, bool small_matrices 
                     ddp.join(train);
                   else
                     train();
-                  expect_close(*net, *alone, before, {.apart = variant.apart});
-                  if (variant.apart <= 1e-6) expect_equal_buffers(*net, buffers[static_cast<size_t>(world.rank())]);
+                  expect_close(*net, *alone.net, alone.before, {.apart = variant.apart});
+                  if (variant.apart <= 1e-6)
+                    expect_equal_buffers(*net, alone.buffers[static_cast<size_t>(world.rank())]);
                 },
                 {.timeout = kPatience});
   }
