@@ -13,6 +13,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -31,9 +32,10 @@ using GradientsByKind = std::map<GradientKind, Gradients>;
 
 GradientsByKind gradients_by_kind(at::TensorList parameters) {
   GradientsByKind all;
+  std::unordered_set<const void*> seen;  // Module::parameters() has a shared parameter as often as it occurs
   for (const at::Tensor& parameter : parameters) {
     const at::Tensor& gradient = parameter.grad();
-    if (gradient.defined() && gradient.numel() > 0)
+    if (gradient.defined() && gradient.numel() > 0 && seen.insert(gradient.unsafeGetTensorImpl()).second)
       all[{gradient.device().type(), gradient.device().index(), gradient.scalar_type()}].push_back(gradient);
   }
   return all;
@@ -43,9 +45,9 @@ GradientsByKind gradients_by_kind(at::TensorList parameters) {
 std::string defect_of(const GradientsByKind& gradients) {
   for (const auto& [kind, some] : gradients)
     for (const at::Tensor& gradient : some)
-      if (gradient.layout() != at::kStrided)
-        return text("gradient: expected a dense one, got one of layout ", gradient.layout(), " and shape ",
-                    gradient.sizes());
+      if (gradient.layout() != at::kStrided || !at::isFloatingType(gradient.scalar_type()))
+        return text("gradient: expected dense floating-point numbers, got ", gradient.scalar_type(), " of layout ",
+                    gradient.layout(), " and shape ", gradient.sizes());
   return {};
 }
 constexpr char kDenseAlone[] = "Leave the parameter out, or make the gradient dense (of an Embedding: sparse(false))";

@@ -4,6 +4,7 @@
 
 The answer has the gradients of all parameters after each step, of one process alone or of two over Gloo.
 """
+import datetime
 import os
 import sys
 import tempfile
@@ -62,7 +63,8 @@ def answer(hook, rank, steps, start, feedback, warm, dtype):
 def answers(lines, processes, rank, folder):
     """By line, on rank `rank`."""
     store = "file://" + os.path.join(folder, f"store{processes}")
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes,
+                            timeout=datetime.timedelta(minutes=2))
     found = {line: answer(*line.split()[1:]) for line in lines if int(line.split()[0]) == processes}
     dist.destroy_process_group()
     return found
@@ -73,8 +75,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         if child == 0:
-            answers(lines, 2, 1, folder)
-            os._exit(0)
+            status = 1
+            try:
+                answers(lines, 2, 1, folder)
+                status = 0
+            finally:
+                os._exit(status)
         found = answers(lines, 1, 0, folder) | answers(lines, 2, 0, folder)
         if os.waitpid(child, 0)[1] != 0:
             sys.exit("the second process has failed")

@@ -206,12 +206,17 @@ TEST_F(DdpTest, ParametersThatHaveChangedAreNamed) {
                   "the module did not have its parameter b.weight");
 }
 
-// What is allowed: other values, frozen parameters, and changes of those that are ignored.
+// What is allowed: other values, frozen parameters, new ones too, and changes of those that are ignored.
 TEST_F(DdpTest, ParametersMayGetOtherValuesAndBeFrozen) {
   EXPECT_EQ(said_after([](DdpNet& net) { net.a->weight.set_data(torch::ones({33, 12})); }), "");
   EXPECT_EQ(said_after([](DdpNet& net) { net.a->bias.set_requires_grad(false); }, {.find_unused_parameters = true}),
             "");
   EXPECT_EQ(said_after([](DdpNet& net) { net.c->bias.set_requires_grad(true); }, {.ignored = {"c.bias"}}), "");
+  EXPECT_EQ(said_after([](DdpNet& net) {
+              net.register_parameter("constant", torch::ones({2}), false);
+              net.c->bias = net.c->register_parameter("other", torch::ones({5}), false);
+            }),
+            "");
 }
 
 }  // namespace

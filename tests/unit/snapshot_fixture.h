@@ -142,14 +142,15 @@ MakeOptimizer optimizer(Options options) {
 inline MakeOptimizer sgd() { return optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.05).momentum(0.9)); }
 
 inline std::map<std::string, MakeOptimizer> optimizers() {
-  using namespace torch::optim;
+  namespace torchs = torch::optim;  // Muster has optimizers of these names too
   return {{"SGD", sgd()},
-          {"Adam", optimizer<Adam>(AdamOptions(0.01).amsgrad(true).betas({0.8, 0.9}))},
-          {"AdamW", optimizer<AdamW>(AdamWOptions(0.01))},
-          {"RMSprop", optimizer<RMSprop>(RMSpropOptions(0.01).centered(true).momentum(0.5))},
-          {"Adagrad", optimizer<Adagrad>(AdagradOptions(0.01).lr_decay(0.01))},
+          {"Adam", optimizer<torchs::Adam>(torchs::AdamOptions(0.01).amsgrad(true).betas({0.8, 0.9}))},
+          {"AdamW", optimizer<torchs::AdamW>(torchs::AdamWOptions(0.01))},
+          {"RMSprop", optimizer<torchs::RMSprop>(torchs::RMSpropOptions(0.01).centered(true).momentum(0.5))},
+          {"Adagrad", optimizer<torchs::Adagrad>(torchs::AdagradOptions(0.01).lr_decay(0.01))},
           {"LBFGS", [](std::vector<torch::Tensor> parameters) {
-             return std::make_unique<LBFGS>(parameters, LBFGSOptions(0.1).max_iter(3).line_search_fn("strong_wolfe"));
+             return std::make_unique<torchs::LBFGS>(
+                 parameters, torchs::LBFGSOptions(0.1).max_iter(3).line_search_fn("strong_wolfe"));
            }}};
 }
 

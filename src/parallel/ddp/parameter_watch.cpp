@@ -15,7 +15,12 @@ ParameterWatch::ParameterWatch(const std::vector<parallel::NamedTensor>& all,
   for (const auto& [name, tensor] : averaged)
     averaged_.push_back(
         {name, tensor, tensor.sizes().vec(), tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
-  for (const auto& [name, tensor] : all) known_.insert(tensor.unsafeGetTensorImpl());
+  for (const auto& [name, tensor] : all) {
+    all_.push_back(tensor);
+    known_.insert(tensor.unsafeGetTensorImpl());
+    ignored_.insert(name);
+  }
+  for (const auto& [name, tensor] : averaged) ignored_.erase(name);
 }
 
 void ParameterWatch::check(const torch::nn::Module& module) {
@@ -33,7 +38,8 @@ void ParameterWatch::check(const torch::nn::Module& module) {
   constexpr uint64_t kFirst = 4, kEvery = 16;
   if (++calls_ > kFirst && calls_ % kEvery != 0) return;
   for (const auto& each : module.named_parameters())
-    if (!known_.contains(each.value().unsafeGetTensorImpl()))
+    if (each.value().requires_grad() && !known_.contains(each.value().unsafeGetTensorImpl()) &&
+        !ignored_.contains(each.key()))
       throw InvalidArgument(
           text("the module did not have its parameter ", each.key(), " when the DistributedDataParallel was made"),
           kAdvice);

@@ -18,7 +18,8 @@ namespace muster::ddp {
 
 class ParameterWatch {
  public:
-  // `averaged`: of `all` the parameters of the module, those that it averages if they require grad.
+  // `all`: the module's parameters. `averaged`: those that are not ignored. Made when the parameters are as training
+  // will have them.
   ParameterWatch(const std::vector<parallel::NamedTensor>& all, const std::vector<parallel::NamedTensor>& averaged);
 
   // Before a forward() in training. Throws InvalidArgument, which names the parameter, if one that did not require grad
@@ -36,7 +37,9 @@ class ParameterWatch {
     bool requires_grad;
   };
   std::vector<Parameter> averaged_;
+  std::vector<at::Tensor> all_;  // so that no other tensor gets the address of one of them
   std::unordered_set<const void*> known_;
+  std::unordered_set<std::string> ignored_;
   uint64_t calls_ = 0;
 };
 

@@ -34,11 +34,11 @@ struct Reducer::Impl {
   std::optional<Meetings> meetings;  // within join()
   StepTimes times;
   std::optional<DivergenceWatch> watch;
-  std::optional<ParameterWatch> parameters;
+  std::optional<ParameterWatch> parameter_watch;
   std::unique_ptr<PrivateCopies> copies;  // in mixed precision
 
   void check_parameters() {
-    if (module->is_training() && at::GradMode::is_enabled()) parameters->check(*module);
+    if (module->is_training() && at::GradMode::is_enabled()) parameter_watch->check(*module);
   }
   bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
   Meetings::Meeting meet(Meetings::Event mine);

@@ -259,6 +259,7 @@ void HierarchicalBackend::complete_after(const WorkPtr& work, const c10::intrusi
       try {
         guarded([&] { std::rethrow_exception(error); });
       } catch (...) {
+        error = std::current_exception();
       }
     }
     work->complete(std::move(error));

@@ -298,7 +298,8 @@ void Channel::lose(int rank, const std::string& what) {
   fail(AbortReason::kPeerLost, shown(rank), what, {}, control(rank).pid.load(std::memory_order_relaxed));
 }
 
-void Channel::fail(AbortReason reason, int subject, const std::string& what, const std::vector<int>& missing, int pid) {
+void Channel::fail(AbortReason reason, int subject, const std::string& what, const std::vector<int>& missing, int pid,
+                   std::optional<int> finder) {
   {
     const std::lock_guard lock(failure_mutex_);
     if (!reported_) {
@@ -308,6 +309,7 @@ void Channel::fail(AbortReason reason, int subject, const std::string& what, con
       std::memcpy(mine.failure, what.data(), length);
       mine.failure[length] = '\0';
       mine.lost_pid = pid;
+      mine.finder = finder.value_or(shown(rank_));
       mine.missing_count = static_cast<uint32_t>(std::min(missing.size(), std::size(mine.missing)));
       std::copy_n(missing.begin(), mine.missing_count, mine.missing);
       uint64_t nobody = 0;
@@ -328,7 +330,7 @@ void Channel::throw_failure() const {
   const auto reporter = static_cast<int>(word >> 32 & 0xffff);
   const RankControl& block = control(reporter);
   const std::string written(block.failure, strnlen(block.failure, sizeof block.failure));
-  const Report report = report_of(written, shown(reporter));
+  const Report report{written, block.finder};
   const std::string what = shown_on(shown(rank_), where(rank_), report);
   switch (static_cast<AbortReason>(word & 0xff)) {
     case AbortReason::kPeerLost:

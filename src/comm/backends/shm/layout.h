@@ -94,6 +94,7 @@ struct alignas(kLine) RankControl {
   std::atomic<Presence> presence{Presence::kAbsent};
   std::atomic<int32_t> pid{0};
   int32_t lost_pid{0};     // of a lost rank: its process
+  int32_t finder{0};       // of the failure: the rank that found it, perhaps in another group
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
   char failure[2048];  // this rank's text of the group's failure, written before the abort word names the rank

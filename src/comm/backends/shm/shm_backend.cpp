@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "base/text.h"
+#include "comm/kit/failure_note.h"
 #include "comm/kit/tensor_bytes.h"
 #include "shm/arena.h"
 
@@ -54,7 +55,8 @@ void ShmBackend::fail_group(const Error& cause) {
     default:
       break;
   }
-  channel_.fail(reason, subject, cause.message(), missing, pid);
+  const Report report = report_of(cause.message(), shown(getRank()));
+  channel_.fail(reason, subject, report.what, missing, pid, report.finder);
 }
 
 uint64_t ShmBackend::heap_offset(ConstBytes data, size_t bytes) const {
