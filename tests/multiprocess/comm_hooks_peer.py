@@ -6,8 +6,10 @@ The answer has the gradients of all parameters after each step, of one process a
 """
 import datetime
 import os
+import shutil
 import sys
 import tempfile
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -25,23 +27,23 @@ def gradient(parameter, step, dtype):
 
 
 class Net(torch.nn.Module):
-    def __init__(self, dtype):
+    def __init__(self, group, dtype):
         super().__init__()
+        self.share = 1 + 0.5 * (2 * group.rank() - group.size() + 1)  # as HookNet::wanted()
         self.p = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES])
         self.dtype = dtype
 
     def forward(self, step):
-        share = 1 + 0.5 * (2 * dist.get_rank() - dist.get_world_size() + 1)  # as HookNet::wanted()
-        return sum((p * (gradient(i, step, self.dtype) * share)).sum() for i, p in enumerate(self.p))
+        return sum((p * (gradient(i, step, self.dtype) * self.share)).sum() for i, p in enumerate(self.p))
 
 
-def answer(hook, rank, steps, start, feedback, warm, dtype):
-    net = Net(getattr(torch, dtype))
-    ddp = torch.nn.parallel.DistributedDataParallel(net)
-    state = None
+def answer(group, hook, rank, steps, start, feedback, warm, dtype):
+    net = Net(group, getattr(torch, dtype))
+    ddp = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
+    state = group
     if "power" in hook:
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=int(rank), start_powerSGD_iter=int(start),
+            group, matrix_approximation_rank=int(rank), start_powerSGD_iter=int(start),
             use_error_feedback=feedback == "1", warm_start=warm == "1")
     call = {
         "power": powerSGD_hook.powerSGD_hook,
@@ -60,32 +62,29 @@ def answer(hook, rank, steps, start, feedback, warm, dtype):
     return numbers
 
 
-def answers(lines, processes, rank, folder):
-    """By line, on rank `rank`."""
-    store = "file://" + os.path.join(folder, f"store{processes}")
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes,
-                            timeout=datetime.timedelta(minutes=2))
-    found = {line: answer(*line.split()[1:]) for line in lines if int(line.split()[0]) == processes}
-    dist.destroy_process_group()
-    return found
-
-
 def main():
     lines = sys.stdin.read().splitlines()
-    with tempfile.TemporaryDirectory() as folder:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                answers(lines, 2, 1, folder)
-                status = 0
-            finally:
-                os._exit(status)
-        found = answers(lines, 1, 0, folder) | answers(lines, 2, 0, folder)
-        if os.waitpid(child, 0)[1] != 0:
-            sys.exit("the second process has failed")
-    for line in lines:
-        print(*[repr(number) for number in found[line]])
+    folder = tempfile.mkdtemp()
+    rank = 0 if os.fork() else 1
+    status = 1
+    try:
+        dist.init_process_group("gloo", init_method="file://" + os.path.join(folder, "store"), rank=rank, world_size=2,
+                                timeout=datetime.timedelta(minutes=5))
+        groups = {"1": dist.new_group([0]), "2": dist.new_group([0, 1])}
+        for line in lines:
+            processes, *question = line.split()
+            if processes == "2" or rank == 0:
+                numbers = answer(groups[processes], *question)
+                if rank == 0:
+                    print(*[repr(number) for number in numbers], flush=True)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # a callback of a hook may hold the last reference to a group, whose end would join its thread
 
 
 if __name__ == "__main__":

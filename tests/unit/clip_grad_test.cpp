@@ -85,6 +85,19 @@ TEST(ClipGrad, WithoutGradientsTheNormIsZero) {
   EXPECT_NEAR(one.grad().norm().item<double>(), 1, 1e-6);
 }
 
+// Module::parameters() has it twice.
+TEST(ClipGrad, ASharedParameterCountsOnce) {
+  struct Tied : torch::nn::Module {
+    torch::nn::Linear first = register_module("first", torch::nn::Linear(3, 3)),
+                      again = register_module("again", first);
+  } net;
+  const auto parameters = net.parameters();
+  ASSERT_EQ(parameters.size(), 4u);
+  for (const torch::Tensor& parameter : parameters) parameter.mutable_grad() = torch::ones_like(parameter);
+  EXPECT_NEAR(clip_grad_norm_(parameters, 1), std::sqrt(12.0), 1e-6);
+  EXPECT_NEAR(clip_grad_norm_(parameters, 1), 1, 1e-5);
+}
+
 TEST(ClipGrad, DtypesMayDiffer) {
   for (const bool foreach : {false, true}) {
     const Tensor a = with_gradient(torch::full({300}, 300, torch::kHalf)),  // float16 cannot hold the sum of squares
@@ -135,10 +148,12 @@ TEST(ClipGrad, ChecksItsArgumentsBeforeAnythingChanges) {
   expect_refusal({"copies: expected 1 or more, got 0"}, [&] { clip_grad_norm_(a, 1, {.copies = 0}); });
   const Tensor sparse = with_gradient(torch::ones({3, 2}));
   sparse.mutable_grad() = torch::ones({3, 2}).to_sparse();
-  expect_refusal({"clip_grad_norm_: gradient: expected a dense one, got one of layout Sparse and shape [3, 2]"}, [&] {
-    clip_grad_norm_(Tensors{a, sparse}, 1);
-  });
-  expect_refusal({"clip_grad_value_: gradient: expected a dense one"}, [&] {
+  expect_refusal(
+      {"clip_grad_norm_: gradient: expected dense floating-point numbers, got Float of layout Sparse and shape [3, 2]"},
+      [&] {
+        clip_grad_norm_(Tensors{a, sparse}, 1);
+      });
+  expect_refusal({"clip_grad_value_: gradient: expected dense floating-point numbers"}, [&] {
     clip_grad_value_(Tensors{a, sparse}, 1);
   });
   EXPECT_TRUE(at::equal(a.grad(), torch::full({2}, 5.0)));
