@@ -72,7 +72,7 @@ void expect_every_way(double rate, const std::string& late, bool small_matrices,
                   else
                     train();
                   expect_close(*net, *alone.net, alone.before, {.apart = variant.apart});
-                  if (variant.apart <= 1e-6)
+                  if (variant.apart <= 1e-6 && !variant.joins)  // join() ends with one rank's buffers on all
                     expect_equal_buffers(*net, alone.buffers[static_cast<size_t>(world.rank())]);
                 },
                 {.timeout = kPatience});
