@@ -26,8 +26,8 @@ constexpr char kNothing[] = "nothing was thrown";
 enum class Misses { kTheFirstForward, kAnEvaluation };
 
 // What the ranks but `missing` get when that one does not call forward(). Their timeout is short; one that is too short
-// for this machine ends the preparation, and then a longer one is tried. The rank that is missing waits until the others
-// have ended, so that it is there all the time.
+// for this machine ends the preparation, and then a longer one is tried. The rank that is missing waits until the
+// others have ended, so that it is there all the time.
 std::vector<std::string> what_others_get(const HostOfRank& hosts, const FsdpOptions& options, int missing,
                                          Misses misses) {
   for (std::chrono::milliseconds timeout{300};; timeout *= 2) {
