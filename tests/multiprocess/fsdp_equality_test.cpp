@@ -72,8 +72,11 @@ TEST(FsdpEqualityLong, FrozenUnusedAndSharedInFloats) {
 TEST(FsdpEqualityLong, FrozenUnusedAndSharedInDoubles) {
   expect_one_process<MixedAlike>(torch::kDouble, {.rate = 0.5, .find_unused_parameters = true, .steps = 50});
 }
-// Fewer steps: one of them takes as long as twenty of the transformer.
-TEST(FsdpEqualityLong, ResNet18InFloats) { expect_one_process<ResNet18>(torch::kFloat, {.rate = 0.05, .steps = 5}); }
+// Fewer steps: one of them takes as long as twenty of the transformer. In floats two ranks at most: normalisation over
+// two pictures turns a rounding into a thousandth within five steps.
+TEST(FsdpEqualityLong, ResNet18InFloats) {
+  expect_one_process<ResNet18>(torch::kFloat, {.rate = 0.05, .steps = 5}, {{"a"}, {"a", "b"}});
+}
 TEST(FsdpEqualityLong, ResNet18InDoubles) { expect_one_process<ResNet18>(torch::kDouble, {.rate = 0.05, .steps = 5}); }
 
 }  // namespace
