@@ -21,8 +21,8 @@
 //     while the second backward() runs, because the other ranks have nothing to add to it.
 //
 // backward() with create_graph, without owners: each .grad becomes an average that is a function of the parameters. It
-// is not in a bucket; all gradients are averaged at the end, by a collective that autograd differentiates. With owners it
-// is refused before it has changed a gradient: an owner has no graph of what other ranks have added.
+// is not in a bucket; all gradients are averaged at the end, by a collective that autograd differentiates. With owners
+// it is refused before it has changed a gradient: an owner has no graph of what other ranks have added.
 //
 // A sparse gradient (in coordinate format, one sparse dimension) stays one: the average has the rows of all ranks.
 //

@@ -117,8 +117,8 @@ TEST(FsdpGradients, OfEveryKindOfStepGathered) {
   }
 }
 
-// An average is on its owner, which has no graph of what the others have added to it. So backward() with create_graph is
-// refused before it has changed a gradient, and a backward() without it goes on as if nothing had happened.
+// An average is on its owner, which has no graph of what the others have added to it. So backward() with create_graph
+// is refused before it has changed a gradient, and a backward() without it goes on as if nothing had happened.
 TEST(FsdpGradients, BackwardWithCreateGraphIsRefused) {
   for (const bool gathers : {false, true}) {
     SCOPED_TRACE(gathers);

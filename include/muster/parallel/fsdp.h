@@ -25,8 +25,8 @@
 //   - torch::load() into the module, on every rank, works; the next forward() shares the new values.
 //   - Gradients of other ranks' parameters do not exist: use clip_grad_norm_() below for the norm of all. Adagrad makes
 //     states when it is constructed: give it owned_parameters(). LBFGS changes all parameters, and cannot be used.
-//   - backward() with create_graph throws InvalidArgument: an average on its owner has no graph. What needs gradients of
-//     gradients takes them by autograd::grad() with create_graph, and calls backward() of what it has made of them.
+//   - backward() with create_graph throws InvalidArgument: an average on its owner has no graph. For gradients of
+//     gradients, call autograd::grad() with create_graph, and backward() of what you make of its results.
 //   - A process that fork()s shares the parameters with its child.
 // forward() throws InvalidArgument when it finds one of the rules broken, and names the parameter. It cannot find
 // everything: what is written through Tensor::data() only on the parameter's owner, and then only if others might have
@@ -200,8 +200,8 @@ class FullyShardedDataParallel {
   ModuleType* operator->() { return module_.get(); }
   // For tests and diagnosis: which parameters share a bucket, in the order of reduction.
   std::vector<std::vector<std::string>> bucket_names() const { return sharder_->bucket_names(); }
-  // The same for units, if parameters are gathered; which of them are on this host now or on their way to it, in order of
-  // their numbers; and the bytes of parameters in this rank's memory now.
+  // The same for units, if parameters are gathered; the numbers of those that are on this host now or on their way to
+  // it; and the bytes of parameters in this rank's memory now.
   std::vector<std::vector<std::string>> unit_names() const { return sharder_->unit_names(); }
   std::vector<size_t> units_here() const { return sharder_->units_here(); }
   size_t bytes_here() const { return sharder_->bytes_here(); }
