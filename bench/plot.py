@@ -13,14 +13,12 @@ import math
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from tables import size
+
 NAMES = {"muster-heap": ("Muster, tensor on the heap", "#0b7a4b"), "muster": ("Muster, any tensor", "#2a9d8f"),
          "openmpi": ("Open MPI", "#c8553d"), "mpich": ("MPICH", "#e9a23b"), "intelmpi": ("Intel MPI", "#3b6fb5"),
          "gloo": ("Gloo (PyTorch)", "#8d6a9f"), "floor": ("memory traffic alone", "#999999")}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 70, 30, 44, 52
-
-
-def size(n):
-    return f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" if n >= 1 << 10 else f"{n} B"
 
 
 def duration(us):

@@ -1,0 +1,118 @@
+"""Parts of one machine that stand for other machines: two hosts with a link between them, a host with little memory."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+class TwoHosts:
+    """Two network namespaces, with a link between them."""
+
+    ADDRESSES = ("10.213.9.1", "10.213.9.2")
+
+    def __init__(self, rate="1gbit"):
+        self.rate = rate
+
+    def __enter__(self):
+        self.names = [f"muster-bench-{os.getpid()}-{side}" for side in "ab"]
+        self.files = tempfile.TemporaryDirectory()
+        self.secret = str(Path(self.files.name) / "secret")
+        Path(self.secret).write_text("5ec7e75ec7e75ec7e75ec7e75ec7e75e")
+        Path(self.secret).chmod(0o600)
+        one, two = self.names
+        commands = [f"ip netns add {one}", f"ip netns add {two}",
+                    f"ip -n {one} link add mu0 type veth peer name mu0 netns {two}"]
+        for name, address in zip(self.names, self.ADDRESSES):
+            commands += [f"ip -n {name} addr add {address}/24 dev mu0", f"ip -n {name} link set mu0 up",
+                         f"ip -n {name} link set lo up",
+                         f"ip netns exec {name} tc qdisc add dev mu0 root "
+                         f"tbf rate {self.rate} burst 256kb latency 50ms"]
+        made = subprocess.run(["/bin/sh", "-ec", "; ".join(commands)], capture_output=True, text=True)
+        self.missing = ""
+        if made.returncode:
+            self.missing = f"it needs ip(8) and the right to make namespaces: {made.stderr.strip()}"
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        self.files.cleanup()
+
+    def muster(self, command, ranks):
+        """Returns the launcher for row() that starts so many ranks per host. `command`: where `muster` is."""
+        return [str(command), "run", "--no-prefix", "--rdzv", f"{self.ADDRESSES[0]}:29400", "--secret-file",
+                self.secret, "-n", str(ranks)]
+
+    def torchrun(self, ranks):
+        """The same with PyTorch's launcher."""
+        return [sys.executable, "-m", "torch.distributed.run", "--master-addr", self.ADDRESSES[0], "--master-port",
+                "29500", "--nproc-per-node", str(ranks)]
+
+    def row(self, env, launcher, program):
+        """Runs a job on both hosts and returns the row that one of its ranks prints."""
+        env = dict(env, GLOO_SOCKET_IFNAME="mu0")
+        jobs = []
+        for node, name in enumerate(self.names):
+            command = ["ip", "netns", "exec", name, *launcher, "--nnodes", "2", "--node-rank", str(node), *program]
+            jobs.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                         stderr=subprocess.PIPE, text=True))
+        said = [job.communicate(timeout=900) for job in jobs]
+        for job, (_, errors) in zip(jobs, said):
+            if job.returncode != 0:
+                sys.exit(f"{' '.join(job.args)} failed with status {job.returncode}:\n{errors[-2000:]}")
+        return next(json.loads(line) for out, _ in said for line in out.splitlines() if line.startswith("{"))
+
+
+class MemoryLimit:
+    """A control group, version 1 or 2, whose processes may use so many bytes of memory."""
+
+    # Of each version: the folder, and its files of the limit and of the largest use.
+    VERSIONS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+                (Path("/sys/fs/cgroup"), "memory.max", "memory.peak"))
+
+    def __init__(self, limit):
+        self.missing = "it needs the right to make control groups for memory"
+        for top, self.limit_file, self.peak_file in self.VERSIONS:
+            self.group = top / f"muster-bench-{os.getpid()}"
+            try:
+                self.group.mkdir()
+            except OSError:
+                continue
+            if (self.group / self.limit_file).exists() and (self.group / self.peak_file).exists():
+                (self.group / self.limit_file).write_text(str(limit))
+                for swap, value in (("memory.memsw.limit_in_bytes", limit), ("memory.swap.max", 0)):
+                    if (self.group / swap).exists():
+                        (self.group / swap).write_text(str(value))
+                self.missing = ""
+                return
+            self.group.rmdir()
+
+    def run(self, command, env):
+        """Returns the rows that the command prints, none if the kernel killed it for its memory; and the largest use in
+        bytes."""
+        enter = ["/bin/sh", "-c", f'echo $$ > {self.group / "cgroup.procs"} && exec "$@"', "sh"]
+        result = subprocess.run([*enter, *command], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True, timeout=900)
+        rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+        if result.returncode != 0:
+            files = (self.group / "memory.oom_control", self.group / "memory.events")
+            events = next(path for path in files if path.exists()).read_text()
+            if not re.search(r"^oom_kill [1-9]", events, re.M):
+                sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
+            rows = []
+        return rows, int((self.group / self.peak_file).read_text())
+
+    def close(self):
+        for _ in range(100):
+            try:
+                return self.group.rmdir()
+            except OSError:  # its last processes are about to end, or have been left behind
+                for pid in (self.group / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+                time.sleep(0.1)

@@ -1,0 +1,346 @@
+"""The benchmarks: which programs each one runs, with which arguments, and which of their rows count."""
+
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from rounds import Reference, Server, measure_case
+from runner import Runner, peer_script
+from sandbox import MemoryLimit, TwoHosts
+
+SIZES = (16, 4 << 10, 64 << 10, 256 << 10, 4 << 20)
+ALL_SIZES = [16, *(1 << shift for shift in range(10, 27, 2))]
+
+
+class Suites(Runner):
+    """A method is a benchmark if tables.SHOW has its name. It returns rows."""
+
+    def collectives(self, cases, ranks=None, bound="none", launcher=None, gloo=True):
+        """Measures cases, (op, bytes). `bound`: whether each rank is bound to a core. `launcher`: "openmpi" starts
+        Muster's ranks."""
+        ranks = ranks or self.args.ranks
+        program = [self.program("bench_collectives"), "--serve"]
+        if launcher:
+            ours = self.mpi_command(launcher, *program, ranks=ranks, bound=bound)
+        else:
+            impl = "muster-bound" if bound == "core" and ranks <= os.cpu_count() else "muster"
+            ours = self.command(impl, *program, ranks=ranks)
+        commands = [ours, *self.mpi_peers(ranks, bound)]
+        if gloo:
+            commands.append(self.torchrun("collectives_gloo.py", ranks=ranks))
+        servers, reference = [], Reference([self.program("bench_reference")])
+        try:
+            for command in commands:
+                if command:
+                    servers.append(Server(command, ranks, self.env))
+            rows = []
+            for op, size in cases:
+                measured = servers[:1] if op == "floor" else servers
+                rows += measure_case(measured, reference, op, size, self.args.rounds)
+            return rows
+        finally:
+            for server in servers:
+                server.close()
+            reference.close()
+
+    def all_reduce(self):
+        return self.collectives([(op, n) for op in ("all_reduce", "floor") for n in ALL_SIZES])
+
+    def messages(self):
+        return self.collectives([("send_recv", n) for n in ALL_SIZES])
+
+    def crowd(self):
+        """More ranks than cores. Gloo is left out: the goal does not mention it, and it takes minutes."""
+        ops = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+        cases = [(op, n) for op in ops for n in (16, 4 << 10, 256 << 10, 4 << 20)]
+        return [row for ranks in (4, 8) for row in self.collectives(cases, ranks=ranks, gloo=False)]
+
+    def pinned(self):
+        """Ranks that are bound to cores and ranks that are not, started by muster run and by mpirun."""
+        ops = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
+        cases = [(op, n) for op in ops for n in SIZES] + [("barrier", 8)]
+        rows = []
+        for launcher, bound in ((None, "core"), ("openmpi", "none"), ("openmpi", "core")):
+            if launcher and self.mpi_command(launcher, ranks=2) is None:
+                continue
+            found = self.collectives(cases, bound=bound, launcher=launcher, gloo=False)
+            rows += [dict(row, bound=bound, launcher=launcher or "muster") for row in found]
+        return rows
+
+    def others(self):
+        ops = ("broadcast", "all_gather", "reduce_scatter", "all_to_all")
+        cases = [(op, n) for op in ops for n in (*SIZES, 64 << 20)]
+        rows = self.collectives([*cases, *(("send_recv", n) for n in SIZES), ("barrier", 8)])
+        return rows + self.collectives([("scan", n) for n in SIZES], gloo=False)  # Gloo has none
+
+    def ddp(self):
+        commands = []
+        for net, steps in (("small", 300), ("wide", 20)):
+            flags = ["--net", net, "--steps", str(steps)]
+            for sync in ("ddp", "barrier", "none"):
+                commands.append(self.job("bench_ddp", *flags, "--sync", sync))
+            commands.append(self.job("bench_ddp", *flags, "--shards", "8"))
+            for no_sync in ([], ["--no-sync"]):
+                commands.append(self.torchrun("ddp_torch.py", *flags, *no_sync))
+        return self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
+
+    def zero(self):
+        """AdamW whose states are divided among the ranks."""
+        flags = ["--net", "wide", "--steps", "20"]
+        commands = [self.job("bench_ddp", *flags, "--optimizer", name) for name in ("adamw", "zero", "zero-backward")]
+        for name in ("adamw", "zero"):
+            for backend in ("gloo", "muster"):
+                commands.append(self.torchrun("ddp_torch.py", *flags, "--optimizer", name, "--backend", backend))
+        rows = self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
+        return [dict(row, bench="zero") for row in rows]
+
+    def slow_link(self):
+        """PowerSGD on two hosts of one rank each, with 200 Mbit/s between them."""
+        flags, found = ["--net", "wide", "--steps", "4", "--warmup", "3"], {}
+        with TwoHosts("200mbit") as hosts:
+            if hosts.missing:
+                self.missing["a slow link"] = hosts.missing
+                return []
+            muster, torchrun = hosts.muster(self.muster, 1), hosts.torchrun(1)
+            jobs = [(muster, self.program("bench_ddp"), hook) for hook in ("none", "bf16", "power")]
+            jobs += [(torchrun, peer_script("ddp_torch.py"), hook) for hook in ("none", "power")]
+            for _ in range(self.args.rounds):
+                for launcher, program, hook in jobs:
+                    row = hosts.row(self.env, launcher, [program, *flags, "--hook", hook])
+                    found.setdefault(row["impl"], []).append(row)
+        fastest = [max(rows, key=lambda row: row["samples_per_s"]) for rows in found.values()]
+        return [dict(row, bench="slow_link", hosts=2, mbit_per_s=200) for row in fastest]
+
+    def sync_batch_norm(self):
+        commands = [self.job("bench_sync_batch_norm")]
+        return self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "ms", min)
+
+    def fsdp(self):
+        """One model for all ranks, PyTorch's FSDP2 over Gloo and over Muster's plug-in, and steps without
+        synchronisation; activations that are computed again."""
+        syncs = (["fsdp"], ["fsdp", "--mixed"], ["ddp"], ["barrier"], ["none"])
+        commands = [self.job("bench_fsdp", "--sync", *sync) for sync in syncs]
+        for flags in ([], ["--mixed"]):
+            for backend in ("gloo", "muster"):
+                commands.append(self.torchrun("fsdp_torch.py", "--backend", backend, *flags))
+        commands.append(self.torchrun("fsdp_torch.py", "--no-sync"))
+        large = ["--batch", "16", "--length", "128", "--steps", "4"]
+        for flags in ([], ["--checkpoint"]):
+            commands.append(self.job("bench_fsdp", "--sync", "none", *large, *flags, ranks=1))
+            commands.append(self.torchrun("fsdp_torch.py", "--no-sync", *large, *flags, ranks=1))
+        keep = ["--checkpoint", "--keep", "aten::addmm"]
+        commands.append(self.job("bench_fsdp", "--sync", "none", *large, *keep, ranks=1))
+        return self.best_of_rounds(commands, lambda row: (row["impl"], row["ranks"], row["tokens"]), "ms", min)
+
+    def hosts(self):
+        """Steps on two hosts of two ranks each, with a gigabit per second between them."""
+        steps, found = ["--steps", "5"], {}
+        with TwoHosts() as hosts:
+            if hosts.missing:
+                self.missing["two hosts"] = hosts.missing
+                return []
+            muster, torchrun = hosts.muster(self.muster, 2), hosts.torchrun(2)
+            for _ in range(self.args.rounds):
+                for sync in (["fsdp"], ["fsdp", "--mixed"], ["full"], ["full", "--mixed"], ["ddp"], ["none"]):
+                    row = hosts.row(self.env, muster, [self.program("bench_fsdp"), *steps, "--sync", *sync])
+                    found.setdefault("".join(sync), []).append(row)
+                for backend in ("gloo", "muster"):
+                    for kind in ([], ["--hybrid"], ["--mixed"], ["--hybrid", "--mixed"]):
+                        program = [peer_script("fsdp_torch.py"), *steps, "--backend", backend, *kind]
+                        row = hosts.row(self.env, torchrun, program)
+                        found.setdefault(row["impl"], []).append(row)
+        fastest = [min(rows, key=lambda row: row["ms"]) for rows in found.values()]
+        return [dict(row, bench="hosts", hosts=2, gbit_per_s=1) for row in fastest]
+
+    def limit(self):
+        """400 million parameters with AdamW on four ranks that have 12 GiB together."""
+        size = ["--blocks", "127", "--batch", "1", "--length", "64", "--steps", "2"]
+        commands = {"muster-fsdp": self.job("bench_fsdp", *size, ranks=4)}
+        for backend in ("gloo", "muster"):
+            commands[f"fsdp2-{backend}"] = self.torchrun("fsdp_torch.py", *size, "--backend", backend, ranks=4)
+        rows = []
+        for impl, command in commands.items():
+            if command is None:
+                continue
+            limit = MemoryLimit(12 << 30)
+            if limit.missing:
+                self.missing["a limit of memory"] = limit.missing
+                return []
+            try:
+                found, peak = limit.run(command, self.env)
+            finally:
+                limit.close()
+            row = found[0] if found else {"impl": impl, "ranks": 4, "ms": None}
+            rows.append(dict(row, bench="limit", runs=bool(found), limit_mib=12 << 10, largest_mib=peak >> 20))
+        return rows
+
+    def launch(self):
+        """The start and end of a job; and the time from the start of a job to what its ranks do first together, beside
+        the start of libtorch alone."""
+        libtorch, ranks = self.program("bench_libtorch"), self.args.ranks
+        start_all = f"for rank in $(seq {ranks}); do {shlex.quote(libtorch)} & all=\"$all $!\"; done; "
+        wait_for_all = "for one in $all; do wait $one || exit 1; done"
+        alone, as_many = "libtorch alone, to its first tensor", "libtorch alone in as many processes"
+        job, many = "a job, to its first all_reduce", "a job, to its first barrier"
+        light = "a job without libtorch, to its first barrier"
+        starts = {  # the command, how many processes take part, and the bound for their time
+            alone: ([libtorch], 1, None),
+            as_many: (["/bin/sh", "-c", start_all + wait_for_all], ranks, None),
+            job: (self.job("bench_recovery", "start"), ranks, None),
+            many: (self.job("bench_recovery", "barrier", ranks=64), 64, None),
+            light: (self.job("bench_meet", ranks=64), 64, 2000),
+        }
+        empty = self.build / "bench" / "empty.py"
+        empty.write_text("")
+        jobs = {"muster": self.job("bench_nothing"), "torchrun": self.command("torchrun", str(empty))}
+        taken = {name: [] for name in (*starts, *jobs)}
+        for _ in range(self.args.rounds):
+            for impl in ("muster",) * 7 + ("torchrun",):
+                if jobs[impl]:
+                    start = time.perf_counter()
+                    subprocess.run(jobs[impl], env=self.env, check=True, stdin=subprocess.DEVNULL,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    taken[impl].append((time.perf_counter() - start) * 1e3)
+            for name in (alone, job, as_many, as_many, job, alone) * 3 + (many, light):
+                command = starts[name][0]
+                start, events = self.events(command)
+                if events is None:
+                    sys.exit(f"{' '.join(command)} took more than ten minutes")
+                first = max(event["t"] for event in events if event["event"] == "first")
+                taken[name].append((first - start) * 1e3)
+        found = [(name, processes, taken[name], bound) for name, (_, processes, bound) in starts.items()]
+        for name in (alone, as_many):
+            above = [ours - theirs for ours, theirs in zip(taken[job], taken[name])]
+            found.append((f"{job}: above {name}", ranks, above, 150))
+        rows = [{"bench": "launch", "impl": impl, "ranks": ranks, "ms": round(statistics.median(taken[impl]), 2)}
+                for impl in jobs if taken[impl]]
+        for what, processes, values, bound in found:
+            rows.append({"bench": "launch", "what": what, "ranks": processes,
+                         "typical": round(statistics.median(values), 1), "worst": round(max(values), 1),
+                         "bound": bound, "unit": "ms"})
+        return rows
+
+    def snapshot(self):
+        """Muster's snapshots, torch.distributed.checkpoint, and dd."""
+        folder = tempfile.mkdtemp(prefix="muster-bench-")
+        command = self.job("bench_snapshot", folder)
+        peer = self.torchrun("snapshot_torch.py", os.path.join(folder, "torch"))
+        dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=1M", "count=512", "conv=fsync"]
+        try:
+            commands = [command, *([peer] if peer else [])]
+            rows = self.best_of_rounds(commands, lambda row: (row["op"], row["impl"]), "us", min)
+            best = float("inf")
+            for _ in range(4):
+                start = time.perf_counter()
+                subprocess.run(dd, check=True, stderr=subprocess.DEVNULL)
+                best = min(best, time.perf_counter() - start)
+            row = {"bench": "snapshot", "op": "save 512 MB", "impl": "dd", "ranks": 1, "us": round(best * 1e6, 1)}
+            return [*rows, row]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def recovery(self):
+        """The time from the start of a job, and from the death of a rank, to an all_reduce of all ranks."""
+        program, ranks = self.program("bench_recovery"), self.args.ranks
+        run = [str(self.muster), "run", "--no-prefix", "--max-restarts", "1", "-n", str(ranks)]
+        torchrun = self.torchrun("recovery_torch.py")
+        cases = [("load", "muster", [self.program("bench_libtorch")], 5),
+                 ("restart", "muster", [*run, program, "restart"], 5),
+                 ("elastic", "muster", [*run, program, "elastic"], 5)]
+        if torchrun:
+            flags = ["--max-restarts", "5", "--monitor-interval", "0.1"]
+            cases.append(("restart", "torchrun", [*torchrun[:-1], *flags, torchrun[-1]], 2))
+        rows = []
+        for what, impl, command, times in cases:
+            taken = {}
+            for _ in range(times):
+                start, events = self.events(command, 60)
+                if events is None:
+                    if impl == "muster":
+                        sys.exit(f"{' '.join(command)} took more than a minute")
+                    self.missing[f"a run of {impl}"] = "it hung for a minute in its restart"
+                    continue
+                first, kill = ([event["t"] for event in events if event["event"] == name] for name in ("first", "kill"))
+                if what == "load":
+                    taken.setdefault("load", []).append(first[0] - start)
+                elif what == "restart":
+                    taken.setdefault("start", []).append(first[0] - start)
+                if kill:
+                    taken.setdefault(what, []).append(first[-1] - kill[0])
+            for name, values in taken.items():
+                rows.append({"bench": "recovery", "what": name, "impl": impl, "ranks": ranks,
+                             "ms": round(statistics.median(values) * 1e3, 1)})
+        return rows
+
+    def rpc(self):
+        """Calls on one host and over TLS on the loopback interface; PyTorch's and gRPC's calls, and the messages of
+        UCX."""
+        over_tls = ["--impl=muster-tls", "--transport=tcp",
+                    *(f"--case={case}" for case in ("echo_4B", "echo_int", "pipelined", "echo_1MB", "echo_16MB"))]
+        secret = {"MUSTER_SECRET": "5ec7e75ec7e75ec7e75ec7e75ec7e75e"}
+
+        def rows():
+            yield from self.rows(self.job("bench_rpc", ranks=2))
+            yield from self.rows(self.job("bench_rpc", *over_tls, ranks=2), **secret)
+            yield from self.rows(self.torchrun("rpc_torch.py", ranks=2))
+            for peer, package in (("grpc", "libgrpc++-dev"), ("ucx", "libucx-dev")):
+                yield from self.rows(self.built(f"peer_rpc_{peer}", peer, package))
+        return self.best_rows(rows)
+
+    def optim(self):
+        """A step of DistributedOptimizer over three owners, and a step of PyTorch's."""
+        def rows():
+            yield from self.rows(self.job("bench_optim", ranks=3))
+            yield from self.rows(self.torchrun("optim_torch.py", ranks=3))
+        return self.best_rows(rows)
+
+    def optimizers(self):
+        """A step of an optimizer over 25 million parameters, on one thread and on two: Muster's, libtorch's C++ and
+        Python's."""
+        def rows():
+            for threads in ("1", "2"):
+                peer = self.command("torchrun") and [sys.executable, peer_script("optimizers_torch.py"), threads]
+                for command in ([self.program("bench_optimizers"), threads], peer):
+                    for row in self.rows(command):
+                        yield {**row, "case": f"{row['case']}, threads {threads}"}
+        return self.best_rows(rows)
+
+    def meta(self):
+        """Meta-steps in one process and over two workers, and TorchOpt's."""
+        def rows():
+            for ranks in (1, 2):
+                yield from self.rows(self.job("bench_meta", ranks=ranks))
+            if subprocess.run([sys.executable, "-c", "import torchopt"], capture_output=True).returncode:
+                self.missing["torchopt"] = "pip install torchopt==0.7.3"
+            else:
+                yield from self.rows([sys.executable, "-W", "ignore", peer_script("meta_torchopt.py")])
+        return self.best_rows(rows)
+
+    def autograd(self):
+        """Gradients through remote calls. The steps run on two workers, because more would take their cores; the
+        sleepers run on five."""
+        def rows():
+            for ranks in (2, 5):
+                yield from self.rows(self.job("bench_autograd", ranks=ranks))
+                yield from self.rows(self.torchrun("autograd_torch.py", ranks=ranks))
+        return self.best_rows(rows)
+
+    def bounds(self, name):
+        return self.rows([self.program("bench_bounds"), name])
+
+    def fault(self):
+        return self.bounds("fault")
+
+    def idle(self):
+        return self.bounds("idle")
+
+    def memory(self):
+        return self.bounds("memory")
+
+    def copy(self):
+        return self.bounds("copy")
