@@ -10,7 +10,7 @@
 #include "store/tcp_address.h"
 #include "support/served.h"
 #include "transport/tcp/frame.h"
-#include "transport/tcp/stream.h"
+#include "transport/tcp/socket_stream.h"
 
 namespace muster::test::tcp_meshes {
 namespace {
@@ -39,7 +39,7 @@ struct StreamPair {
     });
   }
   transport::TlsPair keys;
-  std::unique_ptr<transport::Stream> ends[2];
+  std::unique_ptr<transport::SocketStream> ends[2];
 };
 
 TEST(TcpTlsStream, BytesComeAlsoWhereKeysChange) {
@@ -87,7 +87,7 @@ TEST(TcpTlsStream, AChangedByteIsTheEnd) {
       std::string("\x17\x03\x03\x00\x20", 5) + std::string(32, 'x');  // a record that was never encrypted
   ASSERT_EQ(::send(pair.ends[0]->fd(), garbage.data(), garbage.size(), 0), static_cast<ssize_t>(garbage.size()));
   std::vector<std::byte> buffer(1000);
-  EXPECT_TRUE(eventually([&] { return pair.ends[1]->read({}, buffer, true) == transport::Stream::kGone; }));
+  EXPECT_TRUE(eventually([&] { return pair.ends[1]->read({}, buffer, true) == transport::SocketStream::kGone; }));
   EXPECT_THAT(pair.ends[1]->why(), HasSubstr("broke TLS"));
 }
 

@@ -7,9 +7,9 @@
 
 #include "contract/transport_contract.h"
 #include "muster/store/store.h"
+#include "transport/tcp/connector.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/hello.h"
-#include "transport/tcp/meeting.h"
 #include "transport/tcp/tcp_transport.h"
 
 namespace muster::test::tcp_meshes {

@@ -33,7 +33,7 @@ struct Ring {
 };
 
 // A block of this worker's heap that a peer uses.
-struct Lent {
+struct LentBlock {
   std::shared_ptr<void> owner;
   std::byte* data = nullptr;
   size_t bytes = 0;
@@ -68,7 +68,7 @@ struct Peer {
   uint64_t sent = 0;               // bytes of messages, pieces included
   int unrung = 0;                  // messages that could wait, since the last ring of the bell
   std::deque<std::string> outbox;  // records that the ring had no room for
-  std::unordered_map<uint64_t, Lent> lent;
+  std::unordered_map<uint64_t, LentBlock> lent;
   uint64_t next_token = 1;
   std::map<const std::byte*, Lease*> leases;  // of this peer's heap, by address
   std::optional<std::string> lost;            // the cause, once the peer is lost

@@ -166,11 +166,11 @@ Piece ShmTransport::incoming(Peer& peer, const std::byte* record, size_t record_
       return piece;
     }
     case Where::kYours: {
-      std::unordered_map<uint64_t, Lent>::node_type node;  // destroyed without the lock
+      std::unordered_map<uint64_t, LentBlock>::node_type node;  // destroyed without the lock
       const std::lock_guard lock(peer.mutex);
       node = peer.lent.extract(told.token);
       if (!node) throw CorruptError("it returns a block that it does not have");
-      Lent& lent = node.mapped();
+      LentBlock& lent = node.mapped();
       piece.data = options_.heap->base() + told.offset;
       if (told.offset > options_.heap->capacity() || piece.data < lent.data || told.bytes > lent.bytes ||
           piece.data + told.bytes > lent.data + lent.bytes)
@@ -192,7 +192,7 @@ bool ShmTransport::look_around() {
       any |= drain(*peer, true);
       if (!peer->told) lose(*peer, text(who(*peer), " died"));
     }
-    std::unordered_map<uint64_t, Lent> lent;  // the dead peer no longer reads it; destroyed without the lock
+    std::unordered_map<uint64_t, LentBlock> lent;  // the dead peer no longer reads it; destroyed without the lock
     const std::lock_guard lock(peer->mutex);
     lent.swap(peer->lent);
   }

@@ -94,7 +94,8 @@ ShmTransport::~ShmTransport() {
   for (auto& peer : peers_)
     if (!peer->died.load() && !peer->lent.empty()) {
       static std::mutex mutex;
-      static auto* const kept = new std::vector<std::unordered_map<uint64_t, Lent>>;  // reachable for leak checkers
+      static auto* const kept =
+          new std::vector<std::unordered_map<uint64_t, LentBlock>>;  // reachable for leak checkers
       const std::lock_guard lock(mutex);
       kept->push_back(std::move(peer->lent));
     }

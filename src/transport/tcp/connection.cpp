@@ -27,7 +27,7 @@ std::vector<std::byte>& buffer_of_thread() {
 
 }  // namespace
 
-Connection::Connection(PeerInfo peer, std::unique_ptr<Stream> stream, const Limits& limits, Poller& poller)
+Connection::Connection(PeerInfo peer, std::unique_ptr<SocketStream> stream, const Limits& limits, Poller& poller)
     : peer_(std::move(peer)),
       limits_(limits),
       poller_(poller),
@@ -71,7 +71,7 @@ void Connection::keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgo
     lock.lock();
     if (!broken_) stream_->no_more();
     stop_writing();
-    settle();
+    update_backlog();
     throw;
   }
   std::byte* at = copy.data;
@@ -91,7 +91,7 @@ void Connection::append(Outgoing frame, size_t enough) {
   queue_.push_back(std::move(frame));
   ++added_;
   if (was_empty) write_some(enough);
-  settle();
+  update_backlog();
 }
 
 bool Connection::write_some(size_t enough) {
@@ -110,7 +110,7 @@ bool Connection::write_some(size_t enough) {
         parts[n++] = part;
       }
     const ssize_t result = stream_->write({parts.data(), n}, enough - taken);
-    if (result == Stream::kGone) {
+    if (result == SocketStream::kGone) {
       stop_writing();
       return false;
     }
@@ -138,7 +138,7 @@ void Connection::stop_writing() {
 
 // After a change of what is left to write: updates the backlog, wakes threads that wait for room, and sets whether the
 // transport's thread watches the socket for room.
-void Connection::settle() {
+void Connection::update_backlog() {
   const size_t left = broken_ ? 0 : queued_ + stream_->unsent();
   const bool less = left < backlog_.exchange(left, std::memory_order_acq_rel);
   if (less && waiting_ > 0) room_.notify_all();
@@ -196,7 +196,7 @@ void Connection::on_ready(uint32_t events, Receiver& receiver) {
   if (events & EPOLLOUT) {
     const std::lock_guard lock(mutex_);
     if (!broken_) write_some(kTurn);
-    settle();
+    update_backlog();
   }
   if (events & ~static_cast<uint32_t>(EPOLLOUT)) read_some(receiver);
 }
@@ -210,7 +210,7 @@ void Connection::read_some(Receiver& receiver) {
     ssize_t n = stream_->read(room, buffer, fetch);
     fetch = false;
     if (n == 0) return;
-    if (n == Stream::kGone) return end(text("its connection ", stream_->why()), receiver);
+    if (n == SocketStream::kGone) return end(text("its connection ", stream_->why()), receiver);
     last_heard_ = Clock::now();
     try {
       const size_t direct = std::min(static_cast<size_t>(n), room.size());

@@ -25,7 +25,7 @@
 #include "muster/base/deadline.h"
 #include "transport/tcp/frame.h"
 #include "transport/tcp/poller.h"
-#include "transport/tcp/stream.h"
+#include "transport/tcp/socket_stream.h"
 #include "transport/transport.h"
 
 namespace muster::transport {
@@ -39,7 +39,7 @@ struct PeerInfo {
 
 class Connection {
  public:
-  Connection(PeerInfo peer, std::unique_ptr<Stream> stream, const Limits& limits, Poller& poller);
+  Connection(PeerInfo peer, std::unique_ptr<SocketStream> stream, const Limits& limits, Poller& poller);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
@@ -65,7 +65,7 @@ class Connection {
   void append(Outgoing frame, size_t enough);
   void keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgoing::Lent>& lent);
   bool write_some(size_t enough);  // mutex_ held; false if the connection is broken
-  void settle();                   // mutex_ held: after writing
+  void update_backlog();           // mutex_ held: after writing
   void stop_writing();             // mutex_ held
   void read_some(Receiver& receiver);
   bool take(std::span<const std::byte> bytes, Receiver& receiver);
@@ -76,7 +76,7 @@ class Connection {
   const PeerInfo peer_;
   const Limits limits_;
   Poller& poller_;
-  const std::unique_ptr<Stream> stream_;
+  const std::unique_ptr<SocketStream> stream_;
 
   // Used for writing, under the lock.
   mutable std::mutex mutex_;

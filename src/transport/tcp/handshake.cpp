@@ -14,10 +14,10 @@
 
 namespace muster::transport {
 
-Handshake::Handshake(std::unique_ptr<Stream> stream, const Hello& mine, const HelloKey& own)
+Handshake::Handshake(std::unique_ptr<SocketStream> stream, const Hello& mine, const HelloKey& own)
     : stream_(std::move(stream)), state_(State::kConnecting), dials_(true), own_(own), out_(mine.bytes()) {}
 
-Handshake::Handshake(std::unique_ptr<Stream> stream, Judge judge)
+Handshake::Handshake(std::unique_ptr<SocketStream> stream, Judge judge)
     : stream_(std::move(stream)), state_(State::kTls), dials_(false), judge_(std::move(judge)) {}
 
 uint32_t Handshake::events() const {
@@ -42,7 +42,7 @@ bool Handshake::write_out() {
   while (written_ < out_.size()) {
     const iovec rest{out_.data() + written_, out_.size() - written_};
     const ssize_t n = stream_->write({&rest, 1}, rest.iov_len);
-    if (n == Stream::kGone) throw Unavailable("its connection was closed");
+    if (n == SocketStream::kGone) throw Unavailable("its connection was closed");
     if (n == 0) return false;
     written_ += static_cast<size_t>(n);
   }
@@ -55,7 +55,7 @@ bool Handshake::read_greeting() {
   std::array<std::byte, kHelloBytes> buffer;
   while (in_.size() < kHelloBytes) {
     const ssize_t n = stream_->read({}, std::span(buffer).first(kHelloBytes - in_.size()), true);
-    if (n == Stream::kGone) throw Unavailable(text("its connection ", stream_->why()));
+    if (n == SocketStream::kGone) throw Unavailable(text("its connection ", stream_->why()));
     if (n == 0) return false;
     in_.append(reinterpret_cast<const char*>(buffer.data()), static_cast<size_t>(n));
   }

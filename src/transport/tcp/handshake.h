@@ -11,7 +11,7 @@
 #include <string>
 
 #include "transport/tcp/hello.h"
-#include "transport/tcp/stream.h"
+#include "transport/tcp/socket_stream.h"
 
 namespace muster::transport {
 
@@ -21,9 +21,9 @@ class Handshake {
   using Judge = std::function<Hello(const Hello&)>;
 
   // The side that connects: sends `mine`, and accepts an answer with key `own`. `stream` may still be connecting.
-  Handshake(std::unique_ptr<Stream> stream, const Hello& mine, const HelloKey& own);
+  Handshake(std::unique_ptr<SocketStream> stream, const Hello& mine, const HelloKey& own);
   // The side that accepts.
-  Handshake(std::unique_ptr<Stream> stream, Judge judge);
+  Handshake(std::unique_ptr<SocketStream> stream, Judge judge);
 
   // Proceeds as far as possible without waiting; returns whether it is done. Throws Unauthorized if the other side does
   // not know the key, Mismatch if it has another version or the like, CorruptError if it sends something that is not a
@@ -32,7 +32,7 @@ class Handshake {
   uint32_t events() const;  // of epoll: what to wait for before the next step
   int fd() const { return stream_->fd(); }
   const Hello& other() const { return other_; }  // valid once done
-  std::unique_ptr<Stream> take_stream() { return std::move(stream_); }
+  std::unique_ptr<SocketStream> take_stream() { return std::move(stream_); }
 
  private:
   enum class State { kConnecting, kTls, kTalking };
@@ -42,7 +42,7 @@ class Handshake {
   bool read_greeting();
   void check_answer() const;
 
-  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<SocketStream> stream_;
   State state_;
   const bool dials_;
   Judge judge_;

@@ -17,7 +17,7 @@
 #include "store/host_address.h"
 #include "transport/peers.h"
 #include "transport/tcp/connection.h"
-#include "transport/tcp/meeting.h"
+#include "transport/tcp/connector.h"
 
 namespace muster::transport {
 namespace {
@@ -25,7 +25,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr std::chrono::seconds kFlush{2};  // the destructor's limit for flushing
-constexpr milliseconds kMeetingTick{20}, kLongestTick{250};
+constexpr milliseconds kConnectTick{20}, kLongestTick{250};
 
 std::string entry_key(const TcpOptions& options, int rank) { return text(options.prefix, "tcp/", rank); }
 
@@ -56,15 +56,15 @@ class TcpTransport final : public Transport {
   Connection& to(int peer) const;
 
   UniqueFd listen(Entry& own) const;
-  std::vector<Meeting::Other> look_up(const Directory& directory, Deadline deadline) const;
+  std::vector<Connector::Other> look_up(const Directory& directory, Deadline deadline) const;
   std::vector<store::SocketAddress> resolve(const Entry& entry, int rank, Deadline deadline) const;
   void wait_for_all(Deadline deadline);
 
   void run();
   void dispatch(const epoll_event& event);
-  void obey();
+  void carry_out_requests();
   void tick(Clock::time_point now, bool all_read);
-  void on_met(const Hello& other, std::unique_ptr<Stream> stream);
+  void on_met(const Hello& other, std::unique_ptr<SocketStream> stream);
   milliseconds tick_every() const;
 
   const pid_t pid_ = ::getpid();
@@ -73,7 +73,7 @@ class TcpTransport final : public Transport {
   std::unique_ptr<TlsPair> tls_;  // declared before the connections, which use it
   Poller poller_;
   std::vector<std::unique_ptr<Connection>> connections_;  // by rank; changed by the thread until all have come
-  std::unique_ptr<Meeting> meeting_;                      // until then; used by the thread
+  std::unique_ptr<Connector> connector_;                  // until then; used by the thread
 
   // What the thread is asked to do, and what it has done.
   std::atomic<bool> want_start_{false}, want_close_{false}, want_stop_{false};
@@ -93,7 +93,7 @@ class TcpTransport final : public Transport {
 void TcpTransport::leak() {
   if (thread_.joinable()) thread_.detach();
   for (auto& connection : connections_) static_cast<void>(connection.release());
-  static_cast<void>(meeting_.release());
+  static_cast<void>(connector_.release());
   static_cast<void>(tls_.release());
 }
 
@@ -122,12 +122,12 @@ UniqueFd TcpTransport::listen(Entry& own) const {
   return socket;
 }
 
-std::vector<Meeting::Other> TcpTransport::look_up(const Directory& directory, Deadline deadline) const {
-  std::vector<Meeting::Other> others;
+std::vector<Connector::Other> TcpTransport::look_up(const Directory& directory, Deadline deadline) const {
+  std::vector<Connector::Other> others;
   const auto key_of = [&](int rank) { return entry_key(options_, rank); };
   const auto take = [&](int rank, const std::string& written) {
     const Entry entry = Entry::parse(written);
-    Meeting::Other other;
+    Connector::Other other;
     other.rank = rank;
     other.key = entry.key;
     if (rank < options_.rank) other.addresses = resolve(entry, rank, deadline);
@@ -158,9 +158,9 @@ void TcpTransport::meet(const Directory& directory, Deadline deadline) {
   UniqueFd listening = listen(own);
   directory.post(entry_key(options_, options_.rank), own.text());
   auto others = look_up(directory, deadline);
-  meeting_ = std::make_unique<Meeting>(
+  connector_ = std::make_unique<Connector>(
       options_, poller_, tls_.get(), std::move(listening), own.key, std::move(others),
-      [this](const Hello& other, std::unique_ptr<Stream> stream) { on_met(other, std::move(stream)); });
+      [this](const Hello& other, std::unique_ptr<SocketStream> stream) { on_met(other, std::move(stream)); });
   try {
     thread_ = start_thread("muster-tcp", [this] { run(); });
   } catch (const std::system_error& error) {
@@ -182,7 +182,7 @@ void TcpTransport::wait_for_all(Deadline deadline) {
   poller_.wake();
 }
 
-void TcpTransport::on_met(const Hello& other, std::unique_ptr<Stream> stream) {
+void TcpTransport::on_met(const Hello& other, std::unique_ptr<SocketStream> stream) {
   PeerInfo peer;
   peer.rank = static_cast<int>(other.rank);
   peer.pid = static_cast<int>(other.pid);
@@ -194,7 +194,7 @@ void TcpTransport::on_met(const Hello& other, std::unique_ptr<Stream> stream) {
 
 // Rare enough to cost nothing while idle, often enough that heartbeats are in time.
 milliseconds TcpTransport::tick_every() const {
-  if (meeting_) return kMeetingTick;
+  if (connector_) return kConnectTick;
   milliseconds shortest = options_.heartbeat;
   for (const auto& connection : connections_)
     if (connection) shortest = std::min(shortest, connection->beat() * 4);
@@ -204,28 +204,28 @@ milliseconds TcpTransport::tick_every() const {
 void TcpTransport::dispatch(const epoll_event& event) {
   const uint64_t id = event.data.u64;
   if (id == Poller::kWoken) return;
-  if (id < Meeting::kIds) return connections_[id]->on_ready(event.events, receiver_);
-  if (meeting_) meeting_->on_ready(id);
+  if (id < Connector::kIds) return connections_[id]->on_ready(event.events, receiver_);
+  if (connector_) connector_->on_ready(id);
 }
 
 void TcpTransport::tick(Clock::time_point now, bool all_read) {
   for (const auto& connection : connections_)
     if (connection) connection->tick(now, all_read, receiver_);
-  if (meeting_) meeting_->tick(now);
+  if (connector_) connector_->tick(now);
 }
 
 // Does what other threads have asked for, and reports progress to them.
-void TcpTransport::obey() {
-  if (meeting_ && want_start_) {
-    meeting_.reset();
+void TcpTransport::carry_out_requests() {
+  if (connector_ && want_start_) {
+    connector_.reset();
     for (const auto& connection : connections_)
       if (connection) connection->start(receiver_);
-  } else if (meeting_) {
+  } else if (connector_) {
     const std::lock_guard lock(mutex_);
-    complete_ = meeting_->is_complete();
-    failure_ = meeting_->failure();
-    missing_ = meeting_->missing();
-    missing_words_ = meeting_->describe_missing();
+    complete_ = connector_->is_complete();
+    failure_ = connector_->failure();
+    missing_ = connector_->missing();
+    missing_words_ = connector_->describe_missing();
     if (complete_ || failure_) changed_.notify_all();
   }
   if (!want_close_) return;
@@ -243,7 +243,7 @@ void TcpTransport::obey() {
 
 void TcpTransport::run() {
   auto next_tick = Clock::now();
-  if (meeting_) meeting_->begin();
+  if (connector_) connector_->begin();
   while (!want_stop_) {
     try {
       const auto before = Clock::now();
@@ -251,20 +251,20 @@ void TcpTransport::run() {
       const auto left = std::chrono::ceil<milliseconds>(next_tick - before);
       const auto events = poller_.wait(is_due ? milliseconds(0) : left);
       for (const epoll_event& event : events) dispatch(event);
-      obey();
+      carry_out_requests();
       // Silence is measured up to `before`, and the sockets were looked at after that time. So if this process itself
       // was stopped or had no core, what came meanwhile has been read by now; but not all of it if there were as many
       // events as one look can return.
       if (is_due) {
         tick(before, events.size() < Poller::kMostEvents);
-        obey();
+        carry_out_requests();
         next_tick = before + tick_every();
       }
     } catch (const std::exception& error) {
       MUSTER_LOG(kError) << "transport: " << error.what();
     }
   }
-  meeting_.reset();
+  connector_.reset();
   for (const auto& connection : connections_)
     if (connection) connection->close("this worker has closed its connections");
 }

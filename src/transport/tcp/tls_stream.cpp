@@ -1,4 +1,4 @@
-// TLS over a Stream. stream.h describes the locking.
+// TLS over a SocketStream. stream.h describes the locking.
 
 #include <openssl/bio.h>
 #include <openssl/err.h>
@@ -12,7 +12,7 @@
 #include "base/copy.h"
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "transport/tcp/stream.h"
+#include "transport/tcp/socket_stream.h"
 
 namespace muster::transport {
 namespace {
@@ -24,10 +24,10 @@ constexpr size_t kGathered = 4096;      // parts below this share a record
 constexpr size_t kBatch = 8 * kRecord;  // sealed before it is sent
 constexpr size_t kFetch = 256 * 1024;   // received before it is opened
 
-class TlsStream final : public Stream {
+class TlsStream final : public SocketStream {
  public:
   TlsStream(UniqueFd socket, const TlsContext& context, TlsContext::Side side, size_t records_per_key)
-      : Stream(std::move(socket)), tls_(context.make_connection()), records_per_key_(records_per_key) {
+      : SocketStream(std::move(socket)), tls_(context.make_connection()), records_per_key_(records_per_key) {
     BIO* bio = make_bio();
     ::SSL_set_bio(tls_.get(), bio, bio);
     side == TlsContext::Side::kClient ? ::SSL_set_connect_state(tls_.get()) : ::SSL_set_accept_state(tls_.get());
@@ -276,8 +276,8 @@ ssize_t TlsStream::read(std::span<std::byte> first, std::span<std::byte> second,
 
 }  // namespace
 
-std::unique_ptr<Stream> make_tls_stream(UniqueFd socket, const TlsContext& context, TlsContext::Side side,
-                                        size_t records_per_key) {
+std::unique_ptr<SocketStream> make_tls_stream(UniqueFd socket, const TlsContext& context, TlsContext::Side side,
+                                              size_t records_per_key) {
   return std::make_unique<TlsStream>(std::move(socket), context, side, records_per_key);
 }
 

@@ -1,7 +1,7 @@
 // The transport of ucx_transport.h, over a fabric.
 //
 //   ucx_transport.cpp   connecting, sending, closing
-//   turns.cpp           the thread: events of the fabric, and what the thread does in each of its turns
+//   progress.cpp        the thread: events of the fabric, and what the thread does in each of its turns
 //
 // Thread-safety: as Transport says. One lock guards the state and all calls of the fabric.
 #pragma once
@@ -75,11 +75,11 @@ class UcxTransport final : public Transport, private FabricEvents {
   void run();
   bool turn();
   void connect_on();
-  void settle(Peer& peer, bool quiet);
+  void take_arrivals(Peer& peer, bool quiet);
   void pump(Peer& peer);
   void deliver(News& news);
   void lose(Peer& peer);
-  void obey();
+  void carry_out_requests();
   void tick(Clock::time_point now);
   milliseconds tick_every() const;
   bool spin();

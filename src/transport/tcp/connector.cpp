@@ -1,4 +1,4 @@
-#include "transport/tcp/meeting.h"
+#include "transport/tcp/connector.h"
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -22,8 +22,8 @@ constexpr std::chrono::milliseconds kBetweenRounds{50};
 
 }  // namespace
 
-Meeting::Meeting(const TcpOptions& options, Poller& poller, const TlsPair* tls, UniqueFd listening, const HelloKey& own,
-                 std::vector<Other> others, OnMet on_met)
+Connector::Connector(const TcpOptions& options, Poller& poller, const TlsPair* tls, UniqueFd listening,
+                     const HelloKey& own, std::vector<Other> others, OnMet on_met)
     : options_(options),
       poller_(poller),
       tls_(tls),
@@ -41,14 +41,14 @@ Meeting::Meeting(const TcpOptions& options, Poller& poller, const TlsPair* tls, 
   }
 }
 
-Meeting::~Meeting() {
+Connector::~Connector() {
   while (!entrants_.empty()) leave(entrants_.begin()->first);
   if (listening_) poller_.remove(listening_.get());
 }
 
-std::string Meeting::name_of(int rank) const { return worker_name(options_.names, rank); }
+std::string Connector::name_of(int rank) const { return worker_name(options_.names, rank); }
 
-void Meeting::begin() {
+void Connector::begin() {
   if (listening_) {
     poller_.add(listening_.get(), EPOLLIN, kIds);
     listens_ = true;
@@ -56,7 +56,7 @@ void Meeting::begin() {
   for (const auto& dial : dials_) try_next(*dial);
 }
 
-Hello Meeting::hello_to(int rank) const {
+Hello Connector::hello_to(int rank) const {
   Hello hello;
   hello.rank = static_cast<uint32_t>(options_.rank);
   hello.to = static_cast<uint32_t>(rank);
@@ -66,7 +66,7 @@ Hello Meeting::hello_to(int rank) const {
   return hello;
 }
 
-void Meeting::try_next(Dial& dial) {
+void Connector::try_next(Dial& dial) {
   const auto& where = dial.other.addresses[dial.next];
   UniqueFd socket(::socket(where.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) return failed(dial, std::generic_category().message(errno), nullptr);
@@ -85,7 +85,7 @@ void Meeting::try_next(Dial& dial) {
   dial.handshake = enter(std::move(entrant));
 }
 
-void Meeting::failed(Dial& dial, const std::string& reason, std::exception_ptr refusal) {
+void Connector::failed(Dial& dial, const std::string& reason, std::exception_ptr refusal) {
   dial.reason = reason;
   dial.handshake = 0;
   if (refusal) dial.refusal = refusal;
@@ -98,7 +98,7 @@ void Meeting::failed(Dial& dial, const std::string& reason, std::exception_ptr r
   dial.again += kBetweenRounds;
 }
 
-uint64_t Meeting::enter(Entrant entrant) {
+uint64_t Connector::enter(Entrant entrant) {
   const uint64_t id = next_id_++;
   entrant.events = entrant.handshake->events();
   poller_.add(entrant.handshake->fd(), entrant.events, id);
@@ -107,7 +107,7 @@ uint64_t Meeting::enter(Entrant entrant) {
   return id;
 }
 
-void Meeting::leave(uint64_t id) {
+void Connector::leave(uint64_t id) {
   const auto found = entrants_.find(id);
   if (found == entrants_.end()) return;
   Entrant entrant = std::move(found->second);
@@ -117,13 +117,13 @@ void Meeting::leave(uint64_t id) {
   if (accepted_-- == kMaxHandshakes) listen(true);
 }
 
-void Meeting::listen(bool on) {
+void Connector::listen(bool on) {
   if (!listening_ || listens_ == on) return;
   listens_ = on;
   poller_.change(listening_.get(), on ? uint32_t{EPOLLIN} : 0, kIds);
 }
 
-void Meeting::accept_some() {
+void Connector::accept_some() {
   while (accepted_ < kMaxHandshakes) {
     UniqueFd socket(::accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
@@ -148,7 +148,7 @@ void Meeting::accept_some() {
   listen(false);
 }
 
-Hello Meeting::judge(const Hello& other) const {
+Hello Connector::judge(const Hello& other) const {
   if (!same_key(other.key, own_)) throw Unauthorized("it wants a worker of another job");
   const auto known = keys_.find(static_cast<int>(other.rank));
   Hello answer = hello_to(static_cast<int>(other.rank));
@@ -163,13 +163,13 @@ Hello Meeting::judge(const Hello& other) const {
   return answer;
 }
 
-void Meeting::refuse(const std::string& host, const std::string& why) {
+void Connector::refuse(const std::string& host, const std::string& why) {
   if (logged_.size() >= kMaxLogged || !logged_.insert(host).second) return;
   MUSTER_LOG(kWarning) << "transport: " << name_of(options_.rank) << " refused a connection from " << host << " ("
                        << why << "). Further ones from there are refused silently";
 }
 
-void Meeting::step(uint64_t id) {
+void Connector::step(uint64_t id) {
   const auto found = entrants_.find(id);
   if (found == entrants_.end()) return;
   Entrant& entrant = found->second;
@@ -220,9 +220,9 @@ void Meeting::step(uint64_t id) {
   missing_.erase(rank);
 }
 
-void Meeting::on_ready(uint64_t id) { id == kIds ? accept_some() : step(id); }
+void Connector::on_ready(uint64_t id) { id == kIds ? accept_some() : step(id); }
 
-void Meeting::tick(Clock::time_point now) {
+void Connector::tick(Clock::time_point now) {
   std::vector<uint64_t> late;
   for (const auto& [id, entrant] : entrants_)
     if (now >= entrant.limit) late.push_back(id);
@@ -245,7 +245,7 @@ void Meeting::tick(Clock::time_point now) {
   if (accepted_ < kMaxHandshakes) listen(true);
 }
 
-std::string Meeting::describe_missing() const {
+std::string Connector::describe_missing() const {
   std::vector<std::string> words;
   for (const int rank : missing_) {
     std::string why;

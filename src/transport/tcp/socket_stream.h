@@ -20,14 +20,14 @@
 
 namespace muster::transport {
 
-class Stream {
+class SocketStream {
  public:
   static constexpr ssize_t kGone = -1;  // the connection has ended; why() says how
 
-  explicit Stream(UniqueFd socket) : socket_(std::move(socket)) {}
-  virtual ~Stream() { end(); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
+  explicit SocketStream(UniqueFd socket) : socket_(std::move(socket)) {}
+  virtual ~SocketStream() { end(); }
+  SocketStream(const SocketStream&) = delete;
+  SocketStream& operator=(const SocketStream&) = delete;
 
   int fd() const { return socket_.get(); }
 
@@ -65,13 +65,13 @@ class Stream {
   UniqueFd socket_;
 };
 
-std::unique_ptr<Stream> make_plain_stream(UniqueFd socket);
+std::unique_ptr<SocketStream> make_plain_stream(UniqueFd socket);
 
 // The key is changed after so many records: AES-GCM allows 2^24.5 records per key (RFC 8446, 5.5).
 inline constexpr size_t kRecordsPerKey = size_t{1} << 23;
 
 // `context` must outlive the stream.
-std::unique_ptr<Stream> make_tls_stream(UniqueFd socket, const store::TlsContext& context, store::TlsContext::Side side,
-                                        size_t records_per_key = kRecordsPerKey);
+std::unique_ptr<SocketStream> make_tls_stream(UniqueFd socket, const store::TlsContext& context,
+                                              store::TlsContext::Side side, size_t records_per_key = kRecordsPerKey);
 
 }  // namespace muster::transport

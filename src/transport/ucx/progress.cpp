@@ -98,7 +98,7 @@ milliseconds UcxTransport::tick_every() const {
 }
 
 // With the lock: handles what has come from a peer. `quiet`: nothing is left unread.
-void UcxTransport::settle(Peer& peer, bool quiet) {
+void UcxTransport::take_arrivals(Peer& peer, bool quiet) {
   if (!peer.ended) {
     if (peer.broken.empty()) peer.in.fetch(*fabric_);
     if (!peer.in.failure().empty()) peer.fail(peer.in.failure());
@@ -155,7 +155,7 @@ bool UcxTransport::turn() {
     for (Offer* stray : std::exchange(strays_, {})) fabric_->refuse(stray);
     for (const auto& peer : peers_) {
       if (!peer) continue;
-      settle(*peer, found == 0);
+      take_arrivals(*peer, found == 0);
       collect(*peer, spent);
     }
     if (!started_) connect_on();
@@ -230,7 +230,7 @@ void UcxTransport::tick(Clock::time_point now) {
 }
 
 // If close() was called: says goodbye, and reports when all peers have received it.
-void UcxTransport::obey() {
+void UcxTransport::carry_out_requests() {
   if (!want_close_) return;
   const std::lock_guard lock(mutex_);
   const bool first = !std::exchange(said_goodbye_, true);
@@ -278,7 +278,7 @@ void UcxTransport::run() {
     try {
       const auto before = Clock::now();
       const bool busy = turn();
-      obey();
+      carry_out_requests();
       // Silence is measured up to `before`, and the fabric was looked at after that time. So if this process itself was
       // stopped or had no core, what came meanwhile has been read by now.
       if (before >= next_tick) {

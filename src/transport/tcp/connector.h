@@ -34,9 +34,9 @@ struct TlsPair {
   store::TlsContext client, server;
 };
 
-class Meeting {
+class Connector {
  public:
-  static constexpr uint64_t kIds = uint64_t{1} << 32;  // the poller's ids from here on are the meeting's
+  static constexpr uint64_t kIds = uint64_t{1} << 32;  // the poller's ids from here on are the connector's
 
   // Another worker, and its addresses: empty for one that connects to us.
   struct Other {
@@ -45,12 +45,12 @@ class Meeting {
     std::vector<store::SocketAddress> addresses;
   };
   // Called for each worker that has connected; again, with a newer connection, if that worker had to try twice.
-  using OnMet = std::function<void(const Hello& other, std::unique_ptr<Stream> stream)>;
+  using OnMet = std::function<void(const Hello& other, std::unique_ptr<SocketStream> stream)>;
 
   // `tls`: null for plain TCP. `listening`: empty if no worker connects to us.
-  Meeting(const TcpOptions& options, Poller& poller, const TlsPair* tls, UniqueFd listening, const HelloKey& own,
-          std::vector<Other> others, OnMet on_met);
-  ~Meeting();
+  Connector(const TcpOptions& options, Poller& poller, const TlsPair* tls, UniqueFd listening, const HelloKey& own,
+            std::vector<Other> others, OnMet on_met);
+  ~Connector();
 
   void begin();
   void on_ready(uint64_t id);

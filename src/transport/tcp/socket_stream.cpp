@@ -1,4 +1,4 @@
-#include "transport/tcp/stream.h"
+#include "transport/tcp/socket_stream.h"
 
 #include <sys/socket.h>
 
@@ -10,7 +10,7 @@
 
 namespace muster::transport {
 
-ssize_t Stream::send(std::span<const iovec> parts) {
+ssize_t SocketStream::send(std::span<const iovec> parts) {
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(parts.data());
   message.msg_iovlen = std::min<size_t>(parts.size(), IOV_MAX);
@@ -22,7 +22,7 @@ ssize_t Stream::send(std::span<const iovec> parts) {
   }
 }
 
-ssize_t Stream::receive(std::span<const iovec> parts) {
+ssize_t SocketStream::receive(std::span<const iovec> parts) {
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(parts.data());
   message.msg_iovlen = parts.size();
@@ -38,22 +38,24 @@ ssize_t Stream::receive(std::span<const iovec> parts) {
   }
 }
 
-ssize_t Stream::write(std::span<const iovec> parts, size_t) { return send(parts); }
+ssize_t SocketStream::write(std::span<const iovec> parts, size_t) { return send(parts); }
 
-ssize_t Stream::read(std::span<std::byte> first, std::span<std::byte> second, bool fetch) {
+ssize_t SocketStream::read(std::span<std::byte> first, std::span<std::byte> second, bool fetch) {
   if (!fetch) return 0;
   const iovec parts[] = {{first.data(), first.size()}, {second.data(), second.size()}};
   return receive(parts);
 }
 
-void Stream::no_more() { ::shutdown(fd(), SHUT_WR); }
+void SocketStream::no_more() { ::shutdown(fd(), SHUT_WR); }
 
-void Stream::end() {
+void SocketStream::end() {
   if (!socket_) return;
   ::shutdown(fd(), SHUT_RDWR);
   socket_.reset();
 }
 
-std::unique_ptr<Stream> make_plain_stream(UniqueFd socket) { return std::make_unique<Stream>(std::move(socket)); }
+std::unique_ptr<SocketStream> make_plain_stream(UniqueFd socket) {
+  return std::make_unique<SocketStream>(std::move(socket));
+}
 
 }  // namespace muster::transport
