@@ -117,8 +117,8 @@ Outcome describe(const Failure& cause, std::vector<std::string> operations) {
                           outcome.exception_text, '\n');
   if (!cause.error.empty()) outcome.cause += text("  error ", printable(cause.error), '\n');
   if (!tail.fault().empty()) {
-    std::vector<Frame> frames;
-    for (const auto& frame : tail.stack()) frames.push_back(parse_frame(frame));
+    std::vector<StackFrame> frames;
+    for (const auto& frame : tail.stack()) frames.push_back(parse_stack_frame(frame));
     outcome.stack = name_frames(frames);
     outcome.cause += text("  ", printable(tail.fault()), frames.empty() ? "" : "; its stack:", '\n');
     for (const auto& frame : outcome.stack) outcome.cause += text("  | ", printable(frame), '\n');

@@ -34,7 +34,7 @@ void Printer::bar(const void* owner, std::string_view prefix, std::string_view t
   bar_is_drawn_ = true;
 }
 
-void Printer::settle() {
+void Printer::redraw_bar() {
   if (!bar_owner_ || bar_is_drawn_) return;
   sink_.append(cut_to_columns(bar_, sink_.columns() - 1));
   sink_.append("\x1b[K");

@@ -45,7 +45,7 @@ class Printer {
   // The bar at the bottom of the terminal, cut to its width: the one whose owner drew last.
   void bar(const void* owner, std::string_view prefix, std::string_view text);
   // Draws the bar again after lines. Call it before the sink is flushed.
-  void settle();
+  void redraw_bar();
 
  private:
   void clear();

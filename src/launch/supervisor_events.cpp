@@ -197,7 +197,7 @@ void Supervisor::handle_exec_errors() {
 
 void Supervisor::flush_outputs() {
   for (const auto& printer : printers_) {
-    printer->settle();
+    printer->redraw_bar();
     printer->sink().flush();
     if (printer->sink().error() != EPIPE) continue;
     // The reader of this process's output went away (muster run … | head): the ranks get the error as if they wrote

@@ -132,10 +132,10 @@ class Symbols {
 
 }  // namespace
 
-Frame parse_frame(std::string_view words) {
+StackFrame parse_stack_frame(std::string_view words) {
   constexpr std::string_view kOffset = " +0x";
   const size_t at = words.rfind(kOffset);
-  Frame frame;
+  StackFrame frame;
   if (at == std::string_view::npos) return frame;
   const char* end = words.data() + words.size();
   const auto [stop, error] = std::from_chars(words.data() + at + kOffset.size(), end, frame.offset, 16);
@@ -144,7 +144,7 @@ Frame parse_frame(std::string_view words) {
   return frame;
 }
 
-std::vector<std::string> name_frames(const std::vector<Frame>& frames) {
+std::vector<std::string> name_frames(const std::vector<StackFrame>& frames) {
   const auto deadline = Deadline::after(kPatience);
   std::map<std::string, Symbols> files;
   std::vector<std::string> names;

@@ -14,17 +14,17 @@
 
 namespace muster::launch {
 
-struct Frame {
+struct StackFrame {
   std::string file;
   uint64_t offset = 0;  // the address within the file, as addr2line(1) takes it
 };
 
 // Parses "./train +0x1234", as base/crash_report.h writes it; `file` is empty if that fails.
-Frame parse_frame(std::string_view words);
+StackFrame parse_stack_frame(std::string_view words);
 
 // Names of more than 120 characters lose the text in their brackets. For each frame "crash(int*) at train.cpp:42",
 // "abort in libc.so.6", or "train +0x1234". Deep recursion is cut short: a function that follows itself more than three
 // times becomes a line "… 57 times more". Files of any content; takes a few seconds at most.
-std::vector<std::string> name_frames(const std::vector<Frame>& frames);
+std::vector<std::string> name_frames(const std::vector<StackFrame>& frames);
 
 }  // namespace muster::launch

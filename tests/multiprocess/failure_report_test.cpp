@@ -217,10 +217,10 @@ TEST_F(FailureReport, TheKernelsLogNamesTheProcess) {
 }
 
 TEST_F(FailureReport, NamesOfFramesSurviveEveryFile) {
-  EXPECT_EQ(launch::parse_frame("/a b/train +0x1f").file, "/a b/train");
-  EXPECT_EQ(launch::parse_frame("/a b/train +0x1f").offset, 0x1fu);
+  EXPECT_EQ(launch::parse_stack_frame("/a b/train +0x1f").file, "/a b/train");
+  EXPECT_EQ(launch::parse_stack_frame("/a b/train +0x1f").offset, 0x1fu);
   for (const char* bad : {"", "train", "train +0x", "train +0xzz", "+0x1", "train +0x1f2f3f4f5f6f7f8f9"})
-    EXPECT_EQ(launch::parse_frame(bad).file, "") << bad;
+    EXPECT_EQ(launch::parse_stack_frame(bad).file, "") << bad;
   write("garbage", std::string("\177ELF") + std::string(1000, '\xff'));
   write("empty", "");
   const auto names =
