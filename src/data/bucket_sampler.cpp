@@ -11,8 +11,8 @@
 
 #include "base/hash.h"
 #include "base/text.h"
-#include "data/buckets.h"
 #include "data/epoch_order.h"
+#include "data/length_buckets.h"
 #include "muster/base/error.h"
 
 namespace muster {
@@ -46,7 +46,7 @@ std::vector<size_t> permutation(size_t size, const at::Generator& generator) {
 
 namespace data {
 
-Buckets::Buckets(const std::vector<int64_t>& lengths, const DistributedBucketSamplerOptions& options)
+LengthBuckets::LengthBuckets(const std::vector<int64_t>& lengths, const DistributedBucketSamplerOptions& options)
     : batch_size_(options.batch_size),
       shuffle_(options.shuffle),
       seed_(options.seed),
@@ -66,10 +66,10 @@ Buckets::Buckets(const std::vector<int64_t>& lengths, const DistributedBucketSam
   std::iota(sorted_.begin(), sorted_.end(), size_t{0});
   std::stable_sort(sorted_.begin(), sorted_.end(), [&](size_t a, size_t b) { return lengths[a] < lengths[b]; });
   order_ = sorted_;
-  cut(lengths, options);
+  divide(lengths, options);
 }
 
-void Buckets::cut(const std::vector<int64_t>& lengths, const DistributedBucketSamplerOptions& options) {
+void LengthBuckets::divide(const std::vector<int64_t>& lengths, const DistributedBucketSamplerOptions& options) {
   // The most samples of a batch whose longest has the length of sorted_[place].
   const auto capacity = [&](size_t place) {
     const size_t samples = options.batch_size.value_or(std::numeric_limits<size_t>::max());
@@ -97,13 +97,13 @@ void Buckets::cut(const std::vector<int64_t>& lengths, const DistributedBucketSa
   }
 }
 
-size_t Buckets::items(const Share& share) const {
+size_t LengthBuckets::items(const Share& share) const {
   const size_t whole = batches_.size() / share.replicas * share.replicas;
   if (share.drop_last || whole == batches_.size()) return whole;
   return share.pad ? whole + share.replicas : batches_.size();
 }
 
-at::Tensor Buckets::draw(const Share& share, uint64_t epoch) {
+at::Tensor LengthBuckets::draw(const Share& share, uint64_t epoch) {
   const auto generator = shuffle_ ? at::make_generator<at::CPUGeneratorImpl>(seed_ + epoch) : at::Generator();
   if (shuffle_) {
     for (const auto [begin, end] : buckets_) {
@@ -126,7 +126,7 @@ at::Tensor Buckets::draw(const Share& share, uint64_t epoch) {
   return order;
 }
 
-std::vector<size_t> Buckets::batch(size_t number) const {
+std::vector<size_t> LengthBuckets::batch(size_t number) const {
   const auto [begin, end] = batches_[number];
   return {order_.begin() + static_cast<ptrdiff_t>(begin), order_.begin() + static_cast<ptrdiff_t>(end)};
 }
@@ -135,7 +135,7 @@ std::vector<size_t> Buckets::batch(size_t number) const {
 
 namespace {
 
-std::shared_ptr<data::EpochOrder> batch_order(const std::shared_ptr<data::Buckets>& buckets,
+std::shared_ptr<data::EpochOrder> batch_order(const std::shared_ptr<data::LengthBuckets>& buckets,
                                               const DistributedBucketSamplerOptions& options) {
   const auto share =
       data::make_share(kBucketSampler, options.num_replicas, options.rank, options.drop_last, options.pad);
@@ -160,10 +160,10 @@ std::shared_ptr<data::EpochOrder> batch_order(const std::shared_ptr<data::Bucket
 
 DistributedBucketSampler::DistributedBucketSampler(const std::vector<int64_t>& lengths,
                                                    const DistributedBucketSamplerOptions& options)
-    : DistributedBucketSampler(options, std::make_shared<data::Buckets>(lengths, options)) {}
+    : DistributedBucketSampler(options, std::make_shared<data::LengthBuckets>(lengths, options)) {}
 
 DistributedBucketSampler::DistributedBucketSampler(const DistributedBucketSamplerOptions& options,
-                                                   std::shared_ptr<data::Buckets> buckets)
+                                                   std::shared_ptr<data::LengthBuckets> buckets)
     : EpochSampler(batch_order(buckets, options)), buckets_(std::move(buckets)) {}
 
 std::optional<std::vector<size_t>> DistributedBucketSampler::next(size_t batch_size) {

@@ -42,7 +42,7 @@
 namespace muster {
 
 namespace data {
-class Buckets;
+class LengthBuckets;
 }
 
 struct DistributedBucketSamplerOptions {
@@ -69,8 +69,9 @@ class DistributedBucketSampler final : public EpochSampler {
   std::optional<std::vector<size_t>> next(size_t batch_size = 1) override;
 
  private:
-  DistributedBucketSampler(const DistributedBucketSamplerOptions& options, std::shared_ptr<data::Buckets> buckets);
-  std::shared_ptr<data::Buckets> buckets_;
+  DistributedBucketSampler(const DistributedBucketSamplerOptions& options,
+                           std::shared_ptr<data::LengthBuckets> buckets);
+  std::shared_ptr<data::LengthBuckets> buckets_;
 };
 
 }  // namespace muster

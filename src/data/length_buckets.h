@@ -1,4 +1,4 @@
-// Buckets: the batches of a DistributedBucketSampler. bucket_sampler.h says how they are made.
+// LengthBuckets: the batches of a DistributedBucketSampler. bucket_sampler.h says how they are made.
 //
 // Thread-safety: one thread at a time.
 #pragma once
@@ -15,9 +15,9 @@
 
 namespace muster::data {
 
-class Buckets {
+class LengthBuckets {
  public:
-  Buckets(const std::vector<int64_t>& lengths, const DistributedBucketSamplerOptions& options);
+  LengthBuckets(const std::vector<int64_t>& lengths, const DistributedBucketSamplerOptions& options);
 
   std::optional<size_t> batch_size() const { return batch_size_; }
   int64_t hash_of_lengths() const { return hash_; }
@@ -33,7 +33,7 @@ class Buckets {
   struct Range {
     size_t begin, end;  // places in sorted_ and order_
   };
-  void cut(const std::vector<int64_t>& lengths, const DistributedBucketSamplerOptions& options);
+  void divide(const std::vector<int64_t>& lengths, const DistributedBucketSamplerOptions& options);
 
   const std::optional<size_t> batch_size_;
   const bool shuffle_;
