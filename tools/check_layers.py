@@ -54,7 +54,7 @@ class Place:
 
 
 def sibling(root, place):
-    """("parallel", "ddp") for parallel/ddp/reducer.h and for parallel/ddp.h; None for what is in no sibling's folder."""
+    """("parallel", "ddp") for parallel/ddp/replica.h and for parallel/ddp.h; None for what is in no sibling's folder."""
     for folder in SIBLINGS:
         if place.stem.startswith(folder + "/"):
             name = place.stem[len(folder) + 1:].split("/")[0]

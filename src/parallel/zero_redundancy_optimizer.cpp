@@ -30,10 +30,10 @@ using Key = const c10::TensorImpl*;
 Key key_of(const at::Tensor& parameter) { return parameter.unsafeGetTensorImpl(); }
 
 // New values of parameters on their way from their owners to all ranks.
-class Delivery {
+class ParameterBroadcast {
  public:
   // Starts it. `owners`: by parameter, a rank in the group. Small parameters of an owner travel together.
-  Delivery(const std::vector<at::Tensor>& parameters, const std::vector<int>& owners, Group group)
+  ParameterBroadcast(const std::vector<at::Tensor>& parameters, const std::vector<int>& owners, Group group)
       : group_(std::move(group)) {
     const at::NoGradGuard no_grad;
     std::vector<parallel::CoalescedBytes> small(static_cast<size_t>(group_.size()));
@@ -130,7 +130,7 @@ struct ShardedOptimizer::Impl {
                                GradientsAside& aside) const;
   HookFuture step_bucket(const std::vector<GradBucket::Place>& places, const at::Tensor& buffer,
                          const at::Tensor& result);
-  Delivery deliver(const std::vector<at::Tensor>& parameters) const {
+  ParameterBroadcast broadcast_parameters(const std::vector<at::Tensor>& parameters) const {
     std::vector<int> of;
     for (const at::Tensor& parameter : parameters) of.push_back(owners.at(key_of(parameter)));
     return {parameters, of, group};
@@ -204,9 +204,9 @@ HookFuture ShardedOptimizer::Impl::step_bucket(const std::vector<GradBucket::Pla
     const auto thrown = step_with(gradients, aside);
     if (!failure) failure = thrown;
   }
-  const auto delivery = std::make_shared<Delivery>(deliver(sent));
-  return HookFuture(delivery->works(), result).then([delivery](const at::Tensor& as_before) {
-    delivery->end();
+  const auto broadcast = std::make_shared<ParameterBroadcast>(broadcast_parameters(sent));
+  return HookFuture(broadcast->works(), result).then([broadcast](const at::Tensor& as_before) {
+    broadcast->end();
     return as_before;
   });
 }
@@ -261,9 +261,9 @@ void ShardedOptimizer::step_shared() {
     if (!failure) failure = now;
   }
   s.updated.clear();
-  Delivery delivery = s.deliver(sent);
-  for (Work work : delivery.works()) work.wait();
-  delivery.end();
+  ParameterBroadcast broadcast = s.broadcast_parameters(sent);
+  for (Work work : broadcast.works()) work.wait();
+  broadcast.end();
   if (failure) std::rethrow_exception(failure);
 }
 

@@ -101,12 +101,12 @@ struct DdpOptions {
 namespace ddp {
 
 // The part that does not depend on the module's type.
-class Reducer {
+class Replica {
  public:
-  Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options);
-  Reducer(const Reducer&) = delete;
-  Reducer& operator=(const Reducer&) = delete;
-  ~Reducer();
+  Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options);
+  Replica(const Replica&) = delete;
+  Replica& operator=(const Replica&) = delete;
+  ~Replica();
 
   // The result lives as long as the module's forward(): so long operators compute in mixed precision, at least.
   [[nodiscard]] std::shared_ptr<void> before_forward();
@@ -132,16 +132,16 @@ template <typename ModuleType>
 class DistributedDataParallel {
  public:
   explicit DistributedDataParallel(std::shared_ptr<ModuleType> module, DdpOptions options = {})
-      : module_(std::move(module)), reducer_(module_, std::move(options)) {}
+      : module_(std::move(module)), replica_(module_, std::move(options)) {}
   explicit DistributedDataParallel(const torch::nn::ModuleHolder<ModuleType>& holder, DdpOptions options = {})
       : DistributedDataParallel(holder.ptr(), std::move(options)) {}
 
   template <typename... Arguments>
   auto forward(Arguments&&... arguments) {
-    const auto in_forward = reducer_.before_forward();
+    const auto in_forward = replica_.before_forward();
     return parallel::with_output_dtype(
-        reducer_.output_dtype(), [&](auto&&... inputs) { return module_->forward(inputs.get()...); },
-        parallel::Input<Arguments>(std::forward<Arguments>(arguments), reducer_.input_dtype())...);
+        replica_.output_dtype(), [&](auto&&... inputs) { return module_->forward(inputs.get()...); },
+        parallel::Input<Arguments>(std::forward<Arguments>(arguments), replica_.input_dtype())...);
   }
   template <typename... Arguments>
   auto operator()(Arguments&&... arguments) {
@@ -150,12 +150,12 @@ class DistributedDataParallel {
 
   // While the guard lives, backward() only accumulates, without communication. The first backward() after it averages
   // the sum.
-  using NoSync = NoSyncGuard<ddp::Reducer>;
-  [[nodiscard]] NoSync no_sync() { return NoSync(reducer_); }
+  using NoSync = NoSyncGuard<ddp::Replica>;
+  [[nodiscard]] NoSync no_sync() { return NoSync(replica_); }
 
   // From now on backward() calls this for each bucket instead of averaging it (comm_hook.h, comm_hooks.h). All ranks
   // must register the same, before or between backward() calls. InvalidArgument if there is a hook already.
-  void register_comm_hook(CommHook hook) { reducer_.register_comm_hook(std::move(hook)); }
+  void register_comm_hook(CommHook hook) { replica_.register_comm_hook(std::move(hook)); }
   template <typename State>
   void register_comm_hook(State state, HookFuture (*hook)(State&, GradBucket&)) {
     register_comm_hook([state = std::move(state), hook](GradBucket& bucket) mutable { return hook(state, bucket); });
@@ -173,7 +173,7 @@ class DistributedDataParallel {
   // backward() alike, and clear gradients in each step; there are two small collectives more per step. Not with
   // create_graph, nor with a SyncBatchNorm; one DistributedDataParallel at a time. Source: torch's Join,
   // DistributedDataParallel.join().
-  void join(const std::function<void()>& body, JoinOptions options = {}) { reducer_.join(body, std::move(options)); }
+  void join(const std::function<void()>& body, JoinOptions options = {}) { replica_.join(body, std::move(options)); }
 
   // Training whose parameters do not depend on the number of ranks, to the bit: with DdpOptions::reproducible, the
   // global batch has a fixed number of shards. Each rank has some of them, which shards() lists.
@@ -202,20 +202,20 @@ class DistributedDataParallel {
   // gradient, as backward(). What the function throws on one rank is an InvalidArgument on the others. All ranks must
   // call it with the same step.
   at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
-    return reducer_.backward_by_shards(step, loss);
+    return replica_.backward_by_shards(step, loss);
   }
-  std::vector<int> shards() const { return reducer_.shards(); }
+  std::vector<int> shards() const { return replica_.shards(); }
 
-  DdpLoggingData logging_data() const { return reducer_.logging_data(); }
+  DdpLoggingData logging_data() const { return replica_.logging_data(); }
 
   const std::shared_ptr<ModuleType>& module() const { return module_; }
   ModuleType* operator->() { return module_.get(); }
   // For tests and diagnosis: which parameters share a bucket, in the order of reduction.
-  std::vector<std::vector<std::string>> bucket_names() const { return reducer_.bucket_names(); }
+  std::vector<std::vector<std::string>> bucket_names() const { return replica_.bucket_names(); }
 
  private:
   std::shared_ptr<ModuleType> module_;
-  ddp::Reducer reducer_;
+  ddp::Replica replica_;
 };
 
 }  // namespace muster

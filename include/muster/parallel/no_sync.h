@@ -3,17 +3,17 @@
 
 namespace muster {
 
-// While it lives, backward() of the module whose Reducer it is given only accumulates.
-template <typename Reducer>
+// While it lives, backward() of the module that it is given only accumulates.
+template <typename Module>
 class NoSyncGuard {
  public:
-  explicit NoSyncGuard(Reducer& reducer) : reducer_(reducer), before_(reducer.set_sync(false)) {}
+  explicit NoSyncGuard(Module& module) : module_(module), before_(module.set_sync(false)) {}
   NoSyncGuard(const NoSyncGuard&) = delete;
   NoSyncGuard& operator=(const NoSyncGuard&) = delete;
-  ~NoSyncGuard() { reducer_.set_sync(before_); }
+  ~NoSyncGuard() { module_.set_sync(before_); }
 
  private:
-  Reducer& reducer_;
+  Module& module_;
   const bool before_;
 };
 

@@ -10,7 +10,7 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
-#include "parallel/ddp/reducer.h"
+#include "parallel/ddp/replica.h"
 
 namespace muster::ddp {
 
@@ -49,7 +49,7 @@ Meetings::Meeting Meetings::meet(Event mine) {
   return meeting;
 }
 
-void Reducer::join(const std::function<void()>& body, JoinOptions options) {
+void Replica::join(const std::function<void()>& body, JoinOptions options) {
   Impl& s = *impl_;
   thread_local bool is_in_join = false;
   if (is_in_join) throw InvalidArgument("join() is called within join()", "Join one DistributedDataParallel at a time");

@@ -15,7 +15,7 @@
 #include "muster/base/random.h"
 #include "muster/comm/collectives.h"
 #include "parallel/coalesced.h"
-#include "parallel/ddp/reducer.h"
+#include "parallel/ddp/replica.h"
 #include "parallel/random_numbers.h"
 
 namespace muster::ddp {
@@ -39,7 +39,7 @@ class WithThreads {
 
 }  // namespace
 
-at::Tensor Reducer::Impl::with_copies(const std::function<at::Tensor()>& fn) const {
+at::Tensor Replica::Impl::with_copies(const std::function<at::Tensor()>& fn) const {
   std::optional<parallel::ForwardWithCopies> guard;
   if (copies) guard.emplace(copies->phase());
   return fn();
@@ -85,9 +85,9 @@ void TreeSum::add(Leaf leaf) {
 
 TreeSum::Leaf TreeSum::total() && { return std::move(unfinished_.front().second); }
 
-std::vector<int> Reducer::shards() const { return impl_->shards ? impl_->shards->mine() : std::vector<int>(); }
+std::vector<int> Replica::shards() const { return impl_->shards ? impl_->shards->mine() : std::vector<int>(); }
 
-at::Tensor Reducer::backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
+at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
   Impl& s = *impl_;
   if (!s.shards)
     throw InvalidArgument("backward_by_shards() is called, but DdpOptions::reproducible has no shards",

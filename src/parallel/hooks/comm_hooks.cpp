@@ -65,7 +65,7 @@ CommHook fp16_compress_wrapper(CommHook hook) { return wrapper(std::move(hook), 
 CommHook bf16_compress_wrapper(CommHook hook) { return wrapper(std::move(hook), at::kBFloat16); }
 
 // A name cannot be a key of an archive, because it may have dots.
-void save(torch::serialize::OutputArchive& archive, const std::string& key, const NamedTensors& tensors) {
+void save(torch::serialize::OutputArchive& archive, const std::string& key, const StateTensors& tensors) {
   std::vector<c10::IValue> names;
   for (const auto& [name, tensor] : tensors) {
     archive.write(text(key, names.size()), tensor);
@@ -74,8 +74,8 @@ void save(torch::serialize::OutputArchive& archive, const std::string& key, cons
   archive.write(key, c10::ivalue::Tuple::create(std::move(names)));
 }
 
-NamedTensors load(torch::serialize::InputArchive& archive, const std::string& key) {
-  NamedTensors tensors;
+StateTensors load(torch::serialize::InputArchive& archive, const std::string& key) {
+  StateTensors tensors;
   c10::IValue names;
   archive.read(key, names);
   size_t i = 0;

@@ -12,13 +12,13 @@
 
 namespace muster::comm_hooks {
 
-using NamedTensors = std::map<std::string, at::Tensor>;
+using StateTensors = std::map<std::string, at::Tensor>;
 
 // Counts the iterations: each ends with the last bucket.
 inline void count(int64_t& iter, const GradBucket& bucket) { iter += bucket.is_last() ? 1 : 0; }
 
-void save(torch::serialize::OutputArchive& archive, const std::string& key, const NamedTensors& tensors);
-NamedTensors load(torch::serialize::InputArchive& archive, const std::string& key);
+void save(torch::serialize::OutputArchive& archive, const std::string& key, const StateTensors& tensors);
+StateTensors load(torch::serialize::InputArchive& archive, const std::string& key);
 void save(torch::serialize::OutputArchive& archive, int64_t iter);
 int64_t load_iter(torch::serialize::InputArchive& archive);
 

@@ -26,8 +26,8 @@ struct PowerSgd::State {
   std::mt19937 random;
   int64_t iter = 0;
   Statistics compression;
-  NamedTensors errors;   // by parameter: what this rank's gradient has lost
-  NamedTensors factors;  // by parameter: Q of the last step, the same on all ranks
+  StateTensors errors;   // by parameter: what this rank's gradient has lost
+  StateTensors factors;  // by parameter: Q of the last step, the same on all ranks
 };
 
 namespace {
@@ -135,7 +135,7 @@ Bucket divide(const GradBucket& bucket, const PowerSgdOptions& options, PowerSgd
   return divided;
 }
 
-void add_errors(const GradBucket& bucket, const NamedTensors& errors) {
+void add_errors(const GradBucket& bucket, const StateTensors& errors) {
   const std::vector<at::Tensor> gradients = bucket.gradients();
   for (size_t i = 0; i < gradients.size(); ++i)
     if (const auto error = errors.find(bucket.places()[i].name); error != errors.end())

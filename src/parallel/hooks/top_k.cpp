@@ -18,7 +18,7 @@ namespace muster::comm_hooks {
 struct TopK::State {
   TopKOptions options;
   int64_t iter = 0;
-  NamedTensors errors;  // by parameter: what this rank has not sent yet
+  StateTensors errors;  // by parameter: what this rank has not sent yet
 };
 
 TopK::TopK(TopKOptions options) : state_(std::make_shared<State>(State{.options = options})) {

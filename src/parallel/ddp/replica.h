@@ -1,4 +1,4 @@
-// What the parts of a DistributedDataParallel share: reducer.cpp (forward and backward), join.cpp and shards.cpp.
+// What the parts of a DistributedDataParallel share: replica.cpp (forward and backward), join.cpp and shards.cpp.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -22,7 +22,7 @@
 
 namespace muster::ddp {
 
-struct Reducer::Impl {
+struct Replica::Impl {
   std::shared_ptr<torch::nn::Module> module;
   DdpOptions options;
   Group group;  // resolved

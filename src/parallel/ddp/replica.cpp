@@ -1,4 +1,4 @@
-#include "parallel/ddp/reducer.h"
+#include "parallel/ddp/replica.h"
 
 #include <torch/nn/modules/embedding.h>
 
@@ -67,7 +67,7 @@ std::vector<bool> delayed(const std::vector<std::string>& names, const std::vect
 
 }  // namespace
 
-Meetings::Meeting Reducer::Impl::meet(Meetings::Event mine) {
+Meetings::Meeting Replica::Impl::meet(Meetings::Event mine) {
   const auto meeting = meetings->meet(mine);
   if (!meeting.active.empty())
     gradients->set_contributors(static_cast<int>(meeting.active.size()),
@@ -75,13 +75,13 @@ Meetings::Meeting Reducer::Impl::meet(Meetings::Event mine) {
   return meeting;
 }
 
-void Reducer::Impl::require_no_synchronized_norm(const char* of) const {
+void Replica::Impl::require_no_synchronized_norm(const char* of) const {
   if (parallel::has_synchronized_norm(*module))
     throw InvalidArgument(text("the module has a synchronized batch norm, which does not go with ", of),
                           "Use BatchNorm, which each rank computes by itself");
 }
 
-Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) : impl_(std::make_shared<Impl>()) {
+Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) : impl_(std::make_shared<Impl>()) {
   if (!module) throw InvalidArgument("DistributedDataParallel needs a module, got null");
   Impl& s = *impl_;
   s.module = std::move(module);
@@ -162,9 +162,9 @@ Reducer::Reducer(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   s.gradients.emplace(trainable, std::move(with), world.shared_heap());
 }
 
-Reducer::~Reducer() = default;
+Replica::~Replica() = default;
 
-class Reducer::InForward {
+class Replica::InForward {
  public:
   explicit InForward(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {
     if (impl_->copies) with_copies_.emplace(impl_->copies->phase());
@@ -179,7 +179,7 @@ class Reducer::InForward {
   std::optional<parallel::ForwardWithCopies> with_copies_;
 };
 
-std::shared_ptr<void> Reducer::before_forward() {
+std::shared_ptr<void> Replica::before_forward() {
   Impl& s = *impl_;
   s.gradients->before_forward();
   s.check_parameters();
@@ -191,13 +191,13 @@ std::shared_ptr<void> Reducer::before_forward() {
   return std::make_shared<InForward>(impl_);
 }
 
-std::optional<at::ScalarType> Reducer::input_dtype() const {
+std::optional<at::ScalarType> Replica::input_dtype() const {
   const MixedPrecision& precision = impl_->options.mixed_precision;
   return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
 }
-std::optional<at::ScalarType> Reducer::output_dtype() const { return impl_->options.mixed_precision.output_dtype; }
+std::optional<at::ScalarType> Replica::output_dtype() const { return impl_->options.mixed_precision.output_dtype; }
 
-DdpLoggingData Reducer::logging_data() const {
+DdpLoggingData Replica::logging_data() const {
   const Impl& s = *impl_;
   DdpLoggingData data{.world_size = s.group.size(),
                       .rank = s.group.rank(),
@@ -211,8 +211,8 @@ DdpLoggingData Reducer::logging_data() const {
   return data;
 }
 
-void Reducer::register_comm_hook(CommHook hook) { impl_->gradients->set_hook(std::move(hook)); }
-bool Reducer::set_sync(bool on) { return impl_->gradients->set_sync(on); }
-std::vector<std::vector<std::string>> Reducer::bucket_names() const { return impl_->gradients->bucket_names(); }
+void Replica::register_comm_hook(CommHook hook) { impl_->gradients->set_hook(std::move(hook)); }
+bool Replica::set_sync(bool on) { return impl_->gradients->set_sync(on); }
+std::vector<std::vector<std::string>> Replica::bucket_names() const { return impl_->gradients->bucket_names(); }
 
 }  // namespace muster::ddp
