@@ -15,7 +15,7 @@ namespace {
       "posted, middle, end), ms and group; several faults are separated by ';'");
 }
 
-std::string_view cut(std::string_view& rest, char separator) {
+std::string_view take_until(std::string_view& rest, char separator) {
   const size_t end = rest.find(separator);
   const auto piece = rest.substr(0, end);
   rest = end == rest.npos ? std::string_view{} : rest.substr(end + 1);
@@ -32,7 +32,7 @@ T number(std::string_view piece, std::string_view value) {
 
 Fault parse_fault(std::string_view piece) {
   std::string_view rest = piece;
-  const auto action = cut(rest, ':');
+  const auto action = take_until(rest, ':');
   if (piece.find(':') == piece.npos) bad(piece);
   Fault fault;
   if (action == "kill")
@@ -46,8 +46,8 @@ Fault parse_fault(std::string_view piece) {
   else
     bad(piece);
   while (!rest.empty()) {
-    std::string_view value = cut(rest, ',');
-    const auto key = cut(value, '=');
+    std::string_view value = take_until(rest, ',');
+    const auto key = take_until(value, '=');
     if (key == "rank")
       fault.rank = number<int>(piece, value);
     else if (key == "operation")
@@ -75,7 +75,7 @@ Fault parse_fault(std::string_view piece) {
 FaultPlan FaultPlan::parse(std::string_view text) {
   FaultPlan plan;
   while (!text.empty())
-    if (const auto piece = cut(text, ';'); !piece.empty()) plan.add(parse_fault(piece));
+    if (const auto piece = take_until(text, ';'); !piece.empty()) plan.add(parse_fault(piece));
   return plan;
 }
 
