@@ -1,19 +1,19 @@
-// A worker's part of a context (muster/autograd/context.h), and the table of all contexts that it knows.
+// The table of all contexts (muster/autograd/context.h) that a worker knows, and what workers tell each other of them.
 //
 // A context's id names its creator. Every call that is made in it carries the id; a worker that gets the first one has
-// a part of the context from then on. When the context ends, its creator tells the workers that it has called in it,
-// and these tell the workers that they have called. A worker that has been told drops its part, and remembers the id
-// for a while to refuse calls that come late.
+// a part of the context (context_state.h) from then on. When the context ends, its creator tells the workers that it
+// has called in it, and these tell the workers that they have called. A worker that has been told drops its part, and
+// remembers the id for a while to refuse calls that come late.
 //
 // A lost worker may have died before it told others that a context has ended. So when a worker is lost, every creator
 // tells all workers which of its contexts live; they drop the rest, and refuse later calls in those (of the lost
 // worker). Nobody knows which workers the lost one had called in the living contexts, so when these end, their creator
 // tells all workers. Contexts whose creator is lost end everywhere.
 //
-// Thread-safety: all methods.
+// Thread-safety: all methods and functions.
 #pragma once
 
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -24,61 +24,14 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/node.h"
-#include "autograd/path.h"
-#include "autograd/sweep.h"
-#include "muster/autograd/context.h"
+#include "autograd/context_state.h"
+#include "muster/rpc/future.h"
 #include "rpc/agent.h"
 
 namespace muster::autograd {
 
-class SubGraph;
-
 constexpr uint64_t context_id(int creator, uint64_t count) { return static_cast<uint64_t>(creator) << 46 | count; }
 constexpr int creator_of_context(uint64_t id) { return static_cast<int>(id >> 46); }
-
-class ContextState {
- public:
-  ContextState(uint64_t id, rpc::Agent& agent) : id_(id), agent_(&agent), alive_(agent.weak_from_this()) {}
-
-  uint64_t id() const { return id_; }
-  bool ended() const { return ended_.load(std::memory_order_acquire); }
-  void check() const;  // Aborted if it has ended
-  // Aborted if the context belongs to RPC that has been shut down, or to another World.
-  void check_agent(const rpc::Agent& agent) const;
-  std::shared_ptr<rpc::Agent> agent() const { return alive_.lock(); }
-  uint32_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }  // number of this worker's next call
-
-  void calls(int worker);                            // notes a call to that worker. Aborted if it has ended
-  void also_tell(const std::set<int>& workers);      // when it ends: as if they had been called
-  void add(const std::shared_ptr<SubGraph>& graph);  // Aborted if it has ended
-  void add(const Path& path, size_t position, const Tensor& leaf, Tensor gradient);
-  std::vector<Gradient> gradients() const;  // in the order of the paths
-  Tensor gradient(const Tensor& leaf) const;
-  // As gradient() of each, but a gradient of one part is the context's own tensor: callers must not change them.
-  std::vector<Tensor> lend_gradients(at::TensorList leaves) const;
-
-  // Drops everything. Returns the workers that it has called; a second call returns none.
-  std::set<int> end();
-
- private:
-  using Key = std::pair<Path, size_t>;
-  struct Leaf {
-    Tensor leaf;
-    std::map<Key, Tensor> parts;
-    Tensor sum() const;  // a tensor that nobody else has
-  };
-  const uint64_t id_;
-  const rpc::Agent* const agent_;
-  const std::weak_ptr<rpc::Agent> alive_;
-  std::atomic<bool> ended_{false};
-  std::atomic<uint32_t> next_{0};
-  mutable std::mutex mutex_;
-  std::set<int> called_;
-  std::vector<std::weak_ptr<SubGraph>> graphs_;
-  Sweep sweep_;
-  std::unordered_map<const at::TensorImpl*, Leaf> leaves_;
-};
 
 class Contexts {
  public:
@@ -113,6 +66,9 @@ class Contexts {
   std::unordered_map<int, Known> known_;
 };
 
+// Tells these workers that a context has ended. Each answers when all workers that it has called in the context have
+// dropped it too. The calls are made outside of any context.
+std::vector<rpc::Future<void>> tell_end(rpc::Agent& agent, uint64_t id, const std::set<int>& workers);
 // Sends a worker which contexts of this one live.
 void tell_living_contexts(rpc::Agent& agent, int worker, const std::vector<uint64_t>& living, uint64_t next);
 

@@ -1,7 +1,7 @@
 // A worker's part of a context: the gradients that came, the sub-graphs in it, and the workers that it has called.
 #include <algorithm>
 
-#include "autograd/context.h"
+#include "autograd/context_state.h"
 #include "autograd/sub_graph.h"
 #include "muster/base/error.h"
 

@@ -41,7 +41,7 @@ void leave_number_0_to_call_nodes() {
   if (at::sequence_number::peek() == 0) at::sequence_number::get_and_increment();
 }
 
-bool asks(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 
 // A slot in the note of a result. The slot of a worker other than the caller comes with a reference, and with dtype and
 // shape of the argument.
@@ -116,7 +116,7 @@ std::shared_ptr<void> Tape::outgoing(int to, Timeout timeout, rpc::Payload& payl
   leave_number_0_to_call_nodes();
   auto in = current_context();
   const bool records = !payload.tensors.empty() && at::GradMode::is_enabled() &&
-                       std::any_of(payload.tensors.begin(), payload.tensors.end(), asks);
+                       std::any_of(payload.tensors.begin(), payload.tensors.end(), requires_grad);
   if (!in && !records && !timeout) return nullptr;
   auto sent = std::make_shared<Sent>();
   sent->timeout = timeout;
@@ -130,7 +130,7 @@ std::shared_ptr<void> Tape::outgoing(int to, Timeout timeout, rpc::Payload& payl
   if (records) {
     sent->arguments = std::make_shared<Arguments>();
     for (const Tensor& tensor : payload.tensors)
-      if (asks(tensor)) sent->arguments->edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+      if (requires_grad(tensor)) sent->arguments->edges.push_back(torch::autograd::impl::gradient_edge(tensor));
     sent->arguments->counted = counted(arguments_);
     const auto reference = agent_.keep_for(to, {.value = sent->arguments, .type = &typeid(Arguments)});
     sent->object = reference->object;
@@ -149,7 +149,7 @@ void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context
   std::vector<uint32_t> results(count);
   for (uint32_t& result : results) {
     result = read_pod<uint32_t>(note);
-    if (result >= payload.tensors.size() || !asks(payload.tensors[result]))
+    if (result >= payload.tensors.size() || !requires_grad(payload.tensors[result]))
       throw CorruptError("the note of a remote result names a tensor that did not come");
   }
   const auto reference_at = [&](uint32_t place) {
@@ -202,7 +202,7 @@ std::shared_ptr<void> Tape::incoming(const rpc::IncomingCall& call, rpc::Payload
     const auto reference = std::static_pointer_cast<Reference>(payload.refs.back());
     uint32_t index = 0;
     for (const Tensor& tensor : payload.tensors) {
-      if (!asks(tensor)) continue;
+      if (!requires_grad(tensor)) continue;
       tensor.unsafeGetTensorImpl()->set_requires_grad(false);
       torch::autograd::impl::set_gradient_edge(tensor, receive_nodes_.edge_of(reference, index++, tensor));
     }
@@ -214,7 +214,7 @@ void Tape::returning(const rpc::IncomingCall& call, rpc::Payload& payload, uint6
   std::vector<uint32_t> results;
   edge_list edges;
   for (uint32_t i = 0; i < payload.tensors.size(); ++i) {
-    if (!asks(payload.tensors[i])) continue;
+    if (!requires_grad(payload.tensors[i])) continue;
     results.push_back(i);
     edges.push_back(torch::autograd::impl::gradient_edge(payload.tensors[i]));
   }
