@@ -158,7 +158,7 @@ void Agent::start(const World& world) {
   for (const int rank : far) peer(rank).way = far_.get();
   for (const auto& worker : workers_)  // workers that died before there was a way to say so
     if (peer(worker.id).lost.load())
-      for (const auto& other : workers_) send_quietly(other.id, {.kind = Kind::kDrained, .worker = worker.id});
+      for (const auto& other : workers_) send_quietly(other.id, {.kind = MessageKind::kDrained, .worker = worker.id});
   // Nobody makes a call before all workers know their ways to all others.
   store->set(text(prefix, "/ready/", self_), "");
   for (size_t rank = 0; rank < n; ++rank) store->get(text(prefix, "/ready/", rank), deadline);

@@ -161,6 +161,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
     if (!forked()) shm_->wake_second();
   }
   Clock::time_point next_tick() const override;
+  bool lower_next_tick(int64_t due);
   void tick(Clock::time_point now) override;
 
   class CallRunnable;

@@ -29,7 +29,7 @@
 
 namespace muster::rpc {
 
-enum class Kind : uint8_t {
+enum class MessageKind : uint8_t {
   kCall = 1,
   kReply,
   kError,
@@ -46,7 +46,7 @@ constexpr uint8_t kStore = 1;   // keep the result
 constexpr uint8_t kNoGrad = 2;  // grad mode is off at the caller, so it must be off in the function
 
 struct Header {
-  Kind kind = Kind::kCall;
+  MessageKind kind = MessageKind::kCall;
   uint8_t flags = 0;
   uint16_t refs = 0;
   uint32_t timeout_ms = 0;  // kCall: how long the caller waits from now on; 0: for ever

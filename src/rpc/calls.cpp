@@ -67,7 +67,7 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
   const milliseconds timeout = spec.timeout.value_or(options_.timeout);
   const auto deadline = timeout > milliseconds(0) ? Deadline::after(timeout, FastClock::now()) : Deadline::never();
   wait_for_room(to, deadline);
-  Header header{.kind = Kind::kCall,
+  Header header{.kind = MessageKind::kCall,
                 .flags = static_cast<uint8_t>((spec.store ? kStore : 0) | (c10::GradMode::is_enabled() ? 0 : kNoGrad)),
                 .timeout_ms = static_cast<uint32_t>(std::clamp<int64_t>(timeout.count(), 0, UINT32_MAX)),
                 .call = next_call_.fetch_add(1, std::memory_order_relaxed),
@@ -94,12 +94,7 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
   if (lost) call.state().try_set_error(std::make_exception_ptr(lost_error(to)));
   if (lost || closing) return call.sent.reset();
   if (!deadline.is_never()) {
-    const int64_t due = ticks(deadline.when());
-    int64_t next = next_tick_.load(std::memory_order_relaxed);
-    bool sooner = false;
-    while (due < next && !(sooner = next_tick_.compare_exchange_weak(next, due))) {
-    }
-    if (sooner) executor_->call_on_tick();
+    if (lower_next_tick(ticks(deadline.when()))) executor_->call_on_tick();
   }
   try {
     send(to, header, std::move(payload), deadline);
@@ -152,7 +147,7 @@ Agent::Pending Agent::give_up(uint64_t call) {
 InvalidArgument Agent::not_mapped(int to, const Header& header, const Payload& payload, size_t tensor) const {
   const std::string device = payload.tensors[tensor].device().str();
   const std::string &me = self().name, &there = workers_[static_cast<size_t>(to)].name;
-  if (header.kind != Kind::kCall)
+  if (header.kind != MessageKind::kCall)
     return InvalidArgument(
         text("the result has a tensor on ", device, " of worker \"", me, "\", which is not mapped for calls from \"",
              there, '"'),
@@ -177,7 +172,7 @@ void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
   std::string table;
   transport::Message message;
   if (!payload.tensors.empty()) try {
-      detail::write_tensors(payload.tensors, table, message.pieces, places(to, header.kind == Kind::kCall));
+      detail::write_tensors(payload.tensors, table, message.pieces, places(to, header.kind == MessageKind::kCall));
     } catch (const detail::WithoutPlace& error) {
       throw not_mapped(to, header, payload, error.tensor);
     }
@@ -190,7 +185,7 @@ void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
   const auto records = hand_on(to, payload);
   for (const RefRecord& record : records) append_pod(message.body, record);
   message.body += table;
-  message.can_wait = header.kind == Kind::kRelease && executor_ && executor_->polls_as_leader();
+  message.can_wait = header.kind == MessageKind::kRelease && executor_ && executor_->polls_as_leader();
   const size_t bytes = message.bytes();
   try {
     way->send(to, std::move(message));
@@ -201,7 +196,7 @@ void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
     throw;
   }
   peer(to).sent.fetch_add(bytes, std::memory_order_relaxed);
-  if (header.kind == Kind::kCall) peer(to).calls.fetch_add(1, std::memory_order_relaxed);
+  if (header.kind == MessageKind::kCall) peer(to).calls.fetch_add(1, std::memory_order_relaxed);
 }
 
 void Agent::send_quietly(int to, Header header) {
@@ -250,13 +245,21 @@ void Agent::cancel(detail::FutureState& state) {
   const auto* const call = dynamic_cast<detail::PendingCall*>(&state);
   if (!call || forked()) return;
   const Active active(*this);
-  if (const Pending mine = give_up(call->id)) send_quietly(call->to, {.kind = Kind::kCancel, .call = call->id});
+  if (const Pending mine = give_up(call->id)) send_quietly(call->to, {.kind = MessageKind::kCancel, .call = call->id});
 }
 
 std::exception_ptr Agent::late_error(const detail::PendingCall& call) const {
   return std::make_exception_ptr(TimeoutError(text("worker \"", workers_[static_cast<size_t>(call.to)].name,
                                                    "\" did not answer ", call.function->name, " in time"),
                                               {call.to}));
+}
+
+// Lets the next tick be at `due` at the latest; returns whether it was later before.
+bool Agent::lower_next_tick(int64_t due) {
+  int64_t next = next_tick_.load(std::memory_order_relaxed);
+  while (due < next)
+    if (next_tick_.compare_exchange_weak(next, due)) return true;
+  return false;
 }
 
 Clock::time_point Agent::next_tick() const {
@@ -280,9 +283,7 @@ void Agent::tick(Clock::time_point now) {
       }
     }
   }
-  int64_t known = next_tick_.load(std::memory_order_relaxed);
-  while (next < known && !next_tick_.compare_exchange_weak(known, next)) {
-  }
+  lower_next_tick(next);
   if (next != kNever) executor_->call_on_tick();  // a thread that looked meanwhile has seen kNever
   const Active active(*this);
   for (const uint64_t id : late) {
@@ -290,7 +291,7 @@ void Agent::tick(Clock::time_point now) {
     if (!pending) continue;
     // kCancel goes first: a caller that sees the timeout may rely on the callee being told to stop before anything that
     // the caller sends afterwards.
-    send_quietly(pending.call->to, {.kind = Kind::kCancel, .call = id});
+    send_quietly(pending.call->to, {.kind = MessageKind::kCancel, .call = id});
     pending.fail(late_error(*pending.call));
   }
 }

@@ -15,7 +15,7 @@ namespace {
 // might have to wait.
 constexpr size_t kLongest = size_t{16} << 10;
 
-void cut(std::string& text) {
+void shorten(std::string& text) {
   if (text.size() <= kLongest) return;
   text.resize(kLongest);
   text += "…";
@@ -38,9 +38,9 @@ ErrorReply describe(const std::exception_ptr& error) {
     reply.type = type ? type_name(*type) : "an unknown exception";
     reply.message = "(not a std::exception)";
   }
-  cut(reply.type);
-  cut(reply.message);
-  cut(reply.advice);
+  shorten(reply.type);
+  shorten(reply.message);
+  shorten(reply.advice);
   return reply;
 }
 

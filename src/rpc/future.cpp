@@ -11,10 +11,10 @@ namespace muster::rpc::detail {
 
 // The continuations that became due in this thread. One runs at a time, and those that it makes due run after it, so
 // that a long chain of futures does not grow the stack.
-class Turns {
+class ContinuationQueue {
  public:
-  static Turns& here() noexcept {
-    thread_local constinit Turns turns;
+  static ContinuationQueue& here() noexcept {
+    thread_local constinit ContinuationQueue turns;
     return turns;
   }
   void run(Continuation* due) noexcept {
@@ -62,7 +62,7 @@ void FutureState::publish() noexcept {
     if (waits_) {
       waits_->run([due] { due->run(); });
     } else {
-      Turns::here().run(due);
+      ContinuationQueue::here().run(due);
     }
   }
 }
@@ -88,7 +88,7 @@ WaitsOfThread::~WaitsOfThread() { waits_of_thread() = before_; }
 
 bool FutureState::wait(Deadline deadline) {
   if (done()) return true;
-  Turns::here().run_next_ones();
+  ContinuationQueue::here().run_next_ones();
   if (done()) return true;
   Waits* const waits = waits_ ? waits_ : waits_of_thread();
   return waits ? waits->wait(*this, deadline) : sleep(deadline);

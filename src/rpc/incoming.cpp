@@ -62,24 +62,24 @@ void Agent::on_message(int from, std::string_view body, std::vector<transport::P
   try {
     const Header header = header_of(body);
     switch (header.kind) {
-      case Kind::kCall:
+      case MessageKind::kCall:
         return on_call(from, header, body, pieces);
-      case Kind::kReply:
-      case Kind::kError:
+      case MessageKind::kReply:
+      case MessageKind::kError:
         return on_reply(from, header, body, pieces);
-      case Kind::kCancel:
+      case MessageKind::kCancel:
         return on_cancel(from, header);
-      case Kind::kAddHolder:
+      case MessageKind::kAddHolder:
         return objects_.add_transit(header.object, from, header.worker, header.token);
-      case Kind::kHolds:
+      case MessageKind::kHolds:
         return objects_.received(header.object, header.worker, header.token, from);
-      case Kind::kRelease:
+      case MessageKind::kRelease:
         return discard(objects_.release(header.object, from));
-      case Kind::kDrained:
+      case MessageKind::kDrained:
         return discard(objects_.drained(from, header.worker));
-      case Kind::kNotSent:
+      case MessageKind::kNotSent:
         return discard(objects_.drop_transit(header.object, from, header.worker, header.token));
-      case Kind::kIdle: {
+      case MessageKind::kIdle: {
         {
           const std::lock_guard lock(state_mutex_);
           peer(from).idle[header.token] = header.call;
@@ -102,7 +102,7 @@ void Agent::on_message(int from, std::string_view body, std::vector<transport::P
 Payload Agent::read(int from, const Header& header, std::string_view& rest, std::vector<transport::Piece>& pieces) {
   Payload payload;
   rest.remove_prefix(header.payload);
-  if (header.kind == Kind::kCall || header.kind == Kind::kReply) {
+  if (header.kind == MessageKind::kCall || header.kind == MessageKind::kReply) {
     if (header.token > rest.size()) throw CorruptError("a message of the agent is shorter than it says");
     payload.note = rest.substr(0, header.token);
     rest.remove_prefix(header.token);
@@ -116,13 +116,13 @@ Payload Agent::read(int from, const Header& header, std::string_view& rest, std:
       objects_.add_hold(record.object, self_);  // the sender still holds it: its release comes later on the same way
     } else {
       send_quietly(record.owner,
-                   {.kind = Kind::kHolds, .object = record.object, .token = record.token, .worker = from});
+                   {.kind = MessageKind::kHolds, .object = record.object, .token = record.token, .worker = from});
     }
     payload.refs.push_back(hold(record.owner, record.object));
   }
   if (!rest.empty()) {
     WireReader table(rest);
-    payload.tensors = detail::read_tensors(table, pieces, places(from, header.kind != Kind::kCall));
+    payload.tensors = detail::read_tensors(table, pieces, places(from, header.kind != MessageKind::kCall));
   }
   return payload;
 }
@@ -216,7 +216,7 @@ void Agent::finish(const std::shared_ptr<IncomingCall>& call, Outcome outcome) {
   std::exception_ptr unsendable;
   try {
     if (!closing_.load()) {
-      Header header{.kind = Kind::kReply, .call = call->header.call};
+      Header header{.kind = MessageKind::kReply, .call = call->header.call};
       if (!outcome.value.tensors.empty() && !(call->header.flags & kNoGrad))
         interceptor_->returning(*call, outcome.value, header.context);
       send(call->caller, header, std::move(outcome.value));
@@ -240,7 +240,7 @@ void Agent::send_error(const IncomingCall& call, const std::exception_ptr& error
   try {
     Payload payload;
     payload.body = detail::encode(detail::describe(error));
-    send(call.caller, {.kind = Kind::kError, .call = call.header.call}, std::move(payload));
+    send(call.caller, {.kind = MessageKind::kError, .call = call.header.call}, std::move(payload));
   } catch (const Error&) {
     // The caller is gone.
   }
@@ -262,7 +262,7 @@ void Agent::on_reply(int from, const Header& header, std::string_view rest, std:
     const auto sent = pending ? std::exchange(pending.call->sent, nullptr) : nullptr;
     Payload payload = read(from, header, rest, pieces);  // also if it is too late, because it may bring references
     if (!pending) {
-    } else if (header.kind == Kind::kReply) {
+    } else if (header.kind == MessageKind::kReply) {
       if (header.context != 0) interceptor_->returned(sent, from, header.context, payload);
       PayloadReader reader{body, payload.tensors, &payload.refs};
       pending.call->succeed(reader);
@@ -307,7 +307,7 @@ void Agent::on_lost(int rank, const std::string& cause) {
   discard(objects_.lost(rank));
   for (const auto& worker : workers_)
     if (worker.id != self_ && worker.id != rank && !peer(worker.id).lost.load())
-      send_quietly(worker.id, {.kind = Kind::kDrained, .worker = rank});
+      send_quietly(worker.id, {.kind = MessageKind::kDrained, .worker = rank});
   bell_.ring();
 }
 

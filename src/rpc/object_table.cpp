@@ -135,17 +135,17 @@ ObjectTable::Garbage ObjectTable::lost(int worker) {
 }
 
 // With the lock: true if nothing that the lost worker has sent can still arrive.
-bool ObjectTable::settled(int lost) const {
+bool ObjectTable::has_nothing_under_way(int lost) const {
   for (int worker = 0; worker < workers_; ++worker)
     if (!is_lost(worker) && !drained_.contains({worker, lost})) return false;
   return true;
 }
 
 // With the lock: removes what nobody can hold any more.
-void ObjectTable::settle(Garbage& garbage) {
+void ObjectTable::remove_unheld(Garbage& garbage) {
   std::set<int> gone;
   for (const int worker : lost_)
-    if (settled(worker)) gone.insert(worker);
+    if (has_nothing_under_way(worker)) gone.insert(worker);
   for (auto it = table_.begin(); it != table_.end();) {
     const auto next = std::next(it);
     Object& object = it->second;
@@ -170,7 +170,7 @@ ObjectTable::Garbage ObjectTable::lose(int worker, const StoredObject& never, st
       for (auto& on_ready : object.waiting) waiting.push_back(std::move(on_ready));
       object.waiting.clear();
     }
-  settle(garbage);
+  remove_unheld(garbage);
   return garbage;
 }
 
@@ -179,7 +179,7 @@ ObjectTable::Garbage ObjectTable::drained(int by, int of) {
   if (of < 0 || of >= workers_) return garbage;
   const std::lock_guard lock(mutex_);
   drained_.insert({by, of});
-  settle(garbage);
+  remove_unheld(garbage);
   return garbage;
 }
 

@@ -106,8 +106,8 @@ class ObjectTable {
   using Table = std::unordered_map<uint64_t, Object>;
 
   Object* find_or_expect(uint64_t object);
-  bool settled(int lost) const;
-  void settle(Garbage& garbage);
+  bool has_nothing_under_way(int lost) const;
+  void remove_unheld(Garbage& garbage);
   Garbage lose(int worker, const StoredObject& never, std::vector<OnReady>& waiting);
   void collect(Table::iterator it, Garbage& garbage);
   // A rank that does not exist (in a message of a defective worker) counts as lost: it holds and sends nothing.

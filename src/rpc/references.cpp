@@ -36,7 +36,7 @@ std::vector<RefRecord> Agent::hand_on(int to, const Payload& payload) {
       objects_.add_hold(record.object, to);
     } else if (record.owner != to) {
       send_quietly(record.owner,
-                   {.kind = Kind::kAddHolder, .object = record.object, .token = record.token, .worker = to});
+                   {.kind = MessageKind::kAddHolder, .object = record.object, .token = record.token, .worker = to});
     }
     records.push_back(record);
   }
@@ -49,7 +49,7 @@ void Agent::take_back(int to, const std::vector<RefRecord>& records) {
       discard(objects_.release(record.object, to));
     } else if (record.owner != to) {
       send_quietly(record.owner,
-                   {.kind = Kind::kNotSent, .object = record.object, .token = record.token, .worker = to});
+                   {.kind = MessageKind::kNotSent, .object = record.object, .token = record.token, .worker = to});
     }
   }
 }
@@ -80,7 +80,7 @@ std::shared_ptr<detail::Reference> Agent::keep_for(int to, StoredObject stored) 
 void Agent::let_go(const detail::Reference& reference) {
   if (forked() || closing_.load() || reference.holder == detail::Reference::kGone) return;
   if (reference.holder >= 0) return discard(objects_.release(reference.object, reference.holder));
-  send_quietly(reference.owner, {.kind = Kind::kRelease, .object = reference.object});
+  send_quietly(reference.owner, {.kind = MessageKind::kRelease, .object = reference.object});
 }
 
 namespace detail {

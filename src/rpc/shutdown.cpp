@@ -69,7 +69,7 @@ void Agent::shut_down(Shutdown how, Deadline deadline) {
     if (!in_time) break;
     uint64_t sum = *mine;
     for (const auto& worker : workers_)
-      if (worker.id != self_) send_quietly(worker.id, {.kind = Kind::kIdle, .call = sum, .token = round});
+      if (worker.id != self_) send_quietly(worker.id, {.kind = MessageKind::kIdle, .call = sum, .token = round});
     const auto reported = [&](int rank) {
       const std::lock_guard lock(state_mutex_);
       return peer(rank).idle.contains(round);

@@ -78,7 +78,7 @@ class EvilWorker final : public transport::Receiver {
     for (const auto& piece : pieces) said.pieces.emplace_back(reinterpret_cast<const char*>(piece.data), piece.bytes);
     rpc::Header header;
     if (body.size() >= sizeof header) std::memcpy(&header, body.data(), sizeof header);
-    if (header.call == kProbe && header.kind == rpc::Kind::kReply) answered_ = true;
+    if (header.call == kProbe && header.kind == rpc::MessageKind::kReply) answered_ = true;
     heard.push_back(std::move(said));
   }
   void on_lost(int, const std::string& cause) override { lost = cause; }

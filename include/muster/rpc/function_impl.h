@@ -64,7 +64,7 @@ void keep_result(R&& result, Outcome& outcome) {
 
 // The value of a call, made from what the function returned: references are copied, views become owners.
 template <typename Result, typename Returned>
-Result settle(Returned&& returned) {
+Result make_result(Returned&& returned) {
   if constexpr (std::is_convertible_v<Returned&&, Result>) {
     return std::forward<Returned>(returned);
   } else if constexpr (std::is_constructible_v<Result, Returned&&>) {
@@ -96,7 +96,7 @@ class InvocationOf final : public Invocation {
           arguments_.reset();
           finish(store, outcome);
         } else {
-          Result result = settle<Result>(call(object));
+          Result result = make_result<Result>(call(object));
           arguments_.reset();
           finish(store, outcome, std::move(result));
         }
@@ -164,7 +164,7 @@ class InvocationOf final : public Invocation {
         std::optional<Result> result;
         {
           Returned task = self->call(object);
-          result.emplace(settle<Result>(co_await task));
+          result.emplace(make_result<Result>(co_await task));
         }
         self->arguments_.reset();
         finish(store, outcome, *std::move(result));

@@ -85,7 +85,7 @@ class Continuation {
 
  private:
   friend class FutureState;
-  friend class Turns;
+  friend class ContinuationQueue;
   Continuation* next_ = nullptr;
 };
 
