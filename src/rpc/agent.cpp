@@ -162,10 +162,10 @@ void Agent::start(const World& world) {
   // Nobody makes a call before all workers know their ways to all others.
   store->set(text(prefix, "/ready/", self_), "");
   for (size_t rank = 0; rank < n; ++rank) store->get(text(prefix, "/ready/", rank), deadline);
-  if (env_string(kVerboseVariable) || log_level() <= LogLevel::kInfo) say_ways();
+  if (env_string(kVerboseVariable) || log_level() <= LogLevel::kInfo) log_ways();
 }
 
-void Agent::say_ways() const {
+void Agent::log_ways() const {
   std::map<std::string_view, std::string> ways;
   for (const auto& worker : workers_) {
     std::string& names = ways[peer(worker.id).way.load()->name()];

@@ -161,7 +161,6 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
     if (!forked()) shm_->wake_second();
   }
   Clock::time_point next_tick() const override;
-  bool lower_next_tick(int64_t due);
   void tick(Clock::time_point now) override;
 
   class CallRunnable;
@@ -213,13 +212,14 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   void send_error(const IncomingCall& call, const std::exception_ptr& error);
   void forget(const IncomingCall& call);
   std::exception_ptr late_error(const detail::PendingCall& call) const;
+  bool lower_next_tick(int64_t due);
   Pending take_pending(uint64_t call, int to);
   Pending give_up(uint64_t call);
   void on_cancel(int from, const Header& header);
   std::optional<uint64_t> idle() const;
   bool forked() const { return fork_count() != forks_; }
   void check_fork() const;
-  void say_ways() const;
+  void log_ways() const;
   void changed();
   std::optional<uint64_t> wait_until_idle(Deadline deadline);  // the result of idle(); none at the deadline
   bool wait_for(const std::function<bool()>& done, Deadline deadline);

@@ -60,7 +60,9 @@ class ShmTransport final : public PolledTransport, public std::enable_shared_fro
   void plan_pieces(Peer& peer, const Message& message, Plan& plan);
   std::shared_ptr<std::byte> block(size_t bytes);
   bool forked() const { return fork_count() != forks_; }
-  uint64_t token_for(Peer& peer, const Piece& piece, bool take);
+  static Lease* lease_of(Peer& peer, const Piece& piece);
+  static bool is_leased(Peer& peer, const Piece& piece);
+  static uint64_t end_lease(Peer& peer, const Piece& piece);
   void take_records_of(Peer& peer, Message& message, Plan& plan);
   void fill(std::byte* at, const Message& message, const Plan& plan, uint64_t block_token) const;
   std::byte* reserve(Peer& peer, size_t bytes);

@@ -54,7 +54,7 @@ void ShmTransport::plan_pieces(Peer& peer, const Message& message, Plan& plan) {
     } else if (piece.unique && options_.heap->contains(piece.data)) {
       record.where = Where::kMine;
       record.offset = options_.heap->offset_of(piece.data);
-    } else if (piece.unique && token_for(peer, piece, false) != 0) {
+    } else if (piece.unique && is_leased(peer, piece)) {
       record.where = Where::kYours;
       record.offset = static_cast<uint64_t>(piece.data - peer.heap->data());
     } else {
@@ -76,7 +76,7 @@ void ShmTransport::take_records_of(Peer& peer, Message& message, Plan& plan) {
   for (size_t i = 0; i < plan.records.size(); ++i) {
     PieceRecord& record = plan.records[i];
     Piece& piece = message.pieces[i];
-    if (record.where == Where::kYours) record.token = token_for(peer, piece, true);
+    if (record.where == Where::kYours) record.token = end_lease(peer, piece);
     if (record.where != Where::kMine) continue;
     record.token = peer.next_token++;
     peer.lent[record.token] = {plan.copies[i] ? std::move(plan.copies[i]) : std::move(piece.owner),
@@ -84,21 +84,29 @@ void ShmTransport::take_records_of(Peer& peer, Message& message, Plan& plan) {
   }
 }
 
-// The token of the block that the peer lent and that contains the piece; 0 if there is none. With `take`, the caller
-// holds the lock, and the block becomes the peer's again.
-uint64_t ShmTransport::token_for(Peer& peer, const Piece& piece, bool take) {
-  if (piece.data < peer.heap->data() || piece.data >= peer.heap->data() + peer.heap->size()) return 0;
-  std::unique_lock lock(peer.mutex, std::defer_lock);
-  if (!take) lock.lock();
+// With the lock: the block that the peer lent and that contains the piece; null if there is none.
+Lease* ShmTransport::lease_of(Peer& peer, const Piece& piece) {
   const auto after = peer.leases.upper_bound(piece.data);
-  if (after == peer.leases.begin()) return 0;
-  Lease& lease = *std::prev(after)->second;
-  if (piece.data + piece.bytes > lease.data + lease.bytes) return 0;
-  if (take) {
-    lease.home = true;
-    peer.leases.erase(std::prev(after));
-  }
-  return lease.token;
+  if (after == peer.leases.begin()) return nullptr;
+  Lease* const lease = std::prev(after)->second;
+  return piece.data + piece.bytes <= lease->data + lease->bytes ? lease : nullptr;
+}
+
+// Whether the piece is in a block that the peer lent.
+bool ShmTransport::is_leased(Peer& peer, const Piece& piece) {
+  if (piece.data < peer.heap->data() || piece.data >= peer.heap->data() + peer.heap->size()) return false;
+  const std::lock_guard lock(peer.mutex);
+  const Lease* const lease = lease_of(peer, piece);
+  return lease && lease->token != 0;
+}
+
+// With the lock: the block with the piece becomes the peer's again. Returns its token, 0 if there is no such block.
+uint64_t ShmTransport::end_lease(Peer& peer, const Piece& piece) {
+  Lease* const lease = lease_of(peer, piece);
+  if (!lease) return 0;
+  lease->home = true;
+  peer.leases.erase(lease->data);
+  return lease->token;
 }
 
 // Writes the record to `at`. If there is a block, the record goes into the block, and `at` gets the block's place.
