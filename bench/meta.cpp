@@ -3,11 +3,14 @@
 //
 //   maml_sgd    8 tasks of 10 points, 5 inner steps of SGD each, a net 1-40-40-1; Adam outside
 //   maml_adam   the same with Adam inside
+//   apart       of two workers: maml_sgd with 4 tasks on each, and none waits for the other. It is the limit that this
+//               machine sets for maml_sgd of two workers
 //   memory      by how many KB the process grows from the 200th to the 2,000th meta-step of maml_sgd; of two workers,
 //               the one that grows more
 //   adam_100    a step of differentiable Adam of 100 parameters of 64 floats, and its gradient
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/stack.h>
 #include <malloc.h>
@@ -23,6 +26,7 @@
 #include <vector>
 
 #include "measure.h"
+#include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
 #include "muster/optim/functional_optimizer.h"
 #include "muster/optim/meta.h"
@@ -57,9 +61,9 @@ Tensor loss_after_adapting(optim::ModuleState state, Tensor task) {
   return loss(net, task[0][1], task[1][1]);
 }
 
-Tensor tasks() {
-  const Tensor x = at::rand({8, 2, 10, 1}) * 10 - 5;
-  return at::stack({x, (x + at::rand({8, 1, 1, 1}) * 3.14).sin() * (at::rand({8, 1, 1, 1}) * 4.9 + 0.1)}, 1);
+Tensor tasks(int64_t n) {
+  const Tensor x = at::rand({n, 2, 10, 1}) * 10 - 5;
+  return at::stack({x, (x + at::rand({n, 1, 1, 1}) * 3.14).sin() * (at::rand({n, 1, 1, 1}) * 4.9 + 0.1)}, 1);
 }
 
 void report(const char* name, const char* impl, double seconds) {
@@ -70,10 +74,10 @@ void report(const char* name, const char* impl, double seconds) {
 template <typename Inner>
 class Maml {
  public:
-  explicit Maml(size_t workers) : workers_(workers) {}
+  explicit Maml(size_t workers, int64_t tasks = 8) : workers_(workers), tasks_(tasks) {}
   void step() {
     const auto state = optim::extract_state_dict(net_);
-    const Tensor batch = tasks();
+    const Tensor batch = tasks(tasks_);
     Tensor total;
     if (workers_ == 1) {
       std::vector<Tensor> losses;
@@ -91,6 +95,7 @@ class Maml {
 
  private:
   const size_t workers_;
+  const int64_t tasks_;
   Net net_;
   optim::Adam adam_{{.lr = 1e-3}};
 };
@@ -101,6 +106,17 @@ void maml(const char* name, size_t workers) {
   report(name, workers == 1 ? "muster" : "muster, 2 workers",
          bench::best_mean(
              30, [&] { maml.step(); }, [] {}));
+}
+
+void apart() {
+  Maml<optim::MetaSGD> maml(1, 4);
+  muster::barrier();
+  const Tensor slowest = at::full({},
+                                  bench::best_mean(
+                                      30, [&] { maml.step(); }, [] {}),
+                                  at::kDouble);
+  muster::all_reduce(slowest, {.op = muster::ReduceOp::MAX});
+  if (muster::World::current().rank() == 0) report("apart", "muster, 2 workers", slowest.item<double>());
 }
 
 int64_t resident_kb() {
@@ -158,6 +174,7 @@ int main() {
     memory(1);
     return 0;
   }
+  apart();
   rpc::init();
   if (world.rank() == 0) {
     maml<optim::MetaSGD>("maml_sgd", rpc::all_workers().size());

@@ -51,8 +51,7 @@ Context::Context() : state_(tape_of(*rpc::current_agent()).contexts().begin()) {
 
 Context::~Context() {
   try {
-    if (const auto agent = state_->agent())
-      tell_end(*agent, state_->id(), tape_of(*agent).contexts().end(state_->id()));
+    if (const auto agent = state_->agent()) tape_of(*agent).ended(state_->id());
   } catch (const std::exception&) {
     // RPC ends: there is no worker to tell.
   }

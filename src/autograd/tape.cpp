@@ -247,6 +247,11 @@ void Tape::returning(const rpc::IncomingCall& call, rpc::Payload& payload, uint6
   context |= kRecorded;
 }
 
+void Tape::ended(uint64_t context) {
+  for (const int worker : contexts_.end(context))
+    if (worker != agent_.rank()) agent_.tell_end(worker, context);
+}
+
 void Tape::lost(int worker) {
   std::set<int> others;
   for (const auto& other : agent_.workers())

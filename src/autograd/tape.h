@@ -50,6 +50,7 @@ class Tape final : public rpc::Interceptor {
   void returned(const std::shared_ptr<void>& sent, int from, uint64_t context, rpc::Payload& payload) override;
   std::shared_ptr<void> incoming(const rpc::IncomingCall& call, rpc::Payload& payload) override;
   void returning(const rpc::IncomingCall& call, rpc::Payload& payload, uint64_t& context) override;
+  void ended(uint64_t context) override;
   void lost(int worker) override;
   void close() override { contexts_.close(); }
 

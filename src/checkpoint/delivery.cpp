@@ -46,10 +46,25 @@ void put_in_order(Entries& entries) {
 
 }  // namespace
 
-Delivery::Delivery(const SnapshotPlace& here, const Reading& reading, const Items& items)
-    : here_(here), reading_(reading), scratch_(at::empty({static_cast<int64_t>(kTogether)}, at::kByte)) {
+std::string listed(const std::set<std::string>& names) {
+  constexpr size_t kFew = 20;
+  std::vector<std::string> some;
+  for (const std::string& name : names)
+    if (some.size() < kFew) some.push_back(name);
+  return text(join(some), names.size() > kFew ? text(" and ", names.size() - kFew, " more") : "");
+}
+
+Delivery::Delivery(const SnapshotPlace& here, const Reading& reading, const Items& items, bool strict)
+    : here_(here),
+      reading_(reading),
+      strict_(strict),
+      scratch_(at::empty({static_cast<int64_t>(kTogether)}, at::kByte)) {
   std::map<std::string, Target*> by_name;
-  for (const NamedItem& item : items) by_name[item.name] = &targets_.emplace_back(Target{.item = &item});
+  for (const NamedItem& item : items) {
+    Target& target = targets_.emplace_back(Target{.item = &item});
+    if (!strict) target.accepts = item.item->accepts();
+    by_name[item.name] = &target;
+  }
   for (const auto& file : reading.files()) {
     auto& slots = slots_.emplace_back();
     for (const Entry& entry : file.container.entries()) {
@@ -57,12 +72,10 @@ Delivery::Delivery(const SnapshotPlace& here, const Reading& reading, const Item
       if (slots.back().target) slots.back().target->entries.push_back(entry);
     }
   }
+  find_missing();
   std::map<const Target*, std::vector<Need>> needs;
   for (Target& target : targets_) {
     put_in_order(target.entries);
-    const bool may_be_missing = target.item->name == kDefaultGenerator && reading.is_of_other_ranks();
-    if (target.entries.empty() && !may_be_missing && !target.item->item->save().empty())
-      throw InvalidArgument(text("the snapshot has no '", target.item->name, "'"), kSameProgram);
     needs[&target] = target.item->item->needs(target.entries);
   }
   for (size_t f = 0; f < slots_.size(); ++f)
@@ -70,18 +83,56 @@ Delivery::Delivery(const SnapshotPlace& here, const Reading& reading, const Item
       find_need(reading.files()[f].container.entries()[i], needs, slots_[f][i]);
 }
 
-Delivery::Slot Delivery::slot_of(const Entry& entry, const std::map<std::string, Target*>& by_name) const {
+// Finds what was added and is not in the snapshot.
+void Delivery::find_missing() {
+  bool any = false;
+  for (const Target& target : targets_) {
+    const std::string& name = target.item->name;
+    const Item& item = *target.item->item;
+    any = any || (!target.entries.empty() && (name != kDefaultGenerator || targets_.size() == 1));
+    if (strict_) {
+      const bool may_be_missing = name == kDefaultGenerator && reading_.is_of_other_ranks();
+      if (target.entries.empty() && !may_be_missing && !target.item->item->save().empty())
+        throw InvalidArgument(text("the snapshot has no '", name, "'"), kSameProgram);
+    } else if (target.is_refused && target.entries.empty()) {
+      throw InvalidArgument(text("'", name, "' has nothing of what is in the snapshot by that name"),
+                            "Use the names that it was saved with, or leave the item out");
+    } else if (target.entries.empty()) {
+      only_here_.insert(text("'", name, "'"));
+    } else {
+      for (const std::string& each : item.lacking(target.entries)) only_here_.insert(text(name, '/', each));
+    }
+  }
+  if (!strict_ && !any && !targets_.empty())
+    throw InvalidArgument(text("the snapshot has nothing of what was added",
+                               only_saved_.empty() ? "" : text(", but ", listed(only_saved_))),
+                          "add() what it has, by the same names");
+}
+
+Delivery::Slot Delivery::slot_of(const Entry& entry, const std::map<std::string, Target*>& by_name) {
   const auto found = by_name.find(entry.item);
   if (entry.item == kDefaultGenerator && (found == by_name.end() || reading_.is_of_other_ranks())) return {};
-  if (found == by_name.end())
-    throw InvalidArgument(text("the snapshot has a '", entry.item, "' that was not added"),
-                          "Add it, or name another folder");
-  Target* const target = found->second;
+  if (found == by_name.end()) {
+    if (strict_)
+      throw InvalidArgument(text("the snapshot has a '", entry.item, "' that was not added"),
+                            "Add it, or restore({.strict = false}), or name another folder");
+    only_saved_.insert(text("'", entry.item, "'"));
+    return {};
+  }
+  Target* target = found->second;
   check_mode(*target->item, entry, reading_.about().world_size, here_.size);
-  const bool is_for_this_rank = entry.rank == kShared || entry.rank == here_.rank;
-  return {.when = target->item->item->comes_in_parts(entry) ? When::kInParts : When::kInOnePiece,
-          .to = entry.rank,  // kShared is kEveryRank
-          .target = is_for_this_rank ? target : nullptr};
+  const Item& item = *target->item->item;
+  const Slot for_others{.when = item.comes_in_parts(entry) ? When::kInParts : When::kInOnePiece,
+                        .to = entry.rank};  // kShared is kEveryRank
+  if (entry.rank != kShared && entry.rank != here_.rank) return for_others;
+  if (!strict_ && !target->accepts(entry)) {
+    only_saved_.insert(text(entry.item, '/', entry.name));
+    target->is_refused = true;
+    return entry.rank == kShared ? Slot{} : for_others;  // the ranks' parts of an item may differ
+  }
+  Slot slot = for_others;
+  slot.target = target;
+  return slot;
 }
 
 void Delivery::find_need(const Entry& entry, const std::map<const Target*, std::vector<Need>>& needs,

@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -24,19 +25,28 @@ namespace muster::checkpoint {
 // An item, with what the snapshot has for it on this rank.
 struct Target {
   const NamedItem* item = nullptr;
+  std::function<bool(const Entry&)> accepts = {};  // Item::accepts(), if not all of the snapshot has to fit
+  bool is_refused = false;                         // accepts() has refused an entry
   Entries entries;  // in order; their tensors are on the device "meta" until the values come
 };
+
+// Names for a message: at most a few of them.
+std::string listed(const std::set<std::string>& names);
 
 enum class When { kInOnePiece, kInParts, kNever };  // as Item::comes_in_parts() says
 
 class Delivery {
  public:
-  // Not collective. Throws InvalidArgument if the snapshot has other items than were added.
-  Delivery(const SnapshotPlace& here, const Reading& reading, const Items& items);
+  // Not collective. If it is `strict`, throws InvalidArgument if the snapshot has other items than were added.
+  // Otherwise, if it has none of them, and what only one side has is left out.
+  Delivery(const SnapshotPlace& here, const Reading& reading, const Items& items, bool strict);
   Delivery(const Delivery&) = delete;
   Delivery& operator=(const Delivery&) = delete;
 
   std::deque<Target>& targets() { return targets_; }  // in the items' order
+  // Names of items, and of what is in them, that only the snapshot or only this rank has.
+  const std::set<std::string>& only_saved() const { return only_saved_; }
+  const std::set<std::string>& only_here() const { return only_here_; }
   // A number that is the same on all ranks if they agree who gets what.
   uint64_t plan() const;
 
@@ -55,7 +65,8 @@ class Delivery {
     size_t index = 0;          // among the target's entries
   };
 
-  Slot slot_of(const Entry& entry, const std::map<std::string, Target*>& by_name) const;
+  Slot slot_of(const Entry& entry, const std::map<std::string, Target*>& by_name);
+  void find_missing();
   void find_need(const Entry& entry, const std::map<const Target*, std::vector<Need>>& needs, Slot& slot) const;
   // Entries of a file that come together: from `first` to before `last`.
   struct Run {
@@ -72,6 +83,8 @@ class Delivery {
 
   const SnapshotPlace& here_;
   const Reading& reading_;
+  const bool strict_;
+  std::set<std::string> only_saved_, only_here_;
   std::deque<Target> targets_;
   std::vector<std::vector<Slot>> slots_;  // by file and entry
   at::Tensor scratch_;                    // memory for what cannot come into the item's own; at least kTogether bytes

@@ -61,6 +61,22 @@ class ModuleItem final : public Item {
     }
   }
 
+  std::function<bool(const Entry&)> accepts() const override {
+    return [here = tensors_by_name()](const Entry& entry) { return here.contains(key_of(entry)); };
+  }
+  void check_part(const Entries& entries) const override {
+    const auto here = tensors_by_name();
+    for (const Entry& entry : entries) check_fits(entry, here.at(key_of(entry)));
+  }
+  std::vector<std::string> lacking(const Entries& entries) const override {
+    std::set<Key> there;
+    for (const Entry& entry : entries) there.insert(key_of(entry));
+    std::vector<std::string> names;
+    for (const auto& each : tensors())
+      if (!there.contains({each.kind, each.name})) names.push_back(each.name);
+    return names;
+  }
+
   bool comes_in_parts(const Entry&) const override { return true; }
   void load(const Entries&) override { by_name_ = tensors_by_name(); }
   at::Tensor memory_for(const Entry& entry) override {

@@ -12,6 +12,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -43,6 +44,13 @@ class Item {
   // Throws InvalidArgument if these entries cannot be loaded. Changes nothing. The tensors of entries that come in
   // parts, or that this rank does not need, are on the device "meta".
   virtual void check(const Entries&) const {}
+  // A snapshot may be restored in part: without the entries that accepts() refuses, and with check_part() instead of
+  // check() for the others. lacking(): the names, within the item, of what none of them is for.
+  virtual std::function<bool(const Entry&)> accepts() const {
+    return [](const Entry&) { return true; };
+  }
+  virtual void check_part(const Entries& entries) const { check(entries); }
+  virtual std::vector<std::string> lacking(const Entries&) const { return {}; }
   // Gets the entries that do not come in parts.
   virtual void load(const Entries& entries) = 0;
   // After load(): memory for the values of one of the others, with its shape and dtype, contiguous, on the CPU. They

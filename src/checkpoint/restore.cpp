@@ -62,6 +62,38 @@ std::vector<Candidate> candidates_in(SnapshotPlace& here, SnapshotPlace* of_host
   return all;
 }
 
+// Those of the steps that the user has named, if any.
+std::vector<Candidate> only(std::optional<int64_t> named, std::vector<Candidate> all, const SnapshotPlace& here) {
+  if (!named) return all;
+  std::set<int64_t> there;
+  for (const Candidate& each : all) there.insert(each.steps);
+  if (!there.contains(*named))
+    throw InvalidArgument(text("there is no snapshot of step ", *named, " in ", here.folder.path().string(),
+                               there.empty() ? ", which has none" : text(", which has those of ", join(there))),
+                          "Name one of those, or none for the newest");
+  std::erase_if(all, [&](const Candidate& each) { return each.steps != *named; });
+  return all;
+}
+
+int64_t step_of_best(const SnapshotRestoreOptions& options, const SnapshotPlace& here,
+                     const std::function<std::vector<int64_t>()>& best) {
+  if (options.steps) throw InvalidArgument("restore() takes .steps or .best, not both");
+  Listing found;
+  if (here.rank == 0) found.problem = problem_of([&] { found.steps = best(); });
+  found = broadcast_object(found, 0, here.collective);
+  if (found.problem) throw_problem(found.problem);
+  if (found.steps.empty())
+    throw InvalidArgument(text("no snapshot in ", here.folder.path().string(), " has a score"),
+                          "Call score() before save(), and set .keep_best");
+  return found.steps[0];
+}
+
+void require_equal(const SnapshotRestoreOptions& options, const SnapshotPlace& here) {
+  const auto said = text(options.strict, ' ', options.best, ' ', options.steps ? text(*options.steps) : "newest");
+  for (const std::string& theirs : all_gather_object(said, here.collective))
+    if (theirs != said) throw Mismatch("the ranks call restore() with different options", "Use the same on all ranks");
+}
+
 void agree(const SnapshotPlace& here, const Problem& mine) {
   if (const Problem problem = first_of(all_gather_object(mine, here.collective))) throw_problem(problem);
 }
@@ -83,10 +115,19 @@ class EndOfLoad {
   const std::deque<Target>& targets_;
 };
 
+void report_differences(const Delivery& delivery) {
+  std::vector<std::string> sides;
+  if (!delivery.only_here().empty())
+    sides.push_back(text("only the program has, and keeps as it is, ", listed(delivery.only_here())));
+  if (!delivery.only_saved().empty()) sides.push_back(text("only the snapshot has ", listed(delivery.only_saved())));
+  if (sides.empty()) return;
+  MUSTER_LOG(kWarning) << "a snapshot is restored in part: " << join(sides, "; ");
+}
+
 // Everything is checked before anything changes.
-void apply(const SnapshotPlace& here, const Items& items, const Reading& reading) {
+void apply(const SnapshotPlace& here, const Items& items, const Reading& reading, bool strict) {
   std::optional<Delivery> delivery;
-  agree(here, problem_of([&] { delivery.emplace(here, reading, items); }));
+  agree(here, problem_of([&] { delivery.emplace(here, reading, items, strict); }));
   const auto plans = all_gather_object(delivery->plan(), here.collective);
   if (std::any_of(plans.begin(), plans.end(), [&](uint64_t plan) { return plan != plans[0]; }))
     throw Mismatch("the ranks have added different things to the snapshot", "Add the same on all ranks");
@@ -99,9 +140,11 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
   agree(here, problem);  // what comes from a rank that could not read it is not to be checked
   problem = problem_of([&] {
     for (const Target& target : targets)
-      if (!target.entries.empty()) target.item->item->check(target.entries);
+      if (const Item& item = *target.item->item; !target.entries.empty())
+        strict ? item.check(target.entries) : item.check_part(target.entries);
   });
   agree(here, problem);
+  if (here.rank == 0) report_differences(*delivery);
 
   const auto load = [](Target& target, const Entries& entries, bool is_part) {
     Item& item = *target.item->item;
@@ -128,12 +171,16 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
 
 }  // namespace
 
-int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items) {
+int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, SnapshotRestoreOptions options,
+                const std::function<std::vector<int64_t>()>& best) {
+  require_equal(options, here);
+  if (options.best) options.steps = step_of_best(options, here, best);
   if (const Problem problem = choose_per_rank(here, items, false)) throw_problem(problem);
   Candidate restored;
   std::vector<std::string> why;
   bool generators_stay = false;
-  for (const auto& [steps, where] : candidates_in(here, of_hosts)) {
+  const auto all = candidates_in(here, of_hosts);
+  for (const auto& [steps, where] : only(options.steps, all, here)) {
     Reading reading(*where, steps);
     if (const Problem problem = reading.open_and_verify()) {
       if (here.rank == 0) {
@@ -145,11 +192,14 @@ int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items) {
       where->refused.insert(steps);
       continue;
     }
-    apply(*where, items, reading);
+    apply(*where, items, reading, options.strict);
     generators_stay = reading.is_of_other_ranks() && any_named(items, kDefaultGenerator);
     restored = {steps, where};
     break;
   }
+  if (options.steps && restored.steps == 0)
+    throw CorruptError(text("the snapshot of step ", *options.steps, " is not intact: ", join(why, "; ")),
+                       "Restore it from a backup, or name another one");
   if (!here.refused.empty() && restored.steps == 0)
     throw CorruptError(
         text("no snapshot in ", here.folder.path().string(),
@@ -163,6 +213,7 @@ int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items) {
   for (SnapshotPlace* const where : {&here, of_hosts}) {
     if (!where) continue;
     where->folder_is_known = true;
+    where->has_newer = restored.where && restored.steps < all.front().steps && options.steps;
     if (!where->is_of_hosts() || where->leads()) where->folder.remove_temporaries(where->cares_for(), where->size);
   }
   if (here.rank == 0 && restored.steps > 0) {

@@ -12,14 +12,20 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 #include "checkpoint/snapshot_place.h"
+#include "muster/checkpoint/snapshot.h"
 
 namespace muster::checkpoint {
 
 // Returns the steps of the snapshot; 0 if there is none. Notes which ones are refused, and that the folders are known.
 // Throws the same on all ranks: CorruptError if there are snapshots and all of them are refused, InvalidArgument if the
-// snapshot does not fit the items. `of_hosts`: the hosts' own folders; null if there are none.
-int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items);
+// snapshot does not fit the items, or is not there, Mismatch if the options differ. `of_hosts`: the hosts' own folders;
+// null if there are none.
+// `best`: the steps of those with the best scores, the best first; called on rank 0.
+int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, SnapshotRestoreOptions options,
+                const std::function<std::vector<int64_t>()>& best);
 
 }  // namespace muster::checkpoint

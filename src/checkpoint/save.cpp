@@ -138,6 +138,9 @@ Problem problem_among(const std::vector<Part>& parts) {
 
 void check_folder(SnapshotPlace& here) {
   here.folder.claim();
+  if (here.has_newer)
+    throw InvalidArgument("there are newer snapshots than the one that was restored",
+                          "Go on from an older one in a folder of its own: restore, and save by another Snapshot");
   if (here.folder_is_known) return;
   if (const auto there = here.folder.snapshots(); !there.empty())
     throw InvalidArgument(

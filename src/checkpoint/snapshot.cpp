@@ -260,10 +260,12 @@ Snapshot& Snapshot::add_archivable(std::string name, std::function<void(torch::s
   return *this;
 }
 
-int64_t Snapshot::restore() {
-  impl_->end_and_report();
-  const int64_t steps = checkpoint::restore(impl_->place, impl_->of_hosts ? &*impl_->of_hosts : nullptr, impl_->items);
-  if (steps > 0) impl_->newest = steps;
+int64_t Snapshot::restore(const SnapshotRestoreOptions& options) {
+  Impl& s = *impl_;
+  s.end_and_report();
+  const int64_t steps =
+      checkpoint::restore(s.place, s.of_hosts ? &*s.of_hosts : nullptr, s.items, options, [this] { return best(); });
+  if (steps > 0) s.newest = steps;
   return steps;
 }
 

@@ -36,6 +36,7 @@ struct SnapshotPlace {
   // Set when restore() or save() has looked into the folder. Until then rank 0's save() refuses a folder that already
   // has snapshots, because they may be another training's.
   bool folder_is_known = false;
+  bool has_newer = false;  // there are newer snapshots than the one that restore() was to take: save() refuses, too
   std::set<int64_t> refused = {};  // the steps of damaged snapshots
   std::shared_ptr<Remover> remover = std::make_shared<Remover>();
 

@@ -115,6 +115,10 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   std::shared_ptr<detail::Reference> hold(int owner, uint64_t object);
   ObjectTable& objects() { return objects_; }
   Interceptor& interceptor() { return *interceptor_; }
+  // Tells a worker that what the layer above calls `context` has ended here. It does not answer.
+  void tell_end(int worker, uint64_t context) {
+    send_quietly(worker, {.kind = MessageKind::kContextEnded, .context = context});
+  }
   void let_go(const detail::Reference& reference);
   void check_is_own(const detail::Reference& reference) const;  // Aborted if another agent made it
 

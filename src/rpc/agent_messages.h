@@ -16,6 +16,7 @@
 //   kNotSent       the reference that kAddHolder announced could not be sent
 //   kIdle          a round of a graceful shutdown: the sender is idle in round `token`, and has made `call` calls so
 //                  far
+//   kContextEnded  what the layer above calls `context` has ended at the sender (interceptor.h)
 //
 // An object's id is unique in the job: its creator's rank in the upper 16 bits, and that worker's count below.
 #pragma once
@@ -39,7 +40,8 @@ enum class MessageKind : uint8_t {
   kRelease,
   kDrained,
   kNotSent,
-  kIdle
+  kIdle,
+  kContextEnded
 };
 
 constexpr uint8_t kStore = 1;   // keep the result

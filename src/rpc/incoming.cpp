@@ -87,6 +87,15 @@ void Agent::on_message(int from, std::string_view body, std::vector<transport::P
         bell_.ring();
         return;
       }
+      case MessageKind::kContextEnded:  // what belongs to it may be the user's, as in discard()
+        executor_->post([this, context = header.context] {
+          try {
+            interceptor_->ended(context);
+          } catch (const std::exception& error) {
+            MUSTER_LOG(kError) << "rpc: a context cannot be ended: " << error.what();
+          }
+        });
+        return;
     }
     throw CorruptError("a message of an unknown kind");
   } catch (const std::exception& error) {

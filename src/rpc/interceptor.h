@@ -13,7 +13,8 @@
 // A call without tensors and outside of any context costs a virtual call and a look at a thread-local.
 //
 // Thread-safety: all methods, concurrently. What they throw ends the call: outgoing() throws to the calling code; what
-// incoming() and returning() throw is the call's error at the caller; what returned() throws becomes its result.
+// incoming() and returning() throw is the call's error at the caller; what returned() throws becomes its result. What
+// ended() throws is logged.
 #pragma once
 
 #include <chrono>
@@ -40,8 +41,9 @@ class Interceptor {
   virtual std::shared_ptr<void> incoming(const IncomingCall& call, Payload& payload) = 0;
   virtual void returning(const IncomingCall& call, Payload& payload, uint64_t& context) = 0;
 
-  virtual void lost(int worker) = 0;  // no more messages come from it
-  virtual void close() = 0;           // the agent ends; nothing is called afterwards
+  virtual void ended(uint64_t context) = 0;  // Agent::tell_end() was called for it on another worker
+  virtual void lost(int worker) = 0;         // no more messages come from it
+  virtual void close() = 0;                  // the agent ends; nothing is called afterwards
 };
 
 // Defined by the layer above, which is linked with this one. `agent` outlives the result.

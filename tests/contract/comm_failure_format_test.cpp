@@ -6,6 +6,7 @@
 #include <regex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "base/text.h"
 #include "comm/core/backend.h"
@@ -69,6 +70,39 @@ TEST_P(FailureFormat, OfALoss) {
                std::runtime_error);
   for (const int rank : {0, 2})
     expect_format(said[static_cast<size_t>(rank)], "rank 1 ended: no more data", "1", rank, "(all_reduce #0|barrier)");
+}
+
+// A group that a library makes for itself numbers the ranks as its user does.
+TEST_P(FailureFormat, NumbersTheRanksAsTheParentIfAsked) {
+  run(4, [](World& world) {
+    Group of_world = world.new_group({1, 3}, {.parents_ranks = true});
+    if (world.rank() == 3) comm::backend_of(of_world).abort();
+    if (of_world.is_member()) {
+      const auto said = message_of<Aborted>([&] {
+        for (;;) barrier({.group = of_world});
+      });
+      expect_format(said, "rank 3 aborted group 'group 1'", "3", world.rank(), "(no operation yet|barrier)");
+    }
+
+    // In `outer` the ranks 3, 2 and 1 are 0, 1 and 2. The group of a group of it still numbers them so.
+    const Group outer = world.new_group({3, 2, 1});
+    if (!outer.is_member()) return;
+    const Group inner = outer.split(outer.rank() > 0, 0, {.parents_ranks = true});
+    const Group innermost = inner.split(0, 0, {.parents_ranks = true});
+    if (innermost.size() != 2) return;
+    if (world.rank() == 1) {
+      wait_for(world, "has timed out");
+      return;
+    }
+    try {
+      barrier({.group = innermost, .timeout = std::chrono::milliseconds(200)});
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const TimeoutError& error) {
+      EXPECT_EQ(error.missing(), std::vector<int>{2});
+      expect_format(error.what(), "barrier.* on rank 1 timed out after .*waiting for .*rank 2.*", "1", 1, "barrier");
+    }
+    tell(world, "has timed out");
+  });
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ void parse_failure_note(Bytes bytes) {
   } catch (const Error& error) {
     // What has been read can be written, and says the same again.
     try {
-      std::rethrow_exception(comm::read_failure(comm::write_failure(error, 2), 0, "barrier #1"));
+      std::rethrow_exception(comm::read_failure(comm::write_failure(comm::failure_of(error, 2)), 0, "barrier #1"));
     } catch (const Error& again) {
       if (again.code() != error.code() || again.message() != error.message()) std::abort();
     }
@@ -81,10 +81,10 @@ void parse_failure_note(Bytes bytes) {
 }
 
 Seeds failure_note_seeds() {
-  return {comm::write_failure(PeerLost(1, 4711, "killed by signal 9"), 0),
-          comm::write_failure(TimeoutError("all_reduce timed out", {1, 2}, "Look at them"), 3),
-          comm::write_failure(Mismatch("ranks disagree", "Call the same"), 1),
-          comm::write_failure(Aborted("closed"), 0)};
+  return {comm::write_failure(comm::failure_of(PeerLost(1, 4711, "killed by signal 9"), 0)),
+          comm::write_failure(comm::failure_of(TimeoutError("all_reduce timed out", {1, 2}, "Look at them"), 3)),
+          comm::write_failure(comm::failure_of(Mismatch("ranks disagree", "Call the same"), 1)),
+          comm::write_failure(comm::failure_of(Aborted("closed"), 0))};
 }
 
 // --- objects ---

@@ -317,6 +317,40 @@ TEST(FsdpSnapshot, OfModelsOnPartsOfTheRanks) {
   fs::remove_all(folder);
 }
 
+// A model with more layers takes what one process has saved: each rank what it owns.
+TEST(FsdpSnapshot, InPart) {
+  struct Deeper : FsdpNet {
+    nn::Linear e = register_module("e", nn::Linear(600, 600));
+  };
+  const auto folder = folder_for("in-part");
+  for (const bool sharded : {false, true}) {
+    const SnapshotOptions options{.folder = folder / text(sharded), .sharded = sharded, .default_generator = false};
+    Values saved, before;
+    on_hosts({"a"}, [&](World&) {
+      const auto net = make<FsdpNet>(7, {});
+      saved = copies(net->named_parameters());
+      Snapshot snapshot(options);
+      snapshot.add("model", net).save(1);
+    });
+    on_hosts(kTwoEach, [&](World& world) {
+      const auto net = make<Deeper>(8, {});
+      if (world.rank() == 0) before = copies(net->named_parameters());
+      auto model = fully_shard(net, full());
+      Snapshot snapshot(options);
+      snapshot.add("model", net);
+      EXPECT_EQ(snapshot.restore({.strict = false}), 1);
+      model.gather();
+      if (world.rank() == 0)
+        for (const auto& each : copies(net->named_parameters())) {
+          const Tensor* const expected = saved.find(each.key());
+          EXPECT_TRUE(torch::equal(each.value(), expected ? *expected : before[each.key()])) << each.key();
+        }
+      model.synchronize();
+    });
+  }
+  fs::remove_all(folder);
+}
+
 // An optimizer for another model, or of another kind.
 TEST(FsdpSnapshot, AnotherOptimizerIsRefused) {
   const auto folder = folder_for("another");

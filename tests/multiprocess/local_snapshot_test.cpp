@@ -154,6 +154,31 @@ TEST_F(LocalSnapshot, ADamagedOneIsRefused) {
   EXPECT_EQ(train({"a", "b"}, 13), 10);
 }
 
+// The hosts have the newest one; the folder of all has an older one.
+TEST_F(LocalSnapshot, OneThatIsNamedIsTakenFromWhereItIsOrNone) {
+  const HostOfRank hosts{"a", "b"};
+  replicas_ = 0;
+  EXPECT_EQ(train(hosts, 12), 0);
+  const auto restore = [&](World& world, int64_t step) {
+    Counted numbers(world);
+    Snapshot snapshot(options(hosts[static_cast<size_t>(world.rank())]));
+    numbers.add_to(snapshot, true);
+    EXPECT_EQ(snapshot.restore({.steps = step}), step);
+    numbers.expect_of(world, step, true);
+  };
+  on_hosts(hosts, [&](World& world) { restore(world, 12); });
+  fs::remove_all(of("b"));
+  on_hosts(hosts, [&](World& world) {
+    Counted numbers(world);
+    Snapshot snapshot(options(hosts[static_cast<size_t>(world.rank())]));
+    numbers.add_to(snapshot, true);
+    EXPECT_CONTAINS(message_of<CorruptError>([&] { snapshot.restore({.steps = 12}); }),
+                    "the snapshot of step 12 is not intact");
+    numbers.expect_of(world, 0, true);
+  });
+  on_hosts(hosts, [&](World& world) { restore(world, 10); });
+}
+
 TEST_F(LocalSnapshot, OneHostNeedsNoReplicas) {
   EXPECT_EQ(train({"a", "a"}, 5), 0);
   EXPECT_EQ(shards(of("a"), 4), (std::set<int>{0, 1}));

@@ -211,7 +211,8 @@ class SnapshotTest : public testing::TestWithParam<bool> {
     return result;
   }
   template <typename Kind>
-  std::string restore_error(int n, const std::function<void(Training&, Snapshot&)>& change = {}) const {
+  std::string restore_error(int n, const std::function<void(Training&, Snapshot&)>& change = {},
+                            const SnapshotRestoreOptions& with = {}) const {
     std::vector<std::string> messages(static_cast<size_t>(n));
     run_threads(n, [&](World& world) {
       Training training(world, 2, sgd());
@@ -222,7 +223,7 @@ class SnapshotTest : public testing::TestWithParam<bool> {
         training.add_to(snapshot);
       }
       const auto before = training.state();
-      messages[static_cast<size_t>(world.rank())] = message_of<Kind>([&] { snapshot.restore(); });
+      messages[static_cast<size_t>(world.rank())] = message_of<Kind>([&] { snapshot.restore(with); });
       EXPECT_TRUE(training.state() == before);
     });
     for (const auto& message : messages) EXPECT_EQ(message, messages[0]);

@@ -13,24 +13,33 @@
 #include <exception>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "muster/base/error.h"
 
 namespace muster::comm {
 
-// The failure's text without the part in brackets, and the finder that this names; if there is none, `finder`.
-struct Report {
-  std::string what;
+// A failure, as the ranks of a group share it.
+struct FailureReport {
+  ErrorCode code = ErrorCode::kUnavailable;
+  int subject = -1, pid = 0;  // of a PeerLost: the lost rank and its process
+  std::vector<int> missing;   // of a TimeoutError
   int finder = 0;
+  std::string what;  // without the part in brackets
+  std::string advice;
 };
-Report report_of(const std::string& message, int finder);
-// The text that rank `reader` shows of it. `last`: its last operation, and how far it came.
-std::string shown_on(int reader, std::string_view last, const Report& report);
 
-// Writes an Error as a note that other ranks can read and throw again. `finder`: the rank that reports it.
-std::string write_failure(const Error& error, int finder);
-// Returns the exception that the note describes, with the text for rank `reader`; a CorruptError if `note` is not such
-// a note.
+// `finder`: if the error's text names none.
+FailureReport failure_of(const Error& error, int finder);
+// What rank `reader` throws. `last`: its last operation, and how far it came.
+std::exception_ptr error_of(const FailureReport& failure, int reader, std::string_view last);
+
+// "rank 3 ended: out of memory", of a rank that leaves because of an error.
+std::string ended_by(int rank, const std::string& cause);
+
+// A failure as a note that other ranks can read.
+std::string write_failure(const FailureReport& failure);
+// What rank `reader` throws; a CorruptError if `note` is not such a note.
 std::exception_ptr read_failure(const std::string& note, int reader, std::string_view last);
 
 }  // namespace muster::comm

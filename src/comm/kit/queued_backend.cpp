@@ -79,8 +79,7 @@ QueuedBackend::QueuedBackend(const BackendContext& context, std::string name)
                .drop_out =
                    [this](const std::string& why) {
                      leave_group(why);
-                     const int me = shown(getRank());
-                     throw PeerLost(me, pid_, shown_on(me, last_operation(), {text("rank ", me, " ended: ", why), me}));
+                     std::rethrow_exception(error_of(own_end(why), shown(getRank()), last_operation()));
                    }}),
       queue_(std::make_shared<CollectiveQueue>("muster-" + context.group.name)),
       log_(context) {
@@ -88,6 +87,11 @@ QueuedBackend::QueuedBackend(const BackendContext& context, std::string name)
 }
 
 // --- membership ---
+
+FailureReport QueuedBackend::own_end(const std::string& cause) const {
+  const int me = shown(getRank());
+  return {.code = ErrorCode::kPeerLost, .subject = me, .pid = pid_, .finder = me, .what = ended_by(me, cause)};
+}
 
 void QueuedBackend::leave(const std::string& cause) {
   if (in_fork() || has_left_.exchange(true)) return;
@@ -99,6 +103,16 @@ void QueuedBackend::leave(const std::string& cause) {
 
 void QueuedBackend::fail(const Error& cause) {
   if (!in_fork()) fail_group(cause);
+}
+
+std::exception_ptr QueuedBackend::known_failure() {
+  if (in_fork() || has_left() || !failed()) return nullptr;
+  try {
+    run({.kind = OpKind::kBarrier, .site = Site::current()});
+  } catch (const Error&) {
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 void QueuedBackend::abort() { fail(Aborted(text("rank ", shown(getRank()), " aborted group '", group_name_, "'"))); }
@@ -310,11 +324,12 @@ void QueuedBackend::all_reduce_sparse(const Operation& operation, Deadline deadl
     const int64_t* const theirs = all + static_cast<int64_t>(r) * length;
     for (int64_t i = 0; i < length; ++i)
       if (i != 2 && theirs[i] != all[i])
-        throw Mismatch(text("sparse all_reduce: rank ", r, "'s tensor has another shape than rank 0's (sizes ",
-                            join(at::IntArrayRef(theirs + 3, static_cast<size_t>(length - 3))), " instead of ",
-                            join(at::IntArrayRef(all + 3, static_cast<size_t>(length - 3))), ", ", theirs[0],
-                            " sparse dimensions instead of ", all[0], ")"),
-                       "Use tensors of one shape on all ranks");
+        throw Mismatch(
+            text("sparse all_reduce: rank ", shown(static_cast<int>(r)), "'s tensor has another shape than rank ",
+                 shown(0), "'s (sizes ", join(at::IntArrayRef(theirs + 3, static_cast<size_t>(length - 3))),
+                 " instead of ", join(at::IntArrayRef(all + 3, static_cast<size_t>(length - 3))), ", ", theirs[0],
+                 " sparse dimensions instead of ", all[0], ")"),
+            "Use tensors of one shape on all ranks");
     std::vector<int64_t> value_sizes = mine._values().sizes().vec();
     value_sizes[0] = theirs[2];
     indices.push_back(at::empty({mine.sparse_dim(), theirs[2]}, at::kLong));

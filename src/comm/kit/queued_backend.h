@@ -25,6 +25,7 @@
 #include "comm/core/backend.h"
 #include "comm/core/backend_context.h"
 #include "comm/kit/collective_queue.h"
+#include "comm/kit/failure_note.h"
 #include "comm/kit/fault_injector.h"
 #include "comm/kit/operation_record.h"
 #include "comm/kit/operation_work.h"
@@ -53,6 +54,7 @@ class QueuedBackend : public Backend {
 
   void leave(const std::string& cause) final;
   void fail(const Error& cause) final;
+  std::exception_ptr known_failure() final;
 
   const std::string getBackendName() const override { return name_; }
   void abort() final;
@@ -129,6 +131,7 @@ class QueuedBackend : public Backend {
   int shown(int rank) const {  // the number of `rank` in messages and errors
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
   }
+  FailureReport own_end(const std::string& cause) const;  // what the others see if this rank leaves because of an error
   // For the texts of failures: this rank's last collective, as "all_reduce #12". Any thread.
   virtual std::string last_operation() const;
   void set_last_operation(OpKind kind, uint64_t number) {

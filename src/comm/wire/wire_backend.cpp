@@ -63,14 +63,14 @@ WireBackend::~WireBackend() { leave({}); }
 
 void WireBackend::leave_group(const std::string& cause) {
   const Aborted closing(text("group '", group_name(), "' is closing on rank ", shown(getRank())));
-  const int me = shown(getRank());
-  const PeerLost ended(me, ::getpid(), shown_on(me, last_operation(), {text("rank ", me, " ended: ", cause), me}));
+  const FailureReport ended = own_end(cause);
   bool leaves_in_order = false;
   {
     const std::lock_guard lock(state_mutex_);
     if (std::exchange(left_, true)) return;
     leaves_in_order = cause.empty() && !failure_;
-    if (!failure_) failure_ = cause.empty() ? std::make_exception_ptr(closing) : std::make_exception_ptr(ended);
+    if (!failure_)
+      failure_ = cause.empty() ? std::make_exception_ptr(closing) : error_of(ended, ended.finder, last_operation());
     failure_known_.notify_all();
   }
   if (watch_ && subscription_) watch_->unsubscribe(subscription_);
@@ -83,7 +83,7 @@ void WireBackend::leave_group(const std::string& cause) {
     }
   };
   if_the_store_answers([&] {
-    if (!cause.empty()) store_->compare_set(key("cause"), std::nullopt, write_failure(ended, me));
+    if (!cause.empty()) store_->compare_set(key(kCause), std::nullopt, write_failure(ended));
     store_->set(key(text("left/", getRank())), "1");
   });
   wire_->close();
@@ -112,7 +112,7 @@ void WireBackend::end_threads() {
 
 void WireBackend::fail_group(const Error& cause) {
   const std::string last = last_operation();
-  const auto error = read_failure(write_failure(cause, shown(getRank())), shown(getRank()), last);
+  const auto error = error_of(failure_of(cause, shown(getRank())), shown(getRank()), last);
   {
     const std::lock_guard lock(state_mutex_);
     if (!failure_) failure_ = error;

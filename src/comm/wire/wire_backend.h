@@ -137,6 +137,7 @@ class WireBackend final : public QueuedBackend {
   void post_fact(const std::string& fact);
   void erase_keys();
   void post_broken(bool timed_out);
+  static constexpr const char* kCause = "cause";  // the key of the failure's note
   std::string key(const std::string& name) const { return prefix_ + "/" + name; }
 
   const std::unique_ptr<Wire> wire_;

@@ -64,7 +64,7 @@ void WireBackend::look_after(int peer) {
         if (left_ || failure_ || diagnosing_) return;
       }
       if (store_->try_get(key(text("left/", peer)))) return;
-      if (store_->try_get(key("cause")) || store_->try_get(key(text("broke/", peer)))) break;
+      if (store_->try_get(key(kCause)) || store_->try_get(key(text("broke/", peer)))) break;
     }
   } catch (const std::exception&) {
     return;  // the store has gone, perhaps with a rank that left; ranks that wait in vain find out themselves
@@ -129,14 +129,14 @@ bool WireBackend::failed() const {
   }
   try {  // a wire that has ended is only a hint
     const store::CallsBy soon(Deadline::after(kNotes));
-    return store_->try_get(key("cause")).has_value();
+    return store_->try_get(key(kCause)).has_value();
   } catch (const std::exception&) {
     return true;  // the store has gone, perhaps with its rank
   }
 }
 
 std::exception_ptr WireBackend::recorded_failure(const std::string& last) const {
-  const auto note = store_->try_get(key("cause"));
+  const auto note = store_->try_get(key(kCause));
   return note ? read_failure(*note, shown(getRank()), last) : nullptr;
 }
 
@@ -145,10 +145,10 @@ std::exception_ptr WireBackend::record_failure(const std::exception_ptr& error, 
   try {
     std::rethrow_exception(error);
   } catch (const Error& ours) {
-    std::string note = write_failure(ours, shown(getRank()));
+    std::string note = write_failure(failure_of(ours, shown(getRank())));
     try {
       const store::CallsBy soon(Deadline::after(kNotes));
-      auto kept = store_->compare_set(key("cause"), std::nullopt, note);
+      auto kept = store_->compare_set(key(kCause), std::nullopt, note);
       if (!kept.stored && kept.value) note = std::move(*kept.value);
     } catch (const std::exception&) {  // the store has gone with its rank: each rank keeps the error that it saw
     }

@@ -160,8 +160,7 @@ bool WireBackend::others_gone(const std::function<std::string()>& what, Clock::t
       const std::lock_guard lock(state_mutex_);
       if (departed_.count(r)) continue;
     }
-    if (store_->try_get(key("cause")) || !has_left(r))
-      diagnose_failure(what(), false, "its connection ended", r, began);
+    if (store_->try_get(key(kCause)) || !has_left(r)) diagnose_failure(what(), false, "its connection ended", r, began);
     const std::lock_guard lock(state_mutex_);
     departed_.insert(r);
   }

@@ -61,11 +61,14 @@ Group Group::split(int color, int key, const GroupOptions& options, const Site& 
   for (int r = 0; r < size(); ++r)
     if (said[r][0] == color) members.push_back(r);
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return said[a][1] < said[b][1]; });
-  std::vector<int> ranks;
-  if (color >= 0)
-    for (const int r : members) ranks.push_back(global_rank(r));
+  std::vector<int> ranks, shown_ranks;
+  for (const int r : members) {
+    if (color < 0) break;
+    ranks.push_back(global_rank(r));
+    if (options.parents_ranks) shown_ranks.push_back(s.shown_ranks.empty() ? r : s.shown_ranks[static_cast<size_t>(r)]);
+  }
   return s.make_group(options.name.empty() ? text(s.name, " split ", number, " color ", color) : options.name,
-                      text(s.store_prefix, "/split/", number, '/', color), ranks, options);
+                      text(s.store_prefix, "/split/", number, '/', color), ranks, shown_ranks, options);
 }
 
 std::string_view Group::backend_name() const {

@@ -31,12 +31,13 @@ struct Group::State {
 
   int rank = -1;                              // in the group, -1: not a member
   std::vector<int> ranks;                     // global
+  std::vector<int> shown_ranks;               // how its errors number the ranks; empty: as the group does
   c10::intrusive_ptr<comm::Backend> backend;  // null if this rank is not a member
   std::string name, store_prefix;
   mutable std::atomic<uint64_t> splits{0};  // calls of split() so far
   // Makes another group of the same World, for split(). Not after the World has left.
   std::function<Group(const std::string& name, const std::string& store_prefix, const std::vector<int>& ranks,
-                      const GroupOptions& options)>
+                      const std::vector<int>& shown_ranks, const GroupOptions& options)>
       make_group;
   std::atomic<bool> world_has_left{false};
 };

@@ -50,8 +50,10 @@ struct World::State : World::Parts {
   bool ranks_are_threads = false;
   std::string host;  // of this rank; empty: it finds out
 
+  // `shown_ranks`: how its errors number the ranks; empty: as the group does.
   std::shared_ptr<Group::State> make_group(const std::string& name, const std::string& store_prefix,
-                                           const std::vector<int>& ranks, const GroupOptions& with = {});
+                                           const std::vector<int>& ranks, const std::vector<int>& shown_ranks = {},
+                                           const GroupOptions& with = {});
   void meet(Deadline deadline);
   void leave();
   std::vector<std::shared_ptr<Group::State>> alive_groups();
@@ -83,12 +85,14 @@ void World::State::meet(Deadline deadline) {
 }
 
 std::shared_ptr<Group::State> World::State::make_group(const std::string& name, const std::string& store_prefix,
-                                                       const std::vector<int>& ranks, const GroupOptions& with) {
+                                                       const std::vector<int>& ranks,
+                                                       const std::vector<int>& shown_ranks, const GroupOptions& with) {
   lingering->end_idle();
   const std::shared_ptr<Group::State> group(new Group::State, [lingering = lingering](Group::State* state) {
     lingering->take(std::unique_ptr<Group::State>(state));
   });
   group->ranks = ranks;
+  group->shown_ranks = shown_ranks;
   group->name = name;
   group->store_prefix = store_prefix;
   group->make_group = [this](const auto&... arguments) { return Group(make_group(arguments...)); };
@@ -102,7 +106,8 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
                                            .rank = group->rank,
                                            .size = static_cast<int>(ranks.size()),
                                            .timeout = with.timeout.count() > 0 ? with.timeout : options.timeout,
-                                           .global_ranks = ranks},
+                                           .global_ranks = ranks,
+                                           .shown_ranks = shown_ranks},
                                  .host = {.arena = arena,
                                           .watch = watch,
                                           .black_box = black_box,
@@ -289,7 +294,7 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
                           text("Use each of 0 … ", world_size() - 1, " at most once"));
   const auto numbered = text("group ", ++state_->next_group);
   return Group(state_->make_group(options.name.empty() ? numbered : options.name, text(state_->prefix, '/', numbered),
-                                  ranks, options));
+                                  ranks, options.parents_ranks ? ranks : std::vector<int>(), options));
 }
 
 World* World::current_or_null() { return current_world ? current_world->self : nullptr; }

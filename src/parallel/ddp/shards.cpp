@@ -52,7 +52,7 @@ Shards::Shards(int count, const Group& group) : count_(count), group_(group.reso
   if (count % n != 0)
     throw InvalidArgument(text(n, " ranks cannot share ", count, " shards equally"),
                           "Start a power of two of ranks, not more than there are shards");
-  for (int bit = 1; bit < n; bit *= 2) pairs_.push_back(group_.split(group_.rank() & ~bit));
+  for (int bit = 1; bit < n; bit *= 2) pairs_.push_back(group_.split(group_.rank() & ~bit, 0, {.parents_ranks = true}));
 }
 
 std::vector<int> Shards::mine() const {

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "base/text.h"
+#include "comm/core/backend.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "parallel/watched.h"
@@ -48,6 +49,26 @@ Gatherer::~Gatherer() {
       here.receiving.wait();
     } catch (const std::exception&) {  // the rank that needs it learns the same
     }
+}
+
+// A rank that has lost another one gives up, and others may wait for it in another group. So the groups between which
+// ranks wait learn of the loss, and a rank that has given up is not blamed if `group` knows why it has.
+template <typename Fn>
+void Gatherer::share_loss(Fn&& fn) {
+  std::exception_ptr loss;
+  try {
+    return fn();
+  } catch (const PeerLost&) {
+    loss = std::current_exception();
+  }
+  try {
+    if (const auto known = comm::backend_of(setup_.group).known_failure()) loss = known;
+    std::rethrow_exception(loss);
+  } catch (const Error& lost) {
+    for (const Group& group : {setup_.ranks_of_host, setup_.column})
+      if (group.is_member()) comm::backend_of(group).fail(lost);
+    throw;
+  }
 }
 
 // The ranks of this host have come, and read no units but those in here_. They have the same units.
@@ -198,7 +219,7 @@ void Gatherer::before_use(size_t unit, bool is_at_home, const std::string& param
   if (all_here_) return;
   // What a rank writes is its own, so the others do not come here. If it is not, SharedParameters finds that later.
   if (writes && (is_at_home || find(unit) != here_.end())) return;
-  if (!writes && (reading_ || parallel::in_backward())) return use(unit, operation);
+  if (!writes && (reading_ || parallel::in_backward())) return share_loss([&] { use(unit, operation); });
   if (is_at_home) return;
   throw InvalidArgument(text("the values of parameter ", parameter, " are on another host now"),
                         "Call gather() on all ranks before you read them, and synchronize() when you have");
@@ -207,13 +228,15 @@ void Gatherer::before_use(size_t unit, bool is_at_home, const std::string& param
 void Gatherer::begin() {
   end();
   reading_ = true;
-  prefetch(0, false);
+  share_loss([&] { prefetch(0, false); });
 }
 
 void Gatherer::end() {
   reading_ = all_here_ = false;
-  finish_all();
-  while (!here_.empty()) free(std::prev(here_.end()));
+  share_loss([&] {
+    finish_all();
+    while (!here_.empty()) free(std::prev(here_.end()));
+  });
   last_ = {kNone, kNone};
 }
 
@@ -225,12 +248,15 @@ void Gatherer::gather_all() {
   // By how much the memory is too little.
   auto missing = static_cast<int64_t>(bytes) -
                  static_cast<int64_t>(std::min<size_t>(shm::memory_available(), std::numeric_limits<int64_t>::max()));
-  all_reduce(at::from_blob(&missing, {1}, at::kLong), {.op = ReduceOp::MAX, .group = setup_.group});
+  share_loss(
+      [&] { all_reduce(at::from_blob(&missing, {1}, at::kLong), {.op = ReduceOp::MAX, .group = setup_.group}); });
   if (missing > 0)
     throw Unavailable(text("a host lacks ", missing, " bytes of memory to have all parameters"),
                       "Save with a Snapshot with .sharded, which needs no gather(), or use hosts with more memory");
-  for (size_t unit = 0; unit < setup_.pieces.size(); ++unit) here_.push_back(start(unit));
-  finish_all();
+  share_loss([&] {
+    for (size_t unit = 0; unit < setup_.pieces.size(); ++unit) here_.push_back(start(unit));
+    finish_all();
+  });
   for (const Here& here : here_) check_labels(here.unit);
   all_here_ = true;
 }

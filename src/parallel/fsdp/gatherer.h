@@ -28,7 +28,7 @@
 // hosts wait for units that different columns have, they get a TimeoutError.
 //
 // Errors: InvalidArgument of before_use() between end() and begin(), if the parameter is not at home on this host;
-// Mismatch; those of the collectives. A rank that throws between begin() and end() leaves the others waiting.
+// Mismatch; those of the collectives; if a rank is lost, a rank that has only given up because of that is not blamed. A rank that throws between begin() and end() leaves the others waiting.
 // Thread-safety: one thread, as an nn::Module.
 #pragma once
 
@@ -65,9 +65,9 @@ class Gatherer {
     int memory = -1;                       // of this rank; stays open as long as the Gatherer
     std::shared_ptr<shm::Mapping> mapped;  // the same
     int host = 0;                          // this rank's
-    Group group, ranks_of_host;
-    Group column;     // by host; this rank is a member if it has pieces
-    size_t most = 3;  // units that are here, with those that are being received; at least 2
+    Group group;
+    Group ranks_of_host, column;  // number the ranks as `group` in errors; `column`: by host, of ranks that have pieces
+    size_t most = 3;              // units that are here, with those that are being received; at least 2
   };
   explicit Gatherer(Setup setup);
   Gatherer(const Gatherer&) = delete;
@@ -95,6 +95,8 @@ class Gatherer {
   static constexpr size_t kNone = ~size_t{0};
   using Units = std::vector<Here>;
 
+  template <typename Fn>
+  void share_loss(Fn&& fn);
   void use(size_t unit, uint64_t operation);
   Units::iterator find(size_t unit);
   void meet();

@@ -37,17 +37,17 @@ std::shared_ptr<Gatherer> make_gatherer(const Layout& layout, const Gathering& g
   std::vector<std::byte*> of_places;
   for (int each = 0; each < hosts.owners; ++each)
     of_places.push_back(memory.mapped[static_cast<size_t>(hosts.owner(each))]->data());
-  return std::make_shared<Gatherer>(
-      Gatherer::Setup{.pieces = owns ? layout.pieces[static_cast<size_t>(place)]
-                                     : decltype(Gatherer::Setup::pieces)(gathering.units.size()),
-                      .elsewhere = layout.elsewhere(host, of_places),
-                      .memory = memory.own.get(),
-                      .mapped = memory.mapped[static_cast<size_t>(group.rank())],
-                      .host = host,
-                      .group = group,
-                      .ranks_of_host = group.split(host, 0, {.name = "parameters on one host"}),
-                      .column = group.split(owns ? place : -1, host, {.name = "parameters between hosts"}),
-                      .most = gathering.most});
+  return std::make_shared<Gatherer>(Gatherer::Setup{
+      .pieces =
+          owns ? layout.pieces[static_cast<size_t>(place)] : decltype(Gatherer::Setup::pieces)(gathering.units.size()),
+      .elsewhere = layout.elsewhere(host, of_places),
+      .memory = memory.own.get(),
+      .mapped = memory.mapped[static_cast<size_t>(group.rank())],
+      .host = host,
+      .group = group,
+      .ranks_of_host = group.split(host, 0, {.name = "parameters on one host", .parents_ranks = true}),
+      .column = group.split(owns ? place : -1, host, {.name = "parameters between hosts", .parents_ranks = true}),
+      .most = gathering.most});
 }
 
 // Lets the gatherer know before a parameter of a unit is used.

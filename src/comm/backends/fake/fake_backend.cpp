@@ -12,12 +12,13 @@ namespace muster::comm::fake_backend {
 void FakeBackend::leave_group(const std::string&) {
   const std::lock_guard lock(mutex_);
   if (!failure_)
-    failure_ = std::make_exception_ptr(Aborted(text("group '", group_name(), "' is closing on rank ", getRank())));
+    failure_ =
+        std::make_exception_ptr(Aborted(text("group '", group_name(), "' is closing on rank ", shown(getRank()))));
 }
 
 void FakeBackend::fail_group(const Error& cause) {
   const std::lock_guard lock(mutex_);
-  if (!failure_) failure_ = read_failure(write_failure(cause, getRank()), getRank(), last_operation());
+  if (!failure_) failure_ = error_of(failure_of(cause, shown(getRank())), shown(getRank()), last_operation());
 }
 
 bool FakeBackend::failed() const {

@@ -52,12 +52,13 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context) : Queued
     inner.host.black_box = nullptr;
     inner.options = {.board = backend == "shm" ? HostArrivals::words(n, hosts) : 0,
                      .host_arrivals = prefix == "leaders" ? arrivals_ : nullptr};
-    inner.group.shown_ranks = ranks;
+    inner.group.shown_ranks.clear();
     inner.host.heaps.clear();
     inner.group.members.clear();
     inner.group.global_ranks.clear();
     for (const int r : ranks) {
       const auto i = static_cast<size_t>(r);
+      inner.group.shown_ranks.push_back(shown(r));
       inner.group.global_ranks.push_back(context.group.global_ranks.empty() ? r : context.group.global_ranks[i]);
       if (!context.host.heaps.empty()) inner.host.heaps.push_back(context.host.heaps[i]);
       if (!context.group.members.empty()) inner.group.members.push_back(context.group.members[i]);
@@ -125,7 +126,7 @@ void HierarchicalBackend::fail_group(const Error& cause) {
 
 // Does not look for a failure of the group: each of the inner groups throws it when it is used next.
 void HierarchicalBackend::check() const {
-  if (has_left()) throw Aborted(text("group '", group_name(), "' is closing on rank ", getRank()));
+  if (has_left()) throw Aborted(text("group '", group_name(), "' is closing on rank ", shown(getRank())));
 }
 
 bool HierarchicalBackend::failed() const {
@@ -142,9 +143,9 @@ void HierarchicalBackend::guarded(Fn&& fn) {
     throw;
   } catch (const Error& error) {
     fail(error);
-    std::rethrow_exception(read_failure(write_failure(error, getRank()), getRank(), last_operation()));
+    std::rethrow_exception(error_of(failure_of(error, shown(getRank())), shown(getRank()), last_operation()));
   } catch (const std::exception& error) {
-    fail(Unavailable(text("rank ", getRank(), " failed: ", error.what())));
+    fail(Unavailable(text("rank ", shown(getRank()), " failed: ", error.what())));
     throw;
   }
 }
@@ -272,7 +273,7 @@ void HierarchicalBackend::queue(const Operation& message, Deadline deadline, Pos
     Taken taken;
     try {
       if (turn == ReceiveQueue::Turn::kStop)
-        throw Aborted(text("group '", group_name(), "' is closing on rank ", getRank()));
+        throw Aborted(text("group '", group_name(), "' is closing on rank ", shown(getRank())));
       guarded([&] {
         if (turn == ReceiveQueue::Turn::kLate) {
           throw_late(message, began);
@@ -299,10 +300,10 @@ void HierarchicalBackend::queue(const Operation& message, Deadline deadline, Pos
 void HierarchicalBackend::throw_late(const Operation& message, Clock::time_point began) const {
   const bool any = message.peer == kAnySource;
   throw TimeoutError(text("recv of ", message.tensor.numel(), " x ", c10::toString(message.tensor.scalar_type()),
-                          " with tag ", message.tag, " from ", any ? "any rank" : text("rank ", message.peer),
-                          " on rank ", getRank(), " timed out after ", describe(Clock::now() - began), ": ",
+                          " with tag ", message.tag, " from ", any ? "any rank" : text("rank ", shown(message.peer)),
+                          " on rank ", shown(getRank()), " timed out after ", describe(Clock::now() - began), ": ",
                           any ? "no rank sent it" : "an earlier receive from any rank with its tag still waits"),
-                     any ? std::vector<int>{} : std::vector<int>{message.peer},
+                     any ? std::vector<int>{} : std::vector<int>{shown(message.peer)},
                      "Look whether the senders hang, or raise the timeout");
 }
 
@@ -331,8 +332,8 @@ Backend::Taken HierarchicalBackend::take_from_any(const Operation& message, Dead
   if (!taken.work && (!looked_here || all_gone)) taken = in_host();
   if (taken.work) return taken;
   if (all_gone)
-    throw PeerLost(getRank() == 0 ? 1 : 0, 0,
-                   text("all other ranks left group '", group_name(), "' while rank ", getRank(),
+    throw PeerLost(shown(getRank() == 0 ? 1 : 0), 0,
+                   text("all other ranks left group '", group_name(), "' while rank ", shown(getRank()),
                         " waited to receive from any of them"));
   if (deadline.passed()) throw_late(message, began);
   return {};

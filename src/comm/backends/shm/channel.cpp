@@ -20,6 +20,19 @@ using std::chrono::nanoseconds;
 // How long a rank waits until its peers say where they called an operation that does not match.
 constexpr nanoseconds kSiteTakes = std::chrono::milliseconds(200);
 
+const char* advice_for(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kPeerLost:
+      return "Look at its last lines on standard error";
+    case ErrorCode::kTimeout:
+      return "Look whether the missing rank hangs, or raise the timeout";
+    case ErrorCode::kMismatch:
+      return kMismatchAdvice;
+    default:
+      return "";
+  }
+}
+
 std::string_view to_string(Phase phase) {
   switch (phase) {
     case Phase::kIdle:
@@ -88,7 +101,7 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
       }
     });
   } catch (const std::exception& error) {
-    fail(AbortReason::kUnavailable, rank, text("rank ", shown(rank), " cannot watch its peers: ", error.what()));
+    fail(ErrorCode::kUnavailable, rank, text("rank ", shown(rank), " cannot watch its peers: ", error.what()));
     throw;
   }
 }
@@ -144,7 +157,7 @@ void Channel::mismatch(uint64_t seq) {
   int other = 1;
   while (other < size_ - 1 && slot(other, seq).descriptor.call == slot(0, seq).descriptor.call) ++other;
   tell_sites(0, other);
-  fail(AbortReason::kMismatch, shown(other),
+  fail(ErrorCode::kMismatch, shown(other),
        describe_mismatch(seq - 1, name(), shown(0), call_of(0, seq), shown(other), call_of(other, seq)));
   throw_failure();
 }
@@ -295,10 +308,10 @@ void Channel::commit_ring(int to) {
 // --- failure ---
 
 void Channel::lose(int rank, const std::string& what) {
-  fail(AbortReason::kPeerLost, shown(rank), what, {}, control(rank).pid.load(std::memory_order_relaxed));
+  fail(ErrorCode::kPeerLost, shown(rank), what, {}, control(rank).pid.load(std::memory_order_relaxed));
 }
 
-void Channel::fail(AbortReason reason, int subject, const std::string& what, const std::vector<int>& missing, int pid,
+void Channel::fail(ErrorCode code, int subject, const std::string& what, const std::vector<int>& missing, int pid,
                    std::optional<int> finder) {
   {
     const std::lock_guard lock(failure_mutex_);
@@ -314,8 +327,8 @@ void Channel::fail(AbortReason reason, int subject, const std::string& what, con
       std::copy_n(missing.begin(), mine.missing_count, mine.missing);
       uint64_t nobody = 0;
       header().abort.compare_exchange_strong(nobody,
-                                             uint64_t{static_cast<uint8_t>(reason)} |
-                                                 static_cast<uint64_t>(subject) << 8 |
+                                             (static_cast<uint64_t>(code) + 1) |
+                                                 uint64_t{static_cast<uint16_t>(subject)} << 8 |
                                                  static_cast<uint64_t>(rank_) << 32,
                                              std::memory_order_acq_rel);
     }
@@ -326,26 +339,17 @@ void Channel::fail(AbortReason reason, int subject, const std::string& what, con
 void Channel::throw_failure() const {
   const uint64_t word = header().abort.load(std::memory_order_acquire);
   if (word == 0) throw Aborted(text("group '", name(), "' is closing on rank ", shown(rank_)));
-  const int subject = static_cast<int>(word >> 8 & 0xffff);
   const auto reporter = static_cast<int>(word >> 32 & 0xffff);
   const RankControl& block = control(reporter);
-  const std::string written(block.failure, strnlen(block.failure, sizeof block.failure));
-  const Report report{written, block.finder};
-  const std::string what = shown_on(shown(rank_), where(rank_), report);
-  switch (static_cast<AbortReason>(word & 0xff)) {
-    case AbortReason::kPeerLost:
-      throw PeerLost(subject, block.lost_pid, what, "Look at its last lines on standard error");
-    case AbortReason::kTimeout:
-      throw TimeoutError(
-          what, {block.missing, block.missing + std::min<size_t>(block.missing_count, std::size(block.missing))},
-          "Look whether the missing rank hangs, or raise the timeout");
-    case AbortReason::kMismatch:
-      throw Mismatch(report.what, kMismatchAdvice);
-    case AbortReason::kUnavailable:
-      throw Unavailable(what);
-    default:
-      throw Aborted(what);
-  }
+  FailureReport failure{.code = static_cast<ErrorCode>((word & 0xff) - 1),
+                        .subject = static_cast<int>(word >> 8 & 0xffff),
+                        .pid = block.lost_pid,
+                        .finder = block.finder,
+                        .what = std::string(block.failure, strnlen(block.failure, sizeof block.failure))};
+  const size_t missing = std::min<size_t>(block.missing_count, std::size(block.missing));
+  failure.missing.assign(block.missing, block.missing + missing);
+  failure.advice = advice_for(failure.code);
+  std::rethrow_exception(error_of(failure, shown(rank_), where(rank_)));
 }
 
 void Channel::timed_out(const Descriptor& descriptor, uint64_t seq, nanoseconds waited,
@@ -357,7 +361,7 @@ void Channel::timed_out(const Descriptor& descriptor, uint64_t seq, nanoseconds 
     reports.push_back(text("rank ", shown(r), " (pid ", control(r).pid.load(std::memory_order_relaxed),
                            "; its last: ", where(r), ")"));
   }
-  fail(AbortReason::kTimeout, missing.empty() ? 0 : shown_missing.front(),
+  fail(ErrorCode::kTimeout, missing.empty() ? 0 : shown_missing.front(),
        text(describe(descriptor.call), " (#", seq - 1, " of group '", name(), "') on rank ", shown(rank_),
             " timed out after ", describe(waited), ", waiting for ", join(reports)),
        shown_missing);
@@ -391,7 +395,7 @@ void Channel::leave(const std::string& cause) {
   if (cause.empty())
     control(rank_).presence.store(Presence::kLeft, std::memory_order_release);
   else
-    lose(rank_, text("rank ", shown(rank_), " ended: ", cause));
+    lose(rank_, ended_by(shown(rank_), cause));
   stopping_.store(true, std::memory_order_seq_cst);
   ring_everybody();
 }

@@ -133,7 +133,7 @@ class Channel {
   [[noreturn]] void throw_failure() const;
   // Makes the group fail for all ranks, unless it has failed already. `subject`, whose process is `pid`, and `missing`
   // are shown ranks, and so is `finder`, if another rank than this one has found it.
-  void fail(AbortReason reason, int subject, const std::string& text, const std::vector<int>& missing = {}, int pid = 0,
+  void fail(ErrorCode code, int subject, const std::string& text, const std::vector<int>& missing = {}, int pid = 0,
             std::optional<int> finder = {});
   void lose(int rank, const std::string& text);  // fail() for a member that is lost
   [[noreturn]] void timed_out(const Descriptor& descriptor, uint64_t seq, std::chrono::nanoseconds waited,

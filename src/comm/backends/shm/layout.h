@@ -31,7 +31,7 @@
 namespace muster::comm::shm_backend {
 
 // "\0muster4"; change it with the layout below, and with that of messages (messages.h).
-inline constexpr uint64_t kMagic = 0x34726574'73756d00;
+inline constexpr uint64_t kMagic = 0x35726574'73756d00;
 inline constexpr size_t kLine = 128;
 inline constexpr size_t kSlots = 2;
 inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
@@ -106,12 +106,10 @@ struct alignas(kLine) RankControl {
   Slot slots[kSlots];
 };
 
-enum class AbortReason : uint8_t { kNone, kPeerLost, kTimeout, kMismatch, kAborted, kUnavailable };
-
 struct alignas(kLine) GroupHeader {
   uint64_t magic = 0;
   uint32_t size = 0;
-  alignas(kLine) std::atomic<uint64_t> abort{0};  // 0, or AbortReason | subject's rank << 8 | reporter's rank << 32
+  alignas(kLine) std::atomic<uint64_t> abort{0};  // 0, or ErrorCode + 1 | subject's rank << 8 | reporter's rank << 32
 };
 
 inline constexpr size_t kRecordLine = 64;  // records of a ring begin and end on multiples of it

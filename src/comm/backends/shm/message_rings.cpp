@@ -111,7 +111,7 @@ bool Messages::read_line(int peer, Incoming& in, uint64_t& position) {
   if (in.header.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined) &&
       (!in.by_reference() || (in.header.place < heap && in.header.bytes <= heap - in.header.place)))
     return true;
-  channel_.fail(AbortReason::kUnavailable, shown(peer),
+  channel_.fail(ErrorCode::kUnavailable, shown(peer),
                 text("rank ", shown(peer), " sent a message of ", in.header.bytes,
                      " bytes whose header is damaged: it has the dtype ", int{in.header.dtype}, " and the place ",
                      in.header.place, " on a heap of ", heap, " bytes"));
@@ -230,7 +230,7 @@ bool Messages::put_aside(int peer) {
     in.aside = &aside_[peer].emplace_back(Aside{in.header, std::vector<std::byte>(in.header.bytes)}).data;
     return true;
   } catch (const std::exception&) {
-    channel_.fail(AbortReason::kUnavailable, shown(channel_.rank()),
+    channel_.fail(ErrorCode::kUnavailable, shown(channel_.rank()),
                   text("rank ", shown(channel_.rank()), " has no memory to put aside a message of ", in.header.bytes,
                        " bytes from rank ", shown(peer), " with tag ", in.header.tag, ", for which it has no receive"));
     return false;

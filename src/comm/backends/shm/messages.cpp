@@ -140,7 +140,7 @@ void Messages::work_on(const std::shared_ptr<Message>& message) {
     work_.notify_one();
   } catch (const std::exception& error) {
     // A part of the message may be in a ring, so the peer may read the tensor as long as the group has not failed.
-    channel_.fail(AbortReason::kUnavailable, shown(channel_.rank()),
+    channel_.fail(ErrorCode::kUnavailable, shown(channel_.rank()),
                   text("rank ", shown(channel_.rank()), " cannot start a thread for its messages: ", error.what()));
     progress();
   }
@@ -259,7 +259,7 @@ bool Messages::fits(const Message& receive, int peer, const MessageHeader& heade
   if (header.bytes == receive.header.bytes && header.dtype == receive.header.dtype) return true;
   const auto in_brackets = [](const std::string& site) { return site.empty() ? std::string() : text(" (", site, ")"); };
   channel_.fail(
-      AbortReason::kMismatch, shown(peer),
+      ErrorCode::kMismatch, shown(peer),
       text("recv on rank ", shown(channel_.rank()), in_brackets(find_site(receive.site)), " expects ",
            show(receive.header), " (", receive.header.bytes, " bytes) with tag ", header.tag, ", but rank ",
            shown(peer), in_brackets(site_of(peer, header)), " sent ", show(header), " (", header.bytes, " bytes)"));
@@ -336,7 +336,7 @@ void Messages::check_peers() {
     for (const Message* message : waiting) {
       if (!message->deadline.passed()) continue;
       channel_.fail(
-          AbortReason::kTimeout, shown(peer),
+          ErrorCode::kTimeout, shown(peer),
           text(to_string(message->op), " of ", show(message->header), " with tag ", message->header.tag,
                message->op == OpKind::kSend ? " to rank " : " from rank ", shown(peer), " on rank ",
                shown(channel_.rank()), " timed out (that rank's last collective: ", channel_.where(peer), ")"),
@@ -363,7 +363,7 @@ void Messages::check_receives_of_any() {
       channel_.throw_failure();
     }
     if (!message->deadline.passed()) continue;
-    channel_.fail(AbortReason::kTimeout, shown(channel_.rank() == 0 ? 1 : 0),
+    channel_.fail(ErrorCode::kTimeout, shown(channel_.rank() == 0 ? 1 : 0),
                   text("recv of ", show(message->header), " with tag ", message->header.tag, " from any rank on rank ",
                        shown(channel_.rank()), " timed out"));
     channel_.throw_failure();

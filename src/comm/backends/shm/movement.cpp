@@ -403,7 +403,7 @@ class PartTables {
       const std::string site = channel_.site_of(static_cast<int>(rank), channel_.seq());
       return text("rank ", channel_.shown(static_cast<int>(rank)), site.empty() ? "" : text(" (", site, ")"));
     };
-    channel_.fail(AbortReason::kMismatch, channel_.shown(static_cast<int>(from)),
+    channel_.fail(ErrorCode::kMismatch, channel_.shown(static_cast<int>(from)),
                   text("all_to_all: ", side(from), " sends ", entry(from, to), " bytes to ", side(to),
                        ", which expects ", entry(to, n_ + from)));
     channel_.throw_failure();

@@ -34,29 +34,8 @@ ShmBackend::ShmBackend(const BackendContext& context)
 ShmBackend::~ShmBackend() { leave({}); }
 
 void ShmBackend::fail_group(const Error& cause) {
-  int subject = shown(getRank()), pid = 0;
-  std::vector<int> missing;
-  AbortReason reason = AbortReason::kUnavailable;
-  switch (cause.code()) {
-    case ErrorCode::kPeerLost: {
-      const auto& lost = dynamic_cast<const PeerLost&>(cause);
-      reason = AbortReason::kPeerLost, subject = lost.rank(), pid = lost.pid();
-      break;
-    }
-    case ErrorCode::kTimeout:
-      reason = AbortReason::kTimeout, missing = dynamic_cast<const TimeoutError&>(cause).missing();
-      break;
-    case ErrorCode::kMismatch:
-      reason = AbortReason::kMismatch;
-      break;
-    case ErrorCode::kAborted:
-      reason = AbortReason::kAborted;
-      break;
-    default:
-      break;
-  }
-  const Report report = report_of(cause.message(), shown(getRank()));
-  channel_.fail(reason, subject, report.what, missing, pid, report.finder);
+  const FailureReport failure = failure_of(cause, shown(getRank()));
+  channel_.fail(failure.code, failure.subject, failure.what, failure.missing, failure.pid, failure.finder);
 }
 
 uint64_t ShmBackend::heap_offset(ConstBytes data, size_t bytes) const {
@@ -141,7 +120,7 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
     // An error that stops one rank in the middle (for example, no memory) stops the group: the others would wait, or
     // pair this operation with the next.
     if (!channel_.failed())
-      channel_.fail(AbortReason::kUnavailable, shown(getRank()),
+      channel_.fail(ErrorCode::kUnavailable, shown(getRank()),
                     text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
     // A peer that has not noticed the failure yet may still write to the tensor of an all_reduce or reduce on the heap.
     // Its memory must not be given to another tensor, even when this group is gone: the heap outlives it.
