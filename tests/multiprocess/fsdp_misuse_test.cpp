@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/text.h"
 #include "comm/world/world_starter.h"
 #include "multiprocess/fsdp_support.h"
 

@@ -106,9 +106,9 @@ void QueuedBackend::fail(const Error& cause) {
 }
 
 std::exception_ptr QueuedBackend::known_failure() {
-  if (in_fork() || has_left() || !failed()) return nullptr;
+  if (in_fork() || has_left()) return nullptr;
   try {
-    run({.kind = OpKind::kBarrier, .site = Site::current()});
+    check();
   } catch (const Error&) {
     return std::current_exception();
   }

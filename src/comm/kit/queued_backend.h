@@ -54,7 +54,7 @@ class QueuedBackend : public Backend {
 
   void leave(const std::string& cause) final;
   void fail(const Error& cause) final;
-  std::exception_ptr known_failure() final;
+  std::exception_ptr known_failure() override;
 
   const std::string getBackendName() const override { return name_; }
   void abort() final;

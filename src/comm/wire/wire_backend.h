@@ -72,6 +72,7 @@ class WireBackend final : public QueuedBackend {
   void submit_message(const WorkPtr& work, Deadline deadline) override;
   void check() const override;
   bool failed() const override;
+  std::exception_ptr known_failure() override;
   void leave_group(const std::string& cause) override;
   void end_threads() override;
   void fail_group(const Error& cause) override;

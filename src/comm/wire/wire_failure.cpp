@@ -135,6 +135,16 @@ bool WireBackend::failed() const {
   }
 }
 
+std::exception_ptr WireBackend::known_failure() {
+  if (auto known = QueuedBackend::known_failure()) return known;
+  try {
+    const store::CallsBy soon(Deadline::after(kNotes));
+    return recorded_failure(last_operation());
+  } catch (const std::exception&) {
+    return nullptr;  // the store has gone, perhaps with its rank
+  }
+}
+
 std::exception_ptr WireBackend::recorded_failure(const std::string& last) const {
   const auto note = store_->try_get(key(kCause));
   return note ? read_failure(*note, shown(getRank()), last) : nullptr;

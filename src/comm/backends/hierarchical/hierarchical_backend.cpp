@@ -129,6 +129,13 @@ void HierarchicalBackend::check() const {
   if (has_left()) throw Aborted(text("group '", group_name(), "' is closing on rank ", shown(getRank())));
 }
 
+std::exception_ptr HierarchicalBackend::known_failure() {
+  for (const Inner* const group : {&local_, &all_, &leaders_})
+    if (*group)
+      if (auto known = (*group)->known_failure()) return known;
+  return nullptr;
+}
+
 bool HierarchicalBackend::failed() const {
   for (const Inner* const group : {&local_, &all_})
     if (const auto* const ours = dynamic_cast<const QueuedBackend*>(group->get()); ours && ours->failed()) return true;
