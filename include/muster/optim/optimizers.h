@@ -10,7 +10,7 @@
 // kernels (SGD, Adagrad, Adam, AdamW of dense parameters on the CPU or a CUDA device), as fused=True does in Python.
 // The others are Adadelta, Adamax, NAdam, RAdam, ASGD, RMSprop, Rprop, Adafactor and Muon. Arithmetic, names and
 // defaults of the options are those of Python. They are the functional optimizers of functional_optimizer.h, which
-// DistributedOptimizer uses as well.
+// DistributedOptimizer uses as well. LBFGS, which calls a closure several times per step, is in lbfgs.h.
 //
 // Everything that takes a torch::optim::Optimizer takes them: libtorch's schedulers, GradScaler, Snapshot,
 // StateOffload, ZeroRedundancyOptimizer<muster::AdamW>, FullyShardedDataParallel.
@@ -50,6 +50,7 @@
 #include <vector>
 
 #include "muster/optim/functional_optimizer.h"
+#include "muster/optim/lbfgs.h"
 #include "muster/optim/param_group_options.h"
 
 namespace muster {

@@ -1,5 +1,5 @@
 // The options of a group of parameters, for libtorch: a struct of numbers that lists its fields, as the Options of
-// functional_optimizer.h do, becomes a torch::optim::OptimizerOptions that archives can hold.
+// functional_optimizer.h and lbfgs.h do, becomes a torch::optim::OptimizerOptions that archives can hold.
 //
 // Errors: CorruptError from serialize(), if an archive lacks one of the options. Thread-safety: none.
 #pragma once
@@ -17,7 +17,7 @@
 namespace muster::optim {
 
 namespace detail {
-// One number, or those of a pair or an array. A bool is 0 or 1.
+// One number, or those of a pair or an array. A bool is 0 or 1, and an enum is its value.
 using OptionValue = std::vector<double>;
 void write_option(torch::serialize::OutputArchive& archive, const char* name, const OptionValue& value);
 OptionValue read_option(torch::serialize::InputArchive& archive, const char* name, size_t size);
@@ -27,7 +27,7 @@ template <typename Options, typename Fn>
 void for_each_option(Options& options, const Fn& fn) {
   const auto one = [&](const char* name, auto& field) {
     using Field = std::remove_cvref_t<decltype(field)>;
-    if constexpr (std::is_arithmetic_v<Field>) {
+    if constexpr (std::is_arithmetic_v<Field> || std::is_enum_v<Field>) {
       fn(name, OptionValue{static_cast<double>(field)},
          [&](const OptionValue& to) { field = static_cast<Field>(to[0]); });
     } else {
