@@ -16,6 +16,7 @@
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/objects.h"
+#include "muster/optim/lbfgs.h"
 #include "optim/torch_states.h"
 #include "parallel/balance.h"
 #include "parallel/coalesced.h"
@@ -220,7 +221,7 @@ ShardedOptimizer::ShardedOptimizer(torch::optim::Optimizer& optimizer, const std
                      .balance = parallel::Balance(options.group.resolved().size())}) {
   if (!impl_->group.is_member())
     throw InvalidArgument("this rank is not a member of the ZeroRedundancyOptimizer's group");
-  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer))
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) || dynamic_cast<const LBFGS*>(&optimizer))
     throw InvalidArgument("LBFGS cannot be a ZeroRedundancyOptimizer, because its step takes all parameters together",
                           "Use LBFGS itself on every rank");
   impl_->take_new_parameters();

@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "multiprocess/zero_redundancy_fixture.h"
 #include "muster/optim/grad_scaler.h"
+#include "muster/optim/lbfgs.h"
 
 namespace muster::test::divided_states {
 namespace {
@@ -250,6 +251,7 @@ TEST(ZeroRedundancy, BadUseIsRefused) {
   on_ranks(2, [](World& world) {
     const auto net = make<FsdpNet>(7, {});
     expect_refusal({"LBFGS cannot be"}, [&] { Zero<topt::LBFGS>(net->parameters(), topt::LBFGSOptions(1)); });
+    expect_refusal({"LBFGS cannot be"}, [&] { Zero<muster::LBFGS>(net->parameters(), optim::LBFGSOptions()); });
     EXPECT_CONTAINS(message_of<Mismatch>([&] {
                       Zero<topt::SGD>({torch::ones({2 + world.rank()}), torch::ones({1})}, SGDOptions(1));
                     }),

@@ -9,7 +9,9 @@ import sys
 import torch
 from optim_reference import give_gradients
 
-DTYPES = {"F32": torch.float32, "F64": torch.float64}
+DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}
+# What LBFGS has besides tensors: lists of vectors, which are rows of a tensor in a file, and numbers.
+LISTS, NUMBERS = ("old_dirs", "old_stps", "ro"), ("func_evals", "n_iter", "t", "prev_loss")
 
 
 def load_file(path):  # as safetensors.torch.load_file, which is not everywhere
@@ -20,7 +22,9 @@ def load_file(path):  # as safetensors.torch.load_file, which is not everywhere
     for name, of in header.items():
         if name != "__metadata__":
             begin, end = of["data_offsets"]
-            tensors[name] = torch.frombuffer(bytearray(data[begin:end]), dtype=DTYPES[of["dtype"]]).view(of["shape"])
+            values = bytearray(data[begin:end])
+            flat = torch.frombuffer(values, dtype=DTYPES[of["dtype"]]) if values else torch.empty(0, dtype=DTYPES[of["dtype"]])
+            tensors[name] = flat.view(of["shape"])
     return tensors
 
 
@@ -42,12 +46,15 @@ def state_of(tensors, defaults):
     for name, tensor in tensors.items():
         kind, number, what = name.split(".")
         if kind == "state":
-            state.setdefault(int(number), {})[what] = tensor
+            value = list(tensor) if what in LISTS else tensor.item() if what in NUMBERS else tensor
+            state.setdefault(int(number), {})[what] = value
         elif kind == "param_groups" and what in defaults:
             value = tensor.tolist()
             value = tuple(value) if isinstance(value, list) else value
             if what == "eps" and isinstance(value, tuple) and value[0] == 0:  # Adafactor's default
                 value = (None, value[1])
+            if what == "line_search_fn":
+                value = "strong_wolfe" if value else None
             if isinstance(defaults[what], int) and value == int(value):  # bool too
                 value = type(defaults[what])(value)
             groups.setdefault(int(number), dict(defaults))[what] = value
@@ -60,13 +67,18 @@ def state_dict_of(optimizer):
     dictionary = optimizer.state_dict()
     for number, state in dictionary["state"].items():
         for name, value in state.items():
-            if value is not None:
-                tensors[f"state.{number}.{name}"] = torch.as_tensor(value)
+            if name in LISTS and value is not None:
+                width = [] if name == "ro" else [state["d"].numel()]
+                value = torch.stack(value) if value else state["d"].new_empty([0, *width])
+            if value is not None and name != "al":  # LBFGS writes it before it reads it
+                tensors[f"state.{number}.{name}"] = torch.as_tensor(value, dtype=torch.double if isinstance(value, float) else None)
     for number, group in enumerate(dictionary["param_groups"]):
         for name, value in group.items():
             if name != "params" and isinstance(value, (float, int, tuple)) and name not in ("foreach", "capturable", "differentiable", "fused"):
                 value = tuple(0.0 if each is None else each for each in value) if isinstance(value, tuple) else value
                 tensors[f"param_groups.{number}.{name}"] = torch.tensor(value, dtype=torch.double)
+        if "line_search_fn" in group:
+            tensors[f"param_groups.{number}.line_search_fn"] = torch.tensor(float(group["line_search_fn"] is not None), dtype=torch.double)
     return tensors
 
 

@@ -10,7 +10,7 @@
 // kernels (SGD, Adagrad, Adam, AdamW of dense parameters on the CPU or a CUDA device), as fused=True does in Python.
 // The others are Adadelta, Adamax, NAdam, RAdam, ASGD, RMSprop, Rprop, Adafactor and Muon. Arithmetic, names and
 // defaults of the options are those of Python. They are the functional optimizers of functional_optimizer.h, which
-// DistributedOptimizer uses as well.
+// DistributedOptimizer uses as well. LBFGS, which calls a closure several times per step, is in lbfgs.h.
 //
 // Everything that takes a torch::optim::Optimizer takes them: libtorch's schedulers, GradScaler, Snapshot,
 // StateOffload, ZeroRedundancyOptimizer<muster::AdamW>, FullyShardedDataParallel.
@@ -50,6 +50,8 @@
 #include <vector>
 
 #include "muster/optim/functional_optimizer.h"
+#include "muster/optim/lbfgs.h"
+#include "muster/optim/param_group_options.h"
 
 namespace muster {
 namespace optim {
@@ -77,63 +79,6 @@ class KeptStateOf final : public KeptState {
   }
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
     return std::make_unique<KeptStateOf>(*this);
-  }
-};
-
-namespace detail {
-using OptionValue = std::vector<double>;  // one number, or those of a pair or an array; a bool is 0 or 1
-void write_option(torch::serialize::OutputArchive& archive, const char* name, const OptionValue& value);
-OptionValue read_option(torch::serialize::InputArchive& archive, const char* name, size_t size);
-
-// Calls fn(name, numbers, set), where set(numbers) changes the option.
-template <typename Options, typename Fn>
-void for_each_option(Options& options, const Fn& fn) {
-  const auto one = [&](const char* name, auto& field) {
-    using Field = std::remove_cvref_t<decltype(field)>;
-    if constexpr (std::is_arithmetic_v<Field>) {
-      fn(name, OptionValue{static_cast<double>(field)},
-         [&](const OptionValue& to) { field = static_cast<Field>(to[0]); });
-    } else {
-      OptionValue value;
-      std::apply([&](const auto&... numbers) { (value.push_back(static_cast<double>(numbers)), ...); }, field);
-      fn(name, value, [&](const OptionValue& to) {
-        size_t i = 0;
-        std::apply(
-            [&](auto&... numbers) { ((numbers = static_cast<std::remove_cvref_t<decltype(numbers)>>(to[i++])), ...); },
-            field);
-      });
-    }
-  };
-  [&]<size_t... kIndices>(std::index_sequence<kIndices...>) {
-    (one(Options::kNames[kIndices], options.*std::get<kIndices>(Options::kFields)), ...);
-  }
-  (std::make_index_sequence<std::tuple_size_v<std::remove_cvref_t<decltype(Options::kFields)>>>());
-}
-}  // namespace detail
-
-// The options of a group of parameters.
-template <typename Values>
-class ParamGroupOptions final : public torch::optim::OptimizerOptions {
- public:
-  Values values;
-
-  explicit ParamGroupOptions(Values some) : values(std::move(some)) {}
-  explicit ParamGroupOptions(double lr) { values.lr = lr; }
-  std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
-    return std::make_unique<ParamGroupOptions>(*this);
-  }
-  double get_lr() const override { return values.lr; }
-  void set_lr(double lr) override { values.lr = lr; }
-  void serialize(torch::serialize::InputArchive& archive) override {
-    detail::for_each_option(values, [&](const char* name, const detail::OptionValue& now, const auto& set) {
-      set(detail::read_option(archive, name, now.size()));
-    });
-  }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    Values copy = values;
-    detail::for_each_option(copy, [&](const char* name, const detail::OptionValue& value, const auto&) {
-      detail::write_option(archive, name, value);
-    });
   }
 };
 
