@@ -27,8 +27,6 @@ void split(std::string& what, int& finder) {
 
 FailureReport failure_of(const Error& error, int finder) {
   FailureReport failure{.code = error.code(), .finder = finder, .what = error.message(), .advice = error.advice()};
-  // For the other ranks it is not their mistake, and the group has failed.
-  if (failure.code == ErrorCode::kInvalidArgument) failure.code = ErrorCode::kUnavailable;
   split(failure.what, failure.finder);
   if (const auto* const lost = dynamic_cast<const PeerLost*>(&error))
     failure.subject = lost->rank(), failure.pid = lost->pid();
@@ -48,13 +46,11 @@ std::exception_ptr error_of(const FailureReport& failure, int reader, std::strin
       return std::make_exception_ptr(Mismatch(what, advice));
     case ErrorCode::kAborted:
       return std::make_exception_ptr(Aborted(message, advice));
-    case ErrorCode::kInvalidArgument:
-      return std::make_exception_ptr(InvalidArgument(message, advice));
     case ErrorCode::kUnauthorized:
       return std::make_exception_ptr(Unauthorized(message, advice));
     case ErrorCode::kCorrupt:
       return std::make_exception_ptr(CorruptError(message, advice));
-    default:
+    default:  // an InvalidArgument, too: for the other ranks it is not their mistake, and the group has failed
       return std::make_exception_ptr(Unavailable(message, advice));
   }
 }
