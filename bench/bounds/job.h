@@ -1,5 +1,5 @@
-// A job whose ranks are forks of bench_bounds, and memory that it shares with them. There is no launcher, because it would
-// end the survivors of a lost rank.
+// A job whose ranks are forks of bench_bounds, and memory that it shares with them. There is no launcher, because it
+// would end the survivors of a lost rank.
 #pragma once
 
 #include <ATen/Parallel.h>

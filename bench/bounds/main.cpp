@@ -6,8 +6,8 @@
 //   idle     the share of a core that a rank takes while it waits; the cost of the black box per operation; a barrier
 //            of far more ranks than cores
 //   memory   the memory that a group's segment takes after the group has used everything that it can do
-//   copy     how much longer copy_bytes() takes at some offset between source and destination than at none, in the first-
-//            and second-level cache; and memcpy()
+//   copy     how much longer copy_bytes() takes at some offset between source and destination than at none, in the
+//            first- and second-level cache; and memcpy()
 #include <ATen/Parallel.h>
 
 #include <CLI/CLI.hpp>

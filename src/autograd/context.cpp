@@ -68,7 +68,7 @@ void Context::end(std::chrono::milliseconds timeout) {
   if (!agent) return;
   const auto deadline = Deadline::after(timeout);
   const auto workers = tape_of(*agent).contexts().end(state_->id());
-  for (const auto& answer : tell_end(*agent, state_->id(), workers)) {
+  for (const auto& answer : end_on(*agent, state_->id(), workers)) {
     if (!answer.wait_for(deadline.left()))
       throw TimeoutError("an autograd context was ended, and not all workers that it had called have answered");
   }

@@ -68,7 +68,7 @@ class Contexts {
 
 // Tells these workers that a context has ended. Each answers when all workers that it has called in the context have
 // dropped it too. The calls are made outside of any context.
-std::vector<rpc::Future<void>> tell_end(rpc::Agent& agent, uint64_t id, const std::set<int>& workers);
+std::vector<rpc::Future<void>> end_on(rpc::Agent& agent, uint64_t id, const std::set<int>& workers);
 // Sends a worker which contexts of this one live.
 void tell_living_contexts(rpc::Agent& agent, int worker, const std::vector<uint64_t>& living, uint64_t next);
 

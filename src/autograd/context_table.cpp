@@ -102,7 +102,7 @@ namespace {
 // Answers when all workers that this one has called in the context have dropped it too.
 rpc::Task<void> end_context(uint64_t id) {
   const auto agent = rpc::current_agent();
-  const auto told = tell_end(*agent, id, tape_of(*agent).contexts().end(id));
+  const auto told = end_on(*agent, id, tape_of(*agent).contexts().end(id));
   for (const auto& answer : told) {
     try {
       co_await answer;
@@ -118,7 +118,7 @@ void keep_contexts(std::vector<uint64_t> living, uint64_t next) {
 
 }  // namespace
 
-std::vector<rpc::Future<void>> tell_end(rpc::Agent& agent, uint64_t id, const std::set<int>& workers) {
+std::vector<rpc::Future<void>> end_on(rpc::Agent& agent, uint64_t id, const std::set<int>& workers) {
   const Context::Scope none(nullptr);
   std::vector<rpc::Future<void>> told;
   for (const int worker : workers) {

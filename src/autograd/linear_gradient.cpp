@@ -106,8 +106,8 @@ variable_list linear_gradient(Node& node, const Tensor& of_result, bool transpos
   // The node keeps only what it needs for the gradients that are wanted.
   const bool keeps_x = node.next_edge(2).is_valid(), keeps_m = node.next_edge(1).is_valid();
   const Tensor x = keeps_x ? addmm.mat1_.unpack() : Tensor(), m = keeps_m ? addmm.mat2_.unpack() : Tensor();
-  const auto asks = [](const Tensor& one) { return one.defined() && one.requires_grad(); };
-  if (!asks(of_result) && !asks(x) && !asks(m)) return gradients;
+  const auto requires_grad = [](const Tensor& one) { return one.defined() && one.requires_grad(); };
+  if (!requires_grad(of_result) && !requires_grad(x) && !requires_grad(m)) return gradients;
   const auto derivative = make_node<LinearGradient>(of_result, x, m, transposed);
   for (Tensor& one : gradients) {
     if (!one.defined()) {

@@ -6,7 +6,7 @@
 //
 // Where leaves get their gradients:
 //   kAccumulate   in .grad, by libtorch's own nodes with all their hooks, as backward() does
-//   kContext      in the context's map (context.h); no .grad is touched
+//   kContext      in the context's map (context_state.h); no .grad is touched
 //   kNone         nowhere, as grad() does. The engine goes only where an argument is wanted
 //
 // When a run fails, ours or the user's, libtorch leaves what it has not run in the thread's queue, until the thread's

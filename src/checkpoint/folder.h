@@ -1,7 +1,7 @@
 // The folder of a training's snapshots, and the names in it:
 //
 //     step-500.snapshot.safetensors                        a snapshot: all of it, or the manifest of its shards
-//     step-500.shard-1-of-4.9c41e07a.snapshot.safetensors  rank 1's part of one; the mark tells apart two of the same step
+//     step-500.shard-1-of-4.9c41e07a.snapshot.safetensors  rank 1's part of one; the mark tells two of a step apart
 //     step-500.snapshot.safetensors.1f0c33aa.tmp           being written, or left by a process that was killed
 //
 // Files with other names are left alone. Thread-safety: const functions may run concurrently; the file system orders

@@ -2,8 +2,8 @@
 // there are, and where.
 //
 //     0   8  bytes of the header, little-endian
-//     8      the header: JSON, "name": {"dtype": "F32", "shape": […], "data_offsets": [begin, end]} for each tensor, and
-//            "__metadata__": {"key": "value", …}; blanks may follow
+//     8      the header: JSON, "name": {"dtype": "F32", "shape": […], "data_offsets": [begin, end]} for each tensor,
+//            and "__metadata__": {"key": "value", …}; blanks may follow
 //     …      the tensors; offsets are counted from here, and there are no gaps
 //
 // Thread-safety: values, and functions without state. Source: the format of Hugging Face's safetensors.

@@ -14,8 +14,8 @@ namespace muster::rpc::detail {
 class ContinuationQueue {
  public:
   static ContinuationQueue& here() noexcept {
-    thread_local constinit ContinuationQueue turns;
-    return turns;
+    thread_local constinit ContinuationQueue queue;
+    return queue;
   }
   void run(Continuation* due) noexcept {
     due->next_ = nullptr;

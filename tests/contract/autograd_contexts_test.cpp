@@ -1,5 +1,5 @@
-// Contexts: gradients of one step apart from those of others, sums that do not depend on who is late, and what the end of
-// a context frees.
+// Contexts: gradients of one step apart from those of others, sums that do not depend on who is late, and what the end
+// of a context frees.
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Steps of DistributedDataParallel after a backward pass that threw, after the order of gradients has changed, and after
-// the parameters themselves have.
+// Steps of DistributedDataParallel after a backward pass that threw, after the order of gradients has changed, and
+// after the parameters themselves have.
 #include <functional>
 #include <stdexcept>
 #include <string>

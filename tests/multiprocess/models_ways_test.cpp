@@ -1,5 +1,5 @@
-// The models of support/models.h, trained by DistributedDataParallel in each of its ways: with communication hooks, with
-// the watch for divergence, with delayed gradients, within join().
+// The models of support/models.h, trained by DistributedDataParallel in each of its ways: with communication hooks,
+// with the watch for divergence, with delayed gradients, within join().
 #include <functional>
 #include <limits>
 #include <string>

@@ -168,8 +168,8 @@ struct Tolerance {
   double apart = 1e-6;  // of how far the parameter has moved
   double moved = 1e-3;  // of the parameter, at least; a rounding is 6e-8 of it
 };
-// Where gradients are clipped, or Adam divides them by a root of their squares: what is a rounding of a gradient that is
-// almost 0 is a part of such a step.
+// Where gradients are clipped, or Adam divides them by a root of their squares: what is a rounding of a gradient that
+// is almost 0 is a part of such a step.
 constexpr Tolerance kAmplified{.apart = 1e-3};
 
 inline void expect_close(const nn::Module& got, const nn::Module& wanted, const Values& before,

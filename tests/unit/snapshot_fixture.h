@@ -1,5 +1,5 @@
-// What the tests of snapshots have in common: a training whose whole state is in a snapshot, and ranks that are threads,
-// which save and restore it.
+// What the tests of snapshots have in common: a training whose whole state is in a snapshot, and ranks that are
+// threads, which save and restore it.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -55,8 +55,8 @@
 // `muster run` kills ranks --stop-grace (5 s) after the signal, so work that takes longer than that needs a boundary in
 // it.
 //
-// Parts: add() what is wanted, and restore({.strict = false}). What only the snapshot has is left out, and what only the
-// program has keeps its value: whole items ("ema"), and parameters and buffers of a module. Rank 0 lists both. So a
+// Parts: add() what is wanted, and restore({.strict = false}). What only the snapshot has is left out, and what only
+// the program has keeps its value: whole items ("ema"), and parameters and buffers of a module. Rank 0 lists both. So a
 // training can go on after you have added an item, and a new one can begin with the layers of another. Shapes and
 // dtypes must be equal, too. restore({.steps = 300}) and restore({.best = true}) take that snapshot and no other.
 //
@@ -126,8 +126,8 @@ struct SnapshotRestoreOptions {
   // false: the snapshot and what was added may have different items, and modules different parameters and buffers.
   bool strict = true;
   // The snapshot of this number of steps, or the one with the best score, which rank 0 knows; neither: the newest one.
-  // If a newer one exists, this Snapshot cannot save any more, not even at a stop: a training that goes on from an older
-  // one needs a folder of its own.
+  // If a newer one exists, this Snapshot cannot save any more, not even at a stop: a training that goes on from an
+  // older one needs a folder of its own.
   std::optional<int64_t> steps = {};
   bool best = false;
 };
@@ -184,8 +184,8 @@ class Snapshot {
 
   // Restores the newest good snapshot. Returns the number that step() or save() was given, with which the training goes
   // on; 0 if there is no snapshot. `options` must be the same on all ranks. InvalidArgument, too: there is no such
-  // snapshot; nothing of what was added, or of a module that was, is in the snapshot. CorruptError, too: the one that was
-  // named is not intact.
+  // snapshot; nothing of what was added, or of a module that was, is in the snapshot. CorruptError, too: the one that
+  // was named is not intact.
   int64_t restore(const SnapshotRestoreOptions& options = {});
 
   // Call it at the end of each step; `steps`: how many are done, 1 after the first. Saves if `.every` or a request to

@@ -60,8 +60,8 @@ struct GroupOptions {
   std::string backend;                   // as WorldOptions::backend; empty: the World's
   std::chrono::milliseconds timeout{0};  // of the group's start, and of operations without their own; 0: the World's
   std::string name;                      // in messages, the black box and a FaultPlan; empty: "group 3"
-  // Errors, with PeerLost::rank() and TimeoutError::missing(), number the ranks as the group that was split, or, of
-  // World::new_group(), as the World. For a library whose users do not know the group. `nccl` ignores it.
+  // Failures of the group, with PeerLost::rank() and TimeoutError::missing(), number the ranks as the group that was
+  // split, or, of World::new_group(), as the World. For a library whose users do not know the group. `nccl` ignores it.
   bool parents_ranks = false;
 };
 

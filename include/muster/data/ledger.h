@@ -22,10 +22,10 @@
 // Each making of a Ledger begins an *attempt* with a model that has made `steps` steps: 0 at first, then what
 // Snapshot::restore() returns. In elastic::run(), make it in `setup` with state.step().
 //
-// All ranks of a host append to one file, as text (src/launch/ledger_line.h has the format), and each rank writes one line
-// at a time. Ranks on other hosts write other files, or the same one on a shared file system that appends whole lines
-// (NFS does not). `muster ledger check` takes all files of a training together. What a killed process has written is
-// there. For the case that the host itself crashes, set `.sync`.
+// All ranks of a host append to one file, as text (src/launch/ledger_line.h has the format), and each rank writes one
+// line at a time. Ranks on other hosts write other files, or the same one on a shared file system that appends whole
+// lines (NFS does not). `muster ledger check` takes all files of a training together. What a killed process has written
+// is there. For the case that the host itself crashes, set `.sync`.
 //
 // enter() writes immediately, because other ranks may make the step with this rank's gradients, although it dies before
 // step(). A step may take several enter(), as with gradients of several batches. Without samples it needs none.

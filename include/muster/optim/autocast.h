@@ -8,10 +8,10 @@
 //   loss.backward();                                   // outside: backward uses each operator's own dtypes
 //
 // Matrix products and convolutions compute in the dtype, operators that need more digits in float32; the lists are
-// those of PyTorch. A parameter is converted once, and the result kept until an outermost guard ends, if an operator gets
-// the parameter itself: from torch::linear() and convolutions. libtorch's nn::Linear gives it transposed, a view, which
-// is converted each time. libtorch has one such cache per process, so threads that use one module must not do so in
-// different dtypes at the same time. Guards nest; one with `enabled` false switches off.
+// those of PyTorch. A parameter is converted once, and the result kept until an outermost guard ends, if an operator
+// gets the parameter itself: from torch::linear() and convolutions. libtorch's nn::Linear gives it transposed, a view,
+// which is converted each time. libtorch has one such cache per process, so threads that use one module must not do so
+// in different dtypes at the same time. Guards nest; one with `enabled` false switches off.
 //
 // Thread-safety: it is its thread's, with this exception. Errors: InvalidArgument for a dtype that is not bfloat16 or
 // float16, and if the device's type has no autocast. Source: torch.autocast.

@@ -53,7 +53,8 @@ class Backend : public c10d::Backend {
   virtual void leave(const std::string& cause) = 0;
   // Makes the group fail with `cause` on all its ranks, unless it has failed already.
   virtual void fail(const Error& cause) = 0;
-  // Why the group has failed, if this rank or, as far as it can tell now, another one knows it; else null.
+  // Why the group has failed, if this rank or, as far as it can tell now, another one knows it; else null, and after
+  // leave(). May ask the store, for seconds.
   virtual std::exception_ptr known_failure() { return nullptr; }
   // For a backend that is made of several groups. `receive` is from any source. If a message with its tag has come that
   // no other receive wants, takes it and returns a work like submit(). Of several such messages it takes the one from

@@ -110,7 +110,7 @@ std::exception_ptr QueuedBackend::known_failure() {
   try {
     check();
   } catch (const Error&) {
-    return std::current_exception();
+    if (!has_left()) return std::current_exception();
   }
   return nullptr;
 }

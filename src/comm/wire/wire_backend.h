@@ -121,6 +121,7 @@ class WireBackend final : public QueuedBackend {
                                      Clock::time_point began);
   struct Inquiry;
   std::exception_ptr ask_store(Inquiry& inquiry);
+  std::exception_ptr known_loss(bool store_rank_may_be_gone, const std::string& symptom) const;
   std::exception_ptr without_store(const Inquiry& inquiry, const std::string& symptom) const;
   std::exception_ptr conclude(const Inquiry& inquiry) const;
   std::exception_ptr lost(int rank, const std::string& how) const;

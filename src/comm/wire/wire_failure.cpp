@@ -136,12 +136,18 @@ bool WireBackend::failed() const {
 }
 
 std::exception_ptr WireBackend::known_failure() {
+  if (in_fork() || QueuedBackend::has_left()) return nullptr;
   if (auto known = QueuedBackend::known_failure()) return known;
   try {
     const store::CallsBy soon(Deadline::after(kNotes));
     return recorded_failure(last_operation());
-  } catch (const std::exception&) {
-    return nullptr;  // the store has gone, perhaps with its rank
+  } catch (const std::exception& no_answer) {
+    bool store_rank_gone = false;
+    {
+      const std::lock_guard lock(state_mutex_);
+      store_rank_gone = gone_.count(store_rank_) > 0;
+    }
+    return known_loss(store_rank_gone, no_answer.what());
   }
 }
 
@@ -244,18 +250,24 @@ std::exception_ptr WireBackend::ask_store(Inquiry& inquiry) {
   }
 }
 
-// What is known if the store does not answer: first of all a death that this rank has seen itself. A store that the
-// job's rank 0 serves is gone with that rank, which may be any of the group's, or none. Otherwise the store's silence
-// says nothing of any rank.
-std::exception_ptr WireBackend::without_store(const Inquiry& inquiry, const std::string& symptom) const {
+// What is known of lost ranks if the store does not answer (`symptom`): first of all a death that this rank has seen
+// itself. A store that the job's rank 0 serves may be gone with that rank, which may be any of the group's, or none.
+// Otherwise the store's silence says nothing of any rank, and the result is null.
+std::exception_ptr WireBackend::known_loss(bool store_rank_may_be_gone, const std::string& symptom) const {
   std::optional<int> dead;
   {
     const std::lock_guard lock(state_mutex_);
     if (!dead_.empty()) dead = *dead_.begin();
   }
   if (dead) return lost(*dead, " died");
-  if (store_rank_ >= 0 && store_rank_ != getRank() && !lives(store_rank_) && !store::comes_again(*store_))
+  if (store_rank_may_be_gone && store_rank_ >= 0 && store_rank_ != getRank() && !lives(store_rank_) &&
+      !store::comes_again(*store_))
     return lost(store_rank_, text(" is gone, and with it the store (", symptom, ")"));
+  return nullptr;
+}
+
+std::exception_ptr WireBackend::without_store(const Inquiry& inquiry, const std::string& symptom) const {
+  if (auto loss = known_loss(true, symptom)) return loss;
   if (inquiry.timed_out || inquiry.peer >= 0 || getSize() <= 2) return nullptr;
   return std::make_exception_ptr(
       Unavailable(text("the connections of group '", group_name(), "' broke in ", inquiry.what, ": ", inquiry.symptom,

@@ -6,7 +6,7 @@
 // its values there, once per host; to free it is to give the pages back to the kernel.
 //
 //   memory of place 0 on host A  | unit 0: a.weight    : b.weight [–] | unit 1: c.weight    : d.weight [–] |
-//   memory of place 0 on host B  | unit 0: a.weight [–]: b.weight     | unit 1: c.weight [–]: d.weight     |   [–] not here
+//   memory of place 0 on host B  | unit 0: a.weight [–]: b.weight     | unit 1: c.weight [–]: d.weight    | [–] not here
 //
 // The ranks at one place on all hosts are a *column*. Each sends what is at home with it to its column. So all ranks of
 // a host receive, each another part, and each byte crosses the network once per host.
@@ -28,8 +28,8 @@
 // hosts wait for units that different columns have, they get a TimeoutError.
 //
 // Errors: InvalidArgument of before_use() between end() and begin(), if the parameter is not at home on this host;
-// Mismatch; those of the collectives; if a rank is lost, a rank that has only given up because of that is not blamed. A rank that throws between begin() and end() leaves the others waiting.
-// Thread-safety: one thread, as an nn::Module.
+// Mismatch; those of the collectives; if a rank is lost, a rank that has only given up because of that is not blamed. A
+// rank that throws between begin() and end() leaves the others waiting. Thread-safety: one thread, as an nn::Module.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// TLS over a SocketStream. stream.h describes the locking.
+// TLS over a SocketStream. socket_stream.h describes the locking.
 
 #include <openssl/bio.h>
 #include <openssl/err.h>

@@ -130,10 +130,22 @@ void HierarchicalBackend::check() const {
 }
 
 std::exception_ptr HierarchicalBackend::known_failure() {
-  for (const Inner* const group : {&local_, &all_, &leaders_})
-    if (*group)
-      if (auto known = (*group)->known_failure()) return known;
+  if (in_fork() || has_left()) return nullptr;
+  for (const Inner* const group : {&local_, &all_, &leaders_}) {
+    if (!*group) continue;
+    try {
+      if (const auto known = (*group)->known_failure()) std::rethrow_exception(known);
+    } catch (const Error& error) {
+      return as_own(error);
+    }
+  }
   return nullptr;
+}
+
+// A failure of one of the inner groups, as this rank throws it: with the last operation of this group.
+std::exception_ptr HierarchicalBackend::as_own(const Error& error) const {
+  const int me = shown(getRank());
+  return error_of(failure_of(error, me), me, last_operation());
 }
 
 bool HierarchicalBackend::failed() const {
@@ -150,7 +162,7 @@ void HierarchicalBackend::guarded(Fn&& fn) {
     throw;
   } catch (const Error& error) {
     fail(error);
-    std::rethrow_exception(error_of(failure_of(error, shown(getRank())), shown(getRank()), last_operation()));
+    std::rethrow_exception(as_own(error));
   } catch (const std::exception& error) {
     fail(Unavailable(text("rank ", shown(getRank()), " failed: ", error.what())));
     throw;
