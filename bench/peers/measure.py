@@ -19,3 +19,9 @@ def best_us(calls, call):
             call()
         best = min(best, (time.perf_counter() - start) / calls)
     return best * 1e6
+
+
+def proportional_set_size():
+    """In MiB, as bench/memory.h."""
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))

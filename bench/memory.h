@@ -1,0 +1,20 @@
+// The memory of a process, as the benchmarks count it. peers/measure.py does the same.
+//
+// Thread-safety: all functions.
+#pragma once
+
+#include <fstream>
+#include <string>
+
+namespace bench {
+
+// In MiB: the process's private pages, and its share of the pages that several map. Summed over the ranks, each page
+// counts once.
+inline double proportional_set_size() {
+  std::ifstream in("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(in, line);)
+    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) / 1024;
+  return 0;
+}
+
+}  // namespace bench
