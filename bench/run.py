@@ -11,8 +11,8 @@ of the others, the best round of each row. A peer that is not installed is left 
 idle, memory and copy have no peers: each figure stands beside the bound that Muster promises, as do some of launch.
 --json writes one object per line, after a first line about the machine.
 """
-# suites.py says what each benchmark runs, runner.py starts programs, tables.py prints the rows, rounds.py compares
-# collectives within a round, and sandbox.py makes two hosts, or a small one, out of this machine.
+# suites.py and training_suites.py say what each benchmark runs, runner.py starts programs, tables.py prints the rows,
+# rounds.py compares collectives within a round, and sandbox.py makes two hosts, or a small one, out of this machine.
 
 import argparse
 import json
