@@ -7,8 +7,9 @@
 // each step takes as long as the slower rank's. With --shards, gradients are the same to the bit on any number of
 // ranks; the batches of all ranks together are what is divided. With an --optimizer, the row has the bytes of the
 // optimizer states of all ranks together; `zero` divides AdamW's among the ranks, and `zero-backward` makes its steps
-// in backward(). With --device cuda, all ranks are on the first device, over NCCL. host_mib: the memory of all ranks
-// together after the last step (memory.h). The data are random: the time of a step does not depend on the values.
+// in backward(). With --device cuda, all ranks are on the first device, over NCCL. host_mib: the memory in use by
+// all ranks together after the last step (memory.h). The data are random: the time of a step does not depend on the
+// values.
 #include <ATen/Parallel.h>
 #include <torch/nn.h>
 
@@ -111,8 +112,9 @@ int main(int argc, char** argv) {
   }
   muster::barrier();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  const torch::Tensor mib = torch::tensor(
-      {bench::proportional_set_size(), static_cast<double>(state_bytes(*optimizer)) / (1 << 20)}, torch::kDouble);
+  const torch::Tensor mib =
+      torch::tensor({bench::proportional_set_size_in_use(), static_cast<double>(state_bytes(*optimizer)) / (1 << 20)},
+                    torch::kDouble);
   muster::all_reduce(mib);
   if (world.rank() != 0) return 0;
   int64_t parameters = 0;

@@ -3,6 +3,8 @@
 // Thread-safety: all functions.
 #pragma once
 
+#include <malloc.h>
+
 #include <fstream>
 #include <string>
 
@@ -15,6 +17,12 @@ inline double proportional_set_size() {
   for (std::string line; std::getline(in, line);)
     if (line.starts_with("Pss:")) return std::stod(line.substr(4)) / 1024;
   return 0;
+}
+
+// The same without the free memory that malloc keeps for later, which differs by tens of MiB from run to run.
+inline double proportional_set_size_in_use() {
+  ::malloc_trim(0);
+  return proportional_set_size();
 }
 
 }  // namespace bench

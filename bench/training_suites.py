@@ -8,15 +8,46 @@ class TrainingSuites(Runner):
     """A part of suites.Suites."""
 
     def ddp(self):
+        """Steps with DistributedDataParallel, with a barrier in its place, and with nothing; PyTorch's over Gloo and
+        over Muster's plug-in."""
         commands = []
-        for net, steps in (("small", 300), ("wide", 20)):
-            flags = ["--net", net, "--steps", str(steps)]
+        for net, steps, warmup in (("small", 200, 20), ("resnet18", 5, 2), ("transformer", 6, 2), ("wide", 10, 3)):
+            flags = ["--net", net, "--steps", str(steps), "--warmup", str(warmup)]
             for sync in ("ddp", "barrier", "none"):
                 commands.append(self.job("bench_ddp", *flags, "--sync", sync))
-            commands.append(self.job("bench_ddp", *flags, "--shards", "8"))
-            for no_sync in ([], ["--no-sync"]):
-                commands.append(self.torchrun("ddp_torch.py", *flags, *no_sync))
+            if net in ("small", "wide"):
+                commands.append(self.job("bench_ddp", *flags, "--shards", "8"))
+            for sync in (["--backend", "gloo"], ["--backend", "muster"], ["--no-sync"]):
+                commands.append(self.torchrun("ddp_torch.py", *flags, *sync))
         return self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
+
+    def buckets(self):
+        """DistributedDataParallel with small gradients in buckets of several sizes."""
+        commands = []
+        for net, steps in (("resnet18", 5), ("transformer", 6)):
+            for mib in ("0.25", "1", "4", "25", "100"):
+                flags = ["--net", net, "--steps", str(steps), "--warmup", "2", "--bucket-mb", mib]
+                commands.append(self.job("bench_ddp", *flags))
+        rows = self.best_of_rounds(commands, lambda row: (row["net"], row["bucket_mib"]), "samples_per_s", max)
+        return [dict(row, bench="buckets") for row in rows]
+
+    def ddp_memory(self):
+        """What DistributedDataParallel adds to the memory of ten steps of a ResNet-18. A process without it has
+        gradients, too."""
+        flags = ["--net", "resnet18", "--steps", "10", "--warmup", "0"]
+        commands = [self.job("bench_ddp", *flags, "--sync", sync) for sync in ("ddp", "none")]
+        commands += [self.torchrun("ddp_torch.py", *flags, *sync) for sync in ([], ["--no-sync"])]
+        found = self.best_of_rounds(commands, lambda row: row["impl"], "host_mib", min)
+        with_impl, rows = {row["impl"]: row for row in found}, []
+        for impl in ("muster", "pytorch"):
+            if impl in with_impl:
+                row, without = with_impl[impl], with_impl[f"{impl}-nosync"]
+                gradients = 4 * row["parameters"] / (1 << 20)
+                added = (row["host_mib"] - without["host_mib"]) / row["ranks"]
+                rows.append({"bench": "ddp_memory", "net": row["net"], "impl": impl, "ranks": row["ranks"],
+                             "mib_per_rank": round(gradients + added, 1), "gradients_mib": round(gradients, 1),
+                             "host_mib": row["host_mib"], "host_mib_without": without["host_mib"]})
+        return rows
 
     def zero(self):
         """AdamW whose states are divided among the ranks."""

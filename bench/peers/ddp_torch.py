@@ -10,7 +10,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from measure import proportional_set_size
+from measure import proportional_set_size_in_use
 from nets import Workload
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -58,7 +58,7 @@ for step in range(args.steps + args.warmup):
     optimizer.step()
 dist.barrier()
 seconds = time.perf_counter() - start
-mib = torch.tensor(proportional_set_size(), dtype=torch.float64, device=work.x.device)
+mib = torch.tensor(proportional_set_size_in_use(), dtype=torch.float64, device=work.x.device)
 dist.all_reduce(mib)
 if rank == 0:
     impl = "pytorch-nosync" if args.no_sync else "pytorch-power" if args.hook == "power" else "pytorch"
