@@ -86,6 +86,19 @@ def show_ddp_memory(rows):
           ["impl", "MiB", "gradients", "bound", "kept"], lines)
 
 
+def show_ddp_construction(rows):
+    table("construction of DistributedDataParallel: milliseconds, the slowest rank", ["impl", "model, MiB", "ms"],
+          [[row["impl"], row["model_mib"], f"{row['ms']:.0f}"] for row in rows])
+
+
+def show_ddp_watch(rows):
+    lines = [[row["net"], row["impl"], f"{row['ms_ordinary']:.1f}", f"{row['ms_checking']:.1f}", row["every"],
+              f"{100 * row['share']:.2f} %"] for row in rows]
+    table("a step without the divergence watch, and one that compares: milliseconds; and how much longer a step is if "
+          "every tenth compares (at most 1 %)",
+          ["net", "impl", "without", "compares", "every", "more"], lines)
+
+
 def show_zero(rows):
     lines = [[row["impl"], f"{row['samples_per_s']:.0f}", f"{row['state_mib']:.0f}" if "state_mib" in row else ""]
              for row in rows]
@@ -231,6 +244,8 @@ SHOW = {  # by the name of the benchmark: the function that prints its rows
     "ddp": show_ddp,
     "buckets": show_buckets,
     "ddp_memory": show_ddp_memory,
+    "ddp_construction": show_ddp_construction,
+    "ddp_watch": show_ddp_watch,
     "zero": show_zero,
     "slow_link": show_slow_link,
     "sync_batch_norm": show_sync_batch_norm,

@@ -49,6 +49,16 @@ class TrainingSuites(Runner):
                              "host_mib": row["host_mib"], "host_mib_without": without["host_mib"]})
         return rows
 
+    def ddp_construction(self):
+        """The construction of DistributedDataParallel around 512 MiB of parameters."""
+        commands = [self.job("bench_ddp_costs", "construction"), self.torchrun("ddp_construction_torch.py")]
+        return self.best_of_rounds(commands, lambda row: row["impl"], "ms", min)
+
+    def ddp_watch(self):
+        """A step whose every tenth compares hashes of parameters and gradients, beside one that never does."""
+        commands = [self.job("bench_ddp_costs", "watch")]
+        return self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "ms_checking", min)
+
     def zero(self):
         """AdamW whose states are divided among the ranks."""
         flags = ["--net", "wide", "--steps", "20"]
