@@ -5,53 +5,22 @@
 // data are random: the time of a step does not depend on the values.
 #include <ATen/Parallel.h>
 #include <sys/resource.h>
-#include <torch/nn.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "memory.h"
 #include "muster/muster.h"
 #include "muster/optim/optimizers.h"
+#include "nets.h"
 
-namespace {
-
-struct Net : torch::nn::Module {
-  explicit Net(int blocks) {
-    for (int i = 0; i < blocks; ++i)
-      layers->push_back(torch::nn::TransformerEncoderLayer(
-          torch::nn::TransformerEncoderLayerOptions(512, 8).dim_feedforward(2048).dropout(0.0)));
-    register_module("layers", layers);
-  }
-  torch::Tensor forward(torch::Tensor x) {
-    for (const auto& layer : *layers) {
-      const auto run = [&](const torch::Tensor& y) {
-        return layer->as<torch::nn::TransformerEncoderLayer>()->forward(y);
-      };
-      x = checkpointed ? muster::activation_checkpoint(how, run, x) : run(x);
-    }
-    return x;
-  }
-  torch::nn::ModuleList layers;
-  bool checkpointed = false;
-  muster::ActivationCheckpointOptions how;
-};
-
-// In MiB.
-double proportional_set_size() {
-  std::ifstream in("/proc/self/smaps_rollup");
-  for (std::string line; std::getline(in, line);)
-    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) / 1024;
-  return 0;
-}
-
-}  // namespace
+using Net = bench::Transformer;
 
 int main(int argc, char** argv) {
   std::string sync = "fsdp";
@@ -74,9 +43,9 @@ int main(int argc, char** argv) {
   auto world = muster::init();
   torch::manual_seed(0);
   const auto net = std::make_shared<Net>(blocks);
-  net->checkpointed = checkpointed;
-  if (!kept.empty())
-    net->how.keep = [&](std::string_view operation) {
+  if (checkpointed) net->checkpoint.emplace();
+  if (checkpointed && !kept.empty())
+    net->checkpoint->keep = [&](std::string_view operation) {
       return std::find(kept.begin(), kept.end(), operation) != kept.end();
     };
   std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
@@ -114,7 +83,8 @@ int main(int argc, char** argv) {
   const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / steps;
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);
-  auto memory = torch::tensor({proportional_set_size(), static_cast<double>(usage.ru_maxrss) / 1024}, torch::kDouble);
+  auto memory =
+      torch::tensor({bench::proportional_set_size(), static_cast<double>(usage.ru_maxrss) / 1024}, torch::kDouble);
   muster::all_reduce(memory);
   muster::barrier();
   if (world.rank() == 0) {

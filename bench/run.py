@@ -2,17 +2,19 @@
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
     bench/run.py --build build/release [--json FILE] [--ranks 2] [--rounds 3]
-                 [--only all_reduce,messages,others,ddp,zero,slow_link,sync_batch_norm,launch,recovery,snapshot,crowd,
-                         pinned,rpc,autograd,optim,optimizers,meta,fsdp,hosts,limit,fault,idle,memory,copy]
+                 [--only all_reduce,messages,others,ddp,buckets,ddp_memory,ddp_construction,ddp_watch,zero,slow_link,
+                         sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,autograd,optim,optimizers,meta,fsdp,
+                         hosts,limit,fault,idle,memory,copy]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages
 the median of the rounds' ratios to the fastest peer counts, from rounds in the machine's fast state (bench/rounds.py);
 of the others, the best round of each row. A peer that is not installed is left out, and the output says so. fault,
-idle, memory and copy have no peers: each figure stands beside the bound that Muster promises, as do some of launch.
+idle, memory and copy have no peers: each figure stands beside the bound that Muster promises, as do some of launch,
+ddp_memory, ddp_watch and sync_batch_norm.
 --json writes one object per line, after a first line about the machine.
 """
-# suites.py says what each benchmark runs, runner.py starts programs, tables.py prints the rows, rounds.py compares
-# collectives within a round, and sandbox.py makes two hosts, or a small one, out of this machine.
+# suites.py and training_suites.py say what each benchmark runs, runner.py starts programs, tables.py prints the rows,
+# rounds.py compares collectives within a round, and sandbox.py makes two hosts, or a small one, out of this machine.
 
 import argparse
 import json
@@ -20,6 +22,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from datetime import date
 from pathlib import Path
 
@@ -58,9 +61,11 @@ def main():
     rows = [machine()]
     print(f"{rows[0]['cpu']}, {rows[0]['cores']} cores, {args.ranks} ranks, {args.rounds} rounds")
     for name in args.chosen:
+        start = time.monotonic()
         found = getattr(suites, name)()
         rows += found
         SHOW[name](found)
+        print(f"{name} took {time.monotonic() - start:.0f} s")
     for impl, why in suites.missing.items():
         print(f"\nleft out: {impl} ({why})")
     if args.json:

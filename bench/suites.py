@@ -10,14 +10,14 @@ import tempfile
 import time
 
 from rounds import Reference, Server, measure_case
-from runner import Runner, peer_script
-from sandbox import MemoryLimit, TwoHosts
+from runner import peer_script
+from training_suites import TrainingSuites
 
 SIZES = (16, 4 << 10, 64 << 10, 256 << 10, 4 << 20)
 ALL_SIZES = [16, *(1 << shift for shift in range(10, 27, 2))]
 
 
-class Suites(Runner):
+class Suites(TrainingSuites):
     """A method is a benchmark if tables.SHOW has its name. It returns rows."""
 
     def collectives(self, cases, ranks=None, bound="none", launcher=None, gloo=True):
@@ -77,107 +77,6 @@ class Suites(Runner):
         cases = [(op, n) for op in ops for n in (*SIZES, 64 << 20)]
         rows = self.collectives([*cases, *(("send_recv", n) for n in SIZES), ("barrier", 8)])
         return rows + self.collectives([("scan", n) for n in SIZES], gloo=False)  # Gloo has none
-
-    def ddp(self):
-        commands = []
-        for net, steps in (("small", 300), ("wide", 20)):
-            flags = ["--net", net, "--steps", str(steps)]
-            for sync in ("ddp", "barrier", "none"):
-                commands.append(self.job("bench_ddp", *flags, "--sync", sync))
-            commands.append(self.job("bench_ddp", *flags, "--shards", "8"))
-            for no_sync in ([], ["--no-sync"]):
-                commands.append(self.torchrun("ddp_torch.py", *flags, *no_sync))
-        return self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
-
-    def zero(self):
-        """AdamW whose states are divided among the ranks."""
-        flags = ["--net", "wide", "--steps", "20"]
-        commands = [self.job("bench_ddp", *flags, "--optimizer", name) for name in ("adamw", "zero", "zero-backward")]
-        for name in ("adamw", "zero"):
-            for backend in ("gloo", "muster"):
-                commands.append(self.torchrun("ddp_torch.py", *flags, "--optimizer", name, "--backend", backend))
-        rows = self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
-        return [dict(row, bench="zero") for row in rows]
-
-    def slow_link(self):
-        """PowerSGD on two hosts of one rank each, with 200 Mbit/s between them."""
-        flags, found = ["--net", "wide", "--steps", "4", "--warmup", "3"], {}
-        with TwoHosts("200mbit") as hosts:
-            if hosts.missing:
-                self.missing["a slow link"] = hosts.missing
-                return []
-            muster, torchrun = hosts.muster(self.muster, 1), hosts.torchrun(1)
-            jobs = [(muster, self.program("bench_ddp"), hook) for hook in ("none", "bf16", "power")]
-            jobs += [(torchrun, peer_script("ddp_torch.py"), hook) for hook in ("none", "power")]
-            for _ in range(self.args.rounds):
-                for launcher, program, hook in jobs:
-                    row = hosts.row(self.env, launcher, [program, *flags, "--hook", hook])
-                    found.setdefault(row["impl"], []).append(row)
-        fastest = [max(rows, key=lambda row: row["samples_per_s"]) for rows in found.values()]
-        return [dict(row, bench="slow_link", hosts=2, mbit_per_s=200) for row in fastest]
-
-    def sync_batch_norm(self):
-        commands = [self.job("bench_sync_batch_norm")]
-        return self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "ms", min)
-
-    def fsdp(self):
-        """One model for all ranks, PyTorch's FSDP2 over Gloo and over Muster's plug-in, and steps without
-        synchronisation; activations that are computed again."""
-        syncs = (["fsdp"], ["fsdp", "--mixed"], ["ddp"], ["barrier"], ["none"])
-        commands = [self.job("bench_fsdp", "--sync", *sync) for sync in syncs]
-        for flags in ([], ["--mixed"]):
-            for backend in ("gloo", "muster"):
-                commands.append(self.torchrun("fsdp_torch.py", "--backend", backend, *flags))
-        commands.append(self.torchrun("fsdp_torch.py", "--no-sync"))
-        large = ["--batch", "16", "--length", "128", "--steps", "4"]
-        for flags in ([], ["--checkpoint"]):
-            commands.append(self.job("bench_fsdp", "--sync", "none", *large, *flags, ranks=1))
-            commands.append(self.torchrun("fsdp_torch.py", "--no-sync", *large, *flags, ranks=1))
-        keep = ["--checkpoint", "--keep", "aten::addmm"]
-        commands.append(self.job("bench_fsdp", "--sync", "none", *large, *keep, ranks=1))
-        return self.best_of_rounds(commands, lambda row: (row["impl"], row["ranks"], row["tokens"]), "ms", min)
-
-    def hosts(self):
-        """Steps on two hosts of two ranks each, with a gigabit per second between them."""
-        steps, found = ["--steps", "5"], {}
-        with TwoHosts() as hosts:
-            if hosts.missing:
-                self.missing["two hosts"] = hosts.missing
-                return []
-            muster, torchrun = hosts.muster(self.muster, 2), hosts.torchrun(2)
-            for _ in range(self.args.rounds):
-                for sync in (["fsdp"], ["fsdp", "--mixed"], ["full"], ["full", "--mixed"], ["ddp"], ["none"]):
-                    row = hosts.row(self.env, muster, [self.program("bench_fsdp"), *steps, "--sync", *sync])
-                    found.setdefault("".join(sync), []).append(row)
-                for backend in ("gloo", "muster"):
-                    for kind in ([], ["--hybrid"], ["--mixed"], ["--hybrid", "--mixed"]):
-                        program = [peer_script("fsdp_torch.py"), *steps, "--backend", backend, *kind]
-                        row = hosts.row(self.env, torchrun, program)
-                        found.setdefault(row["impl"], []).append(row)
-        fastest = [min(rows, key=lambda row: row["ms"]) for rows in found.values()]
-        return [dict(row, bench="hosts", hosts=2, gbit_per_s=1) for row in fastest]
-
-    def limit(self):
-        """400 million parameters with AdamW on four ranks that have 12 GiB together."""
-        size = ["--blocks", "127", "--batch", "1", "--length", "64", "--steps", "2"]
-        commands = {"muster-fsdp": self.job("bench_fsdp", *size, ranks=4)}
-        for backend in ("gloo", "muster"):
-            commands[f"fsdp2-{backend}"] = self.torchrun("fsdp_torch.py", *size, "--backend", backend, ranks=4)
-        rows = []
-        for impl, command in commands.items():
-            if command is None:
-                continue
-            limit = MemoryLimit(12 << 30)
-            if limit.missing:
-                self.missing["a limit of memory"] = limit.missing
-                return []
-            try:
-                found, peak = limit.run(command, self.env)
-            finally:
-                limit.close()
-            row = found[0] if found else {"impl": impl, "ranks": 4, "ms": None}
-            rows.append(dict(row, bench="limit", runs=bool(found), limit_mib=12 << 10, largest_mib=peak >> 20))
-        return rows
 
     def launch(self):
         """The start and end of a job; and the time from the start of a job to what its ranks do first together, beside

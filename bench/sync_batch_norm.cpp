@@ -7,16 +7,13 @@
 #include <torch/optim/sgd.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
-#include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
-#include <vector>
 
 #include "muster/muster.h"
 #include "support/resnet18.h"
+#include "turns.h"
 
 namespace {
 
@@ -33,24 +30,15 @@ struct Training {
     if (convert) muster::convert_sync_batchnorm(net);
     ddp = std::make_unique<muster::DistributedDataParallel<ResNet18>>(net);
   }
-  double seconds_of_step(const Tensor& x, const Tensor& y) {
-    muster::barrier();
-    const auto start = std::chrono::steady_clock::now();
+  void step(const Tensor& x, const Tensor& y) {
     sgd.zero_grad();
     nn::functional::cross_entropy(ddp->forward(x), y).backward();
     sgd.step();
-    muster::barrier();
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
   std::shared_ptr<ResNet18> net = std::make_shared<ResNet18>();
   std::unique_ptr<muster::DistributedDataParallel<ResNet18>> ddp;
   torch::optim::SGD sgd{net->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9)};
 };
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
 
 }  // namespace
 
@@ -68,19 +56,12 @@ int main(int argc, char** argv) {
   torch::manual_seed(world.rank());
   const Tensor x = torch::randn({batch, 3, side, side}), y = torch::randint(1000, {batch});
   Training ordinary(false), converted(true);
-  std::vector<double> without, with, share;
-  for (int step = -2; step < steps; ++step) {  // two warm up
-    const double a = ordinary.seconds_of_step(x, y), b = converted.seconds_of_step(x, y);
-    if (step < 0) continue;
-    without.push_back(a);
-    with.push_back(b);
-    share.push_back(b / a - 1);
-  }
+  const bench::Turns turns = bench::by_turns(
+      steps, [&] { ordinary.step(x, y); }, [&] { converted.step(x, y); });
   if (world.rank() == 0)
     std::printf(
         R"({"bench": "sync_batch_norm", "net": "resnet18", "impl": "muster", "ranks": %d, "batch": %d, "side": %d, )"
         R"("ms": %.2f, "ms_ordinary": %.2f, "share": %.4f})"
         "\n",
-        world.world_size(), static_cast<int>(batch), static_cast<int>(side), median(with) * 1e3, median(without) * 1e3,
-        median(share));
+        world.world_size(), static_cast<int>(batch), static_cast<int>(side), turns.ms_other, turns.ms, turns.share);
 }

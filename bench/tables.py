@@ -53,24 +53,50 @@ def show_pinned(rows):
         show_collectives([row for row in rows if (row["launcher"], row["bound"]) == (launcher, bound)])
 
 
+def per_second(rate):
+    return f"{rate:.0f}" if rate >= 1000 else f"{rate:.1f}"
+
+
 def show_ddp(rows):
     rate = {(row["net"], row["impl"]): row["samples_per_s"] for row in rows}
     lines = []
-    for net in dict.fromkeys(key[0] for key in rate):
-        for name in ("muster", "pytorch"):
-            if (net, name) in rate:
-                with_sync, without = rate[net, name], rate[net, name + "-nosync"]
-                barrier = rate.get((net, name + "-barrier"))
-                lines.append([net, name, f"{with_sync:.0f}", f"{barrier:.0f}" if barrier else "", f"{without:.0f}",
-                              f"{100 * with_sync / without:.1f} %",
-                              f"{100 * with_sync / barrier:.1f} %" if barrier else ""])
-    for net in dict.fromkeys(key[0] for key in rate):
-        if (net, "muster-reproducible") in rate:
-            lines.append([net, "muster, the same bits on any number of ranks",
-                          f"{rate[net, 'muster-reproducible']:.0f}", "", "", "", ""])
-    table("data-parallel training: samples/s with DDP, with a barrier per step instead (no synchronisation can be "
-          "faster), and with neither",
-          ["net", "impl", "DDP", "barrier", "neither", "DDP/neither", "DDP/barrier"], lines)
+    for (net, impl), of in rate.items():
+        limits = (rate.get((net, "muster-barrier")), rate.get((net, f"{impl.split('-')[0]}-nosync")))
+        shares = (f"{100 * of / limit:.1f} %" if limit else "" for limit in limits)
+        lines.append([net, impl, per_second(of), *shares])
+    table("data-parallel training: samples/s, and their share of those with a barrier per step instead (no "
+          "synchronisation can be faster), and of those with neither",
+          ["net", "impl", "samples/s", "/ barrier", "/ neither"], lines)
+
+
+def show_buckets(rows):
+    lines = [[row["net"], f"{row['bucket_mib']:g}", row["buckets"], per_second(row["samples_per_s"])] for row in rows]
+    table("small gradients in buckets of several sizes; a gradient of 1 MiB or more is always its own bucket",
+          ["net", "at most, MiB", "buckets", "samples/s"], lines)
+
+
+def show_ddp_memory(rows):
+    lines = []
+    for row in rows:
+        ours, bound = row["mib_per_rank"], 1.1 * row["gradients_mib"]
+        kept = ("yes" if ours <= bound else "NO") if row["impl"] == "muster" else ""
+        lines.append([row["impl"], f"{ours:.1f}", f"{row['gradients_mib']:.1f}", f"{bound:.1f}", kept])
+    table("MiB of each rank for data-parallel training of a ResNet-18, beyond its parameters, buffers, optimizer "
+          "states and what a rank without gradients needs",
+          ["impl", "MiB", "gradients", "bound", "kept"], lines)
+
+
+def show_ddp_construction(rows):
+    table("construction of DistributedDataParallel: milliseconds, the slowest rank", ["impl", "model, MiB", "ms"],
+          [[row["impl"], row["model_mib"], f"{row['ms']:.0f}"] for row in rows])
+
+
+def show_ddp_watch(rows):
+    lines = [[row["net"], row["impl"], f"{row['ms_ordinary']:.1f}", f"{row['ms_checking']:.1f}", row["every"],
+              f"{100 * row['share']:.2f} %"] for row in rows]
+    table("a step without the divergence watch, and one that compares: milliseconds; and how much longer a step is if "
+          "every tenth compares (at most 1 %)",
+          ["net", "impl", "without", "compares", "every", "more"], lines)
 
 
 def show_zero(rows):
@@ -216,6 +242,10 @@ SHOW = {  # by the name of the benchmark: the function that prints its rows
     "messages": show_collectives,
     "others": show_collectives,
     "ddp": show_ddp,
+    "buckets": show_buckets,
+    "ddp_memory": show_ddp_memory,
+    "ddp_construction": show_ddp_construction,
+    "ddp_watch": show_ddp_watch,
     "zero": show_zero,
     "slow_link": show_slow_link,
     "sync_batch_norm": show_sync_batch_norm,

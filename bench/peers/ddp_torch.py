@@ -1,5 +1,5 @@
-"""PyTorch's DistributedDataParallel over Gloo. torchrun --nproc-per-node 2 ddp_torch.py --net small|wide [--no-sync] [--hook power]
-[--optimizer adamw|zero] [--backend gloo|muster|nccl].
+"""PyTorch's DistributedDataParallel. torchrun --nproc-per-node 2 ddp_torch.py --net small|resnet18|transformer|wide
+[--backend gloo|muster|nccl] [--no-sync] [--hook power] [--optimizer adamw|zero].
 
 The same nets, data shapes, optimizer and steps as ../ddp.cpp. One JSON object.
 """
@@ -10,42 +10,16 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
+from measure import proportional_set_size_in_use
+from nets import Workload
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5)
-        self.fc1, self.fc2 = nn.Linear(320, 50), nn.Linear(50, 10)
-
-    def forward(self, x):
-        x = F.relu(F.max_pool2d(self.conv1(x), 2))
-        x = F.relu(F.max_pool2d(self.conv2(x), 2)).flatten(1)
-        return self.fc2(F.relu(self.fc1(x)))
-
-
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        sizes = [784, 4096, 4096, 1320, 10]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
-
-    def forward(self, x):
-        x = x.flatten(1)
-        for layer in self.layers[:-1]:
-            x = F.relu(layer(x))
-        return self.layers[-1](x)
-
-
 parser = argparse.ArgumentParser()
-parser.add_argument("--net", choices=["small", "wide"], default="small")
+parser.add_argument("--net", choices=["small", "resnet18", "transformer", "wide"], default="small")
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--batch", type=int, default=64)
+parser.add_argument("--batch", type=int, default=0, help="samples of each rank and step; 0: as ../ddp.cpp")
 parser.add_argument("--no-sync", action="store_true")
 parser.add_argument("--hook", choices=["none", "power"], default="none")
 parser.add_argument("--optimizer", choices=["sgd", "adamw", "zero"], default="sgd")
@@ -59,8 +33,8 @@ if args.backend == "muster":
 dist.init_process_group(args.backend)
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-device = "cuda:0" if args.backend == "nccl" else "cpu"
-net = {"small": Small, "wide": Wide}[args.net]().to(device)
+work = Workload(args.net, "cuda:0" if args.backend == "nccl" else "cpu")
+net, batch = work.net, args.batch or work.batch
 # The hook's later collectives begin in the order in which earlier ones end, which differs between ranks: with several buckets,
 # Gloo fails.
 one_bucket = {"bucket_cap_mb": 1000} if args.hook == "power" else {}
@@ -71,7 +45,6 @@ elif args.optimizer == "adamw":
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 else:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-x, y = torch.rand(8192, 1, 28, 28).to(device), torch.randint(10, (8192,)).to(device)
 if args.hook == "power":
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -79,16 +52,20 @@ for step in range(args.steps + args.warmup):
     if step == args.warmup:
         dist.barrier()
         start = time.perf_counter()
-    i = (step * world + rank) * args.batch % (len(x) - args.batch)
+    first = (step * world + rank) * batch % (work.samples() - batch)
     optimizer.zero_grad()
-    F.cross_entropy(model(x[i : i + args.batch]), y[i : i + args.batch]).backward()
+    work.loss(model, first, batch).backward()
     optimizer.step()
 dist.barrier()
 seconds = time.perf_counter() - start
+mib = torch.tensor(proportional_set_size_in_use(), dtype=torch.float64, device=work.x.device)
+dist.all_reduce(mib)
 if rank == 0:
     impl = "pytorch-nosync" if args.no_sync else "pytorch-power" if args.hook == "power" else "pytorch"
     if args.optimizer != "sgd":
         impl = f"pytorch-{args.optimizer}-{args.backend}"
-    row = {"bench": "ddp", "device": device.split(":")[0], "net": args.net, "impl": impl, "ranks": world, "samples_per_s": round(args.steps * args.batch * world / seconds, 1)}
+    elif args.backend == "muster":
+        impl += "-muster"
+    row = {"bench": "ddp", "device": work.x.device.type, "net": args.net, "impl": impl, "ranks": world, "batch": batch, "parameters": sum(p.numel() for p in net.parameters()), "samples_per_s": round(args.steps * batch * world / seconds, 1), "host_mib": round(mib.item(), 1)}
     print(json.dumps(row), flush=True)
 dist.destroy_process_group()

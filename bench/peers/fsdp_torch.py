@@ -11,15 +11,10 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from measure import proportional_set_size
+from nets import transformer
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-
-
-def proportional_set_size():
-    with open("/proc/self/smaps_rollup") as lines:
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
-
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=10)
@@ -39,7 +34,7 @@ torch.set_num_threads(1)
 dist.init_process_group(args.backend)
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-net = nn.Sequential(*(nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0) for _ in range(args.blocks)))
+net = transformer(args.blocks)
 parameters = sum(p.numel() for p in net.parameters())
 if not args.no_sync:
     local = int(os.environ["LOCAL_WORLD_SIZE"])

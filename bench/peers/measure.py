@@ -1,5 +1,6 @@
 """Measures the peers that are written in Python, as bench/measure.h measures Muster."""
 
+import ctypes
 import json
 import time
 
@@ -19,3 +20,15 @@ def best_us(calls, call):
             call()
         best = min(best, (time.perf_counter() - start) / calls)
     return best * 1e6
+
+
+def proportional_set_size():
+    """In MiB, as bench/memory.h."""
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+
+
+def proportional_set_size_in_use():
+    """In MiB, as bench/memory.h: without the free memory that malloc keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return proportional_set_size()

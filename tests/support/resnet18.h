@@ -32,10 +32,8 @@ struct ResidualBlock : torch::nn::Module {
   torch::nn::Sequential shortcut{nullptr};
 };
 
-// From images [n, 3, height, width] to [n, 1000].
-inline torch::nn::Sequential resnet18() {
-  torch::nn::Sequential layers(convolution(3, 64, 7, 2), torch::nn::BatchNorm2d(64), torch::nn::ReLU(),
-                               torch::nn::MaxPool2d(torch::nn::MaxPool2dOptions(3).stride(2).padding(1)));
+// All layers of a ResNet-18 that come after the first ones: from [n, 64, height, width] to [n, classes].
+inline void add_residual_layers(torch::nn::Sequential& layers, int64_t classes) {
   int64_t channels = 64;
   for (const int64_t width : {64, 128, 256, 512})
     for (const bool is_first : {true, false}) {
@@ -44,7 +42,21 @@ inline torch::nn::Sequential resnet18() {
     }
   layers->push_back(torch::nn::AdaptiveAvgPool2d(1));
   layers->push_back(torch::nn::Flatten());
-  layers->push_back(torch::nn::Linear(512, 1000));
+  layers->push_back(torch::nn::Linear(512, classes));
+}
+
+// From images [n, 3, height, width] to [n, 1000].
+inline torch::nn::Sequential resnet18() {
+  torch::nn::Sequential layers(convolution(3, 64, 7, 2), torch::nn::BatchNorm2d(64), torch::nn::ReLU(),
+                               torch::nn::MaxPool2d(torch::nn::MaxPool2dOptions(3).stride(2).padding(1)));
+  add_residual_layers(layers, 1000);
+  return layers;
+}
+
+// From CIFAR-10's images [n, 3, 32, 32] to [n, 10]: the first layers keep the size, as is usual for small images.
+inline torch::nn::Sequential resnet18_for_cifar() {
+  torch::nn::Sequential layers(convolution(3, 64, 3, 1), torch::nn::BatchNorm2d(64), torch::nn::ReLU());
+  add_residual_layers(layers, 10);
   return layers;
 }
 
