@@ -11,7 +11,7 @@
 namespace bench {
 
 // In MiB: the process's private pages, and its share of the pages that several map. Summed over the ranks, each page
-// counts once.
+// counts once, and a page that other processes map less.
 inline double proportional_set_size() {
   std::ifstream in("/proc/self/smaps_rollup");
   for (std::string line; std::getline(in, line);)

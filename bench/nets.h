@@ -75,7 +75,7 @@ struct Workload {
   std::shared_ptr<Net> net;
   int64_t batch = 0;   // samples of each rank and step, unless the user chooses
   int64_t along = 0;   // the dimension of x that counts samples
-  torch::Tensor x, y;  // a few hundred samples or more, and their classes; no y: the loss is the mean square
+  torch::Tensor x, y;  // 128 samples or more, and their classes; no y: the loss is the mean square
 
   void to(torch::Device device) {
     net->to(device);

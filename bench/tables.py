@@ -61,7 +61,8 @@ def show_ddp(rows):
     rate = {(row["net"], row["impl"]): row["samples_per_s"] for row in rows}
     lines = []
     for (net, impl), of in rate.items():
-        limits = (rate.get((net, "muster-barrier")), rate.get((net, f"{impl.split('-')[0]}-nosync")))
+        is_ours = impl.startswith("muster")  # of PyTorch, a barrier was not measured
+        limits = (rate.get((net, "muster-barrier")) if is_ours else None, rate.get((net, f"{impl.split('-')[0]}-nosync")))
         shares = (f"{100 * of / limit:.1f} %" if limit else "" for limit in limits)
         lines.append([net, impl, per_second(of), *shares])
     table("data-parallel training: samples/s, and their share of those with a barrier per step instead (no "
@@ -81,7 +82,7 @@ def show_ddp_memory(rows):
         ours, bound = row["mib_per_rank"], 1.1 * row["gradients_mib"]
         kept = ("yes" if ours <= bound else "NO") if row["impl"] == "muster" else ""
         lines.append([row["impl"], f"{ours:.1f}", f"{row['gradients_mib']:.1f}", f"{bound:.1f}", kept])
-    table("MiB of each rank for data-parallel training of a ResNet-18, beyond its parameters, buffers, optimizer "
+    table("MiB of each rank after data-parallel training of a ResNet-18, beyond its parameters, buffers, optimizer "
           "states and what a rank without gradients needs",
           ["impl", "MiB", "gradients", "bound", "kept"], lines)
 

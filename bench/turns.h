@@ -22,7 +22,8 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Takes `steps` steps of each kind, after two more to warm up. A step begins and ends with a barrier.
+// Takes `steps` steps of each kind, after two more to warm up. Each kind comes first in every other pair. A step begins
+// and ends with a barrier.
 template <typename Step, typename OtherStep>
 Turns by_turns(int steps, Step step, OtherStep other_step) {
   constexpr int kWarmup = 2;
@@ -35,7 +36,10 @@ Turns by_turns(int steps, Step step, OtherStep other_step) {
   };
   std::vector<double> ms, ms_other, share;
   for (int i = -kWarmup; i < steps; ++i) {
-    const double a = ms_of(step), b = ms_of(other_step);
+    const bool in_order = i % 2 == 0;
+    const double first = in_order ? ms_of(step) : ms_of(other_step);
+    const double second = in_order ? ms_of(other_step) : ms_of(step);
+    const double a = in_order ? first : second, b = in_order ? second : first;
     if (i < 0) continue;
     ms.push_back(a);
     ms_other.push_back(b);

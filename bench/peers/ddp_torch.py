@@ -40,11 +40,11 @@ net, batch = work.net, args.batch or work.batch
 one_bucket = {"bucket_cap_mb": 1000} if args.hook == "power" else {}
 model = net if args.no_sync else DistributedDataParallel(net, gradient_as_bucket_view=True, **one_bucket)
 if args.optimizer == "sgd":
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, fused=args.backend == "nccl")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, fused=True)
 elif args.optimizer == "adamw":
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 else:
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
 if args.hook == "power":
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -8,7 +8,7 @@
 
 namespace muster {
 
-// `name`: at most 15 characters; longer names are cut.
+// `name`: at most 15 characters; longer names are cut. Unavailable if the system starts no more threads.
 std::thread start_thread(const std::string& name, std::function<void()> body);
 
 // Waits until `thread` has ended, if there is one. If it is the calling thread, detaches it instead: then it must soon

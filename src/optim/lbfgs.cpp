@@ -34,11 +34,12 @@ using optim::LBFGSState;
 using optim::LinePoint;
 using optim::Number;
 
-constexpr double kLeastCurvature = 1e-10;  // a pair with less says nothing reliable
+constexpr int64_t kMostCounts = int64_t{1} << 50;  // which a double holds exactly
+constexpr double kLeastCurvature = 1e-10;          // a pair with less says nothing reliable
 
 LBFGSOptions checked_lbfgs(LBFGSOptions options) {
   const auto count = [](const char* name, int64_t value) {
-    optim::require(value >= 1, name, static_cast<double>(value), "at least 1");
+    optim::require(value >= 1 && value <= kMostCounts, name, static_cast<double>(value), "1 to 2^50");
   };
   optim::at_least("lr", options.lr, 0);
   count("max_iter", options.max_iter);
@@ -170,6 +171,8 @@ LBFGS::LBFGS(const std::vector<torch::optim::OptimizerParamGroup>& groups, Optio
       throw InvalidArgument(text("a parameter of LBFGS, of shape ", each.sizes(), ", was given twice"),
                             "Give each parameter once");
   }
+  if (FlatParameters(groups[0].params()).numel() == 0)
+    throw InvalidArgument("the parameters of LBFGS have no elements");
   Optimizer::add_param_group(groups[0]);
   if (!groups[0].has_options()) return;
   const auto* const own = dynamic_cast<const OptionsOfGroup*>(&groups[0].options());
@@ -243,8 +246,7 @@ Tensor LBFGS::step(LossClosure closure) {
         return LinePoint{where, value, std::move(there), slope_there};
       };
       const LinePoint found = strong_wolfe_search(evaluate, {0, loss, gradient, slope}, distance, largest_of(direction),
-                                                  options.tolerance_change, options.max_eval - calls)
-                                  .point;
+                                                  options.tolerance_change, options.max_eval - calls);
       loss = found.loss;
       gradient = found.gradient;
       state->t = found.distance.value();
@@ -322,7 +324,12 @@ void LBFGS::load_state_dict(const std::map<std::string, Tensor>& given) {
     known.insert(found->first);
     if (!found->second.defined() || found->second.dim() != 0)
       throw InvalidArgument(text("'", found->first, "' is not a tensor without dimensions"));
-    set({found->second.to(at::kDouble).template item<double>()});
+    const double value = found->second.to(at::kDouble).template item<double>();
+    const std::string_view name = option;
+    if (name != "lr" && !name.starts_with("tolerance") &&
+        !(std::trunc(value) == value && std::abs(value) <= kMostCounts))
+      throw InvalidArgument(text("'", found->first, "' is ", value, ", but must be a whole number"));
+    set({value});
   });
   loaded = checked_lbfgs(loaded);
   std::map<std::string, Tensor> tensors;

@@ -54,9 +54,8 @@ Number sqrt(const Number& a) {
   return {at::scalar_tensor(a.value_, *a.dtype_).sqrt().item<double>(), *a.dtype_};
 }
 
-LineSearchResult strong_wolfe_search(const std::function<LinePoint(const Number& distance)>& evaluate,
-                                     const LinePoint& start, const Number& first, const Number& largest,
-                                     double tolerance, int64_t max_iterations) {
+LinePoint strong_wolfe_search(const std::function<LinePoint(const Number& distance)>& evaluate, const LinePoint& start,
+                              const Number& first, const Number& largest, double tolerance, int64_t max_iterations) {
   const Conditions conditions{start};
   LinePoint point = evaluate(first), before = start;
   int64_t iterations = 0;
@@ -68,7 +67,7 @@ LineSearchResult strong_wolfe_search(const std::function<LinePoint(const Number&
       break;
     }
     const bool is_too_far = !conditions.decreases_enough(point) || (iterations > 1 && point.loss >= before.loss);
-    if (!is_too_far && conditions.is_flat_enough(point)) return {point, iterations + 1};
+    if (!is_too_far && conditions.is_flat_enough(point)) return point;
     if (is_too_far || point.slope >= 0) {
       bracket = {before, point};
       break;
@@ -104,9 +103,9 @@ LineSearchResult strong_wolfe_search(const std::function<LinePoint(const Number&
     const bool is_done = conditions.is_flat_enough(point);
     if (!is_done && point.slope * (higher.distance - lower.distance) >= 0) higher = lower;
     lower = point;
-    if (is_done) return {lower, iterations + 2};
+    if (is_done) return lower;
   }
-  return {bracket[low], iterations + 1};
+  return bracket[low];
 }
 
 }  // namespace muster::optim

@@ -2,9 +2,7 @@
 
 #include <unistd.h>
 
-#include "base/text.h"
 #include "base/thread.h"
-#include "muster/base/error.h"
 
 namespace muster::store {
 
@@ -14,11 +12,7 @@ ServerThread::ServerThread()
 bool ServerThread::is_mine() const { return ::getpid() == pid_; }
 
 void ServerThread::start() {
-  try {
-    thread_ = start_thread("muster-store", [io = io_.get()] { io->run(); });
-  } catch (const std::system_error& error) {
-    throw Unavailable(text("cannot start the store server's thread: ", error.what()));
-  }
+  thread_ = start_thread("muster-store", [io = io_.get()] { io->run(); });
 }
 
 void ServerThread::stop() {

@@ -15,7 +15,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <system_error>
 #include <utility>
 
 #include "base/text.h"
@@ -131,11 +130,7 @@ Resolved resolve(const TcpAddress& address, Deadline deadline) {
     search->found = std::move(found);
     search->over.notify_one();
   };
-  try {
-    start_thread("muster-resolve", run).detach();
-  } catch (const std::system_error& error) {
-    throw Unavailable(text("cannot start a thread to look up ", address.host, ": ", error.what()));
-  }
+  start_thread("muster-resolve", run).detach();
   std::unique_lock lock(search->mutex);
   if (!deadline.wait(search->over, lock, [&] { return search->found.has_value(); }))
     throw TimeoutError(text("the address of host ", quote(address.host), " was not found in time"), {},

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/ones.h>
 
+#include <exception>
 #include <regex>
 #include <string>
 #include <thread>
@@ -70,6 +71,28 @@ TEST_P(FailureFormat, OfALoss) {
                std::runtime_error);
   for (const int rank : {0, 2})
     expect_format(said[static_cast<size_t>(rank)], "rank 1 ended: no more data", "1", rank, "(all_reduce #0|barrier)");
+}
+
+// Before any operation of its own has failed.
+TEST_P(FailureFormat, OfAKnownFailure) {
+  run(3, [](World& world) {
+    const Group group = world.new_group({0, 1, 2});
+    comm::Backend& backend = comm::backend_of(group);
+    all_reduce(at::ones({2}), {.group = group});
+    EXPECT_EQ(backend.known_failure(), nullptr);
+    barrier();
+    if (world.rank() == 2) {
+      backend.abort();
+      tell(world, "has aborted");
+    }
+    wait_for(world, "has aborted");
+    const auto said = message_of<Aborted>([&] {
+      if (const auto known = backend.known_failure()) std::rethrow_exception(known);
+    });
+    expect_format(said, "rank 2 aborted group 'group 1'", "2", world.rank(), "all_reduce #0");
+    backend.leave("");
+    EXPECT_EQ(backend.known_failure(), nullptr);
+  });
 }
 
 // A group that a library makes for itself numbers the ranks as its user does.

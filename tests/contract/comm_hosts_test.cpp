@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
+#include <memory>
 
 #include "base/text.h"
 #include "comm/backends/registry.h"
@@ -270,6 +272,53 @@ TEST(SilentStoreFork, NeitherADeathNorTheEndOfAWorldWaitsForIt) {
       const auto end = processes.wait(rank, patience());
       EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
     }
+  }
+}
+
+// Rank 0 serves the store, and nobody on another host can ask anyone once it is killed. They know by their connections.
+TEST(StoreRankFork, ItsLossIsKnownBeforeAnOperationFails) {
+  constexpr int kRanks = 3;
+  const Hosts hosts = {"a", "b", "c"};
+  const std::string name = text("@muster-test-", ::getpid(), "-rank-0");
+  SharedNumbers serves(1), started(kRanks), knows(kRanks);
+  ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
+    std::unique_ptr<StoreServer> server;
+    if (rank == 0) {
+      server = serve_store(name);
+      serves[0] = 1;
+    }
+    while (serves[0] == 0) ::usleep(1000);
+    World world =
+        comm::WorldStarter(hosts).join({.rank = rank, .world_size = kRanks, .local_rank = 0, .local_world_size = 1},
+                                       connect_store("unix:" + name, patience()), options_of("gloo"));
+    const World::Scope scope(world);
+    barrier();
+    comm::Backend& backend = comm::backend_of(world.group());
+    EXPECT_EQ(backend.known_failure(), nullptr);
+    started[static_cast<size_t>(rank)] = 1;
+    if (rank == 0)
+      for (;;) ::pause();
+    std::exception_ptr known;
+    for (const auto limit = Deadline::after(kPatience); !known && !limit.passed(); ::usleep(1000))
+      known = backend.known_failure();
+    try {
+      if (known) std::rethrow_exception(known);
+      ADD_FAILURE() << "nothing is known";
+    } catch (const PeerLost& lost) {
+      EXPECT_EQ(lost.rank(), 0);
+      EXPECT_CONTAINS(lost.what(), "is gone, and with it the store (");
+      EXPECT_CONTAINS(lost.what(), text(" [seen by rank ", rank, "; last on rank ", rank, ": barrier #0"));
+    }
+    knows[static_cast<size_t>(rank)] = 1;
+    while (knows[1] + knows[2] < 2) ::usleep(1000);  // a rank whose operation fails closes its connections, too
+    EXPECT_THROW(barrier(), PeerLost);
+    return {};
+  });
+  while (started[0] + started[1] + started[2] < kRanks) ::usleep(1000);
+  ranks.signal(0, SIGKILL);
+  for (const int rank : {1, 2}) {
+    const auto end = ranks.wait(rank, patience());
+    EXPECT_TRUE(end.exited && end.status == 0) << "rank " << rank << ": " << end.said << ", signal " << end.signal;
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include <filesystem>
 #include <future>
+#include <stdexcept>
 
 #include "base/text.h"
 #include "comm/core/backend.h"
@@ -16,6 +17,7 @@
 #include "muster/comm/collectives.h"
 #include "shm/black_box_reader.h"
 #include "support/asleep.h"
+#include "support/forked.h"
 #include "support/patience.h"
 
 namespace muster::test::operation_forms {
@@ -153,6 +155,18 @@ TEST_P(Forms, StragglersAreNamedOverAWire) {
   });
 }
 
+// The box of this thread's rank, found by the rank in its memory.
+shm::BlackBoxSnapshot black_box_of(const World& world) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code error;
+    if (std::filesystem::read_symlink(entry.path(), error).string().find(shm::kBlackBoxName) == std::string::npos)
+      continue;
+    auto box = shm::read_black_box(std::stoi(entry.path().filename().string()));
+    if (box.rank == world.rank() && box.world_size == world.world_size()) return box;
+  }
+  throw std::runtime_error("no black box");
+}
+
 // The rank's black box has every operation with its number, size and result.
 TEST_P(Forms, TheBlackBoxKnowsEveryOperation) {
   run_threads_only(2, [](World& world) {
@@ -175,28 +189,38 @@ TEST_P(Forms, TheBlackBoxKnowsEveryOperation) {
         store.get("all have looked", patience());
       }
     } const meet{world.store()};
-    // Finds the box of this thread's rank, by the rank in its memory.
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-      std::error_code error;
-      if (std::filesystem::read_symlink(entry.path(), error).string().find(shm::kBlackBoxName) == std::string::npos)
-        continue;
-      const auto box = shm::read_black_box(std::stoi(entry.path().filename().string()));
-      if (box.rank != world.rank() || box.world_size != 2) continue;
-      std::vector<std::string> lines;
-      for (const auto& op : box.operations)
-        lines.push_back(text(
-            box.groups[static_cast<size_t>(op.group)].name, ": ", op.name, ' ', op.dtype, ' ', op.bytes, ' ', op.peer,
-            ' ', op.is_collective() ? text('#', op.sequence) : text("tag ", op.tag), ' ', shm::to_string(op.state)));
-      const int me = world.rank();
-      EXPECT_EQ(lines, (std::vector<std::string>{
-                           "world: all_reduce Float 400 -1 #0 done", "world: broadcast Double 40 1 #1 done",
-                           "group 1: barrier Byte 0 -1 #0 done",
-                           text("world: ", me == 0 ? "send" : "recv", " Float 12 ", 1 - me, " tag 4 done"),
-                           text("world: all_reduce Float ", 400 + 4 * me, " -1 #2 failed"),
-                           text("world: send Float 12 ", 1 - me, " tag 0 failed")}));
-      return;
+    const auto box = black_box_of(world);
+    std::vector<std::string> lines;
+    for (const auto& op : box.operations)
+      lines.push_back(text(box.groups[static_cast<size_t>(op.group)].name, ": ", op.name, ' ', op.dtype, ' ', op.bytes,
+                           ' ', op.peer, ' ', op.is_collective() ? text('#', op.sequence) : text("tag ", op.tag), ' ',
+                           shm::to_string(op.state)));
+    const int me = world.rank();
+    EXPECT_EQ(lines,
+              (std::vector<std::string>{"world: all_reduce Float 400 -1 #0 done",
+                                        "world: broadcast Double 40 1 #1 done", "group 1: barrier Byte 0 -1 #0 done",
+                                        text("world: ", me == 0 ? "send" : "recv", " Float 12 ", 1 - me, " tag 4 done"),
+                                        text("world: all_reduce Float ", 400 + 4 * me, " -1 #2 failed"),
+                                        text("world: send Float 12 ", 1 - me, " tag 0 failed")}));
+  });
+}
+
+// A group without asynchronous collectives has no thread for them. If none can be started, they say so, and the group
+// still works.
+TEST_P(Forms, AThreadThatCannotStart) {
+  if (as_threads()) GTEST_SKIP() << "the limit would be that of all ranks";
+  run(1, [](World& world) {
+    const Group group = world.new_group({0});
+    {
+      const NoMoreThreads none;
+      const auto said = message_of<Unavailable>([&] { broadcast_async(at::ones({5}), 0, {.group = group}); });
+      EXPECT_CONTAINS(said, "cannot start thread 'muster-group 1': Resource temporarily unavailable");
     }
-    ADD_FAILURE() << "no black box";
+    all_reduce(at::ones({5}), {.group = group});
+    std::vector<std::string> states;
+    for (const auto& op : black_box_of(world).operations)
+      states.push_back(text(op.name, ' ', shm::to_string(op.state)));
+    EXPECT_EQ(states, (std::vector<std::string>{"broadcast failed", "all_reduce done"}));
   });
 }
 

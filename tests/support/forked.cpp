@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <stdexcept>
 #include <system_error>
 
 #include "base/text.h"
@@ -189,18 +190,44 @@ std::vector<std::string> leftovers() {
   return found;
 }
 
+namespace {
+
+rlim_t private_memory() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmData:")) return static_cast<rlim_t>(std::stoll(line.substr(7))) << 10;
+  throw std::runtime_error("the size of private memory is not known");
+}
+
+}  // namespace
+
+NoMoreThreads::NoMoreThreads() {
+  EXPECT_EQ(::getrlimit(RLIMIT_DATA, &before_), 0);
+  parked_.reserve(1000);
+  rlimit limit = before_;
+  limit.rlim_cur = private_memory() + (rlim_t{64} << 10);
+  EXPECT_EQ(::setrlimit(RLIMIT_DATA, &limit), 0);
+  try {
+    while (parked_.size() < 1000) parked_.emplace_back([this] { over_.wait(false); });
+    ADD_FAILURE() << "threads still start";
+  } catch (const std::system_error&) {
+  }
+}
+
+NoMoreThreads::~NoMoreThreads() {
+  EXPECT_EQ(::setrlimit(RLIMIT_DATA, &before_), 0);
+  over_ = true;
+  over_.notify_all();
+  for (auto& thread : parked_) thread.join();
+}
+
 void limit_private_memory(size_t more) {
   pthread_attr_t small;  // the stacks of threads count, too
   EXPECT_EQ(::pthread_attr_init(&small) | ::pthread_attr_setstacksize(&small, 1 << 20), 0);
   EXPECT_EQ(::pthread_setattr_default_np(&small) | ::pthread_attr_destroy(&small), 0);
   rlimit limit{};
   EXPECT_EQ(::getrlimit(RLIMIT_DATA, &limit), 0);
-  limit.rlim_cur = 0;
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with("VmData:")) limit.rlim_cur = static_cast<rlim_t>(std::stoll(line.substr(7))) << 10;
-  EXPECT_GT(limit.rlim_cur, 0U);
-  limit.rlim_cur += more;
+  limit.rlim_cur = private_memory() + more;
   EXPECT_EQ(::setrlimit(RLIMIT_DATA, &limit), 0);
 }
 

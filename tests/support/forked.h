@@ -3,12 +3,14 @@
 // Thread-safety: one thread. Ranks are forked when the process's other threads sleep, which are then to hold no locks.
 #pragma once
 
+#include <sys/resource.h>
 #include <sys/types.h>
 
 #include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/fd.h"
@@ -78,6 +80,20 @@ class SharedNumbers {
 
 // In a rank, before it has other threads: `more` bytes of private memory may be taken from now on (RLIMIT_DATA).
 void limit_private_memory(size_t more);
+
+// While it lives, no thread can be started in this process. For a fork: the limit (RLIMIT_DATA) holds for all threads.
+class NoMoreThreads {
+ public:
+  NoMoreThreads();
+  NoMoreThreads(const NoMoreThreads&) = delete;
+  NoMoreThreads& operator=(const NoMoreThreads&) = delete;
+  ~NoMoreThreads();
+
+ private:
+  rlimit before_{};
+  std::atomic<bool> over_{false};
+  std::vector<std::thread> parked_;  // on the stacks that ended threads have left, which need no memory
+};
 
 inline int64_t now_ns() {
   return Clock::now().time_since_epoch().count();

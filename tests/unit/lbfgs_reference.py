@@ -1,7 +1,7 @@
 """Python's torch.optim.LBFGS, for unit/lbfgs_test.cpp, on the problems that it has too.
 
-Answers lines "run|problem|dtype|arguments of LBFGS" with the numbers of the closure's calls and of the directions, and the
-parameters after every tenth of 100 steps. A line "go on|problem|dtype|file|file|steps" makes this many steps from what
+Answers lines "run|problem|dtype|arguments of LBFGS|steps" with the numbers of the closure's calls and of the directions,
+and the parameters after every tenth of the steps. A line "go on|problem|dtype|file|file|steps" makes this many steps from what
 state_dict() gave, with the parameters besides, and writes the same to the second file.
 """
 import sys
@@ -54,12 +54,12 @@ def make_steps(optimizer, loss, count):
         optimizer.step(closure)
 
 
-def run(name, dtype, arguments):
+def run(name, dtype, arguments, steps):
     parameters, loss = problem(name, dtype)
     optimizer = eval(f"torch.optim.LBFGS(parameters, {arguments})")
     values = []
     for _ in range(10):
-        make_steps(optimizer, loss, 10)
+        make_steps(optimizer, loss, int(steps) // 10)
         for each in parameters:
             real = torch.view_as_real(each.detach()) if each.is_complex() else each.detach()
             values += real.flatten().tolist()

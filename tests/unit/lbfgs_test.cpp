@@ -28,6 +28,7 @@
 #include "muster/optim/optimizers.h"
 #include "muster/parallel/ddp.h"
 #include "support/ask_python.h"
+#include "support/full_run.h"
 #include "support/ranks.h"
 #include "support/temporary_folder.h"
 
@@ -157,12 +158,13 @@ std::vector<Case> cases() {
 
 const char* name_of(at::ScalarType dtype) { return dtype == at::kDouble ? "float64" : "float32"; }
 
-// One run of Python answers all, because it needs 15 seconds to begin.
-//   - 100 steps of all cases, here and there.
+// One run of Python answers all, because it needs seconds to begin.
+//   - Steps of all cases, here and there: 20 in the gate, 100 in the full run.
 //   - Five steps here, five in Python, and five here.
 TEST_F(Lbfgs, EqualsPythonAlsoFromItsState) {
   if (!python_has("torch")) GTEST_SKIP() << "no Python with torch";
   const auto tolerance = [](at::ScalarType dtype) { return dtype == at::kDouble ? 1e-12 : 1e-6; };
+  const int steps = full_run() ? 100 : 20;
   std::vector<std::string> lines;
   struct Run {
     std::vector<double> counts, values;
@@ -175,7 +177,7 @@ TEST_F(Lbfgs, EqualsPythonAlsoFromItsState) {
       muster::LBFGS optimizer(here.parameters, options);
       Run& run = runs.emplace_back(Run{.dtype = dtype});
       for (int tenth = 0; tenth < 10; ++tenth) {
-        make_steps(optimizer, here, 10);
+        make_steps(optimizer, here, steps / 10);
         for (const Tensor& each : here.parameters) {
           const Tensor values = optim::as_real(each.detach()).to(at::kDouble).contiguous();
           run.values.insert(run.values.end(), values.const_data_ptr<double>(),
@@ -185,7 +187,7 @@ TEST_F(Lbfgs, EqualsPythonAlsoFromItsState) {
       const auto state = optimizer.state_dict();
       for (const char* const count : {"func_evals", "n_iter"})
         run.counts.push_back(state.at(text("state.0.", count)).to(at::kDouble).item<double>());
-      lines.push_back(text("run|", name, "|", name_of(dtype), "|", python));
+      lines.push_back(text("run|", name, "|", name_of(dtype), "|", python, "|", steps));
     }
   const TemporaryFolder folder;
   struct Exchange {
@@ -332,6 +334,8 @@ TEST_F(Lbfgs, StatesThatDoNotFitAreRefused) {
   refused("state.1.d", at::zeros({11}), "no 'state.1.d'");
   refused("param_groups.0.betas", at::zeros({2}), "no 'param_groups.0.betas'");
   refused("param_groups.0.max_iter", at::scalar_tensor(0), "max_iter is 0");
+  for (const double not_whole : {2.5, double{NAN}, 1e300})
+    refused("param_groups.0.max_iter", at::scalar_tensor(not_whole, at::kDouble), "but must be a whole number");
   refused("param_groups.0.lr", at::zeros({1}), "'param_groups.0.lr' is not a tensor without dimensions");
   refused("state.0.d", at::zeros({12}, at::kDouble), "prev_flat_grad of shape [11], but needs [12]");
   refused("state.0.d", Tensor(), "has no d");
@@ -461,11 +465,13 @@ TEST_F(Lbfgs, BadUseIsRefused) {
   refused("a tensor of shape [7]", [&] { optimizer.step([&] { return w; }); });
   refused("lr is -1", [&] { muster::LBFGS(here.parameters, {.lr = -1}); });
   refused("max_iter is 0", [&] { muster::LBFGS(here.parameters, {.max_iter = 0}); });
+  refused("max_iter is 9.22337e+18", [&] { muster::LBFGS(here.parameters, {.max_iter = INT64_MAX}); });
   refused("max_eval is -1", [&] { muster::LBFGS(here.parameters, {.max_eval = -1}); });
   refused("history_size is 0", [&] { muster::LBFGS(here.parameters, {.history_size = 0}); });
   refused("tolerance_grad is nan", [&] { muster::LBFGS(here.parameters, {.tolerance_grad = NAN}); });
   refused("line_search_fn is 2",
           [&] { muster::LBFGS(here.parameters, {.line_search_fn = static_cast<LineSearch>(2)}); });
+  refused("have no elements", [&] { muster::LBFGS({at::zeros({0}), at::zeros({2, 0})}); });
   refused("no parameters", [&] { muster::LBFGS(Tensors{}); });
   refused("was given twice", [&] { muster::LBFGS({w, unused, w}); });
   refused("not a tensor of floating-point", [&] { muster::LBFGS({w, at::ones({3}, at::kLong)}); });

@@ -6,6 +6,7 @@ the expression of a constructor; that of a meta-optimizer has no module.
 import functools
 import sys
 
+import no_dynamo  # noqa: F401
 import torch
 import torchopt
 

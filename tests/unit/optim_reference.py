@@ -5,6 +5,7 @@ parameters after every tenth of 100 steps and the rates, as numbers on one line.
 """
 import sys
 
+import no_dynamo  # noqa: F401
 import torch
 from torch.optim import lr_scheduler  # noqa: F401 (named by the lines)
 

@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 
+import no_dynamo  # noqa: F401
 import torch
 from torch.optim.lr_scheduler import *  # noqa: F403 (named by the lines)
 from torch.optim.swa_utils import SWALR  # noqa: F401

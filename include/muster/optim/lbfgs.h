@@ -12,7 +12,9 @@
 // With DistributedDataParallel, backward() gives all ranks the same gradients. The closure must also return a loss that
 // is equal on all ranks: the mean of the ranks' losses. step() compares losses to decide whether it calls the closure
 // again. If the losses differ, one rank may call it once more than the others. That rank then waits in backward() until
-// its deadline.
+// its deadline. Each rank computes the directions by itself, with sums whose last bits depend on the number of threads
+// and on the kind of processor. So give all ranks the same of both; DdpOptions::check_divergence_every tells whether the
+// parameters stay equal.
 //
 //     at::Tensor loss = loss_of(ddp.forward(x), y);
 //     loss.backward();
@@ -20,8 +22,8 @@
 //     muster::all_reduce(loss, {.op = muster::ReduceOp::AVG});
 //     return loss;
 //
-// Options, their defaults and the arithmetic are those of Python's torch.optim.LBFGS. On the CPU the parameters are
-// equal to the bit, with and without a line search, in float32 and float64. There is one group of parameters, and all
+// Options, their defaults and the arithmetic are those of Python's torch.optim.LBFGS. On one CPU, with as many threads,
+// the parameters are equal to the bit, with and without a line search, in float32 and float64. There is one group of parameters, and all
 // of them are on one device. LBFGS sees them as one flat vector. A parameter without a gradient has zeros there, a
 // sparse gradient becomes dense, and a complex number is two real ones.
 //
@@ -30,12 +32,13 @@
 // lines). GradScaler and StateOffload cannot step it, because they have no closure. ZeroRedundancyOptimizer and
 // FullyShardedDataParallel cannot divide it, because a step needs all parameters and all gradients.
 //
-// Memory: 2 * history_size + 2 vectors of the size of all parameters; with a line search about 6 more during step().
+// Memory: 2 * history_size + 2 vectors of the size of all parameters. During step() there are as many more as it
+// replaces, up to 2 * min(max_iter, history_size) + 2, and about 6 with a line search.
 //
 // Errors: InvalidArgument without a closure, for options out of their range (from step(), if they were changed) and for
 // a second group, before anything has changed; for a loss that is not one real number. What the closure throws goes
-// through step(): then the optimizer's state is that before the step, and the parameters are those that the closure
-// saw. Thread-safety: none; one thread, as torch::optim::Optimizer.
+// through step(): then the optimizer's state is that before the step, but the parameters are those that the closure saw.
+// Set them back before the next step(), which takes their move since the last one for a single step. Thread-safety: none; one thread, as torch::optim::Optimizer.
 // Source: torch.optim.LBFGS; Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4, 7.5 (the direction),
 // 3.5, 3.6 (the line search).
 #pragma once
@@ -67,9 +70,9 @@ enum class LineSearch : int64_t {
 struct LBFGSOptions {
   double lr = 1;
   int64_t max_iter = 20;           // directions per step(), at least 1
-  int64_t max_eval = 0;            // after so many calls of the closure no new direction begins; 0: max_iter * 5 / 4
+  int64_t max_eval = 0;            // after so many calls, no direction but the first begins; 0: max_iter * 5 / 4
   double tolerance_grad = 1e-7;    // step() ends when no element of the gradient is larger
-  double tolerance_change = 1e-9;  // step() ends when neither the loss nor an element changes by more
+  double tolerance_change = 1e-9;  // step() ends when the loss, or each element, changes by no more
   int64_t history_size = 100;      // pairs of vectors that are kept, at least 1
   LineSearch line_search_fn = LineSearch::kNone;
   static constexpr auto kFields = std::make_tuple(&LBFGSOptions::lr, &LBFGSOptions::max_iter, &LBFGSOptions::max_eval,

@@ -236,7 +236,12 @@ QueuedBackend::WorkPtr QueuedBackend::enqueue(std::vector<Operation> operations)
     }
     return work->end(std::move(error));
   };
-  queue_->submit(job, [work] { work->mark_future(); });
+  try {
+    queue_->submit(job, [work] { work->mark_future(); });
+  } catch (...) {  // nothing will run the job
+    for (const uint64_t ticket : tickets) log_.end(ticket, std::current_exception());
+    throw;
+  }
   return work;
 }
 

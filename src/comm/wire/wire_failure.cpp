@@ -63,7 +63,11 @@ void WireBackend::look_after(int peer) {
         const std::lock_guard lock(state_mutex_);
         if (left_ || failure_ || diagnosing_) return;
       }
-      if (store_->try_get(key(text("left/", peer)))) return;
+      if (store_->try_get(key(text("left/", peer)))) {
+        const std::lock_guard lock(state_mutex_);
+        departed_.insert(peer);
+        return;
+      }
       if (store_->try_get(key(kCause)) || store_->try_get(key(text("broke/", peer)))) break;
     }
   } catch (const std::exception&) {
@@ -138,17 +142,29 @@ bool WireBackend::failed() const {
 std::exception_ptr WireBackend::known_failure() {
   if (in_fork() || QueuedBackend::has_left()) return nullptr;
   if (auto known = QueuedBackend::known_failure()) return known;
+  std::exception_ptr loss;
   try {
     const store::CallsBy soon(Deadline::after(kNotes));
-    return recorded_failure(last_operation());
+    if (auto recorded = recorded_failure(last_operation())) return recorded;
+    loss = known_loss(false, {});
+  } catch (const TimeoutError&) {  // a store that is slow
+    loss = known_loss(false, {});
   } catch (const std::exception& no_answer) {
-    bool store_rank_gone = false;
+    // The connections to other ranks end with the first that is lost, and the store may follow later with any rank.
+    bool only_the_stores_rank_is_gone = false;
     {
       const std::lock_guard lock(state_mutex_);
-      store_rank_gone = gone_.count(store_rank_) > 0;
+      only_the_stores_rank_is_gone = gone_ == std::set<int>{store_rank_} && !departed_.count(store_rank_);
     }
-    return known_loss(store_rank_gone, no_answer.what());
+    loss = known_loss(only_the_stores_rank_is_gone, no_answer.what());
   }
+  try {
+    if (loss) std::rethrow_exception(loss);
+  } catch (const Error& error) {
+    const int me = shown(getRank());
+    return error_of(failure_of(error, me), me, last_operation());
+  }
+  return nullptr;
 }
 
 std::exception_ptr WireBackend::recorded_failure(const std::string& last) const {

@@ -1,6 +1,5 @@
 // Messages over a Wire (wire_backend.h): headers, payloads, and the threads that wait for them.
 #include <array>
-#include <system_error>
 
 #include "base/copy.h"
 #include "base/text.h"
@@ -197,10 +196,11 @@ void WireBackend::wait_on_a_thread(std::function<void()> job) {
   if (idle_ >= jobs_.size()) return;
   try {
     threads_.push_back(start_thread("muster-message", [this] { work_on_jobs(); }));
-  } catch (const std::system_error& error) {
+  } catch (const Unavailable&) {
+    const auto unstarted = std::move(jobs_.back());  // released without the lock: it may hold objects of the user
     jobs_.pop_back();
-    throw Unavailable(text("rank ", shown(getRank()), " cannot start a thread: ", error.what()),
-                      "Raise the limit on processes (ulimit -u)");
+    lock.unlock();
+    throw;
   }
 }
 

@@ -6,7 +6,7 @@
 // its values there, once per host; to free it is to give the pages back to the kernel.
 //
 //   memory of place 0 on host A  | unit 0: a.weight    : b.weight [–] | unit 1: c.weight    : d.weight [–] |
-//   memory of place 0 on host B  | unit 0: a.weight [–]: b.weight     | unit 1: c.weight [–]: d.weight    | [–] not here
+//   memory of place 0 on host B  | unit 0: a.weight [–]: b.weight     | unit 1: c.weight [–]: d.weight     | [–] gone
 //
 // The ranks at one place on all hosts are a *column*. Each sends what is at home with it to its column. So all ranks of
 // a host receive, each another part, and each byte crosses the network once per host.

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -161,11 +160,7 @@ void TcpTransport::meet(const Directory& directory, Deadline deadline) {
   connector_ = std::make_unique<Connector>(
       options_, poller_, tls_.get(), std::move(listening), own.key, std::move(others),
       [this](const Hello& other, std::unique_ptr<SocketStream> stream) { on_met(other, std::move(stream)); });
-  try {
-    thread_ = start_thread("muster-tcp", [this] { run(); });
-  } catch (const std::system_error& error) {
-    throw Unavailable(text("cannot start the transport's thread: ", error.what()));
-  }
+  thread_ = start_thread("muster-tcp", [this] { run(); });
   wait_for_all(deadline);
 }
 

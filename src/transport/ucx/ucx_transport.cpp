@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -129,11 +128,7 @@ void UcxTransport::meet(const Directory& directory, Deadline deadline) {
     peer->out.push_note(Kind::kHello);
   }
   watch();
-  try {
-    thread_ = start_thread("muster-ucx", [this] { run(); });
-  } catch (const std::system_error& error) {
-    throw Unavailable(text("cannot start the transport's thread: ", error.what()));
-  }
+  thread_ = start_thread("muster-ucx", [this] { run(); });
   wait_for_all(deadline);
 }
 

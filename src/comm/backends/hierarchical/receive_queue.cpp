@@ -17,10 +17,11 @@ constexpr int kPatience = 20;  // the thread sleeps for the time without news, d
 
 void ReceiveQueue::add(int tag, Deadline deadline, Attempt attempt) {
   std::unique_lock lock(mutex_);
+  // First, because it may throw: a receive that has been added ends by its attempt, and in no other way.
+  if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-receives", [this, alive = owner_()] { work(); });
   lines_[tag].receives.push_back({deadline, std::move(attempt)});
   advance(lock, tag);
   if (lines_.empty()) return;
-  if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-receives", [this, alive = owner_()] { work(); });
   news_.notify_all();
 }
 

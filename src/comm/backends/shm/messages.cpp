@@ -141,7 +141,7 @@ void Messages::work_on(const std::shared_ptr<Message>& message) {
   } catch (const std::exception& error) {
     // A part of the message may be in a ring, so the peer may read the tensor as long as the group has not failed.
     channel_.fail(ErrorCode::kUnavailable, shown(channel_.rank()),
-                  text("rank ", shown(channel_.rank()), " cannot start a thread for its messages: ", error.what()));
+                  text("rank ", shown(channel_.rank()), " cannot move its messages: ", error.what()));
     progress();
   }
 }
