@@ -37,13 +37,19 @@ std::vector<int64_t> large_sizes(int64_t item, int ranks, bool slices) {
 class Collectives : public CommContract {
  protected:
   // Unless all tests run, only shm has the whole grid, because the sizes are at the borders between its ways through
-  // memory. The other backends have a few sizes of the common dtypes.
+  // memory; as processes, with an even and an odd number of ranks. The other backends have a few sizes of the common
+  // dtypes.
   bool thin() const { return GetParam().backend != "shm" && !full_run(); }
+  std::vector<int> numbers_of_ranks() const {
+    if (thin()) return {2, 3};
+    if (!as_threads() && !full_run()) return {2, 5};
+    return {1, 2, 3, 4, kMostRanks};
+  }
 
   void grid(std::string_view name) const {
     const Collective& subject = collective(name);
     const auto& types = subject.reduces ? reducible_types() : movable_types();
-    for (int n = thin() ? 2 : 1; n <= (thin() ? 3 : kMostRanks); ++n)
+    for (const int n : numbers_of_ranks())
       run(n, [&](World& world) {
         int64_t number = 0;  // the same on all ranks
         const auto check = [&](at::ScalarType dtype, ReduceOp op, int64_t count) {
