@@ -2,7 +2,9 @@
 
 import json
 import os
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +31,17 @@ def output_of(command, env, seconds=900):
     if result.returncode != 0:
         sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def kill_all_with(variable):
+    """Kills what a launcher has left behind: all processes whose environment has this variable. Ranks of torchrun are
+    not in its session."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:  # it has ended, or belongs to another user
+            pass
 
 
 class Runner:
@@ -127,9 +140,11 @@ class Runner:
         """Runs a job. Returns when it started, and the events that its ranks tell; None if it took longer than
         `seconds`."""
         start = time.clock_gettime(time.CLOCK_MONOTONIC)
+        env = dict(self.env, MUSTER_BENCH_JOB=secrets.token_hex(8))
         try:
-            return start, output_of(command, self.env, seconds)
+            return start, output_of(command, env, seconds)
         except subprocess.TimeoutExpired:
+            kill_all_with(f"MUSTER_BENCH_JOB={env['MUSTER_BENCH_JOB']}")
             return start, None
 
     def best_of_rounds(self, commands, key, value, best):

@@ -8,6 +8,7 @@ import json
 import time
 
 import torch
+import torch._dynamo  # the first DistributedDataParallel of a process imports it, which is not measured
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
