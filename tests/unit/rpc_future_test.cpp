@@ -162,7 +162,7 @@ TEST(RpcFuture, AContinuationMayWaitForWhatIsDueInItsThread) {
 }
 
 TEST(RpcFutureRace, OnlyOneCompletesItAndAllHearTheSame) {
-  const int rounds = kSanitized ? 300 : full_run() ? 3000 : 600;
+  const int rounds = kSanitized ? 300 : test::full_run() ? 3000 : 600;
   for (int round = 0; round < rounds; ++round) {
     Promise<int> promise;
     std::atomic<int> won{0}, ran{0}, ready{0};
