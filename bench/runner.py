@@ -53,6 +53,9 @@ class Runner:
         # muster run sets these variables for its ranks. The peers get them, too.
         self.env = dict(os.environ, OMP_NUM_THREADS="1", MALLOC_TRIM_THRESHOLD_=str(1 << 30),
                         MALLOC_MMAP_THRESHOLD_=str(32 << 20))
+        # The peers' modules are compiled once, also where Python may not write beside them: PyTorch's take 15 seconds.
+        self.env.pop("PYTHONDONTWRITEBYTECODE", None)
+        self.env["PYTHONPYCACHEPREFIX"] = str(self.build / "bench" / "pycache")
         # For Muster's plug-in.
         paths = (str(self.build / "python"), os.environ.get("PYTHONPATH"))
         self.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -11,12 +11,13 @@ class TrainingSuites(Runner):
         """Steps with DistributedDataParallel, with a barrier in its place, and with nothing; PyTorch's over Gloo and
         over Muster's plug-in."""
         commands = []
-        for net, steps, warmup in (("small", 200, 20), ("resnet18", 5, 2), ("transformer", 6, 2), ("wide", 10, 3)):
+        for net, steps, warmup in (("small", 200, 20), ("resnet18", 5, 2), ("transformer", 5, 2), ("wide", 10, 3)):
             flags = ["--net", net, "--steps", str(steps), "--warmup", str(warmup)]
             for sync in ("ddp", "barrier", "none"):
                 commands.append(self.job("bench_ddp", *flags, "--sync", sync))
             if net in ("small", "wide"):
-                commands.append(self.job("bench_ddp", *flags, "--shards", "8"))
+                fewer = ["--steps", str(steps // 2), "--warmup", "1"]
+                commands.append(self.job("bench_ddp", "--net", net, *fewer, "--shards", "8"))
             for sync in (["--backend", "gloo"], ["--backend", "muster"], ["--no-sync"]):
                 commands.append(self.torchrun("ddp_torch.py", *flags, *sync))
         return self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
