@@ -36,10 +36,14 @@ Turns by_turns(int steps, Step step, OtherStep other_step) {
   };
   std::vector<double> ms, ms_other, share;
   for (int i = -kWarmup; i < steps; ++i) {
-    const bool in_order = i % 2 == 0;
-    const double first = in_order ? ms_of(step) : ms_of(other_step);
-    const double second = in_order ? ms_of(other_step) : ms_of(step);
-    const double a = in_order ? first : second, b = in_order ? second : first;
+    double a = 0, b = 0;
+    if (i % 2 == 0) {
+      a = ms_of(step);
+      b = ms_of(other_step);
+    } else {
+      b = ms_of(other_step);
+      a = ms_of(step);
+    }
     if (i < 0) continue;
     ms.push_back(a);
     ms_other.push_back(b);

@@ -16,8 +16,8 @@ namespace muster::optim {
 // A number of torch.optim.LBFGS, which is a float of Python or a tensor without dimensions. Operations of floats are
 // those of doubles. An operation in which one of the two is a tensor has the tensor's dtype: it rounds its operands and
 // its result. (Tensors are float32 or float64 here: of half and bfloat16, whose operands ATen takes as float32, the last
-// bits may differ.) In float32 this decides which way a line search goes, so parameters that are computed in doubles differ
-// from Python's by 1e-2 after 100 steps.
+// bits may differ.) In float32 this decides which way a line search goes, so parameters that are computed in doubles
+// differ from Python's by 1e-2 after 100 steps.
 class Number {
  public:
   Number(double value) : value_(value) {}  // NOLINT(google-explicit-constructor): a float
@@ -76,9 +76,9 @@ struct LinePoint {
 
 // A point at which the loss has decreased enough and the slope is flat enough: the strong Wolfe conditions with 1e-4
 // and 0.9. Or, when max_iterations are over or no element of the parameters would change by more than `tolerance`, the
-// better end of the interval that is left. `start` is at distance 0, and `largest` is the direction's largest element. Calls
-// `evaluate` 1 to max_iterations + 1 times, first at the distance `first`. Source: algorithms 3.5 and 3.6 of Nocedal
-// and Wright; the constants and the limits of each try are those of torch.optim.LBFGS.
+// better end of the interval that is left. `start` is at distance 0, and `largest` is the direction's largest element.
+// Calls `evaluate` 1 to max_iterations + 1 times, first at the distance `first`. Source: algorithms 3.5 and 3.6 of
+// Nocedal and Wright; the constants and the limits of each try are those of torch.optim.LBFGS.
 LinePoint strong_wolfe_search(const std::function<LinePoint(const Number& distance)>& evaluate, const LinePoint& start,
                               const Number& first, const Number& largest, double tolerance, int64_t max_iterations);
 

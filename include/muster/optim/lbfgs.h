@@ -13,8 +13,8 @@
 // is equal on all ranks: the mean of the ranks' losses. step() compares losses to decide whether it calls the closure
 // again. If the losses differ, one rank may call it once more than the others. That rank then waits in backward() until
 // its deadline. Each rank computes the directions by itself, with sums whose last bits depend on the number of threads
-// and on the kind of processor. So give all ranks the same of both; DdpOptions::check_divergence_every tells whether the
-// parameters stay equal.
+// and on the kind of processor. So give all ranks the same of both; DdpOptions::check_divergence_every tells whether
+// the parameters stay equal.
 //
 //     at::Tensor loss = loss_of(ddp.forward(x), y);
 //     loss.backward();
@@ -23,9 +23,9 @@
 //     return loss;
 //
 // Options, their defaults and the arithmetic are those of Python's torch.optim.LBFGS. On one CPU, with as many threads,
-// the parameters are equal to the bit, with and without a line search, in float32 and float64. There is one group of parameters, and all
-// of them are on one device. LBFGS sees them as one flat vector. A parameter without a gradient has zeros there, a
-// sparse gradient becomes dense, and a complex number is two real ones.
+// the parameters are equal to the bit, with and without a line search, in float32 and float64. There is one group of
+// parameters, and all of them are on one device. LBFGS sees them as one flat vector. A parameter without a gradient has
+// zeros there, a sparse gradient becomes dense, and a complex number is two real ones.
 //
 // It is a torch::optim::Optimizer. Schedulers, archives (save(), load()) and Snapshot take it, and a training that goes
 // on from these has the bits of one that was not interrupted. state_dict() has Python's names (docs/optim.md has the
@@ -38,7 +38,8 @@
 // Errors: InvalidArgument without a closure, for options out of their range (from step(), if they were changed) and for
 // a second group, before anything has changed; for a loss that is not one real number. What the closure throws goes
 // through step(): then the optimizer's state is that before the step, but the parameters are those that the closure saw.
-// Set them back before the next step(), which takes their move since the last one for a single step. Thread-safety: none; one thread, as torch::optim::Optimizer.
+// Set them back before the next step(), which takes their move since the last one for a single step.
+// Thread-safety: none; one thread, as torch::optim::Optimizer.
 // Source: torch.optim.LBFGS; Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4, 7.5 (the direction),
 // 3.5, 3.6 (the line search).
 #pragma once

@@ -93,6 +93,11 @@ FailureReport QueuedBackend::own_end(const std::string& cause) const {
   return {.code = ErrorCode::kPeerLost, .subject = me, .pid = pid_, .finder = me, .what = ended_by(me, cause)};
 }
 
+std::exception_ptr QueuedBackend::as_own(const Error& error) const {
+  const int me = shown(getRank());
+  return error_of(failure_of(error, me), me, last_operation());
+}
+
 void QueuedBackend::leave(const std::string& cause) {
   if (in_fork() || has_left_.exchange(true)) return;
   const WithoutInterpreterLock unlocked;

@@ -131,6 +131,8 @@ class QueuedBackend : public Backend {
   int shown(int rank) const {  // the number of `rank` in messages and errors
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
   }
+  // A failure that this rank has found, or one of a group that this one is made of, as this rank throws it.
+  std::exception_ptr as_own(const Error& error) const;
   FailureReport own_end(const std::string& cause) const;  // what the others see if this rank leaves because of an error
   // For the texts of failures: this rank's last collective, as "all_reduce #12". Any thread.
   virtual std::string last_operation() const;

@@ -161,8 +161,7 @@ std::exception_ptr WireBackend::known_failure() {
   try {
     if (loss) std::rethrow_exception(loss);
   } catch (const Error& error) {
-    const int me = shown(getRank());
-    return error_of(failure_of(error, me), me, last_operation());
+    return as_own(error);
   }
   return nullptr;
 }

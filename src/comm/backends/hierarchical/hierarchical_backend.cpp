@@ -11,7 +11,6 @@
 #include "base/text.h"
 #include "comm/backends/registry.h"
 #include "comm/core/stragglers.h"
-#include "comm/kit/failure_note.h"
 #include "comm/kit/flatten.h"
 #include "comm/kit/tensor_bytes.h"
 
@@ -140,12 +139,6 @@ std::exception_ptr HierarchicalBackend::known_failure() {
     }
   }
   return nullptr;
-}
-
-// A failure of one of the inner groups, as this rank throws it: with the last operation of this group.
-std::exception_ptr HierarchicalBackend::as_own(const Error& error) const {
-  const int me = shown(getRank());
-  return error_of(failure_of(error, me), me, last_operation());
 }
 
 bool HierarchicalBackend::failed() const {

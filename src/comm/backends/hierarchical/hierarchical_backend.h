@@ -76,7 +76,6 @@ class HierarchicalBackend final : public QueuedBackend {
   // Runs fn. An error of one group becomes the error of all three.
   template <typename Fn>
   void guarded(Fn&& fn);
-  std::exception_ptr as_own(const Error& error) const;
   Operation routed(const Operation& message, Inner& over) const;
   // Called once, with the work of a message under way and its source, or with an error.
   using Posted = std::function<void(c10::intrusive_ptr<c10d::Work>, int source, std::exception_ptr)>;
