@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 
 class TwoHosts:
-    """Two network namespaces, with a link between them."""
+    """Two network namespaces, with a link between them. `rate`: of the link; None: as fast as the cores."""
 
     ADDRESSES = ("10.213.9.1", "10.213.9.2")
 
@@ -30,9 +31,10 @@ class TwoHosts:
                     f"ip -n {one} link add mu0 type veth peer name mu0 netns {two}"]
         for name, address in zip(self.names, self.ADDRESSES):
             commands += [f"ip -n {name} addr add {address}/24 dev mu0", f"ip -n {name} link set mu0 up",
-                         f"ip -n {name} link set lo up",
-                         f"ip netns exec {name} tc qdisc add dev mu0 root "
-                         f"tbf rate {self.rate} burst 256kb latency 50ms"]
+                         f"ip -n {name} link set lo up"]
+            if self.rate:
+                commands.append(f"ip netns exec {name} tc qdisc add dev mu0 root "
+                                f"tbf rate {self.rate} burst 256kb latency 50ms")
         made = subprocess.run(["/bin/sh", "-ec", "; ".join(commands)], capture_output=True, text=True)
         self.missing = ""
         if made.returncode:
@@ -54,14 +56,24 @@ class TwoHosts:
         return [sys.executable, "-m", "torch.distributed.run", "--master-addr", self.ADDRESSES[0], "--master-port",
                 "29500", "--nproc-per-node", str(ranks)]
 
+    def environment(self, env):
+        """Returns the environment of a job's programs."""
+        return dict(env, GLOO_SOCKET_IFNAME="mu0")
+
+    def commands(self, launcher, program):
+        """Returns the command of each host."""
+        return [["ip", "netns", "exec", name, *launcher, "--nnodes", "2", "--node-rank", str(node), *program]
+                for node, name in enumerate(self.names)]
+
+    def job(self, launcher, program):
+        """Returns one command that runs a job on both hosts. The first host has its standard input."""
+        first, second = (shlex.join(command) for command in self.commands(launcher, program))
+        return ["/bin/sh", "-c", f"{second} & {first}; status=$?; wait; exit $status"]
+
     def row(self, env, launcher, program):
         """Runs a job on both hosts and returns the row that one of its ranks prints."""
-        env = dict(env, GLOO_SOCKET_IFNAME="mu0")
-        jobs = []
-        for node, name in enumerate(self.names):
-            command = ["ip", "netns", "exec", name, *launcher, "--nnodes", "2", "--node-rank", str(node), *program]
-            jobs.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE, text=True))
+        jobs = [subprocess.Popen(command, env=self.environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, text=True) for command in self.commands(launcher, program)]
         said = [job.communicate(timeout=900) for job in jobs]
         for job, (_, errors) in zip(jobs, said):
             if job.returncode != 0:

@@ -11,6 +11,7 @@ import time
 
 from rounds import Reference, Server, measure_case
 from runner import peer_script
+from sandbox import TwoHosts
 from training_suites import TrainingSuites
 
 SIZES = (16, 4 << 10, 64 << 10, 256 << 10, 4 << 20)
@@ -33,11 +34,15 @@ class Suites(TrainingSuites):
         commands = [ours, *self.mpi_peers(ranks, bound)]
         if gloo:
             commands.append(self.torchrun("collectives_gloo.py", ranks=ranks))
+        return self.measured(commands, cases, ranks, self.env)
+
+    def measured(self, commands, cases, ranks, env):
+        """Measures cases with all implementations whose commands are not None. The first is Muster."""
         servers, reference = [], Reference([self.program("bench_reference")])
         try:
             for command in commands:
                 if command:
-                    servers.append(Server(command, ranks, self.env))
+                    servers.append(Server(command, ranks, env))
             rows = []
             for op, size in cases:
                 measured = servers[:1] if op == "floor" else servers
@@ -77,6 +82,23 @@ class Suites(TrainingSuites):
         cases = [(op, n) for op in ops for n in (*SIZES, 64 << 20)]
         rows = self.collectives([*cases, *(("send_recv", n) for n in SIZES), ("barrier", 8)])
         return rows + self.collectives([("scan", n) for n in SIZES], gloo=False)  # Gloo has none
+
+    def hosts_all_reduce(self):
+        """Sums over two hosts of two ranks each: over a gigabit per second, and over a link that is as fast as the
+        cores."""
+        rows = []
+        for rate in ("1gbit", None):
+            with TwoHosts(rate) as hosts:
+                if hosts.missing:
+                    self.missing["two hosts"] = hosts.missing
+                    return []
+                jobs = ((hosts.muster(self.muster, 2), [self.program("bench_collectives"), "--serve"]),
+                        (hosts.torchrun(2), [peer_script("collectives_gloo.py")]))
+                commands = [hosts.job(launcher, program) for launcher, program in jobs]
+                cases = [("all_reduce", n) for n in (16, 256 << 10, 4 << 20, 64 << 20)]
+                found = self.measured(commands, cases, 4, hosts.environment(self.env))
+            rows += [dict(row, bench="hosts_all_reduce", hosts=2, link=rate or "unlimited") for row in found]
+        return rows
 
     def launch(self):
         """The start and end of a job; and the time from the start of a job to what its ranks do first together, beside

@@ -67,6 +67,102 @@ TEST(Hosts, EveryCollectiveOnEveryShape) {
     });
 }
 
+// Tensors of several blocks and a part of one, over hosts of all kinds and over a wire alone.
+TEST(Hosts, LargeTensorsMoveInBlocks) {
+  const std::vector<std::pair<Hosts, std::string>> shapes = {{{"a", "a", "b", "b"}, "auto"},
+                                                             {{"a", "b", "b", "c", "a"}, "auto"},
+                                                             {{"a", "b"}, "gloo"},
+                                                             {{"a", "a", "a"}, "gloo"}};
+  for (const auto& [hosts, backend] : shapes)
+    run_on(
+        hosts,
+        [&](World& world) {
+          int64_t number = 0;
+          for (const char* const name : {"all_reduce", "reduce", "broadcast"})
+            for (int root = 0; root < world.world_size(); ++root) {
+              ++number;
+              const auto dtype = number % 2 ? at::kInt : at::kLong;
+              const Case c{.world = world,
+                           .group = world.group(),
+                           .dtype = dtype,
+                           .op = ops_of(dtype)[static_cast<size_t>(number) % 4],
+                           .count = (backend == "gloo" ? 3 : 1) * 700'001,
+                           .kind = kKinds[static_cast<size_t>(number) % std::size(kKinds)],
+                           .root = root,
+                           .async = number % 3 == 0,
+                           .shift = number * 17};
+              SCOPED_TRACE(testing::Message() << join(hosts) << ": " << name << ", " << c);
+              collective(name).start(c)();
+            }
+        },
+        options_of(backend));
+}
+
+// Sums whose steps have other dtypes than the tensor, or other memory, in several blocks.
+TEST(Hosts, LargeSumsInOtherDtypes) {
+  run_on({"a", "b", "b", "a"}, [](World& world) {
+    const int64_t count = 1'300'003;
+    const at::Tensor numbers = at::arange(count, at::kFloat).remainder(61);
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf})
+      for (const auto between : {std::optional<at::ScalarType>(), std::optional(at::kHalf)})
+        for (const auto op : {ReduceOp::SUM, ReduceOp::AVG})
+          for (const int root : {-1, 1, 3}) {
+            SCOPED_TRACE(testing::Message() << c10::toString(dtype) << ", between hosts "
+                                            << (between ? c10::toString(*between) : "the same") << ", " << to_string(op)
+                                            << ", root " << root);
+            const at::Tensor own = (numbers + world.rank()).to(dtype), t = own.clone();
+            if (root < 0)
+              all_reduce(t, {.op = op, .between_hosts = between});
+            else
+              reduce(t, root, {.op = op, .between_hosts = between});
+            const at::Tensor sum = numbers * 4 + 6;
+            const at::Tensor expected = op == ReduceOp::SUM ? sum : sum / 4;
+            EXPECT_TRUE(at::equal(t, root < 0 || root == world.rank() ? expected.to(dtype) : own));
+          }
+  });
+}
+
+FaultPlan fault_of(FaultAction action, int rank, FaultPhase phase) {
+  FaultPlan plan;
+  plan.add({.action = action, .rank = rank, .phase = phase});
+  return plan;
+}
+
+// A rank stands still before a large operation or in its middle. All others name it, also those that wait for their
+// leader then.
+TEST(Hosts, AMissingRankOfALargeSumIsNamed) {
+  for (const auto& [victim, phase] : {std::pair(2, FaultPhase::kPosted), {3, FaultPhase::kStart}}) {  // 2 leads
+    const int number = victim;
+    run_on(
+        {"a", "a", "b", "b"},
+        [&](World& world) {
+          SCOPED_TRACE(testing::Message() << "rank " << number);
+          try {
+            all_reduce(at::ones({1'500'000}), {.timeout = std::chrono::seconds(2)});
+            ADD_FAILURE() << "rank " << world.rank() << " has not waited";
+          } catch (const Error& error) {
+            const std::string said = error.what();  // not only where the error was seen
+            EXPECT_CONTAINS(said.substr(0, said.find(" [")), text("rank ", number));
+          }
+        },
+        options_of("auto", fault_of(FaultAction::kStop, victim, phase)));
+  }
+}
+
+// A leader whose first step inside its host comes while its group between the hosts is busy.
+TEST(Hosts, ALeaderThatEndsInALargeBroadcast) {
+  run_on(
+      {"a", "a", "b", "b"},
+      [](World& world) {
+        const auto broadcasts = [&] {
+          for (;;) broadcast(at::ones({1'500'000}), 0);
+        };
+        const std::string said = message_of<PeerLost>(broadcasts);
+        EXPECT_CONTAINS(said, "rank 2") << world.rank();
+      },
+      options_of("auto", fault_of(FaultAction::kKill, 2, FaultPhase::kMiddle)));
+}
+
 TEST(Hosts, SumsOfHalvesAreRoundedOnceAndATimeoutMayBeEndless) {
   run_on({"a", "a", "b", "b"}, [](World& world) {
     for (const auto op : {ReduceOp::SUM, ReduceOp::PREMUL_SUM}) {
@@ -186,16 +282,22 @@ struct Loss {
   std::string backend;
   Hosts hosts;
   int victim;
+  int64_t count = 2000;  // elements of what the ranks sum
 };
-void PrintTo(const Loss& loss, std::ostream* out) { *out << loss.backend << ", rank " << loss.victim; }
+void PrintTo(const Loss& loss, std::ostream* out) {
+  *out << loss.backend << ", rank " << loss.victim << (loss.count > 2000 ? ", large" : "");
+}
 
 class HostsFork : public testing::TestWithParam<Loss> {};
 INSTANTIATE_TEST_SUITE_P(Comm, HostsFork,
                          testing::Values(Loss{"gloo", {}, 0}, Loss{"gloo", {}, 2},
                                          Loss{"gloo", {"a", "b", "c", "d"}, 1},  // no rank sees the process itself
-                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 3},    // not a leader
-                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 2},    // a leader
-                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 0}));  // the first
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 3},  // not a leader
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 2},  // a leader
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 0},  // the first
+                                         Loss{"gloo", {}, 1, 4'000'000},                 // in several blocks
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 3, 4'000'000},
+                                         Loss{"hierarchical", {"a", "a", "b", "b"}, 2, 4'000'000}));
 
 TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
   const Loss& loss = GetParam();
@@ -211,7 +313,7 @@ TEST_P(HostsFork, KilledRankIsNamedOnAllOthers) {
       if (rank == loss.victim && asleep)
         for (;;) ::pause();
       try {
-        for (;;) all_reduce(at::ones({2000}));
+        for (;;) all_reduce(at::ones({loss.count}));
       } catch (const PeerLost& lost) {
         noticed[static_cast<size_t>(rank)] = now_ns();
         EXPECT_EQ(lost.rank(), loss.victim) << lost.what();

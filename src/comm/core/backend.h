@@ -66,6 +66,8 @@ class Backend : public c10d::Backend {
     bool all_gone = false;  // with a null work: no message will come, because all other ranks have left
   };
   virtual Taken take_message(const Operation& receive, int from);
+  // Whether operations may have Operation::blocks.
+  virtual bool takes_blocks() const { return false; }
   // The timeout of operations that have none of their own.
   virtual std::chrono::milliseconds timeout() const = 0;
 

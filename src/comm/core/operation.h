@@ -7,7 +7,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <source_location>
 #include <vector>
@@ -17,6 +19,29 @@
 #include "muster/comm/group.h"
 
 namespace muster::comm {
+
+// For a caller that makes and uses the tensor of an all_reduce, a reduce or a broadcast block by block: while one block
+// moves, ready() makes the next one, and done() uses the one before. Both get where the block begins, and its length, in
+// elements, and run on the thread that executes the operation, in the order of in_turns(). done() is called where the
+// operation writes the tensor, and on all ranks of an all_reduce and a broadcast; of a broadcast it may only read the
+// block.
+struct Blocks {
+  size_t length = 0;  // of all blocks but the last one
+  std::function<void(size_t begin, size_t length)> ready, done;
+};
+
+// Calls ready(i), move(i) and done(i) for each of `blocks` blocks, in the order in which they overlap.
+template <typename Ready, typename Move, typename Done>
+void in_turns(size_t blocks, Ready&& ready, Move&& move, Done&& done) {
+  if (blocks == 0) return;
+  ready(0);
+  for (size_t i = 0; i < blocks; ++i) {
+    if (i + 1 < blocks) ready(i + 1);
+    move(i);
+    if (i > 0) done(i - 1);
+  }
+  done(blocks - 1);
+}
 
 // One operation. The kind determines which fields are used:
 //   all_reduce, broadcast, reduce, scan,
@@ -41,6 +66,7 @@ struct Operation {
   OpKind part_of = OpKind::kNothing;                 // set by backends that make one operation of several
   std::optional<CallDescriptor> announced;  // if this is a step of another operation: that operation, which the ranks
                                             // compare instead of this one
+  const Blocks* blocks = nullptr;           // of a blocking call, and only where Backend::takes_blocks()
   std::source_location site = {};           // where the user called
 };
 

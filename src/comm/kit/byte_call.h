@@ -17,6 +17,8 @@
 
 namespace muster::comm {
 
+struct Blocks;
+
 // `count` and `item` describe the operation's unit: the whole tensor for all_reduce, reduce and broadcast; one rank's
 // part for the others; count is 0 for all_to_all. The kind determines which buffers are used:
 //   all_reduce, reduce, scan, broadcast
@@ -36,6 +38,7 @@ struct ByteCall {
   ReduceKernel kernel = nullptr;  // of operations that reduce
   Deadline deadline = Deadline::never();
   const CallDescriptor* announced = nullptr;  // Operation::announced, if there is one
+  const Blocks* blocks = nullptr;             // Operation::blocks
   std::source_location site = {};
 
   Bytes data = nullptr;

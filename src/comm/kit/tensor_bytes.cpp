@@ -36,6 +36,7 @@ void run_on_bytes(const Operation& operation, int rank, int ranks, Deadline dead
                 .root = operation.peer,
                 .deadline = deadline,
                 .announced = operation.announced ? &*operation.announced : nullptr,
+                .blocks = operation.blocks,
                 .site = operation.site};
   Flatten flat;
   std::vector<ConstBytes> inputs;

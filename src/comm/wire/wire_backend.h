@@ -64,6 +64,7 @@ class WireBackend final : public QueuedBackend {
   ~WireBackend() override;
 
   Taken take_message(const Operation& receive, int from) override;
+  bool takes_blocks() const override { return true; }
   const Stragglers* stragglers() const override { return arrivals_ ? &arrivals_->hosts : &stragglers_; }
 
  protected:

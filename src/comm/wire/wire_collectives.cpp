@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "base/copy.h"
@@ -15,10 +16,33 @@
 namespace muster::comm {
 namespace {
 
-// The largest scratch memory of a reduction.
-constexpr size_t kBlock = size_t{32} << 20;
-// What is received while the block before it is reduced.
-constexpr size_t kNextBlock = size_t{2} << 20;
+// The largest scratch memory of a reduce_scatter or a scan.
+constexpr size_t kScratch = size_t{32} << 20;
+// What moves while the blocks before and after it are reduced: kSlice for each rank, but at least kBlock.
+constexpr size_t kBlock = size_t{4} << 20, kSlice = size_t{256} << 10;
+
+// The blocks of a call, in elements: the caller's (Operation::blocks), or of so many bytes.
+class CallBlocks {
+ public:
+  CallBlocks(const ByteCall& call, size_t bytes)
+      : call_(call), length_(call.blocks ? call.blocks->length : std::max<size_t>(1, bytes / call.item)) {}
+  size_t number() const { return (call_.count + length_ - 1) / length_; }
+  size_t begin(size_t block) const { return std::min(call_.count, block * length_); }
+  size_t length(size_t block) const { return begin(block + 1) - begin(block); }
+  size_t longest() const { return std::min(length_, call_.count); }
+  Bytes data(size_t block) const { return call_.data + begin(block) * call_.item; }
+  size_t bytes(size_t block) const { return length(block) * call_.item; }
+  void ready(size_t block) const {
+    if (call_.blocks) call_.blocks->ready(begin(block), length(block));
+  }
+  void done(size_t block) const {
+    if (call_.blocks) call_.blocks->done(begin(block), length(block));
+  }
+
+ private:
+  const ByteCall& call_;
+  const size_t length_;
+};
 
 }  // namespace
 
@@ -148,69 +172,89 @@ const std::byte* WireBackend::payload_of(int rank) const {
 
 void WireBackend::all_reduce(const ByteCall& call) {
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
-  const size_t count = call.count, item = call.item;
+  const size_t item = call.item;
   const bool wanted = call.kind == OpKind::kAllReduce || getRank() == call.root;
   std::vector<ConstBytes> sources(n);
   if (announce_data(call)) {
     for (size_t r = 0; r < n; ++r) sources[r] = payload_of(static_cast<int>(r));
     const std::array<Bytes, 1> destination = {call.data};
-    if (wanted) call.kernel(destination, sources, count);
+    if (wanted) call.kernel(destination, sources, call.count);
     return;
   }
   if (call.kind == OpKind::kReduce && n == 2) return reduce_of_two(call);
-  // Blocks of n slices; rank r reduces slice r of each.
-  const size_t slice = std::min((count + n - 1) / n, std::max<size_t>(kBlock / n / item, 1));
-  const at::Tensor scratch = at::empty({static_cast<int64_t>(n * slice * item)}, at::kByte);
-  for (size_t block = 0; block < count; block += n * slice) {
-    const auto begin = [&](size_t r) { return std::min(count, block + r * slice); };
-    const auto length = [&](size_t r) { return std::min(count, block + (r + 1) * slice) - begin(r); };
-    Bytes const own = wanted ? call.data + begin(me) * item : data_of(scratch) + me * slice * item;
-    Transfers slices(*wire_, call.deadline);
+  // Each block has n slices; rank r reduces slice r. Two blocks are under way at a time, each in its half of the scratch
+  // memory.
+  const CallBlocks blocks(call, std::clamp(n * kSlice, kBlock, kScratch / 2));
+  const size_t longest = (blocks.longest() + n - 1) / n;
+  const at::Tensor scratch = at::empty({static_cast<int64_t>(2 * n * longest * item)}, at::kByte);
+  struct Slice {
+    Bytes data;
+    size_t bytes;
+  };
+  const auto slice = [&](size_t block, size_t r) {
+    const size_t length = (blocks.length(block) + n - 1) / n, begin = std::min(blocks.length(block), r * length);
+    return Slice{blocks.data(block) + begin * item, (std::min(blocks.length(block), begin + length) - begin) * item};
+  };
+  const auto scratch_of = [&](size_t block, size_t r) {
+    return data_of(scratch) + (block % 2 * n + r) * longest * item;
+  };
+  std::array<std::optional<Transfers>, 2> slices, results;
+  const auto send_slices = [&](size_t block) {
+    blocks.ready(block);
+    auto& transfers = slices[block % 2].emplace(*wire_, call.deadline);
     for (const int peer : others_) {
       const auto r = static_cast<size_t>(peer);
-      slices.receive(peer, kData, data_of(scratch) + r * slice * item, length(me) * item);
-      slices.send(peer, kData, call.data + begin(r) * item, length(r) * item);
+      transfers.receive(peer, kData, scratch_of(block, r), slice(block, me).bytes);
+      transfers.send(peer, kData, slice(block, r).data, slice(block, r).bytes);
     }
-    slices.wait();
-    for (size_t r = 0; r < n; ++r)
-      sources[r] = r == me ? call.data + begin(me) * item : data_of(scratch) + r * slice * item;
-    const std::array<Bytes, 1> destination = {own};
-    call.kernel(destination, sources, length(me));
-    Transfers results(*wire_, call.deadline);
+  };
+  const auto reduce = [&](size_t block) {
+    slices[block % 2]->wait();
+    const Slice mine = slice(block, me);
+    for (size_t r = 0; r < n; ++r) sources[r] = r == me ? mine.data : scratch_of(block, r);
+    const std::array<Bytes, 1> destination = {wanted ? mine.data : scratch_of(block, me)};
+    call.kernel(destination, sources, mine.bytes / item);
+    auto& transfers = results[block % 2].emplace(*wire_, call.deadline);
     for (const int peer : others_) {
-      const auto r = static_cast<size_t>(peer);
-      if (wanted) results.receive(peer, kData, call.data + begin(r) * item, length(r) * item);
-      if (call.kind == OpKind::kAllReduce || peer == call.root) results.send(peer, kData, own, length(me) * item);
+      const Slice theirs = slice(block, static_cast<size_t>(peer));
+      if (wanted) transfers.receive(peer, kData, theirs.data, theirs.bytes);
+      if (call.kind == OpKind::kAllReduce || peer == call.root) transfers.send(peer, kData, destination[0], mine.bytes);
     }
-    results.wait();
-  }
+  };
+  const auto take_results = [&](size_t block) {
+    results[block % 2]->wait();
+    if (wanted) blocks.done(block);
+  };
+  in_turns(blocks.number(), send_slices, reduce, take_results);
 }
 
 // One of two ranks sends all it has, which it would have to send in any case, and gets nothing.
 void WireBackend::reduce_of_two(const ByteCall& call) {
-  const size_t length = std::min(call.count, kNextBlock / call.item);
-  const auto bytes_at = [&](size_t begin) { return std::min(length, call.count - begin) * call.item; };
+  const CallBlocks blocks(call, kBlock / 2);
   const bool is_root = getRank() == call.root;
-  const at::Tensor scratch = at::empty({is_root ? static_cast<int64_t>(2 * length * call.item) : 0}, at::kByte);
-  const auto half = [&](size_t begin) { return data_of(scratch) + begin / length % 2 * length * call.item; };
+  const at::Tensor scratch =
+      at::empty({is_root ? static_cast<int64_t>(2 * blocks.longest() * call.item) : 0}, at::kByte);
+  const auto half = [&](size_t block) { return data_of(scratch) + block % 2 * blocks.longest() * call.item; };
   const int peer = 1 - getRank();
   Transfers transfers(*wire_, call.deadline);
-  if (!is_root) {
-    for (size_t begin = 0; begin < call.count; begin += length)
-      transfers.send(peer, kData, call.data + begin * call.item, bytes_at(begin));
-    return transfers.wait();
-  }
-  transfers.receive(peer, kData, half(0), bytes_at(0));
-  for (size_t begin = 0; begin < call.count; begin += length) {
-    if (const size_t next = begin + length; next < call.count)
-      transfers.receive(peer, kData, half(next), bytes_at(next));
+  const auto move = [&](size_t block) {
+    blocks.ready(block);
+    if (is_root)
+      transfers.receive(peer, kData, half(block), blocks.bytes(block));
+    else
+      transfers.send(peer, kData, blocks.data(block), blocks.bytes(block));
+  };
+  const auto reduce = [&](size_t block) {
     transfers.wait_for_oldest();
-    Bytes const own = call.data + begin * call.item;
-    const std::array<Bytes, 1> destination = {own};
-    std::array<ConstBytes, 2> sources = {own, own};
-    sources[static_cast<size_t>(peer)] = half(begin);
-    call.kernel(destination, sources, bytes_at(begin) / call.item);
-  }
+    if (!is_root) return;
+    const std::array<Bytes, 1> destination = {blocks.data(block)};
+    std::array<ConstBytes, 2> sources = {destination[0], destination[0]};
+    sources[static_cast<size_t>(peer)] = half(block);
+    call.kernel(destination, sources, blocks.length(block));
+  };
+  in_turns(blocks.number(), move, reduce, [&](size_t block) {
+    if (is_root) blocks.done(block);
+  });
 }
 
 // Down a binomial tree: rank v (counted from the root) receives the data from rank v without its highest bit.
@@ -225,14 +269,18 @@ void WireBackend::broadcast(const ByteCall& call) {
   const auto rank = [&](int u) { return (u + root) % n; };
   int highest = 1;
   while (highest * 2 <= v) highest *= 2;
-  if (v > 0) {
-    Transfers from(*wire_, call.deadline);
-    from.receive(rank(v - highest), kData, call.data, call.bytes());
-    from.wait();
-  }
-  Transfers to(*wire_, call.deadline);
-  for (int bit = v == 0 ? 1 : highest * 2; v + bit < n; bit *= 2)
-    to.send(rank(v + bit), kData, call.data, call.bytes());
+  const CallBlocks blocks(call, kBlock / 2);
+  Transfers from(*wire_, call.deadline), to(*wire_, call.deadline);
+  const auto receive = [&](size_t block) {
+    blocks.ready(block);
+    if (v > 0) from.receive(rank(v - highest), kData, blocks.data(block), blocks.bytes(block));
+  };
+  const auto pass_on = [&](size_t block) {
+    if (v > 0) from.wait_for_oldest();
+    for (int bit = v == 0 ? 1 : highest * 2; v + bit < n; bit *= 2)
+      to.send(rank(v + bit), kData, blocks.data(block), blocks.bytes(block));
+  };
+  in_turns(blocks.number(), receive, pass_on, [&](size_t block) { blocks.done(block); });
   to.wait();
 }
 
@@ -284,7 +332,7 @@ void WireBackend::reduce_scatter(const ByteCall& call) {
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
   const size_t count = call.count, item = call.item;
   announce(call, {});
-  const size_t slice = std::min(count, std::max<size_t>(kBlock / n / item, 1));
+  const size_t slice = std::min(count, std::max<size_t>(kScratch / n / item, 1));
   const at::Tensor scratch = at::empty({static_cast<int64_t>(n * slice * item)}, at::kByte);
   std::vector<ConstBytes> sources(n);
   for (size_t begin = 0; begin < count; begin += slice) {
@@ -314,7 +362,7 @@ void WireBackend::scan(const ByteCall& call) {
     const std::array<Bytes, 1> destination = {call.data};
     return call.kernel(destination, sources, count);
   }
-  const size_t slice = std::min(count, std::max<size_t>(kBlock / n / item, 1));
+  const size_t slice = std::min(count, std::max<size_t>(kScratch / n / item, 1));
   const at::Tensor scratch = at::empty({static_cast<int64_t>(me * slice * item)}, at::kByte);
   for (size_t begin = 0; begin < count; begin += slice) {
     const size_t length = std::min(slice, count - begin);

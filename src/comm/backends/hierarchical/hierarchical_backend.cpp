@@ -95,20 +95,28 @@ std::string HierarchicalBackend::straggler_report(std::chrono::nanoseconds at_le
   return report;
 }
 
-// Runs a leader's step between the hosts. The leader tells the others with the next operation who came last on its
-// host.
+// Runs a leader's step between the hosts.
 void HierarchicalBackend::between_hosts(const Operation& step) {
+  const LastHere last = find_last();
   arrivals_->counts_next = true;
   leaders_->run(step);
-  arrivals_->last = getRank();  // if no other rank of this host had to come before the leader
-  arrivals_->late = std::chrono::nanoseconds::max();
+  tell_last(last);
+}
+
+HierarchicalBackend::LastHere HierarchicalBackend::find_last() const {
+  LastHere found{getRank(), std::chrono::nanoseconds::max()};  // if no other rank of this host had to come before
   if (const auto* const here = local_->stragglers(); !first_step_ && here->size() > 1) {
-    arrivals_->last = ranks_of_[static_cast<size_t>(own_host_)][static_cast<size_t>(here->last().rank)];
-    arrivals_->late = here->time(here->last().late);
+    found.rank = ranks_of_[static_cast<size_t>(own_host_)][static_cast<size_t>(here->last().rank)];
+    found.late = here->time(here->last().late);
   }
+  return found;
+}
+
+void HierarchicalBackend::tell_last(const LastHere& last) {
+  arrivals_->last = last.rank;
+  arrivals_->late = last.late;
   if (ranks_of_.size() == 1)  // there is no other host to tell
-    arrivals_->ranks.add(
-        {arrivals_->last, getSize() > 1 ? static_cast<uint64_t>(arrivals_->late.count()) : uint64_t{0}});
+    arrivals_->ranks.add({last.rank, getSize() > 1 ? static_cast<uint64_t>(last.late.count()) : uint64_t{0}});
 }
 
 // --- membership and failure ---
@@ -147,21 +155,6 @@ bool HierarchicalBackend::failed() const {
   return has_left();
 }
 
-template <typename Fn>
-void HierarchicalBackend::guarded(Fn&& fn) {
-  try {
-    fn();
-  } catch (const InvalidArgument&) {
-    throw;
-  } catch (const Error& error) {
-    fail(error);
-    std::rethrow_exception(as_own(error));
-  } catch (const std::exception& error) {
-    fail(Unavailable(text("rank ", shown(getRank()), " failed: ", error.what())));
-    throw;
-  }
-}
-
 // --- collectives ---
 
 Operation HierarchicalBackend::step(const Operation& whole, OpKind kind, const at::Tensor& tensor, int peer,
@@ -196,7 +189,10 @@ void HierarchicalBackend::execute(const Operation& operation, Deadline deadline,
 
 void HierarchicalBackend::run_in_host(const Operation& step) {
   local_->run(step);
-  if (!std::exchange(first_step_, false)) return;
+  if (std::exchange(first_step_, false)) after_first_step();
+}
+
+void HierarchicalBackend::after_first_step() const {
   faults().at(FaultPhase::kPosted, sequence_ - 1, deadline_);
   faults().at(FaultPhase::kMiddle, sequence_ - 1, deadline_);
 }

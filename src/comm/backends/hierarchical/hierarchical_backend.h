@@ -10,6 +10,9 @@
 //                            different operations must not wait for each other in different groups
 //   messages                 in a host through its memory; between hosts over that third group
 //
+// Large tensors of all_reduce, reduce and broadcast move in blocks: while one block travels between the hosts, each host
+// sums the next one and hands out the previous one. A leader does both on the thread that executes the operation.
+//
 // A receive from any source looks alternately into the host's group and the third group. Later receives with its tag
 // wait until it has its message (receive_queue.h). If the group between hosts cannot receive from any source, such a
 // receive throws InvalidArgument.
@@ -31,9 +34,11 @@
 // "middle"), and at its end. It corrupts nothing.
 #pragma once
 
+#include "base/text.h"
 #include "comm/backends/hierarchical/receive_queue.h"
 #include "comm/core/backend_context.h"
 #include "comm/kit/queued_backend.h"
+#include "muster/base/error.h"
 
 namespace muster::comm::hierarchical_backend {
 
@@ -61,10 +66,20 @@ class HierarchicalBackend final : public QueuedBackend {
   using Inner = c10::intrusive_ptr<Backend>;
 
   void execute_in_steps(const Operation& operation, Deadline deadline);
-  void all_reduce(const Operation& operation, Deadline deadline);
+  void all_reduce(const Operation& operation, Deadline deadline);  // and reduce
   void broadcast(const Operation& operation, Deadline deadline);
   void all_gather(const Operation& operation, Deadline deadline);
   void reduce_scatter(const Operation& operation, Deadline deadline);
+  // The steps of an operation: inside the host, between the hosts (on leaders), and inside the host again. Those inside
+  // the host are for a part of the tensor: where it begins, and its length, in elements.
+  struct Steps {
+    std::function<void(int64_t begin, int64_t length)> first;
+    std::function<Operation()> between;
+    std::function<void(int64_t begin, int64_t length)> last;
+  };
+  // Takes the steps block by block (comm/core/operation.h). A step inside the host after the first one waits as long as
+  // the last one, because its leader may wait for other hosts meanwhile.
+  void in_blocks(const at::Tensor& tensor, const Steps& steps);
   // Makes one step of `whole` for one of the groups, with the time that is left.
   Operation step(const Operation& whole, OpKind kind, const at::Tensor& tensor, int peer, Deadline deadline) const;
   // Cuts a tensor that has a row for each rank, ordered by host, into the rows of each host.
@@ -72,7 +87,15 @@ class HierarchicalBackend final : public QueuedBackend {
   static Deadline later(Deadline deadline, int steps);  // of a step that comes so many waits later
   Deadline last_wait(Deadline deadline) const;
   void run_in_host(const Operation& step);
+  void after_first_step() const;              // inside the host: injected faults act
   void between_hosts(const Operation& step);  // only on leaders
+  // The rank that came last on this host to an operation, and how much later than the rank before it.
+  struct LastHere {
+    int rank = 0;
+    std::chrono::nanoseconds late{0};
+  };
+  LastHere find_last() const;            // to the step inside the host before; only on leaders
+  void tell_last(const LastHere& last);  // with the next operation between the hosts
   // Runs fn. An error of one group becomes the error of all three.
   template <typename Fn>
   void guarded(Fn&& fn);
@@ -101,6 +124,21 @@ class HierarchicalBackend final : public QueuedBackend {
   std::atomic<int> first_place_{0};         // the rank of local_ with which it begins
   ReceiveQueue receives_{[this] { return memory(); }};
 };
+
+template <typename Fn>
+void HierarchicalBackend::guarded(Fn&& fn) {
+  try {
+    fn();
+  } catch (const InvalidArgument&) {
+    throw;
+  } catch (const Error& error) {
+    fail(error);
+    std::rethrow_exception(as_own(error));
+  } catch (const std::exception& error) {
+    fail(Unavailable(text("rank ", shown(getRank()), " failed: ", error.what())));
+    throw;
+  }
+}
 
 c10::intrusive_ptr<Backend> create(const BackendContext& context);
 std::string unavailable_reason();

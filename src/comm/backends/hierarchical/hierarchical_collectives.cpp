@@ -1,6 +1,7 @@
 // Collectives over several hosts: inside each host, between the hosts' first ranks, and inside each host for the
 // result.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/view_as_real.h>
 
 #include "base/copy.h"
@@ -12,6 +13,8 @@ namespace muster::comm::hierarchical_backend {
 namespace {
 
 constexpr int kResultTag = -1;  // below the tags of users
+// How many elements move together: kSlice for each host, within these bounds.
+constexpr int64_t kSlice = int64_t{64} << 10, kBlock = int64_t{512} << 10, kLargestBlock = int64_t{4} << 20;
 
 // The dtype in which a reduction's values go from one step to the next.
 at::ScalarType carrier(const Operation& operation) {
@@ -67,58 +70,125 @@ void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline 
   }
 }
 
+void HierarchicalBackend::in_blocks(const at::Tensor& tensor, const Steps& steps) {
+  const int64_t count = tensor.numel();
+  // In elements, because hosts compare their numbers, and not all dtypes.
+  const auto length = std::clamp(static_cast<int64_t>(ranks_of_.size()) * kSlice, kBlock, kLargestBlock);
+  if (count <= length || !all_->takes_blocks()) {  // all_ has the backend of the leaders' group
+    steps.first(0, count);
+    if (leads()) between_hosts(steps.between());
+    return steps.last(0, count);
+  }
+  if (!leads()) {
+    const auto block = [&](const auto& step) {
+      return [&](size_t i) {
+        const auto begin = static_cast<int64_t>(i) * length;
+        step(begin, std::min(length, count - begin));
+      };
+    };
+    const auto number = static_cast<size_t>((count + length - 1) / length);
+    return in_turns(
+        number, block(steps.first), [](size_t) {}, block(steps.last));
+  }
+  // The leaders' group, which calls this, must not take an error here for one of its own.
+  const auto hook = [&](const auto& step) {
+    return [&](size_t begin, size_t elements) {
+      try {
+        guarded([&] { step(static_cast<int64_t>(begin), static_cast<int64_t>(elements)); });
+      } catch (const InvalidArgument& error) {
+        fail(error);
+        throw;
+      }
+    };
+  };
+  steps.first(0, length);  // before the announcement: the host comes with its last rank
+  const auto first = hook(steps.first), last = hook(steps.last);
+  const bool no_step_yet = first_step_;
+  const Blocks blocks{.length = static_cast<size_t>(length),
+                      .ready =
+                          [&](size_t begin, size_t elements) {
+                            if (begin > 0) first(begin, elements);
+                          },
+                      .done =
+                          [&](size_t begin, size_t elements) {
+                            first_step_ = false;  // an injected fault must not end the leaders' group in here
+                            last(begin, elements);
+                          }};
+  Operation between = steps.between();
+  between.blocks = &blocks;
+  between_hosts(between);
+  if (no_step_yet) after_first_step();
+}
+
 void HierarchicalBackend::all_reduce(const Operation& operation, Deadline deadline) {
   const Deadline between = later(deadline, 1);
-  const bool to_one = operation.kind == OpKind::kReduce;
-  const at::Tensor& tensor = operation.tensor;
+  const bool to_one = operation.kind == OpKind::kReduce, is_root = getRank() == operation.peer;
+  const bool writes = !to_one || is_root;
   const auto dtype = carrier(operation);
-  at::Tensor sum = tensor;
-  if (dtype != tensor.scalar_type())
-    sum = tensor.to(dtype);
-  else if (to_one && leads() && getRank() != operation.peer)
-    sum = tensor.clone();  // a leader that is not the root must not change its tensor
-  run_in_host(step(operation, OpKind::kReduce, sum, 0, deadline));
-  if (leads()) {
-    const bool converts = operation.between_hosts && at::isFloatingType(dtype) && *operation.between_hosts != dtype;
-    if (converts && operation.op == ReduceOp::AVG) divide(sum, getSize());  // a sum might not fit
-    const at::Tensor travelling = converts ? sum.to(*operation.between_hosts) : sum;
+  const bool converts = operation.between_hosts && at::isFloatingType(dtype) && *operation.between_hosts != dtype;
+  // The leader of the root's host has the result. If the root is another rank, the leader sends it the result.
+  const bool hands_over =
+      to_one && own_host_ == host_of(operation.peer) && place_[static_cast<size_t>(operation.peer)] != 0;
+  Flatten flat;
+  const at::Tensor tensor = (writes ? flat.in_place(operation.tensor) : flat.input(operation.tensor)).view(-1);
+  // A leader that is not the root must not change its tensor.
+  const bool apart = dtype != tensor.scalar_type() || (to_one && leads() && !is_root);
+  const at::Tensor sums = apart ? at::empty_like(tensor, dtype) : tensor;
+  const at::Tensor travelling = converts && leads() ? at::empty_like(tensor, *operation.between_hosts) : sums;
+  const auto sum_in_host = [&](int64_t begin, int64_t length) {
+    const at::Tensor sum = sums.narrow(0, begin, length);
+    if (apart) sum.copy_(tensor.narrow(0, begin, length));
+    run_in_host(step(operation, OpKind::kReduce, sum, 0, begin == 0 ? deadline : last_wait(deadline)));
+    if (!converts || !leads()) return;
+    if (operation.op == ReduceOp::AVG) divide(sum, getSize());  // a sum might not fit
+    travelling.narrow(0, begin, length).copy_(sum);
+  };
+  const auto between_leaders = [&] {
     Operation with_others = to_one ? step(operation, OpKind::kReduce, travelling, host_of(operation.peer), between)
                                    : step(operation, OpKind::kAllReduce, travelling, 0, between);
     with_others.announced->dtype = static_cast<uint8_t>(travelling.scalar_type());
-    between_hosts(with_others);
-    if (converts)
-      sum.copy_(travelling);
-    else if (operation.op == ReduceOp::AVG)
-      divide(sum, getSize());
-    if ((!to_one || getRank() == operation.peer) && !sum.is_same(tensor)) tensor.copy_(sum);
-  }
-  if (!to_one) {
-    run_in_host(step(operation, OpKind::kBroadcast, tensor, 0, last_wait(deadline)));
-    return;
-  }
-  // The leader of the root's host has the result. If the root is another rank, the leader sends it the result.
-  const int root_place = place_[static_cast<size_t>(operation.peer)];
-  if (own_host_ != host_of(operation.peer) || root_place == 0) return;
-  if (leads()) {
-    Operation handing = step(operation, OpKind::kSend, sum.to(tensor.scalar_type()), root_place, last_wait(deadline));
+    return with_others;
+  };
+  const auto hand_out = [&](int64_t begin, int64_t length) {
+    const at::Tensor part = tensor.narrow(0, begin, length), sum = sums.narrow(0, begin, length);
+    if (leads() && (!to_one || own_host_ == host_of(operation.peer))) {
+      if (converts)
+        sum.copy_(travelling.narrow(0, begin, length));
+      else if (operation.op == ReduceOp::AVG)
+        divide(sum, getSize());
+      if (apart && writes) part.copy_(sum);
+    }
+    if (!to_one) return run_in_host(step(operation, OpKind::kBroadcast, part, 0, last_wait(deadline)));
+    if (!hands_over || !(leads() || is_root)) return;
+    Operation handing =
+        step(operation, leads() ? OpKind::kSend : OpKind::kRecv, leads() ? sum.to(tensor.scalar_type()) : part,
+             leads() ? place_[static_cast<size_t>(operation.peer)] : 0, last_wait(deadline));
     handing.tag = kResultTag;
     run_in_host(handing);
-  } else if (getRank() == operation.peer) {
-    Operation taking = step(operation, OpKind::kRecv, tensor, 0, last_wait(deadline));
-    taking.tag = kResultTag;
-    run_in_host(taking);
-  }
+  };
+  in_blocks(tensor, {.first = sum_in_host, .between = between_leaders, .last = hand_out});
+  flat.copy_back();
 }
 
 void HierarchicalBackend::broadcast(const Operation& operation, Deadline deadline) {
   const Deadline between = later(deadline, 1);
   const int host = host_of(operation.peer);
-  const auto in_host = [&](int root, Deadline until) {
-    run_in_host(step(operation, OpKind::kBroadcast, operation.tensor, root, until));
+  Flatten flat;
+  const at::Tensor tensor =
+      (getRank() == operation.peer ? flat.input(operation.tensor) : flat.output(operation.tensor)).view(-1);
+  const auto in_host = [&](int64_t begin, int64_t length, int root, Deadline until) {
+    run_in_host(step(operation, OpKind::kBroadcast, tensor.narrow(0, begin, length), root, until));
   };
-  if (own_host_ == host) in_host(place_[static_cast<size_t>(operation.peer)], deadline);
-  if (leads()) between_hosts(step(operation, OpKind::kBroadcast, operation.tensor, host, between));
-  if (own_host_ != host) in_host(0, last_wait(deadline));
+  const auto to_leader = [&](int64_t begin, int64_t length) {
+    if (own_host_ != host) return;
+    in_host(begin, length, place_[static_cast<size_t>(operation.peer)], begin == 0 ? deadline : last_wait(deadline));
+  };
+  const auto between_leaders = [&] { return step(operation, OpKind::kBroadcast, tensor, host, between); };
+  const auto from_leader = [&](int64_t begin, int64_t length) {
+    if (own_host_ != host) in_host(begin, length, 0, last_wait(deadline));
+  };
+  in_blocks(tensor, {.first = to_leader, .between = between_leaders, .last = from_leader});
+  flat.copy_back();
 }
 
 std::vector<at::Tensor> HierarchicalBackend::rows_by_host(const at::Tensor& all) const {
