@@ -11,8 +11,11 @@
 //   pipelined       small calls with results, as many concurrently as the worker takes
 //   future          no call: a promise is made and fulfilled
 //   idle            the share of a core that worker 1 takes while no worker calls, over 5 s
+//   mesh            all workers call all, with any number of workers: the KiB that each takes for it, on top of libtorch
 #include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/sum.h>
 #include <linux/futex.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -30,10 +33,12 @@
 #include <vector>
 
 #include "measure.h"
+#include "memory.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
 #include "muster/rpc/call.h"
 #include "muster/rpc/worker.h"
+#include "transport/shm/inbox.h"
 
 namespace {
 
@@ -144,6 +149,24 @@ void run(const std::string& name, muster::World& world) {
   time_us(name, calls, [&] { rpc::sync<&echo>(1, x); });
 }
 
+// Called by all workers. `before`: MiB of this one before rpc::init().
+void mesh(muster::World& world, double before) {
+  std::vector<rpc::Future<int>> answers;
+  for (int round = 0; round < 3; ++round)
+    for (int to = 0; to < world.world_size(); ++to) answers.push_back(rpc::async<&echo_int>(to, to));
+  for (size_t i = 0; i < answers.size(); ++i)
+    if (answers[i].get() != static_cast<int>(i) % world.world_size()) throw std::runtime_error("a wrong answer");
+  muster::barrier();
+  const Tensor grown = at::full({1}, bench::proportional_set_size() - before, at::kDouble);
+  muster::all_reduce(grown);
+  if (world.rank() != 0) return;
+  // Pages of an inbox that nobody has mapped yet are taken all the same.
+  using namespace muster::transport::shm_rings;
+  const size_t inbox = inbox_bytes(world.world_size(), capacity_for(world.world_size()));
+  const double kib = 1024 * grown.item<double>() / world.world_size() + static_cast<double>(inbox >> 10);
+  row(std::to_string(world.world_size()) + " workers, all call all", "kb", kib);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -158,10 +181,17 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   auto world = muster::init();
+  at::ones({3}).sum();
+  muster::barrier();
+  const double before = bench::proportional_set_size();
+  muster::barrier();
   rpc::init({.transport = transport});
   for (const auto& name : cases) {
     if (name == "idle") muster::barrier();
-    if (world.rank() == 0) run(name, world);
+    if (name == "mesh")
+      mesh(world, before);
+    else if (world.rank() == 0)
+      run(name, world);
     if (name == "idle" && world.rank() == 1) {
       std::this_thread::sleep_for(std::chrono::milliseconds(500));
       const double before = cpu_seconds();

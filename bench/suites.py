@@ -208,10 +208,18 @@ class Suites(TrainingSuites):
         def rows():
             yield from self.rows(self.job("bench_rpc", ranks=2))
             yield from self.rows(self.job("bench_rpc", *over_tls, ranks=2), **secret)
+            for ranks in (16, 64):  # PyTorch's, below, with 16 only
+                yield from self.rows(self.job("bench_rpc", "--case=mesh", ranks=ranks))
+            yield from self.rows(self.torchrun("rpc_torch.py", "--mesh", ranks=16))
             yield from self.rows(self.torchrun("rpc_torch.py", ranks=2))
             for peer, package in (("grpc", "libgrpc++-dev"), ("ucx", "libucx-dev")):
                 yield from self.rows(self.built(f"peer_rpc_{peer}", peer, package))
         return self.best_rows(rows)
+
+    def transport(self):
+        """The transports between hosts, without calls above them, over the loopback interface: TCP plain, under TLS,
+        and UCX."""
+        return self.best_rows(lambda: self.rows([self.program("bench_transport_tcp"), "1"]))
 
     def optim(self):
         """A step of DistributedOptimizer over three owners, and a step of PyTorch's."""

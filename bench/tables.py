@@ -169,15 +169,19 @@ def show_recovery(rows):
           [[words[row["what"]], row["impl"], row["ms"]] for row in rows])
 
 
-def show_rpc(rows):
+def show_rpc(rows, title="remote calls"):
     impls = sorted({row["impl"] for row in rows})
     cell = {}
     for row in rows:
-        figure = next(f"{row[unit]:.4g} {word}" for unit, word in (("us", "us"), ("per_s", "/s"), ("percent", "%"))
-                      if unit in row)
+        words = (("us", "us"), ("per_s", "/s"), ("percent", "%"), ("kb", "KiB"))
+        figure = next(f"{row[unit]:.4g} {word}" for unit, word in words if unit in row)
         cell[row["case"], row["impl"]] = figure
-    table("remote calls", ["case", *impls],
+    table(title, ["case", *impls],
           [[case, *(cell.get((case, impl), "-") for impl in impls)] for case in cases_of(rows)])
+
+
+def show_transport(rows):
+    show_rpc(rows, "messages and their answers over the loopback interface, without calls above them")
 
 
 def show_optim(rows):
@@ -265,6 +269,7 @@ SHOW = {  # by the name of the benchmark: the function that prints its rows
     "crowd": show_crowd,
     "recovery": show_recovery,
     "rpc": show_rpc,
+    "transport": show_transport,
     "autograd": show_autograd,
     "optim": show_optim,
     "optimizers": show_optimizers,

@@ -1,20 +1,43 @@
 """torch.distributed.rpc: the peer of bench_rpc. See bench/rpc.cpp for the cases.
 
 torchrun --nproc-per-node 2 bench/peers/rpc_torch.py
+torchrun --nproc-per-node 16 bench/peers/rpc_torch.py --mesh
 """
 
 import os
 import statistics
+import sys
 import time
 
 import torch
+import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from measure import best_us, row
+from measure import best_us, proportional_set_size, row
 
 
 def echo(x):
     return x
+
+
+def mesh():
+    """All workers call all: the KiB that each takes for it, on top of PyTorch and its process group."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    torch.ones(3).sum()
+    dist.barrier()
+    before = proportional_set_size()
+    dist.barrier()
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world)
+    for _ in range(3):
+        for future in [rpc.rpc_async(f"worker{to}", echo, (to,)) for to in range(world)]:
+            future.wait()
+    dist.barrier()
+    grown = torch.tensor([proportional_set_size() - before])
+    dist.all_reduce(grown)
+    if rank == 0:
+        row("rpc", f"{world} workers, all call all", kb=1024 * grown.item() / world)
+    rpc.shutdown()
 
 
 def main():
@@ -54,4 +77,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if "--mesh" in sys.argv:
+        mesh()
+    else:
+        main()

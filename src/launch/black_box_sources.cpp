@@ -10,13 +10,13 @@
 #include <charconv>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <set>
 
 #include "base/byte_stream.h"
 #include "base/fd.h"
+#include "base/file_text.h"
 #include "base/process.h"
 #include "base/text.h"
 #include "launch/process_info.h"
@@ -152,12 +152,11 @@ JobBoxes find_black_boxes(const std::string& job, pid_t pid) {
 }
 
 JobBoxes read_black_boxes(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
   std::error_code error;
-  if (!file || std::filesystem::is_directory(path, error))
+  if (!std::ifstream(path) || std::filesystem::is_directory(path, error))
     throw InvalidArgument(text("there is no file '", path.string(), "' to read"),
                           "Give one that muster run --black-box wrote");
-  const std::string bytes((std::istreambuf_iterator<char>(file)), {});
+  const std::string bytes = text_of_file(path);
   try {
     if (!bytes.starts_with(kMagic)) throw CorruptError(text("it does not begin with ", kMagic));
     WireReader reader(std::string_view(bytes).substr(kMagic.size()));

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -22,6 +21,7 @@
 #include "base/cores.h"
 #include "base/env.h"
 #include "base/fd.h"
+#include "base/file_text.h"
 #include "base/pidfd.h"
 #include "base/text.h"
 #include "launch/black_box_report.h"
@@ -65,9 +65,8 @@ class Examination {
   fs::path at(const std::string& path) const { return root_ / path; }
   // The file without the line end; nullopt if it cannot be read.
   std::optional<std::string> read(const fs::path& path) const {
-    std::ifstream file(path);
-    if (!file) return std::nullopt;
-    std::string content((std::istreambuf_iterator<char>(file)), {});
+    if (!std::ifstream(path)) return std::nullopt;
+    std::string content = text_of_file(path);
     while (!content.empty() && content.back() == '\n') content.pop_back();
     return content;
   }

@@ -2,17 +2,16 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iterator>
 #include <sstream>
 
+#include "base/file_text.h"
 #include "base/text.h"
 #include "launch/text_table.h"
 
 namespace muster::launch {
 
 std::string command_of(pid_t pid) {
-  std::ifstream file(text("/proc/", pid, "/cmdline"), std::ios::binary);
-  std::string words((std::istreambuf_iterator<char>(file)), {});
+  std::string words = text_of_file(text("/proc/", pid, "/cmdline"));
   while (!words.empty() && words.back() == '\0') words.pop_back();
   return printable(words);
 }

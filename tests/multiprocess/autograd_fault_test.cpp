@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "base/file_text.h"
 #include "base/text.h"
 #include "muster/autograd/context.h"
 #include "muster/base/error.h"
@@ -54,8 +55,7 @@ struct Order {
 void kill_and_wait(int pid) {
   ::kill(pid, SIGKILL);
   for (;;) {
-    std::ifstream stat(text("/proc/", pid, "/stat"));
-    const std::string line{std::istreambuf_iterator<char>(stat), {}};
+    const std::string line = text_of_file(text("/proc/", pid, "/stat"));
     const size_t name_end = line.rfind(')');
     if (name_end == std::string::npos || line[name_end + 2] == 'Z' || line[name_end + 2] == 'X') return;
     std::this_thread::yield();

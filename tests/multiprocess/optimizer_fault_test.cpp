@@ -6,8 +6,6 @@
 
 #include <csignal>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <random>
 #include <string>
@@ -15,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/file_text.h"
 #include "base/text.h"
 #include "muster/autograd/context.h"
 #include "muster/base/error.h"
@@ -278,8 +277,7 @@ void stop_and_wait(int pid) {
   for (bool all = false; !all && !until.passed();) {
     all = true;
     for (const auto& thread : std::filesystem::directory_iterator(text("/proc/", pid, "/task"))) {
-      std::ifstream stat(thread.path() / "stat");
-      const std::string line{std::istreambuf_iterator<char>(stat), {}};
+      const std::string line = text_of_file(thread.path() / "stat");
       const size_t name_end = line.rfind(')');
       all = all && name_end != std::string::npos && line[name_end + 2] == 'T';
     }

@@ -8,22 +8,20 @@
 #include <unistd.h>
 
 #include <filesystem>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <stop_token>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "base/file_text.h"
 #include "base/text.h"
 
 namespace muster::test {
 
 // Whether the thread of this process sleeps in the kernel now.
 inline bool is_asleep(pid_t thread) {
-  std::ifstream stat(text("/proc/self/task/", thread, "/stat"));
-  const std::string line(std::istreambuf_iterator<char>(stat), {});
+  const std::string line = text_of_file(text("/proc/self/task/", thread, "/stat"));
   const size_t name_end = line.rfind(')');
   return name_end != std::string::npos && line.substr(name_end + 2, 1) == "S";
 }

@@ -16,10 +16,10 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <stdexcept>
 #include <system_error>
 
+#include "base/file_text.h"
 #include "base/text.h"
 #include "comm/world/world_starter.h"
 #include "muster/base/error.h"
@@ -45,8 +45,7 @@ bool another_thread_is_awake() {
   std::error_code error;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", error)) {
     if (task.path().filename() == own) continue;
-    std::ifstream file(task.path() / "stat");
-    const std::string stat{std::istreambuf_iterator<char>(file), {}};
+    const std::string stat = text_of_file(task.path() / "stat");
     const size_t name_end = stat.rfind(')');  // "123 (a name) S …"
     if (name_end != std::string::npos && stat.compare(name_end, 3, ") S") != 0) return true;
   }

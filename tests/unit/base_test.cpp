@@ -18,6 +18,7 @@
 #include "base/cores.h"
 #include "base/env.h"
 #include "base/fd.h"
+#include "base/file_text.h"
 #include "base/fork_count.h"
 #include "base/random.h"
 #include "base/text.h"
@@ -220,6 +221,15 @@ CpuSet cpus(std::initializer_list<size_t> numbers) {
 }
 
 // Of each size on both sides of the borders, at each offset at which memcpy may be slow, and some others.
+TEST(Text, OfAFileThatMayNotBeReadable) {
+  const test::TemporaryFolder folder;
+  const std::string path = folder.path() / "file", bytes("a\0\nb", 4);
+  std::ofstream(path, std::ios::binary) << bytes;
+  EXPECT_EQ(text_of_file(path), bytes);
+  EXPECT_EQ(text_of_file(path + "s"), "");
+  EXPECT_EQ(text_of_file("/proc/self/mem"), "");  // can be opened; reading at 0 fails, as with a process that has ended
+}
+
 TEST(Copy, AnySizeAtAnyOffset) {
   constexpr size_t kPage = 4096;
   std::vector<unsigned char> from(16 * kPage), to(16 * kPage);
