@@ -149,15 +149,15 @@ void run(const std::string& name, muster::World& world) {
   time_us(name, calls, [&] { rpc::sync<&echo>(1, x); });
 }
 
-// Called by all workers. `before`: MiB of this one before rpc::init().
-void mesh(muster::World& world, double before) {
+// Called by all workers. `without_rpc`: MiB of this one before rpc::init().
+void mesh(muster::World& world, double without_rpc) {
   std::vector<rpc::Future<int>> answers;
   for (int round = 0; round < 3; ++round)
     for (int to = 0; to < world.world_size(); ++to) answers.push_back(rpc::async<&echo_int>(to, to));
   for (size_t i = 0; i < answers.size(); ++i)
     if (answers[i].get() != static_cast<int>(i) % world.world_size()) throw std::runtime_error("a wrong answer");
   muster::barrier();
-  const Tensor grown = at::full({1}, bench::proportional_set_size() - before, at::kDouble);
+  const Tensor grown = at::full({1}, bench::proportional_set_size() - without_rpc, at::kDouble);
   muster::all_reduce(grown);
   if (world.rank() != 0) return;
   // Pages of an inbox that nobody has mapped yet are taken all the same.
@@ -183,13 +183,13 @@ int main(int argc, char** argv) {
   auto world = muster::init();
   at::ones({3}).sum();
   muster::barrier();
-  const double before = bench::proportional_set_size();
+  const double without_rpc = bench::proportional_set_size();
   muster::barrier();
   rpc::init({.transport = transport});
   for (const auto& name : cases) {
     if (name == "idle") muster::barrier();
     if (name == "mesh")
-      mesh(world, before);
+      mesh(world, without_rpc);
     else if (world.rank() == 0)
       run(name, world);
     if (name == "idle" && world.rank() == 1) {

@@ -246,7 +246,7 @@ void HierarchicalBackend::reduce_scatter(const Operation& operation, Deadline de
     }
   all = all.to(carrier(operation));
   run_in_host(step(operation, OpKind::kReduce, all, 0, deadline));
-  Operation handing = step(operation, OpKind::kScatter, operation.tensor, 0, last_wait(deadline));
+  std::vector<at::Tensor> parts_here;
   if (leads()) {
     const auto by_host = rows_by_host(all);
     at::Tensor own = by_host[static_cast<size_t>(own_host_)].clone();
@@ -255,8 +255,11 @@ void HierarchicalBackend::reduce_scatter(const Operation& operation, Deadline de
     between_hosts(exchanging);
     if (operation.op == ReduceOp::AVG) divide(own, getSize());
     own = own.to(operation.tensor.scalar_type());
-    handing.inputs = {own};
+    parts_here = {own};
   }
+  // Made only now, because its timeout counts from here.
+  Operation handing = step(operation, OpKind::kScatter, operation.tensor, 0, last_wait(deadline));
+  handing.inputs = parts_here;
   run_in_host(handing);
 }
 
