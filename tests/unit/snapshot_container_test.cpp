@@ -18,8 +18,8 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <sstream>
 
+#include "base/file_text.h"
 #include "base/text.h"
 #include "checkpoint/archive.h"
 #include "checkpoint/container.h"
@@ -35,11 +35,6 @@ namespace {
 namespace fs = std::filesystem;
 using test::message_of;
 
-std::string read_file(const fs::path& path) {
-  std::stringstream content;
-  content << std::ifstream(path, std::ios::binary).rdbuf();
-  return content.str();
-}
 void write_file(const fs::path& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
 
 class SnapshotContainer : public testing::Test {
@@ -181,7 +176,7 @@ TEST_F(SnapshotContainer, ADirectoryNeedsNoMoreThanTheHead) {
 
 TEST_F(SnapshotContainer, AFlipOfAnyByteIsFoundAndPlaced) {
   write_small();
-  const std::string whole = read_file(path_);
+  const std::string whole = text_of_file(path_);
   const size_t data = Container::open(path_).head().size();
   const auto name_at = [&](size_t byte) {
     return byte < data + 240 ? "'model/bias'" : byte < data + 240 + 40 ? "'model/weight'" : "'rank 1/model/index'";
@@ -205,7 +200,7 @@ TEST_F(SnapshotContainer, AFlipInALargeTensorIsPlacedInItsBlock) {
                   {entry("first", at::arange(16, at::kFloat)), entry("large", at::rand({3 * (1 << 18) + 5}))});
   const auto offset = fs::file_size(path_) - (3 * (1 << 20) + 5 * sizeof(float));
   for (const size_t block : {0, 1, 2, 3}) {
-    std::string bytes = read_file(path_);
+    std::string bytes = text_of_file(path_);
     const size_t byte = offset + block * (1 << 20) + 17;
     bytes[byte] = static_cast<char>(bytes[byte] ^ 4);
     write_file(path_, bytes);
@@ -265,7 +260,7 @@ TEST_F(SnapshotContainer, AThousandFlippedBitsAndTwoHundredCutsAreNamed) {
 
 TEST_F(SnapshotContainer, AFileOfAnotherLengthIsRefused) {
   write_small();
-  const std::string whole = read_file(path_);
+  const std::string whole = text_of_file(path_);
   for (size_t length = 0; length < whole.size(); ++length) {
     write_file(path_, whole.substr(0, length));
     const auto message = refusal();

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 
+#include "base/file_text.h"
 #include "checkpoint/container.h"
 #include "support/forked.h"
 #include "support/patience.h"
@@ -20,14 +21,9 @@ namespace {
 
 using Contents = std::map<std::string, std::string>;  // by name
 
-std::string content_of(const fs::path& path) {
-  std::stringstream content;
-  content << std::ifstream(path, std::ios::binary).rdbuf();
-  return content.str();
-}
 Contents contents_of(const fs::path& folder) {
   Contents all;
-  for (const auto& entry : fs::directory_iterator(folder)) all[entry.path().filename()] = content_of(entry.path());
+  for (const auto& entry : fs::directory_iterator(folder)) all[entry.path().filename()] = text_of_file(entry.path());
   return all;
 }
 
@@ -139,7 +135,7 @@ TEST_P(SnapshotTest, AFileSystemWithoutSpaceKeepsWhatItHas) {
 TEST_P(SnapshotTest, ANewerFormatIsRefusedAndTheOneBeforeIsUsed) {
   save_steps(2, {10, 20});
   const auto newest = folder_ / "step-20.snapshot.safetensors";
-  std::string bytes = content_of(newest);
+  std::string bytes = text_of_file(newest);
   const std::string version = text("version\\\":", checkpoint::kFormatVersion);
   const size_t at = bytes.find(version);
   ASSERT_NE(at, std::string::npos);
