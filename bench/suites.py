@@ -83,9 +83,9 @@ class Suites(TrainingSuites):
         rows = self.collectives([*cases, *(("send_recv", n) for n in SIZES), ("barrier", 8)])
         return rows + self.collectives([("scan", n) for n in SIZES], gloo=False)  # Gloo has none
 
-    def hosts_all_reduce(self):
-        """Sums over two hosts of two ranks each: over a gigabit per second, and over a link that is as fast as the
-        cores."""
+    def hosts_collectives(self):
+        """Collectives over two hosts of two ranks each: over a gigabit per second, and over a link that is as fast as
+        the cores."""
         rows = []
         for rate in ("1gbit", None):
             with TwoHosts(rate) as hosts:
@@ -96,8 +96,9 @@ class Suites(TrainingSuites):
                         (hosts.torchrun(2), [peer_script("collectives_gloo.py")]))
                 commands = [hosts.job(launcher, program) for launcher, program in jobs]
                 cases = [("all_reduce", n) for n in (16, 256 << 10, 4 << 20, 64 << 20)]
+                cases += [(op, n) for op in ("all_gather", "reduce_scatter") for n in (256 << 10, 4 << 20, 64 << 20)]
                 found = self.measured(commands, cases, 4, hosts.environment(self.env))
-            rows += [dict(row, bench="hosts_all_reduce", hosts=2, link=rate or "unlimited") for row in found]
+            rows += [dict(row, bench="hosts_collectives", hosts=2, link=rate or "unlimited") for row in found]
         return rows
 
     def launch(self):

@@ -53,7 +53,7 @@ def show_pinned(rows):
         show_collectives([row for row in rows if (row["launcher"], row["bound"]) == (launcher, bound)])
 
 
-def show_hosts_all_reduce(rows):
+def show_hosts_collectives(rows):
     for link in dict.fromkeys(row["link"] for row in rows):
         print(f"\ntwo hosts of two ranks each; the link between them: {link}")
         show_collectives([row for row in rows if row["link"] == link])
@@ -262,7 +262,7 @@ SHOW = {  # by the name of the benchmark: the function that prints its rows
     "sync_batch_norm": show_sync_batch_norm,
     "fsdp": show_fsdp,
     "hosts": show_hosts,
-    "hosts_all_reduce": show_hosts_all_reduce,
+    "hosts_collectives": show_hosts_collectives,
     "limit": show_limit,
     "launch": show_launch,
     "pinned": show_pinned,

@@ -1,4 +1,5 @@
-// World: how ranks find each other; and the heap. The environments of launchers are in comm_init_test.cpp.
+// World: how ranks find each other; the heap; and the fake backend. The environments of launchers are in comm_init_test.cpp.
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <sched.h>
@@ -7,6 +8,7 @@
 
 #include "base/cores.h"
 #include "base/text.h"
+#include "comm/backends/registry.h"
 #include "comm/world/world_parts.h"
 #include "muster/comm/collectives.h"
 #include "support/forked.h"
@@ -335,6 +337,53 @@ TEST(WorldFork, BoundRanksKnowTheCoresOfAll) {
       return text(world.parts().cores);
     });
     for (const auto& end : ranks.wait_all(patience())) EXPECT_EQ(end.said, apart ? "2" : "1");
+  }
+}
+
+// --- the fake backend ---
+
+TEST(Fake, OneRankPlaysAThousand) {
+  constexpr int kRanks = 1000, kMe = 7;
+  WorldOptions options;
+  options.backend = "fake";
+  World world({.rank = kMe, .world_size = kRanks}, make_memory_store(), options);
+  const World::Scope scope(world);
+  EXPECT_EQ(world.group().backend_name(), "fake");
+  const at::Tensor t = at::full({3}, 2.0);
+  all_reduce(t);
+  broadcast(t, 999);
+  EXPECT_TRUE(t.eq(2).all().item<bool>());
+  const at::Tensor all = at::zeros({3 * kRanks});
+  all_gather_into_tensor(all, t);
+  EXPECT_TRUE(all.eq(2).all().item<bool>());
+  const at::Tensor mine = at::zeros({3});
+  reduce_scatter_tensor(mine, all + 1);
+  EXPECT_TRUE(mine.eq(3).all().item<bool>());
+  const at::Tensor mixed = at::zeros({kRanks});
+  all_to_all_single(mixed, at::ones({kRanks}));
+  EXPECT_TRUE(mixed.eq(1).all().item<bool>());
+  barrier();
+  send(t, 3);
+  EXPECT_EQ(recv(t, kAnySource), 0);
+  all_reduce_async(t).wait();
+  EXPECT_EQ(world.group().stats().operations, 9u);
+  // The fake backend finds a caller's mistakes, too.
+  EXPECT_THROW(broadcast(t, kRanks), InvalidArgument);
+  EXPECT_THROW(all_gather_into_tensor(at::zeros({5}), t), InvalidArgument);
+  const Group some = world.new_group({7, 999});
+  all_reduce(t, {.group = some});
+  EXPECT_EQ(some.rank(), 0);
+  EXPECT_FALSE(world.new_group({1, 2}).is_member());
+}
+
+TEST(Backends, TheTableNamesEachOnce) {
+  for (const auto& entry : comm::backends()) {
+    EXPECT_EQ(&comm::find_backend(std::string(entry.name), true), &entry);
+    if (const auto reason = entry.unavailable_reason(); !reason.empty()) {
+      WorldOptions options;
+      options.backend = std::string(entry.name);
+      EXPECT_CONTAINS(message_of<Unavailable>([&] { World({}, make_memory_store(), options); }), reason);
+    }
   }
 }
 

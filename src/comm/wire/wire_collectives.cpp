@@ -286,7 +286,8 @@ void WireBackend::broadcast(const ByteCall& call) {
 
 void WireBackend::all_gather(const ByteCall& call) {
   const bool small = announce_data(call);
-  copy_bytes(call.outputs[static_cast<size_t>(getRank())], call.data, call.bytes());
+  Bytes const own = call.outputs[static_cast<size_t>(getRank())];
+  if (own != call.data) copy_bytes(own, call.data, call.bytes());
   Transfers transfers(*wire_, call.deadline);
   for (const int peer : others_) {
     Bytes const output = call.outputs[static_cast<size_t>(peer)];
@@ -328,27 +329,33 @@ void WireBackend::scatter(const ByteCall& call) {
   transfers.wait();
 }
 
+// Two blocks are under way at a time, each in its half of the scratch memory.
 void WireBackend::reduce_scatter(const ByteCall& call) {
   const auto n = static_cast<size_t>(getSize()), me = static_cast<size_t>(getRank());
-  const size_t count = call.count, item = call.item;
   announce(call, {});
-  const size_t slice = std::min(count, std::max<size_t>(kScratch / n / item, 1));
-  const at::Tensor scratch = at::empty({static_cast<int64_t>(n * slice * item)}, at::kByte);
-  std::vector<ConstBytes> sources(n);
-  for (size_t begin = 0; begin < count; begin += slice) {
-    const size_t length = std::min(slice, count - begin);
-    Transfers transfers(*wire_, call.deadline);
+  const CallBlocks blocks(call, std::min(std::max(kBlock / n, kSlice), kScratch / 2 / n));
+  const at::Tensor scratch = at::empty({static_cast<int64_t>(2 * n * blocks.longest() * call.item)}, at::kByte);
+  const auto scratch_of = [&](size_t block, size_t r) {
+    return data_of(scratch) + (block % 2 * n + r) * blocks.longest() * call.item;
+  };
+  const auto input = [&](size_t block, size_t r) { return call.inputs[r] + blocks.begin(block) * call.item; };
+  std::array<std::optional<Transfers>, 2> transfers;
+  const auto exchange = [&](size_t block) {
+    auto& under_way = transfers[block % 2].emplace(*wire_, call.deadline);
     for (const int peer : others_) {
       const auto r = static_cast<size_t>(peer);
-      sources[r] = data_of(scratch) + r * slice * item;
-      transfers.receive(peer, kData, data_of(scratch) + r * slice * item, length * item);
-      transfers.send(peer, kData, call.inputs[r] + begin * item, length * item);
+      under_way.receive(peer, kData, scratch_of(block, r), blocks.bytes(block));
+      under_way.send(peer, kData, input(block, r), blocks.bytes(block));
     }
-    sources[me] = call.inputs[me] + begin * item;
-    transfers.wait();
-    const std::array<Bytes, 1> destination = {call.data + begin * item};
-    call.kernel(destination, sources, length);
-  }
+  };
+  std::vector<ConstBytes> sources(n);
+  const auto reduce = [&](size_t block) {
+    transfers[block % 2]->wait();
+    for (size_t r = 0; r < n; ++r) sources[r] = r == me ? input(block, r) : scratch_of(block, r);
+    const std::array<Bytes, 1> destination = {blocks.data(block)};
+    call.kernel(destination, sources, blocks.length(block));
+  };
+  in_turns(blocks.number(), exchange, reduce, [](size_t) {});
 }
 
 // Each rank sends its data to all later ranks, and reduces what it gets from all earlier ones.

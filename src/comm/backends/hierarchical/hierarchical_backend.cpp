@@ -33,10 +33,12 @@ HierarchicalBackend::HierarchicalBackend(const BackendContext& context) : Queued
       by_host(context.group.members.empty() ? std::vector<Member>(static_cast<size_t>(n)) : context.group.members);
   host_.resize(static_cast<size_t>(n));
   place_.resize(static_cast<size_t>(n));
+  int next = 0;
   for (size_t host = 0; host < ranks_of_.size(); ++host)
     for (size_t place = 0; place < ranks_of_[host].size(); ++place) {
       host_[static_cast<size_t>(ranks_of_[host][place])] = static_cast<int>(host);
       place_[static_cast<size_t>(ranks_of_[host][place])] = static_cast<int>(place);
+      by_host_ = by_host_ && ranks_of_[host][place] == next++;
     }
   own_host_ = host_of(context.group.rank);
   local_rank_ = place_[static_cast<size_t>(context.group.rank)];

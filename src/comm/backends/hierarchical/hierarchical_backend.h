@@ -2,7 +2,7 @@
 //
 //   all_reduce, reduce       sum in each host, between leaders, and back: the network carries each tensor once per host
 //   broadcast                between leaders, then in each host
-//   all_gather               to the leader, between leaders, and the whole list back
+//   all_gather               in each host, between leaders, and what came from other hosts in each host
 //   reduce_scatter           summed in each host, parts exchanged between leaders, scattered in each host
 //   barrier                  in each host, between leaders, in each host
 //   gather, scatter,         directly between ranks, over a third group of all of them: each byte has one
@@ -84,6 +84,12 @@ class HierarchicalBackend final : public QueuedBackend {
   Operation step(const Operation& whole, OpKind kind, const at::Tensor& tensor, int peer, Deadline deadline) const;
   // Cuts a tensor that has a row for each rank, ordered by host, into the rows of each host.
   std::vector<at::Tensor> rows_by_host(const at::Tensor& all) const;
+  // The parts of an all_gather or reduce_scatter as such a tensor, if they lie in memory like that; else an undefined
+  // one. Which it is may differ between ranks.
+  at::Tensor parts_by_host(const std::vector<at::Tensor>& parts, int64_t count) const;
+  // Calls copy(part, row, bytes) for each rank's part and its row in such a tensor.
+  template <typename Copy>
+  void for_parts(const std::vector<at::Tensor>& parts, const at::Tensor& rows, Copy&& copy) const;
   static Deadline later(Deadline deadline, int steps);  // of a step that comes so many waits later
   Deadline last_wait(Deadline deadline) const;
   void run_in_host(const Operation& step);
@@ -115,6 +121,7 @@ class HierarchicalBackend final : public QueuedBackend {
   std::vector<std::vector<int>> ranks_of_;  // by host: its ranks, in order
   std::vector<int> place_;                  // by rank: its rank within its host
   int own_host_ = 0, local_rank_ = 0;
+  bool by_host_ = true;          // whether the ranks are numbered host by host
   Inner local_, leaders_, all_;  // leaders_ is null on ranks that are not leaders
   std::atomic<uint64_t> sequence_{0};
   Deadline deadline_ = Deadline::never();   // of the operation under way; only its thread uses it

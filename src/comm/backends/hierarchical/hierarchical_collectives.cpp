@@ -201,55 +201,74 @@ std::vector<at::Tensor> HierarchicalBackend::rows_by_host(const at::Tensor& all)
   return rows;
 }
 
+at::Tensor HierarchicalBackend::parts_by_host(const std::vector<at::Tensor>& parts, int64_t count) const {
+  if (!by_host_ || parts.size() != 1) return {};
+  return parts[0].view({getSize(), count});
+}
+
+template <typename Copy>
+void HierarchicalBackend::for_parts(const std::vector<at::Tensor>& parts, const at::Tensor& rows, Copy&& copy) const {
+  const size_t bytes = rows.nbytes() / static_cast<size_t>(getSize());
+  const auto by_rank = parts_of<Bytes>(parts, static_cast<size_t>(getSize()), bytes);
+  Bytes row = data_of(rows);
+  for (const auto& ranks : ranks_of_)
+    for (const int r : ranks) {
+      copy(by_rank[static_cast<size_t>(r)], row, bytes);
+      row += bytes;
+    }
+}
+
 void HierarchicalBackend::all_gather(const Operation& operation, Deadline deadline) {
   const Deadline between = later(deadline, 1);
   Flatten flat;
-  const at::Tensor input = flat.input(operation.tensor).view(-1);
+  at::Tensor input = flat.input(operation.tensor).view(-1);
   const int64_t count = input.numel();
+  const auto outputs = flat.outputs(operation.outputs);
+  const at::Tensor in_place = parts_by_host(outputs, count);
   // The parts of all ranks, ordered by host.
-  const at::Tensor all = at::empty({getSize(), count}, input.options());
+  const at::Tensor all = in_place.defined() ? in_place : at::empty({getSize(), count}, input.options());
+  if (in_place.defined() && input.is_alias_of(all) && data_of(input) != data_of(all[getRank()])) input = input.clone();
   const auto by_host = rows_by_host(all);
   const at::Tensor& own = by_host[static_cast<size_t>(own_host_)];
-  Operation collecting = step(operation, OpKind::kGather, input, 0, deadline);
-  if (leads()) collecting.outputs = {own};
+  Operation collecting = step(operation, OpKind::kAllGather, input, 0, deadline);
+  collecting.outputs = {own};
   run_in_host(collecting);
   if (leads()) {
-    Operation exchanging = step(operation, OpKind::kAllGather, own.clone(), 0, between);
+    Operation exchanging = step(operation, OpKind::kAllGather, own, 0, between);
     exchanging.outputs = by_host;
     between_hosts(exchanging);
   }
-  run_in_host(step(operation, OpKind::kBroadcast, all, 0, last_wait(deadline)));
-  const auto outputs = flat.outputs(operation.outputs);
-  const auto parts = parts_of<Bytes>(outputs, static_cast<size_t>(getSize()), input.nbytes());
-  ConstBytes from = data_of(all);
-  for (const auto& ranks : ranks_of_)
-    for (const int r : ranks) {
-      copy_bytes(parts[static_cast<size_t>(r)], from, input.nbytes());
-      from += input.nbytes();
-    }
+  int64_t begin = 0;  // of this host's parts, in elements
+  for (int host = 0; host < own_host_; ++host) begin += by_host[static_cast<size_t>(host)].numel();
+  const int64_t end = begin + own.numel();
+  const at::Tensor flat_all = all.view(-1);
+  for (const at::Tensor& others : {flat_all.narrow(0, 0, begin), flat_all.narrow(0, end, all.numel() - end)})
+    if (others.numel() > 0) run_in_host(step(operation, OpKind::kBroadcast, others, 0, last_wait(deadline)));
+  if (!in_place.defined())
+    for_parts(outputs, all, [](Bytes part, ConstBytes row, size_t bytes) { copy_bytes(part, row, bytes); });
   flat.copy_back();
 }
 
 void HierarchicalBackend::reduce_scatter(const Operation& operation, Deadline deadline) {
   const Deadline between = later(deadline, 1);
   const int64_t count = operation.tensor.numel();
+  const auto dtype = carrier(operation);
   Flatten flat;
   const auto inputs = flat.inputs(operation.inputs);
-  // The parts for all ranks, ordered by host.
-  at::Tensor all = at::empty({getSize(), count}, operation.tensor.options());
-  const auto parts = parts_of<ConstBytes>(inputs, static_cast<size_t>(getSize()), operation.tensor.nbytes());
-  Bytes to = data_of(all);
-  for (const auto& ranks : ranks_of_)
-    for (const int r : ranks) {
-      copy_bytes(to, parts[static_cast<size_t>(r)], operation.tensor.nbytes());
-      to += operation.tensor.nbytes();
-    }
-  all = all.to(carrier(operation));
+  // The parts for all ranks, ordered by host. The leader's become sums, so it needs its own.
+  at::Tensor all = parts_by_host(inputs, count);
+  if (!all.defined()) {
+    all = at::empty({getSize(), count}, operation.tensor.options());
+    for_parts(inputs, all, [](ConstBytes part, Bytes row, size_t bytes) { copy_bytes(row, part, bytes); });
+    all = all.to(dtype);
+  } else if (leads() || dtype != all.scalar_type()) {
+    all = all.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  }
   run_in_host(step(operation, OpKind::kReduce, all, 0, deadline));
   std::vector<at::Tensor> parts_here;
   if (leads()) {
     const auto by_host = rows_by_host(all);
-    at::Tensor own = by_host[static_cast<size_t>(own_host_)].clone();
+    at::Tensor own = by_host[static_cast<size_t>(own_host_)];
     Operation exchanging = step(operation, OpKind::kReduceScatter, own, 0, between);
     exchanging.inputs = by_host;
     between_hosts(exchanging);

@@ -150,7 +150,8 @@ void all_gather(Channel& channel, const Call& call) {
   ConstBytes const input = call.data;
   const bool takes = !outputs.empty();
   const bool alone = channel.size() == 2 || call.kind == OpKind::kGather;
-  if (takes) copy_bytes(outputs[static_cast<size_t>(channel.rank())], input, call.bytes());
+  if (Bytes const own = takes ? outputs[static_cast<size_t>(channel.rank())] : nullptr; own && own != input)
+    copy_bytes(own, input, call.bytes());
   if (call.bytes() <= kSlotPayload) {
     channel.begin_operation(descriptor_of(call), {input, call.bytes()}, call.deadline);
     for (int peer = 0; takes && peer < channel.size(); ++peer)
