@@ -1,15 +1,18 @@
 // The cost of a snapshot: saving and restoring 100 MB of parameters and 100 MB of SGD's momentum, and a step() that
 // saves nothing. For comparison, torch::save of the same objects, which has no checksums, does not sync and does not
 // replace a file atomically. Then 512 MB of parameters, sharded: saving, restoring, and how long an asynchronous save
-// stops the training; and a copy of the bytes that a rank stores, into memory that is there already.
+// stops the training. For comparison, the limits: reading the files once into the parameters' memory, without a look at
+// any byte; and a copy of the bytes that a rank stores, into memory that is there already.
 //
 //     muster run --no-prefix -n 2 bench_snapshot [FOLDER]
+#include <fcntl.h>
 #include <muster/checkpoint/snapshot.h>
 #include <muster/comm/collectives.h>
 #include <muster/comm/world.h>
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -38,6 +41,19 @@ void report(const muster::World& world, const std::string& op, const std::string
     std::printf(R"({"bench": "snapshot", "op": "%s", "impl": "%s", "ranks": %d, "us": %.2f})"
                 "\n",
                 op.c_str(), impl.c_str(), world.world_size(), seconds * 1e6);
+}
+
+// Reads all files of a folder, one after another, into the memory of tensors.
+void read_files(const fs::path& folder, const std::vector<torch::Tensor>& to) {
+  size_t next = 0;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const int fd = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
+    for (ssize_t got = 1; fd >= 0 && got > 0; ++next) {
+      const torch::Tensor& tensor = to[next % to.size()];
+      got = ::read(fd, tensor.mutable_data_ptr(), tensor.nbytes());
+    }
+    if (fd >= 0) ::close(fd);
+  }
 }
 
 }  // namespace
@@ -96,6 +112,11 @@ int main(int argc, char** argv) {
       report(world, "load 512 MB", "muster-sharded",
              bench::best_mean(
                  1, [&] { snapshot.restore(); }, align));
+      const auto parameters = large->parameters();
+      report(world, "load 512 MB", "read",
+             bench::best_mean(
+                 1, [&] { read_files(folder / "large", parameters); }, align));
+      snapshot.restore();
     }
     muster::Snapshot snapshot({.folder = folder / "large", .sharded = true, .asynchronous = true, .keep = 1});
     snapshot.add("model", large);

@@ -11,8 +11,12 @@
 
 namespace muster {
 
+// hash_of_bytes() with the widest vectors that this processor has.
+uint64_t hash_of_many_bytes(const void* data, size_t size, uint64_t seed);
+
 inline uint64_t hash_of_bytes(const void* data, size_t size, uint64_t seed = 0) {
-  return XXH3_64bits_withSeed(data, size, seed);
+  constexpr size_t kMany = 4096;
+  return size < kMany ? XXH3_64bits_withSeed(data, size, seed) : hash_of_many_bytes(data, size, seed);
 }
 
 }  // namespace muster

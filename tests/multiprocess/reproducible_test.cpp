@@ -1,43 +1,19 @@
 // DdpOptions::reproducible: the parameters after some steps are the same to the bit on 1, 2, 4 and 8 ranks.
 #include <gtest/gtest.h>
-#include <torch/nn.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
-#include <unistd.h>
 
-#include <filesystem>
 #include <limits>
 #include <map>
 #include <memory>
 #include <stdexcept>
 
 #include "base/text.h"
-#include "multiprocess/fsdp_support.h"
-#include "muster/checkpoint/snapshot.h"
+#include "multiprocess/reproducible_fixture.h"
 #include "muster/data/sampler.h"
-#include "muster/optim/autocast.h"
-#include "muster/optim/lr_scheduler.h"
-#include "muster/optim/optimizers.h"
-#include "muster/parallel/averaged_model.h"
 
 namespace muster::test {
 namespace {
-
-constexpr int kShards = 8;
-constexpr int64_t kRowsOfShard = 3;  // of a shard
-
-struct Images : nn::Module {
-  nn::Sequential layers = register_module(
-      "layers",
-      nn::Sequential(nn::Conv2d(nn::Conv2dOptions(2, 8, 3).padding(1)), nn::BatchNorm2d(8), nn::ReLU(),
-                     nn::Dropout(0.3), nn::Conv2d(nn::Conv2dOptions(8, 16, 3).stride(2)), nn::BatchNorm2d(16),
-                     nn::ReLU(), nn::Flatten(), nn::Dropout(0.5), nn::Linear(16 * 3 * 3, 400), nn::Linear(400, 5)));
-  Tensor forward(const Tensor& sample) {
-    const Tensor x =
-        torch::sin(torch::arange(2 * 8 * 8, torch::kFloat).view({1, 2, 8, 8}) * 0.1 * (sample.view({-1, 1, 1, 1}) + 1));
-    return torch::cross_entropy_loss(layers->forward(x), sample % 5);
-  }
-};
 
 struct Language : nn::Module {
   nn::Embedding table = register_module("table", nn::Embedding(40, 32));
@@ -55,18 +31,6 @@ struct Language : nn::Module {
   }
 };
 
-std::string hash_of(const nn::Module& module) {
-  uint64_t hash = 0xcbf29ce484222325U;  // FNV-1a
-  for (const auto& list : {module.parameters(), module.buffers()})
-    for (const Tensor& tensor : list) {
-      const Tensor flat = tensor.detach().contiguous().view({-1}).view(torch::kByte);
-      for (const uint8_t* byte = flat.const_data_ptr<uint8_t>(); byte != flat.const_data_ptr<uint8_t>() + flat.numel();
-           ++byte)
-        hash = (hash ^ *byte) * 0x100000001b3U;
-    }
-  return text(hash);
-}
-
 // Trains, and returns the hash of the parameters and the losses of all steps.
 template <typename Net, typename Optimizer>
 std::string trained(World& world, int steps, bool by_shards) {
@@ -74,11 +38,12 @@ std::string trained(World& world, int steps, bool by_shards) {
   torch::rand({1 + world.rank()});
   at::set_num_threads(1 + world.world_size() % 2);  // as a launcher that divides cores among ranks
   const auto net = std::make_shared<Net>();
-  DistributedDataParallel<Net> ddp(net, {.reproducible = {.shards = kShards, .seed = 3}});
+  DistributedDataParallel<Net> ddp(net, {.reproducible = {.shards = kReproducibleShards, .seed = 3}});
   Optimizer optimizer(net->parameters(), 0.01);
   std::map<int, DistributedSampler> samplers;
   for (const int shard : ddp.shards())
-    samplers.emplace(shard, DistributedSampler(kShards * kRowsOfShard * 6, {.num_replicas = kShards, .rank = shard}));
+    samplers.emplace(shard, DistributedSampler(kReproducibleShards * kRowsOfShard * 6,
+                                               {.num_replicas = kReproducibleShards, .rank = shard}));
   std::string losses;
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
@@ -106,12 +71,8 @@ std::string trained(World& world, int steps, bool by_shards) {
 
 template <typename Net, typename Optimizer = torch::optim::Adam>
 std::string in_ranks(const HostOfRank& hosts, int steps, bool by_shards = true) {
-  const auto ends = in_processes(hosts, [&](World& world) { return trained<Net, Optimizer>(world, steps, by_shards); });
-  for (const auto& end : ends) {
-    EXPECT_TRUE(end.exited && end.status == 0) << end.said;
-    EXPECT_EQ(end.said, ends[0].said);
-  }
-  return ends[0].said;
+  return same_words(
+      in_processes(hosts, [&](World& world) { return trained<Net, Optimizer>(world, steps, by_shards); }));
 }
 
 TEST(ReproducibleProcess, OneTwoFourAndEightRanks) {
@@ -122,55 +83,6 @@ TEST(ReproducibleProcess, OneTwoFourAndEightRanks) {
   EXPECT_EQ(in_ranks<Images>({"a", "b", "a", "b"}, steps), alone);
   const std::string words = in_ranks<Language, torch::optim::SGD>({"a"}, 5);
   for (const size_t n : {2, 4}) EXPECT_EQ((in_ranks<Language, torch::optim::SGD>(HostOfRank(n, "a"), 5)), words) << n;
-}
-
-// Trains from its newest snapshot on until step `last`, under Autocast, with a schedule and averages of the parameters.
-std::string goes_on(World& world, const std::filesystem::path& folder, int64_t last) {
-  torch::manual_seed(5 + world.rank());
-  at::set_num_threads(1);
-  const auto net = std::make_shared<Images>();
-  DistributedDataParallel<Images> ddp(net, {.reproducible = {.shards = kShards, .seed = 3}});
-  muster::AdamW adamw(net->parameters(), {.lr = 0.01});
-  optim::OneCycleLR schedule(adamw, {.max_lr = 0.01, .total_steps = 20});
-  AveragedModel averages(net, {.decay = 0.8});
-  Snapshot snapshot({.folder = folder, .default_generator = false});
-  snapshot.add("net", net).add("adamw", adamw).add("schedule", schedule, {.per_rank = false});
-  snapshot.add("averages", averages, {.per_rank = false});
-  for (int64_t step = snapshot.restore(); step < last; ++step) {
-    adamw.zero_grad();
-    ddp.backward_by_shards(static_cast<uint64_t>(step), [&](int shard) {
-      DistributedSampler sampler(kShards * kRowsOfShard * 6, {.num_replicas = kShards, .rank = shard});
-      sampler.seek(static_cast<uint64_t>(step / 6), static_cast<size_t>(step % 6) * kRowsOfShard);
-      const auto indices = sampler.next(kRowsOfShard).value();
-      const Autocast autocast(torch::kBFloat16);
-      return ddp->forward(torch::tensor(std::vector<int64_t>(indices.begin(), indices.end())));
-    });
-    adamw.step();
-    schedule.step();
-    averages.update();
-  }
-  snapshot.save(last);
-  const std::string hash = hash_of(*net);
-  const auto averaged = averages.in_use();
-  return hash + " " + hash_of(*net);
-}
-
-TEST(ReproducibleProcess, ATrainingGoesOnOnAnotherNumberOfRanks) {
-  const auto base = std::filesystem::path(testing::TempDir()) / text("reproducible-", ::getpid());
-  const auto run = [&](const char* name, const HostOfRank& hosts, int64_t last) {
-    const auto ends = in_processes(hosts, [&](World& world) { return goes_on(world, base / name, last); });
-    for (const auto& end : ends) {
-      EXPECT_TRUE(end.exited && end.status == 0) << end.said;
-      EXPECT_EQ(end.said, ends[0].said);
-    }
-    return ends[0].said;
-  };
-  const std::string whole = run("whole", {"a"}, 12);
-  run("parts", {"a", "a"}, 4);
-  run("parts", {"a", "a", "b", "b"}, 9);
-  EXPECT_EQ(run("parts", {"a"}, 12), whole);
-  EXPECT_EQ(run("other", {"a", "b", "a", "b"}, 12), whole);
-  std::filesystem::remove_all(base);
 }
 
 // So the first test can fail: the usual averages differ in their last bits.
