@@ -22,6 +22,13 @@ bool unequal(const std::vector<at::Tensor>& parts) {
   return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.numel() != parts[0].numel(); });
 }
 
+// `to` may be `from`, seen through another view.
+void copy_part(const at::Tensor& to, const at::Tensor& from) {
+  if (to.const_data_ptr() == from.const_data_ptr() && to.is_contiguous() && from.is_contiguous()) return;
+  const at::NoGradGuard no_grad;
+  at::Tensor(to).copy_(from.reshape(to.sizes()));
+}
+
 // An operation that is part of another.
 Operation part(const Operation& whole, OpKind kind, const at::Tensor& tensor, int peer) {
   return {.kind = kind,
@@ -287,11 +294,7 @@ void QueuedBackend::run_parts(const Operation& operation, Deadline deadline, boo
 }
 
 void QueuedBackend::all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {
-  {
-    const at::NoGradGuard no_grad;
-    const at::Tensor& own = operation.outputs[static_cast<size_t>(getRank())];
-    at::Tensor(own).copy_(operation.tensor.reshape(own.sizes()));
-  }
+  copy_part(operation.outputs[static_cast<size_t>(getRank())], operation.tensor);
   for (int r = 0; r < getSize(); ++r)
     execute_one(part(operation, OpKind::kBroadcast, operation.outputs[static_cast<size_t>(r)], r), deadline, by_waiter);
 }
@@ -301,8 +304,8 @@ void QueuedBackend::reduce_scatter_unequal(const Operation& operation, Deadline 
   for (int r = 0; r < getSize(); ++r) {
     at::Tensor contribution = sum.inputs[static_cast<size_t>(r)];
     if (r == getRank()) {
-      const at::NoGradGuard no_grad;
-      contribution = at::Tensor(sum.tensor).copy_(contribution.reshape(sum.tensor.sizes()));
+      copy_part(sum.tensor, contribution);
+      contribution = sum.tensor;
     }
     execute_one(part(sum, OpKind::kReduce, contribution, r), deadline, by_waiter);
   }
