@@ -175,7 +175,7 @@ int main() {
     return 0;
   }
   apart();
-  rpc::init();
+  rpc::init({.max_threads = 1});  // each worker has one core, and tasks that compute: several at a time are slower
   if (world.rank() == 0) {
     maml<optim::MetaSGD>("maml_sgd", rpc::all_workers().size());
     maml<optim::MetaAdam>("maml_adam", rpc::all_workers().size());

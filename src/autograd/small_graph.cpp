@@ -39,6 +39,18 @@ bool is_on_cpu(const Node& node) {
   return true;
 }
 
+// Whether none of these nodes leads to another one, as far as that is found soon.
+bool are_independent(const std::vector<const Node*>& nodes) {
+  if (nodes.size() == 1) return true;
+  edge_list beyond;
+  for (const Node* const node : nodes)
+    beyond.insert(beyond.end(), node->next_edges().begin(), node->next_edges().end());
+  const auto found = reachable(beyond, SmallGraph::kMostNodes);
+  return found.size() <= SmallGraph::kMostNodes && std::none_of(found.begin(), found.end(), [&](const Node* node) {
+           return std::find(nodes.begin(), nodes.end(), node) != nodes.end();
+         });
+}
+
 }  // namespace
 
 SmallGraph::Step& SmallGraph::step_of(const Node* node) {
@@ -151,11 +163,9 @@ std::optional<variable_list> small_grad(const Tensor& root, const variable_list&
     if (!input.requires_grad()) return {};
     wanted.push_back(engine::impl::gradient_edge(input));
     const Node* const node = wanted.back().function.get();
-    const bool leaf = dynamic_cast<const engine::AccumulateGrad*>(node);
-    if (!leaf && wanted.front().function.get() != node) return {};
-    if (leaf && !wanted.front().function->next_edges().empty()) return {};
     if (std::find(stops.begin(), stops.end(), node) == stops.end()) stops.push_back(node);
   }
+  if (!are_independent(stops)) return {};
   auto graph = SmallGraph::of(
       roots, [&](Node& node) { return std::find(stops.begin(), stops.end(), &node) != stops.end(); }, stops);
   if (!graph || !graph->all_lead_to(stops)) return {};

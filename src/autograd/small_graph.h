@@ -60,8 +60,8 @@ class SmallGraph {
 };
 
 // torch::autograd::grad({root}, inputs) with create_graph and allow_unused, without the engine. None if that is not
-// possible: see above; if the inputs are neither all leaves nor all results of one node, since one of them may then be
-// a function of another; and if a node leads to none of the inputs. The root has one element.
+// possible: see above; if one input is a function of another, or has so large a graph that it may be; and if a node
+// leads to none of the inputs. The root has one element.
 std::optional<variable_list> small_grad(const Tensor& root, const variable_list& inputs);
 
 }  // namespace muster::autograd

@@ -1,5 +1,5 @@
-// Compiled with -mavx2. It includes no header with inline functions of external linkage: the linker might take this
-// file's copy of one for the whole program, and a processor without AVX2 could not run it.
+// Compiled with -mavx2. It uses no inline functions of external linkage: the linker might take this file's copy of one
+// for the whole program, and a processor without AVX2 could not run it.
 #include "base/hash_avx2.h"
 
 #define XXH_INLINE_ALL  // static functions

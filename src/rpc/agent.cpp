@@ -128,6 +128,7 @@ void Agent::start(const World& world) {
       static_cast<Driver&>(*this), Executor::Options{.name = text("rpc ", self_),
                                                      .max_threads = options_.max_threads,
                                                      .spin = shm::spin_for(static_cast<int>(near.size()), world_.cores),
+                                                     .cores = std::max(1, world_.cores / static_cast<int>(near.size())),
                                                      .in_thread =
                                                          [this](const std::function<void()>& body) {
                                                            const World::Scope scope(world_);

@@ -38,6 +38,8 @@ struct Executor::Worker {
   std::thread thread;
   std::atomic<int64_t> running_since{0};  // nanoseconds; 0: not in a handler
   std::atomic<bool> sleeps{false};        // as the leader
+  std::atomic<bool> overtaken{false};     // it has lost the lead in a handler; note() writes it
+  bool waits = false;                     // sleeps in wait(); with the lock
 };
 
 namespace {
@@ -102,6 +104,18 @@ bool Executor::polls_as_leader() const {
 bool Executor::busy() const { return unfinished_.load(std::memory_order_acquire) != 0; }
 bool Executor::requests_come() const {
   return now_ns() - last_request_.load(std::memory_order_relaxed) < nanoseconds(kQuiet).count();
+}
+// With the lock.
+void Executor::note(Worker& worker, bool overtaken, bool waits) {
+  const auto is_slow = [&] { return worker.overtaken && !worker.waits ? 1 : 0; };
+  const int before = is_slow();
+  worker.overtaken = overtaken;
+  worker.waits = waits;
+  slow_.fetch_add(is_slow() - before, std::memory_order_relaxed);
+}
+bool Executor::is_crowded(const Worker* me) const {
+  const int own = me && me->overtaken.load(std::memory_order_relaxed) ? 1 : 0;
+  return slow_.load(std::memory_order_relaxed) - own >= options_.cores;
 }
 bool Executor::leads(const Worker& me) const { return leader_.load(std::memory_order_acquire) == &me; }
 
@@ -182,6 +196,7 @@ void Executor::main(Worker& me) {
     {
       const std::lock_guard lock(mutex_);
       ++parked_;
+      note(me, false, false);
     }
     // This thread led until it was stuck in a handler. Now that the handler has ended there may be room for another.
     if (queued_.load(std::memory_order_seq_cst) != 0) call_leader();
@@ -214,6 +229,7 @@ bool Executor::follow(Worker& me) {
     const bool stuck = since != 0 && now_ns() - since > nanoseconds(kSlow).count() &&
                        leader->running_since.load(std::memory_order_acquire) == since;
     if ((!leader || stuck) && leader_.compare_exchange_strong(leader, &me)) {
+      if (leader) note(*leader, true, leader->waits);
       leave();
       return true;
     }
@@ -275,7 +291,7 @@ void Executor::lead(Worker& me) {
       heir_wake_.notify_all();
       return;
     }
-    if (guests_.load(std::memory_order_acquire) == 0 || requests_come()) {
+    if (!is_crowded() && (guests_.load(std::memory_order_acquire) == 0 || requests_come())) {
       if (now - idle_since < spin_) {
         shm::cpu_relax();
         continue;
@@ -347,7 +363,7 @@ bool Executor::poll_as_guest(const std::function<bool()>& done, Deadline deadlin
   for (int i = 0;; ++i) {
     if ((is_done = done())) break;
     const auto now = FastClock::now();
-    if (now >= end || now >= deadline.when()) break;
+    if (now >= end || now >= deadline.when() || is_crowded(me)) break;
     bool any = false;
     const bool leader_polls = requests_come() && !(me && leads(*me));
     if (leader_polls) {
@@ -387,6 +403,7 @@ bool Executor::wait(const std::function<bool()>& done, const std::function<void(
   if (me) {
     const std::lock_guard lock(mutex_);
     ++blocked_;
+    note(*me, me->overtaken, true);
   }
   if (me) hand_over(*me);
   if (me && queued_.load(std::memory_order_seq_cst) != 0) call_leader();  // there is room for one more
@@ -398,6 +415,7 @@ bool Executor::wait(const std::function<bool()>& done, const std::function<void(
   if (me) {
     const std::lock_guard lock(mutex_);
     --blocked_;
+    note(*me, me->overtaken, false);
   }
   return done();
 }

@@ -5,8 +5,9 @@
 // another.
 //
 //   leader    polls, and runs what is queued. If it has nothing to do, it spins for a moment, then yields for a
-//             millisecond, then sleeps until another thread wakes it. It runs a handler only if an heir is parked (it
-//             starts one if there is none), so that there is always a thread that polls.
+//             millisecond, then sleeps until another thread wakes it. If slow handlers have all cores of this worker,
+//             it sleeps immediately: a yield costs them more than a wake-up. It runs a handler only if an heir is
+//             parked (it starts one if there is none), so that there is always a thread that polls.
 //   heir      one of the parked threads. Every kTick it checks whether the leader has been in a handler for longer than
 //             kSlow. If so, the heir becomes the leader; the old leader comes back to the pool when its handler ends.
 //             While the leader sleeps, the heir sleeps too (Driver::sleep_second), and no thread of the pool runs.
@@ -15,7 +16,7 @@
 //             handler after a sleep costs no second thread, and a slow handler delays no other.
 //   guest     a thread that waits for an answer (wait()). It polls, too, while no other thread needs to: then the
 //             answer costs no change of threads either. Requests that it finds are for the pool, which it wakes. If
-//             requests have come lately, it leaves polling to the leader.
+//             requests have come lately, it leaves polling to the leader. It, too, leaves cores to slow handlers.
 //
 // A handler that waits (wait() on a thread of the pool) is a guest first; then it gives up the lead, and its thread no
 // longer counts as running. So nested calls find a thread, however deep they are: max_threads bounds the number of
@@ -73,6 +74,7 @@ class Executor {
     std::string name;                                             // of the threads
     int max_threads = 16;                                         // that run concurrently
     std::chrono::nanoseconds spin{0};                             // before it sleeps (shm/spin.h)
+    int cores = 1;                                                // for this worker's threads
     std::function<void(const std::function<void()>&)> in_thread;  // wraps each thread's work; may be empty
     std::function<void()> on_idle;                                // called when nothing is queued or runs; may be empty
   };
@@ -114,12 +116,14 @@ class Executor {
   bool can_take() const;
   bool poll_as_guest(const std::function<bool()>& done, Deadline deadline);
   void hand_over(Worker& me);
+  void note(Worker& worker, bool overtaken, bool waits);
   void call_leader();
   void call_heir();
   std::chrono::nanoseconds until_tick() const;
   bool poll();
   bool leads(const Worker& me) const;
-  bool requests_come() const;  // whether any came lately
+  bool requests_come() const;                         // whether any came lately
+  bool is_crowded(const Worker* me = nullptr) const;  // whether slow handlers, `me` not counted, have all cores
 
   Driver& driver_;
   const Options options_;
@@ -133,6 +137,7 @@ class Executor {
   std::atomic<int64_t> last_request_{0};  // when post() was last called
   std::atomic<int> unfinished_{0};        // Runnables
   std::atomic<int> queued_{0};
+  std::atomic<int> slow_{0};  // handlers that have cost their thread the lead and do not wait; note() writes it
 
   mutable std::mutex mutex_;  // guards what follows
   std::deque<std::unique_ptr<Runnable>> queue_;

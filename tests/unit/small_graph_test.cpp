@@ -159,6 +159,39 @@ TEST(SmallGraph, GradientsOfGradients) {
   EXPECT_FALSE(other.grad().defined());
 }
 
+// As the parameters that a remote call brings, each from a node of its own.
+TEST(SmallGraph, GradientsByResultsOfSeveralNodes) {
+  const auto grad_by_engine = [](const Tensor& of, const variable_list& by) {
+    return torch::autograd::grad({of}, by, {}, true, true, true);
+  };
+  const Tensor x = at::rand({3, 3}).set_requires_grad(true), leaf = at::rand({3, 3}).set_requires_grad(true);
+  const variable_list inputs = {x * 2, x.exp(), leaf};  // two have a node in common, which is before both
+  const Tensor loss = (at::mm(inputs[0], inputs[1]).relu() * inputs[2] + inputs[0]).sum();
+  const auto ours = muster::autograd::small_grad(loss, inputs);
+  ASSERT_TRUE(ours);
+  const auto theirs = grad_by_engine(loss, inputs);
+  Tensor sum = at::zeros({}), expected = sum;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    EXPECT_TRUE(at::equal((*ours)[i], theirs[i])) << i;
+    sum = sum + (*ours)[i].square().sum();
+    expected = expected + theirs[i].square().sum();
+  }
+  for (const Tensor& by : {x, leaf})
+    EXPECT_TRUE(at::equal(grad_by_engine(sum, {by})[0], grad_by_engine(expected, {by})[0]));
+
+  Tensor deep = inputs[0];
+  for (int i = 0; i < 3; ++i) deep = deep.exp();
+  EXPECT_FALSE(muster::autograd::small_grad((deep * inputs[0]).sum(), {inputs[0], deep}));
+  EXPECT_FALSE(muster::autograd::small_grad((deep * inputs[0]).sum(), {deep, inputs[0]}));
+  EXPECT_FALSE(muster::autograd::small_grad((deep * x).sum(), {x, deep}));
+  Tensor before = x;
+  for (size_t i = 0; i < SmallGraph::kMostNodes + 1; ++i) before = before * 0.9;
+  const Tensor other = x * 3;  // not known to be independent without a long look
+  EXPECT_FALSE(muster::autograd::small_grad((before * other).sum(), {before, other}));
+  inputs[0].register_hook([](const Tensor& gradient) { return gradient * 2; });
+  EXPECT_FALSE(muster::autograd::small_grad(loss, inputs));
+}
+
 // The gradient of a linear layer is recorded as one node: first derivatives have the engine's bits, all orders its
 // values.
 TEST(SmallGraph, LinearLayersAreOneNode) {

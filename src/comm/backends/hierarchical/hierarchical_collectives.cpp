@@ -242,8 +242,10 @@ void HierarchicalBackend::all_gather(const Operation& operation, Deadline deadli
   for (int host = 0; host < own_host_; ++host) begin += by_host[static_cast<size_t>(host)].numel();
   const int64_t end = begin + own.numel();
   const at::Tensor flat_all = all.view(-1);
-  for (const at::Tensor& others : {flat_all.narrow(0, 0, begin), flat_all.narrow(0, end, all.numel() - end)})
-    if (others.numel() > 0) run_in_host(step(operation, OpKind::kBroadcast, others, 0, last_wait(deadline)));
+  std::vector<at::Tensor> others = {flat_all.narrow(0, 0, begin), flat_all.narrow(0, end, all.numel() - end)};
+  std::erase_if(others, [](const at::Tensor& part) { return part.numel() == 0; });
+  if (count == 0) others = {flat_all};  // so that all learn what the leader has learned
+  for (const at::Tensor& part : others) run_in_host(step(operation, OpKind::kBroadcast, part, 0, last_wait(deadline)));
   if (!in_place.defined())
     for_parts(outputs, all, [](Bytes part, ConstBytes row, size_t bytes) { copy_bytes(part, row, bytes); });
   flat.copy_back();
