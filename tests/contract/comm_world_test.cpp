@@ -1,4 +1,5 @@
-// World: how ranks find each other; the heap; and the fake backend. The environments of launchers are in comm_init_test.cpp.
+// World: how ranks find each other; the heap; and the fake backend. The environments of launchers are in
+// comm_init_test.cpp.
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>

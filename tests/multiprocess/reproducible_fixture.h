@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
 
@@ -31,13 +32,11 @@ struct Images : nn::Module {
 };
 
 inline std::string hash_of(const nn::Module& module) {
-  uint64_t hash = 0xcbf29ce484222325U;  // FNV-1a
+  uint64_t hash = 0;
   for (const auto& list : {module.parameters(), module.buffers()})
     for (const Tensor& tensor : list) {
-      const Tensor flat = tensor.detach().contiguous().view({-1}).view(torch::kByte);
-      for (const uint8_t* byte = flat.const_data_ptr<uint8_t>(); byte != flat.const_data_ptr<uint8_t>() + flat.numel();
-           ++byte)
-        hash = (hash ^ *byte) * 0x100000001b3U;
+      const Tensor dense = tensor.detach().contiguous();
+      hash = hash_of_bytes(dense.const_data_ptr(), dense.nbytes(), hash);
     }
   return text(hash);
 }
