@@ -3,6 +3,8 @@
 //
 //   maml_sgd    8 tasks of 10 points, 5 inner steps of SGD each, a net 1-40-40-1; Adam outside
 //   maml_adam   the same with Adam inside
+//   maml_calls  of two workers: maml_sgd with a call per task, as tasks that take unequal times need it, instead of one
+//               per worker
 //   apart       of two workers: maml_sgd with 4 tasks on each, and none waits for the other. It is the limit that this
 //               machine sets for maml_sgd of two workers
 //   memory      by how many KB the process grows from the 200th to the 2,000th meta-step of maml_sgd; of two workers,
@@ -61,6 +63,13 @@ Tensor loss_after_adapting(optim::ModuleState state, Tensor task) {
   return loss(net, task[0][1], task[1][1]);
 }
 
+template <typename Inner>
+Tensor mean_after_adapting(optim::ModuleState state, Tensor tasks) {
+  std::vector<Tensor> losses;
+  for (const Tensor& task : tasks.unbind()) losses.push_back(loss_after_adapting<Inner>(state, task));
+  return at::stack(losses).mean();
+}
+
 Tensor tasks(int64_t n) {
   const Tensor x = at::rand({n, 2, 10, 1}) * 10 - 5;
   return at::stack({x, (x + at::rand({n, 1, 1, 1}) * 3.14).sin() * (at::rand({n, 1, 1, 1}) * 4.9 + 0.1)}, 1);
@@ -74,20 +83,21 @@ void report(const char* name, const char* impl, double seconds) {
 template <typename Inner>
 class Maml {
  public:
-  explicit Maml(size_t workers, int64_t tasks = 8) : workers_(workers), tasks_(tasks) {}
+  explicit Maml(size_t workers, int64_t tasks = 8, bool call_per_task = false)
+      : workers_(workers), tasks_(tasks), call_per_task_(call_per_task) {}
   void step() {
     const auto state = optim::extract_state_dict(net_);
     const Tensor batch = tasks(tasks_);
     Tensor total;
     if (workers_ == 1) {
-      std::vector<Tensor> losses;
-      for (const Tensor& task : batch.unbind()) losses.push_back(loss_after_adapting<Inner>(state, task));
-      total = at::stack(losses).mean();
-    } else {
+      total = mean_after_adapting<Inner>(state, batch);
+    } else if (call_per_task_) {
       total = muster::remote_sync_call<&loss_after_adapting<Inner>>(
           state, batch,
           {.partitioner = muster::dim_partitioner(0, {.exclusive = true, .keepdim = false}),
            .reducer = muster::mean_reducer});
+    } else {
+      total = muster::remote_sync_call<&mean_after_adapting<Inner>>(state, batch, {.reducer = muster::mean_reducer});
     }
     const auto parameters = net_.parameters();
     adam_.step(parameters, torch::autograd::grad({total}, parameters));
@@ -96,13 +106,14 @@ class Maml {
  private:
   const size_t workers_;
   const int64_t tasks_;
+  const bool call_per_task_;
   Net net_;
   optim::Adam adam_{{.lr = 1e-3}};
 };
 
 template <typename Inner>
-void maml(const char* name, size_t workers) {
-  Maml<Inner> maml(workers);
+void maml(const char* name, size_t workers, bool call_per_task = false) {
+  Maml<Inner> maml(workers, 8, call_per_task);
   report(name, workers == 1 ? "muster" : "muster, 2 workers",
          bench::best_mean(
              30, [&] { maml.step(); }, [] {}));
@@ -179,6 +190,7 @@ int main() {
   if (world.rank() == 0) {
     maml<optim::MetaSGD>("maml_sgd", rpc::all_workers().size());
     maml<optim::MetaAdam>("maml_adam", rpc::all_workers().size());
+    maml<optim::MetaSGD>("maml_calls", rpc::all_workers().size(), true);
     memory(rpc::all_workers().size());
   }
   rpc::shutdown();

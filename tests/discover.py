@@ -2,7 +2,7 @@
 """Asks a gtest program for its tests and turns them into ctest tests: one per suite, not one per test.
 
     discover.py PROGRAM OUTPUT.cmake [--prefix asan/] [--labels "comm"] [--filter "-*Fork*"] [--alone PATTERNS] [--full PATTERNS] [--each PATTERNS]
-                [--timeout SECONDS] [--environment NAME=VALUE]…
+                [--slow PATTERNS] [--timeout SECONDS] [--environment NAME=VALUE]…
 
 A process that loads libtorch takes a third of a second to start, and many tests take less. A suite with named
 parameters, such as a backend's name, becomes one ctest test per parameter: "Comm/Errors/gloo_threads".
@@ -14,6 +14,7 @@ Patterns are gtest's, separated by colons. ctest runs nothing else at the same t
 that match --full get the label `full`: `./dev test` leaves them out. A suite with tests of several of these kinds
 becomes one ctest test per kind: "Comm/Errors/gloo_threads", "Comm/Errors/gloo_threads.alone",
 "Comm/Errors/gloo_threads.full". Each test that matches --each gets its own process and its own name.
+ctest starts suites with tests that match --slow first: as the last ones they would leave other processors idle.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program")
     parser.add_argument("output", type=Path)
-    for option in ("--prefix", "--labels", "--filter", "--alone", "--full", "--each"):
+    for option in ("--prefix", "--labels", "--filter", "--alone", "--full", "--each", "--slow"):
         parser.add_argument(option, default="")
     parser.add_argument("--timeout", type=int, required=True)
     parser.add_argument("--environment", action="append", default=[])
@@ -76,6 +77,8 @@ def main():
         properties = {"TIMEOUT": timeout, "LABELS": args.labels + (";full" if kind == ".full" else "")}
         if kind and any(matches(name, args.alone) for name in names):
             properties["RUN_SERIAL"] = "TRUE"
+        if any(matches(name, args.slow) for name in names):
+            properties["COST"] = "100"
         if args.environment:
             properties["ENVIRONMENT"] = ";".join(args.environment)
         words = " ".join(f'{key} "{value}"' for key, value in properties.items())

@@ -48,7 +48,6 @@ struct Net : nn::Module {
 // A task has the shape [2, kWays * kShots, 196]: pictures to learn from and other ones, each sorted by class.
 struct Result {
   Tensor loss, accuracy;
-  MSGPACK_DEFINE(loss, accuracy);
 };
 Result after_adapting(const optim::ModuleState& model, const Tensor& task, int steps) {
   Net net;

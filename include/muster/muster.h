@@ -3,8 +3,8 @@
 // Include separately
 //   - what needs msgpack-cxx: muster/comm/objects.h, muster/rpc/, muster/autograd/, muster/remote/ and
 //     muster/optim/distributed_optimizer.h;
-//   - the rest of muster/optim/, muster/train/, muster/data/idx.h, muster/launch/launcher.h, and what speaks c10d:
-//     muster/comm/process_group.h and muster/store/c10d_store.h.
+//   - the rest of muster/optim/ and muster/parallel/, muster/train/, muster/data/idx.h, muster/launch/launcher.h; and,
+//     for what speaks c10d, muster/comm/process_group.h and muster/store/c10d_store.h.
 #pragma once
 
 #include "muster/base/error.h"

@@ -2,14 +2,16 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <exception>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 #include "autograd/context.h"
@@ -94,6 +96,28 @@ variable_list execute(Pass& pass, const edge_list& roots, const variable_list& g
     throw;
   }
 }
+
+// The nodes that a walk has come to.
+class Seen {
+ public:
+  bool add(const Node* node) {  // false: it is there already
+    if (many_.empty()) {
+      const auto end = few_.begin() + static_cast<ptrdiff_t>(count_);
+      if (std::find(few_.begin(), end, node) != end) return false;
+      if (count_ < few_.size()) {
+        few_[count_++] = node;
+        return true;
+      }
+      many_.insert(few_.begin(), few_.end());
+    }
+    return many_.insert(node).second;
+  }
+
+ private:
+  std::array<const Node*, 16> few_{};  // most graphs have no more
+  size_t count_ = 0;
+  ska::flat_hash_set<const Node*> many_;  // a graph of inner steps has thousands
+};
 
 using Leaf = engine::AccumulateGrad*;
 
@@ -182,10 +206,10 @@ void leave_nothing_if_this_run_fails() {
 
 std::vector<Node*> reachable(const edge_list& edges, size_t most, const std::vector<const Node*>& stops) {
   std::vector<Node*> found, ahead;
-  std::unordered_set<const Node*> seen;
+  Seen seen;
   const auto visit = [&](const edge_list& next) {
     for (const Edge& edge : next)
-      if (edge.is_valid() && seen.insert(edge.function.get()).second) ahead.push_back(edge.function.get());
+      if (edge.is_valid() && seen.add(edge.function.get())) ahead.push_back(edge.function.get());
   };
   visit(edges);
   while (!ahead.empty() && found.size() <= most) {

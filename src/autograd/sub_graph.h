@@ -15,10 +15,11 @@
 // up; Aborted if the context has ended. Thread-safety: all methods; several backward() may run concurrently.
 #pragma once
 
+#include <c10/util/flat_hash_map.h>
+
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "autograd/node.h"
@@ -35,7 +36,7 @@ class NodeCounts {
 
  private:
   mutable std::mutex mutex_;
-  std::unordered_map<const Node*, uint32_t> counts_;
+  ska::flat_hash_map<const Node*, uint32_t> counts_;
 };
 
 class SubGraph {

@@ -55,7 +55,8 @@ std::vector<Candidate> candidates_in(SnapshotPlace& here, SnapshotPlace* of_host
   for (SnapshotPlace* const where : {&here, of_hosts}) {
     if (!where) continue;
     where->remover->wait();
-    where->refused.clear();
+    where->damaged.clear();
+    where->unreadable.clear();
     for (const int64_t steps : snapshots_in(*where)) all.push_back({steps, where});
   }
   std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.steps > b.steps; });
@@ -189,7 +190,7 @@ int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, Snap
                              << " is refused: " << problem.what();
       }
       why.push_back(problem.message);
-      where->refused.insert(steps);
+      (problem.is(ErrorCode::kCorrupt) ? where->damaged : where->unreadable).insert(steps);
       continue;
     }
     apply(*where, items, reading, options.strict);
@@ -200,7 +201,7 @@ int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, Snap
   if (options.steps && restored.steps == 0)
     throw CorruptError(text("the snapshot of step ", *options.steps, " is not intact: ", join(why, "; ")),
                        "Restore it from a backup, or name another one");
-  if (!here.refused.empty() && restored.steps == 0)
+  if (restored.steps == 0 && !(here.damaged.empty() && here.unreadable.empty()))
     throw CorruptError(
         text("no snapshot in ", here.folder.path().string(),
              of_hosts ? text(" or ", of_hosts->folder.path().string()) : "", " is intact: ", join(why, "; ")),

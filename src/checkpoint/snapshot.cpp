@@ -155,7 +155,8 @@ bool Snapshot::Impl::any_rank_stops(int64_t steps) {
 void Snapshot::Impl::note(int64_t steps, bool is_local, const checkpoint::Problem& problem) {
   if (problem) return;
   newest = steps;
-  where(is_local).refused.clear();
+  where(is_local).damaged.clear();
+  where(is_local).unreadable.erase(steps);
   if (of_hosts && !is_local) checkpoint::remove_up_to(*of_hosts, steps);
 }
 

@@ -37,7 +37,9 @@ struct SnapshotPlace {
   // has snapshots, because they may be another training's.
   bool folder_is_known = false;
   bool has_newer = false;  // there are newer snapshots than the one that restore() was to take: save() refuses, too
-  std::set<int64_t> refused = {};  // the steps of damaged snapshots
+  // The steps of snapshots that restore() has refused. A later save removes damaged ones. It leaves alone those that
+  // may be intact: their format is newer, or something that can pass has kept a rank from reading them.
+  std::set<int64_t> damaged = {}, unreadable = {};
   std::shared_ptr<Remover> remover = std::make_shared<Remover>();
 
   // If each host has a folder of its own: the hosts' ranks in the group. Then the first rank of each host does there

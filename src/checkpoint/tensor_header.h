@@ -39,6 +39,11 @@ class FileErrors {
   [[noreturn]] void fail(uint64_t byte, const Words&... words) const {
     throw CorruptError(text(file_, ", byte ", byte, ": ", words...), advice_);
   }
+  // Of a file that may be intact: Unavailable.
+  template <typename... Words>
+  [[noreturn]] void refuse(uint64_t byte, const Words&... words) const {
+    throw Unavailable(text(file_, ", byte ", byte, ": ", words...), advice_);
+  }
   // Runs fn(). If it finds that the header's JSON lacks a field or has one of the wrong type, throws CorruptError.
   template <typename Fn>
   auto understood(Fn&& fn) const {

@@ -10,8 +10,8 @@
 //
 // Push-back: a thread that makes more calls to one worker than Options allow waits in call(), not in the executor's or
 // the transport's threads. A call counts until it is answered, even if its caller has given it up. So a worker has at
-// most max_calls requests of each other worker in memory; requests that were given up before they began are kept
-// without their arguments.
+// most max_calls requests and max_call_bytes of each other worker in memory; requests that were given up before they
+// began are kept without their arguments.
 //
 // When a worker is lost, its calls here are cancelled (this_call.h), the calls of this worker to it fail, what it held
 // here is released (object_table.h), and all other workers are told that its last message has been read (kDrained).
@@ -36,7 +36,6 @@
 #include <span>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "base/fork_count.h"
@@ -133,8 +132,10 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
  private:
   struct Peer {
     std::atomic<transport::Transport*> way{nullptr};
-    std::atomic<int> outstanding{0};        // calls that it has not answered
-    std::unordered_set<uint64_t> given_up;  // those of them that are no longer pending; guarded by pending_mutex_
+    std::atomic<int> outstanding{0};           // calls that it has not answered
+    std::atomic<size_t> outstanding_bytes{0};  // of large ones among them; changes under pending_mutex_
+    // Those of them that are no longer pending, and their bytes if they are large; guarded by pending_mutex_.
+    std::unordered_map<uint64_t, size_t> given_up;
     std::atomic<uint64_t> calls{0}, sent{0}, received{0};  // traffic.h
     std::atomic<bool> lost{false};
     std::string cause;  // set before `lost`
@@ -186,6 +187,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   struct Pending {
     detail::StateRef<detail::FutureState> state;
     detail::PendingCall* call = nullptr;  // the same
+    size_t bytes = 0;                     // of its message, if that is large
 
     explicit operator bool() const { return call != nullptr; }
     void fail(std::exception_ptr error) {
@@ -196,6 +198,8 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   Peer& peer(int rank) const { return *peers_[static_cast<size_t>(rank)]; }
   PeerLost lost_error(int rank) const;
   void wait_for_room(int to, Deadline deadline);
+  void wait_for_bytes(int to, size_t bytes, Deadline deadline);
+  void count_bytes(int to, uint64_t call, size_t bytes);
   void wait_for_backlog(int to, Deadline deadline);
   void send(int to, Header header, Payload payload, Deadline deadline = Deadline::never());
   void send_quietly(int to, Header header);

@@ -44,6 +44,31 @@ void Agent::wait_for_room(int to, Deadline deadline) {
                             there.outstanding.load(), " calls; no more can be made"));
 }
 
+// Waits until the arguments of unanswered calls leave room for that many bytes. A call that needs more than all of
+// max_call_bytes waits until it is the only large one.
+void Agent::wait_for_bytes(int to, size_t bytes, Deadline deadline) {
+  Peer& there = peer(to);
+  const auto room = [&] {
+    const size_t others = there.outstanding_bytes.load(std::memory_order_acquire);
+    return others == 0 || (others <= options_.max_call_bytes && bytes <= options_.max_call_bytes - others) ||
+           there.lost.load() || closing_.load();
+  };
+  if (room()) return;
+  if (!executor_->wait(
+          room, [&](nanoseconds limit) { there.room.sleep(limit, room); }, deadline))
+    throw TimeoutError(text("worker \"", workers_[static_cast<size_t>(to)].name, "\" has not answered calls with ",
+                            there.outstanding_bytes.load(), " bytes of arguments; a call with ", bytes,
+                            " more cannot be made"));
+}
+
+void Agent::count_bytes(int to, uint64_t call, size_t bytes) {
+  const std::lock_guard lock(pending_mutex_);
+  const auto it = pending_.find(call);
+  if (it == pending_.end()) return;  // the worker was lost meanwhile, or the caller has given up
+  it->second.bytes = bytes;
+  peer(to).outstanding_bytes.fetch_add(bytes, std::memory_order_relaxed);
+}
+
 // Waits while more than max_backlog bytes wait on the way to the worker. If the thread is one of the pool, another
 // takes its place meanwhile.
 void Agent::wait_for_backlog(int to, Deadline deadline) {
@@ -112,18 +137,24 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
 Agent::Pending Agent::take_pending(uint64_t call, int to) {
   Pending mine;
   Peer& there = peer(to);
+  size_t bytes = 0;
   {
     const std::lock_guard lock(pending_mutex_);
     const auto it = pending_.find(call);
     if (it == pending_.end()) {
-      if (there.given_up.erase(call) == 0) return {};
+      const auto given_up = there.given_up.find(call);
+      if (given_up == there.given_up.end()) return {};
+      bytes = given_up->second;
+      there.given_up.erase(given_up);
     } else {
       if (it->second.call->to != to) return {};
+      bytes = it->second.bytes;
       mine = std::move(it->second);
       pending_.erase(it);
     }
+    there.outstanding_bytes.fetch_sub(bytes, std::memory_order_acq_rel);
   }
-  if (there.outstanding.fetch_sub(1, std::memory_order_acq_rel) >= options_.max_calls) there.room.ring();
+  if (there.outstanding.fetch_sub(1, std::memory_order_acq_rel) >= options_.max_calls || bytes > 0) there.room.ring();
   changed();
   return mine;
 }
@@ -135,7 +166,7 @@ Agent::Pending Agent::give_up(uint64_t call) {
     const std::lock_guard lock(pending_mutex_);
     const auto it = pending_.find(call);
     if (it == pending_.end()) return {};
-    peer(it->second.call->to).given_up.insert(call);
+    peer(it->second.call->to).given_up.emplace(call, it->second.bytes);
     mine = std::move(it->second);
     pending_.erase(it);
   }
@@ -181,7 +212,14 @@ void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
   append_pod(message.body, header);
   message.body += payload.body;
   message.body += payload.note;
-  if (message.bytes() >= kLarge && !Executor::polls()) wait_for_backlog(to, deadline);
+  if (message.bytes() >= kLarge) {
+    const bool may_wait = !Executor::polls();
+    if (header.kind == MessageKind::kCall) {
+      if (may_wait) wait_for_bytes(to, message.bytes(), deadline);
+      count_bytes(to, header.call, message.bytes());
+    }
+    if (may_wait) wait_for_backlog(to, deadline);
+  }
   const auto records = hand_on(to, payload);
   for (const RefRecord& record : records) append_pod(message.body, record);
   message.body += table;

@@ -303,6 +303,7 @@ void Agent::on_lost(int rank, const std::string& cause) {
       it = next;
     }
     gone.given_up.clear();
+    gone.outstanding_bytes.store(0, std::memory_order_release);
   }
   gone.outstanding.store(0, std::memory_order_release);
   gone.room.ring();

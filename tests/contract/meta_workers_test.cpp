@@ -9,6 +9,7 @@
 #include <cmath>
 #include <functional>
 #include <tuple>
+#include <typeinfo>
 #include <vector>
 
 #include "muster/autograd/context.h"
@@ -17,6 +18,7 @@
 #include "muster/optim/meta.h"
 #include "muster/optim/zero_order.h"
 #include "muster/remote/auto_init_rpc.h"
+#include "muster/remote/parallelize.h"
 #include "muster/remote/remote_call.h"
 #include "muster/rpc/call.h"
 #include "support/nothing_left.h"
@@ -118,6 +120,50 @@ TEST_P(MetaWorkers, TheSameMetaGradientOnAnyNumberOfWorkers) {
       for (const Tensor& one : parameters) of_context.push_back(context.gradient(one));
       EXPECT_LE(distance(of_context, expected), 1e-10) << workers;
       for (size_t i = 0; i < parameters.size(); ++i) EXPECT_TRUE(parameters[i].grad().is_same(gradients[i]));
+    });
+}
+
+template <typename Meta>
+Tensor adapted_by(optim::ModuleState model, Tensor task) {
+  MetaNet net;
+  optim::recover_state_dict(net, model);
+  Meta inner(net, {.lr = 0.05});
+  for (int step = 0; step < 3; ++step) inner.step(net.loss(task[0], task[1]));
+  return net.loss(task[0] + 0.1, task[1]);
+}
+template <typename Meta>
+Tensor mean_adapted_by(optim::ModuleState model, Tensor some) {
+  Tensors losses;
+  for (const Tensor& task : some.unbind()) losses.push_back(adapted_by<Meta>(model, task));
+  return at::stack(losses).mean();
+}
+
+template <typename Meta>
+void expect_the_same_by_every_call() {
+  MetaNet net;
+  const Tensors parameters = start_of(net);
+  const auto state = optim::extract_state_dict(net);
+  const Tensors expected = torch::autograd::grad({mean_adapted_by<Meta>(state, tasks())}, parameters);
+  const auto is_expected = [&](const Tensor& loss) {
+    EXPECT_LE(distance(torch::autograd::grad({loss}, parameters), expected), 1e-10) << typeid(Meta).name();
+  };
+  is_expected(parallelize<&mean_adapted_by<Meta>>()(state, tasks()));  // a call per worker, with its share of the tasks
+  const auto by_need = dim_partitioner(0, {.exclusive = true, .keepdim = false, .balanced = true});
+  is_expected(
+      remote_async_call<&adapted_by<Meta>>(state, tasks(), {.partitioner = by_need, .reducer = sum_reducer}).get() / 4);
+}
+
+TEST_P(MetaWorkers, EveryOptimizerByEveryCall) {
+  for (const int workers : {1, 2, 4})
+    lead(workers, [] {
+      expect_the_same_by_every_call<optim::MetaSGD>();
+      expect_the_same_by_every_call<optim::MetaAdam>();
+      expect_the_same_by_every_call<optim::MetaAdamW>();
+      expect_the_same_by_every_call<optim::MetaAdaGrad>();
+      expect_the_same_by_every_call<optim::MetaRMSProp>();
+      expect_the_same_by_every_call<optim::MetaAdaDelta>();
+      expect_the_same_by_every_call<optim::MetaAdaMax>();
+      expect_the_same_by_every_call<optim::MetaRAdam>();
     });
 }
 

@@ -341,6 +341,33 @@ TEST_P(Rpc, CallsGivenUpCountUntilTheyAreAnswered) {
         {.max_threads = kThreads, .max_calls = kMost});
 }
 
+TEST_P(Rpc, ArgumentsOfUnansweredCallsAreBounded) {
+  static constexpr size_t kMost = size_t{1} << 20;
+  serve(2,
+        [](World& world) {
+          if (world.rank() == 1) {
+            world.store().get("tried", patience());
+            world.store().set("go0", "");
+            return;
+          }
+          const Tensor half = at::ones({kMost / 8});  // in bytes
+          const auto stuck = rpc::async<&held>(1, 0);
+          const auto large = rpc::async<&echo>(1, half);
+          const auto what = message_of<TimeoutError>([&] { rpc::async<&echo>({1, {.timeout = 10ms}}, half + 1); });
+          EXPECT_CONTAINS(what, "has not answered calls with ");
+          const auto small = rpc::async<&add>(1, 1, 2);  // does not wait
+          world.store().set("tried", "");
+          EXPECT_EQ(stuck.get(), 0);
+          EXPECT_TRUE(at::equal(large.get(), half));
+          EXPECT_EQ(small.get(), 3);
+          EXPECT_TRUE(at::equal(rpc::sync<&echo>(1, at::ones({kMost})), at::ones({kMost})));  // alone it may be larger
+          std::vector<Future<Tensor>> all;
+          for (int i = 0; i < 30; ++i) all.push_back(rpc::async<&echo>(1, half * i));
+          for (int i = 0; i < 30; ++i) EXPECT_TRUE(at::equal(all[static_cast<size_t>(i)].get(), half * i));
+        },
+        {.max_threads = 1, .max_call_bytes = kMost});
+}
+
 // --- coroutines ---
 
 rpc::Task<int> gather_all() {

@@ -162,6 +162,7 @@ void parse_snapshot(Bytes bytes) {
     for (uint64_t part = 0; part < 3; ++part) file.verify(part, 3);
     for (size_t i = 0; i < file.entries().size(); ++i) file.read(i);
   } catch (const CorruptError&) {
+  } catch (const Unavailable&) {  // of another format
   }
 }
 

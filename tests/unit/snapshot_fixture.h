@@ -180,6 +180,19 @@ class SnapshotTest : public testing::TestWithParam<bool> {
       }
     });
   }
+  // Two ranks restore this step, and save snapshots of later ones.
+  void go_on_from(int64_t restored, const std::vector<int64_t>& steps) const {
+    run_threads(2, [&](World& world) {
+      Training training(world, 2, sgd());
+      Snapshot snapshot(options());
+      training.add_to(snapshot);
+      EXPECT_EQ(snapshot.restore(), restored);
+      for (const int64_t step : steps) {
+        training.total = step;
+        snapshot.save(step);
+      }
+    });
+  }
   // What n ranks write to standard error while each runs `each`, after all have restored.
   std::string said_by(int n, int64_t restored, const std::function<void(World&, Training&, Snapshot&)>& each) const {
     testing::internal::CaptureStderr();

@@ -152,6 +152,37 @@ TEST_P(SnapshotTest, ANewerFormatIsRefusedAndTheOneBeforeIsUsed) {
   EXPECT_CONTAINS(said, "the snapshot of step 20 is refused: " + newest.string());
   EXPECT_CONTAINS(said, text("its format is version ", checkpoint::kFormatVersion + 1, ", and this Muster reads"));
   EXPECT_TRUE(contents_of(folder_) == before);
+  go_on_from(10, {30, 40, 50});
+  EXPECT_TRUE(text_of_file(newest) == before.at(newest.filename()));
+  EXPECT_FALSE(fs::exists(folder_ / "step-10.snapshot.safetensors"));
+}
+
+TEST_P(SnapshotTest, ASnapshotThatCannotBeReadNowIsNotRemoved) {
+  save_steps(2, {10, 20});
+  const auto away = folder_ / "away";
+  std::vector<fs::path> hidden;  // as a disk that does not answer
+  for (const auto& [name, bytes] : contents_of(folder_))
+    if (name.starts_with(sharded() ? "step-20.shard-1" : "step-20.")) hidden.push_back(folder_ / name);
+  ASSERT_EQ(hidden.size(), 1);
+  fs::rename(hidden[0], away);
+  fs::create_directory(hidden[0]);
+  go_on_from(10, {30, 40, 50});
+  EXPECT_TRUE(fs::is_directory(hidden[0]));
+  fs::remove(hidden[0]);
+  fs::rename(away, hidden[0]);
+  for (const int step : {40, 50}) fs::remove(folder_ / text("step-", step, ".snapshot.safetensors"));
+  EXPECT_EQ(restored(2), 20);
+}
+
+TEST_P(SnapshotTest, ADamagedSnapshotIsRemovedByTheNextSave) {
+  save_steps(2, {10, 20});
+  const auto newest = folder_ / "step-20.snapshot.safetensors";
+  std::string bytes = text_of_file(newest);
+  bytes[20] ^= 1;
+  std::ofstream(newest, std::ios::binary) << bytes;
+  go_on_from(10, {30});
+  EXPECT_FALSE(fs::exists(newest));
+  EXPECT_EQ(restored(2), 30);
 }
 
 }  // namespace

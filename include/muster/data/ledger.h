@@ -19,8 +19,8 @@
 // saved too early or too late, a rank that resumes another epoch's order, two ranks with the same part, a sampler for
 // another number of ranks.
 //
-// Each making of a Ledger begins an *attempt* with a model that has made `steps` steps: 0 at first, then what
-// Snapshot::restore() returns. In elastic::run(), make it in `setup` with state.step().
+// The constructor begins an *attempt*. `steps`: how many steps the model has made, which is 0 at first, and later what
+// Snapshot::restore() returns. In elastic::run(), make the Ledger in `setup`, with state.step().
 //
 // All ranks of a host append to one file, as text (src/launch/ledger_line.h has the format), and each rank writes one
 // line at a time. Ranks on other hosts write other files, or the same one on a shared file system that appends whole

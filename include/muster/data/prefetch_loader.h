@@ -35,8 +35,8 @@
 // drawn. load() sets the sampler's. The archives are the sampler's, so a sampler can load a loader's and the reverse.
 // Both need a sampler of Muster or a stream.
 //
-// **Errors.** What a worker throws, the loop gets where the batch would have come, after all batches before it. This
-// batch does not count for save(). next() then goes on with the batch after it. What the sampler or stream throws ends
+// **Errors.** If a worker throws, next() throws the same in place of that batch, after all batches before it. This
+// batch does not count for save(). next() then goes on with the batch after it. An error of the sampler or stream ends
 // the iteration: each further next() throws it again.
 //
 // **Leaving early.** A loop may break at any batch. begin() of the next iteration, load() and the destructor stop the

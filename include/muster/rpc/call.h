@@ -21,9 +21,9 @@
 // Errors, thrown by sync and get(): RemoteError (what the function threw), PeerLost (the worker died or
 // left: within 100 ms on one host), TimeoutError (Options::timeout or the call's own; the callee is told to stop),
 // Aborted (cancelled; RPC was shut down). Thrown by the call itself: InvalidArgument (no such worker, an argument that
-// cannot be sent), Aborted (RPC is not running here), TimeoutError (Options::max_calls calls to the worker were
-// unanswered until the call's deadline; calls that were cancelled or timed out count until the worker has answered
-// them).
+// cannot be sent), Aborted (RPC is not running here), TimeoutError (Options::max_calls calls to the worker, or
+// max_call_bytes of them, were unanswered until the call's deadline; calls that were cancelled or timed out count until
+// the worker has answered them).
 //
 // Thread-safety: all functions, in threads whose current World runs RPC, such as the threads of handlers.
 // Source: torch.distributed.rpc, rpc_sync, rpc_async, remote.

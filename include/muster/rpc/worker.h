@@ -45,8 +45,10 @@ struct Options {
   int max_threads = 16;
   // Between hosts: a worker that is silent for this long is lost. MUSTER_RPC_HEARTBEAT (milliseconds), else 2 s.
   std::chrono::milliseconds heartbeat = default_heartbeat();
-  int max_calls = 4096;                   // calls unanswered by one worker, also cancelled ones; further calls block
-  size_t max_backlog = size_t{64} << 20;  // bytes under way to one worker; further calls block
+  // Limits to what one worker has in memory for this one. Further calls block, for their timeout at most.
+  int max_calls = 4096;                     // that it has not answered, also cancelled ones
+  size_t max_call_bytes = size_t{1} << 30;  // of messages of these calls that have 64 KiB or more
+  size_t max_backlog = size_t{64} << 20;    // bytes under way to it
   // How messages are sent; the same on every worker. "auto": shared memory on one host and TCP between hosts, or the
   // value of MUSTER_RPC_TRANSPORT. "shm": one host only. "tcp", "ucx": also on one host. "shm,ucx": UCX between hosts,
   // which neither checks the job's secret nor encrypts: for trusted fabrics only.

@@ -140,7 +140,8 @@ class WireBackend final : public QueuedBackend {
   void post_fact(const std::string& fact);
   void erase_keys();
   void post_broken(bool timed_out);
-  static constexpr const char* kCause = "cause";  // the key of the failure's note
+  static constexpr const char* kCause = "cause";    // the key of the failure's note
+  static constexpr std::chrono::seconds kNotes{5};  // limit of a read or a write of a store that may not answer
   std::string key(const std::string& name) const { return prefix_ + "/" + name; }
 
   const std::unique_ptr<Wire> wire_;

@@ -25,8 +25,7 @@ constexpr milliseconds kPatience{30000};
 // How long a rank that timed out looks for news of how far the others are; it knows already which ranks it waited for.
 // Less than the time that the other ranks of a host wait longer than their leader (hierarchical_backend.cpp).
 constexpr milliseconds kNews{1000};
-constexpr milliseconds kNotes{5000};  // limit of a read or a write of a store that may not answer
-constexpr milliseconds kLook{2};      // between two looks at the store
+constexpr milliseconds kLook{2};  // between two looks at the store
 
 }  // namespace
 

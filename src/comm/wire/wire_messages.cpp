@@ -6,6 +6,7 @@
 #include "base/thread.h"
 #include "comm/kit/flatten.h"
 #include "comm/wire/wire_backend.h"
+#include "store/outage.h"
 
 namespace muster::comm {
 
@@ -83,6 +84,8 @@ class WireBackend::MessageTransfer {
   WireTag payload() const { return {WireKind::kPayload, header_.number}; }
   static std::string in_brackets(const std::string& site) { return site.empty() ? site : text(" (", site, ")"); }
   static std::string show(size_t bytes, at::ScalarType dtype) {
+    if (dtype < at::ScalarType::Byte || dtype >= at::ScalarType::Undefined)  // another rank has sent it
+      return text(bytes, " bytes of an unknown dtype");
     return text(bytes / c10::elementSize(dtype), " x ", c10::toString(dtype), " (", bytes, " bytes)");
   }
 
@@ -159,6 +162,7 @@ bool WireBackend::others_gone(const std::function<std::string()>& what, Clock::t
       const std::lock_guard lock(state_mutex_);
       if (departed_.count(r)) continue;
     }
+    const store::CallsBy soon(Deadline::after(kNotes));
     if (store_->try_get(key(kCause)) || !has_left(r)) diagnose_failure(what(), false, "its connection ended", r, began);
     const std::lock_guard lock(state_mutex_);
     departed_.insert(r);

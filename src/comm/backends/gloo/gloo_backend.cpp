@@ -194,7 +194,7 @@ class GlooWire final : public Wire {
   void on_gone(std::function<void(int)> fn) override {
     const std::lock_guard lock(gone_mutex_);
     on_gone_ = std::move(fn);
-    for (const int peer : gone_) on_gone_(peer);
+    for (const int peer : gone_) tell_gone(peer);
   }
   int take(WireTag tag, std::byte* data, size_t bytes) override { return mailbox_->take(tag, data, bytes); }
   std::vector<int> gone() override { return mailbox_->gone(); }
@@ -234,6 +234,11 @@ class GlooWire final : public Wire {
     }
   }
 
+  // With the mutex held: close() returns when nothing is being told any more, except to the thread that it tells.
+  void tell_gone(int peer) {
+    if (const auto fn = on_gone_) fn(peer);  // a copy, because fn may call close()
+  }
+
   void receive_short_messages(int peer) {
     try {
       for (;;) {
@@ -249,7 +254,7 @@ class GlooWire final : public Wire {
     {
       const std::lock_guard lock(gone_mutex_);
       gone_.push_back(peer);
-      if (on_gone_) on_gone_(peer);
+      tell_gone(peer);
     }
     connections_->end_with(peer);  // last: a transfer that ends now finds the peer in gone_
   }
@@ -259,7 +264,7 @@ class GlooWire final : public Wire {
   const std::vector<std::string> connected_;  // keys that all ranks have waited for
   const std::shared_ptr<Connections> connections_ = std::make_shared<Connections>();
   const std::shared_ptr<Mailbox> mailbox_;
-  std::mutex gone_mutex_;
+  std::recursive_mutex gone_mutex_;  // where no thread can start, what is told of a peer's end closes the group itself
   std::vector<int> gone_;
   std::function<void(int)> on_gone_;
   std::vector<std::thread> threads_;

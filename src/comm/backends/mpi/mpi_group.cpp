@@ -1,4 +1,5 @@
 // The groups of the engine: how one begins, says goodbye, and ends when nothing of it is under way any more.
+#include <algorithm>
 
 #include "base/text.h"
 #include "comm/backends/mpi/engine.h"
@@ -124,13 +125,15 @@ void Engine::receive_notes(MpiGroup& group) {
     MPI_Status status;
     if (MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, group.control, &there, &status) != MPI_SUCCESS || !there) return;
     MPI_Get_count(&status, MPI_UINT64_T, &length);
-    std::vector<uint64_t> words(static_cast<size_t>(length));
-    MPI_Recv(words.data(), length, MPI_UINT64_T, status.MPI_SOURCE, status.MPI_TAG, group.control, MPI_STATUS_IGNORE);
+    std::vector<uint64_t> words(static_cast<size_t>(std::max(length, 0)));  // negative: not a number of words
+    MPI_Recv(words.data(), static_cast<int>(words.size()), MPI_UINT64_T, status.MPI_SOURCE, status.MPI_TAG,
+             group.control, MPI_STATUS_IGNORE);
     auto& peer = group.peers[static_cast<size_t>(status.MPI_SOURCE)];
     if (status.MPI_TAG == kAcknowledgement) {
       peer.acknowledged = true;
       peer.acknowledged_at = Clock::now();
     } else {
+      if (words.empty()) words = {0, kEverything};  // no rank of this version says goodbye without a word
       peer.gone = true;
       peer.gone_at = Clock::now();
       peer.sent_to_us = words.at(0);
