@@ -2,8 +2,10 @@
 // One JSON object: milliseconds per step, and the memory of the host: each process's private pages and its share of the
 // pages that several map (PSS), summed; peak_mib: the largest resident sets, summed, where shared pages count for each.
 // With `barrier`, a barrier after each step is all that connects the ranks, and each rank updates all parameters. The
-// data are random: the time of a step does not depend on the values.
+// data are random: the time of a step does not depend on the values. With --device, `fsdp` keeps parameters and states on
+// the CPU and computes on the device (device_mib: the most that this rank had there), and `none` has everything there.
 #include <ATen/Parallel.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -22,6 +24,15 @@
 
 using Net = bench::Transformer;
 
+// The field of the row that says how much of the device's memory was in use; none for the CPU.
+static std::string of_device(const torch::Device& device) {
+  auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+  if (!allocator) return "";
+  const auto index = device.has_index() ? device.index() : c10::DeviceIndex{0};
+  const int64_t bytes = allocator->getDeviceStats(index).allocated_bytes[0].peak;
+  return R"("device": ")" + device.str() + R"(", "device_mib": )" + std::to_string(bytes >> 20) + ", ";
+}
+
 int main(int argc, char** argv) {
   std::string sync = "fsdp";
   int steps = 10, blocks = 8, batch = 4, length = 64;
@@ -35,14 +46,20 @@ int main(int argc, char** argv) {
   bool checkpointed = false, mixed = false;
   app.add_flag("--mixed", mixed, "compute in bfloat16, with gradients reduced in float32 (sharded only)");
   app.add_flag("--checkpoint", checkpointed, "compute activations again in backward");
+  std::string device_name = "cpu";
+  int threads = 1;
+  app.add_option("--device", device_name, "that computes, such as cuda");
+  app.add_option("--threads", threads, "of the CPU's operators, per rank");
   std::vector<std::string> kept;
   app.add_option("--keep", kept, "with --checkpoint: operators whose results are kept, such as aten::addmm");
   CLI11_PARSE(app, argc, argv);
 
-  at::set_num_threads(1);
+  at::set_num_threads(threads);
   auto world = muster::init();
   torch::manual_seed(0);
   const auto net = std::make_shared<Net>(blocks);
+  const torch::Device device(device_name);
+  if (sync != "fsdp" && sync != "full") net->to(device);
   if (checkpointed) net->checkpoint.emplace();
   if (checkpointed && !kept.empty())
     net->checkpoint->keep = [&](std::string_view operation) {
@@ -53,8 +70,9 @@ int main(int argc, char** argv) {
   if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net);
   muster::FsdpOptions options;
   if (mixed) options.mixed_precision = {.param_dtype = torch::kBFloat16, .output_dtype = torch::kFloat};
-  if (sync == "full") {
-    options.strategy = muster::ShardingStrategy::kFullShard;
+  if (!device.is_cpu()) options.compute_device = device;
+  if (sync == "full" || !device.is_cpu()) {
+    if (sync == "full") options.strategy = muster::ShardingStrategy::kFullShard;
     options.is_unit = [](const torch::nn::Module& module) {
       return dynamic_cast<const torch::nn::TransformerEncoderLayerImpl*>(&module) != nullptr;
     };
@@ -62,7 +80,7 @@ int main(int argc, char** argv) {
   if (sync == "fsdp" || sync == "full") fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(net, options);
   muster::AdamW optimizer(net->parameters(), {.lr = 1e-4});
   torch::manual_seed(5 + world.rank());
-  const auto x = torch::randn({length, batch, 512});
+  const auto x = torch::randn({length, batch, 512}).to(device);
 
   constexpr int kWarmup = 2;
   double loss_of_last = 0;
@@ -92,10 +110,10 @@ int main(int argc, char** argv) {
     for (const auto& parameter : net->parameters()) parameters += parameter.numel();
     std::printf(
         R"({"bench": "fsdp", "impl": "muster-%s%s%s", "ranks": %d, "parameters": %lld, "tokens": %d, "ms": %.1f, )"
-        R"("host_mib": %.0f, "peak_mib": %.0f, "loss": %.6f})"
+        R"("host_mib": %.0f, "peak_mib": %.0f, %s"loss": %.6f})"
         "\n",
         sync.c_str(), mixed ? "-mixed" : "", checkpointed ? kept.empty() ? "-checkpoint" : "-checkpoint-keep" : "",
         world.world_size(), static_cast<long long>(parameters), batch * length, ms, memory[0].item<double>(),
-        memory[1].item<double>(), loss_of_last);
+        memory[1].item<double>(), of_device(device).c_str(), loss_of_last);
   }
 }

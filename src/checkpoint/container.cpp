@@ -77,7 +77,8 @@ Head read_head(std::string_view given, const FileErrors& errors) {
     head.muster = json::parse(header.at("__metadata__").at("muster").get<std::string>(), nullptr, false);
     if (!head.muster.is_object()) errors.fail(kHeaderAt, "the header's part \"muster\" is not JSON");
     if (const auto version = head.muster.at("version").get<int64_t>(); version != kFormatVersion)
-      errors.refuse(kHeaderAt, "its format is version ", version, ", and this Muster reads version ", kFormatVersion);
+      errors.fail<Unavailable>(kHeaderAt, "its format is version ", version, ", and this Muster reads version ",
+                               kFormatVersion);
     head.data_bytes = head.muster.at("data_bytes").get<uint64_t>();
     if (head.data_bytes > kMostBytes)
       errors.fail(kHeaderAt, head.data_bytes, " bytes of tensors do not fit into a file");

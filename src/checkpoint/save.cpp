@@ -153,16 +153,12 @@ void check_folder(SnapshotPlace& here) {
 // shards that have to stay. Returns files that are still to be removed.
 std::vector<std::filesystem::path> remove_old(const SnapshotPlace& here, const SaveOptions& options,
                                               Conclusion& conclusion) {
-  std::set<int64_t> keep{options.steps}, kept_unread;
+  std::set<int64_t> keep{options.steps};
   std::vector<std::pair<double, int64_t>> scores;  // the score negated, and the steps
   if (options.score) scores.emplace_back(-*options.score, options.steps);
   const auto all = here.folder.snapshots();
   for (const int64_t steps : all) {
-    if (steps == options.steps || here.damaged.contains(steps)) continue;
-    if (here.unreadable.contains(steps)) {
-      kept_unread.insert(steps);
-      continue;
-    }
+    if (steps == options.steps || here.damaged.contains(steps) || here.unreadable.contains(steps)) continue;
     if (static_cast<int>(keep.size()) < options.keep) keep.insert(steps);
     if (options.keep_best == 0) continue;
     try {
@@ -172,7 +168,7 @@ std::vector<std::filesystem::path> remove_old(const SnapshotPlace& here, const S
   }
   std::sort(scores.begin(), scores.end());
   for (size_t i = 0; i < scores.size() && static_cast<int>(i) < options.keep_best; ++i) keep.insert(scores[i].second);
-  keep.merge(kept_unread);
+  keep.insert(here.unreadable.begin(), here.unreadable.end());
   std::vector<std::filesystem::path> old;
   for (const int64_t steps : all) {
     if (keep.contains(steps)) continue;

@@ -38,7 +38,7 @@ struct SnapshotPlace {
   bool folder_is_known = false;
   bool has_newer = false;  // there are newer snapshots than the one that restore() was to take: save() refuses, too
   // The steps of snapshots that restore() has refused. A later save removes damaged ones. It leaves alone those that
-  // may be intact: their format is newer, or something that can pass has kept a rank from reading them.
+  // may be intact: their format is another one, or something that can pass has kept a rank from reading them.
   std::set<int64_t> damaged = {}, unreadable = {};
   std::shared_ptr<Remover> remover = std::make_shared<Remover>();
 

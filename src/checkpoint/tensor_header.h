@@ -35,14 +35,10 @@ class FileErrors {
  public:
   FileErrors(std::string file, std::string advice) : file_(std::move(file)), advice_(std::move(advice)) {}
 
-  template <typename... Words>
+  // Of a file that may be intact: fail<Unavailable>().
+  template <typename ErrorType = CorruptError, typename... Words>
   [[noreturn]] void fail(uint64_t byte, const Words&... words) const {
-    throw CorruptError(text(file_, ", byte ", byte, ": ", words...), advice_);
-  }
-  // Of a file that may be intact: Unavailable.
-  template <typename... Words>
-  [[noreturn]] void refuse(uint64_t byte, const Words&... words) const {
-    throw Unavailable(text(file_, ", byte ", byte, ": ", words...), advice_);
+    throw ErrorType(text(file_, ", byte ", byte, ": ", words...), advice_);
   }
   // Runs fn(). If it finds that the header's JSON lacks a field or has one of the wrong type, throws CorruptError.
   template <typename Fn>

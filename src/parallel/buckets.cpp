@@ -44,7 +44,7 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
 at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like) {
   const c10::Storage storage(c10::Storage::use_byte_size_t(), like.nbytes(), std::move(memory), nullptr,
                              /*resizable=*/false);
-  return at::empty({0}, like.options().device(at::kCPU).requires_grad(false))
+  return at::empty({0}, like.options().device(storage.device()).requires_grad(false))
       .set_(storage, 0, like.sizes(), dense_strides(like));
 }
 

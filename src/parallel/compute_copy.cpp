@@ -1,6 +1,12 @@
 #include "parallel/compute_copy.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -8,8 +14,12 @@
 #include <torch/nn/modules/instancenorm.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -27,11 +37,55 @@ namespace {
 
 namespace engine = torch::autograd;
 
-// Backward of the conversion.
+// On which gradients leave a device.
+c10::Stream stream_to_host(const at::Device& device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, c10::Stream> streams;  // a process has one type of accelerator
+  const std::lock_guard lock(mutex);
+  auto at = streams.find(device.index());
+  if (at == streams.end())
+    at = streams.emplace(device.index(), c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device))
+             .first;
+  return at->second;
+}
+
+// Gradients of one view of a copy, on their way from its device to the CPU.
+class Transfer {
+ public:
+  explicit Transfer(const at::Device& device) : device_(device), stream_(stream_to_host(device)) {}
+
+  // Returns a tensor that has the gradient's values after wait().
+  at::Tensor start(const at::Tensor& computed_there) {
+    const at::Tensor gradient = computed_there.resolve_conj().resolve_neg();  // or the CPU would do it too early
+    const c10::impl::VirtualGuardImpl device(device_.type());
+    c10::Event computed(device_.type());
+    computed.record(device.getStream(device_));
+    computed.block(stream_);
+    at::Tensor arriving = at::empty_like(gradient, gradient.options().device(at::kCPU).pinned_memory(true));
+    const c10::StreamGuard on_stream(stream_);
+    arriving.copy_(gradient, /*non_blocking=*/true);
+    device.recordDataPtrOnStream(gradient.storage().data_ptr(), stream_);
+    arrived_.emplace(device_.type()).record(stream_);
+    return arriving;
+  }
+  void wait() {
+    if (arrived_) arrived_->synchronize();
+    arrived_.reset();
+  }
+
+ private:
+  const at::Device device_;
+  const c10::Stream stream_;
+  std::optional<c10::Event> arrived_;
+};
+
+// Backward of the conversion, on the parameter's device.
 class Conversion final : public engine::Node {
  public:
-  Conversion(engine::edge_list next, at::ScalarType dtype) : Node(std::move(next)), dtype_(dtype) {}
+  Conversion(engine::edge_list next, at::ScalarType dtype, std::shared_ptr<Transfer> transfer)
+      : Node(std::move(next)), dtype_(dtype), transfer_(std::move(transfer)) {}
   engine::variable_list apply(engine::variable_list&& gradients) override {
+    if (transfer_) transfer_->wait();
     if (!gradients[0].defined()) return {at::Tensor()};
     return {gradients[0].to(dtype_)};
   }
@@ -39,7 +93,38 @@ class Conversion final : public engine::Node {
 
  private:
   const at::ScalarType dtype_;
+  const std::shared_ptr<Transfer> transfer_;  // that brings the gradient; null: it is computed here
 };
+
+// Before the conversion, if a device computes.
+class ToHost final : public engine::Node {
+ public:
+  ToHost(const autograd::NodePtr& conversion, std::shared_ptr<Transfer> transfer)
+      : Node(engine::edge_list{engine::Edge(conversion, 0)}), transfer_(std::move(transfer)) {}
+  engine::variable_list apply(engine::variable_list&& gradients) override {
+    const at::Tensor& gradient = gradients[0];
+    if (!gradient.defined()) return {at::Tensor()};
+    const bool may_be_read_early = at::GradMode::is_enabled() || engine::AnomalyMode::is_enabled();
+    const bool can_be_pinned = at::getAccelerator() == gradient.device().type();
+    if (may_be_read_early || !can_be_pinned || gradient.layout() != at::kStrided) return {gradient.to(at::kCPU)};
+    return {transfer_->start(gradient)};
+  }
+  std::string name() const override { return "MusterGradientToHost"; }
+
+ private:
+  const std::shared_ptr<Transfer> transfer_;
+};
+
+// Makes the view a function of the parameter.
+void record_conversion(const at::Tensor& parameter, const at::Tensor& view) {
+  auto next = engine::collect_next_edges(parameter);
+  const bool moves = view.device() != parameter.device();
+  const auto transfer = moves ? std::make_shared<Transfer>(view.device()) : nullptr;
+  const auto conversion = autograd::make_node<Conversion>(std::move(next), parameter.scalar_type(), transfer);
+  if (!moves) return engine::set_history(view, conversion);
+  conversion->add_input_metadata(at::empty({}, view.options().device(parameter.device())).expand(parameter.sizes()));
+  engine::set_history(view, autograd::make_node<ToHost>(conversion, transfer));
+}
 
 bool keeps_dtype(const torch::nn::Module& module, const MixedPrecision& precision) {
   namespace nn = torch::nn;
@@ -77,8 +162,8 @@ std::vector<at::Tensor> buffers_to_convert(const torch::nn::Module& module, cons
 
 at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
   if (parameter._fw_grad(/*level=*/0).defined())
-    throw InvalidArgument("forward-mode derivatives of a parameter are asked for in mixed precision",
-                          "Use backward(), or no mixed precision");
+    throw InvalidArgument("forward-mode derivatives of a parameter are asked for, of which operators use a copy",
+                          "Use backward(), or neither mixed precision nor a compute_device");
   at::Tensor view = at::empty({0}, copy.options());
   {
     const at::NoGradGuard no_grad;
@@ -86,11 +171,7 @@ at::Tensor view_of_copy(const at::Tensor& parameter, const at::Tensor& copy) {
   }
   if (!parameter.is_inference() && !view.is_inference())
     engine::impl::set_version_counter(view, engine::impl::version_counter(parameter));
-  if (at::GradMode::is_enabled() && parameter.requires_grad()) {
-    auto next = engine::collect_next_edges(parameter);
-    const auto node = autograd::make_node<Conversion>(std::move(next), parameter.scalar_type());
-    engine::set_history(view, node);
-  }
+  if (at::GradMode::is_enabled() && parameter.requires_grad()) record_conversion(parameter, view);
   watch(view);  // nobody may change it
   return view;
 }
@@ -101,8 +182,17 @@ bool CopyPhase::is_time() const {
   return !copies.empty() && (reading || forwards > 0 || (is_step && in_second_call()));
 }
 
-at::Tensor CopyPhase::instead_of(const at::Tensor& parameter, at::ScalarType dtype, const at::Tensor& copy) const {
-  return parameter.scalar_type() == dtype && is_time() ? view_of_copy(parameter, copy) : at::Tensor();
+at::Tensor CopyPhase::instead_of(const at::Tensor& parameter, at::ScalarType dtype, size_t number) const {
+  if (parameter.scalar_type() != dtype || !is_time()) return {};
+  if (on_device && in_backward() && std::this_thread::get_id() == forward_thread) {
+    // Autograd computes on the CPU here, as a hook of a parameter does; what the device computes has a thread of its own.
+    if (is_spread(parameter))
+      throw InvalidArgument(
+          text("a hook reads parameter ", sharing_of(parameter)->name, " on the CPU, and may find it on another host"),
+          "Read it in forward()");
+    return {};
+  }
+  return view_of_copy(parameter, copies[number]);
 }
 
 void check(const MixedPrecision& precision) {

@@ -1,8 +1,13 @@
-// The copies that operators compute with in mixed precision (muster/parallel/mixed_precision.h), instead of parameters.
+// The copies that operators compute with instead of parameters: in mixed precision (muster/parallel/mixed_precision.h),
+// and on a device, if the parameters stay in the host's memory (FsdpOptions::compute_device).
 //
 // A parameter has a `Sharing` (shared_tensor.h) whose `instead` gives out views of its copy, and is watched
 // (watched.h). Each operator that reads the parameter gets a view of its own. For autograd the view is computed from
-// the parameter, by a conversion: so the parameter is the leaf, and its gradient has the parameter's dtype.
+// the parameter, by a conversion: so the parameter is the leaf, and its gradient has the parameter's dtype and device.
+//
+// A gradient that comes from a device crosses two nodes. The first one, in the device's thread, lets the device write
+// it into pinned memory and does not wait. So backward goes on there. The second one, in the thread that called
+// backward(), waits until it has arrived.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -13,6 +18,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,12 +34,14 @@ struct CopyPhase {
   int forwards = 0;      // that live
   bool is_step = false;  // whether there are copies of this step: for the second call of activation_checkpoint()
   std::vector<at::Tensor> copies;  // by number; none when their maker is gone
+  bool on_device = false;          // whether the copies are
+  std::thread::id forward_thread = {};
 
   bool is_time() const;  // for operators to use the copies
-  // For `Sharing::instead`: a view of `copy` if it is time and the parameter has this dtype; else undefined. `copy` has
-  // the strides of the parameter's memory. The view shares the version of `parameter`: if that is updated, a backward()
+  // For `Sharing::instead`: a view of copies[number] if it is time and the parameter has this dtype; else undefined. The
+  // copy has the strides of the parameter's memory. The view shares the version of `parameter`: if that is updated, a backward()
   // over an older graph throws. InvalidArgument if there is a forward-mode derivative.
-  at::Tensor instead_of(const at::Tensor& parameter, at::ScalarType dtype, const at::Tensor& copy) const;
+  at::Tensor instead_of(const at::Tensor& parameter, at::ScalarType dtype, size_t number) const;
 };
 
 // While it lives, operators use the copies.
@@ -42,6 +50,7 @@ class [[nodiscard]] ForwardWithCopies {
   explicit ForwardWithCopies(std::shared_ptr<CopyPhase> phase) : phase_(std::move(phase)) {
     ++phase_->forwards;
     phase_->is_step = true;
+    phase_->forward_thread = std::this_thread::get_id();
   }
   ForwardWithCopies(const ForwardWithCopies&) = delete;
   ForwardWithCopies& operator=(const ForwardWithCopies&) = delete;

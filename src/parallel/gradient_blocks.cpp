@@ -36,6 +36,7 @@ struct BlockPool : std::enable_shared_from_this<BlockPool> {
   }
 
   const std::shared_ptr<Heap> heap;
+  std::atomic<bool> serves = false;  // a Serving lives; it may end in another thread, as backward() on a device does
   std::mutex mutex;
   std::vector<Block> free;
   std::unordered_set<const void*> known;
@@ -111,7 +112,7 @@ std::atomic<c10::Allocator*> allocator_before = nullptr;
 class ServingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    if (serving && bytes >= GradientBlocks::kLarge) [[unlikely]]
+    if (serving && bytes >= GradientBlocks::kLarge && serving->serves) [[unlikely]]
       if (c10::DataPtr block = serving->take_free(bytes)) return block;
     return before().allocate(bytes);  // deleted as before
   }
@@ -167,8 +168,10 @@ GradientBlocks::Serving::Serving(const GradientBlocks& blocks) : pool_(blocks.po
   if (!blocks.serve_) return;
   keep.pool = pool_;
   serving = pool_.get();
+  pool_->serves = true;
 }
 GradientBlocks::Serving::~Serving() {
+  pool_->serves = false;
   if (serving != pool_.get()) return;
   serving = nullptr;
   keep.pool = nullptr;

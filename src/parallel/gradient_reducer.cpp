@@ -272,6 +272,7 @@ void GradientReducer::Impl::release_reduced_blocks() {
 void GradientReducer::Impl::abandon_backward() {
   bool all = false;
   if (synced) {
+    options.on_end();
     for (auto& parameter : parameters) parameter.used = parameter.ready;
     all = may_rebuild(of_contributors(keeps_graph ? average_with_graph(/*sets=*/false) : reduce_the_rest()));
   }
@@ -294,6 +295,7 @@ void GradientReducer::Impl::finish_backward() {
     return;
   }
   const at::NoGradGuard no_grad;
+  options.on_end();
   finish(of_contributors(keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest()), /*is_complete=*/true);
 }
 

@@ -70,6 +70,8 @@ struct ReducerOptions {
   size_t most_in_flight = std::numeric_limits<size_t>::max();
   // When a backward() that is not in no_sync() begins. `with_graph`: with create_graph.
   std::function<void(bool with_graph)> on_begin = [](bool) {};
+  // When a backward() that averages is over on this rank, before the others learn of it.
+  std::function<void()> on_end = [] {};
   // After each backward() that was not in no_sync(), on every rank, when it is over on all (with owners).
   // `is_complete`: whether it ended without an exception on this rank.
   std::function<void(bool is_complete)> on_averaged = [](bool) {};

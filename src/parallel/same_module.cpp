@@ -114,8 +114,8 @@ void require_own_memory(const std::vector<NamedTensor>& parameters) {
 }
 
 void give_values(const at::Tensor& tensor, const at::Tensor& values) {
-  if (!tensor.is_meta()) return tensor.set_data(values);
-  // set_data() refuses to change the device. Like it, forget the accumulator, which knows the old one.
+  if (tensor.device() == values.device()) return tensor.set_data(values);
+  // set_data() refuses most changes of the device. Like it, forget the accumulator, which knows the old one.
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
   if (auto* const meta = torch::autograd::impl::get_autograd_meta(tensor)) meta->grad_accumulator_.reset();
 }

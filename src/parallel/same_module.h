@@ -34,7 +34,7 @@ ModuleTensors tensors_of(const torch::nn::Module& module);
 void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options, const Group& group);
 // InvalidArgument if two of the tensors lie in the same memory: given new memory, they would lie in two.
 void require_own_memory(const std::vector<NamedTensor>& tensors);
-// As tensor.set_data(values), also for a tensor on the device "meta".
+// As tensor.set_data(values), also if that is on another device.
 void give_values(const at::Tensor& tensor, const at::Tensor& values);
 // Throws InvalidArgument on every rank if a rank has no values of a tensor now (gather() would get them).
 void require_values_on_all_ranks(const std::vector<NamedTensor>& tensors, const Group& group);

@@ -25,8 +25,8 @@ const Place* place_of(const at::Tensor& tensor) {
   return data.get_deleter() == &release ? static_cast<const Place*>(data.get_context()) : nullptr;
 }
 
-c10::DataPtr pointer_to(void* data, Place place) {
-  return {data, new Place(std::move(place)), &release, c10::Device(c10::DeviceType::CPU)};
+c10::DataPtr pointer_to(void* data, Place place, const c10::Device& device = c10::DeviceType::CPU) {
+  return {data, new Place(std::move(place)), &release, device};
 }
 
 }  // namespace
@@ -46,6 +46,19 @@ at::Tensor private_tensor(const at::Tensor& tensor, Sharing sharing) {
       /*resizable=*/false);
   return at::empty({0}, tensor.options().requires_grad(false))
       .set_(storage, tensor.storage_offset(), tensor.sizes(), tensor.strides());
+}
+
+at::Tensor tensor_without_memory(const at::Tensor& like, const at::Device& device, Sharing sharing) {
+  return tensor_at(pointer_to(nullptr, {.shared = nullptr, .own = {}, .sharing = std::move(sharing)}, device), like);
+}
+
+void give_memory(const at::Tensor& tensor, const at::Tensor& memory) {
+  const c10::Storage& storage = tensor.storage();
+  const c10::Device device = storage.device();
+  c10::DataPtr before = storage.set_data_ptr({nullptr, device});
+  auto* const place = static_cast<Place*>(before.release_context());  // the same, which operators may be asking now
+  place->own = memory.defined() ? memory.storage() : c10::Storage();
+  storage.set_data_ptr_noswap({place->own ? place->own.mutable_data() : nullptr, place, &release, device});
 }
 
 const Sharing* sharing_of(const at::Tensor& tensor) {

@@ -1,5 +1,5 @@
 // Tensors in memory that the ranks of a host share, each owned by one of them. And tensors in a rank's own memory which
-// operators do not use as they are.
+// operators do not use as they are, or which have memory only at times.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -26,7 +26,7 @@ struct Sharing {
   // one.
   std::function<void(uint64_t operation, bool writes)> before_use = {};
   std::function<bool()> is_here = [] { return true; };  // whether the values may be read through a pointer now
-  bool is_copy = false;                                 // of a parameter, in another dtype: no operator may change it
+  bool is_copy = false;  // of a parameter, in another dtype or on another device: no operator may change it
   // What an operator that reads `tensor`, which has this memory, is to read instead now; undefined: the tensor itself.
   std::function<at::Tensor(const at::Tensor& tensor)> instead = {};
 };
@@ -36,6 +36,12 @@ at::Tensor shared_tensor(const std::shared_ptr<shm::Mapping>& memory, size_t off
                          Sharing sharing);
 // A tensor with the memory of `tensor`, which no other rank has; for `instead` and `is_copy`.
 at::Tensor private_tensor(const at::Tensor& tensor, Sharing sharing);
+// A tensor on a device with the shape, dtype and strides of `like` (contiguous if that is not dense), without memory.
+// Its before_use gives it some before an operator reads it.
+at::Tensor tensor_without_memory(const at::Tensor& like, const at::Device& device, Sharing sharing);
+// Such a tensor gets the memory of `memory`, which has its layout and is on its device; undefined: what it had goes. No
+// other thread may use the tensor meanwhile.
+void give_memory(const at::Tensor& tensor, const at::Tensor& memory);
 
 const Sharing* sharing_of(const at::Tensor& tensor);  // null if shared_tensor() has not made its storage
 inline bool is_shared(const at::Tensor& tensor) { return sharing_of(tensor) != nullptr; }

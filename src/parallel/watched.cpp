@@ -23,6 +23,7 @@ namespace muster::parallel {
 namespace {
 
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+constexpr auto kLastDevice = static_cast<size_t>(c10::BackendComponent::EndOfBackendKeys);
 
 // The key set of a tensor is protected; a derived class may name it.
 struct KeySet : c10::TensorImpl {
@@ -62,49 +63,61 @@ bool uses_elements(const c10::FunctionSchema& schema) {
   return schema.returns().empty() || !std::all_of(schema.returns().begin(), schema.returns().end(), is_view);
 }
 
-// One of libtorch's operators that is made of others: each of these comes here by itself.
-bool is_composite(const c10::OperatorHandle& op) {
-  return is_of_libtorch(op.schema()) && op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-         !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
-}
-
+// How an operator deals with arguments on one type of device.
 struct Kind {
   bool may_get_others = false;  // arguments instead of its own
   bool needs_values = false;
+  bool is_kernel = false;  // what it calls gets no more than what its arguments refer to
 };
-const Kind& kind_of(const c10::OperatorHandle& op) {
-  thread_local std::unordered_map<const c10::FunctionSchema*, Kind> known;
-  const auto [at, is_new] = known.try_emplace(&op.schema());
-  if (is_new)
-    at->second = {.may_get_others = !is_about_objects(op.schema()),
-                  .needs_values = uses_elements(op.schema()) && !is_composite(op)};
+Kind kind_on(const c10::OperatorHandle& op, c10::BackendComponent device) {
+  const c10::FunctionSchema& schema = op.schema();
+  const auto dense = c10::toRuntimePerBackendFunctionalityKey(c10::DispatchKey::Dense, device);
+  const bool has_kernel = op.hasKernelForDispatchKey(dense);
+  // One of libtorch's operators that is made of others there: each of these comes here by itself.
+  const bool is_composite =
+      is_of_libtorch(schema) && !has_kernel && op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  return {.may_get_others = !is_about_objects(schema),
+          .needs_values = uses_elements(schema) && !is_composite,
+          .is_kernel = is_of_libtorch(schema) || has_kernel};
+}
+const Kind& kind_of(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
+  const c10::BackendComponent device = keys.highestBackendKey();
+  thread_local std::array<std::unordered_map<const c10::FunctionSchema*, Kind>, 1 + kLastDevice> known;
+  const auto [at, is_new] = known[static_cast<size_t>(device)].try_emplace(&op.schema());
+  if (is_new) at->second = kind_on(op, device);
   return at->second;
 }
 
 at::Tensor instead_of(const at::Tensor& tensor) { return is_watched(tensor) ? call_instead(tensor) : at::Tensor(); }
 
+// The functions that replace return whether what replaces is on another device.
+
 // A list may be the caller's own; so a list with a replacement is another list.
 template <typename Element>
-void replace_in(const c10::List<Element>& all, c10::IValue& value) {
+bool replace_in(const c10::List<Element>& all, c10::IValue& value) {
   c10::List<Element> others;
+  bool moves = false;
   for (size_t i = 0; i < all.size(); ++i) {
     const std::optional<at::Tensor> tensor = all.get(i);
     at::Tensor other = tensor ? instead_of(*tensor) : at::Tensor();
     if (!other.defined()) continue;
+    moves |= other.device() != tensor->device();
     if (others.empty()) others = all.copy();
     others.set(i, std::move(other));
   }
   if (!others.empty()) value = std::move(others);
+  return moves;
 }
 
-void replace(c10::IValue& value) {
-  if (value.isTensor()) {
-    if (at::Tensor other = instead_of(value.toTensor()); other.defined()) value = std::move(other);
-  } else if (value.isTensorList()) {
-    replace_in(value.toTensorList(), value);
-  } else if (value.isOptionalTensorList()) {
-    replace_in(value.toOptionalTensorList(), value);
-  }
+bool replace(c10::IValue& value) {
+  if (value.isTensorList()) return replace_in(value.toTensorList(), value);
+  if (value.isOptionalTensorList()) return replace_in(value.toOptionalTensorList(), value);
+  if (!value.isTensor()) return false;
+  at::Tensor other = instead_of(value.toTensor());
+  if (!other.defined()) return false;
+  const bool moves = other.device() != value.toTensor().device();
+  value = std::move(other);
+  return moves;
 }
 
 struct Use {
@@ -134,21 +147,22 @@ thread_local bool in_kernel = false;
 void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static std::atomic<uint64_t> operations = 0;
   std::optional<AutoReset<bool>> guard;
+  bool moves = false;
   if (!in_kernel && !at::in_parallel_region()) {
     const KeptResults::Pause none_of_the_users;
-    const Kind& kind = kind_of(op);
+    const Kind& kind = kind_of(op, keys);
     const auto& arguments = op.schema().arguments();
     if (kind.may_get_others)
       for (size_t i = 0; i < arguments.size(); ++i)
-        if (!is_written(arguments[i])) replace(torch::jit::peek(*stack, i, arguments.size()));
-    if (kind.needs_values) {
+        if (!is_written(arguments[i])) moves |= replace(torch::jit::peek(*stack, i, arguments.size()));
+    if (kind.needs_values && !moves) {
       const uint64_t operation = ++operations;
       for (size_t i = 0; i < arguments.size(); ++i)
         before({operation, is_written(arguments[i])}, torch::jit::peek(*stack, i, arguments.size()));
-      if (is_of_libtorch(op.schema()) || op.hasKernelForDispatchKey(c10::DispatchKey::CPU))
-        guard.emplace(in_kernel, true);
+      if (kind.is_kernel) guard.emplace(in_kernel, true);
     }
   }
+  if (moves) return op.callBoxed(stack);  // `keys` are of the arguments before; it comes here once more, for the copies
   go_on_after(kKey, op, keys, stack);
 }
 

@@ -6,11 +6,11 @@
 // Views, and what operators save for backward, have the key too; results do not. `before_use` is not called for
 // operators that read no values: views, zeros_like() and the like, and those that only call others. Memory that is read
 // through a pointer is read unseen. A user's own operator that calls others and reads through pointers is to be
-// registered for the dispatch key CPU: then its parameters stay until it ends.
+// registered for the dispatch key of its tensors' device (CPU, CUDA): then its parameters stay until it ends.
 //
-// In mixed precision an operator that reads a parameter gets its copy (compute_copy.h): the function behind the key
-// puts what `instead` returns into the operator's arguments, also of views, so that their results have the copy's
-// dtype.
+// In mixed precision, and if another device computes, an operator that reads a parameter gets its copy
+// (compute_copy.h): the function behind the key puts what `instead` returns into the operator's arguments, also of
+// views, so that their results have the copy's dtype and device.
 //
 // libtorch calls this key TESTING_ONLY_GenericWrapper, because none of its own parts uses it. Only this file does here.
 //

@@ -133,7 +133,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   struct Peer {
     std::atomic<transport::Transport*> way{nullptr};
     std::atomic<int> outstanding{0};           // calls that it has not answered
-    std::atomic<size_t> outstanding_bytes{0};  // of large ones among them; changes under pending_mutex_
+    std::atomic<size_t> outstanding_bytes{0};  // of large ones among them; shrinks under pending_mutex_
     // Those of them that are no longer pending, and their bytes if they are large; guarded by pending_mutex_.
     std::unordered_map<uint64_t, size_t> given_up;
     std::atomic<uint64_t> calls{0}, sent{0}, received{0};  // traffic.h
@@ -198,8 +198,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   Peer& peer(int rank) const { return *peers_[static_cast<size_t>(rank)]; }
   PeerLost lost_error(int rank) const;
   void wait_for_room(int to, Deadline deadline);
-  void wait_for_bytes(int to, size_t bytes, Deadline deadline);
-  void count_bytes(int to, uint64_t call, size_t bytes);
+  void take_bytes(int to, uint64_t call, size_t bytes, Deadline deadline, bool may_wait);
   void wait_for_backlog(int to, Deadline deadline);
   void send(int to, Header header, Payload payload, Deadline deadline = Deadline::never());
   void send_quietly(int to, Header header);

@@ -44,29 +44,31 @@ void Agent::wait_for_room(int to, Deadline deadline) {
                             there.outstanding.load(), " calls; no more can be made"));
 }
 
-// Waits until the arguments of unanswered calls leave room for that many bytes. A call that needs more than all of
-// max_call_bytes waits until it is the only large one.
-void Agent::wait_for_bytes(int to, size_t bytes, Deadline deadline) {
+// Waits until the arguments of unanswered calls leave room for those of a call, and takes it. A call that needs more
+// than all of max_call_bytes waits until it is the only large one.
+void Agent::take_bytes(int to, uint64_t call, size_t bytes, Deadline deadline, bool may_wait) {
   Peer& there = peer(to);
+  const size_t most = may_wait ? options_.max_call_bytes : SIZE_MAX;
+  bool taken = false;
   const auto room = [&] {
-    const size_t others = there.outstanding_bytes.load(std::memory_order_acquire);
-    return others == 0 || (others <= options_.max_call_bytes && bytes <= options_.max_call_bytes - others) ||
-           there.lost.load() || closing_.load();
+    size_t others = there.outstanding_bytes.load(std::memory_order_acquire);
+    while (!taken && (others == 0 || (others <= most && bytes <= most - others)))
+      taken = there.outstanding_bytes.compare_exchange_weak(others, others + bytes, std::memory_order_acq_rel);
+    return taken || there.lost.load() || closing_.load();
   };
-  if (room()) return;
-  if (!executor_->wait(
-          room, [&](nanoseconds limit) { there.room.sleep(limit, room); }, deadline))
+  if (!room() && !executor_->wait(
+                     room, [&](nanoseconds limit) { there.room.sleep(limit, room); }, deadline))
     throw TimeoutError(text("worker \"", workers_[static_cast<size_t>(to)].name, "\" has not answered calls with ",
                             there.outstanding_bytes.load(), " bytes of arguments; a call with ", bytes,
-                            " more cannot be made"));
-}
-
-void Agent::count_bytes(int to, uint64_t call, size_t bytes) {
+                            " more cannot be made. Raise rpc::Options::max_call_bytes if calls that wait for one "
+                            "another carry so much"));
+  if (!taken) return;  // the worker is lost, or this one ends: nothing will be sent
   const std::lock_guard lock(pending_mutex_);
-  const auto it = pending_.find(call);
-  if (it == pending_.end()) return;  // the worker was lost meanwhile, or the caller has given up
-  it->second.bytes = bytes;
-  peer(to).outstanding_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  if (const auto it = pending_.find(call); it != pending_.end())
+    it->second.bytes = bytes;
+  else if (const auto given_up = there.given_up.find(call); given_up != there.given_up.end())
+    given_up->second = bytes;  // the caller did not wait for it, but it will be sent
+  // Else the worker was lost meanwhile, and nothing counts any more.
 }
 
 // Waits while more than max_backlog bytes wait on the way to the worker. If the thread is one of the pool, another
@@ -214,10 +216,7 @@ void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
   message.body += payload.note;
   if (message.bytes() >= kLarge) {
     const bool may_wait = !Executor::polls();
-    if (header.kind == MessageKind::kCall) {
-      if (may_wait) wait_for_bytes(to, message.bytes(), deadline);
-      count_bytes(to, header.call, message.bytes());
-    }
+    if (header.kind == MessageKind::kCall) take_bytes(to, header.call, message.bytes(), deadline, may_wait);
     if (may_wait) wait_for_backlog(to, deadline);
   }
   const auto records = hand_on(to, payload);

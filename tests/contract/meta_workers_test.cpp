@@ -41,10 +41,11 @@ struct MetaNet : nn::Module {
   Tensor loss(const Tensor& x, const Tensor& y) { return (out(in(x).tanh()) - y).square().mean(); }
 };
 
-Tensor adapted(optim::ModuleState model, Tensor task) {
+template <typename Meta>
+Tensor adapted_by(optim::ModuleState model, Tensor task) {
   MetaNet net;
   optim::recover_state_dict(net, model);
-  optim::MetaAdam inner(net, {.lr = 0.05});
+  Meta inner(net, {.lr = 0.05});
   for (int step = 0; step < 3; ++step) inner.step(net.loss(task[0], task[1]));
   return net.loss(task[0] + 0.1, task[1]);
 }
@@ -68,7 +69,7 @@ Tensors local_meta_gradient() {
   const Tensors parameters = start_of(net);
   const auto state = optim::extract_state_dict(net);
   Tensors losses;
-  for (const Tensor& task : tasks().unbind()) losses.push_back(adapted(state, task));
+  for (const Tensor& task : tasks().unbind()) losses.push_back(adapted_by<optim::MetaAdam>(state, task));
   return torch::autograd::grad({at::stack(losses).mean()}, parameters);
 }
 
@@ -98,7 +99,7 @@ class MetaWorkers : public CommContract {
 };
 
 Tensor over_workers(const optim::ModuleState& state) {
-  return remote_sync_call<&adapted>(
+  return remote_sync_call<&adapted_by<optim::MetaAdam>>(
       state, tasks(),
       {.partitioner = dim_partitioner(0, {.exclusive = true, .keepdim = false}), .reducer = mean_reducer});
 }
@@ -123,14 +124,6 @@ TEST_P(MetaWorkers, TheSameMetaGradientOnAnyNumberOfWorkers) {
     });
 }
 
-template <typename Meta>
-Tensor adapted_by(optim::ModuleState model, Tensor task) {
-  MetaNet net;
-  optim::recover_state_dict(net, model);
-  Meta inner(net, {.lr = 0.05});
-  for (int step = 0; step < 3; ++step) inner.step(net.loss(task[0], task[1]));
-  return net.loss(task[0] + 0.1, task[1]);
-}
 template <typename Meta>
 Tensor mean_adapted_by(optim::ModuleState model, Tensor some) {
   Tensors losses;

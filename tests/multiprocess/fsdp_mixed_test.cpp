@@ -157,6 +157,20 @@ TEST(FsdpMixed, NothingChangesACopyOrTakesItsValuesForTheParameters) {
   });
 }
 
+TEST(FsdpMixed, TheModuleOutlivesIt) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+    const Tensor x = fsdp_input(world.rank(), 0);
+    {
+      auto model = fully_shard(net, with(kBFloat16));
+      model(x).sum().backward();
+      model.synchronize();
+    }
+    EXPECT_TRUE(torch::equal(net->forward(x), other->forward(x)));
+    barrier();
+  });
+}
+
 struct Anything : nn::Module {
   void forward(std::vector<Tensor>& cache, std::unique_ptr<int> number, const std::vector<int64_t>&) {
     cache.push_back(a->weight + *number);

@@ -1,5 +1,6 @@
 #include "support/fake_device.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -8,21 +9,33 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 
 namespace muster::test {
 namespace {
 
-std::atomic<size_t> blocks{0}, unblocked_copies{0};
+std::atomic<size_t> bytes_there{0}, unblocked_copies{0};
 thread_local c10::DeviceIndex current = 0;
+
+struct Block;
+// By address, as a device finds them; a pointer to memory that was freed finds none.
+std::mutex blocks_mutex;
+std::map<const std::byte*, const Block*>& blocks() {
+  static auto* const all = new std::map<const std::byte*, const Block*>;
+  return *all;
+}
 
 // What an address on a device stands for.
 struct Block {
@@ -32,11 +45,15 @@ struct Block {
         address(::mmap(nullptr, std::max<size_t>(bytes, 1), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)),
         memory(new std::byte[std::max<size_t>(bytes, 1)]) {
     TORCH_CHECK(address != MAP_FAILED, "no room for the memory of a fake device");
-    ++blocks;
+    const std::lock_guard lock(blocks_mutex);
+    blocks().emplace(static_cast<std::byte*>(address), this);
+    bytes_there += bytes;
   }
   ~Block() {
+    const std::lock_guard lock(blocks_mutex);
+    blocks().erase(static_cast<std::byte*>(address));
+    bytes_there -= bytes;
     ::munmap(address, std::max<size_t>(bytes, 1));
-    --blocks;
   }
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
@@ -73,6 +90,7 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
   c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
   c10::DeviceIndex deviceCount() const noexcept override { return kFakeDevices; }
   // There is one stream per device, and all work is complete when the call that requests it returns.
@@ -85,6 +103,14 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(c10::DeviceIndex) const override {}
 };
 
+// The CPU's memory; nothing is in the way of a copy from or to it.
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override { return c10::GetCPUAllocator()->allocate(bytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return c10::GetCPUAllocator()->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+
 class FakeHooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
@@ -92,6 +118,16 @@ class FakeHooks final : public at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kFakeDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
+  // torch::manual_seed() sets it; nothing draws from it.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    static const auto* const all = new std::array<at::Generator, kFakeDevices>{
+        at::detail::createCPUGenerator(), at::detail::createCPUGenerator(), at::detail::createCPUGenerator()};
+    return all->at(static_cast<size_t>(index));
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static auto* const one = new PinnedAllocator;
+    return one;
+  }
 };
 
 // --- kernels ---
@@ -116,13 +152,21 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::
       sizes, strides, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
+const Block& block_at(const void* address) {
+  const std::lock_guard lock(blocks_mutex);
+  const auto at = blocks().find(static_cast<const std::byte*>(address));
+  TORCH_CHECK(at != blocks().end(), "a tensor on a fake device without memory");
+  return *at->second;
+}
+
 // The tensor's elements as a tensor of the CPU, in place.
 at::Tensor seen(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
-  const auto* const block = static_cast<const Block*>(tensor.storage().data_ptr().get_context());
-  TORCH_CHECK(block && block->device == tensor.device().index(), "a tensor with the memory of another device");
+  if (tensor.numel() == 0) return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()));
+  const Block& block = block_at(tensor.storage().data());
+  TORCH_CHECK(block.device == tensor.device().index(), "a tensor with the memory of another device");
   const size_t offset = static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
-  const at::Tensor plain = at::from_blob(block->memory.get() + offset, tensor.sizes(), tensor.strides(),
+  const at::Tensor plain = at::from_blob(block.memory.get() + offset, tensor.sizes(), tensor.strides(),
                                          at::TensorOptions(tensor.scalar_type()));
   return tensor.is_conj() ? plain.conj() : plain;
 }
@@ -174,6 +218,9 @@ const bool registered = [] {
 
 }  // namespace
 
-FakeDeviceCounts fake_device_counts() { return {.blocks = blocks.load(), .unblocked_copies = unblocked_copies.load()}; }
+FakeDeviceCounts fake_device_counts() {
+  const std::lock_guard lock(blocks_mutex);
+  return {.blocks = blocks().size(), .bytes = bytes_there.load(), .unblocked_copies = unblocked_copies.load()};
+}
 
 }  // namespace muster::test

@@ -20,8 +20,8 @@ inline constexpr c10::DeviceIndex kFakeDevices = 3;
 inline c10::Device fake(int index) { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)}; }
 
 struct FakeDeviceCounts {
-  size_t blocks = 0;            // of memory that are there
-  size_t unblocked_copies = 0;  // that were allowed to end later than the call
+  size_t blocks = 0, bytes = 0;  // of memory that are there
+  size_t unblocked_copies = 0;   // that were allowed to end later than the call
 };
 FakeDeviceCounts fake_device_counts();
 

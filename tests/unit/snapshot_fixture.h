@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <string>
@@ -168,25 +169,18 @@ class SnapshotTest : public testing::TestWithParam<bool> {
     return {.folder = folder_, .every = every, .sharded = sharded(), .default_generator = false};
   }
   // Makes n ranks save snapshots of these steps.
-  void save_steps(int n, const std::vector<int64_t>& steps) const {
+  void save_steps(int n, const std::vector<int64_t>& steps) const { go_on_from({}, steps, n, 1); }
+  // Ranks restore this step, and save snapshots of later ones.
+  void go_on_from(std::optional<int64_t> restored, const std::vector<int64_t>& steps, int n = 2,
+                  uint64_t seed = 2) const {
     run_threads(n, [&](World& world) {
-      Training training(world, 1, sgd());
+      Training training(world, seed, sgd());
       Snapshot snapshot(options());
       training.add_to(snapshot);
-      snapshot.restore();
-      for (const int64_t step : steps) {
-        training.total = step;
-        snapshot.save(step);
+      const int64_t found = snapshot.restore();
+      if (restored) {
+        EXPECT_EQ(found, *restored);
       }
-    });
-  }
-  // Two ranks restore this step, and save snapshots of later ones.
-  void go_on_from(int64_t restored, const std::vector<int64_t>& steps) const {
-    run_threads(2, [&](World& world) {
-      Training training(world, 2, sgd());
-      Snapshot snapshot(options());
-      training.add_to(snapshot);
-      EXPECT_EQ(snapshot.restore(), restored);
       for (const int64_t step : steps) {
         training.total = step;
         snapshot.save(step);

@@ -1,4 +1,4 @@
-// Places where no snapshot can be written or read, and snapshots of a newer Muster: one sentence says so, and what is
+// Places where no snapshot can be written or read, and snapshots of another version: one sentence says so, and what is
 // there stays as it was.
 #include <sched.h>
 #include <sys/mount.h>
@@ -132,7 +132,7 @@ TEST_P(SnapshotTest, AFileSystemWithoutSpaceKeepsWhatItHas) {
   if (!said.empty()) GTEST_SKIP() << said;
 }
 
-TEST_P(SnapshotTest, ANewerFormatIsRefusedAndTheOneBeforeIsUsed) {
+TEST_P(SnapshotTest, AnotherFormatIsRefusedAndTheOneBeforeIsUsed) {
   save_steps(2, {10, 20});
   const auto newest = folder_ / "step-20.snapshot.safetensors";
   std::string bytes = text_of_file(newest);

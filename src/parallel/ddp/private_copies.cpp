@@ -41,8 +41,8 @@ void PrivateCopies::use_copy(size_t number) {
   const at::Tensor memory = at::empty({elements}, values.options().dtype(entry.dtype))
                                 .as_strided(values.sizes(), values.strides(), values.storage_offset());
   const at::Tensor copy = parallel::private_tensor(memory, {.name = entry.name, .is_copy = true});
-  const auto instead = [copy, phase = phase_, dtype = values.scalar_type()](const at::Tensor& tensor) {
-    return phase->instead_of(tensor, dtype, copy);
+  const auto instead = [number, phase = phase_, dtype = values.scalar_type()](const at::Tensor& tensor) {
+    return phase->instead_of(tensor, dtype, number);
   };
   phase_->copies[number] = copy;
   entry.values = parallel::private_tensor(values, {.name = entry.name, .instead = instead});

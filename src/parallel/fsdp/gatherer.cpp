@@ -21,13 +21,6 @@ namespace {
 constexpr char kSameOrder[] =
     "With kFullShard, let every rank call forward() equally often, and use the same parameters in the same order";
 
-// The least recently used of those that may go; units.end() if there is none.
-template <typename Units, typename MayGo>
-auto oldest(Units& units, MayGo may_go) {
-  const auto found = std::find_if(units.rbegin(), units.rend(), may_go);
-  return found == units.rend() ? units.end() : std::prev(found.base());
-}
-
 }  // namespace
 
 Gatherer::Gatherer(Setup setup) : setup_(std::move(setup)) {
@@ -158,7 +151,7 @@ void Gatherer::free(Units::iterator here) {
 // Frees units, but none that the operation uses, until at most `most` are here.
 void Gatherer::make_room(size_t most, uint64_t operation, bool& have_met) {
   while (here_.size() > most) {
-    const auto goes = oldest(here_, [&](const Here& here) { return here.operation != operation; });
+    const auto goes = least_recently_used(here_, [&](const Here& here) { return here.operation != operation; });
     if (goes == here_.end()) return;
     if (!std::exchange(have_met, true)) meet();
     free(goes);
@@ -168,20 +161,14 @@ void Gatherer::make_room(size_t most, uint64_t operation, bool& have_met) {
 // Starts to receive the units that will be used next, while there is room without them and without those that the
 // operation uses.
 void Gatherer::prefetch(uint64_t operation, bool have_met) {
-  std::vector<size_t> needed{last_.second};
-  for (auto last = last_; needed.size() < setup_.most;) {
-    const auto next = followed_by_.find(last);
-    if (next == followed_by_.end()) break;
-    needed.push_back(next->second);
-    last = {last.second, next->second};
-  }
+  const std::vector<size_t> needed = order_.expected(setup_.most);
   const auto may_go = [&](const Here& here) {
     return here.operation != operation && std::find(needed.begin(), needed.end(), here.unit) == needed.end();
   };
   for (size_t i = 1; i < needed.size(); ++i) {
     if (find(needed[i]) != here_.end()) continue;
     const bool is_full = here_.size() >= setup_.most;
-    const auto goes = oldest(here_, may_go);
+    const auto goes = least_recently_used(here_, may_go);
     if (is_full && goes == here_.end()) return;
     if (!std::exchange(have_met, true)) meet();
     if (is_full) free(goes);
@@ -208,10 +195,7 @@ void Gatherer::use(size_t unit, uint64_t operation) {
   now.operation = operation;
   const bool waited = !now.arrived;
   if (waited) finish(now);
-  if (last_.second != unit) {
-    followed_by_[last_] = unit;
-    last_ = {last_.second, unit};
-  }
+  order_.used(unit);
   prefetch(operation, waited);
 }
 
@@ -237,7 +221,7 @@ void Gatherer::end() {
     finish_all();
     while (!here_.empty()) free(std::prev(here_.end()));
   });
-  last_ = {kNone, kNone};
+  order_.restart();
 }
 
 void Gatherer::gather_all() {

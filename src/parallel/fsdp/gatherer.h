@@ -34,15 +34,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "muster/comm/group.h"
 #include "muster/comm/work.h"
+#include "parallel/fsdp/use_order.h"
 #include "shm/mapping.h"
 
 namespace muster::fsdp {
@@ -92,7 +91,6 @@ class Gatherer {
     bool arrived = false;
     uint64_t operation = 0;  // the last that used it
   };
-  static constexpr size_t kNone = ~size_t{0};
   using Units = std::vector<Here>;
 
   template <typename Fn>
@@ -110,9 +108,8 @@ class Gatherer {
 
   const Setup setup_;
   bool reading_ = false, all_here_ = false;
-  Units here_;                                               // the last used one first
-  std::pair<size_t, size_t> last_{kNone, kNone};             // the last two units that were used
-  std::map<std::pair<size_t, size_t>, size_t> followed_by_;  // what was used after such two
+  Units here_;  // the last used one first
+  UseOrder order_;
 };
 
 }  // namespace muster::fsdp

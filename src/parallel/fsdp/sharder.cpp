@@ -1,6 +1,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <exception>
@@ -49,6 +50,39 @@ void fill_buffers(const std::vector<parallel::NamedTensor>& buffers, const FsdpO
   for (const auto& [buffer, values] : filled) parallel::give_values(buffer, values);
 }
 
+// With its index; none if it is the CPU. Unavailable if this process has no such device.
+std::optional<at::Device> checked_device(const std::optional<at::Device>& wanted) {
+  if (!wanted || wanted->is_cpu()) return {};
+  if (wanted->is_meta()) throw InvalidArgument("compute_device is meta", "Use the device that computes");
+  const bool is_known = c10::impl::hasDeviceGuardImpl(wanted->type());
+  const c10::DeviceIndex count =
+      is_known ? c10::impl::VirtualGuardImpl(wanted->type()).deviceCount() : c10::DeviceIndex{0};
+  if (count == 0 || wanted->index() >= count)
+    throw Unavailable(text("compute_device is ", wanted->str(), ", and this process has ", int{count}, " devices of ",
+                           c10::DeviceTypeName(wanted->type(), /*lower_case=*/true)),
+                      "Use another device, or a libtorch that is built for it");
+  return wanted->has_index() ? *wanted : c10::impl::VirtualGuardImpl(wanted->type()).getDevice();
+}
+
+// Also those that torch::load() has replaced.
+void move_buffers(const std::vector<parallel::NamedTensor>& buffers, const at::Device& device) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, buffer] : buffers)
+    if (buffer.device() != device) parallel::give_values(buffer, buffer.to(device));
+}
+
+// From rank 0, over the CPU.
+void broadcast_from_devices(const std::vector<parallel::NamedTensor>& buffers, const Group& group) {
+  if (group.size() == 1) return;
+  const at::NoGradGuard no_grad;
+  std::vector<parallel::NamedTensor> on_host;
+  for (const auto& [name, buffer] : buffers) on_host.push_back({name, buffer.to(at::kCPU)});
+  parallel::broadcast_together(on_host, group);
+  if (group.rank() == 0) return;
+  // As on the CPU, graphs that have saved a buffer do not notice.
+  for (size_t i = 0; i < buffers.size(); ++i) buffers[i].tensor.variable_data().copy_(on_host[i].tensor);
+}
+
 }  // namespace
 
 struct Sharder::Impl {
@@ -62,9 +96,14 @@ struct Sharder::Impl {
   std::shared_ptr<SharedParameters> shared;
   std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
 
+  // Before anything that changes what a backward() uses: one that threw may still be in a node on the device.
+  void let_backward_end() const {
+    if (options.compute_device) wait_for_autograd(*options.compute_device);
+  }
   std::shared_ptr<void> forward() const {
-    return options.mixed_precision.param_dtype ? std::make_shared<parallel::ForwardWithCopies>(shared->phase())
-                                               : nullptr;
+    return options.mixed_precision.param_dtype || options.compute_device
+               ? std::make_shared<parallel::ForwardWithCopies>(shared->phase())
+               : nullptr;
   }
 };
 
@@ -87,11 +126,14 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
 
   const MixedPrecision& precision = s.options.mixed_precision;
   parallel::check(precision);
+  s.options.compute_device = checked_device(s.options.compute_device);
+  const std::optional<at::Device>& device = s.options.compute_device;
   auto tensors = parallel::tensors_of(*s.module);
   for (const auto& [name, tensor] : tensors.parameters)
     if (!(tensor.device().is_cpu() || tensor.is_meta()) || tensor.layout() != at::kStrided)
       throw InvalidArgument(text("parameter ", name, " is not a dense CPU tensor"),
-                            "FullyShardedDataParallel shards dense parameters on the CPU");
+                            device ? "Leave the module on the CPU: compute_device gets copies of what it needs"
+                                   : "FullyShardedDataParallel shards dense parameters on the CPU");
   for (const auto& [name, tensor] : tensors.all)
     if (tensor.is_meta() && !s.options.init)
       throw InvalidArgument(text(name, " has no values, because it was made on the device meta"),
@@ -99,20 +141,23 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   const parallel::Hosts hosts = parallel::hosts_of(s.group, world);
   const size_t group_bytes = parallel::bytes_of_mb(s.options.bucket_cap_mb);
   const bool gathers = s.options.strategy == ShardingStrategy::kFullShard && hosts.ranks.size() > 1;
-  if (gathers)
+  if (gathers || device)
     s.units =
         make_units(*s.module, tensors.parameters, parallel::bytes_of_mb(s.options.unit_cap_mb), s.options.is_unit);
   const auto compute_dtypes = parallel::compute_dtypes(*s.module, tensors.parameters, precision);
-  std::string chosen = text(
-      parallel::words_of(with), parallel::words_of(*s.module, precision, compute_dtypes),
-      " strategy=", static_cast<int>(s.options.strategy), " reshard_after_forward=", s.options.reshard_after_forward,
-      " max_gathered_units=", s.options.max_gathered_units, " init_seed=", s.options.init_seed, " units=");
+  std::string chosen = text(parallel::words_of(with), parallel::words_of(*s.module, precision, compute_dtypes),
+                            " strategy=", static_cast<int>(s.options.strategy),
+                            " reshard_after_forward=", s.options.reshard_after_forward,
+                            " max_gathered_units=", s.options.max_gathered_units, " init_seed=", s.options.init_seed,
+                            " compute_device=", device ? c10::DeviceTypeName(device->type()) : "CPU", " units=");
   for (const Unit& unit : s.units) chosen += text("[", join(unit), "]");
   parallel::require_same_on_all_ranks(tensors.all, chosen, s.group);
   parallel::require_values_on_all_ranks(tensors.all, s.group);
   fill_buffers(tensors.buffers, s.options, s.group);
+  if (device) move_buffers(tensors.buffers, at::kCPU);  // another FullyShardedDataParallel may have moved them
   parallel::broadcast_together(tensors.all, s.group);
   parallel::convert_buffers(*s.module, precision);
+  if (device) move_buffers(tensors.buffers, *device);
   s.parameters = std::move(tensors.parameters);
   s.buffers = std::move(tensors.buffers);
 
@@ -121,18 +166,22 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   for (const Owner& owner : owners) s.owners.push_back(rank_of(owner, hosts, s.group.rank()));
   s.copies = gathers ? 1 : static_cast<int>(hosts.ranks.size());
   const size_t most = s.options.reshard_after_forward ? s.options.max_gathered_units : s.units.size() + 1;
+  std::optional<SharedParameters::OnDevice> on_device;
+  if (device) on_device = {.device = *device, .units = s.units, .most = most};
   const auto fill = [&](const parallel::NamedTensor& parameter, const at::Tensor& values) {
     if (parameter.tensor.is_meta())
       s.options.init(parameter.name, values, generator_for(parameter.name, s.options.init_seed));
     else
       values.copy_(parallel::unwatched(parameter.tensor));
   };
-  s.shared = std::make_shared<SharedParameters>(s.parameters, compute_dtypes, owners, hosts, s.group, world,
-                                                Gathering{.units = s.units, .most = most}, fill);
+  s.shared = std::make_shared<SharedParameters>(
+      s.parameters, compute_dtypes, owners, hosts, s.group, world,
+      Gathering{.units = gathers ? s.units : std::vector<Unit>{}, .most = most}, fill, on_device);
 
   with.owner_on_each_host = s.copies > 1;
   with.reduce_dtype = precision.reduce_dtype;
   if (gathers) with.most_in_flight = group_bytes;
+  with.on_end = [shared = s.shared] { shared->own_reads_are_over(); };
   with.on_averaged = [shared = s.shared](bool) { shared->reads_are_over(); };
   std::vector<parallel::NamedTensor> trained;
   for (size_t i = 0; i < s.parameters.size(); ++i) {
@@ -143,18 +192,26 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   if (!trained.empty()) s.gradients.emplace(trained, std::move(with), world.shared_heap());
 }
 
-Sharder::~Sharder() = default;
+Sharder::~Sharder() {
+  try {
+    if (impl_) impl_->let_backward_end();
+  } catch (const std::exception&) {  // the device has failed
+  }
+}
 
 std::shared_ptr<void> Sharder::before_forward() {
   Impl& s = *impl_;
+  s.let_backward_end();
   if (s.shared->has_all() && !s.module->is_training()) return s.forward();
   auto changes = s.shared->changes();  // before anything that ends the others' reads
   if (s.gradients) s.gradients->before_forward();
   const bool sync = !s.gradients || s.gradients->sync();
   const bool may_follow_an_update = s.module->is_training() && sync;
   if (may_follow_an_update || !s.shared->may_go_on(changes)) s.shared->before_forward(std::move(changes));
+  if (s.options.compute_device) move_buffers(s.buffers, *s.options.compute_device);
   if (sync && s.options.broadcast_buffers && s.module->is_training() && !s.buffers.empty())
-    parallel::broadcast_together(s.buffers, s.group);
+    s.options.compute_device ? broadcast_from_devices(s.buffers, s.group)
+                             : parallel::broadcast_together(s.buffers, s.group);
   return s.forward();
 }
 
@@ -165,10 +222,12 @@ std::optional<at::ScalarType> Sharder::input_dtype() const {
 std::optional<at::ScalarType> Sharder::output_dtype() const { return impl_->options.mixed_precision.output_dtype; }
 
 void Sharder::synchronize() {
+  impl_->let_backward_end();
   if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
   impl_->shared->synchronize();
 }
 void Sharder::gather() {
+  impl_->let_backward_end();
   if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
   impl_->shared->gather();
 }
@@ -203,6 +262,7 @@ std::vector<std::vector<std::string>> Sharder::bucket_names() const {
 }
 
 double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  impl_->let_backward_end();
   if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
   return clip_grad_norm_(owned_parameters(), max_norm,
                          {.norm_type = norm_type,

@@ -57,6 +57,8 @@ constexpr int64_t kLargestSample = (int64_t{1} << kSampleBits) - 1;
 
 constexpr size_t kNowhere = ~size_t{0};
 
+using Instead = decltype(parallel::Sharing::instead);
+
 constexpr char kWhileRead[] =
     " after a forward() that no backward() followed, while other ranks may still have read it";
 constexpr char kSynchronize[] = "Call synchronize() before such a change";
@@ -68,7 +70,7 @@ constexpr char kSynchronize[] = "Call synchronize() before such a change";
 std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::NamedTensor>& parameters,
                                                   const std::vector<at::ScalarType>& compute_dtypes,
                                                   const std::vector<Owner>& owners, const World& world,
-                                                  const Gathering& gathering) {
+                                                  const Gathering& gathering, bool on_device) {
   std::vector<parallel::NamedTensor> used, kept;
   std::vector<size_t> kept_at(parameters.size(), kNowhere);
   std::vector<Owner> kept_owners;
@@ -81,42 +83,70 @@ std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::Na
     kept.push_back(parameters[i]);
     kept_owners.push_back(owners[i]);
   }
+  // Gives out the copy with this number.
+  const auto copy_instead = [&](size_t number, at::ScalarType dtype) {
+    return
+        [number, phase = phase_, dtype](const at::Tensor& tensor) { return phase->instead_of(tensor, dtype, number); };
+  };
   used_ = std::make_unique<SharedTensors>(
       used, SharedTensors::Setup{.owners = owners,
                                  .hosts = hosts_,
                                  .group = group_,
                                  .world = world,
                                  .gathering = gathering,
-                                 .is_copy = [&](size_t index) { return kept_at[index] != kNowhere; }});
+                                 .is_copy = [&](size_t i) { return kept_at[i] != kNowhere; },
+                                 .instead = [&](size_t i) -> Instead {
+                                   if (!on_device || kept_at[i] != kNowhere) return nullptr;
+                                   return copy_instead(i, parameters[i].tensor.scalar_type());
+                                 }});
   if (kept.empty()) return kept_at;
   Gathering alike{.units = std::vector<Unit>(gathering.units.size())};
   for (size_t u = 0; u < gathering.units.size(); ++u)
     for (const size_t i : gathering.units[u])
       if (kept_at[i] != kNowhere) alike.units[u].push_back(kept_at[i]);
+  std::vector<size_t> number_of_kept;  // if a device computes, all parameters have copies
   for (size_t i = 0; i < parameters.size(); ++i)
-    if (kept_at[i] != kNowhere) phase_->copies.push_back((*used_)[i]);
-  const auto copy_instead = [&](size_t index) {
-    return [index, phase = phase_, dtype = kept[index].tensor.scalar_type()](const at::Tensor& tensor) {
-      return phase->instead_of(tensor, dtype, phase->copies[index]);
-    };
-  };
-  kept_ = std::make_unique<SharedTensors>(kept, SharedTensors::Setup{.owners = kept_owners,
-                                                                     .hosts = hosts_,
-                                                                     .group = group_,
-                                                                     .world = world,
-                                                                     .gathering = alike,
-                                                                     .bytes_beside = used_->bytes_of_host(),
-                                                                     .instead = copy_instead});
+    if (kept_at[i] != kNowhere) number_of_kept.push_back(on_device ? i : kept_at[i]);
+  kept_ = std::make_unique<SharedTensors>(
+      kept, SharedTensors::Setup{.owners = kept_owners,
+                                 .hosts = hosts_,
+                                 .group = group_,
+                                 .world = world,
+                                 .gathering = alike,
+                                 .bytes_beside = used_->bytes_of_host(),
+                                 .instead = [&](size_t k) -> Instead {
+                                   return copy_instead(number_of_kept[k], kept[k].tensor.scalar_type());
+                                 }});
   return kept_at;
+}
+
+// Of those for which operators use one; before that, nobody may read a parameter.
+void SharedParameters::make_copies_for_operators(const std::vector<parallel::NamedTensor>& parameters,
+                                                 const std::vector<size_t>& kept_at,
+                                                 const std::optional<OnDevice>& on_device) {
+  if (!on_device) {
+    for (size_t i = 0; i < parameters.size(); ++i)
+      if (kept_at[i] != kNowhere) phase_->copies.push_back((*used_)[i]);
+    return;
+  }
+  std::vector<parallel::NamedTensor> from;
+  for (size_t i = 0; i < parameters.size(); ++i) from.push_back({parameters[i].name, (*used_)[i]});
+  on_device_ = std::make_unique<DeviceCopies>(DeviceCopies::Setup{
+      .device = on_device->device, .from = std::move(from), .units = on_device->units, .most = on_device->most});
+  for (size_t i = 0; i < parameters.size(); ++i) phase_->copies.push_back((*on_device_)[i]);
+  phase_->on_device = true;
 }
 
 SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
                                    const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
                                    parallel::Hosts hosts, const Group& group, const World& world,
-                                   const Gathering& gathering, const Fill& fill)
+                                   const Gathering& gathering, const Fill& fill,
+                                   const std::optional<OnDevice>& on_device)
     : group_(group), hosts_(std::move(hosts)) {
   parallel::require_own_memory(parameters);
-  const std::vector<size_t> kept_at = make_memory(parameters, compute_dtypes, owners, world, gathering);
+  const auto kept_at =
+      make_memory(parameters, compute_dtypes, owners, world, gathering, /*on_device=*/on_device.has_value());
+  make_copies_for_operators(parameters, kept_at, on_device);
 
   // One after the other, so that a parameter's private memory is free before the next one's shared memory is taken.
   const at::NoGradGuard no_grad;
@@ -148,6 +178,8 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     use_shared_memory(entry);
     remember(entry);
   }
+  if (on_device_ && !used_->gatherer())
+    for (const auto& memory : used_->mapped()) pinned_.push_back(parallel::PinnedMemory::of(memory, on_device->device));
 }
 
 SharedParameters::~SharedParameters() { phase_->copies.clear(); }
@@ -166,7 +198,7 @@ void SharedParameters::make_copies() {
 
 void SharedParameters::use_shared_memory(Entry& entry) const {
   parallel::give_values(entry.tensor, entry.shared);
-  if (entry.copy.defined() || parallel::is_spread(entry.shared)) parallel::watch(entry.tensor);
+  if (has_copy(entry) || parallel::is_spread(entry.shared)) parallel::watch(entry.tensor);
 }
 
 void SharedParameters::remember(Entry& entry) const {
@@ -188,9 +220,9 @@ SharedParameters::Changes SharedParameters::changes() const {
       change = Change::kReshaped;
     } else if (!tensor.is_alias_of(shared)) {
       // Module::to() after a forward() would get the copy's values.
-      change = entry.copy.defined() && phase_->reading ? Change::kUpdatedWhileRead
-               : mine                                  ? Change::kReplaced
-                                                       : Change::kReplacedElsewhere;
+      change = has_copy(entry) && phase_->reading ? Change::kUpdatedWhileRead
+               : mine                             ? Change::kReplaced
+                                                  : Change::kReplacedElsewhere;
       if (mine) sample = sample_of(at::empty_like(shared).copy_(tensor));
     } else {
       if (mine) sample = sample_of(tensor);
@@ -297,12 +329,19 @@ bool SharedParameters::may_go_on(const Changes& changes) const {
   return true;
 }
 
+// A device may still be reading what it was asked to.
+void SharedParameters::own_reads_are_over() {
+  if (on_device_) on_device_->forget();
+}
+
 void SharedParameters::reads_are_over() {
   phase_->reading = false;
+  own_reads_are_over();
   for_each_gatherer([](Gatherer& gatherer) { gatherer.end(); });
 }
 
 void SharedParameters::synchronize() {
+  own_reads_are_over();
   barrier({.group = group_});
   reads_are_over();
   phase_->is_step = false;

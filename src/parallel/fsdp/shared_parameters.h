@@ -11,6 +11,9 @@
 // before_forward() makes it, and gather(). Then only the copies are gathered for operators; the parameters stay where
 // they are at home, except after gather().
 //
+// If a device computes, each parameter has a copy on this rank's device (device_copies.h), which operators use at the
+// same times. It is made from what operators would use on the CPU.
+//
 // Nobody may read a parameter while its owner writes. The order of a step gives that:
 //
 //   before_forward()     returns on no rank before every rank has come: all updates are over
@@ -41,15 +44,19 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
 #include "parallel/compute_copy.h"
+#include "parallel/fsdp/device_copies.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/shared_tensors.h"
+#include "parallel/fsdp/units.h"
 #include "parallel/hosts.h"
+#include "parallel/pinned_memory.h"
 #include "parallel/same_module.h"
 
 namespace muster::fsdp {
@@ -58,12 +65,18 @@ class SharedParameters {
  public:
   // Gives a parameter that this rank owns its first values.
   using Fill = std::function<void(const parallel::NamedTensor& parameter, const at::Tensor& values)>;
+  // The device that computes, if it is not the CPU.
+  struct OnDevice {
+    at::Device device;
+    std::vector<Unit> units;  // of all parameters
+    size_t most = 0;          // as DeviceCopies'
+  };
   // Collective. Each parameter is there once; compute_dtypes: by parameter, in which operators use it. If `fill` throws
   // on a rank, this throws on every rank.
   SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
                    const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
                    parallel::Hosts hosts, const Group& group, const World& world, const Gathering& gathering,
-                   const Fill& fill);
+                   const Fill& fill, const std::optional<OnDevice>& on_device = {});
   SharedParameters(const SharedParameters&) = delete;
   SharedParameters& operator=(const SharedParameters&) = delete;
   ~SharedParameters();
@@ -84,7 +97,8 @@ class SharedParameters {
   // Collective: as synchronize(); then this host has all values, until the next call of one of these functions.
   void gather();
   bool has_all() const { return used_->gatherer() && used_->gatherer()->has_all(); }  // since gather()
-  // To be called when backward() is over on all ranks.
+  // To be called when backward() is over on this rank, and then when it is on all ranks.
+  void own_reads_are_over();
   void reads_are_over();
 
   // Bytes of memory that holds parameters for this rank's host, and belongs to this rank; the kernel counts them.
@@ -92,6 +106,7 @@ class SharedParameters {
 
   // Of what operators use; in order.
   std::vector<size_t> units_here() const {
+    if (on_device_) return on_device_->units_here();
     return used_->gatherer() ? used_->gatherer()->units_here() : std::vector<size_t>{};
   }
 
@@ -102,7 +117,7 @@ class SharedParameters {
     std::string name;
     at::Tensor tensor;  // the module's
     at::Tensor shared;  // in shared memory, of the same shape and layout
-    at::Tensor copy;    // the same in another dtype, for operators; undefined if they use `shared`
+    at::Tensor copy;    // the same in another dtype; undefined if the CPU's operators use `shared`
     Owner owner;
     uint32_t version = 0;  // of `tensor`, at the last look
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
@@ -110,7 +125,10 @@ class SharedParameters {
 
   std::vector<size_t> make_memory(const std::vector<parallel::NamedTensor>& parameters,
                                   const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
-                                  const World& world, const Gathering& gathering);
+                                  const World& world, const Gathering& gathering, bool on_device);
+  void make_copies_for_operators(const std::vector<parallel::NamedTensor>& parameters,
+                                 const std::vector<size_t>& kept_at, const std::optional<OnDevice>& on_device);
+  bool has_copy(const Entry& entry) const { return entry.copy.defined() || on_device_; }  // for operators
   bool is_mine(const Entry& entry) const { return rank_of(entry.owner, hosts_, group_.rank()) == group_.rank(); }
   void use_shared_memory(Entry& entry) const;
   void remember(Entry& entry) const;
@@ -123,7 +141,9 @@ class SharedParameters {
   const parallel::Hosts hosts_;
   std::vector<Entry> entries_;
   std::unique_ptr<SharedTensors> used_;  // what operators use: parameters, or their copies
-  std::unique_ptr<SharedTensors> kept_;  // parameters that have copies; null if there are none
+  std::unique_ptr<SharedTensors> kept_;  // parameters that have copies in another dtype; null if there are none
+  std::vector<std::shared_ptr<parallel::PinnedMemory>> pinned_;  // of what the device reads
+  std::unique_ptr<DeviceCopies> on_device_;                      // null if the CPU computes
   // `reading`: since before_forward(). `is_step`: until synchronize() or gather(). Both are the same on all ranks.
   const std::shared_ptr<parallel::CopyPhase> phase_ = std::make_shared<parallel::CopyPhase>();
 };

@@ -74,6 +74,8 @@ SharedTensors::SharedTensors(const std::vector<parallel::NamedTensor>& like, con
   parallel::HostMemory memory = share_memory(layout_.bytes, layout_.at_most + bytes_beside, hosts, group, world);
   if (!gathering.units.empty()) gatherer_ = make_gatherer(layout_, gathering, memory, hosts, group);
   memory_ = std::move(memory.own);
+  for (int place = 0; place < hosts.owners; ++place)
+    mapped_.push_back(memory.mapped[static_cast<size_t>(hosts.owner(place))]);
 
   std::vector<size_t> unit_of(like.size());
   for (size_t u = 0; u < gathering.units.size(); ++u)

@@ -29,6 +29,7 @@
 #include "parallel/hosts.h"
 #include "parallel/same_module.h"
 #include "parallel/shared_tensor.h"
+#include "shm/mapping.h"
 
 namespace muster::fsdp {
 
@@ -60,11 +61,14 @@ class SharedTensors {
   size_t bytes_of_host() const { return layout_.at_most; }  // that it needs at most
   // Bytes that are there now, and belong to this rank; the kernel counts them.
   size_t bytes_here() const { return shm::committed(memory_.get()); }
+  // The memory of the owners of this host.
+  const std::vector<std::shared_ptr<shm::Mapping>>& mapped() const { return mapped_; }
   Gatherer* gatherer() const { return gatherer_.get(); }  // null if each host has an owner of each tensor
 
  private:
   const Layout layout_;
   UniqueFd memory_;  // of this rank
+  std::vector<std::shared_ptr<shm::Mapping>> mapped_;
   std::shared_ptr<Gatherer> gatherer_;
   std::vector<at::Tensor> tensors_;
 };
