@@ -1,5 +1,3 @@
-#include <torch/optim/lbfgs.h>
-
 #include <algorithm>
 #include <charconv>
 #include <optional>
@@ -20,29 +18,10 @@ namespace muster::checkpoint {
 namespace {
 
 using optim::Field;
+using optim::parameters_of;
 using optim::State;
+using optim::StateAside;
 using torch::optim::Optimizer;
-
-// Without the optimizer's state while it lives: an archive that is written or read meanwhile has the options only.
-class StateAside {
- public:
-  explicit StateAside(Optimizer& optimizer) : optimizer_(optimizer) { std::swap(kept_, optimizer_.state()); }
-  StateAside(const StateAside&) = delete;
-  StateAside& operator=(const StateAside&) = delete;
-  ~StateAside() { std::swap(kept_, optimizer_.state()); }
-  auto& kept() { return kept_; }
-
- private:
-  Optimizer& optimizer_;
-  std::decay_t<decltype(std::declval<Optimizer&>().state())> kept_;
-};
-
-std::vector<at::Tensor> parameters_of(const Optimizer& optimizer) {
-  std::vector<at::Tensor> all;
-  for (const auto& group : optimizer.param_groups())
-    all.insert(all.end(), group.params().begin(), group.params().end());
-  return all;
-}
 
 // Whether its parameters have owners, so that each rank has another part of its state. One without parameters may be
 // that of a rank that owns none.
@@ -276,22 +255,13 @@ class OptimizerItem final : public Item {
     }
   }
 
-  static void define_scratch_of_lbfgs(Optimizer& optimizer) {
-    // torch's archives cannot hold the undefined tensors in LBFGS's `al`: each place is written before it is read.
-    if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr) return;
-    for (auto& [parameter, state] : optimizer.state())
-      if (auto& al = static_cast<torch::optim::LBFGSParamState&>(*state).al())
-        for (auto& tensor : *al)
-          if (!tensor.defined()) tensor = at::empty({0});
-  }
-
   Optimizer& optimizer_;
   const std::type_info& type_;
   const bool is_known_;                                                // as optim::new_state_for() does
   std::vector<at::Tensor> parameters_;                                 // since load()
   std::decay_t<decltype(std::declval<Optimizer&>().state())> before_;  // the state before load(), until end_load()
   const SaveFn save_ = [this](torch::serialize::OutputArchive& archive) {
-    define_scratch_of_lbfgs(optimizer_);
+    optim::define_scratch_of_lbfgs(optimizer_);
     if (const auto* const sharded = dynamic_cast<const ShardedOptimizer*>(&optimizer_))
       sharded->save_part(archive);
     else

@@ -3,6 +3,7 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
@@ -21,6 +22,21 @@ const Options& options_of(const torch::optim::OptimizerParamGroup& group) {
 }
 
 }  // namespace
+
+void define_scratch_of_lbfgs(torch::optim::Optimizer& optimizer) {
+  if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr) return;
+  for (auto& [parameter, state] : optimizer.state())
+    if (auto& al = static_cast<torch::optim::LBFGSParamState&>(*state).al())
+      for (auto& tensor : *al)
+        if (!tensor.defined()) tensor = at::empty({0});
+}
+
+std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> all;
+  for (const auto& group : optimizer.param_groups())
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  return all;
+}
 
 State new_state_for(const std::type_info& type) {
   if (type == typeid(of_torch::SGD)) return std::make_unique<of_torch::SGDParamState>();

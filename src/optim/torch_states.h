@@ -9,7 +9,9 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <type_traits>
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
 namespace muster::optim {
@@ -21,6 +23,31 @@ struct Field {
   int64_t* number = nullptr;
 };
 using State = std::unique_ptr<torch::optim::OptimizerParamState>;
+
+// Of all parameters, by their TensorImpl.
+using States = std::decay_t<decltype(std::declval<torch::optim::Optimizer&>().state())>;
+
+// Without the optimizer's state while it lives: an archive that is written or read meanwhile has the options only.
+class StateAside {
+ public:
+  explicit StateAside(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+    std::swap(kept_, optimizer_.state());
+  }
+  StateAside(const StateAside&) = delete;
+  StateAside& operator=(const StateAside&) = delete;
+  ~StateAside() { std::swap(kept_, optimizer_.state()); }
+  States& kept() { return kept_; }
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  States kept_;
+};
+
+// torch's archives cannot hold the undefined tensors in LBFGS's `al`. This makes them empty ones, which LBFGS writes
+// before it reads them. To be called before an optimizer is saved.
+void define_scratch_of_lbfgs(torch::optim::Optimizer& optimizer);
+// Of all groups, in their order.
+std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
 
 // A new state of torch's SGD, Adam, AdamW, RMSprop or Adagrad, or of an optimizer of optimizers.h, by the optimizer's
 // class; null for all others. A class that is derived from one of torch's may keep something else.

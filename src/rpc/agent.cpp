@@ -53,6 +53,28 @@ Agent::~Agent() {
 
 // --- the start ---
 
+namespace {
+
+// What each rank has set. TimeoutError names those that have not.
+std::vector<std::string> posted_by_all(Store& store, const std::string& prefix, size_t n, Deadline deadline) {
+  std::vector<std::string> posted;
+  try {
+    for (size_t rank = 0; rank < n; ++rank) posted.push_back(store.get(text(prefix, rank), deadline));
+    return posted;
+  } catch (const TimeoutError&) {
+    std::vector<int> missing;
+    for (size_t rank = 0; rank < n; ++rank)
+      if (!store.try_get(text(prefix, rank))) missing.push_back(static_cast<int>(rank));
+    if (missing.empty()) throw;
+    const bool one = missing.size() == 1;
+    throw TimeoutError(text("rpc::init(): ", one ? "rank " : "ranks ", join(missing), one ? " has" : " have", " not ",
+                            prefix.ends_with("/name/") ? "called it" : "got ready in it"),
+                       missing, "Every rank of the World must call rpc::init(); look at their output");
+  }
+}
+
+}  // namespace
+
 void Agent::start(const World& world) {
   // One proxy for each agent that ever existed. They stay reachable, so that a leak checker does not report them.
   static std::mutex proxies_mutex;
@@ -77,8 +99,9 @@ void Agent::start(const World& world) {
   std::set<std::string> names;
   std::vector<bool> has_maps(n);
   std::vector<std::string> by_rank;
+  const std::vector<std::string> all = posted_by_all(*store, text(prefix, "/name/"), n, deadline);
   for (size_t rank = 0; rank < n; ++rank) {
-    const std::string posted = store->get(text(prefix, "/name/", rank), deadline);
+    const std::string& posted = all[rank];
     const auto space = posted.find(' ');
     std::string name = posted.substr(space + 1), its_ways = posted.substr(0, space);
     if ((has_maps[rank] = its_ways.ends_with('+'))) its_ways.pop_back();
@@ -162,7 +185,7 @@ void Agent::start(const World& world) {
       for (const auto& other : workers_) send_quietly(other.id, {.kind = MessageKind::kDrained, .worker = worker.id});
   // Nobody makes a call before all workers know their ways to all others.
   store->set(text(prefix, "/ready/", self_), "");
-  for (size_t rank = 0; rank < n; ++rank) store->get(text(prefix, "/ready/", rank), deadline);
+  posted_by_all(*store, text(prefix, "/ready/"), n, deadline);
   if (env_string(kVerboseVariable) || log_level() <= LogLevel::kInfo) log_ways();
 }
 

@@ -198,6 +198,7 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   Peer& peer(int rank) const { return *peers_[static_cast<size_t>(rank)]; }
   PeerLost lost_error(int rank) const;
   void wait_for_room(int to, Deadline deadline);
+  void say_what_runs() const;
   void take_bytes(int to, uint64_t call, size_t bytes, Deadline deadline, bool may_wait);
   void wait_for_backlog(int to, Deadline deadline);
   void send(int to, Header header, Payload payload, Deadline deadline = Deadline::never());

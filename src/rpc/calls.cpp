@@ -9,6 +9,7 @@
 #include "base/cycles.h"
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "rpc/profiled.h"
 #include "rpc/tensor_table.h"
 
 namespace muster::rpc {
@@ -58,10 +59,10 @@ void Agent::take_bytes(int to, uint64_t call, size_t bytes, Deadline deadline, b
   };
   if (!room() && !executor_->wait(
                      room, [&](nanoseconds limit) { there.room.sleep(limit, room); }, deadline))
-    throw TimeoutError(text("worker \"", workers_[static_cast<size_t>(to)].name, "\" has not answered calls with ",
-                            there.outstanding_bytes.load(), " bytes of arguments; a call with ", bytes,
-                            " more cannot be made. Raise rpc::Options::max_call_bytes if calls that wait for one "
-                            "another carry so much"));
+    throw TimeoutError(
+        text("worker \"", workers_[static_cast<size_t>(to)].name, "\" has not answered calls with ",
+             there.outstanding_bytes.load(), " bytes of arguments; a call with ", bytes, " more cannot be made"),
+        {}, "Raise rpc::Options::max_call_bytes if calls that wait for one another carry so much");
   if (!taken) return;  // the worker is lost, or this one ends: nothing will be sent
   const std::lock_guard lock(pending_mutex_);
   if (const auto it = pending_.find(call); it != pending_.end())
@@ -90,6 +91,7 @@ void Agent::wait_for_backlog(int to, Deadline deadline) {
 
 void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::PendingCall& call) {
   check_fork();
+  const ProfilerEvent event("call ", spec.function->name, " -> ", workers_[static_cast<size_t>(to)].name);
   Peer& there = peer(to);
   const milliseconds timeout = spec.timeout.value_or(options_.timeout);
   const auto deadline = timeout > milliseconds(0) ? Deadline::after(timeout, FastClock::now()) : Deadline::never();
@@ -248,6 +250,7 @@ void Agent::send_quietly(int to, Header header) {
 
 bool Agent::wait(detail::FutureState& state, Deadline deadline) {
   if (forked()) return state.sleep(deadline);
+  const ProfilerEvent event("wait");
   return executor_->wait([&] { return state.done(); }, [&](nanoseconds limit) { state.sleep(Deadline::after(limit)); },
                          deadline);
 }

@@ -420,8 +420,10 @@ bool Executor::wait(const std::function<bool()>& done, const std::function<void(
   return done();
 }
 
-void Executor::stop() {
+void Executor::stop(const std::function<void()>& late) {
   if (in_pool()) std::abort();  // this thread would wait for itself
+  const auto patient_until = Clock::now() + kLate;
+  bool is_late = false;
   std::list<std::unique_ptr<Worker>> ended;
   {
     std::unique_lock lock(mutex_);
@@ -433,6 +435,10 @@ void Executor::stop() {
       lock.unlock();
       driver_.wake();
       driver_.wake_second();
+      if (!is_late && Clock::now() >= patient_until) {
+        is_late = true;
+        late();
+      }
       lock.lock();
       stopped_.wait_for(lock, std::chrono::milliseconds(1), [&] { return workers_.empty(); });
     }

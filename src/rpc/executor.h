@@ -79,6 +79,7 @@ class Executor {
     std::function<void()> on_idle;                                // called when nothing is queued or runs; may be empty
   };
   static constexpr std::chrono::microseconds kTick{250}, kSlow{100}, kQuiet{1000};
+  static constexpr std::chrono::seconds kLate{3};
 
   Executor(Driver& driver, Options options);
   ~Executor();
@@ -93,8 +94,9 @@ class Executor {
             Deadline deadline);
 
   // Runs what is queued and lets running handlers end; no thread is left afterwards. Handlers must be able to end, so
-  // fail everything that they wait for first. Must not be called from a thread of the pool.
-  void stop();
+  // fail everything that they wait for first. Must not be called from a thread of the pool. Calls `late` once if that
+  // takes longer than kLate.
+  void stop(const std::function<void()>& late = [] {});
 
   static bool polls();   // whether the caller is inside Driver::poll()
   bool in_pool() const;  // whether the caller is a thread of this pool

@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "rpc/error_reply.h"
+#include "rpc/profiled.h"
 #include "rpc/tensor_table.h"
 
 namespace muster::rpc {
@@ -205,6 +206,7 @@ void Agent::run_handler(const std::shared_ptr<IncomingCall>& call, std::shared_p
   if (dropped || (call->cancelled.load(std::memory_order_acquire) && !orphan) || call->deadline.passed())
     return fail(call, std::make_exception_ptr(Aborted("the call was cancelled before it began")));
   const detail::CallContext::Scope scope({.call = call, .grad_mode = !(call->header.flags & kNoGrad)});
+  const ProfilerEvent event("handler ", call->function->name, " <- ", workers_[static_cast<size_t>(call->caller)].name);
   Invocation& invocation = *call->invocation;
   void* const target = object.get();
   invocation.run(target, (call->header.flags & kStore) != 0, [call, object = std::move(object)](Outcome&& outcome) {

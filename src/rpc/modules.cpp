@@ -61,26 +61,4 @@ void load(torch::nn::Module& module, const ModuleState& state) {
   module.train(state.training);
 }
 
-OptimizerState state_of(const torch::optim::Optimizer& optimizer) {
-  torch::serialize::OutputArchive archive;
-  optimizer.save(archive);
-  std::ostringstream out;
-  archive.save_to(out);
-  return {std::move(out).str()};
-}
-
-void load(torch::optim::Optimizer& optimizer, const OptimizerState& state) {
-  torch::serialize::InputArchive archive;
-  try {
-    archive.load_from(state.archive.data(), state.archive.size());
-  } catch (const c10::Error& error) {
-    throw CorruptError(text("the state of an optimizer does not parse: ", error.what_without_backtrace()));
-  }
-  try {
-    optimizer.load(archive);
-  } catch (const c10::Error& error) {
-    throw Mismatch(text("the state belongs to another kind of optimizer: ", error.what_without_backtrace()));
-  }
-}
-
 }  // namespace muster::rpc

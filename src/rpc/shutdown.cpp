@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 
@@ -108,6 +109,25 @@ void Agent::shut_down(Shutdown how, Deadline deadline) {
         missing, "Every worker must call rpc::shutdown()");
 }
 
+// This worker cannot end before its handlers do. They have been told to (this_call().cancelled()).
+void Agent::say_what_runs() const {
+  std::vector<std::string> calls;
+  {
+    const std::lock_guard lock(running_mutex_);
+    for (const auto& one : peers_)
+      for (const auto& [id, call] : one->running)
+        calls.push_back(
+            text(call->function->name, " for worker \"", workers_[static_cast<size_t>(call->caller)].name, "\""));
+  }
+  constexpr size_t kMost = 3;
+  const size_t more = calls.size() - std::min(calls.size(), kMost);
+  calls.resize(calls.size() - more);
+  MUSTER_LOG(kWarning) << "the end of RPC waits until handlers have ended"
+                       << (calls.empty() ? "" : text(": ", join(calls, ", ")))
+                       << (more == 0 ? "" : text(" and ", more, " more"))
+                       << ". A handler that may run for long must look at rpc::this_call().cancelled()";
+}
+
 void Agent::close(Deadline flush) {
   if (forked()) return;  // everything here belongs to the parent process
   {
@@ -130,7 +150,7 @@ void Agent::close(Deadline flush) {
     one->room.ring();
   }
   bell_.ring();
-  if (executor_) executor_->stop();
+  if (executor_) executor_->stop([this] { say_what_runs(); });
   if (far_) far_->close(flush);
   if (shm_) shm_->close(flush);
   // Handlers that are suspended for ever hold the agent, and the agent holds them: this breaks the cycle. What is

@@ -1,8 +1,14 @@
 // Remote calls: one suite, over shared memory and (between faked hosts) over TCP, between threads and processes. What
 // goes wrong is in rpc_failure_test.cpp, and objects are in rpc_references_test.cpp.
+#include <ATen/record_function.h>
+
+#include <algorithm>
 #include <atomic>
 #include <future>
+#include <memory>
+#include <mutex>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "base/verbose.h"
@@ -410,6 +416,37 @@ TEST_P(Rpc, OverUcxForWhoAsksForIt) {
           EXPECT_THROW(rpc::sync<&fails>(next, 1), RemoteError);
         },
         {.transport = is_one_host ? "ucx" : "shm,ucx"});
+}
+
+// What profilers see, in all threads.
+std::mutex seen_mutex;
+std::vector<std::string> seen;
+std::unique_ptr<at::ObserverContext> see(const at::RecordFunction& event) {
+  const std::lock_guard lock(seen_mutex);
+  seen.emplace_back(event.name());
+  return nullptr;
+}
+
+TEST_P(Rpc, CallsWaitsAndHandlersAreEventsOfProfilers) {
+  const auto saw = [](const std::string& words, bool function) {
+    const std::lock_guard lock(seen_mutex);
+    return std::any_of(seen.begin(), seen.end(), [&](const std::string& event) {
+      return contains(event, words) && (!function || contains(event, "echo"));
+    });
+  };
+  run(2, [&](World& world) {
+    const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(&see).scopes({at::RecordScope::USER_SCOPE}));
+    rpc::init();
+    if (world.rank() == 0) {
+      rpc::sync<&echo>(1, at::ones({3}));
+      EXPECT_TRUE(saw("muster:rpc call ", true) && saw(" -> worker1", true) && saw("muster:rpc wait", false));
+    }
+    rpc::shutdown();
+    if (world.rank() == 1) {
+      EXPECT_TRUE(saw("muster:rpc handler ", true) && saw(" <- worker0", true));
+    }
+    at::removeCallback(handle);
+  });
 }
 
 TEST_P(Rpc, WaysThatThereAreNot) {

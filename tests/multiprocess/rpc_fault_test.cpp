@@ -4,11 +4,13 @@
 
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "base/file_text.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
@@ -21,6 +23,7 @@
 #include "support/forked.h"
 #include "support/patience.h"
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 #include "support/ucx.h"
 
 namespace muster::test {
@@ -155,6 +158,102 @@ TEST(RpcFaultProcess, AStoppedWorkerTimesOut) {
   EXPECT_CONTAINS(end.said, "worker1");
   ranks.signal(1, SIGKILL);
   ranks.wait(1, patience());
+}
+
+// Between hosts nobody tells that a worker has stopped: its silence does. Then it counts as lost, and a call without a
+// timeout fails.
+TEST(RpcFaultProcess, SilenceBetweenHostsIsALoss) {
+  const ForkedJob job;
+  ForkedRanks ranks(2, [&](int rank) -> std::string {
+    World world = job.join(rank, 2, {}, {"a", "b"});
+    const World::Scope scope(world);
+    rpc::init({.heartbeat = 500ms});
+    if (rank == 1) {
+      world.store().get("never", patience());
+      return "";
+    }
+    const std::string said = message_of<PeerLost>([] { rpc::sync<&for_ever>({1, {.timeout = 0ms}}); });
+    EXPECT_FALSE(rpc::is_alive(1));
+    rpc::shutdown(rpc::Shutdown::kAbrupt);
+    return said;
+  });
+  await_count(*job.store(), "serving", 1);
+  ranks.signal(1, SIGSTOP);
+  const auto end = ranks.wait(0, patience());
+  EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+  EXPECT_CONTAINS(end.said, "worker1");
+  EXPECT_CONTAINS(end.said, "nothing was heard of it for ");
+  ranks.signal(1, SIGKILL);
+  ranks.wait(1, patience());
+}
+
+// A rank that does not come is named. Then there is nothing to shut down, and all ranks may try again.
+TEST(RpcFaultProcess, AnInitThatFailsLeavesNothing) {
+  const auto before = leftovers();
+  {
+    const ForkedJob job;
+    ForkedRanks ranks(3, [&](int rank) -> std::string {
+      World world = job.join(rank, 3, {.timeout = rank == 1 ? kPatience : 500ms});
+      const World::Scope scope(world);
+      std::string said;
+      if (rank == 1) {
+        await_count(world.store(), "failed", 2);
+        return said;
+      }
+      said = message_of<TimeoutError>([] { rpc::init(); });
+      EXPECT_FALSE(rpc::is_running());
+      rpc::shutdown();
+      EXPECT_THROW(rpc::sync<[] {}>(1), Aborted);
+      world.store().add("failed", 1);
+      return said;
+    });
+    for (const int rank : {0, 2}) {
+      const auto end = ranks.wait(rank, patience());
+      EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+      EXPECT_CONTAINS(end.said, "rank 1");
+    }
+    ranks.wait(1, patience());
+  }
+  EXPECT_EQ(leftovers(), before);
+}
+
+void until_released() {
+  World::current().store().add("serving", 1);
+  World::current().store().get("release", patience());  // which looks at no cancellation
+}
+
+// Nothing can end a thread. So the end of RPC waits, and says for what.
+TEST(RpcFaultProcess, AHandlerThatDoesNotEndIsNamed) {
+  const TemporaryFolder folder;
+  const auto log = folder.path() / "stderr";
+  const ForkedJob job;
+  ForkedRanks ranks(2, [&](int rank) -> std::string {
+    World world = job.join(rank, 2);
+    const World::Scope scope(world);
+    rpc::init();
+    if (rank == 0) {
+      const auto call = rpc::async<&until_released>(1);
+      const std::string said = message_of<PeerLost>([&] { call.get(); });
+      rpc::shutdown(rpc::Shutdown::kAbrupt);
+      return said;
+    }
+    EXPECT_NE(std::freopen(log.c_str(), "w", stderr), nullptr);
+    await_count(world.store(), "serving", 1);
+    rpc::shutdown(rpc::Shutdown::kAbrupt);
+    return "ended";
+  });
+  std::string said;
+  for (const auto until = patience(); !contains(said, "cancelled()") && !until.passed(); std::this_thread::yield())
+    said = std::filesystem::exists(log) ? text_of_file(log) : "";
+  EXPECT_CONTAINS(said, "the end of RPC waits until handlers have ended: ");
+  EXPECT_CONTAINS(said, "until_released");
+  EXPECT_CONTAINS(said, " for worker \"worker0\"");
+  job.store()->set("release", "");
+  for (const int rank : {0, 1}) {
+    const auto end = ranks.wait(rank, patience());
+    EXPECT_TRUE(end.exited && end.status == 0) << end.said;
+    EXPECT_CONTAINS(end.said, rank == 1 ? "ended" : "worker1");
+  }
 }
 
 // Of a call in parts: who died is named, and the others hear that nobody waits for theirs.

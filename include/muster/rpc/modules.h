@@ -7,7 +7,7 @@
 //   }
 //   rpc::sync<&evaluate>("worker1", rpc::state_of(*net), x);
 //
-// The tensors of a state are the module's own, not copies, until the state is sent. This is a separate header because
+// The tensors of a state are the module's or optimizer's own, not copies, until the state is sent. This is a separate header because
 // libtorch's modules take seconds to compile.
 //
 // Errors: load() throws Mismatch, before it changes anything, and names the tensors that are missing, left over or of
@@ -17,6 +17,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,10 +33,14 @@ struct ModuleState {
   MSGPACK_DEFINE(parameters, buffers, training);
 };
 
-// What libtorch itself saves of an optimizer: options, counters and the tensors of its state, as an archive's bytes.
+// What an optimizer has learned about its parameters, as named tensors and numbers: "3/exp_avg" belongs to its parameter
+// 3, counted from 0 over all groups. `archive` has its options, as libtorch saves them. That is true of torch's SGD,
+// Adam, AdamW, RMSprop and Adagrad and of those in muster/optim/optimizers.h; of all others the archive has everything.
 struct OptimizerState {
   std::string archive;
-  MSGPACK_DEFINE(archive);
+  std::vector<std::pair<std::string, at::Tensor>> tensors = {};
+  std::vector<std::pair<std::string, int64_t>> numbers = {};
+  MSGPACK_DEFINE(archive, tensors, numbers);
 };
 
 ModuleState state_of(const torch::nn::Module& module);
