@@ -309,10 +309,12 @@ std::function<double(int64_t)> wave_of(const CyclicLROptions& options) {
   const auto up = static_cast<double>(options.step_size_up);
   const auto down = static_cast<double>(options.step_size_down.value_or(options.step_size_up));
   if (!(down >= 1)) throw InvalidArgument(text("step_size_down must be at least 1, got ", down));
-  return [up, total = up + down, mode = options.mode, gamma = options.gamma](int64_t epoch) {
+  return [up, total = up + down, mode = options.mode, gamma = options.gamma, scale = options.scale_fn,
+          by_step = options.scale_by_step](int64_t epoch) {
     const auto step = static_cast<double>(epoch);
     const double cycle = std::floor(1 + step / total), x = 1.0 + step / total - cycle, ratio = up / total;
     const double height = x <= ratio ? x / ratio : (x - 1) / (ratio - 1);
+    if (scale) return height * scale(by_step ? step : cycle);
     switch (mode) {
       case CyclicLROptions::Mode::kTriangular2:
         return height / std::pow(2.0, cycle - 1);
@@ -324,10 +326,19 @@ std::function<double(int64_t)> wave_of(const CyclicLROptions& options) {
   };
 }
 
-LRScheduler::Rate rate_of(const CyclicLROptions& options) {
-  return [wave = wave_of(options), base = options.base_lr, most = options.max_lr](double, int64_t epoch) {
-    return base + (most - base) * wave(epoch);
-  };
+std::vector<LRScheduler::Rate> rates_of_cycle(const CyclicLROptions& options, size_t groups) {
+  std::vector<double> base = options.base_lrs, most = options.max_lrs;
+  if (base.empty()) base.assign(groups, options.base_lr);
+  if (most.empty()) most.assign(groups, options.max_lr);
+  if (base.size() != groups || most.size() != groups)
+    throw InvalidArgument(
+        text("CyclicLR got ", base.size(), " base_lrs and ", most.size(), " max_lrs for ", groups, " groups"));
+  std::vector<LRScheduler::Rate> rates;
+  for (size_t i = 0; i < groups; ++i)
+    rates.push_back([wave = wave_of(options), base = base[i], most = most[i]](double, int64_t epoch) {
+      return base + (most - base) * wave(epoch);
+    });
+  return rates;
 }
 
 std::function<double(int64_t)> momentum_of(const CyclicLROptions& options) {
@@ -343,7 +354,21 @@ OneCycleLR::OneCycleLR(const ScheduledRates& of, const OneCycleLROptions& option
     : LRScheduler(of, rates_of_one_cycle(options, of.get().size()), momentum_of_one_cycle(options)) {}
 
 CyclicLR::CyclicLR(const ScheduledRates& of, const CyclicLROptions& options)
-    : LRScheduler(of, {rate_of(options)}, momentum_of(options)) {}
+    : LRScheduler(of, rates_of_cycle(options, of.get().size()), momentum_of(options)) {}
+
+namespace rates {
+
+Rate one_cycle(const OneCycleLROptions& options) {
+  if (!options.max_lrs.empty()) throw InvalidArgument("rates::one_cycle() is of all groups", "Set max_lr");
+  return rates_of_one_cycle(options, 1).front();
+}
+Rate cyclic(const CyclicLROptions& options) {
+  if (!options.base_lrs.empty() || !options.max_lrs.empty())
+    throw InvalidArgument("rates::cyclic() is of all groups", "Set base_lr and max_lr");
+  return rates_of_cycle(options, 1).front();
+}
+
+}  // namespace rates
 
 // --- a plateau ---
 
@@ -352,6 +377,9 @@ ReduceLROnPlateau::ReduceLROnPlateau(ScheduledRates of, const ReduceLROnPlateauO
       options_(options),
       best_(options.maximize ? -std::numeric_limits<double>::infinity() : std::numeric_limits<double>::infinity()) {
   if (!(options.factor < 1)) throw InvalidArgument(text("factor must be below 1, got ", options.factor));
+  const size_t groups = of_.get().size(), least = options.min_lrs.size();
+  if (least != 0 && least != groups)
+    throw InvalidArgument(text("ReduceLROnPlateau got ", least, " min_lrs for ", groups, " groups"));
 }
 
 bool ReduceLROnPlateau::is_better(double metric) const {
@@ -375,9 +403,11 @@ void ReduceLROnPlateau::step(double metric) {
   cooldown_left_ = options_.cooldown;
   bad_epochs_ = 0;
   std::vector<double> lrs = of_.get();
-  for (double& lr : lrs)
-    if (const double reduced = std::max(lr * options_.factor, options_.min_lr); lr - reduced > options_.eps)
-      lr = reduced;
+  for (size_t i = 0; i < lrs.size(); ++i) {
+    const double least = options_.min_lrs.empty() ? options_.min_lr : options_.min_lrs[i];
+    if (const double reduced = std::max(lrs[i] * options_.factor, least); lrs[i] - reduced > options_.eps)
+      lrs[i] = reduced;
+  }
   of_.set(lrs);
 }
 

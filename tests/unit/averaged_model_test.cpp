@@ -13,6 +13,7 @@
 #include "muster/comm/world.h"
 #include "muster/parallel/sync_batch_norm.h"
 #include "support/archived.h"
+#include "support/ask_python.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -59,6 +60,45 @@ TEST(AveragedModel, AveragesEquallyOrExponentially) {
   EXPECT_EQ(all.average("half").scalar_type(), at::kFloat);
   EXPECT_NEAR(average(all, "half"), 3, 1e-6);
   EXPECT_EQ(swa.updates(), 3);
+}
+
+TEST(AveragedModel, EqualPython) {
+  if (!python_has("torch")) GTEST_SKIP() << "no Python with torch";
+  struct Case {
+    std::string python;
+    at::ScalarType dtype;
+    AveragedModelOptions options;
+    double apart;
+  };
+  const std::vector<Case> cases = {
+      {"double|get_swa_avg_fn()|False", at::kDouble, {}, 1e-12},
+      {"double|get_swa_avg_fn()|True", at::kDouble, {.average_buffers = true}, 1e-12},
+      {"double|get_ema_avg_fn(0.9)|True", at::kDouble, {.decay = 0.9, .average_buffers = true}, 1e-12},
+      {"double|get_ema_avg_fn(0.999)|False", at::kDouble, {.decay = 0.999}, 1e-12},
+      {"float|get_ema_avg_fn(0.9)|False", at::kFloat, {.decay = 0.9}, 1e-6}};
+  std::vector<std::string> lines;
+  for (const Case& one : cases) lines.push_back(one.python);
+  const auto theirs = ask_python("unit/averaged_model_reference.py", lines);
+  ASSERT_EQ(theirs.size(), cases.size());
+  for (size_t i = 0; i < cases.size(); ++i) {
+    nn::BatchNorm1d net(5);
+    net->to(cases[i].dtype);
+    AveragedModel averaged(net, cases[i].options);
+    for (int step = 0; step < 50; ++step) {
+      const at::NoGradGuard no_grad;
+      const Tensor at = at::arange(5, at::kDouble) * 1.3 + step;
+      net->weight.copy_(at.sin());
+      net->bias.copy_(at.cos());
+      net->running_mean.copy_((at * 2).sin());
+      averaged.update();
+    }
+    const Tensor values =
+        at::cat({averaged.average("weight"), averaged.average("bias"), averaged.average("running_mean")})
+            .detach()
+            .to(at::kDouble);
+    const std::vector<double> ours(values.const_data_ptr<double>(), values.const_data_ptr<double>() + values.numel());
+    EXPECT_LE(farthest(ours, theirs[i]), cases[i].apart) << cases[i].python;
+  }
 }
 
 TEST(AveragedModel, AreInUseForATime) {

@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/text.h"
@@ -110,6 +111,27 @@ TEST(GradScaler, UnscaledGradientsSeveralOptimizersAndMisuse) {
                                          {.backoff_factor = 1},
                                          {.growth_interval = 0}})
     expect_refusal({"GradScaler has"}, [&] { GradScaler{wrong}; });
+}
+
+// Each has a backward() of its own; their gradients add up. One infinity counts for all.
+TEST(GradScaler, SeveralLossesOfOneOptimizer) {
+  GradScaler scaler({.init_scale = 8});
+  One one;
+  const auto iterate = [&](double second) {
+    one.sgd.zero_grad();
+    const Tensor shared = one.parameter * 2;
+    scaler.scale(shared.sum()).backward({}, /*retain_graph=*/true);
+    scaler.scale((shared * second).sum()).backward();
+    scaler.unscale_(one.sgd);
+    const double gradient = one.parameter.grad().item<double>();
+    const bool stepped = scaler.step(one.sgd);
+    scaler.update();
+    return std::pair(gradient, stepped);
+  };
+  EXPECT_EQ(iterate(5), std::pair(12.0, true));
+  EXPECT_EQ(scaler.get_scale(), 8);
+  EXPECT_EQ(iterate(kInfinity), std::pair(kInfinity, false));
+  EXPECT_EQ(scaler.get_scale(), 4);
 }
 
 // With one copy per host, only one rank sees the infinity; with kFullShard, one on one host.

@@ -128,6 +128,30 @@ std::vector<Case> cases() {
                                        .step_size_up = 60,
                                        .step_size_down = 40,
                                        .mode = CyclicLROptions::Mode::kTriangular2})},
+      {"CyclicLR(optimizer, [0.01, 0.02], [0.1, 0.3], step_size_up=60, scale_fn=lambda cycle: 1 / (1 + cycle))",
+       maker<CyclicLR>(CyclicLROptions{.base_lrs = {0.01, 0.02},
+                                       .max_lrs = {0.1, 0.3},
+                                       .step_size_up = 60,
+                                       .scale_fn = [](double cycle) { return 1 / (1 + cycle); }})},
+      {"CyclicLR(optimizer, 0.01, 0.1, step_size_up=60, scale_fn=lambda step: 1 / (1 + step), "
+       "scale_mode='iterations')",
+       maker<CyclicLR>(CyclicLROptions{.base_lr = 0.01,
+                                       .max_lr = 0.1,
+                                       .step_size_up = 60,
+                                       .scale_fn = [](double step) { return 1 / (1 + step); },
+                                       .scale_by_step = true})},
+      {"SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=50), "
+       "CyclicLR(optimizer, 0.01, 0.1, step_size_up=60, cycle_momentum=False)], [50])",
+       maker<SequentialLR>(
+           Rates{rates::linear(0.1, 1, 50), rates::cyclic({.base_lr = 0.01, .max_lr = 0.1, .step_size_up = 60})},
+           std::vector<int64_t>{50})},
+      {"LambdaLR(optimizer, [lambda epoch: 1 / (1 + epoch), lambda epoch: 0.9 ** epoch])",
+       maker<LambdaLR>(std::vector<std::function<double(int64_t)>>{
+           [](int64_t epoch) { return 1 / (1 + static_cast<double>(epoch)); },
+           [](int64_t epoch) { return std::pow(0.9, static_cast<double>(epoch)); }})},
+      {"MultiplicativeLR(optimizer, [lambda epoch: 1 - 1 / (2 + epoch), lambda epoch: 0.99])",
+       maker<MultiplicativeLR>(std::vector<std::function<double(int64_t)>>{shrink, [](int64_t) { return 0.99; }})},
+      {"SWALR(optimizer, [0.05, 0.01], anneal_epochs=30)", maker<SWALR>(std::vector<double>{0.05, 0.01}, 30)},
       {"CyclicLR(optimizer, 0.01, 0.1, step_size_up=60, mode='exp_range', gamma=0.999, cycle_momentum=False)",
        maker<CyclicLR>(CyclicLROptions{.base_lr = 0.01,
                                        .max_lr = 0.1,
@@ -176,9 +200,24 @@ TEST(Schedules, EqualPythonOverAThousandSteps) {
       {.factor = 0.7, .patience = 3, .threshold = 0.01, .relative = false, .cooldown = 5, .min_lr = 1e-3}, 1);
   plateau("ReduceLROnPlateau(optimizer, mode='max', factor=0.9, patience=20)",
           {.maximize = true, .factor = 0.9, .patience = 20}, 1);
+  plateau("ReduceLROnPlateau(optimizer, factor=0.5, patience=2, min_lr=[1e-3, 1e-2])",
+          {.factor = 0.5, .patience = 2, .min_lrs = {1e-3, 1e-2}}, 1);
   const auto theirs = ask_python("unit/schedules_reference.py", lines);
   ASSERT_EQ(theirs.size(), lines.size());
   for (size_t i = 0; i < lines.size(); ++i) EXPECT_LE(farthest(ours[i], theirs[i]), 1e-12) << lines[i];
+}
+
+// A warm-up before a OneCycleLR, which begins with its own epoch 0.
+TEST(Schedules, AOneCycleInASequence) {
+  const OneCycleLROptions options{.max_lr = 0.4, .total_steps = 100, .cycle_momentum = false};
+  const auto optimizer = of_muster("SGD"), other = of_muster("SGD");
+  SequentialLR sequence(*optimizer, {rates::linear(0.1, 1, 10), rates::one_cycle(options)}, {10});
+  OneCycleLR alone(*other, options);
+  for (int epoch = 10; epoch < 110; ++epoch) {
+    sequence.step(epoch);
+    EXPECT_EQ(rates_now(*optimizer), rates_now(*other)) << epoch;
+    alone.step();
+  }
 }
 
 TEST(Schedules, AnyEpochInAnyOrder) {
@@ -240,6 +279,11 @@ TEST(Schedules, BadUseIsRefused) {
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lr = 1, .total_steps = 10, .pct_start = 0.1}); }), "has none");
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lr = 1, .total_steps = 10, .pct_start = 1}); }), "has none");
   EXPECT_CONTAINS(refusal([&] { ReduceLROnPlateau(o, {.factor = 1}); }), "factor");
+  EXPECT_CONTAINS(refusal([&] { ReduceLROnPlateau(o, {.min_lrs = {0.1}}); }), "1 min_lrs for 2 groups");
+  EXPECT_CONTAINS(refusal([&] { CyclicLR(o, {.max_lr = 1, .base_lrs = {0.1}}); }), "1 base_lrs and 2 max_lrs for 2");
+  EXPECT_CONTAINS(refusal([&] { rates::cyclic({.max_lrs = {0.1, 0.2}}); }), "of all groups");
+  EXPECT_CONTAINS(refusal([&] { rates::one_cycle({.max_lrs = {0.1, 0.2}, .total_steps = 5}); }), "of all groups");
+  EXPECT_CONTAINS(refusal([&] { SWALR(o, {0.1, 0.2, 0.3}); }), "rates for 3");
   EXPECT_CONTAINS(refusal([&] { SequentialLR(o, {rates::exponential(1)}, {5}); }), "milestone");
   EXPECT_CONTAINS(refusal([&] { ChainedScheduler(o, {}); }), "at least one");
   OneCycleLR short_one(o, {.max_lr = 0.1, .total_steps = 5});

@@ -79,6 +79,13 @@ class LRScheduler {
   using Momentum = std::function<double(int64_t epoch)>;
   // `rates`: one for each group, or one for all.
   LRScheduler(ScheduledRates of, std::vector<Rate> rates, Momentum momentum = {});
+  // The rates of groups with other parameters.
+  template <typename Parameter, typename MakeRate>
+  static std::vector<Rate> for_groups(const std::vector<Parameter>& of_groups, const MakeRate& make) {
+    std::vector<Rate> rates;
+    for (const Parameter& one : of_groups) rates.push_back(make(one));
+    return rates;
+  }
 
  private:
   ScheduledRates of_;
@@ -86,6 +93,34 @@ class LRScheduler {
   std::vector<Rate> rates_;
   Momentum momentum_;
   int64_t epoch_ = 0;
+};
+
+struct OneCycleLROptions {
+  double max_lr = 0;            // of all groups
+  std::vector<double> max_lrs;  // or of each
+  int64_t total_steps = 0;      // 1 or more; step() may not be called more often
+  double pct_start = 0.3;       // of the steps: while the rate rises
+  bool cosine = true;           // false: linear
+  bool cycle_momentum = true;   // momentum, or the first of betas, falls while the rate rises
+  double base_momentum = 0.85, max_momentum = 0.95;
+  double div_factor = 25;         // the first rate is max_lr / div_factor
+  double final_div_factor = 1e4;  // the last rate is the first / final_div_factor
+  bool three_phase = false;       // fall as the rate has risen, then to the last rate
+};
+
+struct CyclicLROptions {
+  double base_lr = 0, max_lr = 0;         // of all groups
+  std::vector<double> base_lrs, max_lrs;  // or of each
+  int64_t step_size_up = 2000;
+  std::optional<int64_t> step_size_down;  // default: step_size_up
+  enum class Mode { kTriangular, kTriangular2, kExpRange } mode = Mode::kTriangular;
+  double gamma = 1;  // of kExpRange
+  // Instead of a mode: by what the height of the wave is multiplied. It is a function of the number of the cycle, from
+  // 1, or with scale_by_step of the number of steps.
+  std::function<double(double)> scale_fn = {};
+  bool scale_by_step = false;
+  bool cycle_momentum = true;
+  double base_momentum = 0.8, max_momentum = 0.9;
 };
 
 namespace rates {
@@ -101,6 +136,8 @@ Rate cosine_annealing_warm_restarts(int64_t t_0, int64_t t_mult, double eta_min)
 Rate linear(double start_factor, double end_factor, int64_t total_iters);
 Rate polynomial(int64_t total_iters, double power);
 Rate swa(double swa_lr, int64_t anneal_epochs, bool cosine);
+Rate one_cycle(const OneCycleLROptions& options);  // of all groups; leaves momentum as it is
+Rate cyclic(const CyclicLROptions& options);       // the same
 // The first rate up to the first milestone, the next one from there on, from its own epoch 0, and so on.
 Rate sequential(std::vector<Rate> rates, std::vector<int64_t> milestones);
 // The product of the factors that each makes of the first rate.
@@ -129,12 +166,18 @@ struct LambdaLR : LRScheduler {  // the first rate times factor(epoch)
   template <typename O>
   LambdaLR(O& optimizer, std::function<double(int64_t)> factor)
       : LRScheduler(optimizer, rates::lambda(std::move(factor))) {}
+  template <typename O>  // of each group
+  LambdaLR(O& optimizer, const std::vector<std::function<double(int64_t)>>& factors)
+      : LRScheduler(rates_of(optimizer), for_groups(factors, rates::lambda)) {}
 };
 // The rate before times factor(epoch), which is called for every epoch: so do not count samples.
 struct MultiplicativeLR : LRScheduler {
   template <typename O>
   MultiplicativeLR(O& optimizer, std::function<double(int64_t)> factor)
       : LRScheduler(optimizer, rates::multiplicative(std::move(factor))) {}
+  template <typename O>  // of each group
+  MultiplicativeLR(O& optimizer, const std::vector<std::function<double(int64_t)>>& factors)
+      : LRScheduler(rates_of(optimizer), for_groups(factors, rates::multiplicative)) {}
 };
 struct CosineAnnealingLR : LRScheduler {  // half a cosine down to eta_min in t_max epochs, and then up again
   template <typename O>
@@ -161,6 +204,10 @@ struct SWALR : LRScheduler {  // from the first rate to swa_lr in anneal_epochs,
   template <typename O>
   SWALR(O& optimizer, double swa_lr, int64_t anneal_epochs = 10, bool cosine = true)
       : LRScheduler(optimizer, rates::swa(swa_lr, anneal_epochs, cosine)) {}
+  template <typename O>  // of each group
+  SWALR(O& optimizer, const std::vector<double>& swa_lrs, int64_t anneal_epochs = 10, bool cosine = true)
+      : LRScheduler(rates_of(optimizer),
+                    for_groups(swa_lrs, [=](double lr) { return rates::swa(lr, anneal_epochs, cosine); })) {}
 };
 struct SequentialLR : LRScheduler {
   template <typename O>
@@ -172,18 +219,6 @@ struct ChainedScheduler : LRScheduler {
   ChainedScheduler(O& optimizer, std::vector<Rate> rates) : LRScheduler(optimizer, rates::chained(std::move(rates))) {}
 };
 
-struct OneCycleLROptions {
-  double max_lr = 0;            // of all groups
-  std::vector<double> max_lrs;  // or of each
-  int64_t total_steps = 0;      // 1 or more; step() may not be called more often
-  double pct_start = 0.3;       // of the steps: while the rate rises
-  bool cosine = true;           // false: linear
-  bool cycle_momentum = true;   // momentum, or the first of betas, falls while the rate rises
-  double base_momentum = 0.85, max_momentum = 0.95;
-  double div_factor = 25;         // the first rate is max_lr / div_factor
-  double final_div_factor = 1e4;  // the last rate is the first / final_div_factor
-  bool three_phase = false;       // fall as the rate has risen, then to the last rate
-};
 class OneCycleLR : public LRScheduler {
  public:
   template <typename O>
@@ -193,15 +228,6 @@ class OneCycleLR : public LRScheduler {
   OneCycleLR(const ScheduledRates& of, const OneCycleLROptions& options);
 };
 
-struct CyclicLROptions {
-  double base_lr = 0, max_lr = 0;
-  int64_t step_size_up = 2000;
-  std::optional<int64_t> step_size_down;  // default: step_size_up
-  enum class Mode { kTriangular, kTriangular2, kExpRange } mode = Mode::kTriangular;
-  double gamma = 1;  // of kExpRange
-  bool cycle_momentum = true;
-  double base_momentum = 0.8, max_momentum = 0.9;
-};
 class CyclicLR : public LRScheduler {
  public:
   template <typename O>
@@ -219,6 +245,7 @@ struct ReduceLROnPlateauOptions {
   bool relative = true;           // threshold is a part of the best metric; false: a difference
   int64_t cooldown = 0;           // epochs after a reduction that do not count
   double min_lr = 0, eps = 1e-8;  // smaller changes are not made
+  std::vector<double> min_lrs;    // instead of min_lr: of each group
 };
 // Reduces the rate when a metric has stopped to improve. Give all ranks the same metric.
 class ReduceLROnPlateau {
