@@ -4,6 +4,7 @@
 #include <ATen/ops/ones.h>
 
 #include <exception>
+#include <mutex>
 #include <regex>
 #include <string>
 #include <thread>
@@ -28,6 +29,8 @@ MUSTER_COMM_CONTRACT(FailureFormat);
 // `what` [seen by rank `finder`; last on rank `reader`: `last`…]. …
 void expect_format(const std::string& message, const std::string& what, const std::string& finder, int reader,
                    const std::string& last) {
+  static std::mutex mutex;  // making a std::regex fills a cache that all threads share, without a lock
+  const std::lock_guard lock(mutex);
   const std::regex format(text(what, " \\[seen by rank ", finder, "; last on rank ", reader, ": ", last,
                                "[^\\[\\]]*\\]", "(\\. [^\\[]*)?"));
   EXPECT_TRUE(std::regex_match(message, format)) << message;

@@ -284,7 +284,7 @@ TEST(PrefetchLoader, RandomNumbersDependOnThePositionOnly) {
   EXPECT_EQ(drawn.size(), 100u);  // epochs, seeds, ranks and batches draw different numbers
 }
 
-struct Images : torch::data::datasets::Dataset<Images> {
+struct ImageDataset : torch::data::datasets::Dataset<ImageDataset> {
   torch::data::Example<> get(size_t index) override {
     return {at::full({2}, static_cast<double>(index)), at::full({}, static_cast<int64_t>(index), at::kLong)};
   }
@@ -292,7 +292,7 @@ struct Images : torch::data::datasets::Dataset<Images> {
 };
 
 TEST(PrefetchLoader, CollatesByLibtorchsTransforms) {
-  PrefetchLoader loader(Images(), torch::data::samplers::SequentialSampler(6), {.batch_size = 3},
+  PrefetchLoader loader(ImageDataset(), torch::data::samplers::SequentialSampler(6), {.batch_size = 3},
                         torch::data::transforms::Stack<>());
   for (int iteration = 0; iteration < 2; ++iteration) {
     int64_t first = 0;
@@ -304,7 +304,7 @@ TEST(PrefetchLoader, CollatesByLibtorchsTransforms) {
     EXPECT_EQ(first, 6);
   }
   // The same by a dataset that collates.
-  auto mapped = Images().map(torch::data::transforms::Stack<>());
+  auto mapped = ImageDataset().map(torch::data::transforms::Stack<>());
   PrefetchLoader other(mapped, torch::data::samplers::SequentialSampler(6), {.batch_size = 3});
   EXPECT_EQ(other.next()->data.sizes(), (std::vector<int64_t>{3, 2}));
 }
