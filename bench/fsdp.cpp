@@ -2,8 +2,9 @@
 // One JSON object: milliseconds per step, and the memory of the host: each process's private pages and its share of the
 // pages that several map (PSS), summed; peak_mib: the largest resident sets, summed, where shared pages count for each.
 // With `barrier`, a barrier after each step is all that connects the ranks, and each rank updates all parameters. The
-// data are random: the time of a step does not depend on the values. With --device, `fsdp` keeps parameters and states on
-// the CPU and computes on the device (device_mib: the most that this rank had there), and `none` has everything there.
+// data are random: the time of a step does not depend on the values. With --device, `fsdp` keeps parameters and states
+// on the CPU and computes on the device (device_mib: the most that this rank had there), and `none` has everything
+// there.
 #include <ATen/Parallel.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <sys/resource.h>

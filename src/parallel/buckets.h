@@ -66,8 +66,8 @@ struct Bucket {
 
 // The strides of a tensor that is dense, else those of a contiguous one of its shape.
 std::vector<int64_t> dense_strides(const at::Tensor& tensor);
-// A tensor with the shape, dtype and such strides of `like`, at this place in memory, whose size cannot change. It is on
-// the memory's device.
+// A tensor with the shape, dtype and such strides of `like`, at this place in memory, whose size cannot change. It is
+// on the memory's device.
 at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like);
 
 // All parameters are on the same device. Divides `order` into buckets of one dtype and owner each; buckets of small

@@ -185,7 +185,8 @@ bool CopyPhase::is_time() const {
 at::Tensor CopyPhase::instead_of(const at::Tensor& parameter, at::ScalarType dtype, size_t number) const {
   if (parameter.scalar_type() != dtype || !is_time()) return {};
   if (on_device && in_backward() && std::this_thread::get_id() == forward_thread) {
-    // Autograd computes on the CPU here, as a hook of a parameter does; what the device computes has a thread of its own.
+    // Autograd computes on the CPU here, as a hook of a parameter does; what the device computes has a thread of its
+    // own.
     if (is_spread(parameter))
       throw InvalidArgument(
           text("a hook reads parameter ", sharing_of(parameter)->name, " on the CPU, and may find it on another host"),

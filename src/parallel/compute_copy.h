@@ -38,9 +38,9 @@ struct CopyPhase {
   std::thread::id forward_thread = {};
 
   bool is_time() const;  // for operators to use the copies
-  // For `Sharing::instead`: a view of copies[number] if it is time and the parameter has this dtype; else undefined. The
-  // copy has the strides of the parameter's memory. The view shares the version of `parameter`: if that is updated, a backward()
-  // over an older graph throws. InvalidArgument if there is a forward-mode derivative.
+  // For `Sharing::instead`: a view of copies[number] if it is time and the parameter has this dtype; else undefined.
+  // The copy has the strides of the parameter's memory. The view shares the version of `parameter`: if that is updated,
+  // a backward() over an older graph throws. InvalidArgument if there is a forward-mode derivative.
   at::Tensor instead_of(const at::Tensor& parameter, at::ScalarType dtype, size_t number) const;
 };
 

@@ -9,8 +9,8 @@
 
 namespace muster::rpc {
 
-// "muster:rpc …", as long as the object lives, if a profiler is active in this thread or in all. The words are made only
-// then.
+// "muster:rpc …", as long as the object lives, if a profiler is active in this thread or in all. The words are made
+// only then.
 class ProfilerEvent {
  public:
   template <typename... Words>

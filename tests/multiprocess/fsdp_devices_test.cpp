@@ -1,6 +1,7 @@
 // FullyShardedDataParallel with parameters in the host's memory and operators on a device, here a fake one
-// (support/fake_device.h), whose kernels are those of the CPU: results are equal to the bit. Each rank has a device of its
-// own, because libtorch runs all of a process's backward work of a device in one thread, and ranks are threads here.
+// (support/fake_device.h), whose kernels are those of the CPU: results are equal to the bit. Each rank has a device of
+// its own, because libtorch runs all of a process's backward work of a device in one thread, and ranks are threads
+// here.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -201,8 +202,8 @@ TEST(FsdpDevices, EveryKindOfStep) {
     });
 }
 
-// A backward() that throws leaves nothing behind: neither in the device's thread, nor on rank 1 alone in the thread that
-// called it, while the device's goes on.
+// A backward() that throws leaves nothing behind: neither in the device's thread, nor on rank 1 alone in the thread
+// that called it, while the device's goes on.
 TEST(FsdpDevices, ABackwardThatThrows) {
   const size_t before = fake_device_counts().blocks;
   for (const FsdpOptions& options : {kSmall, full(kSmall)})

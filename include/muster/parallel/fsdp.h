@@ -57,9 +57,9 @@
 //
 // Mixed precision (FsdpOptions::mixed_precision): mixed_precision.h says what operators compute with.
 //
-// A model that does not fit the device that computes (FsdpOptions::compute_device, for example torch::kCUDA): parameters,
-// gradients and the optimizer's states stay in the host's memory, and step() is the CPU's work. Make the module on the
-// CPU, and leave it there. Inputs of forward() are on the device, as its results are:
+// A model that does not fit the device that computes (FsdpOptions::compute_device, for example torch::kCUDA):
+// parameters, gradients and the optimizer's states stay in the host's memory, and step() is the CPU's work. Make the
+// module on the CPU, and leave it there. Inputs of forward() are on the device, as its results are:
 //   - An operator of forward() or backward() that reads a parameter gets its values on the device instead. A *unit* of
 //     parameters is copied there when it is needed, the next one meanwhile; at most max_gathered_units are there
 //     together. So the device has activations, these units and some gradients. `weight.device()` is the CPU.
@@ -67,8 +67,9 @@
 //   - Buffers move to the device, for good. So a module with buffers cannot be evaluated by itself, only by
 //     model.forward().
 //   - A hook of a parameter runs on the CPU, and has the parameter there; with kFullShard it may not read parameters.
-//   - Ranks may use the same device, if they are processes, or different ones. Rules, results and errors are the same as without it, mixed
-//     precision included (which halves what is copied); c10::OutOfMemoryError if the device has too little memory.
+//   - Ranks may use the same device, if they are processes, or different ones. Rules, results and errors are the same
+//     as without it, mixed precision included (which halves what is copied); c10::OutOfMemoryError if the device has
+//     too little memory.
 //
 // Limits: dense parameters on the CPU; the model, with its gradients and states, fits each host, or with kFullShard all
 // hosts together. Parameters are not divided: the owner of a large one has all of its gradient and state.
@@ -125,9 +126,9 @@ struct FsdpOptions {
   // The device on which forward() and backward() compute, if it is not the CPU ("CPU offload", above).
   std::optional<at::Device> compute_device;
 
-  // For kFullShard over several hosts, and for a compute_device. Units are what is gathered together: the parameters of each module for which
-  // is_unit is true (as dynamic_cast<const Block*>(&module) != nullptr), and the others in their order, up to
-  // unit_cap_mb.
+  // For kFullShard over several hosts, and for a compute_device. Units are what is gathered together: the parameters of
+  // each module for which is_unit is true (as dynamic_cast<const Block*>(&module) != nullptr), and the others in their
+  // order, up to unit_cap_mb.
   std::function<bool(const torch::nn::Module&)> is_unit;
   double unit_cap_mb = 25;            // MiB, in the parameters' own dtype
   size_t max_gathered_units = 3;      // on a host or a device, with the one that is being received; at least 2
@@ -216,8 +217,8 @@ class FullyShardedDataParallel {
   ModuleType* operator->() { return module_.get(); }
   // For tests and diagnosis: which parameters share a bucket, in the order of reduction.
   std::vector<std::vector<std::string>> bucket_names() const { return sharder_->bucket_names(); }
-  // The same for units, if parameters are gathered or copied to a device; the numbers of those that are on this host (on
-  // the compute_device) now or on their way to it; and the bytes of parameters in this rank's memory now.
+  // The same for units, if parameters are gathered or copied to a device; the numbers of those that are on this host
+  // (on the compute_device) now or on their way to it; and the bytes of parameters in this rank's memory now.
   std::vector<std::vector<std::string>> unit_names() const { return sharder_->unit_names(); }
   std::vector<size_t> units_here() const { return sharder_->units_here(); }
   size_t bytes_here() const { return sharder_->bytes_here(); }

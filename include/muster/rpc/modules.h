@@ -7,8 +7,8 @@
 //   }
 //   rpc::sync<&evaluate>("worker1", rpc::state_of(*net), x);
 //
-// The tensors of a state are the module's or optimizer's own, not copies, until the state is sent. This is a separate header because
-// libtorch's modules take seconds to compile.
+// The tensors of a state are the module's or optimizer's own, not copies, until the state is sent. This is a separate
+// header because libtorch's modules take seconds to compile.
 //
 // Errors: load() throws Mismatch, before it changes anything, and names the tensors that are missing, left over or of
 // another shape. Thread-safety: that of the module.
@@ -33,9 +33,10 @@ struct ModuleState {
   MSGPACK_DEFINE(parameters, buffers, training);
 };
 
-// What an optimizer has learned about its parameters, as named tensors and numbers: "3/exp_avg" belongs to its parameter
-// 3, counted from 0 over all groups. `archive` has its options, as libtorch saves them. That is true of torch's SGD,
-// Adam, AdamW, RMSprop and Adagrad and of those in muster/optim/optimizers.h; of all others the archive has everything.
+// What an optimizer has learned about its parameters, as named tensors and numbers: "3/exp_avg" belongs to its
+// parameter 3, counted from 0 over all groups. `archive` has its options, as libtorch saves them. That is true of
+// torch's SGD, Adam, AdamW, RMSprop and Adagrad and of those in muster/optim/optimizers.h; of all others the archive
+// has everything.
 struct OptimizerState {
   std::string archive;
   std::vector<std::pair<std::string, at::Tensor>> tensors = {};

@@ -2,8 +2,9 @@
 //
 // A copy has memory only while operators need it, unit by unit. When an operator is about to read it (watched.h) and
 // its unit is not there, the unit's values are copied from the host, on a stream of their own; if the host has all of
-// them, the units that followed the last time come meanwhile. `most` units may be on the device; the least recently used one goes, but none that the
-// same operator uses. What operators save for backward refers to the copy, not to its memory: it comes again.
+// them, the units that followed the last time come meanwhile. `most` units may be on the device; the least recently
+// used one goes, but none that the same operator uses. What operators save for backward refers to the copy, not to its
+// memory: it comes again.
 //
 //   operators    | unit 0      | unit 1      | unit 2      | …        on the current stream
 //   copies       | 0 | 1 |     | 2 |         | 3, 0 gone | …          ahead of them, on their own
