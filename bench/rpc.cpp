@@ -6,6 +6,8 @@
 //   echo_4B_callee_asleep, echo_4B_asleep  the callee sleeps before each call; the caller was busy, or slept as well
 //   wake_up         no call: another process sleeps in a futex, is woken and writes a word. This is the machine's part
 //                   of the case before (impl "futex")
+//   tcp_round_trip  no call: 64 bytes to another process and back, over a TCP connection on the loopback interface,
+//                   both blocking in recv (impl "socket")
 //   echo_1MB, echo_16MB        an ordinary tensor there and back
 //   echo_1MB_heap, …           one that lives on World::heap() and is moved in and out
 //   pipelined       small calls with results, as many concurrently as the worker takes
@@ -17,9 +19,12 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sum.h>
 #include <linux/futex.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -108,6 +113,54 @@ void wake_up() {
   std::printf("{\"bench\": \"rpc\", \"case\": \"wake_up\", \"impl\": \"futex\", \"us\": %.3f}\n", us);
 }
 
+void tcp_round_trip() {
+  const auto checked = [](int result) {
+    if (result < 0) throw std::runtime_error("no TCP connection to this host itself");
+    return result;
+  };
+  const int listener = checked(::socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  auto* const name = reinterpret_cast<sockaddr*>(&address);
+  checked(::bind(listener, name, size));
+  checked(::listen(listener, 1));
+  checked(::getsockname(listener, name, &size));
+  const auto without_delay = [&](int connection) {
+    const int on = 1;
+    checked(::setsockopt(connection, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on));
+  };
+  char bytes[64] = {};
+  const auto exchange = [&](int connection, bool first) {
+    if (first && ::send(connection, bytes, sizeof bytes, MSG_NOSIGNAL) != sizeof bytes) return false;
+    if (::recv(connection, bytes, sizeof bytes, MSG_WAITALL) != sizeof bytes) return false;
+    return first || ::send(connection, bytes, sizeof bytes, MSG_NOSIGNAL) == sizeof bytes;
+  };
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const int connection = ::socket(AF_INET, SOCK_STREAM, 0);
+    if (::connect(connection, name, size) != 0) ::_exit(1);
+    without_delay(connection);
+    while (exchange(connection, false)) {
+    }
+    ::_exit(0);
+  }
+  const int connection = checked(::accept(listener, nullptr, nullptr));
+  without_delay(connection);
+  const double seconds = bench::best_mean(
+      3000,
+      [&] {
+        if (!exchange(connection, true)) throw std::runtime_error("the TCP connection broke");
+      },
+      [] {});
+  ::close(connection);
+  ::close(listener);
+  ::waitpid(child, nullptr, 0);
+  std::printf("{\"bench\": \"rpc\", \"case\": \"tcp_round_trip\", \"impl\": \"socket\", \"us\": %.3f}\n",
+              1e6 * seconds);
+}
+
 template <typename Call>
 void time_us(const std::string& name, int calls, Call call) {
   row(name, "us", 1e6 * bench::best_mean(calls, call, [] {}));
@@ -122,6 +175,7 @@ void run(const std::string& name, muster::World& world) {
   if (name == "echo_4B_asleep") return row(name, "us", after_a_pause_us(false, [&] { rpc::sync<&echo>(1, small); }));
   if (name == "future") return time_us(name, 100'000, [] { rpc::Promise<int>().try_set_value(1); });
   if (name == "wake_up") return wake_up();
+  if (name == "tcp_round_trip") return tcp_round_trip();
   if (name == "pipelined") {
     const int calls = 20'000;
     std::vector<rpc::Future<int>> futures(calls);
@@ -170,9 +224,10 @@ void mesh(muster::World& world, double without_rpc) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::vector<std::string> cases = {"echo_4B",   "echo_int", "echo_4B_callee_asleep", "wake_up",   "echo_4B_asleep",
-                                    "pipelined", "echo_1MB", "echo_1MB_heap",         "echo_16MB", "echo_16MB_heap",
-                                    "future",    "idle"};
+  std::vector<std::string> cases = {
+      "echo_4B",   "echo_int", "echo_4B_callee_asleep", "wake_up",   "tcp_round_trip", "echo_4B_asleep",
+      "pipelined", "echo_1MB", "echo_1MB_heap",         "echo_16MB", "echo_16MB_heap", "future",
+      "idle"};
   std::string transport = "auto";
   CLI::App app{"Remote calls over Muster"};
   app.add_option("--case", cases, "what to measure")->take_all();

@@ -2,9 +2,9 @@
 """Runs Muster's benchmarks and the peers' in one go and prints them side by side.
 
     bench/run.py --build build/release [--json FILE] [--ranks 2] [--rounds 3]
-                 [--only all_reduce,messages,others,ddp,buckets,ddp_memory,ddp_construction,ddp_watch,zero,slow_link,
-                         sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,transport,autograd,optim,optimizers,
-                         meta,fsdp,hosts,hosts_collectives,limit,fault,idle,memory,copy]
+                 [--only all_reduce,messages,others,ddp,buckets,ddp_memory,ddp_construction,ddp_watch,ddp_share,zero,
+                         slow_link,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,transport,autograd,optim,
+                         optimizers,meta,fsdp,hosts,hosts_collectives,limit,fault,idle,memory,copy]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages
 the median of the rounds' ratios to the fastest peer counts, from rounds in the machine's fast state (bench/rounds.py);

@@ -106,6 +106,14 @@ def show_ddp_watch(rows):
           ["net", "impl", "without", "compares", "every", "more"], lines)
 
 
+def show_ddp_share(rows):
+    table("a step with averages, and one with a barrier in their place, by turns: milliseconds; and the share of the "
+          "speed that is left (goal: 98 %)",
+          ["net", "impl", "barrier", "averages", "share"],
+          [[row["net"], row["impl"], f"{row['ms_barrier']:.2f}", f"{row['ms']:.2f}", f"{100 * row['share']:.1f} %"]
+           for row in rows])
+
+
 def show_zero(rows):
     lines = [[row["impl"], f"{row['samples_per_s']:.0f}", f"{row['state_mib']:.0f}" if "state_mib" in row else ""]
              for row in rows]
@@ -257,6 +265,7 @@ SHOW = {  # by the name of the benchmark: the function that prints its rows
     "ddp_memory": show_ddp_memory,
     "ddp_construction": show_ddp_construction,
     "ddp_watch": show_ddp_watch,
+    "ddp_share": show_ddp_share,
     "zero": show_zero,
     "slow_link": show_slow_link,
     "sync_batch_norm": show_sync_batch_norm,

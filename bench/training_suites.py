@@ -60,6 +60,15 @@ class TrainingSuites(Runner):
         rows = [self.rows(self.job("bench_ddp_costs", "watch"))[0] for _ in range(self.args.rounds)]
         return [sorted(rows, key=lambda row: row["share"])[len(rows) // 2]]
 
+    def ddp_share(self):
+        """Steps with averages and steps with a barrier in their place, by turns in one job."""
+        rows = []
+        for net, steps in (("small", 301), ("resnet18", 15), ("transformer", 15), ("wide", 31)):
+            command = self.job("bench_ddp_costs", "share", "--net", net, "--steps", str(steps))
+            of_rounds = [self.rows(command)[0] for _ in range(self.args.rounds)]
+            rows.append(sorted(of_rounds, key=lambda row: row["share"])[len(of_rounds) // 2])
+        return rows
+
     def zero(self):
         """AdamW whose states are divided among the ranks."""
         flags = ["--net", "wide", "--steps", "20"]

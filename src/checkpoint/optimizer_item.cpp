@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <charconv>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -46,18 +45,13 @@ at::Tensor owned_by_this_rank(Optimizer& optimizer) {
 // "state/3/exp_avg": the field of what an optimizer keeps for its third parameter.
 constexpr std::string_view kState = "state/";
 bool is_in_state(const Entry& entry) { return entry.name.starts_with(kState); }
-struct StatePlace {
-  size_t parameter = 0;  // from 0
-  std::string_view field;
-};
-std::optional<StatePlace> place_in_state(const Entry& entry, size_t parameters) {
+// With the number of the parameter from 0.
+std::optional<optim::FieldPlace> place_in_state(const Entry& entry, size_t parameters) {
   if (!is_in_state(entry)) return std::nullopt;
-  const std::string_view rest = std::string_view(entry.name).substr(kState.size());
-  size_t number = 0;
-  const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), number);
-  if (error != std::errc() || number < 1 || number > parameters || end == rest.data() + rest.size() || *end != '/')
-    return std::nullopt;
-  return StatePlace{number - 1, std::string_view(end + 1, rest.data() + rest.size())};
+  auto place = optim::place_of(std::string_view(entry.name).substr(kState.size()));
+  if (!place || place->parameter < 1 || place->parameter > parameters) return std::nullopt;
+  --place->parameter;
+  return place;
 }
 
 class OptimizerItem final : public Item {
@@ -193,9 +187,7 @@ class OptimizerItem final : public Item {
   bool has_own_states() const { return dynamic_cast<const AveragesModel*>(&optimizer_) != nullptr; }
   // What the optimizer kept there before restore(); undefined if it kept nothing.
   at::Tensor before_here(const at::Tensor& parameter, std::string_view name) const {
-    const auto found = before_.find(parameter.unsafeGetTensorImpl());
-    if (found == before_.end()) return {};
-    for (const Field& field : optim::fields_of(*found->second))
+    for (const Field& field : optim::fields_of(before_, parameter))
       if (field.name == name && field.tensor) return *field.tensor;
     return {};
   }
@@ -217,10 +209,9 @@ class OptimizerItem final : public Item {
     const size_t options = entries.size();
     const auto parameters = parameters_of(optimizer_);
     for (size_t i = 0; i < parameters.size(); ++i) {
-      const auto found = aside.kept().find(parameters[i].unsafeGetTensorImpl());
       const auto owner = parallel::state_owner(optimizer_, parameters[i]);
-      if (found == aside.kept().end() || (owner && !owner->is_this_rank)) continue;
-      const auto fields = optim::fields_of(*found->second);
+      if (owner && !owner->is_this_rank) continue;
+      const auto fields = optim::fields_of(aside.kept(), parameters[i]);
       for (size_t f = 0; f < fields.size(); ++f) {
         const auto& [field, tensor, number] = fields[f];
         if (tensor && !tensor->defined()) continue;
@@ -257,9 +248,9 @@ class OptimizerItem final : public Item {
 
   Optimizer& optimizer_;
   const std::type_info& type_;
-  const bool is_known_;                                                // as optim::new_state_for() does
-  std::vector<at::Tensor> parameters_;                                 // since load()
-  std::decay_t<decltype(std::declval<Optimizer&>().state())> before_;  // the state before load(), until end_load()
+  const bool is_known_;                 // as optim::new_state_for() does
+  std::vector<at::Tensor> parameters_;  // since load()
+  optim::States before_;                // the state before load(), until end_load()
   const SaveFn save_ = [this](torch::serialize::OutputArchive& archive) {
     optim::define_scratch_of_lbfgs(optimizer_);
     if (const auto* const sharded = dynamic_cast<const ShardedOptimizer*>(&optimizer_))

@@ -23,13 +23,16 @@ using nlohmann::json;
 
 constexpr std::streamsize kMost = 1 << 20;  // bytes of a rank's own file
 
-// null if there is no file, or if it is not JSON.
+// null if there is no file, or if it is not JSON. Functions that write JSON call themselves for what is nested, so
+// what is nested deeper than an error's is left out.
 json read_rank_error(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string bytes(static_cast<size_t>(kMost), '\0');
   file.read(bytes.data(), kMost);
   bytes.resize(static_cast<size_t>(file.gcount()));
-  auto document = json::parse(bytes, nullptr, false);
+  constexpr int kDeepest = 64;
+  auto document = json::parse(
+      bytes, [](int depth, json::parse_event_t, json&) { return depth <= kDeepest; }, false);
   return document.is_discarded() ? json(nullptr) : document;
 }
 

@@ -1,11 +1,31 @@
 #include "launch/rendezvous_plan.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <utility>
 
 namespace muster::launch {
+
+namespace {
+
+constexpr int64_t kMostRanks = int64_t{1} << 20;  // of one agent
+
+int64_t number_in(const Json& json, const char* name, int64_t least, int64_t most = INT32_MAX) {
+  const Json& value = json.at(name);
+  const int64_t number = value.is_number_integer() ? value.get<int64_t>() : least - 1;
+  if (number < least || number > most)
+    throw CorruptError(text("the job's store has an agent whose '", name, "' is ",
+                            value.dump(-1, ' ', false, Json::error_handler_t::replace)),
+                       kSameJob);
+  return number;
+}
+int int_in(const Json& json, const char* name, int64_t least, int64_t most = INT32_MAX) {
+  return static_cast<int>(number_in(json, name, least, most));
+}
+
+}  // namespace
 
 Json to_json(const Agent& agent) {
   return {{"host", agent.host},         {"ranks", agent.ranks},
@@ -18,22 +38,22 @@ Json to_json(const Agent& agent) {
 
 Agent agent_of(const Json& json) {
   return {.host = json.at("host"),
-          .ranks = json.at("ranks"),
-          .wish = json.at("wish"),
-          .was = json.at("was"),
-          .master_port = json.at("port"),
-          .restarts = json.at("restarts"),
-          .max_restarts = json.at("max_restarts"),
-          .line = json.at("line"),
+          .ranks = int_in(json, "ranks", 1, kMostRanks),
+          .wish = int_in(json, "wish", -1),
+          .was = int_in(json, "was", -1),
+          .master_port = int_in(json, "port", 0, UINT16_MAX),
+          .restarts = int_in(json, "restarts", 0),
+          .max_restarts = int_in(json, "max_restarts", 0),
+          .line = int_in(json, "line", -1),
           .done = json.at("done"),
-          .seat = json.at("seat"),
+          .seat = number_in(json, "seat", 0, INT64_MAX),
           .identity = json.at("identity")};
 }
 
 EpochEnd end_in(const Json& json) {
-  return {.kind = json.at("kind").get<EpochEnd::Kind>(),
-          .node = json.at("node"),
-          .status = json.at("status"),
+  return {.kind = static_cast<EpochEnd::Kind>(number_in(json, "kind", 0, static_cast<int>(EpochEnd::Kind::kStopped))),
+          .node = int_in(json, "node", -1),
+          .status = int_in(json, "status", INT32_MIN),
           .cause = json.at("cause"),
           .rank = json.at("rank"),
           .last = json.at("last")};

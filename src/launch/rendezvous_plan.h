@@ -29,6 +29,8 @@ Agent agent_of(const Json& json);
 EpochEnd end_in(const Json& json);
 std::string to_string(const EpochEnd& end);
 
+inline constexpr char kSameJob[] = "Run the same version of Muster on all hosts, and one job per store and --job-id";
+
 // Reads what another agent wrote. Throws CorruptError if no agent can have written it.
 template <typename Read>
 auto parse(const std::string& name, const std::string& value, Read read) {
@@ -36,7 +38,7 @@ auto parse(const std::string& name, const std::string& value, Read read) {
     return read(Json::parse(value));
   } catch (const Json::exception& error) {
     throw CorruptError(text("the job's store has a value at '", name, "' that no agent wrote: ", error.what()),
-                       "Run the same version of Muster on all hosts, and one job per store and --job-id");
+                       kSameJob);
   }
 }
 

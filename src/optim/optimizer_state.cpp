@@ -3,11 +3,9 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <charconv>
 #include <map>
 #include <sstream>
 #include <string>
-#include <string_view>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -82,15 +80,11 @@ class NewStates {
     const at::Tensor& parameter;
   };
   Place find(const std::string& name) {
-    size_t number = 0;
-    const char* const last = name.data() + name.size();
-    const auto [end, error] = std::from_chars(name.data(), last, number);
-    if (error == std::errc() && end != last && *end == '/' && number < parameters_.size()) {
-      optim::State& state = states_[number];
+    if (const auto place = optim::place_of(name); place && place->parameter < parameters_.size()) {
+      optim::State& state = states_[place->parameter];
       if (!state) state = optim::new_state_for(type_);
-      const std::string_view field_name(end + 1, last);
       for (const optim::Field& field : optim::fields_of(*state))
-        if (field.name == field_name) return {state.get(), field, parameters_[number]};
+        if (field.name == place->field) return {state.get(), field, parameters_[place->parameter]};
     }
     throw Mismatch(text("the optimizer has no '", name, "', which the state has"));
   }
@@ -108,17 +102,14 @@ OptimizerState state_of(const Optimizer& given) {
   optim::StateAside aside(optimizer);  // save() has no way to leave the state out
   OptimizerState state{.archive = archive_of(optimizer)};
   const auto parameters = optim::parameters_of(optimizer);
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto found = aside.kept().find(parameters[i].unsafeGetTensorImpl());
-    if (found == aside.kept().end()) continue;
-    for (const auto& [field, tensor, number] : optim::fields_of(*found->second)) {
+  for (size_t i = 0; i < parameters.size(); ++i)
+    for (const auto& [field, tensor, number] : optim::fields_of(aside.kept(), parameters[i])) {
       std::string name = text(i, "/", field);
       if (number)
         state.numbers.emplace_back(std::move(name), *number);
       else if (tensor->defined())
         state.tensors.emplace_back(std::move(name), *tensor);
     }
-  }
   return state;
 }
 

@@ -7,6 +7,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <charconv>
 #include <type_traits>
 
 #include "muster/optim/optimizers.h"
@@ -75,6 +76,19 @@ std::vector<Field> fields_of(torch::optim::OptimizerParamState& state) {
     for (size_t i = 0; i < of->names().size(); ++i) fields.push_back({of->names()[i], &of->values.kept[i]});
   }
   return fields;
+}
+
+std::vector<Field> fields_of(const States& states, const at::Tensor& parameter) {
+  const auto found = states.find(parameter.unsafeGetTensorImpl());
+  return found == states.end() ? std::vector<Field>{} : fields_of(*found->second);
+}
+
+std::optional<FieldPlace> place_of(std::string_view name) {
+  size_t number = 0;
+  const char* const last = name.data() + name.size();
+  const auto [end, error] = std::from_chars(name.data(), last, number);
+  if (error != std::errc() || end == last || *end != '/') return std::nullopt;
+  return FieldPlace{.parameter = number, .field = std::string_view(end + 1, last)};
 }
 
 std::vector<int64_t> shape_of(torch::optim::OptimizerParamState& state, const Field& field,

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <type_traits>
 #include <typeinfo>
@@ -54,6 +55,14 @@ std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
 State new_state_for(const std::type_info& type);
 // Its fields; none of a state of another class.
 std::vector<Field> fields_of(torch::optim::OptimizerParamState& state);
+// Those of the parameter's state; none if there is no state.
+std::vector<Field> fields_of(const States& states, const at::Tensor& parameter);
+// "3/exp_avg": a field of the parameter with this number.
+struct FieldPlace {
+  size_t parameter = 0;
+  std::string_view field;
+};
+std::optional<FieldPlace> place_of(std::string_view name);
 // Of a tensor field of this state of a parameter; empty for a number.
 std::vector<int64_t> shape_of(torch::optim::OptimizerParamState& state, const Field& field,
                               const at::Tensor& parameter);

@@ -33,8 +33,9 @@ struct CopyPhase {
   bool reading = false;  // also outside of forward()
   int forwards = 0;      // that live
   bool is_step = false;  // whether there are copies of this step: for the second call of activation_checkpoint()
-  std::vector<at::Tensor> copies;  // by number; none when their maker is gone
-  bool on_device = false;          // whether the copies are
+  // By number; undefined where operators use the parameter itself. Empty when their maker is gone.
+  std::vector<at::Tensor> copies;
+  bool on_device = false;  // whether the copies are
   std::thread::id forward_thread = {};
 
   bool is_time() const;  // for operators to use the copies

@@ -44,7 +44,7 @@ struct ConstantIn final : torch::autograd::Function<ConstantIn> {
 
 }  // namespace
 
-void GradientReducer::add_gradients(const std::vector<at::Tensor>& given,
+void GradientReducer::add_gradients(const std::vector<at::Tensor>& given, std::vector<float> shares,
                                     const std::function<void(const at::Tensor& bucket)>& reduce) {
   before_forward();
   const at::NoGradGuard no_grad;
@@ -59,16 +59,15 @@ void GradientReducer::add_gradients(const std::vector<at::Tensor>& given,
     Parameter& parameter = s.parameters[i];
     const at::Tensor& grad = parameter.tensor.grad();
     before.push_back(grad.defined() ? grad.clone() : grad);
-    parameter.used = given[i].defined();
     if (!parameter.view.defined()) give_block(s.buckets[parameter.bucket], parameter, s.blocks);
-    if (parameter.used)
+    if (given[i].defined())
       parameter.view.copy_(given[i]);
     else
       parameter.view.zero_();
   }
   for (const Bucket& bucket : s.buckets) reduce(bucket.gradients());
   s.averages_among = s.options.group;
-  const std::vector<float> shares = s.shares_used_on_all_ranks();
+  s.average_shares(shares);
   for (size_t i = 0; i < s.parameters.size(); ++i) {
     Parameter& parameter = s.parameters[i];
     parameter.used = false;
@@ -76,7 +75,7 @@ void GradientReducer::add_gradients(const std::vector<at::Tensor>& given,
     parameter.tensor.mutable_grad() = shares[i] > 0 ? parameter.view : before[i];
   }
   s.options.on_averaged(/*is_complete=*/true);
-  if (!complete(shares) && !s.options.find_unused_parameters) s.report_unused(shares);
+  if (!complete(shares) && !s.options.find_unused_parameters) s.report_unused(shares, "shards");
 }
 
 // The last bucket is not launched here: it is complete only when backward is nearly over, so finish_backward() reduces
@@ -193,10 +192,13 @@ std::string GradientReducer::Impl::use_hooks_results() {
 std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
   std::vector<float> shares;
   for (const auto& parameter : parameters) shares.push_back(parameter.used ? 1 : 0);
-  if (!averages_among) return shares;
+  average_shares(shares);
+  return shares;
+}
+void GradientReducer::Impl::average_shares(std::vector<float>& shares) const {
+  if (!averages_among) return;
   all_reduce(at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat),
              {.op = ReduceOp::AVG, .group = *averages_among});
-  return shares;
 }
 
 // The share of the ranks with data that reached each parameter.
@@ -272,7 +274,7 @@ std::vector<float> GradientReducer::Impl::average_with_graph(bool sets) {
   return shares;
 }
 
-void GradientReducer::Impl::report_unused(const std::vector<float>& shares) const {
+void GradientReducer::Impl::report_unused(const std::vector<float>& shares, const char* of) const {
   std::vector<size_t> some, none;
   for (size_t i = 0; i < shares.size(); ++i) {
     if (shares[i] == 0) none.push_back(i);
@@ -284,8 +286,8 @@ void GradientReducer::Impl::report_unused(const std::vector<float>& shares) cons
     return join(list);
   };
   std::string message = "backward() left parameters without a gradient";
-  if (!none.empty()) message += text("; on all ranks: ", names(none));
-  if (!some.empty()) message += text("; on some ranks: ", names(some));
+  if (!none.empty()) message += text("; on all ", of, ": ", names(none));
+  if (!some.empty()) message += text("; on some ", of, ": ", names(some));
   throw InvalidArgument(message,
                         "Let forward() use them in every step, freeze them with set_requires_grad(false), or set "
                         "find_unused_parameters");

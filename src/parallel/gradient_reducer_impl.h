@@ -106,13 +106,14 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void put_averages_aside();
   std::vector<float> reduce_the_rest();
   std::vector<float> shares_used_on_all_ranks();
+  void average_shares(std::vector<float>& shares) const;
   void finish_backward();
   void abandon_backward();
   void abandon_backward_before(Parameter& first);
   void reset();
   void rebuild_in_ready_order();
   void require_dense(const Parameter& parameter, const at::Tensor& grad) const;
-  void report_unused(const std::vector<float>& shares) const;
+  void report_unused(const std::vector<float>& shares, const char* of = "ranks") const;
 };
 
 }  // namespace muster::parallel

@@ -182,7 +182,7 @@ std::exception_ptr ShardedOptimizer::Impl::step_with(const std::vector<std::pair
   const parallel::UnwatchedGuard with_own_values;
   try {
     self.step_inner();
-  } catch (const std::exception&) {
+  } catch (...) {
     return std::current_exception();
   }
   return nullptr;

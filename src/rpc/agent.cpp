@@ -55,8 +55,9 @@ Agent::~Agent() {
 
 namespace {
 
-// What each rank has set. TimeoutError names those that have not.
-std::vector<std::string> posted_by_all(Store& store, const std::string& prefix, size_t n, Deadline deadline) {
+// What each rank has set. TimeoutError names those that have not, and says what they have `not_done`.
+std::vector<std::string> posted_by_all(Store& store, const std::string& prefix, size_t n, const char* not_done,
+                                       Deadline deadline) {
   std::vector<std::string> posted;
   try {
     for (size_t rank = 0; rank < n; ++rank) posted.push_back(store.get(text(prefix, rank), deadline));
@@ -67,9 +68,9 @@ std::vector<std::string> posted_by_all(Store& store, const std::string& prefix, 
       if (!store.try_get(text(prefix, rank))) missing.push_back(static_cast<int>(rank));
     if (missing.empty()) throw;
     const bool one = missing.size() == 1;
-    throw TimeoutError(text("rpc::init(): ", one ? "rank " : "ranks ", join(missing), one ? " has" : " have", " not ",
-                            prefix.ends_with("/name/") ? "called it" : "got ready in it"),
-                       missing, "Every rank of the World must call rpc::init(); look at their output");
+    throw TimeoutError(
+        text("rpc::init(): ", one ? "rank " : "ranks ", join(missing), one ? " has" : " have", " not ", not_done),
+        missing, "Every rank of the World must call rpc::init(); look at their output");
   }
 }
 
@@ -99,7 +100,7 @@ void Agent::start(const World& world) {
   std::set<std::string> names;
   std::vector<bool> has_maps(n);
   std::vector<std::string> by_rank;
-  const std::vector<std::string> all = posted_by_all(*store, text(prefix, "/name/"), n, deadline);
+  const std::vector<std::string> all = posted_by_all(*store, text(prefix, "/name/"), n, "called it", deadline);
   for (size_t rank = 0; rank < n; ++rank) {
     const std::string& posted = all[rank];
     const auto space = posted.find(' ');
@@ -185,7 +186,7 @@ void Agent::start(const World& world) {
       for (const auto& other : workers_) send_quietly(other.id, {.kind = MessageKind::kDrained, .worker = worker.id});
   // Nobody makes a call before all workers know their ways to all others.
   store->set(text(prefix, "/ready/", self_), "");
-  posted_by_all(*store, text(prefix, "/ready/"), n, deadline);
+  posted_by_all(*store, text(prefix, "/ready/"), n, "got ready in it", deadline);
   if (env_string(kVerboseVariable) || log_level() <= LogLevel::kInfo) log_ways();
 }
 

@@ -12,6 +12,7 @@
 #include "base/copy.h"
 #include "base/text.h"
 #include "muster/base/error.h"
+#include "rpc/quantized.h"
 #include "rpc/staging.h"
 #include "rpc/tensor_row.h"
 #include "rpc/tensor_table.h"
@@ -193,7 +194,9 @@ at::Tensor read_row(WireReader& body, const std::vector<transport::Piece>& piece
     return {};
   }
   read_description(body, places, row);
-  return with_grad_flag(row.empty ? empty_tensor(row) : read_elements(body, pieces, storages, row), row.flags);
+  at::Tensor tensor = row.empty ? empty_tensor(row) : read_elements(body, pieces, storages, row);
+  if (row.flags & kQuantized) return read_quantized(body, tensor);
+  return with_grad_flag(std::move(tensor), row.flags);
 }
 
 }  // namespace

@@ -10,38 +10,14 @@
 
 namespace muster::rpc::detail {
 
-inline constexpr uint8_t kDefined = 1, kRequiresGrad = 2, kStrided = 4, kPlaced = 8;
-inline constexpr uint8_t kKnownFlags = kDefined | kRequiresGrad | kStrided | kPlaced;
+inline constexpr uint8_t kDefined = 1, kRequiresGrad = 2, kStrided = 4, kPlaced = 8, kQuantized = 16;
+inline constexpr uint8_t kKnownFlags = kDefined | kRequiresGrad | kStrided | kPlaced | kQuantized;
 inline constexpr size_t kMostDims = 64;  // libtorch's own limit
 
-// True for dtypes whose elements are bytes with a meaning of their own: not quantized ones, nor parts of bytes.
+// Whether tensors have this dtype, whose elements are whole bytes with a meaning of their own: not quantized ones
+// (quantized.h).
 inline bool travels(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kByte:
-    case at::kChar:
-    case at::kShort:
-    case at::kInt:
-    case at::kLong:
-    case at::kUInt16:
-    case at::kUInt32:
-    case at::kUInt64:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kFloat:
-    case at::kDouble:
-    case at::kComplexHalf:
-    case at::kComplexFloat:
-    case at::kComplexDouble:
-    case at::kBool:
-    case at::kFloat8_e5m2:
-    case at::kFloat8_e4m3fn:
-    case at::kFloat8_e5m2fnuz:
-    case at::kFloat8_e4m3fnuz:
-    case at::kFloat8_e8m0fnu:
-      return true;
-    default:
-      return false;
-  }
+  return static_cast<uint8_t>(dtype) < static_cast<uint8_t>(at::ScalarType::Undefined) && !at::isQIntType(dtype);
 }
 
 // The deleter of a storage whose memory a piece's owner keeps.

@@ -1,15 +1,16 @@
 // Tensors on the wire: a table in the message's body, and their bytes as pieces beside it.
 //
 //   table   u32 tensors, then for each: u8 flags, and if it is defined u8 dtype, u8 dims, i64 sizes, i64 strides if it
-//           is dense in another order than row by row, u8 place if its device has one, and if it has elements
-//           u32 piece, u64 offset in it in bytes
+//           is dense in another order than row by row, u8 place if its device has one, if it has elements u32 piece,
+//           u64 offset in it in bytes, and if it is quantized what its integers stand for (quantized.h)
 //   piece   a range of a storage that tensors of this message cover. Tensors that overlap share it, so tensors that
 //           alias at the sender alias at the receiver; a view comes without the rest of its storage.
 //
 // A tensor arrives with the same dtype and sizes. If it was dense (it has each element of its range once, in any order
 // of the dimensions), it also has the same strides; other tensors are made contiguous, and then alias nothing. What
-// arrives is always a leaf, and requires grad if the sender's tensor did. Sparse, quantized, nested and meta tensors
-// are refused with InvalidArgument, before anything is changed.
+// arrives is always a leaf, and requires grad if the sender's tensor did. Sparse, nested and meta tensors, and
+// quantized ones on a device or of less than a byte per element, are refused with InvalidArgument, before anything is
+// changed.
 //
 // Devices: both sides have lists of devices that belong together (devices.h), and the table has places in them. A CPU
 // tensor without a place arrives on the CPU; a tensor of another device must have a place. Bytes of other devices are

@@ -15,6 +15,7 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/heap.h"
+#include "rpc/quantized.h"
 #include "rpc/staging.h"
 #include "rpc/tensor_row.h"
 #include "rpc/tensor_table.h"
@@ -35,15 +36,14 @@ std::optional<uint8_t> place_of(const at::Tensor& tensor, Places places) {
 
 void check(const at::Tensor& tensor, size_t index, Places places) {
   if (!tensor.defined()) return;
-  if (tensor.is_quantized()) throw InvalidArgument("a quantized tensor cannot be sent", "Call .dequantize() first");
   if (tensor.layout() != at::kStrided)
     throw InvalidArgument(text("a tensor of layout ", tensor.layout(), " cannot be sent"), "Call .to_dense() first");
   if (tensor.is_nested()) throw InvalidArgument("a nested tensor cannot be sent", "Send the list of its parts");
   if (tensor.is_meta() || !tensor.has_storage())
     throw InvalidArgument("a tensor without data cannot be sent: it is on the device meta, or a wrapper of functorch");
-  if (!travels(tensor.scalar_type()))
-    throw InvalidArgument(text("a tensor of ", tensor.scalar_type(), " cannot be sent"),
-                          "Call .to() with another dtype");
+  if (tensor.is_quantized() ? !quantized_travels(tensor) : !travels(tensor.scalar_type()))
+    throw InvalidArgument(text("a tensor of ", tensor.scalar_type(), " on ", tensor.device(), " cannot be sent"),
+                          tensor.is_quantized() ? "Call .dequantize() first" : "Call .to() with another dtype");
   if (!tensor.is_cpu() && !place_of(tensor, places)) throw WithoutPlace(index, tensor.device());
   if (tensor._is_zerotensor()) return;  // it has no memory; a copy is made
   const auto* const impl = tensor.unsafeGetTensorImpl();
@@ -53,14 +53,14 @@ void check(const at::Tensor& tensor, size_t index, Places places) {
 
 // Whether the tensor's bytes can be sent as they are.
 bool ready(const at::Tensor& tensor) {
-  return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor() &&
+  return !tensor.is_quantized() && !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor() &&
          (tensor.numel() == 0 || tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense());
 }
 
 at::Tensor made_ready(const at::Tensor& tensor) {
   // Below autograd: nothing is recorded, and a tensor that is not a leaf need not be detached first.
   const at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor plain = tensor;
+  at::Tensor plain = tensor.is_quantized() ? integers_of(tensor) : tensor;
   if (plain.is_conj()) plain = plain.resolve_conj();
   if (plain.is_neg()) plain = plain.resolve_neg();
   if (plain._is_zerotensor()) plain = plain.clone();
@@ -128,8 +128,8 @@ bool row_by_row(at::IntArrayRef sizes, at::IntArrayRef strides) {
   return true;
 }
 
-void write_row(const at::Tensor& tensor, bool requires_grad, std::optional<uint8_t> device, const Place& place,
-               std::string& body) {
+void write_row(const at::Tensor& tensor, bool requires_grad, bool quantized, std::optional<uint8_t> device,
+               const Place& place, std::string& body) {
   if (!tensor.defined()) return append<uint8_t>(body, 0);
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   const bool strided = !row_by_row(sizes, strides);
@@ -140,7 +140,7 @@ void write_row(const at::Tensor& tensor, bool requires_grad, std::optional<uint8
     to += sizeof number;
   };
   put(static_cast<uint8_t>(kDefined | (requires_grad ? kRequiresGrad : 0) | (strided ? kStrided : 0) |
-                           (device ? kPlaced : 0)));
+                           (device ? kPlaced : 0) | (quantized ? kQuantized : 0)));
   put(static_cast<uint8_t>(tensor.scalar_type()));
   put(static_cast<uint8_t>(sizes.size()));
   for (const int64_t size : sizes) put(size);
@@ -154,13 +154,19 @@ void write_row(const at::Tensor& tensor, bool requires_grad, std::optional<uint8
   body.append(row, static_cast<size_t>(to - row));
 }
 
-// Replaces each tensor whose bytes cannot be sent by a copy. `requires_grad`: of the originals.
-void make_all_ready(std::vector<at::Tensor>& tensors, c10::SmallVectorImpl<uint8_t>& requires_grad) {
+// By the tensors' indices.
+using Quantizers = std::unordered_map<size_t, at::QuantizerPtr>;
+
+// Replaces each tensor whose bytes cannot be sent by a copy, and a quantized one by its integers. `requires_grad`,
+// `quantizers`: of the originals.
+void make_all_ready(std::vector<at::Tensor>& tensors, c10::SmallVectorImpl<uint8_t>& requires_grad,
+                    Quantizers& quantizers) {
   std::unordered_map<const c10::TensorImpl*, at::Tensor> copies;  // a tensor that is in the list twice has one copy
   std::vector<at::Tensor> originals;                              // keeps the keys of `copies` alive
   for (at::Tensor& tensor : tensors) {
     requires_grad.push_back(tensor.defined() && tensor.requires_grad());
     if (!tensor.defined() || ready(tensor)) continue;
+    if (tensor.is_quantized()) quantizers.emplace(&tensor - tensors.data(), quantizer_of(tensor));
     const auto [copy, fresh] = copies.try_emplace(tensor.unsafeGetTensorImpl());
     if (fresh) copy->second = made_ready(tensor);
     originals.push_back(std::exchange(tensor, copy->second));
@@ -229,7 +235,8 @@ void write_tensors(std::vector<at::Tensor>& tensors, std::string& body, std::vec
                    Places places) {
   for (size_t i = 0; i < tensors.size(); ++i) check(tensors[i], i, places);
   c10::SmallVector<uint8_t, 16> requires_grad;
-  make_all_ready(tensors, requires_grad);
+  Quantizers quantizers;
+  make_all_ready(tensors, requires_grad, quantizers);
 
   c10::SmallVector<Range, 4> ranges;
   find_ranges(tensors, ranges);
@@ -243,7 +250,9 @@ void write_tensors(std::vector<at::Tensor>& tensors, std::string& body, std::vec
   append(body, static_cast<uint32_t>(tensors.size()));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto device = tensors[i].defined() ? place_of(tensors[i], places) : std::nullopt;
-    write_row(tensors[i], requires_grad[i] != 0, device, where[i], body);
+    const auto quantizer = quantizers.find(i);
+    write_row(tensors[i], requires_grad[i] != 0, quantizer != quantizers.end(), device, where[i], body);
+    if (quantizer != quantizers.end()) write_quantizer(*quantizer->second, body);
   }
   tensors.clear();
 }

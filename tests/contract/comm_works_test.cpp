@@ -6,6 +6,7 @@
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 
 #include <filesystem>
 #include <future>
@@ -78,6 +79,40 @@ TEST_P(Forms, CallbacksDoAndAwaitOperations) {
       ASSERT_EQ(ended.wait_for(kPatience), std::future_status::ready);
       for (const auto& list : {first, second, third, fourth}) EXPECT_TRUE(list[0].eq(2).all().item<bool>());
     }
+  });
+}
+
+// So may that of a message, for messages issued before and after, while the thread that moves them is in the callback.
+TEST_P(Forms, CallbacksOfMessagesAwaitMessages) {
+  run(2, [](World& world) {
+    constexpr int kMessages = 6;
+    if (world.rank() == 1) {
+      send(at::zeros({3}), 0, {.tag = 0});
+      world.store().get("in callback", patience());
+      for (int tag = 1; tag < kMessages; ++tag) send(at::full({3}, tag, at::kFloat), 0, {.tag = tag});
+      return;
+    }
+    std::vector<at::Tensor> tensors;
+    for (int tag = 0; tag < kMessages; ++tag) tensors.push_back(at::zeros({3}));
+    const auto receive = [&](int tag) {
+      return irecv(tensors[static_cast<size_t>(tag)], 1, {.tag = tag, .group = world.group()});
+    };
+    Work early = receive(kMessages - 1);
+    std::promise<void> over;
+    receive(0).c10d_work()->getFuture()->addCallback([&](c10::ivalue::Future&) {
+      world.store().set("in callback", "");
+      receive(1).c10d_work()->getFuture()->wait();
+      receive(2).wait();
+      recv(tensors[3], 1, {.tag = 3, .group = world.group()});
+      receive(4).c10d_work()->getFuture()->addCallback([&](c10::ivalue::Future&) {  // in a callback's callback
+        early.c10d_work()->getFuture()->wait();
+        over.set_value();
+      });
+    });
+    auto ended = over.get_future();
+    ASSERT_EQ(ended.wait_for(kPatience), std::future_status::ready);
+    for (int tag = 0; tag < kMessages; ++tag)
+      EXPECT_TRUE(tensors[static_cast<size_t>(tag)].eq(tag).all().item<bool>()) << tag;
   });
 }
 

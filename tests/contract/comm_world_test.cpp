@@ -320,6 +320,34 @@ TEST(World, FaultsThatABackendCannotInjectAreRefused) {
                   "backend 'fake' cannot inject the fault 'kill' in phase 'posted'");
 }
 
+TEST(World, FaultsThatDidNothingAreNamed) {
+  const auto run_with = [](const Fault& fault) {
+    WorldOptions options;
+    options.faults.add(fault);
+    run_threads(
+        2,
+        [](World&) {
+          barrier();
+          all_reduce(at::ones({3}));
+        },
+        options);
+  };
+  const auto said = [&](const Fault& fault) {
+    testing::internal::CaptureStderr();
+    run_with(fault);
+    return testing::internal::GetCapturedStderr();
+  };
+  using enum FaultAction;
+  EXPECT_CONTAINS(said({.action = kDelay, .rank = 0, .operation = 7}),
+                  "at operation 7 of rank 0 in group 'world' did nothing");
+  EXPECT_CONTAINS(said({.action = kCorrupt, .rank = 1, .operation = 0}), "has no data, or was never reached");
+  EXPECT_EQ(said({.action = kCorrupt, .rank = 1, .operation = 1}), "");
+  EXPECT_EQ(said({.action = kDelay, .rank = 1, .operation = 1}), "");
+  for (const int rank : {-1, 2})
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { run_with({.action = kDelay, .rank = rank, .operation = 1}); }),
+                    text("a fault of rank ", rank, " in group 'world', which has 2 ranks"));
+}
+
 // Ranks that are bound to cores, as by mpirun and srun. Waits spin only if each rank can have its own core.
 TEST(WorldFork, BoundRanksKnowTheCoresOfAll) {
   const CpuSet mine = own_cpus();

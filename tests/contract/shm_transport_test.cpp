@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <string>
@@ -16,6 +17,9 @@
 #include "shm/exchange.h"
 #include "shm/mapping.h"
 #include "support/asleep.h"
+#include "support/dice.h"
+#include "support/fuzz.h"
+#include "support/sanitized.h"
 #include "support/served.h"
 #include "transport/shm/inbox.h"
 #include "transport/shm/shm_transport.h"
@@ -348,6 +352,61 @@ TEST(ShmByHand, ABrokenRecordIsItsEnd) {
     EXPECT_THAT(peer.receiver.cause(1), testing::HasSubstr(one.cause));
     EXPECT_EQ(peer.receiver.num_got(), 0U);
     EXPECT_THROW(peer.whole().send(1, {}), PeerLost);
+  }
+}
+
+// Records that are right, and mutants of them, until one is its end. What arrives lies where it may lie.
+TEST(ShmByHand, AnyBytesInItsRingAreMessagesOrItsEnd) {
+  constexpr auto kMessage = RecordKind::kMessage;
+  const Limits limits{.body = 100, .pieces = 4, .bytes = 1 << 20};
+  int64_t ends = 0, messages = 0;
+  volatile std::byte sink;
+  const int64_t rounds = repeat(kSanitized ? 100 : 400, [&](uint64_t number) {
+    Dice dice(number);
+    ShmByHand peer(limits);
+    Message lent{.body = "lent", .pieces = {}};
+    lent.pieces.push_back(on_heap(peer.whole().heap(), 16'384));
+    const auto lent_at = static_cast<uint64_t>(lent.pieces[0].data - peer.whole().heap().base());
+    peer.whole().send(1, std::move(lent));  // token 1
+    const std::vector<std::string> right = {
+        record_of({.kind = kMessage, .body = 2}, {}, 16),
+        record_of({.kind = kMessage, .body = 2, .pieces = 1}, {{.bytes = 16, .offset = 64}}, 32),
+        record_of({.kind = kMessage, .body = 2, .pieces = 1},
+                  {{.bytes = 4096, .offset = 8192, .token = 7, .where = Where::kMine}}, 16),
+        record_of({.kind = kMessage, .body = 2, .pieces = 1},
+                  {{.bytes = 16'384, .offset = lent_at, .token = 1, .where = Where::kYours}}, 16),
+        record_of({.kind = kMessage, .in_block = 1, .body = 4},
+                  {{.bytes = 64, .offset = 4096, .token = 8, .where = Where::kMine}}),
+        record_of({.kind = RecordKind::kRelease}, {}, 16),
+        record_of({.kind = RecordKind::kSkip}),
+    };
+    for (int i = 0; i < 20 && !peer.receiver.is_lost(1); ++i) {
+      std::string record = right[dice.below(right.size())];
+      if (dice.one_in(3)) record = mutated(std::move(record), dice);
+      const std::string block = dice.one_in(2) ? right[1] : dice.bytes(64);
+      std::memcpy(peer.heap.base() + 4096, block.data(), block.size());
+      record.resize(shm::round_up(std::max<size_t>(record.size(), 1), transport::shm_rings::kRecordAlign));
+      peer.write(record);
+      if (dice.one_in(20) && !peer.receiver.is_lost(1)) peer.publish(dice.number());
+    }
+    const auto got = peer.receiver.take(peer.receiver.num_got());
+    std::byte touched{};
+    for (const auto& message : got) {
+      EXPECT_LE(message.body.size(), limits.body);
+      EXPECT_LE(message.pieces.size(), limits.pieces);
+      for (const Piece& piece : message.pieces)
+        if (piece.bytes > 0)
+          touched ^= piece.data[0] ^ piece.data[piece.bytes - 1];  // where there is no memory: a crash
+    }
+    sink = touched;
+    messages += static_cast<int64_t>(got.size());
+    if (!peer.receiver.is_lost(1)) return;
+    ++ends;
+    EXPECT_THROW(peer.whole().send(1, {}), PeerLost);
+  });
+  if (rounds > 50) {
+    EXPECT_GT(ends, rounds / 2);
+    EXPECT_GT(messages, rounds / 2);
   }
 }
 

@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -11,10 +13,14 @@
 
 #include "base/byte_stream.h"
 #include "base/cores.h"
+#include "base/hash.h"
 #include "base/text.h"
 #include "fuzz/memory_file.h"
 #include "fuzz/parsers.h"
 #include "launch/black_box_sources.h"
+#include "launch/error_file.h"
+#include "launch/ledger_line.h"
+#include "launch/rendezvous_plan.h"
 #include "muster/base/error.h"
 #include "shm/black_box.h"
 #include "shm/black_box_layout.h"
@@ -260,6 +266,87 @@ Seeds black_box_file_seeds() {
   return {head(0), head(1) + WireWriter().put(Bytes("running")).put(uint32_t{16}).take() + std::string(16, 'x')};
 }
 
+// --- what launchers read: from each other in the store, from a rank's own file, and from a ledger ---
+
+void parse_plan(Bytes bytes) {
+  const bool is_end = take_choice(bytes) % 2 == 1;
+  const std::string value(bytes);
+  try {
+    if (is_end) {
+      const auto end = launch::parse("end", value, launch::end_in);
+      require(to_string(launch::parse("end", to_string(end), launch::end_in)) == to_string(end));
+      return;
+    }
+    launch::Plan plan;
+    plan.agents = launch::parse("plan", value, [](const launch::Json& json) {
+      std::vector<launch::Agent> agents;
+      for (const auto& agent : json) agents.push_back(launch::agent_of(agent));
+      return agents;
+    });
+    launch::put_in_order(plan.agents);
+    require(plan.agents.size() > 1000 || plan.world_size() >= static_cast<int>(plan.agents.size()));
+  } catch (const CorruptError&) {
+  } catch (const InvalidArgument&) {  // two ask for one number
+  }
+}
+
+Seeds plan_seeds() {
+  launch::Agent one{.host = "a", .ranks = 2, .wish = 1, .identity = "x"}, other{.host = "b", .wish = 0};
+  return {'\0' + launch::Json({launch::to_json(one), launch::to_json(other)}).dump(), std::string("\0[]", 3),
+          '\1' + to_string(launch::EpochEnd{.kind = launch::EpochEnd::Kind::kLost, .node = 1, .cause = "gone"})};
+}
+
+void parse_error_file(Bytes bytes) {
+  const bool is_message = take_choice(bytes) % 2 == 1;
+  if (is_message) {
+    launch::Outcome outcome;
+    launch::take_rank_that_failed(std::string(bytes), outcome);
+    launch::Outcome again;
+    launch::take_rank_that_failed(launch::rank_that_failed(outcome), again);
+    require(again.first_failed_rank == outcome.first_failed_rank);
+    return;
+  }
+  const MemoryFile file(bytes);
+  launch::rank_error(file.path());
+  const std::string error = std::filesystem::temp_directory_path() / text("muster-test-error-", ::getpid());
+  launch::write_error_file(error, {}, "job", file.path(), {});
+  std::filesystem::remove(error);
+}
+
+Seeds error_file_seeds() {
+  launch::Outcome outcome;
+  outcome.first_failed_rank = 1;
+  outcome.pid = 7;
+  outcome.exception_type = "std::runtime_error";
+  outcome.last_lines = {"a line"};
+  return {'\0' + std::string(R"({"message": {"message": "RuntimeError: x", "extraInfo": {"timestamp": "1"}}})"),
+          '\0' + std::string(R"({"message": "text"})"), '\0' + std::string(50'000, '[') + std::string(50'000, ']'),
+          '\1' + launch::rank_that_failed(outcome)};
+}
+
+// The line of these words, with the right hash.
+std::string ledger_line(Bytes words) {
+  std::string line(words);
+  line += " #";
+  for (uint64_t hash = hash_of_bytes(words.data(), words.size()), digit = 0; digit < 8; ++digit, hash /= 16)
+    line += "0123456789abcdef"[hash % 16];
+  return line;
+}
+
+void parse_ledger(Bytes bytes) {
+  launch::parse_ledger_line(bytes);
+  if (const auto line = launch::parse_ledger_line(ledger_line(bytes))) {
+    const std::string again = to_string(*line);  // with a line break before and behind it
+    const auto parsed = launch::parse_ledger_line(Bytes(again).substr(1, again.size() - 2));
+    require(parsed && to_string(*parsed) == again);
+  }
+}
+
+Seeds ledger_seeds() {
+  return {"attempt 2 rank 1 of 4 after 100 of 1000 samples in a training", "step 101 attempt 2 rank 1 epoch 3: 17 4 33",
+          "made 101 attempt 2 rank 1"};
+}
+
 }  // namespace
 
 const std::vector<Parser>& core_parsers() {
@@ -269,7 +356,10 @@ const std::vector<Parser>& core_parsers() {
                                            {"cpus", parse_cpus, cpus_seeds},
                                            {"etcd", parse_etcd, etcd_seeds},
                                            {"black_box", parse_black_box, black_box_seeds},
-                                           {"black_box_file", parse_black_box_file, black_box_file_seeds}};
+                                           {"black_box_file", parse_black_box_file, black_box_file_seeds},
+                                           {"plan", parse_plan, plan_seeds},
+                                           {"error_file", parse_error_file, error_file_seeds},
+                                           {"ledger", parse_ledger, ledger_seeds}};
   return parsers;
 }
 

@@ -4,7 +4,9 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <sstream>
 
@@ -139,19 +141,45 @@ TEST(CommHook, PowerSgdOfZeros) {
 }
 
 // A GradScaler skips such a step.
-TEST(CommHook, PowerSgdAfterInfiniteGradients) {
+TEST(CommHook, StatesAfterInfiniteGradients) {
   on_ranks(2, [](World& world) {
-    for (const int64_t rank : {1, 3}) {
-      auto ddp = ddp_with(hooks::PowerSgd({.matrix_approximation_rank = rank, .start_iter = 0})),
-           other = ddp_with(hooks::PowerSgd({.matrix_approximation_rank = rank, .start_iter = 0}));
+    const std::vector<std::function<CommHook()>> made = {
+        [] { return hooks::PowerSgd({.matrix_approximation_rank = 1, .start_iter = 0}); },
+        [] { return hooks::PowerSgd({.matrix_approximation_rank = 3, .start_iter = 0}); },
+        [] { return hooks::TopK({.ratio = 0.05, .start_iter = 0}); },
+    };
+    for (const auto& hook : made) {
+      auto ddp = ddp_with(hook()), other = ddp_with(hook());
       step_of(ddp, 0, world);
       step_of(other, 0, world);
       for (const Tensor& parameter : ddp->p) parameter.mutable_grad() = Tensor();
       const double scale = world.rank() == 0 ? std::numeric_limits<double>::infinity() : 1;
       (ddp.forward(1, world.rank(), 2) * scale).backward();
-      EXPECT_FALSE(ddp->p[0].grad().isfinite().all().item<bool>());
+      EXPECT_TRUE(std::any_of(ddp->p.begin(), ddp->p.end(),
+                              [](const Tensor& parameter) { return !parameter.grad().isfinite().all().item<bool>(); }));
       const auto got = step_of(ddp, 2, world), expected = step_of(other, 2, world);
       for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::allclose(got[i], expected[i], 1e-3, 1e-4)) << i;
+    }
+  });
+}
+
+TEST(CommHook, AParameterWithoutElements) {
+  on_ranks(2, [](World& world) {
+    const std::vector<CommHook> all = {hooks::all_reduce,
+                                       hooks::bf16_compress,
+                                       hooks::fp16_compress,
+                                       hooks::TopK({.ratio = 0.1, .start_iter = 0}),
+                                       hooks::PowerSgd({.start_iter = 0}),
+                                       hooks::bf16_compress_wrapper(hooks::PowerSgd({.start_iter = 0}))};
+    for (size_t i = 0; i < all.size(); ++i) {
+      SCOPED_TRACE(i);
+      const auto net = std::make_shared<HookNet>(std::vector<Shape>{{0, 5}, {600, 600}});  // the second is large
+      HookDdp ddp(net, all[i]);
+      for (int step = 0; step < 2; ++step) {
+        const auto got = step_of(ddp, step, world);
+        EXPECT_EQ(got[0].sizes(), (Shape{0, 5}));
+        EXPECT_TRUE(got[1].isfinite().all().item<bool>());
+      }
     }
   });
 }

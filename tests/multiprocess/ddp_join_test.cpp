@@ -265,6 +265,58 @@ TEST(DdpJoin, OneRankHasOtherOptionsOrMakesAGraph) {
   });
 }
 
+// The others do not wait for it, wherever they are.
+TEST(DdpJoin, ARankThatFailsIsNamedOnTheOthers) {
+  struct Norm : nn::Module {
+    nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(2));
+    Tensor forward(const Tensor& x) { return norm(x); }
+  };
+  on_ranks(3, [](World& world) {
+    DistributedDataParallel<JoinNet> in_backward(make_net());            // meets in backward()
+    DistributedDataParallel<Norm> in_forward(std::make_shared<Norm>());  // and in forward(), because it has buffers
+    const auto expect_failure = [&](auto& ddp, auto input, int batches, bool after_forward) {
+      const auto joined = [&] {
+        ddp.join([&] {
+          for (int step = 0; step < batches; ++step) {
+            const bool fails = world.rank() == 1 && step == 1;
+            if (fails && !after_forward) throw std::runtime_error("a loader that fails");
+            const Tensor loss = ddp.forward(input(step)).square().mean();
+            if (fails) throw std::runtime_error("a loss that is not a number");
+            loss.backward();
+          }
+        });
+      };
+      if (world.rank() == 1)
+        EXPECT_THROW(joined(), std::runtime_error);
+      else
+        EXPECT_CONTAINS(message_of<Aborted>(joined), "rank 1 left join() with an error");
+      ddp.module()->zero_grad();
+      ddp.forward(input(0)).square().mean().backward();  // goes on
+    };
+    const auto words = [&](int step) { return batch(world.rank(), step); };
+    const auto numbers = [](int) { return torch::arange(6.).view({3, 2}); };
+    for (const int batches : {2, 2 + world.rank(), 4 - world.rank(), 4})
+      for (const bool after_forward : {false, true}) {
+        expect_failure(in_backward, words, batches, after_forward);
+        expect_failure(in_forward, numbers, batches, after_forward);
+      }
+    // What ranks without data do may fail, too.
+    DistributedDataParallel<JoinNet> ddp(make_net());
+    const auto joined = [&] {
+      ddp.join(
+          [&] {
+            for (int step = 0; step < (world.rank() == 1 ? 0 : 4); ++step)
+              ddp.forward(batch(0, step)).square().mean().backward();
+          },
+          {.after_backward = [] { throw std::runtime_error("a step that fails"); }});
+    };
+    if (world.rank() == 1)
+      EXPECT_THROW(joined(), std::runtime_error);
+    else
+      EXPECT_CONTAINS(message_of<Aborted>(joined), "rank 1 left join() with an error");
+  });
+}
+
 TEST(DdpJoin, BadUseIsOneSentence) {
   on_ranks(2, [](World& world) {
     const auto net = make_net();

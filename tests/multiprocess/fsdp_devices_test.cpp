@@ -326,43 +326,13 @@ TEST(FsdpDevices, AModuleWithBuffersIsShardedAgain) {
 
 TEST(FsdpDevices, TheModuleItselfIsOnTheCpu) {
   on_hosts(kApart, [](World& world) {
-    for (const FsdpOptions& strategy : {FsdpOptions{}, full()}) {
-      const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
-      auto model = fully_shard(net, on_own_device(strategy));
-      const Tensor x = fsdp_input(world.rank(), 0), expected = other->forward(x.cpu());
-      EXPECT_EQ(model(x).device(), fake(world.rank()));
-      EXPECT_TRUE(net->a->weight.is_cpu());
-      EXPECT_EQ((net->a->weight + 0).device(), fake(world.rank()));
-      model.gather();
-      EXPECT_TRUE(torch::equal(net->forward(x.cpu()), expected));
-      net->eval();
-      for (int step = 0; step <= world.rank(); ++step) EXPECT_TRUE(torch::equal(model(x).cpu(), expected));
-      model.synchronize();
-      net->train();
-      model.gather();
-      {
-        const torch::NoGradGuard no_grad;
-        for (auto& parameter : model.owned_parameters()) parameter.mul_(2);
-        for (auto& parameter : other->parameters()) parameter.mul_(2);
-      }
-      EXPECT_TRUE(torch::equal(model(x).cpu(), other->forward(x.cpu())));
-      model.synchronize();
-    }
+    for (const FsdpOptions& strategy : {FsdpOptions{}, full()})
+      expect_values_in_forward_and_outside(world, on_own_device(strategy), torch::kFloat);
   });
 }
 
 TEST(FsdpDevices, AnOldGraphDoesNotUseNewValues) {
-  on_ranks(2, [](World& world) {
-    const auto net = make<FsdpNet>(7, {});
-    auto model = fully_shard(net, on_own_device({}));
-    torch::optim::AdamW optimizer(net->parameters());
-    const Tensor loss = model(fsdp_input(world.rank(), 0)).sum();
-    loss.backward({}, /*retain_graph=*/true);
-    optimizer.step();
-    model(fsdp_input(world.rank(), 0)).sum().backward();
-    EXPECT_CONTAINS(message_of<c10::Error>([&] { loss.backward(); }), "modified by an inplace operation");
-    model.synchronize();
-  });
+  on_ranks(2, [](World& world) { expect_old_graphs_to_fail(world, on_own_device({})); });
 }
 
 TEST(FsdpDevices, Snapshots) {

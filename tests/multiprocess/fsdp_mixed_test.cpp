@@ -47,38 +47,8 @@ TEST(FsdpMixed, DtypesOfArgumentsParametersBuffersAndResults) {
 
 TEST(FsdpMixed, EvaluationOutsideOfForwardHasTheParametersThemselves) {
   on_hosts(kTwoEach, [](World& world) {
-    for (const FsdpOptions& strategy : {FsdpOptions{}, full()}) {
-      const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {}), low = make<FsdpNet>(7, {});
-      low->to(torch::kBFloat16);
-      auto model = fully_shard(net, with(kBFloat16, strategy));
-      const Tensor x = fsdp_input(world.rank(), 0);
-      const Tensor expected = low->forward(x.to(torch::kBFloat16)).to(torch::kFloat);
-      EXPECT_TRUE(torch::equal(model(x), expected));
-      EXPECT_EQ((net->a->weight + 0).scalar_type(), torch::kBFloat16);
-      model.gather();
-      EXPECT_TRUE(torch::equal(net->forward(x), other->forward(x)));
-      net->eval();
-      for (int step = 0; step <= world.rank(); ++step) EXPECT_TRUE(torch::equal(model(x), expected));
-      model.synchronize();
-      net->train();
-
-      // New values while all are here.
-      model.gather();
-      {
-        const torch::NoGradGuard no_grad;
-        for (auto& parameter : model.owned_parameters()) parameter.mul_(2);
-        for (auto& parameter : low->parameters()) parameter.mul_(2);
-      }
-      EXPECT_TRUE(torch::equal(model(x), low->forward(x.to(torch::kBFloat16)).to(torch::kFloat)));
-      model.synchronize();
-      // Others by torch::load() or the like.
-      if (strategy.strategy == ShardingStrategy::kFullShard) model.gather();
-      for (auto& parameter : net->parameters()) parameter.set_data(torch::full_like(parameter, 0.01));
-      const torch::NoGradGuard no_grad;
-      for (auto& parameter : low->parameters()) parameter.fill_(0.01);
-      EXPECT_TRUE(torch::equal(model(x), low->forward(x.to(torch::kBFloat16)).to(torch::kFloat)));
-      model.synchronize();
-    }
+    for (const FsdpOptions& strategy : {FsdpOptions{}, full()})
+      expect_values_in_forward_and_outside(world, with(kBFloat16, strategy), torch::kBFloat16);
   });
 }
 
@@ -89,17 +59,7 @@ TEST(FsdpMixed, EveryKindOfStep) {
 }
 
 TEST(FsdpMixed, AnOldGraphDoesNotUseNewValues) {
-  on_ranks(2, [](World& world) {
-    const auto net = make<FsdpNet>(7, {});
-    auto model = fully_shard(net, with(kBFloat16));
-    torch::optim::AdamW optimizer(net->parameters());
-    const Tensor loss = model(fsdp_input(world.rank(), 0)).sum();
-    loss.backward({}, /*retain_graph=*/true);
-    optimizer.step();
-    model(fsdp_input(world.rank(), 0)).sum().backward();
-    EXPECT_CONTAINS(message_of<c10::Error>([&] { loss.backward(); }), "modified by an inplace operation");
-    model.synchronize();
-  });
+  on_ranks(2, [](World& world) { expect_old_graphs_to_fail(world, with(kBFloat16)); });
 }
 
 // What is made of the module between two synchronize() is its own, also in backward().

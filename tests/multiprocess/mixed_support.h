@@ -231,4 +231,55 @@ inline void expect_every_kind_of_step(const World& world, auto wrap) {
   expect_same_gradients("activation checkpoints");
 }
 
+// Outside of forward(), the module computes with the parameters themselves on the CPU; forward() computes with copies of
+// them in `dtype` and on the device of fsdp_input().
+inline void expect_values_in_forward_and_outside(const World& world, const FsdpOptions& options, at::ScalarType dtype) {
+  const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {}), low = make<FsdpNet>(7, {});
+  low->to(dtype);
+  auto model = fully_shard(net, options);
+  const Tensor x = fsdp_input(world.rank(), 0);
+  const auto expected = [&] { return low->forward(x.cpu().to(dtype)).to(torch::kFloat); };
+  const Tensor y = model(x);
+  EXPECT_EQ(y.device(), x.device());
+  EXPECT_TRUE(torch::equal(y.cpu(), expected()));
+  EXPECT_TRUE(net->a->weight.is_cpu());
+  EXPECT_EQ((net->a->weight + 0).scalar_type(), dtype);
+  EXPECT_EQ((net->a->weight + 0).device(), x.device());
+  model.gather();
+  EXPECT_TRUE(torch::equal(net->forward(x.cpu()), other->forward(x.cpu())));
+  net->eval();
+  for (int step = 0; step <= world.rank(); ++step) EXPECT_TRUE(torch::equal(model(x).cpu(), expected()));
+  model.synchronize();
+  net->train();
+
+  // New values while all are here.
+  model.gather();
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : model.owned_parameters()) parameter.mul_(2);
+    for (auto& parameter : low->parameters()) parameter.mul_(2);
+  }
+  EXPECT_TRUE(torch::equal(model(x).cpu(), expected()));
+  model.synchronize();
+  // Others by torch::load() or the like.
+  if (options.strategy == ShardingStrategy::kFullShard) model.gather();
+  for (auto& parameter : net->parameters()) parameter.set_data(torch::full_like(parameter, 0.01));
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : low->parameters()) parameter.fill_(0.01);
+  EXPECT_TRUE(torch::equal(model(x).cpu(), expected()));
+  model.synchronize();
+}
+
+inline void expect_old_graphs_to_fail(const World& world, const FsdpOptions& options) {
+  const auto net = make<FsdpNet>(7, {});
+  auto model = fully_shard(net, options);
+  torch::optim::AdamW optimizer(net->parameters());
+  const Tensor loss = model(fsdp_input(world.rank(), 0)).sum();
+  loss.backward({}, /*retain_graph=*/true);
+  optimizer.step();
+  model(fsdp_input(world.rank(), 0)).sum().backward();
+  EXPECT_CONTAINS(message_of<c10::Error>([&] { loss.backward(); }), "modified by an inplace operation");
+  model.synchronize();
+}
+
 }  // namespace muster::test

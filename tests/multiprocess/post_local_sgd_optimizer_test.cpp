@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 
 #include "base/text.h"
 #include "multiprocess/zero_redundancy_fixture.h"
@@ -70,6 +71,34 @@ TEST(PostLocalSgdOptimizerTest, AveragesEveryFewSteps) {
     torch::save(own, of_class);
     torch::load(*local, of_class);
     EXPECT_EQ(local->averager().step(), 0);
+  });
+}
+
+// The other rank does not wait for it.
+TEST(PostLocalSgdOptimizerTest, AStepThatThrowsTakesPartInTheAverage) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    PostLocalSgdOptimizer<topt::SGD> local(net->parameters(), SGDOptions(1e-2),
+                                           ModelAveragerOptions{.periods = {{2, {}}}});
+    for (int step = 0; step < 5; ++step) {
+      local.zero_grad();
+      const auto loss = [&] {
+        if (world.rank() == 1 && step == 2) throw std::runtime_error("a batch that fails");
+        const Tensor of = net->forward(fsdp_input(world.rank(), step)).square().sum();
+        of.backward();
+        return of;
+      };
+      if (world.rank() == 1 && step == 2)
+        EXPECT_THROW(local.step(loss), std::runtime_error);
+      else
+        local.step(loss);
+      EXPECT_EQ(local.averager().step(), step + 1);
+    }
+    for (const Tensor& parameter : net->parameters()) {
+      const Tensor first = parameter.detach().clone();
+      broadcast(first, 0);
+      EXPECT_TRUE(torch::equal(first, parameter));
+    }
   });
 }
 

@@ -3,6 +3,7 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -200,20 +201,25 @@ TEST(Reproducible, AFunctionThatThrowsOnOneRank) {
   on_ranks(2, [](World& world) {
     const auto net = make_plain(), alone = make_plain();
     DistributedDataParallel<Plain> ddp(net, {.reproducible = {.shards = 2}});
-    const auto step = [&](bool fails) {
+    const auto step = [&](const std::function<void()>& fails) {
       return ddp.backward_by_shards(0, [&](int shard) {
-        if (fails && shard == 1) throw std::runtime_error("a loader that fails");
+        if (shard == 1) fails();
         return ddp->forward(shard);
       });
     };
     const Tensor before = net->norm->running_mean.clone();
-    if (world.rank() == 1)
-      EXPECT_THROW(step(true), std::runtime_error);
-    else
-      expect_refusal({"rank 1 could not run the function"}, [&] { step(true); });
-    EXPECT_TRUE(torch::equal(net->norm->running_mean, before));
-    EXPECT_FALSE(net->a->weight.grad().defined());
-    step(false);
+    const auto expect_failure = [&](auto error) {
+      const auto failing = [&] { step([&] { throw error; }); };
+      if (world.rank() == 1)
+        EXPECT_THROW(failing(), decltype(error));
+      else
+        expect_refusal({"rank 1 could not run the function"}, failing);
+      EXPECT_TRUE(torch::equal(net->norm->running_mean, before));
+      EXPECT_FALSE(net->a->weight.grad().defined());
+    };
+    expect_failure(std::runtime_error("a loader that fails"));
+    expect_failure(7);  // of no class
+    step([] {});
     ((alone->forward(0) / 2).backward(), (alone->forward(1) / 2).backward());
     EXPECT_TRUE(torch::allclose(net->a->weight.grad(), alone->a->weight.grad(), 1e-12, 1e-14));
   });
@@ -255,10 +261,16 @@ TEST(Reproducible, BadUseIsOneSentence) {
     });
     expect_refusal({"not a loss"},
                    [&] { ddp.backward_by_shards(0, [](int) { return torch::ones({2}, torch::requires_grad()); }); });
-    expect_refusal({"on some ranks: b.weight, b.bias"}, [&] {
+    expect_refusal({"on some shards: b.weight, b.bias"}, [&] {
       ddp.backward_by_shards(0, [&](int shard) { return ddp->forward(shard, world.rank() == 0); });
     });
     EXPECT_TRUE(ddp->b->weight.grad().defined());
+    DistributedDataParallel<Plain> four(make_plain(), {.reproducible = {.shards = 4}});
+    expect_refusal({"on some shards: b.weight, b.bias"}, [&] {  // also if each rank has a shard that uses them
+      four.backward_by_shards(0, [&](int shard) { return four->forward(shard, shard % 2 == 0); });
+    });
+    expect_refusal({"has 0 threads"},
+                   [] { DistributedDataParallel<Plain>(make_plain(), {.reproducible = {.shards = 2, .threads = 0}}); });
     struct Words : nn::Module {
       nn::Embedding table = register_module("table", nn::Embedding(nn::EmbeddingOptions(5, 2).sparse(true)));
       Tensor forward(const Tensor& x) { return table(x); }

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <complex>
 #include <limits>
 #include <random>
 
@@ -52,7 +53,7 @@ struct NoDefault {
 };
 
 static_assert(!Sendable<Opaque> && !Sendable<NoDefault> && !Sendable<int*> && !Sendable<std::vector<Opaque>>);
-static_assert(!Sendable<std::string_view> && !Sendable<long double> && !Sendable<wchar_t> && !Sendable<std::span<int>>);
+static_assert(!Sendable<std::string_view> && !Sendable<std::complex<Opaque>> && !Sendable<std::span<int>>);
 static_assert(Sendable<Outer> && Sendable<Plain> && Sendable<std::vector<std::unique_ptr<Inner>>>);
 static_assert(std::same_as<Held<std::span<const float>>, std::vector<float>>);
 static_assert(std::same_as<Held<at::IntArrayRef>, std::vector<int64_t>> &&
@@ -79,7 +80,8 @@ TEST(RpcSerialize, NumbersOfEverySizeKeepTheirLimits) {
   };
   both(int8_t{}), both(uint8_t{}), both(int16_t{}), both(uint16_t{}), both(int32_t{}), both(uint32_t{}),
       both(int64_t{});
-  both(uint64_t{}), both(float{}), both(double{}), both(char{}), both(bool{});
+  both(uint64_t{}), both(float{}), both(double{}), both((long double){}), both(char{}), both(bool{});
+  both(wchar_t{}), both(char8_t{}), both(char16_t{}), both(char32_t{});
   for (int bits = 0; bits < 64; ++bits) {  // the limits of msgpack's sizes
     expect_back(uint64_t{1} << bits);
     expect_back((uint64_t{1} << bits) - 1);
@@ -89,6 +91,20 @@ TEST(RpcSerialize, NumbersOfEverySizeKeepTheirLimits) {
   EXPECT_TRUE(std::isnan(back(std::nan(""))));
   expect_back(std::numeric_limits<float>::infinity());
   expect_back(-0.0);
+  expect_back(std::numeric_limits<long double>::infinity());
+  expect_back(1.0L + std::numeric_limits<long double>::epsilon());
+  expect_back(std::complex<double>(1, -2));
+  expect_back(std::vector<std::complex<long double>>{{1, 2}, {3, 4}});
+  expect_back(std::vector<char32_t>{U'ä', U'\U0001F40D'});
+  // A byte string of another length, and a number that is not such a character.
+  for (const bool is_long : {false, true}) {
+    Payload payload = is_long ? pack(std::vector<std::byte>(8)) : pack(0x10000);
+    PayloadReader reader{payload.body, payload.tensors};
+    if (is_long)
+      EXPECT_THROW(unpack<long double>(reader), CorruptError);
+    else
+      EXPECT_THROW(unpack<char16_t>(reader), CorruptError);
+  }
 }
 
 TEST(RpcSerialize, ContainersAndChoices) {

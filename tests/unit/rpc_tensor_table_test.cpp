@@ -2,8 +2,10 @@
 #include "rpc/tensor_table.h"
 
 #include <ATen/ATen.h>
+#include <ATen/quantized/QTensorImpl.h>
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <random>
 
 #include "muster/base/error.h"
@@ -53,6 +55,12 @@ std::vector<at::Tensor> there_and_back(std::vector<at::Tensor> tensors, bool own
   return got;
 }
 
+// Quantized with a scale and a zero point for each row.
+at::Tensor by_channel(const at::Tensor& values, at::ScalarType dtype, at::ScalarType of_zero_points = at::kLong) {
+  const at::Tensor zero_points = at::arange(values.size(0), at::kLong).to(of_zero_points);
+  return at::quantize_per_channel(values, at::linspace(0.1, 0.3, values.size(0)), zero_points, 0, dtype);
+}
+
 class RpcTensors : public testing::TestWithParam<bool> {};  // whether the pieces have owners
 INSTANTIATE_TEST_SUITE_P(Rpc, RpcTensors, testing::Bool(),
                          [](const auto& info) { return info.param ? "in_place" : "copied"; });
@@ -83,6 +91,48 @@ TEST_P(RpcTensors, EveryDtypeAndShape) {
     const auto tensor = at::randn(sizes);
     EXPECT_TRUE(at::equal(there_and_back({tensor}, GetParam()).at(0), tensor));
   }
+}
+
+// Those that no operator converts to.
+TEST_P(RpcTensors, DtypesOfOpaqueBytes) {
+  for (const auto dtype : {at::ScalarType::Bits8, at::ScalarType::Bits1x8, at::ScalarType::Bits4x2,
+                           at::ScalarType::UInt4, at::ScalarType::Int7, at::ScalarType::Float4_e2m1fn_x2}) {
+    const at::Tensor bytes = at::arange(6, at::kByte);
+    const at::Tensor got = there_and_back({bytes.view(dtype)}, GetParam()).at(0);
+    EXPECT_EQ(got.scalar_type(), dtype);
+    EXPECT_TRUE(at::equal(got.view(at::kByte), bytes)) << dtype;
+  }
+}
+
+TEST_P(RpcTensors, QuantizedTensors) {
+  const at::Tensor values = at::randn({3, 4, 5});
+  std::vector<at::Tensor> all;
+  for (const auto dtype : {at::kQInt8, at::kQUInt8, at::kQInt32}) {
+    const at::Tensor tensor = at::quantize_per_tensor(values, 0.1, 3, dtype);
+    all.insert(all.end(), {tensor, tensor.slice(2, 0, 5, 2), tensor.permute({2, 0, 1}), tensor[0][0][0], tensor[1]});
+    all.push_back(at::quantize_per_tensor(at::empty({0, 2}), 0.5, 0, dtype));
+    all.push_back(by_channel(values, dtype));
+  }
+  all.push_back(by_channel(values, at::kQUInt8, at::kFloat));
+  const auto got = there_and_back(all, GetParam());
+  ASSERT_EQ(got.size(), all.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    SCOPED_TRACE(i);
+    EXPECT_EQ(got[i].scalar_type(), all[i].scalar_type());
+    EXPECT_EQ(got[i].sizes(), all[i].sizes());
+    EXPECT_EQ(got[i].qscheme(), all[i].qscheme());
+    EXPECT_TRUE(at::get_qtensorimpl(got[i])->quantizer()->equalTo(at::get_qtensorimpl(all[i])->quantizer()));
+    EXPECT_TRUE(at::equal(got[i].int_repr(), all[i].int_repr()));
+    EXPECT_TRUE(at::equal(got[i].dequantize(), all[i].dequantize()));
+  }
+  EXPECT_EQ(got[2].strides(), all[2].strides());
+
+  // Views share their piece, and the same tensor comes once.
+  Wire wire = written({all[0], all[4], all[0]});
+  EXPECT_EQ(wire.pieces.size(), 1u);
+  const auto views = read(wire);
+  EXPECT_TRUE(views[1].is_alias_of(views[0]));
+  EXPECT_TRUE(views[2].is_alias_of(views[0]));
 }
 
 TEST_P(RpcTensors, StridesAreKeptWhereDense) {
@@ -169,7 +219,7 @@ TEST(RpcTensors, ConjugatesAndNegativesAreResolved) {
 }
 
 TEST(RpcTensors, RefusedBeforeAnythingIsDone) {
-  const std::vector<at::Tensor> bad{at::eye(3).to_sparse(), at::quantize_per_tensor(at::ones({2}), 0.1, 0, at::kQInt8),
+  const std::vector<at::Tensor> bad{at::eye(3).to_sparse(), by_channel(at::ones({3, 4}), at::kQUInt4x2, at::kFloat),
                                     at::empty({3}, at::kMeta),
                                     at::_nested_tensor_from_tensor_list({at::ones({2}), at::ones({3})})};
   for (const auto& tensor : bad) {
@@ -326,7 +376,7 @@ TEST(RpcTensors, EveryNumberIsChecked) {
   EXPECT_THROW(read_bytes(row(1, at::kFloat, {kBig, kBig})), CorruptError);
   EXPECT_THROW(read_bytes(row(1, at::kFloat, {0, kBig, kBig})), CorruptError);
   EXPECT_THROW(read_bytes(row(1, at::kDouble, {kBig})), CorruptError);
-  EXPECT_THROW(read_bytes(row(1, at::kQInt8, {1})), CorruptError);
+  EXPECT_THROW(read_bytes(row(1, at::kQInt8, {1})), CorruptError);  // its integers come, with kQuantized
   EXPECT_THROW(read_bytes(row(1, at::ScalarType::Undefined, {1})), CorruptError);
   EXPECT_THROW(read_bytes(row(1, static_cast<at::ScalarType>(200), {1})), CorruptError);
   EXPECT_THROW(read_bytes(row(3, at::kLong, {1})), CorruptError);      // an integer with a gradient
@@ -347,6 +397,25 @@ TEST(RpcTensors, EveryNumberIsChecked) {
   }
 }
 
+TEST(RpcTensors, EveryNumberOfAQuantizedOneIsChecked) {
+  const auto quantized = [](at::ScalarType dtype, const std::vector<int64_t>& sizes, const std::string& rest) {
+    return row(17, dtype, sizes) + rest;
+  };
+  const std::string number(8, '\0'), two = number + number;
+  EXPECT_EQ(read_bytes(quantized(at::kChar, {4}, '\0' + two)).at(0).scalar_type(), at::kQInt8);
+  EXPECT_EQ(read_bytes(quantized(at::kInt, {2, 4}, std::string("\1\0", 2) + two + two)).at(0).dim(), 2);
+  EXPECT_THROW(read_bytes(quantized(at::kFloat, {4}, '\0' + two)), CorruptError);
+  EXPECT_THROW(read_bytes(quantized(at::kQInt8, {4}, '\0' + two)), CorruptError);
+  EXPECT_THROW(read_bytes(quantized(at::kChar, {4}, '\0' + number)), CorruptError);
+  const std::string large = number + std::string("\x80\0\0\0\0\0\0\0", 8);  // a zero point of 128
+  EXPECT_THROW(read_bytes(quantized(at::kChar, {4}, '\0' + large)), CorruptError);
+  EXPECT_EQ(read_bytes(quantized(at::kByte, {4}, '\0' + large)).at(0).q_zero_point(), 128);
+  EXPECT_THROW(read_bytes(quantized(at::kChar, {4}, '\2' + two)), CorruptError);  // a scheme that no tensor has
+  EXPECT_THROW(read_bytes(quantized(at::kChar, {4}, '\x7f' + two)), CorruptError);
+  EXPECT_THROW(read_bytes(quantized(at::kInt, {2, 4}, std::string("\1\2", 2) + two + two)), CorruptError);
+  EXPECT_THROW(read_bytes(quantized(at::kInt, {2, 4}, std::string("\1\0", 2) + two)), CorruptError);
+}
+
 TEST(RpcTensors, MemoryAtAnOddAddressIsCopied) {
   Wire wire = written({at::arange(4, at::kDouble)});
   const std::shared_ptr<std::byte[]> memory(new std::byte[40]);
@@ -360,7 +429,10 @@ TEST(RpcTensors, MemoryAtAnOddAddressIsCopied) {
 TEST(RpcTensors, FuzzedTablesAreCorruptAtWorst) {
   std::mt19937 random(11);
   const auto image = at::zeros({2, 2, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
-  const Wire good = written({image, at::Tensor(), at::zeros({5}).requires_grad_(), at::empty({0, 2}), image[0]});
+  const Wire good =
+      written({image, at::Tensor(), at::zeros({5}).requires_grad_(), at::empty({0, 2}), image[0],
+               at::quantize_per_tensor(at::ones({4}), 0.1, 0, at::kQInt8), by_channel(at::ones({3, 4}), at::kQUInt8)});
+  uint64_t sum = 0;
   for (int round = 0; round < 20'000; ++round) {
     Wire wire = good;
     for (size_t change = random() % 4 + 1; change > 0; --change) {
@@ -379,11 +451,16 @@ TEST(RpcTensors, FuzzedTablesAreCorruptAtWorst) {
     }
     try {
       WireReader reader(wire.body);
-      for (const auto& tensor : read_tensors(reader, wire.pieces))
-        if (tensor.defined()) tensor.clone();  // touches every byte that it claims
+      for (const auto& tensor : read_tensors(reader, wire.pieces)) {
+        if (!tensor.defined()) continue;
+        const auto* const bytes = static_cast<const uint8_t*>(tensor.const_data_ptr());
+        sum += std::accumulate(bytes, bytes + tensor.nbytes(), uint64_t{0});  // touches every byte that it claims
+        if (tensor.is_quantized()) tensor.dequantize();
+      }
     } catch (const CorruptError&) {
     }
   }
+  EXPECT_GT(sum, 0u);
 }
 
 }  // namespace

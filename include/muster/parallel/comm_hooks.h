@@ -1,7 +1,7 @@
 // Communication hooks for DistributedDataParallel (comm_hook.h), for slow networks.
 //
 //   ddp.register_comm_hook(muster::comm_hooks::bf16_compress);
-//   ddp.register_comm_hook(muster::comm_hooks::PowerSgd({.rank = 2}));
+//   ddp.register_comm_hook(muster::comm_hooks::PowerSgd({.matrix_approximation_rank = 2}));
 //
 // Hooks with a state are handles: copies share the state, so a program keeps one to save it (for exact resumption) or
 // to read it. The states of PowerSgd and TopK are each rank's own.

@@ -8,7 +8,7 @@
 // rank. So is the model between two averages: snapshot.add("model", net, {.per_rank = true}). Its archive is one of the
 // class, with the number of the step besides; load() of an archive without that begins at step 0.
 //
-// Errors and thread-safety: as ModelAverager. Source: torch.distributed.optim.PostLocalSGDOptimizer.
+// Errors: as ModelAverager; a step() that throws takes part in the average before. Thread-safety: as ModelAverager. Source: torch.distributed.optim.PostLocalSGDOptimizer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +16,7 @@
 #include <torch/serialize/archive.h>
 
 #include <concepts>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -36,12 +37,19 @@ class PostLocalSgdOptimizer final : public Inner, public AveragesModel {
       : Inner(groups, std::move(defaults)), averager_(std::move(averaging)) {}
 
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    at::Tensor loss = Inner::step(std::move(closure));
+    at::Tensor loss;
+    std::exception_ptr failure;
+    try {
+      loss = Inner::step(std::move(closure));
+    } catch (...) {
+      failure = std::current_exception();  // the other ranks would wait for this one's average
+    }
     std::vector<at::Tensor> parameters;
     for (const auto& group : this->param_groups())
       for (const at::Tensor& parameter : group.params())
         if (parameter.requires_grad()) parameters.push_back(parameter);
     averager_.average_parameters(parameters);
+    if (failure) std::rethrow_exception(failure);
     return loss;
   }
   void save(torch::serialize::OutputArchive& archive) const override {

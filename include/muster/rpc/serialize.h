@@ -1,15 +1,16 @@
 // Which types may be arguments and results of calls, and how they are packed.
 //
-//   numbers, bool, enums, std::string, at::Tensor; std::optional, variant, pair, tuple, vector, array, list, deque,
-//   map, set and their unordered kin, unique_ptr and shared_ptr of such; structs with one line, MSGPACK_DEFINE(a, b,
-//   c). A struct needs a default constructor. For types with another msgpack adaptor, specialise rpc::is_sendable.
+//   numbers, characters, bool, enums, std::complex, std::string, at::Tensor; std::optional, variant, pair, tuple,
+//   vector, array, list, deque, map, set and their unordered kin, unique_ptr and shared_ptr of such; structs with one
+//   line, MSGPACK_DEFINE(a, b, c). A struct needs a default constructor. For types with another msgpack adaptor, specialise rpc::is_sendable.
 //
 // Parameters that refer to memory of other objects arrive as owners (Held): std::string_view as std::string, std::span
 // and at::ArrayRef as std::vector. A unique_ptr or shared_ptr that is null stays null; two shared_ptrs to one object
 // arrive as pointers to two objects.
 //
-// Format: the values one after another, in msgpack's encoding; an enum is its number, a variant [index, value], a
-// tensor its index in Payload::tensors (tensor_msgpack.h).
+// Format: the values one after another, in msgpack's encoding; an enum or a character is its number, a long double a
+// byte string as the processor has it, a variant [index, value], a tensor its index in Payload::tensors
+// (tensor_msgpack.h).
 //
 // Bounds: a body is checked as a whole before any object is built: containers nest at most 128 deep, and have no more
 // elements than there are bytes left for all of them. Decoding needs at most 24 times the body's bytes in addition to
@@ -20,8 +21,12 @@
 #pragma once
 
 #include <array>
+#include <complex>
 #include <concepts>
+#include <cstdint>
+#include <cstring>
 #include <deque>
+#include <limits>
 #include <list>
 #include <map>
 #include <memory>
@@ -97,9 +102,9 @@ inline constexpr bool is_character =
     std::same_as<T, wchar_t> || std::same_as<T, char8_t> || std::same_as<T, char16_t> || std::same_as<T, char32_t>;
 
 template <typename T>
-inline constexpr bool sendable = (std::is_integral_v<T> && sizeof(T) <= 8 && !is_character<T>) ||
-                                 std::same_as<T, float> || std::same_as<T, double> || std::is_enum_v<T> ||
-                                 (MsgpackDefined<T> && std::default_initializable<T>);
+inline constexpr bool sendable =
+    (std::is_integral_v<T> && sizeof(T) <= 8) || std::is_floating_point_v<T> || std::is_enum_v<T> ||
+    (MsgpackDefined<T> && std::default_initializable<T>);
 }  // namespace detail
 
 // Specialise it as true for a type with an adaptor of the program's own (namespace msgpack::adaptor).
@@ -110,6 +115,7 @@ inline constexpr bool is_sendable = detail::sendable<T>;
 template <> inline constexpr bool is_sendable<std::string> = true;
 template <> inline constexpr bool is_sendable<at::Tensor> = true;
 template <> inline constexpr bool is_sendable<std::monostate> = true;
+template <typename T> inline constexpr bool is_sendable<std::complex<T>> = is_sendable<T>;
 template <typename T> inline constexpr bool is_sendable<std::optional<T>> = is_sendable<T> && std::copyable<T>;
 template <typename T> inline constexpr bool is_sendable<std::unique_ptr<T>> = is_sendable<T> && !std::is_array_v<T>;
 template <typename T> inline constexpr bool is_sendable<std::shared_ptr<T>> = is_sendable<T> && !std::is_array_v<T>;
@@ -270,6 +276,43 @@ MSGPACK_API_VERSION_NAMESPACE(MSGPACK_DEFAULT_API_NS) {
       std::underlying_type_t<T> number{};
       in.convert(number);
       value = static_cast<T>(number);
+      return in;
+    }
+  };
+
+  template <typename T>
+  struct pack<T, std::enable_if_t<muster::rpc::detail::is_character<T>>> {
+    template <typename Stream>
+    packer<Stream>& operator()(packer<Stream>& out, T value) const {
+      return out.pack(static_cast<int64_t>(value));
+    }
+  };
+  template <typename T>
+  struct convert<T, std::enable_if_t<muster::rpc::detail::is_character<T>>> {
+    const msgpack::object& operator()(const msgpack::object& in, T& value) const {
+      const auto number = in.as<int64_t>();
+      value = static_cast<T>(number);
+      if (static_cast<int64_t>(value) != number) throw msgpack::type_error();
+      return in;
+    }
+  };
+
+  template <>
+  struct pack<long double> {
+    template <typename Stream>
+    packer<Stream>& operator()(packer<Stream>& out, long double value) const {
+      char bytes[sizeof value] = {};
+      // The x87's 80 bits are followed by padding.
+      std::memcpy(bytes, &value, std::numeric_limits<long double>::digits == 64 ? 10 : sizeof value);
+      out.pack_bin(sizeof bytes);
+      return out.pack_bin_body(bytes, sizeof bytes);
+    }
+  };
+  template <>
+  struct convert<long double> {
+    const msgpack::object& operator()(const msgpack::object& in, long double& value) const {
+      if (in.type != msgpack::type::BIN || in.via.bin.size != sizeof value) throw msgpack::type_error();
+      std::memcpy(&value, in.via.bin.ptr, sizeof value);
       return in;
     }
   };

@@ -72,7 +72,12 @@ void check_faults(const BackendEntry& entry, const BackendContext& context) {
   static constexpr std::string_view kActions[] = {"kill", "stop", "delay", "corrupt"};
   static constexpr std::string_view kPhases[] = {"start", "posted", "middle", "end"};
   for (const Fault& fault : context.options.faults.faults()) {
-    if (fault.group != context.group.name || can_inject(entry.injects, fault)) continue;
+    if (fault.group != context.group.name) continue;
+    if (fault.rank < 0 || fault.rank >= context.group.size)
+      throw InvalidArgument(text("the FaultPlan has a fault of rank ", fault.rank, " in group '", fault.group,
+                                 "', which has ", context.group.size, " ranks"),
+                            text("Use 0 … ", context.group.size - 1));
+    if (can_inject(entry.injects, fault)) continue;
     throw Unavailable(
         text("backend '", entry.name, "' cannot inject the fault '", kActions[static_cast<size_t>(fault.action)],
              "' in phase '", kPhases[static_cast<size_t>(fault.phase)], "' in group '", context.group.name, "'"),

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 
@@ -27,9 +28,18 @@ FaultInjector::FaultInjector(const FaultPlan& plan, const std::string& group, in
     if (fault.group == group && fault.rank == rank) faults_.push_back({fault});
 }
 
+FaultInjector::~FaultInjector() {
+  for (const auto& [fault, done] : faults_) {
+    if (done) continue;
+    MUSTER_LOG(kWarning) << "the fault of the FaultPlan at operation " << fault.operation << " of rank " << fault.rank
+                         << " in group '" << fault.group << "' did nothing, because that operation "
+                         << (fault.action == FaultAction::kCorrupt ? "has no data, or " : "") << "was never reached";
+  }
+}
+
 void FaultInjector::act(FaultPhase phase, uint64_t operation, Deadline deadline) const {
   for (const auto& [fault, done] : faults_) {
-    if (done || fault.operation != operation || fault.phase != phase) continue;
+    if (done || fault.operation != operation || fault.phase != phase || fault.action == FaultAction::kCorrupt) continue;
     done = true;
     switch (fault.action) {
       case FaultAction::kKill:
@@ -55,8 +65,10 @@ void FaultInjector::act(FaultPhase phase, uint64_t operation, Deadline deadline)
 
 void FaultInjector::flip_a_bit(std::span<std::byte> contribution, uint64_t operation) const {
   for (const auto& [fault, done] : faults_)
-    if (fault.action == FaultAction::kCorrupt && fault.operation == operation && !contribution.empty())
+    if (fault.action == FaultAction::kCorrupt && fault.operation == operation && !contribution.empty()) {
+      done = true;
       contribution[0] ^= std::byte{0x80};
+    }
 }
 
 // Blocks for `duration`, or until the group fails.

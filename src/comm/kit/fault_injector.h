@@ -30,6 +30,9 @@ class FaultInjector {
   // Keeps the faults of this rank in this group. `shares_process`: another rank of the group is a thread of this
   // process, so a fault must not concern the whole process.
   FaultInjector(const FaultPlan& plan, const std::string& group, int rank, bool shares_process, Hooks hooks);
+  FaultInjector(const FaultInjector&) = delete;
+  FaultInjector& operator=(const FaultInjector&) = delete;
+  ~FaultInjector();  // logs which faults did nothing
 
   bool any() const { return !faults_.empty(); }
   // `operation`: its number in the group, from 0. `deadline`: of the operation. Throws if the rank drops out.

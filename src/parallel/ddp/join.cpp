@@ -17,11 +17,15 @@ namespace muster::ddp {
 Meetings::Meeting Meetings::meet(Event mine) {
   const at::Tensor events = at::zeros({group_.size()}, at::kInt);
   int32_t* const of_ranks = events.mutable_data_ptr<int32_t>();
-  constexpr int32_t kEvents = 4;
+  constexpr int32_t kEvents = 5;
   const int32_t chosen =
       (options_.divide_by_initial_world_size ? 1 : 0) + (options_.throw_on_early_termination ? 2 : 0);
   of_ranks[group_.rank()] = static_cast<int32_t>(mine) + kEvents * chosen;
+  are_over_ = true;  // if this throws
   all_reduce(events, {.group = group_});
+  for (int rank = 0; rank < group_.size(); ++rank)
+    if (static_cast<Event>(of_ranks[rank] % kEvents) == Event::kFailed && mine != Event::kFailed)
+      throw Aborted(text("rank ", group_.global_rank(rank), " left join() with an error"), "Look at its error");
   Meeting meeting;
   for (int rank = 0; rank < group_.size(); ++rank) {
     if (of_ranks[rank] / kEvents != chosen)
@@ -40,13 +44,35 @@ Meetings::Meeting Meetings::meet(Event mine) {
   }
   if (!meeting.active.empty()) last_active_ = meeting.active[0];
   const size_t without = static_cast<size_t>(group_.size()) - meeting.active.size();
-  if (without == 0 || meeting.event == Event::kNoData) return meeting;
-  const std::string what = text(without, " of ", group_.size(), " ranks have no more data");
-  if (options_.throw_on_early_termination)
-    throw InvalidArgument(what, "Give all ranks as many batches, or do not set throw_on_early_termination");
-  if (meeting.event == Event::kBackwardWithGraph)
-    throw InvalidArgument(what + ", and backward() with create_graph needs some on all", "Use it outside of join()");
+  if (without > 0 && meeting.event != Event::kNoData) {
+    const std::string what = text(without, " of ", group_.size(), " ranks have no more data");
+    if (options_.throw_on_early_termination)
+      throw InvalidArgument(what, "Give all ranks as many batches, or do not set throw_on_early_termination");
+    if (meeting.event == Event::kBackwardWithGraph)
+      throw InvalidArgument(what + ", and backward() with create_graph needs some on all", "Use it outside of join()");
+  }
+  are_over_ = mine == Event::kFailed;
   return meeting;
+}
+
+// What ranks with data do, until there are none. Returns what the other ranks' backward() threw, too, who may go on.
+std::exception_ptr Replica::Impl::follow() {
+  std::exception_ptr failure;
+  for (;;) {
+    const auto meeting = meet(Meetings::Event::kNoData);
+    if (meeting.active.empty()) return failure;
+    if (meeting.event == Meetings::Event::kForward) {
+      parallel::broadcast_together(buffers, group, meeting.active[0]);
+      continue;
+    }
+    try {
+      gradients->backward_without_data();
+    } catch (const InvalidArgument&) {
+      if (!failure) failure = std::current_exception();
+      continue;
+    }
+    if (meetings->options().after_backward) meetings->options().after_backward();
+  }
 }
 
 void Replica::join(const std::function<void()>& body, JoinOptions options) {
@@ -64,32 +90,19 @@ void Replica::join(const std::function<void()>& body, JoinOptions options) {
       s.gradients->set_contributors(s.group.size(), false);
     }
   } const end{s};
+  std::exception_ptr failure;
   try {
     body();
+    s.gradients->before_forward();
+    failure = s.follow();
   } catch (...) {
     try {
       s.gradients->before_forward();  // makes up for a backward() that threw, within join() as on the other ranks
+      if (!s.meetings->are_over()) s.meetings->meet(Meetings::Event::kFailed);
     } catch (const std::exception&) {
-      // The error of `body` says more.
+      // The first error says more.
     }
     throw;
-  }
-  s.gradients->before_forward();
-  std::exception_ptr failure;  // what the other ranks' backward() threw, too, who may go on
-  for (;;) {
-    const auto meeting = s.meet(Meetings::Event::kNoData);
-    if (meeting.active.empty()) break;
-    if (meeting.event == Meetings::Event::kForward) {
-      parallel::broadcast_together(s.buffers, s.group, meeting.active[0]);
-      continue;
-    }
-    try {
-      s.gradients->backward_without_data();
-    } catch (const InvalidArgument&) {
-      if (!failure) failure = std::current_exception();
-      continue;
-    }
-    if (s.meetings->options().after_backward) s.meetings->options().after_backward();
   }
   const at::NoGradGuard no_grad;
   parallel::broadcast_together(s.everything, s.group, s.meetings->last_active());

@@ -3,8 +3,11 @@
 // Before each collective of forward() and of backward(), all ranks of the group meet. Ranks with data say what they do
 // next; the others learn it, and do the same without data. Ranks with data must all do the same.
 //
+// A rank whose join() ends with an error of its own says so in one last meeting, so that no rank waits for it.
+//
 // Errors, on all ranks: Mismatch if they do not, or have other JoinOptions; InvalidArgument if a rank has no more data,
-// and throw_on_early_termination is set or the backward() is one with create_graph. Thread-safety: one thread.
+// and throw_on_early_termination is set or the backward() is one with create_graph; Aborted if a rank has failed, but
+// not on that rank. There are no further meetings. Thread-safety: one thread.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +21,15 @@ namespace muster::ddp {
 
 class Meetings {
  public:
-  enum class Event : uint8_t { kNoData, kForward, kBackward, kBackwardWithGraph };
+  enum class Event : uint8_t { kNoData, kForward, kBackward, kBackwardWithGraph, kFailed };
   struct Meeting {
     Event event = Event::kNoData;  // kNoData: no rank has any
     std::vector<int> active;       // ranks with data
   };
 
   Meetings(Group group, JoinOptions options) : group_(std::move(group)), options_(std::move(options)) {}
-  Meeting meet(Event mine);  // collective
+  Meeting meet(Event mine);                    // collective
+  bool are_over() const { return are_over_; }  // the other ranks have the same error
   const JoinOptions& options() const { return options_; }
   // The first rank that had data in the last meeting with any; 0 before.
   int last_active() const { return last_active_; }
@@ -34,6 +38,7 @@ class Meetings {
   const Group group_;
   const JoinOptions options_;
   int last_active_ = 0;
+  bool are_over_ = false;
 };
 
 }  // namespace muster::ddp

@@ -131,6 +131,8 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
                           "Move the module with to(torch::kCPU), or leave the option out");
   if (reproducible.shards != 0) {
     s.shards.emplace(reproducible.shards, s.group);
+    if (reproducible.threads < 1)
+      throw InvalidArgument(text("DdpOptions::reproducible has ", reproducible.threads, " threads"), "Use 1 or more");
     if (precision.reduce_dtype)
       throw InvalidArgument("DdpOptions::reproducible does not go with mixed_precision.reduce_dtype",
                             "Set one of them");

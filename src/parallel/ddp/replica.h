@@ -42,6 +42,7 @@ struct Replica::Impl {
   }
   bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
   Meetings::Meeting meet(Meetings::Event mine);
+  std::exception_ptr follow();
   // What fn() computes in mixed precision, if that is chosen.
   at::Tensor with_copies(const std::function<at::Tensor()>& fn) const;
   // InvalidArgument, which says that it does not go with `of`.

@@ -110,9 +110,11 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
   };
   if (s.copies) s.copies->make();
   TreeSum sum;
+  const std::vector<int> mine = s.shards->mine();
+  std::vector<float> shares(s.trainable.size());  // of the shards that use each parameter
   std::exception_ptr failure;
   try {
-    for (const int shard : s.shards->mine()) {
+    for (const int shard : mine) {
       restore_buffers();
       parallel::set_cpu_seed(mixed_seed({s.options.reproducible.seed, step, static_cast<uint64_t>(shard)}));
       const at::Tensor value = s.with_copies([&] { return loss(shard); });
@@ -120,6 +122,8 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
         throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
                               "Return a tensor with one element that depends on the parameters");
       TreeSum::Leaf leaf = torch::autograd::grad({value}, s.trainable, {}, {}, false, /*allow_unused=*/true);
+      for (size_t i = 0; i < leaf.size(); ++i)
+        shares[i] += leaf[i].defined() ? 1.0F / static_cast<float>(mine.size()) : 0;
       for (const auto& buffer : s.buffers)
         if (is_averaged(buffer)) leaf.push_back(buffer.tensor);
       leaf.push_back(value.detach().reshape({}));
@@ -128,12 +132,12 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
         if (tensor.defined()) tensor = at::mul(tensor.detach(), 1.0 / s.shards->count());
       sum.add(std::move(leaf));
     }
-  } catch (const std::exception&) {
+  } catch (...) {
     failure = std::current_exception();
   }
   try {
     parallel::throw_if_any_failed(failure, s.group, "could not run the function of backward_by_shards()");
-  } catch (const std::exception&) {
+  } catch (...) {
     restore_buffers();
     throw;
   }
@@ -154,7 +158,7 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
       others.push_back(buffer);
   }
   parallel::broadcast_together(others, s.group, s.group.size() - 1);  // as after the last shard
-  s.gradients->add_gradients(total, average);
+  s.gradients->add_gradients(total, std::move(shares), average);
   return averages.back();
 }
 

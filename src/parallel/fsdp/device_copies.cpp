@@ -56,13 +56,9 @@ class DeviceCopies::Units {
   };
   using List = std::vector<Here>;
 
-  List::iterator find(size_t unit) {
-    return std::find_if(here_.begin(), here_.end(), [&](const Here& here) { return here.unit == unit; });
-  }
   Here start(size_t unit);
   static void note_reads(Here& here);
   void free(List::iterator here);
-  void make_room(size_t most, uint64_t operation);
   void prefetch(uint64_t operation);
 
   const Setup setup_;
@@ -107,36 +103,19 @@ void DeviceCopies::Units::free(List::iterator here) {
   here_.erase(here);
 }
 
-// Frees units, but none that the operation uses, until at most `most` are here.
-void DeviceCopies::Units::make_room(size_t most, uint64_t operation) {
-  while (here_.size() > most) {
-    const auto goes = least_recently_used(here_, [&](const Here& here) { return here.operation != operation; });
-    if (goes == here_.end()) return;
-    free(goes);
-  }
-}
-
-// As Gatherer::prefetch(). What the host has to gather first is not fetched ahead: that is collective, and ranks need
-// not expect the same. The gatherer fetches ahead.
+// What the host has to gather first is not fetched ahead: that is collective, and ranks need not expect the same. The
+// gatherer fetches ahead.
 void DeviceCopies::Units::prefetch(uint64_t operation) {
-  const std::vector<size_t> needed = order_.expected(host_has_all_ ? setup_.most : 1);
-  const auto may_go = [&](const Here& here) {
-    return here.operation != operation && std::find(needed.begin(), needed.end(), here.unit) == needed.end();
-  };
-  for (size_t i = 1; i < needed.size(); ++i) {
-    if (find(needed[i]) != here_.end()) continue;
-    if (here_.size() >= setup_.most) {
-      const auto goes = least_recently_used(here_, may_go);
-      if (goes == here_.end()) return;
-      free(goes);
-    }
+  const auto come = [&](size_t unit) {
     try {
-      here_.push_back(start(needed[i]));
-    } catch (const c10::OutOfMemoryError&) {  // the operator does not need it
-      break;
+      here_.push_back(start(unit));
+      return true;
+    } catch (const c10::OutOfMemoryError&) {
+      return false;  // the operator does not need it
     }
-  }
-  make_room(setup_.most, operation);
+  };
+  fetch_ahead(here_, order_.expected(host_has_all_ ? setup_.most : 1), setup_.most, operation, come,
+              [&](List::iterator goes) { free(goes); });
 }
 
 void DeviceCopies::Units::use(size_t unit, uint64_t operation) {
@@ -144,12 +123,12 @@ void DeviceCopies::Units::use(size_t unit, uint64_t operation) {
   // What operators before this one read has been asked for.
   for (Here& here : here_)
     if (here.unit != unit && here.operation != operation) note_reads(here);
-  const auto at = find(unit);
+  const auto at = find_unit(here_, unit);
   const bool is_next = at != here_.begin() || at == here_.end();
   if (at != here_.end()) {
     std::rotate(here_.begin(), at, std::next(at));
   } else {
-    make_room(setup_.most - 1, operation);  // unless the operation needs more
+    make_room(here_, setup_.most - 1, operation, [&](List::iterator goes) { free(goes); });  // it may need more
     here_.insert(here_.begin(), start(unit));
   }
   Here& now = here_.front();
@@ -174,10 +153,7 @@ void DeviceCopies::Units::forget() {
 
 std::vector<size_t> DeviceCopies::Units::here() const {
   const std::lock_guard lock(mutex_);
-  std::vector<size_t> units;
-  for (const Here& here : here_) units.push_back(here.unit);
-  std::sort(units.begin(), units.end());
-  return units;
+  return sorted_units(here_);
 }
 
 // The thread runs one node after the other; so when it has run this one, it has left the one before.

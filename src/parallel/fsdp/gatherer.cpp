@@ -75,16 +75,7 @@ void Gatherer::meet() {
     throw Mismatch("the ranks of a host have used parameters in another order", kSameOrder);
 }
 
-Gatherer::Units::iterator Gatherer::find(size_t unit) {
-  return std::find_if(here_.begin(), here_.end(), [&](const Here& here) { return here.unit == unit; });
-}
-
-std::vector<size_t> Gatherer::units_here() const {
-  std::vector<size_t> units;
-  for (const Here& here : here_) units.push_back(here.unit);
-  std::sort(units.begin(), units.end());
-  return units;
-}
+std::vector<size_t> Gatherer::units_here() const { return sorted_units(here_); }
 
 // Nobody reads what is received now.
 Gatherer::Here Gatherer::start(size_t unit) const {
@@ -148,33 +139,20 @@ void Gatherer::free(Units::iterator here) {
   here_.erase(here);
 }
 
-// Frees units, but none that the operation uses, until at most `most` are here.
-void Gatherer::make_room(size_t most, uint64_t operation, bool& have_met) {
-  while (here_.size() > most) {
-    const auto goes = least_recently_used(here_, [&](const Here& here) { return here.operation != operation; });
-    if (goes == here_.end()) return;
-    if (!std::exchange(have_met, true)) meet();
-    free(goes);
-  }
-}
-
-// Starts to receive the units that will be used next, while there is room without them and without those that the
-// operation uses.
+// Starts to receive the units that will be used next.
 void Gatherer::prefetch(uint64_t operation, bool have_met) {
-  const std::vector<size_t> needed = order_.expected(setup_.most);
-  const auto may_go = [&](const Here& here) {
-    return here.operation != operation && std::find(needed.begin(), needed.end(), here.unit) == needed.end();
-  };
-  for (size_t i = 1; i < needed.size(); ++i) {
-    if (find(needed[i]) != here_.end()) continue;
-    const bool is_full = here_.size() >= setup_.most;
-    const auto goes = least_recently_used(here_, may_go);
-    if (is_full && goes == here_.end()) return;
+  const auto meet_once = [&] {
     if (!std::exchange(have_met, true)) meet();
-    if (is_full) free(goes);
-    here_.push_back(start(needed[i]));
-  }
-  make_room(setup_.most, operation, have_met);  // what an operator needed beyond it goes when that has ended
+  };
+  const auto come = [&](size_t unit) {
+    meet_once();
+    here_.push_back(start(unit));
+    return true;
+  };
+  fetch_ahead(here_, order_.expected(setup_.most), setup_.most, operation, come, [&](Units::iterator goes) {
+    meet_once();
+    free(goes);
+  });
 }
 
 void Gatherer::use(size_t unit, uint64_t operation) {
@@ -182,11 +160,10 @@ void Gatherer::use(size_t unit, uint64_t operation) {
     here_.front().operation = operation;
     return;
   }
-  const auto at = find(unit);
+  const auto at = find_unit(here_, unit);
   if (at == here_.end()) {
     meet();
-    bool have_met = true;
-    make_room(setup_.most - 1, operation, have_met);  // unless the operation needs more
+    make_room(here_, setup_.most - 1, operation, [&](Units::iterator goes) { free(goes); });  // it may need more
     here_.insert(here_.begin(), start(unit));
   } else {
     std::rotate(here_.begin(), at, std::next(at));
@@ -202,7 +179,7 @@ void Gatherer::use(size_t unit, uint64_t operation) {
 void Gatherer::before_use(size_t unit, bool is_at_home, const std::string& parameter, uint64_t operation, bool writes) {
   if (all_here_) return;
   // What a rank writes is its own, so the others do not come here. If it is not, SharedParameters finds that later.
-  if (writes && (is_at_home || find(unit) != here_.end())) return;
+  if (writes && (is_at_home || find_unit(here_, unit) != here_.end())) return;
   if (!writes && (reading_ || parallel::in_backward())) return share_loss([&] { use(unit, operation); });
   if (is_at_home) return;
   throw InvalidArgument(text("the values of parameter ", parameter, " are on another host now"),

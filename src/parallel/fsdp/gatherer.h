@@ -96,13 +96,11 @@ class Gatherer {
   template <typename Fn>
   void share_loss(Fn&& fn);
   void use(size_t unit, uint64_t operation);
-  Units::iterator find(size_t unit);
   void meet();
   Here start(size_t unit) const;
   void finish(Here& here);
   void finish_all();
   void free(Units::iterator here);
-  void make_room(size_t most, uint64_t operation, bool& have_met);
   void prefetch(uint64_t operation, bool have_met);
   void check_labels(size_t unit) const;
 

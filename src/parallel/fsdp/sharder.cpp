@@ -100,6 +100,11 @@ struct Sharder::Impl {
   void let_backward_end() const {
     if (options.compute_device) wait_for_autograd(*options.compute_device);
   }
+  // Also makes up for what a backward() that threw has left out.
+  void end_backward() {
+    let_backward_end();
+    if (gradients) gradients->before_forward();
+  }
   std::shared_ptr<void> forward() const {
     return options.mixed_precision.param_dtype || options.compute_device
                ? std::make_shared<parallel::ForwardWithCopies>(shared->phase())
@@ -222,13 +227,11 @@ std::optional<at::ScalarType> Sharder::input_dtype() const {
 std::optional<at::ScalarType> Sharder::output_dtype() const { return impl_->options.mixed_precision.output_dtype; }
 
 void Sharder::synchronize() {
-  impl_->let_backward_end();
-  if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
+  impl_->end_backward();
   impl_->shared->synchronize();
 }
 void Sharder::gather() {
-  impl_->let_backward_end();
-  if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
+  impl_->end_backward();
   impl_->shared->gather();
 }
 size_t Sharder::bytes_here() const { return impl_->shared->bytes_here(); }
@@ -262,8 +265,7 @@ std::vector<std::vector<std::string>> Sharder::bucket_names() const {
 }
 
 double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  impl_->let_backward_end();
-  if (impl_->gradients) impl_->gradients->before_forward();  // makes up for a backward() that threw
+  impl_->end_backward();
   return clip_grad_norm_(owned_parameters(), max_norm,
                          {.norm_type = norm_type,
                           .error_if_nonfinite = error_if_nonfinite,

@@ -74,6 +74,7 @@ std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::Na
   std::vector<parallel::NamedTensor> used, kept;
   std::vector<size_t> kept_at(parameters.size(), kNowhere);
   std::vector<Owner> kept_owners;
+  std::vector<size_t> kept_index;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor] = parameters[i];
     const auto options = tensor.options().device(at::kMeta).requires_grad(false).dtype(compute_dtypes[i]);
@@ -82,11 +83,12 @@ std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::Na
     kept_at[i] = kept.size();
     kept.push_back(parameters[i]);
     kept_owners.push_back(owners[i]);
+    kept_index.push_back(i);
   }
-  // Gives out the copy with this number.
-  const auto copy_instead = [&](size_t number, at::ScalarType dtype) {
-    return
-        [number, phase = phase_, dtype](const at::Tensor& tensor) { return phase->instead_of(tensor, dtype, number); };
+  const auto copy_instead_of = [&](size_t i) {
+    return [i, phase = phase_, dtype = parameters[i].tensor.scalar_type()](const at::Tensor& tensor) {
+      return phase->instead_of(tensor, dtype, i);
+    };
   };
   used_ = std::make_unique<SharedTensors>(
       used, SharedTensors::Setup{.owners = owners,
@@ -97,16 +99,13 @@ std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::Na
                                  .is_copy = [&](size_t i) { return kept_at[i] != kNowhere; },
                                  .instead = [&](size_t i) -> Instead {
                                    if (!on_device || kept_at[i] != kNowhere) return nullptr;
-                                   return copy_instead(i, parameters[i].tensor.scalar_type());
+                                   return copy_instead_of(i);
                                  }});
   if (kept.empty()) return kept_at;
   Gathering alike{.units = std::vector<Unit>(gathering.units.size())};
   for (size_t u = 0; u < gathering.units.size(); ++u)
     for (const size_t i : gathering.units[u])
       if (kept_at[i] != kNowhere) alike.units[u].push_back(kept_at[i]);
-  std::vector<size_t> number_of_kept;  // if a device computes, all parameters have copies
-  for (size_t i = 0; i < parameters.size(); ++i)
-    if (kept_at[i] != kNowhere) number_of_kept.push_back(on_device ? i : kept_at[i]);
   kept_ = std::make_unique<SharedTensors>(
       kept, SharedTensors::Setup{.owners = kept_owners,
                                  .hosts = hosts_,
@@ -114,27 +113,23 @@ std::vector<size_t> SharedParameters::make_memory(const std::vector<parallel::Na
                                  .world = world,
                                  .gathering = alike,
                                  .bytes_beside = used_->bytes_of_host(),
-                                 .instead = [&](size_t k) -> Instead {
-                                   return copy_instead(number_of_kept[k], kept[k].tensor.scalar_type());
-                                 }});
+                                 .instead = [&](size_t k) -> Instead { return copy_instead_of(kept_index[k]); }});
   return kept_at;
 }
 
-// Of those for which operators use one; before that, nobody may read a parameter.
+// Before that, nobody may read a parameter.
 void SharedParameters::make_copies_for_operators(const std::vector<parallel::NamedTensor>& parameters,
                                                  const std::vector<size_t>& kept_at,
                                                  const std::optional<OnDevice>& on_device) {
-  if (!on_device) {
-    for (size_t i = 0; i < parameters.size(); ++i)
-      if (kept_at[i] != kNowhere) phase_->copies.push_back((*used_)[i]);
-    return;
+  if (on_device) {
+    std::vector<parallel::NamedTensor> from;
+    for (size_t i = 0; i < parameters.size(); ++i) from.push_back({parameters[i].name, (*used_)[i]});
+    on_device_ = std::make_unique<DeviceCopies>(DeviceCopies::Setup{
+        .device = on_device->device, .from = std::move(from), .units = on_device->units, .most = on_device->most});
   }
-  std::vector<parallel::NamedTensor> from;
-  for (size_t i = 0; i < parameters.size(); ++i) from.push_back({parameters[i].name, (*used_)[i]});
-  on_device_ = std::make_unique<DeviceCopies>(DeviceCopies::Setup{
-      .device = on_device->device, .from = std::move(from), .units = on_device->units, .most = on_device->most});
-  for (size_t i = 0; i < parameters.size(); ++i) phase_->copies.push_back((*on_device_)[i]);
-  phase_->on_device = true;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    phase_->copies.push_back(on_device ? (*on_device_)[i] : kept_at[i] != kNowhere ? (*used_)[i] : at::Tensor());
+  phase_->on_device = on_device.has_value();
 }
 
 SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,

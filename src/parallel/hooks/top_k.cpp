@@ -34,16 +34,18 @@ HookFuture TopK::operator()(GradBucket& bucket) const {
 
   const at::NoGradGuard no_grad;
   const at::Tensor to = bucket.buffer();
+  if (to.numel() == 0) return to;
   const at::Tensor all = to.clone();  // and what was not sent before
   bucket.set_buffer(all);
   const std::vector<at::Tensor> gradients = bucket.gradients();
   int64_t elements = 0;
+  std::vector<std::pair<std::string, at::Tensor>> before;  // the errors
   for (size_t i = 0; i < gradients.size(); ++i) {
     elements += gradients[i].numel();
     if (!state.options.use_error_feedback) continue;
     at::Tensor& error = state.errors[bucket.places()[i].name];
     if (error.defined()) gradients[i].add_(error);
-    error = gradients[i];
+    before.emplace_back(bucket.places()[i].name, std::exchange(error, gradients[i]));
   }
   const auto k = std::clamp<int64_t>(std::llround(state.options.ratio * static_cast<double>(elements)), 1, to.numel());
   const at::Tensor largest = std::get<1>(at::topk(all.abs(), k, 0, /*largest=*/true, /*sorted=*/false));
@@ -55,8 +57,10 @@ HookFuture TopK::operator()(GradBucket& bucket) const {
   const at::Tensor all_indices = bucket.empty(n * k, at::kLong), all_values = bucket.empty(n * k, all.scalar_type());
   std::vector<Work> works = {all_gather_into_tensor_async(all_indices, indices, {.group = bucket.group()}),
                              all_gather_into_tensor_async(all_values, values, {.group = bucket.group()})};
-  return HookFuture(std::move(works), all_values).then([to, all_indices, n](const at::Tensor& all_values) {
+  return HookFuture(std::move(works), all_values).then([=, kept = state_](const at::Tensor& all_values) {
     const at::NoGradGuard no_grad;
+    if (!all_values.isfinite().all().item<bool>())  // a step that a GradScaler will skip: the state stays as it was
+      for (const auto& [name, error] : before) kept->errors[name] = error;
     return to.zero_().index_add_(0, all_indices, all_values).div_(n);
   });
 }

@@ -136,8 +136,7 @@ void Messages::work_on(const std::shared_ptr<Message>& message) {
   if (message->complete.load(std::memory_order_acquire)) return;
   try {
     const std::lock_guard lock(mutex_);
-    if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-messages", [this, alive = owner_()] { work(); });
-    work_.notify_one();
+    let_move();
   } catch (const std::exception& error) {
     // A part of the message may be in a ring, so the peer may read the tensor as long as the group has not failed.
     channel_.fail(ErrorCode::kUnavailable, shown(channel_.rank()),
@@ -224,35 +223,45 @@ bool Messages::all_left() const {
 
 bool Messages::progress(bool before_sleep) {
   Completed completed;
+  const bool moved = move(completed, before_sleep);
+  report(completed);
+  return moved;
+}
+
+bool Messages::move(Completed& completed, bool before_sleep) {
   bool moved = false;
-  {
-    const std::lock_guard lock(mutex_);
-    const int n = channel_.size(), first = first_;
-    for (int step = 0; step < n; ++step) {
-      const int peer = (first + step) % n;
-      moved = (!sends_[peer].empty() && push(peer, completed)) || moved;
-      moved = (receiving(peer) && pull(peer, completed)) || moved;
-    }
-    if (pending()) {
-      try {
-        channel_.check();
-        if (before_sleep || ((moved || !completed.empty()) && Clock::now() >= next_check_)) check_peers();
-      } catch (...) {
-        fail_all(completed, std::current_exception());
-      }
+  const std::lock_guard lock(mutex_);
+  const int n = channel_.size(), first = first_;
+  for (int step = 0; step < n; ++step) {
+    const int peer = (first + step) % n;
+    moved = (!sends_[peer].empty() && push(peer, completed)) || moved;
+    moved = (receiving(peer) && pull(peer, completed)) || moved;
+  }
+  if (pending()) {
+    try {
+      channel_.check();
+      if (before_sleep || ((moved || !completed.empty()) && Clock::now() >= next_check_)) check_peers();
+    } catch (...) {
+      fail_all(completed, std::current_exception());
     }
   }
-  report(completed);
   return moved || !completed.empty();
 }
 
-// Called without the lock. Runs the callbacks, and wakes threads of this rank that sleep until one of these messages is
-// complete.
+// Called without the lock.
 void Messages::report(const Completed& completed) {
-  if (completed.empty()) return;
+  for (const auto& message : tell(completed)) message->callbacks();
+}
+
+// Wakes threads of this rank that sleep until one of these messages is complete. Returns those whose callbacks are to
+// be called.
+Messages::Completed Messages::tell(const Completed& completed) {
+  Completed with_callbacks;
+  if (completed.empty()) return with_callbacks;
   for (const auto& message : completed)
-    if (message->on_complete) message->on_complete(*message);
+    if (message->on_complete && message->on_complete(*message)) with_callbacks.push_back(message);
   channel_.control(channel_.rank()).inbox.ring();
+  return with_callbacks;
 }
 
 bool Messages::fits(const Message& receive, int peer, const MessageHeader& header) {
@@ -387,30 +396,63 @@ void Messages::sleep_until_moved(const Message& message) {
   });
 }
 
+// Sees to it that a thread moves what is pending, though nobody may wait for it.
+void Messages::let_move() {
+  if (moving_ || stop_) return;
+  if (idle_ > 0)
+    work_.notify_one();
+  else
+    threads_.push_back(start_thread("muster-messages", [this, alive = owner_()] { work(); }));
+}
+
 void Messages::work() {
+  Completed completed;
+  std::unique_lock lock(mutex_);
   for (;;) {
-    {
-      std::unique_lock lock(mutex_);
-      work_.wait(lock, [&] { return pending() || stop_; });
-      if (stop_ && !pending()) return;
+    ++idle_;
+    work_.wait(lock, [&] { return stop_ || (pending() && !moving_); });
+    --idle_;
+    if (stop_) return;  // what was pending has failed
+    moving_ = true;
+    lock.unlock();
+    while (completed.empty()) {
+      if (move(completed)) continue;
+      // Another thread may complete all that is pending before this one sleeps. Then no peer rings for it.
+      channel_.control(channel_.rank()).inbox.sleep(kNap, [&] { return move(completed, true) || nothing_pending(); });
+      if (nothing_pending()) break;
     }
-    if (progress()) continue;
-    // Another thread may complete all that is pending before this one sleeps. Then no peer rings for it.
-    channel_.control(channel_.rank()).inbox.sleep(kNap, [&] { return progress(true) || nothing_pending(); });
+    Completed with_callbacks = tell(completed);
+    completed.clear();  // without the lock: this may release objects of the user
+    lock.lock();
+    moving_ = false;
+    if (with_callbacks.empty()) continue;
+    if (pending()) try {
+        let_move();
+      } catch (const std::exception&) {  // what is pending waits for the callbacks
+      }
+    lock.unlock();
+    for (const auto& message : with_callbacks) message->callbacks();
+    with_callbacks.clear();
+    lock.lock();
   }
 }
 
 void Messages::stop() {
   Completed completed;
+  std::vector<std::thread> threads;
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
-    work_.notify_one();
+    threads.swap(threads_);
+    work_.notify_all();
     if (pending())
       fail_all(completed, std::make_exception_ptr(Aborted(text("group '", channel_.name(), "' is closing"))));
   }
   report(completed);
-  join_or_detach(thread_);
+  const bool in_callback = std::any_of(threads.begin(), threads.end(), [](const std::thread& thread) {
+    return thread.get_id() == std::this_thread::get_id();
+  });
+  for (std::thread& thread : threads) in_callback ? thread.detach() : thread.join();
 }
 
 }  // namespace muster::comm::shm_backend

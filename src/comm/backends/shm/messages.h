@@ -31,9 +31,10 @@
 // message at the head of a ring, the message stays there, so nothing is buffered without bound. But if a receive waits
 // for a later message with another tag, this rank puts the first one aside in its own memory.
 //
-// A thread that waits makes progress for all pending messages of this rank. A separate thread does so for asynchronous
-// messages that no thread waits for. Collectives do not use this code, so pending receives and collectives never block
-// each other.
+// A thread that waits makes progress for all pending messages of this rank. A separate thread, the mover, does so for
+// asynchronous messages that no thread waits for. Before it runs a user's callbacks, which may wait for other messages,
+// it hands its part over to another thread, if there is more to move. Collectives do not use this code, so pending
+// receives and collectives never block each other.
 //
 // Thread-safety: all methods. Completion callbacks run without a lock held, in the thread that completed the message.
 #pragma once
@@ -82,8 +83,10 @@ struct Message {
   MessageHeader header;
   std::byte* data = nullptr;
   Deadline deadline = Deadline::never();
-  std::source_location site = {};                   // where the user called
-  std::function<void(const Message&)> on_complete;  // may be empty
+  std::source_location site = {};  // where the user called
+  // May be empty. Returns whether to call `callbacks` then, which may wait for other messages.
+  std::function<bool(const Message&)> on_complete;
+  std::function<void()> callbacks;
 
   // Only Messages uses the rest.
   bool begun = false;   // a send whose header is in the ring
@@ -120,8 +123,8 @@ class Messages {
   int submit_if_here(const std::shared_ptr<Message>& receive, int first);
   bool all_left() const;  // whether all other ranks have left
 
-  // Fails pending messages (the channel must have failed or be stopping) and joins the thread. In a callback on that
-  // thread it does not wait for the thread, which ends soon after the callback.
+  // Fails pending messages (the channel must have failed or be stopping) and joins the threads. In a callback on one of
+  // them it does not wait for them; they end soon after their callbacks.
   void stop();
 
  private:
@@ -175,6 +178,7 @@ class Messages {
   // Moves all that can be moved; returns whether anything was. Looks for the group's failure; before a sleep, and now
   // and then, also for deadlines and for peers that have left.
   bool progress(bool before_sleep = false);
+  bool move(Completed& completed, bool before_sleep = false);  // the same without report()
   bool push(int peer, Completed& completed);
   // Puts the header of a message into the ring, with all of its data if there is room and they are few. Returns false
   // if there is no room for a line.
@@ -202,6 +206,8 @@ class Messages {
   std::string site_of(int peer, const MessageHeader& header) const;         // "train.cpp:17"; "" if unknown
   bool fits(const Message& receive, int peer, const MessageHeader& header);
   void report(const Completed& completed);
+  Completed tell(const Completed& completed);
+  void let_move();  // with the lock
   void fail_all(Completed& completed, std::exception_ptr error);
   void check_peers();
   void check_receives_of_any();
@@ -230,7 +236,9 @@ class Messages {
   std::condition_variable work_;
   Clock::time_point next_check_;
   bool stop_ = false;
-  std::thread thread_;
+  std::vector<std::thread> threads_;  // one of them is the mover, if any is; the others are idle or in callbacks
+  int idle_ = 0;
+  bool moving_ = false;  // there is a mover
 };
 
 }  // namespace muster::comm::shm_backend

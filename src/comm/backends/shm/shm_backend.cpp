@@ -86,8 +86,9 @@ void ShmBackend::submit_to(const WorkPtr& work, Deadline deadline,
       count(work->operations()[0]);
       if (done.op == OpKind::kRecv) work->set_source(done.peer);
     }
-    work->complete(std::move(error));
+    return work->end(std::move(error));
   };
+  message->callbacks = [work] { work->mark_future(); };
   submit(message);
 }
 
