@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <ostream>
@@ -259,6 +260,7 @@ TEST_P(ChannelTest, MessagesBesideCollectives) {
                 EXPECT_FALSE(done.error);
                 ++completed;
                 completed.notify_one();
+                return false;
               };
               rank.messages.submit(message);
               pending.push_back(message);
@@ -444,6 +446,59 @@ TEST_P(ChannelTest, AMismatchIsTheSameErrorOnAllRanks) {
   });
 }
 
+// Several callbacks at the same time, each in a thread of its own, wait for messages: one that was issued before, one
+// that the callback issues, and one that another callback waits for, too.
+TEST_P(ChannelTest, CallbacksWaitForMessages) {
+  constexpr int kCallbacks = 4, kRounds = 20, kEarly = 100, kLate = 200, kInCallback = 300, kGo = 400;
+  run(2, [](Rank& rank) {
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<float> word(1, 7);
+      const int base = 1000 * round;
+      if (rank.channel.rank() == 1) {
+        rank.messages.run(message_of(OpKind::kRecv, 0, base + kGo, word));
+        for (int i = 0; i < kCallbacks; ++i) rank.messages.run(message_of(OpKind::kSend, 0, base + i, word));
+        for (int i = 0; i < kCallbacks; ++i)
+          rank.messages.run(message_of(OpKind::kRecv, 0, base + kInCallback + i, word));
+        for (int i = 0; i < kCallbacks; ++i)
+          for (const int kind : {kLate, kEarly}) rank.messages.run(message_of(OpKind::kSend, 0, base + kind + i, word));
+        continue;
+      }
+      struct Received {
+        std::vector<float> data = std::vector<float>(1);
+        std::atomic<bool> done{false};
+      };
+      std::vector<Received> first(kCallbacks), early(kCallbacks), late(kCallbacks);
+      std::atomic<int> over{0};
+      const auto receive = [&](Received& into, int tag, std::function<void()> callbacks) {
+        const auto message = message_of(OpKind::kRecv, 1, base + tag, into.data);
+        message->on_complete = [&into, calls = static_cast<bool>(callbacks)](const Message& done) {
+          EXPECT_FALSE(done.error);
+          into.done = true;
+          into.done.notify_all();
+          return calls;
+        };
+        message->callbacks = std::move(callbacks);
+        rank.messages.submit(message);
+      };
+      for (int i = 0; i < kCallbacks; ++i) receive(early[static_cast<size_t>(i)], kEarly + i, nullptr);
+      for (int i = 0; i < kCallbacks; ++i)
+        receive(first[static_cast<size_t>(i)], i, [&, i] {
+          std::vector<float> in_callback(1, 7);
+          rank.messages.run(message_of(OpKind::kSend, 1, base + kInCallback + i, in_callback));
+          receive(late[static_cast<size_t>(i)], kLate + i, nullptr);
+          late[static_cast<size_t>(i)].done.wait(false);
+          for (auto& each : early) each.done.wait(false);
+          ++over;
+          over.notify_all();
+        });
+      rank.messages.run(message_of(OpKind::kSend, 1, base + kGo, word));
+      for (int seen = over; seen < kCallbacks; seen = over) over.wait(seen);
+      for (const auto* const list : {&first, &early, &late})
+        for (const auto& each : *list) ASSERT_EQ(each.data[0], 7);
+    }
+  });
+}
+
 // Messages that wait when the group fails end with its error, whichever thread waits for them.
 TEST_P(ChannelTest, PendingMessagesEndWithTheGroup) {
   run(3, [](Rank& rank) {
@@ -457,6 +512,7 @@ TEST_P(ChannelTest, PendingMessagesEndWithTheGroup) {
         EXPECT_TRUE(done.error);
         failed = true;
         failed.notify_all();
+        return false;
       };
       rank.messages.submit(pending);
       rank.messages.run(message_of(OpKind::kSend, 1, 8, word));

@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <string_view>
 
@@ -136,7 +137,7 @@ void Messages::work_on(const std::shared_ptr<Message>& message) {
   if (message->complete.load(std::memory_order_acquire)) return;
   try {
     const std::lock_guard lock(mutex_);
-    let_move();
+    let_work();
   } catch (const std::exception& error) {
     // A part of the message may be in a ring, so the peer may read the tensor as long as the group has not failed.
     channel_.fail(ErrorCode::kUnavailable, shown(channel_.rank()),
@@ -249,9 +250,7 @@ bool Messages::move(Completed& completed, bool before_sleep) {
 }
 
 // Called without the lock.
-void Messages::report(const Completed& completed) {
-  for (const auto& message : tell(completed)) message->callbacks();
-}
+void Messages::report(const Completed& completed) { run_callbacks(tell(completed)); }
 
 // Wakes threads of this rank that sleep until one of these messages is complete. Returns those whose callbacks are to
 // be called.
@@ -396,9 +395,33 @@ void Messages::sleep_until_moved(const Message& message) {
   });
 }
 
-// Sees to it that a thread moves what is pending, though nobody may wait for it.
-void Messages::let_move() {
-  if (moving_ || stop_) return;
+// The first one's here. Those of the others, too, if no other thread takes them meanwhile.
+void Messages::run_callbacks(Completed messages) {
+  if (messages.empty()) return;
+  std::unique_lock lock(mutex_);
+  std::move(messages.begin() + 1, messages.end(), std::back_inserter(callbacks_));
+  try {
+    let_work();
+  } catch (const std::exception&) {  // no thread can start: what is pending waits for the callbacks
+  }
+  for (auto next = std::move(messages.front()); next; next = take_callbacks()) {
+    lock.unlock();
+    next->callbacks();
+    next = nullptr;  // without the lock: this may release objects of the user
+    lock.lock();
+  }
+}
+
+std::shared_ptr<Message> Messages::take_callbacks() {
+  if (callbacks_.empty()) return nullptr;
+  auto message = std::move(callbacks_.front());
+  callbacks_.pop_front();
+  return message;
+}
+
+// Sees to it that a thread moves what is pending, though nobody may wait for it, and runs callbacks.
+void Messages::let_work() {
+  if (callbacks_.empty() && (moving_ || stop_ || !pending())) return;
   if (idle_ > 0)
     work_.notify_one();
   else
@@ -406,49 +429,57 @@ void Messages::let_move() {
 }
 
 void Messages::work() {
-  Completed completed;
   std::unique_lock lock(mutex_);
   for (;;) {
     ++idle_;
-    work_.wait(lock, [&] { return stop_ || (pending() && !moving_); });
+    work_.wait(lock, [&] { return stop_ || !callbacks_.empty() || (pending() && !moving_); });
     --idle_;
-    if (stop_) return;  // what was pending has failed
-    moving_ = true;
-    lock.unlock();
-    while (completed.empty()) {
-      if (move(completed)) continue;
-      // Another thread may complete all that is pending before this one sleeps. Then no peer rings for it.
-      channel_.control(channel_.rank()).inbox.sleep(kNap, [&] { return move(completed, true) || nothing_pending(); });
-      if (nothing_pending()) break;
+    Completed with_callbacks;
+    if (auto message = take_callbacks()) {
+      with_callbacks.push_back(std::move(message));
+      lock.unlock();
+    } else if (stop_) {
+      return;  // what was pending has failed
+    } else {
+      moving_ = true;
+      lock.unlock();
+      with_callbacks = move_some();
+      lock.lock();
+      moving_ = false;
+      lock.unlock();
     }
-    Completed with_callbacks = tell(completed);
-    completed.clear();  // without the lock: this may release objects of the user
-    lock.lock();
-    moving_ = false;
-    if (with_callbacks.empty()) continue;
-    if (pending()) try {
-        let_move();
-      } catch (const std::exception&) {  // what is pending waits for the callbacks
-      }
-    lock.unlock();
-    for (const auto& message : with_callbacks) message->callbacks();
-    with_callbacks.clear();
+    run_callbacks(std::move(with_callbacks));
     lock.lock();
   }
 }
 
+// Until some messages are complete, or none is pending. Returns those whose callbacks are to be called.
+Messages::Completed Messages::move_some() {
+  Completed completed;
+  while (completed.empty()) {
+    if (move(completed)) continue;
+    // Another thread may complete all that is pending before this one sleeps. Then no peer rings for it.
+    channel_.control(channel_.rank()).inbox.sleep(kNap, [&] { return move(completed, true) || nothing_pending(); });
+    if (nothing_pending()) break;
+  }
+  return tell(completed);
+}
+
 void Messages::stop() {
   Completed completed;
-  std::vector<std::thread> threads;
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
-    threads.swap(threads_);
-    work_.notify_all();
     if (pending())
       fail_all(completed, std::make_exception_ptr(Aborted(text("group '", channel_.name(), "' is closing"))));
   }
   report(completed);
+  std::vector<std::thread> threads;
+  {
+    const std::lock_guard lock(mutex_);
+    threads.swap(threads_);
+    work_.notify_all();
+  }
   const bool in_callback = std::any_of(threads.begin(), threads.end(), [](const std::thread& thread) {
     return thread.get_id() == std::this_thread::get_id();
   });

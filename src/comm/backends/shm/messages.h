@@ -32,11 +32,12 @@
 // for a later message with another tag, this rank puts the first one aside in its own memory.
 //
 // A thread that waits makes progress for all pending messages of this rank. A separate thread, the mover, does so for
-// asynchronous messages that no thread waits for. Before it runs a user's callbacks, which may wait for other messages,
-// it hands its part over to another thread, if there is more to move. Collectives do not use this code, so pending
-// receives and collectives never block each other.
+// asynchronous messages that no thread waits for. A user's callbacks may wait for other messages and for each other. So
+// a thread that is about to run some sees to it that another one moves what is pending, and runs the other callbacks.
+// Collectives do not use this code, so pending receives and collectives never block each other.
 //
-// Thread-safety: all methods. Completion callbacks run without a lock held, in the thread that completed the message.
+// Thread-safety: all methods. Callbacks run without a lock held, in the thread that completed the message or in one of
+// Messages' own.
 #pragma once
 
 #include <atomic>
@@ -207,7 +208,10 @@ class Messages {
   bool fits(const Message& receive, int peer, const MessageHeader& header);
   void report(const Completed& completed);
   Completed tell(const Completed& completed);
-  void let_move();  // with the lock
+  Completed move_some();
+  void run_callbacks(Completed messages);
+  void let_work();                            // with the lock
+  std::shared_ptr<Message> take_callbacks();  // with the lock; null if there are none
   void fail_all(Completed& completed, std::exception_ptr error);
   void check_peers();
   void check_receives_of_any();
@@ -236,9 +240,10 @@ class Messages {
   std::condition_variable work_;
   Clock::time_point next_check_;
   bool stop_ = false;
-  std::vector<std::thread> threads_;  // one of them is the mover, if any is; the others are idle or in callbacks
-  int idle_ = 0;
-  bool moving_ = false;  // there is a mover
+  std::vector<std::thread> threads_;                // one of them may be the mover; others are idle or in callbacks
+  std::deque<std::shared_ptr<Message>> callbacks_;  // messages whose callbacks wait for a thread
+  int idle_ = 0;                                    // how many of the threads are
+  bool moving_ = false;                             // there is a mover
 };
 
 }  // namespace muster::comm::shm_backend
