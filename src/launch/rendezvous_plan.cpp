@@ -10,12 +10,13 @@ namespace muster::launch {
 
 namespace {
 
-constexpr int64_t kMostRanks = int64_t{1} << 20;  // of one agent
+constexpr int64_t kMostRanks = int64_t{1} << 14;  // of one agent
 
 int64_t number_in(const Json& json, const char* name, int64_t least, int64_t most = INT32_MAX) {
   const Json& value = json.at(name);
-  const int64_t number = value.is_number_integer() ? value.get<int64_t>() : least - 1;
-  if (number < least || number > most)
+  const bool fits = value.is_number_unsigned() ? value.get<uint64_t>() <= INT64_MAX : value.is_number_integer();
+  const int64_t number = fits ? value.get<int64_t>() : 0;
+  if (!fits || number < least || number > most)
     throw CorruptError(text("the job's store has an agent whose '", name, "' is ",
                             value.dump(-1, ' ', false, Json::error_handler_t::replace)),
                        kSameJob);

@@ -133,6 +133,7 @@ Payload Agent::read(int from, const Header& header, std::string_view& rest, std:
   if (!rest.empty()) {
     WireReader table(rest);
     payload.tensors = detail::read_tensors(table, pieces, places(from, header.kind != MessageKind::kCall));
+    table.expect_done();
   }
   return payload;
 }

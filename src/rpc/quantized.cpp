@@ -77,9 +77,12 @@ at::QuantizerPtr read_channels(WireReader& body, bool has_float_zero_points, con
 bool quantized_travels(const at::Tensor& quantized) {
   const auto dtype = quantized.scalar_type();
   if (!quantized.is_cpu() || (dtype != at::kQInt8 && dtype != at::kQUInt8 && dtype != at::kQInt32)) return false;
-  const auto scheme = quantizer_of(quantized)->qscheme();
-  return scheme == at::kPerTensorAffine || scheme == at::kPerChannelAffine ||
-         scheme == at::kPerChannelAffineFloatQParams;
+  const auto quantizer = quantizer_of(quantized);
+  if (dynamic_cast<const at::PerTensorAffineQuantizer*>(quantizer.get())) return true;
+  const auto* const of_channels = dynamic_cast<const at::PerChannelAffineQuantizer*>(quantizer.get());
+  // A view may have another axis than its quantizer says.
+  return of_channels && of_channels->axis() >= 0 && of_channels->axis() < quantized.dim() &&
+         of_channels->scales().numel() == quantized.size(of_channels->axis());
 }
 
 at::QuantizerPtr quantizer_of(const at::Tensor& quantized) { return at::get_qtensorimpl(quantized)->quantizer(); }

@@ -17,7 +17,7 @@
 
 namespace muster::rpc::detail {
 
-// Whether it has a dtype of whole bytes, on the CPU.
+// Whether it is on the CPU, of whole bytes, and has a scale for all elements or for each channel of its axis.
 bool quantized_travels(const at::Tensor& quantized);
 at::QuantizerPtr quantizer_of(const at::Tensor& quantized);
 // In the same memory.

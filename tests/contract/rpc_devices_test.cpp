@@ -431,6 +431,7 @@ TEST(RpcDeviceTable, FuzzedPlacesAreCorruptAtWorst) {
         tensor.cpu().clone();  // reads every byte that the tensor claims to have
       }
     } catch (const CorruptError&) {
+    } catch (const c10::NotImplementedError&) {  // of opaque bits, which libtorch does not copy between devices
     }
   }
   EXPECT_EQ(fake_device_counts().blocks, before);

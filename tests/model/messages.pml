@@ -29,9 +29,10 @@
  *
  * A message of which all comes together (RecordLine::kWhole) is one whose cells come in one step.
  *
- * Left out: send_now(), receive_now() and find(), which refuse if anything is under way; messages that do not fit; the
- * death of a rank, which ends in the same fail() (slots.pml); all time limits, also kNap, so nothing can depend on them,
- * except that a rank may look for peers that have left at any time (progress(), next_check_).
+ * Left out: send_now(), receive_now() and find(), which refuse if anything is under way; messages that do not fit;
+ * callbacks of futures, before which a thread hands over what is pending (let_work()); the death of a rank, which ends
+ * in the same fail() (slots.pml); all time limits, also kNap, so nothing can depend on them, except that a rank may look
+ * for peers that have left at any time (progress(), next_check_).
  *
  * Checked: a receive that completes has its own message, whole; nothing fails unless the other rank has left too early
  * (assert); every thread ends in every run (ltl every_thread_ends).

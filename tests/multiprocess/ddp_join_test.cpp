@@ -300,6 +300,29 @@ TEST(DdpJoin, ARankThatFailsIsNamedOnTheOthers) {
         expect_failure(in_backward, words, batches, after_forward);
         expect_failure(in_forward, numbers, batches, after_forward);
       }
+    // A body that goes on after the error gets it again.
+    {
+      DistributedDataParallel<JoinNet> again(make_net());
+      int errors = 0;
+      const auto joined = [&] {
+        again.join([&] {
+          for (int step = 0; step < 4; ++step) {
+            if (world.rank() == 1 && step == 1) throw std::runtime_error("a loader that fails");
+            try {
+              again.forward(batch(world.rank(), step)).square().mean().backward();
+            } catch (const Aborted&) {
+              ++errors;
+            }
+          }
+        });
+      };
+      if (world.rank() == 1) {
+        EXPECT_THROW(joined(), std::runtime_error);
+      } else {
+        EXPECT_THROW(joined(), Aborted);
+        EXPECT_EQ(errors, 3);
+      }
+    }
     // What ranks without data do may fail, too.
     DistributedDataParallel<JoinNet> ddp(make_net());
     const auto joined = [&] {

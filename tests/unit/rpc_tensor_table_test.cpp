@@ -219,7 +219,10 @@ TEST(RpcTensors, ConjugatesAndNegativesAreResolved) {
 }
 
 TEST(RpcTensors, RefusedBeforeAnythingIsDone) {
-  const std::vector<at::Tensor> bad{at::eye(3).to_sparse(), by_channel(at::ones({3, 4}), at::kQUInt4x2, at::kFloat),
+  const std::vector<at::Tensor> bad{at::eye(3).to_sparse(),
+                                    by_channel(at::ones({3, 4}), at::kQUInt4x2, at::kFloat),
+                                    by_channel(at::ones({3, 4}), at::kQInt8).view({12}),
+                                    at::empty({3}, at::kQInt8),
                                     at::empty({3}, at::kMeta),
                                     at::_nested_tensor_from_tensor_list({at::ones({2}), at::ones({3})})};
   for (const auto& tensor : bad) {

@@ -1,5 +1,6 @@
 #include "comm/backends/registry.h"
 
+#include "base/log.h"
 #include "base/text.h"
 #include "comm/backends/fake/fake_backend.h"
 #include "comm/backends/gloo/gloo_backend.h"
@@ -73,10 +74,14 @@ void check_faults(const BackendEntry& entry, const BackendContext& context) {
   static constexpr std::string_view kPhases[] = {"start", "posted", "middle", "end"};
   for (const Fault& fault : context.options.faults.faults()) {
     if (fault.group != context.group.name) continue;
-    if (fault.rank < 0 || fault.rank >= context.group.size)
-      throw InvalidArgument(text("the FaultPlan has a fault of rank ", fault.rank, " in group '", fault.group,
-                                 "', which has ", context.group.size, " ranks"),
-                            text("Use 0 … ", context.group.size - 1));
+    if (fault.rank < 0 || fault.rank >= context.group.size) {
+      // Not an error: a job may go on with fewer ranks.
+      if (context.group.rank == 0) {
+        MUSTER_LOG(kWarning) << "the FaultPlan's fault of rank " << fault.rank << " in group '" << fault.group
+                             << "' does nothing, because the group has " << context.group.size << " ranks";
+      }
+      continue;
+    }
     if (can_inject(entry.injects, fault)) continue;
     throw Unavailable(
         text("backend '", entry.name, "' cannot inject the fault '", kActions[static_cast<size_t>(fault.action)],

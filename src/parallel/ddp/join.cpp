@@ -15,13 +15,22 @@
 namespace muster::ddp {
 
 Meetings::Meeting Meetings::meet(Event mine) {
+  if (error_) std::rethrow_exception(error_);
+  try {
+    return meet_once(mine);
+  } catch (...) {
+    error_ = std::current_exception();
+    throw;
+  }
+}
+
+Meetings::Meeting Meetings::meet_once(Event mine) {
   const at::Tensor events = at::zeros({group_.size()}, at::kInt);
   int32_t* const of_ranks = events.mutable_data_ptr<int32_t>();
   constexpr int32_t kEvents = 5;
   const int32_t chosen =
       (options_.divide_by_initial_world_size ? 1 : 0) + (options_.throw_on_early_termination ? 2 : 0);
   of_ranks[group_.rank()] = static_cast<int32_t>(mine) + kEvents * chosen;
-  are_over_ = true;  // if this throws
   all_reduce(events, {.group = group_});
   for (int rank = 0; rank < group_.size(); ++rank)
     if (static_cast<Event>(of_ranks[rank] % kEvents) == Event::kFailed && mine != Event::kFailed)
@@ -51,16 +60,15 @@ Meetings::Meeting Meetings::meet(Event mine) {
     if (meeting.event == Event::kBackwardWithGraph)
       throw InvalidArgument(what + ", and backward() with create_graph needs some on all", "Use it outside of join()");
   }
-  are_over_ = mine == Event::kFailed;
   return meeting;
 }
 
-// What ranks with data do, until there are none. Returns what the other ranks' backward() threw, too, who may go on.
-std::exception_ptr Replica::Impl::follow() {
-  std::exception_ptr failure;
+// What ranks with data do, until there are none. `failure` becomes what the other ranks' backward() threw, too, who may
+// go on.
+void Replica::Impl::follow(std::exception_ptr& failure) {
   for (;;) {
     const auto meeting = meet(Meetings::Event::kNoData);
-    if (meeting.active.empty()) return failure;
+    if (meeting.active.empty()) return;
     if (meeting.event == Meetings::Event::kForward) {
       parallel::broadcast_together(buffers, group, meeting.active[0]);
       continue;
@@ -94,15 +102,19 @@ void Replica::join(const std::function<void()>& body, JoinOptions options) {
   try {
     body();
     s.gradients->before_forward();
-    failure = s.follow();
+    s.follow(failure);
   } catch (...) {
+    if (!failure) failure = std::current_exception();
+    // The first error says more than those of what follows.
     try {
       s.gradients->before_forward();  // makes up for a backward() that threw, within join() as on the other ranks
+    } catch (const std::exception&) {
+    }
+    try {
       if (!s.meetings->are_over()) s.meetings->meet(Meetings::Event::kFailed);
     } catch (const std::exception&) {
-      // The first error says more.
     }
-    throw;
+    std::rethrow_exception(failure);
   }
   const at::NoGradGuard no_grad;
   parallel::broadcast_together(s.everything, s.group, s.meetings->last_active());

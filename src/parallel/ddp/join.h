@@ -3,7 +3,8 @@
 // Before each collective of forward() and of backward(), all ranks of the group meet. Ranks with data say what they do
 // next; the others learn it, and do the same without data. Ranks with data must all do the same.
 //
-// A rank whose join() ends with an error of its own says so in one last meeting, so that no rank waits for it.
+// A rank whose join() ends with an error of its own says so in one last meeting, to which the others come with their
+// next forward() or backward(). So no rank waits for it in vain.
 //
 // Errors, on all ranks: Mismatch if they do not, or have other JoinOptions; InvalidArgument if a rank has no more data,
 // and throw_on_early_termination is set or the backward() is one with create_graph; Aborted if a rank has failed, but
@@ -11,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -28,17 +30,19 @@ class Meetings {
   };
 
   Meetings(Group group, JoinOptions options) : group_(std::move(group)), options_(std::move(options)) {}
-  Meeting meet(Event mine);                    // collective
-  bool are_over() const { return are_over_; }  // the other ranks have the same error
+  Meeting meet(Event mine);                            // collective; throws the same again if it has thrown
+  bool are_over() const { return error_ != nullptr; }  // the other ranks have the same error
   const JoinOptions& options() const { return options_; }
   // The first rank that had data in the last meeting with any; 0 before.
   int last_active() const { return last_active_; }
 
  private:
+  Meeting meet_once(Event mine);
+
   const Group group_;
   const JoinOptions options_;
   int last_active_ = 0;
-  bool are_over_ = false;
+  std::exception_ptr error_;
 };
 
 }  // namespace muster::ddp

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -42,7 +43,7 @@ struct Replica::Impl {
   }
   bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
   Meetings::Meeting meet(Meetings::Event mine);
-  std::exception_ptr follow();
+  void follow(std::exception_ptr& failure);
   // What fn() computes in mixed precision, if that is chosen.
   at::Tensor with_copies(const std::function<at::Tensor()>& fn) const;
   // InvalidArgument, which says that it does not go with `of`.

@@ -15,6 +15,8 @@
 namespace muster::comm::shm_backend {
 namespace {
 
+constexpr size_t kMostThreads = 64;  // of which all but one are in callbacks
+
 // "10 x Float".
 std::string show(const MessageHeader& header) {
   const auto dtype = static_cast<c10::ScalarType>(header.dtype);
@@ -422,10 +424,13 @@ std::shared_ptr<Message> Messages::take_callbacks() {
 // Sees to it that a thread moves what is pending, though nobody may wait for it, and runs callbacks.
 void Messages::let_work() {
   if (callbacks_.empty() && (moving_ || stop_ || !pending())) return;
-  if (idle_ > 0)
-    work_.notify_one();
-  else
+  if (idle_ > 0) return work_.notify_one();
+  if (threads_.size() >= kMostThreads) return;  // one of them comes to it when its callbacks are over
+  try {
     threads_.push_back(start_thread("muster-messages", [this, alive = owner_()] { work(); }));
+  } catch (const std::exception&) {
+    if (threads_.empty()) throw;
+  }
 }
 
 void Messages::work() {
