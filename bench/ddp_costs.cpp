@@ -4,8 +4,8 @@
 //   muster run -n 2 bench_ddp_costs watch             a step with DdpOptions::check_divergence_every, and one without
 //   muster run -n 2 bench_ddp_costs share --net wide  a step, and one with a barrier in the place of the averages
 //
-// For `share`, two nets take steps by turns, so that both meet the same state of the machine. `share` is the part of the
-// speed with a barrier that is left with averages: nothing that connects the ranks can be faster than a barrier.
+// For `share`, two nets take steps by turns, so that both meet the same state of the machine. The figure is the part of
+// the speed with a barrier that is left with averages: nothing that connects the ranks can be faster than a barrier.
 //
 // For `watch`, two transformers take steps by turns. One of them compares hashes in each step. The other steps only
 // count, so a tenth of the difference is the cost of a step if every tenth compares; `share` is that.

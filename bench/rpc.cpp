@@ -6,8 +6,8 @@
 //   echo_4B_callee_asleep, echo_4B_asleep  the callee sleeps before each call; the caller was busy, or slept as well
 //   wake_up         no call: another process sleeps in a futex, is woken and writes a word. This is the machine's part
 //                   of the case before (impl "futex")
-//   tcp_round_trip  no call: 64 bytes to another process and back, over a TCP connection on the loopback interface,
-//                   both blocking in recv (impl "socket")
+//   tcp_round_trip  no call: 64 bytes to another process and back, over TCP on the loopback interface, both blocking in
+//                   recv (impl "socket")
 //   echo_1MB, echo_16MB        an ordinary tensor there and back
 //   echo_1MB_heap, …           one that lives on World::heap() and is moved in and out
 //   pipelined       small calls with results, as many concurrently as the worker takes

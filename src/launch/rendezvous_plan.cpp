@@ -7,7 +7,6 @@
 #include <utility>
 
 namespace muster::launch {
-
 namespace {
 
 constexpr int64_t kMostRanks = int64_t{1} << 14;  // of one agent
@@ -17,8 +16,8 @@ int64_t number_in(const Json& json, const char* name, int64_t least, int64_t mos
   const bool fits = value.is_number_unsigned() ? value.get<uint64_t>() <= INT64_MAX : value.is_number_integer();
   const int64_t number = fits ? value.get<int64_t>() : 0;
   if (!fits || number < least || number > most)
-    throw CorruptError(text("the job's store has an agent whose '", name, "' is ",
-                            value.dump(-1, ' ', false, Json::error_handler_t::replace)),
+    throw CorruptError(text("the job's store has a '", name,
+                            "' that no agent wrote: ", value.dump(-1, ' ', false, Json::error_handler_t::replace)),
                        kSameJob);
   return number;
 }

@@ -109,8 +109,8 @@ class GradientReducer {
   void set_contributors(int count, bool average_over_them);
   // Without owners and sparse gradients, outside of backward(): adds to each .grad what `reduce` makes, in place, of
   // the given gradients. It gets one tensor per bucket, where undefined gradients are zeros. Then as after backward().
-  // `shares`: of this rank's shards that have used each parameter. InvalidArgument if a backward() in no_sync() has left
-  // sums that are not averaged.
+  // `shares`: of this rank's shards that have used each parameter. InvalidArgument if a backward() in no_sync() has
+  // left sums that are not averaged.
   void add_gradients(const std::vector<at::Tensor>& given, std::vector<float> shares,
                      const std::function<void(const at::Tensor& bucket)>& reduce);
 

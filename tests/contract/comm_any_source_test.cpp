@@ -258,7 +258,7 @@ TEST_P(AnySource, LeavesWithReceivesWaiting) {
       barrier();
       any = irecv(t, kAnySource, {.tag = 4});
       behind = irecv(u, (world.rank() + 1) % 3, {.tag = 4});
-      // Of the other World: a rank that leaves fails the receives from it, and so the group, perhaps in a barrier there.
+      // Of the outer World: a rank that leaves fails the receives from it, and so the group, perhaps in a barrier.
       barrier({.group = world.group()});
     }
     EXPECT_ANY_THROW(any.wait());

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/verbose.h"
@@ -17,6 +18,7 @@
 #include "muster/comm/collectives.h"
 #include "muster/rpc/this_call.h"
 #include "muster/rpc/traffic.h"
+#include "support/served.h"
 #include "support/ucx.h"
 
 namespace muster::test::remote_calls {
@@ -431,15 +433,21 @@ TEST_P(Rpc, CallsWaitsAndHandlersAreEventsOfProfilers) {
   const auto saw = [](const std::string& words, bool function) {
     const std::lock_guard lock(seen_mutex);
     return std::any_of(seen.begin(), seen.end(), [&](const std::string& event) {
-      return contains(event, words) && (!function || contains(event, "echo"));
+      return contains(event, words) && (!function || contains(event, "held"));
     });
   };
   run(2, [&](World& world) {
     const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(&see).scopes({at::RecordScope::USER_SCOPE}));
     rpc::init();
     if (world.rank() == 0) {
-      rpc::sync<&echo>(1, at::ones({3}));
-      EXPECT_TRUE(saw("muster:rpc call ", true) && saw(" -> worker1", true) && saw("muster:rpc wait", false));
+      // The answer comes when the wait has been seen: an earlier one would leave nothing to wait for.
+      std::thread watcher([&] {
+        EXPECT_TRUE(eventually([&] { return saw("muster:rpc wait", false); }));
+        world.store().set("go1", "");
+      });
+      EXPECT_EQ(rpc::sync<&held>(1, 1), 1);
+      watcher.join();
+      EXPECT_TRUE(saw("muster:rpc call ", true) && saw(" -> worker1", true));
     }
     rpc::shutdown();
     if (world.rank() == 1) {

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Proves the models of this folder with spin, and that spin finds what is wrong with their mutants. See README.md.
 #
-#   run.sh [--quick]    --quick leaves out the proofs that visit more than 300,000 states, and all mutants but one of each
-#                       model: nine tenths of the time
+#   run.sh [--quick]    --quick leaves out the proofs that visit more than 300,000 states, and all mutants but one of
+#                       each model: nine tenths of the time
 #
 # Exit status: 0 if all is as it must be, 1 if not, 77 if a tool is missing. CFLAGS go to the C compiler.
 set -euo pipefail

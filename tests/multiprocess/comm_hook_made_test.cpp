@@ -160,6 +160,17 @@ TEST(CommHook, StatesAfterInfiniteGradients) {
       const auto got = step_of(ddp, 2, world), expected = step_of(other, 2, world);
       for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::allclose(got[i], expected[i], 1e-3, 1e-4)) << i;
     }
+
+    // In the first step, before there is a state, which can be saved all the same.
+    const hooks::TopK top({.ratio = 0.05, .start_iter = 0});
+    auto ddp = ddp_with(top), plain = ddp_with(hooks::TopK({.ratio = 0.05, .start_iter = 0}));
+    (ddp.forward(0, world.rank(), 2) * std::numeric_limits<double>::infinity()).backward();
+    std::stringstream bytes;
+    torch::serialize::OutputArchive archive;
+    top.save(archive);
+    archive.save_to(bytes);
+    EXPECT_FALSE(bytes.str().empty());
+    expect_same(step_of(ddp, 1, world), step_of(plain, 1, world));
   });
 }
 

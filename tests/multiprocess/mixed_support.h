@@ -231,8 +231,8 @@ inline void expect_every_kind_of_step(const World& world, auto wrap) {
   expect_same_gradients("activation checkpoints");
 }
 
-// Outside of forward(), the module computes with the parameters themselves on the CPU; forward() computes with copies of
-// them in `dtype` and on the device of fsdp_input().
+// Outside of forward(), the module computes with the parameters themselves on the CPU; forward() computes with copies
+// of them in `dtype` and on the device of fsdp_input().
 inline void expect_values_in_forward_and_outside(const World& world, const FsdpOptions& options, at::ScalarType dtype) {
   const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {}), low = make<FsdpNet>(7, {});
   low->to(dtype);

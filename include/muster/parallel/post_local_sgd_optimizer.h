@@ -8,7 +8,7 @@
 // rank. So is the model between two averages: snapshot.add("model", net, {.per_rank = true}). Its archive is one of the
 // class, with the number of the step besides; load() of an archive without that begins at step 0.
 //
-// Errors: as ModelAverager; a step() that throws takes part in the average before. Thread-safety: as ModelAverager. Source: torch.distributed.optim.PostLocalSGDOptimizer.
+// Errors, thread-safety: as ModelAverager; a step() that throws averages first. Source: torch's PostLocalSGDOptimizer.
 #pragma once
 
 #include <ATen/core/Tensor.h>

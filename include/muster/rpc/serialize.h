@@ -1,8 +1,8 @@
 // Which types may be arguments and results of calls, and how they are packed.
 //
 //   numbers, characters, bool, enums, std::complex, std::string, at::Tensor; std::optional, variant, pair, tuple,
-//   vector, array, list, deque, map, set and their unordered kin, unique_ptr and shared_ptr of such; structs with one
-//   line, MSGPACK_DEFINE(a, b, c). A struct needs a default constructor. For types with another msgpack adaptor, specialise rpc::is_sendable.
+//   vector, array, list, deque, map, set and their unordered kin, unique_ptr and shared_ptr of such; structs with a
+//   default constructor and the line MSGPACK_DEFINE(a, b). For other adaptors of msgpack, specialise rpc::is_sendable.
 //
 // Parameters that refer to memory of other objects arrive as owners (Held): std::string_view as std::string, std::span
 // and at::ArrayRef as std::vector. A unique_ptr or shared_ptr that is null stays null; two shared_ptrs to one object

@@ -60,7 +60,12 @@ HookFuture TopK::operator()(GradBucket& bucket) const {
   return HookFuture(std::move(works), all_values).then([=, kept = state_](const at::Tensor& all_values) {
     const at::NoGradGuard no_grad;
     if (!all_values.isfinite().all().item<bool>())  // a step that a GradScaler will skip: the state stays as it was
-      for (const auto& [name, error] : before) kept->errors[name] = error;
+      for (const auto& [name, error] : before) {
+        if (error.defined())
+          kept->errors[name] = error;
+        else
+          kept->errors.erase(name);
+      }
     return to.zero_().index_add_(0, all_indices, all_values).div_(n);
   });
 }
