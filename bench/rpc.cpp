@@ -132,17 +132,18 @@ void tcp_round_trip() {
     checked(::setsockopt(connection, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on));
   };
   char bytes[64] = {};
-  const auto exchange = [&](int connection, bool first) {
-    if (first && ::send(connection, bytes, sizeof bytes, MSG_NOSIGNAL) != sizeof bytes) return false;
-    if (::recv(connection, bytes, sizeof bytes, MSG_WAITALL) != sizeof bytes) return false;
-    return first || ::send(connection, bytes, sizeof bytes, MSG_NOSIGNAL) == sizeof bytes;
+  const auto send = [&](int connection) {
+    return ::send(connection, bytes, sizeof bytes, MSG_NOSIGNAL) == sizeof bytes;
+  };
+  const auto receive = [&](int connection) {
+    return ::recv(connection, bytes, sizeof bytes, MSG_WAITALL) == sizeof bytes;
   };
   const pid_t child = ::fork();
   if (child == 0) {
     const int connection = ::socket(AF_INET, SOCK_STREAM, 0);
     if (::connect(connection, name, size) != 0) ::_exit(1);
     without_delay(connection);
-    while (exchange(connection, false)) {
+    while (receive(connection) && send(connection)) {
     }
     ::_exit(0);
   }
@@ -151,7 +152,7 @@ void tcp_round_trip() {
   const double seconds = bench::best_mean(
       3000,
       [&] {
-        if (!exchange(connection, true)) throw std::runtime_error("the TCP connection broke");
+        if (!send(connection) || !receive(connection)) throw std::runtime_error("the TCP connection broke");
       },
       [] {});
   ::close(connection);

@@ -162,6 +162,11 @@ class Runner:
                         found[key(row)] = row
         return list(found.values())
 
+    def median_of_rounds(self, command, value):
+        """Runs a command that prints one row, once per round. Returns the row whose `value` is the median."""
+        rows = [self.rows(command)[0] for _ in range(self.args.rounds)]
+        return sorted(rows, key=lambda row: row[value])[len(rows) // 2]
+
     def best_rows(self, rows):
         """Calls `rows`, which yields rows, once per round. Returns the best figure of each case and implementation."""
         found = {}

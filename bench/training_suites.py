@@ -57,17 +57,13 @@ class TrainingSuites(Runner):
 
     def ddp_watch(self):
         """A step whose every tenth compares hashes of parameters and gradients, beside one that never does."""
-        rows = [self.rows(self.job("bench_ddp_costs", "watch"))[0] for _ in range(self.args.rounds)]
-        return [sorted(rows, key=lambda row: row["share"])[len(rows) // 2]]
+        return [self.median_of_rounds(self.job("bench_ddp_costs", "watch"), "share")]
 
     def ddp_share(self):
         """Steps with averages and steps with a barrier in their place, by turns in one job."""
-        rows = []
-        for net, steps in (("small", 301), ("resnet18", 15), ("transformer", 15), ("wide", 31)):
-            command = self.job("bench_ddp_costs", "share", "--net", net, "--steps", str(steps))
-            of_rounds = [self.rows(command)[0] for _ in range(self.args.rounds)]
-            rows.append(sorted(of_rounds, key=lambda row: row["share"])[len(of_rounds) // 2])
-        return rows
+        nets = (("small", 301), ("resnet18", 15), ("transformer", 15), ("wide", 31))
+        commands = [self.job("bench_ddp_costs", "share", "--net", net, "--steps", str(steps)) for net, steps in nets]
+        return [self.median_of_rounds(command, "share") for command in commands]
 
     def zero(self):
         """AdamW whose states are divided among the ranks."""

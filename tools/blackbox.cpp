@@ -5,9 +5,9 @@
 #include <limits>
 
 #include "command_line.h"
-#include "launch/black_box_report.h"
-#include "launch/black_box_sources.h"
-#include "launch/black_box_trace.h"
+#include "launch/black_box/black_box_report.h"
+#include "launch/black_box/black_box_sources.h"
+#include "launch/black_box/black_box_trace.h"
 
 namespace muster::tools {
 namespace {

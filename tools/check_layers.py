@@ -7,6 +7,7 @@ Reads the #include lines of src/, include/muster/ and tools/ and fails on
   - an include from one sibling folder to another (e.g. parallel/ddp to parallel/fsdp);
   - libtorch, or a layer that brings it, where there must be none (the launcher starts in milliseconds);
   - an include of the umbrella header muster/muster.h, which brings every layer.
+It also fails on any file of code, wherever it is, that has more than 500 lines: it has two roles.
 
     tools/check_layers.py [ROOT]      exit status 0: in order; 1: violations, one per line; 2: wrong usage
 """
@@ -23,7 +24,8 @@ ORDER = {layer: i for i, layer in enumerate(LAYERS)} | {"tools": LAYERS.index("t
 
 # The rooms of a layer, in order: folders of src/LAYER that may include themselves and the rooms before them. Public
 # headers stand before all rooms.
-ROOMS = {"comm": ["core", "algorithms", "kit", "wire", "backends", "world", "api", "c10d"]}
+ROOMS = {"comm": ["core", "algorithms", "kit", "wire", "backends", "world", "api", "c10d"],
+         "launch": ["kit", "black_box", "output", "ranks", "rendezvous", "supervisor", "jobs"]}
 
 # Folders whose sub-folders must not include each other.
 SIBLINGS = ["parallel", "transport", "comm/backends"]
@@ -35,6 +37,9 @@ TORCH_EXCEPTIONS = {
 
 UMBRELLA = "muster/muster.h"
 TORCH_FOLDERS = ("torch/", "ATen/", "c10/", "caffe2/", "fmt/")  # fmt comes with libtorch
+MOST_LINES = 500
+CODE_FOLDERS = ("src", "include", "tools", "tests", "bench", "examples", "python")
+CODE = {".h", ".hpp", ".cpp", ".py", ".pml", ".sh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 SOURCES = {".h", ".hpp", ".cpp", ".cc", ".inc", ".ipp"}
 
@@ -123,6 +128,16 @@ def check(root):
     return problems, count
 
 
+def too_long(root):
+    """A line of text for each file of code that has too many lines."""
+    for folder in CODE_FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in CODE and path.is_file():
+                lines = path.read_bytes().count(b"\n")
+                if lines > MOST_LINES:
+                    yield f"{path.relative_to(root).as_posix()}:{lines}: more than {MOST_LINES} lines; make two files of it"
+
+
 def main(arguments):
     if len(arguments) > 1 or any(a.startswith("-") for a in arguments):
         print(__doc__, file=sys.stderr)
@@ -132,6 +147,7 @@ def main(arguments):
     if count == 0:
         print(f"check_layers: no sources in {root}", file=sys.stderr)
         return 2
+    problems += too_long(root)
     for problem in problems:
         print(problem, file=sys.stderr)
     print(f"check_layers: {count} files, {len(problems)} violations")

@@ -1,5 +1,5 @@
 // muster doctor: checks this machine, and says what to change for a job.
-#include "launch/doctor.h"
+#include "launch/jobs/doctor.h"
 
 #include "command_line.h"
 

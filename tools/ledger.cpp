@@ -1,5 +1,5 @@
 // muster ledger: proves from a ledger that every sample of every epoch counts once.
-#include "launch/ledger_check.h"
+#include "launch/jobs/ledger_check.h"
 
 #include <limits>
 

@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include "command_line.h"
-#include "launch/jobs.h"
+#include "launch/jobs/jobs.h"
 
 namespace muster::tools {
 

@@ -6,9 +6,9 @@
 #include <sstream>
 
 #include "command_line.h"
-#include "launch/activity.h"
-#include "launch/black_box_sources.h"
-#include "launch/output.h"
+#include "launch/black_box/black_box_sources.h"
+#include "launch/jobs/activity.h"
+#include "launch/output/output.h"
 
 namespace muster::tools {
 namespace {

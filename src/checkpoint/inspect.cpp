@@ -23,7 +23,7 @@
 #include "checkpoint/problem.h"
 #include "checkpoint/reading.h"
 #include "checkpoint/torch_file.h"
-#include "launch/text_table.h"
+#include "launch/kit/text_table.h"
 #include "muster/base/error.h"
 #include "muster/checkpoint/safetensors.h"
 

@@ -13,7 +13,7 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "launch/ledger_line.h"
+#include "launch/jobs/ledger_line.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "parallel/same_module.h"

@@ -264,14 +264,14 @@ class Hub {
     if (!wait_for(socket.get(), POLLIN, earlier(deadline_, Deadline::after(std::chrono::seconds(2))))) return;
     auto message = receive_message(socket.get());
     if (!message) return;
-    Hello hello;
+    Acceptance acceptance;
     try {
-      hello = Hello::parse(message->bytes);
+      acceptance = Acceptance::parse(message->bytes);
     } catch (const CorruptError&) {
       return;
     }
-    if (hello.nonce != nonce_) return;
-    const int rank = hello.rank, size = hello.size;
+    if (acceptance.nonce != nonce_) return;
+    const int rank = acceptance.rank, size = acceptance.size;
     if (size != size_ || rank < 1 || rank >= size_ || sockets_[rank]) {
       const std::string why = size != size_ ? text("rank ", known_.called(rank), " expects a group of ", size,
                                                    " ranks, and rank ", known_.called(0), " one of ", size_)
@@ -398,8 +398,8 @@ std::vector<Participant> join_hub(const NoticeBoard& board, const std::string& p
                       "Use another backend between hosts");
   deadline = deadline.later(kLongerThanTheHub);
   const UniqueFd socket = connect_to_hub(invitation.name, deadline, known);
-  const Hello hello{invitation.nonce, rank, size};
-  if (!send_message(socket.get(), hello.bytes(), fds, deadline)) throw_hub_left(known);
+  const Acceptance acceptance{invitation.nonce, rank, size};
+  if (!send_message(socket.get(), acceptance.bytes(), fds, deadline)) throw_hub_left(known);
 
   const auto answer = Answer::parse(next_message(socket.get(), deadline, known, look).bytes, size);
   switch (answer.kind) {

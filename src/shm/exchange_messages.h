@@ -1,7 +1,7 @@
 // What ranks of one host say to each other while a group comes together (exchange.h).
 //
 //   invitation  what rank 0 leaves in the store: boot id, name of its socket, nonce
-//   hello       a rank to rank 0: nonce, rank, size; with its descriptors
+//   acceptance  a rank to rank 0: nonce, rank, size; with its descriptors
 //   answer      rank 0 to a rank: a kind, and what belongs to it
 //
 // Every parse() takes bytes of any origin and throws CorruptError unless they are such a message; what it returns is
@@ -32,19 +32,19 @@ struct Invitation {
   }
 };
 
-struct Hello {
+struct Acceptance {
   std::string nonce;
   int32_t rank = 0, size = 0;  // as its sender sees them: not checked
 
   std::string bytes() const { return WireWriter().put(std::string_view(nonce)).put(rank).put(size).take(); }
-  static Hello parse(std::string_view bytes) {
+  static Acceptance parse(std::string_view bytes) {
     WireReader in(bytes);
-    Hello hello;
-    hello.nonce = in.get_string();
-    hello.rank = in.get<int32_t>();
-    hello.size = in.get<int32_t>();
+    Acceptance acceptance;
+    acceptance.nonce = in.get_string();
+    acceptance.rank = in.get<int32_t>();
+    acceptance.size = in.get<int32_t>();
     in.expect_done();
-    return hello;
+    return acceptance;
   }
 };
 

@@ -8,10 +8,10 @@
 #include <asio/ip/tcp.hpp>
 #include <asio/ssl/stream.hpp>
 #include <chrono>
-#include <set>
 #include <utility>
 
 #include "base/fd.h"
+#include "base/first_of_each.h"
 #include "store/addresses.h"
 #include "store/local_store.h"
 #include "store/server_thread.h"
@@ -35,11 +35,11 @@ struct Door {
       : tls(tls), table(std::move(table)), tasks(thread.tasks()), room(thread.io()) {}
 
   void refuse(const std::string& host, const std::string& why) {
-    if (logged.size() >= kMaxLogged || !logged.insert(host).second) return;
+    if (!is_first_refusal(host)) return;
     MUSTER_LOG(kWarning) << "store: refused a connection from " << host
                          << ", which did not prove that it knows the job's "
                          << "secret (" << why << "). Further refusals from there are not logged";
-    if (logged.size() == kMaxLogged) {
+    if (is_first_refusal.full()) {
       MUSTER_LOG(kWarning) << "store: connections from " << kMaxLogged << " addresses were refused; no more are logged";
     }
   }
@@ -50,7 +50,7 @@ struct Door {
   const std::shared_ptr<Answers> answers = std::make_shared<Answers>();
   int handshakes = 0;
   asio::steady_timer room;  // cancelled when a handshake ends
-  std::set<std::string> logged;
+  FirstOfEach<std::string> is_first_refusal{kMaxLogged};
 };
 
 // Holds one of the kMaxHandshakes places while it lives.

@@ -7,9 +7,9 @@
 
 #include <asio/local/stream_protocol.hpp>
 #include <cerrno>
-#include <set>
 
 #include "base/fd.h"
+#include "base/first_of_each.h"
 #include "base/random.h"
 #include "store/addresses.h"
 #include "store/local_store.h"
@@ -37,14 +37,14 @@ UniqueFd listen_at(const UnixAddress& address) {
 }
 
 // Lets in processes of the server's own user. Connections of others are closed before a byte of them is read. The
-// first one of each user is logged, up to kMaxLogged users: so other users cannot fill the log.
+// first one of each user is logged, of 64 users: so other users cannot fill the log.
 class UserDoor {
  public:
   bool admit(int connection, std::string* peer) {
     const ucred who = peer_of(connection);
     *peer = text("process ", who.pid);
     if (who.uid == ::geteuid()) return true;
-    if (logged_.size() < kMaxLogged && logged_.insert(who.uid).second) {
+    if (is_first_refusal_(who.uid)) {
       MUSTER_LOG(kWarning) << "store: refused a connection from process " << who.pid << " of user " << who.uid
                            << ". Further ones of that user are refused without a word";
     }
@@ -52,8 +52,7 @@ class UserDoor {
   }
 
  private:
-  static constexpr size_t kMaxLogged = 64;
-  std::set<uid_t> logged_;
+  FirstOfEach<uid_t> is_first_refusal_{64};
 };
 
 asio::awaitable<void> accept_clients(Protocol::acceptor acceptor, std::shared_ptr<SharedTable> table,

@@ -22,7 +22,7 @@
 #include "checkpoint/save.h"
 #include "comm/api/broadcast_bytes.h"
 #include "comm/world/job_environment.h"
-#include "launch/elastic_words.h"
+#include "launch/kit/elastic_words.h"
 #include "muster/base/error.h"
 #include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"

@@ -1,4 +1,4 @@
-// A rank's side of the messages between it and its launcher while ranks come and go (launch/elastic_words.h). When an
+// A rank's side of the messages between it and its launcher while ranks come and go (launch/kit/elastic_words.h). When an
 // epoch is over, this aborts the epoch's World.
 //
 // Thread-safety: a Launcher belongs to the thread of run(); it has its own thread, which listens to the launcher. An
@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "launch/elastic_words.h"
+#include "launch/kit/elastic_words.h"
 #include "muster/base/deadline.h"
 #include "muster/comm/world.h"
 #include "muster/store/store.h"

@@ -24,12 +24,12 @@ GOOD = {
     "src/comm/backends/shm/shm.h": '#include "comm/kit/collective_queue.h"\n',
     "src/comm/backends/fake/fake.h": '#include "comm/core/table.h"\n',
     "src/comm/world/group.cpp": '#include "muster/comm/group.h"\n#include "store/c10d_store.h"\n#include "group_state.h"\n',
-    "src/comm/world/group_state.h": '#include "launch/agent.h"\n',
+    "src/comm/world/group_state.h": '#include "launch/ranks/agent.h"\n',
     "src/parallel/buckets.h": "#pragma once\n",
     "src/parallel/ddp/ddp.cpp": '#include "muster/parallel/ddp.h"\n#include "parallel/buckets.h"\n',
     "src/parallel/fsdp/shard.h": '#include "parallel/buckets.h"\n',
-    "src/launch/agent.cpp": '#include "store/store.h"\n',
-    "tools/muster.cpp": '#include "launch/agent.h"\n#include <CLI/CLI.hpp>\n',
+    "src/launch/ranks/agent.cpp": '#include "store/store.h"\n',
+    "tools/muster.cpp": '#include "launch/ranks/agent.h"\n#include <CLI/CLI.hpp>\n',
 }
 
 # name: (file, the line to put into it, what the message has to say)
@@ -50,13 +50,14 @@ BROKEN = {
     "sibling backends": ("src/comm/backends/shm/shm.h", '#include "comm/backends/fake/fake.h"', "are siblings"),
     "torch in base": ("src/base/text.h", "#include <ATen/ATen.h>", "base must not include libtorch"),
     "c10 in store": ("src/store/store.cpp", "#include <c10/util/Exception.h>", "store must not include libtorch"),
-    "torch in launch": ("src/launch/agent.cpp", "#include <torch/torch.h>", "launch must not include libtorch"),
-    "comm in launch": ("src/launch/agent.cpp", '#include "muster/comm/group.h"', "launch comes before comm"),
+    "torch in launch": ("src/launch/ranks/agent.cpp", "#include <torch/torch.h>", "launch must not include libtorch"),
+    "comm in launch": ("src/launch/ranks/agent.cpp", '#include "muster/comm/group.h"', "launch comes before comm"),
     "adapter in store": ("src/store/store.cpp", '#include "store/c10d_store.h"', "which brings libtorch"),
     "torch in tools": ("tools/muster.cpp", "#include <torch/torch.h>", "tools must not include libtorch"),
     "comm in tools": ("tools/muster.cpp", '#include "comm/core/table.h"', "tools comes before comm"),
     "umbrella": ("src/comm/world/group.cpp", '#include "muster/muster.h"', "umbrella"),
     "no such layer": ("src/comm/world/group.cpp", '#include "muster/misc/stuff.h"', "'misc' is not a layer"),
+    "too long": ("src/base/text.h", "\n" * 500, "more than 500 lines"),
     "new folder": ("src/misc/stuff.cpp", "#include <string>", "'misc' is not a layer"),
 }
 

@@ -17,10 +17,10 @@
 #include "base/text.h"
 #include "fuzz/memory_file.h"
 #include "fuzz/parsers.h"
-#include "launch/black_box_sources.h"
-#include "launch/error_file.h"
-#include "launch/ledger_line.h"
-#include "launch/rendezvous_plan.h"
+#include "launch/black_box/black_box_sources.h"
+#include "launch/jobs/ledger_line.h"
+#include "launch/ranks/error_file.h"
+#include "launch/rendezvous/rendezvous_plan.h"
 #include "muster/base/error.h"
 #include "shm/black_box.h"
 #include "shm/black_box_layout.h"
@@ -91,7 +91,7 @@ void parse_exchange(Bytes bytes) {
     if (choice % 3 == 0) {
       require(shm::Invitation::parse(bytes).bytes() == bytes);
     } else if (choice % 3 == 1) {
-      require(shm::Hello::parse(bytes).bytes() == bytes);
+      require(shm::Acceptance::parse(bytes).bytes() == bytes);
     } else {
       const auto answer = shm::Answer::parse(bytes, kRanks);
       require(answer.bytes() == bytes);
@@ -107,7 +107,7 @@ Seeds exchange_seeds() {
   using shm::Answer;
   using Kind = Answer::Kind;
   return {'\0' + shm::Invitation{"boot", "muster-0123456789", "nonce"}.bytes(),
-          '\1' + shm::Hello{"nonce", 1, kRanks}.bytes(),
+          '\1' + shm::Acceptance{"nonce", 1, kRanks}.bytes(),
           '\2' + Answer{.kind = Kind::kWelcome, .ranks = {{10, 2}, {11, 0}, {12, 16}}}.bytes(),
           '\2' + Answer{.kind = Kind::kTimeout, .missing = {1, 2}}.bytes(),
           '\2' + Answer{.kind = Kind::kMismatch, .why = "two processes claim rank 1"}.bytes(),
@@ -277,12 +277,7 @@ void parse_plan(Bytes bytes) {
       require(to_string(launch::parse("end", to_string(end), launch::end_in)) == to_string(end));
       return;
     }
-    launch::Plan plan;
-    plan.agents = launch::parse("plan", value, [](const launch::Json& json) {
-      std::vector<launch::Agent> agents;
-      for (const auto& agent : json) agents.push_back(launch::agent_of(agent));
-      return agents;
-    });
+    launch::Plan plan{.agents = launch::parse("plan", value, launch::agents_of)};
     launch::put_in_order(plan.agents);
     require(plan.agents.size() > 1000 || plan.world_size() >= static_cast<int>(plan.agents.size()));
   } catch (const CorruptError&) {

@@ -10,7 +10,7 @@
 #include <memory>
 #include <set>
 
-#include "launch/ledger_check.h"
+#include "launch/jobs/ledger_check.h"
 #include "multiprocess/job_test.h"
 
 namespace muster::test {

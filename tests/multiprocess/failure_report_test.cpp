@@ -6,8 +6,8 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "launch/oom_watch.h"
-#include "launch/symbols.h"
+#include "launch/kit/symbols.h"
+#include "launch/ranks/oom_watch.h"
 #include "multiprocess/job_test.h"
 #include "support/memory_limit.h"
 

@@ -4,7 +4,7 @@
 
 #include <thread>
 
-#include "launch/outcome.h"
+#include "launch/ranks/outcome.h"
 #include "multiprocess/launch_support.h"
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/text.h"
-#include "launch/ledger_check.h"
+#include "launch/jobs/ledger_check.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"

@@ -6,7 +6,7 @@
 #include <fstream>
 #include <iterator>
 
-#include "launch/rank_logs.h"
+#include "launch/output/rank_logs.h"
 #include "multiprocess/job_test.h"
 #include "muster/base/error.h"
 #include "muster/launch/launcher.h"

@@ -11,7 +11,7 @@
 #include <map>
 #include <memory>
 
-#include "launch/environment.h"
+#include "launch/ranks/environment.h"
 #include "multiprocess/campaign.h"
 #include "muster/base/secret.h"
 #include "muster/store/store.h"

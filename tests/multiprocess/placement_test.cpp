@@ -5,9 +5,9 @@
 #include <thread>
 
 #include "base/cores.h"
-#include "launch/environment.h"
-#include "launch/placement.h"
-#include "launch/topology.h"
+#include "launch/ranks/environment.h"
+#include "launch/ranks/placement.h"
+#include "launch/ranks/topology.h"
 #include "multiprocess/job_test.h"
 
 namespace muster::test {

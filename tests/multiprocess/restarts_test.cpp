@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "launch/environment.h"
+#include "launch/ranks/environment.h"
 #include "multiprocess/restarts_fixture.h"
 #include "muster/store/store.h"
 #include "support/etcd.h"

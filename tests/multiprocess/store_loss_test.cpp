@@ -9,7 +9,7 @@
 #include <memory>
 #include <sstream>
 
-#include "launch/environment.h"
+#include "launch/ranks/environment.h"
 #include "multiprocess/job_test.h"
 #include "muster/base/secret.h"
 #include "muster/store/store.h"

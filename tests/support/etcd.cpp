@@ -10,7 +10,7 @@
 
 #include "base/random.h"
 #include "base/text.h"
-#include "launch/environment.h"
+#include "launch/ranks/environment.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
 #include "support/patience.h"

@@ -8,9 +8,9 @@
 #include <nlohmann/json.hpp>
 
 #include "base/text.h"
-#include "launch/activity.h"
-#include "launch/doctor.h"
-#include "launch/text_table.h"
+#include "launch/jobs/activity.h"
+#include "launch/jobs/doctor.h"
+#include "launch/kit/text_table.h"
 #include "shm/black_box.h"
 
 namespace muster::launch {

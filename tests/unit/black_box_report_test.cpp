@@ -5,8 +5,9 @@
 #include <random>
 
 #include "base/text.h"
-#include "launch/black_box_report.h"
-#include "launch/black_box_trace.h"
+#include "launch/black_box/black_box_report.h"
+#include "launch/black_box/black_box_trace.h"
+#include "launch/kit/text_table.h"
 #include "muster/base/error.h"
 #include "shm/black_box.h"
 #include "support/sanitized.h"

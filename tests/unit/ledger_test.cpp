@@ -1,5 +1,5 @@
 // The proof from a ledger that every sample counts once: what it accepts, and what it finds.
-#include "launch/ledger_check.h"
+#include "launch/jobs/ledger_check.h"
 
 #include <gmock/gmock.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/text.h"
-#include "launch/ledger_line.h"
+#include "launch/jobs/ledger_line.h"
 #include "muster/base/error.h"
 
 namespace muster::test {

@@ -6,8 +6,8 @@
 #include <set>
 
 #include "base/text.h"
-#include "launch/placement.h"
-#include "launch/topology.h"
+#include "launch/ranks/placement.h"
+#include "launch/ranks/topology.h"
 #include "shm/spin.h"
 
 namespace muster::launch {

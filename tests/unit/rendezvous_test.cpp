@@ -1,4 +1,4 @@
-#include "launch/rendezvous.h"
+#include "launch/rendezvous/rendezvous.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>

@@ -69,7 +69,7 @@ std::vector<double> rates_now(Optimizer& optimizer) {
 }
 
 using Schedule = std::shared_ptr<LRScheduler>;
-struct Case {
+struct ScheduleCase {
   std::string python;
   std::function<Schedule(Optimizer&)> make;
 };
@@ -78,7 +78,7 @@ std::function<Schedule(Optimizer&)> maker(Arguments... arguments) {
   return [=](Optimizer& optimizer) { return std::make_shared<S>(optimizer, arguments...); };
 }
 
-std::vector<Case> cases() {
+std::vector<ScheduleCase> schedule_cases() {
   const auto shrink = [](int64_t epoch) { return 1 - 1 / (2.0 + static_cast<double>(epoch)); };
   using Rates = std::vector<LRScheduler::Rate>;
   return {
@@ -170,7 +170,7 @@ TEST(Schedules, EqualPythonOverAThousandSteps) {
     for (const double rate : rates_now(optimizer)) numbers.push_back(rate);
     numbers.push_back(momentum_of(optimizer));
   };
-  for (const Case& one : cases())
+  for (const ScheduleCase& one : schedule_cases())
     for (const std::string kind : {"SGD", "AdamW"})
       for (const auto make : {of_muster, of_libtorch}) {
         const auto optimizer = make(kind);
@@ -221,7 +221,7 @@ TEST(Schedules, AOneCycleInASequence) {
 }
 
 TEST(Schedules, AnyEpochInAnyOrder) {
-  for (const Case& one : cases()) {
+  for (const ScheduleCase& one : schedule_cases()) {
     const auto optimizer = of_muster("SGD"), other = of_muster("SGD");
     const Schedule in_order = one.make(*optimizer), jumps = one.make(*other);
     std::vector<std::vector<double>> rates{rates_now(*optimizer)};
@@ -239,7 +239,7 @@ TEST(Schedules, AnyEpochInAnyOrder) {
 
 // Into a schedule whose optimizer has been restored already, so that its first rate would be another.
 TEST(Schedules, Resume) {
-  for (const Case& one : cases()) {
+  for (const ScheduleCase& one : schedule_cases()) {
     const auto optimizer = of_muster("SGD"), other = of_muster("SGD");
     const Schedule whole = one.make(*optimizer);
     for (int step = 0; step < 120; ++step) whole->step();

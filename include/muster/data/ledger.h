@@ -22,7 +22,7 @@
 // The constructor begins an *attempt*. `steps`: how many steps the model has made, which is 0 at first, and later what
 // Snapshot::restore() returns. In elastic::run(), make the Ledger in `setup`, with state.step().
 //
-// All ranks of a host append to one file, as text (src/launch/ledger_line.h has the format), and each rank writes one
+// All ranks of a host append to one file, as text (launch/jobs/ledger_line.h has the format), and each rank writes one
 // line at a time. Ranks on other hosts write other files, or the same one on a shared file system that appends whole
 // lines (NFS does not). `muster ledger check` takes all files of a training together. What a killed process has written
 // is there. For the case that the host itself crashes, set `.sync`.

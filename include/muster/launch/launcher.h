@@ -102,7 +102,7 @@ struct LaunchOptions {
   // A job that fails, or is stopped, leaves here what its ranks did last, for `muster blackbox FILE`. Empty: nowhere.
   std::string black_box_file;
 
-  // A job that fails, or is stopped, leaves here what is known of it, as JSON (src/launch/error_file.h says how). Ranks
+  // A job that fails, or is stopped, leaves here what is known of it, as JSON (launch/ranks/error_file.h says how). Ranks
   // get a file of their own beside it, in TORCHELASTIC_ERROR_FILE, as torchrun's do. Empty: nowhere.
   std::string error_file;
 

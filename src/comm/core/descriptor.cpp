@@ -79,5 +79,31 @@ std::string describe_mismatch(uint64_t number, const std::string& group, int a, 
               a_called, "; rank ", b, " called ", b_called);
 }
 
+namespace {
+
+// "rank 1 (a.cpp:3)"
+std::string in_words(Caller caller) {
+  return caller.site.empty() ? text("rank ", caller.rank) : text("rank ", caller.rank, " (", caller.site, ")");
+}
+
+std::string in_words(Payload payload) {
+  const auto dtype = static_cast<c10::ScalarType>(payload.dtype);
+  if (payload.dtype >= static_cast<uint8_t>(c10::ScalarType::Undefined))
+    return text(payload.bytes, " bytes of an unknown dtype");
+  return text(payload.bytes / c10::elementSize(dtype), " x ", c10::toString(dtype), " (", payload.bytes, " bytes)");
+}
+
+}  // namespace
+
+std::string describe_mismatch(Caller receiver, Payload expected, int tag, Caller sender, Payload sent) {
+  return text("recv on ", in_words(receiver), " expects ", in_words(expected), " with tag ", tag, ", but ",
+              in_words(sender), " sent ", in_words(sent));
+}
+
+std::string describe_mismatch(Caller sender, uint64_t sends, Caller receiver, uint64_t expects) {
+  return text("all_to_all: ", in_words(sender), " sends ", sends, " bytes to ", in_words(receiver), ", which expects ",
+              expects);
+}
+
 }  // namespace comm
 }  // namespace muster

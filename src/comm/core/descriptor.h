@@ -8,6 +8,7 @@
 #include <source_location>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "comm/core/op_kind.h"
 
@@ -40,6 +41,19 @@ std::string find_site(const std::source_location& site);  // describe(site) or, 
 // "operation #3 of group 'world' is not the same on all ranks: …", with two ranks and what each of them called.
 std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
                               const std::string& b_called);
+// A rank, as users know it, and where it called; "" if that is not known.
+struct Caller {
+  int rank = 0;
+  std::string_view site;
+};
+struct Payload {
+  uint64_t bytes = 0;
+  uint8_t dtype = 0;  // another rank may have sent it, so it may be none
+};
+// "recv on rank 1 (a.cpp:3) expects 10 x Float (40 bytes) with tag 7, but rank 0 (b.cpp:4) sent 5 x Float (20 bytes)"
+std::string describe_mismatch(Caller receiver, Payload expected, int tag, Caller sender, Payload sent);
+// "all_to_all: rank 0 (a.cpp:3) sends 8 bytes to rank 1 (a.cpp:4), which expects 12"
+std::string describe_mismatch(Caller sender, uint64_t sends, Caller receiver, uint64_t expects);
 inline constexpr const char* kMismatchAdvice =
     "Call the same operations in the same order, with equal sizes and dtypes, on all ranks";
 

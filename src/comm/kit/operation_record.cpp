@@ -3,6 +3,7 @@
 #include <array>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "muster/base/error.h"
 
@@ -108,6 +109,25 @@ void OperationRecord::begin_event() {
   if (!event_->isActive()) return;
   event_->_setAsync();  // as c10d::Work does, so that all of a backend's events are of one kind
   event_->before(profiling_title(*operation_), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+}
+
+WorkRecord::WorkRecord(const OperationLog* log, std::shared_ptr<OperationCounters> counters,
+                       std::span<const Operation> operations, bool queued)
+    : log_(log ? std::optional(*log) : std::nullopt), counters_(std::move(counters)), over_(false) {
+  tickets_.reserve(log_ ? operations.size() : 0);
+  if (log_)
+    for (const auto& operation : operations)
+      tickets_.push_back(queued ? log_->post(operation) : log_->begin(operation, shm::kNoSequence, Clock::now()));
+  counters_->under_way.fetch_add(1, std::memory_order_relaxed);
+}
+
+WorkRecord::~WorkRecord() {
+  if (!over_) end(std::make_exception_ptr(Aborted("nothing has run the operation")));
+}
+
+void WorkRecord::end(const std::exception_ptr& error) {
+  while (ended_ < tickets_.size()) end_next(error);
+  if (!std::exchange(over_, true)) counters_->under_way.fetch_sub(1, std::memory_order_release);
 }
 
 size_t bytes_of(const Operation& operation) {

@@ -4,8 +4,9 @@
 //   OperationCounters   of a group; its works may outlive the backend
 //   OperationLog        a group's place in the rank's black box
 //   OperationRecord     one blocking operation, for all three
+//   WorkRecord          the operations of one work, which has the profiler's event itself (c10d::Work)
 //
-// Thread-safety: OperationCounters and OperationLog from any thread; an OperationRecord belongs to one.
+// Thread-safety: OperationCounters and OperationLog from any thread; the two records from one thread at a time.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -133,6 +134,48 @@ class OperationRecord {
   std::optional<at::RecordFunction> event_;
   Clock::time_point began_;
   std::exception_ptr error_;
+};
+
+// Operations that their caller does not wait for. They have their entries in the black box from the beginning, and count
+// as under way until end(), or until the record's end if nobody runs them.
+class WorkRecord {
+ public:
+  WorkRecord() = default;  // of no operations
+  // `log`: null if the entries are written elsewhere; it need not outlive this object. `queued`: each operation begins
+  // with run(). Otherwise there is only one, and it runs from now on.
+  WorkRecord(const OperationLog* log, std::shared_ptr<OperationCounters> counters,
+             std::span<const Operation> operations, bool queued);
+  WorkRecord(const WorkRecord&) = delete;
+  WorkRecord& operator=(const WorkRecord&) = delete;
+  ~WorkRecord();
+
+  // Runs the next operation: it is running in the black box while body() does. Returns what body() has thrown, or null.
+  template <typename Body>
+  std::exception_ptr run(uint64_t sequence, Body&& body) noexcept {
+    if (log_) log_->start(tickets_[ended_], sequence);
+    std::exception_ptr error;
+    try {
+      body();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    end_next(error);
+    return error;
+  }
+  // Ends the operations that have not ended, by `error` or, if it is null, as done. Once.
+  void end(const std::exception_ptr& error);
+
+ private:
+  void end_next(const std::exception_ptr& error) {
+    if (log_) log_->end(tickets_[ended_], error);
+    ++ended_;
+  }
+
+  const std::optional<OperationLog> log_;
+  const std::shared_ptr<OperationCounters> counters_;
+  std::vector<uint64_t> tickets_;
+  size_t ended_ = 0;
+  bool over_ = true;
 };
 
 // The size of this rank's payload.

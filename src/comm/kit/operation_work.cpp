@@ -54,7 +54,7 @@ c10d::OpType c10d_type(const Operation& operation) {
 
 bool in_callback_of_future() { return callbacks > 0; }
 
-OperationWork::OperationWork(int rank, std::shared_ptr<OperationCounters> counters,
+OperationWork::OperationWork(int rank, const OperationLog* log, std::shared_ptr<OperationCounters> counters,
                              std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations,
                              Deadline deadline, std::optional<std::chrono::milliseconds> c10d_limit)
     : c10d::Work(rank, operations.size() == 1 ? c10d_type(operations[0]) : c10d::OpType::COALESCED,
@@ -64,17 +64,12 @@ OperationWork::OperationWork(int rank, std::shared_ptr<OperationCounters> counte
       queue_(std::move(queue)),
       operations_(std::move(operations)),
       latest_(deadline.later(kSlack)),
-      c10d_limit_(c10d_limit) {
-  counters_->under_way.fetch_add(1, std::memory_order_relaxed);
-}
+      record_(log, counters_, operations_, queue_ != nullptr),
+      c10d_limit_(c10d_limit) {}
 
 OperationWork::OperationWork(int rank, Operation operation)
     : c10d::Work(rank, c10d_type(operation)), operations_{std::move(operation)} {
   complete();
-}
-
-OperationWork::~OperationWork() {
-  if (counters_ && !done_) counters_->under_way.fetch_sub(1, std::memory_order_release);  // it never began
 }
 
 bool OperationWork::wait(std::chrono::milliseconds timeout) {
@@ -116,9 +111,8 @@ std::vector<at::Tensor> OperationWork::result() {
 }
 
 bool OperationWork::end(std::exception_ptr error) {
-  if (on_complete_) on_complete_(error);
+  record_.end(error);  // before any wait() returns
   if (error && c10d_limit_) error = as_c10d_error(error, *c10d_limit_);
-  if (counters_) counters_->under_way.fetch_sub(1, std::memory_order_release);  // before any wait() returns
   finish(std::move(error));
   done_.store(true, std::memory_order_release);
   const std::lock_guard lock(mutex_);

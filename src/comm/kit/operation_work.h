@@ -20,14 +20,13 @@ namespace muster::comm {
 
 class OperationWork final : public c10d::Work {
  public:
-  // `queue` is null for messages. The operations fail soon after `deadline`. If `c10d_limit`, the timeout that applies,
-  // is given, wait() throws c10d's errors.
-  OperationWork(int rank, std::shared_ptr<OperationCounters> counters, std::shared_ptr<CollectiveQueue> queue,
-                std::vector<Operation> operations, Deadline deadline,
+  // `log`: as that of a WorkRecord. `queue` is null for messages. The operations fail soon after `deadline`. If
+  // `c10d_limit`, the timeout that applies, is given, wait() throws c10d's errors.
+  OperationWork(int rank, const OperationLog* log, std::shared_ptr<OperationCounters> counters,
+                std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations, Deadline deadline,
                 std::optional<std::chrono::milliseconds> c10d_limit);
   // The work of an operation that has completed.
   OperationWork(int rank, Operation operation);
-  ~OperationWork() override;
 
   bool isCompleted() override { return done_.load(std::memory_order_acquire) || c10d::Work::isCompleted(); }
   // Without a timeout, waits until the operations have ended. They end by their deadline; if they do not, wait() gives
@@ -39,8 +38,7 @@ class OperationWork final : public c10d::Work {
 
   const std::vector<Operation>& operations() const { return operations_; }
   void set_source(int rank) { source_.store(rank, std::memory_order_relaxed); }
-  // The first thing that is called when the work completes. Set before any thread can complete the work.
-  void on_complete(std::function<void(const std::exception_ptr&)> callback) { on_complete_ = std::move(callback); }
+  WorkRecord& record() { return record_; }  // for the thread that runs the operations
   // The two halves of complete(). end() returns whether mark_future() must follow. mark_future() calls the user's
   // callbacks of the future, which may run operations and wait for them. So the thread must not hold what they need.
   bool end(std::exception_ptr error);
@@ -54,7 +52,7 @@ class OperationWork final : public c10d::Work {
   const std::shared_ptr<CollectiveQueue> queue_;
   const std::vector<Operation> operations_;
   const Deadline latest_ = Deadline::never();  // of a wait without a limit
-  std::function<void(const std::exception_ptr&)> on_complete_;
+  WorkRecord record_;
   const std::optional<std::chrono::milliseconds> c10d_limit_;
   std::atomic<int> source_{-1};
   std::atomic<bool> done_{false};                   // c10d's completed_, readable without its lock; set soon after it

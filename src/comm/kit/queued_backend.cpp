@@ -192,13 +192,11 @@ c10::intrusive_ptr<c10d::Work> QueuedBackend::submit(Operation operation) {
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
   hold_memory();
   const Deadline deadline = deadline_for(operation.timeout);
-  const uint64_t ticket = log_.begin(operation, shm::kNoSequence, Clock::now());
-  auto work = make_work(nullptr, {std::move(operation)}, deadline);
-  work->on_complete([this, ticket](const std::exception_ptr& error) { log_.end(ticket, error); });
+  auto work = make_work(&log_, nullptr, {std::move(operation)}, deadline);
   try {
     submit_message(work, deadline);
   } catch (...) {  // nothing will complete the work
-    log_.end(ticket, std::current_exception());
+    work->record().end(std::current_exception());
     throw;
   }
   return work;
@@ -213,45 +211,34 @@ c10::intrusive_ptr<c10d::Work> QueuedBackend::submit_batch(std::vector<Operation
   return enqueue(std::move(operations));
 }
 
-QueuedBackend::WorkPtr QueuedBackend::make_work(std::shared_ptr<CollectiveQueue> queue,
+QueuedBackend::WorkPtr QueuedBackend::make_work(const OperationLog* log, std::shared_ptr<CollectiveQueue> queue,
                                                 std::vector<Operation> operations, Deadline deadline) const {
   const auto own = operations[0].timeout;
   const std::optional<std::chrono::milliseconds> c10d_limit =
       for_pytorch_ ? std::optional(own.count() > 0 ? own : timeout()) : std::nullopt;
-  return c10::make_intrusive<OperationWork>(getRank(), counters_, std::move(queue), std::move(operations), deadline,
-                                            c10d_limit);
+  return c10::make_intrusive<OperationWork>(getRank(), log, counters_, std::move(queue), std::move(operations),
+                                            deadline, c10d_limit);
 }
 
 QueuedBackend::WorkPtr QueuedBackend::enqueue(std::vector<Operation> operations) {
   check();
   const Deadline deadline = deadline_for(operations[0].timeout);
-  std::vector<uint64_t> tickets;
-  for (const auto& operation : operations) tickets.push_back(log_.post(operation));
-  auto work = make_work(queue_, std::move(operations), deadline);
-  const auto job = [this, work, deadline, tickets](bool by_waiter) {
+  auto work = make_work(&log_, queue_, std::move(operations), deadline);
+  const auto job = [this, work, deadline](bool by_waiter) {
     // A thread that waits for a later operation with a shorter timeout runs this one only until then.
     const Deadline patience = CollectiveQueue::patience_of_this_thread();
     const Deadline until = by_waiter && patience.when() < deadline.when() ? patience : deadline;
     std::exception_ptr error;
-    for (size_t i = 0; i < tickets.size(); ++i) {
-      if (error) {  // an earlier operation of the batch failed
-        log_.end(tickets[i], error);
-        continue;
-      }
-      log_.start(tickets[i], next_sequence());
-      try {
-        run_collective(work->operations()[i], until, by_waiter);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      log_.end(tickets[i], error);
+    for (const auto& operation : work->operations()) {
+      error = work->record().run(next_sequence(), [&] { run_collective(operation, until, by_waiter); });
+      if (error) break;  // then the others of the batch fail, too
     }
     return work->end(std::move(error));
   };
   try {
     queue_->submit(job, [work] { work->mark_future(); });
   } catch (...) {  // nothing will run the job
-    for (const uint64_t ticket : tickets) log_.end(ticket, std::current_exception());
+    work->record().end(std::current_exception());
     throw;
   }
   return work;

@@ -119,7 +119,7 @@ class QueuedBackend : public Backend {
   WorkPtr make_message_work(Operation message) {
     hold_memory();
     const Deadline deadline = deadline_for(message.timeout);
-    return make_work(nullptr, {std::move(message)}, deadline);
+    return make_work(nullptr, nullptr, {std::move(message)}, deadline);
   }
   void count(const Operation& operation) { counters_->count(operation); }
   // Keeps this object's memory for a thread of the backend that runs callbacks of messages. A callback may release the
@@ -166,7 +166,8 @@ class QueuedBackend : public Backend {
   void all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter);
   void all_reduce_sparse(const Operation& operation, Deadline deadline, bool by_waiter);
-  WorkPtr make_work(std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations, Deadline deadline) const;
+  WorkPtr make_work(const OperationLog* log, std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations,
+                    Deadline deadline) const;
   WorkPtr enqueue(std::vector<Operation> operations);
   void hold_memory();  // called while the caller owns a reference to this backend
 

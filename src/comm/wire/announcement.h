@@ -12,7 +12,6 @@
 #include <string_view>
 #include <vector>
 
-#include "base/text.h"
 #include "comm/core/bytes.h"
 #include "comm/core/descriptor.h"
 #include "comm/wire/wire.h"
@@ -39,10 +38,7 @@ struct Announcement {
   char site[84] = {};
   std::array<std::byte, kAnnouncedBytes> payload{};
 
-  std::string at() const {  // " (train.cpp:17)", or nothing if that is not known
-    const std::string_view known(site, ::strnlen(site, sizeof site));
-    return known.empty() ? std::string() : text(" (", known, ")");
-  }
+  std::string_view where() const { return {site, ::strnlen(site, sizeof site)}; }  // "train.cpp:17"; "" if not known
 };
 static_assert(sizeof(Announcement) == 256);
 

@@ -106,10 +106,13 @@ void WireBackend::announce(const ByteCall& call, std::span<const std::byte> payl
     count_arrivals();
   }
   // All ranks see the same announcements, so all find the same pair and report the same error.
-  const auto called = [&](size_t r) { return text(describe(announcements_[r].call), announcements_[r].at()); };
+  const auto called = [&](size_t r) {
+    const auto where = announcements_[r].where();
+    return where.empty() ? describe(announcements_[r].call) : text(describe(announcements_[r].call), " (", where, ')');
+  };
   for (size_t r = 1; r < n; ++r)
     if (announcements_[r].call != announcements_[0].call) {
-      if (announcements_[0].at().empty() || announcements_[r].at().empty()) tell_sites(call);
+      if (announcements_[0].where().empty() || announcements_[r].where().empty()) tell_sites(call);
       throw Mismatch(
           describe_mismatch(mine.number, group_name(), shown(0), called(0), shown(static_cast<int>(r)), called(r)),
           kMismatchAdvice);
@@ -395,9 +398,8 @@ void WireBackend::all_to_all(const ByteCall& call) {
   announce(call, {});
   for (size_t r = 0; r < n; ++r)
     if (announcements_[r].part != call.receive[r])
-      throw Mismatch(text("all_to_all: rank ", shown(static_cast<int>(r)), announcements_[r].at(), " sends ",
-                          announcements_[r].part, " bytes to rank ", shown(getRank()), announcements_[me].at(),
-                          ", which expects ", call.receive[r]),
+      throw Mismatch(describe_mismatch({shown(static_cast<int>(r)), announcements_[r].where()}, announcements_[r].part,
+                                       {shown(getRank()), announcements_[me].where()}, call.receive[r]),
                      kMismatchAdvice);
   copy_bytes(call.outputs[me], call.inputs[me], call.send[me]);
   Transfers transfers(*wire_, call.deadline);

@@ -59,12 +59,7 @@ class WireBackend::MessageTransfer {
       return peer;
     }
     if (header_.bytes != tensor_.nbytes() || header_.dtype != static_cast<uint8_t>(tensor_.scalar_type()))
-      throw Mismatch(text("recv on rank ", backend_.shown(backend_.getRank()), in_brackets(find_site(operation_.site)),
-                          " expects ", show(tensor_.nbytes(), tensor_.scalar_type()), " with tag ", operation_.tag,
-                          ", but rank ", backend_.shown(peer),
-                          in_brackets({header_.site.data(), ::strnlen(header_.site.data(), header_.site.size())}),
-                          " sent ", show(header_.bytes, static_cast<at::ScalarType>(header_.dtype))),
-                     kMismatchAdvice);
+      throw mismatch(peer);
     if (fits()) {
       copy_bytes(data_of(tensor_), header_.payload.data(), header_.bytes);
     } else {
@@ -82,11 +77,13 @@ class WireBackend::MessageTransfer {
   bool fits() const { return header_.bytes <= header_.payload.size(); }
   WireTag ready() const { return {WireKind::kReady, header_.number}; }
   WireTag payload() const { return {WireKind::kPayload, header_.number}; }
-  static std::string in_brackets(const std::string& site) { return site.empty() ? site : text(" (", site, ")"); }
-  static std::string show(size_t bytes, at::ScalarType dtype) {
-    if (dtype < at::ScalarType::Byte || dtype >= at::ScalarType::Undefined)  // another rank has sent it
-      return text(bytes, " bytes of an unknown dtype");
-    return text(bytes / c10::elementSize(dtype), " x ", c10::toString(dtype), " (", bytes, " bytes)");
+  Mismatch mismatch(int peer) const {
+    const std::string here = find_site(operation_.site);
+    const std::string_view there(header_.site.data(), ::strnlen(header_.site.data(), header_.site.size()));
+    const auto dtype = static_cast<uint8_t>(tensor_.scalar_type());
+    return Mismatch(describe_mismatch({backend_.shown(backend_.getRank()), here}, {tensor_.nbytes(), dtype},
+                                      operation_.tag, {backend_.shown(peer), there}, {header_.bytes, header_.dtype}),
+                    kMismatchAdvice);
   }
 
   WireBackend& backend_;

@@ -28,7 +28,7 @@ parallel::HostMemory share_memory(const std::vector<size_t>& bytes, size_t at_mo
   return memory;
 }
 
-std::shared_ptr<Gatherer> make_gatherer(const Layout& layout, const Gathering& gathering,
+std::shared_ptr<Gatherer> make_gatherer(const ParameterLayout& layout, const Gathering& gathering,
                                         const parallel::HostMemory& memory, const parallel::Hosts& hosts,
                                         const Group& group) {
   const auto host = static_cast<int>(hosts.own);

@@ -23,8 +23,8 @@
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
 #include "parallel/fsdp/gatherer.h"
-#include "parallel/fsdp/layout.h"
 #include "parallel/fsdp/owners.h"
+#include "parallel/fsdp/parameter_layout.h"
 #include "parallel/fsdp/units.h"
 #include "parallel/hosts.h"
 #include "parallel/same_module.h"
@@ -66,7 +66,7 @@ class SharedTensors {
   Gatherer* gatherer() const { return gatherer_.get(); }  // null if each host has an owner of each tensor
 
  private:
-  const Layout layout_;
+  const ParameterLayout layout_;
   UniqueFd memory_;  // of this rank
   std::vector<std::shared_ptr<shm::Mapping>> mapped_;
   std::shared_ptr<Gatherer> gatherer_;

@@ -16,7 +16,6 @@
 namespace muster::transport {
 namespace {
 
-constexpr size_t kMaxLogged = 256;
 constexpr std::chrono::seconds kPatience{3};  // for one address, if there are others to try
 constexpr std::chrono::milliseconds kBetweenRounds{50};
 
@@ -164,7 +163,7 @@ Hello Connector::judge(const Hello& other) const {
 }
 
 void Connector::refuse(const std::string& host, const std::string& why) {
-  if (logged_.size() >= kMaxLogged || !logged_.insert(host).second) return;
+  if (!is_first_refusal_(host)) return;
   MUSTER_LOG(kWarning) << "transport: " << name_of(options_.rank) << " refused a connection from " << host << " ("
                        << why << "). Further ones from there are refused silently";
 }

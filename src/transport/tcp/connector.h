@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/first_of_each.h"
 #include "muster/base/deadline.h"
 #include "store/tcp_address.h"
 #include "transport/tcp/handshake.h"
@@ -104,7 +105,7 @@ class Connector {
   uint64_t next_id_ = kIds + 1;
   int accepted_ = 0;  // of the entrants
   bool listens_ = false;
-  std::set<std::string> logged_;
+  FirstOfEach<std::string> is_first_refusal_{256};  // of an address
   std::exception_ptr failure_;
 };
 

@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "base/thread.h"
+#include "comm/backends/nccl/nccl_calls.h"
 #include "comm/backends/registry.h"
 #include "comm/kit/operation_record.h"
 #include "comm/kit/queued_backend.h"
@@ -30,67 +31,17 @@
 namespace muster::comm::nccl_backend {
 namespace {
 
-using Nccl = c10d::ProcessGroupNCCL;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-c10d::ReduceOp reduce_op(const Operation& operation) {
-  c10d::ReduceOp op;
-  op.op_ = static_cast<c10d::ReduceOp::RedOpType>(operation.op);  // the constructor refuses PREMUL_SUM
-  if (operation.op == ReduceOp::PREMUL_SUM) {
-    using Factor = c10d::NCCLPreMulSumSupplement;
-    op.supplement_ = operation.factor_tensor.defined() ? c10::make_intrusive<Factor>(operation.factor_tensor)
-                                                       : c10::make_intrusive<Factor>(operation.factor);
-  }
-  return op;
-}
-
-// Calls fn(tensor) for all tensors of an operation.
-template <typename Fn>
-void for_each_tensor(const Operation& operation, const Fn& fn) {
-  if (operation.tensor.defined()) fn(operation.tensor);
-  for (const auto* const list : {&operation.inputs, &operation.outputs})
-    for (const at::Tensor& tensor : *list)
-      if (tensor.defined()) fn(tensor);
-}
-
 bool is_on_cpu(const Operation& operation) {
   bool on_cpu = true;  // also a barrier, which has no tensor
   for_each_tensor(operation, [&](const at::Tensor& tensor) { on_cpu &= !tensor.is_cuda(); });
   return on_cpu;
 }
 
-// NCCL takes contiguous tensors. Others are copied, and what was written is copied back.
-class Contiguous {
- public:
-  const at::Tensor& in(const at::Tensor& tensor) { return copies_.emplace_back(tensor.contiguous()); }
-  std::vector<at::Tensor> in(const std::vector<at::Tensor>& tensors) {
-    std::vector<at::Tensor> all;
-    for (const at::Tensor& tensor : tensors) all.push_back(in(tensor));
-    return all;
-  }
-  at::Tensor out(const at::Tensor& tensor) {
-    if (tensor.is_contiguous()) return tensor;
-    const at::Tensor copy = tensor.contiguous();
-    written_.emplace_back(tensor, copy);
-    return copy;
-  }
-  std::vector<at::Tensor> out(const std::vector<at::Tensor>& tensors) {
-    std::vector<at::Tensor> all;
-    for (const at::Tensor& tensor : tensors) all.push_back(out(tensor));
-    return all;
-  }
-  // When the operation has been queued.
-  void copy_back(c10d::Work& work) {
-    if (written_.empty()) return;
-    const at::NoGradGuard no_grad;
-    work.wait();
-    for (auto& [tensor, copy] : written_) tensor.copy_(copy);
-  }
-
- private:
-  std::vector<at::Tensor> copies_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> written_;
-};
+// Its collectives have numbers of their own, so in the black box they are those of a group of their own.
+OperationLog log_of(BackendContext context) {
+  context.group.name += " (CUDA)";
+  return OperationLog(context);
+}
 
 // Those of the devices that this process has used.
 void wait_for_current_streams() {
@@ -113,7 +64,8 @@ class NcclBackend final : public Backend {
         nccl_(std::move(nccl)),
         group_name_(context.group.name),
         timeout_(context.group.timeout),
-        on_leave_(context.options.on_leave) {
+        on_leave_(context.options.on_leave),
+        log_(log_of(context)) {
     for_pytorch_ = context.options.for_pytorch;
     if (getSize() > 1) guard_ = start_thread("muster-nccl", [this] { watch_for_failure(); });
   }
@@ -138,13 +90,18 @@ class NcclBackend final : public Backend {
     require_no_failure();
     WorkPtr work;
     const std::lock_guard lock(mutex_);
-    translated(to_string(operation.kind), [&] {
-      if (is_collective(operation)) meet();
-      Contiguous contiguous;
-      work = issue(operation, contiguous);
-      contiguous.copy_back(*work);
+    WorkRecord record(&log_, counters_, {&operation, 1}, /*queued=*/true);
+    const auto error = record.run(is_collective(operation) ? collectives_++ : shm::kNoSequence, [&] {
+      translated(to_string(operation.kind), [&] {
+        if (is_collective(operation)) meet();
+        Contiguous contiguous;
+        work = queue_on(*nccl_, operation, contiguous);
+        contiguous.copy_back(*work);
+      });
     });
-    counters_.count(operation);
+    record.end(error);
+    if (error) std::rethrow_exception(error);
+    counters_->count(operation);
     last_ = work;
     return work;
   }
@@ -170,12 +127,13 @@ class NcclBackend final : public Backend {
     require_no_failure();
     WorkPtr work;
     const std::lock_guard lock(mutex_);
+    WorkRecord record(&log_, counters_, on_devices, /*queued=*/true);
     translated("messages", [&] {
       Contiguous contiguous;
       std::exception_ptr failure;
       nccl_->startCoalescing();
       try {
-        for (const Operation& message : on_devices) issue(message, contiguous);
+        for (const Operation& message : on_devices) queue_on(*nccl_, message, contiguous);
       } catch (...) {
         failure = std::current_exception();
       }
@@ -187,14 +145,15 @@ class NcclBackend final : public Backend {
       if (failure) std::rethrow_exception(failure);
       contiguous.copy_back(*work);
     });
-    for (const Operation& message : on_devices) counters_.count(message);
+    record.end(nullptr);
+    for (const Operation& message : on_devices) counters_->count(message);
     last_ = work;
     for (WorkPtr& each : works)
       if (!each) each = work;
     return works;
   }
   CommStats stats() const override {
-    CommStats sum = counters_.stats();
+    CommStats sum = counters_->stats();
     const CommStats more = cpu_->stats();
     sum.operations += more.operations;
     sum.bytes += more.bytes;
@@ -208,6 +167,7 @@ class NcclBackend final : public Backend {
   }
   std::span<std::atomic<uint64_t>> board() override { return cpu_->board(); }
   bool is_idle() const override { return cpu_->is_idle(); }
+  std::exception_ptr known_failure() override { return cpu_->known_failure(); }
   Taken take_message(const Operation& receive, int from) override { return cpu_->take_message(receive, from); }
   std::chrono::milliseconds timeout() const override { return timeout_; }
   const std::string getBackendName() const override { return for_pytorch_ ? "muster" : "nccl"; }
@@ -284,6 +244,7 @@ class NcclBackend final : public Backend {
       require_no_failure();
       const Unavailable failure(text(what, " of group '", group_name_, "': ", first_line(error.what())));
       fail(failure);
+      require_no_failure();  // throws it as all backends do: who found it, and in which operation
       throw failure;
     } catch (const c10::ValueError& error) {
       throw InvalidArgument(text(what, ": ", first_line(error.what_without_backtrace())));
@@ -336,108 +297,17 @@ class NcclBackend final : public Backend {
     if (guard_.joinable()) guard_.join();
   }
 
-  WorkPtr issue(const Operation& operation, Contiguous& contiguous) {
-    const at::Tensor& tensor = operation.tensor;
-    const auto written = [&] { return std::vector<at::Tensor>{contiguous.out(tensor)}; };
-    const auto read = [&] { return std::vector<at::Tensor>{contiguous.in(tensor)}; };
-    switch (operation.kind) {
-      case OpKind::kAllReduce: {
-        auto tensors = written();
-        c10d::AllreduceOptions options;
-        options.reduceOp = reduce_op(operation);
-        return nccl_->allreduce(tensors, options);
-      }
-      case OpKind::kReduce: {
-        auto tensors = getRank() == operation.peer ? written() : read();
-        c10d::ReduceOptions options;
-        options.reduceOp = reduce_op(operation), options.rootRank = operation.peer;
-        return nccl_->reduce(tensors, options);
-      }
-      case OpKind::kBroadcast: {
-        auto tensors = written();
-        c10d::BroadcastOptions options;
-        options.rootRank = operation.peer;
-        return nccl_->broadcast(tensors, options);
-      }
-      case OpKind::kAllGather: {
-        auto tensors = read(), outputs = contiguous.out(operation.outputs);
-        if (outputs.size() == 1 && getSize() > 1) return nccl_->_allgather_base(outputs[0], tensors[0]);
-        std::vector<std::vector<at::Tensor>> lists = {outputs};
-        return nccl_->allgather(lists, tensors);
-      }
-      case OpKind::kReduceScatter: {
-        auto tensors = written(), inputs = contiguous.in(operation.inputs);
-        c10d::ReduceScatterOptions options;
-        options.reduceOp = reduce_op(operation);
-        if (inputs.size() == 1) return nccl_->_reduce_scatter_base(tensors[0], inputs[0], options);
-        std::vector<std::vector<at::Tensor>> lists = {inputs};
-        return nccl_->reduce_scatter(tensors, lists, options);
-      }
-      case OpKind::kGather: {
-        auto tensors = read();
-        std::vector<std::vector<at::Tensor>> lists;
-        if (getRank() == operation.peer) lists.push_back(parts(operation, contiguous.out(operation.outputs)));
-        c10d::GatherOptions options;
-        options.rootRank = operation.peer;
-        return nccl_->gather(lists, tensors, options);
-      }
-      case OpKind::kScatter: {
-        auto tensors = written();
-        std::vector<std::vector<at::Tensor>> lists;
-        if (getRank() == operation.peer) lists.push_back(parts(operation, contiguous.in(operation.inputs)));
-        c10d::ScatterOptions options;
-        options.rootRank = operation.peer;
-        return nccl_->scatter(tensors, lists, options);
-      }
-      case OpKind::kAllToAll: {
-        auto inputs = contiguous.in(operation.inputs), outputs = contiguous.out(operation.outputs);
-        auto input_splits = operation.input_splits, output_splits = operation.output_splits;
-        c10d::AllToAllOptions options;
-        if (inputs.size() == 1 && outputs.size() == 1)
-          return nccl_->alltoall_base(outputs[0], inputs[0], output_splits, input_splits, options);
-        return nccl_->alltoall(outputs, inputs, options);
-      }
-      case OpKind::kSend: {
-        auto tensors = read();
-        return nccl_->send(tensors, operation.peer, operation.tag);
-      }
-      case OpKind::kRecv: {
-        if (operation.peer == kAnySource) break;
-        auto tensors = written();
-        return nccl_->recv(tensors, operation.peer, operation.tag);
-      }
-      case OpKind::kAllReduceSparse:
-      case OpKind::kBarrier:
-      case OpKind::kScan:
-      case OpKind::kNothing:
-        break;
-    }
-    throw InvalidArgument(text(to_string(operation.kind), ": NCCL has no such operation"),
-                          "Move the tensor to the CPU with .cpu()");
-  }
-
-  // One tensor per rank, also of one tensor with room for all.
-  std::vector<at::Tensor> parts(const Operation& operation, std::vector<at::Tensor> tensors) const {
-    if (tensors.size() != 1 || getSize() == 1) return tensors;
-    const int64_t each = operation.tensor.numel();
-    if (tensors[0].numel() != each * getSize())
-      throw InvalidArgument(text(to_string(operation.kind), ": a tensor for all ranks has ", tensors[0].numel(),
-                                 " elements, and not ", getSize(), " times ", each));
-    std::vector<at::Tensor> all;
-    for (int r = 0; r < getSize(); ++r)
-      all.push_back(tensors[0].view({-1}).narrow(0, r * each, each).view(operation.tensor.sizes()));
-    return all;
-  }
-
   const c10::intrusive_ptr<Backend> cpu_;
   c10::intrusive_ptr<Nccl> nccl_;
   const std::string group_name_;
   const std::chrono::milliseconds timeout_;
   const std::function<void(const Backend*)> on_leave_;
-  OperationCounters counters_;
-  std::mutex mutex_;      // held while libtorch queues an operation
-  bool has_met_ = false;  // with the mutex
-  WorkPtr last_;          // with the mutex, until leave()
+  const OperationLog log_;
+  const std::shared_ptr<OperationCounters> counters_ = std::make_shared<OperationCounters>();
+  std::mutex mutex_;          // held while libtorch queues an operation
+  bool has_met_ = false;      // with the mutex
+  uint64_t collectives_ = 0;  // with the mutex
+  WorkPtr last_;              // with the mutex, until leave()
   std::atomic<bool> left_{false}, ended_{false}, aborted_{false};
   std::mutex watch_mutex_;
   std::condition_variable watch_wakes_;

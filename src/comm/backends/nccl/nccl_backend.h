@@ -12,6 +12,10 @@
 // come and the work on the current streams of all devices is done; barrier_async() does not wait for the devices. A
 // tensor that is not contiguous is copied; then the current stream waits for the operation as soon as it is submitted.
 //
+// In the black box, operations on CUDA tensors are those of a group "NAME (CUDA)". One is running while it is being
+// queued, and then done: nothing asks the device. One that does not end on the device is what the ranks did last, and
+// NCCL's timeout names it.
+//
 // The first operation on CUDA tensors makes NCCL's communicator: a call without a deadline, in which all ranks must
 // take part. A collective is preceded by a barrier of the other backend, so that ranks that never come are noticed.
 //

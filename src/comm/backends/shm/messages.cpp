@@ -252,7 +252,12 @@ bool Messages::move(Completed& completed, bool before_sleep) {
 }
 
 // Called without the lock.
-void Messages::report(const Completed& completed) { run_callbacks(tell(completed)); }
+void Messages::report(const Completed& completed) {
+  Completed with_callbacks = tell(completed);
+  if (with_callbacks.empty()) return;
+  std::unique_lock lock(mutex_);
+  run_callbacks(std::move(with_callbacks), lock);
+}
 
 // Wakes threads of this rank that sleep until one of these messages is complete. Returns those whose callbacks are to
 // be called.
@@ -260,19 +265,18 @@ Messages::Completed Messages::tell(const Completed& completed) {
   Completed with_callbacks;
   if (completed.empty()) return with_callbacks;
   for (const auto& message : completed)
-    if (message->on_complete && message->on_complete(*message)) with_callbacks.push_back(message);
+    if (message->on_complete && message->on_complete(*message, Message::Half::kComplete))
+      with_callbacks.push_back(message);
   channel_.control(channel_.rank()).inbox.ring();
   return with_callbacks;
 }
 
 bool Messages::fits(const Message& receive, int peer, const MessageHeader& header) {
   if (header.bytes == receive.header.bytes && header.dtype == receive.header.dtype) return true;
-  const auto in_brackets = [](const std::string& site) { return site.empty() ? std::string() : text(" (", site, ")"); };
-  channel_.fail(
-      ErrorCode::kMismatch, shown(peer),
-      text("recv on rank ", shown(channel_.rank()), in_brackets(find_site(receive.site)), " expects ",
-           show(receive.header), " (", receive.header.bytes, " bytes) with tag ", header.tag, ", but rank ",
-           shown(peer), in_brackets(site_of(peer, header)), " sent ", show(header), " (", header.bytes, " bytes)"));
+  const std::string here = find_site(receive.site), there = site_of(peer, header);
+  channel_.fail(ErrorCode::kMismatch, shown(peer),
+                describe_mismatch({shown(channel_.rank()), here}, {receive.header.bytes, receive.header.dtype},
+                                  header.tag, {shown(peer), there}, {header.bytes, header.dtype}));
   return false;
 }
 
@@ -398,9 +402,8 @@ void Messages::sleep_until_moved(const Message& message) {
 }
 
 // The first one's here. Those of the others, too, if no other thread takes them meanwhile.
-void Messages::run_callbacks(Completed messages) {
+void Messages::run_callbacks(Completed messages, std::unique_lock<std::mutex>& lock) {
   if (messages.empty()) return;
-  std::unique_lock lock(mutex_);
   std::move(messages.begin() + 1, messages.end(), std::back_inserter(callbacks_));
   try {
     let_work();
@@ -408,7 +411,7 @@ void Messages::run_callbacks(Completed messages) {
   }
   for (auto next = std::move(messages.front()); next; next = take_callbacks()) {
     lock.unlock();
-    next->callbacks();
+    next->on_complete(*next, Message::Half::kCallbacks);
     next = nullptr;  // without the lock: this may release objects of the user
     lock.lock();
   }
@@ -442,7 +445,6 @@ void Messages::work() {
     Completed with_callbacks;
     if (auto message = take_callbacks()) {
       with_callbacks.push_back(std::move(message));
-      lock.unlock();
     } else if (stop_) {
       return;  // what was pending has failed
     } else {
@@ -451,10 +453,8 @@ void Messages::work() {
       with_callbacks = move_some();
       lock.lock();
       moving_ = false;
-      lock.unlock();
     }
-    run_callbacks(std::move(with_callbacks));
-    lock.lock();
+    run_callbacks(std::move(with_callbacks), lock);
   }
 }
 

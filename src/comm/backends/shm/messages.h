@@ -85,9 +85,10 @@ struct Message {
   std::byte* data = nullptr;
   Deadline deadline = Deadline::never();
   std::source_location site = {};  // where the user called
-  // May be empty. Returns whether to call `callbacks` then, which may wait for other messages.
-  std::function<bool(const Message&)> on_complete;
-  std::function<void()> callbacks;
+  // May be empty. Called first with kComplete. If it returns true, it is called again with kCallbacks, and may then
+  // wait for other messages; what it returns then does not matter.
+  enum class Half : uint8_t { kComplete, kCallbacks };
+  std::function<bool(const Message&, Half)> on_complete;
 
   // Only Messages uses the rest.
   bool begun = false;   // a send whose header is in the ring
@@ -209,9 +210,10 @@ class Messages {
   void report(const Completed& completed);
   Completed tell(const Completed& completed);
   Completed move_some();
-  void run_callbacks(Completed messages);
-  void let_work();                            // with the lock
-  std::shared_ptr<Message> take_callbacks();  // with the lock; null if there are none
+  void run_callbacks(Completed messages,
+                     std::unique_lock<std::mutex>& lock);  // with the lock, and releases it meanwhile
+  void let_work();                                         // with the lock
+  std::shared_ptr<Message> take_callbacks();               // with the lock; null if there are none
   void fail_all(Completed& completed, std::exception_ptr error);
   void check_peers();
   void check_receives_of_any();

@@ -7,7 +7,6 @@
 #include <array>
 #include <cstring>
 
-#include "base/text.h"
 #include "comm/backends/shm/collectives.h"
 #include "comm/backends/shm/per_rank.h"
 #include "comm/backends/shm/take.h"
@@ -400,13 +399,11 @@ class PartTables {
 
   [[noreturn]] void differ(size_t from, size_t to) const {
     channel_.tell_sites(static_cast<int>(from), static_cast<int>(to));
-    const auto side = [&](size_t rank) {
-      const std::string site = channel_.site_of(static_cast<int>(rank), channel_.seq());
-      return text("rank ", channel_.shown(static_cast<int>(rank)), site.empty() ? "" : text(" (", site, ")"));
-    };
-    channel_.fail(ErrorCode::kMismatch, channel_.shown(static_cast<int>(from)),
-                  text("all_to_all: ", side(from), " sends ", entry(from, to), " bytes to ", side(to),
-                       ", which expects ", entry(to, n_ + from)));
+    const int sender = channel_.shown(static_cast<int>(from)), receiver = channel_.shown(static_cast<int>(to));
+    const std::string sent_at = channel_.site_of(static_cast<int>(from), channel_.seq());
+    const std::string received_at = channel_.site_of(static_cast<int>(to), channel_.seq());
+    channel_.fail(ErrorCode::kMismatch, sender,
+                  describe_mismatch({sender, sent_at}, entry(from, to), {receiver, received_at}, entry(to, n_ + from)));
     channel_.throw_failure();
   }
 

@@ -75,7 +75,11 @@ void ShmBackend::submit_to(const WorkPtr& work, Deadline deadline,
   const at::Tensor tensor =
       operation.kind == OpKind::kSend ? flat->input(operation.tensor) : flat->output(operation.tensor);
   auto message = make_message(operation, tensor, deadline);
-  message->on_complete = [this, work, flat, tensor](const Message& done) {
+  message->on_complete = [this, work, flat, tensor](const Message& done, Message::Half half) {
+    if (half == Message::Half::kCallbacks) {
+      work->mark_future();
+      return false;
+    }
     std::exception_ptr error = done.error;
     try {
       if (!error) flat->copy_back();
@@ -88,7 +92,6 @@ void ShmBackend::submit_to(const WorkPtr& work, Deadline deadline,
     }
     return work->end(std::move(error));
   };
-  message->callbacks = [work] { work->mark_future(); };
   submit(message);
 }
 

@@ -1,0 +1,87 @@
+#include "muster/launch/launcher.h"
+
+#include <signal.h>
+
+#include <filesystem>
+#include <iostream>
+
+#include "base/text.h"
+#include "launch/ranks/program.h"
+#include "launch/rendezvous/rendezvous.h"
+#include "launch/supervisor/supervisor.h"
+#include "muster/base/error.h"
+
+namespace muster::launch {
+namespace {
+
+void check(const HostOptions& hosts) {
+  if (hosts.least < 1 || hosts.most < hosts.least)
+    throw InvalidArgument(
+        text("the number of hosts must be MIN:MAX with 1 <= MIN <= MAX, got ", hosts.least, ':', hosts.most),
+        "Use for example 2:4");
+  if (hosts.rendezvous.empty())
+    throw InvalidArgument("a job of several hosts needs a store in which they meet, and none is named",
+                          "Name one (--rdzv, HostOptions::rendezvous)");
+  if (hosts.patience < 2 * kBeat)
+    throw InvalidArgument(text("the patience must be at least ", (2 * kBeat).count(), " ms, got ",
+                               hosts.patience.count(), " ms: a host gives a sign of life every ", kBeat.count(), " ms"),
+                          "Use 1s or more");
+  if (hosts.node >= hosts.most)
+    throw InvalidArgument(text("node ", hosts.node, " is outside a job of ", hosts.most, " hosts"),
+                          text("Use 0 to ", hosts.most - 1));
+}
+
+void check(const LaunchOptions& options) {
+  if (options.ranks < 1)
+    throw InvalidArgument(text("the number of ranks must be at least 1, got ", options.ranks), "Use 1 or more");
+  if (options.ranks > kMaxRanks)
+    throw InvalidArgument(text("the number of ranks on one host must be at most ", kMaxRanks, ", got ", options.ranks),
+                          text("Use at most ", kMaxRanks));
+  if (options.settle.count() < 0 || options.grace.count() < 0 || options.stop_grace.count() < 0)
+    throw InvalidArgument(text("settle, grace and stop_grace must be 0 ms or more, got ", options.settle.count(), ", ",
+                               options.grace.count(), " and ", options.stop_grace.count(), " ms"),
+                          "Use 0 or more milliseconds");
+  for (const auto& [name, value] : options.env)
+    if (name.empty() || name.find_first_of(std::string_view("=\0", 2)) != std::string::npos ||
+        value.find('\0') != std::string::npos)
+      throw InvalidArgument(text("'", name,
+                                 "' cannot be set as an environment variable: its name is empty or has a '=', "
+                                 "or its name or value has a zero byte"),
+                            "Choose another name or value");
+  if (options.max_restarts < 0)
+    throw InvalidArgument(text("max_restarts must be at least 0, got ", options.max_restarts), "Use 0 or more");
+  if (options.hosts) check(*options.hosts);
+  std::error_code error;
+  const auto folder = std::filesystem::path(options.black_box_file).parent_path();
+  if (!folder.empty() && !std::filesystem::is_directory(folder, error))
+    throw InvalidArgument(text("there is no folder '", folder.string(), "' for the black boxes"), "Make it first");
+  struct sigaction action {};
+  if (!options.own_process && ::sigaction(SIGCHLD, nullptr, &action) == 0 &&
+      (action.sa_handler == SIG_IGN || (action.sa_flags & SA_NOCLDWAIT) != 0))
+    throw InvalidArgument("SIGCHLD is ignored in this process, so the launcher cannot learn how a rank ends",
+                          "Set it to SIG_DFL before launching");
+}
+
+}  // namespace
+
+Outcome launch_command(const LaunchOptions& options) {
+  check(options);
+  if (options.command.empty()) throw InvalidArgument("there is no program to run", "Give one");
+  return Supervisor(options, find_program(options.command.front())).run();
+}
+
+Outcome launch_function(int ranks, const std::function<int()>& body, LaunchOptions options) {
+  options.ranks = ranks;
+  check(options);
+  if (options.max_restarts > 0 || options.hosts)
+    throw InvalidArgument("launch_function() supports neither restarts nor several hosts",
+                          "Start a program with launch_command() to have them");
+  if (!body) throw InvalidArgument("there is no function to run", "Give one");
+  // Flush first: otherwise each forked rank prints our buffered output again.
+  std::cout.flush();
+  std::clog.flush();
+  std::fflush(nullptr);
+  return Supervisor(options, body).run();
+}
+
+}  // namespace muster::launch
