@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <functional>
 #include <limits>
+#include <map>
 #include <sstream>
 
 #include "multiprocess/comm_hook_fixture.h"
@@ -50,47 +51,89 @@ TEST(CommHook, SixteenBitsTravel) {
   });
 }
 
+struct Question {
+  std::string hook;  // as comm_hooks_peer.py calls it
+  int rank, start;
+  bool feedback, warm;
+  std::string dtype;
+  double tolerance;
+};
+
+CommHook hook_of(const Question& question, World& world) {
+  const hooks::PowerSgd power({.matrix_approximation_rank = std::max(question.rank, 1),
+                               .start_iter = question.start,
+                               .use_error_feedback = question.feedback,
+                               .warm_start = question.warm,
+                               .batched = question.hook == "batched_power"});
+  const std::map<std::string, CommHook> made = {
+      {"power", power},
+      {"batched_power", power},
+      {"bf16_power", hooks::bf16_compress_wrapper(power)},
+      {"fp16_power", hooks::fp16_compress_wrapper(power)},
+      {"fp16", hooks::fp16_compress},
+      {"bf16", hooks::bf16_compress},
+      {"fp16_average", hooks::fp16_compress_wrapper(hooks::all_reduce)},
+      {"bf16_average", hooks::bf16_compress_wrapper(hooks::all_reduce)},
+      {"post_local",
+       hooks::PostLocalSgd({.start_local_sgd_iter = question.start, .subgroup = world.group().split(world.rank())})},
+  };
+  const auto found = made.find(question.hook);
+  return found != made.end()
+             ? found->second
+             : hooks::PostLocalSgd({.start_local_sgd_iter = question.start, .post_local_gradient_all_reduce = false});
+}
+
 TEST(CommHook, EqualToPyTorchsOnTheSameNumbers) {
   if (!python_has("torch")) GTEST_SKIP() << "no Python with torch ('" << kPython << "'): pip install torch==2.13.0";
-  struct Case {
-    const char* hook;
-    int rank, start;
-    bool feedback, warm;
-    const char* dtype;
-    double tolerance;
+  const std::vector<Question> questions = {
+      {"power", 1, 2, true, true, "float64", 1e-9},
+      {"power", 2, 2, true, true, "float32", 2e-4},
+      {"power", 3, 3, true, false, "float64", 1e-9},
+      {"power", 2, 2, false, true, "float64", 1e-9},
+      {"power", 4, 0, false, false, "float64", 1e-9},
+      {"batched_power", 1, 2, true, true, "float64", 1e-9},
+      {"batched_power", 2, 2, false, false, "float64", 1e-9},
+      {"fp16", 0, 0, false, false, "float32", 0},
+      {"bf16", 0, 0, false, false, "float32", 0},
+      {"fp16_average", 0, 0, false, false, "float32", 0},
+      {"bf16_average", 0, 0, false, false, "float32", 0},
+      {"bf16_power", 1, 2, false, true, "float32", 0.1},
+      {"fp16_power", 1, 2, false, true, "float32", 0.02},
+      {"post_local", 0, 2, false, false, "float64", 1e-14},
+      {"periodic", 0, 3, false, false, "float64", 1e-13},
+      {"hierarchical", 0, 2, false, false, "float64", 1e-13},
   };
-  const std::vector<Case> cases = {
-      {"power", 1, 2, true, true, "float64", 1e-9},   {"power", 2, 2, true, true, "float32", 2e-4},
-      {"power", 3, 3, true, false, "float64", 1e-9},  {"power", 2, 2, false, true, "float64", 1e-9},
-      {"power", 4, 0, false, false, "float64", 1e-9}, {"fp16", 0, 0, false, false, "float32", 0},
-      {"bf16", 0, 0, false, false, "float32", 0},     {"bf16_power", 1, 2, false, true, "float32", 0.1},
-  };
-  constexpr int kSteps = 6;
+  constexpr int kSteps = 7;
   Comparison comparison;
-  for (const Case& c : cases)
+  for (const Question& q : questions)
     for (const int ranks : {1, 2}) {
-      const std::string question =
-          text(ranks, " ", c.hook, " ", c.rank, " ", kSteps, " ", c.start, " ", c.feedback, " ", c.warm, " ", c.dtype);
+      const bool averages_models = q.hook == "periodic" || q.hook == "hierarchical";
+      if (ranks == 1 && averages_models) continue;
       std::vector<double> ours;
       on_ranks(ranks, [&](World& world) {
-        const hooks::PowerSgd power({.matrix_approximation_rank = std::max(c.rank, 1),
-                                     .start_iter = c.start,
-                                     .use_error_feedback = c.feedback,
-                                     .warm_start = c.warm});
-        const std::string name = c.hook;
-        const CommHook hook = name == "power"  ? CommHook(power)
-                              : name == "fp16" ? CommHook(hooks::fp16_compress)
-                              : name == "bf16" ? CommHook(hooks::bf16_compress)
-                                               : hooks::bf16_compress_wrapper(power);
-        auto ddp = ddp_with(hook, c.dtype == std::string("float64") ? torch::kDouble : torch::kFloat);
+        // One bucket is a square without padding, whose error PyTorch's hook keeps, too.
+        auto shapes = kShapes;
+        if (q.hook == "batched_power") shapes.push_back({1});
+        const auto net = std::make_shared<HookNet>(shapes, q.dtype == "float64" ? torch::kDouble : torch::kFloat);
+        HookDdp ddp(net, hook_of(q, world));
+        ModelAveragerOptions averaging{.periods = {{3, {}}}, .warmup_steps = q.start};
+        if (q.hook == "hierarchical") averaging.periods = {{2, world.group().split(world.rank())}, {4, {}}};
+        PostLocalSgdOptimizer<torch::optim::SGD> optimizer(ddp->parameters(),
+                                                           torch::optim::SGDOptions(0.1).momentum(0.9), averaging);
         std::vector<double> numbers;
         for (int step = 0; step < kSteps; ++step) {
-          const auto of_step = flat_numbers(step_of(ddp, step, world));
+          auto of_step = flat_numbers(step_of(ddp, step, world));
+          if (averages_models) {
+            optimizer.step();
+            of_step = flat_numbers(ddp->parameters());
+          }
           numbers.insert(numbers.end(), of_step.begin(), of_step.end());
         }
         if (world.rank() == 0) ours = numbers;
       });
-      comparison.add(question, ours, c.tolerance);
+      comparison.add(
+          text(ranks, ' ', q.hook, ' ', q.rank, ' ', kSteps, ' ', q.start, ' ', q.feedback, ' ', q.warm, ' ', q.dtype),
+          ours, q.tolerance);
     }
   comparison.with("multiprocess/comm_hooks_peer.py");
 }

@@ -2,8 +2,11 @@
 
     <processes> <hook> <rank> <steps> <start> <feedback> <warm> <dtype>
 
-The answer has the gradients of all parameters after each step, of one process alone or of two over Gloo.
+The answer has the gradients of all parameters after each step, of one process alone or of two over Gloo. A hook may
+also be the name of an averager of models ("periodic", "hierarchical"): then SGD with momentum trains the net, each
+process by itself from step <start> on, and the answer has its parameters.
 """
+import collections
 import datetime
 import os
 import shutil
@@ -13,9 +16,15 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+from torch.distributed.optim import PostLocalSGDOptimizer
 
-SHAPES = [(12, 20), (7,), (9, 4, 3), (16, 8)]
+# batched_powerSGD_hook of torch 2.13 always fails: it gives this function, which wants a batch of matrices, one matrix.
+of_a_batch = powerSGD_hook._orthogonalize
+powerSGD_hook._orthogonalize = lambda matrix, epsilon=0: of_a_batch(matrix.view(-1, *matrix.shape[-2:]), epsilon)
+
+SHAPES = [(12, 20), (7,), (9, 4, 3), (16, 8), (1,)]  # together a square; all hooks but one leave out the last
 
 
 def gradient(parameter, step, dtype):
@@ -27,27 +36,48 @@ def gradient(parameter, step, dtype):
 
 
 class Net(torch.nn.Module):
-    def __init__(self, group, dtype):
+    def __init__(self, group, shapes, dtype):
         super().__init__()
         self.share = 1 + 0.5 * (2 * group.rank() - group.size() + 1)  # as HookNet::wanted()
-        self.p = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES])
+        self.p = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes])
         self.dtype = dtype
 
     def forward(self, step):
         return sum((p * (gradient(i, step, self.dtype) * self.share)).sum() for i, p in enumerate(self.p))
 
 
-def answer(group, hook, rank, steps, start, feedback, warm, dtype):
-    net = Net(group, getattr(torch, dtype))
+def averager_of(name, start):
+    if name == "periodic":
+        return averagers.PeriodicModelAverager(period=3, warmup_steps=start)
+    periods = collections.OrderedDict([(2, 1), (4, 2)])  # by period, the number of processes that average
+    return hierarchical_model_averager.HierarchicalModelAverager(periods, warmup_steps=start)
+
+
+def answer(group, alone, hook, rank, steps, start, feedback, warm, dtype):
+    net = Net(group, SHAPES if hook == "batched_power" else SHAPES[:-1], getattr(torch, dtype))
     ddp = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
     state = group
+    averages_models = hook in ("periodic", "hierarchical")
+    if hook == "post_local" or averages_models:
+        state = post_localSGD_hook.PostLocalSGDState(
+            group, alone, int(start), post_local_gradient_allreduce=not averages_models)
+    if averages_models:
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+                                          averager_of(hook, int(start)))
     if "power" in hook:
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=int(rank), start_powerSGD_iter=int(start),
             use_error_feedback=feedback == "1", warm_start=warm == "1")
     call = {
         "power": powerSGD_hook.powerSGD_hook,
+        "batched_power": powerSGD_hook.batched_powerSGD_hook,
         "bf16_power": default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        "fp16_power": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        "fp16_average": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        "bf16_average": default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+        "post_local": post_localSGD_hook.post_localSGD_hook,
+        "periodic": post_localSGD_hook.post_localSGD_hook,
+        "hierarchical": post_localSGD_hook.post_localSGD_hook,
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
     }[hook]
@@ -57,8 +87,10 @@ def answer(group, hook, rank, steps, start, feedback, warm, dtype):
     for step in range(int(steps)):
         net.zero_grad()
         ddp(step).backward()
+        if averages_models:
+            optimizer.step()
         for p in net.p:
-            numbers += p.grad.to(torch.float64).reshape(-1).tolist()
+            numbers += (p.detach() if averages_models else p.grad).to(torch.float64).reshape(-1).tolist()
     return numbers
 
 
@@ -71,10 +103,11 @@ def main():
         dist.init_process_group("gloo", init_method="file://" + os.path.join(folder, "store"), rank=rank, world_size=2,
                                 timeout=datetime.timedelta(minutes=5))
         groups = {"1": dist.new_group([0]), "2": dist.new_group([0, 1])}
+        alone = [groups["1"], dist.new_group([1])][rank]
         for line in lines:
             processes, *question = line.split()
             if processes == "2" or rank == 0:
-                numbers = answer(groups[processes], *question)
+                numbers = answer(groups[processes], alone, *question)
                 if rank == 0:
                     print(*[repr(number) for number in numbers], flush=True)
         dist.barrier()

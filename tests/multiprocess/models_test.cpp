@@ -117,6 +117,7 @@ TEST(Models, InBFloat16) {
   expect_as_alone<DistributedDataParallel, WideConvolutions>({.prepare = halved, .rate = 4e-3, .tolerance = coarse});
   expect_as_alone<DistributedDataParallel, Transformer>({.prepare = halved, .rate = 0.5, .tolerance = coarse});
   expect_as_alone<DistributedDataParallel, Recurrent>({.prepare = halved, .rate = 4, .tolerance = coarse});
+  expect_as_alone<DistributedDataParallel, ResNet18>({.prepare = halved, .rate = 1, .tolerance = coarse});
 }
 
 TEST(Models, ChannelsLast) {

@@ -54,7 +54,9 @@ inline Tensor words(int rank, int step, torch::IntArrayRef sizes, int64_t vocabu
 // ResNet-18: 11.7 million parameters.
 struct ResNet18 : nn::Module {
   Tensor forward(int rank, int step) {
-    return torch::cross_entropy_loss(layers->forward(drawn(rank, step, {2, 3, 64, 64})), words(rank, step, {2}, 1000));
+    const Tensor pictures = drawn(rank, step, {2, 3, 64, 64}).to(layers->parameters()[0].scalar_type());
+    return torch::cross_entropy_loss(layers->forward(pictures).to(torch::get_default_dtype()),
+                                     words(rank, step, {2}, 1000));
   }
   nn::Sequential layers = register_module("layers", resnet18());
 };

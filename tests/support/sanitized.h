@@ -10,4 +10,10 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
+#if defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitizesThreads = true;
+#else
+inline constexpr bool kSanitizesThreads = false;
+#endif
+
 }  // namespace muster::test
