@@ -13,7 +13,8 @@
 //   pipelined       small calls with results, as many concurrently as the worker takes
 //   future          no call: a promise is made and fulfilled
 //   idle            the share of a core that worker 1 takes while no worker calls, over 5 s
-//   mesh            all workers call all, with any number of workers: the KiB that each takes for it, on top of libtorch
+//   mesh            all workers call all, with any number of workers: the KiB that each takes for it, on top
+//                   of libtorch
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>

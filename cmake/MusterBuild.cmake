@@ -1,9 +1,10 @@
 # How Muster's own targets are compiled. A project that uses Muster inherits none of this.
 find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
-  # Precompiled headers need this sloppiness (ccache's manual, "Precompiled headers"). With the base directory, one checkout
-  # uses what another has compiled (the manual, "Compiling in different directories"): ccache compares paths below it as
-  # relative paths. A compiler option that names a path of the checkout would defeat this; include folders do not.
+  # Precompiled headers need this sloppiness (ccache's manual, "Precompiled headers"). With the base directory, one
+  # checkout uses what another has compiled (the manual, "Compiling in different directories"): ccache compares paths
+  # below it as relative paths. A compiler option that names a path of the checkout would defeat this; include folders
+  # do not.
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1
       CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CCACHE_PROGRAM})
 endif()
@@ -11,10 +12,10 @@ endif()
 find_program(MOLD_PROGRAM mold)
 find_program(LLD_PROGRAM ld.lld)
 
-# With MUSTER_UNITY the sources of a target are compiled 24 at a time: a source spends most of its time in headers, and in
-# the templates that several sources instantiate alike (24 take a sixth less than twice twelve).
-# CMake's own unity builds include sources by absolute names, so ccache could not share them between checkouts. Ours include
-# them by names relative to the checkout.
+# With MUSTER_UNITY the sources of a target are compiled 24 at a time: a source spends most of its time in headers, and
+# in the templates that several sources instantiate alike (24 take a sixth less than twice twelve). CMake's own unity
+# builds include sources by absolute names, so ccache could not share them between checkouts. Ours include them by names
+# relative to the checkout.
 function(muster_unity target)
   get_target_property(sources ${target} SOURCES)
   set(batches 0)
@@ -105,8 +106,8 @@ endfunction()
 # compilation take longer. Those that use libtorch (TORCH) share one precompiled header; the first one compiles it. GCC
 # accepts it for another program if the options are equal, and the macros that its headers look at.
 #
-# It saves parsing. But GCC instantiates the templates that a header needs in every file that includes it, precompiled or
-# not: torch/nn.h would cost each file 2.5 s more. So the list has what most files include anyway.
+# It saves parsing. But GCC instantiates the templates that a header needs in every file that includes it, precompiled
+# or not: torch/nn.h would cost each file 2.5 s more. So the list has what most files include anyway.
 function(muster_compile_quickly target)
   cmake_parse_arguments(arg "TORCH" "" "" ${ARGN})
   muster_compile_options(${target})

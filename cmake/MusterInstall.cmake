@@ -1,5 +1,5 @@
-# What `cmake --install` gives: libraries, public headers, the muster command, and the package that find_package(Muster) reads.
-# Two export sets, because Muster::core must be usable without libtorch.
+# What `cmake --install` gives: libraries, public headers, the muster command, and the package that find_package(Muster)
+# reads. Two export sets, because Muster::core must be usable without libtorch.
 include(CMakePackageConfigHelpers)
 set(MUSTER_PACKAGE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/Muster)
 

@@ -1,8 +1,8 @@
 # Finds the Python that belongs to the libtorch in use, for the module, the tests with torchrun and the benchmarks.
 #
-# Sets MUSTER_TORCH_PYTHON (empty if there is none) and MUSTER_PYTHON_PROBLEM (empty if an extension module can be built for it,
-# otherwise the reason why not). If one can be built, sets MUSTER_PYTHON_INCLUDE and
-# MUSTER_PYTHON_SUFFIX (".cpython-311-x86_64-linux-gnu.so").
+# Sets MUSTER_TORCH_PYTHON (empty if there is none) and MUSTER_PYTHON_PROBLEM (empty if an extension module can be built
+# for it, otherwise the reason why not). If one can be built, sets MUSTER_PYTHON_INCLUDE and MUSTER_PYTHON_SUFFIX
+# (".cpython-311-x86_64-linux-gnu.so").
 get_filename_component(torch_prefix ${Torch_DIR}/../../.. ABSOLUTE)
 find_program(MUSTER_TORCH_PYTHON python3 HINTS ${torch_prefix}/../../../../bin
              DOC "The Python interpreter whose torch is the libtorch in use")

@@ -1,14 +1,15 @@
-# Finds libtorch and makes the target Muster::torch, which all of Muster links. Muster's own build uses this file, and so does
-# find_package(Muster) after the installation, so both follow the same rules.
+# Finds libtorch and makes the target Muster::torch, which all of Muster links. Muster's own build uses this file, and
+# so does find_package(Muster) after the installation, so both follow the same rules.
 #
 #   muster_find_torch(ERROR)   # ERROR: empty, or one sentence that says what is wrong and what to do
 #
-# Looks at Torch_DIR, at CMAKE_PREFIX_PATH (both as CMake or environment variables), at MUSTER_TORCH_HINT, and last at a Python
-# torch, which is a libtorch too. Sets Torch_DIR and MUSTER_TORCH_VERSION.
+# Looks at Torch_DIR, at CMAKE_PREFIX_PATH (both as CMake or environment variables), at MUSTER_TORCH_HINT, and last at a
+# Python torch, which is a libtorch too. Sets Torch_DIR and MUSTER_TORCH_VERSION.
 #
-# Why not find_package(Torch): with a build for CUDA (which pip may install) it stops the configuration if there is no CUDA
-# toolkit, although code for the CPU needs none; and its targets are not visible to a project that contains ours. A libtorch is
-# a folder with include/ and lib/. A project may also call find_package(Torch): the libraries are the same files.
+# Why not find_package(Torch): with a build for CUDA (which pip may install) it stops the configuration if there is no
+# CUDA toolkit, although code for the CPU needs none; and its targets are not visible to a project that contains ours. A
+# libtorch is a folder with include/ and lib/. A project may also call find_package(Torch): the libraries are the same
+# files.
 
 set(MUSTER_TORCH_MINIMUM 2.11)
 
@@ -73,8 +74,8 @@ function(muster_find_torch error)
   add_library(Muster::torch INTERFACE IMPORTED GLOBAL)
   target_include_directories(Muster::torch SYSTEM INTERFACE ${prefix}/include ${prefix}/include/torch/csrc/api/include)
   target_compile_definitions(Muster::torch INTERFACE ${definitions})
-  # libtorch.so contains no code of libtorch; it loads the device libraries, to which nothing else refers. In versions with
-  # CUDA it contains functions of std::filesystem that crash, so the C++ library is searched before it.
+  # libtorch.so contains no code of libtorch; it loads the device libraries, to which nothing else refers. In versions
+  # with CUDA it contains functions of std::filesystem that crash, so the C++ library is searched before it.
   target_link_libraries(Muster::torch INTERFACE -lstdc++ -Wl,--push-state,--no-as-needed,${prefix}/lib/libtorch.so,--pop-state
                         ${prefix}/lib/libtorch_cpu.so ${prefix}/lib/libc10.so)
   if(EXISTS ${prefix}/lib/libtorch_cuda.so)  # the program finds CUDA's own libraries when it starts; the linker does not

@@ -11,10 +11,10 @@
 //
 // The report has files and offsets instead of names, because finding names takes locks and allocates memory, and the
 // thread may have died while it held the locks or damaged the memory. The launcher finds the names afterwards
-// (launch/kit/symbols.h). Everything that is called here is async-signal-safe: the unwinder was loaded before, and finds
-// objects by _dl_find_object(3), which takes no lock. The handler runs on a separate stack, so that a thread that has
-// used up its stack can still report it. Only the installing thread has that stack; other threads report on their own
-// stacks, and cannot report an overflow. A process that hangs in the report is killed after five seconds.
+// (launch/kit/symbols.h). Everything that is called here is async-signal-safe: the unwinder was loaded before, and
+// finds objects by _dl_find_object(3), which takes no lock. The handler runs on a separate stack, so that a thread that
+// has used up its stack can still report it. Only the installing thread has that stack; other threads report on their
+// own stacks, and cannot report an overflow. A process that hangs in the report is killed after five seconds.
 //
 // A handler that was installed before (by a sanitizer, a debugger's library, the program) stays.
 //

@@ -15,9 +15,9 @@ namespace muster::optim {
 
 // A number of torch.optim.LBFGS, which is a float of Python or a tensor without dimensions. Operations of floats are
 // those of doubles. An operation in which one of the two is a tensor has the tensor's dtype: it rounds its operands and
-// its result. (Tensors are float32 or float64 here: of half and bfloat16, whose operands ATen takes as float32, the last
-// bits may differ.) In float32 this decides which way a line search goes, so parameters that are computed in doubles
-// differ from Python's by 1e-2 after 100 steps.
+// its result. (Tensors are float32 or float64 here: of half and bfloat16, whose operands ATen takes as float32, the
+// last bits may differ.) In float32 this decides which way a line search goes, so parameters that are computed in
+// doubles differ from Python's by 1e-2 after 100 steps.
 class Number {
  public:
   Number(double value) : value_(value) {}  // NOLINT(google-explicit-constructor): a float

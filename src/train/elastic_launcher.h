@@ -1,5 +1,5 @@
-// A rank's side of the messages between it and its launcher while ranks come and go (launch/kit/elastic_words.h). When an
-// epoch is over, this aborts the epoch's World.
+// A rank's side of the messages between it and its launcher while ranks come and go (launch/kit/elastic_words.h). When
+// an epoch is over, this aborts the epoch's World.
 //
 // Thread-safety: a Launcher belongs to the thread of run(); it has its own thread, which listens to the launcher. An
 // EpochStore is as thread-safe as every Store.
@@ -20,7 +20,7 @@
 #include "muster/base/deadline.h"
 #include "muster/comm/world.h"
 #include "muster/store/store.h"
-#include "store/outage.h"
+#include "store/kit/outage.h"
 
 namespace muster::elastic {
 

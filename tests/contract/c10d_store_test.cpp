@@ -12,7 +12,7 @@
 
 #include "base/random.h"
 #include "contract/store_contract.h"
-#include "store/outage.h"
+#include "store/kit/outage.h"
 #include "support/patience.h"
 
 namespace muster {

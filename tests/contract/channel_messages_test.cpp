@@ -1,5 +1,5 @@
-// Messages in shared memory on plain bytes, without libtorch: beside collectives, with callbacks that wait, and when the
-// group fails. channel_test.cpp says what ThreadSanitizer sees of it.
+// Messages in shared memory on plain bytes, without libtorch: beside collectives, with callbacks that wait, and when
+// the group fails. channel_test.cpp says what ThreadSanitizer sees of it.
 
 #include <gtest/gtest.h>
 

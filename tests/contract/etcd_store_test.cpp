@@ -15,9 +15,9 @@
 
 #include "base/random.h"
 #include "contract/store_contract.h"
-#include "store/http.h"
-#include "store/outage.h"
-#include "store/tcp_address.h"
+#include "store/address/tcp_address.h"
+#include "store/etcd/http.h"
+#include "store/kit/outage.h"
 #include "support/etcd.h"
 #include "support/served.h"
 

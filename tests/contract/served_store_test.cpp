@@ -11,10 +11,10 @@
 #include <set>
 
 #include "contract/store_contract.h"
-#include "store/addresses.h"
-#include "store/outage.h"
-#include "store/protocol.h"
-#include "store/shared_table.h"
+#include "store/kit/outage.h"
+#include "store/served/addresses.h"
+#include "store/served/protocol.h"
+#include "store/table/shared_table.h"
 #include "support/served.h"
 
 namespace muster {

@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include "base/random.h"
-#include "store/protocol.h"
-#include "store/shared_table.h"
+#include "store/served/protocol.h"
+#include "store/table/shared_table.h"
 #include "support/served.h"
 
 namespace muster {

@@ -12,7 +12,7 @@
 
 #include "contract/tcp_transport_fixture.h"
 #include "muster/base/error.h"
-#include "store/tcp_address.h"
+#include "store/address/tcp_address.h"
 #include "support/served.h"
 #include "transport/tcp/frame.h"
 #include "transport/tcp/poller.h"

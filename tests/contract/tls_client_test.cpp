@@ -7,7 +7,7 @@
 
 #include "base/fd.h"
 #include "contract/tls_store_fixture.h"
-#include "store/tcp_address.h"
+#include "store/address/tcp_address.h"
 
 namespace muster::test::tls_stores {
 namespace {

@@ -14,7 +14,7 @@
 #include "base/fd.h"
 #include "base/text.h"
 #include "contract/tls_store_fixture.h"
-#include "store/tcp_address.h"
+#include "store/address/tcp_address.h"
 #include "support/middleman.h"
 
 namespace muster::test::tls_stores {

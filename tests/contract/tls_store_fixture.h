@@ -5,8 +5,8 @@
 #include <string>
 
 #include "contract/store_contract.h"
-#include "store/addresses.h"
-#include "store/shared_table.h"
+#include "store/served/addresses.h"
+#include "store/table/shared_table.h"
 #include "support/served.h"
 
 namespace muster::test::tls_stores {

@@ -17,7 +17,7 @@ GOOD = {
     "include/muster/launch/launcher.h": '#include "muster/base/error.h"\n',
     "src/base/text.h": "#include <sstream>\n",
     "src/store/store.cpp": '#include "muster/base/error.h"\n#include "base/text.h"\n#include <sys/socket.h>\n',
-    "src/store/c10d_store.cpp": "#include <torch/csrc/distributed/c10d/Store.hpp>\n",
+    "src/store/c10d/c10d_store.cpp": "#include <torch/csrc/distributed/c10d/Store.hpp>\n",
     "src/comm/core/table.h": '#include "muster/comm/group.h"\n',
     "src/comm/kit/collective_queue.h": '#include "comm/core/table.h"\n',
     "src/comm/backends/table.cpp": '#include "comm/backends/shm/shm.h"\n#include "comm/backends/fake/fake.h"\n',

@@ -26,8 +26,8 @@
 #include "shm/black_box_layout.h"
 #include "shm/black_box_reader.h"
 #include "shm/exchange_messages.h"
-#include "store/etcd_answers.h"
-#include "store/protocol.h"
+#include "store/etcd/etcd_answers.h"
+#include "store/served/protocol.h"
 #include "transport/tcp/hello.h"
 
 namespace muster::test {

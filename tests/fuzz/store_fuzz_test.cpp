@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "store/addresses.h"
-#include "store/protocol.h"
-#include "store/shared_table.h"
+#include "store/served/addresses.h"
+#include "store/served/protocol.h"
+#include "store/table/shared_table.h"
 #include "support/dice.h"
 #include "support/fuzz.h"
 #include "support/sanitized.h"

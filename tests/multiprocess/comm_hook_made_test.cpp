@@ -59,28 +59,33 @@ struct Question {
   double tolerance;
 };
 
+// A question about an averager ("periodic", "hierarchical") needs a hook that leaves gradients as they are.
 CommHook hook_of(const Question& question, World& world) {
   const hooks::PowerSgd power({.matrix_approximation_rank = std::max(question.rank, 1),
                                .start_iter = question.start,
                                .use_error_feedback = question.feedback,
                                .warm_start = question.warm,
                                .batched = question.hook == "batched_power"});
-  const std::map<std::string, CommHook> made = {
-      {"power", power},
-      {"batched_power", power},
-      {"bf16_power", hooks::bf16_compress_wrapper(power)},
-      {"fp16_power", hooks::fp16_compress_wrapper(power)},
-      {"fp16", hooks::fp16_compress},
-      {"bf16", hooks::bf16_compress},
-      {"fp16_average", hooks::fp16_compress_wrapper(hooks::all_reduce)},
-      {"bf16_average", hooks::bf16_compress_wrapper(hooks::all_reduce)},
-      {"post_local",
-       hooks::PostLocalSgd({.start_local_sgd_iter = question.start, .subgroup = world.group().split(world.rank())})},
+  const auto post_local = [&] {
+    return hooks::PostLocalSgd({.start_local_sgd_iter = question.start, .subgroup = world.group().split(world.rank())});
   };
-  const auto found = made.find(question.hook);
-  return found != made.end()
-             ? found->second
-             : hooks::PostLocalSgd({.start_local_sgd_iter = question.start, .post_local_gradient_all_reduce = false});
+  const auto no_average = [&] {
+    return hooks::PostLocalSgd({.start_local_sgd_iter = question.start, .post_local_gradient_all_reduce = false});
+  };
+  const std::map<std::string, std::function<CommHook()>> makers = {
+      {"power", [&] { return power; }},
+      {"batched_power", [&] { return power; }},
+      {"bf16_power", [&] { return hooks::bf16_compress_wrapper(power); }},
+      {"fp16_power", [&] { return hooks::fp16_compress_wrapper(power); }},
+      {"fp16", [] { return hooks::fp16_compress; }},
+      {"bf16", [] { return hooks::bf16_compress; }},
+      {"fp16_average", [] { return hooks::fp16_compress_wrapper(hooks::all_reduce); }},
+      {"bf16_average", [] { return hooks::bf16_compress_wrapper(hooks::all_reduce); }},
+      {"post_local", post_local},
+      {"periodic", no_average},
+      {"hierarchical", no_average},
+  };
+  return makers.at(question.hook)();
 }
 
 TEST(CommHook, EqualToPyTorchsOnTheSameNumbers) {

@@ -9,7 +9,7 @@
 
 #include "multiprocess/restarts_fixture.h"
 #include "muster/store/store.h"
-#include "store/host_address.h"
+#include "store/address/host_address.h"
 
 namespace muster::test::restarted_jobs {
 namespace {

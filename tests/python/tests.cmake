@@ -4,8 +4,8 @@ if(NOT MUSTER_HAS_PYTHON)
   return()
 endif()
 
-# muster_python_test(name [full] FILES names… | COMMAND program [arguments…]) adds a test. With `full`, ./dev test leaves
-# it out.
+# muster_python_test(name [full] FILES names… | COMMAND program [arguments…]) adds a test. With `full`, ./dev test
+# leaves it out.
 function(muster_python_test name)
   cmake_parse_arguments(arg "full" "" "COMMAND;FILES" ${ARGN})
   if(arg_FILES)

@@ -10,7 +10,7 @@
 
 #include "base/text.h"
 #include "muster/base/deadline.h"
-#include "store/tcp_address.h"
+#include "store/address/tcp_address.h"
 
 namespace muster::test {
 

@@ -28,10 +28,10 @@
 #include "muster/base/error.h"
 #include "muster/base/secret.h"
 #include "muster/store/store.h"
-#include "store/protocol.h"
-#include "store/tcp_address.h"
-#include "store/tls.h"
-#include "store/unix_address.h"
+#include "store/address/tcp_address.h"
+#include "store/address/unix_address.h"
+#include "store/served/protocol.h"
+#include "store/served/tls.h"
 #include "support/patience.h"
 
 namespace muster::test {

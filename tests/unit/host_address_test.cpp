@@ -1,6 +1,6 @@
 // Which of a host's addresses other hosts use to reach it.
 
-#include "store/host_address.h"
+#include "store/address/host_address.h"
 
 #include <gtest/gtest.h>
 

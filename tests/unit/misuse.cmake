@@ -1,5 +1,5 @@
-# For the tests of what does not compile: sets `flags` for the compiler, with what all their sources include precompiled, which
-# takes longer than they do. From COMPILER, CCACHE, BASE (the checkout), INCLUDES and HEADER.
+# For the tests of what does not compile: sets `flags` for the compiler, with what all their sources include
+# precompiled, which takes longer than they do. From COMPILER, CCACHE, BASE (the checkout), INCLUDES and HEADER.
 set(flags -std=c++20 -w)
 foreach(folder IN LISTS INCLUDES)
   list(APPEND flags -I${folder})  # not -isystem: /usr/include among them would hide the compiler's own

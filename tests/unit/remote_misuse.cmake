@@ -1,4 +1,5 @@
-# cmake -D COMPILER=… -D CCACHE=… -D BASE=… -D INCLUDES=… -D SOURCE=… -P: SOURCE must fail with all of these messages. One run of the compiler, because each takes seconds.
+# cmake -D COMPILER=… -D CCACHE=… -D BASE=… -D INCLUDES=… -D SOURCE=… -P: SOURCE must fail with all of these messages.
+# One run of the compiler, because each takes seconds.
 set(HEADER muster/remote/parallelize.h)
 include(${CMAKE_CURRENT_LIST_DIR}/misuse.cmake)
 execute_process(COMMAND ${COMPILER} ${flags} ${SOURCE} RESULT_VARIABLE failed ERROR_VARIABLE text)

@@ -8,7 +8,7 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "store/outage.h"
+#include "store/kit/outage.h"
 #include "support/forwarding_store.h"
 
 namespace muster::launch {

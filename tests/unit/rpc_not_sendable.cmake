@@ -1,4 +1,5 @@
-# cmake -D COMPILER=… -D CCACHE=… -D BASE=… -D INCLUDES=… -D SOURCE=… -P: each variant of SOURCE must fail with its message, and the plain one compile.
+# cmake -D COMPILER=… -D CCACHE=… -D BASE=… -D INCLUDES=… -D SOURCE=… -P: each variant of SOURCE must fail with its
+# message, and the plain one compile.
 set(HEADER muster/rpc/call.h)
 include(${CMAKE_CURRENT_LIST_DIR}/misuse.cmake)
 

@@ -10,8 +10,8 @@
 // Backend shm injects all faults; gloo, mpi and hierarchical all but kCorrupt; fake, which has no phases between, those
 // of kStart and kEnd; nccl none. The operations of hierarchical are made of steps: there kPosted and kMiddle are both
 // after the first step inside the host. A backend that cannot inject a fault of a group throws Unavailable when the
-// group is made. When a group ends, its faults that did nothing, because their operation or their rank did not exist, are
-// warnings in the log.
+// group is made. When a group ends, its faults that did nothing, because their operation or their rank did not exist,
+// are warnings in the log.
 //
 // Operations are numbered per group from 0, in the order of issue. Only collectives of the group named by `group` count
 // ("world" is the default group). Thread-safety: a value; immutable once given to a World.

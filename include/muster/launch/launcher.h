@@ -102,8 +102,8 @@ struct LaunchOptions {
   // A job that fails, or is stopped, leaves here what its ranks did last, for `muster blackbox FILE`. Empty: nowhere.
   std::string black_box_file;
 
-  // A job that fails, or is stopped, leaves here what is known of it, as JSON (launch/ranks/error_file.h says how). Ranks
-  // get a file of their own beside it, in TORCHELASTIC_ERROR_FILE, as torchrun's do. Empty: nowhere.
+  // A job that fails, or is stopped, leaves here what is known of it, as JSON (launch/ranks/error_file.h says how).
+  // Ranks get a file of their own beside it, in TORCHELASTIC_ERROR_FILE, as torchrun's do. Empty: nowhere.
   std::string error_file;
 
   // What the ranks print goes into files there: rank_0.out, rank_0.err, …; made where it is missing; empty: no files. A

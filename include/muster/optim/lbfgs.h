@@ -37,8 +37,8 @@
 //
 // Errors: InvalidArgument without a closure, for options out of their range (from step(), if they were changed) and for
 // a second group, before anything has changed; for a loss that is not one real number. What the closure throws goes
-// through step(): then the optimizer's state is that before the step, but the parameters are those that the closure saw.
-// Set them back before the next step(), which takes their move since the last one for a single step.
+// through step(): then the optimizer's state is that before the step, but the parameters are those that the closure
+// saw. Set them back before the next step(), which takes their move since the last one for a single step.
 // Thread-safety: none; one thread, as torch::optim::Optimizer.
 // Source: torch.optim.LBFGS; Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4, 7.5 (the direction),
 // 3.5, 3.6 (the line search).

@@ -73,36 +73,34 @@ std::string describe(std::chrono::nanoseconds duration) {
   return std::move(out).str();
 }
 
-std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
-                              const std::string& b_called) {
-  return text("operation #", number, " of group '", group, "' is not the same on all ranks: rank ", a, " called ",
-              a_called, "; rank ", b, " called ", b_called);
-}
-
-namespace {
-
-// "rank 1 (a.cpp:3)"
-std::string in_words(Caller caller) {
-  return caller.site.empty() ? text("rank ", caller.rank) : text("rank ", caller.rank, " (", caller.site, ")");
-}
-
-std::string in_words(Payload payload) {
+std::string describe(Payload payload) {
   const auto dtype = static_cast<c10::ScalarType>(payload.dtype);
   if (payload.dtype >= static_cast<uint8_t>(c10::ScalarType::Undefined))
     return text(payload.bytes, " bytes of an unknown dtype");
   return text(payload.bytes / c10::elementSize(dtype), " x ", c10::toString(dtype), " (", payload.bytes, " bytes)");
 }
 
+namespace {
+
+std::string in_brackets(std::string_view site) { return site.empty() ? std::string() : text(" (", site, ")"); }
+
 }  // namespace
 
+std::string describe_mismatch(uint64_t number, const std::string& group, Caller a, const CallDescriptor& a_called,
+                              Caller b, const CallDescriptor& b_called) {
+  return text("operation #", number, " of group '", group, "' is not the same on all ranks: rank ", a.rank, " called ",
+              describe(a_called), in_brackets(a.site), "; rank ", b.rank, " called ", describe(b_called),
+              in_brackets(b.site));
+}
+
 std::string describe_mismatch(Caller receiver, Payload expected, int tag, Caller sender, Payload sent) {
-  return text("recv on ", in_words(receiver), " expects ", in_words(expected), " with tag ", tag, ", but ",
-              in_words(sender), " sent ", in_words(sent));
+  return text("recv on rank ", receiver.rank, in_brackets(receiver.site), " expects ", describe(expected), " with tag ",
+              tag, ", but rank ", sender.rank, in_brackets(sender.site), " sent ", describe(sent));
 }
 
 std::string describe_mismatch(Caller sender, uint64_t sends, Caller receiver, uint64_t expects) {
-  return text("all_to_all: ", in_words(sender), " sends ", sends, " bytes to ", in_words(receiver), ", which expects ",
-              expects);
+  return text("all_to_all: rank ", sender.rank, in_brackets(sender.site), " sends ", sends, " bytes to rank ",
+              receiver.rank, in_brackets(receiver.site), ", which expects ", expects);
 }
 
 }  // namespace comm

@@ -38,9 +38,6 @@ std::string describe(std::chrono::nanoseconds duration);              // "0.30 s
 using SiteFinder = std::string (*)();
 void set_site_finder(SiteFinder finder);
 std::string find_site(const std::source_location& site);  // describe(site) or, if that is "", what the finder returns
-// "operation #3 of group 'world' is not the same on all ranks: …", with two ranks and what each of them called.
-std::string describe_mismatch(uint64_t number, const std::string& group, int a, const std::string& a_called, int b,
-                              const std::string& b_called);
 // A rank, as users know it, and where it called; "" if that is not known.
 struct Caller {
   int rank = 0;
@@ -50,6 +47,10 @@ struct Payload {
   uint64_t bytes = 0;
   uint8_t dtype = 0;  // another rank may have sent it, so it may be none
 };
+std::string describe(Payload payload);  // "10 x Float (40 bytes)"
+// "operation #3 of group 'world' is not the same on all ranks: rank 0 called barrier (a.cpp:3); rank 1 called …"
+std::string describe_mismatch(uint64_t number, const std::string& group, Caller a, const CallDescriptor& a_called,
+                              Caller b, const CallDescriptor& b_called);
 // "recv on rank 1 (a.cpp:3) expects 10 x Float (40 bytes) with tag 7, but rank 0 (b.cpp:4) sent 5 x Float (20 bytes)"
 std::string describe_mismatch(Caller receiver, Payload expected, int tag, Caller sender, Payload sent);
 // "all_to_all: rank 0 (a.cpp:3) sends 8 bytes to rank 1 (a.cpp:4), which expects 12"

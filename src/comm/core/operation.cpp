@@ -16,4 +16,8 @@ CallDescriptor descriptor_of(const Operation& operation) {
   return call;
 }
 
+Payload message_payload(const Operation& message) {
+  return {message.tensor.nbytes(), static_cast<uint8_t>(message.tensor.scalar_type())};
+}
+
 }  // namespace muster::comm

@@ -21,10 +21,10 @@
 namespace muster::comm {
 
 // For a caller that makes and uses the tensor of an all_reduce, a reduce or a broadcast block by block: while one block
-// moves, ready() makes the next one, and done() uses the one before. Both get where the block begins, and its length, in
-// elements, and run on the thread that executes the operation, in the order of in_turns(). done() is called where the
-// operation writes the tensor, and on all ranks of an all_reduce and a broadcast; of a broadcast it may only read the
-// block.
+// moves, ready() makes the next one, and done() uses the one before. Both get where the block begins, and its length,
+// in elements, and run on the thread that executes the operation, in the order of in_turns(). done() is called where
+// the operation writes the tensor, and on all ranks of an all_reduce and a broadcast; of a broadcast it may only read
+// the block.
 struct Blocks {
   size_t length = 0;  // of all blocks but the last one
   std::function<void(size_t begin, size_t length)> ready, done;
@@ -71,6 +71,7 @@ struct Operation {
 };
 
 CallDescriptor descriptor_of(const Operation& operation);  // Operation::announced, if there is one
+Payload message_payload(const Operation& message);
 
 // A blocking message, or a blocking collective of one tensor or of one input and one output tensor, with equal parts
 // and no extras. It says what an Operation says, without the cost of making one.

@@ -1,4 +1,4 @@
-// What ranks tell each other, and their users, of a group's failure. On every rank, and all backends but nccl, it reads
+// What ranks tell each other, and their users, of a group's failure. On every rank and all backends it reads
 //
 //   <who failed, and why> [seen by rank <finder>; last on rank <reader>: <its operation>]. <What to do>
 //

@@ -112,12 +112,12 @@ void OperationRecord::begin_event() {
 }
 
 WorkRecord::WorkRecord(const OperationLog* log, std::shared_ptr<OperationCounters> counters,
-                       std::span<const Operation> operations, bool queued)
+                       std::span<const Operation> operations, std::optional<uint64_t> running)
     : log_(log ? std::optional(*log) : std::nullopt), counters_(std::move(counters)), over_(false) {
   tickets_.reserve(log_ ? operations.size() : 0);
   if (log_)
     for (const auto& operation : operations)
-      tickets_.push_back(queued ? log_->post(operation) : log_->begin(operation, shm::kNoSequence, Clock::now()));
+      tickets_.push_back(running ? log_->begin(operation, *running, Clock::now()) : log_->post(operation));
   counters_->under_way.fetch_add(1, std::memory_order_relaxed);
 }
 

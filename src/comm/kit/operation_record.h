@@ -136,15 +136,15 @@ class OperationRecord {
   std::exception_ptr error_;
 };
 
-// Operations that their caller does not wait for. They have their entries in the black box from the beginning, and count
-// as under way until end(), or until the record's end if nobody runs them.
+// Operations that their caller does not wait for. They have their entries in the black box from the beginning, and
+// count as under way until end(), or until the record's end if nobody runs them.
 class WorkRecord {
  public:
   WorkRecord() = default;  // of no operations
-  // `log`: null if the entries are written elsewhere; it need not outlive this object. `queued`: each operation begins
-  // with run(). Otherwise there is only one, and it runs from now on.
+  // `log`: null if the entries are written elsewhere; it need not outlive this object. `running`: the operations are
+  // one collective with this number, or messages, and run from now on. Without it, each begins with run().
   WorkRecord(const OperationLog* log, std::shared_ptr<OperationCounters> counters,
-             std::span<const Operation> operations, bool queued);
+             std::span<const Operation> operations, std::optional<uint64_t> running);
   WorkRecord(const WorkRecord&) = delete;
   WorkRecord& operator=(const WorkRecord&) = delete;
   ~WorkRecord();

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "comm/core/c10d_errors.h"
 #include "muster/base/deadline.h"
@@ -64,7 +65,7 @@ OperationWork::OperationWork(int rank, const OperationLog* log, std::shared_ptr<
       queue_(std::move(queue)),
       operations_(std::move(operations)),
       latest_(deadline.later(kSlack)),
-      record_(log, counters_, operations_, queue_ != nullptr),
+      record_(log, counters_, operations_, queue_ ? std::nullopt : std::optional(shm::kNoSequence)),
       c10d_limit_(c10d_limit) {}
 
 OperationWork::OperationWork(int rank, Operation operation)
@@ -142,10 +143,17 @@ void OperationWork::mark_future() {
     InCallback() { ++callbacks; }
     ~InCallback() { --callbacks; }
   } const in_callback;
-  if (exception_)
-    future->setError(exception_);
-  else
-    future->markCompleted(c10::IValue(result()));
+  try {
+    if (exception_)
+      future->setError(exception_);
+    else
+      future->markCompleted(c10::IValue(result()));
+  } catch (const std::exception& error) {  // of a callback: libtorch catches only those of Future::then()
+    MUSTER_LOG(kError) << "a callback of the future of " << to_string(operations_[0].kind)
+                       << " threw: " << error.what();
+  } catch (...) {
+    MUSTER_LOG(kError) << "a callback of the future of " << to_string(operations_[0].kind) << " threw";
+  }
 }
 
 }  // namespace muster::comm

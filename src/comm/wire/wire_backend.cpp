@@ -10,7 +10,7 @@
 #include "comm/kit/failure_note.h"
 #include "comm/kit/tensor_bytes.h"
 #include "shm/peer_watch.h"
-#include "store/outage.h"
+#include "store/kit/outage.h"
 
 namespace muster::comm {
 namespace {

@@ -106,16 +106,13 @@ void WireBackend::announce(const ByteCall& call, std::span<const std::byte> payl
     count_arrivals();
   }
   // All ranks see the same announcements, so all find the same pair and report the same error.
-  const auto called = [&](size_t r) {
-    const auto where = announcements_[r].where();
-    return where.empty() ? describe(announcements_[r].call) : text(describe(announcements_[r].call), " (", where, ')');
-  };
   for (size_t r = 1; r < n; ++r)
     if (announcements_[r].call != announcements_[0].call) {
       if (announcements_[0].where().empty() || announcements_[r].where().empty()) tell_sites(call);
-      throw Mismatch(
-          describe_mismatch(mine.number, group_name(), shown(0), called(0), shown(static_cast<int>(r)), called(r)),
-          kMismatchAdvice);
+      const Announcement &a = announcements_[0], &b = announcements_[r];
+      throw Mismatch(describe_mismatch(mine.number, group_name(), {shown(0), a.where()}, a.call,
+                                       {shown(static_cast<int>(r)), b.where()}, b.call),
+                     kMismatchAdvice);
     }
   faults().at(FaultPhase::kMiddle, mine.number, call.deadline);
 }
@@ -185,8 +182,8 @@ void WireBackend::all_reduce(const ByteCall& call) {
     return;
   }
   if (call.kind == OpKind::kReduce && n == 2) return reduce_of_two(call);
-  // Each block has n slices; rank r reduces slice r. Two blocks are under way at a time, each in its half of the scratch
-  // memory.
+  // Each block has n slices; rank r reduces slice r. Two blocks are under way at a time, each in its half of the
+  // scratch memory.
   const CallBlocks blocks(call, std::clamp(n * kSlice, kBlock, kScratch / 2));
   const size_t longest = (blocks.longest() + n - 1) / n;
   const at::Tensor scratch = at::empty({static_cast<int64_t>(2 * n * longest * item)}, at::kByte);

@@ -9,8 +9,8 @@
 #include "comm/wire/announcement.h"
 #include "comm/wire/wire_backend.h"
 #include "shm/peer_watch.h"
-#include "store/outage.h"
-#include "store/stored_number.h"
+#include "store/kit/outage.h"
+#include "store/kit/stored_number.h"
 
 namespace muster::comm {
 namespace {

@@ -6,7 +6,7 @@
 #include "base/thread.h"
 #include "comm/kit/flatten.h"
 #include "comm/wire/wire_backend.h"
-#include "store/outage.h"
+#include "store/kit/outage.h"
 
 namespace muster::comm {
 
@@ -80,8 +80,7 @@ class WireBackend::MessageTransfer {
   Mismatch mismatch(int peer) const {
     const std::string here = find_site(operation_.site);
     const std::string_view there(header_.site.data(), ::strnlen(header_.site.data(), header_.site.size()));
-    const auto dtype = static_cast<uint8_t>(tensor_.scalar_type());
-    return Mismatch(describe_mismatch({backend_.shown(backend_.getRank()), here}, {tensor_.nbytes(), dtype},
+    return Mismatch(describe_mismatch({backend_.shown(backend_.getRank()), here}, message_payload(operation_),
                                       operation_.tag, {backend_.shown(peer), there}, {header_.bytes, header_.dtype}),
                     kMismatchAdvice);
   }
@@ -108,8 +107,7 @@ std::unique_ptr<WireBackend::MessageTransfer> WireBackend::post(const Operation&
 }
 
 std::string WireBackend::describe_message(const Operation& operation) const {
-  return text(to_string(operation.kind), " of ", operation.tensor.numel(), " x ",
-              c10::toString(operation.tensor.scalar_type()), " with tag ", operation.tag,
+  return text(to_string(operation.kind), " of ", describe(message_payload(operation)), " with tag ", operation.tag,
               operation.kind == OpKind::kSend ? " to " : " from ",
               operation.peer == kAnySource ? std::string("any rank") : text("rank ", shown(operation.peer)));
 }

@@ -30,7 +30,7 @@
 #include <string>
 
 #include "muster/store/store.h"
-#include "store/stored_number.h"
+#include "store/kit/stored_number.h"
 
 namespace muster::launch {
 

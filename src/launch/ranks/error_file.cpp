@@ -14,7 +14,7 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "store/host_address.h"
+#include "store/address/host_address.h"
 
 namespace muster::launch {
 namespace {

@@ -20,7 +20,7 @@
 
 #include "muster/base/error.h"
 #include "muster/store/store.h"
-#include "store/erase_all.h"
+#include "store/kit/erase_all.h"
 
 namespace muster::launch {
 

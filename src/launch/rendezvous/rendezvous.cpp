@@ -13,9 +13,9 @@
 #include "launch/rendezvous/patient_store.h"
 #include "launch/rendezvous/rendezvous_plan.h"
 #include "muster/base/error.h"
-#include "store/erase_all.h"
-#include "store/outage.h"
-#include "store/stored_number.h"
+#include "store/kit/erase_all.h"
+#include "store/kit/outage.h"
+#include "store/kit/stored_number.h"
 
 namespace muster::launch {
 namespace {

@@ -9,8 +9,8 @@
 #include "launch/rendezvous/rendezvous.h"
 #include "launch/rendezvous/rendezvous_plan.h"
 #include "muster/base/error.h"
-#include "store/outage.h"
-#include "store/stored_number.h"
+#include "store/kit/outage.h"
+#include "store/kit/stored_number.h"
 
 namespace muster::launch {
 namespace {

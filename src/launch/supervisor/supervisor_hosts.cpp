@@ -8,8 +8,8 @@
 #include "launch/supervisor/supervisor.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
-#include "store/host_address.h"
-#include "store/outage.h"
+#include "store/address/host_address.h"
+#include "store/kit/outage.h"
 
 namespace muster::launch {
 namespace {

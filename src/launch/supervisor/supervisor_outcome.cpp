@@ -11,7 +11,7 @@
 #include "launch/supervisor/supervisor.h"
 #include "muster/base/error.h"
 #include "shm/black_box.h"
-#include "store/host_address.h"
+#include "store/address/host_address.h"
 
 namespace muster::launch {
 namespace {

@@ -19,7 +19,7 @@
 #include "base/fd.h"
 #include "base/first_of_each.h"
 #include "muster/base/deadline.h"
-#include "store/tcp_address.h"
+#include "store/address/tcp_address.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/poller.h"
 #include "transport/tcp/tcp_transport.h"

@@ -12,7 +12,7 @@
 #include "base/random.h"
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "store/tcp_address.h"
+#include "store/address/tcp_address.h"
 
 namespace muster::transport {
 namespace {

@@ -16,7 +16,7 @@
 #include <string>
 
 #include "base/fd.h"
-#include "store/tls.h"
+#include "store/served/tls.h"
 
 namespace muster::transport {
 

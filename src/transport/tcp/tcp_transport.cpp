@@ -13,7 +13,7 @@
 #include "base/text.h"
 #include "base/thread.h"
 #include "muster/base/error.h"
-#include "store/host_address.h"
+#include "store/address/host_address.h"
 #include "transport/peers.h"
 #include "transport/tcp/connection.h"
 #include "transport/tcp/connector.h"

@@ -1,4 +1,4 @@
-// Transport between hosts: TCP, under TLS 1.3 with a key that is derived from the job's secret (store/tls.h).
+// Transport between hosts: TCP, under TLS 1.3 with a key that is derived from the job's secret (store/served/tls.h).
 //
 // Each worker leaves its address and its own key in the job's directory. Of each pair the worker of higher rank
 // connects, and both greet each other (hello.h). When all have connected, the port is closed. Then frames (frame.h) go

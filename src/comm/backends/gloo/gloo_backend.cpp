@@ -19,7 +19,7 @@
 #include "comm/wire/mailbox.h"
 #include "comm/wire/wire_backend.h"
 #include "muster/store/c10d_store.h"
-#include "store/host_address.h"
+#include "store/address/host_address.h"
 
 namespace muster::comm::gloo_backend {
 namespace {

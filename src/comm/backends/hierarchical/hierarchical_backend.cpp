@@ -309,9 +309,9 @@ void HierarchicalBackend::queue(const Operation& message, Deadline deadline, Pos
 
 void HierarchicalBackend::throw_late(const Operation& message, Clock::time_point began) const {
   const bool any = message.peer == kAnySource;
-  throw TimeoutError(text("recv of ", message.tensor.numel(), " x ", c10::toString(message.tensor.scalar_type()),
-                          " with tag ", message.tag, " from ", any ? "any rank" : text("rank ", shown(message.peer)),
-                          " on rank ", shown(getRank()), " timed out after ", describe(Clock::now() - began), ": ",
+  throw TimeoutError(text("recv of ", describe(message_payload(message)), " with tag ", message.tag, " from ",
+                          any ? "any rank" : text("rank ", shown(message.peer)), " on rank ", shown(getRank()),
+                          " timed out after ", describe(Clock::now() - began), ": ",
                           any ? "no rank sent it" : "an earlier receive from any rank with its tag still waits"),
                      any ? std::vector<int>{} : std::vector<int>{shown(message.peer)},
                      "Look whether the senders hang, or raise the timeout");

@@ -10,8 +10,8 @@
 //                            different operations must not wait for each other in different groups
 //   messages                 in a host through its memory; between hosts over that third group
 //
-// Large tensors of all_reduce, reduce and broadcast move in blocks: while one block travels between the hosts, each host
-// sums the next one and hands out the previous one. A leader does both on the thread that executes the operation.
+// Large tensors of all_reduce, reduce and broadcast move in blocks: while one block travels between the hosts, each
+// host sums the next one and hands out the previous one. A leader does both on the thread that executes the operation.
 //
 // A receive from any source looks alternately into the host's group and the third group. Later receives with its tag
 // wait until it has its message (receive_queue.h). If the group between hosts cannot receive from any source, such a

@@ -3,7 +3,7 @@
 
 #include "base/text.h"
 #include "comm/backends/mpi/engine.h"
-#include "store/stored_number.h"
+#include "store/kit/stored_number.h"
 
 namespace muster::comm::mpi_backend {
 namespace {

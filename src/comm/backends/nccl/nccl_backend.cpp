@@ -86,24 +86,10 @@ class NcclBackend final : public Backend {
   }
   WorkPtr submit(Operation operation) override {
     if (is_on_cpu(operation)) return cpu_->submit(std::move(operation));
-    check(operation);
-    require_no_failure();
-    WorkPtr work;
-    const std::lock_guard lock(mutex_);
-    WorkRecord record(&log_, counters_, {&operation, 1}, /*queued=*/true);
-    const auto error = record.run(is_collective(operation) ? collectives_++ : shm::kNoSequence, [&] {
-      translated(to_string(operation.kind), [&] {
-        if (is_collective(operation)) meet();
-        Contiguous contiguous;
-        work = queue_on(*nccl_, operation, contiguous);
-        contiguous.copy_back(*work);
-      });
+    return queue(to_string(operation.kind), {&operation, 1}, [&](Contiguous& contiguous) {
+      if (is_collective(operation)) meet();
+      return queue_on(*nccl_, operation, contiguous);
     });
-    record.end(error);
-    if (error) std::rethrow_exception(error);
-    counters_->count(operation);
-    last_ = work;
-    return work;
   }
   WorkPtr submit_batch(std::vector<Operation> operations) override {
     if (operations.empty()) throw InvalidArgument("a batch of operations is empty");
@@ -123,13 +109,8 @@ class NcclBackend final : public Backend {
         on_devices.push_back(std::move(messages[i]));
     if (on_devices.empty()) return works;
     require_one_device(on_devices);
-    for (const Operation& message : on_devices) check(message);
-    require_no_failure();
-    WorkPtr work;
-    const std::lock_guard lock(mutex_);
-    WorkRecord record(&log_, counters_, on_devices, /*queued=*/true);
-    translated("messages", [&] {
-      Contiguous contiguous;
+    const WorkPtr work = queue("messages", on_devices, [&](Contiguous& contiguous) {
+      WorkPtr all;
       std::exception_ptr failure;
       nccl_->startCoalescing();
       try {
@@ -138,16 +119,13 @@ class NcclBackend final : public Backend {
         failure = std::current_exception();
       }
       try {
-        work = nccl_->endCoalescing();
+        all = nccl_->endCoalescing();
       } catch (...) {
         if (!failure) failure = std::current_exception();
       }
       if (failure) std::rethrow_exception(failure);
-      contiguous.copy_back(*work);
+      return all;
     });
-    record.end(nullptr);
-    for (const Operation& message : on_devices) counters_->count(message);
-    last_ = work;
     for (WorkPtr& each : works)
       if (!each) each = work;
     return works;
@@ -194,10 +172,13 @@ class NcclBackend final : public Backend {
  private:
   QueuedBackend& half() const { return static_cast<QueuedBackend&>(*cpu_); }  // create() has looked
 
-  // Throws what has broken the group.
-  void require_no_failure() const {
+  // Throws what has broken the group, as all backends say it.
+  void throw_failure() const {
     half().check();
     if (half().failed()) cpu_->run({.kind = OpKind::kBarrier});  // throws it
+  }
+  void require_no_failure() const {
+    throw_failure();
     if (ended_) throw Aborted(text("group '", group_name_, "' is closing on rank ", getRank()));
   }
 
@@ -228,6 +209,31 @@ class NcclBackend final : public Backend {
       });
   }
 
+  // Queues operations that have one work: start(contiguous) hands them to libtorch and returns it. In the black box
+  // they are running until it has.
+  template <typename Start>
+  WorkPtr queue(std::string_view what, std::span<const Operation> operations, const Start& start) {
+    for (const Operation& operation : operations) check(operation);
+    require_no_failure();
+    WorkPtr work;
+    const std::lock_guard lock(mutex_);
+    WorkRecord record(&log_, counters_, operations, collectives_);
+    try {
+      translated(what, [&] {
+        Contiguous contiguous;
+        work = start(contiguous);
+        contiguous.copy_back(*work);
+      });
+    } catch (...) {
+      record.end(std::current_exception());
+      throw;
+    }
+    record.end(nullptr);
+    if (is_collective(operations[0])) ++collectives_;  // only now: libtorch may refuse it on one rank only
+    for (const Operation& operation : operations) counters_->count(operation);
+    return last_ = work;
+  }
+
   // With the mutex. Before NCCL's communicator is made.
   void meet() {
     if (has_met_ || getSize() == 1) return;
@@ -244,8 +250,8 @@ class NcclBackend final : public Backend {
       require_no_failure();
       const Unavailable failure(text(what, " of group '", group_name_, "': ", first_line(error.what())));
       fail(failure);
-      require_no_failure();  // throws it as all backends do: who found it, and in which operation
-      throw failure;
+      throw_failure();
+      throw failure;  // of a rank that has left the group
     } catch (const c10::ValueError& error) {
       throw InvalidArgument(text(what, ": ", first_line(error.what_without_backtrace())));
     } catch (const c10::TypeError& error) {

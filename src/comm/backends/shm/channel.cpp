@@ -158,7 +158,8 @@ void Channel::mismatch(uint64_t seq) {
   while (other < size_ - 1 && slot(other, seq).descriptor.call == slot(0, seq).descriptor.call) ++other;
   tell_sites(0, other);
   fail(ErrorCode::kMismatch, shown(other),
-       describe_mismatch(seq - 1, name(), shown(0), call_of(0, seq), shown(other), call_of(other, seq)));
+       describe_mismatch(seq - 1, name(), {shown(0), site_of(0, seq)}, slot(0, seq).descriptor.call,
+                         {shown(other), site_of(other, seq)}, slot(other, seq).descriptor.call));
   throw_failure();
 }
 
@@ -176,11 +177,6 @@ void Channel::tell_sites(int a, int b) {
 }
 
 // "all_reduce of 100 x Float, SUM (train.cpp:17)".
-std::string Channel::call_of(int peer, uint64_t seq) const {
-  const std::string call = describe(slot(peer, seq).descriptor.call), site = site_of(peer, seq);
-  return site.empty() ? call : text(call, " (", site, ")");
-}
-
 std::string Channel::site_of(int peer, uint64_t seq) const {
   const auto& theirs = control(peer).sites[seq % kSlots];
   if (!site_told(peer, seq)) return {};

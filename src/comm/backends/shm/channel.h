@@ -172,7 +172,6 @@ class Channel {
   bool shares_process() const;  // with another rank: ranks are threads
   void compare(const Descriptor& mine, uint64_t seq);
   [[noreturn]] void mismatch(uint64_t seq);
-  std::string call_of(int peer, uint64_t seq) const;
   bool site_told(int peer, uint64_t seq) const {
     return control(peer).sites[seq % kSlots].of.load(std::memory_order_acquire) == seq;
   }

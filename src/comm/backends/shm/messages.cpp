@@ -17,12 +17,6 @@ namespace {
 
 constexpr size_t kMostThreads = 64;  // of which all but one are in callbacks
 
-// "10 x Float".
-std::string show(const MessageHeader& header) {
-  const auto dtype = static_cast<c10::ScalarType>(header.dtype);
-  return text(header.bytes / c10::elementSize(dtype), " x ", c10::toString(dtype));
-}
-
 }  // namespace
 
 Messages::Messages(Channel& channel, std::function<std::shared_ptr<void>()> owner)
@@ -265,7 +259,7 @@ Messages::Completed Messages::tell(const Completed& completed) {
   Completed with_callbacks;
   if (completed.empty()) return with_callbacks;
   for (const auto& message : completed)
-    if (message->on_complete && message->on_complete(*message, Message::Half::kComplete))
+    if (message->on_complete && message->on_complete(*message, Message::Call::kComplete))
       with_callbacks.push_back(message);
   channel_.control(channel_.rank()).inbox.ring();
   return with_callbacks;
@@ -351,9 +345,10 @@ void Messages::check_peers() {
       if (!message->deadline.passed()) continue;
       channel_.fail(
           ErrorCode::kTimeout, shown(peer),
-          text(to_string(message->op), " of ", show(message->header), " with tag ", message->header.tag,
-               message->op == OpKind::kSend ? " to rank " : " from rank ", shown(peer), " on rank ",
-               shown(channel_.rank()), " timed out (that rank's last collective: ", channel_.where(peer), ")"),
+          text(to_string(message->op), " of ", describe(Payload{message->header.bytes, message->header.dtype}),
+               " with tag ", message->header.tag, message->op == OpKind::kSend ? " to rank " : " from rank ",
+               shown(peer), " on rank ", shown(channel_.rank()),
+               " timed out (that rank's last collective: ", channel_.where(peer), ")"),
           {shown(peer)});
       channel_.throw_failure();
     }
@@ -378,8 +373,8 @@ void Messages::check_receives_of_any() {
     }
     if (!message->deadline.passed()) continue;
     channel_.fail(ErrorCode::kTimeout, shown(channel_.rank() == 0 ? 1 : 0),
-                  text("recv of ", show(message->header), " with tag ", message->header.tag, " from any rank on rank ",
-                       shown(channel_.rank()), " timed out"));
+                  text("recv of ", describe(Payload{message->header.bytes, message->header.dtype}), " with tag ",
+                       message->header.tag, " from any rank on rank ", shown(channel_.rank()), " timed out"));
     channel_.throw_failure();
   }
 }
@@ -411,7 +406,7 @@ void Messages::run_callbacks(Completed messages, std::unique_lock<std::mutex>& l
   }
   for (auto next = std::move(messages.front()); next; next = take_callbacks()) {
     lock.unlock();
-    next->on_complete(*next, Message::Half::kCallbacks);
+    next->on_complete(*next, Message::Call::kCallbacks);
     next = nullptr;  // without the lock: this may release objects of the user
     lock.lock();
   }

@@ -87,8 +87,8 @@ struct Message {
   std::source_location site = {};  // where the user called
   // May be empty. Called first with kComplete. If it returns true, it is called again with kCallbacks, and may then
   // wait for other messages; what it returns then does not matter.
-  enum class Half : uint8_t { kComplete, kCallbacks };
-  std::function<bool(const Message&, Half)> on_complete;
+  enum class Call : uint8_t { kComplete, kCallbacks };
+  std::function<bool(const Message&, Call)> on_complete;
 
   // Only Messages uses the rest.
   bool begun = false;   // a send whose header is in the ring

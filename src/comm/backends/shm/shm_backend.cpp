@@ -75,8 +75,8 @@ void ShmBackend::submit_to(const WorkPtr& work, Deadline deadline,
   const at::Tensor tensor =
       operation.kind == OpKind::kSend ? flat->input(operation.tensor) : flat->output(operation.tensor);
   auto message = make_message(operation, tensor, deadline);
-  message->on_complete = [this, work, flat, tensor](const Message& done, Message::Half half) {
-    if (half == Message::Half::kCallbacks) {
+  message->on_complete = [this, work, flat, tensor](const Message& done, Message::Call call) {
+    if (call == Message::Call::kCallbacks) {
       work->mark_future();
       return false;
     }
