@@ -72,7 +72,9 @@ function(muster_compile_options target)
                          # Otherwise a tenth of the time goes to garbage collections that free little.
                          "$<$<CXX_COMPILER_ID:GNU>:SHELL:--param ggc-min-expand=400>")
   # -O3 takes a fifth longer than -O2. Only kernels gain by it; they ask for it, source by source (src/CMakeLists.txt).
-  target_compile_options(${target} PRIVATE $<$<AND:$<CONFIG:Release>,$<NOT:$<BOOL:${MUSTER_SANITIZE}>>>:-O2>)
+  if(NOT MUSTER_SANITIZE)
+    target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O2>)
+  endif()
   # With AddressSanitizer, GCC warns of values in libtorch's headers without a reason.
   if(MUSTER_WERROR AND NOT MUSTER_SANITIZE MATCHES "address")
     target_compile_options(${target} PRIVATE -Werror)

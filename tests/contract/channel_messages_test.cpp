@@ -45,7 +45,7 @@ TEST_P(ChannelMessagesTest, MessagesBesideCollectives) {
             auto& in = got[static_cast<size_t>(peer)] = std::vector<float>(count);
             for (auto& message :
                  {message_of(OpKind::kRecv, peer, number, in), message_of(OpKind::kSend, peer, number, out)}) {
-              message->on_complete = [&](const Message& done, Message::Half) {
+              message->on_complete = [&](const Message& done, Message::Call) {
                 EXPECT_FALSE(done.error);
                 ++completed;
                 completed.notify_one();
@@ -171,8 +171,8 @@ TEST_P(ChannelMessagesTest, CallbacksWaitForMessages) {
       std::atomic<int> over{0};
       const auto receive = [&](Received& into, int tag, std::function<void()> callbacks) {
         const auto message = message_of(OpKind::kRecv, 1, base + tag, into.data);
-        message->on_complete = [&into, callbacks = std::move(callbacks)](const Message& done, Message::Half half) {
-          if (half == Message::Half::kCallbacks) {
+        message->on_complete = [&into, callbacks = std::move(callbacks)](const Message& done, Message::Call call) {
+          if (call == Message::Call::kCallbacks) {
             callbacks();
             return false;
           }
@@ -211,7 +211,7 @@ TEST_P(ChannelMessagesTest, PendingMessagesEndWithTheGroup) {
     if (me == 0) {
       const auto pending = message_of(OpKind::kRecv, 2, 5, never);
       std::atomic<bool> failed{false};
-      pending->on_complete = [&](const Message& done, Message::Half) {
+      pending->on_complete = [&](const Message& done, Message::Call) {
         EXPECT_TRUE(done.error);
         failed = true;
         failed.notify_all();
