@@ -4,6 +4,7 @@ This process itself must not compute with torch before: its threads would be mis
 """
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -32,6 +33,8 @@ import torch.distributed as dist
 import muster
 
 torch.set_num_threads(1)  # so that this process has no threads, which its forks would lack
+gc.collect()
+gc.freeze()  # Otherwise each fork's garbage collections visit, and so copy, all that torch has made.
 
 LIMIT = 600.0  # seconds that a test's ranks, and so every wait, may take: only a hang reaches it
 

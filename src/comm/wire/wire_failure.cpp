@@ -209,22 +209,26 @@ struct WireBackend::Inquiry {
 // `peer`: the rank that a message was for or from; -1 if all ranks take part.
 void WireBackend::diagnose_failure(const std::string& what, bool timed_out, const std::string& symptom, int peer,
                                    Clock::time_point began) {
+  constexpr milliseconds kLongest = kPatience + 4 * kNotes;  // with a store that answers late
   Inquiry inquiry{
       .what = what, .timed_out = timed_out, .symptom = symptom, .peer = peer, .waited = Clock::now() - began};
   {
     // This rank may know the cause: it has left, the group has failed before, or another of its threads finds it out.
     std::unique_lock lock(state_mutex_);
-    if (std::exchange(diagnosing_, true)) failure_known_.wait(lock, [this] { return failure_ != nullptr; });
+    if (std::exchange(diagnosing_, true) &&
+        !Deadline::after(kLongest).wait(failure_known_, lock, [this] { return failure_ != nullptr; }))
+      throw Unavailable(text("the connections of group '", group_name(), "' broke in ", what, ": ", symptom,
+                             ". Another thread of this rank has looked for the cause for ", describe(kLongest)));
     if (failure_) std::rethrow_exception(failure_);
     inquiry.gone = gone_;
   }
-  post_broken(timed_out);
-  wire_->close();
-  inquiry.mine = sequence_;
-  inquiry.reached.resize(static_cast<size_t>(getSize()));
-  inquiry.reached[static_cast<size_t>(getRank())] = inquiry.mine;
   std::exception_ptr cause;
   try {
+    post_broken(timed_out);
+    wire_->close();
+    inquiry.mine = sequence_;
+    inquiry.reached.resize(static_cast<size_t>(getSize()));
+    inquiry.reached[static_cast<size_t>(getRank())] = inquiry.mine;
     cause = ask_store(inquiry);
   } catch (const std::exception& no_answer) {
     cause = without_store(inquiry, no_answer.what());
