@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "support/channel_group.h"
+#include "support/full_run.h"
 
 namespace muster::comm::shm_backend {
 namespace {
@@ -26,14 +27,14 @@ TEST_P(ChannelMessagesTest, MessagesBesideCollectives) {
       const int me = rank.channel.rank();
       const size_t ring = rank.channel.layout().ring / sizeof(float);
       std::thread collectives([&] {
-        for (int number = 0; number < 200; ++number) {
+        for (int number = 0; number < (test::full_run() ? 200 : 100); ++number) {
           auto values = contribution(me, 100, number);
           all_reduce(rank.channel, call_of(OpKind::kAllReduce, 100, bytes_of(values)));
           ASSERT_EQ(values, sum(n, 100, number));
         }
       });
       int number = 0;
-      for (int round = 0; round < 10; ++round)
+      for (int round = 0; round < (test::full_run() ? 10 : 5); ++round)
         for (const size_t count : {size_t{0}, size_t{3}, size_t{1000}, ring - 4, 3 * ring + 1}) {
           ++number;
           std::vector<std::vector<float>> sent(static_cast<size_t>(n)), got(static_cast<size_t>(n));

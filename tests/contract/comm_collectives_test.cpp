@@ -37,13 +37,12 @@ std::vector<int64_t> large_sizes(int64_t item, int ranks, bool slices) {
 class Collectives : public CommContract {
  protected:
   // Unless all tests run, only shm has the whole grid, because the sizes are at the borders between its ways through
-  // memory; as processes, with an even and an odd number of ranks. The other backends have a few sizes of the common
-  // dtypes.
+  // memory, with an even and an odd number of ranks. The other backends have a few sizes of the common dtypes.
   bool thin() const { return GetParam().backend != "shm" && !full_run(); }
   std::vector<int> numbers_of_ranks() const {
+    if (full_run()) return {1, 2, 3, 4, kMostRanks};
     if (thin()) return {2, 3};
-    if (!as_threads() && !full_run()) return {2, 5};
-    return {1, 2, 3, 4, kMostRanks};
+    return as_threads() ? std::vector{1, 3, 4} : std::vector{2, kMostRanks};
   }
 
   void grid(std::string_view name) const {

@@ -2,6 +2,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -21,6 +22,7 @@ using ::testing::StartsWith;
 class LaunchFolder : public JobFolderTest {};
 
 TEST_F(Launch, RanksGetTheVariablesOfTheJob) {
+  ::unsetenv("MALLOC_TRIM_THRESHOLD_");  // ./dev test sets it
   Process job(run_of({"-n", "3"}, {"environment"}),
               {.env = {"OMP_NUM_THREADS=7", "MALLOC_MMAP_THRESHOLD_=4096", "MUSTER_TERMINAL=1", "MINE=yes"}});
   ASSERT_EQ(job.finish(), 0) << job.err;

@@ -26,12 +26,12 @@ namespace muster::test::lbfgs {
 namespace {
 
 // One run of Python answers all, because it needs seconds to begin.
-//   - Steps of all cases, here and there: 20 in the gate, 100 in the full run.
+//   - Steps of all cases, here and there: 10 in the gate, 100 in the full run.
 //   - Five steps here, five in Python, and five here.
 TEST_F(Lbfgs, EqualsPythonAlsoFromItsState) {
   if (!python_has("torch")) GTEST_SKIP() << "no Python with torch";
   const auto tolerance = [](at::ScalarType dtype) { return dtype == at::kDouble ? 1e-12 : 1e-6; };
-  const int steps = full_run() ? 100 : 20;
+  const int steps = full_run() ? 100 : 10;
   std::vector<std::string> lines;
   struct Run {
     std::vector<double> counts, values;
