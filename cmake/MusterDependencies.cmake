@@ -21,7 +21,7 @@ endfunction()
 muster_require_header(ASIO asio.hpp libasio-dev)
 muster_require_header(CLI11 CLI/CLI.hpp libcli11-dev)
 muster_require_header(JSON nlohmann/json.hpp nlohmann-json3-dev)
-muster_require_header(CURL curl/curl.h libcurl4-openssl-dev)  # store/etcd/http.h loads the library when a program uses etcd
+muster_require_header(CURL curl/curl.h libcurl4-openssl-dev)  # store/etcd/http.h loads the library for etcd
 muster_require_header(ELFUTILS elfutils/libdwfl.h libdw-dev)  # the launcher loads the library when a rank has crashed
 muster_require_header(HWLOC hwloc.h libhwloc-dev)  # the launcher loads the library when it pins ranks to cores
 muster_require_header(XXHASH xxhash.h libxxhash-dev)

@@ -41,8 +41,9 @@ muster_check(model COMMAND ${PROJECT_SOURCE_DIR}/tests/model/run.sh --quick)
 muster_check(model_whole full COMMAND ${PROJECT_SOURCE_DIR}/tests/model/run.sh)
 set_tests_properties(check.model check.model_whole PROPERTIES SKIP_RETURN_CODE 77 COST 100)  # see --slow in discover.py
 # The gate builds no tree with AddressSanitizer, so at least its configuration must not break unseen.
-muster_check(asan_tree COMMAND ${CMAKE_COMMAND} --preset asan -S ${PROJECT_SOURCE_DIR} -B ${CMAKE_CURRENT_BINARY_DIR}/asan_tree
-                               -D Torch_DIR=${Torch_DIR})
+muster_check(asan_tree COMMAND ${CMAKE_COMMAND} --preset asan --fresh -S ${PROJECT_SOURCE_DIR}
+                               -B ${CMAKE_CURRENT_BINARY_DIR}/asan_tree -D Torch_DIR=${Torch_DIR}
+                               -D CMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER})
 if(MUSTER_CLANG_FORMAT)
   muster_check(format COMMAND ${PROJECT_SOURCE_DIR}/dev fmt --check)
 endif()

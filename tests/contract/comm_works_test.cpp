@@ -51,6 +51,43 @@ TEST_P(Forms, FuturesOfWorks) {
   });
 }
 
+// What a callback throws ends neither the operation, nor the thread that has run it, nor the wait of another thread.
+TEST_P(Forms, CallbacksThatThrow) {
+  run(2, [](World& world) {
+    comm::Backend& backend = comm::backend_of(world.group());
+    const auto start = [&](bool message, std::vector<at::Tensor>& list) {
+      if (!message) return backend.allreduce(list, {});
+      return world.rank() == 0 ? backend.recv(list, 1, 3) : backend.send(list, 0, 3);
+    };
+    for (const bool message : {false, true})
+      for (const bool waits : {false, true}) {
+        const std::string begin = text("begin ", message, waits);
+        std::vector<at::Tensor> list = {at::ones({3})};
+        if (world.rank() == 1) {
+          world.store().get(begin, patience());  // a future that is done calls back, and throws, in addCallback()
+          start(message, list)->wait();
+          continue;
+        }
+        const auto work = start(message, list);
+        const auto future = work->getFuture();
+        std::atomic<bool> called{false};
+        future->addCallback([&](c10::ivalue::Future&) {
+          called = true;
+          throw std::runtime_error("of a callback");
+        });
+        world.store().set(begin, "");
+        if (waits) work->wait();
+        future->wait();
+        EXPECT_FALSE(future->hasError());
+        while (!called) std::this_thread::yield();
+        EXPECT_TRUE(list[0].eq(message ? 1 : 2).all().item<bool>());
+      }
+    at::Tensor again = at::ones({3});
+    all_reduce_async(again, {.group = world.group()}).wait();
+    EXPECT_TRUE(again.eq(2).all().item<bool>());
+  });
+}
+
 // Like in the communication hooks of PyTorch's DDP, the callback of one operation issues the next one and waits for it,
 // on any thread.
 TEST_P(Forms, CallbacksDoAndAwaitOperations) {

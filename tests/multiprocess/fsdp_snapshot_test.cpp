@@ -15,6 +15,7 @@
 #include <limits>
 #include <optional>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
 #include "muster/optim/optimizers.h"
@@ -427,6 +428,7 @@ size_t peak_of(const std::function<void()>& fn) {
     ADD_FAILURE() << field;
     return size_t{0};
   };
+  release_free_memory();
   const size_t before = kib("VmRSS:");
   std::ofstream("/proc/self/clear_refs") << 5;  // VmHWM begins anew
   fn();

@@ -20,7 +20,8 @@ endfunction()
 muster_python_test(operations FILES backend_test collectives_test)
 muster_python_test(models FILES models_test ways_test training_test)
 muster_python_test(launchers COMMAND launchers_test.py)
-# See --slow in discover.py. The second one begins when the first has compiled torch's modules.
+# See --slow in discover.py. The second one begins later, when the first has
+# compiled most of torch's modules.
 set_tests_properties(python.models PROPERTIES COST 100)
 set_tests_properties(python.launchers PROPERTIES COST 90)
 muster_python_test(wheel full COMMAND wheel_test.py)

@@ -1,8 +1,10 @@
 #include "comm/kit/operation_work.h"
 
 #include <ATen/core/jit_type.h>
+#include <cxxabi.h>
 
 #include <string>
+#include <string_view>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -143,16 +145,23 @@ void OperationWork::mark_future() {
     InCallback() { ++callbacks; }
     ~InCallback() { --callbacks; }
   } const in_callback;
+  // Of callbacks, libtorch itself catches only what those of Future::then() throw.
+  const auto log = [&](std::string_view what) {
+    MUSTER_LOG(kError) << "a callback of the future of " << to_string(operations_[0].kind)
+                       << " threw, so libtorch does not call those that were added after it: "
+                       << what.substr(0, what.find('\n'));
+  };
   try {
     if (exception_)
       future->setError(exception_);
     else
       future->markCompleted(c10::IValue(result()));
-  } catch (const std::exception& error) {  // of a callback: libtorch catches only those of Future::then()
-    MUSTER_LOG(kError) << "a callback of the future of " << to_string(operations_[0].kind)
-                       << " threw: " << error.what();
+  } catch (const abi::__forced_unwind&) {  // the thread is cancelled, as Python does when it ends
+    throw;
+  } catch (const std::exception& error) {
+    log(error.what());
   } catch (...) {
-    MUSTER_LOG(kError) << "a callback of the future of " << to_string(operations_[0].kind) << " threw";
+    log("not a std::exception");
   }
 }
 

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "comm/kit/failure_note.h"
 #include "comm/wire/announcement.h"
@@ -216,19 +217,26 @@ void WireBackend::diagnose_failure(const std::string& what, bool timed_out, cons
     // This rank may know the cause: it has left, the group has failed before, or another of its threads finds it out.
     std::unique_lock lock(state_mutex_);
     if (std::exchange(diagnosing_, true) &&
-        !Deadline::after(kLongest).wait(failure_known_, lock, [this] { return failure_ != nullptr; }))
-      throw Unavailable(text("the connections of group '", group_name(), "' broke in ", what, ": ", symptom,
-                             ". Another thread of this rank has looked for the cause for ", describe(kLongest)));
+        !Deadline::after(kLongest).wait(failure_known_, lock, [this] { return failure_ != nullptr; })) {
+      failure_ =
+          as_own(Unavailable(text("the connections of group '", group_name(), "' broke in ", what, ": ", symptom,
+                                  ". Another thread of this rank has looked for the cause for ", describe(kLongest))));
+      failure_known_.notify_all();
+    }
     if (failure_) std::rethrow_exception(failure_);
     inquiry.gone = gone_;
   }
+  inquiry.reached.resize(static_cast<size_t>(getSize()));
+  post_broken(timed_out);
+  try {
+    wire_->close();
+  } catch (const std::exception& error) {  // whoever waits for this rank's word finds it in the store all the same
+    MUSTER_LOG(kWarning) << "group '" << group_name() << "': its wire does not close: " << error.what();
+  }
+  inquiry.mine = sequence_;
+  inquiry.reached[static_cast<size_t>(getRank())] = inquiry.mine;
   std::exception_ptr cause;
   try {
-    post_broken(timed_out);
-    wire_->close();
-    inquiry.mine = sequence_;
-    inquiry.reached.resize(static_cast<size_t>(getSize()));
-    inquiry.reached[static_cast<size_t>(getRank())] = inquiry.mine;
     cause = ask_store(inquiry);
   } catch (const std::exception& no_answer) {
     cause = without_store(inquiry, no_answer.what());

@@ -43,9 +43,9 @@ std::string open_envelope(std::string raw) {
   return raw.size() >= kHead && raw.starts_with(kMark) ? raw.substr(kHead) : raw;
 }
 
-// Runs `call` by this thread's deadline for calls, if there is one (store/kit/outage.h). c10d's calls take no deadline, so
-// `call` then runs in a separate thread, which is left running if `call` does not return in time. Therefore `call` must
-// own what it uses.
+// Runs `call` by this thread's deadline for calls, if there is one (store/kit/outage.h). c10d's calls take no deadline,
+// so `call` then runs in a separate thread, which is left running if `call` does not return in time. Therefore `call`
+// must own what it uses.
 template <typename Call>
 auto run_in_time(Call call) {
   const Deadline deadline = store::CallsBy::of_this_thread();

@@ -102,13 +102,13 @@ class NcclBackend final : public Backend {
   std::vector<WorkPtr> submit_messages(std::vector<Operation> messages) override {
     std::vector<WorkPtr> works(messages.size());
     std::vector<Operation> on_devices;
+    for (const Operation& message : messages)
+      if (!is_on_cpu(message)) on_devices.push_back(message);
+    require_one_device(on_devices);  // all that refuses a message comes before the first is on its way
+    for (const Operation& message : on_devices) check_message(message);
     for (size_t i = 0; i < messages.size(); ++i)
-      if (is_on_cpu(messages[i]))
-        works[i] = cpu_->submit(std::move(messages[i]));
-      else
-        on_devices.push_back(std::move(messages[i]));
+      if (is_on_cpu(messages[i])) works[i] = cpu_->submit(std::move(messages[i]));
     if (on_devices.empty()) return works;
-    require_one_device(on_devices);
     const WorkPtr work = queue("messages", on_devices, [&](Contiguous& contiguous) {
       WorkPtr all;
       std::exception_ptr failure;
@@ -198,6 +198,12 @@ class NcclBackend final : public Backend {
       fail("rank ", operation.peer, " is outside a group of ", getSize());
   }
 
+  void check_message(const Operation& message) const {
+    check(message);
+    if (message.peer == kAnySource)
+      throw InvalidArgument("recv: NCCL does not receive from any rank in a batch", "Name the rank that sends");
+  }
+
   static void require_one_device(const std::vector<Operation>& operations) {
     std::optional<at::Device> device;
     for (const Operation& operation : operations)
@@ -215,23 +221,22 @@ class NcclBackend final : public Backend {
   WorkPtr queue(std::string_view what, std::span<const Operation> operations, const Start& start) {
     for (const Operation& operation : operations) check(operation);
     require_no_failure();
-    WorkPtr work;
     const std::lock_guard lock(mutex_);
     WorkRecord record(&log_, counters_, operations, collectives_);
     try {
       translated(what, [&] {
         Contiguous contiguous;
-        work = start(contiguous);
-        contiguous.copy_back(*work);
+        last_ = start(contiguous);
+        if (is_collective(operations[0])) ++collectives_;  // only now: libtorch may refuse it on one rank only
+        contiguous.copy_back(*last_);
       });
     } catch (...) {
       record.end(std::current_exception());
       throw;
     }
     record.end(nullptr);
-    if (is_collective(operations[0])) ++collectives_;  // only now: libtorch may refuse it on one rank only
     for (const Operation& operation : operations) counters_->count(operation);
-    return last_ = work;
+    return last_;
   }
 
   // With the mutex. Before NCCL's communicator is made.

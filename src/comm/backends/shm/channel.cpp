@@ -176,7 +176,7 @@ void Channel::tell_sites(int a, int b) {
       control(r).bell.sleep(std::min(kNap, patience.left()), [&] { return failed() || site_told(r, seq_); });
 }
 
-// "all_reduce of 100 x Float, SUM (train.cpp:17)".
+// "train.cpp:17"; "" if it is not known.
 std::string Channel::site_of(int peer, uint64_t seq) const {
   const auto& theirs = control(peer).sites[seq % kSlots];
   if (!site_told(peer, seq)) return {};
