@@ -28,12 +28,14 @@ case "$*" in
   *find_spec*) [[ -d $here/torch ]] && echo "$here/torch" ;;
   *"import torch"*) [[ -d $here/torch && ! -e $here/torch/broken ]] ;;
   *ensurepip*) exit 0 ;;
+  *cache_tag*) echo cpython-312 ;;
   "-m pip --version") exit 0 ;;
   "-m venv"*) echo "python3 $*" >>"$FAKE/log"; mkdir -p "${!#}/bin"; cp "$0" "${!#}/bin/python" ;;
   "-m pip install"*)
     echo "pip ${*:4}" >>"$FAKE/log"
-    [[ ! -e $FAKE/offline ]] || { echo "ERROR: no connection" >&2; exit 1; }
     mkdir -p "$here/torch/share/cmake/Torch"; touch "$here/torch/share/cmake/Torch/TorchConfig.cmake"
+    [[ ! -p $FAKE/pip-waits ]] || read -r <"$FAKE/pip-waits"
+    [[ ! -e $FAKE/offline ]] || { echo "ERROR: no connection" >&2; exit 1; }
     echo 'set(PACKAGE_VERSION "2.13.0")' >"$here/torch/share/cmake/Torch/TorchConfigVersion.cmake" ;;
   *) echo "python3 $*" >>"$FAKE/log" ;;
 esac''',
@@ -78,6 +80,9 @@ class Dev(unittest.TestCase):
         (cmake / "TorchConfigVersion.cmake").write_text(f'set(PACKAGE_VERSION "{version}")\n')
         return cmake
 
+    def environment(self, **more):
+        return {"PATH": f"{self.fake}/bin:/usr/bin:/bin", "FAKE": str(self.fake), "HOME": f"{self.fake}/nobody"} | more
+
     def dev(self, *arguments, unprivileged=False, script=None, **environment):
         """Runs ./dev; returns (status, what it printed, what the stand-ins wrote down)."""
         self.log.write_text("")
@@ -86,7 +91,7 @@ class Dev(unittest.TestCase):
         result = subprocess.run(
             [*as_user, script or self.checkout / "dev", *arguments], text=True, timeout=60, cwd="/", stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={"PATH": f"{self.fake}/bin:/usr/bin:/bin", "FAKE": str(self.fake), "HOME": "/nonexistent"} | environment)
+            env=self.environment(**environment))
         return result.returncode, result.stdout, self.log.read_text()
 
     def test_help_lists_every_command(self):
@@ -169,6 +174,60 @@ class Dev(unittest.TestCase):
         self.assertIn(f"-DTorch_DIR={self.checkout}/.venv/torch/share/cmake/Torch\n", log)
         status, output, log = self.dev("build")
         self.assertEqual((status, re.findall(r"pip|venv|preset", log)), (0, []), output)
+
+    def checkouts_of_a_user(self):
+        """Two more checkouts, the user's home and the folder in which both shall have torch."""
+        checkouts = [self.fake / name for name in ("first", "second")]
+        for checkout in checkouts:
+            shutil.copytree(self.checkout, checkout)
+        home = self.fake / "home"
+        home.mkdir()
+        return *checkouts, home, home / ".cache/muster/torch-2.13.0-cpython-312"
+
+    def test_checkouts_share_what_pip_brought(self):
+        first, second, home, shared = self.checkouts_of_a_user()
+        status, output, log = self.dev("build", script=first / "dev", HOME=str(home))
+        self.assertEqual(status, 0, output)
+        self.assertIn(f"python3 -m venv --clear {shared}\n", log)
+        self.assertEqual(len(re.findall(r"(?m)^pip ", log)), 1)
+        self.assertIn(f"-DTorch_DIR={first}/.venv/torch/share/cmake/Torch\n", log)
+        status, output, log = self.dev("build", script=second / "dev", HOME=str(home))
+        self.assertEqual((status, re.findall(r"pip|venv --clear", log)), (0, []), output)
+        self.assertEqual([checkout.joinpath(".venv").readlink() for checkout in (first, second)], [shared, shared])
+
+        # Another version of torch is another folder, and a folder that is there already stays what it is.
+        other = self.fake / "other"
+        shutil.copytree(second, other, symlinks=True)
+        (other / ".venv").unlink()
+        (other / "dev").write_text((other / "dev").read_text().replace("torch_wanted=2.13.0", "torch_wanted=2.14.0"))
+        self.assertIn("torch-2.14.0-", self.dev("build", script=other / "dev", HOME=str(home))[2])
+        (other / ".venv").unlink()
+        (other / ".venv").mkdir()
+        self.assertIn(f"venv --clear {other}/.venv\n", self.dev("build", script=other / "dev", HOME=str(home))[2])
+
+    def test_an_interrupted_installation_is_begun_again(self):
+        first, second, home, shared = self.checkouts_of_a_user()
+        (self.fake / "offline").touch()
+        self.assertEqual(self.dev("build", script=first / "dev", HOME=str(home))[0], 1)
+        self.assertTrue((shared / "torch").exists())
+        self.assertFalse((first / ".venv").exists())
+        (self.fake / "offline").unlink()
+        for checkout, installations in ((second, 1), (first, 0)):
+            status, output, log = self.dev("build", script=checkout / "dev", HOME=str(home))
+            self.assertEqual((status, len(re.findall(r"(?m)^pip ", log))), (0, installations), output)
+
+    def test_a_checkout_waits_for_the_installation_of_another(self):
+        first, second, home, shared = self.checkouts_of_a_user()
+        os.mkfifo(self.fake / "pip-waits")
+        both = [subprocess.Popen([first / "dev", "build"], env=self.environment(HOME=str(home)), stdout=subprocess.DEVNULL)]
+        with open(self.fake / "pip-waits", "w", encoding="utf-8") as pip:  # opens when pip of the first reads
+            both.append(subprocess.Popen([second / "dev", "build"], env=self.environment(HOME=str(home)), text=True,
+                                         stdout=subprocess.PIPE))
+            self.assertIn(f"another checkout has installed torch into {shared}", both[1].stdout.readline())
+            pip.write("go on\n")
+        both[1].communicate(timeout=60)
+        self.assertEqual([process.wait(timeout=60) for process in both], [0, 0])
+        self.assertEqual(len(re.findall(r"(?m)^pip ", self.log.read_text())), 1)
 
     def test_offline_without_libtorch(self):
         (self.fake / "offline").touch()
