@@ -2,10 +2,14 @@
 """Asks a gtest program for its tests and turns them into ctest tests: one per suite, not one per test.
 
     discover.py PROGRAM OUTPUT.cmake [--prefix asan/] [--labels "comm"] [--filter "-*Fork*"] [--alone PATTERNS] [--full PATTERNS] [--each PATTERNS]
-                [--slow PATTERNS] [--timeout SECONDS] [--environment NAME=VALUE]…
+                [--slow PATTERNS] [--together NAME=SUITES]… [--timeout SECONDS] [--environment NAME=VALUE]…
 
 A process that loads libtorch takes a third of a second to start, and many tests take less. A suite with named
 parameters, such as a backend's name, becomes one ctest test per parameter: "Comm/Errors/gloo_threads".
+
+--together makes one ctest test of several small suites, whose names are separated by colons. If NAME ends in "/*", it is
+one test per parameter, "Comm/Small/gloo_threads" of "Comm/Small/*". Tests that fork must not be together with tests that
+do not: the threads that those leave behind do not survive the fork.
 
 A suite whose name contains "Fuzz" gets MUSTER_FUZZ_SECONDS more for each of its tests. ctest reads the variable when it
 runs, as the tests do.
@@ -42,9 +46,14 @@ def tests_of(program, pattern):
             suite = name[:-1]
 
 
-def entry_of(suite, test):
-    """Returns the ctest test of a gtest test: its suite, and its parameter's name unless that is a number."""
+def entry_of(suite, test, together):
+    """Returns the ctest test of a gtest test: its suite or what that is together with, and its parameter's name unless that is a number."""
     parameter = test.rpartition("/")[2] if "/" in test else ""
+    if suite in together:
+        suite = together[suite]
+        if not suite.endswith("/*"):
+            return suite
+        suite = suite[:-2]
     return suite if not parameter or re.fullmatch(r"\d+", parameter) else f"{suite}/{parameter}"
 
 
@@ -56,14 +65,20 @@ def main():
         parser.add_argument(option, default="")
     parser.add_argument("--timeout", type=int, required=True)
     parser.add_argument("--environment", action="append", default=[])
+    parser.add_argument("--together", action="append", default=[])
     args = parser.parse_args()
 
+    together = {suite: name for name, _, suites in (group.partition("=") for group in args.together) for suite in suites.split(":")}
     entries = {}
-    for suite, test in tests_of(args.program, args.filter):
+    tests = list(tests_of(args.program, args.filter))
+    for suite, test in tests:
         name = f"{suite}.{test}"
         kind = ".full" if matches(name, args.full) else ".alone" if matches(name, args.alone) else ""
-        entry = name if matches(name, args.each) else entry_of(suite, test)
+        entry = name if matches(name, args.each) else entry_of(suite, test, together)
         entries.setdefault((entry + kind, kind), []).append(name)
+    unknown = set(together) - {suite for suite, _ in tests}
+    if unknown and not args.filter:
+        sys.exit(f"{args.program} has no suites {', '.join(sorted(unknown))} (--together)")
     if not entries:
         sys.exit(f"{args.program} has no tests that match '{args.filter}'")
 

@@ -42,8 +42,8 @@ class OperationWork final : public c10d::Work {
   // The two halves of complete(). end() returns whether mark_future() must follow. mark_future() calls the user's
   // callbacks of the future, which may run operations and wait for them. So the thread must not hold what they need.
   bool end(std::exception_ptr error);
-  // Marks it once, when the work is done and the future exists. What a callback throws is
-  // logged; libtorch then calls no callback that was added later.
+  // Marks it once, when the work is done and the future exists. What a callback throws is logged; libtorch then calls no
+  // callback that was added later.
   void mark_future();
   void complete(std::exception_ptr error = nullptr) {
     if (end(std::move(error))) mark_future();

@@ -112,7 +112,6 @@ class WireBackend final : public QueuedBackend {
   void wait_on_a_thread(std::function<void()> job);  // Unavailable: no thread can be started
   void on_a_thread_or_here(const std::function<void()>& job);
   void work_on_jobs();
-  bool others_gone(const std::function<std::string()>& what, Clock::time_point began);
 
   // --- failure ---
   // Runs fn. An error of the wire becomes the group's failure, which is thrown. what() returns the operation's text.
@@ -133,6 +132,7 @@ class WireBackend final : public QueuedBackend {
   std::exception_ptr record_failure(const std::exception_ptr& error, const std::string& last);
   std::exception_ptr recorded_failure(const std::string& last) const;
   bool has_left(int rank) const;
+  bool has_departed(int rank);
   bool has_died(int rank) const;
   bool lives(int rank) const;
   void look_after(int peer);

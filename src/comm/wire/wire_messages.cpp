@@ -133,36 +133,42 @@ Backend::Taken WireBackend::take_message(const Operation& receive, int) {
   const auto what = [&] { return describe_message(receive); };
   Envelope header;
   int source = kAnySource;
-  bool all_gone = false;
+  std::vector<int> gone;
+  std::optional<int> lost;  // one of those that have not left in order
   guarded(
       [&] {
-        all_gone = others_gone(what, began);  // first, so that take() finds all that they have sent
+        gone = wire_->gone();  // first, so that take() finds all that they have sent
+        for (const int r : gone)
+          if (!lost && !has_departed(r)) lost = r;
+        if (lost) return;
         source = wire_->take({WireKind::kMessage, static_cast<uint32_t>(receive.tag)},
                              reinterpret_cast<std::byte*>(&header), sizeof header);
       },
       what, kAnySource, began);
-  if (source == kAnySource) return {.all_gone = all_gone};
+  if (lost) diagnose_failure(what(), false, "its connection ended", *lost, began);
+  if (source == kAnySource) return {.all_gone = !others_.empty() && gone.size() >= others_.size()};
   const WorkPtr work = make_message_work(receive);
   complete_on_a_thread(work, std::make_shared<MessageTransfer>(*this, work->operations()[0], header, source),
                        deadline_for(receive.timeout), began);
   return {.work = work, .source = source};
 }
 
-// Whether all other ranks have left. A rank that is gone but has not left is lost; then this throws, although this rank
-// waits for no particular rank.
-bool WireBackend::others_gone(const std::function<std::string()>& what, Clock::time_point began) {
-  const auto gone = wire_->gone();
-  for (const int r : gone) {
-    {
-      const std::lock_guard lock(state_mutex_);
-      if (departed_.count(r)) continue;
-    }
-    const store::CallsBy soon(Deadline::after(kNotes));
-    if (store_->try_get(key(kCause)) || !has_left(r)) diagnose_failure(what(), false, "its connection ended", r, began);
+// Whether rank `r`, whose connection has ended, has left a group that works. Otherwise it is lost, and the group with
+// it, also for a rank that waits for no particular other.
+bool WireBackend::has_departed(int r) {
+  {
     const std::lock_guard lock(state_mutex_);
-    departed_.insert(r);
+    if (departed_.count(r)) return true;
   }
-  return !others_.empty() && gone.size() >= others_.size();
+  try {
+    const store::CallsBy soon(Deadline::after(kNotes));  // both calls together
+    if (store_->try_get(key(kCause)) || !has_left(r)) return false;
+  } catch (const std::exception&) {
+    return false;  // the store has gone with its rank, or is as good as gone
+  }
+  const std::lock_guard lock(state_mutex_);
+  departed_.insert(r);
+  return true;
 }
 
 void WireBackend::complete_on_a_thread(const WorkPtr& work, std::shared_ptr<MessageTransfer> transfer,

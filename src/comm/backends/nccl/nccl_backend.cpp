@@ -86,6 +86,7 @@ class NcclBackend final : public Backend {
   }
   WorkPtr submit(Operation operation) override {
     if (is_on_cpu(operation)) return cpu_->submit(std::move(operation));
+    check(operation);
     return queue(to_string(operation.kind), {&operation, 1}, [&](Contiguous& contiguous) {
       if (is_collective(operation)) meet();
       return queue_on(*nccl_, operation, contiguous);
@@ -105,7 +106,7 @@ class NcclBackend final : public Backend {
     for (const Operation& message : messages)
       if (!is_on_cpu(message)) on_devices.push_back(message);
     require_one_device(on_devices);  // all that refuses a message comes before the first is on its way
-    for (const Operation& message : on_devices) check_message(message);
+    for (const Operation& message : on_devices) check(message);
     for (size_t i = 0; i < messages.size(); ++i)
       if (is_on_cpu(messages[i])) works[i] = cpu_->submit(std::move(messages[i]));
     if (on_devices.empty()) return works;
@@ -193,15 +194,10 @@ class NcclBackend final : public Backend {
       if (tensor.device() != device) fail("tensors are on ", device.str(), " and on ", tensor.device().str());
       if (tensor.layout() != at::kStrided) fail("a tensor is sparse, and NCCL takes dense tensors");
     });
-    const bool from_any = operation.kind == OpKind::kRecv && operation.peer == kAnySource;
-    if (!from_any && (operation.peer < 0 || operation.peer >= getSize()))
+    if (operation.kind == OpKind::kRecv && operation.peer == kAnySource)
+      throw InvalidArgument("recv: NCCL does not receive from any rank", "Name the rank that sends");
+    if (operation.peer < 0 || operation.peer >= getSize())
       fail("rank ", operation.peer, " is outside a group of ", getSize());
-  }
-
-  void check_message(const Operation& message) const {
-    check(message);
-    if (message.peer == kAnySource)
-      throw InvalidArgument("recv: NCCL does not receive from any rank in a batch", "Name the rank that sends");
   }
 
   static void require_one_device(const std::vector<Operation>& operations) {
@@ -215,11 +211,10 @@ class NcclBackend final : public Backend {
       });
   }
 
-  // Queues operations that have one work: start(contiguous) hands them to libtorch and returns it. In the black box
-  // they are running until it has.
+  // Queues operations that check() allows and that have one work: start(contiguous) hands them to libtorch and returns
+  // it. In the black box they are running until it has.
   template <typename Start>
   WorkPtr queue(std::string_view what, std::span<const Operation> operations, const Start& start) {
-    for (const Operation& operation : operations) check(operation);
     require_no_failure();
     const std::lock_guard lock(mutex_);
     WorkRecord record(&log_, counters_, operations, collectives_);

@@ -101,7 +101,6 @@ WorkPtr queue_on(Nccl& nccl, const Operation& operation, Contiguous& contiguous)
       return nccl.send(tensors, operation.peer, operation.tag);
     }
     case OpKind::kRecv: {
-      if (operation.peer == kAnySource) break;
       auto tensors = written();
       return nccl.recv(tensors, operation.peer, operation.tag);
     }
