@@ -1,6 +1,7 @@
 #include "base/process.h"
 
 #include <fstream>
+#include <mutex>
 #include <sstream>
 #include <string>
 
@@ -57,6 +58,10 @@ size_t memory_of_process() {
 
 void release_free_memory() {
 #ifdef __GLIBC__
+  // One thread at a time. In a process whose malloc is another (a sanitizer's, or one that is preloaded) the first call
+  // initializes glibc's, which takes no lock: two threads at the same time would crash, then or at their end.
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   ::malloc_trim(0);
 #endif
 }
