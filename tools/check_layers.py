@@ -26,10 +26,11 @@ ORDER = {layer: i for i, layer in enumerate(LAYERS)} | {"tools": LAYERS.index("t
 # headers stand before all rooms.
 ROOMS = {"store": ["kit", "address", "table", "served", "etcd", "c10d"],
          "comm": ["core", "algorithms", "kit", "wire", "backends", "world", "api", "c10d"],
-         "launch": ["kit", "black_box", "output", "ranks", "rendezvous", "supervisor", "jobs"]}
+         "launch": ["kit", "black_box", "output", "ranks", "rendezvous", "supervisor", "jobs"],
+         "parallel": ["kit", "tape", "modules", "gradients", "batch_norm", "hooks", "ddp", "fsdp", "api"]}
 
-# Folders whose sub-folders must not include each other.
-SIBLINGS = ["parallel", "transport", "comm/backends"]
+# Folders of which some sub-folders (without a list: all) must not include each other.
+SIBLINGS = {"parallel": ["hooks", "ddp", "fsdp"], "transport": None, "comm/backends": None}
 
 # Files that may include libtorch, and the layers that bring it, all the same. By path without root and extension.
 TORCH_EXCEPTIONS = {
@@ -61,10 +62,10 @@ class Place:
 
 def sibling(root, place):
     """("parallel", "ddp") for parallel/ddp/replica.h and for parallel/ddp.h; None for what is in no sibling's folder."""
-    for folder in SIBLINGS:
+    for folder, names in SIBLINGS.items():
         if place.stem.startswith(folder + "/"):
             name = place.stem[len(folder) + 1:].split("/")[0]
-            if any((root / top / folder / name).is_dir() for top in ("src", "include/muster")):
+            if (names is None or name in names) and any((root / top / folder / name).is_dir() for top in ("src", "include/muster")):
                 return folder, name
     return None
 
@@ -89,12 +90,12 @@ def problem_with(root, file, target):
         return f"layer {file.layer} comes before {included.layer} and must not include it"
     if included.may_see_torch and not file.may_see_torch:
         return f"layer {file.layer} must not include {included.path}, which brings libtorch"
-    if included.layer == file.layer and included.room > file.room:
-        where = f"room {ROOMS[file.layer][file.room]}" if file.room >= 0 else "a public header"
-        return f"{where} of {file.layer} comes before room {ROOMS[file.layer][included.room]} and must not include it"
     ours, theirs = sibling(root, file), sibling(root, included)
     if ours and theirs and ours[0] == theirs[0] and ours != theirs:
         return f"{'/'.join(ours)} and {'/'.join(theirs)} are siblings and must not include each other"
+    if included.layer == file.layer and included.room > file.room:
+        where = f"room {ROOMS[file.layer][file.room]}" if file.room >= 0 else "a public header"
+        return f"{where} of {file.layer} comes before room {ROOMS[file.layer][included.room]} and must not include it"
     return None
 
 

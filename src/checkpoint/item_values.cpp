@@ -3,8 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "parallel/shared_tensor.h"
-#include "parallel/watched.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/tape/watched.h"
 
 namespace muster::checkpoint {
 

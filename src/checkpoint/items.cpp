@@ -10,8 +10,8 @@
 #include "base/text.h"
 #include "checkpoint/item_values.h"
 #include "muster/base/error.h"
-#include "parallel/shared_tensor.h"
-#include "parallel/watched.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/tape/watched.h"
 
 namespace muster::checkpoint {
 namespace {

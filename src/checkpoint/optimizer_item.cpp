@@ -11,7 +11,7 @@
 #include "muster/parallel/model_averager.h"
 #include "muster/parallel/zero_redundancy_optimizer.h"
 #include "optim/torch_states.h"
-#include "parallel/state_owner.h"
+#include "parallel/kit/state_owner.h"
 
 namespace muster::checkpoint {
 namespace {

@@ -11,7 +11,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "parallel/hosts.h"
+#include "parallel/kit/hosts.h"
 
 namespace muster::checkpoint {
 namespace {

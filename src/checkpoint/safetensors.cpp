@@ -14,8 +14,8 @@
 #include "checkpoint/item_values.h"
 #include "checkpoint/tensor_header.h"
 #include "muster/base/error.h"
-#include "parallel/same_module.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/modules/same_module.h"
 #include "shm/mapping.h"
 
 namespace muster {

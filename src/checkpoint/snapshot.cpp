@@ -25,7 +25,7 @@
 #include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"
 #include "muster/comm/world.h"
-#include "parallel/hosts.h"
+#include "parallel/kit/hosts.h"
 
 namespace muster {
 

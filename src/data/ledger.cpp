@@ -16,7 +16,7 @@
 #include "launch/jobs/ledger_line.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
-#include "parallel/same_module.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster {
 

@@ -26,7 +26,7 @@
 #include "muster/base/error.h"
 #include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/kit/shared_tensor.h"
 #include "train/elastic_launcher.h"
 
 namespace muster::elastic {

@@ -13,7 +13,7 @@
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
 #include "parallel/fsdp/owners.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/kit/shared_tensor.h"
 
 namespace muster::test {
 namespace {

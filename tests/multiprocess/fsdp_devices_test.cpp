@@ -19,7 +19,7 @@
 
 #include "base/text.h"
 #include "multiprocess/mixed_support.h"
-#include "parallel/same_module.h"
+#include "parallel/modules/same_module.h"
 #include "support/fake_device.h"
 
 namespace muster::test {

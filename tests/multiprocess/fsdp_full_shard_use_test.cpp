@@ -10,7 +10,7 @@
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
-#include "parallel/watched.h"
+#include "parallel/tape/watched.h"
 
 namespace muster::test {
 namespace {

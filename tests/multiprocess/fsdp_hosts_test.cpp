@@ -10,7 +10,7 @@
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/kit/shared_tensor.h"
 #include "support/ranks.h"
 
 namespace muster::test {

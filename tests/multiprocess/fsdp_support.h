@@ -15,7 +15,7 @@
 
 #include "comm/world/world_starter.h"
 #include "muster/muster.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/kit/shared_tensor.h"
 #include "support/forked.h"
 #include "support/models.h"
 #include "support/patience.h"

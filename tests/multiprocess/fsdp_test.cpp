@@ -11,9 +11,9 @@
 #include <stdexcept>
 
 #include "multiprocess/fsdp_support.h"
-#include "parallel/balance.h"
 #include "parallel/fsdp/owners.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/modules/balance.h"
 
 namespace muster::test {
 namespace {

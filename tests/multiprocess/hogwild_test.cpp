@@ -14,7 +14,7 @@
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
-#include "parallel/same_module.h"
+#include "parallel/modules/same_module.h"
 #include "support/resnet18.h"
 
 namespace muster::test {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "multiprocess/fsdp_support.h"
-#include "parallel/group_beside.h"
+#include "parallel/kit/group_beside.h"
 
 namespace muster::test::batch_norms {
 

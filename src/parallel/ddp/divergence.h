@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "muster/comm/group.h"
-#include "parallel/same_module.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::ddp {
 

@@ -7,7 +7,7 @@
 
 #include "muster/base/deadline.h"
 #include "muster/parallel/ddp_logging.h"
-#include "parallel/gradient_reducer.h"
+#include "parallel/gradients/gradient_reducer.h"
 
 namespace muster::ddp {
 

@@ -12,7 +12,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "parallel/same_module.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::ddp {
 

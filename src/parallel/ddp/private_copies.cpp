@@ -6,8 +6,8 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "parallel/shared_tensor.h"
-#include "parallel/watched.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/tape/watched.h"
 
 namespace muster::ddp {
 

@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "parallel/compute_copy.h"
-#include "parallel/same_module.h"
+#include "parallel/modules/compute_copy.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::ddp {
 

@@ -7,9 +7,9 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/world.h"
-#include "parallel/compute_copy.h"
-#include "parallel/shared_tensor.h"
-#include "parallel/whole_batch_norm.h"
+#include "parallel/batch_norm/whole_batch_norm.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/modules/compute_copy.h"
 
 namespace muster::ddp {
 

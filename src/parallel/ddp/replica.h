@@ -18,8 +18,8 @@
 #include "parallel/ddp/parameter_watch.h"
 #include "parallel/ddp/private_copies.h"
 #include "parallel/ddp/shards.h"
-#include "parallel/gradient_reducer.h"
-#include "parallel/same_module.h"
+#include "parallel/gradients/gradient_reducer.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::ddp {
 

@@ -14,9 +14,9 @@
 #include "muster/base/error.h"
 #include "muster/base/random.h"
 #include "muster/comm/collectives.h"
-#include "parallel/coalesced.h"
 #include "parallel/ddp/replica.h"
-#include "parallel/random_numbers.h"
+#include "parallel/kit/coalesced.h"
+#include "parallel/kit/random_numbers.h"
 
 namespace muster::ddp {
 namespace {

@@ -20,8 +20,8 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "parallel/fsdp/use_order.h"
-#include "parallel/shared_tensor.h"
-#include "parallel/watched.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/tape/watched.h"
 
 namespace muster::fsdp {
 

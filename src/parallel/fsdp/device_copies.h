@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "parallel/fsdp/units.h"
-#include "parallel/same_module.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::fsdp {
 

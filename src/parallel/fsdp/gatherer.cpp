@@ -13,7 +13,7 @@
 #include "comm/core/backend.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
-#include "parallel/watched.h"
+#include "parallel/tape/watched.h"
 
 namespace muster::fsdp {
 namespace {

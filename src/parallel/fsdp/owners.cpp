@@ -1,6 +1,6 @@
 #include "parallel/fsdp/owners.h"
 
-#include "parallel/balance.h"
+#include "parallel/modules/balance.h"
 
 namespace muster::fsdp {
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "parallel/fsdp/units.h"
-#include "parallel/hosts.h"
-#include "parallel/same_module.h"
+#include "parallel/kit/hosts.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::fsdp {
 

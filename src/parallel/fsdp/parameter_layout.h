@@ -10,8 +10,8 @@
 #include "parallel/fsdp/gatherer.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/units.h"
-#include "parallel/hosts.h"
-#include "parallel/same_module.h"
+#include "parallel/kit/hosts.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::fsdp {
 

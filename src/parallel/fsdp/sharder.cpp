@@ -13,13 +13,13 @@
 #include "muster/comm/world.h"
 #include "muster/optim/clip_grad.h"
 #include "muster/parallel/fsdp.h"
-#include "parallel/compute_copy.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/shared_parameters.h"
 #include "parallel/fsdp/units.h"
-#include "parallel/gradient_reducer.h"
-#include "parallel/hosts.h"
-#include "parallel/watched.h"
+#include "parallel/gradients/gradient_reducer.h"
+#include "parallel/kit/hosts.h"
+#include "parallel/modules/compute_copy.h"
+#include "parallel/tape/watched.h"
 
 namespace muster::fsdp {
 namespace {

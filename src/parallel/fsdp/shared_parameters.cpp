@@ -17,10 +17,10 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
-#include "parallel/buckets.h"
 #include "parallel/fsdp/gatherer.h"
-#include "parallel/shared_tensor.h"
-#include "parallel/watched.h"
+#include "parallel/kit/buckets.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/tape/watched.h"
 
 namespace muster::fsdp {
 namespace {

@@ -50,14 +50,14 @@
 
 #include "muster/comm/group.h"
 #include "muster/comm/world.h"
-#include "parallel/compute_copy.h"
 #include "parallel/fsdp/device_copies.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/shared_tensors.h"
 #include "parallel/fsdp/units.h"
-#include "parallel/hosts.h"
-#include "parallel/pinned_memory.h"
-#include "parallel/same_module.h"
+#include "parallel/kit/hosts.h"
+#include "parallel/kit/pinned_memory.h"
+#include "parallel/modules/compute_copy.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::fsdp {
 

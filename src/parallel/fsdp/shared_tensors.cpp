@@ -6,7 +6,7 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "parallel/host_memory.h"
+#include "parallel/kit/host_memory.h"
 #include "shm/mapping.h"
 
 namespace muster::fsdp {

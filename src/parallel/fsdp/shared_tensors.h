@@ -26,9 +26,9 @@
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/parameter_layout.h"
 #include "parallel/fsdp/units.h"
-#include "parallel/hosts.h"
-#include "parallel/same_module.h"
-#include "parallel/shared_tensor.h"
+#include "parallel/kit/hosts.h"
+#include "parallel/kit/shared_tensor.h"
+#include "parallel/modules/same_module.h"
 #include "shm/mapping.h"
 
 namespace muster::fsdp {

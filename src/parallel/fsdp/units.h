@@ -9,7 +9,7 @@
 #include <functional>
 #include <vector>
 
-#include "parallel/same_module.h"
+#include "parallel/modules/same_module.h"
 
 namespace muster::fsdp {
 

@@ -1,0 +1,366 @@
+#include "parallel/gradients/gradient_reducer.h"
+
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/text.h"
+#include "muster/base/error.h"
+#include "parallel/gradients/gradient_reducer_impl.h"
+#include "parallel/tape/accumulation_hooks.h"
+
+namespace muster::parallel {
+
+GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, ReducerOptions options,
+                                 std::shared_ptr<Heap> heap)
+    : impl_(std::make_shared<Impl>(std::move(options), std::move(heap))) {
+  Impl& s = *impl_;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    s.parameters.push_back({.name = parameters[i].name,
+                            .tensor = parameters[i].tensor,
+                            .owner = s.sharded() ? s.options.owners[i] : kEveryRank,
+                            .sparse = !s.options.sparse.empty() && s.options.sparse[i]});
+  // Gradients tend to become ready from the last layer to the first.
+  std::vector<size_t> order(s.parameters.size());
+  std::iota(order.rbegin(), order.rend(), size_t{0});
+  s.build(order);
+
+  const std::weak_ptr<Impl> weak = impl_;
+  for (size_t i = 0; i < s.parameters.size(); ++i) {
+    Parameter& parameter = s.parameters[i];
+    auto& hooks = torch::autograd::impl::post_acc_grad_hooks(parameter.tensor);
+    const auto on_ready = [weak, i] {
+      if (const auto impl = weak.lock()) impl->on_ready(i);
+    };
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor,
+                                                   std::make_unique<ReadyHook>(&s, on_ready, std::move(hooks)));
+    if (!s.sharded()) continue;
+    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
+    parameter.accumulator->add_pre_hook(std::make_unique<BeginHook>(&s, [weak] {
+      if (const auto impl = weak.lock()) impl->before_accumulation();
+    }));
+  }
+}
+
+GradientReducer::~GradientReducer() {
+  // Gradients remain views of the buckets, and keep them alive.
+  for (auto& parameter : impl_->parameters) {
+    ReadyHook::remove(torch::autograd::impl::post_acc_grad_hooks(parameter.tensor), impl_.get());
+    if (parameter.accumulator) BeginHook::remove(parameter.accumulator->pre_hooks(), impl_.get());
+  }
+}
+
+void GradientReducer::before_forward() {
+  if (impl_->dirty && impl_->running.expired()) impl_->abandon_backward();
+}
+
+void GradientReducer::set_hook(CommHook hook) {
+  if (!hook) throw InvalidArgument("the communication hook is empty");
+  if (impl_->hook)
+    throw InvalidArgument(text(impl_->options.user, " has a communication hook already"),
+                          "Register one hook; a hook may call others");
+  before_forward();  // makes up for a backward() that threw, as the other ranks did it
+  impl_->hook = std::move(hook);
+}
+
+void GradientReducer::set_contributors(int count, bool average_over_them) {
+  impl_->contributors = count;
+  impl_->averages_over_contributors = average_over_them;
+}
+
+void GradientReducer::backward_without_data() {
+  Impl& s = *impl_;
+  const at::NoGradGuard no_grad;
+  s.synced = true;
+  s.keeps_graph = false;
+  s.ready_order.clear();
+  for (auto& parameter : s.parameters) parameter.tensor.mutable_grad() = at::Tensor();
+  s.release_blocks_without_gradients();
+  s.times = {};
+  s.finish(s.of_contributors(s.reduce_the_rest()), /*is_complete=*/true);
+}
+
+bool GradientReducer::sync() const { return impl_->sync; }
+bool GradientReducer::set_sync(bool on) { return std::exchange(impl_->sync, on); }
+
+std::vector<std::vector<std::string>> GradientReducer::bucket_names() const {
+  std::vector<std::vector<std::string>> names;
+  for (const auto& bucket : impl_->buckets) {
+    auto& list = names.emplace_back();
+    for (const size_t index : bucket.parameters) list.push_back(impl_->parameters[index].name);
+  }
+  return names;
+}
+
+std::vector<size_t> GradientReducer::bucket_bytes() const {
+  std::vector<size_t> bytes;
+  for (const auto& bucket : impl_->buckets) {
+    size_t& sum = bytes.emplace_back();
+    for (const size_t index : bucket.parameters) sum += impl_->parameters[index].tensor.nbytes();
+  }
+  return bytes;
+}
+bool GradientReducer::has_rebuilt_buckets() const { return impl_->rebuilt; }
+bool GradientReducer::has_hook() const { return static_cast<bool>(impl_->hook); }
+const BackwardTimes& GradientReducer::times() const { return impl_->times; }
+
+// Lays the parameters out in buckets; existing gradients move there, too.
+void GradientReducer::Impl::build(std::vector<size_t> order) {
+  const at::NoGradGuard no_grad;
+  if (!options.delayed.empty())
+    std::stable_partition(order.begin(), order.end(), [&](size_t index) { return !options.delayed[index]; });
+  buckets = make_buckets(parameters, order, bytes_of_mb(options.first_bucket_cap_mb),
+                         bytes_of_mb(options.bucket_cap_mb), *heap, blocks);
+  for (auto& parameter : parameters) {
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (!grad.defined() || grad.is_sparse() || parameter.sparse) continue;
+    if (grad.is_same(parameter.view)) continue;
+    if (!parameter.view.defined()) give_block(buckets[parameter.bucket], parameter, blocks);
+    parameter.view.copy_(grad);
+    grad = parameter.view;
+  }
+}
+
+void GradientReducer::Impl::require_dense(const Parameter& parameter, const at::Tensor& grad) const {
+  if (grad.layout() != at::kStrided)
+    throw InvalidArgument(text("the gradient of ", parameter.name, " is sparse"),
+                          text("Create the embedding with sparse(false): ", options.user, " reduces dense gradients"));
+}
+
+// Makes the parameter's view of its bucket the gradient. If .grad was undefined (after zero_grad()), autograd has set
+// its own tensor there. If the view was in place, autograd has accumulated into it, and there is nothing to do.
+void GradientReducer::Impl::adopt(Parameter& parameter) {
+  at::Tensor& grad = parameter.tensor.mutable_grad();
+  if (!grad.defined() || grad.is_same(parameter.view)) return;
+  if (parameter.sparse) {
+    const at::NoGradGuard no_grad;
+    if (grad.layout() != at::kSparse) grad = grad.to_sparse(1);  // of a use that is not sparse
+    parameter.view = grad;
+    return;
+  }
+  require_dense(parameter, grad);
+  const at::NoGradGuard no_grad;
+  Bucket& bucket = buckets[parameter.bucket];
+  if (bucket.large) {
+    if (adopt_block(bucket, parameter, grad, blocks)) return;
+    if (!parameter.view.defined()) give_block(bucket, parameter, blocks);
+  }
+  parameter.view.copy_(grad);
+  grad = parameter.view;
+}
+
+// With owners, before autograd adds to a .grad.
+void GradientReducer::Impl::before_accumulation() {
+  if (!running.expired()) return;
+  if (dirty) abandon_backward();
+  begin_backward();
+  put_averages_aside();
+}
+
+void GradientReducer::Impl::on_ready(size_t index) {
+  Parameter& parameter = parameters[index];
+  if (running.expired()) {
+    if (dirty) abandon_backward_before(parameter);
+    begin_backward();
+  }
+  if (synced && parameter.ready && parameter.bucket < next_bucket)
+    throw InvalidArgument(
+        text("parameter ", parameter.name,
+             " got a second gradient in one backward(), when its first had been averaged"),
+        "Do not run backward() inside of backward() on parameters that both use, or use no_sync() for this backward()");
+  if (keeps_graph)
+    require_dense(parameter, parameter.tensor.grad());
+  else
+    adopt(parameter);
+  parameter.used = true;
+  if (!synced || parameter.ready) return;  // a parameter used twice in a double backward is ready once
+  parameter.ready = true;
+  if (keeps_graph) return;
+  if (!rebuilt) ready_order.push_back(index);
+  Bucket& bucket = buckets[parameter.bucket];
+  if (--bucket.pending == 0) launch_ready_buckets();
+  if (sharded()) release_reduced_blocks();
+}
+
+// The gradient of `first` has come, and belongs to this backward(), not to the one that threw.
+void GradientReducer::Impl::abandon_backward_before(Parameter& first) {
+  at::Tensor& grad = first.tensor.mutable_grad();
+  at::Tensor own;
+  if (!grad.is_same(first.view)) own = std::exchange(grad, at::Tensor());
+  abandon_backward();
+  if (own.defined()) grad = own;
+}
+
+void GradientReducer::Impl::begin_backward() {
+  const bool with_graph = at::GradMode::is_enabled();
+  if (with_graph && sharded())
+    throw InvalidArgument(text("backward() with create_graph does not go through ", options.user,
+                               ", whose gradients are averages without a graph"),
+                          "Use autograd::grad() with create_graph, and backward() of what you make of its results");
+  if (with_graph && hook && sync)
+    throw InvalidArgument("backward() with create_graph does not go through a communication hook",
+                          "Use a module without a hook, or autograd::grad()");
+  if (sync) options.on_begin(with_graph);
+  dirty = true;
+  synced = sync;
+  keeps_graph = with_graph;
+  times = {};
+  ready_order.clear();
+  release_blocks_without_gradients();  // so that new gradients can use them
+  const auto token = std::make_shared<GradientBlocks::Serving>(blocks);
+  running = token;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this(), token] { self->finish_backward(); });
+}
+
+// Averages that the user has not cleared: this backward() is to add to them, after its own are known.
+void GradientReducer::Impl::put_averages_aside() {
+  const at::NoGradGuard no_grad;
+  for (Parameter& parameter : parameters) {
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (!std::exchange(parameter.averaged, false) || !grad.defined()) continue;
+    if (!synced) {
+      parameter.averaged = true;
+      throw InvalidArgument(text("backward() in no_sync() would add to the gradient of ", parameter.name,
+                                 ", which is an average that only rank ", options.group.global_rank(parameter.owner),
+                                 options.owner_on_each_host ? " has on this host" : " has"),
+                            "Call zero_grad() before, or do not use no_sync() for this backward()");
+    }
+    Bucket& bucket = buckets[parameter.bucket];
+    parameter.kept = bucket.large ? grad : grad.clone();
+    grad = at::Tensor();
+    if (bucket.large) release_block(bucket, parameter);
+  }
+}
+
+void GradientReducer::Impl::release_blocks_without_gradients() {
+  for (Bucket& bucket : buckets)
+    if (Parameter& first = parameters[bucket.parameters[0]]; bucket.large && !first.tensor.grad().defined())
+      release_block(bucket, first);
+}
+
+// When it is reduced: a large gradient that another rank owns.
+bool GradientReducer::Impl::will_be_freed(const Bucket& bucket) const {
+  return bucket.large && !is_mine(parameters[bucket.parameters[0]]);
+}
+
+// Frees large gradients whose owners have them. What this waits for, the other ranks reach without this one: it has
+// passed there.
+void GradientReducer::Impl::release_reduced_blocks() {
+  const auto may_go = [&](Bucket& bucket) {
+    return bucket.work.is_completed() || bytes_in_flight > options.most_in_flight;
+  };
+  for (; released_bucket < next_bucket && may_go(buckets[released_bucket]); ++released_bucket) {
+    Bucket& bucket = buckets[released_bucket];
+    bucket.work.wait();  // throws what the reduction threw
+    if (!will_be_freed(bucket)) continue;
+    Parameter& first = parameters[bucket.parameters[0]];
+    bytes_in_flight -= first.tensor.nbytes();
+    bucket.work = Work();  // it refers to the tensor
+    first.tensor.mutable_grad() = at::Tensor();
+    release_block(bucket, first);
+  }
+}
+
+// To be called after a backward() threw on this rank. If it was not in no_sync(), the other ranks wait for its buckets;
+// they learn from `used` that not all gradients are there, whatever an earlier no_sync() has left. If all are there,
+// this was the step of the other ranks, after which they may agree on the order of the buckets.
+void GradientReducer::Impl::abandon_backward() {
+  bool all = false;
+  if (synced) {
+    options.on_end();
+    for (auto& parameter : parameters) parameter.used = parameter.ready;
+    all = may_rebuild(of_contributors(keeps_graph ? average_with_graph(/*sets=*/false) : reduce_the_rest()));
+  }
+  for (auto& parameter : parameters) {
+    parameter.kept = at::Tensor();  // after an exception, gradients are undefined
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (synced && !is_mine(parameter) && grad.is_same(parameter.view)) grad = at::Tensor();
+  }
+  const bool is_over = synced;
+  reset();
+  if (!rebuilt && all) rebuild_in_ready_order();
+  if (is_over) options.on_averaged(/*is_complete=*/false);
+}
+
+// Runs when the engine has finished this backward().
+void GradientReducer::Impl::finish_backward() {
+  running.reset();
+  if (!synced) {
+    dirty = false;
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  options.on_end();
+  finish(of_contributors(keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest()), /*is_complete=*/true);
+}
+
+void GradientReducer::Impl::finish(const std::vector<float>& shares, bool is_complete) {
+  if (!keeps_graph) use_averages(shares);
+  const std::string wrong = std::exchange(wrong_results, "");
+  reset();
+  const bool lacks_gradients = !complete(shares) && !options.find_unused_parameters;
+  if (wrong.empty() && !lacks_gradients) times.averaged = Clock::now();
+  if (!rebuilt && may_rebuild(shares)) rebuild_in_ready_order();
+  options.on_averaged(is_complete);
+  if (!wrong.empty()) throw InvalidArgument(wrong, "Return the bucket's buffer(), or a tensor with as many elements");
+  if (lacks_gradients) report_unused(shares);
+}
+
+void GradientReducer::Impl::reset() {
+  dirty = false;
+  running.reset();
+  next_bucket = released_bucket = bytes_in_flight = 0;
+  wrong_results.clear();
+  for (auto& parameter : parameters) {
+    parameter.ready = false;
+    if (parameter.sparse) parameter.view = at::Tensor();  // it is the gradient
+    if (synced) parameter.used = false;
+  }
+  for (auto& bucket : buckets) {
+    bucket.pending = bucket.parameters.size();
+    bucket.work = Work();
+    bucket.future.reset();
+  }
+}
+
+// All ranks use rank 0's order, so that buckets stay the same on all ranks. Parameters that only an earlier backward()
+// in no_sync() came to follow at the end.
+void GradientReducer::Impl::rebuild_in_ready_order() {
+  rebuilt = true;
+  std::vector<bool> listed(parameters.size());
+  for (const size_t index : ready_order) listed[index] = true;
+  for (size_t i = 0; i < listed.size(); ++i)
+    if (!listed[i]) ready_order.push_back(i);
+  const auto n = static_cast<int64_t>(ready_order.size());
+  at::Tensor order = at::zeros({n}, at::kLong);
+  std::copy(ready_order.begin(), ready_order.end(), order.mutable_data_ptr<int64_t>());
+  broadcast(order, 0, {.group = options.group});
+  const auto* const first = order.const_data_ptr<int64_t>();
+  build({first, first + n});
+}
+
+size_t bytes_of_mb(double mb) { return static_cast<size_t>(std::min(mb, 1e9) * (1 << 20)); }
+
+ReducerOptions checked(ReducerOptions options) {
+  if (!(options.bucket_cap_mb > 0) || !(options.first_bucket_cap_mb > 0))
+    throw InvalidArgument(
+        text("bucket_cap_mb is ", options.bucket_cap_mb, " and first_bucket_cap_mb ", options.first_bucket_cap_mb),
+        "Use sizes above 0, in MiB");
+  if (!options.group.is_member())
+    throw InvalidArgument(text("this rank is not a member of ", options.user, "'s group"));
+  return options;
+}
+
+std::string words_of(const ReducerOptions& options) {
+  return text(options.user, " bucket_cap_mb=", options.bucket_cap_mb,
+              " first_bucket_cap_mb=", options.first_bucket_cap_mb,
+              " find_unused_parameters=", options.find_unused_parameters,
+              " broadcast_buffers=", options.broadcast_buffers, " sparse=", join(options.sparse));
+}
+
+}  // namespace muster::parallel

@@ -1,0 +1,119 @@
+// What gradient_reducer.cpp (the course of a backward()) and gradient_averages.cpp (the averages) share.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "muster/comm/collectives.h"
+#include "parallel/gradients/gradient_reducer.h"
+#include "parallel/kit/buckets.h"
+#include "parallel/kit/gradient_blocks.h"
+
+namespace muster::parallel {
+
+// Whether all ranks reached all parameters.
+inline bool complete(const std::vector<float>& shares) {
+  return std::all_of(shares.begin(), shares.end(), [](float share) { return share >= 1; });
+}
+
+struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Impl> {
+  Impl(ReducerOptions with, std::shared_ptr<Heap> its_heap)
+      : options(std::move(with)),
+        heap(std::move(its_heap)),
+        blocks(heap, options.replace_allocator),
+        averages_among(options.group),
+        contributors(options.group.size()) {}
+
+  const ReducerOptions options;
+  const std::shared_ptr<Heap> heap;
+  GradientBlocks blocks;
+
+  std::vector<Parameter> parameters;  // trainable, in the module's order
+  std::vector<Bucket> buckets;
+  CommHook hook;                        // or none
+  std::optional<Group> averages_among;  // the ranks among which the hook averages; none: it does not
+  std::string wrong_results;            // of the hook, in this backward()
+  std::vector<size_t> ready_order;      // parameters in the order in which the first step's gradients came
+  bool rebuilt = false;
+  int contributors;  // ranks with data
+  bool averages_over_contributors = false;
+
+  BackwardTimes times;  // of the backward() under way, or of the last
+
+  bool sync = true;          // whether the next backward() reduces
+  bool synced = true;        // whether the last backward() that began reduces
+  bool keeps_graph = false;  // whether it makes a graph (create_graph)
+  // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
+  // callback never ran, can be distinguished from one that is still running.
+  std::weak_ptr<GradientBlocks::Serving> running;
+  bool dirty = false;          // a backward() has begun and has been neither finished nor abandoned
+  size_t next_bucket = 0;      // buckets are reduced in order, the same on all ranks
+  size_t released_bucket = 0;  // with owners: the first whose block may be in use after its reduction
+  size_t bytes_in_flight = 0;  // of large gradients between both numbers, which will be freed
+
+  bool sharded() const { return !options.owners.empty(); }
+  bool is_mine(const Parameter& parameter) const {
+    return parameter.owner == kEveryRank || parameter.owner == options.group.rank();
+  }
+
+  void build(std::vector<size_t> order);
+  void before_accumulation();
+  void on_ready(size_t index);
+  void adopt(Parameter& parameter);
+  ReduceOptions averaging() const {
+    return {.op = ReduceOp::AVG, .group = options.group, .between_hosts = options.reduce_dtype};
+  }
+  bool to_owner() const { return sharded() && !options.owner_on_each_host; }
+  // Whether all ranks know that all parameters were used, so that they may agree on the order of the buckets.
+  bool may_rebuild(const std::vector<float>& shares) const {
+    return complete(shares) && !keeps_graph && averages_among_all() && contributors == options.group.size();
+  }
+  bool averages_among_all() const { return averages_among && averages_among->size() == options.group.size(); }
+  // Whether some ranks have no data. A hook that averages among fewer ranks makes of that what it likes.
+  bool lacks_contributors() const { return contributors != options.group.size() && averages_among_all(); }
+  // Of averages over all ranks, to become those over the ranks with data.
+  double scale() const {
+    return averages_over_contributors && lacks_contributors() ? static_cast<double>(options.group.size()) / contributors
+                                                              : 1;
+  }
+  // Whether a collective of its own tells which parameters were used; else buckets do.
+  bool tells_shares_apart() const {
+    return sharded() || hook || options.reduce_dtype ||  // in few bits, the marks might not add up to 1
+           std::any_of(buckets.begin(), buckets.end(), [this](const Bucket& bucket) {
+             return bucket.sparse || !parameters[bucket.parameters[0]].tensor.is_cpu();  // no wait for a device
+           });
+  }
+  void begin_communication() {
+    if (times.first_bucket == Clock::time_point()) times.first_bucket = Clock::now();
+  }
+  void launch(size_t index);
+  void call_hook(size_t index);
+  std::string use_hooks_results();
+  std::vector<float> of_contributors(std::vector<float> shares) const;
+  void finish(const std::vector<float>& shares, bool is_complete);
+  // `sets`: whether each .grad becomes the average.
+  std::vector<float> average_with_graph(bool sets);
+  void use_averages(const std::vector<float>& shares);
+  void launch_ready_buckets();
+  bool will_be_freed(const Bucket& bucket) const;
+  void release_reduced_blocks();
+  void release_blocks_without_gradients();
+  void begin_backward();
+  void put_averages_aside();
+  std::vector<float> reduce_the_rest();
+  std::vector<float> shares_used_on_all_ranks();
+  void average_shares(std::vector<float>& shares) const;
+  void finish_backward();
+  void abandon_backward();
+  void abandon_backward_before(Parameter& first);
+  void reset();
+  void rebuild_in_ready_order();
+  void require_dense(const Parameter& parameter, const at::Tensor& grad) const;
+  void report_unused(const std::vector<float>& shares, const char* of = "ranks") const;
+};
+
+}  // namespace muster::parallel
