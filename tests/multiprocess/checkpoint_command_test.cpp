@@ -24,6 +24,7 @@
 #include "muster/comm/world.h"
 #include "support/ask_python.h"
 #include "support/ranks.h"
+#include "support/sanitized.h"
 
 namespace muster::test {
 namespace {
@@ -403,7 +404,9 @@ TEST_F(CheckpointCommand, MemoryMayNotSuffice) {
   };
   write_large(path("a.safetensors"), "", 0);
   write_large(path("b.safetensors"), "", 1);
-  EXPECT_EQ(run({"diff", path("a.safetensors"), path("b.safetensors")}).err, "muster: not enough memory\n");
+  if (!kSanitized) {  // AddressSanitizer gives as much address space as is asked for, and then checks all of it
+    EXPECT_EQ(run({"diff", path("a.safetensors"), path("b.safetensors")}).err, "muster: not enough memory\n");
+  }
   // It claims to be a snapshot, whose header has a checksum. That is refused without its tensors.
   write_large(path("c.safetensors"), R"("__metadata__":{"muster":"{}"},)", 0);
   const Said said = run({"verify", path("c.safetensors")});
