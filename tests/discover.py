@@ -47,7 +47,8 @@ def tests_of(program, pattern):
 
 
 def entry_of(suite, test, together):
-    """Returns the ctest test of a gtest test: its suite or what that is together with, and its parameter's name unless that is a number."""
+    """Returns the ctest test of a gtest test: the name of its suite, or of what that suite is together with, and its parameter's
+    name unless that is a number."""
     parameter = test.rpartition("/")[2] if "/" in test else ""
     if suite in together:
         suite = together[suite]

@@ -194,6 +194,10 @@ class Dev(unittest.TestCase):
         status, output, log = self.dev("build", script=second / "dev", HOME=str(home))
         self.assertEqual((status, re.findall(r"pip|venv --clear", log)), (0, []), output)
         self.assertEqual([checkout.joinpath(".venv").readlink() for checkout in (first, second)], [shared, shared])
+        subprocess.run(["git", "init", "--quiet", second], check=True)
+        shutil.copy(ROOT / ".gitignore", second)
+        untracked = subprocess.run(["git", "-C", second, "status", "--porcelain"], check=True, text=True, stdout=subprocess.PIPE).stdout
+        self.assertNotIn("venv", untracked)  # git's "/.venv/" would ignore a folder, and not a link
 
         # Another version of torch is another folder, and a folder that is there already stays what it is.
         other = self.fake / "other"
