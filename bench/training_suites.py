@@ -93,8 +93,8 @@ class TrainingSuites(Runner):
         return [dict(row, bench="slow_link", hosts=2, mbit_per_s=200) for row in fastest]
 
     def sync_batch_norm(self):
-        commands = [self.job("bench_sync_batch_norm")]
-        return self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "ms", min)
+        commands = [self.job("bench_sync_batch_norm", *flags) for flags in ([], ["--shards", "8"])]
+        return self.best_of_rounds(commands, lambda row: row["shards"], "ms", min)
 
     def fsdp(self):
         """One model for all ranks, PyTorch's FSDP2 over Gloo and over Muster's plug-in, and steps without

@@ -233,13 +233,6 @@ TEST(Reproducible, BadUseIsOneSentence) {
     EXPECT_THROW(DistributedDataParallel<Plain>(make_plain(), {.reproducible = {.shards = 2 << world.rank()}}),
                  Mismatch);
     {
-      const auto net = make_plain();
-      convert_sync_batchnorm(net);
-      DistributedDataParallel<Plain> converted(net, {.reproducible = {.shards = 2}});
-      expect_refusal({"has a synchronized batch norm"},
-                     [&] { converted.backward_by_shards(0, [](int) { return Tensor(); }); });
-    }
-    {
       DistributedDataParallel<Plain> sums(make_plain(), {.reproducible = {.shards = 2}});
       const auto guard = sums.no_sync();
       sums.forward(0).backward();

@@ -193,15 +193,22 @@ class DistributedDataParallel {
   //
   // While the function runs, libtorch's default CPU generator has a seed made of options.seed, `step` and the shard; so
   // dropout is reproducible where each rank is a process. Buffers are at each shard what they were before the step, so
-  // a batch norm normalises each shard by itself; its running statistics become the average of the shards'. Buffers of
-  // integers are as after the last shard. The machines must compute alike: the same libtorch on the same kind of
-  // processor. What the program computes between this and the optimizer's step must not depend on the number of
-  // threads, as clip_grad_norm_() does: call at::set_num_threads() with the same number for every number of ranks.
+  // a BatchNorm normalises each shard by itself; its running statistics become the average of the shards'. Buffers of
+  // integers are as after the last shard.
   //
-  // InvalidArgument without DdpOptions::reproducible; with a SyncBatchNorm, whose batches depend on the number of
-  // ranks; if the function does not return a tensor with one element that requires grad; for parameters without a
-  // gradient, as backward(). What the function throws on one rank is an InvalidArgument on the others. All ranks must
-  // call it with the same step.
+  // A SyncBatchNorm, or what convert_sync_batchnorm() has converted, normalises the global batch. Then no shard can go
+  // on without the others: the function runs in a thread of its own for each shard, one at a time, each until it meets
+  // such a norm, and the graphs and gradients of all of this rank's shards live at the same time. It must call the same
+  // of these norms for each shard, and leave alone what it has computed for another.
+  //
+  // The machines must compute alike: the same libtorch on the same kind of processor. What the program computes between
+  // this and the optimizer's step must not depend on the number of threads, as clip_grad_norm_() does: call
+  // at::set_num_threads() with the same number for every number of ranks.
+  //
+  // InvalidArgument without DdpOptions::reproducible; if shards differ in the SyncBatchNorms that they call, or if one
+  // of these has another group, or meets a backward() with create_graph; if the function does not return a tensor with
+  // one element that requires grad; for parameters without a gradient, as backward(). What the function throws on one
+  // rank is an InvalidArgument on the others. All ranks must call it with the same step.
   at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
     return replica_.backward_by_shards(step, loss);
   }

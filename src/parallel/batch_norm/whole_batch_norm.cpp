@@ -27,6 +27,7 @@
 #include "muster/comm/collectives.h"
 #include "muster/comm/functional.h"
 #include "parallel/batch_norm/batch_norm_gradient.h"
+#include "parallel/batch_norm/batch_part.h"
 
 namespace muster::parallel {
 namespace {
@@ -103,22 +104,23 @@ Tensor own_statistics(const Tensor& input) {
   return own;
 }
 
-// `all`: what own_statistics() gives on each rank, one after another.
-Statistics merge(const Tensor& all, int64_t ranks, int64_t channels) {
+// `all`: what own_statistics() gives for each part, [parts, 2 * channels + 1].
+Statistics merge(const Tensor& all, int64_t channels) {
+  const int64_t parts = all.size(0);
   Statistics merged{.mean = at::zeros({channels}, at::kDouble), .variance = at::zeros({channels}, at::kDouble)};
   const double* const values = all.const_data_ptr<double>();
   double* const mean = merged.mean.mutable_data_ptr<double>();
   double* const variance = merged.variance.mutable_data_ptr<double>();
-  const auto of_rank = [&](int64_t rank) { return values + rank * (2 * channels + 1); };
-  for (int64_t r = 0; r < ranks; ++r) merged.count += *of_rank(r);
-  for (int64_t r = 0; r < ranks; ++r) {
-    const double* const its = of_rank(r);
+  const auto of_part = [&](int64_t part) { return values + part * (2 * channels + 1); };
+  for (int64_t p = 0; p < parts; ++p) merged.count += *of_part(p);
+  for (int64_t p = 0; p < parts; ++p) {
+    const double* const its = of_part(p);
     if (*its == 0) continue;
     const double share = *its / merged.count;
     for (int64_t c = 0; c < channels; ++c) mean[c] += share * its[1 + c];
   }
-  for (int64_t r = 0; r < ranks; ++r) {
-    const double* const its = of_rank(r);
+  for (int64_t p = 0; p < parts; ++p) {
+    const double* const its = of_part(p);
     if (*its == 0) continue;
     const double share = *its / merged.count;
     for (int64_t c = 0; c < channels; ++c) {
@@ -129,12 +131,22 @@ Statistics merge(const Tensor& all, int64_t ranks, int64_t channels) {
   return merged;
 }
 
-Statistics statistics_of_all(const Tensor& input, const Group& group) {
+// `part`: null if the batch is this rank's only part.
+Statistics statistics_of_all(const Tensor& input, const Group& group, BatchPart* part) {
   const at::NoGradGuard values_only;
   const Tensor own = own_statistics(input.detach());
-  const Tensor all = at::empty({group.size() * own.numel()}, own.options());
+  if (part) return merge(part->gather(own, group), input.size(1));
+  const Tensor all = at::empty({group.size(), own.numel()}, own.options());
   all_gather_into_tensor(all, own, {.group = group});
-  return merge(all.cpu(), group.size(), input.size(1));
+  return merge(all.cpu(), input.size(1));
+}
+
+// In place.
+void add_up_over_parts(const Tensor& sums, const Group& group, BatchPart* part) {
+  if (!part) return all_reduce(sums, {.group = group});
+  const Tensor all = part->gather(sums, group);
+  sums.zero_();
+  for (int64_t p = 0; p < all.size(0); ++p) sums.add_(all[p]);
 }
 
 void update(const Tensor& running, const Tensor& value, double momentum) {
@@ -147,9 +159,13 @@ void update(const Tensor& running, const Tensor& value, double momentum) {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct GroupHolder : torch::CustomClassHolder {
-  explicit GroupHolder(std::weak_ptr<const Group> of) : group(std::move(of)) {}
+// Who shares the batch.
+struct Sharers : torch::CustomClassHolder {
+  Sharers(std::weak_ptr<const Group> of, const std::shared_ptr<BatchPart>& current)
+      : group(std::move(of)), part(current), has_part(current != nullptr) {}
   std::weak_ptr<const Group> group;
+  std::weak_ptr<BatchPart> part;
+  bool has_part;
 };
 
 // What backward() gives for input, weight and bias.
@@ -179,7 +195,8 @@ Gradients differentiable_gradients(const Tensor& gradient, const Tensor& input, 
 }
 
 Gradients plain_gradients(const Tensor& gradient, const Tensor& input, const Tensor& weight, const Tensor& mean,
-                          const Tensor& variance, double count, double eps, const Group& group, bool wants_input) {
+                          const Tensor& variance, double count, double eps, const Group& group, BatchPart* part,
+                          bool wants_input) {
   const int64_t channels = input.size(1);
   const Tensor scale = weight.defined() ? weight.to(mean.scalar_type()) : Tensor();
   Gradients result;
@@ -196,7 +213,7 @@ Gradients plain_gradients(const Tensor& gradient, const Tensor& input, const Ten
   }
   if (!wants_input) return result;
   const Tensor sums = at::cat({result.bias, result.weight}).to(at::kDouble);
-  all_reduce(sums, {.group = group});
+  add_up_over_parts(sums, group, part);
   const Tensor deviation = at::rsqrt(variance.to(at::kDouble) + eps);
   const auto rounded = [&](const Tensor& tensor) { return tensor.to(mean.scalar_type()).contiguous(); };
   result.input = batch_norm_gradient(gradient, input, rounded(scale.defined() ? deviation * scale : deviation),
@@ -209,11 +226,11 @@ Gradients plain_gradients(const Tensor& gradient, const Tensor& input, const Ten
 struct Normalize final : torch::autograd::Function<Normalize> {
   static Tensor forward(AutogradContext* context, const Tensor& input, const std::optional<Tensor>& weight,
                         const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& variance, double count,
-                        double eps, const c10::intrusive_ptr<GroupHolder>& group) {
+                        double eps, const c10::intrusive_ptr<Sharers>& sharers) {
     context->save_for_backward({input, or_undefined(weight), mean, variance});
     context->saved_data["count"] = count;
     context->saved_data["eps"] = eps;
-    context->saved_data["group"] = c10::IValue::make_capsule(group);
+    context->saved_data["sharers"] = c10::IValue::make_capsule(sharers);
     context->saved_data["has_bias"] = bias.has_value();
     if (input.numel() == 0) return at::empty_like(input);
     const auto converted = [&](const std::optional<Tensor>& tensor) {
@@ -228,13 +245,20 @@ struct Normalize final : torch::autograd::Function<Normalize> {
     const auto saved = context->get_saved_variables();
     const Tensor &input = saved[0], &weight = saved[1], &mean = saved[2], &variance = saved[3];
     const double count = context->saved_data["count"].toDouble(), eps = context->saved_data["eps"].toDouble();
-    const auto holder = c10::static_intrusive_pointer_cast<GroupHolder>(context->saved_data["group"].toCapsule());
-    const auto group = not_ended(holder->group);
+    const auto sharers = c10::static_intrusive_pointer_cast<Sharers>(context->saved_data["sharers"].toCapsule());
+    const auto group = not_ended(sharers->group);
+    const auto part = sharers->part.lock();
+    if (sharers->has_part && !part)
+      throw InvalidArgument("a synchronized batch norm's backward() comes after that of backward_by_shards()",
+                            "Return the loss, which backward_by_shards() differentiates");
+    if (part && at::GradMode::is_enabled())
+      throw InvalidArgument("backward_by_shards() has no create_graph for a synchronized batch norm",
+                            "Use BatchNorm, which each shard computes by itself");
     const bool wants_input = context->needs_input_grad(0);
     Gradients result =
         at::GradMode::is_enabled()
             ? differentiable_gradients(gradients[0], input, weight, count, eps, *group, wants_input)
-            : plain_gradients(gradients[0], input, weight, mean, variance, count, eps, *group, wants_input);
+            : plain_gradients(gradients[0], input, weight, mean, variance, count, eps, *group, part.get(), wants_input);
     if (result.input.defined()) result.input = result.input.to(input.scalar_type());
     if (!weight.defined()) result.weight.reset();
     if (!context->saved_data["has_bias"].toBool()) result.bias.reset();
@@ -253,8 +277,9 @@ Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const Gro
   require_usable(call);
   const auto group = not_ended(of);
   const Tensor& input = call.input;
-  if (input.size(1) == 0 || group->size() == 1) return local_batch_norm(call, true);
-  const Statistics all = statistics_of_all(input, *group);
+  const std::shared_ptr<BatchPart>& part = BatchPart::current();
+  if (input.size(1) == 0 || (group->size() == 1 && !part)) return local_batch_norm(call, true);
+  const Statistics all = statistics_of_all(input, *group, part.get());
   if (all.count == 0) return local_batch_norm(call, true);
   TORCH_CHECK(all.count != 1, "Expected more than 1 value per channel when training, got input size ", input.sizes(),
               ", and nothing on the other ranks");
@@ -264,7 +289,7 @@ Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const Gro
     update(running, all.variance * (all.count / (all.count - 1)), call.momentum);
   const auto here = input.options().dtype(math_type(input)).requires_grad(false);
   return Normalize::apply(input, if_defined(call.weight), if_defined(call.bias), all.mean.to(here),
-                          all.variance.to(here), all.count, call.eps, c10::make_intrusive<GroupHolder>(of));
+                          all.variance.to(here), all.count, call.eps, c10::make_intrusive<Sharers>(of, part));
 }
 
 }  // namespace muster::parallel

@@ -5,8 +5,11 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/TensorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <cstdint>
 #include <exception>
 #include <optional>
 
@@ -14,7 +17,9 @@
 #include "muster/base/error.h"
 #include "muster/base/random.h"
 #include "muster/comm/collectives.h"
+#include "parallel/batch_norm/whole_batch_norm.h"
 #include "parallel/ddp/replica.h"
+#include "parallel/ddp/shard_turns.h"
 #include "parallel/kit/coalesced.h"
 #include "parallel/kit/random_numbers.h"
 
@@ -35,6 +40,67 @@ class WithThreads {
 
  private:
   const int threads_, before_;
+};
+
+// For shards in turns: each finds the buffers and the default generator as it has left them.
+class ShardStates {
+ public:
+  ShardStates(const std::vector<parallel::NamedTensor>& buffers, size_t shards) : states_(shards) {
+    for (const auto& [name, tensor] : buffers) {
+      buffers_.push_back({.tensor = tensor, .version = torch::autograd::impl::version_counter(tensor)});
+      for (State& state : states_) state.buffers.push_back({.version = c10::VariableVersion(tensor._version())});
+    }
+  }
+  ShardStates(const ShardStates&) = delete;
+  ShardStates& operator=(const ShardStates&) = delete;
+  ~ShardStates() {
+    for (const Buffer& buffer : buffers_) torch::autograd::impl::set_version_counter(buffer.tensor, buffer.version);
+  }
+
+  void begin_turn(size_t shard) {
+    const at::NoGradGuard no_grad;
+    State& state = states_[shard];
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      Buffer& buffer = buffers_[i];
+      const Left& left = state.buffers[i];
+      if (left.values.defined() && !left.values.is_same(buffer.holds)) {
+        torch::autograd::impl::set_version_counter(buffer.tensor, buffer.version);
+        buffer.tensor.copy_(left.values);
+        buffer.holds = left.values;
+      }
+      // A shard's graph that has kept the buffer does not mind what is written into it between the shard's turns.
+      torch::autograd::impl::set_version_counter(buffer.tensor, left.version);
+      buffer.version_at_begin = buffer.tensor._version();
+    }
+    if (state.random) state.random->set();
+  }
+  void end_turn(size_t shard) {
+    State& state = states_[shard];
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      Buffer& buffer = buffers_[i];
+      if (buffer.tensor._version() != buffer.version_at_begin)
+        buffer.holds = state.buffers[i].values = buffer.tensor.detach().clone();
+    }
+    state.random.emplace(parallel::RandomState::of_cpu());
+  }
+
+ private:
+  struct Buffer {
+    at::Tensor tensor;
+    c10::VariableVersion version;
+    at::Tensor holds = {};  // a shard's `values`, whose copy it is; undefined at first
+    uint32_t version_at_begin = 0;
+  };
+  struct Left {
+    at::Tensor values = {};  // undefined as long as the shard has not written
+    c10::VariableVersion version;
+  };
+  struct State {
+    std::vector<Left> buffers;
+    std::optional<parallel::RandomState> random;
+  };
+  std::vector<Buffer> buffers_;
+  std::vector<State> states_;
 };
 
 }  // namespace
@@ -94,7 +160,6 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
                           "Set DdpOptions::reproducible.shards");
   if (s.meetings)
     throw InvalidArgument("backward_by_shards() is called within join()", "Give each shard as many batches");
-  s.require_no_synchronized_norm("backward_by_shards(), because its batches depend on the number of ranks");
   s.gradients->before_forward();  // makes up for a backward() that threw
   s.check_parameters();
   const WithThreads with_threads(s.options.reproducible.threads);
@@ -109,34 +174,47 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
     return buffer.tensor.is_floating_point() || buffer.tensor.is_complex();
   };
   if (s.copies) s.copies->make();
-  TreeSum sum;
   const std::vector<int> mine = s.shards->mine();
   std::vector<float> shares(s.trainable.size());  // of the shards that use each parameter
-  std::exception_ptr failure;
+  const auto compute = [&](int shard) {
+    restore_buffers();
+    parallel::set_cpu_seed(mixed_seed({s.options.reproducible.seed, step, static_cast<uint64_t>(shard)}));
+    const at::Tensor value = s.with_copies([&] { return loss(shard); });
+    if (!value.defined() || value.numel() != 1 || !value.requires_grad())
+      throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
+                            "Return a tensor with one element that depends on the parameters");
+    TreeSum::Leaf leaf = torch::autograd::grad({value}, s.trainable, {}, {}, false, /*allow_unused=*/true);
+    for (size_t i = 0; i < leaf.size(); ++i)
+      shares[i] += leaf[i].defined() ? 1.0F / static_cast<float>(mine.size()) : 0;
+    for (const auto& buffer : s.buffers)
+      if (is_averaged(buffer)) leaf.push_back(buffer.tensor);
+    leaf.push_back(value.detach().reshape({}));
+    // Before sums, which might be infinite; exact, because the number of shards is a power of two.
+    for (at::Tensor& tensor : leaf)
+      if (tensor.defined()) tensor = at::mul(tensor.detach(), 1.0 / s.shards->count());
+    return leaf;
+  };
+  constexpr const char* kFailed = "could not run the function of backward_by_shards()";
+  TreeSum sum;
   try {
-    for (const int shard : mine) {
-      restore_buffers();
-      parallel::set_cpu_seed(mixed_seed({s.options.reproducible.seed, step, static_cast<uint64_t>(shard)}));
-      const at::Tensor value = s.with_copies([&] { return loss(shard); });
-      if (!value.defined() || value.numel() != 1 || !value.requires_grad())
-        throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
-                              "Return a tensor with one element that depends on the parameters");
-      TreeSum::Leaf leaf = torch::autograd::grad({value}, s.trainable, {}, {}, false, /*allow_unused=*/true);
-      for (size_t i = 0; i < leaf.size(); ++i)
-        shares[i] += leaf[i].defined() ? 1.0F / static_cast<float>(mine.size()) : 0;
-      for (const auto& buffer : s.buffers)
-        if (is_averaged(buffer)) leaf.push_back(buffer.tensor);
-      leaf.push_back(value.detach().reshape({}));
-      // Before sums, which might be infinite; exact, because the number of shards is a power of two.
-      for (at::Tensor& tensor : leaf)
-        if (tensor.defined()) tensor = at::mul(tensor.detach(), 1.0 / s.shards->count());
-      sum.add(std::move(leaf));
+    if (parallel::has_synchronized_norm(*s.module)) {
+      std::vector<TreeSum::Leaf> leaves(mine.size());
+      ShardStates states(s.buffers, mine.size());
+      compute_in_turns(mine.size(), s.group,
+                       {.compute = [&](size_t i) { leaves[i] = compute(mine[i]); },
+                        .begin_turn = [&](size_t i) { states.begin_turn(i); },
+                        .end_turn = [&](size_t i) { states.end_turn(i); }},
+                       kFailed);
+      for (TreeSum::Leaf& leaf : leaves) sum.add(std::move(leaf));
+    } else {
+      std::exception_ptr failure;
+      try {
+        for (const int shard : mine) sum.add(compute(shard));
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      parallel::throw_if_any_failed(failure, s.group, kFailed);
     }
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  try {
-    parallel::throw_if_any_failed(failure, s.group, "could not run the function of backward_by_shards()");
   } catch (...) {
     restore_buffers();
     throw;

@@ -1,0 +1,212 @@
+#include "parallel/ddp/shard_turns.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/stack.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/text.h"
+#include "base/thread.h"
+#include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/world.h"
+#include "parallel/batch_norm/batch_part.h"
+#include "parallel/kit/group_beside.h"
+#include "parallel/modules/same_module.h"
+
+namespace muster::ddp {
+namespace {
+
+// Whose turn it is: a shard's, or the calling thread's.
+class Baton {
+ public:
+  static constexpr size_t kCaller = ~size_t{0};
+
+  void pass_to(size_t next) {
+    const std::lock_guard lock(mutex_);
+    holder_ = next;
+    passed_.notify_all();
+  }
+  void wait_for(size_t me) {
+    std::unique_lock lock(mutex_);
+    passed_.wait(lock, [&] { return holder_ == me; });
+  }
+  bool is_with(size_t me) {
+    const std::lock_guard lock(mutex_);
+    return holder_ == me;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable passed_;
+  size_t holder_ = kCaller;
+};
+
+class Shard final : public parallel::BatchPart {
+ public:
+  // `beside`: the group in which the module's batch norms must be synchronized.
+  Shard(size_t index, Baton& baton, const Group* beside) : index_(index), baton_(baton), beside_(beside) {}
+  ~Shard() override {
+    if (thread_.joinable()) thread_.join();
+  }
+
+  void start(const std::function<void()>& compute) {
+    thread_ = start_thread("muster-shard", [this, compute] {
+      baton_.wait_for(index_);
+      try {
+        if (!is_abandoned) compute();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      given.reset();
+      has_ended = true;
+      baton_.pass_to(Baton::kCaller);
+    });
+  }
+  bool is_running() const { return thread_.joinable() && !has_ended; }
+
+  // Until the function waits or has ended.
+  void take_turn() {
+    baton_.pass_to(index_);
+    baton_.wait_for(Baton::kCaller);
+  }
+
+  at::Tensor gather(const at::Tensor& mine, const Group& group) override {
+    if (!baton_.is_with(index_))
+      throw InvalidArgument(
+          "the function of backward_by_shards() differentiates what it has computed for another shard",
+          "Return the loss, which backward_by_shards() differentiates");
+    if (&group != beside_)
+      throw InvalidArgument("the group of a synchronized batch norm is not that of its DistributedDataParallel",
+                            "With DdpOptions::reproducible, use one group");
+    if (!is_abandoned) {
+      given = mine;
+      baton_.pass_to(Baton::kCaller);
+      baton_.wait_for(index_);
+    }
+    if (is_abandoned)
+      throw Aborted("another shard has failed, while this one waited for it in a synchronized batch norm",
+                    "Look at the error of backward_by_shards()");
+    return std::exchange(gathered, {});
+  }
+
+  // Of whoever has the baton.
+  at::Tensor given, gathered;
+  bool has_ended = false, is_abandoned = false;
+  std::exception_ptr failure;
+
+ private:
+  const size_t index_;
+  Baton& baton_;
+  const Group* const beside_;
+  std::thread thread_;
+};
+
+class Turns {
+ public:
+  Turns(size_t shards, const Group& group, const ShardWork& work)
+      : group_(group), work_(work), beside_(parallel::existing_group_beside(group)) {
+    for (size_t i = 0; i < shards; ++i) shards_.push_back(std::make_shared<Shard>(i, baton_, beside_.get()));
+  }
+  Turns(const Turns&) = delete;
+  Turns& operator=(const Turns&) = delete;
+  ~Turns() {
+    for (const auto& shard : shards_) {
+      if (!shard->is_running()) continue;
+      shard->is_abandoned = true;
+      shard->take_turn();
+    }
+  }
+
+  void run(const char* what) {
+    std::exception_ptr failure = in_try([&] { start(); });
+    do {
+      if (!failure) failure = in_try([&] { one_round(); });
+    } while (exchange(failure, what));
+  }
+
+ private:
+  static std::exception_ptr in_try(const auto& fn) {
+    try {
+      fn();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+
+  void start() {
+    World& world = World::current();
+    for (size_t i = 0; i < shards_.size(); ++i)
+      shards_[i]->start([this, i, &world, state = at::ThreadLocalState()] {
+        const World::Scope in_world(world);
+        const at::ThreadLocalStateGuard as_caller(state);
+        at::init_num_threads();
+        const parallel::BatchPart::Scope is_part(shards_[i]);
+        work_.compute(i);
+      });
+  }
+
+  void one_round() {
+    for (size_t i = 0; i < shards_.size(); ++i) {
+      work_.begin_turn(i);
+      shards_[i]->take_turn();
+      work_.end_turn(i);
+      if (shards_[i]->failure) std::rethrow_exception(shards_[i]->failure);
+    }
+  }
+
+  // Returns false if all shards have ended.
+  bool exchange(const std::exception_ptr& failure, const char* what) {
+    const at::NoGradGuard values_only;
+    int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // values that a shard gives; 0: it has ended
+    for (const auto& shard : shards_) {
+      const int64_t values = shard->given.defined() ? shard->given.numel() : 0;
+      most = std::max(most, values), least = std::min(least, values);
+    }
+    int64_t all[3] = {failure ? 1 : 0, most, -least};
+    all_reduce(at::from_blob(all, {3}, at::kLong), {.op = ReduceOp::MAX, .group = group_});
+    if (all[0] != 0) parallel::throw_if_any_failed(failure, group_, what);
+    most = all[1], least = -all[2];
+    if (most != least)
+      throw InvalidArgument(text("in a synchronized batch norm, one shard waits with ", most, " values, while another ",
+                                 least == 0 ? text("has computed everything") : text("waits with ", least)),
+                            "Let the function of backward_by_shards() call the same layers for each shard");
+    if (most == 0) return false;
+    std::vector<at::Tensor> mine;
+    for (const auto& shard : shards_) mine.push_back(std::exchange(shard->given, {}));
+    const at::Tensor stacked = at::stack(mine);
+    const at::Tensor values = at::empty({group_.size() * stacked.size(0), most}, stacked.options());
+    all_gather_into_tensor(values, stacked, {.group = group_});
+    for (const auto& shard : shards_) shard->gathered = values;
+    return true;
+  }
+
+  const Group& group_;
+  const ShardWork& work_;
+  const std::shared_ptr<const Group> beside_;
+  Baton baton_;
+  std::vector<std::shared_ptr<Shard>> shards_;
+};
+
+}  // namespace
+
+void compute_in_turns(size_t shards, const Group& group, const ShardWork& work, const char* what) {
+  Turns(shards, group, work).run(what);
+}
+
+}  // namespace muster::ddp

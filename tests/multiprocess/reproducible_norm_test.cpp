@@ -1,0 +1,275 @@
+// DdpOptions::reproducible with synchronized batch norms: a step is that of one process with the global batch, and the
+// same to the bit on every number of ranks.
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include <memory>
+#include <stdexcept>
+
+#include "multiprocess/reproducible_fixture.h"
+#include "multiprocess/sync_batch_norm_fixture.h"
+
+namespace muster::test::batch_norms {
+namespace {
+
+constexpr int kShards = 4;
+
+DdpOptions by_shards(int shards = kShards) { return {.reproducible = {.shards = shards}}; }
+
+Tensor label_of_shard(int shard, int step) { return words(shard, step, {3}, 4); }
+
+// Trains, and returns the hash of parameters and buffers, and the losses.
+std::string trained(World& world, bool convert, int steps, const MixedPrecision& precision) {
+  torch::manual_seed(5 + world.rank());  // rank 0's parameters count; the rest is not to depend on it
+  at::set_num_threads(1 + world.world_size() % 2);
+  const auto net = std::make_shared<Images>();
+  net->dtype = precision.param_dtype.value_or(at::kFloat);
+  if (convert) {
+    EXPECT_EQ(convert_sync_batchnorm(net), 2U);
+  }
+  DistributedDataParallel<Images> ddp(
+      net, {.reproducible = {.shards = kReproducibleShards, .seed = 3}, .mixed_precision = precision});
+  torch::optim::Adam optimizer(net->parameters(), 0.01);
+  std::string losses;
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    losses += text(
+        " ", ddp.backward_by_shards(
+                    static_cast<uint64_t>(step),
+                    [&](int shard) { return ddp->forward((torch::arange(kRowsOfShard) * (shard + 1) + step) % 40); })
+                 .item<double>());
+    optimizer.step();
+  }
+  return hash_of(*net) + losses;
+}
+
+std::string in_ranks(const HostOfRank& hosts, bool convert, int steps, const MixedPrecision& precision = {}) {
+  return same_words(in_processes(hosts, [&](World& world) { return trained(world, convert, steps, precision); }));
+}
+
+TEST(ReproducibleProcess, SynchronizedBatchNorms) {
+  const int steps = full_run() ? 200 : 5;
+  const std::string alone = in_ranks({"a"}, true, steps);
+  for (const size_t n : {2, 4, 8}) EXPECT_EQ(in_ranks(HostOfRank(n, "a"), true, steps), alone) << n;
+  EXPECT_EQ(in_ranks({"a", "b", "a", "b"}, true, steps), alone);
+  EXPECT_NE(in_ranks({"a"}, false, steps), alone);  // each shard by itself
+  const MixedPrecision half{.param_dtype = at::kBFloat16};
+  EXPECT_EQ(in_ranks({"a", "a"}, true, 3, half), in_ranks({"a"}, true, 3, half));
+}
+
+const Prepare kDoubles = [](nn::Module& net) { net.to(torch::kDouble); };
+
+// As one process with all shards as one batch: parameters, running statistics, loss.
+void expect_steps_of_the_whole_batch(const HostOfRank& hosts,
+                                     const std::optional<ActivationCheckpointOptions>& checkpoint) {
+  SCOPED_TRACE(testing::PrintToString(hosts));
+  at::set_num_threads(1);
+  const auto before = copies(make<SmallResNet>(7, kDoubles)->named_parameters());
+  const auto alone = make<SmallResNet>(7, kDoubles);
+  torch::optim::SGD sgd_alone(alone->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  std::vector<double> losses;
+  for (int step = 0; step < 3; ++step) {
+    std::vector<Tensor> images, labels;
+    for (int shard = 0; shard < kShards; ++shard) {
+      images.push_back(image_of(shard, step));
+      labels.push_back(label_of_shard(shard, step));
+    }
+    sgd_alone.zero_grad();
+    const Tensor loss = torch::cross_entropy_loss(alone->forward(torch::cat(images)), torch::cat(labels));
+    loss.backward();
+    losses.push_back(loss.item<double>());
+    sgd_alone.step();
+  }
+  on_hosts(hosts, [&](World& world) {
+    const auto net = make<SmallResNet>(7 + static_cast<uint64_t>(world.rank()), kDoubles);
+    net->checkpoint = checkpoint;
+    DistributedDataParallel<SmallResNet> ddp(net, by_shards());
+    EXPECT_EQ(convert_sync_batchnorm(net), kNorms);
+    torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+    for (int step = 0; step < 3; ++step) {
+      sgd.zero_grad();
+      const Tensor loss = ddp.backward_by_shards(static_cast<uint64_t>(step), [&](int shard) {
+        return torch::cross_entropy_loss(ddp->forward(image_of(shard, step)), label_of_shard(shard, step));
+      });
+      EXPECT_NEAR(loss.item<double>(), losses[static_cast<size_t>(step)], 1e-10);
+      sgd.step();
+    }
+    test::expect_close(*net, *alone, before, {.apart = 1e-9});
+    if (checkpoint) return;  // updates running statistics twice
+    const auto buffers = alone->named_buffers();
+    for (const auto& item : net->named_buffers())
+      expect_close(item.value().to(torch::kDouble), buffers[item.key()].to(torch::kDouble), 1e-11, item.key().c_str());
+  });
+}
+
+TEST(Reproducible, SynchronizedBatchNormsSeeTheGlobalBatch) {
+  for (const HostOfRank& hosts : {HostOfRank{"a"}, HostOfRank{"a", "a"}, HostOfRank{"a", "b", "b", "a"}})
+    expect_steps_of_the_whole_batch(hosts, std::nullopt);
+  expect_steps_of_the_whole_batch({"a", "a"}, kNoRandomNumbers);
+}
+
+// Parts of the net whose calls a test chooses.
+struct Layers : nn::Module {
+  nn::Linear a = register_module("a", nn::Linear(4, 3)), b = register_module("b", nn::Linear(4, 6));
+  SyncBatchNorm narrow{nullptr}, wide{nullptr};
+  Tensor code = register_buffer("code", torch::zeros({3}));
+  explicit Layers(const Group& group = {}) {
+    narrow = register_module("narrow", SyncBatchNorm(nn::BatchNormOptions(3), group));
+    wide = register_module("wide", SyncBatchNorm(nn::BatchNormOptions(6), group));
+  }
+  static Tensor input(int shard) { return torch::sin(torch::arange(20.).view({5, 4}) + shard); }
+  Tensor forward(int shard) { return narrow(a(input(shard))).pow(3).sum() + wide(b(input(shard))).pow(3).sum(); }
+};
+
+std::shared_ptr<Layers> make_layers(const Group& group = {}) {
+  torch::manual_seed(3);
+  return std::make_shared<Layers>(group);
+}
+
+// As what is left when a step fails: nothing has changed, no thread waits, and the next step is a usual one.
+void expect_usual_step(DistributedDataParallel<Layers>& ddp) {
+  EXPECT_TRUE(torch::equal(ddp->narrow->running_mean, torch::zeros({3})));
+  EXPECT_FALSE(ddp->a->weight.grad().defined());
+  ddp.backward_by_shards(0, [&](int shard) { return ddp->forward(shard); });
+  EXPECT_FALSE(torch::equal(ddp->narrow->running_mean, torch::zeros({3})));
+  EXPECT_TRUE(ddp->a->weight.grad().defined());
+}
+
+TEST(Reproducible, AShardThatFailsWhereOthersWaitInABatchNorm) {
+  enum class Where { kBefore, kBetween, kInBackward, kAfter };
+  for (const int ranks : {1, 2, 4})
+    for (const Where where : {Where::kBefore, Where::kBetween, Where::kInBackward, Where::kAfter})
+      on_ranks(ranks, [&](World& world) {
+        SCOPED_TRACE(text(ranks, " ranks, ", static_cast<int>(where)));
+        DistributedDataParallel<Layers> ddp(make_layers(), by_shards());
+        const int failing = 2 * ranks / kShards;  // the rank of shard 2
+        const auto step = [&] {
+          ddp.backward_by_shards(0, [&](int shard) {
+            const auto fail_at = [shard, where](Where here) {
+              if (shard == 2 && here == where) throw std::out_of_range("shard 2 has no data");
+            };
+            fail_at(Where::kBefore);
+            Tensor y = ddp->narrow(ddp->a(Layers::input(shard)));
+            fail_at(Where::kBetween);
+            y.register_hook([fail_at](const Tensor& gradient) {
+              fail_at(Where::kInBackward);
+              return gradient;
+            });
+            const Tensor loss = y.pow(3).sum() + ddp->wide(ddp->b(Layers::input(shard))).pow(3).sum();
+            fail_at(Where::kAfter);
+            return loss;
+          });
+        };
+        if (world.rank() == failing)
+          EXPECT_THROW(step(), std::out_of_range);
+        else
+          expect_refusal({text("rank ", failing, " could not run the function of backward_by_shards()")}, step);
+        expect_usual_step(ddp);
+      });
+}
+
+// A function that catches what ends it keeps nobody waiting.
+TEST(Reproducible, AFunctionThatGoesOnWhenAnotherShardHasFailed) {
+  on_ranks(1, [](World&) {
+    DistributedDataParallel<Layers> ddp(make_layers(), by_shards(2));
+    int aborted = 0;
+    EXPECT_THROW(ddp.backward_by_shards(0,
+                                        [&](int shard) {
+                                          if (shard == 1) throw std::out_of_range("no data");
+                                          for (int i = 0; i < 3; ++i) try {
+                                              ddp->forward(shard);
+                                            } catch (const Aborted&) {
+                                              ++aborted;
+                                            }
+                                          return torch::ones({}, torch::requires_grad());
+                                        }),
+                 std::out_of_range);
+    EXPECT_EQ(aborted, 3);
+    expect_usual_step(ddp);
+  });
+}
+
+TEST(Reproducible, ShardsThatDifferInTheirBatchNorms) {
+  for (const int ranks : {1, 2, 4})
+    on_ranks(ranks, [](World&) {
+      DistributedDataParallel<Layers> ddp(make_layers(), by_shards());
+      const auto step = [&](const std::function<Tensor(int shard, const Tensor& x)>& loss) {
+        return [&ddp, loss] { ddp.backward_by_shards(0, [&](int s) { return loss(s, Layers::input(s)).sum(); }); };
+      };
+      expect_refusal(
+          {"one shard waits with 13 values, while another waits with 7", "the same layers"},
+          step([&](int shard, const Tensor& x) { return shard == 3 ? ddp->wide(ddp->b(x)) : ddp->narrow(ddp->a(x)); }));
+      expect_refusal({"one shard waits with 7 values, while another has computed everything"},
+                     step([&](int shard, const Tensor& x) { return shard == 1 ? ddp->a(x) : ddp->narrow(ddp->a(x)); }));
+      expect_refusal({"one shard waits with 6 values, while another has computed everything"},  // in backward()
+                     step([&](int shard, const Tensor& x) {
+                       const Tensor y = ddp->narrow(ddp->a(x));
+                       return (shard == 0 ? y.detach() : y) + ddp->a->bias;
+                     }));
+      expect_usual_step(ddp);
+    });
+}
+
+TEST(Reproducible, BadUseOfBatchNormsIsOneSentence) {
+  on_ranks(2, [](World& world) {
+    {
+      const Group other = world.new_group({0, 1});
+      DistributedDataParallel<Layers> ddp(make_layers(other), by_shards());
+      expect_refusal({"is not that of its DistributedDataParallel"},
+                     [&] { ddp.backward_by_shards(0, [&](int shard) { return ddp->forward(shard); }); });
+    }
+    DistributedDataParallel<Layers> ddp(make_layers(), by_shards());
+    expect_refusal({"has no create_graph for a synchronized batch norm"}, [&] {
+      ddp.backward_by_shards(0, [&](int shard) {
+        const Tensor x = Layers::input(shard).set_requires_grad(true), y = ddp->narrow(ddp->a(x)).pow(3).sum();
+        return torch::autograd::grad({y}, {x}, {}, std::nullopt, /*create_graph=*/true)[0].square().sum();
+      });
+    });
+    Tensor of_first;
+    expect_refusal({"computed for another shard"}, [&] {
+      ddp.backward_by_shards(0, [&](int shard) {
+        const Tensor y = ddp->narrow(ddp->a(Layers::input(shard)));
+        if (shard % 2 == 1) of_first.backward();
+        of_first = y.pow(3).sum();
+        return of_first + ddp->wide(ddp->b(Layers::input(shard))).sum();
+      });
+    });
+    expect_usual_step(ddp);
+    Tensor kept;
+    ddp.backward_by_shards(0, [&](int shard) {
+      kept = ddp->forward(shard);
+      return ddp->forward(shard);
+    });
+    expect_refusal({"comes after that of backward_by_shards()"}, [&] { kept.backward(); });
+  });
+}
+
+// A buffer that a graph has kept, and that every shard writes before: its values are those of the shard, and the other
+// shards' writing is no "modified by an inplace operation". A write of its own is.
+TEST(Reproducible, BuffersThatAGraphKeepsBesideBatchNorms) {
+  std::vector<Tensor> gradients;
+  for (const int ranks : {1, 2, 4})
+    on_ranks(ranks, [&](World& world) {
+      DistributedDataParallel<Layers> ddp(make_layers(), by_shards());
+      const auto loss_of = [&](int shard, bool writes_again) {
+        ddp->code.fill_(shard + 1);
+        const Tensor y = ddp->a(Layers::input(shard)) * ddp->code;
+        EXPECT_TRUE(torch::equal(ddp->code, torch::full({3}, shard + 1.)));
+        const Tensor loss = ddp->narrow(y).pow(3).sum() + ddp->wide(ddp->b(Layers::input(shard))).pow(3).sum();
+        EXPECT_TRUE(torch::equal(ddp->code, torch::full({3}, shard + 1.)));
+        if (writes_again) ddp->code.fill_(0);
+        return loss;
+      };
+      EXPECT_THROW(ddp.backward_by_shards(0, [&](int shard) { return loss_of(shard, true); }), c10::Error);
+      const Tensor kept = ddp->a->bias * ddp->code;  // before: a graph of the user's
+      ddp.backward_by_shards(0, [&](int shard) { return loss_of(shard, false); });
+      EXPECT_TRUE(torch::equal(ddp->code, torch::full({3}, 2.5)));
+      EXPECT_THROW(kept.sum().backward(), c10::Error);
+      if (world.rank() == 0) gradients.push_back(ddp->a->weight.grad().clone());
+    });
+  for (const Tensor& gradient : gradients) EXPECT_TRUE(torch::equal(gradient, gradients[0]));
+}
+
+}  // namespace
+}  // namespace muster::test::batch_norms
