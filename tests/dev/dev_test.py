@@ -227,7 +227,7 @@ class Dev(unittest.TestCase):
         with open(self.fake / "pip-waits", "w", encoding="utf-8") as pip:  # opens when pip of the first reads
             both.append(subprocess.Popen([second / "dev", "build"], env=self.environment(HOME=str(home)), text=True,
                                          stdout=subprocess.PIPE))
-            self.assertIn(f"another checkout has installed torch into {shared}", both[1].stdout.readline())
+            self.assertIn(f"another checkout has installed into {shared}", both[1].stdout.readline())
             pip.write("go on\n")
         both[1].communicate(timeout=60)
         self.assertEqual([process.wait(timeout=60) for process in both], [0, 0])

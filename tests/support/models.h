@@ -7,6 +7,7 @@
 // equal as well, and the buffers (the running statistics of BatchNorm) that each rank has after the last step.
 #pragma once
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
@@ -36,17 +37,15 @@ constexpr int kRanks = 2;
 // Where batches are put, in this thread.
 inline thread_local torch::Device batches_on = torch::kCPU;
 
-// libtorch's default generator is the process's, and ranks are threads: one at a time draws from it.
-inline std::mutex drawing;
+// Each from a generator of its own: libtorch's default one is the process's, and ranks are threads.
+inline at::Generator generator_of(int rank, int step) {
+  return at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 * step + rank));
+}
 inline Tensor drawn(int rank, int step, torch::IntArrayRef sizes) {
-  const std::lock_guard lock(drawing);
-  torch::manual_seed(1000 * step + rank);
-  return torch::randn(sizes).to(batches_on);
+  return torch::randn(sizes, generator_of(rank, step)).to(batches_on);
 }
 inline Tensor words(int rank, int step, torch::IntArrayRef sizes, int64_t vocabulary) {
-  const std::lock_guard lock(drawing);
-  torch::manual_seed(1000 * step + rank);
-  return torch::randint(vocabulary, sizes).to(batches_on);
+  return torch::randint(vocabulary, sizes, generator_of(rank, step)).to(batches_on);
 }
 
 // --- models ---
@@ -145,6 +144,8 @@ struct GanLosses {
 
 using Prepare = std::function<void(nn::Module&)>;
 
+// libtorch's default generator fills a new net: one thread at a time draws from it.
+inline std::mutex drawing;
 template <typename Net>
 std::shared_ptr<Net> make(uint64_t seed, const Prepare& prepare) {
   const std::lock_guard lock(drawing);
