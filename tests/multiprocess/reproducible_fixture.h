@@ -24,11 +24,10 @@ struct Images : nn::Module {
       nn::Sequential(nn::Conv2d(nn::Conv2dOptions(2, 8, 3).padding(1)), nn::BatchNorm2d(8), nn::ReLU(),
                      nn::Dropout(0.3), nn::Conv2d(nn::Conv2dOptions(8, 16, 3).stride(2)), nn::BatchNorm2d(16),
                      nn::ReLU(), nn::Flatten(), nn::Dropout(0.5), nn::Linear(16 * 3 * 3, 400), nn::Linear(400, 5)));
-  at::ScalarType dtype = torch::kFloat;  // of the computation
   Tensor forward(const Tensor& sample) {
     const Tensor x =
         torch::sin(torch::arange(2 * 8 * 8, torch::kFloat).view({1, 2, 8, 8}) * 0.1 * (sample.view({-1, 1, 1, 1}) + 1));
-    return torch::cross_entropy_loss(layers->forward(x.to(dtype)).to(torch::kFloat), sample % 5);
+    return torch::cross_entropy_loss(layers->forward(x), sample % 5);
   }
 };
 

@@ -199,14 +199,15 @@ class DistributedDataParallel {
   // A SyncBatchNorm, or what convert_sync_batchnorm() has converted, normalises the global batch. Then no shard can go
   // on without the others: the function runs in a thread of its own for each shard, one at a time, each until it meets
   // such a norm, and the graphs and gradients of all of this rank's shards live at the same time. It must call the same
-  // of these norms for each shard, and leave alone what it has computed for another.
+  // of these norms for each shard, all of the module; hold no lock meanwhile; and leave alone what it has computed for
+  // another shard.
   //
   // The machines must compute alike: the same libtorch on the same kind of processor. What the program computes between
   // this and the optimizer's step must not depend on the number of threads, as clip_grad_norm_() does: call
   // at::set_num_threads() with the same number for every number of ranks.
   //
   // InvalidArgument without DdpOptions::reproducible; if shards differ in the SyncBatchNorms that they call, or if one
-  // of these has another group, or meets a backward() with create_graph; if the function does not return a tensor with
+  // of these is of another module, has another group, or meets a backward() with create_graph; if the function does not return a tensor with
   // one element that requires grad; for parameters without a gradient, as backward(). What the function throws on one
   // rank is an InvalidArgument on the others. All ranks must call it with the same step.
   at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {

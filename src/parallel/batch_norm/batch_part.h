@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 
@@ -21,9 +22,12 @@ class BatchPart {
   BatchPart& operator=(const BatchPart&) = delete;
   virtual ~BatchPart() = default;
 
+  // By which the parts know a parameter or buffer of a batch norm; -1: not at all.
+  virtual int64_t number_of(const at::Tensor& tensor) const = 0;
   // What each part of each rank gives here, [parts, numel], in the same order on every number of ranks. `mine` has one
-  // dimension and is on the CPU. Waits for the other parts. `group`: that of the batch norm, a group_beside().
-  virtual at::Tensor gather(const at::Tensor& mine, const Group& group) = 0;
+  // dimension and is on the CPU. Waits for the other parts. `norm`: the number of a tensor of the batch norm; -1: it has
+  // none. `group`: the batch norm's, a group_beside().
+  virtual at::Tensor gather(const at::Tensor& mine, int64_t norm, const Group& group) = 0;
 
   class [[nodiscard]] Scope {
    public:

@@ -131,20 +131,34 @@ Statistics merge(const Tensor& all, int64_t channels) {
   return merged;
 }
 
-// `part`: null if the batch is this rank's only part.
-Statistics statistics_of_all(const Tensor& input, const Group& group, BatchPart* part) {
+// Who shares the batch.
+struct Sharers : torch::CustomClassHolder {
+  Sharers(std::weak_ptr<const Group> of, const BatchNormCall& call)
+      : group(std::move(of)), part(BatchPart::current()), has_part(BatchPart::current() != nullptr) {
+    if (!has_part) return;
+    for (const auto* const tensor : {&call.running_mean, &call.weight, &call.bias})
+      if (norm < 0 && *tensor && (*tensor)->defined()) norm = BatchPart::current()->number_of(**tensor);
+  }
+  std::weak_ptr<const Group> group;
+  std::weak_ptr<BatchPart> part;
+  bool has_part;
+  int64_t norm = -1;  // by which the part knows the batch norm
+};
+
+Statistics statistics_of_all(const Tensor& input, const Group& group, const Sharers& sharers) {
   const at::NoGradGuard values_only;
   const Tensor own = own_statistics(input.detach());
-  if (part) return merge(part->gather(own, group), input.size(1));
+  if (const auto part = sharers.part.lock()) return merge(part->gather(own, sharers.norm, group), input.size(1));
   const Tensor all = at::empty({group.size(), own.numel()}, own.options());
   all_gather_into_tensor(all, own, {.group = group});
   return merge(all.cpu(), input.size(1));
 }
 
 // In place.
-void add_up_over_parts(const Tensor& sums, const Group& group, BatchPart* part) {
+void add_up_over_parts(const Tensor& sums, const Group& group, const Sharers& sharers) {
+  const auto part = sharers.part.lock();
   if (!part) return all_reduce(sums, {.group = group});
-  const Tensor all = part->gather(sums, group);
+  const Tensor all = part->gather(sums, sharers.norm, group);
   sums.zero_();
   for (int64_t p = 0; p < all.size(0); ++p) sums.add_(all[p]);
 }
@@ -158,15 +172,6 @@ void update(const Tensor& running, const Tensor& value, double momentum) {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Who shares the batch.
-struct Sharers : torch::CustomClassHolder {
-  Sharers(std::weak_ptr<const Group> of, const std::shared_ptr<BatchPart>& current)
-      : group(std::move(of)), part(current), has_part(current != nullptr) {}
-  std::weak_ptr<const Group> group;
-  std::weak_ptr<BatchPart> part;
-  bool has_part;
-};
 
 // What backward() gives for input, weight and bias.
 struct Gradients {
@@ -195,7 +200,7 @@ Gradients differentiable_gradients(const Tensor& gradient, const Tensor& input, 
 }
 
 Gradients plain_gradients(const Tensor& gradient, const Tensor& input, const Tensor& weight, const Tensor& mean,
-                          const Tensor& variance, double count, double eps, const Group& group, BatchPart* part,
+                          const Tensor& variance, double count, double eps, const Group& group, const Sharers& sharers,
                           bool wants_input) {
   const int64_t channels = input.size(1);
   const Tensor scale = weight.defined() ? weight.to(mean.scalar_type()) : Tensor();
@@ -213,7 +218,7 @@ Gradients plain_gradients(const Tensor& gradient, const Tensor& input, const Ten
   }
   if (!wants_input) return result;
   const Tensor sums = at::cat({result.bias, result.weight}).to(at::kDouble);
-  add_up_over_parts(sums, group, part);
+  add_up_over_parts(sums, group, sharers);
   const Tensor deviation = at::rsqrt(variance.to(at::kDouble) + eps);
   const auto rounded = [&](const Tensor& tensor) { return tensor.to(mean.scalar_type()).contiguous(); };
   result.input = batch_norm_gradient(gradient, input, rounded(scale.defined() ? deviation * scale : deviation),
@@ -247,18 +252,17 @@ struct Normalize final : torch::autograd::Function<Normalize> {
     const double count = context->saved_data["count"].toDouble(), eps = context->saved_data["eps"].toDouble();
     const auto sharers = c10::static_intrusive_pointer_cast<Sharers>(context->saved_data["sharers"].toCapsule());
     const auto group = not_ended(sharers->group);
-    const auto part = sharers->part.lock();
-    if (sharers->has_part && !part)
+    if (sharers->has_part && sharers->part.expired())
       throw InvalidArgument("a synchronized batch norm's backward() comes after that of backward_by_shards()",
                             "Return the loss, which backward_by_shards() differentiates");
-    if (part && at::GradMode::is_enabled())
+    if (sharers->has_part && at::GradMode::is_enabled())
       throw InvalidArgument("backward_by_shards() has no create_graph for a synchronized batch norm",
                             "Use BatchNorm, which each shard computes by itself");
     const bool wants_input = context->needs_input_grad(0);
     Gradients result =
         at::GradMode::is_enabled()
             ? differentiable_gradients(gradients[0], input, weight, count, eps, *group, wants_input)
-            : plain_gradients(gradients[0], input, weight, mean, variance, count, eps, *group, part.get(), wants_input);
+            : plain_gradients(gradients[0], input, weight, mean, variance, count, eps, *group, *sharers, wants_input);
     if (result.input.defined()) result.input = result.input.to(input.scalar_type());
     if (!weight.defined()) result.weight.reset();
     if (!context->saved_data["has_bias"].toBool()) result.bias.reset();
@@ -277,9 +281,9 @@ Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const Gro
   require_usable(call);
   const auto group = not_ended(of);
   const Tensor& input = call.input;
-  const std::shared_ptr<BatchPart>& part = BatchPart::current();
-  if (input.size(1) == 0 || (group->size() == 1 && !part)) return local_batch_norm(call, true);
-  const Statistics all = statistics_of_all(input, *group, part.get());
+  const auto sharers = c10::make_intrusive<Sharers>(of, call);
+  if (input.size(1) == 0 || (group->size() == 1 && !sharers->has_part)) return local_batch_norm(call, true);
+  const Statistics all = statistics_of_all(input, *group, *sharers);
   if (all.count == 0) return local_batch_norm(call, true);
   TORCH_CHECK(all.count != 1, "Expected more than 1 value per channel when training, got input size ", input.sizes(),
               ", and nothing on the other ranks");
@@ -289,7 +293,7 @@ Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const Gro
     update(running, all.variance * (all.count / (all.count - 1)), call.momentum);
   const auto here = input.options().dtype(math_type(input)).requires_grad(false);
   return Normalize::apply(input, if_defined(call.weight), if_defined(call.bias), all.mean.to(here),
-                          all.variance.to(here), all.count, call.eps, c10::make_intrusive<Sharers>(of, part));
+                          all.variance.to(here), all.count, call.eps, sharers);
 }
 
 }  // namespace muster::parallel

@@ -5,20 +5,21 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/TensorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <optional>
 
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/base/random.h"
 #include "muster/comm/collectives.h"
+#include "parallel/batch_norm/batch_part.h"
 #include "parallel/batch_norm/whole_batch_norm.h"
 #include "parallel/ddp/replica.h"
+#include "parallel/ddp/shard_states.h"
 #include "parallel/ddp/shard_turns.h"
 #include "parallel/kit/coalesced.h"
 #include "parallel/kit/random_numbers.h"
@@ -42,65 +43,11 @@ class WithThreads {
   const int threads_, before_;
 };
 
-// For shards in turns: each finds the buffers and the default generator as it has left them.
-class ShardStates {
+// In a module without synchronized batch norms.
+class NoOtherParts final : public parallel::BatchPart {
  public:
-  ShardStates(const std::vector<parallel::NamedTensor>& buffers, size_t shards) : states_(shards) {
-    for (const auto& [name, tensor] : buffers) {
-      buffers_.push_back({.tensor = tensor, .version = torch::autograd::impl::version_counter(tensor)});
-      for (State& state : states_) state.buffers.push_back({.version = c10::VariableVersion(tensor._version())});
-    }
-  }
-  ShardStates(const ShardStates&) = delete;
-  ShardStates& operator=(const ShardStates&) = delete;
-  ~ShardStates() {
-    for (const Buffer& buffer : buffers_) torch::autograd::impl::set_version_counter(buffer.tensor, buffer.version);
-  }
-
-  void begin_turn(size_t shard) {
-    const at::NoGradGuard no_grad;
-    State& state = states_[shard];
-    for (size_t i = 0; i < buffers_.size(); ++i) {
-      Buffer& buffer = buffers_[i];
-      const Left& left = state.buffers[i];
-      if (left.values.defined() && !left.values.is_same(buffer.holds)) {
-        torch::autograd::impl::set_version_counter(buffer.tensor, buffer.version);
-        buffer.tensor.copy_(left.values);
-        buffer.holds = left.values;
-      }
-      // A shard's graph that has kept the buffer does not mind what is written into it between the shard's turns.
-      torch::autograd::impl::set_version_counter(buffer.tensor, left.version);
-      buffer.version_at_begin = buffer.tensor._version();
-    }
-    if (state.random) state.random->set();
-  }
-  void end_turn(size_t shard) {
-    State& state = states_[shard];
-    for (size_t i = 0; i < buffers_.size(); ++i) {
-      Buffer& buffer = buffers_[i];
-      if (buffer.tensor._version() != buffer.version_at_begin)
-        buffer.holds = state.buffers[i].values = buffer.tensor.detach().clone();
-    }
-    state.random.emplace(parallel::RandomState::of_cpu());
-  }
-
- private:
-  struct Buffer {
-    at::Tensor tensor;
-    c10::VariableVersion version;
-    at::Tensor holds = {};  // a shard's `values`, whose copy it is; undefined at first
-    uint32_t version_at_begin = 0;
-  };
-  struct Left {
-    at::Tensor values = {};  // undefined as long as the shard has not written
-    c10::VariableVersion version;
-  };
-  struct State {
-    std::vector<Left> buffers;
-    std::optional<parallel::RandomState> random;
-  };
-  std::vector<Buffer> buffers_;
-  std::vector<State> states_;
+  int64_t number_of(const at::Tensor& /*tensor*/) const override { return -1; }
+  at::Tensor gather(const at::Tensor& /*mine*/, int64_t /*norm*/, const Group& /*group*/) override { refuse_norm(); }
 };
 
 }  // namespace
@@ -199,15 +146,21 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
   try {
     if (parallel::has_synchronized_norm(*s.module)) {
       std::vector<TreeSum::Leaf> leaves(mine.size());
-      ShardStates states(s.buffers, mine.size());
+      ShardStates states(s.buffers, s.copies ? s.copies->phase() : nullptr, mine.size());
+      const auto in_thread = [&](size_t i) {
+        const WithThreads of_operators(s.options.reproducible.threads);
+        leaves[i] = compute(mine[i]);
+      };
       compute_in_turns(mine.size(), s.group,
-                       {.compute = [&](size_t i) { leaves[i] = compute(mine[i]); },
+                       {.compute = in_thread,
                         .begin_turn = [&](size_t i) { states.begin_turn(i); },
-                        .end_turn = [&](size_t i) { states.end_turn(i); }},
+                        .end_turn = [&](size_t i) { states.end_turn(i); },
+                        .tensors = s.everything},
                        kFailed);
       for (TreeSum::Leaf& leaf : leaves) sum.add(std::move(leaf));
     } else {
       std::exception_ptr failure;
+      const parallel::BatchPart::Scope is_only_part(std::make_shared<NoOtherParts>());
       try {
         for (const int shard : mine) sum.add(compute(shard));
       } catch (...) {

@@ -1,0 +1,75 @@
+#include "parallel/ddp/shard_states.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "base/copy.h"
+
+namespace muster::ddp {
+namespace {
+
+namespace autograd = torch::autograd::impl;
+
+// Between tensors of the same dtype, shape and strides. Unlike copy_(), without a new version.
+void copy_values(const at::Tensor& to, const at::Tensor& from) {
+  if (to.is_non_overlapping_and_dense() && from.is_non_overlapping_and_dense())
+    copy_bytes(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+  else
+    to.detach().copy_(from);
+}
+
+}  // namespace
+
+ShardStates::ShardStates(const std::vector<parallel::NamedTensor>& buffers, std::shared_ptr<parallel::CopyPhase> copies,
+                         size_t shards)
+    : copies_(std::move(copies)), states_(shards) {
+  if (shards == 1) return;                 // nobody else writes between its turns
+  std::map<const void*, size_t> counters;  // by storage
+  for (const auto& [name, tensor] : buffers) {
+    const auto [at, is_new] = counters.emplace(tensor.storage().unsafeGetStorageImpl(), counters.size());
+    buffers_.push_back({.tensor = tensor, .version = autograd::version_counter(tensor), .counter = at->second});
+    if (!is_new) continue;
+    for (State& state : states_) state.counters.emplace_back(static_cast<uint32_t>(tensor._version()));
+  }
+}
+
+ShardStates::~ShardStates() {
+  for (Buffer& buffer : buffers_) {
+    for (const State& state : states_)
+      while (buffer.version.current_version() <= state.counters[buffer.counter].current_version())
+        buffer.version.bump();
+    autograd::set_version_counter(buffer.tensor, buffer.version);
+  }
+}
+
+void ShardStates::begin_turn(size_t shard) {
+  const at::NoGradGuard no_grad;
+  State& state = states_[shard];
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const Buffer& buffer = buffers_[i];
+    autograd::set_version_counter(buffer.tensor, buffer.version);
+    if (!state.values.empty()) copy_values(buffer.tensor, state.values[i]);
+    autograd::set_version_counter(buffer.tensor, state.counters[buffer.counter]);
+  }
+  if (state.random) state.random->set();
+  if (copies_) copies_->forwards = state.forwards;
+  at::autocast::clear_cache();  // which is the process's: a shard's casts belong to its graph
+}
+
+void ShardStates::end_turn(size_t shard) {
+  const at::NoGradGuard no_grad;
+  State& state = states_[shard];
+  if (state.values.empty())
+    for (const Buffer& buffer : buffers_) state.values.push_back(buffer.tensor.detach().clone());
+  else
+    for (size_t i = 0; i < buffers_.size(); ++i) copy_values(state.values[i], buffers_[i].tensor);
+  state.random.emplace(parallel::RandomState::of_cpu());
+  if (copies_) state.forwards = std::exchange(copies_->forwards, 0);
+}
+
+}  // namespace muster::ddp
