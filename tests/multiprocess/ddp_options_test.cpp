@@ -259,6 +259,46 @@ TEST(DdpOptionsTest, RanksThatDivergeAreNamed) {
   EXPECT_EQ(message_of_divergence({4, 0, change_weight}), "");
 }
 
+struct WithBuffers : nn::Module {
+  nn::Linear a = register_module("a", nn::Linear(3, 4));
+  nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(4)),
+                  other = register_module("other", nn::BatchNorm1d(4));
+  nn::InstanceNorm1d each =
+      register_module("each", nn::InstanceNorm1d(nn::InstanceNormOptions(4).track_running_stats(true)));
+  Tensor mask = register_buffer("mask", torch::ones({4})), own = register_buffer("own", torch::ones({4}));
+  Tensor forward(const Tensor& x) { return other(norm(a(x)) * mask * own) + each(a(x).view({1, 4, -1})).view({-1, 4}); }
+};
+
+TEST(DdpOptionsTest, BuffersThatNobodyMakesEqual) {
+  on_ranks(2, [](World& world) {
+    const auto message_of_steps = [&](bool broadcast_buffers,
+                                      const std::function<void(WithBuffers&, int rank)>& change) {
+      const auto net = std::make_shared<WithBuffers>();
+      convert_sync_batchnorm(*net->other);
+      DistributedDataParallel<WithBuffers> ddp(
+          net, {.broadcast_buffers = broadcast_buffers, .ignored = {"own"}, .check_divergence_every = 1});
+      net->own.fill_(world.rank() + 1);
+      const auto step = [&] { ddp.forward(torch::rand({4, 3}) + world.rank()).square().sum().backward(); };
+      step();  // running statistics differ from now on
+      EXPECT_FALSE(torch::equal(net->norm->running_mean, net->other->running_mean));
+      change(*net, world.rank());
+      try {
+        step();
+      } catch (const Mismatch& mismatch) {
+        return std::string(mismatch.what());
+      }
+      return std::string();
+    };
+    const auto change_mask = [](WithBuffers& net, int rank) { net.mask.data()[2] += rank; };
+    EXPECT_CONTAINS(message_of_steps(false, change_mask),
+                    "buffer mask of rank 1 differs from that of the others after backward() number 2");
+    EXPECT_CONTAINS(message_of_steps(false, [](WithBuffers& net, int rank) { net.other->running_var += rank; }),
+                    "buffer other.running_var of rank 1 differs");
+    EXPECT_EQ(message_of_steps(false, [](WithBuffers&, int) {}), "");
+    EXPECT_EQ(message_of_steps(true, change_mask), "");
+  });
+}
+
 // A gradient that is delayed belongs to the last bucket, also when buckets have been made anew.
 TEST(DdpOptionsTest, DelayedParametersAreAveragedLast) {
   on_ranks(2, [](World& world) {

@@ -39,7 +39,7 @@ struct Images : nn::Module {
     last = register_module("last", SyncBatchNorm(nn::BatchNormOptions(8).track_running_stats(false)));
     for (const auto& layer : {first, second})
       layer->weight.register_hook([weight = layer->weight](const Tensor& gradient) {
-        return gradient + 0.01 * weight.detach().to(gradient.scalar_type());
+        return gradient + (0.01 * weight).to(gradient.scalar_type());
       });
   }
   Tensor forward(const Tensor& sample) {
@@ -49,7 +49,8 @@ struct Images : nn::Module {
         torch::sin(torch::arange(2 * 8 * 8, torch::kFloat).view({1, 2, 8, 8}) * 0.1 * (sample.view({-1, 1, 1, 1}) + 1));
     const auto block = [this](const Tensor& y) { return dropout(shards_own(second(whole(y)).relu())); };
     const Tensor y = activation_checkpoint(block, first(x.to(dtype)));
-    return torch::cross_entropy_loss(out(last(second(y) + second(-y)).mean({2, 3})).to(torch::kFloat), sample % 5);
+    const Tensor z = second(last(second(y) + second(-y)));  // under Autocast, before and after a norm
+    return torch::cross_entropy_loss(out(z.mean({2, 3})).to(torch::kFloat), sample % 5);
   }
 };
 

@@ -86,9 +86,10 @@ struct DdpOptions {
   bool replace_allocator = true;
   // Names of parameters and buffers that each rank keeps for itself: not copied from rank 0, not averaged.
   std::vector<std::string> ignored = {};
-  // After every so many backward() calls that average, ranks compare hashes of their parameters and gradients.
-  // backward() throws Mismatch on all ranks, which names the first that differs, its ranks and the number of the call.
-  // 0: never. Not within join().
+  // After every so many backward() calls that average, ranks compare hashes of their parameters and gradients. Without
+  // broadcast_buffers also of buffers, except running statistics of norms that are not synchronized. backward() throws
+  // Mismatch on all ranks, which names the first that differs, its ranks and the number of the call. 0: never. Not
+  // within join().
   int64_t check_divergence_every = 0;
   ReproducibleOptions reproducible = {};  // see backward_by_shards()
   // What operators compute with in forward() and backward() (mixed_precision.h). Each rank has its own copies.

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
+#include <torch/nn/modules/instancenorm.h>
 
 #include <mutex>
 #include <optional>
@@ -155,6 +156,26 @@ bool parallel::has_synchronized_norm(nn::Module& net) {
   bool has_module = false;
   net.apply([&](nn::Module& module) { has_module |= dynamic_cast<SyncBatchNormImpl*>(&module) != nullptr; });
   return has_module;
+}
+
+std::vector<at::Tensor> parallel::statistics_of_own_batches(nn::Module& net) {
+  std::vector<at::Tensor> all;
+  net.apply([&](nn::Module& module) {
+    const auto try_as = [&](const auto* norm) {
+      if (!norm) return;
+      for (const auto* const tensor : {&norm->weight, &norm->bias, &norm->running_mean})
+        if (Marks::all().find(*tensor)) return;
+      for (const auto* const tensor : {&norm->running_mean, &norm->running_var, &norm->num_batches_tracked})
+        if (tensor->defined()) all.push_back(*tensor);
+    };
+    try_as(dynamic_cast<const nn::BatchNorm1dImpl*>(&module));
+    try_as(dynamic_cast<const nn::BatchNorm2dImpl*>(&module));
+    try_as(dynamic_cast<const nn::BatchNorm3dImpl*>(&module));
+    try_as(dynamic_cast<const nn::InstanceNorm1dImpl*>(&module));
+    try_as(dynamic_cast<const nn::InstanceNorm2dImpl*>(&module));
+    try_as(dynamic_cast<const nn::InstanceNorm3dImpl*>(&module));
+  });
+  return all;
 }
 
 size_t convert_sync_batchnorm(nn::Module& net, const Group& given) {

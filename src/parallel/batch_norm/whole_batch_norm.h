@@ -17,6 +17,7 @@
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "muster/comm/group.h"
 
@@ -36,6 +37,8 @@ at::Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const
 
 // Whether the net has a SyncBatchNorm, or a module that convert_sync_batchnorm() has synchronized.
 bool has_synchronized_norm(torch::nn::Module& net);
+// Buffers that each rank makes of its own batches: those of BatchNorm that is not synchronized, and of InstanceNorm.
+std::vector<at::Tensor> statistics_of_own_batches(torch::nn::Module& net);
 
 // libtorch's own, of this rank's batch alone.
 at::Tensor local_batch_norm(const BatchNormCall& call, bool training);

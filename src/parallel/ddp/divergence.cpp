@@ -2,9 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include "base/hash.h"
 #include "base/text.h"
@@ -42,29 +44,34 @@ std::vector<size_t> odd_ones(const std::vector<uint64_t>& of_ranks) {
 
 }  // namespace
 
-void DivergenceWatch::after_backward(bool is_complete) {
+void DivergenceWatch::after_backward(bool is_complete,
+                                     const std::function<std::vector<parallel::NamedTensor>()>& buffers) {
   if (++calls_ % every_ != 0) return;
   const at::NoGradGuard no_grad;
-  const auto n = static_cast<int64_t>(parameters_.size());
-  const at::Tensor mine = at::empty({2 * n}, at::kLong), all = at::empty({group_.size(), 2 * n}, at::kLong);
-  int64_t* const hashes = mine.mutable_data_ptr<int64_t>();
-  for (int64_t i = 0; i < n; ++i) {
-    const at::Tensor& tensor = parameters_[static_cast<size_t>(i)].tensor;
-    const at::Tensor& grad = tensor.grad();
-    hashes[i] = static_cast<int64_t>(hash_of(tensor, 0));
-    hashes[n + i] = static_cast<int64_t>(!is_complete ? kUnknown : grad.defined() ? hash_of(grad, 0) : 1);
-  }
-  all_gather_into_tensor(all, mine, {.group = group_});
+  std::vector<std::string> names;
+  std::vector<int64_t> hashes;
+  const auto add = [&](std::string name, uint64_t hash) {
+    names.push_back(std::move(name));
+    hashes.push_back(static_cast<int64_t>(hash));
+  };
+  for (const auto& [name, tensor] : parameters_) add("parameter " + name, hash_of(tensor, 0));
+  for (const auto& [name, tensor] : parameters_)
+    add("the gradient of parameter " + name, !is_complete              ? kUnknown
+                                             : tensor.grad().defined() ? hash_of(tensor.grad(), 0)
+                                                                       : 1);
+  for (const auto& [name, tensor] : buffers()) add("buffer " + name, hash_of(tensor, 0));
+
+  const auto n = static_cast<int64_t>(hashes.size());
+  const at::Tensor all = at::empty({group_.size(), n}, at::kLong);
+  all_gather_into_tensor(all, at::from_blob(hashes.data(), {n}, at::kLong), {.group = group_});
   const int64_t* const theirs = all.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < 2 * n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     std::vector<uint64_t> of_ranks;
-    for (int64_t r = 0; r < group_.size(); ++r) of_ranks.push_back(static_cast<uint64_t>(theirs[r * 2 * n + i]));
+    for (int64_t r = 0; r < group_.size(); ++r) of_ranks.push_back(static_cast<uint64_t>(theirs[r * n + i]));
     const std::vector<size_t> odd = odd_ones(of_ranks);
     if (odd.empty()) continue;
-    const std::string& name = parameters_[static_cast<size_t>(i % n)].name;
-    throw Mismatch(text("ranks have diverged: ", i < n ? "parameter " : "the gradient of parameter ", name, " of rank",
-                        odd.size() > 1 ? "s " : " ", join(odd),
-                        " differs from that of the others after backward() number ", calls_),
+    throw Mismatch(text("ranks have diverged: ", names[static_cast<size_t>(i)], " of rank", odd.size() > 1 ? "s " : " ",
+                        join(odd), " differs from that of the others after backward() number ", calls_),
                    "Look for what this rank does differently: a step that others do not take, random numbers, another "
                    "initial value, memory that fails");
   }

@@ -1,13 +1,14 @@
 // Finds the first step in which ranks that are to have the same model do not.
 //
-// Every so many backward() calls each rank hashes the bytes of its parameters and of their gradients, and compares the
-// hashes with those of all ranks: 16 bytes per parameter travel. Equal hashes of 64 bits of different tensors are as
-// good as impossible.
+// Every so many backward() calls each rank hashes the bytes of its parameters, of their gradients, and of buffers that
+// are to be equal, and compares the hashes with those of all ranks: 16 bytes per parameter travel, and 8 per buffer.
+// Equal hashes of 64 bits of different tensors are as good as impossible.
 //
 // Thread-safety: one thread.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,9 +24,9 @@ class DivergenceWatch {
       : parameters_(std::move(parameters)), every_(every), group_(std::move(group)) {}
 
   // After each backward() that averages, on all ranks. `is_complete`: whether this rank has all of its gradients; if
-  // not, they are not compared. Mismatch on all ranks, which names the first tensor that differs, the ranks and the
-  // call.
-  void after_backward(bool is_complete);
+  // not, they are not compared. `buffers`: gives those that are to be equal, the same on all ranks. Mismatch on all
+  // ranks, which names the first tensor that differs, the ranks and the call.
+  void after_backward(bool is_complete, const std::function<std::vector<parallel::NamedTensor>()>& buffers);
 
  private:
   const std::vector<parallel::NamedTensor> parameters_;

@@ -75,6 +75,16 @@ Meetings::Meeting Replica::Impl::meet(Meetings::Event mine) {
   return meeting;
 }
 
+std::vector<parallel::NamedTensor> Replica::Impl::equal_buffers() const {
+  if (options.broadcast_buffers) return {};  // before each forward() they become rank 0's, whatever they are now
+  const auto own = parallel::statistics_of_own_batches(*module);
+  std::vector<parallel::NamedTensor> equal;
+  for (const auto& buffer : buffers)
+    if (std::none_of(own.begin(), own.end(), [&](const at::Tensor& each) { return each.is_same(buffer.tensor); }))
+      equal.push_back(buffer);
+  return equal;
+}
+
 void Replica::Impl::require_no_synchronized_norm(const char* of) const {
   if (parallel::has_synchronized_norm(*module))
     throw InvalidArgument(text("the module has a synchronized batch norm, which does not go with ", of),
@@ -159,7 +169,8 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     const auto impl = weak.lock();
     if (!impl) return;
     if (is_complete) impl->times.end_step(impl->gradients->times());
-    if (impl->watch && !impl->meetings) impl->watch->after_backward(is_complete);  // ranks without data do not step
+    if (impl->watch && !impl->meetings)  // ranks without data do not step
+      impl->watch->after_backward(is_complete, [&] { return impl->equal_buffers(); });
   };
   s.gradients.emplace(trainable, std::move(with), world.shared_heap());
 }

@@ -42,6 +42,8 @@ struct Replica::Impl {
     if (module->is_training() && at::GradMode::is_enabled()) parameter_watch->check(*module);
   }
   bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
+  // That stay equal on all ranks although DDP does not make them so.
+  std::vector<parallel::NamedTensor> equal_buffers() const;
   Meetings::Meeting meet(Meetings::Event mine);
   void follow(std::exception_ptr& failure);
   // What fn() computes in mixed precision, if that is chosen.
