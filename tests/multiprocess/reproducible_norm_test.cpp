@@ -37,10 +37,9 @@ struct Images : nn::Module {
       : dtype(precision.param_dtype.value_or(at::kFloat)), autocast(uses_autocast) {
     whole = register_module("whole", SyncBatchNorm(nn::BatchNormOptions(8)));
     last = register_module("last", SyncBatchNorm(nn::BatchNormOptions(8).track_running_stats(false)));
-    for (const auto& layer : {first, second})
-      layer->weight.register_hook([weight = layer->weight](const Tensor& gradient) {
-        return gradient + (0.01 * weight).to(gradient.scalar_type());
-      });
+    for (const Tensor& weight : {first->weight, second->weight, out->weight})
+      weight.register_hook(
+          [weight](const Tensor& gradient) { return gradient + (0.01 * weight).to(gradient.scalar_type()); });
   }
   Tensor forward(const Tensor& sample) {
     std::optional<Autocast> fewer_bits;
@@ -49,7 +48,7 @@ struct Images : nn::Module {
         torch::sin(torch::arange(2 * 8 * 8, torch::kFloat).view({1, 2, 8, 8}) * 0.1 * (sample.view({-1, 1, 1, 1}) + 1));
     const auto block = [this](const Tensor& y) { return dropout(shards_own(second(whole(y)).relu())); };
     const Tensor y = activation_checkpoint(block, first(x.to(dtype)));
-    const Tensor z = second(last(second(y) + second(-y)));  // under Autocast, before and after a norm
+    const Tensor z = second(last(second(y).relu() + second(-y)));  // under Autocast, before and after a norm
     return torch::cross_entropy_loss(out(z.mean({2, 3})).to(torch::kFloat), sample % 5);
   }
 };
@@ -160,8 +159,11 @@ struct Layers : nn::Module {
 };
 
 std::shared_ptr<Layers> make_layers(const Group& group = {}) {
-  torch::manual_seed(3);
-  return std::make_shared<Layers>(group);
+  auto net = std::make_shared<Layers>(group);
+  const torch::NoGradGuard no_grad;
+  for (Tensor& parameter : net->parameters())
+    parameter.copy_(torch::cos(torch::arange(1., parameter.numel() + 1)).view(parameter.sizes()));
+  return net;
 }
 
 // As what is left when a step fails: nothing has changed, no thread waits, and the next step is a usual one.
@@ -204,6 +206,35 @@ TEST(Reproducible, AShardThatFailsWhereOthersWaitInABatchNorm) {
           expect_refusal({text("rank ", failing, " could not run the function of backward_by_shards()")}, step);
         expect_usual_step(ddp);
       });
+}
+
+TEST(Reproducible, AShardThatFailsAmongBatchNormsInMixedPrecision) {
+  on_ranks(2, [](World&) {
+    DdpOptions options = by_shards();
+    options.mixed_precision.param_dtype = torch::kBFloat16;
+    DistributedDataParallel<Layers> ddp(make_layers(), options);
+    const auto dtype = [&] { return (ddp->a->weight + 0).scalar_type(); };
+    const auto step = [&](int failing) {
+      ddp.backward_by_shards(0, [&](int shard) {
+        const Tensor x = Layers::input(shard).to(torch::kBFloat16);
+        EXPECT_EQ(dtype(), torch::kBFloat16);
+        const Tensor y = ddp->narrow(ddp->a(x)) + ddp->again(x.slice(1, 1));
+        EXPECT_EQ(dtype(), torch::kBFloat16);
+        if (shard == failing) throw InvalidArgument("no loss");
+        const Tensor z = ddp->wide(ddp->b(x));
+        // In backward(), while other shards of the rank are in forward().
+        z.register_hook([dtype](const Tensor&) { EXPECT_EQ(dtype(), torch::kFloat); });
+        return y.to(torch::kFloat).pow(3).sum() + z.to(torch::kFloat).pow(3).sum();
+      });
+      EXPECT_EQ(dtype(), torch::kFloat);
+    };
+    for (const int failing : {0, 1}) {  // shards of one rank
+      EXPECT_THROW(step(failing), InvalidArgument);
+      EXPECT_EQ(dtype(), torch::kFloat);
+    }
+    step(-1);
+    step(-1);
+  });
 }
 
 // A function that catches what ends it keeps nobody waiting.

@@ -50,6 +50,7 @@ ShardStates::~ShardStates() {
 void ShardStates::begin_turn(size_t shard) {
   const at::NoGradGuard no_grad;
   State& state = states_[shard];
+  if (copies_) copies_->forwards = state.forwards;
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const Buffer& buffer = buffers_[i];
     autograd::set_version_counter(buffer.tensor, buffer.version);
@@ -57,19 +58,18 @@ void ShardStates::begin_turn(size_t shard) {
     autograd::set_version_counter(buffer.tensor, state.counters[buffer.counter]);
   }
   if (state.random) state.random->set();
-  if (copies_) copies_->forwards = state.forwards;
   at::autocast::clear_cache();  // which is the process's: a shard's casts belong to its graph
 }
 
 void ShardStates::end_turn(size_t shard) {
   const at::NoGradGuard no_grad;
   State& state = states_[shard];
+  if (copies_) state.forwards = std::exchange(copies_->forwards, 0);
   if (state.values.empty())
     for (const Buffer& buffer : buffers_) state.values.push_back(buffer.tensor.detach().clone());
   else
     for (size_t i = 0; i < buffers_.size(); ++i) copy_values(state.values[i], buffers_[i].tensor);
   state.random.emplace(parallel::RandomState::of_cpu());
-  if (copies_) state.forwards = std::exchange(copies_->forwards, 0);
 }
 
 }  // namespace muster::ddp

@@ -150,10 +150,12 @@ class Turns {
   Turns(const Turns&) = delete;
   Turns& operator=(const Turns&) = delete;
   ~Turns() {
-    for (const auto& shard : shards_) {
-      if (!shard->is_running()) continue;
-      shard->is_abandoned = true;
-      shard->take_turn();
+    for (size_t i = 0; i < shards_.size(); ++i) {
+      if (!shards_[i]->is_running()) continue;
+      shards_[i]->is_abandoned = true;
+      in_try([&] { work_.begin_turn(i); });
+      shards_[i]->take_turn();
+      in_try([&] { work_.end_turn(i); });
     }
   }
 
@@ -199,8 +201,8 @@ class Turns {
   // Returns false if all shards have ended.
   bool exchange(const std::exception_ptr& failure, const char* what) {
     const at::NoGradGuard values_only;
-    int64_t all[3] = {failure ? 1 : 0, 0,
-                      std::numeric_limits<int64_t>::min()};  // then the largest, and minus the least
+    // Whether a rank has failed, the largest that a shard gives, and minus the least.
+    int64_t all[3] = {failure ? 1 : 0, 0, std::numeric_limits<int64_t>::min()};
     for (const auto& shard : shards_) {
       const Given given{.norm = shard->given_for, .values = shard->given.defined() ? shard->given.numel() : 0};
       all[1] = std::max(all[1], given.packed());
