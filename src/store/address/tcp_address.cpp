@@ -20,6 +20,7 @@
 #include "base/text.h"
 #include "base/thread.h"
 #include "muster/base/error.h"
+#include "store/kit/await_ready.h"
 #include "store/kit/quote.h"
 
 namespace muster::store {
@@ -165,7 +166,7 @@ UniqueFd dial_tcp(const SocketAddress& address, Deadline deadline, int* error) {
     *error = errno;
     if (*error != EINPROGRESS && *error != EINTR) return {};
     *error = ETIMEDOUT;
-    if (!await(socket.get(), POLLOUT, deadline)) return {};
+    if (!await_ready(socket.get(), POLLOUT, deadline)) return {};
     socklen_t size = sizeof *error;
     if (::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, error, &size) != 0) *error = errno;
     if (*error != 0) return {};

@@ -13,6 +13,7 @@
 
 #include "base/random.h"
 #include "base/text.h"
+#include "store/kit/await_ready.h"
 #include "store/kit/idle.h"
 #include "store/kit/outage.h"
 #include "store/kit/quote.h"
@@ -192,7 +193,7 @@ class ServedStore final : public Store, public Outage {
       const ssize_t n = connection.send_some(bytes, &events);
       if (n == ClientStream::kGone) throw Cut();
       bytes.remove_prefix(static_cast<size_t>(n));
-      if (n == 0 && events && !await(connection.fd(), events, deadline))
+      if (n == 0 && events && !await_ready(connection.fd(), events, deadline))
         throw TimeoutError(text("the store at ", address_, " did not take a request in time"));
     }
   }
@@ -201,7 +202,7 @@ class ServedStore final : public Store, public Outage {
   size_t receive_some(ClientStream& connection, std::span<char> to, const Request& request, Deadline deadline) const {
     short events = connection.has_received() ? 0 : POLLIN;
     for (;;) {
-      if (events && !await(connection.fd(), events, deadline))
+      if (events && !await_ready(connection.fd(), events, deadline))
         throw TimeoutError(text("the store at ", address_, " did not answer in time",
                                 request.keys.empty() ? "" : text(", asked about ", quote(request.keys[0]))),
                            {}, "The process that serves it may be stopped or overloaded");
@@ -251,16 +252,6 @@ ssize_t ClientStream::send_some(std::string_view bytes, short* events) {
 ssize_t ClientStream::receive_some(std::span<char> to, short* events) {
   const ssize_t n = ::recv(fd(), to.data(), to.size(), MSG_DONTWAIT);
   return n == 0 ? kGone : moved(n, POLLIN, events);
-}
-
-bool await(int fd, short events, Deadline deadline) {
-  pollfd one{fd, events, 0};
-  for (;;) {
-    const int ready = ::poll(&one, 1, deadline.is_never() ? -1 : deadline.poll_ms());
-    if (ready > 0) return true;
-    if (ready < 0 && errno != EINTR && errno != EAGAIN) throw_errno("poll of the store's connection");
-    if (ready <= 0 && deadline.passed()) return false;
-  }
 }
 
 std::shared_ptr<Store> make_served_store(std::unique_ptr<Dialer> dialer, Deadline deadline) {

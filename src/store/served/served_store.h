@@ -48,7 +48,4 @@ class Dialer {
 // Dials until `deadline`, then Unavailable.
 std::shared_ptr<Store> make_served_store(std::unique_ptr<Dialer> dialer, Deadline deadline);
 
-// Whether `fd` is ready for `events` before the deadline.
-bool await(int fd, short events, Deadline deadline);
-
 }  // namespace muster::store

@@ -16,6 +16,7 @@
 #include "base/fd.h"
 #include "base/text.h"
 #include "store/address/tcp_address.h"
+#include "store/kit/await_ready.h"
 #include "store/served/addresses.h"
 #include "store/served/served_store.h"
 #include "store/served/tls.h"
@@ -182,7 +183,7 @@ class TlsDialer final : public Dialer {
                            "Give all of a job the same MUSTER_SECRET or secret file, and look whether that is the "
                            "store's address and not another service's");
       if (result == ClientStream::kGone) return false;
-      if (!await(connection.fd(), events, deadline))
+      if (!await_ready(connection.fd(), events, deadline))
         throw TimeoutError(text("the store at ", address(), " did not answer in time"), {},
                            "The process that serves it may be stopped or overloaded");
     }
