@@ -23,10 +23,12 @@ TYPE = re.compile(r"\b(?:class|struct|enum(?:\s+class)?|union|concept)\s+(?:\[\[
 FUNCTION = re.compile(r"[\w>&*\]]\s*[\s&*]\s*(\w+)\s*\(")
 CONSTANT = re.compile(r"\b(?:constexpr|const|extern)\b[^=({;]*?\b(\w+)(?:<[^=]*>)?\s*(?:=|\{|;|\[|$)")
 ALIAS = re.compile(r"\busing\s+(\w+)\s*=")
-# Names of one word are also those of variables and members: only these of base/ are looked for.
-COMMON = {"text", "join"}
+# Names of one word are also those of variables: they are looked for only where they are called. These are called without
+# a declaration of Muster: a keyword, and members of a base class in libtorch.
+OTHERS = {"sizeof", "finish"}
 SEVERAL_WORDS = re.compile(r"[a-z0-9]+_\w*[a-z0-9]|[A-Z][a-z0-9]+[A-Z]\w*|k[A-Z]\w+")
 USE = re.compile(r"(?<![\w.:>~])(?:(?:muster|base|shm|comm|store|transport|launch|rpc|parallel|checkpoint)::)*(\w+)\b")
+CALL = re.compile(r"(?<![\w.:>~])(\w+)\(")
 
 
 def without_comments(text):
@@ -87,8 +89,7 @@ def main(arguments):
     for name, text in texts.items():
         if name.endswith(".h"):
             for each in declared(text):
-                if each in COMMON or SEVERAL_WORDS.fullmatch(each):
-                    places[each].add(name)
+                places[each].add(name)
 
     plain = {name: without_comments(text) for name, text in texts.items()}
     missing = 0
@@ -104,7 +105,8 @@ def main(arguments):
             if file not in seen and file in includes:
                 seen.add(file)
                 todo += includes[file]
-        used = set(USE.findall(plain[name]))
+        used = {word for word in USE.findall(plain[name]) if SEVERAL_WORDS.fullmatch(word)}
+        used |= set(CALL.findall(plain[name])) - OTHERS
         for word in sorted(used & places.keys()):
             own = re.compile(rf"(?<!\breturn)(?<!\bcase)(?<!\bthrow)(?:(?<=\w)\s+|(?<=[\w>])[&*]+\s+|>\s+|\]\s*){word}\s*[=(){{;,:]|,\s*{word}\s*[={{;]|\b(?:class|struct|enum)\s+(?:alignas\(\w+\)\s*)?{word}\b")
             if places[word] & seen or any(own.search(plain[file]) for file in seen):

@@ -19,6 +19,7 @@ template <typename T> T round_up(T n, T multiple) { int inner_value = 0; return 
 constexpr size_t kCacheLine = 64;
 using HostOfRank = int;
 std::string text(int value);
+bool await(int fd);
 }  // namespace muster::shm
 """
 
@@ -36,7 +37,7 @@ class CheckIncludes(unittest.TestCase):
             return done.returncode, done.stdout
 
     USES = ("shm::PeerWatch* watch;", "RingControl ring;", "auto phase = WaitPhase::kSpin;", "int n = round_up(3, 4);",
-            "int n = muster::shm::round_up(3, 4);", "int n = kCacheLine;", "HostOfRank rank;", "auto said = text(3);",
+            "int n = muster::shm::round_up(3, 4);", "int n = kCacheLine;", "HostOfRank rank;", "auto said = text(3);", "if (!await(3)) return;",
             "return round_up(1, 3);", "call(1, round_up(2, 3));", "call(1, kCacheLine);", "int n = 3 * round_up(2, 3);")
 
     def test_names_that_are_not_included_are_found(self):
