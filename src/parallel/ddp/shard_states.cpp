@@ -15,9 +15,10 @@ namespace {
 
 namespace autograd = torch::autograd::impl;
 
-// Between tensors of the same dtype, shape and strides. Unlike copy_(), without a new version.
+// Without a new version, if both have the same form, as they have unless the function gives a buffer another one.
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
-  if (to.is_non_overlapping_and_dense() && from.is_non_overlapping_and_dense())
+  if (to.is_non_overlapping_and_dense() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() &&
+      to.strides() == from.strides())
     copy_bytes(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
   else
     to.detach().copy_(from);
