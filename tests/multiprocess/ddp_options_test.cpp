@@ -296,6 +296,20 @@ TEST(DdpOptionsTest, BuffersThatNobodyMakesEqual) {
                     "buffer other.running_var of rank 1 differs");
     EXPECT_EQ(message_of_steps(false, [](WithBuffers&, int) {}), "");
     EXPECT_EQ(message_of_steps(true, change_mask), "");
+    // A norm that is synchronized among fewer ranks has other statistics there.
+    struct Alone : nn::Module {
+      nn::Linear a = register_module("a", nn::Linear(3, 4));
+      SyncBatchNorm norm{nullptr};
+      explicit Alone(const Group& group) {
+        norm = register_module("norm", SyncBatchNorm(nn::BatchNormOptions(4), group));
+      }
+      Tensor forward(const Tensor& x) { return norm(a(x)); }
+    };
+    const Group one[] = {world.new_group({0}), world.new_group({1})};
+    DistributedDataParallel<Alone> alone(std::make_shared<Alone>(one[world.rank()]),
+                                         {.broadcast_buffers = false, .check_divergence_every = 1});
+    for (int step = 0; step < 2; ++step) alone.forward(torch::rand({4, 3}) + world.rank()).pow(3).sum().backward();
+    EXPECT_FALSE(torch::equal(alone->norm->running_mean, torch::zeros({4})));
   });
 }
 

@@ -28,7 +28,9 @@ struct Images : nn::Module {
   nn::Conv2d first = register_module("first", nn::Conv2d(nn::Conv2dOptions(2, 8, 3).padding(1))),
              second = register_module("second", nn::Conv2d(nn::Conv2dOptions(8, 8, 3).padding(1)));
   SyncBatchNorm whole{nullptr}, last{nullptr};
-  nn::BatchNorm2d shards_own = register_module("shards_own", nn::BatchNorm2d(8));
+  nn::BatchNorm2d shards_own = register_module("shards_own", nn::BatchNorm2d(8)),
+                  converted =
+                      register_module("converted", nn::BatchNorm2d(nn::BatchNormOptions(8).track_running_stats(false)));
   nn::Dropout dropout = register_module("dropout", nn::Dropout(0.3));
   nn::Linear out = register_module("out", nn::Linear(8, 5));
   at::ScalarType dtype;
@@ -48,7 +50,7 @@ struct Images : nn::Module {
         torch::sin(torch::arange(2 * 8 * 8, torch::kFloat).view({1, 2, 8, 8}) * 0.1 * (sample.view({-1, 1, 1, 1}) + 1));
     const auto block = [this](const Tensor& y) { return dropout(shards_own(second(whole(y)).relu())); };
     const Tensor y = activation_checkpoint(block, first(x.to(dtype)));
-    const Tensor z = second(last(second(y).relu() + second(-y)));  // under Autocast, before and after a norm
+    const Tensor z = second(last(converted(second(y).relu()) + second(-y)));  // under Autocast, before and after a norm
     return torch::cross_entropy_loss(out(z.mean({2, 3})).to(torch::kFloat), sample % 5);
   }
 };
@@ -59,6 +61,7 @@ std::string trained(World& world, int steps, const MixedPrecision& precision, bo
   at::set_num_threads(1 + world.world_size() % 2);
   std::thread([&] { at::set_num_threads(1 + world.world_size()); }).join();  // a loader's, for example
   const auto net = std::make_shared<Images>(precision, autocast);
+  EXPECT_EQ(convert_sync_batchnorm(*net->converted), 1U);
   DistributedDataParallel<Images> ddp(
       net, {.reproducible = {.shards = kReproducibleShards, .seed = 3}, .mixed_precision = precision});
   torch::optim::Adam optimizer(net->parameters(), 0.01);

@@ -158,13 +158,17 @@ bool parallel::has_synchronized_norm(nn::Module& net) {
   return has_module;
 }
 
-std::vector<at::Tensor> parallel::statistics_of_own_batches(nn::Module& net) {
+std::vector<at::Tensor> parallel::statistics_of_own_batches(nn::Module& net, const Group& group) {
+  const auto beside = existing_group_beside(group);
+  const auto is_that = [&](const std::weak_ptr<const Group>& of) { return beside && of.lock() == beside; };
   std::vector<at::Tensor> all;
   net.apply([&](nn::Module& module) {
     const auto try_as = [&](const auto* norm) {
       if (!norm) return;
+      std::optional<Marks::Mark> mark;
       for (const auto* const tensor : {&norm->weight, &norm->bias, &norm->running_mean})
-        if (Marks::all().find(*tensor)) return;
+        if (!mark) mark = Marks::all().find(*tensor);
+      if (mark && is_that(mark->group)) return;
       for (const auto* const tensor : {&norm->running_mean, &norm->running_var, &norm->num_batches_tracked})
         if (tensor->defined()) all.push_back(*tensor);
     };
@@ -174,6 +178,7 @@ std::vector<at::Tensor> parallel::statistics_of_own_batches(nn::Module& net) {
     try_as(dynamic_cast<const nn::InstanceNorm1dImpl*>(&module));
     try_as(dynamic_cast<const nn::InstanceNorm2dImpl*>(&module));
     try_as(dynamic_cast<const nn::InstanceNorm3dImpl*>(&module));
+    try_as(dynamic_cast<const SyncBatchNormImpl*>(&module));
   });
   return all;
 }
@@ -209,7 +214,9 @@ size_t convert_sync_batchnorm(nn::Module& net, const Group& given) {
 // --- the module ---
 
 SyncBatchNormImpl::SyncBatchNormImpl(const nn::BatchNormOptions& options, const Group& group)
-    : NormImplBase(options), group_(parallel::group_beside(group)) {}
+    : NormImplBase(options), group_(parallel::group_beside(group)) {
+  if (running_mean.defined()) Marks::all().put(running_mean, {.group = group_});  // for statistics_of_own_batches()
+}
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   if (input.dim() < 2)

@@ -25,8 +25,10 @@ class BatchPart {
   // By which the parts know a parameter or buffer of a batch norm; -1: not at all.
   virtual int64_t number_of(const at::Tensor& tensor) const = 0;
   // What each part of each rank gives here, [parts, numel], in the same order on every number of ranks. `mine` has one
-  // dimension and is on the CPU. Waits for the other parts. `norm`: the number of a tensor of the batch norm; -1: it has
-  // none. `group`: the batch norm's, a group_beside().
+  // dimension and is on the CPU. Waits for the other parts. `norm`: the number of a tensor of the batch norm; -1: none
+  // is known, as without running statistics; kOfAnotherModule: its running statistics are not known. `group`: the batch
+  // norm's, a group_beside().
+  static constexpr int64_t kOfAnotherModule = -2;
   virtual at::Tensor gather(const at::Tensor& mine, int64_t norm, const Group& group) = 0;
 
   class [[nodiscard]] Scope {

@@ -136,8 +136,10 @@ struct Sharers : torch::CustomClassHolder {
   Sharers(std::weak_ptr<const Group> of, const BatchNormCall& call)
       : group(std::move(of)), part(BatchPart::current()), has_part(BatchPart::current() != nullptr) {
     if (!has_part) return;
+    // In mixed precision, weight and bias may be copies, which nobody knows.
     for (const auto* const tensor : {&call.running_mean, &call.weight, &call.bias})
       if (norm < 0 && *tensor && (*tensor)->defined()) norm = BatchPart::current()->number_of(**tensor);
+    if (norm < 0 && or_undefined(call.running_mean).defined()) norm = BatchPart::kOfAnotherModule;
   }
   std::weak_ptr<const Group> group;
   std::weak_ptr<BatchPart> part;

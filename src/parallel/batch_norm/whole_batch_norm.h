@@ -37,8 +37,9 @@ at::Tensor whole_batch_norm(const BatchNormCall& call, const std::weak_ptr<const
 
 // Whether the net has a SyncBatchNorm, or a module that convert_sync_batchnorm() has synchronized.
 bool has_synchronized_norm(torch::nn::Module& net);
-// Buffers that each rank makes of its own batches: those of BatchNorm that is not synchronized, and of InstanceNorm.
-std::vector<at::Tensor> statistics_of_own_batches(torch::nn::Module& net);
+// Buffers that are not made of the batches of all ranks of the group: those of BatchNorm and SyncBatchNorm that are not
+// synchronized in it, and of InstanceNorm.
+std::vector<at::Tensor> statistics_of_own_batches(torch::nn::Module& net, const Group& group);
 
 // libtorch's own, of this rank's batch alone.
 at::Tensor local_batch_norm(const BatchNormCall& call, bool training);

@@ -76,8 +76,8 @@ Meetings::Meeting Replica::Impl::meet(Meetings::Event mine) {
 }
 
 std::vector<parallel::NamedTensor> Replica::Impl::equal_buffers() const {
-  if (options.broadcast_buffers) return {};  // before each forward() they become rank 0's, whatever they are now
-  const auto own = parallel::statistics_of_own_batches(*module);
+  if (options.broadcast_buffers) return {};  // before each forward() in training they become rank 0's
+  const auto own = parallel::statistics_of_own_batches(*module, group);
   std::vector<parallel::NamedTensor> equal;
   for (const auto& buffer : buffers)
     if (std::none_of(own.begin(), own.end(), [&](const at::Tensor& each) { return each.is_same(buffer.tensor); }))

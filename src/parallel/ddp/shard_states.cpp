@@ -2,10 +2,12 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "base/copy.h"
@@ -15,13 +17,19 @@ namespace {
 
 namespace autograd = torch::autograd::impl;
 
-// Without a new version, if both have the same form, as they have unless the function gives a buffer another one.
+// Without a new version, also of what else has the memory. c10::Error if the shapes differ, because the function has
+// given a buffer another one.
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
-  if (to.is_non_overlapping_and_dense() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() &&
-      to.strides() == from.strides())
+  const auto form = [](const at::Tensor& tensor) {
+    return std::tuple(tensor.scalar_type(), tensor.sizes(), tensor.strides(), tensor.is_conj(), tensor.is_neg());
+  };
+  if (to.is_non_overlapping_and_dense() && form(to) == form(from)) {
     copy_bytes(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
-  else
-    to.detach().copy_(from);
+  } else {
+    TORCH_CHECK(to.sizes() == from.sizes(), "a buffer of size [", from.sizes(), "] has size [", to.sizes(),
+                "] after a part of the function of backward_by_shards()");
+    to.variable_data().copy_(from);
+  }
 }
 
 }  // namespace
@@ -66,10 +74,13 @@ void ShardStates::end_turn(size_t shard) {
   const at::NoGradGuard no_grad;
   State& state = states_[shard];
   if (copies_) state.forwards = std::exchange(copies_->forwards, 0);
-  if (state.values.empty())
-    for (const Buffer& buffer : buffers_) state.values.push_back(buffer.tensor.detach().clone());
-  else
+  if (state.values.empty()) {
+    std::vector<at::Tensor> values;
+    for (const Buffer& buffer : buffers_) values.push_back(buffer.tensor.detach().clone());
+    state.values = std::move(values);
+  } else {
     for (size_t i = 0; i < buffers_.size(); ++i) copy_values(state.values[i], buffers_[i].tensor);
+  }
   state.random.emplace(parallel::RandomState::of_cpu());
 }
 

@@ -101,8 +101,7 @@ class Shard final : public parallel::BatchPart {
 
   int64_t number_of(const at::Tensor& tensor) const override {
     const auto at = numbers_.find(tensor.unsafeGetTensorImpl());
-    if (at == numbers_.end()) refuse_norm();
-    return at->second;
+    return at == numbers_.end() ? -1 : at->second;
   }
 
   at::Tensor gather(const at::Tensor& mine, int64_t norm, const Group& group) override {
@@ -110,6 +109,7 @@ class Shard final : public parallel::BatchPart {
       throw InvalidArgument(
           "the function of backward_by_shards() differentiates what it has computed for another shard",
           "Return the loss, which backward_by_shards() differentiates");
+    if (norm == kOfAnotherModule) refuse_norm();
     if (&group != beside_)
       throw InvalidArgument("the group of a synchronized batch norm is not that of its DistributedDataParallel",
                             "With DdpOptions::reproducible, use one group");

@@ -10,9 +10,9 @@
 // turn: `begin_turn` and `end_turn` see to that.
 //
 // Errors, on all ranks or none: what a function throws (InvalidArgument on the other ranks, as throw_if_any_failed()
-// says); InvalidArgument if shards differ in how often they wait, in which batch norm, or with how many values. Functions
-// that wait then get Aborted from gather(), and have ended when compute_in_turns() returns. Thread-safety: one thread.
-// The functions run with the caller's World and at::ThreadLocalState.
+// says); InvalidArgument if shards differ in how often they wait, in which batch norm, or with how many values.
+// Functions that wait then get Aborted from gather(), and have ended when compute_in_turns() returns.
+// Thread-safety: one thread. The functions run with the caller's World and at::ThreadLocalState.
 #pragma once
 
 #include <cstddef>
