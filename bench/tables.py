@@ -129,7 +129,7 @@ def show_slow_link(rows):
 
 
 def show_sync_batch_norm(rows):
-    lines = [[row["net"], f"{row['shards']} shards, to the bit" if row["shards"] else "each rank's batch",
+    lines = [[row["net"], f"{row['shards']} shards, to the bit" if row.get("shards") else "each rank's batch",
               f"{row['ms']:.1f}", f"{row['ms_ordinary']:.1f}", f"{100 * row['share']:.1f} %"] for row in rows]
     table("a step with batch norms over the batches of all ranks, and with those of each rank or shard alone: "
           "milliseconds (without shards at most 10 % more)",
