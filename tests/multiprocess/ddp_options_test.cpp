@@ -310,6 +310,17 @@ TEST(DdpOptionsTest, BuffersThatNobodyMakesEqual) {
                                          {.broadcast_buffers = false, .check_divergence_every = 1});
     for (int step = 0; step < 2; ++step) alone.forward(torch::rand({4, 3}) + world.rank()).pow(3).sum().backward();
     EXPECT_FALSE(torch::equal(alone->norm->running_mean, torch::zeros({4})));
+    // Ranks that synchronize different norms list as many buffers.
+    struct Two : nn::Module {
+      nn::Linear a = register_module("a", nn::Linear(3, 4));
+      nn::BatchNorm1d first = register_module("first", nn::BatchNorm1d(4)),
+                      second = register_module("second", nn::BatchNorm1d(nn::BatchNormOptions(4).affine(false)));
+      Tensor forward(const Tensor& x) { return second(first(a(x))); }
+    };
+    DistributedDataParallel<Two> two(std::make_shared<Two>(),
+                                     {.broadcast_buffers = false, .check_divergence_every = 1});
+    if (world.rank() == 0) convert_sync_batchnorm(*two->first, one[0]);
+    two.forward(torch::rand({4, 3}) + world.rank()).pow(3).sum().backward();
   });
 }
 

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 #include <torch/nn/modules/instancenorm.h>
 
+#include <initializer_list>
 #include <mutex>
 #include <optional>
 #include <ostream>
@@ -51,6 +52,12 @@ class Marks {
     const std::shared_lock lock(mutex_);
     const auto at = by_tensor_.find(tensor.unsafeGetTensorImpl());
     return at == by_tensor_.end() ? std::nullopt : std::optional(at->second.mark);
+  }
+  std::optional<Mark> find_any(std::initializer_list<const at::Tensor*> tensors) const {
+    std::optional<Mark> mark;
+    for (const at::Tensor* const tensor : tensors)
+      if (!mark) mark = find(*tensor);
+    return mark;
   }
   void forget_what_is_gone() {
     const std::lock_guard lock(mutex_);
@@ -111,16 +118,17 @@ struct Norm {
   at::Tensor running_var;
 };
 
-std::optional<Norm> as_norm(const std::string& name, nn::Module& module) {
-  std::optional<Norm> norm;
-  const auto try_as = [&]<typename Impl>(Impl* known) {
-    if (known)
-      norm.emplace(Norm{name, known->options, &known->weight, &known->bias, &known->running_mean, known->running_var});
+// Calls fn with the module as the class, if it is of one of them.
+template <typename... Classes>
+void if_one_of(nn::Module& module, const auto& fn) {
+  const auto try_as = [&](auto* known) {
+    if (known) fn(*known);
   };
-  try_as(dynamic_cast<nn::BatchNorm1dImpl*>(&module));
-  try_as(dynamic_cast<nn::BatchNorm2dImpl*>(&module));
-  try_as(dynamic_cast<nn::BatchNorm3dImpl*>(&module));
-  return norm;
+  (try_as(dynamic_cast<Classes*>(&module)), ...);
+}
+
+void if_batch_norm(nn::Module& module, const auto& fn) {
+  if_one_of<nn::BatchNorm1dImpl, nn::BatchNorm2dImpl, nn::BatchNorm3dImpl>(module, fn);
 }
 
 std::vector<Norm> norms_of(nn::Module& net) {
@@ -128,7 +136,10 @@ std::vector<Norm> norms_of(nn::Module& net) {
   std::unordered_set<const nn::Module*> seen;
   net.apply([&](const std::string& name, nn::Module& module) {
     if (!seen.insert(&module).second) return;
-    if (auto norm = as_norm(name.empty() ? "the net itself" : name, module)) all.push_back(std::move(*norm));
+    if_batch_norm(module, [&](auto& norm) {
+      all.push_back({name.empty() ? "the net itself" : name, norm.options, &norm.weight, &norm.bias, &norm.running_mean,
+                     norm.running_var});
+    });
   });
   return all;
 }
@@ -151,8 +162,7 @@ void require_same_on_all_ranks(const std::vector<Norm>& norms, const Group& grou
 
 bool parallel::has_synchronized_norm(nn::Module& net) {
   for (const Norm& norm : norms_of(net))
-    for (const auto* const tensor : {norm.weight, norm.bias, norm.running_mean})
-      if (Marks::all().find(*tensor)) return true;
+    if (Marks::all().find_any({norm.weight, norm.bias, norm.running_mean})) return true;
   bool has_module = false;
   net.apply([&](nn::Module& module) { has_module |= dynamic_cast<SyncBatchNormImpl*>(&module) != nullptr; });
   return has_module;
@@ -163,22 +173,14 @@ std::vector<at::Tensor> parallel::statistics_of_own_batches(nn::Module& net, con
   const auto is_that = [&](const std::weak_ptr<const Group>& of) { return beside && of.lock() == beside; };
   std::vector<at::Tensor> all;
   net.apply([&](nn::Module& module) {
-    const auto try_as = [&](const auto* norm) {
-      if (!norm) return;
-      std::optional<Marks::Mark> mark;
-      for (const auto* const tensor : {&norm->weight, &norm->bias, &norm->running_mean})
-        if (!mark) mark = Marks::all().find(*tensor);
+    const auto add = [&](const auto& norm) {
+      const auto mark = Marks::all().find_any({&norm.weight, &norm.bias, &norm.running_mean});
       if (mark && is_that(mark->group)) return;
-      for (const auto* const tensor : {&norm->running_mean, &norm->running_var, &norm->num_batches_tracked})
-        if (tensor->defined()) all.push_back(*tensor);
+      for (const at::Tensor& tensor : {norm.running_mean, norm.running_var, norm.num_batches_tracked})
+        if (tensor.defined()) all.push_back(tensor);
     };
-    try_as(dynamic_cast<const nn::BatchNorm1dImpl*>(&module));
-    try_as(dynamic_cast<const nn::BatchNorm2dImpl*>(&module));
-    try_as(dynamic_cast<const nn::BatchNorm3dImpl*>(&module));
-    try_as(dynamic_cast<const nn::InstanceNorm1dImpl*>(&module));
-    try_as(dynamic_cast<const nn::InstanceNorm2dImpl*>(&module));
-    try_as(dynamic_cast<const nn::InstanceNorm3dImpl*>(&module));
-    try_as(dynamic_cast<const SyncBatchNormImpl*>(&module));
+    if_batch_norm(module, add);
+    if_one_of<nn::InstanceNorm1dImpl, nn::InstanceNorm2dImpl, nn::InstanceNorm3dImpl, SyncBatchNormImpl>(module, add);
   });
   return all;
 }

@@ -59,7 +59,7 @@ void DivergenceWatch::after_backward(bool is_complete,
     add("the gradient of parameter " + name, !is_complete              ? kUnknown
                                              : tensor.grad().defined() ? hash_of(tensor.grad(), 0)
                                                                        : 1);
-  for (const auto& [name, tensor] : buffers()) add("buffer " + name, hash_of(tensor, 0));
+  for (const auto& [name, tensor] : buffers()) add("buffer " + name, tensor.defined() ? hash_of(tensor, 0) : kUnknown);
 
   const auto n = static_cast<int64_t>(hashes.size());
   const at::Tensor all = at::empty({group_.size(), n}, at::kLong);

@@ -24,8 +24,8 @@ class DivergenceWatch {
       : parameters_(std::move(parameters)), every_(every), group_(std::move(group)) {}
 
   // After each backward() that averages, on all ranks. `is_complete`: whether this rank has all of its gradients; if
-  // not, they are not compared. `buffers`: gives those that are to be equal, the same on all ranks. Mismatch on all
-  // ranks, which names the first tensor that differs, the ranks and the call.
+  // not, they are not compared. `buffers`: gives as many on all ranks; undefined where they need not be equal. Mismatch
+  // on all ranks, which names the first tensor that differs, the ranks and the call.
   void after_backward(bool is_complete, const std::function<std::vector<parallel::NamedTensor>()>& buffers);
 
  private:

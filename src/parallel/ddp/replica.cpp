@@ -76,12 +76,12 @@ Meetings::Meeting Replica::Impl::meet(Meetings::Event mine) {
 }
 
 std::vector<parallel::NamedTensor> Replica::Impl::equal_buffers() const {
-  if (options.broadcast_buffers) return {};  // before each forward() in training they become rank 0's
+  if (options.broadcast_buffers) return {};  // they become rank 0's before each forward() in training
   const auto own = parallel::statistics_of_own_batches(*module, group);
-  std::vector<parallel::NamedTensor> equal;
-  for (const auto& buffer : buffers)
-    if (std::none_of(own.begin(), own.end(), [&](const at::Tensor& each) { return each.is_same(buffer.tensor); }))
-      equal.push_back(buffer);
+  std::vector<parallel::NamedTensor> equal = buffers;
+  for (auto& [name, buffer] : equal)
+    if (std::any_of(own.begin(), own.end(), [&](const at::Tensor& each) { return each.is_same(buffer); }))
+      buffer = at::Tensor();
   return equal;
 }
 

@@ -42,7 +42,7 @@ struct Replica::Impl {
     if (module->is_training() && at::GradMode::is_enabled()) parameter_watch->check(*module);
   }
   bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
-  // That stay equal on all ranks although DDP does not make them so.
+  // Those that stay equal on all ranks although DDP does not make them so; undefined where they need not.
   std::vector<parallel::NamedTensor> equal_buffers() const;
   Meetings::Meeting meet(Meetings::Event mine);
   void follow(std::exception_ptr& failure);

@@ -2,7 +2,6 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -11,32 +10,62 @@
 #include <utility>
 
 #include "base/copy.h"
+#include "base/text.h"
+#include "muster/base/error.h"
 
 namespace muster::ddp {
 namespace {
 
 namespace autograd = torch::autograd::impl;
 
-// Without a new version, also of what else has the memory. c10::Error if the shapes differ, because the function has
-// given a buffer another one.
+// How the bytes of its memory are the tensor's values.
+auto form_of(const at::Tensor& tensor) {
+  return std::tuple(tensor.scalar_type(), tensor.sizes(), tensor.strides(), tensor.is_conj(), tensor.is_neg());
+}
+
+bool have_same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl() &&
+         a.storage_offset() == b.storage_offset() && form_of(a) == form_of(b);
+}
+
+// Without a new version, also of what else has the memory.
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
-  const auto form = [](const at::Tensor& tensor) {
-    return std::tuple(tensor.scalar_type(), tensor.sizes(), tensor.strides(), tensor.is_conj(), tensor.is_neg());
-  };
-  if (to.is_non_overlapping_and_dense() && form(to) == form(from)) {
+  if (to.is_non_overlapping_and_dense() && form_of(to) == form_of(from))
     copy_bytes(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
-  } else {
-    TORCH_CHECK(to.sizes() == from.sizes(), "a buffer of size [", from.sizes(), "] has size [", to.sizes(),
-                "] after a part of the function of backward_by_shards()");
+  else
     to.variable_data().copy_(from);
-  }
 }
 
 }  // namespace
 
-ShardStates::ShardStates(const std::vector<parallel::NamedTensor>& buffers, std::shared_ptr<parallel::CopyPhase> copies,
-                         size_t shards)
-    : copies_(std::move(copies)), states_(shards) {
+BuffersBefore::BuffersBefore(const std::vector<parallel::NamedTensor>& buffers) {
+  const at::NoGradGuard values_only;
+  for (const auto& [name, tensor] : buffers)
+    buffers_.push_back({.name = name, .tensor = tensor, .as_before = tensor.detach(), .values = tensor.clone()});
+}
+
+void BuffersBefore::require_same_memory() const {
+  for (const Buffer& buffer : buffers_)
+    if (!have_same_memory(buffer.tensor, buffer.as_before))
+      throw InvalidArgument(text("the function of backward_by_shards() gave buffer ", buffer.name,
+                                 " other memory, another shape or another dtype"),
+                            "Write into it what is new, as copy_() does");
+}
+
+void BuffersBefore::restore_memory() const {
+  for (const Buffer& buffer : buffers_)
+    if (!have_same_memory(buffer.tensor, buffer.as_before)) buffer.tensor.set_data(buffer.as_before);
+}
+
+void BuffersBefore::restore() const {
+  const at::NoGradGuard values_only;
+  restore_memory();
+  for (const Buffer& buffer : buffers_) buffer.tensor.copy_(buffer.values);
+}
+
+ShardStates::ShardStates(const std::vector<parallel::NamedTensor>& buffers, const BuffersBefore& before,
+                         std::shared_ptr<parallel::CopyPhase> copies, size_t shards)
+    : before_(before), copies_(std::move(copies)), states_(shards) {
   if (shards == 1) return;                 // nobody else writes between its turns
   std::map<const void*, size_t> counters;  // by storage
   for (const auto& [name, tensor] : buffers) {
@@ -59,6 +88,7 @@ ShardStates::~ShardStates() {
 void ShardStates::begin_turn(size_t shard) {
   const at::NoGradGuard no_grad;
   State& state = states_[shard];
+  before_.restore_memory();  // another shard may have changed it, which has failed then
   if (copies_) copies_->forwards = state.forwards;
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const Buffer& buffer = buffers_[i];
@@ -74,6 +104,7 @@ void ShardStates::end_turn(size_t shard) {
   const at::NoGradGuard no_grad;
   State& state = states_[shard];
   if (copies_) state.forwards = std::exchange(copies_->forwards, 0);
+  before_.require_same_memory();
   if (state.values.empty()) {
     std::vector<at::Tensor> values;
     for (const Buffer& buffer : buffers_) values.push_back(buffer.tensor.detach().clone());

@@ -1,5 +1,6 @@
-// What each of a rank's shards finds when its turn comes, as it has left it (shard_turns.h): the module's buffers,
-// libtorch's default CPU generator, and whether operators read copies of the parameters.
+// What each of a rank's shards finds: the module's buffers as they were before the step; and, when its turn comes
+// (shard_turns.h), as it has left them, with libtorch's default CPU generator, and whether operators read copies of the
+// parameters.
 //
 // Buffers are compared by nothing: all are put away and brought back, because libtorch's batch norm and others write
 // them without a new version. Each shard has version counters of its own, so that a graph that has kept a buffer does
@@ -14,6 +15,7 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "parallel/kit/random_numbers.h"
@@ -22,17 +24,34 @@
 
 namespace muster::ddp {
 
+class BuffersBefore {
+ public:
+  explicit BuffersBefore(const std::vector<parallel::NamedTensor>& buffers);
+
+  // InvalidArgument, which names the buffer, if one has other memory, another shape or another dtype than before.
+  void require_same_memory() const;
+  void restore_memory() const;
+  void restore() const;  // memory and values
+
+ private:
+  struct Buffer {
+    std::string name;
+    at::Tensor tensor, as_before, values;  // `as_before` shares the memory
+  };
+  std::vector<Buffer> buffers_;
+};
+
 class ShardStates {
  public:
-  // `copies`: null without mixed precision.
-  ShardStates(const std::vector<parallel::NamedTensor>& buffers, std::shared_ptr<parallel::CopyPhase> copies,
-              size_t shards);
+  // `before` is used until the end. `copies`: null without mixed precision.
+  ShardStates(const std::vector<parallel::NamedTensor>& buffers, const BuffersBefore& before,
+              std::shared_ptr<parallel::CopyPhase> copies, size_t shards);
   ShardStates(const ShardStates&) = delete;
   ShardStates& operator=(const ShardStates&) = delete;
   ~ShardStates();
 
   void begin_turn(size_t shard);
-  void end_turn(size_t shard);
+  void end_turn(size_t shard);  // throws what require_same_memory() throws
 
  private:
   struct Buffer {
@@ -47,6 +66,7 @@ class ShardStates {
     int forwards = 0;  // of CopyPhase
   };
 
+  const BuffersBefore& before_;
   std::vector<Buffer> buffers_;
   const std::shared_ptr<parallel::CopyPhase> copies_;
   std::vector<State> states_;

@@ -193,8 +193,9 @@ class Turns {
     for (size_t i = 0; i < shards_.size(); ++i) {
       work_.begin_turn(i);
       shards_[i]->take_turn();
-      work_.end_turn(i);
-      if (shards_[i]->failure) std::rethrow_exception(shards_[i]->failure);
+      const std::exception_ptr at_end = in_try([&] { work_.end_turn(i); });
+      for (const auto& failure : {shards_[i]->failure, at_end})
+        if (failure) std::rethrow_exception(failure);
     }
   }
 

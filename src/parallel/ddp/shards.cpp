@@ -111,12 +111,7 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
   s.check_parameters();
   const WithThreads with_threads(s.options.reproducible.threads);
   const parallel::RandomNumbersGuard random_numbers(parallel::RandomState::of_cpu());
-  std::vector<at::Tensor> buffers_before;
-  for (const auto& [name, buffer] : s.buffers) buffers_before.push_back(buffer.clone());
-  const auto restore_buffers = [&] {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < s.buffers.size(); ++i) s.buffers[i].tensor.copy_(buffers_before[i]);
-  };
+  const BuffersBefore buffers_before(s.buffers);
   const auto is_averaged = [](const parallel::NamedTensor& buffer) {
     return buffer.tensor.is_floating_point() || buffer.tensor.is_complex();
   };
@@ -124,7 +119,7 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
   const std::vector<int> mine = s.shards->mine();
   std::vector<float> shares(s.trainable.size());  // of the shards that use each parameter
   const auto compute = [&](int shard) {
-    restore_buffers();
+    buffers_before.restore();
     parallel::set_cpu_seed(mixed_seed({s.options.reproducible.seed, step, static_cast<uint64_t>(shard)}));
     const at::Tensor value = s.with_copies([&] { return loss(shard); });
     if (!value.defined() || value.numel() != 1 || !value.requires_grad())
@@ -133,6 +128,7 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
     TreeSum::Leaf leaf = torch::autograd::grad({value}, s.trainable, {}, {}, false, /*allow_unused=*/true);
     for (size_t i = 0; i < leaf.size(); ++i)
       shares[i] += leaf[i].defined() ? 1.0F / static_cast<float>(mine.size()) : 0;
+    buffers_before.require_same_memory();
     for (const auto& buffer : s.buffers)
       if (is_averaged(buffer)) leaf.push_back(buffer.tensor);
     leaf.push_back(value.detach().reshape({}));
@@ -146,7 +142,7 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
   try {
     if (parallel::has_synchronized_norm(*s.module)) {
       std::vector<TreeSum::Leaf> leaves(mine.size());
-      ShardStates states(s.buffers, s.copies ? s.copies->phase() : nullptr, mine.size());
+      ShardStates states(s.buffers, buffers_before, s.copies ? s.copies->phase() : nullptr, mine.size());
       const auto in_thread = [&](size_t i) {
         const WithThreads of_operators(s.options.reproducible.threads);
         leaves[i] = compute(mine[i]);
@@ -169,7 +165,7 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
       parallel::throw_if_any_failed(failure, s.group, kFailed);
     }
   } catch (...) {
-    restore_buffers();
+    buffers_before.restore();
     throw;
   }
 
