@@ -9,8 +9,8 @@
 //
 // Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979;
 // Ioffe, Szegedy, "Batch Normalization", 2015; torch.nn.SyncBatchNorm.
-// Where a rank computes parts of its batch apart from each other (batch_part.h), the parts of all ranks take the place of
-// the ranks' batches.
+// Where a rank computes parts of its batch apart from each other (batch_part.h), the parts of all ranks take the place
+// of the ranks' batches.
 // Thread-safety: as collectives.h.
 #pragma once
 
