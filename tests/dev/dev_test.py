@@ -101,6 +101,16 @@ class Dev(unittest.TestCase):
             for command in ("demo", "test", "bench", "build", "lint", "fmt"):
                 self.assertRegex(output, rf"(?m)^  {command} ")
 
+    def test_help_of_a_command_installs_and_builds_nothing(self):
+        self.set_installed([])
+        for arguments in (["build", "--help"], ["test", "--help"], ["test", "--full", "-h"], ["fmt", "-h"], ["lint", "--help"]):
+            status, output, log = self.dev(*arguments)
+            self.assertEqual((status, log), (0, ""), output)
+            self.assertIn("usage: ./dev COMMAND", output)
+        status, output, log = self.dev("bench", "--help")
+        self.assertEqual(status, 0, output)
+        self.assertRegex(log, r"^python3 .*/bench/run\.py --help\n$")
+
     def test_unknown_command(self):
         status, output, log = self.dev("tset")
         self.assertEqual((status, log), (1, ""))

@@ -8,15 +8,18 @@ process by itself from step <start> on, and the answer has its parameters.
 """
 import collections
 import datetime
+import functools
 import os
 import shutil
 import sys
 import tempfile
 import traceback
+import types
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks, post_localSGD_hook, powerSGD_hook, quantization_hooks)
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
@@ -24,15 +27,33 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 of_a_batch = powerSGD_hook._orthogonalize
 powerSGD_hook._orthogonalize = lambda matrix, epsilon=0: of_a_batch(matrix.view(-1, *matrix.shape[-2:]), epsilon)
 
+
+
+class GatherInOneTensor:
+    """The quantization hooks expect that the future of all_gather has one tensor, with a row for each process. That of
+    Gloo's has a list of tensors."""
+
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+    def all_gather(self, outputs, tensor, group, async_op):
+        work = dist.all_gather(outputs, tensor, group=group, async_op=async_op)
+        stacked = work.get_future().then(lambda future: [torch.stack(future.wait())])
+        return types.SimpleNamespace(get_future=lambda: stacked)
+
+
+quantization_hooks.dist = GatherInOneTensor()
+
 SHAPES = [(12, 20), (7,), (9, 4, 3), (16, 8), (1,)]  # together a square; all hooks but one leave out the last
+WITHOUT_GAPS = [(16, 20), (32,), (9, 4, 8), (16, 8)]  # multiples of 32 elements: Muster's buckets are PyTorch's
 
 
-def gradient(parameter, step, dtype):
+def gradient(parameter, shape, step, dtype):
     """The same numbers as numbers_of() of comm_hook_fixture.h."""
-    elements = torch.Size(SHAPES[parameter]).numel()
+    elements = torch.Size(shape).numel()
     i = torch.arange(elements, dtype=torch.float64)
     values = torch.sin(i * (0.37 + 0.11 * parameter) + step) + 0.25 * torch.cos(i * i * 0.013 + parameter)
-    return values.view(SHAPES[parameter]).to(dtype)
+    return values.view(shape).to(dtype)
 
 
 class Net(torch.nn.Module):
@@ -43,7 +64,7 @@ class Net(torch.nn.Module):
         self.dtype = dtype
 
     def forward(self, step):
-        return sum((p * (gradient(i, step, self.dtype) * self.share)).sum() for i, p in enumerate(self.p))
+        return sum((p * (gradient(i, p.shape, step, self.dtype) * self.share)).sum() for i, p in enumerate(self.p))
 
 
 def averager_of(name, start):
@@ -54,7 +75,8 @@ def averager_of(name, start):
 
 
 def answer(group, alone, hook, rank, steps, start, feedback, warm, dtype):
-    net = Net(group, SHAPES if hook == "batched_power" else SHAPES[:-1], getattr(torch, dtype))
+    shapes = {"batched_power": SHAPES, "quantize_blocks": WITHOUT_GAPS}.get(hook, SHAPES[:-1])
+    net = Net(group, shapes, getattr(torch, dtype))
     ddp = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
     state = group
     averages_models = hook in ("periodic", "hierarchical")
@@ -80,6 +102,8 @@ def answer(group, alone, hook, rank, steps, start, feedback, warm, dtype):
         "hierarchical": post_localSGD_hook.post_localSGD_hook,
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
+        "quantize": quantization_hooks.quantization_pertensor_hook,
+        "quantize_blocks": functools.partial(quantization_hooks.quantization_perchannel_hook, bucket_size=int(rank)),
     }[hook]
     # By another name, because PyTorch allows bfloat16 on GPUs only, and asks for names.
     ddp.register_comm_hook(state, lambda state, bucket: call(state, bucket))
@@ -89,6 +113,8 @@ def answer(group, alone, hook, rank, steps, start, feedback, warm, dtype):
         ddp(step).backward()
         if averages_models:
             optimizer.step()
+        if hook == "quantize_blocks" and step == 0:
+            continue  # PyTorch's first bucket has the parameters in another order
         for p in net.p:
             numbers += (p.detach() if averages_models else p.grad).to(torch.float64).reshape(-1).tolist()
     return numbers

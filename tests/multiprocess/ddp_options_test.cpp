@@ -324,6 +324,24 @@ TEST(DdpOptionsTest, BuffersThatNobodyMakesEqual) {
   });
 }
 
+TEST(DdpOptionsTest, WithoutInitSyncRanksKeepTheirValues) {
+  on_ranks(2, [](World& world) {
+    for (const bool init_sync : {true, false}) {
+      const auto net = std::make_shared<WithBuffers>();
+      const torch::NoGradGuard values_only;
+      for (const auto& list : {net->parameters(), net->buffers()})
+        for (Tensor tensor : list) tensor.fill_(1 + world.rank());
+      DistributedDataParallel<WithBuffers> ddp(net, {.init_sync = init_sync});
+      for (const auto& list : {net->parameters(), net->buffers()})
+        for (const Tensor& tensor : list)
+          EXPECT_TRUE(torch::equal(tensor, torch::full_like(tensor, init_sync ? 1 : 1 + world.rank())));
+    }
+    EXPECT_THROW(
+        DistributedDataParallel<WithBuffers>(std::make_shared<WithBuffers>(), {.init_sync = world.rank() == 0}),
+        Mismatch);
+  });
+}
+
 // A gradient that is delayed belongs to the last bucket, also when buckets have been made anew.
 TEST(DdpOptionsTest, DelayedParametersAreAveragedLast) {
   on_ranks(2, [](World& world) {

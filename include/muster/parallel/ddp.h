@@ -97,6 +97,9 @@ struct DdpOptions {
   // Names of parameters whose gradients are averaged after all others: of those that become ready late, although their
   // order in the first step says otherwise.
   std::vector<std::string> delay_all_reduce = {};
+  // false: the constructor does not copy rank 0's values to all, because all ranks have the same ones, for example of
+  // one checkpoint. It compares names, shapes and dtypes as always.
+  bool init_sync = true;
 };
 
 namespace ddp {

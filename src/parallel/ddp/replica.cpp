@@ -115,8 +115,9 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
       tensors.all,
       text(parallel::words_of(with), " check_divergence_every=", s.options.check_divergence_every,
            " reproducible.shards=", reproducible.shards, " reproducible.seed=", reproducible.seed,
-           " reproducible.threads=", reproducible.threads, " delay_all_reduce=",
-           muster::join(s.options.delay_all_reduce), parallel::words_of(*s.module, precision, compute_dtypes)),
+           " reproducible.threads=", reproducible.threads,
+           " delay_all_reduce=", muster::join(s.options.delay_all_reduce), " init_sync=", s.options.init_sync,
+           parallel::words_of(*s.module, precision, compute_dtypes)),
       s.group);
   if (trainable.empty())
     throw InvalidArgument("the module has no parameter that requires grad", "Use it without DistributedDataParallel");
@@ -152,7 +153,7 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
       throw InvalidArgument("DdpOptions::reproducible goes with dense gradients only",
                             "Create the embedding with sparse(false)");
   }
-  parallel::broadcast_together(tensors.all, s.group);
+  if (s.options.init_sync) parallel::broadcast_together(tensors.all, s.group);
   parallel::convert_buffers(*s.module, precision);
   if (precision.param_dtype) s.copies = std::make_unique<PrivateCopies>(computed, compute_dtypes);
   s.buffers = std::move(tensors.buffers);
