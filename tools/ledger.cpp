@@ -1,7 +1,9 @@
 // muster ledger: proves from a ledger that every sample of every epoch counts once.
 #include "launch/jobs/ledger_check.h"
 
+#include <filesystem>
 #include <limits>
+#include <system_error>
 
 #include "command_line.h"
 
@@ -36,6 +38,10 @@ int ledger_command(std::vector<std::string> words) {
   launch::LedgerCheckOptions options;
   if (!epochs.empty()) options.epochs = parse_number("--epochs", epochs, kMost);
   options.spare = parse_number("--spare", spare, kMost);
+  for (auto one = files.begin(); one != files.end(); ++one)
+    for (auto other = files.begin(); other != one; ++other)
+      if (std::error_code ignored; std::filesystem::equivalent(*one, *other, ignored))
+        throw InvalidArgument(text("'", *other, "' and '", *one, "' are one file"), "Give each ledger once");
   const launch::LedgerCheck result = launch::check_ledger(files, options);
   std::cout << result.words << std::flush;
   return result.is_exactly_once ? 0 : 1;

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 
@@ -22,6 +23,12 @@ int64_t read_position_number(torch::serialize::InputArchive& archive, const char
 }
 
 }  // namespace
+
+int64_t hash_of_names(const std::vector<std::string>& names) {
+  uint64_t hash = names.size();
+  for (const std::string& name : names) hash = hash_of_bytes(name.data(), name.size(), hash);
+  return static_cast<int64_t>(hash >> 1);
+}
 
 void EpochPosition::begin(bool may_go_on) {
   const bool go_on = std::exchange(resumed_, false) && wanted_ == epoch_ && may_go_on;

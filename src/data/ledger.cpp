@@ -42,6 +42,9 @@ struct Ledger::Impl {
     if (static_cast<size_t>(written) < bytes.size())
       throw Unavailable(text("cannot write a whole line to the ledger ", file), "Is the disk full?");
   }
+  void sync_if_asked() const {
+    if (sync && ::fdatasync(fd.get()) != 0) throw_errno(text("cannot write the ledger ", file, " to the disk"));
+  }
 };
 
 namespace {
@@ -118,13 +121,14 @@ void Ledger::enter(uint64_t epoch, std::span<const size_t> samples) {
                  .step = impl_->steps + 1,
                  .epoch = epoch,
                  .samples = {samples.begin(), samples.end()}});
+  impl_->sync_if_asked();
 }
 
 void Ledger::step() {
   Impl& s = *impl_;
   s.append({.kind = LedgerLine::Kind::kMade, .step = s.steps + 1});
   ++s.steps;
-  if (s.sync && ::fdatasync(s.fd.get()) != 0) throw_errno(text("cannot write the ledger ", s.file, " to the disk"));
+  s.sync_if_asked();
 }
 
 int64_t Ledger::steps() const { return impl_->steps; }

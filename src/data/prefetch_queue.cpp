@@ -1,18 +1,27 @@
 #include "muster/data/prefetch_queue.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/fork_count.h"
+#include "base/log.h"
 #include "base/text.h"
 #include "base/thread.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
 
 namespace muster::data {
+namespace {
+
+constexpr std::chrono::seconds kLong{5};  // for the end of an iteration
+
+}  // namespace
 
 struct PrefetchQueue::Impl {
   struct Slot {
@@ -33,7 +42,16 @@ struct PrefetchQueue::Impl {
   size_t busy = 0;                // workers in draw() or fetch()
   std::deque<Slot> slots;         // jobs drawn and not taken, in order
   size_t taken = 0;               // slots that next() has removed
+  std::string late;               // what next() said when it gave up waiting; empty: it has not
   std::vector<std::thread> threads;
+  int forks = 0;  // when the threads were started
+
+  bool is_forked() const { return !threads.empty() && fork_count() != forks; }
+  void require_threads() const {
+    if (is_forked())
+      throw InvalidArgument("PrefetchLoader: its threads are in the process that this one was forked from",
+                            "Make the loader after fork()");
+  }
 
   Impl(size_t n, size_t at_most, std::chrono::milliseconds limit) : workers(n), most(at_most), timeout(limit) {}
 
@@ -92,7 +110,15 @@ struct PrefetchQueue::Impl {
     {
       std::unique_lock lock(mutex);
       running = false;
-      changed.wait(lock, [&] { return busy == 0; });
+      const auto is_idle = [&] { return busy == 0; };
+      const auto patience = late.empty() ? Deadline::after(kLong) : Deadline::after(std::chrono::seconds(0));
+      if (!patience.wait(changed, lock, is_idle)) {
+        MUSTER_LOG(kWarning) << (late.empty() ? "PrefetchLoader" : late) << ": the end of this iteration waits for "
+                             << busy << (busy == 1 ? " thread" : " threads")
+                             << " in functions of the dataset or sampler, which cannot be interrupted";
+        changed.wait(lock, is_idle);
+      }
+      late.clear();
       dropped.swap(slots);
       done.swap(draw);
       drawn_all = false;
@@ -113,10 +139,10 @@ struct PrefetchQueue::Impl {
     const auto ready = [&] { return slots.empty() ? drawn_all : slots.front().job != nullptr; };
     const auto deadline = timeout.count() == 0 ? Deadline::never() : Deadline::after(timeout);
     if (!deadline.wait(changed, lock, ready)) {
-      throw TimeoutError(
-          text("PrefetchLoader: batch ", taken, " of this iteration was not there after ", timeout.count(), " ms"), {},
-          "Find out why the dataset is slow, or raise PrefetchLoaderOptions::timeout");
+      late = text("PrefetchLoader: batch ", taken, " of this iteration was not there after ", timeout.count(), " ms");
+      throw TimeoutError(late, {}, "Find out why the dataset is slow, or raise PrefetchLoaderOptions::timeout");
     }
+    late.clear();
     if (slots.empty()) return nullptr;
     auto job = std::move(slots.front().job);
     slots.pop_front();
@@ -134,6 +160,11 @@ PrefetchQueue::PrefetchQueue(size_t workers, size_t most, std::chrono::milliseco
 }
 
 PrefetchQueue::~PrefetchQueue() {
+  if (impl_->is_forked()) {
+    for (auto& thread : impl_->threads) thread.detach();
+    (void)impl_.release();  // the parent's threads hold its lock, or wait there
+    return;
+  }
   impl_->stop();
   {
     const std::scoped_lock lock(impl_->mutex);
@@ -145,6 +176,8 @@ PrefetchQueue::~PrefetchQueue() {
 
 void PrefetchQueue::start(Draw draw) {
   auto& impl = *impl_;
+  impl.require_threads();
+  impl.forks = fork_count();
   while (impl.threads.size() < impl.workers) {
     impl.threads.push_back(
         start_thread("muster-prefetch", [&impl, worker = impl.threads.size()] { impl.work(worker); }));
@@ -158,10 +191,14 @@ void PrefetchQueue::start(Draw draw) {
   impl.may_draw.notify_one();
 }
 
-void PrefetchQueue::stop() { impl_->stop(); }
+void PrefetchQueue::stop() {
+  impl_->require_threads();
+  impl_->stop();
+}
 
 std::unique_ptr<PrefetchJob> PrefetchQueue::next() {
   auto& impl = *impl_;
+  impl.require_threads();
   auto job = impl.workers == 0 ? impl.next_here() : impl.next_of_workers();
   if (!job && impl.draw_error) std::rethrow_exception(impl.draw_error);
   return job;

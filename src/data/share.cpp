@@ -22,4 +22,9 @@ Share make_share(const char* who, std::optional<int> num_replicas, std::optional
       .replicas = static_cast<size_t>(replicas), .rank = static_cast<size_t>(own), .drop_last = drop_last, .pad = pad};
 }
 
+int rank_in_world() {
+  const World* const world = World::current_or_null();
+  return world ? world->rank() : 0;
+}
+
 }  // namespace muster::data

@@ -164,6 +164,9 @@ TEST(Examples, ParallelResnet) {
   Process check({kMusterCommand, "ledger", "check", folder + "/ledger", "--epochs", "3"});
   EXPECT_EQ(check.finish(), 0) << check.out;
   EXPECT_NE(check.out.find("attempt 3, 2 ranks: steps 7 to 9 count\n"), std::string::npos) << check.out;
+  Process twice({kMusterCommand, "ledger", "check", folder + "/ledger", folder + "/./ledger"});
+  EXPECT_NE(twice.finish(), 0);
+  EXPECT_NE(twice.err.find("are one file"), std::string::npos) << twice.err;
   std::filesystem::remove_all(folder);
 }
 

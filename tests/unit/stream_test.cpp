@@ -5,8 +5,10 @@
 #include <torch/data/dataloader.h>
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -306,6 +308,79 @@ TEST(ShardedSource, BelongsToItsRank) {
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(second, saved(first)); }), "rank 0, this one 1");
   DistributedStream other(sharded<ShardReader>({{0, 5}}, 0, 2));
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(other, saved(first)); }), "shards 5, this one 1");
+}
+
+// Files of other names, or in another order, have other examples; their folder may have moved.
+TEST(ShardedSource, APositionBelongsToItsFiles) {
+  const auto stream_of = [](const std::vector<std::string>& files) {
+    const auto open = [](const std::string&) {
+      ShardReader reader;
+      reader.shard = {0, 3};
+      return reader;
+    };
+    return DistributedStream(ShardedSource(files, open, {.num_replicas = 1, .rank = 0}));
+  };
+  auto first = stream_of({"/old/a.tar", "/old/b.tar"});
+  EXPECT_EQ(first.get_batch(2)->size(), 2U);
+  auto moved = stream_of({"/new/place/a.tar", "/new/place/b.tar"});
+  load(moved, saved(first));
+  EXPECT_EQ(moved.index(), 2U);
+  for (const auto& files :
+       std::vector<std::vector<std::string>>{{"/old/b.tar", "/old/a.tar"}, {"/old/a.tar", "/old/c.tar"}}) {
+    auto other = stream_of(files);
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(other, saved(first)); }), "names_of_shards");
+  }
+}
+
+// A range that throws, as a loader whose batch comes late, goes on at the same batch.
+TEST(EvenBatches, AnErrorOfTheRangeIsNotItsEnd) {
+  for (const size_t every : {1, 2, 4}) {
+    run_threads(2, [&](World& world) {
+      struct Range {
+        struct Iterator {
+          using iterator_category = std::input_iterator_tag;
+          using value_type = int;
+          using difference_type = std::ptrdiff_t;
+          using pointer = int*;
+          using reference = int&;
+          int number = 0;
+          bool fails;
+          int& operator*() { return number; }
+          Iterator& operator++() {
+            if (number == 2 && std::exchange(fails, false)) throw std::runtime_error("late");
+            ++number;
+            return *this;
+          }
+          bool operator==(std::default_sentinel_t) const { return number == 6; }
+        };
+        bool fails;
+        Iterator begin() const { return {.fails = fails}; }
+        std::default_sentinel_t end() const { return {}; }
+      };
+      Range range{.fails = world.rank() == 0};
+      std::vector<int> seen;
+      int errors = 0;
+      const auto in_try = [&](const auto& fn) {
+        for (bool is_done = false; !is_done;) try {
+            fn();
+            is_done = true;
+          } catch (const std::runtime_error&) {
+            ++errors;
+          }
+      };
+      auto batches = even_batches(range, {.every = every});
+      std::optional<decltype(batches.begin())> at;
+      if (every == 4 && world.rank() == 0) {
+        EXPECT_THROW(batches.begin(), std::runtime_error);  // within the first four
+        range.fails = false;
+        ++errors;
+      }
+      at.emplace(batches.begin());
+      for (; *at != batches.end(); in_try([&] { ++*at; })) seen.push_back(**at);
+      EXPECT_EQ(seen, (std::vector<int>{0, 1, 2, 3, 4, 5}));
+      EXPECT_EQ(errors, world.rank() == 0 ? 1 : 0);
+    });
+  }
 }
 
 TEST(EvenBatches, EndOnAllRanksTogether) {

@@ -25,7 +25,7 @@
 // so with a mean as loss a sample of a small batch weighs more.
 //
 // One item (epoch_sampler.h) is one batch: size(), index(), seek() and save() count batches. The loader's batch size
-// must be 1, its default, or the option batch_size. load() compares a hash of the lengths.
+// must be 1, its default, or the option batch_size, and its drop_last must not be set. load() compares a hash of the lengths.
 // epoch_sampler.h says what set_epoch(), seek(), save() and load() do, and which threads may call them.
 // Source: Khomenko et al., "Accelerating recurrent neural network training using sequence bucketing and multi-GPU data
 // parallelization", DSMP 2016.
@@ -59,6 +59,8 @@ struct DistributedBucketSamplerOptions {
 
 class DistributedBucketSampler final : public EpochSampler {
  public:
+  static constexpr bool kGivesBatches = true;  // for PrefetchLoader
+
   // `lengths`: in tokens, at least 0; none give an empty sampler. Errors: InvalidArgument (neither batch_size nor
   // max_tokens, or one below 1; bucket_batches 0; a negative length, or one above max_tokens; the ranks as for
   // DistributedSampler); Aborted if a World is needed and the calling thread has none.

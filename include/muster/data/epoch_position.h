@@ -22,6 +22,9 @@ namespace muster::data {
 // Names and values that must be equal for a saved position to be valid: the dataset's size, the seed, options.
 using Identity = std::vector<std::pair<std::string, int64_t>>;
 
+// Of names in their order; at least 0, on every machine the same.
+int64_t hash_of_names(const std::vector<std::string>& names);
+
 // Names of what has the position: for errors, and the key under which an archive has its version.
 struct ArchiveNames {
   const char* type;  // "DistributedSampler"

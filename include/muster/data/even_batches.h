@@ -16,7 +16,8 @@
 // Leave the loop early on all ranks at the same batch, or on none.
 //
 // Errors: what the range throws, on its rank; the others get PeerLost when that rank leaves the group, as in every
-// collective. Those of all_reduce. InvalidArgument if `every` is 0.
+// collective. After an error of the range, the next ++ goes on with the batch that did not come. Those of all_reduce.
+// InvalidArgument if `every` is 0.
 // Thread-safety: use it in one thread, whose World's default group counts if no group is given.
 #pragma once
 
@@ -72,12 +73,17 @@ class EvenBatches {
     Batch& operator*() { return batches_.front(); }
     Batch* operator->() { return &batches_.front(); }
     Iterator& operator++() {
-      batches_.pop_front();
-      if (batches_.empty() && more_) ask();
+      if (agreed_ > 0) {  // not if the last ++ has thrown
+        batches_.pop_front();
+        --agreed_;
+      }
+      if (agreed_ == 0 && more_) ask();
       return *this;
     }
     void operator++(int) { ++*this; }
-    friend bool operator==(const Iterator& iterator, std::default_sentinel_t) { return iterator.batches_.empty(); }
+    friend bool operator==(const Iterator& iterator, std::default_sentinel_t) {
+      return iterator.agreed_ == 0 && !iterator.more_;
+    }
 
    private:
     void ask() {
@@ -90,6 +96,7 @@ class EvenBatches {
       }
       const size_t least = data::least_of_all(batches_.size(), options_);
       more_ = least == options_.every;
+      agreed_ = least;
       while (batches_.size() > least) batches_.pop_back();
     }
     // A loader's iterator owns its batch. The elements of a container stay there.
@@ -105,6 +112,7 @@ class EvenBatches {
     Inner inner_;
     End end_;
     std::deque<Batch> batches_;
+    size_t agreed_ = 0;   // of batches_, those that all ranks have
     bool taken_ = false;  // the inner iterator's batch is in batches_, or was
     bool more_ = true;    // all ranks had as many as they were asked for
   };

@@ -31,7 +31,8 @@
 // step(). A step may take several enter(), as with gradients of several batches. Without samples it needs none.
 //
 // A sampler that pads or drops the rest of an epoch repeats or omits up to a batch of samples per epoch: give
-// DistributedSampler `.pad = false`, or tell the check how many (--spare N).
+// DistributedSampler `.pad = false`, or tell the check how many (--spare N). Without padding, ranks may have different
+// numbers of batches: train in DistributedDataParallel::join().
 //
 // Epochs are numbered from 0. If the file ends before `steps` (it was lost, or begun later), a warning says so, and the
 // check will.
@@ -56,7 +57,7 @@ struct LedgerOptions {
   size_t dataset_size = 0;            // samples are 0 … dataset_size - 1; 0: any numbers, and only repeats are found
   int64_t steps = 0;                  // that the model has made
   std::string training = "training";  // its name, one line
-  bool sync = false;                  // step() waits until its lines are on the disk
+  bool sync = false;                  // enter() and step() wait until their lines are on the disk
   Group group;                        // default: all ranks
 };
 

@@ -4,7 +4,8 @@
 //   muster::PrefetchLoader loader(dataset, sampler, {.batch_size = 64, .workers = 4},
 //                                 torch::data::transforms::Stack<>());
 //   snapshot.add("loader", loader);                        // instead of the sampler
-//   for (int epoch = 0; epoch < epochs; ++epoch) {
+//   snapshot.restore();
+//   for (uint64_t epoch = sampler.epoch(); epoch < epochs; ++epoch) {
 //     sampler.set_epoch(epoch);
 //     for (auto& batch : loader) { … }
 //   }
@@ -25,7 +26,8 @@
 // of it.
 //
 // **The generator** has a seed that is made of options.seed, the epoch, the rank and the position of the batch. If the
-// dataset draws its random numbers from it, results depend neither on the number of workers nor on a restart.
+// dataset draws its random numbers from it, results depend neither on the number of workers nor on a restart. With a
+// sampler of libtorch, which has no epoch, the number of the loader's iteration takes its place.
 // libtorch's default generator belongs to all threads: what a worker draws from it depends on the others.
 //
 // **The sampler** is one of Muster's, any other of libtorch, or a DistributedStream. A stream is read by one worker at
@@ -39,9 +41,12 @@
 // batch does not count for save(). next() then goes on with the batch after it. An error of the sampler or stream ends
 // the iteration: each further next() throws it again.
 //
+// If the first batch of an iteration does not come, the next begin() goes on where this one would have.
+//
 // **Leaving early.** A loop may break at any batch. begin() of the next iteration, load() and the destructor stop the
-// workers: each first finishes the batch that it works on, since a function of the user cannot be interrupted; what
-// they have fetched is thrown away. The threads live until the loader's end.
+// workers: each first finishes the batch that it works on, since a function of the user cannot be interrupted, and a
+// warning says so if that takes long; what they have fetched is thrown away. The threads live until the loader's end.
+// After fork() the child makes a loader of its own.
 //
 // Workers are threads. Python's loader uses processes, because its interpreter runs one thread at a time. C++ has no
 // such lock, and threads neither copy a batch to the loop nor need shared memory for it. A large operator of libtorch
@@ -71,6 +76,7 @@
 #include "muster/base/random.h"
 #include "muster/data/prefetch_loader_impl.h"
 #include "muster/data/prefetch_queue.h"
+#include "muster/data/share.h"
 
 namespace muster {
 
@@ -79,7 +85,8 @@ struct PrefetchLoaderOptions {
   size_t workers = 2;          // threads; 0: fetch in the loop's own thread, when the loop needs the batch
   size_t prefetch_factor = 2;  // batches of each worker that are drawn and not yet the loop's
   uint64_t seed = 0;           // of the generators
-  bool drop_last = false;      // leave out a last batch of fewer than batch_size items
+  bool drop_last = false;      // leave out a last batch of fewer than batch_size items; then the epoch ends before it
+  std::optional<int> rank;     // of the seeds, if the sampler has none; default: that in the World, 0 without one
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // of the loop's wait for a batch; 0: none
 };
 
@@ -92,12 +99,17 @@ class PrefetchLoader {
       std::declval<Collate&>(),
       data::fetch_from(std::declval<Dataset&>(), std::declval<Request>(), std::declval<at::Generator&>())))>;
 
-  // InvalidArgument if batch_size or prefetch_factor is 0, or timeout is negative.
+  // InvalidArgument if batch_size is 0, or prefetch_factor with workers; if timeout is negative; if drop_last is set
+  // and the sampler's items are whole batches, as those of DistributedBucketSampler.
   PrefetchLoader(Dataset dataset, Sampler sampler, PrefetchLoaderOptions options = {}, Collate collate = {})
       : options_(options),
+        rank_(options.rank ? *options.rank : data::rank_in_world()),
         sampler_(std::move(sampler)),
         queue_(options.workers, options.workers * options.prefetch_factor, options.timeout) {
     if (options.batch_size == 0) throw InvalidArgument("PrefetchLoader: batch_size must be at least 1, got 0");
+    if (data::kGivesBatches<Sampler> && options.drop_last)
+      throw InvalidArgument("PrefetchLoader: drop_last is set, but each item of the sampler is a whole batch",
+                            "Set drop_last of the sampler");
     for (size_t worker = 1; worker < options.workers; ++worker) tools_.push_back({dataset, collate});
     tools_.push_back({std::move(dataset), std::move(collate)});
   }
@@ -141,8 +153,9 @@ class PrefetchLoader {
   std::optional<Batch> next() {
     if (!running_) restart();
     const auto job = queue_.next();
+    if (job && job->error) std::rethrow_exception(job->error);
+    untouched_ = false;
     if (!job) return std::nullopt;
-    if (job->error) std::rethrow_exception(job->error);
     auto& own = static_cast<Job&>(*job);
     given_.index = own.end;
     return std::move(own.batch);
@@ -209,13 +222,20 @@ class PrefetchLoader {
 
   void restart() {
     stop();
+    if constexpr (data::HasPosition<Sampler>) {
+      if (begun_ && untouched_) {
+        const uint64_t wanted = sampler_.epoch();
+        sampler_.seek(given_.epoch, given_.index);
+        sampler_.set_epoch(wanted);
+      }
+    }
     sampler_.reset();
     if constexpr (data::HasPosition<Sampler>)
       given_ = {.epoch = sampler_.epoch(), .index = sampler_.index()};
     else
       given_ = {.epoch = iterations_++, .index = 0};
     drawn_ = given_;
-    begun_ = true;
+    begun_ = untouched_ = true;
     queue_.start([this] { return draw(); });
     running_ = true;
   }
@@ -224,19 +244,29 @@ class PrefetchLoader {
     auto request = data::draw_from(sampler_, options_.batch_size);
     if (!request || (options_.drop_last && std::size(*request) < options_.batch_size)) return nullptr;
     const uint64_t seed =
-        mixed_seed({options_.seed, drawn_.epoch, static_cast<uint64_t>(data::rank_of(sampler_)), drawn_.index});
+        mixed_seed({options_.seed, drawn_.epoch, static_cast<uint64_t>(data::rank_of(sampler_, rank_)), drawn_.index});
     if constexpr (data::HasPosition<Sampler>)
       drawn_.index = sampler_.index();
     else
       drawn_.index += std::size(*request);
-    return std::make_unique<Job>(*this, *std::move(request), seed, drawn_.index);
+    return std::make_unique<Job>(*this, *std::move(request), seed, end_of_draw());
+  }
+
+  // What drop_last leaves out belongs to the last batch.
+  size_t end_of_draw() const {
+    if constexpr (requires { requires std::same_as<decltype(sampler_.size()), size_t>; })
+      if (const size_t size = sampler_.size(); options_.drop_last && size - drawn_.index < options_.batch_size)
+        return size;
+    return drawn_.index;
   }
 
   const PrefetchLoaderOptions options_;
+  const int rank_;
   Sampler sampler_;
   std::vector<Tools> tools_;  // of each worker
   bool begun_ = false;        // since construction or load(): given_ is the loop's position
   bool running_ = false;      // the queue
+  bool untouched_ = false;    // the loop has got nothing of this iteration: neither a batch nor an end
   uint64_t iterations_ = 0;
   Place given_;  // what the loop has got
   Place drawn_;  // what the workers have drawn; theirs while the queue runs

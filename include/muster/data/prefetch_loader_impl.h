@@ -41,12 +41,17 @@ auto draw_from(Sampler& sampler, size_t batch_size) {
 }
 
 template <typename Sampler>
-int rank_of(const Sampler& sampler) {
+int rank_of(const Sampler& sampler, int otherwise) {
   if constexpr (requires { sampler.rank(); })
     return sampler.rank();
   else
-    return 0;
+    return otherwise;
 }
+
+template <typename Sampler>
+constexpr bool kGivesBatches = requires {
+  requires Sampler::kGivesBatches;
+};
 
 template <typename Dataset>
 Dataset& unwrapped(Dataset& dataset) {

@@ -6,9 +6,12 @@
 //
 //   stopped --start()--> running --stop()--> stopped
 //
-// While running, stop() lets each worker finish what it draws or fetches, waits for it, and throws away the jobs. What
+// While running, stop() lets each worker finish what it draws or fetches, waits for it, and throws away the jobs; if it
+// waits for long, or if next() has waited for too long, a warning says so. What
 // a fetch throws is kept in its job, and is the loop's when it takes this. What `draw` throws ends the drawing: the
 // loop gets it after the jobs drawn before, at each further call of next().
+//
+// After fork() the child has no such threads: InvalidArgument, except from the destructor.
 //
 // Thread-safety: one thread calls the functions; `draw` and fetch() run in the workers, without a lock held. With no
 // workers they run in next().
@@ -50,7 +53,7 @@ class PrefetchQueue {
 
  private:
   struct Impl;
-  const std::unique_ptr<Impl> impl_;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace muster::data

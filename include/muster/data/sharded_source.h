@@ -20,7 +20,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -61,11 +63,18 @@ class ShardedSource {
   int rank() const { return *options_.rank; }
   int num_replicas() const { return *options_.num_replicas; }
 
-  // What must be equal for a saved position to be valid, for the stream's load().
+  // What must be equal for a saved position to be valid, for the stream's load(). Of paths, the names of the files in
+  // their order are, too; the folders may have moved.
   data::Identity identity() const {
-    return {{"shards", static_cast<int64_t>(shards_.size())},
-            {"shuffle_shards", options_.shuffle},
-            {"seed_of_shards", static_cast<int64_t>(options_.seed)}};
+    data::Identity all = {{"shards", static_cast<int64_t>(shards_.size())},
+                          {"shuffle_shards", options_.shuffle},
+                          {"seed_of_shards", static_cast<int64_t>(options_.seed)}};
+    if constexpr (std::is_convertible_v<const Shard&, std::filesystem::path>) {
+      std::vector<std::string> names;
+      for (const Shard& shard : shards_) names.push_back(std::filesystem::path(shard).filename().string());
+      all.emplace_back("names_of_shards", data::hash_of_names(names));
+    }
+    return all;
   }
 
   void reset(uint64_t epoch) {

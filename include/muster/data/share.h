@@ -27,4 +27,7 @@ struct Share {
 Share make_share(const char* who, std::optional<int> num_replicas, std::optional<int> rank, bool drop_last = false,
                  bool pad = true);
 
+// The calling thread's rank in its World; 0 without one.
+int rank_in_world();
+
 }  // namespace muster::data
