@@ -25,8 +25,8 @@
 // so with a mean as loss a sample of a small batch weighs more.
 //
 // One item (epoch_sampler.h) is one batch: size(), index(), seek() and save() count batches. The loader's batch size
-// must be 1, its default, or the option batch_size, and its drop_last must not be set. load() compares a hash of the lengths.
-// epoch_sampler.h says what set_epoch(), seek(), save() and load() do, and which threads may call them.
+// must be 1, its default, or the option batch_size, and its drop_last must not be set. load() compares a hash of the
+// lengths. epoch_sampler.h says what set_epoch(), seek(), save() and load() do, and which threads may call them.
 // Source: Khomenko et al., "Accelerating recurrent neural network training using sequence bucketing and multi-GPU data
 // parallelization", DSMP 2016.
 #pragma once
