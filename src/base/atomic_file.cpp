@@ -2,11 +2,14 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "base/random.h"
@@ -23,6 +26,14 @@ int sync(int fd) {
   return status;
 }
 
+using FileId = std::pair<uint64_t, uint64_t>;
+
+std::mutex under_way_mutex;
+std::set<FileId>& under_way() {
+  static auto* const all = new std::set<FileId>;  // threads may write at the end of the process
+  return *all;
+}
+
 }  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path path, uint64_t front)
@@ -31,10 +42,29 @@ AtomicFile::AtomicFile(std::filesystem::path path, uint64_t front)
   fd_.reset(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
   if (!fd_) fail(errno);
   temporary_ = std::move(temporary);
+  if (struct stat about{}; ::fstat(fd_.get(), &about) == 0) {
+    id_ = {about.st_dev, about.st_ino};
+    const std::lock_guard lock(under_way_mutex);
+    under_way().insert(id_);
+  }
 }
 
 AtomicFile::~AtomicFile() {
-  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+  if (temporary_.empty()) return;
+  ::unlink(temporary_.c_str());
+  forget();
+}
+
+void AtomicFile::forget() {
+  const std::lock_guard lock(under_way_mutex);
+  under_way().erase(id_);
+}
+
+bool is_being_written(const std::filesystem::path& file) noexcept {
+  struct stat about {};
+  if (::stat(file.c_str(), &about) != 0) return false;
+  const std::lock_guard lock(under_way_mutex);
+  return under_way().contains({about.st_dev, about.st_ino});
 }
 
 void AtomicFile::reserve(uint64_t bytes) {
@@ -77,6 +107,7 @@ void AtomicFile::commit(bool durable) {
   if (::close(fd_.release()) != 0) fail(errno);  // a full disk may be reported only here
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail(errno);
   temporary_.clear();
+  forget();
   if (durable) sync_folder(path_.has_parent_path() ? path_.parent_path() : ".");
 }
 

@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "base/fd.h"
 
@@ -38,14 +39,19 @@ class AtomicFile {
   void commit(bool durable);
 
  private:
+  void forget();
   void write_at(uint64_t offset, std::string_view bytes);
   [[noreturn]] void fail(int error) const;
 
   std::filesystem::path path_;
   std::string temporary_;  // empty: there is none
   UniqueFd fd_;
+  std::pair<uint64_t, uint64_t> id_;  // device and inode of the temporary file
   uint64_t written_ = 0, begun_ = 0;  // where the next bytes go, and up to where the kernel has been told to write
 };
+
+// Whether an AtomicFile of this process is writing this file, which is its temporary one.
+bool is_being_written(const std::filesystem::path& file) noexcept;
 
 void write_file(const std::filesystem::path& path, std::string_view bytes);
 

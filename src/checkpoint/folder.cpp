@@ -1,9 +1,11 @@
 #include "checkpoint/folder.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <poll.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -17,6 +19,7 @@
 #include <utility>
 
 #include "base/atomic_file.h"
+#include "base/log.h"
 #include "base/random.h"
 #include "base/text.h"
 #include "base/thread.h"
@@ -102,6 +105,14 @@ void remove_all(const std::vector<fs::path>& files) noexcept {
   for (const auto& file : files) fs::remove(file, ignored);
 }
 
+// What flock(2) is called on. NFS has locks of files that are open for writing only; a folder's would be this host's.
+UniqueFd open_for_lock(const fs::path& folder) {
+  struct statfs about {};
+  if (::statfs(folder.c_str(), &about) == 0 && about.f_type == NFS_SUPER_MAGIC)
+    return UniqueFd(::open((folder / ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  return UniqueFd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+}
+
 }  // namespace
 
 Folder::Folder(fs::path path) : path_(std::move(path)) {
@@ -119,14 +130,18 @@ void Folder::claim() {
   static std::mutex mutex;
   static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<UniqueFd>> held;
   const std::lock_guard lock(mutex);
-  const auto fd = std::make_shared<UniqueFd>(::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const auto fd = std::make_shared<UniqueFd>(open_for_lock(path_));
   struct stat about {};
   if (!*fd || ::fstat(fd->get(), &about) != 0) return;  // the next use of the folder reports what is wrong
   auto& ours = held[{about.st_dev, about.st_ino}];
   if ((lock_ = ours.lock())) return;
   for (const auto patience = Deadline::after(kDying); ::flock(fd->get(), LOCK_EX | LOCK_NB) != 0;) {
     if (errno == EINTR) continue;
-    if (errno != EWOULDBLOCK) return;
+    if (errno != EWOULDBLOCK) {
+      MUSTER_LOG(kWarning) << "no lock protects the snapshots in " << path_.string()
+                           << " from another job: " << std::generic_category().message(errno);
+      return;
+    }
     if (patience.passed())
       throw Unavailable(text("another job has its snapshots in ", path_.string(), " now"),
                         "Name another folder, or end that job first");
@@ -151,6 +166,14 @@ std::vector<int64_t> Folder::snapshots() const {
   return steps;
 }
 
+int64_t Folder::newest_shard() const {
+  int64_t newest = 0;
+  std::error_code error;
+  for (const auto& [file, name] : list(path_, error))
+    if (name.rank >= 0 && !name.temporary) newest = std::max(newest, name.steps);
+  return newest;
+}
+
 void Folder::remove_snapshot(int64_t steps) const noexcept {
   std::error_code error;
   fs::remove(snapshot(steps), error);
@@ -172,10 +195,10 @@ std::vector<fs::path> Folder::old_shards(int rank, int world_size, const std::se
 
 void Folder::remove_temporaries(int rank, int world_size) const noexcept {
   try {
-    remove_all(files_where(path_, [&](const std::string&, const Name& name) {
+    remove_all(files_where(path_, [&](const std::string& file, const Name& name) {
       const bool ours =
           rank == kAnyRank || name.rank == rank || (rank == 0 && (name.rank < 0 || name.rank >= world_size));
-      return ours && name.temporary;
+      return ours && name.temporary && !is_being_written(path_ / file);
     }));
   } catch (...) {  // no memory
   }

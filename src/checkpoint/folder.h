@@ -28,7 +28,7 @@ class Folder {
   // Locks the folder for this process, until the last of the process's Folders that have claimed it is destroyed: two
   // trainings that save in one folder would remove each other's snapshots. Rank 0 calls this. Throws Unavailable if
   // another process holds the lock for two more seconds (one that was killed a moment ago may still be dying). The lock
-  // is flock(2)'s; on a file system without it nothing is protected.
+  // is flock(2)'s, on NFS that of a file ".lock" in the folder; a warning says if the file system has none.
   void claim();
 
   const std::filesystem::path& path() const { return path_; }
@@ -36,6 +36,7 @@ class Folder {
   std::filesystem::path shard(int64_t steps, int rank, int world_size, const std::string& mark) const;
 
   std::vector<int64_t> snapshots() const;  // their steps, the newest first; throws Unavailable
+  int64_t newest_shard() const;            // its steps; 0: there is none
   void remove_snapshot(int64_t steps) const noexcept;
   // Renames it, so that it is none any more, and returns the file, which is still to be removed.
   std::filesystem::path set_aside(int64_t steps) const;
@@ -45,7 +46,8 @@ class Folder {
   static constexpr int kAnyRank = -1;
   std::vector<std::filesystem::path> old_shards(int rank, int world_size, const std::set<std::string>& keep,
                                                 const std::set<int64_t>& keep_steps) const;
-  // Removes the temporary files of the same ranks; rank 0 and kAnyRank also those of snapshots.
+  // Removes the temporary files of the same ranks; rank 0 and kAnyRank also those of snapshots. Not those that another
+  // Folder of this process is writing.
   void remove_temporaries(int rank, int world_size) const noexcept;
 
  private:

@@ -25,14 +25,23 @@ at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   return values.to(at::kCPU).contiguous().resolve_conj().resolve_neg();
 }
 
+void copy_values(at::Tensor to, at::Tensor values) {
+  const at::NoGradGuard no_grad;
+  for (int64_t d = 0; d < to.dim(); ++d) {
+    if (to.stride(d) != 0 || to.size(d) < 2) continue;
+    to = to.narrow(d, 0, 1);  // expand() has made the others of it
+    values = values.narrow(d, 0, 1);
+  }
+  to.copy_(values);
+}
+
 void put_values(const at::Tensor& to, const at::Tensor& values) {
   if (parallel::belongs_to_another_rank(to)) return;
-  const at::NoGradGuard no_grad;
   if (!parallel::is_watched(to)) {
-    to.copy_(values);
+    copy_values(to, values);
     return;
   }
-  parallel::unwatched(to).copy_(values);
+  copy_values(parallel::unwatched(to), values);
   torch::autograd::impl::bump_version(to);
 }
 

@@ -1,6 +1,5 @@
 #include "checkpoint/items.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -135,7 +134,7 @@ class ArchiveItem final : public Item {
   ArchiveItem(SaveFn save, LoadFn load) : save_(std::move(save)), load_(std::move(load)) {}
   Entries save() override { return save_archive(save_); }
   void load(const Entries& entries) override { load_archive(entries, load_); }
-  bool may_refuse() const override { return true; }
+  Refusal refusal() const override { return Refusal::kLikely; }
 
  private:
   SaveFn save_;
@@ -175,10 +174,7 @@ class TensorItem final : public Item {
     check_count(entries, 1);
     check_fits(entries[0], tensor_);
   }
-  void load(const Entries& entries) override {
-    const at::NoGradGuard no_grad;
-    tensor_.copy_(entries[0].tensor);
-  }
+  void load(const Entries& entries) override { copy_values(tensor_, entries[0].tensor); }
 
  private:
   at::Tensor& tensor_;

@@ -32,6 +32,9 @@ struct Need {
 };
 Need need_of(const at::Tensor& parameter);  // of its values, or of an optimizer's state of it
 
+// kUnlikely: of an object that can be put back.
+enum class Refusal { kLikely, kUnlikely, kNever };
+
 class Item {
  public:
   virtual ~Item() = default;
@@ -59,10 +62,10 @@ class Item {
   virtual at::Tensor memory_for(const Entry&) { return {}; }
   // After load(): gets some of the others that this rank needs; may be called several times.
   virtual void load_part(const Entries&) {}
-  // Nothing more comes.
-  virtual void end_load() {}
-  // True if load() may throw although check() has accepted the entries. Such items are loaded before the others.
-  virtual bool may_refuse() const { return false; }
+  // Nothing more comes. If it `is_whole`, everything has come; if not, what can be put back is to be as before load().
+  virtual void end_load(bool /*is_whole*/) {}
+  // Whether load() may throw although check() has accepted the entries. The likelier, the earlier an item is loaded.
+  virtual Refusal refusal() const { return Refusal::kNever; }
   // An item is stored once only if this is the same on all ranks. Otherwise it is stored for each rank, if it may
   // differ and the user has left that open. Both may change when training begins. If it `saves`, states count: before
   // restore(), ranks may have different ones.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -115,6 +116,9 @@ class OptimizerItem final : public Item {
   void load(const Entries& entries) override {
     Entries archive = entries;
     std::erase_if(archive, is_owned);
+    options_before_.clear();
+    for (auto& group : optimizer_.param_groups())
+      options_before_.push_back(group.has_options() ? group.options().clone() : nullptr);
     if (is_known_) {
       const StateAside aside(optimizer_);
       load_archive(archive, load_);
@@ -135,6 +139,7 @@ class OptimizerItem final : public Item {
   }
 
   void load_part(const Entries& entries) override {
+    has_parts_ = true;
     for (const Entry& entry : entries) {
       const auto [index, field_name] = place_in_state(entry, parameters_.size()).value();  // check() has accepted it
       const at::Tensor& parameter = parameters_[index];
@@ -151,9 +156,21 @@ class OptimizerItem final : public Item {
       }
     }
   }
-  void end_load() override { before_.clear(); }
+  // States that new values have come into cannot be put back.
+  void end_load(bool is_whole) override {
+    auto& groups = optimizer_.param_groups();
+    if (!is_whole && !std::exchange(has_parts_, false) && options_before_.size() == groups.size()) {
+      for (size_t i = 0; i < groups.size(); ++i)
+        if (options_before_[i]) groups[i].set_options(std::move(options_before_[i]));
+      if (!parameters_.empty()) optimizer_.state() = std::move(before_);
+    }
+    before_.clear();
+    options_before_.clear();
+    parameters_.clear();
+    has_parts_ = false;
+  }
 
-  bool may_refuse() const override { return true; }
+  Refusal refusal() const override { return Refusal::kUnlikely; }
 
   std::string what_is_equal(bool saves) const override {
     std::string all;
@@ -248,9 +265,12 @@ class OptimizerItem final : public Item {
 
   Optimizer& optimizer_;
   const std::type_info& type_;
-  const bool is_known_;                 // as optim::new_state_for() does
-  std::vector<at::Tensor> parameters_;  // since load()
-  optim::States before_;                // the state before load(), until end_load()
+  const bool is_known_;  // as optim::new_state_for() does
+  // From load() to end_load():
+  std::vector<at::Tensor> parameters_;
+  optim::States before_;                                                         // the state before load()
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options_before_;  // of each group; null: none
+  bool has_parts_ = false;                                                       // load_part() was called
   const SaveFn save_ = [this](torch::serialize::OutputArchive& archive) {
     optim::define_scratch_of_lbfgs(optimizer_);
     if (const auto* const sharded = dynamic_cast<const ShardedOptimizer*>(&optimizer_))

@@ -23,6 +23,42 @@ struct Listing {
   MSGPACK_DEFINE(problem, steps);
 };
 
+// What a rank sees in the folder of all.
+struct Newest {
+  int64_t snapshot = 0, shard = 0;
+  std::string folder;
+  MSGPACK_DEFINE(snapshot, shard, folder);
+};
+
+// The folder may be on each host's own disk, and rank 0 on another host now. Then its snapshots are there no longer,
+// and the training would begin anew. Collective.
+void require_rank_0s_snapshots(const SnapshotPlace& here) {
+  if (here.size == 1) return;
+  Newest mine{.folder = here.folder.path().string()};
+  const Problem ignored = problem_of([&] {  // of rank 0, snapshots_in() reports it
+    if (const auto steps = here.folder.snapshots(); !steps.empty()) mine.snapshot = steps.front();
+    mine.shard = here.folder.newest_shard();
+  });
+  const auto all = all_gather_object(mine, here.collective);
+  const Newest& first = all[0];
+  constexpr const char* kAdvice =
+      "Use a folder that all hosts share, or start the ranks on the hosts where they were (--node-rank)";
+  for (size_t r = 1; r < all.size(); ++r)
+    if (all[r].snapshot > first.snapshot)
+      throw InvalidArgument(
+          text("rank ", r, " has a snapshot of step ", all[r].snapshot, " in its folder ", all[r].folder,
+               ", and rank 0 has ", first.snapshot == 0 ? "none" : text("none newer than step ", first.snapshot)),
+          kAdvice);
+  for (size_t r = 1; here.rank == 0 && first.snapshot == 0 && r < all.size(); ++r) {
+    if (all[r].shard <= first.shard) continue;
+    MUSTER_LOG(kWarning) << "rank " << r << " has a part of a snapshot of step " << all[r].shard << " in its folder "
+                         << all[r].folder
+                         << ", and rank 0 has no snapshot: the training begins anew, and its first snapshot "
+                         << "takes the place of that part. " << kAdvice;
+    return;
+  }
+}
+
 // The snapshots in a folder, or in those of the hosts. Collective.
 std::set<int64_t> snapshots_in(SnapshotPlace& where) {
   Listing mine;
@@ -57,6 +93,7 @@ std::vector<Candidate> candidates_in(SnapshotPlace& here, SnapshotPlace* of_host
     where->remover->wait();
     where->damaged.clear();
     where->unreadable.clear();
+    if (!where->is_of_hosts()) require_rank_0s_snapshots(*where);
     for (const int64_t steps : snapshots_in(*where)) all.push_back({steps, where});
   }
   std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.steps > b.steps; });
@@ -109,8 +146,9 @@ class EndOfLoad {
   EndOfLoad(const EndOfLoad&) = delete;
   EndOfLoad& operator=(const EndOfLoad&) = delete;
   ~EndOfLoad() {
-    for (const Target& target : targets_) target.item->item->end_load();
+    for (const Target& target : targets_) target.item->item->end_load(is_whole);
   }
+  bool is_whole = false;
 
  private:
   const std::deque<Target>& targets_;
@@ -154,20 +192,22 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
     problem.message = text("'", target.item->name, "' cannot load its part of the snapshot: ", problem.message);
     throw_problem(problem);
   };
-  const EndOfLoad end(targets);
-  for (const bool refusing : {true, false})
+  EndOfLoad end(targets);
+  for (const Refusal refusal : {Refusal::kLikely, Refusal::kUnlikely, Refusal::kNever}) {
     for (Target& target : targets) {
       const Item& item = *target.item->item;
-      if (problem || target.entries.empty() || item.may_refuse() != refusing) continue;
+      if (problem || target.entries.empty() || item.refusal() != refusal) continue;
       std::erase_if(target.entries, [&](const Entry& entry) { return item.comes_in_parts(entry); });
       problem = problem_of([&] { load(target, target.entries, false); });
       target.entries.clear();
     }
-  agree(here, problem);
+    agree(here, problem);
+  }
   problem = delivery->deliver(When::kInParts, [&](Target& target, Entries&& entries, const std::vector<size_t>&) {
     load(target, entries, true);
   });
   agree(here, problem);
+  end.is_whole = true;
 }
 
 }  // namespace

@@ -446,7 +446,8 @@ void take_copies(Collected& collected, Copies& copies) {
   for (auto* const entries : {&collected.own, &collected.shared})
     for (Entry& entry : *entries) {
       if (entry.tensor.is_meta()) continue;
-      const std::string key = text(entry.kind, '/', entry.full_name());  // a parameter and a buffer may have one name
+      // A parameter and a buffer may have one name, and an item that of a rank.
+      const std::string key = text(entry.kind, '/', entry.rank, '/', entry.item, '/', entry.name);
       at::Tensor& copy = taken[key];
       if (const auto before = copies.find(key); before != copies.end()) copy = before->second;
       const bool fits =

@@ -51,6 +51,7 @@ struct Snapshot::Impl {
   struct Writing {
     int64_t steps;
     bool is_local;
+    checkpoint::SaveOptions with;
     checkpoint::SnapshotPlace place;  // a copy
     checkpoint::Collected collected;
     checkpoint::Problem problem;
@@ -76,7 +77,7 @@ struct Snapshot::Impl {
   void begin_to_write(int64_t steps, bool is_local = false);
   checkpoint::Problem end_writing();
   void end_and_report() noexcept;
-  void note(int64_t steps, bool is_local, const checkpoint::Problem& problem);
+  void note(const checkpoint::SaveOptions& with, bool is_local, const checkpoint::Problem& problem);
   void report(int64_t steps, const checkpoint::Problem& problem) const;
   ~Impl();
 };
@@ -152,9 +153,12 @@ bool Snapshot::Impl::any_rank_stops(int64_t steps) {
   return values[0] != 0;
 }
 
-void Snapshot::Impl::note(int64_t steps, bool is_local, const checkpoint::Problem& problem) {
-  if (problem) return;
-  newest = steps;
+void Snapshot::Impl::note(const checkpoint::SaveOptions& with, bool is_local, const checkpoint::Problem& problem) {
+  if (problem) {
+    if (!score) score = with.score;  // for the next one
+    return;
+  }
+  const int64_t steps = newest.emplace(with.steps);
   where(is_local).damaged.clear();
   where(is_local).unreadable.erase(steps);
   if (of_hosts && !is_local) checkpoint::remove_up_to(*of_hosts, steps);
@@ -169,27 +173,36 @@ void Snapshot::Impl::report(int64_t steps, const checkpoint::Problem& problem) c
 
 checkpoint::Problem Snapshot::Impl::save(int64_t steps, bool is_local) {
   const auto collected = checkpoint::collect(where(is_local), items, is_sharded(is_local));
-  const auto problem = checkpoint::write(where(is_local), collected, save_options(steps, is_local));
-  note(steps, is_local, problem);
+  const auto with = save_options(steps, is_local);
+  const auto problem = checkpoint::write(where(is_local), collected, with);
+  note(with, is_local, problem);
   return problem;
 }
 
 void Snapshot::Impl::begin_to_write(int64_t steps, bool is_local) {
   World& world = World::current();
   if (!group_of_writing) group_of_writing = options.group.split(0, 0, {.name = "snapshots"});
-  auto begun = std::make_unique<Writing>(Writing{.steps = steps, .is_local = is_local, .place = where(is_local)});
+  auto begun = std::make_unique<Writing>(
+      Writing{.steps = steps, .is_local = is_local, .with = save_options(steps, is_local), .place = where(is_local)});
   begun->place.collective.group = *group_of_writing;
   checkpoint::Collected& collected = begun->collected = checkpoint::collect(begun->place, items, is_sharded(is_local));
   if (!collected.of_all && !collected.problem)
     collected.problem = checkpoint::problem_of([&] { checkpoint::take_copies(collected, copies); });
-  begun->thread = start_thread("muster-snapshot", [its = begun.get(), with = save_options(steps, is_local), &world] {
+  const auto write = [its = begun.get(), &world] {
     const World::Scope scope(world);
     try {
-      its->problem = checkpoint::write(its->place, its->collected, with);
+      its->problem = checkpoint::write(its->place, its->collected, its->with);
     } catch (const std::exception&) {
       its->failure = std::current_exception();
     }
-  });
+  };
+  try {
+    begun->thread = start_thread("muster-snapshot", write);
+  } catch (const Unavailable& error) {  // the other ranks' threads wait for this rank
+    MUSTER_LOG(kWarning) << "rank " << place.rank << " writes its part of the snapshot of step " << steps
+                         << " before the training goes on: " << error.what();
+    write();
+  }
   writing = std::move(begun);
 }
 
@@ -201,7 +214,7 @@ checkpoint::Problem Snapshot::Impl::end_writing() {
   if (ended->failure) std::rethrow_exception(ended->failure);
   where(ended->is_local).folder = ended->place.folder;  // with its lock
   where(ended->is_local).folder_is_known |= ended->place.folder_is_known;
-  note(ended->steps, ended->is_local, ended->problem);
+  note(ended->with, ended->is_local, ended->problem);
   return ended->problem;
 }
 

@@ -170,7 +170,7 @@ void write_torch_file(const std::string& path, const Tensors& tensors) {
   }
   writer.writeEndOfFile();
   if (problem) std::rethrow_exception(problem);
-  file.commit(false);
+  file.commit(true);
 }
 
 }  // namespace muster::checkpoint

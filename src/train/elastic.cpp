@@ -169,7 +169,7 @@ class Snapshots {
  public:
   // `signal` may be null: then SIGTERM does not stop the training.
   Snapshots(World& world, const std::optional<SnapshotOptions>& options, const StopSignal* signal)
-      : on_(options.has_value()), signal_(signal) {
+      : on_(options.has_value()), every_(options ? options->every : 0), signal_(signal) {
     if (!on_) return;
     const Group first = world.new_group({0});
     if (!first.is_member()) return;
@@ -191,7 +191,7 @@ class Snapshots {
     if (!on_) return false;
     const bool stop = is_anybody_asked();
     if (!snapshot_) return stop;
-    take(state, copy, here);
+    if (stop || (every_ != 0 && here.steps % every_ == 0)) take(state, copy, here);
     if (stop) snapshot_->request_stop();
     return snapshot_->step(here.steps);
   }
@@ -216,6 +216,7 @@ class Snapshots {
   }
 
   const bool on_;
+  const int64_t every_;
   const StopSignal* const signal_;
   SavedState saved_;
   std::optional<Snapshot> snapshot_;  // rank 0's

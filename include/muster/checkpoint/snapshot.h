@@ -30,10 +30,12 @@
 // restore() takes the newest snapshot whose every byte matches its checksums *on all ranks*. It refuses a truncated or
 // corrupted one, with file, tensor and byte in a warning, and tries the one before it. On one host each rank reads what
 // it needs. On several hosts a rank reads the file that it wrote, or if it does not find that, another rank that does;
-// and sends the others what they need of it. So the folder may be on a shared file system or on each host's own disk.
+// and sends the others what they need of it. So the folder may be on a shared file system, or on each host's own disk
+// if rank 0 stays on its host.
 // The files are read twice, to verify them and into the tensors where the values stay, so restoring needs no memory for
 // them. restore() checks names, shapes and dtypes before it changes anything. Objects that read themselves (`load()`)
-// come next, and may still refuse; tensors, numbers and generators come last.
+// come next, and may still refuse; then optimizers, which are put back if one refuses; tensors, numbers and generators
+// come last, when nothing has been refused on any rank.
 //
 // Asynchronous: with `.asynchronous`, step() and save() return when this rank has copied its part of the state, for
 // which it needs as much memory again, and a thread writes it while the training goes on. The next save waits for the
@@ -66,7 +68,8 @@
 // Errors: those of collectives, and
 //   InvalidArgument  a name occurs twice; a score that is not finite; an item differs from that in the snapshot (the
 //                    message names the tensor, with both shapes), or is per rank and of another number of ranks; save()
-//                    into a folder with snapshots that restore() has not examined
+//                    into a folder with snapshots that restore() has not examined; restore(), if another rank's
+//                    folder has newer snapshots than rank 0's
 //   Mismatch         ranks are at different steps or have added different items
 //   CorruptError     restore() found snapshots, and refused all of them
 //   Unavailable      another job has its snapshots in the folder now: from restore() and save(). Or the snapshot cannot
