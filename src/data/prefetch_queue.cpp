@@ -161,8 +161,8 @@ PrefetchQueue::PrefetchQueue(size_t workers, size_t most, std::chrono::milliseco
 
 PrefetchQueue::~PrefetchQueue() {
   if (impl_->is_forked()) {
-    for (auto& thread : impl_->threads) thread.detach();
-    (void)impl_.release();  // the parent's threads hold its lock, or wait there
+    // The parent's threads hold its lock, or wait there; threads of this process may have their handles.
+    (void)impl_.release();
     return;
   }
   impl_->stop();

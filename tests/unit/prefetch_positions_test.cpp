@@ -133,15 +133,21 @@ class Gate {
     is_open_ = true;
     opened_.notify_all();
   }
+  void wait_for_somebody() {
+    std::unique_lock lock(mutex_);
+    EXPECT_TRUE(patience().wait(opened_, lock, [&] { return is_reached_; }));
+  }
   void pass() {
     std::unique_lock lock(mutex_);
+    is_reached_ = true;
+    opened_.notify_all();
     EXPECT_TRUE(patience().wait(opened_, lock, [&] { return is_open_; }));
   }
 
  private:
   std::mutex mutex_;
   std::condition_variable opened_;
-  bool is_open_ = false;
+  bool is_open_ = false, is_reached_ = false;
 };
 
 // What is written to standard error goes to the test meanwhile.
@@ -179,6 +185,7 @@ TEST(PrefetchLoader, SaysWhatItsEndWaitsFor) {
       },
       part(1), PrefetchLoaderOptions{.batch_size = 25, .workers = 1, .timeout = std::chrono::milliseconds(1)});
   EXPECT_THROW(loader->next(), TimeoutError);
+  gate.wait_for_somebody();
   std::thread end([&] { loader.reset(); });
   const std::string said = standard_error.line();
   gate.open();
