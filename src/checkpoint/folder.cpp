@@ -131,17 +131,19 @@ void Folder::claim() {
   static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<UniqueFd>> held;
   const std::lock_guard lock(mutex);
   const auto fd = std::make_shared<UniqueFd>(open_for_lock(path_));
+  const auto warn = [&](int error) {
+    if (!std::exchange(has_warned_, true)) {
+      MUSTER_LOG(kWarning) << "no lock protects the snapshots in " << path_.string()
+                           << " from another job: " << std::generic_category().message(error);
+    }
+  };
   struct stat about {};
-  if (!*fd || ::fstat(fd->get(), &about) != 0) return;  // the next use of the folder reports what is wrong
+  if (!*fd || ::fstat(fd->get(), &about) != 0) return warn(errno);
   auto& ours = held[{about.st_dev, about.st_ino}];
   if ((lock_ = ours.lock())) return;
   for (const auto patience = Deadline::after(kDying); ::flock(fd->get(), LOCK_EX | LOCK_NB) != 0;) {
     if (errno == EINTR) continue;
-    if (errno != EWOULDBLOCK) {
-      MUSTER_LOG(kWarning) << "no lock protects the snapshots in " << path_.string()
-                           << " from another job: " << std::generic_category().message(errno);
-      return;
-    }
+    if (errno != EWOULDBLOCK) return warn(errno);
     if (patience.passed())
       throw Unavailable(text("another job has its snapshots in ", path_.string(), " now"),
                         "Name another folder, or end that job first");

@@ -53,6 +53,7 @@ class Folder {
  private:
   std::filesystem::path path_;
   std::shared_ptr<UniqueFd> lock_;
+  bool has_warned_ = false;  // that there is no lock
 };
 
 // Removes files on a thread of its own: ext4 takes up to a fifth of a second for a file of 256 MB. What cannot be

@@ -31,11 +31,11 @@ struct Newest {
 };
 
 // The folder may be on each host's own disk, and rank 0 on another host now. Then its snapshots are there no longer,
-// and the training would begin anew. Collective.
+// and the training would begin anew. After snapshots_in(), which reports what is wrong on rank 0. Collective.
 void require_rank_0s_snapshots(const SnapshotPlace& here) {
   if (here.size == 1) return;
   Newest mine{.folder = here.folder.path().string()};
-  const Problem ignored = problem_of([&] {  // of rank 0, snapshots_in() reports it
+  const Problem ignored = problem_of([&] {
     if (const auto steps = here.folder.snapshots(); !steps.empty()) mine.snapshot = steps.front();
     mine.shard = here.folder.newest_shard();
   });
@@ -93,8 +93,9 @@ std::vector<Candidate> candidates_in(SnapshotPlace& here, SnapshotPlace* of_host
     where->remover->wait();
     where->damaged.clear();
     where->unreadable.clear();
+    const std::set<int64_t> there = snapshots_in(*where);
     if (!where->is_of_hosts()) require_rank_0s_snapshots(*where);
-    for (const int64_t steps : snapshots_in(*where)) all.push_back({steps, where});
+    for (const int64_t steps : there) all.push_back({steps, where});
   }
   std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.steps > b.steps; });
   return all;

@@ -16,8 +16,8 @@
 // Leave the loop early on all ranks at the same batch, or on none.
 //
 // Errors: what the range throws, on its rank; the others get PeerLost when that rank leaves the group, as in every
-// collective. After an error of the range, the next ++ goes on with the batch that did not come. Those of all_reduce.
-// InvalidArgument if `every` is 0.
+// collective. After an error of the range, the next ++ asks the range again. Those of all_reduce. InvalidArgument if
+// `every` is 0.
 // Thread-safety: use it in one thread, whose World's default group counts if no group is given.
 #pragma once
 

@@ -41,7 +41,8 @@
 // batch does not count for save(). next() then goes on with the batch after it. An error of the sampler or stream ends
 // the iteration: each further next() throws it again.
 //
-// If the first batch of an iteration does not come, the next begin() goes on where this one would have.
+// If the first batch of an iteration does not come, the next begin() goes on where this one would have; to go on
+// elsewhere, load() into the loader.
 //
 // **Leaving early.** A loop may break at any batch. begin() of the next iteration, load() and the destructor stop the
 // workers: each first finishes the batch that it works on, since a function of the user cannot be interrupted, and a

@@ -3,6 +3,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "base/text.h"
@@ -58,7 +59,8 @@ CommHook quantize(QuantizeOptions options) {
     const at::NoGradGuard no_grad;
     const at::Tensor to = bucket.buffer();
     if (to.numel() == 0) return to;
-    const int64_t elements = options.elements_per_scale == 0 ? to.numel() : options.elements_per_scale;
+    const int64_t elements =
+        options.elements_per_scale == 0 ? to.numel() : std::min(options.elements_per_scale, to.numel());
     const Packet form{.blocks = (to.numel() + elements - 1) / elements, .elements = elements};
     const at::Tensor mine = bucket.empty(form.bytes(), at::kByte);
     quantize_into(mine, form, to);
