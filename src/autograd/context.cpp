@@ -109,7 +109,7 @@ void backward(const Context& context, const std::vector<Tensor>& roots, std::vec
   }
   Pass pass{.leaves = Leaves::kContext,
             .context = state,
-            .path = tape_of(*rpc::current_agent()).path_in(*state),
+            .path = tape_of(*rpc::current_agent()).next_path(state.get()),
             .keep_graph = retain_graph.value_or(create_graph),
             .create_graph = create_graph};
   run(pass, edges, gradients);

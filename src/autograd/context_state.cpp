@@ -43,19 +43,6 @@ void ContextState::add(const Path& path, size_t position, const Tensor& leaf, Te
   part = part.defined() ? part.add(gradient) : std::move(gradient);
 }
 
-Tensor ContextState::Leaf::sum() const {
-  if (parts.size() == 1) return parts.begin()->second.clone();
-  Tensor sum;
-  for (const auto& [key, part] : parts) {
-    if (!sum.defined()) {
-      sum = part;
-    } else {
-      sum = sum.is_sparse() ? part.add(sum) : sum.add(part);  // sparse + dense is not defined, dense + sparse is
-    }
-  }
-  return sum;
-}
-
 std::vector<Gradient> ContextState::gradients() const {
   const std::lock_guard lock(mutex_);
   check();
@@ -64,7 +51,7 @@ std::vector<Gradient> ContextState::gradients() const {
   std::sort(leaves.begin(), leaves.end(),
             [](const Leaf* a, const Leaf* b) { return a->parts.begin()->first < b->parts.begin()->first; });
   std::vector<Gradient> gradients;
-  for (const Leaf* const leaf : leaves) gradients.push_back({leaf->leaf, leaf->sum()});
+  for (const Leaf* const leaf : leaves) gradients.push_back({leaf->leaf, sum_of(leaf->parts)});
   return gradients;
 }
 
@@ -72,7 +59,7 @@ Tensor ContextState::gradient(const Tensor& leaf) const {
   const std::lock_guard lock(mutex_);
   check();
   const auto it = leaves_.find(leaf.unsafeGetTensorImpl());
-  return it == leaves_.end() ? Tensor() : it->second.sum();
+  return it == leaves_.end() ? Tensor() : sum_of(it->second.parts);
 }
 
 std::vector<Tensor> ContextState::lend_gradients(at::TensorList leaves) const {
@@ -86,7 +73,7 @@ std::vector<Tensor> ContextState::lend_gradients(at::TensorList leaves) const {
       all.emplace_back();
     } else {
       const auto& parts = it->second.parts;
-      all.push_back(parts.size() == 1 ? parts.begin()->second : it->second.sum());
+      all.push_back(parts.size() == 1 ? parts.begin()->second : sum_of(parts));
     }
   }
   return all;

@@ -6,12 +6,10 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "autograd/node.h"
@@ -49,11 +47,9 @@ class ContextState {
   std::set<int> end();
 
  private:
-  using Key = std::pair<Path, size_t>;
   struct Leaf {
     Tensor leaf;
-    std::map<Key, Tensor> parts;
-    Tensor sum() const;  // a tensor that nobody else has
+    Parts parts;
   };
   const uint64_t id_;
   const rpc::Agent* const agent_;

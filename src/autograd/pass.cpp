@@ -1,5 +1,6 @@
 #include "autograd/pass.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/flat_hash_map.h>
@@ -15,6 +16,7 @@
 #include <utility>
 
 #include "autograd/context.h"
+#include "autograd/ordered_sums.h"
 #include "autograd/receive_node.h"
 #include "autograd/small_graph.h"
 #include "autograd/tape.h"
@@ -128,21 +130,36 @@ std::vector<Leaf> leaves_among(const std::vector<Node*>& nodes) {
   return leaves;
 }
 
-void add_to_context(Pass& pass, const std::vector<Leaf>& leaves, const variable_list& gradients) {
-  for (size_t i = 0; i < leaves.size(); ++i)
-    if (gradients[i].defined()) pass.context->add(pass.path, i, leaves[i]->variable, gradients[i]);
+// Whether the pass takes the leaves' gradients, and libtorch's own nodes for them do not run. If `leaves` have hooks
+// that need these nodes, they run.
+bool takes_gradients(Pass& pass, const std::vector<Leaf>& leaves) {
+  if (pass.leaves == Leaves::kOrdered &&
+      !std::all_of(leaves.begin(), leaves.end(), [](const Leaf leaf) { return OrderedSums::can_add_to(*leaf); }))
+    pass.leaves = Leaves::kAccumulate;
+  return pass.leaves != Leaves::kAccumulate;
+}
+
+void take_gradients(Pass& pass, const std::vector<Leaf>& leaves, variable_list gradients) {
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    if (pass.leaves == Leaves::kContext)
+      pass.context->add(pass.path, i, leaves[i]->variable, gradients[i]);
+    else
+      pass.sums->add(pass.path, i, *leaves[i], std::move(gradients[i]));
+  }
 }
 
 void run_in_engine(Pass& pass, const edge_list& roots, const variable_list& gradients) {
-  if (pass.leaves == Leaves::kAccumulate) {
+  std::vector<Leaf> leaves;
+  if (pass.leaves != Leaves::kAccumulate) leaves = leaves_among(reachable(roots));
+  if (!takes_gradients(pass, leaves)) {
     execute(pass, roots, gradients, {});
     return;
   }
-  const std::vector<Leaf> leaves = leaves_among(reachable(roots));
   edge_list outputs;
   for (const Leaf leaf : leaves) outputs.emplace_back(leaf->getptr(), 0);
   outputs.push_back(sink());
-  add_to_context(pass, leaves, execute(pass, roots, gradients, outputs));
+  take_gradients(pass, leaves, execute(pass, roots, gradients, outputs));
 }
 
 // Runs the pass without the engine, if its graph allows that; returns whether it did.
@@ -155,7 +172,8 @@ bool run_small(Pass& pass, const edge_list& roots, const variable_list& gradient
   auto graph = SmallGraph::of(roots, is_end);
   if (!graph) return false;
   std::vector<Leaf> leaves;
-  if (pass.leaves == Leaves::kContext) leaves = leaves_among(graph->nodes());
+  if (pass.leaves != Leaves::kAccumulate) leaves = leaves_among(graph->nodes());
+  if (!takes_gradients(pass, leaves)) leaves.clear();
   variable_list captured(leaves.size());
   graph->run(roots, gradients, pass.keep_graph, [&](Node& node, variable_list& inputs) {
     if (const auto* const receive = dynamic_cast<ReceiveNode*>(&node)) {
@@ -167,7 +185,7 @@ bool run_small(Pass& pass, const edge_list& roots, const variable_list& gradient
     captured[static_cast<size_t>(leaf - leaves.begin())] = std::move(inputs[0]);
     return true;
   });
-  add_to_context(pass, leaves, captured);
+  take_gradients(pass, leaves, std::move(captured));
   return true;
 }
 
@@ -244,11 +262,24 @@ Run current_run() {
 }
 
 void enter_context_of_call(Pass& pass) {
+  const auto call = std::static_pointer_cast<rpc::IncomingCall>(rpc::detail::current_call());
+  if (!call) return;
   const auto received = current_received();
-  if (!received || !received->context) return;
-  pass.context = received->context;
-  pass.path = received->path;
-  if (pass.leaves == Leaves::kAccumulate) pass.leaves = Leaves::kContext;
+  if (received && received->context) {
+    pass.context = received->context;
+    pass.path = received->path;
+    if (pass.leaves == Leaves::kAccumulate) pass.leaves = Leaves::kContext;
+  } else if (pass.leaves == Leaves::kAccumulate && !pass.create_graph &&
+             at::globalContext().deterministicAlgorithms()) {
+    pass.leaves = Leaves::kOrdered;
+    pass.sums = &tape_of(*call->agent).sums();
+    pass.path = received ? received->path : Path();
+    if (pass.path.empty()) {  // the caller does not want deterministic algorithms: the order of its calls
+      const auto number = call->header.call;
+      pass.path = {static_cast<uint32_t>(call->caller), static_cast<uint32_t>(number >> 32),
+                   static_cast<uint32_t>(number)};
+    }
+  }
 }
 
 variable_list run(Pass& pass, const edge_list& roots, const variable_list& gradients,

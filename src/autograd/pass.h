@@ -6,6 +6,7 @@
 //
 // Where leaves get their gradients:
 //   kAccumulate   in .grad, by libtorch's own nodes with all their hooks, as backward() does
+//   kOrdered      in .grad, too, in the order of the paths (ordered_sums.h)
 //   kContext      in the context's map (context_state.h); no .grad is touched
 //   kNone         nowhere, as grad() does. The engine goes only where an argument is wanted
 //
@@ -30,14 +31,16 @@
 namespace muster::autograd {
 
 class ContextState;
+class OrderedSums;
 class ReceiveNode;
 
-enum class Leaves { kAccumulate, kContext, kNone };
+enum class Leaves { kAccumulate, kOrdered, kContext, kNone };
 
 struct Pass {
   Leaves leaves = Leaves::kAccumulate;
   std::shared_ptr<ContextState> context;  // of calls that are made; with kContext, also where gradients go
-  Path path;                              // with kContext: their place in the order of sums
+  OrderedSums* sums = nullptr;            // with kOrdered: the worker's own
+  Path path;                              // with kOrdered and kContext: the gradients' place in the order of sums
   const std::vector<PtrTo<ReceiveNode>>* slots = nullptr;  // the nodes whose gradients the pass returns
   bool keep_graph = false;
   bool create_graph = false;
@@ -59,7 +62,7 @@ variable_list run(Pass& pass, const edge_list& roots, const variable_list& gradi
 void leave_nothing_if_this_run_fails();
 
 // For a run in a handler: if its call was made in a context, the run is in that context, at the call's place in the
-// order of sums.
+// order of sums. If it was not, and this program wants deterministic algorithms, .grad is summed in that order.
 void enter_context_of_call(Pass& pass);
 
 // What the nodes of calls need to know about the run that they are part of.

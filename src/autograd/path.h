@@ -3,11 +3,23 @@
 // calls in a fixed order. So sums in the order of paths have the same bits, in whatever order the parts arrive.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
 #include <cstdint>
+#include <map>
+#include <utility>
 #include <vector>
 
 namespace muster::autograd {
 
 using Path = std::vector<uint32_t>;  // compared lexicographically
+
+// The parts of a leaf's gradient: by the path of the call that brought it, and the leaf's number in that call's graph.
+using Place = std::pair<Path, size_t>;
+using Parts = std::map<Place, at::Tensor>;
+
+// `before`, if it is defined, plus all parts, in their order: a tensor that nobody else has. There is at least one part.
+at::Tensor sum_of(const Parts& parts, const at::Tensor& before = {});
 
 }  // namespace muster::autograd

@@ -1,5 +1,6 @@
 #include "autograd/tape.h"
 
+#include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
@@ -24,8 +25,8 @@ using rpc::append_pod;
 using rpc::read_pod;
 using rpc::detail::Reference;
 
-// In Header::context, beside the id of a context.
-constexpr uint64_t kRecorded = uint64_t{1} << 63;
+// In Header::context, beside the id of a context. kOrdered: the call has a path, but is in no context.
+constexpr uint64_t kRecorded = uint64_t{1} << 63, kOrdered = uint64_t{1} << 62;
 constexpr uint64_t kIdBits = (uint64_t{1} << 62) - 1;
 
 struct Sent {
@@ -40,6 +41,12 @@ struct Sent {
 // call, one node may still have it.)
 void leave_number_0_to_call_nodes() {
   if (at::sequence_number::peek() == 0) at::sequence_number::get_and_increment();
+}
+
+// Whether the call that this thread serves has a path without a context: so have the calls that its handler makes.
+bool handles_ordered_call() {
+  const auto received = current_received();
+  return received && !received->context && !received->path.empty();
 }
 
 bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
@@ -101,14 +108,15 @@ Census Tape::census() const {
   return {.sub_graphs = sub_graphs_->load(), .arguments = arguments_->load(), .contexts = contexts_.size()};
 }
 
-Path Tape::path_in(ContextState& context) const {
+Path Tape::next_path(ContextState* context) {
   const auto received = current_received();
-  if (received && received->context.get() == &context) {
+  if (received && received->context.get() == context && !received->path.empty()) {
     Path path = received->path;
     path.push_back(received->calls.fetch_add(1, std::memory_order_relaxed));
     return path;
   }
-  return {static_cast<uint32_t>(agent_.rank()), context.next()};
+  return {static_cast<uint32_t>(agent_.rank()),
+          context ? context->next() : calls_.fetch_add(1, std::memory_order_relaxed)};
 }
 
 // --- the caller ---
@@ -118,16 +126,19 @@ std::shared_ptr<void> Tape::outgoing(int to, Timeout timeout, rpc::Payload& payl
   auto in = current_context();
   const bool records = !payload.tensors.empty() && at::GradMode::is_enabled() &&
                        std::any_of(payload.tensors.begin(), payload.tensors.end(), requires_grad);
-  if (!in && !records && !timeout) return nullptr;
-  auto sent = std::make_shared<Sent>();
-  sent->timeout = timeout;
+  const bool ordered = !in && (at::globalContext().deterministicAlgorithms() || handles_ordered_call());
   if (in) {
     in->check_agent(agent_);
     in->calls(to);
     context |= in->id();
-    for (const uint32_t step : path_in(*in)) append_pod(payload.note, step);
-    sent->context = std::move(in);
   }
+  if (ordered) context |= kOrdered;
+  if (in || ordered)
+    for (const uint32_t step : next_path(in.get())) append_pod(payload.note, step);
+  if (!in && !records && !timeout) return nullptr;
+  auto sent = std::make_shared<Sent>();
+  sent->timeout = timeout;
+  sent->context = std::move(in);
   if (records) {
     sent->arguments = std::make_shared<Arguments>();
     for (const Tensor& tensor : payload.tensors)
@@ -195,8 +206,9 @@ std::shared_ptr<void> Tape::incoming(const rpc::IncomingCall& call, rpc::Payload
     if (creator_of_context(id) >= static_cast<int>(agent_.workers().size()))
       throw CorruptError("a call is in a context of a worker that does not exist");
     received->context = contexts_.find(id);
-    for (std::string_view note = payload.note; !note.empty();) received->path.push_back(read_pod<uint32_t>(note));
   }
+  if (received->context || (call.header.context & kOrdered))
+    for (std::string_view note = payload.note; !note.empty();) received->path.push_back(read_pod<uint32_t>(note));
   if (call.header.context & kRecorded) {
     if (payload.refs.empty())
       throw CorruptError("a call's arguments require grad, but the call does not say where their gradients go");

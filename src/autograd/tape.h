@@ -14,8 +14,11 @@
 // An argument in that list belongs to the caller (it is of this call, or of an earlier one whose result stayed at the
 // callee: rpc::remote, or in an object), or to another worker: then the caller has a ReceiveNode for it too.
 //
-// On the wire: Header::context has the context's id and kRecorded; the note of a call has its path, and that of a
-// result the list (tape.cpp). Both are checked as they are read: Corrupt.
+// On the wire: Header::context has the context's id, kRecorded and kOrdered; the note of a call has its path, if it has
+// one, and that of a result the list (tape.cpp). Both are checked as they are read: Corrupt.
+//
+// A call has a path if it is made in a context, if its program wants deterministic algorithms (ordered_sums.h), or if
+// it is made by the handler of a call that has one.
 //
 // Thread-safety: all methods.
 #pragma once
@@ -26,6 +29,7 @@
 
 #include "autograd/arguments.h"
 #include "autograd/context.h"
+#include "autograd/ordered_sums.h"
 #include "autograd/path.h"
 #include "autograd/receive_node.h"
 #include "autograd/sub_graph.h"
@@ -34,11 +38,11 @@
 
 namespace muster::autograd {
 
-// What IncomingCall::above holds: the context of a call, and the call's place in it.
+// What IncomingCall::above holds: the context of a call, and the call's place among others.
 struct Received {
-  std::shared_ptr<ContextState> context;
-  Path path;
-  std::atomic<uint32_t> calls{0};  // that its handler has made in the context
+  std::shared_ptr<ContextState> context;  // null: none
+  Path path;                              // empty: none
+  std::atomic<uint32_t> calls{0};         // that its handler has made and that have a path
 };
 std::shared_ptr<Received> current_received();  // of the call that this thread serves; may be null
 
@@ -55,7 +59,9 @@ class Tape final : public rpc::Interceptor {
   void close() override { contexts_.close(); }
 
   Contexts& contexts() { return contexts_; }
-  Path path_in(ContextState& context) const;  // the path of the next call that this thread makes in it
+  OrderedSums& sums() { return sums_; }
+  // The path of the next call that this thread makes in the context; null: in none.
+  Path next_path(ContextState* context);
   Census census() const;
 
  private:
@@ -64,6 +70,8 @@ class Tape final : public rpc::Interceptor {
 
   rpc::Agent& agent_;
   Contexts contexts_;
+  OrderedSums sums_;
+  std::atomic<uint32_t> calls_{0};  // of this worker, outside of handlers and contexts, that have a path
   ReceiveNodes receive_nodes_;
   const std::shared_ptr<NodeCounts> nodes_ = std::make_shared<NodeCounts>();
   const Count sub_graphs_ = std::make_shared<std::atomic<size_t>>(0);

@@ -29,8 +29,15 @@ void copy_values(at::Tensor to, at::Tensor values) {
   const at::NoGradGuard no_grad;
   for (int64_t d = 0; d < to.dim(); ++d) {
     if (to.stride(d) != 0 || to.size(d) < 2) continue;
-    to = to.narrow(d, 0, 1);  // expand() has made the others of it
-    values = values.narrow(d, 0, 1);
+    const at::Tensor first = values.narrow(d, 0, 1);
+    const at::Tensor equal = (values == first).logical_or((values != values).logical_and(first != first));  // NaN
+    if (!equal.all().item<bool>())
+      throw InvalidArgument(
+          text("a tensor whose slices in dimension ", d, " are one in memory, as expand() makes them, ",
+               "cannot take values that differ there"),
+          "Restore into a tensor with memory for all of its elements: clone() it");
+    to = to.narrow(d, 0, 1);
+    values = first;
   }
   to.copy_(values);
 }

@@ -24,7 +24,7 @@ inline constexpr const char* kSameMuster = "Use the Muster that wrote the snapsh
 void require_storable(const at::Tensor& tensor, const std::string& name);
 // This form. Shares the tensor's memory if it can.
 at::Tensor storable(const at::Tensor& tensor, const std::string& name);
-// Also if some of its elements are one in memory, as expand() makes them.
+// Also if some of its elements are one in memory, as expand() makes them. InvalidArgument if these get unequal values.
 void copy_values(at::Tensor to, at::Tensor values);
 // Copies into a tensor of a module, with its dtype. What another rank owns is left to it.
 void put_values(const at::Tensor& to, const at::Tensor& values);

@@ -1,6 +1,9 @@
+#include <torch/serialize/archive.h>
+
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string_view>
 #include <utility>
 
@@ -45,6 +48,21 @@ at::Tensor owned_by_this_rank(Optimizer& optimizer) {
 
 // "state/3/exp_avg": the field of what an optimizer keeps for its third parameter.
 constexpr std::string_view kState = "state/";
+// Into the object that is there, if it can be done: the program may have a reference to it.
+void put_back(torch::optim::OptimizerParamGroup& group, std::unique_ptr<torch::optim::OptimizerOptions> options) {
+  try {
+    std::stringstream stream;
+    torch::serialize::OutputArchive written;
+    options->serialize(written);
+    written.save_to(stream);
+    torch::serialize::InputArchive read;
+    read.load_from(stream);
+    group.options().serialize(read);
+  } catch (const c10::Error&) {  // a type that has no serialize()
+    group.set_options(std::move(options));
+  }
+}
+
 bool is_in_state(const Entry& entry) { return entry.name.starts_with(kState); }
 // With the number of the parameter from 0.
 std::optional<optim::FieldPlace> place_in_state(const Entry& entry, size_t parameters) {
@@ -161,7 +179,7 @@ class OptimizerItem final : public Item {
     auto& groups = optimizer_.param_groups();
     if (!is_whole && !std::exchange(has_parts_, false) && options_before_.size() == groups.size()) {
       for (size_t i = 0; i < groups.size(); ++i)
-        if (options_before_[i]) groups[i].set_options(std::move(options_before_[i]));
+        if (options_before_[i]) put_back(groups[i], std::move(options_before_[i]));
       if (!parameters_.empty()) optimizer_.state() = std::move(before_);
     }
     before_.clear();

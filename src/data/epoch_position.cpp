@@ -65,6 +65,7 @@ EpochPosition::Saved EpochPosition::read(torch::serialize::InputArchive& archive
         text("the archive holds a ", names.type, " of version ", version, ", but this is version ", kPositionVersion));
   }
   for (const auto& [name, value] : identity) {
+    if (c10::IValue any; name == kNamesOfShards && !archive.try_read(name, any)) continue;  // older archives lack it
     if (const auto saved = read_position_number(archive, names.type, name); saved != value) {
       throw InvalidArgument(text("the saved ", names.type, " has ", name, " ", saved, ", this one ", value),
                             "A position in an epoch can only be resumed with the same dataset and options");

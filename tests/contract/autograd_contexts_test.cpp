@@ -1,5 +1,5 @@
-// Contexts: gradients of one step apart from those of others, sums that do not depend on who is late, and what the end
-// of a context frees.
+// Contexts: gradients of one step apart from those of others, sums that do not depend on who is late (in contexts and
+// in .grad), and what the end of a context frees.
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -173,9 +173,11 @@ Tensor part_in_turn(RRef<Linear> model, int part, Turn forward, Turn backward) {
   return y;
 }
 
+// In a context, or in .grad.
 std::vector<double> sum_in_turns(const std::string& name, const std::vector<int>& forward,
-                                 const std::vector<int>& backward) {
-  autograd::Context context;
+                                 const std::vector<int>& backward, bool in_context = true) {
+  std::optional<autograd::Context> context;
+  if (in_context) context.emplace();
   const auto self = rpc::make_rref(std::make_shared<Linear>(5));
   std::vector<rpc::Future<Tensor>> parts;
   for (int part = 1; part <= 6; ++part) {
@@ -189,8 +191,12 @@ std::vector<double> sum_in_turns(const std::string& name, const std::vector<int>
   }
   Tensor loss = at::zeros({}, at::kDouble);
   for (auto& one : parts) loss = loss + one.get().sum();
-  autograd::backward(context, {loss});
-  const Tensor gradient = context.gradient(self.local_value()->weight);
+  const Tensor& weight = self.local_value()->weight;
+  if (context)
+    autograd::backward(*context, {loss});
+  else
+    loss.backward();
+  const Tensor gradient = context ? context->gradient(weight) : weight.grad();
   return {gradient.data_ptr<double>(), gradient.data_ptr<double>() + gradient.numel()};
 }
 
@@ -201,6 +207,22 @@ TEST_P(AutogradContexts, SumsHaveTheSameBitsInAnyOrderOfArrival) {
     EXPECT_EQ(sum_in_turns("b", ahead, back), sum);
     EXPECT_EQ(sum_in_turns("c", back, mixed), sum);
     EXPECT_EQ(sum_in_turns("d", mixed, ahead), sum);
+  });
+}
+
+TEST_P(AutogradContexts, SumsInGradDoTooIfTheProgramWantsDeterministicAlgorithms) {
+  trainer(3, [] {
+    const std::vector<int> ahead{1, 2, 3, 4, 5, 6}, back{6, 5, 4, 3, 2, 1}, mixed{4, 1, 6, 3, 2, 5};
+    EXPECT_NE(sum_in_turns("e", ahead, back, false), sum_in_turns("f", ahead, ahead, false));  // as they come
+    struct Deterministic {
+      Deterministic() { at::globalContext().setDeterministicAlgorithms(true, false); }
+      ~Deterministic() { at::globalContext().setDeterministicAlgorithms(false, false); }
+    } const deterministic;
+    const std::vector<double> sum = sum_in_turns("a", ahead, ahead, false);
+    EXPECT_EQ(sum_in_turns("b", ahead, back, false), sum);
+    EXPECT_EQ(sum_in_turns("c", back, mixed, false), sum);
+    EXPECT_EQ(sum_in_turns("d", mixed, ahead, false), sum);
+    EXPECT_EQ(sum_in_turns("g", mixed, back, true), sum);  // in a context
   });
 }
 

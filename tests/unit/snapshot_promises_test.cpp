@@ -75,11 +75,13 @@ TEST(SnapshotPromises, ARefusedLoadChangesNothing) {
       training.step();
       training.other.refuses = true;
       const std::string before = training.state();
+      const double& rate = training.rate();
       Snapshot snapshot(plain(folder / "run"));
       training.add_to(snapshot);
       EXPECT_CONTAINS(message_of<InvalidArgument>([&] { snapshot.restore(); }),
                       by_sampler ? "'sampler' cannot load" : "'other' cannot load its part of the snapshot: these are");
       EXPECT_EQ(training.state(), before);
+      EXPECT_EQ(&training.rate(), &rate);  // a program may keep a reference
       if (by_sampler) return;
       training.step();  // and goes on
       training.other.refuses = false;
@@ -139,6 +141,22 @@ TEST(SnapshotPromises, ExpandedTensorsAreRestored) {
     EXPECT_TRUE(torch::equal(net.mask, torch::full({4, 3, 3}, 3.)));
     EXPECT_TRUE(torch::equal(tensor, torch::full({2, 5}, 3.)));
     EXPECT_EQ(net.mask.stride(0), 0);
+
+    // Values that differ do not fit.
+    torch::Tensor whole = torch::arange(10.).view({2, 5});
+    Snapshot other(plain(folder / "other"));
+    other.add("tensor", whole).save(1);
+    Snapshot refuses(plain(folder / "other"));
+    refuses.add("tensor", tensor);
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { refuses.restore(); }), "are one in memory");
+    EXPECT_TRUE(torch::equal(tensor, torch::full({2, 5}, 3.)));
+    whole = torch::full({2, 5}, NAN);
+    Snapshot nothing(plain(folder / "nan"));
+    nothing.add("tensor", whole).save(1);
+    Snapshot takes(plain(folder / "nan"));
+    takes.add("tensor", tensor);
+    EXPECT_EQ(takes.restore(), 1);
+    EXPECT_TRUE(tensor.isnan().all().item<bool>());
   });
 }
 

@@ -330,6 +330,23 @@ TEST(ShardedSource, APositionBelongsToItsFiles) {
     auto other = stream_of(files);
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(other, saved(first)); }), "names_of_shards");
   }
+  auto signed_once = stream_of({"s3://old/a.tar?key=1/2", "s3://old/b.tar?key=3"});
+  signed_once.get_batch(2);
+  auto signed_again = stream_of({"s3://new/a.tar?key=4", "s3://new/b.tar?key=5/6"});
+  load(signed_again, saved(signed_once));
+  EXPECT_EQ(signed_again.index(), 2U);
+
+  // A position without names, as archives had before they counted.
+  const auto open = [](const Shard& shard) {
+    ShardReader reader;
+    reader.shard = shard;
+    return reader;
+  };
+  DistributedStream nameless(ShardedSource(std::vector<Shard>{{0, 3}, {0, 3}}, open, {.num_replicas = 1, .rank = 0}));
+  nameless.get_batch(2);
+  auto named = stream_of({"/old/a.tar", "/old/b.tar"});
+  load(named, saved(nameless));
+  EXPECT_EQ(named.index(), 2U);
 }
 
 // A range that throws, as a loader whose batch comes late, goes on at the same batch.

@@ -23,6 +23,7 @@ namespace muster::data {
 using Identity = std::vector<std::pair<std::string, int64_t>>;
 
 // Of names in their order; at least 0, on every machine the same.
+inline constexpr const char* kNamesOfShards = "names_of_shards";
 int64_t hash_of_names(const std::vector<std::string>& names);
 
 // Names of what has the position: for errors, and the key under which an archive has its version.

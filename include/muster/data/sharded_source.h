@@ -63,16 +63,20 @@ class ShardedSource {
   int rank() const { return *options_.rank; }
   int num_replicas() const { return *options_.num_replicas; }
 
-  // What must be equal for a saved position to be valid, for the stream's load(). Of paths, the names of the files in
-  // their order are, too; the folders may have moved.
+  // What must be equal for a saved position to be valid, for the stream's load(). Of paths and URLs, the names of the
+  // files in their order are, too; the folders may have moved, and what a URL has after '?' may be another.
   data::Identity identity() const {
     data::Identity all = {{"shards", static_cast<int64_t>(shards_.size())},
                           {"shuffle_shards", options_.shuffle},
                           {"seed_of_shards", static_cast<int64_t>(options_.seed)}};
     if constexpr (std::is_convertible_v<const Shard&, std::filesystem::path>) {
       std::vector<std::string> names;
-      for (const Shard& shard : shards_) names.push_back(std::filesystem::path(shard).filename().string());
-      all.emplace_back("names_of_shards", data::hash_of_names(names));
+      for (const Shard& shard : shards_) {
+        std::string path = std::filesystem::path(shard).string();
+        if (path.find("://") != std::string::npos) path.resize(std::min(path.find('?'), path.size()));
+        names.push_back(std::filesystem::path(path).filename().string());
+      }
+      all.emplace_back(data::kNamesOfShards, data::hash_of_names(names));
     }
     return all;
   }

@@ -212,8 +212,9 @@ class DistributedDataParallel {
   //
   // InvalidArgument without DdpOptions::reproducible; if shards differ in the SyncBatchNorms that they call, or if one
   // of these is of another module, has another group, or meets a backward() with create_graph; if the function does not
-  // return a tensor with one element that requires grad; for parameters without a gradient, as backward(). What the
-  // function throws on one rank is an InvalidArgument on the others. All ranks must call it with the same step.
+  // return a tensor with one element that requires grad; if a buffer gets other memory, another shape or another dtype;
+  // for parameters without a gradient, as backward(). What the function throws on one rank is an InvalidArgument on the
+  // others. All ranks must call it with the same step.
   at::Tensor backward_by_shards(uint64_t step, const std::function<at::Tensor(int shard)>& loss) {
     return replica_.backward_by_shards(step, loss);
   }
