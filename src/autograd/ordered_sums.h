@@ -6,9 +6,9 @@
 //
 // Nobody knows which part is the last, and .grad is a plain tensor that must be right after each part. So the parts are
 // kept, and each that comes makes the sum anew, into the same tensor: .grad before the first part, plus all parts in the
-// order of their paths. The sum begins anew with whatever .grad is if anybody else has set or changed it meanwhile, as
-// zero_grad() and a local backward() do. The first part is not kept apart, but is .grad itself, until a second one comes:
-// a leaf that gets one part in each step costs nothing.
+// order of their paths. If anybody else has set or changed .grad meanwhile, as zero_grad() and a local backward() do,
+// the sum begins anew with what is there. The first part is not kept apart, but is .grad itself, until a second one
+// comes: a leaf that gets one part in each step costs nothing.
 //
 // Thread-safety: all methods. The mutex of a leaf's node is held while its sum is made, as libtorch does.
 #pragma once

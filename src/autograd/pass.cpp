@@ -274,7 +274,7 @@ void enter_context_of_call(Pass& pass) {
     pass.leaves = Leaves::kOrdered;
     pass.sums = &tape_of(*call->agent).sums();
     pass.path = received ? received->path : Path();
-    if (pass.path.empty()) {  // the caller does not want deterministic algorithms: the order of its calls
+    if (pass.path.empty()) {  // the caller has not set deterministic algorithms: the order of its calls
       const auto number = call->header.call;
       pass.path = {static_cast<uint32_t>(call->caller), static_cast<uint32_t>(number >> 32),
                    static_cast<uint32_t>(number)};

@@ -19,7 +19,7 @@ using Path = std::vector<uint32_t>;  // compared lexicographically
 using Place = std::pair<Path, size_t>;
 using Parts = std::map<Place, at::Tensor>;
 
-// `before`, if it is defined, plus all parts, in their order: a tensor that nobody else has. There is at least one part.
+// `before`, if it is defined, plus all parts (at least one), in their order: a tensor that nobody else has.
 at::Tensor sum_of(const Parts& parts, const at::Tensor& before = {});
 
 }  // namespace muster::autograd
