@@ -7,12 +7,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 
+#include "base/cgroups.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 
@@ -32,12 +35,26 @@ MappingCache& mapping_cache() {
   return *cache;
 }
 
-size_t meminfo(const char* field) {
-  std::ifstream in("/proc/meminfo");
+size_t meminfo(const std::filesystem::path& root, const char* field) {
+  std::ifstream in(root / "proc/meminfo");
   std::string name;
   for (size_t kib = 0; in >> name >> kib; in.ignore(64, '\n'))
     if (name == field) return kib << 10;
   throw Unavailable(text("/proc/meminfo has no ", field), "Mount /proc");
+}
+
+// What a control group's processes may still take. The kernel gives up the cache of files for it, which counts as used.
+// No limit: the largest number.
+size_t left_in(const std::filesystem::path& cgroup, const char* limit_file, const char* used_file,
+               const std::set<std::string>& reclaimable) {
+  size_t limit = 0, used = 0;
+  if (!(std::ifstream(cgroup / limit_file) >> limit) || !(std::ifstream(cgroup / used_file) >> used))
+    return SIZE_MAX;  // "max" is not a number
+  std::ifstream in(cgroup / "memory.stat");
+  std::string name;
+  for (size_t bytes = 0; in >> name >> bytes;)
+    if (reclaimable.contains(name)) used -= std::min(used, bytes);
+  return limit - std::min(limit, used);
 }
 
 }  // namespace
@@ -47,13 +64,18 @@ size_t page_size() {
   return size;
 }
 
-size_t memory_total() { return meminfo("MemTotal:"); }
-size_t memory_available() {
-  const size_t host = meminfo("MemAvailable:");
-  size_t limit = 0, used = 0;
-  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit && std::ifstream("/sys/fs/cgroup/memory.current") >> used)
-    return std::min(host, limit - std::min(limit, used));  // "max" does not parse: no limit
-  return host;
+size_t memory_total() { return meminfo("/", "MemTotal:"); }
+size_t memory_available(const std::filesystem::path& root) {
+  size_t least = meminfo(root, "MemAvailable:");
+  auto folders = own_cgroups(root);
+  folders.push_back(root / "sys/fs/cgroup");  // where a container sees its own, whatever /proc/self/cgroup says
+  for (const auto& folder : folders)
+    least = std::min(
+        least, left_in(folder, "memory.max", "memory.current", {"inactive_file", "active_file", "slab_reclaimable"}));
+  for (const auto& folder : own_memory_cgroups_v1(root))
+    least = std::min(least, left_in(folder, "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                    {"total_inactive_file", "total_active_file"}));
+  return least;
 }
 
 UniqueFd create_memfd(const char* name, size_t bytes) {

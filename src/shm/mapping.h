@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstddef>
+#include <filesystem>
 #include <memory>
 
 #include "base/fd.h"
@@ -53,8 +54,10 @@ void allow(std::byte* data, size_t bytes);
 void forbid(std::byte* data, size_t bytes);
 
 size_t page_size();
-size_t memory_total();      // of the host, bytes
-size_t memory_available();  // without swapping, bytes
+size_t memory_total();  // of the host, bytes
+// Bytes that this process may take without swapping: of the host, and within the limits of its control groups. `root`:
+// another file system, for tests.
+size_t memory_available(const std::filesystem::path& root = "/");
 
 constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 

@@ -129,6 +129,104 @@ TEST(Fsdp, LoadedModulesAreSharedAgain) {
   });
 }
 
+// Between two evaluations, too.
+TEST(Fsdp, AModuleMayBeLoadedBetweenEvaluations) {
+  on_ranks(2, [](World& world) {
+    auto net = make<FsdpNet>(7, {});
+    const auto saved = make<FsdpNet>(99, {});
+    std::stringstream file;
+    torch::save(saved, file);
+    auto model = fully_shard(net);
+    net->eval();
+    saved->eval();
+    const torch::NoGradGuard no_grad;
+    const auto x = fsdp_input(world.rank(), 0);
+    EXPECT_FALSE(torch::equal(model(x), saved->forward(x)));
+    torch::load(net, file);
+    EXPECT_TRUE(torch::equal(model(x), saved->forward(x)));
+    const auto operations = world.group().stats().operations;
+    EXPECT_TRUE(torch::equal(model(x), saved->forward(x)));  // and then ranks need not wait for each other again
+    EXPECT_EQ(world.group().stats().operations, operations);
+    model.synchronize();
+  });
+}
+
+// What requires grad, and which parameters there are, is settled when the module is sharded.
+TEST(Fsdp, ParametersThatAreTrainedLaterAreNamedOnEveryRank) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    net->b->weight.set_requires_grad(false);
+    const auto x = fsdp_input(world.rank(), 0);
+    {
+      auto model = fully_shard(net);
+      model(x).sum().backward();
+      if (world.rank() == 1) net->b->weight.set_requires_grad(true);
+      const std::vector<std::string> words{"parameter b.weight requires grad now", "did not when it was shared"};
+      expect_refusal({words[0], "on rank 1", words[1]}, [&] { model(x); });
+      expect_refusal(words, [&] { model(x); });
+      net->b->weight.set_requires_grad(false);
+      model(x).sum().backward();
+      {
+        const torch::NoGradGuard no_grad;
+        net->b->weight.set_requires_grad(true);  // matters to no evaluation
+        model(x);
+        net->b->weight.set_requires_grad(false);
+      }
+      net->a->bias.set_requires_grad(false);
+      expect_refusal({"a.bias has been frozen since the FullyShardedDataParallel was made", "find_unused_parameters"},
+                     [&] { model(x).sum().backward(); });
+      net->a->bias.set_requires_grad(true);
+    }
+    auto model = fully_shard(net);
+    model(x).sum().backward();
+    net->register_module("late", nn::Linear(2, 2));
+    expect_refusal({"the module did not have its parameter late.weight", "then make its FullyShardedDataParallel"},
+                   [&] { model(x); });
+  });
+}
+
+// Two of them would take each other's averages.
+TEST(Fsdp, OneAtATimeTrainsAModule) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    const auto x = fsdp_input(world.rank(), 0);
+    const std::vector<std::string> words{"parameter b.weight belongs to another", "Destroy the other one"};
+    std::optional<FullyShardedDataParallel<nn::LinearImpl>> inner(std::in_place, net->b.ptr());
+    std::optional<FullyShardedDataParallel<FsdpNet>> outer(std::in_place, net);
+    expect_refusal(words, [&] { (*outer)(x); });
+    expect_refusal(words, [&] { (*inner)(torch::ones({1, 600})); });
+    {
+      const torch::NoGradGuard no_grad;
+      (*outer)(x);  // an evaluation
+    }
+    inner.reset();
+    (*outer)(x).sum().backward();
+    outer->synchronize();
+    outer.emplace(net);  // anew
+    (*outer)(x).sum().backward();
+
+    const auto other = make<FsdpNet>(8, {});
+    DistributedDataParallel ddp(other);
+    auto sharded = fully_shard(other);
+    expect_refusal({"parameter a.weight belongs to another DistributedDataParallel"}, [&] { sharded(x); });
+  });
+}
+
+// What averages or updates ordinary parameters was made before they were shared.
+TEST(Fsdp, WhatWasMadeForOrdinaryParametersIsRefused) {
+  on_ranks(2, [](World&) {
+    const auto net = make<FsdpNet>(7, {});
+    AveragedModel average(*net);
+    average.update();
+    ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(net->parameters(), torch::optim::AdamWOptions(0.1));
+    auto model = fully_shard(net);
+    expect_refusal({"FullyShardedDataParallel has shared a.weight among the ranks"}, [&] { average.update(); });
+    expect_refusal({"FullyShardedDataParallel has shared a.weight among the ranks"}, [&] { average.in_use(); });
+    expect_refusal({"parameter 0 of group 0 belongs to a FullyShardedDataParallel"}, [&] { optimizer.step(); });
+    model.synchronize();
+  });
+}
+
 TEST(Fsdp, ModulesItCannotShare) {
   on_ranks(2, [](World& world) {
     EXPECT_THROW(fully_shard(std::shared_ptr<FsdpNet>()), InvalidArgument);

@@ -171,6 +171,20 @@ TEST(FsdpConstruction, BadUseGetsOneSentence) {
       EXPECT_EQ(again->b->weight.sum().item<double>(), 2 * 600 * 600);
       model.synchronize();
     }
+    // What had values has kept them.
+    const auto half = make<FsdpNet>(7, {}), whole = make<FsdpNet>(7, {});
+    half->a = half->replace_module("a", on_meta([] { return nn::Linear(12, 600); }));
+    const auto fails = [](const std::string&, const Tensor&, const at::Generator&) {
+      throw std::runtime_error("no such file");
+    };
+    EXPECT_ANY_THROW(fully_shard(half, {.init = fails}));
+    {
+      auto model = fully_shard(half, {.init = two});
+      for (const auto& item : whole->named_parameters())
+        if (item.key()[0] != 'a')
+          EXPECT_TRUE(torch::equal(item.value(), half->named_parameters()[item.key()])) << item.key();
+      model.synchronize();
+    }
     // A buffer, on one rank only.
     const auto with_buffers = on_meta([] { return std::make_shared<Everything>(); });
     const auto fails_once = [&](const std::string& name, const Tensor& values, const at::Generator&) {

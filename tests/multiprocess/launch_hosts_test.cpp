@@ -7,9 +7,11 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "base/file_text.h"
 #include "multiprocess/restarts_fixture.h"
 #include "muster/store/store.h"
 #include "store/address/host_address.h"
+#include "support/temporary_folder.h"
 
 namespace muster::test::restarted_jobs {
 namespace {
@@ -241,6 +243,52 @@ TEST_F(Hosts, ASignalToOneIsForwardedToTheRanksOfAll) {
     EXPECT_EQ(launcher->finish(), 0) << launcher->err;
     EXPECT_THAT(launcher->out, HasSubstr("got TERM"));
   }
+}
+
+// A scheduler sends one to each launcher, and not in the same moment.
+TEST_F(HostsMeet, ASignalToEachLauncherIsNoSecondOne) {
+  const Words options{"--nnodes", "2", "-n", "1", "--stop-grace", "600s"};
+  Process& first = start(options, {"signals", "stubborn"});
+  Process& second = start(options, {"signals", "stubborn"});
+  ASSERT_TRUE(first.read_until("ready") && second.read_until("ready"));
+  first.signal(SIGTERM);
+  ASSERT_TRUE(second.read_until("got TERM")) << second.err;
+  second.signal(SIGTERM);
+  ASSERT_TRUE(has_taken(second.pid(), SIGTERM));
+  second.signal(SIGUSR1);
+  ASSERT_TRUE(second.read_until("got USR1")) << second.err;  // it lives
+  for (Process* launcher : {&first, &second}) launcher->signal(SIGUSR2);
+  for (Process* launcher : {&first, &second}) EXPECT_EQ(launcher->finish(), 0) << launcher->err;
+}
+
+// All ranks of one host save and end well; those of the other are killed before they have.
+TEST_F(HostsMeet, AStopThatKillsRanksOfOneHostIsWellOnNone) {
+  Process& first = start({"--nnodes", "2", "-n", "1"}, {"signals", "well"});
+  Process& second = start({"--nnodes", "2", "-n", "1", "--stop-grace", "200ms"}, {"signals", "stubborn"});
+  ASSERT_TRUE(first.read_until("ready") && second.read_until("ready"));
+  first.signal(SIGTERM);
+  for (Process* launcher : {&first, &second}) {
+    EXPECT_EQ(launcher->finish(), 128 + SIGTERM) << launcher->err;
+    EXPECT_THAT(launcher->err, HasSubstr("had not ended 200 ms later and was killed"));
+  }
+  EXPECT_THAT(first.err, HasSubstr("on node "));
+}
+
+// In a folder that hosts share, a rank's number may have been another host's: its last words stay.
+TEST_F(HostsMeet, ALogOfAnEarlierEpochIsKept) {
+  const TemporaryFolder folder;
+  const auto file = (folder / "go").string();
+  const Words options{"--nnodes", "1:2", "-n", "1", "--log-dir", folder.path().string()};
+  std::ofstream(folder / "rank_0.out") << "of a job before\n";
+  Process& first = start(options, {"wait-for", file});
+  ASSERT_TRUE(first.read_until("of 1 waits on node")) << first.err;
+  std::ofstream(folder / "rank_1.out") << "last words\n";
+  Process& second = start(options, {"wait-for", file});
+  ASSERT_TRUE(second.read_until("of 2 waits on node")) << second.err;
+  std::ofstream(file).close();
+  for (Process* launcher : {&first, &second}) EXPECT_EQ(launcher->finish(), 0) << launcher->err;
+  EXPECT_THAT(text_of_file(folder / "rank_0.out"), Not(HasSubstr("of a job before")));  // emptied when the job began
+  EXPECT_THAT(text_of_file(folder / "rank_1.out"), HasSubstr("last words\n"));
 }
 
 TEST_F(Hosts, AProgramThatOneOfThemLacksIsTheEndOfAll) {

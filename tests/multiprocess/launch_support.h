@@ -14,6 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -28,6 +29,21 @@ namespace muster::test {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+
+// Waits until a signal that was sent to the process is no longer pending: the process has read it.
+inline bool has_taken(pid_t pid, int signal) {
+  for (const auto deadline = patience(); !deadline.passed(); ::poll(nullptr, 0, 1)) {
+    std::ifstream status(text("/proc/", pid, "/status"));
+    uint64_t pending = 0;
+    bool any = false;
+    for (std::string line; std::getline(status, line); any = true)
+      if (line.starts_with("SigPnd:") || line.starts_with("ShdPnd:"))
+        pending |= std::stoull(line.substr(7), nullptr, 16);
+    if (!any) return false;  // the process has gone
+    if ((pending >> (signal - 1) & 1) == 0) return true;
+  }
+  return false;
+}
 
 class Process {
  public:

@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <set>
+#include <sstream>
 
 #include "base/cores.h"
 #include "multiprocess/launch_fixture.h"
@@ -162,6 +164,27 @@ TEST_F(Launch, ASecondStopSignalKillsAtOnce) {
   ASSERT_TRUE(job.read_until("[0] got INT") && job.read_until("[1] got INT"));
   job.signal(SIGINT);
   EXPECT_EQ(job.finish(), 128 + SIGINT);
+}
+
+// A terminal that goes may send two, and systemd sends one beside SIGTERM.
+TEST_F(Launch, SighupIsNoSecondStopSignal) {
+  for (const int first : {SIGHUP, SIGTERM}) {
+    Process job(run_of({"-n", "2", "--stop-grace", "600s"}, {"signals", "stubborn"}));
+    const std::string name = ::sigabbrev_np(first);
+    ASSERT_TRUE(job.read_until("[0] ready") && job.read_until("[1] ready")) << job.err;
+    job.signal(first);
+    ASSERT_TRUE(job.read_until("[0] got " + name) && job.read_until("[1] got " + name));
+    job.signal(SIGHUP);
+    ASSERT_TRUE(has_taken(job.pid(), SIGHUP));
+    job.signal(SIGUSR1);
+    ASSERT_TRUE(job.read_until("[0] got USR1") && job.read_until("[1] got USR1")) << job.err;  // they live
+    if (first == SIGHUP) {
+      job.signal(SIGTERM);  // nor is the one after SIGHUP
+      ASSERT_TRUE(has_taken(job.pid(), SIGTERM));
+    }
+    job.signal(SIGUSR2);
+    EXPECT_EQ(job.finish(), 0) << job.err;
+  }
 }
 
 TEST_F(Launch, StubbornRanksAreKilledAfterTheStopGrace) {
@@ -371,6 +394,21 @@ TEST_F(Launch, ManyRanksAndManyJobsAtOnce) {
   EXPECT_EQ(other.finish(), 0) << other.err;
   for (int rank = 0; rank < 64; ++rank)
     for (const auto* out : {&one.out, &other.out}) EXPECT_THAT(*out, HasSubstr(text('[', rank, "] RANK=", rank, '\n')));
+}
+
+// The launcher serves stores, and nobody knows how many processes will connect.
+TEST_F(Launch, ItMayOpenAsManyFilesAsTheHardLimitAllows) {
+  Process job(
+      {"/bin/sh", "-c", text("ulimit -Sn 200; exec ", kMusterCommand, " run -n 1 ", kLaunchProgram, " signals")});
+  ASSERT_TRUE(job.read_until("[0] ready")) << job.err;
+  std::ifstream limits(text("/proc/", job.pid(), "/limits"));
+  std::string line, soft, hard;
+  while (std::getline(limits, line))
+    if (line.starts_with("Max open files")) std::istringstream(line.substr(14)) >> soft >> hard;
+  EXPECT_NE(soft, "");
+  EXPECT_EQ(soft, hard);
+  job.signal(SIGUSR2);
+  EXPECT_EQ(job.finish(), 0) << job.err;
 }
 
 // The launcher needs more descriptors than its soft limit allows, so it raises the limit. The ranks keep the old one.

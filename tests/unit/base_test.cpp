@@ -1,5 +1,6 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,10 +21,12 @@
 #include "base/fd.h"
 #include "base/file_text.h"
 #include "base/fork_count.h"
+#include "base/log.h"
 #include "base/random.h"
 #include "base/text.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
+#include "support/patience.h"
 #include "support/temporary_folder.h"
 
 namespace muster {
@@ -195,6 +198,43 @@ TEST(UniqueFd, ClosesOnce) {
 }
 
 // Nothing in this process has called fork_count() when it forks: a suite has its own process.
+// In a child, since it is for the whole process.
+TEST(Log, ALineThatWouldWaitForItsReaderIsLeftOut) {
+  int error[2], word[2], go[2];
+  for (int* const ends : {error, word, go}) ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  ::fcntl(error[1], F_SETFL, O_NONBLOCK);
+  const std::string page(4096, '.');
+  while (::write(error[1], page.data(), page.size()) > 0) {
+  }
+  ::fcntl(error[1], F_SETFL, 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::dup2(error[1], STDERR_FILENO);
+    leave_out_lines_that_would_wait();
+    MUSTER_LOG(kError) << "one";
+    MUSTER_LOG(kError) << "two";
+    char byte = 'x';
+    if (::write(word[1], &byte, 1) != 1 || ::read(go[0], &byte, 1) != 1) ::_exit(1);
+    MUSTER_LOG(kError) << "three";
+    MUSTER_LOG(kError) << page << page;  // longer than what a pipe that can be written has room for
+    ::_exit(0);
+  }
+  pollfd ready{word[0], POLLIN, 0};
+  EXPECT_EQ(::poll(&ready, 1, test::patience().poll_ms()), 1) << "it waits for its reader";
+  std::string read(1 << 20, '\0');
+  ASSERT_GT(::read(error[0], read.data(), read.size()), 0);  // all of it
+  ASSERT_EQ(::write(go[1], "x", 1), 1);
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  read.resize(static_cast<size_t>(std::max<ssize_t>(::read(error[0], read.data(), read.size()), 0)));
+  EXPECT_TRUE(read.starts_with("muster warning: 2 lines are lost, since nobody read them\nmuster error: three\n"));
+  EXPECT_TRUE(read.ends_with("...\n"));
+  EXPECT_EQ(read.find("one"), std::string::npos);
+  for (int* const ends : {error, word, go})
+    for (const int end : {0, 1}) ::close(ends[end]);
+}
+
 TEST(ForkCount, CountsAForkBeforeTheFirstCall) {
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);

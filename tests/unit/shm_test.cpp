@@ -7,9 +7,12 @@
 
 #include <atomic>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <latch>
 #include <map>
 #include <random>
+#include <string>
 #include <thread>
 
 #include "muster/base/error.h"
@@ -19,6 +22,7 @@
 #include "shm/spin.h"
 #include "support/patience.h"
 #include "support/sanitized.h"
+#include "support/temporary_folder.h"
 
 namespace muster::shm {
 namespace {
@@ -71,6 +75,42 @@ TEST(ShmMapping, CommitRefusesWhatIsNotThere) {
 }
 
 // --- arena ---
+
+// The limits of control groups count, and the cache of files, which the kernel gives up, does not.
+TEST(ShmMapping, AvailableIsWhatAllLimitsLeave) {
+  const test::TemporaryFolder root;
+  const auto put = [&](const std::string& path, const std::string& content) {
+    std::filesystem::create_directories((root / path).parent_path());
+    std::ofstream(root / path) << content;
+  };
+  put("proc/meminfo", "MemTotal: 4000000 kB\nMemFree: 1 kB\nMemAvailable: 1000000 kB\n");
+  EXPECT_EQ(shm::memory_available(root.path()), size_t{1000000} << 10);
+  put("proc/self/cgroup", "0::/pod/job\n");
+  const std::string pod = "sys/fs/cgroup/pod/", job = pod + "job/";
+  put(job + "memory.max", "max\n");
+  put(job + "memory.current", "99000000\n");
+  put(pod + "memory.max", "100000000\n");
+  put(pod + "memory.current", "99000000\n");
+  EXPECT_EQ(shm::memory_available(root.path()), 1000000u);
+  put(pod + "memory.stat", "anon 30000000\ninactive_file 60000000\nshmem 5\nactive_file 3000000\nslab_reclaimable 7\n");
+  EXPECT_EQ(shm::memory_available(root.path()), 64000007u);
+  put(job + "memory.max", "98000000\n");  // the least counts
+  EXPECT_EQ(shm::memory_available(root.path()), 0u);
+  put(job + "memory.stat", "inactive_file 5000000\n");
+  EXPECT_EQ(shm::memory_available(root.path()), 4000000u);
+  // A container may be told the path outside of it.
+  put("proc/self/cgroup", "0::/not/there\n");
+  EXPECT_EQ(shm::memory_available(root.path()), size_t{1000000} << 10);
+  put("sys/fs/cgroup/memory.max", "70000000\n");
+  put("sys/fs/cgroup/memory.current", "20000000\n");
+  EXPECT_EQ(shm::memory_available(root.path()), 50000000u);
+  // Version 1.
+  put("proc/self/cgroup", "4:cpu,memory:/one\n0::/\n");
+  put("sys/fs/cgroup/memory/one/memory.limit_in_bytes", "30000000\n");
+  put("sys/fs/cgroup/memory/one/memory.usage_in_bytes", "20000000\n");
+  put("sys/fs/cgroup/memory/one/memory.stat", "cache 1\ntotal_inactive_file 500\n");
+  EXPECT_EQ(shm::memory_available(root.path()), 10000500u);
+}
 
 TEST(Arena, AlignsAndCounts) {
   Arena arena(4 << 20);

@@ -115,8 +115,8 @@ struct LaunchOptions {
   std::vector<std::pair<std::string, std::string>> env;
 
   // This process exists only for this job, as `muster run` does, and has one thread. Then it also forwards signals (a
-  // second SIGINT or SIGTERM kills immediately), becomes a subreaper that at the end kills the processes that the ranks
-  // left running, and starts a guardian process that does the same if this process is killed.
+  // second SIGINT, SIGTERM or SIGQUIT kills immediately), becomes a subreaper that at the end kills the processes that
+  // the ranks left running, and starts a guardian process that does the same if this process is killed.
   bool own_process = false;
 };
 

@@ -22,7 +22,13 @@
 //   - If you change parameters on one host, make the same change on every host.
 //   - Whatever else reads or changes parameters stands between two calls of synchronize() by all ranks: one rank alone
 //     evaluates module() or saves it, or the owners change their parameters.
-//   - torch::load() into the module, on every rank, works; the next forward() shares the new values.
+//   - The last backward() before step() is one that averages. If it is autograd::grad(), or in no_sync(), other ranks
+//     may still be in theirs: call synchronize() before step().
+//   - torch::load() into the module, on every rank, works; the next forward() shares the new values, and is one that
+//     all ranks call. In mixed precision or with a compute_device, call synchronize() before if forward() was the last.
+//   - Which parameters require grad, and which there are, is settled when this object is made; freezing is allowed with
+//     find_unused_parameters. No other FullyShardedDataParallel or DistributedDataParallel of the same parameters may
+//     live while it trains.
 //   - Gradients of other ranks' parameters do not exist: use clip_grad_norm_() below for the norm of all. Adagrad makes
 //     states when it is constructed: give it owned_parameters(). LBFGS changes all parameters, and cannot be used.
 //   - backward() with create_graph throws InvalidArgument: an average on its owner has no graph. For gradients of
@@ -51,9 +57,8 @@
 //     synchronize() afterwards. An operator that reads a parameter that is not there throws InvalidArgument; a pointer
 //     to it must not be used (SIGSEGV). That is true of Muster's own functions as well: all_reduce() of a parameter
 //     needs gather().
-//   - A backward() may follow another one, over other graphs or again over one; it gathers again. The last before
-//     step() is one that averages; if it is autograd::grad() or in no_sync(), call synchronize() before step(). Call
-//     synchronize() before this object is destroyed, if an evaluation was the last.
+//   - A backward() may follow another one, over other graphs or again over one; it gathers again. Call synchronize()
+//     before this object is destroyed, if an evaluation was the last.
 //
 // Mixed precision (FsdpOptions::mixed_precision): mixed_precision.h says what operators compute with.
 //

@@ -14,6 +14,7 @@
 #include <memory>
 #include <set>
 
+#include "base/atomic_file.h"
 #include "base/byte_stream.h"
 #include "base/fd.h"
 #include "base/file_text.h"
@@ -183,21 +184,16 @@ JobBoxes read_black_boxes(const std::filesystem::path& path) {
 }
 
 void write_black_boxes(const std::filesystem::path& path, const std::vector<SavedBox>& boxes) {
-  const auto part = path.string() + ".part";
-  std::ofstream file(part, std::ios::binary | std::ios::trunc);
-  file << kMagic << WireWriter().put(kFormat).put(shm::monotonic_ns()).put(static_cast<uint64_t>(boxes.size())).take();
+  AtomicFile file(path);
+  file.write(kMagic);
+  file.write(WireWriter().put(kFormat).put(shm::monotonic_ns()).put(static_cast<uint64_t>(boxes.size())).take());
   for (const auto& [fd, end] : boxes) {
     const auto words = shm::copy_black_box(fd);
     const auto bytes = std::as_bytes(std::span(words));
-    file << WireWriter().put(std::string_view(end)).put(static_cast<uint32_t>(bytes.size())).take();
-    file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+    file.write(WireWriter().put(std::string_view(end)).put(static_cast<uint32_t>(bytes.size())).take());
+    file.write({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
   }
-  file.close();
-  if (!file || ::rename(part.c_str(), path.c_str()) != 0) {
-    const int reason = errno;
-    ::unlink(part.c_str());
-    throw_errno(reason, text("cannot write the black boxes to '", path.string(), "'"));
-  }
+  file.commit(false);
 }
 
 void clear_black_boxes(const std::filesystem::path& path) {

@@ -16,11 +16,12 @@
 namespace muster::launch {
 
 // O_NONBLOCK: a FIFO of that name must not make the launcher wait for its reader.
-LogFile::LogFile(const std::string& path, bool must)
-    : fd_(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666)) {
+LogFile::LogFile(const std::string& path, Mode mode)
+    : fd_(::open(path.c_str(), O_WRONLY | O_CREAT | (mode.append ? 0 : O_TRUNC) | O_APPEND | O_CLOEXEC | O_NONBLOCK,
+                 0666)) {
   if (fd_) {
     fd_ = above_standard(std::move(fd_));
-  } else if (must) {
+  } else if (mode.must) {
     throw InvalidArgument(text("cannot write to '", path, "': ", std::generic_category().message(errno)),
                           "Choose another folder for the logs");
   } else {
@@ -51,11 +52,11 @@ RankLogs::RankLogs(std::string folder, bool files_only) : folder_(std::move(fold
         "Choose another one");
 }
 
-void RankLogs::open(int rank, bool must) {
+void RankLogs::open(int rank, LogFile::Mode mode) {
   if (folder_.empty() || files_.contains(rank)) return;
   const auto make = [&](const char* stream) {
     return std::make_unique<LogFile>((std::filesystem::path(folder_) / text("rank_", rank, '.', stream)).string(),
-                                     must);
+                                     mode);
   };
   files_[rank] = {make("out"), make("err")};
 }

@@ -21,8 +21,13 @@ namespace muster::launch {
 
 class LogFile {
  public:
-  // InvalidArgument if it cannot be opened and `must` is set; without `must`, all that is written to it is lost.
-  explicit LogFile(const std::string& path, bool must = true);
+  struct Mode {
+    bool must = true;     // without it, all that is written to a file that cannot be opened is lost
+    bool append = false;  // to what is there
+  };
+  // InvalidArgument if it cannot be opened and `must` is set.
+  LogFile(const std::string& path, Mode mode);
+  explicit LogFile(const std::string& path) : LogFile(path, Mode()) {}
 
   void append(std::string_view bytes);
 
@@ -42,8 +47,8 @@ class RankLogs {
   // Makes the folder. InvalidArgument if that fails.
   RankLogs(std::string folder, bool files_only);
 
-  // Makes the files of a rank, unless it has them: a rank that is started again appends. `must`: as for LogFile.
-  void open(int rank, bool must);
+  // Makes the files of a rank, unless it has them: a rank that is started again appends.
+  void open(int rank, LogFile::Mode mode);
 
   // Null if there are no files.
   LogFile* out(int rank) { return file(rank, 0); }

@@ -4,7 +4,6 @@
 
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/atomic_file.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "store/address/host_address.h"
@@ -132,15 +132,14 @@ void write_error_file(const std::string& error_file, const Outcome& outcome, con
                    {"status", outcome.status},
                    {"cause", outcome.cause},
                    {"rank_error", read_rank_error(own)}});
-  const auto part = error_file + ".part";
-  std::ofstream file(part, std::ios::binary | std::ios::trunc);
-  file << document.dump(2, ' ', false, json::error_handler_t::replace) << '\n';
-  file.close();
-  const bool whole = file && ::rename(part.c_str(), error_file.c_str()) == 0;
-  const int reason = errno;
-  if (!whole) ::unlink(part.c_str());
+  const std::string words = document.dump(2, ' ', false, json::error_handler_t::replace) + '\n';
   remove_rank_errors(paths);
-  if (!whole) throw_errno(reason, text("cannot write the job's error to '", error_file, "'"));
+  // Launchers of several hosts may write the same file. One that does not have the rank's own error leaves that of the
+  // launcher that has it.
+  std::error_code none;
+  const bool is_elsewhere = !outcome.host.empty() && outcome.host != store::host_name();
+  if (is_elsewhere && std::filesystem::exists(error_file, none)) return;
+  write_file(error_file, words);
 }
 
 }  // namespace muster::launch

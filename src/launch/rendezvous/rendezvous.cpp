@@ -219,6 +219,7 @@ void Rendezvous::write_end(int epoch, const EpochEnd& end) {
 // Erases those keys of the epochs before `plan` that no agent reads once `plan` exists.
 void Rendezvous::sweep_before(const Plan& plan) {
   for (; swept_ < plan.epoch; ++swept_) {
+    beat(plan.epoch);  // a new agent has all epochs before it
     for (const char* part : {"seat", "beat/", "done"})
       if (!store::erase_all(*store_, key(swept_, part))) return;
     for (const char* name : {"stop", "seen", "gone"}) store_->erase(key(swept_, name));
@@ -393,7 +394,7 @@ std::optional<EpochEnd> Rendezvous::run(const Plan& plan) {
     if (stopping()) {
       if (Words last = take_words(); last.end) write_own(*last.end);
       if (wrote_last) {
-        store_->add(key(plan.epoch, "seen"), 1);  // no agent has to wait for this one
+        await_others(plan);  // the supervisor may serve the store
       } else if (!told) {
         tell_stop(plan.epoch);  // the plan came just when the user had stopped this agent
       }

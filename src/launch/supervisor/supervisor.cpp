@@ -11,6 +11,7 @@
 #include <system_error>
 
 #include "base/env.h"
+#include "base/log.h"
 #include "base/pidfd.h"
 #include "base/text.h"
 #include "base/verbose.h"
@@ -26,20 +27,23 @@
 namespace muster::launch {
 namespace {
 
-constexpr rlim_t kDescriptorsPerRank = 4, kLogsPerRank = 2, kOtherDescriptors = 64;
+// Of a rank: two streams, its process, its black box, and a connection of its World to the store of this host.
+constexpr rlim_t kDescriptorsPerRank = 5, kLogsPerRank = 2, kOtherDescriptors = 64;
 
-// Raises the soft limit of open files if `ranks` need more. Returns the previous limit, for the ranks.
+// Raises the soft limit of open files as far as it goes: ranks of other hosts and programs within the ranks may connect
+// to the stores that are served here. Returns the previous limit, for the ranks.
 std::optional<rlimit> raise_open_files(int ranks, bool logs) {
   rlimit before{};
   const rlim_t each = kDescriptorsPerRank + (logs ? kLogsPerRank : 0);
   const rlim_t needed = each * static_cast<rlim_t>(ranks) + kOtherDescriptors;
-  if (::getrlimit(RLIMIT_NOFILE, &before) != 0 || before.rlim_cur >= needed) return std::nullopt;
+  if (::getrlimit(RLIMIT_NOFILE, &before) != 0) return std::nullopt;
   rlimit raised = before;
-  raised.rlim_cur = std::min(needed, before.rlim_max);
-  if (raised.rlim_cur < needed || ::setrlimit(RLIMIT_NOFILE, &raised) != 0)
+  raised.rlim_cur = before.rlim_max;
+  const bool is_raised = ::setrlimit(RLIMIT_NOFILE, &raised) == 0;
+  if (std::max(before.rlim_cur, is_raised ? raised.rlim_cur : 0) < needed)
     throw Unavailable(text(ranks, " ranks need ", needed, " open files, and the limit is ", before.rlim_max),
                       "Use fewer ranks, or raise the limit (ulimit -Hn)");
-  return before;
+  return is_raised ? std::optional(before) : std::nullopt;
 }
 
 // Whether a rank may draw in place (redraw a line) there.
@@ -67,7 +71,10 @@ Supervisor::Supervisor(const LaunchOptions& options, std::string path, const std
       guardian_(options.own_process ? Guardian::start(job_.id) : Guardian()) {}
 
 Outcome Supervisor::run() {
-  if (options_.own_process) ::prctl(PR_SET_CHILD_SUBREAPER, 1);
+  if (options_.own_process) {
+    ::prctl(PR_SET_CHILD_SUBREAPER, 1);
+    leave_out_lines_that_would_wait();  // the store's thread serves other hosts
+  }
   open_outputs();
   if (options_.hosts && !join_hosts()) meeting_ = true;
   while (stop_signal_ == 0 && !now_.hosts_error && (!hosts_ || meet())) {
@@ -80,6 +87,7 @@ Outcome Supervisor::run() {
                      .status = 1,
                      .cause = text(error.what(), '\n'),
                      .last = true});
+      give_up_attempt();
       throw;
     }
     if (!goes_on()) break;
@@ -106,6 +114,18 @@ void Supervisor::run_attempt() {
   if (!store_) store_ = serve_store(std::string_view(job_.launcher_address).substr(std::string_view("unix:").size()));
   watch();
   if (!kept_) store_.reset();
+}
+
+// After an error of this launcher: ends what runs, as after a rank's failure, so that nothing is left of it and nothing
+// that was printed is lost.
+void Supervisor::give_up_attempt() noexcept {
+  try {
+    exec_errors_ = {};
+    terminate();
+    watch();
+  } catch (const std::exception&) {
+    // The ranks are killed when ranks_ is destroyed.
+  }
 }
 
 // Whether there is another attempt. If so, prepares it: forgets this attempt and reaps the ranks that are not kept.
@@ -183,7 +203,9 @@ void Supervisor::start_ranks() {
   if (!body_) exec_errors_ = make_pipe();
   const UniqueFd null = open_null(O_RDONLY);
   oom_ = OomWatch();
-  for (int local = 0; local < options_.ranks; ++local) logs_.open(job_.first_rank + local, first_attempt_);
+  // In a folder that hosts share, a rank of a later epoch may have been another host's before.
+  for (int local = 0; local < options_.ranks; ++local)
+    logs_.open(job_.first_rank + local, {.must = first_attempt_, .append = epoch_ > 0});
   auto environment = rank_environment();
   if (kept_) {
     start_missing();

@@ -66,6 +66,7 @@ class Supervisor {
   void say_silence(const std::string& why);
   bool meet();
   void run_attempt();
+  void give_up_attempt() noexcept;
   bool goes_on();
   void start_ranks();
   std::unique_ptr<Rank> start_rank(int local, Environment& environment, const UniqueFd& null);
@@ -92,6 +93,7 @@ class Supervisor {
   void wait_for_events();
   void handle_events();
   void handle_signals();
+  void handle_user_signal(int signal);
   void handle_deadlines();
   void handle_end(Rank& rank);
   void handle_exec_errors();
@@ -109,6 +111,7 @@ class Supervisor {
   std::vector<std::string> operations_of(const Failure& failure) const;
   std::string save_black_boxes() const;
   Outcome cause() const;
+  Outcome cause_elsewhere() const;
   bool all_well() const;
   std::string why_apart() const;
   std::string names_of_running() const;
@@ -166,6 +169,7 @@ class Supervisor {
   int epoch_ = 0;                   // as elastic_words.h counts them
   int line_ = -1;        // over several hosts: the epoch since which there have always been ranks that were kept
   int stop_signal_ = 0;  // the first signal by which the user ended the job
+  bool was_asked_to_end_ = false;      // by a signal to this launcher, other than SIGHUP
   std::set<std::string> error_paths_;  // that ranks were given
   int max_restarts_ = options_.max_restarts;
   Deadline reap_at_ = Deadline::never();  // then adopted processes that ended are reaped

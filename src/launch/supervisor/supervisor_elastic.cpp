@@ -60,7 +60,12 @@ bool Supervisor::replace(const Rank& rank, const Failure& failure) {
   oom_ = OomWatch();
   auto environment = rank_environment();
   environment.set(kEpochVariable, text(epoch_));
-  fill_place(rank.number, environment, open_null(O_RDONLY));
+  try {
+    fill_place(rank.number, environment, open_null(O_RDONLY));
+  } catch (const std::exception& error) {  // no more processes or descriptors: the job ends by the rank's failure
+    print(text("muster: rank ", rank.number, " cannot be started again: ", error.what(), '\n'));
+    return false;
+  }
   give_words();
   return true;
 }

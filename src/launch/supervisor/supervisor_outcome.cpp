@@ -77,20 +77,24 @@ Outcome Supervisor::described(Failure failure) const {
   return outcome;
 }
 
+// The end that another host has reported, or that was reported of this one.
+Outcome Supervisor::cause_elsewhere() const {
+  const EpochEnd& end = *now_.end;
+  Outcome outcome;
+  outcome.status = end.status;
+  take_rank_that_failed(end.rank, outcome);
+  const std::string host = outcome.host.empty() ? "" : text(" ('", printable(outcome.host), "')");
+  outcome.cause = end.kind == EpochEnd::Kind::kFailed || end.kind == EpochEnd::Kind::kStopped
+                      ? text("on node ", end.node, host, ": ", end.cause)
+                      : text(end.cause, '\n');
+  return outcome;
+}
+
 // Why the attempt ended, or ends, as far as is known.
 Outcome Supervisor::cause() const {
   const bool lost = now_.end && now_.end->kind == EpochEnd::Kind::kLost;  // also if this agent is the one that was lost
   const bool elsewhere = lost || (now_.end && now_.end->kind != EpochEnd::Kind::kDone && now_.end->node != job_.node);
-  if (elsewhere && stop_signal_ == 0) {
-    Outcome outcome;
-    outcome.status = now_.end->status;
-    take_rank_that_failed(now_.end->rank, outcome);
-    const std::string host = outcome.host.empty() ? "" : text(" ('", printable(outcome.host), "')");
-    outcome.cause = now_.end->kind == EpochEnd::Kind::kFailed || now_.end->kind == EpochEnd::Kind::kStopped
-                        ? text("on node ", now_.end->node, host, ": ", now_.end->cause)
-                        : text(now_.end->cause, '\n');
-    return outcome;
-  }
+  if (elsewhere && stop_signal_ == 0) return cause_elsewhere();
   if (!now_.failures.empty()) {
     const Failure& first = choose_cause(now_.failures, options_.settle, echo());
     if (!now_.hosts_error || !first.is_consequence()) {
@@ -110,6 +114,7 @@ Outcome Supervisor::cause() const {
     outcome.cause = why_apart() + '\n';
     return outcome;
   }
+  if (stop_signal_ != 0 && well && elsewhere && now_.end->status != 0) return cause_elsewhere();
   if (stop_signal_ == 0 || well) return {};
   Outcome outcome = describe_stop(stop_signal_);
   if (!now_.late.empty())

@@ -16,6 +16,16 @@
 #include "parallel/kit/shared_tensor.h"
 
 namespace muster {
+namespace {
+
+// fully_shard() may have come after the AveragedModel.
+void require_not_shared(const std::string& name, const at::Tensor& tensor) {
+  if (parallel::is_shared(tensor))
+    throw InvalidArgument(text("FullyShardedDataParallel has shared ", name, " among the ranks"),
+                          "Average the parameters of a DistributedDataParallel");
+}
+
+}  // namespace
 
 struct AveragedModel::Impl {
   struct Entry {
@@ -50,6 +60,7 @@ struct AveragedModel::Impl {
       if (const auto* const now = parameters.find(entry.name); now && !now->is_same(entry.tensor))
         throw InvalidArgument(text("parameter ", entry.name, " is another tensor than when the AveragedModel was made"),
                               "Make the AveragedModel anew");
+    for (const Entry& entry : entries) require_not_shared(entry.name, entry.tensor);
   }
   void require_unused(const char* what) const {
     if (in_use) throw InvalidArgument(text("AveragedModel::", what, " while its averages are in use"));
@@ -77,9 +88,7 @@ AveragedModel::AveragedModel(torch::nn::Module& module, AveragedModelOptions opt
       const bool is_known = std::any_of(impl_->entries.begin(), impl_->entries.end(),
                                         [&](const Impl::Entry& entry) { return entry.tensor.is_same(tensor); });
       if (is_known) continue;
-      if (parallel::is_shared(tensor))
-        throw InvalidArgument(text("FullyShardedDataParallel has shared ", item.key(), " among the ranks"),
-                              "Average the parameters of a DistributedDataParallel");
+      require_not_shared(item.key(), tensor);
       const bool is_float = tensor.is_floating_point() || tensor.is_complex();
       const bool is_short = tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
       const auto dtype = options.in_float && is_short ? at::kFloat : tensor.scalar_type();
@@ -141,6 +150,7 @@ at::Tensor AveragedModel::average(const std::string& name) const {
 void AveragedModel::copy_to_module() {
   impl_->require_unused("copy_to_module()");
   impl_->require_averages();
+  impl_->require_same_module();
   impl_->copy_to_module();
 }
 

@@ -144,11 +144,11 @@ void ShardedOptimizer::Impl::take_new_parameters() {
   for (size_t g = 0; g < groups.size(); ++g)
     for (size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& parameter = groups[g].params()[i];
-      if (owners.contains(key_of(parameter))) continue;
       const std::string name = text("parameter ", i, " of group ", g);
-      if (parallel::is_shared(parameter))
+      if (parallel::is_shared(parameter))  // maybe since the last step
         throw InvalidArgument(text(name, " belongs to a FullyShardedDataParallel"),
                               "Use the optimizer's own class, whose states are sharded there");
+      if (owners.contains(key_of(parameter))) continue;
       if (parameter.layout() != at::kStrided || parameter.is_meta())
         throw InvalidArgument(text(name, " is not a dense tensor with values"),
                               "ZeroRedundancyOptimizer sends parameters from their owners to all ranks");

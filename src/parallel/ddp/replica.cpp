@@ -162,7 +162,7 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     if (const auto impl = weak.lock(); impl && impl->meetings)
       impl->meet(with_graph ? Meetings::Event::kBackwardWithGraph : Meetings::Event::kBackward);
   };
-  s.parameter_watch.emplace(computed, tensors.parameters);
+  s.parameter_watch.emplace("DistributedDataParallel", computed, tensors.parameters);
   for (const auto& [name, tensor] : trainable) s.trainable.push_back(tensor);
   if (const int64_t every = s.options.check_divergence_every; every > 0)
     s.watch.emplace(tensors.parameters, every, s.group);

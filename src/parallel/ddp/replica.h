@@ -15,7 +15,6 @@
 #include "parallel/ddp/divergence.h"
 #include "parallel/ddp/join.h"
 #include "parallel/ddp/logging.h"
-#include "parallel/ddp/parameter_watch.h"
 #include "parallel/ddp/private_copies.h"
 #include "parallel/ddp/shards.h"
 #include "parallel/gradients/gradient_reducer.h"
@@ -35,11 +34,13 @@ struct Replica::Impl {
   std::optional<Meetings> meetings;  // within join()
   StepTimes times;
   std::optional<DivergenceWatch> watch;
-  std::optional<ParameterWatch> parameter_watch;
+  std::optional<parallel::ParameterWatch> parameter_watch;
   std::unique_ptr<PrivateCopies> copies;  // in mixed precision
 
   void check_parameters() {
-    if (module->is_training() && at::GradMode::is_enabled()) parameter_watch->check(*module);
+    if (!module->is_training() || !at::GradMode::is_enabled()) return;
+    parameter_watch->check_averaged();
+    parameter_watch->check_for_new(*module);
   }
   bool broadcasts() const { return options.broadcast_buffers && module->is_training() && !buffers.empty(); }
   // Those that stay equal on all ranks although DDP does not make them so; undefined where they need not.

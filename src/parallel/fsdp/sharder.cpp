@@ -19,6 +19,7 @@
 #include "parallel/gradients/gradient_reducer.h"
 #include "parallel/kit/hosts.h"
 #include "parallel/modules/compute_copy.h"
+#include "parallel/modules/parameter_watch.h"
 #include "parallel/tape/watched.h"
 
 namespace muster::fsdp {
@@ -95,6 +96,7 @@ struct Sharder::Impl {
   std::vector<Unit> units;                                 // if parameters are gathered
   std::shared_ptr<SharedParameters> shared;
   std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
+  std::optional<parallel::ParameterWatch> watch;
 
   // Before anything that changes what a backward() uses: one that threw may still be in a node on the device.
   void let_backward_end() const {
@@ -165,6 +167,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   if (device) move_buffers(tensors.buffers, *device);
   s.parameters = std::move(tensors.parameters);
   s.buffers = std::move(tensors.buffers);
+  s.watch.emplace("FullyShardedDataParallel", s.parameters, s.parameters);
 
   const auto owners = gathers ? owners_on_one_host(s.parameters, s.units, hosts, group_bytes)
                               : owners_on_each_host(s.parameters, hosts, group_bytes);
@@ -208,7 +211,12 @@ std::shared_ptr<void> Sharder::before_forward() {
   Impl& s = *impl_;
   s.let_backward_end();
   if (s.shared->has_all() && !s.module->is_training()) return s.forward();
-  auto changes = s.shared->changes();  // before anything that ends the others' reads
+  const bool trains = s.module->is_training() && at::GradMode::is_enabled();
+  if (trains) {
+    s.watch->check_for_new(*s.module);
+    if (s.gradients) s.gradients->require_no_other();
+  }
+  auto changes = s.shared->changes(trains);  // before anything that ends the others' reads
   if (s.gradients) s.gradients->before_forward();
   const bool sync = !s.gradients || s.gradients->sync();
   const bool may_follow_an_update = s.module->is_training() && sync;

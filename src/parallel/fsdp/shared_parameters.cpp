@@ -40,7 +40,16 @@ uint64_t sample_of(const at::Tensor& tensor) {
 }
 
 // What a rank has found out about a parameter.
-enum class Change : int64_t { kNone, kUpdated, kReplacedElsewhere, kReplaced, kUpdatedWhileRead, kForeign, kReshaped };
+enum class Change : int64_t {
+  kNone,
+  kUpdated,
+  kReplacedElsewhere,
+  kReplaced,
+  kUpdatedWhileRead,
+  kForeign,
+  kReshaped,
+  kUnfrozen
+};
 bool is_good(Change change) { return change <= Change::kUpdated || change == Change::kReplaced; }
 
 // A finding and the rank that has it, as a number: of several ranks', the largest counts.
@@ -62,6 +71,7 @@ using Instead = decltype(parallel::Sharing::instead);
 constexpr char kWhileRead[] =
     " after a forward() that no backward() followed, while other ranks may still have read it";
 constexpr char kSynchronize[] = "Call synchronize() before such a change";
+constexpr char kChangeBefore[] = "Change the module before FullyShardedDataParallel is made";
 
 }  // namespace
 
@@ -153,13 +163,15 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
                                                .tensor = tensor,
                                                .shared = has_copy ? (*kept_)[kept_at[i]] : (*used_)[i],
                                                .copy = has_copy ? (*used_)[i] : at::Tensor(),
-                                               .owner = owners[i]});
-    if (is_mine(entry) && !failure) try {
+                                               .owner = owners[i],
+                                               .is_trained = tensor.requires_grad()});
+    // After a failure, those that have values still keep them: their own memory goes.
+    if (is_mine(entry) && !(failure && tensor.is_meta())) try {
         used_->commit(i);
         if (has_copy) kept_->commit(kept_at[i]);
         if (tensor.numel() > 0) fill(parameters[i], entry.shared);
       } catch (...) {
-        failure = std::current_exception();
+        if (!failure) failure = std::current_exception();
       }
     if (tensor.is_meta()) continue;  // as long as it may stay without values
     use_shared_memory(entry);
@@ -201,7 +213,7 @@ void SharedParameters::remember(Entry& entry) const {
   if (is_mine(entry)) entry.sample = sample_of(entry.shared);
 }
 
-SharedParameters::Changes SharedParameters::changes() const {
+SharedParameters::Changes SharedParameters::changes(bool trains) const {
   const at::NoGradGuard no_grad;
   Changes changes;
   const int rank = group_.rank();
@@ -213,6 +225,8 @@ SharedParameters::Changes SharedParameters::changes() const {
     if (tensor.sizes() != shared.sizes() || tensor.scalar_type() != shared.scalar_type() ||
         tensor.device() != shared.device() || tensor.layout() != shared.layout()) {
       change = Change::kReshaped;
+    } else if (trains && tensor.requires_grad() && !entry.is_trained) {
+      change = Change::kUnfrozen;
     } else if (!tensor.is_alias_of(shared)) {
       // Module::to() after a forward() would get the copy's values.
       change = has_copy(entry) && phase_->reading ? Change::kUpdatedWhileRead
@@ -292,8 +306,10 @@ void SharedParameters::throw_if_wrong(const Changes& of_all) {
   const std::string rank = text("rank ", group_.global_rank(changer)), name = text("parameter ", entry.name),
                     owner = text("rank ", group_.global_rank(fsdp::rank_of(entry.owner, hosts_, changer)));
   if (change == Change::kReshaped)
-    throw InvalidArgument(text(rank, " changed the shape, dtype or device of ", name),
-                          "Change the module before FullyShardedDataParallel is made");
+    throw InvalidArgument(text(rank, " changed the shape, dtype or device of ", name), kChangeBefore);
+  if (change == Change::kUnfrozen)
+    throw InvalidArgument(text(name, " requires grad now on ", rank, ", but did not when it was shared"),
+                          kChangeBefore);
   if (change == Change::kForeign)
     throw InvalidArgument(text(rank, " changed ", name, ", which ", owner, " owns; all ranks share its memory"),
                           "Change only what owned_parameters() returns, on every rank");
@@ -318,10 +334,18 @@ void SharedParameters::throw_if_hosts_differ(const Changes& of_all) const {
 
 bool SharedParameters::may_go_on(const Changes& changes) const {
   if (!phase_->reading) return false;
-  for (size_t i = 0; i < entries_.size(); ++i)
-    if (change_of(changes.worst[i]) != Change::kNone)
+  bool any_is_replaced = false;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Change change = change_of(changes.worst[i]);
+    if (change == Change::kUnfrozen)
+      throw InvalidArgument(text("parameter ", entries_[i].name, " requires grad now, but did not when it was shared"),
+                            kChangeBefore);
+    const bool is_replaced = change == Change::kReplaced || change == Change::kReplacedElsewhere;
+    any_is_replaced |= is_replaced;
+    if (change != Change::kNone && !is_replaced)
       throw InvalidArgument(text("this rank changed parameter ", entries_[i].name, kWhileRead), kSynchronize);
-  return true;
+  }
+  return !any_is_replaced;
 }
 
 // A device may still be reading what it was asked to.

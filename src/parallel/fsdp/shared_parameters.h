@@ -26,7 +26,7 @@
 // evaluate unequal parts.
 //
 // changes() finds what breaks this order: a parameter that a rank changed without owning it, or while others might
-// read; new storage or another shape. It finds in-place changes by autograd's version counters, and those of the owner
+// read; new storage or another shape; and one that requires grad, but did not when it was shared. It finds in-place changes by autograd's version counters, and those of the owner
 // while others might read also by some of the parameter's bytes. By these bytes it also finds that hosts have different
 // values. before_forward() lets all ranks know, and throws the same on all. After an update it moves on the version
 // counters of the other ranks' parameters, so that a backward() through an old graph fails as in one process.
@@ -87,8 +87,9 @@ class SharedParameters {
     std::vector<int64_t> worst;              // the kind of change
     std::vector<int64_t> largest, smallest;  // some of the values, as the owners have them, and their complement
   };
-  Changes changes() const;
-  // Whether no rank may have written since before_forward(). Throws if this one has.
+  Changes changes(bool trains) const;  // trains: parameters that require grad get some
+  // Whether no rank may have written since before_forward(). Throws if this one has. If it has replaced tensors, all
+  // ranks must come to before_forward().
   bool may_go_on(const Changes& changes) const;
   // Collective.
   void before_forward(Changes changes);
@@ -119,6 +120,7 @@ class SharedParameters {
     at::Tensor shared;  // in shared memory, of the same shape and layout
     at::Tensor copy;    // the same in another dtype; undefined if the CPU's operators use `shared`
     Owner owner;
+    bool is_trained = true;
     uint32_t version = 0;  // of `tensor`, at the last look
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
   };

@@ -288,6 +288,12 @@ void GradientReducer::Impl::report_unused(const std::vector<float>& shares, cons
   std::string message = "backward() left parameters without a gradient";
   if (!none.empty()) message += text("; on all ", of, ": ", names(none));
   if (!some.empty()) message += text("; on some ", of, ": ", names(some));
+  for (const auto& indices : {none, some})
+    for (const size_t index : indices)
+      if (!parameters[index].tensor.requires_grad())
+        throw InvalidArgument(
+            text(message, ". ", parameters[index].name, " has been frozen since the ", options.user, " was made"),
+            text("Make the ", options.user, " anew, or set find_unused_parameters"));
   throw InvalidArgument(message,
                         "Let forward() use them in every step, freeze them with set_requires_grad(false), or set "
                         "find_unused_parameters");

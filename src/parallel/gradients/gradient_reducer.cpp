@@ -54,6 +54,14 @@ GradientReducer::~GradientReducer() {
   }
 }
 
+void GradientReducer::require_no_other() const {
+  for (const Parameter& parameter : impl_->parameters)
+    if (ReadyHook::has_other(torch::autograd::impl::post_acc_grad_hooks(parameter.tensor), impl_.get()))
+      throw InvalidArgument(text("parameter ", parameter.name, " belongs to another DistributedDataParallel or ",
+                                 "FullyShardedDataParallel, too"),
+                            "Destroy the other one, or choose parts of one model with is_unit");
+}
+
 void GradientReducer::before_forward() {
   if (impl_->dirty && impl_->running.expired()) impl_->abandon_backward();
 }

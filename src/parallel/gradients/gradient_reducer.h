@@ -92,6 +92,8 @@ class GradientReducer {
   GradientReducer& operator=(const GradientReducer&) = delete;
   ~GradientReducer();
 
+  // InvalidArgument if a parameter is also one of another reducer, whose averages would take the place of these.
+  void require_no_other() const;
   void before_forward();
   bool sync() const;
   bool set_sync(bool on);                                      // returns the previous value

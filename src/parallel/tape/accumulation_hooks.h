@@ -24,6 +24,12 @@ class ReadyHook final : public torch::autograd::PostAccumulateGradHook {
     on_ready_();
   }
 
+  // Whether there is a hook of another owner in the chain that `head` begins.
+  static bool has_other(const Pointer& head, const void* owner) {
+    const auto* const hook = dynamic_cast<const ReadyHook*>(head.get());
+    return hook && (hook->owner_ != owner || has_other(hook->before_, owner));
+  }
+
   // Takes the owner's hook out of the chain that `head` begins; others' stay.
   static void remove(Pointer& head, const void* owner) {
     auto* const hook = dynamic_cast<ReadyHook*>(head.get());

@@ -116,26 +116,52 @@ std::string TcpAddress::text() const {
   return host.find(':') == std::string::npos ? muster::text(host, ':', port) : muster::text('[', host, "]:", port);
 }
 
+namespace {
+
+// A question to the name servers. It goes on when who asked gives up, and who asks again meanwhile gets its answer:
+// somebody who asks with short deadlines would otherwise never get that of a slow server.
+struct Search {
+  std::mutex mutex;
+  std::condition_variable over;
+  std::optional<Resolved> found;
+};
+
+std::shared_ptr<Search> search_for(const TcpAddress& address) {
+  static auto* const mutex = new std::mutex;
+  static auto* const under_way = new std::map<std::string, std::shared_ptr<Search>>;
+  const std::lock_guard lock(*mutex);
+  auto& search = (*under_way)[address.text()];
+  if (search) return search;
+  const auto mine = search = std::make_shared<Search>();
+  const auto run = [mine, address] {
+    Resolved found = look_up(address, AI_ADDRCONFIG);
+    {
+      const std::lock_guard lock(*mutex);
+      under_way->erase(address.text());
+    }
+    const std::lock_guard lock(mine->mutex);
+    mine->found = std::move(found);
+    mine->over.notify_all();
+  };
+  try {
+    start_thread("muster-resolve", run).detach();
+  } catch (...) {
+    under_way->erase(address.text());
+    throw;
+  }
+  return mine;
+}
+
+}  // namespace
+
 Resolved resolve(const TcpAddress& address, Deadline deadline) {
   if (auto number = look_up(address, AI_NUMERICHOST); !number.addresses.empty()) return number;
-  struct Search {
-    std::mutex mutex;
-    std::condition_variable over;
-    std::optional<Resolved> found;
-  };
-  const auto search = std::make_shared<Search>();
-  const auto run = [search, address] {
-    Resolved found = look_up(address, AI_ADDRCONFIG);
-    const std::lock_guard lock(search->mutex);
-    search->found = std::move(found);
-    search->over.notify_one();
-  };
-  start_thread("muster-resolve", run).detach();
+  const auto search = search_for(address);
   std::unique_lock lock(search->mutex);
   if (!deadline.wait(search->over, lock, [&] { return search->found.has_value(); }))
     throw TimeoutError(text("the address of host ", quote(address.host), " was not found in time"), {},
                        "Look whether its name server answers");
-  return *std::move(search->found);
+  return *search->found;
 }
 
 UniqueFd listen_tcp(const TcpAddress& address) {
