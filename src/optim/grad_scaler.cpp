@@ -9,6 +9,7 @@
 #include <cmath>
 #include <exception>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -52,10 +53,11 @@ bool divide(std::vector<at::Tensor>& gradients, double scale) {
 
 std::vector<at::Tensor> gradients_of(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> gradients;
+  std::unordered_set<const void*> seen;  // Module::parameters() has a shared parameter as often as it occurs
   for (const auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params()) {
       const at::Tensor& gradient = parameter.grad();
-      if (!gradient.defined()) continue;
+      if (!gradient.defined() || !seen.insert(gradient.unsafeGetTensorImpl()).second) continue;
       if (gradient.scalar_type() == at::kHalf)
         throw InvalidArgument(
             "the gradient of a parameter in float16 is to be unscaled, and would lose what the scale saved",
@@ -152,14 +154,25 @@ void GradScaler::update(double new_scale) {
 void GradScaler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("scale", c10::IValue(scale_));
   archive.write("growth_tracker", c10::IValue(growth_tracker_));
+  archive.write("growth_factor", c10::IValue(options_.growth_factor));
+  archive.write("backoff_factor", c10::IValue(options_.backoff_factor));
+  archive.write("growth_interval", c10::IValue(options_.growth_interval));
 }
 
 void GradScaler::load(torch::serialize::InputArchive& archive) {
   c10::IValue scale, tracker;
   archive.read("scale", scale);
   archive.read("growth_tracker", tracker);
+  // As in PyTorch, these are part of the state: the tracker counts towards the interval. Older archives lack them.
+  c10::IValue growth, backoff, interval;
+  if (archive.try_read("growth_factor", growth) && archive.try_read("backoff_factor", backoff) &&
+      archive.try_read("growth_interval", interval)) {
+    options_.growth_factor = growth.toDouble();
+    options_.backoff_factor = backoff.toDouble();
+    options_.growth_interval = interval.toInt();
+  }
   scale_ = scale.toDouble();
-  growth_tracker_ = tracker.toInt();
+  growth_tracker_ = std::min(tracker.toInt(), options_.growth_interval - 1);
   seen_.clear();
 }
 

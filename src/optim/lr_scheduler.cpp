@@ -101,10 +101,12 @@ void LRScheduler::step(int64_t epoch) {
   if (epoch < 0) throw InvalidArgument(text("the epoch must be at least 0, got ", epoch));
   const int64_t before = std::exchange(epoch_, epoch);
   try {
-    const std::vector<double> lrs = last_lrs();
-    if (momentum_ && !of_.set_momentum(momentum_(epoch)))
-      throw InvalidArgument("the optimizer has neither momentum nor betas", "Set cycle_momentum to false");
+    const std::vector<double> lrs = last_lrs(), before_lrs = of_.get();
     of_.set(lrs);
+    if (momentum_ && !of_.set_momentum(momentum_(epoch))) {
+      of_.set(before_lrs);
+      throw InvalidArgument("the optimizer has neither momentum nor betas", "Set cycle_momentum to false");
+    }
   } catch (...) {
     epoch_ = before;
     throw;
@@ -124,8 +126,13 @@ void LRScheduler::load(torch::serialize::InputArchive& archive) {
         text("the saved schedule has ", numbers.size() - 1, " groups, and this one ", firsts_.size()));
   const auto epoch = static_cast<int64_t>(numbers.back());
   numbers.pop_back();
-  firsts_ = std::move(numbers);
-  step(epoch);
+  firsts_.swap(numbers);
+  try {
+    step(epoch);
+  } catch (...) {
+    firsts_.swap(numbers);
+    throw;
+  }
 }
 
 namespace rates {
@@ -156,17 +163,42 @@ Rate lambda(std::function<double(int64_t)> factor) {
   return [factor = std::move(factor)](double first, int64_t epoch) { return first * factor(epoch); };
 }
 
-Rate multiplicative(std::function<double(int64_t)> factor) {
-  if (!factor) throw InvalidArgument("MultiplicativeLR needs a function");
+namespace {
+
+// These two go on from the rate that the optimizer has when they begin. In a sequence that is the last one of the rate
+// before.
+struct Multiplicative {
   struct Product {
     int64_t epoch = 0;
     double value = 1;
   };
-  return [factor = std::move(factor), last = std::make_shared<Product>()](double first, int64_t epoch) {
+  std::function<double(int64_t)> factor;
+  std::shared_ptr<Product> last = std::make_shared<Product>();
+
+  double operator()(double first, int64_t epoch) const {
     if (epoch < last->epoch) *last = {};
     while (last->epoch < epoch) last->value *= factor(++last->epoch);
     return first * last->value;
-  };
+  }
+};
+struct Swa {
+  double swa_lr;
+  int64_t anneal_epochs;
+  bool cosine;
+
+  double operator()(double first, int64_t epoch) const {
+    const double part =
+        anneal_epochs == 0 ? 1 : std::min(1.0, static_cast<double>(epoch) / static_cast<double>(anneal_epochs));
+    const double share = cosine ? (1 - std::cos(std::numbers::pi * part)) / 2 : part;
+    return swa_lr * share + first * (1 - share);
+  }
+};
+
+}  // namespace
+
+Rate multiplicative(std::function<double(int64_t)> factor) {
+  if (!factor) throw InvalidArgument("MultiplicativeLR needs a function");
+  return Multiplicative{.factor = std::move(factor)};
 }
 
 Rate cosine_annealing(int64_t t_max, double eta_min) {
@@ -210,12 +242,7 @@ Rate polynomial(int64_t total_iters, double power) {
 
 Rate swa(double swa_lr, int64_t anneal_epochs, bool cosine) {
   require_epochs("anneal_epochs", anneal_epochs, 0);
-  return [=](double first, int64_t epoch) {
-    const double part =
-        anneal_epochs == 0 ? 1 : std::min(1.0, static_cast<double>(epoch) / static_cast<double>(anneal_epochs));
-    const double share = cosine ? (1 - std::cos(std::numbers::pi * part)) / 2 : part;
-    return swa_lr * share + first * (1 - share);
-  };
+  return Swa{.swa_lr = swa_lr, .anneal_epochs = anneal_epochs, .cosine = cosine};
 }
 
 Rate sequential(std::vector<Rate> rates, std::vector<int64_t> milestones) {
@@ -224,9 +251,18 @@ Rate sequential(std::vector<Rate> rates, std::vector<int64_t> milestones) {
   if (!std::is_sorted(milestones.begin(), milestones.end()) || (!milestones.empty() && milestones.front() < 0))
     throw InvalidArgument("milestones must ascend, from 0 on");
   return [rates = std::move(rates), milestones = std::move(milestones)](double first, int64_t epoch) {
-    const auto passed = std::upper_bound(milestones.begin(), milestones.end(), epoch) - milestones.begin();
-    const int64_t begin = passed == 0 ? 0 : milestones[static_cast<size_t>(passed - 1)];
-    return rates[static_cast<size_t>(passed)](first, epoch - begin);
+    const auto rate_at = [&](const auto& again, int64_t when) -> double {
+      const auto passed =
+          static_cast<size_t>(std::upper_bound(milestones.begin(), milestones.end(), when) - milestones.begin());
+      const int64_t begin = passed == 0 ? 0 : milestones[passed - 1];
+      const Rate& rate = rates[passed];
+      if (begin == 0) return rate(first, when);
+      if (rate.template target<Swa>()) return rate(again(again, begin - 1), when - begin);
+      if (const auto* const product = rate.template target<Multiplicative>())  // Python multiplies at epoch 0 as well
+        return rate(again(again, begin - 1) * product->factor(0), when - begin);
+      return rate(first, when - begin);
+    };
+    return rate_at(rate_at, epoch);
   };
 }
 
@@ -256,7 +292,8 @@ struct Phases {
     double begin = 0;
     size_t phase = 0;
     for (; phase + 1 < ends.size() && step > ends[phase]; ++phase) begin = ends[phase];
-    const double part = (step - begin) / (ends[phase] - begin);
+    // After the last step, Python's goes on along the last phase, and a line then falls below 0.
+    const double part = std::min(1.0, (step - begin) / (ends[phase] - begin));
     return (cosine ? cosine_between : line_between)(values[phase], values[phase + 1], part);
   }
 };

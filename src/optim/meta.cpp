@@ -3,6 +3,8 @@
 #include <ATen/Context.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <unordered_map>
+
 #include "autograd/small_graph.h"
 #include "base/text.h"
 #include "muster/base/error.h"
@@ -15,7 +17,6 @@ using at::Tensor;
 using Slot = detail::ModuleSlots::Slot;
 
 Tensor replica(const Tensor& tensor, CopyMode by, std::optional<at::Device> device) {
-  if (!tensor.defined()) return tensor;
   Tensor result = tensor;
   if (device)
     result = tensor.to(*device, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/by != CopyMode::kReference);
@@ -42,10 +43,17 @@ void check(const Slot* slot, const std::string& name, const Tensor& tensor) {
 
 ModuleState extract_state_dict(const torch::nn::Module& module, ExtractOptions options) {
   ModuleState state(rpc::state_of(module), options.detach_buffers);
-  for (auto& [name, tensor] : state.parameters) tensor = replica(tensor, options.by, options.device);
+  std::unordered_map<const at::TensorImpl*, Tensor> known;  // a tensor of several names gets one replica
+  const auto replace = [&](Tensor& tensor, CopyMode by) {
+    if (!tensor.defined()) return;
+    Tensor& made = known[tensor.unsafeGetTensorImpl()];
+    if (!made.defined()) made = replica(tensor, by, options.device);
+    tensor = made;
+  };
+  const ModuleState originals = state;  // keeps the addresses
+  for (auto& [name, tensor] : state.parameters) replace(tensor, options.by);
   if (!options.with_buffers) state.buffers.clear();
-  for (auto& [name, tensor] : state.buffers)
-    tensor = replica(tensor, options.detach_buffers ? CopyMode::kDeepCopy : options.by, options.device);
+  for (auto& [name, tensor] : state.buffers) replace(tensor, options.detach_buffers ? CopyMode::kDeepCopy : options.by);
   return state;
 }
 

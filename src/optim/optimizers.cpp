@@ -6,11 +6,27 @@
 
 #include <algorithm>
 #include <set>
+#include <string_view>
+#include <utility>
 
 #include "base/text.h"
 #include "muster/base/error.h"
 
 namespace muster {
+namespace {
+
+// Numbers of torch.optim's groups that no optimizer here has: of its schedulers, and what chooses its kernels. AdamW's
+// class says that it decouples.
+bool is_only_pythons(std::string_view name) {
+  static constexpr std::string_view kGroups = "param_groups.";
+  static const std::set<std::string_view> all{
+      "base_momentum", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused",
+      "initial_lr",    "max_lr",     "max_momentum",           "min_lr",         "swa_lr"};
+  return name.starts_with(kGroups) && all.contains(name.substr(name.rfind('.') + 1));
+}
+
+}  // namespace
+
 namespace optim {
 namespace detail {
 
@@ -85,27 +101,75 @@ at::Tensor TorchOptimizerBase::step(LossClosure closure) {
   return loss;
 }
 
-void TorchOptimizerBase::check_loaded() {
+void TorchOptimizerBase::throw_other_options() {
+  throw InvalidArgument("a group of parameters has options of another class than this optimizer's",
+                        "Make the group with group() of the optimizer's own class");
+}
+
+std::vector<at::Tensor> TorchOptimizerBase::new_parameters(const std::vector<at::Tensor>& of_group) const {
+  std::set<const void*> seen;
   for (const auto& group : param_groups_)
+    for (const at::Tensor& parameter : group.params()) seen.insert(parameter.unsafeGetTensorImpl());
+  const size_t in_others = seen.size();
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& parameter : of_group) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second)
+      parameters.push_back(parameter);
+    else if (in_others > 0 && !std::any_of(parameters.begin(), parameters.end(),
+                                           [&](const at::Tensor& one) { return one.is_same(parameter); }))
+      throw InvalidArgument("a parameter is in two groups of an optimizer", "Put it in one of them");
+  }
+  return parameters;
+}
+
+void TorchOptimizerBase::load_with(const std::function<void()>& read) {
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+  for (const auto& group : param_groups_) options.push_back(group.options().clone());
+  auto states = std::exchange(state_, {});  // an archive only adds to it
+  try {
+    read();
+    check_loaded();
+  } catch (...) {
+    state_ = std::move(states);
+    for (size_t g = 0; g < options.size(); ++g) {
+      auto before = std::move(options[g]);
+      // Into the object that is there: the program may have a reference to it.
+      exchange_options(param_groups_[g].options(), [&](const std::string& name, std::vector<double> value) {
+        exchange_options(*before, [&](const std::string& other, std::vector<double> was) {
+          if (other == name) value = was;
+          return was;
+        });
+        return value;
+      });
+    }
+    throw;
+  }
+}
+
+void TorchOptimizerBase::check_loaded() {
+  const at::NoGradGuard no_grad;
+  for (const auto& group : param_groups_) {
+    const auto functional = this->functional(group.options());  // checks the options
     for (const at::Tensor& parameter : group.params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      if (!found->second) {  // of a parameter that is in the groups twice
+      if (!found->second) {
         state_.erase(found);
         continue;
       }
-      const auto& state = static_cast<const optim::KeptState&>(*found->second);
+      auto& state = static_cast<optim::KeptState&>(*found->second);
       for (size_t i = 0; i < state.names().size(); ++i) {
-        const at::Tensor& kept = state.values.kept[i];
-        const auto sizes = state.empty_kept(i, optim::as_real(parameter)).sizes().vec();
-        if (!kept.defined() || kept.sizes() == sizes) continue;
-        const std::string what =
-            text(state.names()[i], " of shape ", kept.sizes(), ", but must be of ", at::IntArrayRef(sizes));
-        state_.clear();
-        throw InvalidArgument(text("the archive has ", what),
-                              "Load the archive of an optimizer of the same parameters");
+        at::Tensor& kept = state.values.kept[i];
+        if (!kept.defined()) continue;
+        const at::Tensor like = functional->empty_kept(i, optim::as_real(parameter));
+        if (kept.sizes() != like.sizes())
+          throw InvalidArgument(
+              text("the archive has ", state.names()[i], " of shape ", kept.sizes(), ", but must be of ", like.sizes()),
+              "Load the archive of an optimizer of the same parameters");
+        kept = kept.to(like.options());  // the archive may be of parameters of another dtype, or on another device
       }
     }
+  }
 }
 
 bool TorchOptimizerBase::set_momentum(double momentum) {
@@ -197,7 +261,7 @@ void TorchOptimizerBase::load_state_dict(const std::map<std::string, at::Tensor>
     }
   }
   for (const auto& [name, tensor] : given)
-    if (!known.contains(name))
+    if (!known.contains(name) && !is_only_pythons(name))
       throw InvalidArgument(text("this optimizer of ", number, " parameters has no '", name, "'"),
                             "Load what an optimizer of the same class and parameters has saved");
   for (size_t g = 0; g < param_groups_.size(); ++g) param_groups_[g].set_options(std::move(options[g]));

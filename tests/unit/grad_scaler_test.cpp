@@ -10,6 +10,7 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -205,6 +206,36 @@ TEST(GradScaler, MixedPrecisionInFloat16) {
     scaler.update();
     model.synchronize();
   });
+}
+
+// Module::parameters() has a parameter that modules share as often as it occurs.
+TEST(GradScaler, ATiedParameterIsUnscaledOnce) {
+  const Tensor weight = torch::ones({1}, torch::requires_grad());
+  torch::optim::SGD sgd({weight, weight}, 0.1);
+  GradScaler scaler({.init_scale = 8});
+  scaler.scale((weight * 3).sum()).backward();
+  scaler.unscale_(sgd);
+  EXPECT_EQ(weight.grad().item<float>(), 3);
+}
+
+// What it counts towards is part of its state, as in Python.
+TEST(GradScaler, TheIntervalIsPartOfItsState) {
+  One one;
+  GradScaler first({.init_scale = 16, .growth_interval = 4}), second({.init_scale = 1, .growth_interval = 2});
+  for (int i = 0; i < 3; ++i) one.iterate(first, 1);
+  std::stringstream bytes;
+  {
+    torch::serialize::OutputArchive archive;
+    first.save(archive);
+    archive.save_to(bytes);
+  }
+  torch::serialize::InputArchive archive;
+  archive.load_from(bytes);
+  second.load(archive);
+  EXPECT_EQ(second.growth_tracker(), 3);
+  one.iterate(second, 1);
+  EXPECT_EQ(second.get_scale(), 32);
+  EXPECT_EQ(second.growth_tracker(), 0);
 }
 
 TEST(GradScaler, GoesOnFromASnapshot) {

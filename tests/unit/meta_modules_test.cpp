@@ -192,6 +192,15 @@ TEST(Meta, SharedParametersStayShared) {
   optim::recover_state_dict(tied, state);
   state.parameters[1].second = at::zeros({2, 2}, at::kDouble);
   EXPECT_THROW(optim::recover_state_dict(tied, state), Mismatch);  // no longer the same tensor
+
+  // In copies, too.
+  for (const auto by : {CopyMode::kCopy, CopyMode::kDeepCopy}) {
+    const auto copy = optim::extract_state_dict(tied, {.by = by});
+    EXPECT_TRUE(copy.parameters[0].second.is_same(copy.parameters[1].second));
+    EXPECT_FALSE(copy.parameters[0].second.is_same(tied.in));
+    optim::recover_state_dict(tied, copy);
+    EXPECT_TRUE(tied.in.is_same(tied.out));
+  }
 }
 
 // As users of libtorch tie weights: the second module's dictionary still has the tensor that nobody uses any more.

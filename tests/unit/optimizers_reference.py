@@ -93,12 +93,11 @@ def main():
         for group in groups:
             group["params"] = list(range(3))
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)  # leaves numbers of its own in the groups
         for step in range(10, 20):
             give_gradients(parameters, step)
             optimizer.step()
         tensors = state_dict_of(optimizer)
-        known = set(load_file(source))
-        tensors = {key: value for key, value in tensors.items() if key in known}
         tensors.update({f"parameters.{i}": parameter.detach() for i, parameter in enumerate(parameters)})
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, target)
         print(0, flush=True)

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize.h>
 
@@ -194,6 +195,7 @@ TEST(Optimizers, StatesThatDoNotFitAreRefused) {
   refused("state.3.step", at::zeros({}), "no 'state.3.step'");
   refused("state.0.exp_avg", at::zeros({4, 4}), "'state.0.exp_avg' is of shape [4, 4], but must be of [3, 4]");
   refused("param_groups.0.betas", at::zeros({3}), "is of shape [3]");
+  refused("param_groups.0.initial_rate", at::zeros({}), "no 'param_groups.0.initial_rate'");
   refused("param_groups.0.betas", at::ones({2}), "betas.first is 1");
   auto without_step = good;
   without_step.erase("state.2.step");
@@ -220,6 +222,80 @@ TEST(Optimizers, StatesThatDoNotFitAreRefused) {
   sgd.options().momentum = -1;
   give_gradients(sgd.param_groups()[0].params(), 0);
   EXPECT_THROW(sgd.step(), InvalidArgument);
+}
+
+// An archive takes the place of all states, of any dtype, or of nothing.
+TEST(Optimizers, ALoadReplacesAllOrNothing) {
+  const auto archive_of = [](const muster::Adam& adam) {
+    std::stringstream bytes;
+    torch::save(adam, bytes);
+    return bytes.str();
+  };
+  const auto load = [](muster::Adam& adam, const std::string& archive) {
+    std::stringstream bytes(archive);
+    torch::load(adam, bytes);
+  };
+  const Tensors all = start(), doubles = start(at::kDouble);
+  muster::Adam adam(all, {.lr = 0.1});
+  const std::string fresh = archive_of(adam);
+  make_steps(adam, all, 0, 3);
+  const std::string later = archive_of(adam);
+  load(adam, fresh);
+  EXPECT_TRUE(adam.state().empty());
+
+  muster::Adam of_doubles(doubles, {.lr = 0.2});
+  load(of_doubles, later);
+  EXPECT_EQ(of_doubles.state_dict().at("state.0.exp_avg").scalar_type(), at::kDouble);
+  make_steps(of_doubles, doubles, 3, 5);
+
+  Tensors others = start();
+  others[2] = at::ones({7, 4}).requires_grad_();
+  muster::Adam other(others, {.lr = 0.3});
+  make_steps(other, others, 0, 2);
+  const auto before = other.state_dict();
+  const double& lr = other.options().lr;
+  EXPECT_THROW(load(other, later), InvalidArgument);
+  const auto after = other.state_dict();
+  ASSERT_EQ(after.size(), before.size());
+  for (const auto& [name, tensor] : before) EXPECT_TRUE(at::equal(after.at(name), tensor)) << name;
+  EXPECT_EQ(&other.options().lr, &lr);
+  EXPECT_EQ(lr, 0.3);
+}
+
+// Module::parameters() has a parameter that modules share as often as it occurs.
+TEST(Optimizers, ATiedParameterCountsOnce) {
+  const Tensors all = start(), alone = start();
+  muster::SGD tied({all[0], all[1], all[0], all[2]}, {.lr = 0.1, .momentum = 0.9});
+  muster::SGD once(alone, {.lr = 0.1, .momentum = 0.9});
+  make_steps(tied, all, 0, 5);
+  make_steps(once, alone, 0, 5);
+  expect_equal(all, alone);
+  const auto state = tied.state_dict(), expected = once.state_dict();
+  ASSERT_EQ(state.size(), expected.size());
+  for (const auto& [name, tensor] : expected) EXPECT_TRUE(at::equal(state.at(name), tensor)) << name;
+  std::stringstream bytes;
+  torch::save(tied, bytes);
+  muster::SGD again({all[0], all[1], all[0], all[2]});
+  torch::load(again, bytes);
+  make_steps(again, all, 5, 9);
+  make_steps(once, alone, 5, 9);
+  expect_equal(all, alone);
+
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { tied.add_param_group(muster::SGD::group({all[1]}, {})); }),
+                  "a parameter is in two groups");
+  EXPECT_EQ(tied.param_groups().size(), 1u);
+}
+
+TEST(Optimizers, OptionsOfAnotherClassAreRefused) {
+  const Tensors all = start();
+  const auto torchs = [&] {
+    return torch::optim::OptimizerParamGroup({all[0]}, std::make_unique<torch::optim::AdamWOptions>(1e-4));
+  };
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { muster::AdamW({torchs()}); }), "options of another class");
+  muster::AdamW adamw({all[1]});
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { adamw.add_param_group(muster::SGD::group({all[0]}, {})); }),
+                  "Make the group with group() of the optimizer's own class");
+  EXPECT_EQ(adamw.param_groups().size(), 1u);
 }
 
 // Nothing has changed if one group is refused, and a second try makes one step.

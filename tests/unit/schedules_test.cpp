@@ -145,6 +145,13 @@ std::vector<ScheduleCase> schedule_cases() {
        maker<SequentialLR>(
            Rates{rates::linear(0.1, 1, 50), rates::cyclic({.base_lr = 0.01, .max_lr = 0.1, .step_size_up = 60})},
            std::vector<int64_t>{50})},
+      {"SequentialLR(optimizer, [CosineAnnealingLR(optimizer, 300), SWALR(optimizer, 0.02, anneal_epochs=40)], [200])",
+       maker<SequentialLR>(Rates{rates::cosine_annealing(300, 0), rates::swa(0.02, 40, true)},
+                           std::vector<int64_t>{200})},
+      {"SequentialLR(optimizer, [ConstantLR(optimizer, 0.1, total_iters=1000), "
+       "MultiplicativeLR(optimizer, lambda epoch: 1 - 1 / (2 + epoch))], [150])",
+       maker<SequentialLR>(Rates{rates::constant(0.1, 1000), rates::multiplicative(shrink)},
+                           std::vector<int64_t>{150})},
       {"LambdaLR(optimizer, [lambda epoch: 1 / (1 + epoch), lambda epoch: 0.9 ** epoch])",
        maker<LambdaLR>(std::vector<std::function<double(int64_t)>>{
            [](int64_t epoch) { return 1 / (1 + static_cast<double>(epoch)); },
@@ -218,6 +225,27 @@ TEST(Schedules, AOneCycleInASequence) {
     EXPECT_EQ(rates_now(*optimizer), rates_now(*other)) << epoch;
     alone.step();
   }
+}
+
+// After its last step a training loop calls step() once more. Python's rate is then below 0.
+TEST(Schedules, TheLastRateOfAOneCycleStays) {
+  muster::SGD sgd({at::ones({1}).requires_grad_()}, {.lr = 0.1, .momentum = 0.9});
+  OneCycleLR schedule(sgd, {.max_lr = 0.4, .total_steps = 100, .cosine = false});
+  for (int step = 0; step < 99; ++step) schedule.step();
+  const double last = sgd.options().lr;
+  EXPECT_GT(last, 0);
+  schedule.step();
+  EXPECT_EQ(sgd.options().lr, last);
+  EXPECT_EQ(sgd.state_dict().at("param_groups.0.lr").item<double>(), last);
+
+  // A step that is refused changes nothing.
+  OneCycleLR other(sgd, {.max_lr = 0.4, .total_steps = 100});
+  sgd.add_param_group(torch::optim::OptimizerParamGroup({at::ones({1}).requires_grad_()}));
+  const double momentum = sgd.options().momentum, lr = sgd.options().lr;
+  EXPECT_THROW(other.step(), InvalidArgument);
+  EXPECT_EQ(sgd.options().momentum, momentum);
+  EXPECT_EQ(sgd.options().lr, lr);
+  EXPECT_EQ(other.last_epoch(), 0);
 }
 
 TEST(Schedules, AnyEpochInAnyOrder) {

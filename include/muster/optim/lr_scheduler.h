@@ -20,6 +20,13 @@
 //
 //   optim::SequentialLR schedule(sgd, {optim::rates::linear(0.1, 1, 5), optim::rates::cosine_annealing(95, 0)}, {5});
 //
+// In a sequence, SWALR and MultiplicativeLR go on from the rate before. Differences from Python, where a schedule may
+// take what another one has left in the optimizer: SWALR by itself anneals from the rate that the optimizer has when it
+// is made, so make it when the averaging begins. ChainedScheduler multiplies what its rates make of the first rate; in
+// Python, LambdaLR, OneCycleLR, CyclicLR and warm restarts within a chain ignore those before them, and
+// CosineAnnealingLR with an eta_min adds. A OneCycleLR within a SequentialLR leaves the first rate of the others as it
+// is. After the last step of a OneCycleLR, its last rate stays.
+//
 // save() and load() store the epoch and the first rates; a Snapshot takes a schedule. Or call step(epochs_done).
 //
 // Errors: InvalidArgument for options out of their range, and those of set_lr(). Thread-safety: none; the optimizer

@@ -22,11 +22,11 @@
 //
 // Options may change at any time between steps. A state begins with a parameter's first gradient.
 //
-// save() and load() have the archives of libtorch's optimizers. state_dict() has Python's names, for safetensors files
-// that Python reads and writes (docs/optim.md has the lines).
+// save() and load() have the archives of libtorch's optimizers; a load() that throws changes nothing. state_dict() has
+// Python's names, for safetensors files that Python reads and writes (docs/optim.md has the lines).
 //
-// Your own: TorchOptimizer<O> of any class O that is derived from FunctionalOptimizer and has O::Options with a field
-// lr; to save it, the Options list their fields as those of functional_optimizer.h do.
+// Your own: TorchOptimizer<O> of a class O that is derived from FunctionalOptimizer. As those of functional_optimizer.h,
+// it has a default constructor, options(), and O::Options with a field lr and a list of its fields.
 //
 // Errors: InvalidArgument for options out of their range (from step(), if they were changed) and for sparse gradients
 // that are not accepted, before anything has changed. Thread-safety: none; one thread, as torch::optim::Optimizer.
@@ -95,7 +95,8 @@ class TorchOptimizerBase : public torch::optim::Optimizer {
   // consolidate() first; with FullyShardedDataParallel a rank has the states of the parameters that it owns.
   std::map<std::string, at::Tensor> state_dict() const;
   // InvalidArgument, before anything has changed: a name that this optimizer does not have, a tensor of another shape.
-  // Numbers of param_groups may be missing; states that are missing are forgotten.
+  // Numbers of param_groups may be missing, and those that only Python has may be there (of its schedulers, and what
+  // chooses its kernels); states that are missing are forgotten.
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
 
   // For a class that is derived from this one: throws if this rank does not have all states.
@@ -106,11 +107,16 @@ class TorchOptimizerBase : public torch::optim::Optimizer {
 
  protected:
   using torch::optim::Optimizer::Optimizer;
-  void check_loaded();  // InvalidArgument, without any state left, if one does not fit its parameter
+  // `read` reads an archive, which takes the place of all states. If it throws, or if a state does not fit its
+  // parameter (InvalidArgument), nothing has changed.
+  void load_with(const std::function<void()>& read);
+  [[noreturn]] static void throw_other_options();
+  std::vector<at::Tensor> new_parameters(const std::vector<at::Tensor>& of_group) const;  // each once
   // Gets each option, by name, and returns what it becomes.
   using Exchange = std::function<std::vector<double>(const char* name, std::vector<double> value)>;
 
  private:
+  void check_loaded();
   virtual std::unique_ptr<optim::FunctionalOptimizer> functional(
       const torch::optim::OptimizerOptions& options) const = 0;
   virtual std::unique_ptr<optim::KeptState> new_state() const = 0;
@@ -132,10 +138,14 @@ class TorchOptimizer : public TorchOptimizerBase {
     for (const auto& group : groups) add_param_group(group);
   }
 
-  // Hides libtorch's, which replaces options of classes that it does not know by the optimizer's.
+  // A parameter that is in the group twice, as Module::parameters() has one that modules share, counts once.
+  // InvalidArgument if it is in another group, or for options of another class. Hides libtorch's, which replaces
+  // options of classes that it does not know by the optimizer's.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
-    TorchOptimizerBase::add_param_group(group);
-    if (group.has_options()) param_groups_.back().set_options(group.options().clone());
+    const bool has_options = group.has_options();
+    if (has_options && !dynamic_cast<const OptionsOfGroup*>(&group.options())) throw_other_options();
+    TorchOptimizerBase::add_param_group(torch::optim::OptimizerParamGroup(new_parameters(group.params())));
+    if (has_options) param_groups_.back().set_options(group.options().clone());
   }
   static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> parameters, Options options) {
     return {std::move(parameters), std::make_unique<OptionsOfGroup>(std::move(options))};
@@ -146,8 +156,7 @@ class TorchOptimizer : public TorchOptimizerBase {
     torch::optim::serialize<optim::KeptStateOf<O>, OptionsOfGroup>(archive, *this);
   }
   void load(torch::serialize::InputArchive& archive) override {
-    torch::optim::serialize<optim::KeptStateOf<O>, OptionsOfGroup>(archive, *this);
-    check_loaded();
+    load_with([&] { torch::optim::serialize<optim::KeptStateOf<O>, OptionsOfGroup>(archive, *this); });
   }
 
  private:

@@ -39,6 +39,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <tuple>
@@ -110,6 +111,10 @@ class ZeroOrderGradientModule : public torch::nn::Module {
     NamedTensors names;
     Tensors at;
     for (const auto& item : named_parameters()) {
+      const bool is_known = std::any_of(at.begin(), at.end(), [&](const at::Tensor& one) {
+        return one.is_same(item.value());  // a parameter that modules share has several names
+      });
+      if (is_known) continue;
       names.emplace_back(item.key(), at::Tensor());
       at.push_back(item.value());
     }
