@@ -292,8 +292,7 @@ struct Phases {
     double begin = 0;
     size_t phase = 0;
     for (; phase + 1 < ends.size() && step > ends[phase]; ++phase) begin = ends[phase];
-    // After the last step, Python's goes on along the last phase, and a line then falls below 0.
-    const double part = std::min(1.0, (step - begin) / (ends[phase] - begin));
+    const double part = (step - begin) / (ends[phase] - begin);
     return (cosine ? cosine_between : line_between)(values[phase], values[phase + 1], part);
   }
 };
@@ -327,7 +326,7 @@ std::vector<LRScheduler::Rate> rates_of_one_cycle(const OneCycleLROptions& optio
     if (options.three_phase) phases.values = {first, max_lr, first, last};
     rates.push_back([phases, total = options.total_steps](double, int64_t epoch) {
       if (epoch > total) throw InvalidArgument(text("step ", epoch, " of a OneCycleLR of ", total, " steps"));
-      return phases.at(epoch);
+      return std::max(0.0, phases.at(epoch));  // after the last step, a line goes on below 0
     });
   }
   return rates;

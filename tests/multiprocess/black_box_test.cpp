@@ -198,8 +198,9 @@ TEST_F(BlackBoxCommand, AJobThatTheUserStopsLeavesAFileAndOneThatEndsWellNone) {
   std::filesystem::create_directory(path("folder"));
   Process unwritable(job_of(2, "die", {"--black-box", path("folder")}));
   EXPECT_EQ(unwritable.finish(), 128 + SIGKILL);
-  EXPECT_THAT(unwritable.err, ContainsRegex("\ncannot write the black boxes to '.*/folder': Is a directory\n$"));
-  EXPECT_FALSE(std::filesystem::exists(path("folder.part")));
+  EXPECT_THAT(unwritable.err, ContainsRegex("\nthe black boxes are lost: cannot write .*/folder: Is a directory\n$"));
+  for (const auto& entry : std::filesystem::directory_iterator(std::filesystem::path(path("folder")).parent_path()))
+    EXPECT_FALSE(entry.path().string().ends_with(".tmp")) << entry.path();
 }
 
 TEST_F(BlackBoxCommand, BadInputIsOneSentenceAndStatus2) {

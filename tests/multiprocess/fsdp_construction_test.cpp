@@ -180,9 +180,10 @@ TEST(FsdpConstruction, BadUseGetsOneSentence) {
     EXPECT_ANY_THROW(fully_shard(half, {.init = fails}));
     {
       auto model = fully_shard(half, {.init = two});
-      for (const auto& item : whole->named_parameters())
-        if (item.key()[0] != 'a')
-          EXPECT_TRUE(torch::equal(item.value(), half->named_parameters()[item.key()])) << item.key();
+      for (const auto& item : whole->named_parameters()) {
+        if (item.key()[0] == 'a') continue;
+        EXPECT_TRUE(torch::equal(item.value(), half->named_parameters()[item.key()])) << item.key();
+      }
       model.synchronize();
     }
     // A buffer, on one rank only.

@@ -81,12 +81,13 @@ TEST(FsdpFullShard, BadUseGetsOneSentence) {
     const Values values = copies(net->named_parameters());
     {
       auto again = fully_shard(net, full({.unit_cap_mb = 0.1}));
+      expect_refusal({"belongs to another", "Destroy the other one"}, [&] { again(fsdp_input(world.rank(), 0)); });
+      model.reset();
       again(fsdp_input(world.rank(), 0)).sum().backward();
       again.gather();
       for (const auto& item : net->named_parameters()) EXPECT_TRUE(torch::equal(item.value(), values[item.key()]));
       again.synchronize();
     }
-    model.reset();
     expect_elsewhere([&] { net->b->weight.sum(); });
   });
 }

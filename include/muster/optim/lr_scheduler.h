@@ -25,7 +25,7 @@
 // is made, so make it when the averaging begins. ChainedScheduler multiplies what its rates make of the first rate; in
 // Python, LambdaLR, OneCycleLR, CyclicLR and warm restarts within a chain ignore those before them, and
 // CosineAnnealingLR with an eta_min adds. A OneCycleLR within a SequentialLR leaves the first rate of the others as it
-// is. After the last step of a OneCycleLR, its last rate stays.
+// is. After the last step of a linear OneCycleLR, the rate is 0, and in Python below.
 //
 // save() and load() store the epoch and the first rates; a Snapshot takes a schedule. Or call step(epochs_done).
 //

@@ -183,7 +183,7 @@ JobBoxes read_black_boxes(const std::filesystem::path& path) {
   }
 }
 
-void write_black_boxes(const std::filesystem::path& path, const std::vector<SavedBox>& boxes) {
+void write_black_boxes(const std::filesystem::path& path, const std::vector<SavedBox>& boxes) try {
   AtomicFile file(path);
   file.write(kMagic);
   file.write(WireWriter().put(kFormat).put(shm::monotonic_ns()).put(static_cast<uint64_t>(boxes.size())).take());
@@ -194,6 +194,8 @@ void write_black_boxes(const std::filesystem::path& path, const std::vector<Save
     file.write({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
   }
   file.commit(false);
+} catch (const Unavailable& error) {
+  throw Unavailable(text("the black boxes are lost: ", error.message()), error.advice());
 }
 
 void clear_black_boxes(const std::filesystem::path& path) {

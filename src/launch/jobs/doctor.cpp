@@ -204,8 +204,8 @@ class Examination {
     const auto words = [](rlim_t value) { return value == RLIM_INFINITY ? "unlimited" : text(value); };
     if (::getrlimit(RLIMIT_NOFILE, &limit) == 0)
       add("open files", text(words(limit.rlim_cur), ", at most ", words(limit.rlim_max)),
-          limit.rlim_max < 4096 ? text("muster run needs 4 for each rank and 64 more: ",
-                                       limit.rlim_max < 64 ? 0 : (limit.rlim_max - 64) / 4,
+          limit.rlim_max < 4096 ? text("muster run needs 5 for each rank and 64 more: ",
+                                       limit.rlim_max < 64 ? 0 : (limit.rlim_max - 64) / 5,
                                        " ranks can run. Raise the limit (ulimit -Hn)")
                                 : "");
     if (::getrlimit(RLIMIT_NPROC, &limit) == 0) {

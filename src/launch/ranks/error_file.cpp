@@ -139,7 +139,11 @@ void write_error_file(const std::string& error_file, const Outcome& outcome, con
   std::error_code none;
   const bool is_elsewhere = !outcome.host.empty() && outcome.host != store::host_name();
   if (is_elsewhere && std::filesystem::exists(error_file, none)) return;
-  write_file(error_file, words);
+  try {
+    write_file(error_file, words);
+  } catch (const Unavailable& error) {
+    throw Unavailable(text("the job's error is in no file: ", error.message()), error.advice());
+  }
 }
 
 }  // namespace muster::launch

@@ -18,6 +18,7 @@
 #include "parallel/ddp/private_copies.h"
 #include "parallel/ddp/shards.h"
 #include "parallel/gradients/gradient_reducer.h"
+#include "parallel/modules/parameter_watch.h"
 #include "parallel/modules/same_module.h"
 
 namespace muster::ddp {
