@@ -2,6 +2,7 @@
 // which torch's Python registers.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -51,6 +52,11 @@ bool is_on_heap(const at::Tensor& tensor) {
          muster::Heap::allocated(tensor.storage().data_ptr());
 }
 
+std::string& torch_folder() {
+  static auto* const folder = new std::string;
+  return *folder;
+}
+
 // The call site in Python, for example "train.py:17": the innermost frame of this thread that is not torch's own. "" on
 // a thread that does not belong to Python.
 std::string calling_line() {
@@ -62,7 +68,7 @@ std::string calling_line() {
     auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
     const auto file = py::cast<std::string>(code.attr("co_filename"));
-    if (file.find("/torch/") == std::string::npos)
+    if (torch_folder().empty() || !file.starts_with(torch_folder()))
       return file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(PyFrame_GetLineNumber(here));
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
   }
@@ -83,6 +89,9 @@ PYBIND11_MODULE(_muster, module) {
              py::arg("timeout"), py::arg("name"), no_gil);
   module.def("empty", &empty, py::arg("size"), py::arg("dtype"), no_gil);
   module.def("is_on_heap", &is_on_heap, py::arg("tensor"));
+  module.def(
+      "set_torch_folder", [](std::string folder) { torch_folder() = std::move(folder); }, py::arg("folder"));
+  module.attr("torch_version") = TORCH_VERSION;
   module.def("monitored_barrier", &monitored_barrier, py::arg("backend"), py::arg("timeout"),
              py::arg("wait_all_ranks") = false, no_gil);
   module.def("straggler_report", &straggler_report, py::arg("backend"), py::arg("at_least"), no_gil);

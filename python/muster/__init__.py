@@ -15,6 +15,8 @@ thread.
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
+import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,13 +27,21 @@ import torch.distributed as dist
 try:
     from . import _muster
 except ImportError as error:
-    raise ImportError(f"Muster's module was built for another Python or torch than torch {torch.__version__}: {error}. "
-                      "Install it again with this Python.") from error
+    if "undefined symbol" in str(error):
+        raise ImportError(f"Muster's module was built for another Python or torch than torch {torch.__version__}: "
+                          f"{error}. Install it again with this Python.") from error
+    raise ImportError(f"Muster's module cannot be loaded: {error}. If it lacks a library, install that; if it lacks "
+                      "_muster, install Muster with this Python.") from error
+if torch.__version__.split("+")[0] != _muster.torch_version:  # also if all symbols are there, classes may differ
+    raise ImportError(f"Muster's module was built for torch {_muster.torch_version}, and this is torch "
+                      f"{torch.__version__}. Install it again with this Python.")
+_muster.set_torch_folder(os.path.dirname(torch.__file__) + os.sep)
 
 __all__ = ["create_backend", "create_process_group", "empty", "is_on_heap", "monitored_barrier", "straggler_report",
            "zeros"]
 
 _CPU = torch.device("cpu")
+_leaves_in = 0  # the process
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -107,7 +117,18 @@ def straggler_report(group: dist.ProcessGroup | None = None, at_least: timedelta
     sends nothing. Raises ValueError for a group of another backend.
     """
     group = group or dist.distributed_c10d._get_default_group()
-    return _muster.straggler_report(group._get_backend(_CPU), at_least)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ""
+    backend = group._get_backend(_CPU)
+    return _muster.straggler_report(getattr(backend, "wrapped_pg", backend), at_least)  # wrapped: TORCH_DISTRIBUTED_DEBUG
+
+
+def _leave_at_the_end() -> None:
+    """Calls _leave() at the end of this process, once. A process of multiprocessing may end without atexit."""
+    global _leaves_in
+    if _leaves_in != os.getpid():
+        _leaves_in = os.getpid()
+        multiprocessing.util.Finalize(None, _leave, exitpriority=0)
 
 
 def _create(options: dist.distributed_c10d._DistributedBackendOptions,
@@ -120,13 +141,16 @@ def _create(options: dist.distributed_c10d._DistributedBackendOptions,
     config = sys._getframe(1).f_locals.get("backend_config")
     alone = config is not None and set(config.get_device_backend_map().values()) == {"muster"}
     wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL
+    _leave_at_the_end()
     create = _muster.create_process_group if alone and not wrapped else _muster.create_backend
     return create(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
 
 
 def _leave() -> None:
     """At the end of a process that has not destroyed its groups, tells the waiting peers that it ends, and why."""
-    error = getattr(sys, "last_value", None)
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):  # with which torch.multiprocessing ends a process after an exception
+        error = error.__context__
     _muster.leave_process_groups(f"{type(error).__name__}: {error}" if error is not None else "")
 
 

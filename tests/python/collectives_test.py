@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import muster
-from ranks import raised, run, run_threads
+from ranks import hear, raised, run, run_threads, say
 
 Op = dist.ReduceOp
 Group = dist.ProcessGroup
@@ -411,12 +411,51 @@ class Groups(Case):
             dist.set_debug_level_from_env()
             group = dist.new_group([0, 1])
             dist.all_reduce(t := torch.ones(2), group=group)
+            report = muster.straggler_report(group)
             text = raised(RuntimeError, lambda: dist.all_reduce(torch.ones(1 + rank), group=group))
-            return t.tolist(), text
+            return t.tolist(), report, text
 
-        for values_, text in run(2, body):
+        for values_, report, text in run(2, body):
             self.assertEqual(values_, [2.0, 2.0])
+            self.assertIsInstance(report, str)
             self.assertIn("mismatch", text.lower())
+
+    def test_the_sequence_number_counts_calls(self):
+        """Not what is complete, which differs between ranks: with TORCH_DISTRIBUTED_DEBUG=DETAIL they compare it."""
+        def body(rank):
+            group = dist.group.WORLD
+            if rank == 1:
+                hear("rank 0 has called")
+            before = group._get_sequence_number_for_group()
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            grown = group._get_sequence_number_for_group() - before
+            if rank == 0:
+                say("rank 0 has called")  # rank 1 has not, so it is not complete
+            work.wait()
+            dist.barrier()
+            return grown, group._get_sequence_number_for_group() - before
+
+        self.assertEqual(run(2, body), [(1, 2)] * 2)
+
+    def test_inference_mode_is_a_mode_of_the_caller(self):
+        """What is not contiguous is written by another thread."""
+        def body(rank):
+            with torch.inference_mode():
+                received, summed = torch.zeros(4, 6).t(), torch.ones(4, 6).t()
+                if rank == 0:
+                    work = dist.irecv(received, 1)
+                    say("rank 0 receives")
+                    work.wait()
+                else:
+                    hear("rank 0 receives")
+                    dist.send(torch.arange(24.0).view(6, 4), 0)
+                work = dist.all_reduce(summed, async_op=True)
+                while not work.is_completed():  # so that no waiting thread runs it
+                    pass
+                return received.tolist(), summed.sum().item()
+
+        expected = torch.arange(24.0).view(6, 4).tolist()
+        self.assertEqual(run(2, body), [(expected, 48.0), (torch.zeros(6, 4).tolist(), 48.0)])
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ template <typename Make>
 WorkPtr Backend::issue(Make&& make, bool async) {
   Operation operation = translated(timeout(), make);
   const auto own_timeout = operation.timeout;
+  if (!is_message(operation.kind)) called_.fetch_add(1, std::memory_order_relaxed);
   return translated(own_timeout, [&]() -> WorkPtr {
     if (async) return submit(std::move(operation));
     run(operation);
@@ -91,7 +92,11 @@ WorkPtr Backend::issue(Make&& make, bool async) {
 
 template <typename Make>
 WorkPtr Backend::issue_batch(Make&& make, bool async) {
-  const WorkPtr work = translated(timeout(), [&] { return submit_batch(make()); });
+  const WorkPtr work = translated(timeout(), [&] {
+    auto operations = make();
+    called_.fetch_add(operations.size(), std::memory_order_relaxed);
+    return submit_batch(std::move(operations));
+  });
   if (!async) work->wait(kNoTimeout);
   return work;
 }

@@ -105,6 +105,10 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>&, int, int) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>&, int) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override;
+  // The number of collectives that were called through c10d's interface, from 0 on all ranks. ProcessGroupWrapper
+  // compares it before each, so it does not depend on how many of them are complete.
+  uint64_t getSequenceNumberForGroup() override { return called_.load(std::memory_order_relaxed); }
+  void setSequenceNumberForGroup() override {}
 
  protected:
   bool for_pytorch_ = false;  // c10d's interface throws c10d's errors
@@ -117,6 +121,8 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> issue(Make&& make, bool async);
   template <typename Make>
   c10::intrusive_ptr<c10d::Work> issue_batch(Make&& make, bool async);
+
+  std::atomic<uint64_t> called_{0};  // collectives, through c10d's interface
 };
 
 // The backend of a group. InvalidArgument if this rank is not a member.

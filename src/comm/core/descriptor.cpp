@@ -56,15 +56,19 @@ void describe(const std::source_location& site, std::span<char> to) {
 namespace {
 
 std::atomic<SiteFinder> site_finder{nullptr};
+thread_local int elsewhere = 0;  // NoSiteFinders that live
 
 }  // namespace
+
+NoSiteFinder::NoSiteFinder() { ++elsewhere; }
+NoSiteFinder::~NoSiteFinder() { --elsewhere; }
 
 void set_site_finder(SiteFinder finder) { site_finder.store(finder, std::memory_order_release); }
 
 std::string find_site(const std::source_location& site) {
   std::string known = describe(site);
   const SiteFinder finder = site_finder.load(std::memory_order_acquire);
-  return known.empty() && finder ? finder() : known;
+  return known.empty() && finder && elsewhere == 0 ? finder() : known;
 }
 
 std::string describe(std::chrono::nanoseconds duration) {

@@ -33,11 +33,17 @@ std::string describe(const std::source_location& site);               // "train.
 void describe(const std::source_location& site, std::span<char> to);  // the same, cut if it does not fit, with '\0'
 std::string describe(std::chrono::nanoseconds duration);              // "0.30 s"
 // Operations that come through c10d do not know where the user called. If ranks disagree, the finder is asked on the
-// thread that runs the operation; it returns "" if that is not the caller's thread. Python's module sets it. nullptr:
-// there is no finder.
+// thread that runs the operation. Python's module sets it. nullptr: there is no finder.
 using SiteFinder = std::string (*)();
 void set_site_finder(SiteFinder finder);
 std::string find_site(const std::source_location& site);  // describe(site) or, if that is "", what the finder returns
+// While it lives, the finder is not asked in this thread, which runs an operation that was called elsewhere.
+struct NoSiteFinder {
+  NoSiteFinder();
+  ~NoSiteFinder();
+  NoSiteFinder(const NoSiteFinder&) = delete;
+  NoSiteFinder& operator=(const NoSiteFinder&) = delete;
+};
 // A rank, as users know it, and where it called; "" if that is not known.
 struct Caller {
   int rank = 0;

@@ -4,6 +4,7 @@
 // Thread-safety: none.
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 
@@ -13,6 +14,11 @@
 #include "comm/core/bytes.h"
 
 namespace muster::comm {
+
+// For a thread of a backend that writes to users' tensors through operators. Autograd sees nothing of it, as where it
+// writes through pointers. Otherwise a tensor of inference mode, which is a mode of the user's thread, could not be
+// written.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
 // Not const_data_ptr(): a lazy copy gets its own memory only now.
 inline Bytes data_of(const at::Tensor& tensor) { return static_cast<Bytes>(tensor.mutable_data_ptr()); }
@@ -45,7 +51,7 @@ class Flatten {
   }
 
   void copy_back() {
-    const at::NoGradGuard no_grad;
+    const BelowAutograd below;
     for (const auto& [tensor, flat] : back_) tensor.copy_(flat);
   }
 

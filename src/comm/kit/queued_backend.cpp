@@ -12,6 +12,7 @@
 #include "base/text.h"
 #include "base/thread.h"
 #include "comm/kit/failure_note.h"
+#include "comm/kit/flatten.h"
 #include "comm/kit/validate.h"
 #include "muster/base/error.h"
 
@@ -25,7 +26,7 @@ bool unequal(const std::vector<at::Tensor>& parts) {
 // `to` may be `from`, seen through another view.
 void copy_part(const at::Tensor& to, const at::Tensor& from) {
   if (to.const_data_ptr() == from.const_data_ptr() && to.is_contiguous() && from.is_contiguous()) return;
-  const at::NoGradGuard no_grad;
+  const BelowAutograd below;
   at::Tensor(to).copy_(from.reshape(to.sizes()));
 }
 
@@ -50,7 +51,7 @@ at::Tensor scaled(const Operation& operation, const at::Tensor& tensor) {
 
 // Each rank's tensor times its factor. Only what the operation writes anyway is changed in place.
 Operation premultiplied(const Operation& operation, int rank) {
-  const at::NoGradGuard no_grad;
+  const BelowAutograd below;
   Operation sum = operation;
   if (operation.kind == OpKind::kReduceScatter)
     for (auto& input : sum.inputs) input = scaled(operation, input);
@@ -160,7 +161,13 @@ bool QueuedBackend::in_fork() const { return pid_ != ::getpid(); }
 
 // --- operations ---
 
+void QueuedBackend::throw_forked() const {
+  throw Aborted(text("group '", group_name_, "' belongs to process ", pid_, ", of which this one is a fork"),
+                "Make a group in this process, or communicate in its parent");
+}
+
 void QueuedBackend::run(const Operation& operation) {
+  check_fork();
   validate(operation, getRank(), getSize(), name_);
   OperationRecord record(log_, *counters_, operation);
   const Deadline deadline = deadline_for(operation.timeout, record.began());
@@ -188,6 +195,7 @@ void QueuedBackend::fail_late(const Operation& operation, Clock::time_point bega
 }
 
 c10::intrusive_ptr<c10d::Work> QueuedBackend::submit(Operation operation) {
+  check_fork();
   validate(operation, getRank(), getSize(), name_);
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
   hold_memory();
@@ -203,6 +211,7 @@ c10::intrusive_ptr<c10d::Work> QueuedBackend::submit(Operation operation) {
 }
 
 c10::intrusive_ptr<c10d::Work> QueuedBackend::submit_batch(std::vector<Operation> operations) {
+  check_fork();
   if (operations.empty()) throw InvalidArgument("a batch of operations is empty");
   for (const auto& operation : operations) {
     if (is_message(operation.kind)) throw InvalidArgument("a batch contains messages; issue them one by one");
@@ -225,6 +234,7 @@ QueuedBackend::WorkPtr QueuedBackend::enqueue(std::vector<Operation> operations)
   const Deadline deadline = deadline_for(operations[0].timeout);
   auto work = make_work(&log_, queue_, std::move(operations), deadline);
   const auto job = [this, work, deadline](bool by_waiter) {
+    const NoSiteFinder elsewhere;  // this thread may be at another line now
     // A thread that waits for a later operation with a shorter timeout runs this one only until then.
     const Deadline patience = CollectiveQueue::patience_of_this_thread();
     const Deadline until = by_waiter && patience.when() < deadline.when() ? patience : deadline;
@@ -299,7 +309,7 @@ void QueuedBackend::reduce_scatter_unequal(const Operation& operation, Deadline 
 }
 
 void QueuedBackend::all_reduce_sparse(const Operation& operation, Deadline deadline, bool by_waiter) {
-  const at::NoGradGuard no_grad;
+  const BelowAutograd below;
   const at::Tensor mine = operation.tensor.coalesce();
   const auto gather = [&](const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
     Operation gathering = part(operation, OpKind::kAllGather, input, 0);

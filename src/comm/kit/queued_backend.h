@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "base/cycles.h"
+#include "base/fork_count.h"
 #include "comm/core/backend.h"
 #include "comm/core/backend_context.h"
 #include "comm/kit/collective_queue.h"
@@ -61,8 +62,6 @@ class QueuedBackend : public Backend {
   void shutdown() final { leave({}); }
   void release_resources() final { leave({}); }  // called instead of the destructor if weak references are left
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
-  uint64_t getSequenceNumberForGroup() override { return counters_->completed(); }
-  void setSequenceNumberForGroup() override {}  // numbers start at 0 on all ranks
 
  protected:
   using WorkPtr = c10::intrusive_ptr<OperationWork>;
@@ -89,6 +88,7 @@ class QueuedBackend : public Backend {
   // Returns false, without having done anything, if the queue is busy or a profiler is active.
   template <typename Body>
   bool run_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
+    check_fork();
     if (profiling() || !queue_->try_take()) return false;
     OperationRecord record(log_, *counters_, call, dtype, bytes);
     record.run(next_sequence(), [&] {
@@ -103,6 +103,7 @@ class QueuedBackend : public Backend {
   // The same for a message, which needs no queue: `body()` returns whether it has done it.
   template <typename Body>
   bool run_message_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
+    check_fork();
     if (profiling()) return false;
     const auto self = c10::intrusive_ptr<QueuedBackend>::unsafe_reclaim_from_nonowning(this);  // run() says why
     const auto began = FastClock::now();
@@ -127,6 +128,11 @@ class QueuedBackend : public Backend {
   // finds the object still there when the callback returns. Null before the first message, and after the membership.
   std::shared_ptr<void> memory() const;
   bool has_left() const { return has_left_; }
+  // Aborted if this process is a fork of the member: its operations would be taken for the parent's.
+  void check_fork() const {
+    if (forks_ != fork_count()) throw_forked();
+  }
+  [[noreturn]] void throw_forked() const;
   bool in_fork() const;        // this process is a fork of the member; the membership belongs to its parent
   int shown(int rank) const {  // the number of `rank` in messages and errors
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
@@ -176,6 +182,7 @@ class QueuedBackend : public Backend {
   std::atomic<uint64_t> last_operation_{0};  // its kind | (its number + 1) << 8; 0: none yet
   const std::function<void(const Backend*)> on_leave_;
   const pid_t pid_;
+  const int forks_ = fork_count();
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> has_left_{false};
   const FaultInjector faults_;

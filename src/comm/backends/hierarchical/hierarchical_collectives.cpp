@@ -36,7 +36,7 @@ void divide(const at::Tensor& sum, int ranks) { (sum.is_complex() ? at::view_as_
 }  // namespace
 
 void HierarchicalBackend::execute_in_steps(const Operation& operation, Deadline deadline) {
-  const at::NoGradGuard no_grad;
+  const BelowAutograd below;
   const auto local_barrier = [&](Deadline until) { run_in_host(step(operation, OpKind::kBarrier, {}, 0, until)); };
   const auto leaders_barrier = [&] {
     if (leads()) between_hosts(step(operation, OpKind::kBarrier, {}, 0, later(deadline, 1)));
