@@ -58,6 +58,8 @@ std::shared_ptr<OrderedSums::Sum> OrderedSums::sum_of_leaf(const Tensor& leaf) {
 void OrderedSums::add(const Path& path, size_t position, AccumulateGrad& leaf, Tensor gradient) {
   const Tensor& variable = leaf.variable;
   if (!gradient.defined() || !variable.requires_grad()) return;
+  // Leaves of one graph may have got views of one tensor, and libtorch looks only whether others have this view.
+  if (gradient.has_storage() && gradient.storage().use_count() > 1) gradient = gradient.clone();
   const at::NoGradGuard no_grad;
   const c10::OptionalDeviceGuard device(variable.device());
   const std::shared_ptr<Sum> sum = sum_of_leaf(variable);

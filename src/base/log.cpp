@@ -17,7 +17,7 @@ std::atomic<int> left_out{0};
 
 }  // namespace
 
-void leave_out_lines_that_would_wait() { leaves_out = true; }
+void leave_out_lines_that_would_wait(bool on) { leaves_out = on; }
 
 LogLevel log_level() {
   static const LogLevel level = [] {

@@ -16,7 +16,7 @@ LogLevel log_level();  // from the environment, read once
 
 // For a process that must not wait for whoever reads its standard error, such as a launcher that serves a store: from
 // now on, a line that would have to wait is left out. The next one says how many were.
-void leave_out_lines_that_would_wait();
+void leave_out_lines_that_would_wait(bool on = true);
 
 class LogLine {
  public:

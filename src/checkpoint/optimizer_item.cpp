@@ -46,8 +46,6 @@ at::Tensor owned_by_this_rank(Optimizer& optimizer) {
   return owned;
 }
 
-// "state/3/exp_avg": the field of what an optimizer keeps for its third parameter.
-constexpr std::string_view kState = "state/";
 // Into the object that is there, if it can be done: the program may have a reference to it.
 void put_back(torch::optim::OptimizerParamGroup& group, std::unique_ptr<torch::optim::OptimizerOptions> options) {
   try {
@@ -63,6 +61,8 @@ void put_back(torch::optim::OptimizerParamGroup& group, std::unique_ptr<torch::o
   }
 }
 
+// "state/3/exp_avg": the field of what an optimizer keeps for its third parameter.
+constexpr std::string_view kState = "state/";
 bool is_in_state(const Entry& entry) { return entry.name.starts_with(kState); }
 // With the number of the parameter from 0.
 std::optional<optim::FieldPlace> place_in_state(const Entry& entry, size_t parameters) {

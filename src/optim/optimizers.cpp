@@ -1,5 +1,6 @@
 #include "muster/optim/optimizers.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <torch/serialize/archive.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <set>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 
 #include "base/text.h"
@@ -15,8 +17,16 @@
 namespace muster {
 namespace {
 
-// Numbers of torch.optim's groups that no optimizer here has: of its schedulers, and what chooses its kernels. AdamW's
-// class says that it decouples.
+// A group's parameters: Module::parameters() has one that modules share as often as it occurs.
+std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> once;
+  std::unordered_set<const void*> seen;
+  for (const at::Tensor& parameter : parameters)
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
+  return once;
+}
+
+// Numbers of torch.optim's groups that no optimizer here has: of its schedulers, and what chooses its kernels.
 bool is_only_pythons(std::string_view name) {
   static constexpr std::string_view kGroups = "param_groups.";
   static const std::set<std::string_view> all{
@@ -82,8 +92,9 @@ at::Tensor TorchOptimizerBase::step(LossClosure closure) {
   std::vector<Step> steps;  // of all groups, so that none is made if one is refused
   for (const auto& group : param_groups_) {
     Step& step = steps.emplace_back(Step{.optimizer = functional(group.options())});
+    std::unordered_set<const void*> seen;
     for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.grad().defined()) continue;
+      if (!parameter.grad().defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
       step.parameters.push_back(parameter);
       step.gradients.push_back(parameter.grad());
     }
@@ -106,30 +117,38 @@ void TorchOptimizerBase::throw_other_options() {
                         "Make the group with group() of the optimizer's own class");
 }
 
-std::vector<at::Tensor> TorchOptimizerBase::new_parameters(const std::vector<at::Tensor>& of_group) const {
-  std::set<const void*> seen;
+void TorchOptimizerBase::require_new(const std::vector<at::Tensor>& parameters) const {
   for (const auto& group : param_groups_)
-    for (const at::Tensor& parameter : group.params()) seen.insert(parameter.unsafeGetTensorImpl());
-  const size_t in_others = seen.size();
-  std::vector<at::Tensor> parameters;
-  for (const at::Tensor& parameter : of_group) {
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second)
-      parameters.push_back(parameter);
-    else if (in_others > 0 && !std::any_of(parameters.begin(), parameters.end(),
-                                           [&](const at::Tensor& one) { return one.is_same(parameter); }))
-      throw InvalidArgument("a parameter is in two groups of an optimizer", "Put it in one of them");
-  }
-  return parameters;
+    for (const at::Tensor& parameter : group.params())
+      if (std::any_of(parameters.begin(), parameters.end(),
+                      [&](const at::Tensor& one) { return one.is_same(parameter); }))
+        throw InvalidArgument("a parameter is in two groups of an optimizer", "Put it in one of them");
 }
 
 void TorchOptimizerBase::load_with(const std::function<void()>& read) {
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
   for (const auto& group : param_groups_) options.push_back(group.options().clone());
   auto states = std::exchange(state_, {});  // an archive only adds to it
+  // libtorch moves a state to its parameter, and then, where the group has the parameter again, nothing over it.
+  std::vector<std::pair<at::Tensor*, at::Tensor>> again;
+  std::set<const void*> seen;
+  for (auto& group : param_groups_)
+    for (at::Tensor& parameter : group.params())
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second)
+        again.emplace_back(&parameter, std::exchange(parameter, at::empty({0})));
+  const auto put_back = [&] {
+    for (auto& [place, parameter] : again) {
+      state_.erase(place->unsafeGetTensorImpl());
+      *place = std::move(parameter);
+    }
+    again.clear();
+  };
   try {
     read();
+    put_back();
     check_loaded();
   } catch (...) {
+    put_back();
     state_ = std::move(states);
     for (size_t g = 0; g < options.size(); ++g) {
       auto before = std::move(options[g]);
@@ -197,7 +216,7 @@ std::map<std::string, at::Tensor> TorchOptimizerBase::state_dict() const {
           value.size() == 1 ? at::scalar_tensor(value[0], at::kDouble) : at::tensor(value, at::kDouble);
       return value;
     });
-    for (const at::Tensor& parameter : param_groups_[g].params()) {
+    for (const at::Tensor& parameter : each_once(param_groups_[g].params())) {
       const std::string prefix = text("state.", number++, ".");
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
@@ -236,8 +255,15 @@ void TorchOptimizerBase::load_state_dict(const std::map<std::string, at::Tensor>
       const at::Tensor numbers = loaded.to(at::kDouble).contiguous();
       return std::vector<double>(numbers.const_data_ptr<double>(), numbers.const_data_ptr<double>() + numbers.numel());
     });
-    const auto functional = this->functional(*options.back());  // checks the options
-    for (const at::Tensor& parameter : param_groups_[g].params()) {
+    const auto functional = this->functional(*options.back());                          // checks the options
+    const std::string decouples = text("param_groups.", g, ".decoupled_weight_decay");  // the class says that here
+    if (const auto found = given.find(decouples); found != given.end() && !known.contains(decouples)) {
+      const bool is_adamw = dynamic_cast<const optim::AdamW*>(functional.get()) != nullptr;
+      if (!found->second.defined() || found->second.numel() != 1 || (found->second.item<double>() != 0) != is_adamw)
+        throw InvalidArgument(text("'", decouples, "' is that of ", is_adamw ? "Adam" : "AdamW"),
+                              "Load the state into an optimizer of the same class");
+    }
+    for (const at::Tensor& parameter : each_once(param_groups_[g].params())) {
       const std::string prefix = text("state.", number++, ".");
       auto state = new_state();
       for (size_t i = 0; i < state->names().size(); ++i) {

@@ -197,7 +197,6 @@ TEST(UniqueFd, ClosesOnce) {
   ::close(released);
 }
 
-// Nothing in this process has called fork_count() when it forks: a suite has its own process.
 // In a child, since it is for the whole process.
 TEST(Log, ALineThatWouldWaitForItsReaderIsLeftOut) {
   int error[2], word[2], go[2];
@@ -235,6 +234,7 @@ TEST(Log, ALineThatWouldWaitForItsReaderIsLeftOut) {
     for (const int end : {0, 1}) ::close(ends[end]);
 }
 
+// Nothing in this process has called fork_count() when it forks: a suite has its own process.
 TEST(ForkCount, CountsAForkBeforeTheFirstCall) {
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);

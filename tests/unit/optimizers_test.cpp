@@ -195,6 +195,7 @@ TEST(Optimizers, StatesThatDoNotFitAreRefused) {
   refused("state.3.step", at::zeros({}), "no 'state.3.step'");
   refused("state.0.exp_avg", at::zeros({4, 4}), "'state.0.exp_avg' is of shape [4, 4], but must be of [3, 4]");
   refused("param_groups.0.betas", at::zeros({3}), "is of shape [3]");
+  refused("param_groups.0.decoupled_weight_decay", at::ones({}), "is that of AdamW");
   refused("param_groups.0.initial_rate", at::zeros({}), "no 'param_groups.0.initial_rate'");
   refused("param_groups.0.betas", at::ones({2}), "betas.first is 1");
   auto without_step = good;
@@ -284,6 +285,7 @@ TEST(Optimizers, ATiedParameterCountsOnce) {
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { tied.add_param_group(muster::SGD::group({all[1]}, {})); }),
                   "a parameter is in two groups");
   EXPECT_EQ(tied.param_groups().size(), 1u);
+  EXPECT_EQ(tied.param_groups()[0].params().size(), 4u);  // as in libtorch's archives
 }
 
 TEST(Optimizers, OptionsOfAnotherClassAreRefused) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace muster::test {
@@ -105,6 +106,20 @@ TEST_F(OrderedSumsTest, WhatOthersDoToGradIsWhereTheNextSumBegins) {
   add({1}, part(1));
   add({0}, part(0));
   expect_grad(in_order({0, 1}, local));
+}
+
+// As those of a.view({5}) + b.
+TEST_F(OrderedSumsTest, GradsOfOneGraphShareNoMemory) {
+  Tensor other = at::zeros({1, 5}, at::kDouble).set_requires_grad(true);
+  const auto other_node = torch::autograd::impl::grad_accumulator(other);
+  Tensor whole = part(1), view = whole.view({1, 5});
+  sums_.add({0}, 0, dynamic_cast<AccumulateGrad&>(*other_node), std::move(view));
+  sums_.add({0}, 1, node(), std::move(whole));
+  other.mutable_grad().zero_();
+  expect_grad(part(1));
+  add({1}, part(2));
+  expect_grad(part(1) + part(2));
+  EXPECT_EQ(other.grad().abs().max().item<double>(), 0);
 }
 
 TEST_F(OrderedSumsTest, SparsePartsAndDenseOnes) {

@@ -74,8 +74,6 @@ TEST(ShmMapping, CommitRefusesWhatIsNotThere) {
   }
 }
 
-// --- arena ---
-
 // The limits of control groups count, and the cache of files, which the kernel gives up, does not.
 TEST(ShmMapping, AvailableIsWhatAllLimitsLeave) {
   const test::TemporaryFolder root;
@@ -111,6 +109,8 @@ TEST(ShmMapping, AvailableIsWhatAllLimitsLeave) {
   put("sys/fs/cgroup/memory/one/memory.stat", "cache 1\ntotal_inactive_file 500\n");
   EXPECT_EQ(shm::memory_available(root.path()), 10000500u);
 }
+
+// --- arena ---
 
 TEST(Arena, AlignsAndCounts) {
   Arena arena(4 << 20);

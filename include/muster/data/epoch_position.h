@@ -22,8 +22,8 @@ namespace muster::data {
 // Names and values that must be equal for a saved position to be valid: the dataset's size, the seed, options.
 using Identity = std::vector<std::pair<std::string, int64_t>>;
 
+inline constexpr const char* kNamesOfShards = "names_of_shards";  // in an Identity
 // Of names in their order; at least 0, on every machine the same.
-inline constexpr const char* kNamesOfShards = "names_of_shards";
 int64_t hash_of_names(const std::vector<std::string>& names);
 
 // Names of what has the position: for errors, and the key under which an archive has its version.

@@ -25,8 +25,9 @@
 // save() and load() have the archives of libtorch's optimizers; a load() that throws changes nothing. state_dict() has
 // Python's names, for safetensors files that Python reads and writes (docs/optim.md has the lines).
 //
-// Your own: TorchOptimizer<O> of a class O that is derived from FunctionalOptimizer. As those of functional_optimizer.h,
-// it has a default constructor, options(), and O::Options with a field lr and a list of its fields.
+// Your own: TorchOptimizer<O> of a class O that is derived from FunctionalOptimizer. As those of
+// functional_optimizer.h, it has a default constructor, options(), and O::Options with a field lr and a list of its
+// fields.
 //
 // Errors: InvalidArgument for options out of their range (from step(), if they were changed) and for sparse gradients
 // that are not accepted, before anything has changed. Thread-safety: none; one thread, as torch::optim::Optimizer.
@@ -111,7 +112,7 @@ class TorchOptimizerBase : public torch::optim::Optimizer {
   // parameter (InvalidArgument), nothing has changed.
   void load_with(const std::function<void()>& read);
   [[noreturn]] static void throw_other_options();
-  std::vector<at::Tensor> new_parameters(const std::vector<at::Tensor>& of_group) const;  // each once
+  void require_new(const std::vector<at::Tensor>& parameters) const;  // in no group
   // Gets each option, by name, and returns what it becomes.
   using Exchange = std::function<std::vector<double>(const char* name, std::vector<double> value)>;
 
@@ -144,7 +145,8 @@ class TorchOptimizer : public TorchOptimizerBase {
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     const bool has_options = group.has_options();
     if (has_options && !dynamic_cast<const OptionsOfGroup*>(&group.options())) throw_other_options();
-    TorchOptimizerBase::add_param_group(torch::optim::OptimizerParamGroup(new_parameters(group.params())));
+    require_new(group.params());
+    TorchOptimizerBase::add_param_group(group);
     if (has_options) param_groups_.back().set_options(group.options().clone());
   }
   static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> parameters, Options options) {

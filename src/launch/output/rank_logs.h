@@ -1,5 +1,5 @@
 // Files with what the ranks print: FOLDER/rank_0.out, rank_0.err, rank_1.out, …, byte by byte as the ranks wrote it,
-// without prefixes. They are emptied when the job begins.
+// without prefixes. They are emptied when the job begins, but not in a later epoch.
 //
 // Bytes that cannot be written (a full disk, a limit, a quota) are lost, and counted; the next bytes are tried again. A
 // failing log neither stops a rank nor makes it wait, because the job is worth more than its log.

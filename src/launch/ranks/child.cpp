@@ -15,6 +15,7 @@
 #include <string>
 #include <typeinfo>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "launch/ranks/guardian.h"
 #include "muster/base/error.h"
@@ -48,6 +49,7 @@ void flush_all() {
   int status = 1;
   try {
     environ = plan.environment;
+    leave_out_lines_that_would_wait(false);  // as the launcher does
     for (const int fd : plan.to_close) ::close(fd);
     status = (*plan.body)();
   } catch (const std::exception& error) {

@@ -137,8 +137,7 @@ void write_error_file(const std::string& error_file, const Outcome& outcome, con
   // Launchers of several hosts may write the same file. One that does not have the rank's own error leaves that of the
   // launcher that has it.
   std::error_code none;
-  const bool is_elsewhere = !outcome.host.empty() && outcome.host != store::host_name();
-  if (is_elsewhere && std::filesystem::exists(error_file, none)) return;
+  if (outcome.host != store::host_name() && std::filesystem::exists(error_file, none)) return;
   try {
     write_file(error_file, words);
   } catch (const Unavailable& error) {

@@ -121,6 +121,7 @@ void Supervisor::run_attempt() {
 void Supervisor::give_up_attempt() noexcept {
   try {
     exec_errors_ = {};
+    kept_ = false;
     terminate();
     watch();
   } catch (const std::exception&) {

@@ -120,8 +120,9 @@ void Supervisor::handle_signals() {
 // A second request to end kills. Not the first one that comes to this host when another host's has come through the
 // store: schedulers send one to each. Nor SIGHUP, which a terminal that goes sends twice, and systemd beside SIGTERM.
 void Supervisor::handle_user_signal(int signal) {
-  const bool again = signal != SIGHUP && std::exchange(was_asked_to_end_, was_asked_to_end_ || signal != SIGHUP);
-  if (now_.finished && (!hosts_ || now_.end || stop_signal_ != 0)) {
+  if (signal == SIGHUP && stop_signal_ != 0) return;
+  const bool again = signal != SIGHUP && std::exchange(was_asked_to_end_, true);
+  if (now_.finished && (!hosts_ || now_.end || again)) {
     now_.abandoned = true;  // only a slow reader of our output is left, and the user does not want to wait for it
     if (hosts_) hosts_->stop(signal);  // in the store, for the others that meet again
   } else if (again) {

@@ -165,7 +165,8 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
                                                .copy = has_copy ? (*used_)[i] : at::Tensor(),
                                                .owner = owners[i],
                                                .is_trained = tensor.requires_grad()});
-    // After a failure, those that have values still keep them: their own memory goes.
+    // After a failure of `fill` for one without values, the others keep theirs: their own memory goes. If commit()
+    // fails for lack of memory, values are lost.
     if (is_mine(entry) && !(failure && tensor.is_meta())) try {
         used_->commit(i);
         if (has_copy) kept_->commit(kept_at[i]);

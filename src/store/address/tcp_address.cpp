@@ -8,15 +8,19 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <charconv>
 #include <condition_variable>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
+#include "base/fork_count.h"
 #include "base/text.h"
 #include "base/thread.h"
 #include "muster/base/error.h"
@@ -127,17 +131,26 @@ struct Search {
 };
 
 std::shared_ptr<Search> search_for(const TcpAddress& address) {
-  static auto* const mutex = new std::mutex;
-  static auto* const under_way = new std::map<std::string, std::shared_ptr<Search>>;
-  const std::lock_guard lock(*mutex);
-  auto& search = (*under_way)[address.text()];
+  struct Table {
+    const int forks = fork_count();
+    std::mutex mutex;
+    std::map<std::string, std::shared_ptr<Search>> under_way;
+  };
+  static std::atomic<Table*> of_process{new Table};
+  Table* table = of_process.load();
+  if (table->forks != fork_count()) {  // the threads that search are the parent's, and one may have held the mutex
+    auto* const mine = new Table;
+    table = of_process.compare_exchange_strong(table, mine) ? mine : of_process.load();
+  }
+  const std::lock_guard lock(table->mutex);
+  auto& search = table->under_way[address.text()];
   if (search) return search;
   const auto mine = search = std::make_shared<Search>();
-  const auto run = [mine, address] {
+  const auto run = [mine, address, table] {
     Resolved found = look_up(address, AI_ADDRCONFIG);
     {
-      const std::lock_guard lock(*mutex);
-      under_way->erase(address.text());
+      const std::lock_guard lock(table->mutex);
+      table->under_way.erase(address.text());
     }
     const std::lock_guard lock(mine->mutex);
     mine->found = std::move(found);
@@ -146,7 +159,7 @@ std::shared_ptr<Search> search_for(const TcpAddress& address) {
   try {
     start_thread("muster-resolve", run).detach();
   } catch (...) {
-    under_way->erase(address.text());
+    table->under_way.erase(address.text());
     throw;
   }
   return mine;
