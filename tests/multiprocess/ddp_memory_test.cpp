@@ -9,6 +9,7 @@
 #include <set>
 #include <thread>
 
+#include "base/text.h"
 #include "multiprocess/ddp_fixture.h"
 #include "support/patience.h"
 
@@ -39,6 +40,34 @@ TEST_F(DdpTest, GradientsLiveOnTheHeapAndBucketsFollowTheOrderOfReadiness) {
     }
     EXPECT_EQ(names().front().substr(0, 4), "last");
     EXPECT_EQ(names().back().substr(0, 5), "first");
+  });
+}
+
+// Buckets in the order of readiness take the memory of those in the order of the module.
+TEST_F(DdpTest, BucketsInAnotherOrderTakeNoMoreMemory) {
+  struct Many : torch::nn::Module {
+    Many() {
+      for (int i = 0; i < 40; ++i)
+        layers.push_back(register_module(text("layer", i), torch::nn::Linear(400, 400)));  // 25 MiB
+    }
+    torch::Tensor forward(torch::Tensor x) {
+      for (size_t i = layers.size(); i-- > 0;) x = torch::tanh(layers[i](x));
+      return x;
+    }
+    std::vector<torch::nn::Linear> layers;
+  };
+  run_threads(2, [](World& world) {
+    const auto net = make<Many>(1);
+    DistributedDataParallel ddp(net, {.bucket_cap_mb = 5});
+    const auto before = ddp.bucket_names();
+    const size_t used = world.heap().used(), committed = world.heap().committed();
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      ddp(torch::ones({2, 400})).sum().backward();
+      EXPECT_NEAR(static_cast<double>(world.heap().used()), static_cast<double>(used), 1 << 16);
+    }
+    EXPECT_NE(ddp.bucket_names(), before);
+    EXPECT_LE(world.heap().committed(), committed + (6 << 20));  // a bucket of another size, at most
   });
 }
 

@@ -17,12 +17,6 @@ TEST(Models, TwoLayersOfLstm) { expect_as_alone<DistributedDataParallel, Recurre
 
 // --- meta-learning on the same models ---
 
-// Everything is computed in doubles while it lives.
-struct InDoubles {
-  InDoubles() { torch::set_default_dtype(caffe2::TypeMeta::Make<double>()); }
-  ~InDoubles() { torch::set_default_dtype(caffe2::TypeMeta::Make<float>()); }
-};
-
 // Two steps of SGD with momentum, written out, by libtorch's engine. Returns the gradient of the loss after them with
 // respect to the net's parameters.
 template <typename Net>

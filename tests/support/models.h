@@ -37,6 +37,12 @@ constexpr int kRanks = 2;
 // Where batches are put, in this thread.
 inline thread_local torch::Device batches_on = torch::kCPU;
 
+// Everything is computed in doubles while it lives.
+struct InDoubles {
+  InDoubles() { torch::set_default_dtype(caffe2::TypeMeta::Make<double>()); }
+  ~InDoubles() { torch::set_default_dtype(caffe2::TypeMeta::Make<float>()); }
+};
+
 // Each from a generator of its own: libtorch's default one is the process's, and ranks are threads.
 inline at::Generator generator_of(int rank, int step) {
   return at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 * step + rank));

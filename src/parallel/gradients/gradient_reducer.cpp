@@ -116,9 +116,18 @@ bool GradientReducer::has_rebuilt_buckets() const { return impl_->rebuilt; }
 bool GradientReducer::has_hook() const { return static_cast<bool>(impl_->hook); }
 const BackwardTimes& GradientReducer::times() const { return impl_->times; }
 
-// Lays the parameters out in buckets; existing gradients move there, too.
+// Lays the parameters out in buckets; existing gradients move there, too. Buckets of small gradients are made in the
+// memory of those before: meanwhile, their gradients are elsewhere. Otherwise the pages of both would stay in use.
 void GradientReducer::Impl::build(std::vector<size_t> order) {
   const at::NoGradGuard no_grad;
+  for (auto& parameter : parameters) {
+    if (!parameter.view.defined() || parameter.sparse || buckets[parameter.bucket].large) continue;
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (grad.is_same(parameter.view)) grad = grad.clone();
+    parameter.view = at::Tensor();
+  }
+  for (auto& bucket : buckets)
+    if (!bucket.large) bucket.flat = bucket.used = at::Tensor();
   if (!options.delayed.empty())
     std::stable_partition(order.begin(), order.end(), [&](size_t index) { return !options.delayed[index]; });
   buckets = make_buckets(parameters, order, bytes_of_mb(options.first_bucket_cap_mb),
