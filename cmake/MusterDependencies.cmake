@@ -25,7 +25,7 @@ muster_require_header(CURL curl/curl.h libcurl4-openssl-dev)  # store/etcd/http.
 muster_require_header(ELFUTILS elfutils/libdwfl.h libdw-dev)  # the launcher loads the library when a rank has crashed
 muster_require_header(HWLOC hwloc.h libhwloc-dev)  # the launcher loads the library when it pins ranks to cores
 muster_require_header(XXHASH xxhash.h libxxhash-dev)
-muster_require_header(MSGPACK msgpack.hpp libmsgpack-cxx-dev)  # only for muster/comm/objects.h, rpc/, autograd/ and remote/
+muster_require_header(MSGPACK msgpack.hpp libmsgpack-cxx-dev)  # only for what muster.h names
 
 find_package(OpenSSL 3.0 QUIET)  # OpenSSL::SSL, OpenSSL::Crypto
 if(NOT OPENSSL_FOUND)

@@ -19,6 +19,10 @@ inline bool parse(CLI::App& app, const std::vector<std::string>& words, const st
   const std::string advice = "See " + usage;
   try {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // CLI11 takes them last first
+    for (const CLI::Option* const option : app.get_options())
+      for (const std::string& value : option->results())
+        if (value.starts_with("--") && app.get_option_no_throw(value))
+          throw InvalidArgument(text(option->get_name(), " needs a value, and ", value, " is an option"), advice);
     return true;
   } catch (const CLI::CallForHelp&) {
     std::cout << app.help();
@@ -26,6 +30,9 @@ inline bool parse(CLI::App& app, const std::vector<std::string>& words, const st
   } catch (const CLI::ExtrasError&) {
     throw InvalidArgument(text("there is no option ", app.remaining().front()), advice);
   } catch (const CLI::ArgumentMismatch&) {
+    for (const CLI::Option* const option : app.get_options())
+      if (option->get_items_expected_max() == 1 && option->count() > 1)
+        throw InvalidArgument(text(option->get_name(), " is given twice"), advice);
     throw InvalidArgument(text(words.empty() ? std::string() : words.back(), " needs a value"), advice);
   } catch (const CLI::ParseError& error) {
     throw InvalidArgument(error.what(), advice);

@@ -49,7 +49,7 @@ milliseconds parse_time(const std::string& option, const std::string& word) {
   const std::string unit(stop, end);
   if (unit == "s" && number <= kLongest) number *= 1000;
   if (error != std::errc() || number < 0 || number > kLongest || (unit != "" && unit != "ms" && unit != "s"))
-    throw InvalidArgument(text(option, ": expected a time of at most a day, got '", word, "'"),
+    throw InvalidArgument(text(option, ": expected a time in ms or s, of at most a day, got '", word, "'"),
                           text("Use for example ", option, " 700ms or ", option, " 2s"));
   return milliseconds(number);
 }
@@ -216,6 +216,14 @@ int run_command(std::vector<std::string> words) {
   options.error_file = arguments.error_file;
   options.max_restarts = arguments.max_restarts;
   options.hosts = hosts_of(arguments);
+  if (!options.hosts)
+    for (const char* option : {"--rdzv", "--secret-file", "--rdzv-timeout", "--rdzv-patience", "--job-id", "--host"})
+      if (run.count(option) > 0)
+        throw InvalidArgument(text(option, " is for a job of several hosts, and this one has no place where they meet"),
+                              "Use it with --rdzv ADDRESS, and --nnodes");
+  if (run.count("--node-rank") > 0 && (arguments.node < 0 || (!options.hosts && arguments.node > 0)))
+    throw InvalidArgument(text("--node-rank: expected 0 to the number of hosts less 1, got ", arguments.node),
+                          options.hosts ? "Use 0 or more" : "Use it with --nnodes and --rdzv");
   options.own_process = true;
   options.verbose = arguments.verbose;
   options.pin = parse_pin(arguments.pin);
@@ -284,7 +292,10 @@ int main(int argc, char** argv) {
     if (::fcntl(fd, F_GETFD) < 0) [[maybe_unused]]
       const int null = ::open("/dev/null", O_RDWR);
   try {
-    return dispatch({argv + 1, argv + argc});
+    const int status = dispatch({argv + 1, argv + argc});
+    if (std::cout.flush()) return status;
+    std::cerr << "muster: the standard output cannot be written" << std::endl;
+    return status != 0 ? status : kSystemStatus;
   } catch (const InvalidArgument& error) {
     std::cerr << "muster: " << error.what() << std::endl;
     return kUsageStatus;

@@ -5,9 +5,11 @@
 #include <limits>
 #include <sstream>
 
+#include "base/process.h"
 #include "command_line.h"
 #include "launch/black_box/black_box_sources.h"
 #include "launch/jobs/activity.h"
+#include "launch/jobs/jobs.h"
 #include "launch/output/output.h"
 
 namespace muster::tools {
@@ -83,6 +85,8 @@ int top_command(std::vector<std::string> words) {
   Screen screen;
   auto boxes = launch::find_black_boxes(arguments.job, pid);
   const std::string job = boxes.job;
+  const pid_t launcher = launch::summarise(boxes).launcher;
+  const uint64_t launched = start_time_of(launcher);
   for (;;) {
     const auto activity = watch.look(boxes);
     if (arguments.json)
@@ -93,12 +97,18 @@ int top_command(std::vector<std::string> words) {
       std::cout << launch::activity_table(activity) << (arguments.once ? "" : "\n") << std::flush;
     if (arguments.once) return 0;
     if (!std::cout) return 1;  // the reader has gone
-    ::poll(nullptr, 0, static_cast<int>(interval * 1000));
-    try {
-      boxes = launch::find_black_boxes(job, 0);
-    } catch (const InvalidArgument&) {
-      if (!arguments.json) std::cout << "the job has ended" << std::endl;
-      return 0;
+    for (bool waits = false;; waits = true) {
+      ::poll(nullptr, 0, static_cast<int>(interval * 1000));
+      try {
+        boxes = launch::find_black_boxes(job, 0);
+        break;
+      } catch (const InvalidArgument&) {
+        const bool may_go_on = launched != 0 && start_time_of(launcher) == launched;
+        if (!arguments.json && !(may_go_on && waits))
+          std::cout << (may_go_on ? "no rank runs; the launcher does" : "the job has ended") << std::endl;
+        if (!may_go_on) return 0;
+        if (!std::cout) return 1;
+      }
     }
   }
 }

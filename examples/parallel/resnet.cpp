@@ -4,9 +4,10 @@
 //   muster run -n 2 parallel_resnet --data /usr/share/datasets/fashion-mnist --epochs 5 --folder run1
 //
 // A batch of 64 is 32 pictures for each of two ranks, or 16 for each of four. Each BatchNorm looks at the whole batch,
-// so the losses are the same on any number of ranks, but for rounding. The rate goes through one cycle, and averages of
-// the parameters are kept. With --folder, the program may be killed at any time: it goes on from its last snapshot to
-// the bit, and `muster ledger check run1/ledger` proves that no picture was lost or used twice.
+// so the losses are the same on any number of ranks that divides the batch and the pictures, but for rounding. The
+// rate goes through one cycle, and averages of the parameters are kept. With --folder, the program may be killed at any
+// time: it goes on from its last snapshot to the bit, and `muster ledger check run1/ledger` proves that no picture was
+// lost or used twice.
 // Source: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016.
 #include <ATen/Parallel.h>
 #include <muster/data/idx.h>
@@ -102,6 +103,11 @@ struct Settings {
 void learn(const Settings& settings, const muster::World& world) {
   const Pictures all = settings.data.empty() ? patterns(settings.pictures) : fashion(settings.data);
   const auto size = static_cast<size_t>(all.labels.size(0));
+  if (settings.batch % world.world_size() != 0 || all.labels.size(0) % world.world_size() != 0)
+    throw muster::InvalidArgument("a batch of " + std::to_string(settings.batch) + " of " + std::to_string(size) +
+                                      " pictures cannot be divided equally among " +
+                                      std::to_string(world.world_size()) + " ranks",
+                                  "Change --batch, --pictures or the number of ranks");
   torch::manual_seed(0);
   nn::Sequential net = resnet(all.pictures.size(1), settings.width);
   muster::convert_sync_batchnorm(net);
@@ -183,5 +189,11 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   auto world = muster::init();
-  learn(settings, world);
+  try {
+    learn(settings, world);
+    return 0;
+  } catch (const muster::InvalidArgument& error) {
+    std::fprintf(stderr, "parallel_resnet: %s\n", error.what());
+    return 2;
+  }
 }

@@ -1,10 +1,10 @@
 // Muster: distributed training for C++. This header includes what data-parallel training needs: World, collectives,
 // DistributedDataParallel, FullyShardedDataParallel, samplers, streams and loaders, snapshots, spawn() and the store.
 // Include separately
-//   - what needs msgpack-cxx: muster/comm/objects.h, muster/rpc/, muster/autograd/, muster/remote/ and
-//     muster/optim/distributed_optimizer.h;
-//   - the rest of muster/optim/ and muster/parallel/, muster/train/, muster/data/idx.h, muster/launch/launcher.h; and,
-//     for what speaks c10d, muster/comm/process_group.h and muster/store/c10d_store.h.
+//   - what needs msgpack-cxx: muster/comm/objects.h, muster/rpc/, muster/remote/, and transform.h, meta.h, implicit.h,
+//     zero_order.h, make_dot.h and distributed_optimizer.h in muster/optim/;
+//   - muster/autograd/, the rest of muster/optim/ and muster/parallel/, muster/train/, muster/data/idx.h,
+//     muster/launch/launcher.h; and, for what speaks c10d, muster/comm/process_group.h and muster/store/c10d_store.h.
 #pragma once
 
 #include "muster/base/error.h"

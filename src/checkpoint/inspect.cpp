@@ -5,9 +5,11 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <map>
 #include <new>
@@ -56,8 +58,11 @@ std::vector<int64_t> snapshots_in(const Folder& folder) {
 
 // The newest snapshot, if it is a folder.
 std::string file_at(const std::string& path) {
-  if (!fs::exists(path)) throw Unavailable(text(path, " does not exist"));
-  if (!fs::is_directory(path)) return path;
+  std::error_code error;
+  const fs::file_type type = fs::status(path, error).type();
+  if (type == fs::file_type::not_found) throw Unavailable(text(path, " does not exist"));
+  if (error) throw Unavailable(text("cannot read ", path, ": ", error.message()));
+  if (type != fs::file_type::directory) return path;
   const Folder folder(path);
   return folder.snapshot(snapshots_in(folder).front()).string();
 }
@@ -158,6 +163,14 @@ Inspection list_folder(const std::string& path) {
 
 bool is_for_torch(const std::string& path) { return !path.ends_with(".safetensors"); }
 
+// Whether its header begins where that of a safetensors file does.
+bool has_safetensors_header(const std::string& path) {
+  if (!fs::is_regular_file(path)) return false;  // to open a pipe would be to wait for its writer
+  std::array<char, 9> first{};
+  std::ifstream(path, std::ios::binary).read(first.data(), first.size());
+  return first.back() == '{';
+}
+
 }  // namespace
 
 Inspection list(const std::string& path) {
@@ -214,8 +227,18 @@ Inspection verify(const std::vector<std::string>& paths) {
       one(path);
       continue;
     }
-    const Folder folder(path);
-    for (const int64_t steps : snapshots_in(folder)) one(folder.snapshot(steps).string());
+    std::vector<std::string> snapshots;
+    try {
+      const Folder folder(path);
+      for (const int64_t steps : snapshots_in(folder)) snapshots.push_back(folder.snapshot(steps).string());
+    } catch (const Error& error) {
+      words << words_for_error(error) << "\n";
+      result.good = false;
+    } catch (const std::exception& error) {
+      words << path << ": " << words_for_error(error) << "\n";
+      result.good = false;
+    }
+    for (const std::string& snapshot : snapshots) one(snapshot);
   }
   result.words = words.str();
   return result;
@@ -253,9 +276,11 @@ Inspection diff(const std::string& a, const std::string& b, double tolerance) {
 Inspection convert(const std::vector<std::string>& sources, const std::string& target, const ConvertOptions& options) {
   if (fs::exists(target) && !options.overwrites)
     throw InvalidArgument(text(target, " exists already"), "Choose another name, or use --force");
+  if (fs::exists(target) && !fs::is_regular_file(target))
+    throw InvalidArgument(text(target, " is not a regular file"), "Choose another name");
   Tensors all;
   for (const std::string& source : sources) {
-    const bool is_torchs = is_for_torch(source) && !fs::is_directory(source);
+    const bool is_torchs = is_for_torch(source) && !fs::is_directory(source) && !has_safetensors_header(source);
     for (auto& [name, tensor] : is_torchs ? tensors_of_torch_file(source) : tensors_in(source)) {
       if (!name.starts_with(options.prefix)) continue;
       const std::string kept = name.substr(options.prefix.size());

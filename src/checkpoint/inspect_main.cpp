@@ -8,5 +8,9 @@ int main(int argc, char** argv) {
   const auto [status, out, err] = muster::checkpoint::answer({argv + 1, argv + argc});
   std::cout << out << std::flush;
   std::cerr << err << std::flush;
+  if (!std::cout) {
+    std::cerr << "muster: the standard output cannot be written" << std::endl;
+    return 1;
+  }
   return status;
 }

@@ -174,6 +174,7 @@ TEST_F(CutStore, AnotherServerAtTheSameAddressKnowsNothingOfIt) {
   } catch (const Unavailable& error) {
     EXPECT_NE(std::string(error.what()).find("another serves at its address"), std::string::npos) << error.what();
   }
+  EXPECT_THROW(far_->set("key", "another"), Unavailable) << "it has heard of the other server";
   EXPECT_EQ(server_->local()->num_keys(), 0);
 }
 

@@ -178,6 +178,11 @@ TEST_F(CheckpointCommand, VerifiesEveryByte) {
   EXPECT_THAT(bad.out, AllOf(HasSubstr("one/step-2.snapshot.safetensors: good\n"),
                              HasSubstr("one/step-1.snapshot.safetensors"), HasSubstr("byte"),
                              HasSubstr("step-2.shard-1"), HasSubstr("sharded/step-1.snapshot.safetensors: good")));
+  fs::create_directory(path("empty"));
+  const Said both = run_both({"verify", path("empty"), path("one"), path("nowhere")});
+  EXPECT_EQ(both.status, 1);
+  EXPECT_THAT(both.out, AllOf(HasSubstr("there are no snapshots in "),
+                              HasSubstr("one/step-1.snapshot.safetensors, byte"), HasSubstr("nowhere")));
   fs::remove(path("one/step-2.snapshot.safetensors"));
   const Said missing = run({"verify", path("one/step-2.snapshot.safetensors")});
   EXPECT_EQ(missing.status, 1);

@@ -1,6 +1,8 @@
 // What is said about a rank that dies of a fault, for lack of memory, or with an error file of its own.
 #include <gmock/gmock.h>
 #include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -138,6 +140,34 @@ TEST_F(FailureReport, AnErrorFileThatCannotBeWrittenIsNoSecondFailure) {
     EXPECT_EQ(job.finish(), status) << file;
     EXPECT_THAT(job.err, HasSubstr(words));
   }
+}
+
+TEST_F(FailureReport, WhatIsNoReportStays) {
+  write("program", "#!/bin/sh\n");
+  ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
+  ASSERT_EQ(::symlink(path("program").c_str(), path("link").c_str()), 0);
+  for (const char* option : {"--error-file", "--black-box"})
+    for (const char* name : {"program", "pipe", "link"}) {
+      Process job(run_of({"-n", "1", option, path(name)}, {"nothing"}));
+      EXPECT_EQ(job.finish(), 2) << option << ' ' << name;
+      EXPECT_THAT(job.err, HasSubstr("cannot make the file"));
+    }
+  EXPECT_TRUE(std::filesystem::is_fifo(path("pipe")) && std::filesystem::is_symlink(path("link")));
+  EXPECT_EQ(std::filesystem::file_size(path("program")), 10u);
+  Process both(run_of({"-n", "1", "--error-file", path("x"), "--black-box", path("./x")}, {"nothing"}));
+  EXPECT_EQ(both.finish(), 2);
+  EXPECT_THAT(both.err, HasSubstr("would both be in"));
+  write("empty", "");  // as mktemp(1) leaves it
+  Process well(run_of({"-n", "1", "--error-file", path("empty")}, {"fail", "0", "3"}));
+  EXPECT_EQ(well.finish(), 3);
+  EXPECT_GT(std::filesystem::file_size(path("empty")), 0u);
+}
+
+TEST_F(FailureReport, HasNoControlCharacters) {
+  Process job({kMusterCommand, "run", "-n", "1", "sh", "-c", R"(printf 'a\033[2Jb\007c\n' >&2; exit 3)"});
+  EXPECT_EQ(job.finish(), 3);
+  const std::string report = report_of(job.err);
+  EXPECT_THAT(report, AllOf(HasSubstr("  | a [2Jb c\n"), Not(HasSubstr("\x1b"))));
 }
 
 TEST_F(FailureReport, AKillIsSaidToBeNoLackOfMemoryWhereTheKernelKnows) {

@@ -205,7 +205,7 @@ TEST_F(Operation, DoctorLooksAtThisMachine) {
   // With a limit of its own it sees that.
   Process limited({"/bin/sh", "-c", text("ulimit -n 100; ulimit -v 8000000; ", kMusterCommand, " doctor")});
   EXPECT_EQ(limited.finish(), 1) << limited.out;
-  EXPECT_THAT(limited.out, HasSubstr("9 ranks can run"));
+  EXPECT_THAT(limited.out, HasSubstr("7 ranks can run"));
   EXPECT_THAT(limited.out, ContainsRegex("address space +bad"));
 }
 

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <system_error>
 
 #include "base/atomic_file.h"
 #include "base/byte_stream.h"
@@ -21,6 +22,7 @@
 #include "base/process.h"
 #include "base/text.h"
 #include "launch/kit/process_info.h"
+#include "launch/kit/report_file.h"
 #include "muster/base/error.h"
 
 namespace muster::launch {
@@ -134,10 +136,11 @@ JobBoxes find_black_boxes(const std::string& job, pid_t pid) {
   } else {
     for (const auto& [box, holders] : found)
       if (box.job.starts_with(job)) jobs.insert(box.job);
+    if (jobs.contains(job)) jobs = {job};  // also if other ids begin with it
     if (jobs.empty())
       throw InvalidArgument(
           job.empty() ? "no job of this user runs on this host" : text("no job '", job, "' runs here"),
-          "Give the file of a job that has ended (muster run --black-box FILE)");
+          "See muster ps. Of a job that has ended, muster run --black-box FILE leaves a file for muster blackbox");
   }
   if (jobs.size() > 1)
     throw InvalidArgument(text("several jobs run here: ", join(jobs)), "Choose one with --job or --pid");
@@ -154,9 +157,11 @@ JobBoxes find_black_boxes(const std::string& job, pid_t pid) {
 
 JobBoxes read_black_boxes(const std::filesystem::path& path) {
   std::error_code error;
-  if (!std::ifstream(path) || std::filesystem::is_directory(path, error))
-    throw InvalidArgument(text("there is no file '", path.string(), "' to read"),
-                          "Give one that muster run --black-box wrote");
+  errno = 0;
+  if (const bool is_folder = std::filesystem::is_directory(path, error); is_folder || !std::ifstream(path))
+    throw InvalidArgument(text("'", path.string(), "' cannot be read: ",
+                               is_folder ? "it is a folder" : std::generic_category().message(errno)),
+                          "Give a file that muster run --black-box wrote");
   const std::string bytes = text_of_file(path);
   try {
     if (!bytes.starts_with(kMagic)) throw CorruptError(text("it does not begin with ", kMagic));
@@ -198,8 +203,10 @@ void write_black_boxes(const std::filesystem::path& path, const std::vector<Save
   throw Unavailable(text("the black boxes are lost: ", error.message()), error.advice());
 }
 
-void clear_black_boxes(const std::filesystem::path& path) {
-  if (!path.empty()) ::unlink(path.c_str());
+void replace_black_boxes(const std::string& path) {
+  if (!path.empty()) replace_report(path, kMagic, "the black boxes");
 }
+
+void clear_black_boxes(const std::string& path) { remove_report(path, kMagic); }
 
 }  // namespace muster::launch

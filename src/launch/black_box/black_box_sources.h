@@ -48,7 +48,9 @@ struct SavedBox {
 };
 // Writes all or nothing. Unavailable if the file cannot be written.
 void write_black_boxes(const std::filesystem::path& file, const std::vector<SavedBox>& boxes);
-// Removes what was written there; does nothing if the name is empty.
-void clear_black_boxes(const std::filesystem::path& file);
+// Both do nothing if the name is empty, and remove what an earlier job wrote there. If something else is there, the
+// first throws InvalidArgument, and the second leaves it.
+void replace_black_boxes(const std::string& file);
+void clear_black_boxes(const std::string& file);
 
 }  // namespace muster::launch

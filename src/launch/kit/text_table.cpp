@@ -102,4 +102,13 @@ std::string printable(std::string_view words) {
   return out;
 }
 
+std::string printable_lines(std::string_view lines) {
+  std::string out;
+  for (size_t end = lines.find('\n'); end != std::string_view::npos; end = lines.find('\n')) {
+    out += printable(lines.substr(0, end)) + '\n';
+    lines.remove_prefix(end + 1);
+  }
+  return out + printable(lines);
+}
+
 }  // namespace muster::launch

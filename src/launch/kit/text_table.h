@@ -25,5 +25,6 @@ std::string human_time(uint64_t ns);              // "780 ns", "45.6 us", "12.3 
 std::string human_ranks(std::vector<int> ranks);  // "0-3, 5", sorted
 // Without control characters; UTF-8 is kept.
 std::string printable(std::string_view words);
+std::string printable_lines(std::string_view lines);  // the same, and newlines are kept
 
 }  // namespace muster::launch

@@ -13,6 +13,7 @@
 
 #include "base/atomic_file.h"
 #include "base/text.h"
+#include "launch/kit/report_file.h"
 #include "muster/base/error.h"
 #include "store/address/host_address.h"
 
@@ -63,20 +64,12 @@ std::string rank_error_path(const std::string& error_file, int rank) {
   return text(error ? error_file : whole.string(), ".rank_", rank);
 }
 
-void check_error_file(const std::string& error_file) {
-  std::error_code error;
-  const auto folder = std::filesystem::path(error_file).parent_path();
-  if ((!folder.empty() && !std::filesystem::is_directory(folder, error)) ||
-      std::filesystem::is_directory(error_file, error))
-    throw InvalidArgument(text("cannot make the file '", error_file, "' for the job's error"),
-                          "Choose another name, in a folder that is there");
-  ::unlink(error_file.c_str());
-}
+void replace_error_file(const std::string& error_file) { replace_report(error_file, "{", "the job's error"); }
 
 void clear_rank_error(const std::string& path) { ::unlink(path.c_str()); }
 
 void clear_error_file(const std::string& error_file, const std::set<std::string>& paths) {
-  ::unlink(error_file.c_str());
+  remove_report(error_file, "{");
   remove_rank_errors(paths);
 }
 

@@ -24,8 +24,8 @@ inline constexpr const char* kRankErrorVariable = "TORCHELASTIC_ERROR_FILE";
 
 std::string rank_error_path(const std::string& error_file, int rank);
 
-// Removes the file of an earlier job. InvalidArgument if its folder does not exist.
-void check_error_file(const std::string& error_file);
+// Removes the file of an earlier job. InvalidArgument if something else is there, or if its folder does not exist.
+void replace_error_file(const std::string& error_file);
 void clear_rank_error(const std::string& path);
 // For a job that succeeded after all: removes the file and the ranks' `paths`.
 void clear_error_file(const std::string& error_file, const std::set<std::string>& paths);

@@ -113,8 +113,8 @@ Outcome describe(const Failure& cause, std::vector<std::string> operations) {
 
   outcome.cause = text("rank ", cause.rank, " (pid ", cause.pid, ") ", verdict(cause), '\n');
   if (!outcome.exception_type.empty())
-    outcome.cause += text("  exception ", outcome.exception_type, outcome.exception_text.empty() ? "" : ": ",
-                          outcome.exception_text, '\n');
+    outcome.cause += text("  exception ", printable(outcome.exception_type), outcome.exception_text.empty() ? "" : ": ",
+                          printable(outcome.exception_text), '\n');
   if (!cause.error.empty()) outcome.cause += text("  error ", printable(cause.error), '\n');
   if (!tail.fault().empty()) {
     std::vector<StackFrame> frames;
@@ -124,10 +124,10 @@ Outcome describe(const Failure& cause, std::vector<std::string> operations) {
     for (const auto& frame : outcome.stack) outcome.cause += text("  | ", printable(frame), '\n');
   }
   if (!operations.empty()) outcome.cause += "  its last operations:\n";
-  for (const auto& operation : operations) outcome.cause += text("  | ", operation, '\n');
+  for (const auto& operation : operations) outcome.cause += text("  | ", printable(operation), '\n');
   outcome.last_operations = std::move(operations);
   if (!outcome.last_lines.empty()) outcome.cause += "  its last lines on standard error:\n";
-  for (const auto& line : outcome.last_lines) outcome.cause += text("  | ", line, '\n');
+  for (const auto& line : outcome.last_lines) outcome.cause += text("  | ", printable(line), '\n');
   return outcome;
 }
 

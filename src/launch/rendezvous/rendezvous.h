@@ -9,9 +9,9 @@
 //   beat/<s>          Grows every kBeat while the agent of that seat lives, and faster while it waits for a plan. Only
 //                     an agent whose beat was seen to grow gets a place.
 //   plan              The agents of the epoch, in order. Written once, by the first agent that finds that agents that
-//                     beat have taken `most` seats, or at least `least` and no further one for `last_call`. An agent
-//                     that comes later, or is not in the plan, ends the epoch if there is room for it. Otherwise it
-//                     waits for the epoch's end.
+//                     beat have taken `most` seats, or at least `least` and no further one for `last_call`, or until
+//                     `timeout`. An agent that comes later, or is not in the plan, ends the epoch if there is room for
+//                     it. Otherwise it waits for the epoch's end.
 //   stop              The signal by which the user ends the job, which all agents forward. Between two epochs it
 //                     belongs to the next one, which then needs no plan: every agent that comes to meet reads it.
 //   seen              How many agents have read the last end, or that stop. The agent that serves the store waits for
@@ -130,6 +130,7 @@ struct StoreSilence {
 struct RendezvousOptions {
   int least = 1, most = 1;                    // agents
   std::chrono::milliseconds last_call{1000};  // how long to wait for more agents than `least`
+  std::chrono::milliseconds ending{0};        // how much longer after an epoch: until the others have ended their ranks
   std::chrono::milliseconds patience{5000};   // an agent without a heartbeat for this long is lost
   std::chrono::milliseconds timeout{300000};  // to meet
 };

@@ -111,16 +111,20 @@ std::optional<Plan> Rendezvous::await_plan(int epoch, Deadline deadline) {
         here.push_back(parse(name, *value, agent_of));
     }
     const bool settled = settle_wishes(here, pulses);
-    if (here.size() != seen) quiet = Deadline::after(options_.last_call);
+    if (here.size() != seen)
+      quiet = Deadline::after(options_.last_call + (epoch > 0 ? options_.ending : milliseconds(0)));
     seen = here.size();
     const auto count = static_cast<int>(here.size());
     const auto is_here = [&](const std::string& identity) {
       return std::any_of(here.begin(), here.end(), [&](const Agent& agent) { return agent.identity == identity; });
     };
     const bool all = !expected_.empty() && std::all_of(expected_.begin(), expected_.end(), is_here);
-    if (settled && (count >= options_.most || (count >= options_.least && (all || quiet.passed()))))
+    const bool late = deadline.passed();
+    if (settled && (count >= options_.most || (count >= options_.least && (all || late || quiet.passed())))) {
       propose(epoch, here);
-    if (deadline.passed())
+      continue;  // there is a plan now, or an end
+    }
+    if (late)
       throw TimeoutError(
           text(count, " of ", options_.least, options_.least == 1 ? " agent" : " agents", " came within ",
                options_.timeout.count(), " ms"),

@@ -55,6 +55,11 @@ void check(const LaunchOptions& options) {
   const auto folder = std::filesystem::path(options.black_box_file).parent_path();
   if (!folder.empty() && !std::filesystem::is_directory(folder, error))
     throw InvalidArgument(text("there is no folder '", folder.string(), "' for the black boxes"), "Make it first");
+  const auto place = [&](const std::string& file) { return std::filesystem::absolute(file, error).lexically_normal(); };
+  if (!options.error_file.empty() && !options.black_box_file.empty() &&
+      place(options.error_file) == place(options.black_box_file))
+    throw InvalidArgument(text("the job's error and the black boxes would both be in '", options.error_file, "'"),
+                          "Choose another name for one of them");
   struct sigaction action {};
   if (!options.own_process && ::sigaction(SIGCHLD, nullptr, &action) == 0 &&
       (action.sa_handler == SIG_IGN || (action.sa_flags & SA_NOCLDWAIT) != 0))

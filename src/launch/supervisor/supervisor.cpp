@@ -185,8 +185,8 @@ void Supervisor::open_outputs() {
   if (!Sink::same_stream(STDOUT_FILENO, STDERR_FILENO)) sinks_.push_back(std::make_unique<Sink>(STDERR_FILENO));
   for (const auto& sink : sinks_) printers_.push_back(std::make_unique<Printer>(*sink));
   logs_ = RankLogs(options_.log_folder, options_.log_files_only);
-  if (!options_.error_file.empty()) check_error_file(options_.error_file);
-  clear_black_boxes(options_.black_box_file);  // of a job before
+  if (!options_.error_file.empty()) replace_error_file(options_.error_file);
+  replace_black_boxes(options_.black_box_file);
 }
 
 // The environment that all ranks of this host share.

@@ -83,7 +83,8 @@ bool Supervisor::join_hosts() {
             .identity = job_.id},
       RendezvousOptions{.least = hosts.least,
                         .most = hosts.most,
-                        .last_call = options_.grace + kLastCall,
+                        .last_call = kLastCall,
+                        .ending = options_.grace,
                         .patience = hosts.patience,
                         .timeout = hosts.timeout});
   return true;
@@ -120,7 +121,13 @@ bool Supervisor::meet() {
         now_.end = *end;
         job_.node = -1;
         meeting_ = false;
-        if (!done_) print("muster: the job has ended without this host\n");
+        if (!done_)
+          print(text("muster: the job has ended without this host",
+                     store_comes_again_ ? text(". A new job needs another --job-id or another prefix in ",
+                                               job_.store_address, ", or the removal of the key '", options_.hosts->job,
+                                               options_.hosts->job.empty() ? "" : "/", "ended' there")
+                                        : "",
+                     '\n'));
         return false;
       }
       const auto* plan = std::get_if<Plan>(&*event);

@@ -85,8 +85,8 @@ Outcome Supervisor::cause_elsewhere() const {
   take_rank_that_failed(end.rank, outcome);
   const std::string host = outcome.host.empty() ? "" : text(" ('", printable(outcome.host), "')");
   outcome.cause = end.kind == EpochEnd::Kind::kFailed || end.kind == EpochEnd::Kind::kStopped
-                      ? text("on node ", end.node, host, ": ", end.cause)
-                      : text(end.cause, '\n');
+                      ? text("on node ", end.node, host, ": ", printable_lines(end.cause))
+                      : text(printable_lines(end.cause), '\n');
   return outcome;
 }
 

@@ -138,7 +138,8 @@ class ServedStore final : public Store, public Outage {
         send(*connection, frame(request), deadline);
         const std::string body = receive(*connection, request, deadline);
         Reply reply = decode_reply(body);
-        server_ = reply.server;
+        uint64_t none = 0;
+        server_.compare_exchange_strong(none, reply.server);  // the first one: another never takes its place
         idle_.give(std::move(connection));
         if (reply.error) throw_error(reply);
         return reply;
