@@ -94,8 +94,16 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
   const ProfilerEvent event("call ", spec.function->name, " -> ", workers_[static_cast<size_t>(to)].name);
   Peer& there = peer(to);
   const milliseconds timeout = spec.timeout.value_or(options_.timeout);
+  if (timeout < milliseconds(0))
+    throw TimeoutError(text("the time for the call of ", spec.function->name, " on worker \"",
+                            workers_[static_cast<size_t>(to)].name, "\" was over before it began"),
+                       {to}, "Its timeout is negative");
   const auto deadline = timeout > milliseconds(0) ? Deadline::after(timeout, FastClock::now()) : Deadline::never();
-  wait_for_room(to, deadline);
+  // To make an object may take any time; that its owner takes the call may not.
+  const auto to_send = spec.store && deadline.is_never() && options_.timeout > milliseconds(0)
+                           ? Deadline::after(options_.timeout, FastClock::now())
+                           : deadline;
+  wait_for_room(to, to_send);
   Header header{.kind = MessageKind::kCall,
                 .flags = static_cast<uint8_t>((spec.store ? kStore : 0) | (c10::GradMode::is_enabled() ? 0 : kNoGrad)),
                 .timeout_ms = static_cast<uint32_t>(std::clamp<int64_t>(timeout.count(), 0, UINT32_MAX)),
@@ -126,7 +134,9 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
     if (lower_next_tick(ticks(deadline.when()))) executor_->call_on_tick();
   }
   try {
-    send(to, header, std::move(payload), deadline);
+    send(to, header, std::move(payload), to_send);
+    // If the call was given up meanwhile, its kCancel has come before it, and was of no use.
+    if (deadline.passed()) send_quietly(to, {.kind = MessageKind::kCancel, .call = header.call});
   } catch (const PeerLost&) {
     const Active active(*this);
     if (Pending mine = take_pending(header.call, to)) mine.fail(std::current_exception());
@@ -200,7 +210,7 @@ void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
   transport::Transport* const way = peer(to).way.load(std::memory_order_acquire);
   if (!way) throw Unavailable("there is no way to the worker yet");
   if (payload.body.size() > UINT32_MAX || payload.refs.size() > UINT16_MAX)
-    throw InvalidArgument("arguments or a result of more than 4 GiB besides tensors, or with more than 65,535 RRefs");
+    throw InvalidArgument("arguments or a result of more than 1 GiB besides tensors, or with more than 65,535 RRefs");
   header.payload = static_cast<uint32_t>(payload.body.size());
   header.refs = static_cast<uint16_t>(payload.refs.size());
   if (!payload.note.empty()) header.token = payload.note.size();

@@ -145,6 +145,7 @@ void Agent::on_call(int from, const Header& header, std::string_view rest, std::
   call->header = header;
   if (header.timeout_ms != 0)
     call->deadline = Deadline::after(std::chrono::milliseconds(header.timeout_ms), FastClock::now());
+  call->function = find_function(header.function);  // before others see the call
   {
     const std::lock_guard lock(running_mutex_);
     peer(from).running.emplace(header.call, call);
@@ -155,7 +156,6 @@ void Agent::on_call(int from, const Header& header, std::string_view rest, std::
   try {
     const std::string_view body = rest.substr(0, header.payload);
     Payload payload = read(from, header, rest, pieces);
-    call->function = find_function(header.function);
     if (!call->function)
       throw InvalidArgument(text("worker \"", self().name, "\" has no such function"),
                             "Run the same program, or one that names this function, in both workers");

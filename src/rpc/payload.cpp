@@ -228,7 +228,7 @@ std::optional<size_t> argument_with(std::string_view body, size_t tensor) {
 
 void cannot_send(const std::type_info& type, std::string_view why) {
   throw InvalidArgument(text("a value cannot be sent: ", why, " (", type_name(type), ")"),
-                        "A string may have 4 GiB, a container 2^32 elements; send large data as tensors");
+                        "All values of a message together may have 1 GiB besides tensors; send large data as tensors");
 }
 
 void is_not(const std::type_info& type, std::string_view why) {

@@ -116,8 +116,8 @@ void Agent::say_what_runs() const {
     const std::lock_guard lock(running_mutex_);
     for (const auto& one : peers_)
       for (const auto& [id, call] : one->running)
-        calls.push_back(
-            text(call->function->name, " for worker \"", workers_[static_cast<size_t>(call->caller)].name, "\""));
+        calls.push_back(text(call->function ? call->function->name : "an unknown function", " for worker \"",
+                             workers_[static_cast<size_t>(call->caller)].name, "\""));
   }
   constexpr size_t kMost = 3;
   const size_t more = calls.size() - std::min(calls.size(), kMost);

@@ -12,7 +12,7 @@ namespace muster::rpc::detail {
 
 inline constexpr uint8_t kDefined = 1, kRequiresGrad = 2, kStrided = 4, kPlaced = 8, kQuantized = 16;
 inline constexpr uint8_t kKnownFlags = kDefined | kRequiresGrad | kStrided | kPlaced | kQuantized;
-inline constexpr size_t kMostDims = 64;  // libtorch's own limit
+inline constexpr size_t kMostDims = 64;  // of a tensor that travels
 
 // Whether tensors have this dtype, whose elements are whole bytes with a meaning of their own: not quantized ones
 // (quantized.h).

@@ -38,6 +38,9 @@ void check(const at::Tensor& tensor, size_t index, Places places) {
   if (!tensor.defined()) return;
   if (tensor.layout() != at::kStrided)
     throw InvalidArgument(text("a tensor of layout ", tensor.layout(), " cannot be sent"), "Call .to_dense() first");
+  if (tensor.dim() > static_cast<int64_t>(kMostDims))
+    throw InvalidArgument(text("a tensor of ", tensor.dim(), " dimensions cannot be sent"),
+                          text("At most ", kMostDims, " travel: send a view of another shape"));
   if (tensor.is_nested()) throw InvalidArgument("a nested tensor cannot be sent", "Send the list of its parts");
   if (tensor.is_meta() || !tensor.has_storage())
     throw InvalidArgument("a tensor without data cannot be sent: it is on the device meta, or a wrapper of functorch");

@@ -42,7 +42,10 @@ std::shared_ptr<PeerWatch::Peer> PeerWatch::peer_of(const Process& process) {
       if (pollfd end{peer->pidfd.get(), POLLIN, 0}; is_process(peer->process) && peer->pidfd && ::poll(&end, 1, 0) == 0)
         return peer;
   UniqueFd pidfd = open_pidfd(process.pid);
-  if (!pidfd && errno != ESRCH) throw_errno("pidfd_open", "Muster needs a Linux kernel of 5.3 or later");
+  if (!pidfd && errno != ESRCH)
+    throw_errno("cannot watch a peer's process", errno == ENOSYS   ? "Muster needs a Linux kernel of 5.3 or later"
+                                                 : errno == EMFILE ? "Raise the limit of open files (ulimit -n)"
+                                                                   : "");
   // After pidfd_open(): the start time is that of the process that the pidfd holds, or of none if it has ended.
   if (process.start != 0 && start_time_of(process.pid) != process.start) pidfd = UniqueFd();
   return std::make_shared<Peer>(Peer{.process = process, .pidfd = std::move(pidfd)});

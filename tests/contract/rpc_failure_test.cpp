@@ -36,6 +36,50 @@ TEST_P(Rpc, TimeoutsNameTheFunctionAndStopIt) {
   });
 }
 
+TEST_P(Rpc, ANegativeTimeoutIsOverAlready) {
+  serve(2, [](World& world) {
+    if (world.rank() != 0) return;
+    EXPECT_CONTAINS(message_of<TimeoutError>([] { rpc::sync<&add>({1, {.timeout = -1ms}}, 1, 1); }), "before it began");
+    EXPECT_THROW(rpc::async<&add>({1, {.timeout = -1ms}}, 1, 1), TimeoutError);
+    EXPECT_THROW(rpc::remote<&add>({1, {.timeout = -1ms}}, 1, 1), TimeoutError);
+    EXPECT_EQ(rpc::sync<&add>(1, 2, 2), 4);
+  });
+}
+
+// An object may take any time to be made. But its owner must take the call.
+TEST_P(Rpc, AnObjectsOwnerThatTakesNoCallIsATimeout) {
+  serve(2,
+        [](World& world) {
+          if (world.rank() != 0) return;
+          const auto stuck = rpc::async<&held>({1, {.timeout = 0ms}}, 0);
+          EXPECT_CONTAINS(message_of<TimeoutError>([] { rpc::remote<&add>(1, 1, 1); }), "no more can be made");
+          world.store().set("go0", "");
+          EXPECT_EQ(stuck.get(), 0);
+        },
+        {.timeout = 200ms, .max_calls = 1});
+}
+
+TEST_P(Rpc, TensorsOfMoreDimensionsThanTravel) {
+  serve(2, [](World& world) {
+    if (world.rank() != 0) return;
+    for (const int64_t dims : {65, 129, 300}) {
+      const at::Tensor one = at::ones(std::vector<int64_t>(static_cast<size_t>(dims), 1));
+      EXPECT_CONTAINS(message_of<InvalidArgument>([&] { rpc::sync<&echo>(1, one); }), "dimensions cannot be sent");
+    }
+    const at::Tensor most = at::ones(std::vector<int64_t>(64, 1));
+    EXPECT_EQ(rpc::sync<&echo>(1, most).dim(), 64);
+  });
+}
+
+TEST_P(Rpc, OptionsThatCannotBe) {
+  run(1, [](World&) {
+    for (const rpc::Options& options :
+         {rpc::Options{.timeout = -1ms}, rpc::Options{.max_threads = 0}, rpc::Options{.max_calls = -1}})
+      EXPECT_THROW(rpc::init(options), InvalidArgument);
+    EXPECT_FALSE(rpc::is_running());
+  });
+}
+
 TEST_P(Rpc, ACancelledCallIsToldToStop) {
   static constexpr auto until_cancelled = [](std::string key) {
     World::current().store().set(key + "begun", "");

@@ -37,8 +37,11 @@ std::shared_ptr<std::byte> ShmTransport::block(size_t bytes) {
 void ShmTransport::plan_pieces(Peer& peer, const Message& message, Plan& plan) {
   if (message.pieces.size() > options_.limits.pieces || message.body.size() > options_.limits.body ||
       message.bytes() > options_.limits.bytes)
-    throw InvalidArgument(text("a message of ", message.bytes(), " bytes in ", message.pieces.size(),
-                               " pieces is above the limits of the transport"));
+    throw InvalidArgument(
+        text("a message of ", message.bytes(), " bytes (body ", message.body.size(), ") in ", message.pieces.size(),
+             " pieces to the worker of rank ", peer.rank, " is above the limits: ", options_.limits.bytes,
+             " bytes (body ", options_.limits.body, "), ", options_.limits.pieces, " pieces"),
+        "Send it in several messages");
   const size_t largest = shm_rings::largest_record(capacity_);
   size_t used = align(sizeof(RecordHeader) + message.pieces.size() * sizeof(PieceRecord)) + align(message.body.size());
   const size_t room = used <= largest ? largest : SIZE_MAX;  // in a block there is room for all small pieces

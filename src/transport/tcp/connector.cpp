@@ -180,6 +180,11 @@ void Connector::step(uint64_t id) {
   bool done = false;
   try {
     done = handshake.step();
+    if (done && dial)
+      if (const Hello& other = handshake.other(); other.rank != static_cast<uint32_t>(dial->other.rank) ||
+                                                  other.to != static_cast<uint32_t>(options_.rank) ||
+                                                  other.size != static_cast<uint32_t>(options_.size))
+        throw Mismatch("its answer is that of another worker", "Look what listens at this address");
   } catch (const Unauthorized& error) {
     reason = error.message();
     refusal = std::make_exception_ptr(
