@@ -203,17 +203,10 @@ Inspection list(const std::string& path) {
 Inspection verify(const std::vector<std::string>& paths) {
   Inspection result;
   std::ostringstream words;
-  const auto one = [&](const std::string& path) {
+  // What is wrong with one path does not hide what is wrong with the others.
+  const auto noting = [&](const std::string& path, const auto& look) {
     try {
-      const bool is_torchs = is_torch_file(path);
-      if (is_torchs) tensors_of_torch_file(path);
-      if (is_torchs || !is_snapshot(SafetensorsFile(path))) {
-        words << path << ": can be read; it has no checksums\n";
-        return;
-      }
-      const auto files = files_of_snapshot(path);
-      for (const Container& file : files) file.verify();
-      words << path << ": good" << (files.size() > 1 ? text(", with ", files.size(), " shards") : "") << "\n";
+      look();
     } catch (const Error& error) {
       words << words_for_error(error) << "\n";
       result.good = false;
@@ -222,24 +215,26 @@ Inspection verify(const std::vector<std::string>& paths) {
       result.good = false;
     }
   };
-  for (const std::string& path : paths) {
-    if (!fs::is_directory(path)) {
-      one(path);
-      continue;
+  const auto one = [&](const std::string& path) {
+    const bool is_torchs = is_torch_file(path);
+    if (is_torchs) tensors_of_torch_file(path);
+    if (is_torchs || !is_snapshot(SafetensorsFile(path))) {
+      words << path << ": can be read; it has no checksums\n";
+      return;
     }
-    std::vector<std::string> snapshots;
-    try {
+    const auto files = files_of_snapshot(path);
+    for (const Container& file : files) file.verify();
+    words << path << ": good" << (files.size() > 1 ? text(", with ", files.size(), " shards") : "") << "\n";
+  };
+  for (const std::string& path : paths)
+    noting(path, [&] {
+      if (!fs::is_directory(path)) return one(path);
       const Folder folder(path);
-      for (const int64_t steps : snapshots_in(folder)) snapshots.push_back(folder.snapshot(steps).string());
-    } catch (const Error& error) {
-      words << words_for_error(error) << "\n";
-      result.good = false;
-    } catch (const std::exception& error) {
-      words << path << ": " << words_for_error(error) << "\n";
-      result.good = false;
-    }
-    for (const std::string& snapshot : snapshots) one(snapshot);
-  }
+      for (const int64_t steps : snapshots_in(folder)) {
+        const std::string snapshot = folder.snapshot(steps).string();
+        noting(snapshot, [&] { one(snapshot); });
+      }
+    });
   result.words = words.str();
   return result;
 }

@@ -7,13 +7,7 @@ also be the name of an averager of models ("periodic", "hierarchical"): then SGD
 process by itself from step <start> on, and the answer has its parameters.
 """
 import collections
-import datetime
 import functools
-import os
-import shutil
-import sys
-import tempfile
-import traceback
 import types
 
 import torch
@@ -22,6 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks, post_localSGD_hook, powerSGD_hook, quantization_hooks)
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
 from torch.distributed.optim import PostLocalSGDOptimizer
+
+import two_processes
 
 # batched_powerSGD_hook of torch 2.13 always fails: it gives this function, which wants a batch of matrices, one matrix.
 of_a_batch = powerSGD_hook._orthogonalize
@@ -120,31 +116,16 @@ def answer(group, alone, hook, rank, steps, start, feedback, warm, dtype):
     return numbers
 
 
-def main():
-    lines = sys.stdin.read().splitlines()
-    folder = tempfile.mkdtemp()
-    rank = 0 if os.fork() else 1
-    status = 1
-    try:
-        dist.init_process_group("gloo", init_method="file://" + os.path.join(folder, "store"), rank=rank, world_size=2,
-                                timeout=datetime.timedelta(minutes=5))
-        groups = {"1": dist.new_group([0]), "2": dist.new_group([0, 1])}
-        alone = [groups["1"], dist.new_group([1])][rank]
-        for line in lines:
-            processes, *question = line.split()
-            if processes == "2" or rank == 0:
-                numbers = answer(groups[processes], alone, *question)
-                if rank == 0:
-                    print(*[repr(number) for number in numbers], flush=True)
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(folder)
-        status = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        os._exit(status)  # a callback of a hook may hold the last reference to a group, whose end would join its thread
+def answer_all(rank, questions):
+    groups = {"1": dist.new_group([0]), "2": dist.new_group([0, 1])}
+    alone = [groups["1"], dist.new_group([1])][rank]
+    for line in questions:
+        processes, *question = line.split()
+        if processes == "2" or rank == 0:
+            numbers = answer(groups[processes], alone, *question)
+            if rank == 0:
+                print(*[repr(number) for number in numbers], flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    two_processes.run(answer_all)

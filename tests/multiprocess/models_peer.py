@@ -5,12 +5,6 @@
 The file has the values of parameters and buffers to begin with, by name; a file ".after" beside it gets rank 0's after
 the steps. The answer has the losses of all steps of rank 0, and then those of rank 1.
 """
-import datetime
-import os
-import shutil
-import sys
-import tempfile
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -18,6 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+import two_processes
 
 
 def generator_of(rank, step):
@@ -179,35 +175,20 @@ def train(net, way, name, rank, rate, steps):
     return [step_of(step) for step in range(steps)]
 
 
-def main():
-    lines = sys.stdin.read().splitlines()
+def answer_all(rank, questions):
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp()
-    rank = 0 if os.fork() else 1
-    status = 1
-    try:
-        dist.init_process_group("gloo", init_method="file://" + os.path.join(folder, "store"), rank=rank, world_size=2,
-                                timeout=datetime.timedelta(minutes=5))
-        for line in lines:
-            model, dtype, way, rate, steps, file = line.split()
-            torch.set_default_dtype(getattr(torch, dtype))
-            way, _, name = way.partition(":")
-            net = globals()[model]()
-            net.load_state_dict(torch.load(file, weights_only=False))
-            losses = [None, None]
-            dist.all_gather_object(losses, train(net, way, name, rank, float(rate), int(steps)))
-            if rank == 0:
-                torch.save(dict(net.state_dict()), file + ".after")
-                print(*[repr(loss) for of_rank in losses for loss in of_rank], flush=True)
-        dist.barrier()
+    for line in questions:
+        model, dtype, way, rate, steps, file = line.split()
+        torch.set_default_dtype(getattr(torch, dtype))
+        way, _, name = way.partition(":")
+        net = globals()[model]()
+        net.load_state_dict(torch.load(file, weights_only=False))
+        losses = [None, None]
+        dist.all_gather_object(losses, train(net, way, name, rank, float(rate), int(steps)))
         if rank == 0:
-            shutil.rmtree(folder)
-        status = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+            torch.save(dict(net.state_dict()), file + ".after")
+            print(*[repr(loss) for of_rank in losses for loss in of_rank], flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    two_processes.run(answer_all)
