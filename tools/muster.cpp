@@ -81,7 +81,8 @@ struct RunArguments {
   std::string ranks, settle = "50ms", grace = "700ms", stop_grace = "5s", black_box, log_dir, error_file, pin = "auto";
   bool no_prefix = false, tee = false, redirect = false, verbose = false;
   int max_restarts = 0;
-  std::string hosts = "1", rendezvous, secret_file, job, address, meet = "300s", patience = "5s";
+  std::string hosts = "1", rendezvous, secret_file, job, address, meet = "300s", last_call = "1s",
+              patience = "5s";
   int node = -1;
 };
 
@@ -106,9 +107,13 @@ std::optional<muster::launch::HostOptions> hosts_of(const RunArguments& argument
   hosts.job = arguments.job;
   hosts.address = arguments.address;
   hosts.timeout = parse_time("--rdzv-timeout", arguments.meet);
+  hosts.last_call = parse_time("--rdzv-last-call", arguments.last_call);
   hosts.patience = parse_time("--rdzv-patience", arguments.patience);
   return hosts;
 }
+
+// Nobody wants a report that nobody can read.
+std::string report_name(const std::string& word) { return word == "/dev/null" ? "" : word; }
 
 // CLI11 does not know PROGRAM, because it sees only the words before it.
 struct RunHelp : CLI::Formatter {
@@ -158,6 +163,9 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
   run.add_option("--rdzv-timeout", arguments.meet, "how long to wait for the other hosts")
       ->type_name("TIME")
       ->default_str("300s");
+  run.add_option("--rdzv-last-call", arguments.last_call, "with MIN:MAX: how long to wait for one more host than came")
+      ->type_name("TIME")
+      ->default_str("1s");
   run.add_option("--rdzv-patience", arguments.patience,
                  "how long a host may give no sign of life before it counts as lost")
       ->type_name("TIME")
@@ -212,18 +220,17 @@ int run_command(std::vector<std::string> words) {
   options.settle = parse_time("--settle", arguments.settle);
   options.grace = parse_time("--grace", arguments.grace);
   options.stop_grace = parse_time("--stop-grace", arguments.stop_grace);
-  options.black_box_file = arguments.black_box;
-  options.error_file = arguments.error_file;
+  options.black_box_file = report_name(arguments.black_box);
+  options.error_file = report_name(arguments.error_file);
   options.max_restarts = arguments.max_restarts;
   options.hosts = hosts_of(arguments);
-  if (!options.hosts)
-    for (const char* option : {"--rdzv", "--secret-file", "--rdzv-timeout", "--rdzv-patience", "--job-id", "--host"})
-      if (run.count(option) > 0)
-        throw InvalidArgument(text(option, " is for a job of several hosts, and this one has no place where they meet"),
-                              "Use it with --rdzv ADDRESS, and --nnodes");
-  if (run.count("--node-rank") > 0 && (arguments.node < 0 || (!options.hosts && arguments.node > 0)))
-    throw InvalidArgument(text("--node-rank: expected 0 to the number of hosts less 1, got ", arguments.node),
-                          options.hosts ? "Use 0 or more" : "Use it with --nnodes and --rdzv");
+  if (run.count("--rdzv") > 0 && arguments.rendezvous.empty())
+    throw InvalidArgument("--rdzv: expected an address, got nothing", "Use for example --rdzv host0:29400");
+  if (arguments.node < -1)
+    throw InvalidArgument(text("--node-rank: expected 0 or more, or -1 for any number, got ", arguments.node));
+  if (!options.hosts && arguments.node > 0)
+    throw InvalidArgument(text("--node-rank ", arguments.node, " is for a job of several hosts, and this one has none"),
+                          "Use it with --nnodes and --rdzv");
   options.own_process = true;
   options.verbose = arguments.verbose;
   options.pin = parse_pin(arguments.pin);

@@ -2,6 +2,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <limits>
 #include <sstream>
 
@@ -11,6 +12,7 @@
 #include "launch/jobs/activity.h"
 #include "launch/jobs/jobs.h"
 #include "launch/output/output.h"
+#include "muster/base/deadline.h"
 
 namespace muster::tools {
 namespace {
@@ -39,6 +41,10 @@ void declare_top(CLI::App& app, TopArguments& arguments) {
       "  muster top --once --job 3fa2\n"
       "  muster top --json --interval 10 >> samples.json");
 }
+
+// The time without ranks after which a job counts as ended although its launcher lives: that of muster::spawn() does. It
+// is twice as long as hosts wait for one another.
+constexpr std::chrono::minutes kPatience{10};
 
 // Draws the table over the previous one, cut to the terminal.
 class Screen {
@@ -97,13 +103,17 @@ int top_command(std::vector<std::string> words) {
       std::cout << launch::activity_table(activity) << (arguments.once ? "" : "\n") << std::flush;
     if (arguments.once) return 0;
     if (!std::cout) return 1;  // the reader has gone
+    const auto patience = Deadline::after(kPatience);
     for (bool waits = false;; waits = true) {
-      ::poll(nullptr, 0, static_cast<int>(interval * 1000));
+      pollfd reader{STDOUT_FILENO, 0, 0};
+      if (::poll(&reader, 1, static_cast<int>(interval * 1000)) > 0) return 1;  // it has gone
       try {
         boxes = launch::find_black_boxes(job, 0);
         break;
       } catch (const InvalidArgument&) {
-        const bool may_go_on = launched != 0 && start_time_of(launcher) == launched;
+        const bool lives =
+            launched != 0 && start_time_of(launcher) == launched && process_state(launcher) != 'Z';
+        const bool may_go_on = lives && !patience.passed();
         if (!arguments.json && !(may_go_on && waits))
           std::cout << (may_go_on ? "no rank runs; the launcher does" : "the job has ended") << std::endl;
         if (!may_go_on) return 0;

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -18,6 +17,7 @@
 #include <utility>
 
 #include "base/atomic_file.h"
+#include "base/file_text.h"
 #include "base/text.h"
 #include "base/utf8.h"
 #include "checkpoint/container.h"
@@ -166,9 +166,9 @@ bool is_for_torch(const std::string& path) { return !path.ends_with(".safetensor
 // Whether its header begins where that of a safetensors file does.
 bool has_safetensors_header(const std::string& path) {
   if (!fs::is_regular_file(path)) return false;  // to open a pipe would be to wait for its writer
-  std::array<char, 9> first{};
-  std::ifstream(path, std::ios::binary).read(first.data(), first.size());
-  return first.back() == '{';
+  std::error_code ignored;
+  const std::string first = first_bytes(path, 9, ignored);
+  return first.size() == 9 && first.back() == '{';
 }
 
 }  // namespace

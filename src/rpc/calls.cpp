@@ -99,8 +99,7 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
                             workers_[static_cast<size_t>(to)].name, "\" was over before it began"),
                        {to}, "Its timeout is negative");
   const auto deadline = timeout > milliseconds(0) ? Deadline::after(timeout, FastClock::now()) : Deadline::never();
-  // To make an object may take any time; that its owner takes the call may not.
-  const auto to_send = spec.store && deadline.is_never() && options_.timeout > milliseconds(0)
+  const auto to_send = spec.is_sent_in_time && options_.timeout > milliseconds(0)
                            ? Deadline::after(options_.timeout, FastClock::now())
                            : deadline;
   wait_for_room(to, to_send);

@@ -257,8 +257,8 @@ TEST_F(BlackBoxCommand, BadInputIsOneSentenceAndStatus2) {
   }
   Process no_folder(job_of(1, "end", {"--black-box", path("nowhere/boxes")}));
   EXPECT_EQ(no_folder.finish(), 2);
-  EXPECT_THAT(no_folder.err,
-              ContainsRegex("^muster: there is no folder '.*/nowhere' for the black boxes. Make it first\n$"));
+  EXPECT_THAT(no_folder.err, ContainsRegex("^muster: cannot make the file '.*/nowhere/boxes' for the black boxes: "
+                                           "there is no folder '.*/nowhere'. Choose .*\n$"));
 }
 
 }  // namespace

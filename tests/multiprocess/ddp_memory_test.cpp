@@ -71,6 +71,39 @@ TEST_F(DdpTest, BucketsInAnotherOrderTakeNoMoreMemory) {
   });
 }
 
+// The first layout is {c}, {large}, {b, a}; the order of readiness is b, large, a, c, so the second is {b}, {large},
+// {a, c}. The buckets of the first leave two holes in a full heap, and {a, c} fits into neither beside {b}.
+TEST_F(DdpTest, AFullHeapWhileBucketsAreLaidOutAnewIsAClearError) {
+  struct Full : torch::nn::Module {
+    torch::Tensor a = register_parameter("a", torch::ones({230'000})),
+                  large = register_parameter("large", torch::ones({500'000})),
+                  b = register_parameter("b", torch::ones({230'000})),
+                  c = register_parameter("c", torch::ones({80'000}));
+    torch::Tensor forward(const torch::Tensor& x) { return c.sum() * x + a.sum() + large.sum() + 2 * b.sum(); }
+  };
+  WorldOptions options;
+  options.heap_capacity = 16 << 20;
+  run_threads(
+      1,
+      [](World& world) {
+        const auto net = make<Full>(1);
+        DistributedDataParallel ddp(net, {.first_bucket_cap_mb = 1});
+        ASSERT_EQ(ddp.bucket_names(), (std::vector<std::vector<std::string>>{{"c"}, {"large"}, {"b", "a"}}));
+        const auto backward = [&] { ddp(torch::ones({})).backward(); };
+        std::vector<torch::Tensor> others;
+        for (int64_t bytes = 1 << 20; bytes >= 64;) try {
+            others.push_back(world.heap().empty({bytes}, torch::kByte));
+          } catch (const Unavailable&) {
+            bytes /= 2;
+          }
+        EXPECT_CONTAINS(message_of<Unavailable>(backward), "heap_capacity");
+        others.clear();
+        EXPECT_EQ(net->b.grad().max().item<float>(), 2) << "the averages of the step";
+        EXPECT_CONTAINS(message_of<Unavailable>(backward), "DistributedDataParallel has no buckets for gradients");
+      },
+      options);
+}
+
 // Gradients of a megabyte and more: two of one shape (either may take the other's block), one in another layout, one
 // that a step does not use, and a user who keeps old gradients.
 TEST_F(DdpTest, LargeGradientsAreBornOnTheHeap) {

@@ -157,10 +157,20 @@ TEST_F(FailureReport, WhatIsNoReportStays) {
   Process both(run_of({"-n", "1", "--error-file", path("x"), "--black-box", path("./x")}, {"nothing"}));
   EXPECT_EQ(both.finish(), 2);
   EXPECT_THAT(both.err, HasSubstr("would both be in"));
+  // Either both reports are removed or none.
+  write("old", "{}");
+  Process neither(run_of({"-n", "1", "--error-file", path("old"), "--black-box", path("program")}, {"nothing"}));
+  EXPECT_EQ(neither.finish(), 2);
+  EXPECT_TRUE(std::filesystem::exists(path("old")));
   write("empty", "");  // as mktemp(1) leaves it
   Process well(run_of({"-n", "1", "--error-file", path("empty")}, {"fail", "0", "3"}));
   EXPECT_EQ(well.finish(), 3);
   EXPECT_GT(std::filesystem::file_size(path("empty")), 0u);
+  write("by-hand", "\n { }");
+  Process again(run_of({"-n", "1", "--error-file", path("by-hand"), "--black-box", "/dev/null"}, {"nothing"}));
+  EXPECT_EQ(again.finish(), 0);
+  EXPECT_FALSE(std::filesystem::exists(path("by-hand")));
+  EXPECT_TRUE(std::filesystem::is_character_file("/dev/null"));
 }
 
 TEST_F(FailureReport, HasNoControlCharacters) {

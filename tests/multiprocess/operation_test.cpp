@@ -146,6 +146,17 @@ TEST_F(Operation, TopGoesOnUntilTheJobEnds) {
   EXPECT_THAT(top.out, HasSubstr("the job has ended\n"));
 }
 
+TEST_F(Operation, TopEndsWhenItsReaderHasGone) {
+  Process job(run_of({"-n", text(1)}, {"black-box", "alone"}));
+  ASSERT_TRUE(all_ready(job, 1)) << job.err;
+  Process top({kMusterCommand, "top", "--json", "--interval", "3600", "--pid", text(job.pid())});
+  ASSERT_TRUE(top.read_until("\n")) << top.err;
+  top.close_output();
+  EXPECT_EQ(top.wait(), 1);
+  job.signal(SIGTERM);
+  job.finish();
+}
+
 TEST_F(Operation, OnATerminalTopDrawsOverItsLastTable) {
   Process job(run_of({"-n", text(2)}, {"black-box", "stall"}));
   ASSERT_TRUE(all_ready(job, 2)) << job.err;

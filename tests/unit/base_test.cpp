@@ -270,6 +270,18 @@ TEST(Text, OfAFileThatMayNotBeReadable) {
   EXPECT_EQ(text_of_file("/proc/self/mem"), "");  // can be opened; reading at 0 fails, as with a process that has ended
 }
 
+TEST(FileText, TheFirstBytes) {
+  const test::TemporaryFolder folder;
+  const std::string path = folder.path() / "file";
+  std::ofstream(path, std::ios::binary) << "abc";
+  std::error_code error;
+  EXPECT_EQ(first_bytes(path, 2, error), "ab");
+  EXPECT_EQ(first_bytes(path, 9, error), "abc");
+  EXPECT_FALSE(error);
+  EXPECT_EQ(first_bytes(path + "s", 9, error), "");
+  EXPECT_EQ(error, std::errc::no_such_file_or_directory);
+}
+
 TEST(Copy, AnySizeAtAnyOffset) {
   constexpr size_t kPage = 4096;
   std::vector<unsigned char> from(16 * kPage), to(16 * kPage);

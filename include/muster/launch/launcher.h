@@ -70,9 +70,10 @@ struct HostOptions {
   // "host:port"     served over TLS by the launcher with node 0, or, without numbers, by the launcher on that host
   // "tls://…", "etcd://…", "unix:…"   a store that another process serves (muster/store/store.h)
   std::string rendezvous;
-  // Number of launchers. The job starts immediately when `most` have come; with `least` or more, a second after the
-  // last one came.
+  // Number of launchers. The job starts immediately when `most` have come; with `least` or more, when no further one
+  // has come for `last_call`.
   int least = 1, most = 1;
+  std::chrono::milliseconds last_call{1000};
   int node = -1;            // this launcher's number, from 0; -1: numbered in the order of arrival
   std::string job;          // distinguishes jobs that use one store; the same on all hosts
   std::string secret_file;  // for TLS; empty: MUSTER_SECRET

@@ -47,7 +47,7 @@
 namespace muster::rpc {
 
 struct CallOptions {
-  std::optional<std::chrono::milliseconds> timeout;  // 0: none
+  std::optional<std::chrono::milliseconds> timeout;  // 0: none; below 0, as after a deadline: TimeoutError immediately
 };
 
 // The worker that a call goes to, by name or by rank.
@@ -75,6 +75,7 @@ struct CallSpec {
   bool store = false;
   uint64_t result = 0;  // the id of the stored result
   std::optional<std::chrono::milliseconds> timeout;
+  bool is_sent_in_time = false;  // whether Options::timeout limits the time to send it, even if `timeout` is none
 };
 
 // What an agent keeps of a call that is under way.

@@ -14,6 +14,9 @@
 //
 // An RRef is valid only until rpc::shutdown(); a later init() does not make it valid again.
 //
+// Making an object may take any time, unless the call has a timeout of its own. Without one, remote() throws TimeoutError
+// if the owner has not taken the call within Options::timeout.
+//
 // Errors: as call.h; InvalidArgument if local_value() is called for another worker's object, or an empty RRef is used;
 // Aborted if an RRef that was made before rpc::shutdown(), or in another World, is used or sent.
 // Thread-safety: a value; copies are the same reference. Handlers of one object run concurrently: an object that is not
@@ -120,7 +123,10 @@ RRef<T> create(int owner, CallSpec spec, Payload payload) {
   spec.store = true;
   spec.result = made.id;
   RRef<T> result(std::move(made.reference));
-  if (!spec.timeout) spec.timeout = std::chrono::milliseconds(0);  // none: making the object may take any time
+  if (!spec.timeout) {  // making the object may take any time; that its owner takes the call may not
+    spec.timeout = std::chrono::milliseconds(0);
+    spec.is_sent_in_time = true;
+  }
   try {
     call<void>(owner, spec, std::move(payload));
   } catch (...) {

@@ -22,7 +22,6 @@
 #include "base/process.h"
 #include "base/text.h"
 #include "launch/kit/process_info.h"
-#include "launch/kit/report_file.h"
 #include "muster/base/error.h"
 
 namespace muster::launch {
@@ -203,10 +202,6 @@ void write_black_boxes(const std::filesystem::path& path, const std::vector<Save
   throw Unavailable(text("the black boxes are lost: ", error.message()), error.advice());
 }
 
-void replace_black_boxes(const std::string& path) {
-  if (!path.empty()) replace_report(path, kMagic, "the black boxes");
-}
-
-void clear_black_boxes(const std::string& path) { remove_report(path, kMagic); }
+ReportFile black_box_report(const std::string& file) { return {file, kMagic, "the black boxes"}; }
 
 }  // namespace muster::launch

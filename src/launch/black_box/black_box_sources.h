@@ -48,9 +48,6 @@ struct SavedBox {
 };
 // Writes all or nothing. Unavailable if the file cannot be written.
 void write_black_boxes(const std::filesystem::path& file, const std::vector<SavedBox>& boxes);
-// Both do nothing if the name is empty, and remove what an earlier job wrote there. If something else is there, the
-// first throws InvalidArgument, and the second leaves it.
-void replace_black_boxes(const std::string& file);
-void clear_black_boxes(const std::string& file);
+ReportFile black_box_report(const std::string& file);
 
 }  // namespace muster::launch

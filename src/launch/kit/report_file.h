@@ -1,5 +1,5 @@
 // The files in which a job that fails leaves its report: the error, the black boxes. A job removes the report of the
-// job before it, and nothing else that stands at that name.
+// job before it, and nothing else that stands at that name. Launchers of several hosts may share a file.
 //
 // Thread-safety: all functions.
 #pragma once
@@ -9,12 +9,17 @@
 
 namespace muster::launch {
 
-// Removes the earlier report. `begins`: the first bytes of all reports of this kind; `what`: "the job's error".
+struct ReportFile {
+  std::string path;         // empty: the user wants no such report
+  std::string_view begins;  // the first bytes of all reports of this kind, after white space
+  std::string_view what;    // "the job's error"
+};
+
 // InvalidArgument if no report can be made there: its folder does not exist, or something else stands there, such as a
 // device, a link, or a file that begins otherwise.
-void replace_report(const std::string& path, std::string_view begins, std::string_view what);
+void check_report(const ReportFile& file);
 
 // Removes the report, if one is there; leaves everything else.
-void remove_report(const std::string& path, std::string_view begins);
+void remove_report(const ReportFile& file);
 
 }  // namespace muster::launch

@@ -13,7 +13,6 @@
 
 #include "base/atomic_file.h"
 #include "base/text.h"
-#include "launch/kit/report_file.h"
 #include "muster/base/error.h"
 #include "store/address/host_address.h"
 
@@ -64,12 +63,12 @@ std::string rank_error_path(const std::string& error_file, int rank) {
   return text(error ? error_file : whole.string(), ".rank_", rank);
 }
 
-void replace_error_file(const std::string& error_file) { replace_report(error_file, "{", "the job's error"); }
+ReportFile error_report(const std::string& error_file) { return {error_file, "{", "the job's error"}; }
 
 void clear_rank_error(const std::string& path) { ::unlink(path.c_str()); }
 
 void clear_error_file(const std::string& error_file, const std::set<std::string>& paths) {
-  remove_report(error_file, "{");
+  remove_report(error_report(error_file));
   remove_rank_errors(paths);
 }
 

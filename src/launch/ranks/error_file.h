@@ -16,6 +16,7 @@
 #include <set>
 #include <string>
 
+#include "launch/kit/report_file.h"
 #include "muster/launch/launcher.h"
 
 namespace muster::launch {
@@ -24,8 +25,7 @@ inline constexpr const char* kRankErrorVariable = "TORCHELASTIC_ERROR_FILE";
 
 std::string rank_error_path(const std::string& error_file, int rank);
 
-// Removes the file of an earlier job. InvalidArgument if something else is there, or if its folder does not exist.
-void replace_error_file(const std::string& error_file);
+ReportFile error_report(const std::string& error_file);
 void clear_rank_error(const std::string& path);
 // For a job that succeeded after all: removes the file and the ranks' `paths`.
 void clear_error_file(const std::string& error_file, const std::set<std::string>& paths);

@@ -6,6 +6,8 @@
 #include <iostream>
 
 #include "base/text.h"
+#include "launch/black_box/black_box_sources.h"
+#include "launch/ranks/error_file.h"
 #include "launch/ranks/program.h"
 #include "launch/rendezvous/rendezvous.h"
 #include "launch/supervisor/supervisor.h"
@@ -26,6 +28,9 @@ void check(const HostOptions& hosts) {
     throw InvalidArgument(text("the patience must be at least ", (2 * kBeat).count(), " ms, got ",
                                hosts.patience.count(), " ms: a host gives a sign of life every ", kBeat.count(), " ms"),
                           "Use 1s or more");
+  if (hosts.last_call < std::chrono::milliseconds(0))
+    throw InvalidArgument(text("last_call must be 0 ms or more, got ", hosts.last_call.count(), " ms"),
+                          "Use 0 or more milliseconds");
   if (hosts.node >= hosts.most)
     throw InvalidArgument(text("node ", hosts.node, " is outside a job of ", hosts.most, " hosts"),
                           text("Use 0 to ", hosts.most - 1));
@@ -51,10 +56,9 @@ void check(const LaunchOptions& options) {
   if (options.max_restarts < 0)
     throw InvalidArgument(text("max_restarts must be at least 0, got ", options.max_restarts), "Use 0 or more");
   if (options.hosts) check(*options.hosts);
+  check_report(error_report(options.error_file));
+  check_report(black_box_report(options.black_box_file));
   std::error_code error;
-  const auto folder = std::filesystem::path(options.black_box_file).parent_path();
-  if (!folder.empty() && !std::filesystem::is_directory(folder, error))
-    throw InvalidArgument(text("there is no folder '", folder.string(), "' for the black boxes"), "Make it first");
   const auto place = [&](const std::string& file) { return std::filesystem::absolute(file, error).lexically_normal(); };
   if (!options.error_file.empty() && !options.black_box_file.empty() &&
       place(options.error_file) == place(options.black_box_file))

@@ -102,7 +102,7 @@ Outcome Supervisor::run() {
   ranks_->reap();
   if (now_.exec_error) throw_exec_error(path_, now_.exec_error->error);
   Outcome last = outcome();
-  if (last.status == 0) clear_black_boxes(options_.black_box_file);  // of an attempt that failed
+  if (last.status == 0) remove_report(black_box_report(options_.black_box_file));  // of an attempt that failed
   if (const auto words = save_error(last); !words.empty()) last.cause += words + '\n';
   return last;
 }
@@ -185,8 +185,8 @@ void Supervisor::open_outputs() {
   if (!Sink::same_stream(STDOUT_FILENO, STDERR_FILENO)) sinks_.push_back(std::make_unique<Sink>(STDERR_FILENO));
   for (const auto& sink : sinks_) printers_.push_back(std::make_unique<Printer>(*sink));
   logs_ = RankLogs(options_.log_folder, options_.log_files_only);
-  if (!options_.error_file.empty()) replace_error_file(options_.error_file);
-  replace_black_boxes(options_.black_box_file);
+  remove_report(error_report(options_.error_file));
+  remove_report(black_box_report(options_.black_box_file));
 }
 
 // The environment that all ranks of this host share.

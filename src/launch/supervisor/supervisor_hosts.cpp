@@ -15,7 +15,6 @@ namespace muster::launch {
 namespace {
 
 constexpr std::chrono::nanoseconds kConnectAtOnce = std::chrono::seconds(2);  // between two looks for signals
-constexpr std::chrono::seconds kLastCall{1};                                  // for one more host, after the one before
 
 // Serves the store at all addresses of this host.
 std::unique_ptr<StoreServer> serve_everywhere(const std::string& port, const std::optional<Secret>& secret) {
@@ -83,7 +82,7 @@ bool Supervisor::join_hosts() {
             .identity = job_.id},
       RendezvousOptions{.least = hosts.least,
                         .most = hosts.most,
-                        .last_call = kLastCall,
+                        .last_call = hosts.last_call,
                         .ending = options_.grace,
                         .patience = hosts.patience,
                         .timeout = hosts.timeout});

@@ -82,6 +82,7 @@ void GradientReducer::set_contributors(int count, bool average_over_them) {
 
 void GradientReducer::backward_without_data() {
   Impl& s = *impl_;
+  s.require_buckets();
   const at::NoGradGuard no_grad;
   s.synced = true;
   s.keeps_graph = false;
@@ -120,6 +121,7 @@ const BackwardTimes& GradientReducer::times() const { return impl_->times; }
 // memory of those before: meanwhile, their gradients are elsewhere. Otherwise the pages of both would stay in use.
 void GradientReducer::Impl::build(std::vector<size_t> order) {
   const at::NoGradGuard no_grad;
+  laid_out = false;
   for (auto& parameter : parameters) {
     if (!parameter.view.defined() || parameter.sparse || buckets[parameter.bucket].large) continue;
     at::Tensor& grad = parameter.tensor.mutable_grad();
@@ -140,6 +142,7 @@ void GradientReducer::Impl::build(std::vector<size_t> order) {
     parameter.view.copy_(grad);
     grad = parameter.view;
   }
+  laid_out = true;
 }
 
 void GradientReducer::Impl::require_dense(const Parameter& parameter, const at::Tensor& grad) const {
@@ -213,6 +216,7 @@ void GradientReducer::Impl::abandon_backward_before(Parameter& first) {
 }
 
 void GradientReducer::Impl::begin_backward() {
+  require_buckets();
   const bool with_graph = at::GradMode::is_enabled();
   if (with_graph && sharded())
     throw InvalidArgument(text("backward() with create_graph does not go through ", options.user,

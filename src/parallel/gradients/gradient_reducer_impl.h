@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "base/text.h"
+#include "muster/base/error.h"
 #include "muster/comm/collectives.h"
 #include "parallel/gradients/gradient_reducer.h"
 #include "parallel/kit/buckets.h"
@@ -39,6 +41,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   std::string wrong_results;            // of the hook, in this backward()
   std::vector<size_t> ready_order;      // parameters in the order in which the first step's gradients came
   bool rebuilt = false;
+  bool laid_out = false;  // whether there are buckets: memory may run out while they are laid out anew
   int contributors;  // ranks with data
   bool averages_over_contributors = false;
 
@@ -86,6 +89,12 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
            std::any_of(buckets.begin(), buckets.end(), [this](const Bucket& bucket) {
              return bucket.sparse || !parameters[bucket.parameters[0]].tensor.is_cpu();  // no wait for a device
            });
+  }
+  void require_buckets() const {
+    if (!laid_out)
+      throw Unavailable(text(options.user, " has no buckets for gradients: memory ran out when it laid them out in ",
+                             "another order, after an earlier backward()"),
+                        text("Make a new ", options.user, ", with more memory"));
   }
   void begin_communication() {
     if (times.first_bucket == Clock::time_point()) times.first_bucket = Clock::now();
