@@ -230,6 +230,17 @@ TEST_F(ByHand, ItHearsHeartbeats) {
   EXPECT_FALSE(receiver.is_lost(1));
 }
 
+// Its receiver works on one message for as long as the test wants.
+TEST_F(ByHand, ItHearsFromUsAlsoWhileTheReceiverIsBusy) {
+  heartbeat = milliseconds(kSanitized ? 4000 : 1000);
+  Gate gate;
+  receiver.on = [&](int, std::string_view, std::vector<Piece>&) { gate.pass(); };
+  join();
+  write(header(1, 0, 0));
+  for (int beat = 0; beat < 3; ++beat) EXPECT_EQ(read(transport::kFrameHeader), header(2, 0, 0));
+  gate.open();
+}
+
 // At every poll, more sockets are readable than one poll reports.
 TEST_F(ByHand, BusyPeersHearHeartbeatsTooHoweverManyTheyAre) {
   heartbeat = milliseconds(kSanitized ? 8000 : 2000);

@@ -190,6 +190,25 @@ TEST_P(TransportContract, EveryShapeComesAsItWent) {
     }
 }
 
+// As when a tensor's memory belongs to an object whose destructor calls another worker.
+TEST_P(TransportContract, WhatOwnsAPieceMaySendWhenItEnds) {
+  open(2);
+  size_t sent = 0;
+  for (const size_t size : {size_t{10}, size_t{100'000}, size_t{5'000'000}})
+    for (const bool unique : {false, true}) {
+      Piece piece = make_piece(size, size, unique);
+      auto* const memory = piece.data;
+      piece.owner = std::shared_ptr<void>(memory, [this, kept = std::move(piece.owner)](void*) {
+        at(0).send(1, say("the owner's end"));
+      });
+      at(0).send(1, say("a piece", {std::move(piece)}));
+      sent += 2;
+    }
+  size_t ends = 0;
+  for (const auto& got : receiver(1).take(sent)) ends += got.body == "the owner's end";
+  EXPECT_EQ(ends, sent / 2);
+}
+
 TEST_P(TransportContract, OwnersAreLetGoOnceWritten) {
   open(2);
   std::vector<std::weak_ptr<void>> owners;

@@ -388,6 +388,17 @@ TEST_F(UcxByHand, WhoIsSilentIsLostAndHearsFromUsMeanwhile) {
   EXPECT_GE(Clock::now() - begin, heartbeat);
 }
 
+TEST_F(UcxByHand, HearsFromUsAlsoWhileTheReceiverIsBusy) {
+  heartbeat = milliseconds(kSanitized ? 5000 : 1000);
+  Gate gate;
+  receiver.on = [&](int, std::string_view, std::vector<Piece>&) { gate.pass(); };
+  join();
+  say(1, "work");
+  const size_t before = heard[Kind::kAck].size();
+  wait([&] { return heard[Kind::kAck].size() >= before + 3; });
+  gate.open();
+}
+
 TEST_F(UcxByHand, WhoLeavesIsAnsweredAtOnce) {
   join();
   say(1, "last");

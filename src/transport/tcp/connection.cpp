@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <utility>
 
@@ -36,6 +37,13 @@ Connection::Connection(PeerInfo peer, std::unique_ptr<SocketStream> stream, cons
       parser_(limits),
       last_heard_(Clock::now()) {}
 
+Connection::Lock::~Lock() {
+  std::vector<Outgoing> spent;
+  if (!lock_.owns_lock()) lock_.lock();
+  spent.swap(connection_.spent_);
+  lock_.unlock();
+}
+
 void Connection::throw_lost() const { throw PeerLost(peer_.rank, peer_.pid, cause_); }
 
 void Connection::send(Message message) {
@@ -46,7 +54,7 @@ void Connection::send(Message message) {
                           "Send it in several messages");
   Outgoing frame(std::move(message));
   std::vector<Outgoing::Lent> lent;  // its owners are destroyed without the lock
-  std::unique_lock lock(mutex_);
+  Lock lock(*this);
   if (refuses_) throw_lost();
   if (broken_) return;  // as if the message were lost on its way: the receiver will soon be told why
   append(std::move(frame), kAtOnce);
@@ -55,7 +63,7 @@ void Connection::send(Message message) {
 
 // Copies the lent parts of what is left of the frame that has just been appended. It does so without the lock, because
 // copying takes time. The memory does not change meanwhile, so the thread may write from it or from the copy.
-void Connection::keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgoing::Lent>& lent) {
+void Connection::keep_last(Lock& lock, std::vector<Outgoing::Lent>& lent) {
   if (queue_.empty()) return;
   lent = queue_.back().lent();
   if (lent.empty()) return;
@@ -123,7 +131,9 @@ bool Connection::write_some(size_t enough) {
       const size_t part = std::min(written, queue_.front().bytes());
       queue_.front().taken(part);
       written -= part;
-      if (queue_.front().bytes() == 0) queue_.pop_front();
+      if (queue_.front().bytes() > 0) continue;
+      if (queue_.front().has_owners()) spent_.push_back(std::move(queue_.front()));
+      queue_.pop_front();
     }
     if (static_cast<size_t>(result) < offered && taken < enough) break;  // the socket is full
   }
@@ -132,6 +142,7 @@ bool Connection::write_some(size_t enough) {
 
 void Connection::stop_writing() {
   broken_ = true;
+  std::move(queue_.begin(), queue_.end(), std::back_inserter(spent_));
   queue_.clear();
   queued_ = 0;
 }
@@ -174,7 +185,7 @@ void Connection::stop_sending() {
 }
 
 void Connection::say_goodbye() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   if (ended_ || leaving_) return;
   leaving_ = true;
   if (!broken_) append(Outgoing(FrameKind::kGoodbye), kAtOnce);
@@ -194,7 +205,7 @@ void Connection::start(Receiver& receiver) {
 void Connection::on_ready(uint32_t events, Receiver& receiver) {
   if (ended_) return;
   if (events & EPOLLOUT) {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(*this);
     if (!broken_) write_some(kTurn);
     update_backlog();
   }
@@ -249,14 +260,17 @@ bool Connection::on_frame(Receiver& receiver) {
   return !ended_;
 }
 
+void Connection::beat(Clock::time_point now) {
+  const Lock lock(*this);
+  if (broken_ || leaving_ || now - last_written_ < peer_.beat) return;
+  if (backlog() == 0) return append(Outgoing(FrameKind::kHeartbeat), kAtOnce);
+  write_some(kAtOnce);
+  update_backlog();
+}
+
 void Connection::tick(Clock::time_point now, bool all_read, Receiver& receiver) {
   if (ended_) return;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!broken_ && now - last_written_ >= peer_.beat && !leaving_) {
-      if (backlog() == 0) append(Outgoing(FrameKind::kHeartbeat), kAtOnce);
-    }
-  }
+  beat(now);
   if (watched_ && all_read && now - last_heard_ >= peer_.heartbeat)
     end(text("nothing was heard of it for ",
              std::chrono::duration_cast<std::chrono::milliseconds>(now - last_heard_).count(),

@@ -3,13 +3,16 @@
 // send() writes immediately, from the caller's own thread, if nothing waits before the message. What the socket does
 // not take waits for the transport's thread, which writes it when the socket is ready again. If the waiting part lies
 // in memory that the caller may write to again, it is copied before send() returns; the transport's thread goes on
-// writing meanwhile. Only that thread reads, sends heartbeats and ends the connection.
+// writing meanwhile. Only that thread reads and ends the connection.
 //
 // The end is one event, whatever its cause: the peer's good-bye, the end of its connection, silence, an invalid frame.
 // What the peer sent before is delivered first, even if our own writing has already failed: a failed write only stops
 // the writing, and reading finds the end.
 //
-// Thread-safety: send(), backlog() and wait_below() from any thread; everything else from the transport's thread.
+// What owns the memory of a message may be the user's, whose destructor may send: it is destroyed without the lock.
+//
+// Thread-safety: send(), backlog(), wait_below() and beat() from any thread; everything else from the transport's
+// thread.
 #pragma once
 
 #include <atomic>
@@ -52,18 +55,35 @@ class Connection {
   // Begins to read and to watch for silence.
   void start(Receiver& receiver);
   void on_ready(uint32_t events, Receiver& receiver);
-  // Sends heartbeats; ends the connection on silence, unless something that came before `now` may still be unread.
+  // Sends a heartbeat, or some of what waits, if nothing was written for beat_every().
+  void beat(Clock::time_point now);
+  // Ends the connection on silence, unless something that came before `now` may still be unread.
   void tick(Clock::time_point now, bool all_read, Receiver& receiver);
   // Says good-bye after all that was sent.
   void say_goodbye();
   bool has_ended() const { return ended_; }
-  std::chrono::milliseconds beat() const { return peer_.beat; }
+  std::chrono::milliseconds beat_every() const { return peer_.beat; }
   // Closes without telling the receiver.
   void close(const std::string& cause);
 
  private:
+  // Holds mutex_. When it ends, it destroys the frames that were written, without the lock.
+  class Lock {
+   public:
+    explicit Lock(Connection& connection) : connection_(connection), lock_(connection.mutex_) {}
+    ~Lock();
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
+    void lock() { lock_.lock(); }
+    void unlock() { lock_.unlock(); }
+
+   private:
+    Connection& connection_;
+    std::unique_lock<std::mutex> lock_;
+  };
+
   void append(Outgoing frame, size_t enough);
-  void keep_last(std::unique_lock<std::mutex>& lock, std::vector<Outgoing::Lent>& lent);
+  void keep_last(Lock& lock, std::vector<Outgoing::Lent>& lent);
   bool write_some(size_t enough);  // mutex_ held; false if the connection is broken
   void update_backlog();           // mutex_ held: after writing
   void stop_writing();             // mutex_ held
@@ -83,6 +103,7 @@ class Connection {
   std::condition_variable room_;
   int waiting_ = 0;
   std::deque<Outgoing> queue_;
+  std::vector<Outgoing> spent_;  // written frames that own memory of others
   uint64_t added_ = 0;  // frames, ever: those of queue_ are the last of them
   size_t queued_ = 0;
   std::atomic<size_t> backlog_{0};

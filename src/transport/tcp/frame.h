@@ -84,6 +84,7 @@ class Outgoing {
   // What is left of the frame, in order. The list is valid until taken(); what it points to, until the frame's end.
   std::span<const iovec> rest() const { return std::span(parts_).subspan(next_); }
   size_t bytes() const { return left_; }
+  bool has_owners() const { return !owners_.empty() || !lent_.empty(); }
   // Says that the first `bytes` of the rest are written; at most bytes().
   void taken(size_t bytes);
 

@@ -14,6 +14,7 @@
 #include "base/thread.h"
 #include "muster/base/error.h"
 #include "store/address/host_address.h"
+#include "transport/heart.h"
 #include "transport/peers.h"
 #include "transport/tcp/connection.h"
 #include "transport/tcp/connector.h"
@@ -85,12 +86,15 @@ class TcpTransport final : public Transport {
   std::string missing_words_;
 
   std::mutex closing_;  // one close() at a time
+  Turns turns_;         // of the thread
   std::thread thread_;
+  std::unique_ptr<Heart> heart_;  // from the start on
 };
 
 // In a forked child the thread and the connections belong to the parent and must not be touched.
 void TcpTransport::leak() {
   if (thread_.joinable()) thread_.detach();
+  static_cast<void>(heart_.release());
   for (auto& connection : connections_) static_cast<void>(connection.release());
   static_cast<void>(connector_.release());
   static_cast<void>(tls_.release());
@@ -172,6 +176,10 @@ void TcpTransport::wait_for_all(Deadline deadline) {
     throw TimeoutError(text("workers have not connected in time: ", missing_words_), missing_,
                        "Check whether they have failed, and whether a firewall is in between");
   // This does not wait for the start, because a receiver's first call may wait for this function to return.
+  heart_ = std::make_unique<Heart>(turns_, tick_every(), kLongestTurn, [this] {
+    for (const auto& connection : connections_)
+      if (connection) connection->beat(Clock::now());
+  });
   started_ = true;
   want_start_ = true;
   poller_.wake();
@@ -189,10 +197,9 @@ void TcpTransport::on_met(const Hello& other, std::unique_ptr<SocketStream> stre
 
 // Rare enough to cost nothing while idle, often enough that heartbeats are in time.
 milliseconds TcpTransport::tick_every() const {
-  if (connector_) return kConnectTick;
   milliseconds shortest = options_.heartbeat;
   for (const auto& connection : connections_)
-    if (connection) shortest = std::min(shortest, connection->beat() * 4);
+    if (connection) shortest = std::min(shortest, connection->beat_every() * 4);
   return std::clamp(shortest / 8, milliseconds(1), kLongestTick);
 }
 
@@ -244,7 +251,11 @@ void TcpTransport::run() {
       const auto before = Clock::now();
       const bool is_due = before >= next_tick;
       const auto left = std::chrono::ceil<milliseconds>(next_tick - before);
-      const auto events = poller_.wait(is_due ? milliseconds(0) : left);
+      std::span<const epoll_event> events;
+      {
+        const Turns::Rest rest(turns_);
+        events = poller_.wait(is_due ? milliseconds(0) : left);
+      }
       for (const epoll_event& event : events) dispatch(event);
       carry_out_requests();
       // Silence is measured up to `before`, and the sockets were looked at after that time. So if this process itself
@@ -253,7 +264,7 @@ void TcpTransport::run() {
       if (is_due) {
         tick(before, events.size() < Poller::kMostEvents);
         carry_out_requests();
-        next_tick = before + tick_every();
+        next_tick = before + (connector_ ? kConnectTick : tick_every());
       }
     } catch (const std::exception& error) {
       MUSTER_LOG(kError) << "transport: " << error.what();
@@ -288,6 +299,7 @@ void TcpTransport::close(Deadline flush) {
   want_stop_ = true;
   poller_.wake();
   thread_.join();
+  heart_.reset();
 }
 
 }  // namespace

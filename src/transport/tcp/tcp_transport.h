@@ -6,8 +6,9 @@
 //
 //   heartbeat   A side that has nothing to send sends a heartbeat, a quarter of the shorter of both sides' intervals
 //               after its last frame. A side that is silent for the whole interval is lost.
-//   threads     One, "muster-tcp": it reads, calls the receiver, and writes what did not fit immediately. It must not
-//               be blocked: if a receiver blocks for the interval of the heartbeat, its peers take the worker for dead.
+//   threads     "muster-tcp" reads, calls the receiver, and writes what did not fit immediately. It should not be
+//               blocked. While it is, "muster-heart" sends heartbeats (transport/heart.h), for a minute at most: then
+//               the peers take the worker for dead.
 //   fork        A child forked without exec must not use the transport, but may destroy it: nothing is sent or closed
 //               then. Its copies of the sockets do not keep open a connection that the parent closes, but they do keep
 //               open those of a parent that is killed: the heartbeat detects that.

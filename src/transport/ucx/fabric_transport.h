@@ -21,6 +21,7 @@
 
 #include "base/fd.h"
 #include "muster/base/error.h"
+#include "transport/heart.h"
 #include "transport/ucx/fabric.h"
 #include "transport/ucx/packet.h"
 #include "transport/ucx/peer.h"
@@ -80,6 +81,8 @@ class UcxTransport final : public Transport, private FabricEvents {
   void deliver(News& news);
   void lose(Peer& peer);
   void carry_out_requests();
+  bool send_beats(Clock::time_point now);
+  void beat_while_busy();
   void tick(Clock::time_point now);
   milliseconds tick_every() const;
   bool spin();
@@ -108,11 +111,14 @@ class UcxTransport final : public Transport, private FabricEvents {
   bool saturated_ = false;  // the last turn may have left something unread
   bool said_goodbye_ = false;
   std::condition_variable changed_;
-  bool started_ = false, all_ended_ = false;
+  bool all_ended_ = false;
 
+  std::atomic<bool> started_{false};  // changed with the lock
   std::atomic<bool> want_close_{false}, want_stop_{false};
   std::mutex closing_;  // one close() at a time
+  Turns turns_;         // of the thread
   std::thread thread_;
+  std::unique_ptr<Heart> heart_;  // from the start on
 };
 
 }  // namespace muster::transport::ucx

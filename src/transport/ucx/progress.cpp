@@ -90,7 +90,6 @@ void UcxTransport::on_broken(int rank, const char* error) {
 // --- the thread ---
 
 milliseconds UcxTransport::tick_every() const {
-  if (!started_) return kMeetingTick;
   milliseconds shortest = options_.heartbeat;
   for (const auto& peer : peers_)
     if (peer) shortest = std::min(shortest, peer->beat * 4);
@@ -213,15 +212,37 @@ void UcxTransport::lose(Peer& peer) {
   }
 }
 
+// With the lock: sends heartbeats to peers that have heard nothing for long. Returns whether there were any.
+bool UcxTransport::send_beats(Clock::time_point now) {
+  bool any = false;
+  for (const auto& peer : peers_) {
+    if (!peer || peer->ended || !peer->broken.empty() || now - peer->last_sent < peer->beat || !peer->is_here())
+      continue;
+    peer->out.push_note(Kind::kAck);
+    pump(*peer);
+    any = true;
+  }
+  return any;
+}
+
+// By the heart, while the thread is busy. What progress() finds is left to the thread, which must not sleep before it
+// has looked: hence the bell.
+void UcxTransport::beat_while_busy() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!fabric_ || !send_beats(Clock::now())) return;
+    for (int i = 0; i < kMostProgress && fabric_->progress(); ++i) {
+    }
+  }
+  ring();
+}
+
 // Sends heartbeats, and finds peers that are silent.
 void UcxTransport::tick(Clock::time_point now) {
   const std::lock_guard lock(mutex_);
+  send_beats(now);
   for (const auto& peer : peers_) {
     if (!peer || peer->ended || !peer->broken.empty()) continue;
-    if (now - peer->last_sent >= peer->beat && peer->is_here()) {
-      peer->out.push_note(Kind::kAck);
-      pump(*peer);
-    }
     const auto silence = now - peer->last_heard;
     if (started_ && !saturated_ && silence >= options_.heartbeat)
       peer->fail(text("nothing was heard of it for ", std::chrono::duration_cast<milliseconds>(silence).count(),
@@ -256,6 +277,7 @@ void UcxTransport::sleep(std::chrono::nanoseconds limit) {
   }
   pollfd wait[2] = {{fabric_->event_fd(), POLLIN, 0}, {bell_.get(), POLLIN, 0}};
   const auto left = std::chrono::ceil<milliseconds>(limit);
+  const Turns::Rest rest(turns_);
   ::poll(wait, 2, static_cast<int>(std::max<int64_t>(left.count(), 0)));
   uint64_t count = 0;
   if (wait[1].revents) [[maybe_unused]]
@@ -276,6 +298,7 @@ void UcxTransport::run() {
   auto next_tick = Clock::now();
   while (!want_stop_) {
     try {
+      turns_.another();
       const auto before = Clock::now();
       const bool busy = turn();
       carry_out_requests();
@@ -283,7 +306,7 @@ void UcxTransport::run() {
       // stopped or had no core, what came meanwhile has been read by now.
       if (before >= next_tick) {
         tick(before);
-        next_tick = before + tick_every();
+        next_tick = before + (started_ ? tick_every() : kMeetingTick);
         continue;
       }
       if (!busy && !spin()) sleep(next_tick - before);

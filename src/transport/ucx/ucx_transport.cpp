@@ -50,6 +50,7 @@ UcxTransport::~UcxTransport() { is_mine() ? close(Deadline::after(kFlush)) : lea
 // In a forked child the thread and the fabric belong to the parent and must not be touched.
 void UcxTransport::leak() {
   if (thread_.joinable()) thread_.detach();
+  static_cast<void>(heart_.release());
   abandon();
 }
 
@@ -162,6 +163,7 @@ void UcxTransport::wait_for_all(Deadline deadline) {
                        "Check whether they have failed, and whether the fabric reaches them");
   }
   // This does not wait for the start, because a receiver's first call may wait for this function to return.
+  heart_ = std::make_unique<Heart>(turns_, tick_every(), kLongestTurn, [this] { beat_while_busy(); });
   started_ = true;
   ring();
 }
@@ -246,6 +248,7 @@ void UcxTransport::close(Deadline flush) {
     want_stop_ = true;
     ring();
     thread_.join();
+    heart_.reset();
   }
   if (std::exchange(watches_, false)) options_.watch->unsubscribe(watched_);
 }

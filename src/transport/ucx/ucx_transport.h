@@ -12,8 +12,8 @@
 //   loss        Detected by UCX, if it notices; by pidfd for peers on this host, if `watch` is given; and by silence,
 //               as in tcp: a peer that has sent nothing for the whole of `heartbeat` is lost. UCX's own keepalive takes
 //               tens of seconds, and does not detect a process that is stopped.
-//   threads     One, "muster-ucx": it drives UCX and calls the receiver. It must not be blocked for the time of a
-//               heartbeat. UCX has its own thread besides.
+//   threads     "muster-ucx" drives UCX and calls the receiver. It should not be blocked. While it is, "muster-heart"
+//               sends heartbeats, as in tcp. UCX has its own thread besides.
 //   fork        A child forked without exec must not use the transport, but may destroy it: nothing is sent or closed
 //               then.
 //   close()     Returns when all peers have delivered what was sent, at the deadline at the latest. Afterwards the
