@@ -81,8 +81,7 @@ struct RunArguments {
   std::string ranks, settle = "50ms", grace = "700ms", stop_grace = "5s", black_box, log_dir, error_file, pin = "auto";
   bool no_prefix = false, tee = false, redirect = false, verbose = false;
   int max_restarts = 0;
-  std::string hosts = "1", rendezvous, secret_file, job, address, meet = "300s", last_call = "1s",
-              patience = "5s";
+  std::string hosts = "1", rendezvous, secret_file, job, address, meet = "300s", last_call = "1s", patience = "5s";
   int node = -1;
 };
 

@@ -111,8 +111,7 @@ int top_command(std::vector<std::string> words) {
         boxes = launch::find_black_boxes(job, 0);
         break;
       } catch (const InvalidArgument&) {
-        const bool lives =
-            launched != 0 && start_time_of(launcher) == launched && process_state(launcher) != 'Z';
+        const bool lives = launched != 0 && start_time_of(launcher) == launched && process_state(launcher) != 'Z';
         const bool may_go_on = lives && !patience.passed();
         if (!arguments.json && !(may_go_on && waits))
           std::cout << (may_go_on ? "no rank runs; the launcher does" : "the job has ended") << std::endl;

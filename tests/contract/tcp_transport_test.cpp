@@ -233,12 +233,12 @@ TEST_F(ByHand, ItHearsHeartbeats) {
 // Its receiver works on one message for as long as the test wants.
 TEST_F(ByHand, ItHearsFromUsAlsoWhileTheReceiverIsBusy) {
   heartbeat = milliseconds(kSanitized ? 4000 : 1000);
-  Gate gate;
-  receiver.on = [&](int, std::string_view, std::vector<Piece>&) { gate.pass(); };
+  const auto gate = std::make_shared<Gate>();
+  receiver.on = [gate](int, std::string_view, std::vector<Piece>&) { gate->pass(); };
   join();
   write(header(1, 0, 0));
   for (int beat = 0; beat < 3; ++beat) EXPECT_EQ(read(transport::kFrameHeader), header(2, 0, 0));
-  gate.open();
+  gate->open();
 }
 
 // At every poll, more sockets are readable than one poll reports.

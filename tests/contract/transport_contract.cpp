@@ -198,9 +198,8 @@ TEST_P(TransportContract, WhatOwnsAPieceMaySendWhenItEnds) {
     for (const bool unique : {false, true}) {
       Piece piece = make_piece(size, size, unique);
       auto* const memory = piece.data;
-      piece.owner = std::shared_ptr<void>(memory, [this, kept = std::move(piece.owner)](void*) {
-        at(0).send(1, say("the owner's end"));
-      });
+      piece.owner = std::shared_ptr<void>(
+          memory, [this, kept = std::move(piece.owner)](void*) { at(0).send(1, say("the owner's end")); });
       at(0).send(1, say("a piece", {std::move(piece)}));
       sent += 2;
     }

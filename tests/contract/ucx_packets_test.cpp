@@ -390,13 +390,13 @@ TEST_F(UcxByHand, WhoIsSilentIsLostAndHearsFromUsMeanwhile) {
 
 TEST_F(UcxByHand, HearsFromUsAlsoWhileTheReceiverIsBusy) {
   heartbeat = milliseconds(kSanitized ? 5000 : 1000);
-  Gate gate;
-  receiver.on = [&](int, std::string_view, std::vector<Piece>&) { gate.pass(); };
+  const auto gate = std::make_shared<Gate>();
+  receiver.on = [gate](int, std::string_view, std::vector<transport::Piece>&) { gate->pass(); };
   join();
   say(1, "work");
   const size_t before = heard[Kind::kAck].size();
   wait([&] { return heard[Kind::kAck].size() >= before + 3; });
-  gate.open();
+  gate->open();
 }
 
 TEST_F(UcxByHand, WhoLeavesIsAnsweredAtOnce) {

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/kit/report_file.h"
 #include "shm/black_box_reader.h"
 
 namespace muster::launch {

@@ -42,7 +42,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   std::vector<size_t> ready_order;      // parameters in the order in which the first step's gradients came
   bool rebuilt = false;
   bool laid_out = false;  // whether there are buckets: memory may run out while they are laid out anew
-  int contributors;  // ranks with data
+  int contributors;       // ranks with data
   bool averages_over_contributors = false;
 
   BackwardTimes times;  // of the backward() under way, or of the last

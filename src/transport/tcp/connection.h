@@ -104,7 +104,7 @@ class Connection {
   int waiting_ = 0;
   std::deque<Outgoing> queue_;
   std::vector<Outgoing> spent_;  // written frames that own memory of others
-  uint64_t added_ = 0;  // frames, ever: those of queue_ are the last of them
+  uint64_t added_ = 0;           // frames, ever: those of queue_ are the last of them
   size_t queued_ = 0;
   std::atomic<size_t> backlog_{0};
   bool broken_ = false;   // nothing can be written any more
