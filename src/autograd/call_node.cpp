@@ -51,6 +51,15 @@ CallNode::CallNode(std::shared_ptr<rpc::detail::Reference> graph, std::shared_pt
   set_next_edges(std::move(slots));
 }
 
+CallNode::Request::~Request() {
+  if (!answer.valid() || asked_by != std::this_thread::get_id()) return;
+  try {
+    answer.wait();
+  } catch (const std::exception&) {
+    // RPC ends.
+  }
+}
+
 CallNode::Request CallNode::ask(const variable_list& gradients) {
   std::shared_ptr<rpc::detail::Reference> graph;
   {
@@ -67,16 +76,16 @@ CallNode::Request CallNode::ask(const variable_list& gradients) {
   const bool nothing =
       std::none_of(gradients.begin(), gradients.end(), [](const Tensor& one) { return one.defined(); });
   if (nothing || (!run.accumulates && std::none_of(wanted.begin(), wanted.end(), [](uint8_t one) { return one != 0; })))
-    return {.gradients = gradients, .answer = rpc::make_ready_future(std::vector<Tensor>(wanted.size()))};
+    return {gradients, rpc::make_ready_future(std::vector<Tensor>(wanted.size()))};
   const auto agent = graph->agent.lock();
   if (!agent) throw Aborted("a remote call's backward: RPC has been shut down");
   const Context::Scope scope(context);
   variable_list sent = gradients;
   for (Tensor& one : sent) one = sendable(std::move(one));  // a hook between the nodes may have changed them
-  return {.gradients = gradients,
-          .answer = rpc::detail::call_on<&SubGraph::backward>(*agent, rpc::detail::CalleeObject(*graph, timeout_), sent,
-                                                              wanted, bool(run.accumulates), bool(run.keeps_graph)),
-          .worker = graph->owner};
+  return {gradients,
+          rpc::detail::call_on<&SubGraph::backward>(*agent, rpc::detail::CalleeObject(*graph, timeout_), sent, wanted,
+                                                    bool(run.accumulates), bool(run.keeps_graph)),
+          graph->owner};
 }
 
 void CallNode::prefetch(const variable_list& gradients) {
@@ -115,6 +124,7 @@ variable_list CallNode::apply(variable_list&& gradients) {
       request = std::make_shared<Request>(ask(gradients));
     }
   }
+  request->gradients.clear();  // the run may keep the request until its end
   if (results.size() + 1 != num_outputs())
     throw CorruptError("a remote call's backward gave another number of gradients");
   for (uint32_t i = 0; i < results.size(); ++i) results[i] = placed(std::move(results[i]), next_edge(i));

@@ -4,9 +4,9 @@
 //
 // The prefetch node passes gradients through and, on the way, sends the request for backward to the callee, without
 // waiting. It has the highest sequence number, so the engine runs it as soon as its gradients are there. The call node
-// waits for the answer; it has the lowest sequence number, so the engine does everything else first. So independent
-// calls run backward concurrently, and so does this worker's own part. (If hooks of the two nodes may change gradients
-// between them, the call node sends the request.)
+// waits for the answer; it has the lowest sequence number, so the engine does everything else first. So calls whose
+// gradients are known run backward concurrently, and so does this worker's own part. (If hooks of the two nodes may
+// change gradients between them, the call node sends the request.)
 //
 // The prefetch node is on the devices of the results, and passes gradients on over the CPU. So the call node runs on
 // the thread that called the engine, and no thread that serves a device waits for another worker, which may need it.
@@ -24,6 +24,8 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "autograd/context.h"
@@ -49,10 +51,19 @@ class CallNode final : public Node {
   void set_again(Again again);
 
  private:
-  struct Request {  // belongs to the engine's task and is destroyed with it, even if the call node never runs
+  // Belongs to the engine's task and is destroyed with it, even if the call node never runs. If the task has failed
+  // before the answer was there, waits for it: what goes on after the error would add to the user's next gradients.
+  struct Request {
     variable_list gradients;
     rpc::Future<std::vector<Tensor>> answer;
-    int worker = -1;  // that was asked; none if there is nothing to compute
+    int worker = -1;                                        // that was asked; none if there is nothing to compute
+    std::thread::id asked_by = std::this_thread::get_id();  // the destructor waits only there, not in another device's
+
+    Request(variable_list its_gradients, rpc::Future<std::vector<Tensor>> its_answer, int whom = -1)
+        : gradients(std::move(its_gradients)), answer(std::move(its_answer)), worker(whom) {}
+    Request(Request&&) = default;
+    Request& operator=(Request&&) = delete;
+    ~Request();
   };
   Request ask(const variable_list& gradients);
   // Begins to do the call again, if its graph is on that worker, which is lost.

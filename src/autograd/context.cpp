@@ -4,6 +4,9 @@
 #include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "autograd/pass.h"
 #include "autograd/tape.h"
 #include "base/text.h"
@@ -15,15 +18,15 @@
 namespace muster::autograd {
 namespace {
 
-// The context that a Context::Scope has made this thread's. It counts while the thread serves the call in which the
-// scope was opened.
+// The contexts that Context::Scope has made this thread's, the latest last. One counts while the thread serves the call
+// in which its scope was opened.
 struct Opened {
-  bool open = false;
+  const Context::Scope* scope;
   std::shared_ptr<ContextState> context;
   std::shared_ptr<void> call;
 };
-Opened& opened() {
-  thread_local Opened mine;
+std::vector<Opened>& opened() {
+  thread_local std::vector<Opened> mine;
   return mine;
 }
 
@@ -31,20 +34,21 @@ Opened& opened() {
 
 std::shared_ptr<ContextState> current_context() {
   const auto& call = rpc::detail::current_call();
-  if (const Opened& mine = opened(); mine.open && mine.call == call) return mine.context;
+  if (const auto& mine = opened(); !mine.empty() && mine.back().call == call) return mine.back().context;
   const auto received = current_received();
   return received ? received->context : nullptr;
 }
 
-Context::Scope::Scope(std::shared_ptr<ContextState> context)
-    : open_before_(std::exchange(opened().open, true)),
-      context_before_(std::exchange(opened().context, std::move(context))),
-      call_before_(std::exchange(opened().call, rpc::detail::current_call())) {}
+Context::Scope::Scope(std::shared_ptr<ContextState> context) {
+  opened().push_back({this, std::move(context), rpc::detail::current_call()});
+}
 
 Context::Scope::~Scope() {
-  opened().open = open_before_;
-  opened().context = std::move(context_before_);
-  opened().call = std::move(call_before_);
+  auto& all = opened();
+  const auto mine = std::find_if(all.rbegin(), all.rend(), [this](const Opened& one) { return one.scope == this; });
+  if (mine == all.rend()) return;         // against the rules: another thread's
+  const Opened ended = std::move(*mine);  // destroyed when the list is in order
+  all.erase(std::next(mine).base());
 }
 
 Context::Context() : state_(tape_of(*rpc::current_agent()).contexts().begin()) { scope_.emplace(state_); }

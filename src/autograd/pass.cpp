@@ -252,9 +252,11 @@ Run current_run() {
           .keeps_graph = engine::get_current_graph_task_keep_graph(),
           .context = nullptr,
           .task = engine::get_current_graph_task_id()};
-  if (const Pass* const pass = current_pass()) {
-    run.accumulates = pass->leaves != Leaves::kNone;
-    run.context = pass->context;
+  // With the lock: if another node throws, the pass may end while this one runs in a thread of a device.
+  const std::lock_guard lock(passes().mutex);
+  if (const auto it = passes().by_task.find(run.task); it != passes().by_task.end()) {
+    run.accumulates = it->second->leaves != Leaves::kNone;
+    run.context = it->second->context;
   } else if (const auto* const wanted = engine::get_current_graph_task_exec_info()) {
     run.accumulates = wanted->empty();
   }

@@ -143,10 +143,13 @@ void SmallGraph::run(const edge_list& roots, variable_list gradients, bool keep_
 }
 
 void SmallGraph::run_linear(Node& node, const Tensor& of_result) {
-  // The transposition of the weight goes with the layer, if nothing else needs its gradient.
+  // The transposition of the weight goes with the layer, if nothing else gives it a gradient.
   const Edge& weight = node.next_edge(2);
   Node* const after = weight.function.get();
-  const bool transposed = after && is_transposition(*after) && !stops_at(after) && step_of(after).missing == 1;
+  const auto is_last_to_come = [this](const Node* step) {
+    return step_of(step).missing == 1 && !step_of(step).inputs[0].defined();
+  };
+  const bool transposed = after && is_transposition(*after) && !stops_at(after) && is_last_to_come(after);
   variable_list gradients = linear_gradient(node, of_result, transposed);
   if (transposed) step_of(after).missing = -1;
   for (uint32_t i = 0; i < gradients.size(); ++i)

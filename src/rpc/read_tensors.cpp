@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -32,12 +33,23 @@ using Numbers = c10::SmallVector<int64_t, 6>;
 // The pieces as storages, in place or copied. There is one storage per piece, made at its first use.
 class Storages {
  public:
-  explicit Storages(std::vector<transport::Piece>& pieces) : pieces_(pieces), made_(pieces.size()) {}
+  explicit Storages(std::vector<transport::Piece>& pieces)
+      : pieces_(pieces), made_(pieces.size()), counters_(pieces.size()) {}
 
   const c10::Storage& of(uint32_t index) {
     c10::Storage& storage = made_[index];
     if (!storage) storage = make(pieces_[index]);
     return storage;
+  }
+
+  // A tensor of this piece: those of one piece share a version counter, as views do, so that libtorch notices if a
+  // tensor that a backward needs is changed through another one.
+  at::Tensor with_counter(at::Tensor tensor, uint32_t index) {
+    if (auto& counter = counters_[index]; counter)
+      tensor.unsafeGetTensorImpl()->set_version_counter(*counter);
+    else
+      counter = tensor.unsafeGetTensorImpl()->version_counter();
+    return tensor;
   }
 
   // The same on another device; `place` is the place of that device.
@@ -68,6 +80,7 @@ class Storages {
 
   std::vector<transport::Piece>& pieces_;
   c10::SmallVector<c10::Storage, 4> made_;
+  c10::SmallVector<std::optional<c10::VariableVersion>, 4> counters_;
   std::unique_ptr<Elsewhere> elsewhere_;  // seldom needed
 };
 
@@ -176,7 +189,7 @@ at::Tensor read_elements(WireReader& body, const std::vector<transport::Piece>& 
   if (!row.device.is_cpu())
     return on_device(storages.on(row.device, row.place, index), row.dtype, row.sizes, row.strides, offset, row.device);
   if (reinterpret_cast<uintptr_t>(piece.data) % static_cast<uintptr_t>(std::min<int64_t>(row.item, 8)) == 0)
-    return cpu_tensor(storages.of(index), row, offset);
+    return storages.with_counter(cpu_tensor(storages.of(index), row, offset), index);
   // Unaligned: the processor could read it, but C++ does not allow it.
   c10::DataPtr data = c10::GetDefaultCPUAllocator()->allocate(bytes);
   copy_bytes(data.get(), piece.data + at, bytes);

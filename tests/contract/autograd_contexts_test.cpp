@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/context.h"
 #include "contract/autograd_fixture.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
@@ -45,6 +46,24 @@ TEST_P(AutogradContexts, AContextKeepsGradientsApart) {
     }
     EXPECT_FALSE(model.sync<&Linear::grad>().defined());
     EXPECT_THROW(model.sync<&Linear::context_grad>(), RemoteError);  // in none
+  });
+}
+
+TEST_P(AutogradContexts, EndInAnyOrder) {
+  trainer(2, [] {
+    const auto id = [] { return autograd::current_context()->id(); };
+    auto context = std::make_unique<autograd::Context>();
+    for (int step = 0; step < 3; ++step) {
+      context = std::make_unique<autograd::Context>();  // the one before ends after this one begins
+      EXPECT_EQ(id(), context->id());
+      EXPECT_NO_THROW(rpc::sync<&triple>(1, leaf({1})));
+    }
+    autograd::Context other;
+    context.reset();
+    EXPECT_EQ(id(), other.id());
+    other.end();
+    EXPECT_THROW(autograd::gradients(), InvalidArgument) << "in none";
+    EXPECT_NO_THROW(rpc::sync<&triple>(1, leaf({1})));
   });
 }
 

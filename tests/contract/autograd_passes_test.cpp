@@ -58,6 +58,44 @@ TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
   });
 }
 
+// A backward fails on one worker while it goes on on another one. When the error comes, the other one has ended, too:
+// otherwise it would add to the gradients of the user's next step.
+struct Slow {
+  Tensor forward(const Tensor& x) {
+    const Tensor y = weight * x;
+    y.register_hook([](Tensor gradient) {
+      try {
+        World::current().store().get("caught", Deadline::after(300ms));
+        ADD_FAILURE() << "the error came first";
+      } catch (const TimeoutError&) {
+      }
+      return gradient;
+    });
+    return y;
+  }
+  Tensor grad() { return weight.grad(); }
+  Tensor weight = leaf({1, 2});
+};
+
+TEST_P(Autograd, NothingGoesOnAfterAFailedBackward) {
+  static constexpr auto fails = [](const Tensor& x) {
+    const Tensor y = x * 2;
+    y.register_hook([](Tensor) -> Tensor { throw std::out_of_range("in a hook"); });
+    return y;
+  };
+  trainer(3, [] {
+    for (const bool first : {true, false}) {  // the engine waits for either call first
+      const auto slow = rpc::remote<Slow>(2);
+      const Tensor x = leaf({1, 2});
+      const Tensor a = first ? slow.sync<&Slow::forward>(x) : rpc::sync<fails>(1, x);
+      const Tensor b = first ? rpc::sync<fails>(1, x) : slow.sync<&Slow::forward>(x);
+      EXPECT_THROW((a + b).sum().backward(), RemoteError);
+      EXPECT_TRUE(slow.sync<&Slow::grad>().defined());
+    }
+    World::current().store().set("caught", "1");
+  });
+}
+
 // If the run fails before it reaches a call, none of Muster's nodes can clean up. The thread's next run does that; a
 // run in a context begins with a node of Muster's.
 TEST_P(Autograd, AFailureBeforeTheFirstCallLeavesNothingToTheNextRun) {

@@ -255,6 +255,25 @@ TEST_P(Autograd, InPlaceUpdates) {
   });
 }
 
+// Two tensors of one message that share memory, as they did before.
+TEST_P(Autograd, AChangeThroughAnotherTensorOfTheMessageIsNoticed) {
+  static constexpr auto spoils = [](const Tensor& whole, const Tensor& part) {
+    Tensor square = whole * whole;
+    const at::NoGradGuard no_grad;
+    part.add_(1);
+    return square;
+  };
+  trainer(2, [] {
+    const Tensor x = leaf({1, 2}) * 1;
+    try {
+      rpc::sync<spoils>(1, x, x[0]).sum().backward();
+      ADD_FAILURE() << "the gradient is wrong";
+    } catch (const RemoteError& error) {
+      EXPECT_NE(std::string(error.what()).find("modified by an inplace operation"), std::string::npos) << error.what();
+    }
+  });
+}
+
 TEST_P(Autograd, HooksRunAndMayChangeGradients) {
   trainer(2, [] {
     const Tensor x = leaf({1, 2}).clone().detach().set_requires_grad(true);

@@ -217,6 +217,13 @@ TEST(SmallGraph, LinearLayersAreOneNode) {
        [](const variable_list& v) {
          return at::linear(at::linear(v[0], v[1], v[3]).sigmoid(), v[1].t().contiguous(), v[0][0]) + v[1].sum();
        }},
+      {"a transposition used twice",
+       [](const variable_list& v) {
+         const Tensor transposed = v[1].t();
+         const Tensor first = at::addmm(v[3], v[0], transposed).tanh();
+         return at::addmm(v[3], at::addmm(v[3], v[0] + first.sum(), transposed).sin().narrow(1, 0, 3), transposed) +
+                transposed.sum();
+       }},
       {"frozen weight",
        [](const variable_list& v) { return at::linear(at::linear(v[0], v[1].detach(), v[3]).tanh(), v[2], v[4]); }},
       {"frozen input",

@@ -12,8 +12,9 @@
 //     rpc::sync<&step>("ps");                // step() calls autograd::gradients(), of the context of the call
 //   }                                        // frees all of it, on all workers
 //
-// Gradients of one parameter that come from several calls, workers and threads are summed in the order of the calls in
-// the program, not of their arrival: the bits are the same in every run. Each part is kept until the context ends.
+// Gradients of one parameter that come from several calls and workers are summed in the order of the calls in the
+// program, not of their arrival: the bits are the same in every run, if one thread makes the calls of each handler.
+// Each part is kept until the context ends.
 //
 // loss.backward() of a loss that was computed in a context adds to the context's gradients on other workers, but to
 // .grad on this one, whose leaves libtorch itself fills: use autograd::backward().
@@ -22,7 +23,8 @@
 // context, sub-graphs of calls too; a later backward() through what was computed in it throws Aborted.
 //
 // Thread-safety: all functions. A Context is current in the thread that made it, in handlers of calls made in it, and
-// in threads with a Scope of it; it must be destroyed in the thread that made it.
+// in threads with a Scope of it; it must be destroyed in the thread that made it, in any order with other contexts. The
+// latest one that lives is current.
 // Source: torch.distributed.autograd: context, backward, get_gradients.
 #pragma once
 
@@ -66,11 +68,6 @@ class Context {
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
-
-   private:
-    bool open_before_;
-    std::shared_ptr<ContextState> context_before_;
-    std::shared_ptr<void> call_before_;
   };
 
  private:
