@@ -4,7 +4,7 @@
 // gigabytes, copies it to a device that has much to do, or the kernel has to find the memory for it. Meanwhile this
 // worker is alive, and another thread, the heart, says so.
 //
-//   transport's thread   Turns::Rest around the place where it sleeps
+//   transport's thread   Turns::Rest around the place where it sleeps; Turns::another() before each message
 //   heart                looks every `every`; if the same turn still lasts, calls beat()
 //
 // A thread that never comes back from a turn is not alive: the heart is still after `at_most` of one turn. A stopped

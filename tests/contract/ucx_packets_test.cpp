@@ -71,7 +71,7 @@ class UcxByHand : public testing::Test, private transport::ucx::FabricEvents {
     entry = UcxEntry::parse(store->get("test/ucx/0", in_time()));
     fabric = std::make_unique<FakeFabric>(*hub, static_cast<transport::ucx::FabricEvents&>(*this));
     ASSERT_EQ(fabric->connect(0, entry.address), nullptr);
-    store->set("test/ucx/1", UcxEntry{own, 2, 4711, 60'000, fabric->address()}.text());
+    store->set("test/ucx/1", UcxEntry{own, 2, 4711, own_heartbeat.count(), fabric->address()}.text());
     send(header(Kind::kHello, 0));
     wait([&] { return heard.contains(Kind::kWelcome); });
     send(header(Kind::kWelcome, 0));
@@ -143,7 +143,7 @@ class UcxByHand : public testing::Test, private transport::ucx::FabricEvents {
   const std::shared_ptr<Hub> hub = std::make_shared<Hub>(7);
   const std::shared_ptr<Store> store = make_memory_store();
   Limits limits;
-  milliseconds heartbeat = std::chrono::seconds(60);
+  milliseconds heartbeat = std::chrono::seconds(60), own_heartbeat = heartbeat;
   const Key own = transport::ucx::make_key();
   UcxEntry entry;  // of rank 0
   Recorder receiver;
@@ -389,7 +389,7 @@ TEST_F(UcxByHand, WhoIsSilentIsLostAndHearsFromUsMeanwhile) {
 }
 
 TEST_F(UcxByHand, HearsFromUsAlsoWhileTheReceiverIsBusy) {
-  heartbeat = milliseconds(kSanitized ? 5000 : 1000);
+  own_heartbeat = milliseconds(400);
   const auto gate = std::make_shared<Gate>();
   receiver.on = [gate](int, std::string_view, std::vector<transport::Piece>&) { gate->pass(); };
   join();

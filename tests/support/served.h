@@ -32,6 +32,7 @@
 #include "store/address/unix_address.h"
 #include "store/served/protocol.h"
 #include "store/served/tls.h"
+#include "support/eventually.h"
 #include "support/patience.h"
 
 namespace muster::test {
@@ -60,14 +61,6 @@ inline int exit_status(pid_t child) {
 inline size_t open_fds() {
   const std::filesystem::directory_iterator fds("/proc/self/fd");
   return static_cast<size_t>(std::distance(begin(fds), end(fds)));
-}
-
-// Whether `condition` comes true in time.
-template <typename Condition>
-bool eventually(Condition condition) {
-  for (const auto deadline = test::patience(); !deadline.passed(); ::poll(nullptr, 0, 1))
-    if (condition()) return true;
-  return false;
 }
 
 // A server in a process of its own.

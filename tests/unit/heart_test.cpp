@@ -4,22 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <thread>
+#include <chrono>
 
-#include "muster/base/deadline.h"
-#include "support/patience.h"
+#include "support/eventually.h"
 
 namespace muster::transport {
 namespace {
 
 using std::chrono::milliseconds;
-
-template <typename Condition>
-bool eventually(const Condition& condition) {
-  for (const auto deadline = test::patience(); !deadline.passed(); std::this_thread::yield())
-    if (condition()) return true;
-  return false;
-}
+using test::eventually;
 
 TEST(HeartTest, BeatsWhileOneTurnLasts) {
   Turns turns;  // in the first
@@ -46,14 +39,23 @@ TEST(HeartTest, IsStillOtherwise) {
   ASSERT_TRUE(eventually([&, before = beats.load()] { return beats > before; })) << "the next turn lasts, too";
 }
 
-TEST(HeartTest, IsStillWhenATurnNeverEnds) {
-  Turns turns;
-  std::atomic<int> beats{0}, others{0};
-  const Heart heart(turns, milliseconds(1), milliseconds(0), [&] { ++beats; });
-  Turns busy;
-  const Heart other(busy, milliseconds(1), kLongestTurn, [&] { ++others; });
-  ASSERT_TRUE(eventually([&] { return others >= 50; }));
-  EXPECT_EQ(beats, 0);
+TEST(HeartTest, IsStillWhenATurnNeverEndsAndBeatsInTheNext) {
+  Turns turns, busy;
+  std::atomic<int> beats{0}, looks{0};
+  const Heart heart(turns, milliseconds(1), milliseconds(20), [&] { ++beats; });
+  const Heart other(busy, milliseconds(1), kLongestTurn, [&] { ++looks; });
+  const auto beats_in = [&](int of_other) {
+    const int before = beats, end = looks + of_other;
+    EXPECT_TRUE(eventually([&] { return looks >= end; }));
+    return beats > before;
+  };
+  const auto beats_in_a_new_turn = [&] {
+    turns.another();
+    return beats_in(10);
+  };
+  EXPECT_TRUE(eventually(beats_in_a_new_turn));
+  EXPECT_TRUE(eventually([&] { return !beats_in(50); }));
+  EXPECT_TRUE(eventually(beats_in_a_new_turn));
 }
 
 }  // namespace

@@ -28,17 +28,19 @@ std::vector<std::byte>& buffer_of_thread() {
 
 }  // namespace
 
-Connection::Connection(PeerInfo peer, std::unique_ptr<SocketStream> stream, const Limits& limits, Poller& poller)
+Connection::Connection(PeerInfo peer, std::unique_ptr<SocketStream> stream, const Limits& limits, Poller& poller,
+                       Turns& turns)
     : peer_(std::move(peer)),
       limits_(limits),
       poller_(poller),
+      turns_(turns),
       stream_(std::move(stream)),
       last_written_(Clock::now()),
       parser_(limits),
       last_heard_(Clock::now()) {}
 
 Connection::Lock::~Lock() {
-  std::vector<Outgoing> spent;
+  std::list<Outgoing> spent;
   if (!lock_.owns_lock()) lock_.lock();
   spent.swap(connection_.spent_);
   lock_.unlock();
@@ -65,12 +67,13 @@ void Connection::send(Message message) {
 // copying takes time. The memory does not change meanwhile, so the thread may write from it or from the copy.
 void Connection::keep_last(Lock& lock, std::vector<Outgoing::Lent>& lent) {
   if (queue_.empty()) return;
-  lent = queue_.back().lent();
-  if (lent.empty()) return;
-  const uint64_t number = added_;
-  lock.unlock();
+  const auto frame = std::prev(queue_.end());
+  lent = frame->lent();
   size_t bytes = 0;
   for (const auto& one : lent) bytes += one.where.iov_len;
+  if (bytes == 0) return;
+  const uint64_t number = added_;
+  lock.unlock();
   Piece copy;
   try {
     copy = make_piece(bytes);
@@ -89,7 +92,7 @@ void Connection::keep_last(Lock& lock, std::vector<Outgoing::Lent>& lent) {
   }
   lock.lock();
   const uint64_t behind = added_ - number;
-  if (behind < queue_.size()) queue_[queue_.size() - 1 - behind].keep(lent, copy);
+  if (behind < queue_.size()) frame->keep(lent, copy);
 }
 
 // mutex_ held.
@@ -131,9 +134,7 @@ bool Connection::write_some(size_t enough) {
       const size_t part = std::min(written, queue_.front().bytes());
       queue_.front().taken(part);
       written -= part;
-      if (queue_.front().bytes() > 0) continue;
-      if (queue_.front().has_owners()) spent_.push_back(std::move(queue_.front()));
-      queue_.pop_front();
+      if (queue_.front().bytes() == 0) spent_.splice(spent_.end(), queue_, queue_.begin());
     }
     if (static_cast<size_t>(result) < offered && taken < enough) break;  // the socket is full
   }
@@ -142,8 +143,7 @@ bool Connection::write_some(size_t enough) {
 
 void Connection::stop_writing() {
   broken_ = true;
-  std::move(queue_.begin(), queue_.end(), std::back_inserter(spent_));
-  queue_.clear();
+  spent_.splice(spent_.end(), queue_);
   queued_ = 0;
 }
 
@@ -245,6 +245,7 @@ bool Connection::take(std::span<const std::byte> bytes, Receiver& receiver) {
 bool Connection::on_frame(Receiver& receiver) {
   switch (parser_.kind()) {
     case FrameKind::kMessage:
+      turns_.another();
       try {
         receiver.on_message(peer_.rank, parser_.body(), parser_.pieces());
       } catch (const std::exception& error) {  // against its contract
@@ -261,16 +262,26 @@ bool Connection::on_frame(Receiver& receiver) {
 }
 
 void Connection::beat(Clock::time_point now) {
-  const Lock lock(*this);
-  if (broken_ || leaving_ || now - last_written_ < peer_.beat) return;
-  if (backlog() == 0) return append(Outgoing(FrameKind::kHeartbeat), kAtOnce);
-  write_some(kAtOnce);
-  update_backlog();
+  const std::lock_guard lock(mutex_);
+  beat_locked(now);
+}
+
+void Connection::beat_locked(Clock::time_point now) {
+  if (broken_ || now - last_written_ < peer_.beat) return;
+  if (backlog() > 0) {
+    write_some(kAtOnce);
+    update_backlog();
+  } else if (!leaving_) {
+    append(Outgoing(FrameKind::kHeartbeat), kAtOnce);
+  }
 }
 
 void Connection::tick(Clock::time_point now, bool all_read, Receiver& receiver) {
   if (ended_) return;
-  beat(now);
+  {
+    const Lock lock(*this);
+    beat_locked(now);
+  }
   if (watched_ && all_read && now - last_heard_ >= peer_.heartbeat)
     end(text("nothing was heard of it for ",
              std::chrono::duration_cast<std::chrono::milliseconds>(now - last_heard_).count(),
@@ -297,22 +308,17 @@ void Connection::end(const std::string& cause, Receiver& receiver, bool said_goo
 }
 
 void Connection::close(const std::string& cause) {
-  std::deque<Outgoing> dropped;  // their owners are destroyed without the lock
-  {
-    const std::lock_guard lock(mutex_);
-    if (ended_) return;
-    ended_ = true;
-    broken_ = true;
-    if (!refuses_) cause_ = cause;
-    refuses_ = true;
-    dropped.swap(queue_);
-    queued_ = 0;
-    backlog_.store(0, std::memory_order_release);
-    if (watched_) poller_.remove(stream_->fd());
-    watched_ = false;
-    stream_->end();
-    room_.notify_all();
-  }
+  const Lock lock(*this);
+  if (ended_) return;
+  ended_ = true;
+  if (!refuses_) cause_ = cause;
+  refuses_ = true;
+  stop_writing();
+  backlog_.store(0, std::memory_order_release);
+  if (watched_) poller_.remove(stream_->fd());
+  watched_ = false;
+  stream_->end();
+  room_.notify_all();
 }
 
 }  // namespace muster::transport

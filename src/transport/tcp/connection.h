@@ -18,7 +18,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "muster/base/deadline.h"
+#include "transport/heart.h"
 #include "transport/tcp/frame.h"
 #include "transport/tcp/poller.h"
 #include "transport/tcp/socket_stream.h"
@@ -42,7 +43,7 @@ struct PeerInfo {
 
 class Connection {
  public:
-  Connection(PeerInfo peer, std::unique_ptr<SocketStream> stream, const Limits& limits, Poller& poller);
+  Connection(PeerInfo peer, std::unique_ptr<SocketStream> stream, const Limits& limits, Poller& poller, Turns& turns);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
@@ -55,9 +56,10 @@ class Connection {
   // Begins to read and to watch for silence.
   void start(Receiver& receiver);
   void on_ready(uint32_t events, Receiver& receiver);
-  // Sends a heartbeat, or some of what waits, if nothing was written for beat_every().
+  // Sends a heartbeat, or some of what waits, if nothing was written for beat_every(). It destroys nothing of users:
+  // their destructors may wait for what the transport's thread holds.
   void beat(Clock::time_point now);
-  // Ends the connection on silence, unless something that came before `now` may still be unread.
+  // The same; and ends the connection on silence, unless something that came before `now` may still be unread.
   void tick(Clock::time_point now, bool all_read, Receiver& receiver);
   // Says good-bye after all that was sent.
   void say_goodbye();
@@ -67,7 +69,7 @@ class Connection {
   void close(const std::string& cause);
 
  private:
-  // Holds mutex_. When it ends, it destroys the frames that were written, without the lock.
+  // Holds mutex_. When it ends, it destroys spent_ without the lock.
   class Lock {
    public:
     explicit Lock(Connection& connection) : connection_(connection), lock_(connection.mutex_) {}
@@ -82,6 +84,7 @@ class Connection {
     std::unique_lock<std::mutex> lock_;
   };
 
+  void beat_locked(Clock::time_point now);
   void append(Outgoing frame, size_t enough);
   void keep_last(Lock& lock, std::vector<Outgoing::Lent>& lent);
   bool write_some(size_t enough);  // mutex_ held; false if the connection is broken
@@ -96,15 +99,16 @@ class Connection {
   const PeerInfo peer_;
   const Limits limits_;
   Poller& poller_;
+  Turns& turns_;
   const std::unique_ptr<SocketStream> stream_;
 
   // Used for writing, under the lock.
   mutable std::mutex mutex_;
   std::condition_variable room_;
   int waiting_ = 0;
-  std::deque<Outgoing> queue_;
-  std::vector<Outgoing> spent_;  // written frames that own memory of others
-  uint64_t added_ = 0;           // frames, ever: those of queue_ are the last of them
+  std::list<Outgoing> queue_;
+  std::list<Outgoing> spent_;  // frames that were written or dropped, to be destroyed without the lock
+  uint64_t added_ = 0;         // frames, ever: those of queue_ are the last of them
   size_t queued_ = 0;
   std::atomic<size_t> backlog_{0};
   bool broken_ = false;   // nothing can be written any more

@@ -203,10 +203,9 @@ void Outgoing::taken(size_t bytes) {
 }
 
 std::vector<Outgoing::Lent> Outgoing::lent() const {
-  std::vector<Lent> left;
-  for (const Lent& one : lent_)
-    if (one.part >= next_) left.push_back({one.part, one.owner, parts_[one.part]});
-  return left;
+  std::vector<Lent> all;
+  for (const Lent& one : lent_) all.push_back({one.part, one.owner, parts_[one.part]});
+  return all;
 }
 
 void Outgoing::keep(std::span<const Lent> lent, const Piece& copy) {

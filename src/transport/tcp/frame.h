@@ -84,16 +84,15 @@ class Outgoing {
   // What is left of the frame, in order. The list is valid until taken(); what it points to, until the frame's end.
   std::span<const iovec> rest() const { return std::span(parts_).subspan(next_); }
   size_t bytes() const { return left_; }
-  bool has_owners() const { return !owners_.empty() || !lent_.empty(); }
   // Says that the first `bytes` of the rest are written; at most bytes().
   void taken(size_t bytes);
 
   struct Lent {
     size_t part = 0;  // its index in parts_
     std::shared_ptr<void> owner;
-    iovec where{};  // what was left of it
+    iovec where{};  // what was left of it: nothing if it was written
   };
-  // The lent parts of what is left.
+  // All lent parts. Whoever has them keeps their owners alive.
   std::vector<Lent> lent() const;
   // Keeps `copy`, which holds the parts `lent` one after another: what is left of them is now written from `copy`.
   void keep(std::span<const Lent> lent, const Piece& copy);

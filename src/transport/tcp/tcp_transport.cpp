@@ -73,6 +73,7 @@ class TcpTransport final : public Transport {
   Receiver& receiver_;
   std::unique_ptr<TlsPair> tls_;  // declared before the connections, which use it
   Poller poller_;
+  Turns turns_;                                           // of the thread
   std::vector<std::unique_ptr<Connection>> connections_;  // by rank; changed by the thread until all have come
   std::unique_ptr<Connector> connector_;                  // until then; used by the thread
 
@@ -87,7 +88,6 @@ class TcpTransport final : public Transport {
   std::string missing_words_;
 
   std::mutex closing_;  // one close() at a time
-  Turns turns_;         // of the thread
   std::thread thread_;
   std::unique_ptr<Heart> heart_;  // from the start on
 };
@@ -193,7 +193,8 @@ void TcpTransport::on_met(const Hello& other, std::unique_ptr<SocketStream> stre
   peer.name = text(worker_name(options_.names, peer.rank), " (pid ", peer.pid, ")");
   peer.heartbeat = options_.heartbeat;
   peer.beat = std::min(options_.heartbeat, milliseconds(std::max<uint32_t>(other.heartbeat_ms, 1))) / 4;
-  connections_[other.rank] = std::make_unique<Connection>(std::move(peer), std::move(stream), options_.limits, poller_);
+  connections_[other.rank] =
+      std::make_unique<Connection>(std::move(peer), std::move(stream), options_.limits, poller_, turns_);
 }
 
 // Rare enough to cost nothing while idle, often enough that heartbeats are in time.

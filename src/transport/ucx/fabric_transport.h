@@ -81,7 +81,7 @@ class UcxTransport final : public Transport, private FabricEvents {
   void deliver(News& news);
   void lose(Peer& peer);
   void carry_out_requests();
-  bool send_beats(Clock::time_point now);
+  void send_beats(Clock::time_point now);
   void beat_while_busy();
   void tick(Clock::time_point now);
   milliseconds tick_every() const;

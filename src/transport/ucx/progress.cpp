@@ -165,6 +165,7 @@ bool UcxTransport::turn() {
 }
 
 void UcxTransport::deliver(News& news) {
+  turns_.another();
   Peer& peer = *news.peer;
   if (news.lost) return lose(peer);
   if (!news.message.goodbye) {
@@ -212,17 +213,14 @@ void UcxTransport::lose(Peer& peer) {
   }
 }
 
-// With the lock: sends heartbeats to peers that have heard nothing for long. Returns whether there were any.
-bool UcxTransport::send_beats(Clock::time_point now) {
-  bool any = false;
+// With the lock: sends heartbeats to peers that have heard nothing for long.
+void UcxTransport::send_beats(Clock::time_point now) {
   for (const auto& peer : peers_) {
     if (!peer || peer->ended || !peer->broken.empty() || now - peer->last_sent < peer->beat || !peer->is_here())
       continue;
     peer->out.push_note(Kind::kAck);
     pump(*peer);
-    any = true;
   }
-  return any;
 }
 
 // By the heart, while the thread is busy. What progress() finds is left to the thread, which must not sleep before it
@@ -230,7 +228,8 @@ bool UcxTransport::send_beats(Clock::time_point now) {
 void UcxTransport::beat_while_busy() {
   {
     const std::lock_guard lock(mutex_);
-    if (!fabric_ || !send_beats(Clock::now())) return;
+    if (!fabric_) return;
+    send_beats(Clock::now());
     for (int i = 0; i < kMostProgress && fabric_->progress(); ++i) {
     }
   }
