@@ -42,6 +42,12 @@ Passes& passes() {
   return *all;
 }
 
+// With the lock. Null if we did not start the task, or if there is none (-1).
+Pass* pass_of(int task) {
+  const auto it = passes().by_task.find(task);
+  return it == passes().by_task.end() ? nullptr : it->second;
+}
+
 // The root of a pass. Its gradients are all defined.
 class SeedNode final : public Node {
  public:
@@ -240,11 +246,8 @@ std::vector<Node*> reachable(const edge_list& edges, size_t most, const std::vec
 }
 
 Pass* current_pass() {
-  const int task = engine::get_current_graph_task_id();
-  if (task < 0) return nullptr;
   const std::lock_guard lock(passes().mutex);
-  const auto it = passes().by_task.find(task);
-  return it == passes().by_task.end() ? nullptr : it->second;
+  return pass_of(engine::get_current_graph_task_id());
 }
 
 Run current_run() {
@@ -254,9 +257,9 @@ Run current_run() {
           .task = engine::get_current_graph_task_id()};
   // With the lock: if another node throws, the pass may end while this one runs in a thread of a device.
   const std::lock_guard lock(passes().mutex);
-  if (const auto it = passes().by_task.find(run.task); it != passes().by_task.end()) {
-    run.accumulates = it->second->leaves != Leaves::kNone;
-    run.context = it->second->context;
+  if (const Pass* const pass = pass_of(run.task)) {
+    run.accumulates = pass->leaves != Leaves::kNone;
+    run.context = pass->context;
   } else if (const auto* const wanted = engine::get_current_graph_task_exec_info()) {
     run.accumulates = wanted->empty();
   }

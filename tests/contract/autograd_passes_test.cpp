@@ -25,18 +25,20 @@ TEST_P(Autograd, FailedPassesLeaveNothing) {
   });
 }
 
+Tensor fails_in_backward(const Tensor& x) {
+  const Tensor y = x * 2;
+  y.register_hook([](Tensor) -> Tensor { throw std::out_of_range("in a hook"); });
+  return y;
+}
+
 // The user's own loss.backward() fails, in a run of the engine that is not Muster's. libtorch keeps the nodes that it
 // has not run for this thread's next run, which does not come before the end.
 TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
-  static constexpr auto fails = [](const Tensor& x) {
-    const Tensor y = x * 2;
-    y.register_hook([](Tensor) -> Tensor { throw std::out_of_range("in a hook"); });
-    return y;
-  };
   const auto more = [](const Tensor& x) { return rpc::sync<&triple>(1, x).sum(); };
   trainer(2, [&] {  // there: the other calls' parts of the graph have not run when it fails
     const Tensor x = leaf({1, 2});
-    const Tensor loss = more(x.exp()) + rpc::sync<fails>(1, x.sin()).sum() + more(rpc::sync<fails>(1, x.cos()));
+    const Tensor loss = more(x.exp()) + rpc::sync<&fails_in_backward>(1, x.sin()).sum() +
+                        more(rpc::sync<&fails_in_backward>(1, x.cos()));
     EXPECT_THROW(loss.backward(), RemoteError);
   });
   trainer(2, [&] {  // here, in what stands beside calls and behind one
@@ -51,7 +53,8 @@ TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
     const Tensor x = leaf({1, 2});
     static constexpr auto runs = [](const Tensor& x) {
       const Tensor inner = x.detach().set_requires_grad(true);
-      (rpc::sync<&triple>(0, x).sum() + rpc::sync<fails>(0, inner).sum() + rpc::sync<&triple>(0, inner).sum())
+      (rpc::sync<&triple>(0, x).sum() + rpc::sync<&fails_in_backward>(0, inner).sum() +
+       rpc::sync<&triple>(0, inner).sum())
           .backward();
     };
     EXPECT_THROW(rpc::sync<runs>(1, x), RemoteError);
@@ -78,17 +81,12 @@ struct Slow {
 };
 
 TEST_P(Autograd, NothingGoesOnAfterAFailedBackward) {
-  static constexpr auto fails = [](const Tensor& x) {
-    const Tensor y = x * 2;
-    y.register_hook([](Tensor) -> Tensor { throw std::out_of_range("in a hook"); });
-    return y;
-  };
   trainer(3, [] {
     for (const bool first : {true, false}) {  // the engine waits for either call first
       const auto slow = rpc::remote<Slow>(2);
       const Tensor x = leaf({1, 2});
-      const Tensor a = first ? slow.sync<&Slow::forward>(x) : rpc::sync<fails>(1, x);
-      const Tensor b = first ? rpc::sync<fails>(1, x) : slow.sync<&Slow::forward>(x);
+      const Tensor a = first ? slow.sync<&Slow::forward>(x) : rpc::sync<&fails_in_backward>(1, x);
+      const Tensor b = first ? rpc::sync<&fails_in_backward>(1, x) : slow.sync<&Slow::forward>(x);
       EXPECT_THROW((a + b).sum().backward(), RemoteError);
       EXPECT_TRUE(slow.sync<&Slow::grad>().defined());
     }

@@ -14,8 +14,8 @@
 //
 // An RRef is valid only until rpc::shutdown(); a later init() does not make it valid again.
 //
-// Making an object may take any time, unless the call has a timeout of its own. Without one, remote() throws TimeoutError
-// if the owner has not taken the call within Options::timeout.
+// Making an object may take any time, unless the call has a timeout of its own. Without one, remote() throws
+// TimeoutError if the owner has not taken the call within Options::timeout.
 //
 // Errors: as call.h; InvalidArgument if local_value() is called for another worker's object, or an empty RRef is used;
 // Aborted if an RRef that was made before rpc::shutdown(), or in another World, is used or sent.
