@@ -40,9 +40,12 @@ Connector::Connector(const TcpOptions& options, Poller& poller, const TlsPair* t
   }
 }
 
-Connector::~Connector() {
+Connector::~Connector() { finish(); }
+
+void Connector::finish() {
   while (!entrants_.empty()) leave(entrants_.begin()->first);
   if (listening_) poller_.remove(listening_.get());
+  listening_.reset();
 }
 
 std::string Connector::name_of(int rank) const { return worker_name(options_.names, rank); }

@@ -58,6 +58,7 @@ class Connector {
   void tick(Clock::time_point now);
 
   bool is_complete() const { return missing_.empty(); }
+  void finish();  // nothing is met from now on: the port is closed
   std::exception_ptr failure() const { return failure_; }
   // The workers that have not connected, and the known reasons.
   std::vector<int> missing() const { return {missing_.begin(), missing_.end()}; }

@@ -230,6 +230,7 @@ void TcpTransport::carry_out_requests() {
     failure_ = connector_->failure();
     missing_ = connector_->missing();
     missing_words_ = connector_->describe_missing();
+    if (complete_) connector_->finish();  // other threads use the connections from now on: none may be replaced
     if (complete_ || failure_) changed_.notify_all();
   }
   if (!want_close_) return;
