@@ -11,19 +11,26 @@
 
 namespace muster::autograd {
 
-void NodeCounts::add(const std::vector<Node*>& nodes) {
+void NodeCounts::add(const Nodes& nodes) {
   const std::lock_guard lock(mutex_);
-  for (const Node* const node : nodes) ++counts_[node];
+  uncounted_.insert(&nodes);
+  ++graphs_;
 }
 
-bool NodeCounts::any_is_shared(const std::vector<Node*>& nodes) const {
+bool NodeCounts::any_is_shared(const Nodes& nodes) {
   const std::lock_guard lock(mutex_);
+  if (graphs_ == 1) return false;
+  for (const Nodes* const graph : uncounted_)
+    for (const Node* const node : *graph) ++counts_[node];
+  uncounted_.clear();
   return std::any_of(nodes.begin(), nodes.end(), [this](const Node* node) { return counts_.at(node) > 1; });
 }
 
-std::vector<Node*> NodeCounts::remove(const std::vector<Node*>& nodes) {
+std::vector<Node*> NodeCounts::remove(const Nodes& nodes) {
   std::vector<Node*> last;
   const std::lock_guard lock(mutex_);
+  --graphs_;
+  if (uncounted_.erase(&nodes) > 0) return last;
   for (Node* const node : nodes) {
     const auto found = counts_.find(node);
     if (--found->second > 0) continue;
@@ -37,19 +44,21 @@ SubGraph::SubGraph(edge_list results, std::vector<PtrTo<ReceiveNode>> slots, std
                    std::shared_ptr<NodeCounts> counts, std::shared_ptr<void> counted)
     : results_(std::move(results)),
       slots_(std::move(slots)),
-      nodes_(std::move(nodes)),
+      nodes_(std::make_unique<const NodeCounts::Nodes>(std::move(nodes))),
       counts_(std::move(counts)),
       counted_(std::move(counted)) {
-  counts_->add(nodes_);
+  counts_->add(*nodes_);
 }
 
-SubGraph::~SubGraph() { counts_->remove(nodes_); }
+SubGraph::~SubGraph() {
+  if (nodes_) counts_->remove(*nodes_);
+}
 
 std::vector<Tensor> SubGraph::backward(std::vector<Tensor> gradients, std::vector<uint8_t> wanted, bool accumulate,
                                        bool keep_graph) {
   edge_list results;
   std::vector<PtrTo<ReceiveNode>> slots;
-  std::vector<Node*> used_up;
+  std::unique_ptr<const NodeCounts::Nodes> used_up;
   bool is_shared = false;
   {
     const std::lock_guard lock(mutex_);
@@ -63,7 +72,7 @@ std::vector<Tensor> SubGraph::backward(std::vector<Tensor> gradients, std::vecto
     slots = slots_;
     if (!keep_graph) {
       state_ = State::kUsed;
-      is_shared = counts_->any_is_shared(nodes_);
+      is_shared = counts_->any_is_shared(*nodes_);
       used_up.swap(nodes_);
     }
   }
@@ -72,7 +81,8 @@ std::vector<Tensor> SubGraph::backward(std::vector<Tensor> gradients, std::vecto
             .keep_graph = keep_graph || is_shared,
             .create_graph = at::GradMode::is_enabled()};
   const auto release = [&] {
-    for (Node* const node : counts_->remove(used_up))
+    if (!used_up) return;
+    for (Node* const node : counts_->remove(*used_up))
       if (is_shared) {
         node->will_release_variables();
         node->release_variables();
@@ -95,8 +105,8 @@ void SubGraph::end() {
   edge_list results;  // destroyed without the lock
   std::vector<PtrTo<ReceiveNode>> slots;
   const std::lock_guard lock(mutex_);
-  counts_->remove(nodes_);
-  nodes_.clear();
+  if (nodes_) counts_->remove(*nodes_);
+  nodes_ = nullptr;
   results.swap(results_);
   slots.swap(slots_);
   state_ = State::kEnded;

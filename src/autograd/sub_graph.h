@@ -27,16 +27,22 @@
 
 namespace muster::autograd {
 
-// How many of a worker's sub-graphs, of those that are not used up, have a node. Thread-safety: all methods.
+// How many of a worker's sub-graphs, of those that are not used up, have a node. A graph of inner steps has thousands of
+// nodes, and is usually the only one: nothing is counted before any_is_shared() is asked about one of several.
+// Thread-safety: all methods.
 class NodeCounts {
  public:
-  void add(const std::vector<Node*>& nodes);
-  bool any_is_shared(const std::vector<Node*>& nodes) const;
-  std::vector<Node*> remove(const std::vector<Node*>& nodes);  // returns those that no sub-graph has any more
+  using Nodes = std::vector<Node*>;  // of a sub-graph, which has added them by this address
+  void add(const Nodes& nodes);
+  bool any_is_shared(const Nodes& nodes);
+  // Returns those that no sub-graph has any more; none if any_is_shared() has not counted these nodes.
+  std::vector<Node*> remove(const Nodes& nodes);
 
  private:
-  mutable std::mutex mutex_;
-  ska::flat_hash_map<const Node*, uint32_t> counts_;
+  std::mutex mutex_;
+  size_t graphs_ = 0;
+  ska::flat_hash_set<const Nodes*> uncounted_;
+  ska::flat_hash_map<const Node*, uint32_t> counts_;  // of the other graphs
 };
 
 class SubGraph {
@@ -62,7 +68,7 @@ class SubGraph {
   State state_ = State::kThere;
   edge_list results_;
   std::vector<PtrTo<ReceiveNode>> slots_;
-  std::vector<Node*> nodes_;  // that this counts in counts_; kept by results_
+  std::unique_ptr<const NodeCounts::Nodes> nodes_;  // that this has added to counts_; kept by results_
   const std::shared_ptr<NodeCounts> counts_;
   const std::shared_ptr<void> counted_;
 };
