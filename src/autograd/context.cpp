@@ -71,11 +71,12 @@ void Context::end(std::chrono::milliseconds timeout) {
   const auto agent = state_->agent();
   if (!agent) return;
   const auto deadline = Deadline::after(timeout);
-  const auto workers = tape_of(*agent).contexts().end(state_->id());
-  for (const auto& answer : end_on(*agent, state_->id(), workers)) {
-    if (!answer.wait_for(deadline.left()))
-      throw TimeoutError("an autograd context was ended, and not all workers that it had called have answered");
-  }
+  const Told told = end_on(*agent, state_->id(), tape_of(*agent).contexts().end(state_->id()), deadline);
+  const bool all_answered = std::all_of(told.answers.begin(), told.answers.end(), [&](const rpc::Future<void>& answer) {
+    return answer.wait_for(deadline.left());
+  });
+  if (!told.all_answer || !all_answered)
+    throw TimeoutError("an autograd context was ended, and not all workers that it had called have answered");
 }
 
 namespace {

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "autograd/context_state.h"
+#include "muster/base/deadline.h"
 #include "muster/rpc/future.h"
 #include "rpc/agent.h"
 
@@ -39,6 +40,7 @@ class Contexts {
 
   std::shared_ptr<ContextState> begin();
   std::shared_ptr<ContextState> find(uint64_t id);  // makes this worker's part if needed. Aborted if it has ended
+  void check(uint64_t id) const;                    // of a context that was found here. Aborted if it has ended
   std::set<int> end(uint64_t id);                   // returns the workers that must be told
   // Ends the contexts of the lost worker. Returns this worker's own that live, and the next id; when these end,
   // `others` are told too.
@@ -67,8 +69,13 @@ class Contexts {
 };
 
 // Tells these workers that a context has ended. Each answers when all workers that it has called in the context have
-// dropped it too. The calls are made outside of any context.
-std::vector<rpc::Future<void>> end_on(rpc::Agent& agent, uint64_t id, const std::set<int>& workers);
+// dropped it too. The calls are made outside of any context. Those that cannot be made until the deadline, because the
+// worker has too many calls to answer, are replaced by messages without an answer.
+struct Told {
+  std::vector<rpc::Future<void>> answers;
+  bool all_answer = true;
+};
+Told end_on(rpc::Agent& agent, uint64_t id, const std::set<int>& workers, Deadline deadline = Deadline::never());
 // Sends a worker which contexts of this one live.
 void tell_living_contexts(rpc::Agent& agent, int worker, const std::vector<uint64_t>& living, uint64_t next);
 

@@ -36,6 +36,11 @@ std::shared_ptr<ContextState> Contexts::find(uint64_t id) {
   return table_.emplace(id, std::make_shared<ContextState>(id, agent_)).first->second;
 }
 
+void Contexts::check(uint64_t id) const {
+  const std::lock_guard lock(mutex_);
+  if (!table_.contains(id)) throw Aborted("this autograd context has ended");
+}
+
 void Contexts::remember(uint64_t id) {
   if (!ended_.insert(id).second) return;
   ended_order_.push_back(id);
@@ -103,7 +108,7 @@ namespace {
 rpc::Task<void> end_context(uint64_t id) {
   const auto agent = rpc::current_agent();
   const auto told = end_on(*agent, id, tape_of(*agent).contexts().end(id));
-  for (const auto& answer : told) {
+  for (const auto& answer : told.answers) {
     try {
       co_await answer;
     } catch (const Error&) {
@@ -118,14 +123,18 @@ void keep_contexts(std::vector<uint64_t> living, uint64_t next) {
 
 }  // namespace
 
-std::vector<rpc::Future<void>> end_on(rpc::Agent& agent, uint64_t id, const std::set<int>& workers) {
+Told end_on(rpc::Agent& agent, uint64_t id, const std::set<int>& workers, Deadline deadline) {
   const Context::Scope none(nullptr);
-  std::vector<rpc::Future<void>> told;
+  Told told;
   for (const int worker : workers) {
     if (worker == agent.rank()) continue;
     try {
       // Without a timeout: the worker must be told, however busy it is.
-      told.push_back(rpc::detail::call_on<&end_context>(agent, {worker, std::chrono::milliseconds(0)}, uint64_t(id)));
+      const rpc::detail::Callee callee(worker, std::chrono::milliseconds(0), deadline);
+      told.answers.push_back(rpc::detail::call_on<&end_context>(agent, callee, uint64_t(id)));
+    } catch (const TimeoutError&) {
+      agent.tell_end(worker, id);
+      told.all_answer = false;
     } catch (const PeerLost&) {
     } catch (const Aborted&) {
       // The worker is lost, or RPC ends: then it drops the context by itself.

@@ -152,6 +152,11 @@ std::shared_ptr<void> Tape::outgoing(int to, Timeout timeout, rpc::Payload& payl
   return sent;
 }
 
+// A worker remembers for a while which contexts have ended (context.h), so no call may reach it long after that.
+void Tape::about_to_send(uint64_t context) {
+  if (const uint64_t id = context & kIdBits; id != 0) contexts_.check(id);
+}
+
 void Tape::returned(const std::shared_ptr<void>& any, int from, uint64_t context, rpc::Payload& payload) {
   if (!(context & kRecorded)) return;
   const auto sent = std::static_pointer_cast<Sent>(any);

@@ -51,6 +51,7 @@ class Tape final : public rpc::Interceptor {
   explicit Tape(rpc::Agent& agent);
 
   std::shared_ptr<void> outgoing(int to, Timeout timeout, rpc::Payload& payload, uint64_t& context) override;
+  void about_to_send(uint64_t context) override;
   void returned(const std::shared_ptr<void>& sent, int from, uint64_t context, rpc::Payload& payload) override;
   std::shared_ptr<void> incoming(const rpc::IncomingCall& call, rpc::Payload& payload) override;
   void returning(const rpc::IncomingCall& call, rpc::Payload& payload, uint64_t& context) override;

@@ -102,8 +102,10 @@ class Agent final : public std::enable_shared_from_this<Agent>, private transpor
   Census census() const;
   Traffic traffic() const;
 
-  // Starts a call, which ends exactly once. Throws InvalidArgument for arguments that cannot be sent.
-  void call(int to, const detail::CallSpec& spec, Payload payload, detail::PendingCall& call);
+  // Starts a call, which ends exactly once. Throws InvalidArgument for arguments that cannot be sent, TimeoutError if
+  // it could not be sent until `send_by` (none: as `spec` says).
+  void call(int to, const detail::CallSpec& spec, Payload payload, detail::PendingCall& call,
+            std::optional<Deadline> send_by = {});
   uint64_t new_object();
   // Stores an object of this worker, and returns a hold on it.
   std::shared_ptr<detail::Reference> keep(StoredObject stored);

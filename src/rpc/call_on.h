@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "muster/base/deadline.h"
 #include "muster/rpc/call.h"
 #include "rpc/agent.h"
 #include "rpc/reference.h"
@@ -16,16 +17,18 @@ namespace muster::rpc::detail {
 
 struct Callee {
   Callee(int worker) : worker(worker) {}
-  Callee(int worker, std::chrono::milliseconds timeout) : worker(worker), timeout(timeout) {}
+  Callee(int worker, std::chrono::milliseconds timeout, std::optional<Deadline> send_by = {})
+      : worker(worker), timeout(timeout), send_by(send_by) {}
   int worker;
   std::optional<std::chrono::milliseconds> timeout;  // 0: none
+  std::optional<Deadline> send_by;                   // as Agent::call()
 };
 
 template <auto F, typename... A>
 Future<result_of<F>> call_on(Agent& agent, Callee callee, A&&... args) {
   StateRef<CallState<result_of<F>>> state(new CallState<result_of<F>>(agent.waits()));
   agent.call(callee.worker, {.function = &function_of<F>(), .timeout = callee.timeout},
-             pack_for<arguments_of<F>>(std::forward<A>(args)...), *state);
+             pack_for<arguments_of<F>>(std::forward<A>(args)...), *state, callee.send_by);
   return Future<result_of<F>>(state);
 }
 

@@ -89,7 +89,8 @@ void Agent::wait_for_backlog(int to, Deadline deadline) {
                             "\" does not take what was sent to it: ", way.backlog(to), " bytes wait"));
 }
 
-void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::PendingCall& call) {
+void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::PendingCall& call,
+                 std::optional<Deadline> send_by) {
   check_fork();
   const ProfilerEvent event("call ", spec.function->name, " -> ", workers_[static_cast<size_t>(to)].name);
   Peer& there = peer(to);
@@ -99,10 +100,11 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
                             workers_[static_cast<size_t>(to)].name, "\" was over before it began"),
                        {to}, "Its timeout is negative");
   const auto deadline = timeout > milliseconds(0) ? Deadline::after(timeout, FastClock::now()) : Deadline::never();
-  const auto to_send = spec.is_sent_in_time && options_.timeout > milliseconds(0)
-                           ? Deadline::after(options_.timeout, FastClock::now())
-                           : deadline;
-  wait_for_room(to, to_send);
+  if (!send_by)
+    send_by = spec.is_sent_in_time && options_.timeout > milliseconds(0)
+                  ? Deadline::after(options_.timeout, FastClock::now())
+                  : deadline;
+  wait_for_room(to, *send_by);
   Header header{.kind = MessageKind::kCall,
                 .flags = static_cast<uint8_t>((spec.store ? kStore : 0) | (c10::GradMode::is_enabled() ? 0 : kNoGrad)),
                 .timeout_ms = static_cast<uint32_t>(std::clamp<int64_t>(timeout.count(), 0, UINT32_MAX)),
@@ -133,7 +135,7 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
     if (lower_next_tick(ticks(deadline.when()))) executor_->call_on_tick();
   }
   try {
-    send(to, header, std::move(payload), to_send);
+    send(to, header, std::move(payload), *send_by);
     // If the call was given up meanwhile, its kCancel has come before it, and was of no use.
     if (deadline.passed()) send_quietly(to, {.kind = MessageKind::kCancel, .call = header.call});
   } catch (const PeerLost&) {
@@ -229,6 +231,7 @@ void Agent::send(int to, Header header, Payload payload, Deadline deadline) {
     const bool may_wait = !Executor::polls();
     if (header.kind == MessageKind::kCall) take_bytes(to, header.call, message.bytes(), deadline, may_wait);
     if (may_wait) wait_for_backlog(to, deadline);
+    if (header.kind == MessageKind::kCall && header.context != 0) interceptor_->about_to_send(header.context);
   }
   const auto records = hand_on(to, payload);
   for (const RefRecord& record : records) append_pod(message.body, record);

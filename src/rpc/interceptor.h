@@ -36,6 +36,8 @@ class Interceptor {
   // `timeout`: the call's own, if it has one. Returns what returned() is to be given; may be null.
   using Timeout = std::optional<std::chrono::milliseconds>;
   virtual std::shared_ptr<void> outgoing(int to, Timeout timeout, Payload& payload, uint64_t& context) = 0;
+  // The call has waited for room, and is sent now. Throws if it must not be any more.
+  virtual void about_to_send(uint64_t context) = 0;
   virtual void returned(const std::shared_ptr<void>& sent, int from, uint64_t context, Payload& payload) = 0;
 
   virtual std::shared_ptr<void> incoming(const IncomingCall& call, Payload& payload) = 0;

@@ -6,13 +6,16 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "autograd/context.h"
+#include "autograd/tape.h"
 #include "contract/autograd_fixture.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "support/eventually.h"
 
 namespace muster::test::gradients {
 namespace {
@@ -125,6 +128,49 @@ TEST_P(AutogradContexts, TheEndOfAContextEndsItsGraphs) {
     }
     EXPECT_THROW(y.backward(), Aborted);
   });
+}
+
+int held_until_go() {
+  World::current().store().get("go", patience());
+  return 0;
+}
+
+TEST_P(AutogradContexts, EndKeepsItsTimeAlsoWhenNoCallCanBeMade) {
+  trainer(2,
+          [] {
+            autograd::Context context;
+            const auto only = rpc::async<&held_until_go>(1);
+            EXPECT_THROW(context.end(10ms), TimeoutError);
+            World::current().store().set("go", "");
+            EXPECT_EQ(only.get(), 0);
+            EXPECT_TRUE(eventually([] { return rpc::sync<[] { return autograd::census().contexts; }>(1) == 0; }))
+                << "worker 1 was told all the same";
+          },
+          {.max_calls = 1});
+}
+
+Tensor same(Tensor x) { return x; }
+
+TEST_P(AutogradContexts, ACallThatHasWaitedIsNotSentInAContextThatHasEndedMeanwhile) {
+  static constexpr size_t kMost = size_t{1} << 20;
+  trainer(2,
+          [] {
+            const Tensor half = at::ones({kMost / 8});  // in bytes
+            const auto agent = rpc::current_agent();
+            autograd::Context context;
+            const auto first = rpc::async<&held_until_go>(1);
+            const auto large = rpc::async<&same>(1, half);
+            std::thread other([agent, id = context.id(), store = World::current().shared_store()] {
+              EXPECT_TRUE(eventually([&] { return agent->census().pending_calls == 3; }));
+              autograd::tape_of(*agent).ended(id);
+              store->set("go", "");
+            });
+            EXPECT_THROW(rpc::async<&same>(1, half), Aborted);  // there is no room for it before "go"
+            other.join();
+            EXPECT_EQ(first.get(), 0);
+            EXPECT_TRUE(at::equal(large.get(), half));
+          },
+          {.max_threads = 1, .max_call_bytes = kMost});
 }
 
 TEST_P(AutogradContexts, AContextOfATimeThatIsOverIsNoOther) {
