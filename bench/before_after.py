@@ -4,9 +4,9 @@
     bench/before_after.py BEFORE NOW [--json FILE] [--rounds 7] [--only collectives,crowd,rpc,autograd,meta,ddp]
 
 BEFORE and NOW are the folders of two builds (build/release of two checkouts). Both are measured in turns, and NOW twice
-in each round: its second measurement differs from the first by noise alone. A row's ratio is before / now of a time, and
-now / before of a speed, so above 1 the later build is faster; it is the median of the rounds' ratios. Its noise is the
-median of |1 - again / now| over the rounds, and "slower" marks a row that lost more than three times that and 3 %.
+in each round: its second measurement differs from the first by noise alone. A row's ratio is before / now of a time,
+and now / before of a speed, so above 1 the later build is faster; it is the median of the rounds' ratios. Its noise is
+the median of |1 - again / now| over the rounds, and "slower" marks a row that lost more than three times that and 3 %.
 """
 
 import argparse

@@ -27,8 +27,8 @@
 
 namespace muster::autograd {
 
-// How many of a worker's sub-graphs, of those that are not used up, have a node. A graph of inner steps has thousands of
-// nodes, and is usually the only one: nothing is counted before any_is_shared() is asked about one of several.
+// How many of a worker's sub-graphs, of those that are not used up, have a node. A graph of inner steps has thousands
+// of nodes, and is usually the only one: nothing is counted before any_is_shared() is asked about one of several.
 // Thread-safety: all methods.
 class NodeCounts {
  public:
