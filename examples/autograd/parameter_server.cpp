@@ -13,19 +13,22 @@
 #include <muster/autograd/context.h>
 #include <muster/comm/world.h>
 #include <muster/rpc/rref.h>
+#include <muster/rpc/task.h>
 #include <muster/train/plot.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <condition_variable>
+#include <chrono>
 #include <cstdio>
 #include <mutex>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace rpc = muster::rpc;
 using at::Tensor;
+using namespace std::chrono_literals;
 
 namespace {
 
@@ -57,8 +60,9 @@ class Server {
     return x.matmul(first).tanh().matmul(second);
   }
 
-  // Makes a step with the gradients of the caller's context.
-  void step(int trainer, double loss) {
+  // Makes a step with the gradients of the caller's context. It waits for others without holding a thread, so there may
+  // be any number of trainers.
+  rpc::Task<void> step(int trainer, double loss) {
     std::vector<Tensor> gradients;
     for (const Tensor& one : weights_) gradients.push_back(muster::autograd::gradient(one));
     std::unique_lock lock(mutex_);
@@ -72,12 +76,19 @@ class Server {
         apply(sums_, lr_ / static_cast<double>(steps_.size()));
         sums_.clear();
       }
-      changed_.wait(lock, [&] { return slowest() >= mine; });
     } else {
       apply(gradients, lr_ / static_cast<double>(steps_.size()));
-      changed_.wait(lock, [&] { return way_ == kHogWild || mine - slowest() <= bound_; });
     }
-    changed_.notify_all();
+    auto others = std::exchange(changed_, rpc::Promise<void>());
+    lock.unlock();
+    others.try_set_value();  // those that wait look again
+    lock.lock();
+    while (way_ == kSynchronous ? slowest() < mine : way_ == kBounded && mine - slowest() > bound_) {
+      const auto changed = changed_.future();
+      lock.unlock();
+      co_await changed;
+      lock.lock();
+    }
   }
 
   std::vector<double> losses() {
@@ -90,15 +101,14 @@ class Server {
   void apply(const std::vector<Tensor>& gradients, double lr) {
     const at::NoGradGuard no_grad;
     for (size_t i = 0; i < weights_.size(); ++i) weights_[i].sub_(gradients[i], lr);
-    changed_.notify_all();
   }
 
   const int way_, bound_;
   const double lr_;
   std::vector<Tensor> weights_, sums_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<int> steps_;  // of each trainer
+  rpc::Promise<void> changed_;  // kept by the next step
+  std::vector<int> steps_;      // of each trainer
   std::vector<double> losses_;
 };
 
@@ -132,7 +142,8 @@ void compare(const Settings& settings) {
     const auto server = std::make_shared<Server>(trainers, way, settings.bound, settings.lr);
     const auto rref = rpc::make_rref(server);
     std::vector<rpc::Future<void>> training;
-    for (int i = 0; i < trainers; ++i) training.push_back(rpc::async<&train>(i + 1, rref, int(i), settings.steps));
+    for (int i = 0; i < trainers; ++i)
+      training.push_back(rpc::async<&train>({i + 1, {.timeout = 0ms}}, rref, int(i), settings.steps));
     rpc::when_all(std::move(training)).get();
     const std::vector<double> losses = smooth(server->losses(), 20);
     std::vector<double> steps(losses.size());

@@ -29,7 +29,7 @@ using at::Tensor;
 
 namespace {
 
-// The mean number of steps that the pole stands. policy: [4] weights of the state; right, if their sum is above 0.
+// The number of steps that the pole stands, in all these episodes together. policy: [4] weights of the state; right, if their sum is above 0.
 Tensor play(muster::Whole<Tensor> policy, Tensor seeds) {
   const Tensor weights = policy->contiguous();
   const auto* const weight = weights.const_data_ptr<float>();
@@ -42,7 +42,7 @@ Tensor play(muster::Whole<Tensor> policy, Tensor seeds) {
       now = game.step(lean > 0);
     }
   }
-  return at::scalar_tensor(steps / static_cast<double>(seeds.numel()));
+  return at::scalar_tensor(steps);
 }
 
 struct Settings {
@@ -58,7 +58,8 @@ void train(const Settings& settings) {
   Tensor seeds;  // of this step's episodes: all policies play the same ones
   const auto reward = optim::zero_order(
       [&](const Tensor& policy) {
-        return muster::remote_sync_call<&play>(policy, seeds, {.reducer = muster::mean_reducer});
+        // A sum, because workers may play unequal numbers of episodes.
+        return muster::remote_sync_call<&play>(policy, seeds, {.reducer = muster::sum_reducer}) / settings.episodes;
       },
       {.method = optim::ZeroOrder::kAntithetic,
        .num_samples = settings.samples,

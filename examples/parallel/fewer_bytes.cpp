@@ -13,6 +13,7 @@
 #include <torch/optim/sgd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -44,7 +45,8 @@ struct Settings {
 struct Way {
   std::string name;
   std::function<muster::CommHook()> hook;  // none: gradients are averaged as they are
-  double share = 1;                        // of the bytes that DDP sends in a step
+  double share = 1;                        // of the bytes that DDP sends in a step,
+  int first = 0;                           // after so many steps in which it sends as much
   bool is_local = false;
 };
 
@@ -93,12 +95,14 @@ void compare(const Settings& settings, const muster::World& world) {
     for (const Tensor& parameter : Net().parameters()) bytes += static_cast<double>(parameter.nbytes());
     return bytes / (1 << 20);
   }();
+  constexpr int kFirst = 10;
   const std::vector<Way> ways = {
       {.name = "DDP", .hook = nullptr},
       {.name = "bfloat16", .hook = [] { return muster::comm_hooks::bf16_compress; }, .share = 0.5},
       {.name = "PowerSGD",
-       .hook = [] { return muster::comm_hooks::PowerSgd({.matrix_approximation_rank = 2, .start_iter = 10}); },
-       .share = share_of_power_sgd(Net(), 2)},
+       .hook = [] { return muster::comm_hooks::PowerSgd({.matrix_approximation_rank = 2, .start_iter = kFirst}); },
+       .share = share_of_power_sgd(Net(), 2),
+       .first = kFirst},
       {.name = "TopK",
        .hook = [] { return muster::comm_hooks::TopK({.ratio = 0.02}); },
        .share = 0.04},  // each with its place
@@ -113,7 +117,8 @@ void compare(const Settings& settings, const muster::World& world) {
     std::vector<double> steps, sent;
     for (size_t i = 0; i < losses.size(); ++i) {
       steps.push_back(static_cast<double>(i + 1));
-      sent.push_back(static_cast<double>(i + 1) * mib * way.share);
+      const double all = static_cast<double>(i + 1), first = std::min<double>(all, way.first);
+      sent.push_back((first + (all - first) * way.share) * mib);
     }
     if (world.rank() == 0) std::printf("%s: loss %.5f, %.1f MiB sent\n", way.name.c_str(), losses.back(), sent.back());
     over_steps.series.push_back({.name = way.name, .x = steps, .y = losses});

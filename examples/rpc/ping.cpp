@@ -3,6 +3,7 @@
 //   muster run -n 2 rpc_ping
 #include <chrono>
 #include <cstdio>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,16 +17,21 @@ namespace {
 
 std::string greet(std::string name) { return "hello " + name + ", this is " + rpc::worker_info().name; }
 
-// Lives on worker 1. Every worker that has an RRef to it may add lines.
+// Lives on worker 1. Every worker that has an RRef to it may add lines, several of them concurrently.
 class Guestbook {
  public:
   int sign(std::string line) {
+    const std::lock_guard lock(mutex_);
     lines_.push_back(rpc::this_call().caller().name + ": " + line);
     return static_cast<int>(lines_.size());
   }
-  std::vector<std::string> read() const { return lines_; }
+  std::vector<std::string> read() const {
+    const std::lock_guard lock(mutex_);
+    return lines_;
+  }
 
  private:
+  mutable std::mutex mutex_;
   std::vector<std::string> lines_;
 };
 

@@ -43,7 +43,9 @@ at::Tensor combine_tensors(const std::vector<at::Tensor>& results, Combine how) 
   }
   if (!first.defined()) return {};
   const at::Tensor stacked = at::stack(results);
-  if (how == Combine::kSum) return at::sum(stacked, 0);
+  // A sum of bools counts; every other keeps its dtype.
+  if (how == Combine::kSum && first.scalar_type() == at::kBool) return at::sum(stacked, 0);
+  if (how == Combine::kSum) return at::sum(stacked, 0, false, first.scalar_type());
   if (!at::isFloatingType(first.scalar_type()) && !at::isComplexType(first.scalar_type()))
     throw InvalidArgument(
         text(name_of(how), ": the results are integers (", toString(first.scalar_type()), "), which have no mean"),

@@ -51,7 +51,9 @@ class TeamOfCall final : public Team {
   void give_to_any(Workers among, Start part) override {
     wait_for_worker({std::move(part), among ? std::move(among) : all_, false});
   }
-  void give_again(Start part) override { wait_for_worker({std::move(part), named_, true}); }
+  void give_again(Workers among, Start part) override {
+    wait_for_worker({std::move(part), among ? std::move(among) : named_, true});
+  }
   void over(int worker) override {
     {
       const std::lock_guard lock(mutex_);
@@ -59,6 +61,7 @@ class TeamOfCall final : public Team {
     }
     start_those_that_wait();
   }
+  Workers all() const override { return all_; }
   rpc::Waits* waits() const override { return waits_; }
 
  private:
@@ -76,19 +79,20 @@ class TeamOfCall final : public Team {
     start_those_that_wait();
   }
 
-  // One thread at a time starts parts. If a part is over immediately, or another thread comes meanwhile, that thread
-  // looks again.
+  // If a part is over immediately, the thread that has started it looks again, in the outer call of this function.
+  // Several threads may start parts: a call may wait long for room on the way to its worker.
   void start_those_that_wait() {
-    std::unique_lock lock(mutex_);
-    if (starting_) return;
-    starting_ = true;
-    while (auto next = take_next()) {
+    thread_local const TeamOfCall* starting = nullptr;
+    if (starting == this) return;
+    const auto outer = std::exchange(starting, this);
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      auto next = take_next();
       lock.unlock();
+      if (!next) break;
       start(next->first, next->second);
-      next.reset();
-      lock.lock();
     }
-    starting_ = false;
+    starting = outer;
   }
 
   // The first part that a worker has time for.
@@ -145,7 +149,6 @@ class TeamOfCall final : public Team {
   std::mutex mutex_;
   std::map<int, int> unanswered_;  // parts of each worker
   std::deque<Waiting> waiting_;
-  bool starting_ = false;
 };
 
 }  // namespace

@@ -85,7 +85,7 @@ void shutdown(Shutdown how, std::chrono::milliseconds timeout) {
   const auto attached = world ? world->find<AttachedAgent>() : nullptr;
   if (!attached) return;
   try {
-    attached->agent->shut_down(how, Deadline::after(timeout));
+    attached->agent->shut_down(how, timeout.count() == 0 ? Deadline::never() : Deadline::after(timeout));
   } catch (const InvalidArgument&) {
     throw;  // nothing has been done
   } catch (...) {

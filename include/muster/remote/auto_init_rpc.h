@@ -37,8 +37,8 @@ struct AutoInitOptions {
   std::function<void()> worker_init = {};                         // seeds, devices, data: with RPC running
   std::function<std::string(const WorldInfo&)> worker_name = {};  // empty: rpc.name, or "worker<rank>"
   rpc::Options rpc = {};
-  WorldOptions world = {};                              // used if auto_init_rpc() joins the job
-  std::chrono::milliseconds shutdown_timeout{300'000};  // how long the shutdown waits for the other workers
+  WorldOptions world = {};                        // used if auto_init_rpc() joins the job
+  std::chrono::milliseconds shutdown_timeout{0};  // how long the shutdown waits for the other workers; 0: no limit
 };
 
 namespace detail {

@@ -1,6 +1,6 @@
 // Makes a parallel function object from a function, to be called like any other.
 //
-//   at::Tensor loss_of_part(rpc::ModuleState model, at::Tensor batch);
+//   at::Tensor loss_of_part(optim::ModuleState model, at::Tensor batch);
 //   const auto loss = muster::parallelize<&loss_of_part>();   // splits by rows, and averages
 //   …
 //   at::Tensor value = loss(model, batch);

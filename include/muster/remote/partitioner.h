@@ -7,7 +7,7 @@
 //   dim_partitioner(0, {.exclusive = true, .balanced = true}) one row per part, to the worker that has time for it
 //   3, "ps"                                                   no split: all arguments to that worker
 //   every_worker                                              no split: all arguments to each worker
-//   any_worker()                                              no split: to the worker that has the fewest parts to do
+//   any_worker()                                              no split: to the workers in turn, a call to each
 //   [](const at::Tensor& x) -> std::vector<muster::RemotePart<at::Tensor>> { … }
 //                                                             your own, with the same arguments as the function
 //

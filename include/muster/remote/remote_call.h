@@ -1,6 +1,6 @@
 // Map and reduce over workers: a function is called once for each part of its arguments, and the results are combined.
 //
-//   at::Tensor loss(rpc::ModuleState model, at::Tensor batch);
+//   at::Tensor loss(optim::ModuleState model, at::Tensor batch);     // optim/meta.h: gradients pass through it
 //
 //   auto losses = muster::remote_sync_call<&loss>(model, batch);                       // std::vector, one per part
 //   auto mean = muster::remote_sync_call<&loss>(model, batch, {.reducer = mean_reducer});
@@ -31,8 +31,8 @@
 //
 // With .max_retries the function must depend on nothing but its arguments. The loss of a worker is then no error,
 // neither before the part has answered nor before its backward has: the part is called again on a living worker (one
-// that the call's parts name, or any if none of these lives; the one with the fewest parts to do), and its graph
-// continues there. The results and gradients are the same as without a loss. Other errors end the call as ever, as does
+// of any_worker()'s, if it was for any; else one that the call's parts name; or any if none of these lives; the one
+// with the fewest parts to do), and its graph continues there. The results and gradients are the same as without a loss. Other errors end the call as ever, as does
 // a loss after so many retries. The arguments are kept until the graph is used up. What the first worker's handler
 // called or changed elsewhere stays; gradients of gradients (create_graph) of a part are lost with its worker.
 //
@@ -41,7 +41,8 @@
 // be sent with others than it was made with throws InvalidArgument instead.
 //
 // A reducer of a synchronous call runs in the caller's thread; that of an asynchronous call runs where the agent runs
-// continuations, with the caller's grad mode and the rest of at::ThreadLocalState.
+// continuations, or in the caller's thread if all parts have been answered by then, with the caller's grad mode and the
+// rest of at::ThreadLocalState. So hold no mutex during the call that the reducer takes.
 //
 // In a co_await expression GCC 12 destroys twice what closures with captures, and braces within braces, hold: give the
 // call a name before you await it, unless its options are as simple as {.partitioner = "ps", .reducer = mean_reducer}.

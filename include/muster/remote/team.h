@@ -44,11 +44,12 @@ class Team {
   virtual ~Team() = default;
 
   // Start `part` now or later, in any thread of the agent: on that worker; on one of these (null: of all); or, again,
-  // on a living one of those that are named, or of all if none of these lives.
+  // on a living one of these (null: of those that are named), or of all if none of these lives.
   virtual void give_to(int worker, Start part) = 0;
   virtual void give_to_any(Workers among, Start part) = 0;
-  virtual void give_again(Start part) = 0;
+  virtual void give_again(Workers among, Start part) = 0;
   virtual void over(int worker) = 0;  // the part's call there is over
+  virtual Workers all() const = 0;
   virtual rpc::Waits* waits() const = 0;
 };
 
@@ -93,6 +94,7 @@ class Part : public std::enable_shared_from_this<Part<F>> {
     return started([&](Team::Start part) { team_->give_to(worker, std::move(part)); });
   }
   rpc::Future<R> start_on_any(Team::Workers among) {
+    among_ = among ? among : team_->all();
     return started([&](Team::Start part) { team_->give_to_any(std::move(among), std::move(part)); });
   }
 
@@ -152,7 +154,7 @@ class Part : public std::enable_shared_from_this<Part<F>> {
       if (!is_loss_of(worker, error) || !take_retry()) {
         done->try_set_error(error);
       } else {
-        team_->give_again(to_call(done, first));
+        team_->give_again(among_, to_call(done, first));
       }
       return;
     }
@@ -175,7 +177,7 @@ class Part : public std::enable_shared_from_this<Part<F>> {
     const auto done = std::make_shared<rpc::Promise<R>>(team_->waits());
     auto tensors = done->future().then([](rpc::Future<R> result) { return tensors_in(std::move(result).get()); });
     team_->waits()->run(
-        [self = this->shared_from_this(), done] { self->team_->give_again(self->to_call(done, false)); });
+        [self = this->shared_from_this(), done] { self->team_->give_again(self->among_, self->to_call(done, false)); });
     return tensors;
   }
 
@@ -194,7 +196,8 @@ class Part : public std::enable_shared_from_this<Part<F>> {
   rpc::Payload arguments_;
   const PartTensors tensors_;
   const std::optional<std::chrono::milliseconds> timeout_;
-  const bool kept_;  // the arguments, for another call
+  const bool kept_;      // the arguments, for another call
+  Team::Workers among_;  // may do the part; null: it is a certain worker's, and then those that the call names may
   std::mutex mutex_;
   int retries_;
   rpc::Future<R> running_;

@@ -67,7 +67,8 @@ class WorkerId {
   std::variant<int, std::string, Any> id_;
 };
 
-// For partitioners: whichever of these workers (empty: of all) has the fewest parts to do.
+// For partitioners: whichever of these workers (empty: of all) has the fewest parts of this call to do. If a call has
+// only one part, calls take the workers in turn.
 WorkerId any_worker(std::vector<WorkerId> among = {});
 
 int get_worker_id();  // of this worker

@@ -7,6 +7,10 @@
 //   }
 //   rpc::sync<&evaluate>("worker1", rpc::state_of(*net), x);
 //
+// load() copies below autograd, so no gradient passes from the loaded module to the state: backward() of a result would
+// leave the sender's parameters without one. To train through a call, take the module itself as an object (rref.h), or
+// use optim::extract_state_dict() and recover_state_dict() (muster/optim/meta.h), or return the gradients.
+//
 // The tensors of a state are the module's or optimizer's own, not copies, until the state is sent. This is a separate
 // header because libtorch's modules take seconds to compile.
 //

@@ -79,11 +79,11 @@ enum class Shutdown {
 };
 // Ends RPC in the current World. Before it returns, handlers that run on this worker end; nothing else can end a
 // thread. So a handler that may run for long must look at this_call().cancelled(), which is true from now on; waits of
-// Muster in a handler end by themselves. A warning names handlers that do not end. If a graceful shutdown has not ended
-// by the deadline, or a worker died, RPC ends abruptly, and shutdown() then throws TimeoutError or PeerLost. Without
+// Muster in a handler end by themselves. A warning names handlers that do not end. A worker that only serves waits here
+// as long as others train, so a graceful shutdown has no time limit unless `timeout` gives one (0: none). If it has not
+// ended by then, or a worker died, RPC ends abruptly, and shutdown() then throws TimeoutError or PeerLost. Without
 // init() it does nothing.
-void shutdown(Shutdown how = Shutdown::kGraceful,
-              std::chrono::milliseconds timeout = std::chrono::milliseconds(300'000));
+void shutdown(Shutdown how = Shutdown::kGraceful, std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
 
 bool is_running();
 
