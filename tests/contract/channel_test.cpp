@@ -214,6 +214,24 @@ TEST_P(ChannelTest, AMismatchIsTheSameErrorOnAllRanks) {
   });
 }
 
+// What a rank says of its heap is not believed.
+TEST_P(ChannelTest, APlaceOutsideOfTheHeapIsDamage) {
+  for (const uint64_t place : {kHeap, kHeap - 4096, kEvenParts - 1})
+    for (const OpKind kind : {OpKind::kBroadcast, OpKind::kAllReduce})
+      run(2, [&](Rank& rank) {
+        std::vector<float> values(10'000);
+        Call call = call_of(kind, values.size(), bytes_of(values));
+        call.heap_offset = rank.channel.rank() == 0 ? place : 0;
+        try {
+          kind == OpKind::kBroadcast ? broadcast(rank.channel, call) : all_reduce(rank.channel, call);
+          ADD_FAILURE() << "no error";
+        } catch (const Unavailable& error) {
+          EXPECT_NE(std::string(error.what()).find("rank 0 announced 40000 bytes at "), std::string::npos)
+              << error.what();
+        }
+      });
+}
+
 INSTANTIATE_TEST_SUITE_P(Shm, ChannelTest, testing::ValuesIn(kWaitings),
                          [](const auto& info) { return std::string(info.param.name); });
 

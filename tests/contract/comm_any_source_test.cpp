@@ -10,6 +10,9 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "base/text.h"
 #include "muster/comm/collectives.h"
@@ -247,6 +250,29 @@ TEST_P(AnySource, AfterTheOthersHaveLeft) {
   });
 }
 
+// A rank that has left ends no receive that another rank may still answer.
+TEST_P(AnySource, AfterOneOfTheOthersHasLeft) {
+  run(4, [](World& world) {
+    std::optional<World> other(world_beside(world));
+    std::optional<World::Scope> scope(std::in_place, *other);
+    for (int i = 0; i < 3; ++i) barrier();
+    if (world.rank() == 3) {
+      scope.reset();
+      other.reset();
+    }
+    barrier({.group = world.group()});
+    if (world.rank() == 3) return;
+    const at::Tensor t = number(world.rank());
+    if (world.rank() == 0) {
+      EXPECT_EQ(recv(t, kAnySource) + recv(t, kAnySource), 3);
+      for (const int peer : {1, 2}) send(t, peer);
+    } else {
+      send(t, 0);
+      EXPECT_EQ(recv(t, kAnySource), 0);
+    }
+  });
+}
+
 // If a World ends while receives wait, their works end with an error, and nothing hangs.
 TEST_P(AnySource, LeavesWithReceivesWaiting) {
   run(3, [this](World& world) {
@@ -316,6 +342,46 @@ TEST_P(AnySourceFork, KilledSenderIsNamed) {
       EXPECT_TRUE(end.exited && end.status == 0) << "rank " << r << ": " << end.said << ", signal " << end.signal;
     }
   }
+}
+
+// --- the loss of a rank, after another one has left in order ---
+
+class DepartedFork : public testing::TestWithParam<std::vector<std::string>> {};
+INSTANTIATE_TEST_SUITE_P(Comm, DepartedFork,
+                         testing::Values(std::vector<std::string>{"a", "a", "a"},
+                                         std::vector<std::string>{"a", "b", "c"}),
+                         [](const auto& info) { return info.index == 0 ? "one_host" : "hosts"; });
+
+TEST_P(DepartedFork, IsNotBlamedForTheLossOfAnother) {
+  constexpr int kRanks = 3;
+  const ForkedJob job;
+  SharedNumbers waits(kRanks);
+  ForkedRanks ranks(kRanks, [&](int rank) -> std::string {
+    World world = job.join(rank, kRanks, {.backend = "gloo", .timeout = kPatience}, GetParam());
+    const World::Scope scope(world);
+    barrier();
+    if (rank == 1) return {};
+    const at::Tensor t = number(7);
+    if (rank == 2) {
+      send(t, 0);
+      waits[2] = 1;
+      world.store().get("nobody sets this", patience());
+    }
+    recv(t, 2);
+    waits[0] = 1;
+    try {
+      recv(t, 2);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const PeerLost& lost) {
+      EXPECT_EQ(lost.rank(), 2) << lost.what();
+    }
+    return {};
+  });
+  EXPECT_EQ(ranks.wait(1, patience()).status, 0);
+  while (waits[0] + waits[2] < 2) ::usleep(1000);
+  ranks.signal(2, SIGKILL);
+  const auto end = ranks.wait(0, patience());
+  EXPECT_TRUE(end.exited && end.status == 0) << end.said << ", signal " << end.signal;
 }
 
 }  // namespace

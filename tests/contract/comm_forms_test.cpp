@@ -67,6 +67,46 @@ TEST_P(Forms, ReduceScatterOfUnequalParts) {
     });
 }
 
+// Outputs may lie where the input does. Small and large, in ordinary memory and on the heap.
+TEST_P(Forms, OutputsMayOverlapTheInput) {
+  constexpr int kRanks = 3;
+  run(kRanks, [](World& world) {
+    const int me = world.rank();
+    for (const int64_t count : {5, 3'000, 40'000})
+      for (const bool on_heap : {false, true}) {
+        SCOPED_TRACE(testing::Message() << count << (on_heap ? " on the heap" : ""));
+        const at::Tensor whole = on_heap ? world.heap().zeros({kRanks * count}) : at::zeros({kRanks * count});
+        const auto part = [&](int r) { return whole.narrow(0, r * count, count); };
+        for (int place = 0; place < kRanks; ++place) {  // of the input, on rank 0
+          part((me + place) % kRanks).fill_(me + 1);
+          all_gather_into_tensor(whole, part((me + place) % kRanks));
+          for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(part(r).eq(r + 1).all().item<bool>()) << place << ", part " << r;
+
+          for (int r = 0; r < kRanks; ++r) part(r).fill_(10 * me + r);
+          const at::Tensor output = part((me + place) % kRanks);
+          reduce_scatter_tensor(output, whole);
+          EXPECT_TRUE(output.eq(30 + kRanks * me).all().item<bool>()) << place;
+        }
+        for (int r = 0; r < kRanks; ++r) part(r).fill_(10 * me + r);
+        all_to_all_single(whole, whole);
+        for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(part(r).eq(10 * r + me).all().item<bool>()) << "part " << r;
+        // Unequal parts: one element more to the next rank, and one less to the one after it.
+        std::vector<int64_t> to(kRanks, count), from(kRanks, count);
+        ++to[static_cast<size_t>((me + 1) % kRanks)];
+        --to[static_cast<size_t>((me + 2) % kRanks)];
+        ++from[static_cast<size_t>((me + 2) % kRanks)];
+        --from[static_cast<size_t>((me + 1) % kRanks)];
+        int64_t at = 0;
+        for (int r = 0; r < kRanks; at += to[static_cast<size_t>(r)], ++r)
+          whole.narrow(0, at, to[static_cast<size_t>(r)]).fill_(10 * me + r);
+        all_to_all_single(whole, whole, {.output_splits = from, .input_splits = to});
+        at = 0;
+        for (int r = 0; r < kRanks; at += from[static_cast<size_t>(r)], ++r)
+          EXPECT_TRUE(whole.narrow(0, at, from[static_cast<size_t>(r)]).eq(10 * r + me).all().item<bool>()) << r;
+      }
+  });
+}
+
 // A rank whose parts are equal among ranks whose parts are not.
 TEST_P(Forms, UnequalOnSomeRanksIsMismatch) {
   run(2, [](World& world) {

@@ -5,7 +5,9 @@
 #include <ATen/ops/zeros.h>
 #include <sched.h>
 
+#include <functional>
 #include <thread>
+#include <vector>
 
 #include "base/cores.h"
 #include "base/text.h"
@@ -318,6 +320,37 @@ TEST(World, FaultsThatABackendCannotInjectAreRefused) {
       ends);
   EXPECT_CONTAINS(message_of<Unavailable>([&] { start("fake", FaultAction::kKill, "world", FaultPhase::kPosted); }),
                   "backend 'fake' cannot inject the fault 'kill' in phase 'posted'");
+}
+
+// Rank 2 reads the others' tensors only after the group has failed. They may have changed meanwhile.
+TEST(World, WhatIsReadAfterTheGroupHasFailedDoesNotCount) {
+  constexpr int64_t kMany = 3 << 14;
+  const std::vector<std::function<void(const at::Tensor&, const at::Tensor&)>> all = {
+      [](const at::Tensor& t, const at::Tensor&) { broadcast(t, 0); },
+      [](const at::Tensor& t, const at::Tensor&) { all_reduce(t); },
+      [](const at::Tensor& t, const at::Tensor& whole) { all_gather_into_tensor(whole, t); },
+      [](const at::Tensor& t, const at::Tensor& whole) { reduce_scatter_tensor(t, whole); },
+      [](const at::Tensor&, const at::Tensor& whole) { all_to_all_single(whole, whole.clone()); }};
+  for (size_t i = 0; i < all.size(); ++i) {
+    SCOPED_TRACE(i);
+    WorldOptions options{.backend = "shm", .timeout = 100ms};
+    options.faults.add({.action = FaultAction::kDelay,
+                        .rank = 2,
+                        .operation = 0,
+                        .phase = FaultPhase::kMiddle,
+                        .delay = std::chrono::minutes(10)});  // it ends when the group fails
+    run_threads(
+        3,
+        [&](World& world) {
+          const at::Tensor t = world.heap().zeros({kMany}), whole = world.heap().zeros({3 * kMany});
+          try {
+            all[i](t, whole);
+            EXPECT_EQ(world.rank(), 1) << "it had read, and nobody waited for it in vain";
+          } catch (const TimeoutError&) {
+          }
+        },
+        options);
+  }
 }
 
 TEST(World, FaultsThatDidNothingAreNamed) {

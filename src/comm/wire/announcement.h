@@ -42,6 +42,17 @@ struct Announcement {
 };
 static_assert(sizeof(Announcement) == 256);
 
+// The last collective that a rank has announced, in one word, for threads that do not execute collectives.
+struct LastCall {
+  OpKind op = OpKind::kNothing;
+  uint64_t number = 0;
+
+  explicit LastCall(const Announcement& announced) : op(announced.call.op), number(announced.number) {}
+  explicit LastCall(uint64_t word) : op(static_cast<OpKind>(word & 0xff)), number(word >> 8) {}
+  uint64_t word() const { return number << 8 | static_cast<uint8_t>(op); }
+};
+static_assert(sizeof(OpKind) == 1 && static_cast<int>(OpKind::kNothing) == 0);
+
 // The transfers of one step. Empty transfers are left out.
 class Transfers {
  public:

@@ -28,6 +28,7 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
       members_(context.group.members),
       watch_(context.host.watch),
       announcements_(static_cast<size_t>(context.group.size)),
+      last_calls_(static_cast<size_t>(context.group.size)),
       stragglers_(context.group.size, Stragglers::Unit::kNanoseconds),
       arrivals_(context.options.host_arrivals),
       numbers_(static_cast<size_t>(context.group.size)) {
@@ -41,7 +42,11 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
       gone_.insert(peer);
       if (left_) return;
     }
-    on_a_thread_or_here([this, peer] { look_after(peer); });
+    try {
+      wait_on_a_thread([this, peer] { look_after(peer); });
+    } catch (const Unavailable&) {
+      // Not here, where the wire may hold a lock that its close() needs. Ranks that wait find out themselves.
+    }
   });
   if (!watch_ || members_.empty()) return;
   // The processes of this host are watched, so this rank learns of their end immediately and for certain.
@@ -52,11 +57,17 @@ WireBackend::WireBackend(const BackendContext& context, std::string name, std::u
   std::vector<shm::PeerWatch::Process> watched;
   for (size_t r = 0; r < n; ++r)
     if (pids[r] > 0) watched.emplace_back(pids[r], members_[r].start);
-  subscription_ = watch_->subscribe(watched, [this, pids](pid_t dead) {
-    // note_death() asks the store, which may not answer. So it does not run on the watch's thread, which also tells
-    // other groups of deaths.
-    on_a_thread_or_here([this, pids, dead] { note_death(pids, dead); });
-  });
+  try {
+    subscription_ = watch_->subscribe(watched, [this, pids](pid_t dead) {
+      // note_death() asks the store, which may not answer. So it does not run on the watch's thread, which also tells
+      // other groups of deaths.
+      on_a_thread_or_here([this, pids, dead] { note_death(pids, dead); });
+    });
+  } catch (...) {
+    wire_->close();
+    end_threads();
+    throw;
+  }
 }
 
 WireBackend::~WireBackend() { leave({}); }
@@ -84,7 +95,7 @@ void WireBackend::leave_group(const std::string& cause) {
   };
   if_the_store_answers([&] {
     if (!cause.empty()) store_->compare_set(key(kCause), std::nullopt, write_failure(ended));
-    store_->set(key(text("left/", getRank())), "1");
+    store_->set(key(text("left/", getRank())), text(finished_.load()));
   });
   wire_->close();
   if (leaves_in_order) if_the_store_answers([&] { erase_keys(); });
@@ -132,9 +143,10 @@ void WireBackend::execute(const Operation& operation, Deadline deadline, bool) {
   guarded(
       [&] {
         run_on_bytes(operation, getRank(), getSize(), deadline, [this](const ByteCall& call) { execute_call(call); });
+        finished_ = sequence_.load();
       },
       [&] { return text(describe(descriptor_of(operation)), " (#", sequence_ - 1, " of group '", group_name(), "')"); },
-      -1, Clock::now());
+      kAllRanks, Clock::now());
 }
 
 }  // namespace muster::comm

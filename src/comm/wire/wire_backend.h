@@ -22,7 +22,8 @@
 //
 //   cause          a rank has found the cause: this is it, as failure_note.h writes it
 //   died/<rank>    a rank on the same host saw that process end
-//   left/<rank>    the rank left in order
+//   left/<rank>    the rank left in order, after so many collectives: those that wait for it in a later one, or for a
+//                  message from it, wait in vain; for all others it is not the cause
 //   broke/<rank>   the rank runs; "timed out" if it will write the cause
 //
 // A rank that leaves in order erases its own keys of the wire, and the last one those of all, with left/. The notes of
@@ -117,6 +118,8 @@ class WireBackend final : public QueuedBackend {
   // Runs fn. An error of the wire becomes the group's failure, which is thrown. what() returns the operation's text.
   template <typename Fn, typename What>
   void guarded(Fn&& fn, What&& what, int peer, Clock::time_point began);
+  // `peer`: the rank that a message was for or from, kAnySource, or kAllRanks in a collective.
+  static constexpr int kAllRanks = kAnySource - 1;
   [[noreturn]] void diagnose_failure(const std::string& what, bool timed_out, const std::string& symptom, int peer,
                                      Clock::time_point began);
   struct Inquiry;
@@ -154,8 +157,11 @@ class WireBackend final : public QueuedBackend {
   std::vector<int> others_;  // the next rank first, so that not all send to the same one
 
   std::atomic<uint64_t> sequence_{0};        // of the next collective
+  std::atomic<uint64_t> finished_{0};        // collectives
   std::vector<Announcement> announcements_;  // by rank, of the operation under way
-  Arrival arrival_;                          // for the next announcement
+  // By rank: LastCall::word() of the last collective that all have announced.
+  std::vector<std::atomic<uint64_t>> last_calls_;
+  Arrival arrival_;  // for the next announcement
   Stragglers stragglers_;
   const std::shared_ptr<HostArrivals> arrivals_;  // may be null
 

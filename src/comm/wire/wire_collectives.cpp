@@ -101,6 +101,7 @@ void WireBackend::announce(const ByteCall& call, std::span<const std::byte> payl
     throw;
   }
   transfers.wait();
+  for (size_t r = 0; r < n; ++r) last_calls_[r].store(LastCall(announcements_[r]).word(), std::memory_order_relaxed);
   if (counts) {
     arrival_.waited = std::max(std::chrono::duration<float>(FastClock::now() - arrived).count(), 0.0F);
     count_arrivals();

@@ -201,13 +201,13 @@ struct WireBackend::Inquiry {
   Clock::duration waited;
   uint64_t mine = 0;        // how far this rank is
   std::set<int> gone = {};  // ranks whose wire had ended before this rank closed its own
+  std::set<int> left = {};  // ranks that left in order
   std::vector<std::optional<uint64_t>> reached =
       {};  // how far each rank was when its wire broke; nothing: it has not said
 
   bool silent(int r) const { return !reached[static_cast<size_t>(r)]; }
 };
 
-// `peer`: the rank that a message was for or from; -1 if all ranks take part.
 void WireBackend::diagnose_failure(const std::string& what, bool timed_out, const std::string& symptom, int peer,
                                    Clock::time_point began) {
   constexpr milliseconds kLongest = kPatience + 4 * kNotes;  // with a store that answers late
@@ -253,13 +253,20 @@ std::exception_ptr WireBackend::ask_store(Inquiry& inquiry) {
     if (auto cause = recorded_failure(inquiry.what)) return cause;
     bool another_timed_out = false;  // a rank timed out: it closed its wire, and will write the cause
     bool all = true, word_comes = false;
-    for (int r = 0; r < getSize(); ++r) {
-      if (r == getRank()) continue;
+    for (const int r : others_)
       if (has_died(r)) return lost(r, " died");
-      if (store_->try_get(key(text("left/", r))) && inquiry.silent(r) && !inquiry.timed_out)
+    for (const int r : others_) {
+      if (const auto left = store_->try_get(key(text("left/", r))); left && inquiry.silent(r)) {
+        inquiry.left.insert(r);
+        const uint64_t finished = store::stored_number(text("left/", r), *left, 0, INT64_MAX);
+        const bool is_missed = inquiry.peer == kAllRanks    ? finished < inquiry.mine
+                               : inquiry.peer == kAnySource ? inquiry.left.size() == others_.size()
+                                                            : r == inquiry.peer;
+        if (!is_missed || inquiry.timed_out) continue;
         return std::make_exception_ptr(PeerLost(shown(r), pid_of(r),
                                                 text("rank ", shown(r), " left group '", group_name(), "' while rank ",
                                                      shown(getRank()), " waited in ", inquiry.what)));
+      }
       if (const auto far = store_->try_get(key(text("broke/", r)))) {
         // "12" or "12 timed out"
         inquiry.reached[static_cast<size_t>(r)] = static_cast<uint64_t>(
@@ -307,9 +314,9 @@ std::exception_ptr WireBackend::conclude(const Inquiry& inquiry) const {
     if (inquiry.peer >= 0 ? r == inquiry.peer
                           : inquiry.silent(r) || *inquiry.reached[static_cast<size_t>(r)] < inquiry.mine)
       missing.push_back(r);
-  // The lost rank: one whose wire ended, else any; but none that has reported, and none that runs.
+  // The lost rank: one whose wire ended, else any; but none that has reported or left, and none that runs.
   if (!inquiry.timed_out) {
-    const auto lost_one = [&](int r) { return inquiry.silent(r) && !lives(r); };
+    const auto lost_one = [&](int r) { return inquiry.silent(r) && !inquiry.left.contains(r) && !lives(r); };
     auto who =
         std::find_if(missing.begin(), missing.end(), [&](int r) { return lost_one(r) && inquiry.gone.count(r); });
     if (who == missing.end()) who = std::find_if(missing.begin(), missing.end(), lost_one);
@@ -318,18 +325,20 @@ std::exception_ptr WireBackend::conclude(const Inquiry& inquiry) const {
         text("the connections of group '", group_name(), "' broke in ", inquiry.what, ": ", inquiry.symptom)));
   }
   // If some ranks have not even announced this operation, all waited for those, not for ranks that report slowly.
-  const auto came = [&](int r) {
-    const Announcement& last = announcements_[static_cast<size_t>(r)];
-    return last.call.op != OpKind::kNothing && last.number + 1 == inquiry.mine;
+  const auto last_of = [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    return inquiry.peer == kAllRanks ? LastCall(announcements_[r])  // this thread executes
+                                     : LastCall(last_calls_[r].load(std::memory_order_relaxed));
   };
+  const auto came = [&](int r) { return last_of(r).op != OpKind::kNothing && last_of(r).number + 1 == inquiry.mine; };
   if (inquiry.peer < 0 && !std::all_of(missing.begin(), missing.end(), came)) std::erase_if(missing, came);
   std::vector<std::string> names;
   std::vector<int> shown_missing;
   for (const int r : missing) {
-    const Announcement& last = announcements_[static_cast<size_t>(r)];
-    names.push_back(last.call.op == OpKind::kNothing
+    const LastCall last = last_of(r);
+    names.push_back(last.op == OpKind::kNothing
                         ? text(name_of(r), " (no operation yet)")
-                        : text(name_of(r), " (its last: ", to_string(last.call.op), " #", last.number, ")"));
+                        : text(name_of(r), " (its last: ", to_string(last.op), " #", last.number, ")"));
     shown_missing.push_back(shown(r));
   }
   return std::make_exception_ptr(TimeoutError(text(inquiry.what, " on rank ", shown(getRank()), " timed out after ",

@@ -173,7 +173,7 @@ bool WireBackend::has_departed(int r) {
 
 void WireBackend::complete_on_a_thread(const WorkPtr& work, std::shared_ptr<MessageTransfer> transfer,
                                        Deadline deadline, Clock::time_point began) {
-  wait_on_a_thread([this, work, transfer, deadline, began] {
+  const auto finish = [this, work, transfer, deadline, began] {
     const Operation& message = work->operations()[0];
     std::exception_ptr error;
     try {
@@ -185,7 +185,15 @@ void WireBackend::complete_on_a_thread(const WorkPtr& work, std::shared_ptr<Mess
       error = std::current_exception();
     }
     work->complete(std::move(error));
-  });
+  };
+  try {
+    wait_on_a_thread(finish);
+  } catch (const Unavailable& error) {
+    // A part of the message is on its way already, so the peer would wait for the rest.
+    fail_group(
+        Unavailable(text("rank ", shown(getRank()), " cannot move its messages: ", error.message()), error.advice()));
+    check();
+  }
 }
 
 // A wire's transfers cannot be polled, and one thread can wait for only one of them. So each message under way has a

@@ -161,13 +161,16 @@ class GlooWire final : public Wire {
         connected_(std::move(connected)),
         mailbox_(std::make_shared<Mailbox>(static_cast<size_t>(size - 1))) {
     connections_->gloo = std::move(gloo);
-    for (int peer = 0; peer < size; ++peer)
-      if (peer != rank) threads_.push_back(start_thread("muster-mail", [this, peer] { receive_short_messages(peer); }));
+    try {
+      for (int peer = 0; peer < size; ++peer)
+        if (peer != rank)
+          threads_.push_back(start_thread("muster-mail", [this, peer] { receive_short_messages(peer); }));
+    } catch (...) {
+      end();
+      throw;
+    }
   }
-  ~GlooWire() override {
-    close();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~GlooWire() override { end(); }
 
   std::unique_ptr<Transfer> send(int peer, WireTag tag, const std::byte* data, size_t bytes) override {
     if (peer == rank_) {
@@ -209,6 +212,11 @@ class GlooWire final : public Wire {
   }
 
  private:
+  void end() {
+    close();
+    for (auto& thread : threads_) thread.join();
+  }
+
   struct Delivered final : Transfer {
     explicit Delivered(int rank) : rank(rank) {}
     int wait(Deadline) override { return rank; }
@@ -234,9 +242,9 @@ class GlooWire final : public Wire {
     }
   }
 
-  // With the mutex held: close() returns when nothing is being told any more, except to the thread that it tells.
+  // With the mutex held: close() returns when nothing is being told any more.
   void tell_gone(int peer) {
-    if (const auto fn = on_gone_) fn(peer);  // a copy, because fn may call close()
+    if (on_gone_) on_gone_(peer);
   }
 
   void receive_short_messages(int peer) {
@@ -264,7 +272,7 @@ class GlooWire final : public Wire {
   const std::vector<std::string> connected_;  // keys that all ranks have waited for
   const std::shared_ptr<Connections> connections_ = std::make_shared<Connections>();
   const std::shared_ptr<Mailbox> mailbox_;
-  std::recursive_mutex gone_mutex_;  // where no thread can start, what is told of a peer's end closes the group itself
+  std::mutex gone_mutex_;
   std::vector<int> gone_;
   std::function<void(int)> on_gone_;
   std::vector<std::thread> threads_;

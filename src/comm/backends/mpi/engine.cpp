@@ -327,14 +327,16 @@ const char* Request::refused() const {
   if (group_->closed) return kClosed;
   if (peer_ == group_->rank) return nullptr;
   uint64_t sent = 0, received = 0;
+  bool more_may_come = false;
   for (int r = 0; r < group_->size; ++r) {
     const auto& peer = group_->peers[static_cast<size_t>(r)];
     if (r == group_->rank || (peer_ >= 0 && r != peer_)) continue;
     if (peer.gone && (sending_ || peer.abandoned.count(code_) || peer.abandoned.count(kEverything))) return kGone;
-    sent += peer.gone ? peer.sent_to_us : ~uint64_t{0} / 2;
+    more_may_come = more_may_come || !peer.gone;
+    sent += peer.gone ? peer.sent_to_us : 0;
     received += peer.received;
   }
-  return !sending_ && received >= sent ? kGone : nullptr;
+  return !sending_ && !more_may_come && received >= sent ? kGone : nullptr;
 }
 
 const char* Request::failure_reason() {

@@ -96,6 +96,8 @@ class NcclBackend final : public Backend {
     if (operations.empty()) throw InvalidArgument("a batch of operations is empty");
     if (std::all_of(operations.begin(), operations.end(), is_on_cpu)) return cpu_->submit_batch(std::move(operations));
     require_one_device(operations);
+    for (const Operation& operation : operations)
+      if (!is_on_cpu(operation)) check(operation);  // before the first is queued
     WorkPtr last;  // the operations are on one stream, so all are complete when the last is
     for (auto& operation : operations) last = submit(std::move(operation));
     return last;

@@ -86,6 +86,7 @@ void direct_tier(Channel& channel, const Call& call) {
   channel.take_turns(1);
   reduce_in_place(channel, call, slices.length(channel.rank()),
                   [&](int r) { return channel.announced_data(r) + offset; });
+  channel.check_what_was_read(-1);
   channel.publish(Channel::Counter::kReduced, mark);
   channel.await_all(Channel::Counter::kReduced, mark);
 }
@@ -177,7 +178,7 @@ void all_reduce(Channel& channel, const Call& call) {
     if (call.heap_offset != kNotOnHeap)
       channel.corrupt({call.data, 1}, channel.next_seq());  // the tensor itself is the contribution
     channel.begin_operation(descriptor_of(call), {}, call.deadline);
-    if (channel.all_on_heap())
+    if (channel.all_on_heap(call.bytes()))
       direct_tier(channel, call);
     else
       StagedPipeline(channel, call).run();

@@ -364,6 +364,13 @@ void Channel::timed_out(const Descriptor& descriptor, uint64_t seq, nanoseconds 
   throw_failure();
 }
 
+void Channel::outside_of_heap(int peer, size_t bytes) {
+  fail(ErrorCode::kUnavailable, shown(peer),
+       text("rank ", shown(peer), " announced ", bytes, " bytes at ", descriptor(peer).heap_offset,
+            " of its heap, which has ", heap_bytes(peer), ": the announcement is damaged"));
+  throw_failure();
+}
+
 void Channel::peer_left(int peer) {
   lose(peer, text("rank ", shown(peer), " left group '", name(), "' (its last: ", where(peer), ") while rank ",
                   shown(rank_), " waited for it in ", describe(current_.call), " (#", seq_ - 1, ")"));

@@ -103,14 +103,31 @@ class Channel {
   size_t heap_bytes(int peer) const {
     return options_.heaps.empty() ? 0 : options_.heaps[static_cast<size_t>(peer)]->size();
   }
-  // Whether the data that a rank announced for the operation under way lies on its heap, and where (announced_data).
-  bool on_heap(int peer) const { return !options_.heaps.empty() && descriptor(peer).heap_offset < kEvenParts; }
-  bool all_on_heap() const {
+  // Whether the `bytes` that a rank announced for the operation under way lie on its heap, and where (announced_data).
+  // Fails the group if they would lie outside of it.
+  bool on_heap(int peer, size_t bytes) {
+    const uint64_t offset = descriptor(peer).heap_offset;
+    if (options_.heaps.empty() || offset >= kEvenParts) return false;
+    if (const size_t heap = heap_bytes(peer); offset > heap || bytes > heap - offset) [[unlikely]]
+      outside_of_heap(peer, bytes);
+    return true;
+  }
+  bool all_on_heap(size_t bytes) {
     for (int r = 0; r < size_; ++r)
-      if (!on_heap(r)) return false;
+      if (!on_heap(r, bytes)) return false;
     return true;
   }
   std::byte* announced_data(int peer) const { return heap(peer) + descriptor(peer).heap_offset; }
+  // After this rank has read what that rank, or every rank (-1), has on its heap, and before it says so. The owner keeps
+  // the data until then, unless it leaves or the group fails: then they may have changed meanwhile, and this throws. (As
+  // in a seqlock, what was read only counts if no write can have come before these looks.)
+  void check_what_was_read(int from) {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    check();
+    for (int r = 0; r < size_; ++r)
+      if (r != rank_ && (from < 0 || r == from) && left(r)) [[unlikely]]
+        peer_left(r);
+  }
   void commit_staging();  // before this rank first uses its staging
   RankControl& control(int peer) const { return *reinterpret_cast<RankControl*>(base() + layout_.control_at(peer)); }
   std::byte* ring(int from, int to) const { return base() + layout_.ring_at(from, to); }
@@ -172,6 +189,7 @@ class Channel {
   bool shares_process() const;  // with another rank: ranks are threads
   void compare(const Descriptor& mine, uint64_t seq);
   [[noreturn]] void mismatch(uint64_t seq);
+  [[noreturn]] void outside_of_heap(int peer, size_t bytes);
   bool site_told(int peer, uint64_t seq) const {
     return control(peer).sites[seq % kSlots].of.load(std::memory_order_acquire) == seq;
   }

@@ -35,6 +35,7 @@ struct Piece {
 // Ends an operation whose contributions were read where they lie. Afterwards the owners may change them: no rank still
 // reads the root's contribution or, if `root` is -1, any contribution.
 void all_have_read(Channel& channel, int root) {
+  if (channel.rank() != root) channel.check_what_was_read(root);
   const uint64_t mark = channel.turn() + 1;
   channel.take_turns(1);
   channel.publish(Channel::Counter::kDone, mark);
@@ -124,7 +125,7 @@ void broadcast(Channel& channel, const Call& call) {
     if (!root) fetch(data, channel.payload(call.root), call.bytes(), call.bytes(), channel.size() == 2);
   } else {
     channel.begin_operation(descriptor_of(call), {}, call.deadline);
-    if (channel.on_heap(call.root)) {
+    if (channel.on_heap(call.root, call.bytes())) {
       if (!root) read_heap(data, channel.announced_data(call.root), call.bytes());
       all_have_read(channel, call.root);
       return channel.end_operation();
@@ -158,7 +159,7 @@ void all_gather(Channel& channel, const Call& call) {
         fetch(outputs[static_cast<size_t>(peer)], channel.payload(peer), call.bytes(), call.bytes(), alone);
   } else {
     channel.begin_operation(descriptor_of(call), {}, call.deadline);
-    if (channel.all_on_heap()) {
+    if (channel.all_on_heap(call.bytes())) {
       if (takes)
         read_all(channel,
                  [&](int peer, Bytes from) { read_heap(outputs[static_cast<size_t>(peer)], from, call.bytes()); });
@@ -199,7 +200,7 @@ void scatter(Channel& channel, const Call& call) {
     if (!root) take_bytes(output, channel.payload(call.root) + me * call.bytes(), call.bytes());
   } else {
     channel.begin_operation(descriptor_of(call), {}, call.deadline);
-    if (channel.on_heap(call.root)) {
+    if (channel.on_heap(call.root, call.bytes() * n)) {
       if (!root) read_heap(output, channel.announced_data(call.root) + me * call.bytes(), call.bytes());
       all_have_read(channel, call.root);
       return channel.end_operation();
@@ -249,7 +250,7 @@ void reduce_scatter(Channel& channel, const Call& call) {
            [&](size_t r) { return r == me ? own_part : channel.payload(static_cast<int>(r)) + me * call.bytes(); });
   } else {
     channel.begin_operation(descriptor_of(call), {}, call.deadline);
-    if (channel.all_on_heap()) {
+    if (channel.all_on_heap(call.bytes() * n)) {
       reduce(0, call.bytes(), false,
              [&](size_t r) { return channel.announced_data(static_cast<int>(r)) + me * call.bytes(); });
       all_have_read(channel, -1);
@@ -419,26 +420,22 @@ void all_to_all(Channel& channel, const Call& call) {
   const auto me = static_cast<size_t>(channel.rank());
   PartTables tables(channel);
   tables.begin_operation(call);
+  copy_bytes(call.outputs[me], call.inputs[me], call.send[me]);
   if (tables.uniform()) {
-    for (size_t peer = 0; peer < n; ++peer) {
-      if (peer == me)
-        copy_bytes(call.outputs[me], call.inputs[me], call.send[me]);
-      else
-        take_bytes(call.outputs[peer], tables.uniform_part(peer), call.receive[peer]);
-    }
+    for (size_t peer = 0; peer < n; ++peer)
+      if (peer != me) take_bytes(call.outputs[peer], tables.uniform_part(peer), call.receive[peer]);
     return channel.end_operation();
   }
   uint64_t longest = 0;  // of the parts that have not come
   bool readable = true;  // the parts that have not come are on the heaps
   for (size_t peer = 0; peer < n; ++peer) {
     const PartTables::Sent sent = tables.sent_by(peer);
-    readable = readable && (tables.came(peer, sent) || channel.on_heap(static_cast<int>(peer)));
+    readable = readable && (tables.came(peer, sent) || channel.on_heap(static_cast<int>(peer), sent.total));
     if (!tables.came(peer, sent))
       longest = std::max(longest, sent.longest);
     else if (peer != me)
       take_bytes(call.outputs[peer], tables.part(peer, sent), call.receive[peer]);
   }
-  copy_bytes(call.outputs[me], call.inputs[me], call.send[me]);
   if (n == 1 || longest == 0) return channel.end_operation();
   const auto staged_bytes = [&](size_t peer) {  // of the part from this rank's view; 0 if it came already
     return tables.came(peer, tables.sent_by(peer)) ? 0 : call.receive[peer];

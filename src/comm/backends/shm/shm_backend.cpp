@@ -155,18 +155,13 @@ bool ShmBackend::run_small(const SmallCall& small) {
   });
 }
 
-// Where this rank's contribution lies on its heap. Peers read it there while this rank writes its output, so the two
-// must be different memory, except for the part of the input that no peer reads.
+// Where this rank's contribution lies on its heap. Peers read it there while this rank writes its output: run_on_bytes()
+// has seen to it that the two are different memory, except for the part of the input that no peer reads.
 uint64_t ShmBackend::contribution_on_heap(const ByteCall& call) const {
   switch (call.kind) {
     case OpKind::kReduceScatter:
-    case OpKind::kScatter: {
-      if (!call.one_piece) return kNotOnHeap;
-      const size_t bytes = call.bytes(), all = bytes * call.inputs.size();
-      ConstBytes const inputs = call.inputs[0], output = call.data;
-      const bool apart = output + bytes <= inputs || inputs + all <= output;
-      return apart || output == call.inputs[static_cast<size_t>(getRank())] ? heap_offset(inputs, all) : kNotOnHeap;
-    }
+    case OpKind::kScatter:
+      return call.one_piece ? heap_offset(call.inputs[0], call.bytes() * call.inputs.size()) : kNotOnHeap;
     case OpKind::kAllToAll:
       return call.one_piece ? heap_offset(call.inputs[0], std::reduce(call.send.begin(), call.send.end())) : kNotOnHeap;
     default:
