@@ -81,6 +81,7 @@ struct RunArguments {
   std::string ranks, settle = "50ms", grace = "700ms", stop_grace = "5s", black_box, log_dir, error_file, pin = "auto";
   bool no_prefix = false, tee = false, redirect = false, verbose = false;
   int max_restarts = 0;
+  bool keep_going = false;
   std::string hosts = "1", rendezvous, secret_file, job, address, meet = "300s", last_call = "1s", patience = "5s";
   int node = -1;
 };
@@ -148,6 +149,8 @@ void declare_run(CLI::App& run, RunArguments& arguments) {
   run.add_option("--max-restarts", arguments.max_restarts, "how often the job is restarted after a rank failed")
       ->type_name("TIMES")
       ->default_str("0");
+  run.add_flag("--keep-going", arguments.keep_going,
+               "a rank that fails ends no other, except rank 0, whose status is the job's");
   run.add_option("--nnodes", arguments.hosts, "how many hosts, with a muster run on each; MIN:MAX for as many as come")
       ->type_name("HOSTS")
       ->default_str("1");
@@ -222,6 +225,7 @@ int run_command(std::vector<std::string> words) {
   options.black_box_file = report_name(arguments.black_box);
   options.error_file = report_name(arguments.error_file);
   options.max_restarts = arguments.max_restarts;
+  options.keep_going = arguments.keep_going;
   options.hosts = hosts_of(arguments);
   if (run.count("--rdzv") > 0 && arguments.rendezvous.empty())
     throw InvalidArgument("--rdzv: expected an address, got nothing", "Use for example --rdzv host0:29400");

@@ -1,13 +1,14 @@
 // MAML for reinforcement learning: a policy that finds any goal after one step of policy gradients.
 //
-//   muster run -n 4 meta_maml_rl --curve maml_rl.svg
+//   muster run -n 4 --keep-going meta_maml_rl --curve maml_rl.svg
 //
 // A point in the plane walks towards a goal that it cannot see; its reward is the nearness. Each task has another goal.
 // A worker plays some episodes, adapts a policy of its own to the task by MetaSGD, and plays again; the loss of the
 // second episodes is the task's result, and its gradient goes through the adaptation back to worker 0.
 //
 // Tasks go to whichever worker has time. If a worker dies, its tasks are done again on another, with the same result: a
-// task's random numbers come with it.
+// task's random numbers come with it. (--keep-going: the launcher does not end the others. tolerates_losses: the end of
+// the job is no error.)
 //
 // C. Finn, P. Abbeel, S. Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017.
 #include <ATen/ATen.h>
@@ -128,5 +129,5 @@ int main(int argc, char** argv) {
   app.add_option("--curve", settings.curve, "draw the rewards in this file")->type_name("FILE.svg");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
-  muster::auto_init_rpc([&] { muster::rank_zero_only(train)(settings); });
+  muster::auto_init_rpc([&] { muster::rank_zero_only(train)(settings); }, {.tolerates_losses = true});
 }

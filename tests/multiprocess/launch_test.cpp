@@ -118,6 +118,22 @@ TEST_F(Launch, ARankThatOnlyLostItsPeerIsNotTheCause) {
   EXPECT_THAT(job.err, ContainsRegex("\nmuster: rank 1 \\(pid [0-9]+\\) exited with status 7"));
 }
 
+TEST_F(LaunchFolder, WithKeepGoingOnlyRank0EndsTheJob) {
+  const std::string gate = path("gate");
+  ASSERT_EQ(::mkfifo(gate.c_str(), 0600), 0);
+  const std::string script = "case $RANK in 0) cat " + gate + "; exit $1;; 1) kill -9 $$;; 2) exit 3;; esac";
+  for (const int status : {0, 7}) {
+    Process job(run_program({"-n", "4", "--keep-going"}, {"sh", "-c", script, "sh", text(status)}), {.one_pipe = true});
+    ASSERT_TRUE(job.read_until("muster: the others go on without rank 1\n")) << job.out;
+    ASSERT_TRUE(job.read_until("muster: the others go on without rank 2\n")) << job.out;
+    std::ofstream(gate) << "rank 0 is still there\n";
+    EXPECT_EQ(job.finish(), status);
+    EXPECT_THAT(job.out, HasSubstr("rank 0 is still there\n"));
+    EXPECT_THAT(job.out, ContainsRegex("muster: rank 1 \\(pid [0-9]+\\) killed by SIGKILL"));
+    EXPECT_THAT(job.out, ContainsRegex("muster: rank 2 \\(pid [0-9]+\\) exited with status 3"));
+  }
+}
+
 // Left to themselves, the others would stay longer than the test waits.
 TEST_F(Launch, TheOthersAreEnded) {
   for (const auto& [behaviour, grace] : {std::pair(Words{"fail", "0", "3"}, "600s"),                 // by SIGTERM

@@ -39,6 +39,9 @@ struct AutoInitOptions {
   rpc::Options rpc = {};
   WorldOptions world = {};                        // used if auto_init_rpc() joins the job
   std::chrono::milliseconds shutdown_timeout{0};  // how long the shutdown waits for the other workers; 0: no limit
+  // Whether the job has done its work even if workers have died (calls with .max_retries). Then the shutdown does not
+  // throw PeerLost for them. Start the program with `muster run --keep-going`.
+  bool tolerates_losses = false;
 };
 
 namespace detail {
@@ -56,6 +59,7 @@ class RpcSession {
   std::optional<World> world_;
   Running rpc_;
   std::chrono::milliseconds shutdown_timeout_;
+  bool tolerates_losses_;
 };
 
 }  // namespace detail

@@ -55,6 +55,9 @@ void check(const LaunchOptions& options) {
                             "Choose another name or value");
   if (options.max_restarts < 0)
     throw InvalidArgument(text("max_restarts must be at least 0, got ", options.max_restarts), "Use 0 or more");
+  if (options.keep_going && (options.max_restarts > 0 || options.hosts))
+    throw InvalidArgument("keep_going (--keep-going) is for a job without restarts on one host",
+                          "Choose whether the others go on without a rank that failed, or all start again");
   if (options.hosts) check(*options.hosts);
   check_report(error_report(options.error_file));
   check_report(black_box_report(options.black_box_file));

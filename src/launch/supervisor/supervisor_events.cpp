@@ -170,6 +170,11 @@ void Supervisor::handle_end(Rank& rank) {
   rank.well = !failed || (stop_signal_ != 0 && failure.signal == stop_signal_ && is_on_its_way(rank));
   const bool by_us = (now_.terminated && failure.signal == SIGTERM) || (now_.killed && failure.signal == SIGKILL);
   if (!failed || by_us || stop_signal_ != 0 || replace(rank, failure)) return;
+  if (options_.keep_going && rank.number != 0) {
+    rank.well = true;  // as far as the job is concerned
+    print(text("muster: ", described(failure).cause, "muster: the others go on without rank ", rank.number, '\n'));
+    return;
+  }
   // After a failure that is only a consequence, the launcher waits for its cause. A cause that this thread sees late
   // still counts as in time.
   if (!now_.settle_at.is_never()) failure.when = std::min(failure.when, now_.failures.front().when + echo());
