@@ -8,7 +8,7 @@
 //
 // Tasks go to whichever worker has time. If a worker dies, its tasks are done again on another, with the same result: a
 // task's random numbers come with it. (--keep-going: the launcher does not end the others. tolerates_losses: the end of
-// the job is no error.)
+// RPC does not throw.)
 //
 // C. Finn, P. Abbeel, S. Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017.
 #include <ATen/ATen.h>
