@@ -252,7 +252,7 @@ TEST_P(AnySource, AfterTheOthersHaveLeft) {
 
 // A rank that has left ends no receive that another rank may still answer.
 TEST_P(AnySource, AfterOneOfTheOthersHasLeft) {
-  run(4, [](World& world) {
+  run(4, [this](World& world) {
     std::optional<World> other(world_beside(world));
     std::optional<World::Scope> scope(std::in_place, *other);
     for (int i = 0; i < 3; ++i) barrier();
