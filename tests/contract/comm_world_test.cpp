@@ -333,7 +333,7 @@ TEST(World, WhatIsReadAfterTheGroupHasFailedDoesNotCount) {
       [](const at::Tensor&, const at::Tensor& whole) { all_to_all_single(whole, whole.clone()); }};
   for (size_t i = 0; i < all.size(); ++i) {
     SCOPED_TRACE(i);
-    WorldOptions options{.backend = "shm", .timeout = 100ms};
+    WorldOptions options{.backend = "shm", .timeout = std::chrono::milliseconds(100)};
     options.faults.add({.action = FaultAction::kDelay,
                         .rank = 2,
                         .operation = 0,
