@@ -61,11 +61,14 @@ Operation all_to_all_operation(const at::Tensor& output, const at::Tensor& input
           .output_splits = options.output_splits,
           .timeout = options.timeout};
 }
+constexpr int kHighestTag = (1 << 28) - 2;  // Muster's own are above (broadcast_bytes.cpp)
+[[noreturn]] void refuse_tag(int tag) {
+  throw InvalidArgument(text("a message has the ", tag < 0 ? "negative " : "", "tag ", tag),
+                        text("Use 0 … ", kHighestTag));
+}
 int checked(int tag) {
-  constexpr int kHighest = (1 << 28) - 2;  // Muster's own are above (broadcast_bytes.cpp)
-  if (tag < 0 || tag > kHighest)
-    throw InvalidArgument(text("a message has the ", tag < 0 ? "negative " : "", "tag ", tag),
-                          text("Use 0 … ", kHighest));
+  if (tag < 0 || tag > kHighestTag) [[unlikely]]
+    refuse_tag(tag);
   return tag;
 }
 Operation message(OpKind kind, const at::Tensor& tensor, int peer, const MessageOptions& options) {

@@ -32,7 +32,7 @@ inline bool plain(const at::Tensor& tensor) {
          !tensor.is_neg() && !tensor.is_conj();
 }
 
-// The bytes of a small call in a group of at most kMostRanks. Not copyable: the call points into this object. All of
+// The bytes of a small collective in a group of at most kMostRanks. Not copyable: the call points into this object. All of
 // it is inline, because a call out of line costs 3 % of a barrier.
 class SmallByteCall {
  public:
@@ -60,7 +60,7 @@ class SmallByteCall {
   std::array<uint64_t, kMostRanks> sizes_;
 };
 
-inline SmallByteCall::SmallByteCall(const SmallCall& small, int ranks)
+[[gnu::always_inline]] inline SmallByteCall::SmallByteCall(const SmallCall& small, int ranks)
     : call_{.kind = small.kind, .op = small.op, .root = small.peer, .site = small.site} {
   const auto n = static_cast<size_t>(ranks);
   if (small.kind == OpKind::kNothing) return;

@@ -196,7 +196,7 @@ class Channel {
   void position(Phase phase);
   std::atomic<uint64_t>& word_of(const Awaited& awaited) const;
   // `word` is word_of(awaited). The spin is inlined into the caller; it suffices for a peer that comes soon.
-  void wait(const Awaited& awaited, const std::atomic<uint64_t>& word) {
+  [[gnu::always_inline]] void wait(const Awaited& awaited, const std::atomic<uint64_t>& word) {
     const auto ready = [&] { return word.load(std::memory_order_acquire) >= awaited.value; };
     if (shm::spin_until(options_.spin, [&] { return ready() || failed(); }) && ready()) [[likely]]
       return;

@@ -135,23 +135,30 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
 
 // Returns false for every call that is not certainly valid. The caller then takes the long way, which validates.
 bool ShmBackend::run_small(const SmallCall& small) {
+  if (is_message(small.kind)) return run_small_message(small);
   SmallByteCall bytes(small, getSize());
   if (!bytes.valid()) return false;
   Call& call = bytes.call();
-  if (is_message(small.kind)) {
-    if (call.bytes() > Messages::kSmall) return false;
-    const MessageHeader header{.bytes = call.bytes(), .tag = small.tag, .dtype = call.dtype};
-    return run_message_framed(small, bytes.dtype(), call.bytes(), [&] {
-      if (small.kind == OpKind::kSend) return messages_.send_now(small.peer, header, call.data, small.site);
-      return messages_.receive_now(small.peer, header, call.data, timeout_for(small.timeout), small.site);
-    });
-  }
   if (bytes.contribution() > kSlotPayload) return false;
   if (2 * call.send.size() * sizeof(uint64_t) > kSlotTables) return false;  // an all_to_all sends two tables with them
   return run_framed(small, bytes.dtype(), bytes.payload(), [&](Deadline deadline) {
     call.deadline = deadline;
     channel_.set_caller(small.site, shm::kYield);
     execute_call(call);
+  });
+}
+
+bool ShmBackend::run_small_message(const SmallCall& small) {
+  const at::Tensor& tensor = *small.tensor;
+  if (!plain(tensor) || small.peer < 0 || small.peer >= getSize()) return false;
+  const at::ScalarType dtype = tensor.scalar_type();
+  const size_t bytes = static_cast<size_t>(tensor.numel()) * tensor.element_size();
+  if (bytes > Messages::kSmall) return false;
+  Bytes const data = data_of(tensor);
+  const MessageHeader header{.bytes = bytes, .tag = small.tag, .dtype = static_cast<uint8_t>(dtype)};
+  return run_message_framed(small, dtype, bytes, [&] {
+    if (small.kind == OpKind::kSend) return messages_.send_now(small.peer, header, data, small.site);
+    return messages_.receive_now(small.peer, header, data, timeout_for(small.timeout), small.site);
   });
 }
 

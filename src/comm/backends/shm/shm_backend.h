@@ -43,6 +43,7 @@ class ShmBackend final : public QueuedBackend {
   void submit_to(const WorkPtr& work, Deadline deadline, const std::function<void(std::shared_ptr<Message>)>& submit);
   uint64_t heap_offset(ConstBytes data, size_t bytes) const;
   uint64_t contribution_on_heap(const ByteCall& call) const;
+  bool run_small_message(const SmallCall& call);
 
   Channel channel_;
   const std::shared_ptr<shm::Arena> arena_;
