@@ -51,6 +51,8 @@ class SmallByteCall {
   size_t contribution() const { return contribution_; }
 
  private:
+  bool add_other(const at::Tensor& tensor, const at::Tensor& second, size_t n);
+
   ByteCall call_;
   bool valid_ = false;
   at::ScalarType dtype_ = at::kByte;
@@ -81,36 +83,39 @@ class SmallByteCall {
     call_.kernel = small.op == ReduceOp::PREMUL_SUM ? nullptr : reduce_kernel(dtype_, small.op);
     if (!call_.kernel) return;
   }
+  valid_ = !small.other || add_other(*tensor, *small.other, n);
+}
+
+// The second tensor of a call. Out of line: it would slow down the calls that have none.
+[[gnu::noinline]] inline bool SmallByteCall::add_other(const at::Tensor& tensor, const at::Tensor& second, size_t n) {
   const auto each = [&](Bytes data, size_t bytes, auto& pointers) {
     for (size_t r = 0; r < n; ++r) pointers[r] = data + r * bytes;
   };
-  if (small.other) {
-    if (small.other->scalar_type() != dtype_) return;
-    const Bytes other = data_of(*small.other);
-    if (small.kind == OpKind::kAllToAll) {  // `tensor` has all parts, not one
-      if (call_.count % n != 0 || (tensor->dim() > 0 && tensor->size(0) % ranks != 0) ||
-          small.other->sizes() != tensor->sizes())
-        return;
-      const size_t part = call_.bytes() / n;
-      each(call_.data, part, outputs_);
-      each(other, part, inputs_);
-      std::fill_n(sizes_.begin(), n, part);
-      call_.inputs = std::span(inputs_).first(n);
-      call_.outputs = std::span(outputs_).first(n);
-      call_.send = call_.receive = std::span(sizes_).first(n);
-      call_.count = 0;
-    } else if (static_cast<size_t>(small.other->numel()) != call_.count * n) {
-      return;
-    } else if (small.kind == OpKind::kReduceScatter) {
-      each(other, call_.bytes(), inputs_);
-      call_.inputs = std::span(inputs_).first(n);
-      contribution_ *= n;
-    } else {
-      each(other, call_.bytes(), outputs_);
-      call_.outputs = std::span(outputs_).first(n);
-    }
+  if (second.scalar_type() != dtype_) return false;
+  const Bytes other = data_of(second);
+  if (call_.kind == OpKind::kAllToAll) {  // `tensor` has all parts, not one
+    if (call_.count % n != 0 || (tensor.dim() > 0 && tensor.size(0) % static_cast<int64_t>(n) != 0) ||
+        second.sizes() != tensor.sizes())
+      return false;
+    const size_t part = call_.bytes() / n;
+    each(call_.data, part, outputs_);
+    each(other, part, inputs_);
+    std::fill_n(sizes_.begin(), n, part);
+    call_.inputs = std::span(inputs_).first(n);
+    call_.outputs = std::span(outputs_).first(n);
+    call_.send = call_.receive = std::span(sizes_).first(n);
+    call_.count = 0;
+  } else if (static_cast<size_t>(second.numel()) != call_.count * n) {
+    return false;
+  } else if (call_.kind == OpKind::kReduceScatter) {
+    each(other, call_.bytes(), inputs_);
+    call_.inputs = std::span(inputs_).first(n);
+    contribution_ *= n;
+  } else {
+    each(other, call_.bytes(), outputs_);
+    call_.outputs = std::span(outputs_).first(n);
   }
-  valid_ = true;
+  return true;
 }
 
 // Pointers to each rank's part of contiguous tensors: one tensor per rank, or one with room for all.

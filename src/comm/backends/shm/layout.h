@@ -91,13 +91,12 @@ struct alignas(kLine) RankControl {
   std::atomic<uint64_t> awaits{
       0};                         // what it sleeps for (Awaited), or 0; from it a timeout finds who holds up the others
   std::atomic<int32_t> core{-1};  // on which it was when it last announced an operation or began to wait
-  // Rarely written, and apart from what each operation writes, because peers read it after each operation on heaps.
-  alignas(kLine) std::atomic<Presence> presence{Presence::kAbsent};
   std::atomic<int32_t> pid{0};
   int32_t lost_pid{0};     // of a lost rank: its process
   int32_t finder{0};       // of the failure: the rank that found it, perhaps in another group
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
+  std::atomic<Presence> presence{Presence::kAbsent};  // apart from what each operation writes: peers look at it often
   char failure[2048];  // this rank's text of the group's failure, written before the abort word names the rank
   struct CallSite {
     std::atomic<uint64_t> of{0};  // the operation
