@@ -33,7 +33,7 @@ std::vector<int> ranks_of(const rpc::Agent& agent) {
   return all;
 }
 
-class TeamOfCall final : public Team {
+class TeamOfCall final : public Team, public std::enable_shared_from_this<TeamOfCall> {
  public:
   TeamOfCall(rpc::Agent& agent, const std::vector<int>& named)
       : agent_(agent.weak_from_this()),
@@ -79,11 +79,18 @@ class TeamOfCall final : public Team {
     start_those_that_wait();
   }
 
-  // If a part is over immediately, the thread that has started it looks again, in the outer call of this function.
-  // Several threads may start parts: a call may wait long for room on the way to its worker.
+  // Several threads may start parts: a call may wait long for room on the way to its worker. Within that wait, this
+  // thread may take answers to other parts, which make other workers free: then a thread of the pool goes on.
   void start_those_that_wait() {
     thread_local const TeamOfCall* starting = nullptr;
-    if (starting == this) return;
+    thread_local bool hands_over = false;
+    if (starting == this) {
+      const auto agent = agent_.lock();
+      if (!agent || std::exchange(hands_over, true)) return;  // without a pool, run() would come here again
+      agent->run([self = shared_from_this()] { self->start_those_that_wait(); });
+      hands_over = false;
+      return;
+    }
     const auto outer = std::exchange(starting, this);
     for (;;) {
       std::unique_lock lock(mutex_);
