@@ -189,6 +189,25 @@ TEST(RpcFaultProcess, TheLastWorkerDoesAllTasks) {
   });
 }
 
+int rank_unless_killed(Doom doom) {
+  doom.strike(kInForward);
+  return rpc::worker_info().id;
+}
+
+// A part that was for some workers is done again by one of these, not by a worker that only another part names.
+TEST(RpcFaultProcess, APartKeepsItsOwnCandidates) {
+  lead({.transport = "auto"}, {1}, [] {
+    const auto parts = [](const Doom& doom) {
+      std::vector<RemotePart<Doom>> all(6, {any_worker({1, 2}), {doom}});
+      all.push_back({0, {Doom{}}});
+      return all;
+    };
+    const std::vector<int> ranks = remote_sync_call<&rank_unless_killed>(Doom{.worker = 1, .moment = kInForward},
+                                                                         {.partitioner = parts, .max_retries = 2});
+    EXPECT_EQ(ranks, (std::vector<int>{2, 2, 2, 2, 2, 2, 0}));
+  });
+}
+
 // What cannot be done again is the error that it is without retries, and says why.
 TEST(RpcFaultProcess, SomeTasksCannotBeDoneAgain) {
   const Job job{.transport = "auto"};

@@ -142,6 +142,7 @@ TEST(RemoteReduce, TensorsAsTorchDoes) {
   EXPECT_TRUE(at::equal(sum_reducer(parts), at::sum(at::stack(parts), 0)));
   EXPECT_TRUE(at::equal(sum_reducer(std::vector{at::ones({2}, at::kLong), at::ones({2}, at::kLong)}),
                         at::full({2}, 2, at::kLong)));
+  EXPECT_EQ(sum_reducer(std::vector{at::ones({2}, at::kInt), at::ones({2}, at::kInt)}).scalar_type(), at::kInt);
   EXPECT_FALSE(sum_reducer(std::vector<Tensor>(2)).defined());
   const Tensor a = at::ones({2}).requires_grad_(), b = at::ones({2}).requires_grad_();
   mean_reducer(std::vector{a, b}).sum().backward();
