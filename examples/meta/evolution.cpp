@@ -29,7 +29,8 @@ using at::Tensor;
 
 namespace {
 
-// The number of steps that the pole stands, in all these episodes together. policy: [4] weights of the state; right, if their sum is above 0.
+// The number of steps that the pole stands, in all these episodes together. policy: [4] weights of the state; right, if
+// their sum is above 0.
 Tensor play(muster::Whole<Tensor> policy, Tensor seeds) {
   const Tensor weights = policy->contiguous();
   const auto* const weight = weights.const_data_ptr<float>();

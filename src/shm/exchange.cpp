@@ -260,8 +260,8 @@ class Hub {
     }
     const ucred peer = credentials(socket.get());
     if (peer.uid != ::geteuid()) return;
-    // A rank of the group writes right after it connects, unless it is stopped there. A silent stranger of the same user
-    // costs at most this time.
+    // A rank of the group writes right after it connects, unless it is stopped there. A silent stranger of the same
+    // user costs at most this time.
     const bool is_member = std::find(known_.pids.begin(), known_.pids.end(), peer.pid) != known_.pids.end();
     const auto patience = is_member ? deadline_ : earlier(deadline_, Deadline::after(std::chrono::seconds(2)));
     if (!wait_for(socket.get(), POLLIN, patience)) return;

@@ -14,8 +14,8 @@
 
 namespace muster::test {
 
-// What a rank does: worker 0 runs `lead`, the others serve until it is over. Some may have died then. Returns what `lead`
-// returned; "" on the others.
+// What a rank does: worker 0 runs `lead`, the others serve until it is over. Some may have died then. Returns what
+// `lead` returned; "" on the others.
 inline std::string lead_or_serve(const ForkedJob& job, int rank, int n, const rpc::Options& options,
                                  const std::function<std::string()>& lead) {
   at::set_num_threads(1);

@@ -22,8 +22,8 @@
 // Restarts: with max_restarts, if a rank of a job fails, all ranks start again from the program's beginning, with a
 // fresh store. TORCHELASTIC_RESTART_COUNT is the number of restarts so far, the same on all hosts.
 //
-// With keep_going, a rank that fails ends no other, except rank 0, which leads: for programs that go on without a worker
-// (remote_call.h, max_retries). The job's status is rank 0's. On one host, and without restarts.
+// With keep_going, a rank that fails ends no other, except rank 0, which leads: for programs that go on without a
+// worker (remote_call.h, max_retries). The job's status is rank 0's. On one host, and without restarts.
 //
 // Several hosts: one launcher on each, with the same HostOptions. They meet in the store at `rendezvous`, start their
 // ranks when enough have come, and end them together; the ranks use that store too. A failure on one host fails the

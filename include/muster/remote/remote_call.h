@@ -32,9 +32,10 @@
 // With .max_retries the function must depend on nothing but its arguments. The loss of a worker is then no error,
 // neither before the part has answered nor before its backward has: the part is called again on a living worker (one
 // of any_worker()'s, if it was for any; else one that the call's parts name; or any if none of these lives; the one
-// with the fewest parts to do), and its graph continues there. The results and gradients are the same as without a loss. Other errors end the call as ever, as does
-// a loss after so many retries. The arguments are kept until the graph is used up. What the first worker's handler
-// called or changed elsewhere stays; gradients of gradients (create_graph) of a part are lost with its worker.
+// with the fewest parts to do), and its graph continues there. The results and gradients are the same as without a
+// loss. Other errors end the call as ever, as does a loss after so many retries. The arguments are kept until the graph
+// is used up. What the first worker's handler called or changed elsewhere stays; gradients of gradients (create_graph)
+// of a part are lost with its worker.
 //
 // With .max_retries, or if parts wait for any_worker(), tensors of the arguments are read later than the call is made.
 // Do not change them in place before the results are there, or with .max_retries before backward(): a part that would

@@ -32,8 +32,8 @@ inline bool plain(const at::Tensor& tensor) {
          !tensor.is_neg() && !tensor.is_conj();
 }
 
-// The bytes of a small collective in a group of at most kMostRanks. Not copyable: the call points into this object. All of
-// it is inline, because a call out of line costs 3 % of a barrier.
+// The bytes of a small collective in a group of at most kMostRanks. Not copyable: the call points into this object. It
+// is inline, except for a second tensor, because a call out of line costs 3 % of a barrier.
 class SmallByteCall {
  public:
   static constexpr size_t kMostRanks = 64;

@@ -118,9 +118,9 @@ class Channel {
     return true;
   }
   std::byte* announced_data(int peer) const { return heap(peer) + descriptor(peer).heap_offset; }
-  // After this rank has read what that rank, or every rank (-1), has on its heap, and before it says so. The owner keeps
-  // the data until then, unless it leaves or the group fails: then they may have changed meanwhile, and this throws. (As
-  // in a seqlock, what was read only counts if no write can have come before these looks.)
+  // After this rank has read what that rank, or every rank (-1), has on its heap, and before it says so. The owner
+  // keeps the data until then, unless it leaves or the group fails: then they may have changed meanwhile, and this
+  // throws. (As in a seqlock, what was read only counts if no write can have come before these looks.)
   void check_what_was_read(int from) {
     std::atomic_thread_fence(std::memory_order_acquire);
     check();

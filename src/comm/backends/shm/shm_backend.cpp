@@ -162,8 +162,8 @@ bool ShmBackend::run_small_message(const SmallCall& small) {
   });
 }
 
-// Where this rank's contribution lies on its heap. Peers read it there while this rank writes its output: run_on_bytes()
-// has seen to it that the two are different memory, except for the part of the input that no peer reads.
+// Where this rank's contribution lies on its heap. Peers read it there while this rank writes its output:
+// run_on_bytes() has seen to it that the two are different memory, except for the part of the input that no peer reads.
 uint64_t ShmBackend::contribution_on_heap(const ByteCall& call) const {
   switch (call.kind) {
     case OpKind::kReduceScatter:
