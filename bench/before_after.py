@@ -7,6 +7,8 @@ BEFORE and NOW are the folders of two builds (build/release of two checkouts). B
 in each round: its second measurement differs from the first by noise alone. A row's ratio is before / now of a time,
 and now / before of a speed, so above 1 the later build is faster; it is the median of the rounds' ratios. Its noise is
 the median of |1 - again / now| over the rounds, and "slower" marks a row that lost more than three times that and 3 %.
+All rounds have the same three jobs. Two jobs of one build were up to 6 % apart at 16 bytes, always in the same
+direction: believe a small difference only if several runs agree on it.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import math
 import statistics
 from pathlib import Path
 
-from rounds import REPEATS, Reference, Server
+from rounds import Reference, Server, measure_round
 from run import machine
 from runner import Runner, output_of
 
@@ -42,6 +44,11 @@ class Comparison:
         self.sides = {side: Runner(argparse.Namespace(build=build, ranks=2)) for side, build in
                       (("now", now), ("before", before), ("again", now))}
 
+    def turns(self):
+        """The order of the sides in each round. It rotates, so that no side gains by its place."""
+        sides = list(self.sides)
+        return [sides[i % 3:] + sides[:i % 3] for i in range(self.rounds)]
+
     def collectives(self, ranks=2):
         """All sizes of all operations, in rounds of the machine's fast state."""
         cases = [(op, size) for op in OPS if ranks == 2 or op != "send_recv" for size in SIZES] + [("barrier", 8)]
@@ -52,15 +59,9 @@ class Comparison:
                 servers[side] = Server(runner.job("bench_collectives", "--serve", ranks=ranks), ranks, runner.env)
             for op, size in cases:
                 taken = []
-                for _ in range(self.rounds):
-                    for _ in range(REPEATS):
-                        copies, found = [reference.take()], {}
-                        for side, server in servers.items():
-                            found[side] = server.ask(op, size)
-                            copies.append(reference.take())
-                        if not any(reference.is_slow(copy) for copy in copies):
-                            break
-                    taken.append(found)
+                for sides in self.turns():
+                    found, _, _ = measure_round([servers[side] for side in sides], reference, op, size)
+                    taken.append(dict(zip(sides, found)))
                 rows += self.compared("collectives", taken)
         finally:
             for server in servers.values():
@@ -74,10 +75,13 @@ class Comparison:
 
     def programs(self, bench):
         taken = []
-        for _ in range(self.rounds):
-            taken.append({side: [row for ranks, *program in PROGRAMS[bench]
-                                 for row in output_of(runner.job(*program, ranks=ranks), runner.env)]
-                          for side, runner in self.sides.items()})
+        for sides in self.turns():
+            found = {}
+            for side in sides:
+                runner = self.sides[side]
+                found[side] = [row for ranks, *program in PROGRAMS[bench]
+                               for row in output_of(runner.job(*program, ranks=ranks), runner.env)]
+            taken.append(found)
         return self.compared(bench, taken)
 
     def compared(self, bench, taken):

@@ -109,12 +109,17 @@ class Reference:
 
 
 def measure_round(servers, reference, op, size):
-    """Returns the rows of a case from all servers, and the slowest reference copy before, between and after them."""
-    rows, copies = [], [reference.take()]
-    for server in servers:
-        rows += server.ask(op, size)
-        copies.append(reference.take())
-    return rows, max((us for us in copies if us is not None), default=None)
+    """Returns the rows of a case by server, the slowest reference copy before, between and after them, and whether that
+    is of a slow state. Such a round is repeated, up to REPEATS times."""
+    for _ in range(REPEATS):
+        rows, copies = [], [reference.take()]
+        for server in servers:
+            rows.append(server.ask(op, size))
+            copies.append(reference.take())
+        slowest = max((us for us in copies if us is not None), default=None)
+        if not reference.is_slow(slowest):
+            return rows, slowest, False
+    return rows, slowest, True
 
 
 def is_ours(impl):
@@ -125,12 +130,9 @@ def measure_case(servers, reference, op, size, rounds):
     """Returns one row per implementation: the median of its times, and for ours the median of the rounds' ratios to the fastest peer."""
     times, ratios, shown, slowest, slow_rounds = {}, {}, {}, None, 0
     for _ in range(rounds):
-        for _ in range(REPEATS):
-            rows, copy = measure_round(servers, reference, op, size)
-            if not reference.is_slow(copy):
-                break
-        else:
-            slow_rounds += 1
+        by_server, copy, is_slow = measure_round(servers, reference, op, size)
+        rows = [row for of_server in by_server for row in of_server]
+        slow_rounds += is_slow
         slowest = max((us for us in (slowest, copy) if us is not None), default=None)
         us = {row["impl"]: row["us"] for row in rows}
         shown.update((row["impl"], row) for row in rows)
