@@ -44,7 +44,7 @@ case $1 in
   --preset) mkdir -p "build/$2"; touch "build/$2/build.ninja"; [[ ! -e $FAKE/configure-fails ]] ;;
   --build) [[ ! -e $FAKE/build-fails ]] ;;
 esac''',
-    "ctest": r'''echo "ctest $*" >>"$FAKE/log"; [[ ! -e $FAKE/tests-fail ]]''',
+    "ctest": r'''echo "ctest $*${MUSTER_FUZZ_SECONDS:+ fuzz $MUSTER_FUZZ_SECONDS}" >>"$FAKE/log"; [[ ! -e $FAKE/tests-fail ]]''',
 }
 
 
@@ -304,7 +304,11 @@ class Dev(unittest.TestCase):
         status, output, log = self.dev("test", "--full")
         self.assertEqual(status, 0, output)
         self.assertEqual((self.checkout / "build/CTestTestfile.cmake").read_text(), "subdirs(release)\nsubdirs(asan)\nsubdirs(tsan)\n")
-        self.assertNotRegex(log, "--target|label-exclude|--repeat")
+        self.assertNotRegex(log, "--target|label-exclude|--repeat|fuzz")
+        status, output, hours = self.dev("test", "--long", "-R", "libfuzzer")
+        self.assertEqual(status, 0, output)
+        self.assertRegex(hours, r"(?m)^ctest .* -R libfuzzer fuzz 3600$")
+        self.assertEqual(hours.count("cmake --build"), log.count("cmake --build"))
 
     def test_a_test_that_fails_fails(self):
         self.make_torch(self.fake / "torch")
