@@ -235,6 +235,11 @@ Snapshot::Snapshot(Snapshot&&) noexcept = default;
 Snapshot& Snapshot::operator=(Snapshot&&) noexcept = default;
 Snapshot::~Snapshot() = default;
 
+void detail::throw_empty_snapshot_item(const std::string& name) {
+  throw InvalidArgument(text("'", name, "' of a snapshot is an empty pointer or optional"),
+                        "Fill it before add(), or leave it out");
+}
+
 Snapshot& Snapshot::add(std::string name, torch::nn::Module& module, SnapshotItemOptions options) {
   impl_->add(std::move(name), options.per_rank.value_or(false), checkpoint::make_item(module));
   return *this;

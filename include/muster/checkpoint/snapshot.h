@@ -11,7 +11,8 @@
 // Contents: everything that was added, and torch's default CPU generator. An item is either *shared*, that is, the same
 // on all ranks and stored once (the default for modules and optimizers, which data-parallel training keeps equal), or
 // *per rank* and stored for each rank (the default for everything else). `.per_rank` of add() overrides the default.
-// You choose the names; they must be the same on all ranks, and each may occur once.
+// You choose the names; they must be the same on all ranks, and each may occur once. An item may be a tree of what can
+// be added: `add("gan", gan)` adds "gan.0", "gan.1", …, or "gan.generator" if it is a map.
 //
 // A model of FullyShardedDataParallel and its optimizer are shared as well: each rank stores what it owns, and
 // restore() gives it what it owns then. Two optimizers are stored per rank: one over owned_parameters(), and one that
@@ -84,6 +85,7 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
@@ -100,6 +102,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "muster/checkpoint/snapshot_tree.h"
 #include "muster/comm/group.h"
 
 namespace muster {
@@ -183,6 +186,44 @@ class Snapshot {
     return add_archivable(
         std::move(name), [&item](torch::serialize::OutputArchive& archive) { item.save(archive); },
         [&item](torch::serialize::InputArchive& archive) { item.load(archive); }, options);
+  }
+
+  // Other numbers, and strings.
+  template <detail::SnapshotValue T>
+  Snapshot& add(std::string name, T& value, SnapshotItemOptions options = {}) {
+    return add_archivable(
+        std::move(name),
+        [&value](torch::serialize::OutputArchive& archive) {
+          if constexpr (std::same_as<T, std::string>) {
+            archive.write("value", c10::IValue(value));
+          } else if constexpr (std::same_as<T, float>) {
+            archive.write("value", c10::IValue(double{value}));
+          } else {
+            archive.write("value", c10::IValue(static_cast<int64_t>(value)));
+          }
+        },
+        [&value](torch::serialize::InputArchive& archive) {
+          c10::IValue read;
+          archive.read("value", read);
+          if constexpr (std::same_as<T, std::string>) {
+            value = read.toStringRef();
+          } else if constexpr (std::same_as<T, float>) {
+            value = static_cast<T>(read.toDouble());
+          } else {
+            value = static_cast<T>(read.toInt());
+          }
+        },
+        options);
+  }
+  // A tree: a vector, deque, list, array, pair, tuple, map or torch::OrderedDict of what may be added, of trees, or of
+  // pointers to either, and a struct with a member `auto tree() { return std::tie(generator, discriminator); }`. Each
+  // leaf is an item of its own, with the default for its type: its name is the tree's, a dot and its key or its
+  // position. The tree must have the same leaves when the snapshot is restored, and none of them may move before the
+  // Snapshot ends. InvalidArgument: a pointer or an optional in it is empty.
+  template <detail::SnapshotBranch Tree>
+  Snapshot& add(const std::string& name, Tree& tree, SnapshotItemOptions options = {}) {
+    detail::for_each_snapshot_item(name, tree, [&](const std::string& item, auto& leaf) { add(item, leaf, options); });
+    return *this;
   }
 
   // Restores the newest good snapshot. Returns the number that step() or save() was given, with which the training goes

@@ -1,0 +1,103 @@
+// Trees of state in a snapshot.
+#include "unit/snapshot_fixture.h"
+
+namespace muster::test::snapshots {
+namespace {
+
+struct Player {
+  std::shared_ptr<SnapshotNet> net;
+  std::unique_ptr<torch::optim::Adam> adam;
+  float temperature = 0;
+  auto tree() { return std::tie(net, adam, temperature); }
+};
+
+struct State {
+  explicit State(uint64_t seed) {
+    for (uint64_t i = 0; i < 2; ++i) {
+      players.push_back({.net = make_net(seed + i), .adam = nullptr, .temperature = 0.5F * static_cast<float>(seed)});
+      players[i].adam = std::make_unique<torch::optim::Adam>(players[i].net->parameters(), 1e-3);
+    }
+    averages["slow"] = {torch::full({3}, static_cast<double>(seed)), torch::full({2, 2}, 0.5)};
+    averages["fast"] = {};
+    name = "run " + std::to_string(seed);
+    flags = {seed > 1, static_cast<int>(seed)};
+    seen["wins"] = static_cast<int64_t>(seed);
+    best = std::make_shared<torch::Tensor>(torch::full({4}, -static_cast<double>(seed)));
+    epoch = static_cast<uint8_t>(seed);
+  }
+  auto tree() { return std::tie(players, averages, name, flags, seen, best, epoch); }
+  void train() {
+    for (auto& player : players) {
+      player.adam->zero_grad();
+      player.net->forward(torch::ones({4, 6})).square().mean().backward();
+      player.adam->step();
+    }
+  }
+  std::string all() {
+    std::string bytes = text(name, flags.first, flags.second, int{epoch}, seen["wins"], bits(*best));
+    for (auto& player : players) bytes += text(player.temperature, bits(*player.net));
+    for (auto& [key, list] : averages)
+      for (auto& each : list) bytes += key + bits(each);
+    return bytes;
+  }
+
+  std::vector<Player> players;
+  std::map<std::string, std::vector<torch::Tensor>> averages;
+  std::string name;
+  std::pair<bool, int> flags;
+  std::map<std::string, int64_t> seen;
+  std::shared_ptr<torch::Tensor> best;
+  uint8_t epoch = 0;
+};
+
+TEST_P(SnapshotTest, ATreeComesBack) {
+  std::string after, later;
+  run_threads(2, [&](World& world) {
+    State state(7);
+    state.train();
+    {
+      Snapshot snapshot(options());
+      snapshot.add("state", state);
+      EXPECT_EQ(snapshot.restore(), 0);
+      snapshot.save(3);
+    }
+    if (world.rank() == 0) after = state.all();
+    state.train();  // with the optimizers' moments
+    if (world.rank() == 0) later = state.all();
+  });
+  run_threads(2, [&](World& world) {
+    State state(1);
+    Snapshot snapshot(options());
+    snapshot.add("state", state);
+    EXPECT_EQ(snapshot.restore(), 3);
+    if (world.rank() == 0) {
+      EXPECT_TRUE(state.all() == after);
+    }
+    state.train();
+    if (world.rank() == 0) {
+      EXPECT_TRUE(state.all() == later);
+    }
+  });
+}
+
+TEST_P(SnapshotTest, ATreeIsRefusedThatHasOtherLeaves) {
+  run_threads(1, [&](World&) {
+    State state(2);
+    Snapshot(options()).add("state", state).save(1);
+    state.players.pop_back();
+    Snapshot fewer(options());
+    fewer.add("state", state);
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { fewer.restore(); }), "'state.0.1.0' that was not added");
+
+    Snapshot empty(options());
+    state.best = nullptr;
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { empty.add("state", state); }), "'state.5'");
+    std::optional<int64_t> number;
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { empty.add("number", number); }), "'number'");
+    std::map<std::string, torch::Tensor> slash{{"a/b", torch::zeros({1})}};
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { empty.add("map", slash); }), "without a slash");
+  });
+}
+
+}  // namespace
+}  // namespace muster::test::snapshots
