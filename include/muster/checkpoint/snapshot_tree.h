@@ -1,6 +1,8 @@
 // Trees of state: the templates of Snapshot::add(); snapshot.h includes this one.
 #pragma once
 
+#include <torch/nn/module.h>
+
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +11,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "muster/base/error.h"
 #include "muster/comm/tensor_tree.h"
