@@ -11,6 +11,23 @@ struct Player {
   auto tree() { return std::tie(net, adam, temperature); }
 };
 
+// Has members that could be a tree's, but saves itself.
+struct Tally {
+  int64_t wins = 0, losses = 0;
+  auto tree() { return std::tie(wins); }
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("wins", wins);
+    archive.write("losses", losses);
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    c10::IValue value;
+    archive.read("wins", value);
+    wins = value.toInt();
+    archive.read("losses", value);
+    losses = value.toInt();
+  }
+};
+
 struct State {
   explicit State(uint64_t seed) {
     for (uint64_t i = 0; i < 2; ++i) {
@@ -24,8 +41,9 @@ struct State {
     seen["wins"] = static_cast<int64_t>(seed);
     best = std::make_shared<torch::Tensor>(torch::full({4}, -static_cast<double>(seed)));
     epoch = static_cast<uint8_t>(seed);
+    tally = {.wins = static_cast<int64_t>(seed), .losses = -static_cast<int64_t>(seed)};
   }
-  auto tree() { return std::tie(players, averages, name, flags, seen, best, epoch); }
+  auto tree() { return std::tie(players, averages, name, flags, seen, best, epoch, tally); }
   void train() {
     for (auto& player : players) {
       player.adam->zero_grad();
@@ -34,7 +52,8 @@ struct State {
     }
   }
   std::string all() {
-    std::string bytes = text(name, flags.first, flags.second, int{epoch}, seen["wins"], bits(*best));
+    std::string bytes =
+        text(name, flags.first, flags.second, int{epoch}, tally.wins, tally.losses, seen["wins"], bits(*best));
     for (auto& player : players) bytes += text(player.temperature, bits(*player.net));
     for (auto& [key, list] : averages)
       for (auto& each : list) bytes += key + bits(each);
@@ -48,6 +67,7 @@ struct State {
   std::map<std::string, int64_t> seen;
   std::shared_ptr<torch::Tensor> best;
   uint8_t epoch = 0;
+  Tally tally;
 };
 
 TEST_P(SnapshotTest, ATreeComesBack) {

@@ -144,10 +144,7 @@ struct SnapshotItemOptions {
 
 // Any class that can write itself to a torch archive and read itself back: optimizers, samplers, your own classes.
 template <typename T>
-concept Archivable = requires(T& item, torch::serialize::OutputArchive& out, torch::serialize::InputArchive& in) {
-  item.save(out);
-  item.load(in);
-};
+concept Archivable = detail::SavesItself<T>;
 
 class Snapshot {
  public:

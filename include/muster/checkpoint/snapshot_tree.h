@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/nn/module.h>
+#include <torch/serialize/archive.h>
 
 #include <concepts>
 #include <cstddef>
@@ -25,8 +26,8 @@ namespace detail {
 
 // Numbers and strings besides int64_t and double, which have items of their own.
 template <typename T>
-concept SnapshotValue = (std::integral<T> || std::same_as<T, float> ||
-                         std::same_as<T, std::string>)&&!std::is_const_v<T>;
+concept SnapshotValue =
+    !std::is_const_v<T> && (std::integral<T> || std::same_as<T, float> || std::same_as<T, std::string>);
 
 template <typename T>
 inline constexpr bool is_module_pointer = false;
@@ -38,8 +39,14 @@ template <typename T, typename D>
 inline constexpr bool is_unique<std::unique_ptr<T, D>> = true;
 
 template <typename T>
-concept SnapshotBranch = HasTree<T> || is_sequence<T> || is_map<T> || is_ordered_dict<T> || is_tuple<T> ||
-    is_unique<T> ||(is_box<T> && !is_module_pointer<T>);
+concept SavesItself = requires(T& item, torch::serialize::OutputArchive& out, torch::serialize::InputArchive& in) {
+  item.save(out);
+  item.load(in);
+};
+// Modules and optimizers save themselves, too.
+template <typename T>
+concept SnapshotBranch = !SavesItself<T> && (HasTree<T> || is_sequence<T> || is_map<T> || is_ordered_dict<T> ||
+                                             is_tuple<T> || is_unique<T> || (is_box<T> && !is_module_pointer<T>));
 
 [[noreturn]] void throw_empty_snapshot_item(const std::string& name);
 
