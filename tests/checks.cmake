@@ -36,6 +36,7 @@ muster_check(words_check COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/test
 muster_check(names_in_docs COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/names_in_docs_test.py)
 muster_check(figures COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/figures_test.py)
 muster_check(bench_rounds COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/bench_rounds_test.py)
+muster_check(pack_corpus COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/pack_corpus_test.py)
 muster_check(dev COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tests/dev/dev_test.py)
 muster_check(model COMMAND ${PROJECT_SOURCE_DIR}/tests/model/run.sh --quick)
 muster_check(model_whole full COMMAND ${PROJECT_SOURCE_DIR}/tests/model/run.sh)

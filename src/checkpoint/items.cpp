@@ -1,5 +1,6 @@
 #include "checkpoint/items.h"
 
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -180,19 +181,41 @@ class TensorItem final : public Item {
   at::Tensor& tensor_;
 };
 
-template <typename T>
 class NumberItem final : public Item {
  public:
-  explicit NumberItem(T& number) : number_(number) {}
-  Entries save() override { return {{.kind = "number", .tensor = tensor_of(number_)}}; }
+  NumberItem(void* number, at::ScalarType dtype) : number_(at::from_blob(number, {}, dtype)) {}
+  Entries save() override { return {{.kind = "number", .tensor = number_}}; }
   void check(const Entries& entries) const override {
     check_count(entries, 1);
-    number_in<T>(entries[0]);
+    check_fits(entries[0], number_);
   }
-  void load(const Entries& entries) override { number_ = number_in<T>(entries[0]); }
+  void load(const Entries& entries) override { copy_values(number_, entries[0].tensor); }
 
  private:
-  T& number_;
+  at::Tensor number_;  // in the number's memory
+};
+
+class StringItem final : public Item {
+ public:
+  explicit StringItem(std::string& string) : string_(string) {}
+  Entries save() override {
+    return {{.kind = "string", .tensor = at::from_blob(string_.data(), {static_cast<int64_t>(string_.size())}, at::kByte)}};
+  }
+  void check(const Entries& entries) const override {
+    check_count(entries, 1);
+    const at::Tensor& saved = entries[0].tensor;
+    if (saved.scalar_type() != at::kByte || saved.dim() != 1)
+      throw InvalidArgument(
+          text("'", entries[0].full_name(), "' is ", shape_of(saved), " in the snapshot, and a string here"),
+          kSameProgram);
+  }
+  void load(const Entries& entries) override {
+    const at::Tensor& saved = entries[0].tensor;
+    string_.assign(saved.numel() > 0 ? reinterpret_cast<const char*>(saved.const_data_ptr()) : "", saved.nbytes());
+  }
+
+ private:
+  std::string& string_;
 };
 
 // The first entry holds the map's size, because a map may be empty.
@@ -233,8 +256,10 @@ std::unique_ptr<Item> make_item(at::Generator generator) {
   return std::make_unique<GeneratorItem>(std::move(generator));
 }
 std::unique_ptr<Item> make_item(at::Tensor& tensor) { return std::make_unique<TensorItem>(tensor); }
-std::unique_ptr<Item> make_item(int64_t& number) { return std::make_unique<NumberItem<int64_t>>(number); }
-std::unique_ptr<Item> make_item(double& number) { return std::make_unique<NumberItem<double>>(number); }
+std::unique_ptr<Item> make_item(void* number, at::ScalarType dtype) {
+  return std::make_unique<NumberItem>(number, dtype);
+}
+std::unique_ptr<Item> make_item(std::string& string) { return std::make_unique<StringItem>(string); }
 std::unique_ptr<Item> make_item(std::map<std::string, int64_t>& numbers) {
   return std::make_unique<NumbersItem<int64_t>>(numbers);
 }

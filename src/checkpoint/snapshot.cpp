@@ -256,12 +256,12 @@ Snapshot& Snapshot::add(std::string name, at::Tensor& tensor, SnapshotItemOption
   impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(tensor));
   return *this;
 }
-Snapshot& Snapshot::add(std::string name, int64_t& number, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(number));
+Snapshot& Snapshot::add_number(std::string name, void* number, at::ScalarType dtype, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(number, dtype));
   return *this;
 }
-Snapshot& Snapshot::add(std::string name, double& number, SnapshotItemOptions options) {
-  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(number));
+Snapshot& Snapshot::add(std::string name, std::string& string, SnapshotItemOptions options) {
+  impl_->add(std::move(name), options.per_rank.value_or(true), checkpoint::make_item(string));
   return *this;
 }
 Snapshot& Snapshot::add(std::string name, std::map<std::string, int64_t>& numbers, SnapshotItemOptions options) {

@@ -16,6 +16,7 @@ set(libfuzzer_flags -std=c++20 -O1 -g1 -fsanitize=fuzzer,address -Wno-everything
 set(libfuzzer_includes -I${PROJECT_SOURCE_DIR}/include -I${PROJECT_SOURCE_DIR}/src -I${CMAKE_CURRENT_SOURCE_DIR}
   -isystem ${torch_prefix}/include -isystem ${torch_prefix}/include/torch/csrc/api/include)
 set(libfuzzer_objects)  # that have a rule
+file(GLOB libfuzzer_kept CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/fuzz/corpus/*)
 
 # Adds the program libfuzzer_<name> of these SOURCES of src/ and of fuzz/libfuzzer_<name>.cpp.
 function(muster_libfuzzer name)
@@ -53,10 +54,10 @@ function(muster_libfuzzer_tests parser program label seconds)
   set(test ${label}.libfuzzer_${parser})
   set(kept ${CMAKE_CURRENT_SOURCE_DIR}/fuzz/corpus/${parser})
   set(folders)
-  if(IS_DIRECTORY ${kept})
+  if(kept IN_LIST libfuzzer_kept)
     list(APPEND folders ${kept})
   endif()
-  if(EXISTS ${kept}.tar.xz)
+  if("${kept}.tar.xz" IN_LIST libfuzzer_kept)
     set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${kept}.tar.xz)
     set(unpacked ${libfuzzer_folder}/kept/${parser})
     file(REMOVE_RECURSE ${unpacked})

@@ -17,7 +17,6 @@ import tempfile
 
 KEPT = pathlib.Path(__file__).resolve().parent / "corpus"
 LONGEST = 4096  # bytes of an input; longer ones would make up most of the archive
-OF_ITS_OWN = {"frame", "rpc"}  # parsers with a program of their own
 
 
 def pack(folder: pathlib.Path, archive: pathlib.Path) -> int:
@@ -35,13 +34,16 @@ def pack(folder: pathlib.Path, archive: pathlib.Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", type=pathlib.Path)
-    parser.add_argument("parsers", nargs="*")
+    parser.add_argument("parsers", nargs="*", metavar="PARSER")
+    parser.add_argument("--into", type=pathlib.Path, default=KEPT, help="the folder of the archives")
     arguments = parser.parse_args()
     tests = arguments.build / "tests"
     collected = tests / "corpus"
     for name in arguments.parsers or sorted(path.name for path in collected.iterdir() if any(path.iterdir())):
-        archive = KEPT / f"{name}.tar.xz"
-        program = tests / ("libfuzzer_" + (name if name in OF_ITS_OWN else "parsers"))
+        archive = arguments.into / f"{name}.tar.xz"
+        program = tests / f"libfuzzer_{name}"
+        if not program.exists():
+            program = tests / "libfuzzer_parsers"
         with tempfile.TemporaryDirectory() as place:
             merged, before = pathlib.Path(place, "merged"), pathlib.Path(place, "before")
             merged.mkdir()

@@ -37,13 +37,13 @@ struct State {
     averages["slow"] = {torch::full({3}, static_cast<double>(seed)), torch::full({2, 2}, 0.5)};
     averages["fast"] = {};
     name = "run " + std::to_string(seed);
-    flags = {seed > 1, static_cast<int>(seed)};
+    numbers = {seed > 1, static_cast<int>(seed), 'a', static_cast<uint16_t>(seed), ~seed, 0.1 * static_cast<double>(seed)};
     seen["wins"] = static_cast<int64_t>(seed);
     best = std::make_shared<torch::Tensor>(torch::full({4}, -static_cast<double>(seed)));
     epoch = static_cast<uint8_t>(seed);
     tally = {.wins = static_cast<int64_t>(seed), .losses = -static_cast<int64_t>(seed)};
   }
-  auto tree() { return std::tie(players, averages, name, flags, seen, best, epoch, tally); }
+  auto tree() { return std::tie(players, averages, name, numbers, seen, best, epoch, tally); }
   void train() {
     for (auto& player : players) {
       player.adam->zero_grad();
@@ -52,8 +52,8 @@ struct State {
     }
   }
   std::string all() {
-    std::string bytes =
-        text(name, flags.first, flags.second, int{epoch}, tally.wins, tally.losses, seen["wins"], bits(*best));
+    std::string bytes = text(name, int{epoch}, tally.wins, tally.losses, seen["wins"], bits(*best));
+    std::apply([&](auto... each) { bytes += text(each..., '|'); }, numbers);
     for (auto& player : players) bytes += text(player.temperature, bits(*player.net));
     for (auto& [key, list] : averages)
       for (auto& each : list) bytes += key + bits(each);
@@ -63,7 +63,7 @@ struct State {
   std::vector<Player> players;
   std::map<std::string, std::vector<torch::Tensor>> averages;
   std::string name;
-  std::pair<bool, int> flags;
+  std::tuple<bool, int, char, uint16_t, uint64_t, double> numbers;
   std::map<std::string, int64_t> seen;
   std::shared_ptr<torch::Tensor> best;
   uint8_t epoch = 0;
@@ -116,6 +116,24 @@ TEST_P(SnapshotTest, ATreeIsRefusedThatHasOtherLeaves) {
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { empty.add("number", number); }), "'number'");
     std::map<std::string, torch::Tensor> slash{{"a/b", torch::zeros({1})}};
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { empty.add("map", slash); }), "without a slash");
+  });
+}
+
+TEST_P(SnapshotTest, NumbersAndStringsOfAnotherTypeAreRefused) {
+  run_threads(1, [&](World&) {
+    int64_t wide = 3;
+    int32_t narrow = 4;
+    std::string word = "a";
+    Snapshot(options()).add("number", wide).save(1);
+    const auto refusal = [&](auto& value) {
+      Snapshot other(options());
+      other.add("number", value);
+      return message_of<InvalidArgument>([&] { other.restore(); });
+    };
+    EXPECT_CONTAINS(refusal(narrow), "'number' is Long [] in the snapshot, and Int [] here");
+    EXPECT_CONTAINS(refusal(word), "'number' is Long [] in the snapshot, and a string here");
+    EXPECT_EQ(narrow, 4);
+    EXPECT_EQ(word, "a");
   });
 }
 

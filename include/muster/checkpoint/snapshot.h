@@ -142,10 +142,6 @@ struct SnapshotItemOptions {
   std::optional<bool> per_rank;  // default: see above
 };
 
-// Any class that can write itself to a torch archive and read itself back: optimizers, samplers, your own classes.
-template <typename T>
-concept Archivable = detail::SavesItself<T>;
-
 class Snapshot {
  public:
   // InvalidArgument: no folder; every, keep or replicas out of range; .local.every without .local.folder or the
@@ -170,8 +166,11 @@ class Snapshot {
   Snapshot& add(std::string name, torch::optim::Optimizer& optimizer, SnapshotItemOptions options = {});
   Snapshot& add(std::string name, at::Generator& generator, SnapshotItemOptions options = {});
   Snapshot& add(std::string name, at::Tensor& tensor, SnapshotItemOptions options = {});  // restore() copies into it
-  Snapshot& add(std::string name, int64_t& number, SnapshotItemOptions options = {});
-  Snapshot& add(std::string name, double& number, SnapshotItemOptions options = {});
+  template <detail::SnapshotNumber T>  // an integer, a bool, a float or a double
+  Snapshot& add(std::string name, T& number, SnapshotItemOptions options = {}) {
+    return add_number(std::move(name), &number, detail::dtype_of<T>(), options);
+  }
+  Snapshot& add(std::string name, std::string& string, SnapshotItemOptions options = {});
   Snapshot& add(std::string name, std::map<std::string, int64_t>& numbers, SnapshotItemOptions options = {});
   Snapshot& add(std::string name, std::map<std::string, double>& numbers, SnapshotItemOptions options = {});
   // Your class may save tensors, numbers, strings, lists of numbers or of tensors, and tuples, in archives nested to
@@ -185,33 +184,6 @@ class Snapshot {
         [&item](torch::serialize::InputArchive& archive) { item.load(archive); }, options);
   }
 
-  // Other numbers, and strings.
-  template <detail::SnapshotValue T>
-  Snapshot& add(std::string name, T& value, SnapshotItemOptions options = {}) {
-    return add_archivable(
-        std::move(name),
-        [&value](torch::serialize::OutputArchive& archive) {
-          if constexpr (std::same_as<T, std::string>) {
-            archive.write("value", c10::IValue(value));
-          } else if constexpr (std::same_as<T, float>) {
-            archive.write("value", c10::IValue(double{value}));
-          } else {
-            archive.write("value", c10::IValue(static_cast<int64_t>(value)));
-          }
-        },
-        [&value](torch::serialize::InputArchive& archive) {
-          c10::IValue read;
-          archive.read("value", read);
-          if constexpr (std::same_as<T, std::string>) {
-            value = read.toStringRef();
-          } else if constexpr (std::same_as<T, float>) {
-            value = static_cast<T>(read.toDouble());
-          } else {
-            value = static_cast<T>(read.toInt());
-          }
-        },
-        options);
-  }
   // A tree: a vector, deque, list, array, pair, tuple, map or torch::OrderedDict of what may be added, of trees, or of
   // pointers to either, and a struct with a member `auto tree() { return std::tie(generator, discriminator); }`. Each
   // leaf is an item of its own, with the default for its type: its name is the tree's, a dot and its key or its
@@ -260,6 +232,7 @@ class Snapshot {
   bool stop_requested() const noexcept;
 
  private:
+  Snapshot& add_number(std::string name, void* number, at::ScalarType dtype, SnapshotItemOptions options);
   Snapshot& add_archivable(std::string name, std::function<void(torch::serialize::OutputArchive&)> save,
                            std::function<void(torch::serialize::InputArchive&)> load, SnapshotItemOptions options);
 

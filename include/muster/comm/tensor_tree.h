@@ -73,6 +73,26 @@ template <typename A, typename B> struct HasTensors<std::pair<A, B>> : std::disj
 template <typename... T> struct HasTensors<std::tuple<T...>> : std::disjunction<HasTensors<T>...> {};
 // clang-format on
 
+// Calls fn(key, child) for each child of a container, a tuple or a struct with tree(). The key is a map's, or the
+// child's position.
+template <typename T, typename Fn>
+void for_each_child(T& value, const Fn& fn) {
+  if constexpr (is_sequence<T>) {
+    size_t i = 0;
+    for (auto& each : value) fn(i++, each);
+  } else if constexpr (is_map<T>) {
+    for (auto& [key, each] : value) fn(key, each);
+  } else if constexpr (is_ordered_dict<T>) {
+    for (auto& each : value) fn(each.key(), each.value());
+  } else if constexpr (is_tuple<T>) {
+    size_t i = 0;
+    std::apply([&](auto&... each) { (fn(i++, each), ...); }, value);
+  } else {
+    auto members = value.tree();
+    for_each_child(members, fn);
+  }
+}
+
 // Calls fn(at::Tensor&) for each leaf, also for undefined tensors. The object of a shared_ptr is copied first, so that
 // other holders of it see no change.
 template <typename T, typename Fn>
@@ -81,12 +101,6 @@ void for_each_leaf(T& value, Fn&& fn) {
     return;
   } else if constexpr (std::same_as<T, at::Tensor>) {
     fn(value);
-  } else if constexpr (is_sequence<T>) {
-    for (auto& each : value) for_each_leaf(each, fn);
-  } else if constexpr (is_ordered_dict<T>) {
-    for (auto& item : value) for_each_leaf(item.value(), fn);
-  } else if constexpr (is_map<T>) {
-    for (auto& [key, each] : value) for_each_leaf(each, fn);
   } else if constexpr (is_box<T>) {
     if (!value) return;
     if constexpr (is_shared<T>) {
@@ -96,10 +110,8 @@ void for_each_leaf(T& value, Fn&& fn) {
     } else {
       for_each_leaf(*value, fn);
     }
-  } else if constexpr (is_tuple<T>) {
-    std::apply([&](auto&... each) { (for_each_leaf(each, fn), ...); }, value);
   } else {
-    std::apply([&](auto&... each) { (for_each_leaf(each, fn), ...); }, value.tree());
+    for_each_child(value, [&](const auto&, auto& child) { for_each_leaf(child, fn); });
   }
 }
 
