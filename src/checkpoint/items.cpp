@@ -199,7 +199,8 @@ class StringItem final : public Item {
  public:
   explicit StringItem(std::string& string) : string_(string) {}
   Entries save() override {
-    return {{.kind = "string", .tensor = at::from_blob(string_.data(), {static_cast<int64_t>(string_.size())}, at::kByte)}};
+    return {
+        {.kind = "string", .tensor = at::from_blob(string_.data(), {static_cast<int64_t>(string_.size())}, at::kByte)}};
   }
   void check(const Entries& entries) const override {
     check_count(entries, 1);

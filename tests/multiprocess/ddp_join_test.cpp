@@ -211,6 +211,100 @@ TEST(DdpJoin, HooksThatAverageAmongFewerRanks) {
   });
 }
 
+// A GAN: each step has a backward() that averages in the critic, one that does so in the maker, and one that does so in
+// both, with optimizers that step after it.
+struct Gan {
+  nn::Linear maker{3, 5}, critic{5, 1};
+  torch::optim::Adam of_maker{prepared(maker), 0.05}, of_critic{prepared(critic), 0.02};
+  static std::vector<Tensor> prepared(nn::Linear& layer) {
+    layer->to(torch::kDouble);
+    const torch::NoGradGuard no_grad;
+    for (Tensor& parameter : layer->parameters())
+      parameter.copy_(torch::sin(torch::arange(parameter.numel(), torch::kDouble) * 2.3).view(parameter.sizes()) * 0.4);
+    return layer->parameters();
+  }
+  void zero_grad() {
+    of_maker.zero_grad();
+    of_critic.zero_grad();
+  }
+  std::vector<Tensor> parameters() const {
+    std::vector<Tensor> all = maker->parameters();
+    for (const Tensor& parameter : critic->parameters()) all.push_back(parameter);
+    return all;
+  }
+};
+Tensor noise(int rank, int step) {
+  return torch::cos(torch::arange(12., torch::kDouble) * (1 + rank) + step).view({4, 3});
+}
+
+TEST(DdpJoin, SeveralJoinTogether) {
+  const Batches batches = {1, 4, 2};
+  Gan alone;
+  for (int step = 0; step < 4; ++step)
+    for (int phase = 0; phase < 3; ++phase) {
+      alone.zero_grad();
+      for (int rank = 0; rank < 3; ++rank) {
+        if (batches[static_cast<size_t>(rank)] <= step) continue;
+        const Tensor made = alone.maker(noise(rank, step));
+        (alone.critic(phase == 0 ? made.detach() : made).square().mean() / 3).backward();
+      }
+      if (phase != 1) alone.of_critic.step();
+      if (phase != 0) alone.of_maker.step();
+    }
+  for (const HostOfRank& hosts : {HostOfRank{"a", "a", "a"}, HostOfRank{"a", "b", "b"}})
+    on_hosts(hosts, [&](World& world) {
+      Gan gan;
+      DistributedDataParallel<nn::LinearImpl> maker(gan.maker, {.bucket_cap_mb = 1e-5, .first_bucket_cap_mb = 1e-5});
+      DistributedDataParallel<nn::LinearImpl> critic(gan.critic);
+      const auto train = [&] {
+        for (int step = 0; step < batches[static_cast<size_t>(world.rank())]; ++step)
+          for (int phase = 0; phase < 3; ++phase) {
+            gan.zero_grad();
+            const Tensor made = maker.forward(noise(world.rank(), step));
+            if (phase == 1) {
+              const auto guard = critic.no_sync();
+              critic.forward(made).square().mean().backward();
+            } else {
+              critic.forward(phase == 0 ? made.detach() : made).square().mean().backward();
+            }
+            if (phase != 1) gan.of_critic.step();
+            if (phase != 0) gan.of_maker.step();
+          }
+      };
+      maker.join(train,
+                 {.after_backward = [&] { gan.of_maker.step(); }, .with = {{critic, [&] { gan.of_critic.step(); }}}});
+      const auto expected = alone.parameters();
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_TRUE(torch::allclose(gan.parameters()[i], expected[i], 1e-9, 1e-11)) << i;
+        const auto& state = *gan.of_critic.state().begin()->second;
+        EXPECT_EQ(static_cast<const torch::optim::AdamParamState&>(state).step(), 8);  // on all ranks
+      }
+      expect_equal_bits(*gan.maker);
+      expect_equal_bits(*gan.critic);
+      critic.forward(maker.forward(noise(0, 0))).sum().backward();  // outside of join() as always
+      expect_refusal({"a DistributedDataParallel twice"}, [&] { maker.join([] {}, {.with = {critic, critic}}); });
+      DistributedDataParallel<nn::LinearImpl> other(nn::Linear(2, 2), {.group = world.new_group({0, 1, 2})});
+      expect_refusal({"of different groups"}, [&] { maker.join([] {}, {.with = {other}}); });
+    });
+}
+
+// Rank 1 takes the networks in another order.
+TEST(DdpJoin, SeveralThatDoNotGoAlike) {
+  on_ranks(2, [](World& world) {
+    DistributedDataParallel<nn::LinearImpl> a(nn::Linear(2, 2)), b(nn::Linear(2, 2));
+    const auto message = message_of<Mismatch>([&] {
+      a.join(
+          [&] {
+            auto& first = world.rank() == 0 ? a : b;
+            first.forward(torch::ones({1, 2})).sum().backward();
+          },
+          {.with = {b}});
+    });
+    EXPECT_CONTAINS(message, "rank 1 is in backward() of number 1 of JoinOptions::with, and rank 0 in backward()");
+    for (auto* const each : {&a, &b}) each->forward(torch::ones({1, 2})).sum().backward();  // go on
+  });
+}
+
 // A gradient that no rank computes any more stays what it was.
 TEST(DdpJoin, AnUnusedGradientStays) {
   on_ranks(2, [](World& world) {

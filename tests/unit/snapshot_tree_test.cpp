@@ -37,7 +37,8 @@ struct State {
     averages["slow"] = {torch::full({3}, static_cast<double>(seed)), torch::full({2, 2}, 0.5)};
     averages["fast"] = {};
     name = "run " + std::to_string(seed);
-    numbers = {seed > 1, static_cast<int>(seed), 'a', static_cast<uint16_t>(seed), ~seed, 0.1 * static_cast<double>(seed)};
+    numbers = {seed > 1, static_cast<int>(seed),         'a', static_cast<uint16_t>(seed),
+               ~seed,    0.1 * static_cast<double>(seed)};
     seen["wins"] = static_cast<int64_t>(seed);
     best = std::make_shared<torch::Tensor>(torch::full({4}, -static_cast<double>(seed)));
     epoch = static_cast<uint8_t>(seed);

@@ -34,10 +34,14 @@ constexpr at::ScalarType dtype_of() {
   if constexpr (std::floating_point<T>) return sizeof(T) == 4 ? Float : Double;
   constexpr bool kSigned = std::is_signed_v<T>;
   switch (sizeof(T)) {
-    case 1: return kSigned ? Char : Byte;
-    case 2: return kSigned ? Short : UInt16;
-    case 4: return kSigned ? Int : UInt32;
-    default: return kSigned ? Long : UInt64;
+    case 1:
+      return kSigned ? Char : Byte;
+    case 2:
+      return kSigned ? Short : UInt16;
+    case 4:
+      return kSigned ? Int : UInt32;
+    default:
+      return kSigned ? Long : UInt64;
   }
 }
 

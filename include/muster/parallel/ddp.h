@@ -60,6 +60,25 @@
 
 namespace muster {
 
+template <typename ModuleType>
+class DistributedDataParallel;
+namespace ddp {
+class Replica;
+}
+
+// One of several DistributedDataParallels in a join(), and what a rank without data calls after its backward().
+class Joined {
+ public:
+  template <typename ModuleType>
+  Joined(DistributedDataParallel<ModuleType>& ddp, std::function<void()> after_backward = {})  // NOLINT: not explicit
+      : replica_(&ddp.replica_), after_backward_(std::move(after_backward)) {}
+
+ private:
+  friend class ddp::Replica;
+  ddp::Replica* replica_;
+  std::function<void()> after_backward_;
+};
+
 struct JoinOptions {
   // Gradients are averaged over all ranks, where ranks without data count as zeros; or over those with data.
   bool divide_by_initial_world_size = true;
@@ -67,6 +86,10 @@ struct JoinOptions {
   // On a rank without data, after each backward() of the others, when .grad has the average: for example
   // [&] { optimizer.step(); }. Then all ranks have the same optimizer states at the end.
   std::function<void()> after_backward = {};
+  // Others that `body` calls: the other network of a GAN, for example. All must have one group. In this join() they
+  // average when a backward() has ended, not meanwhile. If a backward() goes through several, all of them average, and
+  // then each has its after_backward; use no_sync() for one whose optimizer does not step after it.
+  std::vector<Joined> with = {};
 };
 
 struct ReproducibleOptions {
@@ -175,7 +198,7 @@ class DistributedDataParallel {
   // Afterwards all ranks have the parameters and buffers of a rank whose loop was the longest. Optimizer states of the
   // others lack steps, unless JoinOptions::after_backward makes them. Ranks with data must call forward() and
   // backward() alike, and clear gradients in each step; there are two small collectives more per step. Not with
-  // create_graph, nor with a SyncBatchNorm; one DistributedDataParallel at a time. If `body` or `after_backward` throws
+  // create_graph, nor with a SyncBatchNorm. Several DistributedDataParallels join together (JoinOptions::with). If `body` or `after_backward` throws
   // on a rank, the others throw Aborted when they would wait for it. Source: torch's Join,
   // DistributedDataParallel.join().
   void join(const std::function<void()>& body, JoinOptions options = {}) { replica_.join(body, std::move(options)); }
@@ -228,6 +251,8 @@ class DistributedDataParallel {
   std::vector<std::vector<std::string>> bucket_names() const { return replica_.bucket_names(); }
 
  private:
+  friend class Joined;
+
   std::shared_ptr<ModuleType> module_;
   ddp::Replica replica_;
 };

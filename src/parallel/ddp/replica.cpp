@@ -67,14 +67,6 @@ std::vector<bool> delayed(const std::vector<std::string>& names, const std::vect
 
 }  // namespace
 
-Meetings::Meeting Replica::Impl::meet(Meetings::Event mine) {
-  const auto meeting = meetings->meet(mine);
-  if (!meeting.active.empty())
-    gradients->set_contributors(static_cast<int>(meeting.active.size()),
-                                !meetings->options().divide_by_initial_world_size);
-  return meeting;
-}
-
 std::vector<parallel::NamedTensor> Replica::Impl::equal_buffers() const {
   if (options.broadcast_buffers) return {};  // they become rank 0's before each forward() in training
   const auto own = parallel::statistics_of_own_batches(*module, group);

@@ -32,7 +32,12 @@ struct Replica::Impl {
   std::vector<at::Tensor> trainable;
   std::optional<parallel::GradientReducer> gradients;
   std::optional<Shards> shards;
-  std::optional<Meetings> meetings;  // within join()
+  // Within join():
+  std::shared_ptr<Meetings> meetings;
+  std::vector<Impl*> joined;  // this one, and others
+  int place_in_join = 0;      // among these
+  std::function<void()> after_backward;
+
   StepTimes times;
   std::optional<DivergenceWatch> watch;
   std::optional<parallel::ParameterWatch> parameter_watch;

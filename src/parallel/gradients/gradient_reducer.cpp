@@ -75,6 +75,9 @@ void GradientReducer::set_hook(CommHook hook) {
   impl_->hook = std::move(hook);
 }
 
+void GradientReducer::set_averages_at_end(bool at_end) { impl_->averages_at_end = at_end; }
+bool GradientReducer::is_in_backward() const { return impl_->synced && impl_->dirty; }
+
 void GradientReducer::set_contributors(int count, bool average_over_them) {
   impl_->contributors = count;
   impl_->averages_over_contributors = average_over_them;
@@ -202,7 +205,7 @@ void GradientReducer::Impl::on_ready(size_t index) {
   if (keeps_graph) return;
   if (!rebuilt) ready_order.push_back(index);
   Bucket& bucket = buckets[parameter.bucket];
-  if (--bucket.pending == 0) launch_ready_buckets();
+  if (--bucket.pending == 0 && !averages_at_end) launch_ready_buckets();
   if (sharded()) release_reduced_blocks();
 }
 
@@ -225,7 +228,7 @@ void GradientReducer::Impl::begin_backward() {
   if (with_graph && hook && sync)
     throw InvalidArgument("backward() with create_graph does not go through a communication hook",
                           "Use a module without a hook, or autograd::grad()");
-  if (sync) options.on_begin(with_graph);
+  if (sync && !averages_at_end) options.on_begin(with_graph);
   dirty = true;
   synced = sync;
   keeps_graph = with_graph;
@@ -236,6 +239,17 @@ void GradientReducer::Impl::begin_backward() {
   running = token;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this(), token] { self->finish_backward(); });
+}
+
+// If this throws, no rank averages.
+void GradientReducer::Impl::begin_averages_at_end() {
+  if (!averages_at_end) return;
+  try {
+    options.on_begin(keeps_graph);
+  } catch (...) {
+    reset();
+    throw;
+  }
 }
 
 // Averages that the user has not cleared: this backward() is to add to them, after its own are known.
@@ -293,6 +307,7 @@ void GradientReducer::Impl::release_reduced_blocks() {
 void GradientReducer::Impl::abandon_backward() {
   bool all = false;
   if (synced) {
+    begin_averages_at_end();
     options.on_end();
     for (auto& parameter : parameters) parameter.used = parameter.ready;
     all = may_rebuild(of_contributors(keeps_graph ? average_with_graph(/*sets=*/false) : reduce_the_rest()));
@@ -315,6 +330,7 @@ void GradientReducer::Impl::finish_backward() {
     dirty = false;
     return;
   }
+  begin_averages_at_end();
   const at::NoGradGuard no_grad;
   options.on_end();
   finish(of_contributors(keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest()), /*is_complete=*/true);

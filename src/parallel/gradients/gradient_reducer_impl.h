@@ -47,7 +47,8 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
 
   BackwardTimes times;  // of the backward() under way, or of the last
 
-  bool sync = true;          // whether the next backward() reduces
+  bool sync = true;  // whether the next backward() reduces
+  bool averages_at_end = false;
   bool synced = true;        // whether the last backward() that began reduces
   bool keeps_graph = false;  // whether it makes a graph (create_graph)
   // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
@@ -112,6 +113,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void release_reduced_blocks();
   void release_blocks_without_gradients();
   void begin_backward();
+  void begin_averages_at_end();
   void put_averages_aside();
   std::vector<float> reduce_the_rest();
   std::vector<float> shares_used_on_all_ranks();
