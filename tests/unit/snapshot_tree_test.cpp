@@ -131,8 +131,8 @@ TEST_P(SnapshotTest, NumbersAndStringsOfAnotherTypeAreRefused) {
       other.add("number", value);
       return message_of<InvalidArgument>([&] { other.restore(); });
     };
-    EXPECT_CONTAINS(refusal(narrow), "'number' is Long [] in the snapshot, and Int [] here");
-    EXPECT_CONTAINS(refusal(word), "'number' is Long [] in the snapshot, and a string here");
+    EXPECT_CONTAINS(refusal(narrow), "number' is Long [] in the snapshot, and Int [] here");
+    EXPECT_CONTAINS(refusal(word), "number' is Long [] in the snapshot, and a string here");
     EXPECT_EQ(narrow, 4);
     EXPECT_EQ(word, "a");
   });

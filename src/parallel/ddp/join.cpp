@@ -60,7 +60,7 @@ Meetings::Meeting Meetings::meet_once(const Step& mine) {
                     .more = above / kChoices % 2 != 0};
     if (step.event == Event::kNoData) continue;
     if (!meeting.active.empty() && step != meeting.step)
-      throw Mismatch(text("rank ", rank, " is in ", words_of(step), ", and rank ", meeting.active[0], " in ",
+      throw Mismatch(text("rank ", rank, " is in ", words_of(step), " where rank ", meeting.active[0], " is in ",
                           words_of(meeting.step)),
                      "Within join(), ranks with data must call forward() and backward() alike");
     meeting.step = step;
