@@ -10,7 +10,6 @@
 #include <limits>
 #include <type_traits>
 
-#include "base/copy.h"
 #include "comm/algorithms/reduce_kernels.h"
 
 #ifndef MUSTER_REDUCE_KERNELS_ONCE
@@ -156,9 +155,10 @@ HWY_INLINE void store_block(const Acc* from, T* to, size_t length) {
     for (size_t i = 0; i < length; ++i) to[i] = static_cast<T>(from[i]);
 }
 
+namespace hn = hwy::HWY_NAMESPACE;
+
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
 // GCC does not vectorise conversions of _Float16. These targets have instructions for them, which round the same way.
-namespace hn = hwy::HWY_NAMESPACE;
 constexpr hn::ScalableTag<float> kFloats;
 constexpr hn::Rebind<hwy::float16_t, decltype(kFloats)> kHalves;
 HWY_INLINE void load_block(const Float16* from, float* to, size_t length) {
@@ -176,9 +176,19 @@ HWY_INLINE void store_block(const float* from, Float16* to, size_t length) {
 }
 #endif
 
+// Copies a block to all destinations. With vectors: GCC would make a memcpy of it, whose "rep movsb" is slow if the
+// lines are in another core's cache.
 template <typename T>
-HWY_INLINE void copy_to_others(std::span<std::byte* const> destinations, size_t start, const T* from, size_t length) {
-  for (size_t d = 1; d < destinations.size(); ++d) copy_bytes(at<T>(destinations[d], start), from, length * sizeof(T));
+HWY_INLINE void copy_to_all(std::span<std::byte* const> destinations, size_t start, const T* from, size_t length) {
+  const hn::ScalableTag<uint8_t> vector;
+  const auto* const in = reinterpret_cast<const uint8_t*>(from);
+  const size_t bytes = length * sizeof(T), step = hn::Lanes(vector);
+  for (std::byte* const destination : destinations) {
+    auto* const to = reinterpret_cast<uint8_t*>(at<T>(destination, start));
+    size_t i = 0;
+    for (; i + step <= bytes; i += step) hn::StoreU(hn::LoadU(vector, in + i), vector, to + i);
+    std::memcpy(to + i, in + i, bytes - i);
+  }
 }
 
 // Bytes of one block of the accumulator: small beside the first-level cache, large beside the loop's overhead.
@@ -193,6 +203,7 @@ HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<con
   using Acc = std::conditional_t<kAverage && std::is_integral_v<T>, Wide, typename Traits<T>::Accumulator>;
   constexpr size_t kBlock = kBlockBytes / sizeof(Acc);
   alignas(128) Acc accumulator[kBlock], widened[std::is_same_v<T, Acc> ? 1 : kBlock];
+  alignas(128) T result[std::is_same_v<T, Acc> ? 1 : kBlock];
   const size_t n = sources.size();
 
   const auto finish = [n](Acc value) HWY_ATTR {
@@ -207,16 +218,22 @@ HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<con
 
   for (size_t start = 0; start < count; start += kBlock) {
     const size_t length = std::min(kBlock, count - start);
-    T* const first = at<T>(destinations[0], start);
     if constexpr (std::is_same_v<T, Acc>) {
-      if (n == 2) {  // the common case needs no accumulator
+      // The common cases need no accumulator. Sources and destinations are the same memory, element for element, or do
+      // not overlap. So no dependence prevents vectorisation.
+      if (n == 2 && destinations.size() <= 2) {
         const T* const a = at<T>(sources[0], start);
         const T* const b = at<T>(sources[1], start);
-        // Sources and destinations are the same memory, element for element, or do not overlap. So no dependence
-        // prevents vectorisation.
+        T* const first = at<T>(destinations[0], start);
+        T* const last = at<T>(destinations.back(), start);
+        if (last == first) {
 #pragma GCC ivdep
-        for (size_t i = 0; i < length; ++i) first[i] = finish(Op::combine(a[i], b[i]));
-        copy_to_others<T>(destinations, start, first, length);
+          for (size_t i = 0; i < length; ++i) first[i] = finish(Op::combine(a[i], b[i]));
+        } else {
+          // Not first a destination and then a copy of it: its lines may still be on their way from the peer's cache.
+#pragma GCC ivdep
+          for (size_t i = 0; i < length; ++i) first[i] = last[i] = finish(Op::combine(a[i], b[i]));
+        }
         continue;
       }
     }
@@ -231,8 +248,14 @@ HWY_NOINLINE void reduce(std::span<std::byte* const> destinations, std::span<con
       }
     }
     for (size_t i = 0; i < length; ++i) accumulator[i] = finish(accumulator[i]);
-    store_block(accumulator, first, length);
-    copy_to_others<T>(destinations, start, first, length);
+    if constexpr (std::is_same_v<T, Acc>) {
+      copy_to_all<T>(destinations, start, accumulator, length);
+    } else if (destinations.size() == 1) {
+      store_block(accumulator, at<T>(destinations[0], start), length);
+    } else {
+      store_block(accumulator, result, length);
+      copy_to_all<T>(destinations, start, result, length);
+    }
   }
 }
 

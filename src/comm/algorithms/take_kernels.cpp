@@ -17,20 +17,35 @@ namespace hn = hwy::HWY_NAMESPACE;
 template <Leave kLeave, bool kStream>
 void take(uint8_t* HWY_RESTRICT to, uint8_t* HWY_RESTRICT from, size_t lines) {
   const hn::CappedTag<uint8_t, kCacheLine> bytes;
-  const size_t step = hn::Lanes(bytes);
-#if HWY_COMPILER_GCC
-#pragma GCC unroll 4
-#endif
-  for (size_t line = 0; line < lines; ++line, to += kCacheLine, from += kCacheLine) {
-    for (size_t at = 0; at < kCacheLine; at += step) {
-      const auto data = hn::Load(bytes, from + at);
-      if (kStream)
-        hn::Stream(data, bytes, to + at);
-      else
-        hn::StoreU(data, bytes, to + at);
-    }
-    auto* const word = reinterpret_cast<volatile uint64_t*>(from);
+  const size_t step = hn::Lanes(bytes), size = lines * kCacheLine;
+  const auto store = [&](auto data, size_t at) HWY_ATTR {
+    if (kStream)
+      hn::Stream(data, bytes, to + at);
+    else
+      hn::StoreU(data, bytes, to + at);
+  };
+  const auto leave = [&](size_t at) HWY_ATTR {
+    auto* const word = reinterpret_cast<volatile uint64_t*>(from + at);
     if (kLeave != Leave::kNothing) *word = kLeave == Leave::kZero ? 0 : *word;
+  };
+  size_t at = 0;
+  // Several loads before the first store: a load from an address that equals that of a store before it in the low 12
+  // bits waits for the store, which itself waits for its line. `to` is often one line further than `from` in its page:
+  // large tensors begin there.
+  for (; at + 4 * kCacheLine <= size; at += 4 * kCacheLine) {
+    for (size_t i = at; i < at + 4 * kCacheLine; i += 4 * step) {
+      const auto a = hn::Load(bytes, from + i), b = hn::Load(bytes, from + i + step);
+      const auto c = hn::Load(bytes, from + i + 2 * step), d = hn::Load(bytes, from + i + 3 * step);
+      store(a, i);
+      store(b, i + step);
+      store(c, i + 2 * step);
+      store(d, i + 3 * step);
+    }
+    for (size_t line = 0; line < 4; ++line) leave(at + line * kCacheLine);
+  }
+  for (; at < size; at += kCacheLine) {
+    for (size_t i = at; i < at + kCacheLine; i += step) store(hn::Load(bytes, from + i), i);
+    leave(at);
   }
   if (kStream) hwy::FlushStream();
 }
