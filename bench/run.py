@@ -64,12 +64,13 @@ def main():
         start = time.monotonic()
         found = getattr(suites, name)()
         rows += found
+        if args.json:  # after each, so that no measurement is lost
+            Path(args.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
         SHOW[name](found)
         print(f"{name} took {time.monotonic() - start:.0f} s")
     for impl, why in suites.missing.items():
         print(f"\nleft out: {impl} ({why})")
     if args.json:
-        Path(args.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"\nrows written to {args.json}")
         if args.picture:
             subprocess.run([sys.executable, str(HERE / "plot.py"), args.json, args.picture], check=True)

@@ -29,7 +29,7 @@ def show_collectives(rows):
     cases = sorted((key[:2] for key in us), key=lambda case: (place.index((*case, "muster")), case[1]))
     lines = []
     for op, n in dict.fromkeys(cases):
-        times = [f"{us[op, n, impl]:.2f}" for impl in ("muster-heap", "muster", *peers)]
+        times = [f"{us[op, n, impl]:.2f}" if (op, n, impl) in us else "" for impl in ("muster-heap", "muster", *peers)]
         lines.append([op, size(n), *times, *(ratio.get((op, n, impl), "") for impl in ("muster-heap", "muster"))])
     table("float32, sums: microseconds per call (median), and how many times faster than the fastest peer (median of "
           "the rounds' ratios)",

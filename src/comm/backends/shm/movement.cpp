@@ -32,13 +32,17 @@ struct Piece {
   size_t begin, length;
 };
 
+constexpr auto kNothing = [] {};
+
 // Ends an operation whose contributions were read where they lie. Afterwards the owners may change them: no rank still
-// reads the root's contribution or, if `root` is -1, any contribution.
-void all_have_read(Channel& channel, int root) {
+// reads the root's contribution or, if `root` is -1, any contribution. `meanwhile` is called before the wait for that.
+template <typename Meanwhile = decltype(kNothing)>
+void all_have_read(Channel& channel, int root, Meanwhile meanwhile = {}) {
   if (channel.rank() != root) channel.check_what_was_read(root);
   const uint64_t mark = channel.turn() + 1;
   channel.take_turns(1);
   channel.publish(Channel::Counter::kDone, mark);
+  meanwhile();
   if (root < 0 || channel.rank() == root) channel.await_all(Channel::Counter::kDone, mark);
 }
 
@@ -96,14 +100,16 @@ void from_root(Channel& channel, const Call& call, uint64_t turns, size_t other_
 }
 
 // Moves all ranks' contributions to the ranks that want them. In turn i `stage(buffer, i)` writes this rank's
-// contribution, and `take(peer, buffer, i)` reads a peer's. If `takes` is false, this rank reads nothing.
-template <typename Stage, typename Take>
-void from_all(Channel& channel, uint64_t turns, bool takes, Stage stage, Take take) {
+// contribution, and `take(peer, buffer, i)` reads a peer's. If `takes` is false, this rank reads nothing. `meanwhile` is
+// called once, before the first wait for a peer.
+template <typename Stage, typename Take, typename Meanwhile>
+void from_all(Channel& channel, uint64_t turns, bool takes, Stage stage, Take take, Meanwhile meanwhile) {
   Turns pipeline(channel, turns);
   for (uint64_t i = 0; i < turns; ++i) {
     Bytes const own = pipeline.stage(i);
     stage(own, i);
     pipeline.staged(i);
+    if (i == 0) meanwhile();
     for (int step = 1; takes && step < channel.size(); ++step) {
       const int peer = (channel.rank() + step) % channel.size();  // not all read the same rank's memory
       pipeline.await_staged(peer, i);
@@ -150,9 +156,12 @@ void all_gather(Channel& channel, const Call& call) {
   ConstBytes const input = call.data;
   const bool takes = !outputs.empty();
   const bool alone = channel.size() == 2 || call.kind == OpKind::kGather;
-  if (Bytes const own = takes ? outputs[static_cast<size_t>(channel.rank())] : nullptr; own && own != input)
-    copy_bytes(own, input, call.bytes());
+  const auto copy_own = [&] {
+    if (Bytes const own = takes ? outputs[static_cast<size_t>(channel.rank())] : nullptr; own && own != input)
+      copy_bytes(own, input, call.bytes());
+  };
   if (call.bytes() <= kSlotPayload) {
+    copy_own();
     channel.begin_operation(descriptor_of(call), {input, call.bytes()}, call.deadline);
     for (int peer = 0; takes && peer < channel.size(); ++peer)
       if (peer != channel.rank())
@@ -163,7 +172,7 @@ void all_gather(Channel& channel, const Call& call) {
       if (takes)
         read_all(channel,
                  [&](int peer, Bytes from) { read_heap(outputs[static_cast<size_t>(peer)], from, call.bytes()); });
-      all_have_read(channel, -1);
+      all_have_read(channel, -1, copy_own);
       return channel.end_operation();
     }
     const size_t per_turn = bytes_per_turn(call.bytes(), channel.layout().turn_bytes());
@@ -177,7 +186,8 @@ void all_gather(Channel& channel, const Call& call) {
         [&](int peer, Bytes buffer, uint64_t i) {
           const Piece piece(call.bytes(), per_turn, i);
           fetch(outputs[static_cast<size_t>(peer)] + piece.begin, buffer, piece.length, call.bytes(), alone);
-        });
+        },
+        copy_own);
   }
   channel.end_operation();
 }
@@ -420,8 +430,9 @@ void all_to_all(Channel& channel, const Call& call) {
   const auto me = static_cast<size_t>(channel.rank());
   PartTables tables(channel);
   tables.begin_operation(call);
-  copy_bytes(call.outputs[me], call.inputs[me], call.send[me]);
+  const auto copy_own = [&] { copy_bytes(call.outputs[me], call.inputs[me], call.send[me]); };
   if (tables.uniform()) {
+    copy_own();
     for (size_t peer = 0; peer < n; ++peer)
       if (peer != me) take_bytes(call.outputs[peer], tables.uniform_part(peer), call.receive[peer]);
     return channel.end_operation();
@@ -436,7 +447,10 @@ void all_to_all(Channel& channel, const Call& call) {
     else if (peer != me)
       take_bytes(call.outputs[peer], tables.part(peer, sent), call.receive[peer]);
   }
-  if (n == 1 || longest == 0) return channel.end_operation();
+  if (n == 1 || longest == 0) {
+    copy_own();
+    return channel.end_operation();
+  }
   const auto staged_bytes = [&](size_t peer) {  // of the part from this rank's view; 0 if it came already
     return tables.came(peer, tables.sent_by(peer)) ? 0 : call.receive[peer];
   };
@@ -447,7 +461,7 @@ void all_to_all(Channel& channel, const Call& call) {
         read_heap(call.outputs[peer], channel.announced_data(static_cast<int>(peer)) + tables.sent_by(peer).before,
                   bytes);
     }
-    all_have_read(channel, -1);
+    all_have_read(channel, -1, copy_own);
     return channel.end_operation();
   }
   const size_t chunk = bytes_per_turn(longest, channel.layout().chunk);
@@ -466,7 +480,8 @@ void all_to_all(Channel& channel, const Call& call) {
         const auto from = static_cast<size_t>(peer);
         const Piece piece(staged_bytes(from), chunk, i);
         take_bytes(call.outputs[from] + piece.begin, buffer + me * chunk, piece.length, streams(longest));
-      });
+      },
+      copy_own);
   channel.end_operation();
 }
 
