@@ -58,11 +58,16 @@ def arguments():
 def main():
     args = arguments()
     suites = Suites(args)
-    rows = [machine()]
+    rows, failed = [machine()], []
     print(f"{rows[0]['cpu']}, {rows[0]['cores']} cores, {args.ranks} ranks, {args.rounds} rounds")
     for name in args.chosen:
         start = time.monotonic()
-        found = getattr(suites, name)()
+        try:
+            found = getattr(suites, name)()
+        except RuntimeError as error:  # a program failed; the other benchmarks go on
+            failed.append(name)
+            print(f"{name}: {error}")
+            continue
         rows += found
         if args.json:  # after each, so that no measurement is lost
             Path(args.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -74,6 +79,8 @@ def main():
         print(f"\nrows written to {args.json}")
         if args.picture:
             subprocess.run([sys.executable, str(HERE / "plot.py"), args.json, args.picture], check=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 // The ranks are threads of one process, so ThreadSanitizer sees every access to memory that two of them share.
 
 #include <gtest/gtest.h>
+#include <hwy/targets.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -125,7 +126,8 @@ TEST_P(ChannelTest, MovesInEveryTier) {
 
 constexpr auto kLong = std::chrono::minutes(10);  // only a hang can reach it
 
-// The copy is whole, and writes only one word per line of what it reads: the same again, or 0.
+// The copy is whole, and writes only one word per line of what it reads: the same again, or 0. With every instruction
+// set that is compiled in and that this processor has.
 TEST(Take, CopiesAnyBytesAndLeavesWhatItMust) {
   constexpr size_t kRoom = 4 << 10;
   std::vector<std::byte> from(kRoom + kCacheLine), to(kRoom + 2 * kCacheLine);
@@ -137,36 +139,43 @@ TEST(Take, CopiesAnyBytesAndLeavesWhatItMust) {
     for (size_t i = 0; i < kRoom; ++i) lines[i] = static_cast<std::byte>(i * 7 + i / 251 + 1);
     std::fill(to.begin(), to.end(), std::byte{0xaa});
   };
-  for (const size_t bytes : {0, 1, 8, 63, 64, 65, 128, 200, 1000, 4000})
-    for (const size_t offset : {0, 1, 8, 63})
-      for (const bool stream : {false, true}) {
-        SCOPED_TRACE(testing::Message() << bytes << " bytes at " << offset << (stream ? ", streamed" : ""));
-        const auto is_copied = [&](const std::byte* source) {
-          return std::equal(source, source + bytes, out + offset) &&
-                 std::all_of(out + offset + bytes, to.data() + to.size(),
-                             [](std::byte b) { return b == std::byte{0xaa}; });
-        };
-        fill();
-        const std::vector<std::byte> before(lines, lines + kRoom);
-        take_bytes(out + offset, lines + 32 - offset % 32, bytes);
-        EXPECT_TRUE(is_copied(before.data() + 32 - offset % 32));
-        EXPECT_TRUE(std::equal(before.begin(), before.end(), lines));
+  for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().DeInit();
+    for (const size_t bytes : {0, 1, 8, 63, 64, 65, 128, 200, 256, 320, 575, 1000, 4000})
+      for (const size_t offset : {0, 1, 8, 63})
+        for (const bool stream : {false, true}) {
+          SCOPED_TRACE(testing::Message() << hwy::TargetName(target) << ", " << bytes << " bytes at " << offset
+                                          << (stream ? ", streamed" : ""));
+          const auto is_copied = [&](const std::byte* source) {
+            return std::equal(source, source + bytes, out + offset) &&
+                   std::all_of(out + offset + bytes, to.data() + to.size(),
+                               [](std::byte b) { return b == std::byte{0xaa}; });
+          };
+          fill();
+          const std::vector<std::byte> before(lines, lines + kRoom);
+          take_bytes(out + offset, lines + 32 - offset % 32, bytes);
+          EXPECT_TRUE(is_copied(before.data() + 32 - offset % 32));
+          EXPECT_TRUE(std::equal(before.begin(), before.end(), lines));
 
-        fill();
-        look_at_bytes(out + offset, lines, bytes, stream);
-        EXPECT_TRUE(is_copied(before.data()));
-        EXPECT_TRUE(std::equal(before.begin(), before.end(), lines));
+          fill();
+          look_at_bytes(out + offset, lines, bytes, stream);
+          EXPECT_TRUE(is_copied(before.data()));
+          EXPECT_TRUE(std::equal(before.begin(), before.end(), lines));
 
-        fill();
-        take_and_clear(out + offset, lines, bytes, stream);
-        EXPECT_TRUE(is_copied(before.data()));
-        for (size_t at = 0; at < kRoom; at += sizeof(uint64_t)) {
-          const bool cleared = at % kCacheLine == 0 && at < bytes;
-          EXPECT_TRUE(cleared ? std::all_of(lines + at, lines + at + 8, [](std::byte b) { return b == std::byte{0}; })
-                              : std::equal(lines + at, lines + at + 8, before.data() + at))
-              << at;
+          fill();
+          take_and_clear(out + offset, lines, bytes, stream);
+          EXPECT_TRUE(is_copied(before.data()));
+          for (size_t at = 0; at < kRoom; at += sizeof(uint64_t)) {
+            const bool cleared = at % kCacheLine == 0 && at < bytes;
+            EXPECT_TRUE(cleared ? std::all_of(lines + at, lines + at + 8, [](std::byte b) { return b == std::byte{0}; })
+                                : std::equal(lines + at, lines + at + 8, before.data() + at))
+                << at;
+          }
         }
-      }
+  }
+  hwy::SetSupportedTargetsForTest(0);
+  hwy::GetChosenTarget().DeInit();
 }
 
 // --- failures ---
