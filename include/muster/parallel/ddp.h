@@ -198,9 +198,9 @@ class DistributedDataParallel {
   // Afterwards all ranks have the parameters and buffers of a rank whose loop was the longest. Optimizer states of the
   // others lack steps, unless JoinOptions::after_backward makes them. Ranks with data must call forward() and
   // backward() alike, and clear gradients in each step; there are two small collectives more per step. Not with
-  // create_graph, nor with a SyncBatchNorm. Several DistributedDataParallels join together (JoinOptions::with). If `body` or `after_backward` throws
-  // on a rank, the others throw Aborted when they would wait for it. Source: torch's Join,
-  // DistributedDataParallel.join().
+  // create_graph, nor with a SyncBatchNorm. Several DistributedDataParallels join together (JoinOptions::with). If
+  // `body` or `after_backward` throws on a rank, the others throw Aborted when they would wait for it. Source: torch's
+  // Join, DistributedDataParallel.join().
   void join(const std::function<void()>& body, JoinOptions options = {}) { replica_.join(body, std::move(options)); }
 
   // Training whose parameters do not depend on the number of ranks, to the bit: with DdpOptions::reproducible, the

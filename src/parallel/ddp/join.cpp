@@ -23,7 +23,7 @@ constexpr int kEvents = 5, kChoices = 4;
 std::string words_of(const Meetings::Step& step) {
   std::string words = step.event == Meetings::Event::kForward ? "forward()" : "backward()";
   if (step.replica > 0) words += text(" of number ", step.replica, " of JoinOptions::with");
-  if (step.more) words += ", which goes through another";
+  if (step.more) words += " and in that of another";
   return words;
 }
 

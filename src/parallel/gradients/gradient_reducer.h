@@ -107,8 +107,8 @@ class GradientReducer {
   // Without owners. For ranks that have no more data: what backward() does on the others, with gradients that do not
   // count. Afterwards each .grad is the average, as there.
   void backward_without_data();
-  // From the next backward() on: whether buckets are averaged when it has ended, and not while it goes on. Then on_begin
-  // comes there, too.
+  // From the next backward() on: whether buckets are averaged when it has ended, and not while it goes on. Then
+  // on_begin comes there, too.
   void set_averages_at_end(bool at_end);
   bool is_in_backward() const;  // one that is to average, and has not; also if it threw
   // So many ranks have data. `average_over_them`: gradients become their averages; else those of all ranks, with zeros.

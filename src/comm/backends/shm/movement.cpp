@@ -100,8 +100,8 @@ void from_root(Channel& channel, const Call& call, uint64_t turns, size_t other_
 }
 
 // Moves all ranks' contributions to the ranks that want them. In turn i `stage(buffer, i)` writes this rank's
-// contribution, and `take(peer, buffer, i)` reads a peer's. If `takes` is false, this rank reads nothing. `meanwhile` is
-// called once, before the first wait for a peer.
+// contribution, and `take(peer, buffer, i)` reads a peer's. If `takes` is false, this rank reads nothing. `meanwhile`
+// is called once, before the first wait for a peer.
 template <typename Stage, typename Take, typename Meanwhile>
 void from_all(Channel& channel, uint64_t turns, bool takes, Stage stage, Take take, Meanwhile meanwhile) {
   Turns pipeline(channel, turns);
