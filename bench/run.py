@@ -75,7 +75,7 @@ def main():
         print(f"{name} took {time.monotonic() - start:.0f} s")
     for impl, why in suites.missing.items():
         print(f"\nleft out: {impl} ({why})")
-    if args.json:
+    if args.json and len(rows) > 1:
         print(f"\nrows written to {args.json}")
         if args.picture:
             subprocess.run([sys.executable, str(HERE / "plot.py"), args.json, args.picture], check=True)

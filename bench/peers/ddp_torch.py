@@ -71,5 +71,5 @@ if rank == 0:
     print(json.dumps(row), flush=True)
 dist.barrier()
 # Without the interpreter's end: there Gloo's threads may abort the process ("terminate called without an active
-# exception"), seen in one of three runs.
+# exception"): it did in two of three runs.
 os._exit(0)
