@@ -21,9 +21,9 @@ ALL_SIZES = [16, *(1 << shift for shift in range(10, 27, 2))]
 class Suites(TrainingSuites):
     """A method is a benchmark if tables.SHOW has its name. It returns rows."""
 
-    def collectives(self, cases, ranks=None, bound="none", launcher=None, gloo=True):
+    def collectives(self, cases, ranks=None, bound="none", launcher=None, gloo=True, most_calls=None):
         """Measures cases, (op, bytes). `bound`: whether each rank is bound to a core. `launcher`: "openmpi" starts
-        Muster's ranks."""
+        Muster's ranks. `most_calls`: of which a time is the mean."""
         ranks = ranks or self.args.ranks
         program = [self.program("bench_collectives"), "--serve"]
         if launcher:
@@ -34,7 +34,8 @@ class Suites(TrainingSuites):
         commands = [ours, *self.mpi_peers(ranks, bound)]
         if gloo:
             commands.append(self.torchrun("collectives_gloo.py", ranks=ranks))
-        return self.measured(commands, cases, ranks, self.env)
+        few = {"MUSTER_BENCH_MOST_CALLS": str(most_calls)} if most_calls else {}
+        return self.measured(commands, cases, ranks, {**self.env, **few})
 
     def measured(self, commands, cases, ranks, env):
         """Measures cases with all implementations whose commands are not None. The first is Muster."""
@@ -63,7 +64,8 @@ class Suites(TrainingSuites):
         """More ranks than cores. Gloo is left out: the goal does not mention it, and it takes minutes."""
         ops = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
         cases = [(op, n) for op in ops for n in (16, 4 << 10, 256 << 10, 4 << 20)]
-        return [row for ranks in (4, 8) for row in self.collectives(cases, ranks=ranks, gloo=False)]
+        return [row for ranks in (4, 8)
+                for row in self.collectives(cases, ranks=ranks, gloo=False, most_calls=100)]
 
     def pinned(self):
         """Ranks that are bound to cores and ranks that are not, started by muster run and by mpirun."""

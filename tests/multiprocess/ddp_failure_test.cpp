@@ -87,6 +87,9 @@ TEST_F(DdpTest, ABackwardThatThrewIsMadeUpForInNoSyncToo) {
 // after which the ranks agree on the order of the buckets.
 TEST_F(DdpTest, ABackwardThatThrewBehindAllParametersIsAStepOfTheOthers) {
   run_failing([](World& world, Failing& net, auto& ddp, DdpNet& alone) {
+    // One that tells how many gradients come, and in which buckets are not made anew yet.
+    ddp(part(world.rank(), 20)).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    net.zero_grad();
     torch::Tensor x = part(world.rank(), 10).set_requires_grad(true);
     if (world.rank() == 0)
       x.register_hook([](const torch::Tensor&) -> void { throw std::runtime_error("in a hook of the input"); });
@@ -98,6 +101,24 @@ TEST_F(DdpTest, ABackwardThatThrewBehindAllParametersIsAStepOfTheOthers) {
       for (int r = 0; r < 2; ++r) (alone.forward(part(r, 10)).sum() / 2).backward();
       EXPECT_TRUE(torch::allclose(net.a->weight.grad(), alone.a->weight.grad(), 1e-4, 1e-5));
     }
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      expect_right_average(ddp, alone, world, step);
+    }
+  });
+}
+
+// Nobody knows then whether more gradients would have come.
+TEST_F(DdpTest, NotIfItIsTheFirst) {
+  run_failing([](World& world, Failing&, auto& ddp, DdpNet& alone) {
+    torch::Tensor x = part(world.rank(), 10).set_requires_grad(true);
+    if (world.rank() == 0)
+      x.register_hook([](const torch::Tensor&) -> void { throw std::runtime_error("in a hook of the input"); });
+    const auto loss = ddp(x * 1).sum();
+    if (world.rank() == 0)
+      EXPECT_THROW(loss.backward(), std::runtime_error);
+    else
+      EXPECT_THROW(loss.backward(), InvalidArgument);
     for (int step = 0; step < 3; ++step) {
       SCOPED_TRACE(step);
       expect_right_average(ddp, alone, world, step);

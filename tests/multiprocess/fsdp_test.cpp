@@ -263,11 +263,10 @@ TEST(Fsdp, ARankNeedsLittleMemoryForGradientsOfOthers) {
 
 // --- errors of backward() ---
 
-template <template <typename> typename Parallel>
-void expect_refusal_of_a_second_gradient() {
+TEST(Fsdp, ASecondGradientInOneBackwardIsRefused) {
   on_ranks(2, [](World& world) {
     const auto net = make<FsdpNet>(7, {});
-    Parallel<FsdpNet> model(net, {.bucket_cap_mb = 1e-3, .first_bucket_cap_mb = 1e-3});
+    FullyShardedDataParallel<FsdpNet> model(net, {.bucket_cap_mb = 1e-3, .first_bucket_cap_mb = 1e-3});
     const Tensor x = fsdp_input(world.rank(), 0).set_requires_grad(true);
     const Tensor y = x * 1;
     y.register_hook([&](const Tensor&) -> void {  // when those of all layers have come
@@ -279,10 +278,6 @@ void expect_refusal_of_a_second_gradient() {
     net->zero_grad();
     model(fsdp_input(world.rank(), 1)).sum().backward();
   });
-}
-TEST(Fsdp, ASecondGradientInOneBackwardIsRefused) { expect_refusal_of_a_second_gradient<FullyShardedDataParallel>(); }
-TEST(Fsdp, ASecondGradientInOneBackwardIsRefusedByDdpToo) {
-  expect_refusal_of_a_second_gradient<DistributedDataParallel>();
 }
 
 TEST(Fsdp, CollectivesOfTheModelMakeUpForABackwardThatThrew) {

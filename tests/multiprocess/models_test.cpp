@@ -192,45 +192,82 @@ TEST(Models, AccumulationClippingAnExceptionAndASecondDdp) {
 }
 
 // Two models and two optimizers, three backward passes in a step, of which one goes through both models.
-TEST(Models, Gan) {
-  const int steps = full_run() ? 20 : 3;
-  at::set_num_threads(1);
-  const auto parts = [&](const GanLosses& losses, nn::Module& generator, nn::Module& discriminator,
-                         const std::vector<int>& ranks) {
-    torch::optim::Adam of_generator(generator.parameters(), 1e-3), of_discriminator(discriminator.parameters(), 1e-3);
-    const double share = 1.0 / static_cast<double>(ranks.size());
-    for (int step = 0; step < steps; ++step) {
-      of_discriminator.zero_grad();
-      for (const int rank : ranks) {
+struct GanTraining {
+  GanTraining(nn::Module& generator, nn::Module& discriminator)
+      : of_generator(generator.parameters(), 1e-3), of_discriminator(discriminator.parameters(), 1e-3) {}
+  torch::optim::Adam of_generator, of_discriminator;
+  double share = 1;  // of each rank's loss
+  // While its result lives, the discriminator's gradients are this rank's own.
+  std::function<std::shared_ptr<void>()> no_sync = [] { return nullptr; };
+
+  void step(const GanLosses& losses, int step, const std::vector<int>& ranks) {
+    of_discriminator.zero_grad();
+    for (const int rank : ranks) {
+      {
+        const auto alone = no_sync();
         (share * losses.real(rank, step)).backward();
-        (share * losses.fake(rank, step)).backward();
       }
-      of_discriminator.step();
-      of_generator.zero_grad();
-      of_discriminator.zero_grad();
-      for (const int rank : ranks) (share * losses.deceived(rank, step)).backward();
-      of_generator.step();
+      (share * losses.fake(rank, step)).backward();
     }
-  };
+    of_discriminator.step();
+    of_generator.zero_grad();
+    const auto alone = no_sync();
+    for (const int rank : ranks) (share * losses.deceived(rank, step)).backward();
+    of_generator.step();
+  }
+};
+
+// The ranks have so many batches.
+void expect_gan_as_alone(const std::vector<int>& batches, bool synchronizes_each) {
+  at::set_num_threads(1);
   const auto generator = make<Generator>(7, {});
   const auto discriminator = make<Discriminator>(8, {});
   const Values before_g = copies(generator->named_parameters()), before_d = copies(discriminator->named_parameters());
-  parts({[&](const Tensor& z) { return generator->forward(z); },
-         [&](const Tensor& x) { return discriminator->forward(x); }},
-        *generator, *discriminator, {0, 1});
+  GanTraining alone(*generator, *discriminator);
+  alone.share = 1.0 / kRanks;
+  for (int step = 0; step < std::max(batches[0], batches[1]); ++step) {
+    std::vector<int> with_data;
+    for (int rank = 0; rank < kRanks; ++rank)
+      if (step < batches[static_cast<size_t>(rank)]) with_data.push_back(rank);
+    alone.step({[&](const Tensor& z) { return generator->forward(z); },
+                [&](const Tensor& x) { return discriminator->forward(x); }},
+               step, with_data);
+  }
   run_threads(kRanks,
               [&](World& world) {
+                at::set_num_threads(1);
                 const auto seed = 7 + 2 * static_cast<uint64_t>(world.rank());
                 const auto g = make<Generator>(seed, {});
                 const auto d = make<Discriminator>(seed + 1, {});
                 DistributedDataParallel ddp_g(g);
                 DistributedDataParallel ddp_d(d);
-                parts({[&](const Tensor& z) { return ddp_g(z); }, [&](const Tensor& x) { return ddp_d(x); }}, *g, *d,
-                      {world.rank()});
+                GanTraining training(*g, *d);
+                if (!synchronizes_each)
+                  training.no_sync = [&] { return std::shared_ptr<void>(new auto(ddp_d.no_sync())); };
+                const auto train = [&] {
+                  for (int step = 0; step < batches[static_cast<size_t>(world.rank())]; ++step)
+                    training.step(
+                        {[&](const Tensor& z) { return ddp_g(z); }, [&](const Tensor& x) { return ddp_d(x); }}, step,
+                        {world.rank()});
+                };
+                if (batches[0] == batches[1])
+                  train();
+                else
+                  ddp_g.join(train, {.after_backward = [&] { training.of_generator.step(); },
+                                     .with = {{ddp_d, [&] { training.of_discriminator.step(); }}}});
                 expect_close(*g, *generator, before_g, kAmplified);
                 expect_close(*d, *discriminator, before_d, kAmplified);
               },
               {.timeout = kPatience});
+}
+TEST(Models, Gan) {
+  const int steps = full_run() ? 20 : 3;
+  for (const bool synchronizes_each : {true, false}) expect_gan_as_alone({steps, steps}, synchronizes_each);
+}
+TEST(Models, GanWithFewerBatchesOnARank) {
+  const int steps = full_run() ? 20 : 3;
+  expect_gan_as_alone({steps, steps - 1}, /*synchronizes_each=*/false);
+  expect_gan_as_alone({1, steps}, /*synchronizes_each=*/false);
 }
 
 // One parameter of 512 MB, with its gradient four times of it in memory and once more for the process alone.

@@ -56,13 +56,24 @@ inline Tensor words(int rank, int step, torch::IntArrayRef sizes, int64_t vocabu
 
 // --- models ---
 
+// How a net calls its blocks; empty: it only calls them.
+using CallBlock = std::function<Tensor(const std::function<Tensor(const Tensor&)>& block, const Tensor& x)>;
+
 // ResNet-18: 11.7 million parameters.
 struct ResNet18 : nn::Module {
   Tensor forward(int rank, int step) {
     const Tensor pictures = drawn(rank, step, {2, 3, 64, 64}).to(layers->parameters()[0].scalar_type());
-    return torch::cross_entropy_loss(layers->forward(pictures).to(torch::get_default_dtype()),
-                                     words(rank, step, {2}, 1000));
+    return torch::cross_entropy_loss(logits(pictures).to(torch::get_default_dtype()), words(rank, step, {2}, 1000));
   }
+  Tensor logits(Tensor x) {
+    if (!call_block) return layers->forward(x);
+    for (nn::AnyModule& layer : *layers) {
+      const auto run = [&layer](const Tensor& y) { return layer.forward(y); };
+      x = layer.ptr()->as<ResidualBlock>() ? call_block(run, x) : run(x);
+    }
+    return x;
+  }
+  CallBlock call_block;
   nn::Sequential layers = register_module("layers", resnet18());
 };
 
@@ -87,12 +98,17 @@ struct Transformer : nn::Module {
   }
   Tensor forward(int rank, int step) {
     const Tensor text = words(rank, step, {kLength + 1, 3}, kWords);
-    const Tensor y = encoder(table(text.slice(0, 0, kLength)) * 8);
+    Tensor y = table(text.slice(0, 0, kLength)) * 8;
+    for (const auto& layer : *encoder->layers) {
+      const auto run = [&layer](const Tensor& x) { return layer->as<nn::TransformerEncoderLayer>()->forward(x); };
+      y = call_block ? call_block(run, y) : run(y);
+    }
     const Tensor logits = torch::nn::functional::linear(y, table->weight);
     return torch::cross_entropy_loss(logits.flatten(0, 1).to(torch::get_default_dtype()), text.slice(0, 1).flatten());
   }
   nn::Embedding table = register_module("table", nn::Embedding(kWords, kWidth));
   nn::TransformerEncoder encoder{nullptr};
+  CallBlock call_block;
 };
 
 struct Recurrent : nn::Module {

@@ -19,12 +19,23 @@
 //
 // The first call puts Muster's engine in the place of libtorch's (docs/decisions/0015), because C++ has no other way.
 //
+// With `reentrant` it is PyTorch's use_reentrant=True: the function runs without gradients, and backward() calls it
+// again and runs another backward() inside. That needs no engine of Muster's, so it is the way in a process with
+// Python's engine. It goes together with DistributedDataParallel; and with FullyShardedDataParallel, if no parameter is
+// used in several calls. It offers less:
+//   - Gradients have no gradients; backward() has no inputs; autograd::grad(), and so backward_by_shards(), does not go
+//     through it.
+//   - What the function computes with is a leaf, such as a parameter, or a tensor among the arguments, of which at
+//     least one requires grad. A tensor that was computed before the call and comes in another way is differentiated
+//     twice.
+//   - All floating-point results require grad. `early_stop` and `keep` are not used.
+//
 // Errors: InvalidArgument, from the call if the function has changed an argument in place, and from backward() if the
-// second call keeps other tensors than the first, in number, shape or dtype, or if a tensor that backward() needs was
-// changed in place. Unavailable in a process in which another engine runs, such as Python's: use torch.utils.checkpoint
-// there. What the function throws in its second call comes out of backward(). Thread-safety: any thread, with the
-// exception above. Source: torch.utils.checkpoint (use_reentrant=False); Chen et al., "Training Deep Nets with
-// Sublinear Memory Cost", 2016.
+// second call keeps other tensors than the first, in number, shape or dtype (a reentrant one: returns others, in number
+// or shape), or if a tensor that backward() needs was changed in place; of what a reentrant call does not offer.
+// Unavailable in a process in which another engine runs, such as Python's, unless it is reentrant. What the function
+// throws in its second call comes out of backward(). Thread-safety: any thread, with the exception above. Source:
+// torch.utils.checkpoint; Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,6 +49,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "muster/comm/tensor_tree.h"
 
 namespace muster {
 
@@ -54,6 +67,8 @@ struct ActivationCheckpointOptions {
   // are random, and those that change or give out an argument. A result that is changed in place afterwards is computed
   // again all the same.
   std::function<bool(std::string_view operation)> keep;
+  // Runs backward() inside of backward(). What the function returns must have a tensor (tensor_tree.h).
+  bool reentrant = false;
 };
 
 namespace parallel {
@@ -85,6 +100,12 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
 
 template <typename T>
 inline constexpr bool kIsTensor = std::is_same_v<std::decay_t<T>, at::Tensor>;
+
+// The same for a call that is reentrant: its results. `function` is what is called both times.
+using ReentrantFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& arguments)>;
+std::vector<at::Tensor> checkpoint_reentrantly(bool preserve_rng_state, const std::vector<at::Tensor>& arguments,
+                                               ReentrantFunction function);
+[[noreturn]] void throw_no_tensor();
 
 // Whether a copy of a T refers to memory that may be gone in the second call.
 template <typename T>
@@ -120,6 +141,30 @@ void put_tensors(std::tuple<Arguments...>& arguments, const std::vector<at::Tens
       arguments);
 }
 
+// Calls function(all…), where the tensors among `all` are `tensors`, and sets the tensors in its result to those that
+// backward() comes to.
+template <typename Function, typename... Arguments>
+auto checkpoint_reentrantly(bool preserve_rng_state, const Function& function, const std::tuple<Arguments...>& all,
+                            const std::vector<at::Tensor>& tensors) {
+  using Result = std::decay_t<std::invoke_result_t<Function&, Arguments&...>>;
+  const auto first = std::make_shared<std::optional<Result>>();
+  const auto run = [function, all, first = std::weak_ptr(first)](const std::vector<at::Tensor>& given) {
+    auto its_own = function;
+    auto with = all;
+    put_tensors(with, given);
+    Result result = std::apply(its_own, with);
+    std::vector<at::Tensor> leaves;
+    detail::for_each_tensor(result, [&](const at::Tensor& leaf) { leaves.push_back(leaf); });
+    if (const auto to = first.lock()) to->emplace(std::move(result));
+    return leaves;
+  };
+  const auto results = checkpoint_reentrantly(preserve_rng_state, tensors, ReentrantFunction(run));
+  Result result = std::move(**first);
+  size_t next = 0;
+  detail::for_each_tensor(result, [&](at::Tensor& leaf) { leaf = results[next++]; });
+  return result;
+}
+
 }  // namespace parallel
 
 // Returns function(arguments…). The function and the arguments are copied; tensors among these (not inside of other
@@ -133,6 +178,13 @@ auto activation_checkpoint(const ActivationCheckpointOptions& options, Function 
   std::tuple<Arguments...> all(arguments...);
   const auto tensors = parallel::tensors_among(all);
   parallel::put_tensors(all, {});
+  using Result = std::invoke_result_t<Function&, Arguments&...>;
+  if (options.reentrant) {
+    if constexpr (detail::HasTensors<std::decay_t<Result>>::value)
+      return parallel::checkpoint_reentrantly(options.preserve_rng_state, function, all, tensors);
+    else
+      parallel::throw_no_tensor();
+  }
   const auto call =
       parallel::Recomputation::start(options, tensors, [function, all](const std::vector<at::Tensor>& again) {
         auto its_own = function;
@@ -141,7 +193,7 @@ auto activation_checkpoint(const ActivationCheckpointOptions& options, Function 
         std::apply(its_own, with);
       });
   parallel::Recomputation::Scope scope(*call);
-  if constexpr (std::is_void_v<std::invoke_result_t<Function&, Arguments&...>>) {
+  if constexpr (std::is_void_v<Result>) {
     function(arguments...);
     scope.end();
   } else {

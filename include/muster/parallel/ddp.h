@@ -19,6 +19,11 @@
 //
 // Gradients of an Embedding or EmbeddingBag with sparse(true) stay sparse: the average has the rows of all ranks.
 //
+// backward() may run inside of backward(), as in reentrant checkpoints (activation_checkpoint.h). Gradients are
+// averaged at the end of a backward() that was called where forward() was: outside of any, or in the same node of the
+// graph. A parameter may get several gradients, by several checkpoints. How many, backward() learns from those before:
+// the first one averages at its end.
+//
 // backward() with create_graph averages as well: each .grad is a function of the parameters, and the backward() that
 // goes through it communicates. torch::autograd::grad() gives this rank's gradients.
 //
@@ -30,11 +35,12 @@
 // module is reached through it: ddp->parameters(), ddp.module()->to(…), torch::save(ddp.module(), …).
 //
 // PyTorch's static_graph has no counterpart, because it is not needed: here, finding unused parameters costs nothing,
-// or one small collective of CPU tensors with sparse gradients, a communication hook or a module on a device.
+// or one small collective of CPU tensors with sparse gradients, a communication hook or a module on a device; and a
+// parameter may be used in several reentrant checkpoints.
 //
 // Results: the averaged gradients are equal to the bit on all ranks.
 // Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes);
-// InvalidArgument if a backward() inside of backward() gives a parameter a second gradient when its first is averaged;
+// InvalidArgument if a parameter gets more gradients in one backward() than in any before, when those are averaged;
 // and those of all_reduce. Thread-safety: one thread, as an nn::Module. Source:
 // torch.nn.parallel.DistributedDataParallel; Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 // Training", VLDB 2020.
@@ -80,7 +86,9 @@ class Joined {
 };
 
 struct JoinOptions {
-  // Gradients are averaged over all ranks, where ranks without data count as zeros; or over those with data.
+  // Gradients are averaged over all ranks, where ranks without data count as zeros; or over those with data. If .grad
+  // still has an average when the next backward() adds to it, a rank without data counts as zero for the sum of both:
+  // so call zero_grad() before each backward() that averages, or add up gradients in no_sync().
   bool divide_by_initial_world_size = true;
   bool throw_on_early_termination = false;  // InvalidArgument on all ranks when one has no more data
   // On a rank without data, after each backward() of the others, when .grad has the average: for example

@@ -1,8 +1,5 @@
 #include "muster/parallel/activation_checkpoint.h"
 
-#include <ATen/ThreadLocalState.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/ops/equal.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -16,8 +13,7 @@
 
 #include "base/text.h"
 #include "muster/base/error.h"
-#include "parallel/kit/gradient_blocks.h"
-#include "parallel/kit/random_numbers.h"
+#include "parallel/tape/first_call.h"
 #include "parallel/tape/kept_results.h"
 #include "parallel/tape/saved_tensors.h"
 
@@ -88,28 +84,21 @@ class SecondCall final : public Keeper {
 // The call of a function: numbers the tensors that its operators save, and finds them again.
 class Call final : public Recomputation, public Keeper {
  public:
-  Call(const ActivationCheckpointOptions& options, Again again) : options_(options), again_(std::move(again)) {}
-
   // The arguments are saved as an operator would save them: for an outer call, so that it may leave them out.
-  void save(const std::vector<at::Tensor>& arguments) {
-    if (options_.preserve_rng_state) random_ = RandomState::with_devices_of(arguments);
-    for (const at::Tensor& tensor : arguments) {
-      arguments_.emplace_back(tensor, /*is_output=*/false);
-      at_start_.push_back({tensor, version_of(tensor)});
-    }
+  Call(const ActivationCheckpointOptions& options, const std::vector<at::Tensor>& arguments, Again again)
+      : options_(options), again_(std::move(again)), first_(options.preserve_rng_state, arguments) {
+    for (const at::Tensor& tensor : arguments) arguments_.emplace_back(tensor, /*is_output=*/false);
   }
 
   // The function has returned, for the first time.
   void end() {
     has_ended_ = true;
-    const auto before = std::exchange(at_start_, {});
-    for (const Found& argument : before)
-      if (version_of(argument.tensor) != argument.version) {
-        arguments_.clear();  // an argument that was changed refers to what refers to this call
-        throw InvalidArgument("the function of activation_checkpoint() has changed an argument in place",
-                              "Use an operator that returns a new tensor");
-      }
-    if (random_ && random_->now() == *random_) random_.reset();  // it has drawn none
+    try {
+      first_.end();
+    } catch (...) {
+      arguments_.clear();  // an argument that was changed refers to what refers to this call
+      throw;
+    }
   }
 
   std::unique_ptr<engine::SavedVariableHooks> hooks() override;
@@ -134,21 +123,16 @@ class Call final : public Recomputation, public Keeper {
   }
 
  private:
-  static uint32_t version_of(const at::Tensor& tensor) {
-    return tensor.defined() && !tensor.is_inference() ? static_cast<uint32_t>(tensor._version()) : 0;
-  }
   void recompute();
 
   const ActivationCheckpointOptions options_;
   const Again again_;
-  const at::ThreadLocalState state_;   // autocast and the like
-  std::optional<RandomState> random_;  // before the first call; none: nothing was drawn, or is to be the same
+  FirstCall first_;
   std::vector<engine::SavedVariable> arguments_;
-  std::vector<Found> at_start_;  // the arguments, during the first call
-  bool has_ended_ = false;       // the first call; if the function runs backward() itself, the second comes before
-  std::vector<Form> forms_;      // of what the first call saved
-  KeptResults kept_;             // of the first call
-  std::recursive_mutex mutex_;   // the function may run backward() itself
+  bool has_ended_ = false;      // the first call; if the function runs backward() itself, the second comes before
+  std::vector<Form> forms_;     // of what the first call saved
+  KeptResults kept_;            // of the first call
+  std::recursive_mutex mutex_;  // the function may run backward() itself
   std::vector<Found> found_;
 };
 
@@ -170,28 +154,6 @@ std::unique_ptr<engine::SavedVariableHooks> Call::hooks() {
   return std::make_unique<LeftOut>(std::static_pointer_cast<Call>(shared_from_this()));
 }
 
-// Autocast keeps casted parameters until it ends; the first call's has ended, so nobody would clear what is kept now.
-class WithoutAutocastCache {
- public:
-  WithoutAutocastCache() : nesting_(nesting()), before_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_cache_enabled(false);
-  }
-  WithoutAutocastCache(const WithoutAutocastCache&) = delete;
-  WithoutAutocastCache& operator=(const WithoutAutocastCache&) = delete;
-  ~WithoutAutocastCache() {
-    while (nesting() > nesting_) at::autocast::decrement_nesting();
-    at::autocast::set_autocast_cache_enabled(before_);
-  }
-
- private:
-  static int nesting() {
-    at::autocast::increment_nesting();
-    return at::autocast::decrement_nesting();
-  }
-  const int nesting_;
-  const bool before_;
-};
-
 std::shared_ptr<void> Call::first_call(Keeper* outer) {
   return options_.keep ? std::make_shared<KeptResults::Call>(kept_, options_.keep, outer) : nullptr;
 }
@@ -201,17 +163,8 @@ void Call::recompute() {
   SecondCall second(forms_, options_.early_stop);
   std::vector<at::Tensor> arguments;
   for (const auto& argument : arguments_) arguments.push_back(argument.unpack());
-  std::optional<RandomNumbersGuard> same_random_numbers;
-  if (random_) {
-    same_random_numbers.emplace(random_->now());
-    random_->set();
-  }
-  const at::ThreadLocalStateGuard as_then(state_);
-  const at::AutoGradMode with_grad(true);
-  const WithoutAutocastCache without_cache;
-  const GradientBlocks::Pause no_gradients;
+  const FirstCall::Again as_then(first_);
   const Keeping keeping(&second);
-  const InSecondCall in_second_call;
   std::optional<KeptResults::Call> with_kept;
   if (options_.keep) with_kept.emplace(kept_);
   bool is_complete = false;
@@ -235,9 +188,7 @@ void Call::recompute() {
 std::shared_ptr<Recomputation> Recomputation::start(const ActivationCheckpointOptions& options,
                                                     const std::vector<at::Tensor>& tensors, Again again) {
   require_keepers();
-  const auto call = std::make_shared<Call>(options, std::move(again));
-  call->save(tensors);
-  return call;
+  return std::make_shared<Call>(options, tensors, std::move(again));
 }
 
 Recomputation::Scope::Scope(Recomputation& of)

@@ -129,7 +129,7 @@ void Replica::join(const std::function<void()>& body, JoinOptions options) {
       throw InvalidArgument("join() gets DistributedDataParallels of different groups", "Give them one group");
     joined[i]->require_no_synchronized_norm("join(), because ranks without data do not call its layers");
   }
-  for (Impl* const each : joined) each->gradients->before_forward();
+  for (Impl* const each : joined) each->gradients->end_failed_backward();
 
   const auto meetings = std::make_shared<Meetings>(s.group, options);
   for (size_t i = 0; i < joined.size(); ++i) {
@@ -155,14 +155,14 @@ void Replica::join(const std::function<void()>& body, JoinOptions options) {
   std::exception_ptr failure;
   try {
     body();
-    for (Impl* const each : joined) each->gradients->before_forward();
+    for (Impl* const each : joined) each->gradients->end_failed_backward();
     s.follow(failure);
   } catch (...) {
     if (!failure) failure = std::current_exception();
     // The first error says more than those of what follows.
     try {
       // Makes up for a backward() that threw, within join() as on the other ranks.
-      for (Impl* const each : joined) each->gradients->before_forward();
+      for (Impl* const each : joined) each->gradients->end_failed_backward();
     } catch (const std::exception&) {
     }
     try {

@@ -107,7 +107,7 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
                           "Set DdpOptions::reproducible.shards");
   if (s.meetings)
     throw InvalidArgument("backward_by_shards() is called within join()", "Give each shard as many batches");
-  s.gradients->before_forward();  // makes up for a backward() that threw
+  s.gradients->end_failed_backward();
   s.check_parameters();
   const WithThreads with_threads(s.options.reproducible.threads);
   const parallel::RandomNumbersGuard random_numbers(parallel::RandomState::of_cpu());

@@ -105,7 +105,7 @@ struct Sharder::Impl {
   // Also makes up for what a backward() that threw has left out.
   void end_backward() {
     let_backward_end();
-    if (gradients) gradients->before_forward();
+    if (gradients) gradients->end_failed_backward();
   }
   std::shared_ptr<void> forward() const {
     return options.mixed_precision.param_dtype || options.compute_device

@@ -46,7 +46,7 @@ struct ConstantIn final : torch::autograd::Function<ConstantIn> {
 
 void GradientReducer::add_gradients(const std::vector<at::Tensor>& given, std::vector<float> shares,
                                     const std::function<void(const at::Tensor& bucket)>& reduce) {
-  before_forward();
+  end_failed_backward();
   const at::NoGradGuard no_grad;
   Impl& s = *impl_;
   s.times = {};  // forwards and backwards of shards alternate

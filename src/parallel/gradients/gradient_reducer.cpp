@@ -12,6 +12,7 @@
 #include "muster/base/error.h"
 #include "parallel/gradients/gradient_reducer_impl.h"
 #include "parallel/tape/accumulation_hooks.h"
+#include "parallel/tape/saved_tensors.h"
 
 namespace muster::parallel {
 
@@ -23,7 +24,8 @@ GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, Red
     s.parameters.push_back({.name = parameters[i].name,
                             .tensor = parameters[i].tensor,
                             .owner = s.sharded() ? s.options.owners[i] : kEveryRank,
-                            .sparse = !s.options.sparse.empty() && s.options.sparse[i]});
+                            .sparse = !s.options.sparse.empty() && s.options.sparse[i],
+                            .expected = s.sharded() ? 1 : 0});
   // Gradients tend to become ready from the last layer to the first.
   std::vector<size_t> order(s.parameters.size());
   std::iota(order.rbegin(), order.rend(), size_t{0});
@@ -38,10 +40,9 @@ GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, Red
     };
     torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor,
                                                    std::make_unique<ReadyHook>(&s, on_ready, std::move(hooks)));
-    if (!s.sharded()) continue;
     parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
-    parameter.accumulator->add_pre_hook(std::make_unique<BeginHook>(&s, [weak] {
-      if (const auto impl = weak.lock()) impl->before_accumulation();
+    parameter.accumulator->add_pre_hook(std::make_unique<BeginHook>(&s, [weak, i] {
+      if (const auto impl = weak.lock()) impl->before_accumulation(i);
     }));
   }
 }
@@ -50,7 +51,7 @@ GradientReducer::~GradientReducer() {
   // Gradients remain views of the buckets, and keep them alive.
   for (auto& parameter : impl_->parameters) {
     ReadyHook::remove(torch::autograd::impl::post_acc_grad_hooks(parameter.tensor), impl_.get());
-    if (parameter.accumulator) BeginHook::remove(parameter.accumulator->pre_hooks(), impl_.get());
+    BeginHook::remove(parameter.accumulator->pre_hooks(), impl_.get());
   }
 }
 
@@ -63,7 +64,13 @@ void GradientReducer::require_no_other() const {
 }
 
 void GradientReducer::before_forward() {
-  if (impl_->dirty && impl_->running.expired()) impl_->abandon_backward();
+  impl_->end_failed_backward();
+  const bool is_again = in_second_call() && current_keeper();  // whose backward() is that of the first call
+  if (at::GradMode::is_enabled() && !is_again) impl_->forward_in = torch::autograd::get_current_node();
+}
+void GradientReducer::end_failed_backward() { impl_->end_failed_backward(); }
+void GradientReducer::Impl::end_failed_backward() {
+  if (dirty && running.expired()) abandon_backward();
 }
 
 void GradientReducer::set_hook(CommHook hook) {
@@ -71,7 +78,7 @@ void GradientReducer::set_hook(CommHook hook) {
   if (impl_->hook)
     throw InvalidArgument(text(impl_->options.user, " has a communication hook already"),
                           "Register one hook; a hook may call others");
-  before_forward();  // makes up for a backward() that threw, as the other ranks did it
+  end_failed_backward();  // as the other ranks did it
   impl_->hook = std::move(hook);
 }
 
@@ -176,12 +183,23 @@ void GradientReducer::Impl::adopt(Parameter& parameter) {
   grad = parameter.view;
 }
 
-// With owners, before autograd adds to a .grad.
-void GradientReducer::Impl::before_accumulation() {
-  if (!running.expired()) return;
-  if (dirty) abandon_backward();
-  begin_backward();
-  put_averages_aside();
+// Before autograd adds to a .grad. Without owners, on_ready() begins, because what is there is not put aside.
+void GradientReducer::Impl::before_accumulation(size_t index) {
+  if (running.expired()) {
+    if (!sharded()) return;
+    if (dirty) abandon_backward();
+    begin_backward();
+    put_averages_aside();
+  }
+  Parameter& parameter = parameters[index];
+  if (!synced || !parameter.ready || parameter.bucket >= next_bucket) return;
+  const bool is_second = parameter.gradients == 1;
+  if (!sharded())
+    for (auto& each : parameters) each.expected = 0;  // what is known is wrong
+  throw InvalidArgument(
+      text("parameter ", parameter.name, " got ", is_second ? "a second" : "another",
+           " gradient in one backward(), when ", is_second ? "its first" : "those before", " had been averaged"),
+      "Do not run backward() inside of backward() on parameters that both use, or use no_sync() for this backward()");
 }
 
 void GradientReducer::Impl::on_ready(size_t index) {
@@ -190,20 +208,23 @@ void GradientReducer::Impl::on_ready(size_t index) {
     if (dirty) abandon_backward_before(parameter);
     begin_backward();
   }
-  if (synced && parameter.ready && parameter.bucket < next_bucket)
-    throw InvalidArgument(
-        text("parameter ", parameter.name,
-             " got a second gradient in one backward(), when its first had been averaged"),
-        "Do not run backward() inside of backward() on parameters that both use, or use no_sync() for this backward()");
+  if (keeps_graph != at::GradMode::is_enabled())
+    throw InvalidArgument("a backward() with create_graph and one without run inside of each other",
+                          "Give both the same create_graph");
   if (keeps_graph)
     require_dense(parameter, parameter.tensor.grad());
   else
     adopt(parameter);
   parameter.used = true;
-  if (!synced || parameter.ready) return;  // a parameter used twice in a double backward is ready once
+  if (!synced) return;
+  ++parameter.gradients;
+  if (!rebuilt) {
+    if (parameter.gradients > 1) std::erase(ready_order, index);
+    ready_order.push_back(index);
+  }
+  if (parameter.gradients != parameter.expected) return;
   parameter.ready = true;
   if (keeps_graph) return;
-  if (!rebuilt) ready_order.push_back(index);
   Bucket& bucket = buckets[parameter.bucket];
   if (--bucket.pending == 0 && !averages_at_end) launch_ready_buckets();
   if (sharded()) release_reduced_blocks();
@@ -235,10 +256,53 @@ void GradientReducer::Impl::begin_backward() {
   times = {};
   ready_order.clear();
   release_blocks_without_gradients();  // so that new gradients can use them
-  const auto token = std::make_shared<GradientBlocks::Serving>(blocks);
-  running = token;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this(), token] { self->finish_backward(); });
+  call_at_end(std::make_shared<GradientBlocks::Serving>(blocks));
+}
+
+// Lives as long as autograd's state of one backward(), which ends where that backward() was called. If gradients were
+// not averaged by then, because it was called inside of another backward(), they are at the end of that one.
+class GradientReducer::Impl::UnderWay {
+ public:
+  UnderWay(std::weak_ptr<Impl> impl, std::shared_ptr<GradientBlocks::Serving> serving)
+      : impl_(std::move(impl)), serving_(std::move(serving)) {}
+  UnderWay(const UnderWay&) = delete;
+  UnderWay& operator=(const UnderWay&) = delete;
+  ~UnderWay() {
+    const auto impl = impl_.lock();
+    if (!is_called_at_end_ || !impl || !impl->is_within_another()) return;
+    try {
+      impl->call_at_end(std::move(serving_));
+    } catch (...) {  // then it counts as one that threw
+    }
+  }
+  void begin() { is_called_at_end_ = true; }
+  void end() {
+    is_called_at_end_ = false;
+    serving_.reset();
+  }
+
+ private:
+  const std::weak_ptr<Impl> impl_;
+  std::shared_ptr<GradientBlocks::Serving> serving_;
+  bool is_called_at_end_ = false;
+};
+
+// Calls finish_backward() at the end of the backward() that this thread runs.
+void GradientReducer::Impl::call_at_end(std::shared_ptr<GradientBlocks::Serving> serving) {
+  const auto under_way = std::make_shared<UnderWay>(weak_from_this(), std::move(serving));
+  running = under_way;
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), under_way] {
+    if (self->synced && self->is_within_another()) return;
+    under_way->end();
+    self->finish_backward();
+  });
+  under_way->begin();
+}
+
+// Where a backward() ends: whether it ran inside of another one, and forward() was not called there.
+bool GradientReducer::Impl::is_within_another() const {
+  const auto node = torch::autograd::get_current_node();
+  return node && node != forward_in.lock();
 }
 
 // If this throws, no rank averages.
@@ -333,7 +397,10 @@ void GradientReducer::Impl::finish_backward() {
   begin_averages_at_end();
   const at::NoGradGuard no_grad;
   options.on_end();
-  finish(of_contributors(keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest()), /*is_complete=*/true);
+  const auto shares = of_contributors(keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest());
+  if (!sharded())
+    for (auto& parameter : parameters) parameter.expected = std::max(parameter.expected, parameter.gradients);
+  finish(shares, /*is_complete=*/true);
 }
 
 void GradientReducer::Impl::finish(const std::vector<float>& shares, bool is_complete) {
@@ -355,6 +422,7 @@ void GradientReducer::Impl::reset() {
   wrong_results.clear();
   for (auto& parameter : parameters) {
     parameter.ready = false;
+    parameter.gradients = 0;
     if (parameter.sparse) parameter.view = at::Tensor();  // it is the gradient
     if (synced) parameter.used = false;
   }

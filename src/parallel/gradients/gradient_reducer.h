@@ -7,7 +7,8 @@
 //
 // Every rank reduces every bucket in every backward(), so that the ranks' collectives stay in step, whatever happens on
 // one of them: what a rank has no gradient for counts as zero. `used` tells how many ranks had one. If backward()
-// throws on a rank, that rank makes up for it in before_forward() or in its next backward().
+// throws on a rank, that rank makes up for it in before_forward() or in its next backward(). There a parameter counts
+// as used if it was ready. Of a backward() that throws before it comes to a parameter, the reducer learns nothing.
 //
 // With owners, of which each parameter has one, or one per host:
 //   - After backward(), a parameter has a .grad on its owners only; elsewhere it is undefined.
@@ -20,6 +21,14 @@
 //   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside
 //     while the second backward() runs, because the other ranks have nothing to add to it.
 //
+// backward() may run inside of backward(), as in reentrant checkpoints. Gradients are averaged at the end of a
+// backward() that was called where forward() was: outside of any, or in the same node. Until then they add up, also
+// those of an inner backward() that threw, if the outer one goes on. Without owners, a parameter may get several
+// gradients: it is ready after as many as it got at most before, and at the end as long as that is not known. This
+// needs that all run in one thread. libtorch goes on in other threads from 60 backward() calls inside of each other on;
+// and a node whose results are on the CPU runs in another thread than backward() of tensors on a device that is called
+// there.
+//
 // backward() with create_graph, without owners: each .grad becomes an average that is a function of the parameters. It
 // is not in a bucket; all gradients are averaged at the end, by a collective that autograd differentiates. With owners
 // it is refused before it has changed a gradient: an owner has no graph of what other ranks have added.
@@ -27,8 +36,8 @@
 // A sparse gradient (in coordinate format, one sparse dimension) stays one: the average has the rows of all ranks.
 //
 // Errors: InvalidArgument, on every rank alike, which names the parameters that some ranks had no gradient for; of a
-// sparse gradient that was not announced; of a second gradient for a parameter in one backward() (that is,
-// of a backward() inside of it), when the first has been reduced. InvalidArgument of backward() in no_sync(), on ranks
+// sparse gradient that was not announced; of a further gradient for a parameter in one backward() (that is, of a
+// backward() inside of it), when those before have been reduced. InvalidArgument of backward() in no_sync(), on ranks
 // that have an average to which it would add. And the errors of the collectives.
 //
 // Thread-safety: one thread, as an nn::Module.
@@ -95,6 +104,7 @@ class GradientReducer {
   // InvalidArgument if a parameter is also one of another reducer, whose averages would take the place of these.
   void require_no_other() const;
   void before_forward();
+  void end_failed_backward();  // makes up for a backward() that threw
   bool sync() const;
   bool set_sync(bool on);                                      // returns the previous value
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order

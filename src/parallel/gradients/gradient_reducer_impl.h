@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "autograd/node.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
@@ -53,8 +54,11 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   bool keeps_graph = false;  // whether it makes a graph (create_graph)
   // The backward() under way: alive as long as autograd holds its final callback. So a backward() that threw, whose
   // callback never ran, can be distinguished from one that is still running.
-  std::weak_ptr<GradientBlocks::Serving> running;
-  bool dirty = false;          // a backward() has begun and has been neither finished nor abandoned
+  class UnderWay;
+  std::weak_ptr<UnderWay> running;
+  bool dirty = false;  // a backward() has begun and has been neither finished nor abandoned
+  // The node whose evaluation called the last forward() with gradients; null if that was outside of any backward().
+  autograd::WeakPtrTo<torch::autograd::Node> forward_in{autograd::NodePtr()};
   size_t next_bucket = 0;      // buckets are reduced in order, the same on all ranks
   size_t released_bucket = 0;  // with owners: the first whose block may be in use after its reduction
   size_t bytes_in_flight = 0;  // of large gradients between both numbers, which will be freed
@@ -65,7 +69,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   }
 
   void build(std::vector<size_t> order);
-  void before_accumulation();
+  void before_accumulation(size_t index);
   void on_ready(size_t index);
   void adopt(Parameter& parameter);
   ReduceOptions averaging() const {
@@ -113,6 +117,9 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void release_reduced_blocks();
   void release_blocks_without_gradients();
   void begin_backward();
+  void call_at_end(std::shared_ptr<GradientBlocks::Serving> serving);
+  bool is_within_another() const;
+  void end_failed_backward();
   void begin_averages_at_end();
   void put_averages_aside();
   std::vector<float> reduce_the_rest();

@@ -45,6 +45,8 @@ struct Parameter {
   at::Tensor view;     // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
   size_t bucket = 0;   // index
   int64_t offset = 0;  // of the view in the bucket, elements
+  int gradients = 0;   // that have come in this backward()
+  int expected = 0;    // of them, after which it is ready; 0: at the end, because this is not known
   bool ready = false;
   bool used = false;      // its gradient holds something that is not reduced yet; implied by `ready`
   bool averaged = false;  // its gradient, if there is one, is what an earlier backward() has averaged
