@@ -100,6 +100,15 @@ std::vector<fs::path> files_where(const fs::path& path,
   return files;
 }
 
+// Where the link of a shard leads; none if it is not a link, or is one that we would not make.
+std::optional<fs::path> target_of(const fs::path& shard) {
+  std::error_code error;
+  if (!fs::is_symlink(fs::symlink_status(shard, error))) return std::nullopt;
+  fs::path target = fs::read_symlink(shard, error);
+  if (error || target.filename() != shard.filename() || !target.is_absolute()) return std::nullopt;
+  return target;
+}
+
 void remove_all(const std::vector<fs::path>& files) noexcept {
   std::error_code ignored;
   for (const auto& file : files) fs::remove(file, ignored);
@@ -158,6 +167,18 @@ fs::path Folder::shard(int64_t steps, int rank, int world_size, const std::strin
   return path_ / text("step-", steps, ".shard-", rank, "-of-", world_size, ".", mark, kEnding);
 }
 
+fs::path Folder::link_shard(const fs::path& shard, const fs::path& other) {
+  std::error_code error;
+  fs::create_directories(other, error);
+  if (!error && fs::equivalent(other, shard.parent_path(), error)) return shard;
+  const fs::path target = fs::absolute(other) / shard.filename();
+  if (!error) fs::create_symlink(target, shard, error);
+  if (error)
+    throw_errno(error.value(), text("cannot make the link ", shard.string(), " to ", target.string()),
+                "Name folders in .shard_folders that this process may write to");
+  return target;
+}
+
 std::vector<int64_t> Folder::snapshots() const {
   std::vector<int64_t> steps;
   std::error_code error;
@@ -189,19 +210,33 @@ fs::path Folder::set_aside(int64_t steps) const {
 
 std::vector<fs::path> Folder::old_shards(int rank, int world_size, const std::set<std::string>& keep,
                                          const std::set<int64_t>& keep_steps) const {
-  return files_where(path_, [&](const std::string& file, const Name& name) {
+  const auto shards = files_where(path_, [&](const std::string& file, const Name& name) {
     const bool ours = rank == kAnyRank || name.rank == rank || (rank == 0 && name.rank >= world_size);
     return ours && name.rank >= 0 && !name.temporary && !keep.contains(file) && !keep_steps.contains(name.steps);
   });
+  std::vector<fs::path> files;
+  for (const fs::path& shard : shards) {
+    if (auto target = target_of(shard)) files.push_back(std::move(*target));
+    files.push_back(shard);
+  }
+  return files;
 }
 
 void Folder::remove_temporaries(int rank, int world_size) const noexcept {
   try {
+    std::map<fs::path, std::set<std::string>> linked;  // names of shards, by the folder to which their links lead
     remove_all(files_where(path_, [&](const std::string& file, const Name& name) {
       const bool ours =
           rank == kAnyRank || name.rank == rank || (rank == 0 && (name.rank < 0 || name.rank >= world_size));
-      return ours && name.temporary && !is_being_written(path_ / file);
+      if (!ours || is_being_written(path_ / file)) return false;
+      if (const auto target = target_of(path_ / file)) linked[target->parent_path()].insert(file);
+      return name.temporary;
     }));
+    for (const auto& [other, shards] : linked)
+      remove_all(files_where(other, [&, &other = other, &shards = shards](const std::string& file, const Name& name) {
+        const std::string shard = file.substr(0, file.find(kEnding) + kEnding.size());
+        return name.temporary && shards.contains(shard) && !is_being_written(other / file);
+      }));
   } catch (...) {  // no memory
   }
 }

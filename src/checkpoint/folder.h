@@ -4,7 +4,8 @@
 //     step-500.shard-1-of-4.9c41e07a.snapshot.safetensors  rank 1's part of one; the mark tells two of a step apart
 //     step-500.snapshot.safetensors.1f0c33aa.tmp           being written, or left by a process that was killed
 //
-// Files with other names are left alone. Thread-safety: const functions may run concurrently; the file system orders
+// A shard may be a link to a file of the same name in another folder. Files with other names are left alone, and in
+// other folders all to which no link leads. Thread-safety: const functions may run concurrently; the file system orders
 // what they do.
 #pragma once
 
@@ -34,6 +35,9 @@ class Folder {
   const std::filesystem::path& path() const { return path_; }
   std::filesystem::path snapshot(int64_t steps) const;
   std::filesystem::path shard(int64_t steps, int rank, int world_size, const std::string& mark) const;
+  // Makes a link to the file of the same name in another folder, and that folder; returns that file. The link comes
+  // first: what is left of a process that is killed later can be found.
+  static std::filesystem::path link_shard(const std::filesystem::path& shard, const std::filesystem::path& other);
 
   std::vector<int64_t> snapshots() const;  // their steps, the newest first; throws Unavailable
   int64_t newest_shard() const;            // its steps; 0: there is none
@@ -42,7 +46,8 @@ class Folder {
   std::filesystem::path set_aside(int64_t steps) const;
 
   // The shards that only `rank` of `world_size` could be writing. Rank 0 also gets those of ranks that no longer exist;
-  // kAnyRank gets all. Shards in `keep`, and those of steps in `keep_steps`, are not among them.
+  // kAnyRank gets all. Shards in `keep`, and those of steps in `keep_steps`, are not among them. Before a link comes
+  // the file to which it leads.
   static constexpr int kAnyRank = -1;
   std::vector<std::filesystem::path> old_shards(int rank, int world_size, const std::set<std::string>& keep,
                                                 const std::set<int64_t>& keep_steps) const;

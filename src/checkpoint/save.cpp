@@ -387,7 +387,7 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
   here.remover->wait();
   const auto mark = all_gather_object(random_hex(4), here.collective).front();
   const auto path = here.folder.shard(options.steps, here.rank, here.size, mark);
-  std::vector<std::filesystem::path> written{path};
+  std::vector<std::filesystem::path> written;
   std::vector<Edge> edges;
   std::vector<at::Tensor> memory;  // by edge
   Part mine{.problem = collected.problem, .layout = checksum(text(collected.layout, ' ', here.replicas))};
@@ -396,8 +396,15 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
       if (here.leads()) check_folder(here);
       edges = edges_of(here);
       for (size_t i = 0; i < edges.size(); ++i) memory.push_back(Replica::memory());
+      auto file = path;
+      if (const auto& others = here.shard_folders; !others.empty()) {
+        file = Folder::link_shard(path, others[static_cast<size_t>(here.rank) % others.size()]);
+        written.push_back(file);
+      }
+      written.push_back(path);
       const Shard shard = write_container(
-          path, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, collected.own);
+          file, {.steps = options.steps, .world_size = here.size, .rank = here.rank, .shards = {}}, collected.own);
+      if (file != path) sync_folder(here.folder.path());
       mine.file = shard.file;
       mine.bytes = shard.bytes;
       mine.sum = shard.sum;

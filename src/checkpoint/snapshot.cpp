@@ -89,6 +89,10 @@ SnapshotOptions checked(SnapshotOptions options) {
   if (options.every < 0)
     throw InvalidArgument(text("a snapshot's .every must be at least 0, got ", options.every),
                           "Use 1 or more, or 0 for none");
+  if (!options.shard_folders.empty() && !options.sharded)
+    throw InvalidArgument("a snapshot's .shard_folders are for the ranks' files", "Set .sharded, too");
+  for (const auto& other : options.shard_folders)
+    if (other.empty()) throw InvalidArgument("a snapshot's .shard_folders has an empty name", "Leave it out");
   if (options.keep < 1) throw InvalidArgument(text("a snapshot's .keep must be at least 1, got ", options.keep));
   if (options.keep_best < 0)
     throw InvalidArgument(text("a snapshot's .keep_best must be at least 0, got ", options.keep_best));
@@ -113,10 +117,12 @@ Snapshot::Impl::Impl(SnapshotOptions given)
       place{.folder = checkpoint::Folder(options.folder),
             .collective = {.group = options.group, .timeout = options.timeout},
             .rank = options.group.rank(),
-            .size = options.group.size()} {
+            .size = options.group.size(),
+            .shard_folders = options.shard_folders} {
   if (!options.local.folder.empty()) {
     of_hosts = place;
     of_hosts->folder = checkpoint::Folder(options.local.folder);
+    of_hosts->shard_folders.clear();
     std::error_code ignored;
     if (std::filesystem::equivalent(options.folder, options.local.folder, ignored))
       throw InvalidArgument("a snapshot's .folder and .local.folder are the same", "Name two");

@@ -4,6 +4,7 @@
 // Thread-safety: values; choose_per_rank() is collective.
 #pragma once
 
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <set>
@@ -41,6 +42,7 @@ struct SnapshotPlace {
   // may be intact: their format is another one, or something that can pass has kept a rank from reading them.
   std::set<int64_t> damaged = {}, unreadable = {};
   std::shared_ptr<Remover> remover = std::make_shared<Remover>();
+  std::vector<std::filesystem::path> shard_folders = {};  // where the ranks' files are; empty: in `folder`
 
   // If each host has a folder of its own: the hosts' ranks in the group. Then the first rank of each host does there
   // what rank 0 does in a folder of all. `replicas`: on how many other hosts each shard is, too; fewer if there are

@@ -24,9 +24,9 @@
 //
 // Storage: rank 0 gathers the per-rank items and writes one file, `step-<n>.snapshot.safetensors`. With `.sharded` each
 // rank writes its own file (shared tensors are distributed by size); when all files are durable, rank 0 writes a small
-// manifest of the same name, which makes them the snapshot. Every file is complete or absent: it is written under
-// another name, synced, and renamed. The newest two snapshots are kept; for a moment the disk holds three.
-// docs/snapshots.md has the format.
+// manifest of the same name, which makes them the snapshot. `.shard_folders` distributes these files over disks. Every
+// file is complete or absent: it is written under another name, synced, and renamed. The newest two snapshots are kept;
+// for a moment the disk holds three. docs/snapshots.md has the format.
 //
 // restore() takes the newest snapshot whose every byte matches its checksums *on all ranks*. It refuses a truncated or
 // corrupted one, with file, tensor and byte in a warning, and tries the one before it. On one host each rank reads what
@@ -118,10 +118,13 @@ struct SnapshotOptions {
   std::filesystem::path folder;  // made if it does not exist; for one job, and one training
   int64_t every = 0;             // steps between snapshots; 0: only on request
   bool sharded = false;          // one file per rank instead of one by rank 0
-  bool asynchronous = false;     // step() and save() copy the state, and a thread writes it
-  int keep = 2;                  // number of newest snapshots to keep; 1 or more
-  int keep_best = 0;             // and number of those with the best scores
-  LocalSnapshotOptions local;    // in the hosts' memory, or on their own disks
+  // With .sharded: folders for the ranks' files, such as one on each disk. Rank r writes into number r modulo how many
+  // there are, and .folder gets a link to the file. Empty: the files are in .folder.
+  std::vector<std::filesystem::path> shard_folders = {};
+  bool asynchronous = false;   // step() and save() copy the state, and a thread writes it
+  int keep = 2;                // number of newest snapshots to keep; 1 or more
+  int keep_best = 0;           // and number of those with the best scores
+  LocalSnapshotOptions local;  // in the hosts' memory, or on their own disks
   bool on_sigterm = true;
   bool default_generator = true;         // saves torch's CPU generator, as the item "default generator"
   Group group;                           // default: all ranks
