@@ -5,6 +5,7 @@ The same model as `bench_ddp_costs construction`. One JSON object, with the mill
 
 import argparse
 import json
+import os
 import time
 
 import torch
@@ -29,4 +30,5 @@ slowest = torch.tensor((time.perf_counter() - start) * 1e3, dtype=torch.float64)
 dist.all_reduce(slowest, dist.ReduceOp.MAX)
 if rank == 0:
     print(json.dumps({"bench": "ddp_construction", "impl": "pytorch", "ranks": world, "model_mib": args.layers * 16, "ms": round(slowest.item(), 1)}), flush=True)
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # as ddp_torch.py ends
