@@ -5,9 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <deque>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <optional>
 #include <set>
@@ -21,7 +19,7 @@
 #include "base/random.h"
 #include "base/text.h"
 #include "checkpoint/container.h"
-#include "comm/api/broadcast_bytes.h"
+#include "checkpoint/replicas.h"
 #include "muster/base/error.h"
 
 namespace muster::checkpoint {
@@ -230,118 +228,6 @@ Conclusion conclude(const SnapshotPlace& here, const SaveOptions& options,
   return conclusion;
 }
 
-// A shard on its way to another host.
-class Replica {
- public:
-  static at::Tensor memory() { return at::empty({kPiece + 1}, at::kByte); }
-
-  Replica(const std::filesystem::path& path, const Part& part, int peer, bool is_sent, at::Tensor memory)
-      : path_(path), part_(part), peer_(peer), is_sent_(is_sent), piece_(std::move(memory)) {
-    unless_wrong([&] {
-      if (is_sent_) {
-        own_.open(path_, std::ios::binary);
-      } else {
-        copy_.emplace(path_);
-        copy_->reserve(part_.bytes);
-      }
-    });
-  }
-  // The next piece. Its last byte says whether what its sender has read is good. Whatever goes wrong, the pieces
-  // travel: the other rank waits for them.
-  bool has_more() const { return at_ < part_.bytes; }
-  comm::BytesMessage next() {
-    count_ = std::min<int64_t>(kPiece, static_cast<int64_t>(part_.bytes - at_));
-    if (is_sent_)
-      unless_wrong([&] {
-        if (!own_.read(data(), count_)) throw Unavailable(text("cannot read ", path_.string()));
-      });
-    data()[count_] = !problem_;
-    return {piece_.narrow(0, 0, count_ + 1), peer_, is_sent_};
-  }
-  void passed() {
-    at_ += static_cast<uint64_t>(count_);
-    if (is_sent_) return;
-    unless_wrong([&] {
-      if (data()[count_] == 0)
-        throw Unavailable(text("rank ", peer_, " cannot read its shard, which this rank is to keep"));
-      copy_->write({data(), static_cast<size_t>(count_)});
-    });
-  }
-  Problem end(std::vector<std::filesystem::path>& written) {
-    if (!is_sent_)
-      unless_wrong([&] {
-        copy_->commit(true);
-        written.push_back(path_);
-        const Container container = Container::open(path_);
-        container.verify();
-        if (container.sum() != part_.sum || container.bytes() != part_.bytes)
-          throw Unavailable(text(path_.string(), " is not the shard that rank ", peer_, " has written"));
-      });
-    return problem_;
-  }
-
- private:
-  static constexpr int64_t kPiece = int64_t{4} << 20;
-  char* data() { return static_cast<char*>(piece_.mutable_data_ptr()); }
-  // Memory or a disk that does not suffice costs this snapshot; the training goes on.
-  void unless_wrong(const std::function<void()>& fn) {
-    if (problem_) return;
-    problem_ = problem_of(fn);
-    if (problem_) problem_.code = static_cast<int>(ErrorCode::kUnavailable);
-  }
-
-  const std::filesystem::path path_;
-  const Part& part_;
-  const int peer_;
-  const bool is_sent_;
-  const at::Tensor piece_;
-  Problem problem_;
-  std::optional<AtomicFile> copy_;
-  std::ifstream own_;
-  uint64_t at_ = 0;
-  int64_t count_ = 0;
-};
-
-struct Edge {
-  int from = 0, to = 0;
-};
-// Of replicas: those that this rank sends or gets.
-std::vector<Edge> edges_of(const SnapshotPlace& here) {
-  std::vector<Edge> edges;
-  for (int from = 0; from < here.size; ++from)
-    for (const int to : here.keepers_of(from))
-      if (here.rank == from || here.rank == to) edges.push_back({from, to});
-  return edges;
-}
-
-// Each rank sends its shard to the ranks that keep replicas, all at the same time. `memory`: a piece for each edge.
-// `written`: what this rank has written. Returns what went wrong here.
-Problem send_replicas(const SnapshotPlace& here, const std::vector<Part>& parts, const std::vector<Edge>& edges,
-                      const std::vector<at::Tensor>& memory, std::vector<std::filesystem::path>& written) {
-  std::deque<Replica> replicas;
-  for (const auto [from, to] : edges) {
-    const Part& part = parts[static_cast<size_t>(from)];
-    replicas.emplace_back(here.folder.path() / part.file, part, here.rank == from ? to : from, here.rank == from,
-                          memory[replicas.size()]);
-  }
-  for (;;) {
-    std::vector<comm::BytesMessage> messages;
-    std::vector<Replica*> under_way;
-    for (Replica& each : replicas) {
-      if (!each.has_more()) continue;
-      messages.push_back(each.next());
-      under_way.push_back(&each);
-    }
-    if (messages.empty()) break;
-    comm::pass_together(messages, here.collective);
-    for (Replica* const each : under_way) each->passed();
-  }
-  Problem problem;
-  for (Replica& each : replicas)
-    if (Problem of_one = each.end(written); of_one && !problem) problem = std::move(of_one);
-  return problem;
-}
-
 void collect_whole(const SnapshotPlace& here, const Items& items, Collected& collected) {
   collected.layout = layout_of(items, {});
   collected.own = entries_of(here, items, is_per_rank);
@@ -388,14 +274,12 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
   const auto mark = all_gather_object(random_hex(4), here.collective).front();
   const auto path = here.folder.shard(options.steps, here.rank, here.size, mark);
   std::vector<std::filesystem::path> written;
-  std::vector<Edge> edges;
-  std::vector<at::Tensor> memory;  // by edge
+  std::optional<Replicas> replicas;
   Part mine{.problem = collected.problem, .layout = checksum(text(collected.layout, ' ', here.replicas))};
   if (!mine.problem)
     mine.problem = problem_of([&] {
       if (here.leads()) check_folder(here);
-      edges = edges_of(here);
-      for (size_t i = 0; i < edges.size(); ++i) memory.push_back(Replica::memory());
+      replicas.emplace(here);
       auto file = path;
       if (const auto& others = here.shard_folders; !others.empty()) {
         file = Folder::link_shard(path, others[static_cast<size_t>(here.rank) % others.size()]);
@@ -410,17 +294,17 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
       mine.sum = shard.sum;
     });
   const auto parts = all_gather_object(mine, here.collective);
+  std::vector<Shard> shards;
+  for (const auto& part : parts) shards.push_back({part.file, part.bytes, part.sum});
   Conclusion conclusion;
   conclusion.problem = problem_among(parts);
   if (!conclusion.problem && here.replicas > 0 && here.hosts.size() > 1)
-    conclusion.problem =
-        first_of(all_gather_object(send_replicas(here, parts, edges, memory, written), here.collective));
+    conclusion.problem = first_of(all_gather_object(replicas->send(shards, written), here.collective));
   if (!conclusion.problem) {
     conclusion = conclude(here, options, [&](Conclusion& said) {
       const auto manifest = here.folder.snapshot(options.steps);
       said.problem = problem_of([&] {
-        About about{.steps = options.steps, .world_size = here.size, .score = options.score};
-        for (const auto& part : parts) about.shards.push_back({part.file, part.bytes, part.sum});
+        const About about{.steps = options.steps, .world_size = here.size, .shards = shards, .score = options.score};
         write_container(manifest, about, {});
       });
       said.in_use = said.problem && may_refer_to(manifest, mine.file);
