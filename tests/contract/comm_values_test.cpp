@@ -220,7 +220,7 @@ TEST(ReduceKernels, EveryInstructionSetGivesTheReference) {
       for (const auto op : ops_of(dtype)) {
         const auto kernel = comm::reduce_kernel(dtype, op);
         ASSERT_NE(kernel, nullptr);
-        for (const int n : {1, 2, 3, 6}) {
+        for (const int n : {1, 2, 3, 4, 6, 8}) {
           SCOPED_TRACE(testing::Message() << hwy::TargetName(target) << ", " << c10::toString(dtype) << ", "
                                           << to_string(op) << ", " << n << " sources");
           for (const int64_t count : {0, 1, 7, 8, 31, 33, 64, 65, 1025, 4099})
