@@ -2,7 +2,8 @@
 // One JSON object per line.
 //
 // `bytes` is the size of a rank's larger tensor: the tensor of all_reduce and broadcast, the output of all_gather, the
-// input of reduce_scatter and all_to_all. send_recv is a message and its answer.
+// input of reduce_scatter and all_to_all. send_recv is a message and its answer; exchange is a message in each direction,
+// for which both ranks have posted a receive before they send.
 //
 // With --serve, each rank first prints its pid, and then rank 0 reads what to measure from its standard input, a line
 // "OP BYTES" at a time, and prints {"done": true} after the rows (bench/rounds.py).
@@ -26,7 +27,7 @@ namespace {
 using Tensor = at::Tensor;
 
 const std::vector<std::string> kOps = {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "scan",
-                                       "all_to_all", "send_recv", "barrier",    "floor"};
+                                       "all_to_all", "send_recv", "exchange",   "barrier",        "floor"};
 
 // Does the same memory traffic as an all_reduce of two ranks on the heap, without another rank: reads two halves of a
 // tensor and writes their sum into both.
@@ -54,6 +55,13 @@ std::function<void()> call_of(const std::string& op, int64_t count, muster::Worl
       if (rank == 0) muster::send(whole, 1);
       muster::recv(whole, 1 - rank);
       if (rank == 1) muster::send(whole, 0);
+    };
+  if (op == "exchange")
+    return [whole, in = make(count), rank = world.rank()] {
+      if (rank > 1) return;
+      muster::Work receive = muster::irecv(in, 1 - rank);
+      muster::send(whole, 1 - rank);
+      receive.wait();
     };
   const Tensor all = make(part * n), mine = make(part), other = make(part * n);
   if (op == "all_gather") return [all, mine] { muster::all_gather_into_tensor(all, mine); };

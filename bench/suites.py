@@ -58,7 +58,7 @@ class Suites(TrainingSuites):
         return self.collectives([(op, n) for op in ("all_reduce", "floor") for n in ALL_SIZES])
 
     def messages(self):
-        return self.collectives([("send_recv", n) for n in ALL_SIZES])
+        return self.collectives([(op, n) for op in ("send_recv", "exchange") for n in ALL_SIZES])
 
     def crowd(self):
         """More ranks than cores. Gloo is left out: the goal does not mention it, and it takes minutes."""

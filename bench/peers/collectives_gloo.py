@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 REPEATS = 5
-OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier")
+OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "exchange", "barrier")
 
 
 def call_of(op, count, rank, world):
@@ -29,6 +29,15 @@ def call_of(op, count, rank, world):
         if rank == 1:
             dist.send(whole, 0)
 
+    received = torch.zeros(count)
+
+    def exchange():
+        if rank > 1:
+            return
+        receive = dist.irecv(received, 1 - rank)
+        dist.send(whole, 1 - rank)
+        receive.wait()
+
     return {
         "all_reduce": lambda: dist.all_reduce(whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
@@ -37,6 +46,7 @@ def call_of(op, count, rank, world):
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(mine, every),
         "all_to_all": lambda: dist.all_to_all_single(other, every),
         "send_recv": send_recv,
+        "exchange": exchange,
     }[op]
 
 

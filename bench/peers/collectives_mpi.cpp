@@ -16,9 +16,9 @@
 namespace {
 
 std::function<void()> call_of(const std::string& op, int count, int rank, int world) {
-  static std::vector<float> whole, all, mine, other;
+  static std::vector<float> whole, all, mine, other, in;
   const int part = std::max(1, count / world);
-  whole.assign(count, 0.f), all.assign(part * world, 0.f), mine.assign(part, 0.f), other = all;
+  whole.assign(count, 0.f), all.assign(part * world, 0.f), mine.assign(part, 0.f), other = all, in = whole;
   if (op == "all_reduce")
     return [=] { MPI_Allreduce(MPI_IN_PLACE, whole.data(), count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); };
   if (op == "scan") return [=] { MPI_Scan(MPI_IN_PLACE, whole.data(), count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); };
@@ -30,6 +30,14 @@ std::function<void()> call_of(const std::string& op, int count, int rank, int wo
     return [=] { MPI_Reduce_scatter_block(all.data(), mine.data(), part, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); };
   if (op == "all_to_all")
     return [=] { MPI_Alltoall(all.data(), part, MPI_FLOAT, other.data(), part, MPI_FLOAT, MPI_COMM_WORLD); };
+  if (op == "exchange")
+    return [=] {
+      if (rank > 1) return;
+      MPI_Request receive;
+      MPI_Irecv(in.data(), count, MPI_FLOAT, 1 - rank, 0, MPI_COMM_WORLD, &receive);
+      MPI_Send(whole.data(), count, MPI_FLOAT, 1 - rank, 0, MPI_COMM_WORLD);
+      MPI_Wait(&receive, MPI_STATUS_IGNORE);
+    };
   return [=] {  // send_recv
     if (rank > 1) return;
     if (rank == 0) MPI_Send(whole.data(), count, MPI_FLOAT, 1, 0, MPI_COMM_WORLD);

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/backends/shm/message_sizes.h"
 #include "support/channel_group.h"
 #include "support/full_run.h"
 
@@ -144,6 +145,155 @@ TEST_P(ChannelMessagesTest, AMessageIsFoundBehindOneThatWasFound) {
       EXPECT_EQ(got, first);
     }
     barrier(rank.channel, barrier_call());
+  });
+}
+
+// Receives whose tensors are on the heap, one behind the other, of this many elements.
+struct HeapReceives {
+  HeapReceives(Rank& receiver, size_t elements) : rank(receiver), count(elements) {}
+
+  void submit(int peer, int tag) {
+    std::vector<float> none;
+    const auto message = message_of(OpKind::kRecv, peer, tag, none);
+    message->header.bytes = count * sizeof(float);
+    message->header.place = messages.size() * whole_lines(message->header.bytes);
+    message->data = rank.channel.heap(rank.channel.rank()) + message->header.place;
+    message->on_complete = [this](const Message& done, Message::Call) {
+      EXPECT_FALSE(done.error);
+      ++completed;
+      completed.notify_all();
+      return false;
+    };
+    messages.push_back(message);
+    rank.messages.submit(message);
+  }
+  void await(size_t number) {
+    for (size_t seen = completed; seen < number; seen = completed) completed.wait(seen);
+  }
+  std::vector<float> received(size_t index) const {
+    std::vector<float> values(count);
+    std::memcpy(values.data(), messages.at(index)->data, count * sizeof(float));
+    return values;
+  }
+
+  Rank& rank;
+  const size_t count;
+  std::vector<std::shared_ptr<Message>> messages;
+  std::atomic<size_t> completed{0};
+};
+
+// Only the line of such a message goes through the ring. The next receive is posted when the first one has its message.
+TEST_P(ChannelMessagesTest, TheSenderWritesToAPostedReceive) {
+  constexpr size_t kCount = kLeastByReference / sizeof(float) + 3, kMessages = 3;
+  run(2, [](Rank& rank) {
+    HeapReceives receives(rank, kCount);
+    if (rank.channel.rank() == 1)
+      for (size_t number = 0; number < kMessages; ++number) receives.submit(0, 5);
+    for (size_t number = 0; number < kMessages; ++number) {
+      if (rank.channel.rank() == 1) {
+        EXPECT_TRUE(receives.messages[number]->posted);
+        if (number + 1 < kMessages) {
+          EXPECT_FALSE(receives.messages[number + 1]->posted);
+        }
+      }
+      barrier(rank.channel, barrier_call());
+      std::vector<float> data = contribution(0, kCount, static_cast<int>(number));
+      if (rank.channel.rank() == 0) {
+        rank.messages.run(message_of(OpKind::kSend, 1, 5, data));
+        const auto& ring = *reinterpret_cast<const RingControl*>(rank.channel.ring(0, 1));
+        EXPECT_EQ(ring.written.load(), (number + 1) * kRecordLine);
+      } else {
+        receives.await(number + 1);
+        EXPECT_EQ(receives.received(number), data);
+      }
+    }
+  });
+}
+
+// What is not posted: a receive behind another one of its source, behind one from any source, or of a message whose
+// turn it is not. All get their own messages.
+TEST_P(ChannelMessagesTest, AMessageThatIsNotForThePostedReceiveGoesThroughTheRing) {
+  constexpr size_t kCount = kLeastByReference / sizeof(float);
+  run(2, [](Rank& rank) {
+    HeapReceives receives(rank, kCount);
+    const int tags[] = {2, 1, 1, 3};  // as sent: the posted receive is the one with tag 1
+    if (rank.channel.rank() == 1) {
+      receives.submit(0, 1);
+      receives.submit(kAnySource, 1);
+      receives.submit(0, 2);
+      receives.submit(0, 3);
+      EXPECT_TRUE(receives.messages[0]->posted);
+    }
+    barrier(rank.channel, barrier_call());
+    if (rank.channel.rank() == 0) {
+      const auto& ring = *reinterpret_cast<const RingControl*>(rank.channel.ring(0, 1));
+      for (int number = 0; number < 4; ++number) {
+        std::vector<float> data = contribution(0, kCount, number);
+        rank.messages.run(message_of(OpKind::kSend, 1, tags[number], data));
+        if (number == 0) {
+          EXPECT_GT(ring.written.load(), kLeastByReference);
+        }
+      }
+    } else {
+      receives.await(4);
+      const int expected[] = {1, 2, 0, 3};
+      for (size_t i = 0; i < 4; ++i) EXPECT_EQ(receives.received(i), contribution(0, kCount, expected[i])) << i;
+    }
+    barrier(rank.channel, barrier_call());
+  });
+}
+
+// Many messages of sizes on both sides of the border, with two tags, from heaps and elsewhere, to receives that are posted
+// early or late. Those between heaps are copied by both ranks.
+TEST_P(ChannelMessagesTest, PostedReceivesAmongOthers) {
+  constexpr int kRounds = 4;
+  const int kMessages = test::full_run() ? 4 : 2;
+  run(3, [=](Rank& rank) {
+    const int me = rank.channel.rank(), n = 3;
+    for (int round = 0; round < kRounds; ++round) {
+      const size_t counts[] = {kLeastByReference, kLeastByReference - 4, kLeastByReference + 4,
+                               kLeastByReference + 3 * kPieceByReference / 2};
+      const size_t count = counts[round] / sizeof(float);
+      HeapReceives receives(rank, count);
+      std::vector<std::vector<float>> data;
+      std::vector<std::shared_ptr<Message>> sends;
+      std::atomic<int> sent{0};
+      const auto send = [&](int peer, int number) {
+        auto& values = data.emplace_back(contribution(me * n + peer, count, number));
+        const auto message = message_of(OpKind::kSend, peer, number % 2, values);
+        if ((number + peer) % 3 > 0) {  // from the heap, behind the receives' tensors
+          message->header.place = kHeap / 2 + (data.size() - 1) * whole_lines(message->header.bytes);
+          message->data = rank.channel.heap(me) + message->header.place;
+          std::memcpy(message->data, values.data(), message->header.bytes);
+        }
+        message->on_complete = [&sent](const Message& done, Message::Call) {
+          EXPECT_FALSE(done.error);
+          ++sent;
+          sent.notify_all();
+          return false;
+        };
+        rank.messages.submit(message);
+        sends.push_back(message);
+      };
+      data.reserve(static_cast<size_t>(n) * kMessages);
+      // Each rank sends the messages 0, 1, … to each, itself included; and receives 1, 0, 3, 2 or 0, 1, 2, 3 from each.
+      for (int number = 0; number < kMessages; ++number)
+        for (int peer = 0; peer < n; ++peer) {
+          if ((me + round) % 2 == 0) receives.submit(peer, (number + round) % 2);
+          send(peer, number);
+          if ((me + round) % 2 == 1) receives.submit(peer, (number + round) % 2);
+        }
+      receives.await(static_cast<size_t>(n) * kMessages);
+      for (int seen = sent; seen < n * kMessages; seen = sent) sent.wait(seen);
+      for (int number = 0; number < kMessages; ++number)
+        for (int peer = 0; peer < n; ++peer) {
+          const int expected = round % 2 == 0 ? number : number ^ 1;
+          ASSERT_EQ(receives.received(static_cast<size_t>(number * n + peer)),
+                    contribution(peer * n + me, count, expected))
+              << "message " << expected << " from rank " << peer;
+        }
+      barrier(rank.channel, barrier_call());
+    }
   });
 }
 

@@ -171,6 +171,29 @@ TEST(ProcessGroup, ForkDoesNotEndItsParentsMembership) {
   EXPECT_EQ(all_reduced(one), 1);
 }
 
+// To wait for a message is to move messages, and those of the parent are not the child's.
+TEST(ProcessGroup, AForkCannotWaitForItsParentsMessages) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const BackendPtr one = create_process_group_backend(store, 0, 1);
+  std::vector<at::Tensor> in = {at::zeros({100'000})}, out = {at::ones({100'000})};
+  const auto work = one->recv(in, 0, 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    try {
+      work->wait();
+    } catch (const std::exception& error) {
+      ::_exit(contains(error.what(), "is a fork") ? 0 : 2);
+    }
+    ::_exit(1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  one->send(out, 0, 0)->wait();
+  work->wait();
+  EXPECT_TRUE(in[0].equal(out[0]));
+}
+
 // A callback of a future may release the last reference to the backend, in one of the backend's own threads. Then the
 // membership ends inside the callback, the peer sees that, and the callback goes on.
 class LastReference : public testing::TestWithParam<std::tuple<std::string, c10d::OpType>> {};

@@ -69,6 +69,7 @@ bool send_broken;
 bool torn;                     /* the data changed while rank 0 copied it: its send had ended */
 bool rung[4];                  /* by thread: 2 * rank, + 1 for the second one */
 bool work_asleep[2], second_ended[2], ended[2];
+bool awaiting[2];              /* the first thread is in move_until(): then the second one leaves the work to it */
 #define FIRST(rank) (2 * (rank))
 #define SECOND(rank) (2 * (rank) + 1)
 
@@ -221,10 +222,12 @@ inline post(tag) {
 
 inline run_message(tag, done) {
   post(tag);
+  awaiting[rank] = true;
   do
   :: (done) -> break
   :: !(done) -> go_on(done)
-  od
+  od;
+  awaiting[rank] = false
 }
 
 inline submit(tag) {
@@ -268,9 +271,12 @@ proctype Second(byte rank) {
         !work_asleep[rank]
      :: atomic { !IS_PENDING && stopping[rank] -> locked[rank] = false; break }
      :: atomic { IS_PENDING -> locked[rank] = false };
+        /* await_lull(): it looks again every now and then, so whatever changes is seen. */
+        !awaiting[rank] || stopping[rank] || !IS_PENDING;
         do
+        :: atomic { awaiting[rank] -> listens = false; break }
 #ifndef MUTANT_SLEEPS_IDLE
-        :: go_on(!IS_PENDING);
+        :: go_on(!IS_PENDING || awaiting[rank]);
 #else
         :: go_on(false);
 #endif

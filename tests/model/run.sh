@@ -116,6 +116,12 @@ run_full holds messages ASYNC=2
 run_full holds messages ASYNC=1 ANY DATA=1
 run_full holds messages ASYNC=3 SHORT DATA=1
 
+run holds posted MESSAGES=2 RECEIVES=2
+run_full holds posted
+run_full holds posted FAILS
+run_full holds posted REFERENCE
+run_full holds posted REFERENCE FAILS
+
 run holds collective_queue WORKS=2 WAIT RUNS=1
 run_full holds collective_queue WORKS=3 WAIT RUNS=1
 run_full holds collective_queue WORKS=2 WAIT RUNS=2
@@ -184,6 +190,14 @@ run_full assert messages REFERENCE GIVES_UP ASYNC=2 MUTANT_STOPS_FIRST
 run_full assert messages REFERENCE FAILS MUTANT_FAILURE_UNSEEN
 run_full assert messages REFERENCE MUTANT_LEFT_IS_LOST
 run_full assert messages REFERENCE ASYNC=1 DATA=1 MUTANT_COMPLETE_FIRST
+
+run assert posted MUTANT_NO_POSITION
+run_full assert posted MUTANT_NO_TAG
+run_full assert posted MUTANT_POSITION_FIRST
+run_full assert posted MUTANT_YOUNGEST
+run_full assert posted REFERENCE MUTANT_POSTS_AMID
+run_full assert posted REFERENCE MUTANT_CLAIMED_LATE
+run_full assert posted REFERENCE FAILS MUTANT_NOT_SAID
 
 run_full assert collective_queue WORKS=2 WAIT MUTANT_NOT_TAKEN
 run stuck collective_queue WORKS=2 WAIT RUNS=1 MUTANT_WAITERS_ONLY

@@ -48,7 +48,7 @@ struct Rank {
 
 class ChannelTest : public testing::TestWithParam<Waiting> {
  protected:
-  static constexpr size_t kHeap = size_t{4} << 20;
+  static constexpr size_t kHeap = size_t{64} << 20;
 
   // Runs body(rank) in n threads. If a body throws, the test fails.
   template <typename Body>

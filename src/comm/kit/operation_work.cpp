@@ -85,6 +85,7 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
     } account{*counters_, began};
     const bool unlimited = timeout == kNoTimeout;
     if (unlimited && queue_) queue_->drive([this] { return isCompleted(); }, latest_);
+    if (unlimited && mover_) mover_();
     std::unique_lock lock(mutex_);
     const auto until = unlimited ? latest_ : Deadline::after(timeout);
     if (!until.wait(cv_, lock, [this] { return completed_; })) {

@@ -1,15 +1,18 @@
 // The c10d::Work that a backend with a CollectiveQueue returns for asynchronous operations.
 //
 // A thread that waits for it without a limit runs its operations, and those that are queued before it, if they have not
-// begun (collective_queue.h). Time spent in wait() counts as time blocked in communication. Its future is made by the
+// begun (collective_queue.h); or it moves messages, if the backend says how. It may run
+// callbacks of other works meanwhile, so its caller must hold nothing that they need. Time spent in wait() counts as time blocked in communication. Its future is made by the
 // first call of getFuture().
 //
 // Thread-safety: all methods.
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "comm/core/backend.h"
 #include "comm/kit/collective_queue.h"
@@ -37,6 +40,8 @@ class OperationWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
   const std::vector<Operation>& operations() const { return operations_; }
+  // Before the work is shared: what a thread that waits for it without a limit does until it is done.
+  void set_mover(std::function<void()> mover) { mover_ = std::move(mover); }
   void set_source(int rank) { source_.store(rank, std::memory_order_relaxed); }
   WorkRecord& record() { return record_; }  // for the thread that runs the operations
   // The two halves of complete(). end() returns whether mark_future() must follow. mark_future() calls the user's
@@ -56,6 +61,7 @@ class OperationWork final : public c10d::Work {
   const Deadline latest_ = Deadline::never();  // of a wait without a limit
   WorkRecord record_;
   const std::optional<std::chrono::milliseconds> c10d_limit_;
+  std::function<void()> mover_;
   std::atomic<int> source_{-1};
   std::atomic<bool> done_{false};                   // c10d's completed_, readable without its lock; set soon after it
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_

@@ -30,8 +30,8 @@
 
 namespace muster::comm::shm_backend {
 
-// "\0muster5"; change it with the layout below, and with that of messages (messages.h).
-inline constexpr uint64_t kMagic = 0x35726574'73756d00;
+// "\0muster6"; change it with the layout below, and with that of messages (messages.h).
+inline constexpr uint64_t kMagic = 0x36726574'73756d00;
 inline constexpr size_t kLine = 128;
 inline constexpr size_t kSlots = 2;
 inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
@@ -114,12 +114,29 @@ struct alignas(kLine) GroupHeader {
 
 inline constexpr size_t kRecordLine = 64;  // records of a ring begin and end on multiples of it
 
+// A receive that waits for the record at a position of a ring, and whose tensor lies on the receiver's heap. The
+// receiver writes the fields, then `position`. The sender reads them while it is at that position, and until it has
+// written a record there, the receiver does not change them.
+struct PostedReceive {
+  std::atomic<uint64_t> position{0};  // plus 1; 0: there is none
+  uint64_t place = 0;                 // of the tensor in the receiver's heap
+  uint64_t bytes = 0;
+  int32_t tag = 0;
+  uint8_t dtype = 0;
+};
+
 // A byte stream of records (messages.h) from one rank to another. The counters only grow; positions are the counters
 // modulo the ring's size.
 struct alignas(kLine) RingControl {
   alignas(kLine) std::atomic<uint64_t> written{0};  // by the sender
   alignas(kLine) std::atomic<uint64_t> read{0};     // by the receiver
   std::atomic<uint64_t> copied{0};                  // messages by reference whose data the receiver has
+  alignas(kLine) PostedReceive posted;              // by the receiver
+  // Of the message by reference that is under way, which both copy, piece after piece.
+  std::atomic<uint64_t> target_of{0};               // by the receiver: the message's number,
+  uint64_t target = 0;                              // and before that: its tensor's place in the receiver's heap
+  alignas(kLine) std::atomic<uint64_t> claimed{0};  // by both: pieces, from the first on
+  std::atomic<uint64_t> copied_by_sender{0};        // bytes
 };
 
 // Sizes and offsets. They are the same on all ranks, because they depend only on the sizes of the group and the board.

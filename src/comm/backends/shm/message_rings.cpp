@@ -8,6 +8,27 @@
 #include "comm/backends/shm/take.h"
 
 namespace muster::comm::shm_backend {
+namespace {
+
+// Claims a piece of a message by reference and copies it; returns its bytes, 0 if all are claimed. The receiver's pieces
+// are the first ones, the sender's the last ones: then each copies about the same lines in each message of a size, and
+// these stay where they are. `before`: how many pieces this rank has copied.
+uint64_t copy_claimed(RingControl& control, uint64_t before, bool is_sender, uint64_t bytes, std::byte* to,
+                      std::byte* from) {
+  const uint64_t pieces = pieces_by_reference(bytes);
+  if (before >= pieces || control.claimed.load(std::memory_order_relaxed) >= pieces ||
+      control.claimed.fetch_add(1, std::memory_order_relaxed) >= pieces)
+    return 0;
+  const uint64_t at = (is_sender ? pieces - 1 - before : before) * kPieceByReference;
+  const uint64_t now = std::min(bytes - at, kPieceByReference);
+  if (reinterpret_cast<uintptr_t>(from) % kCacheLine == 0)
+    look_at_bytes(to + at, from + at, now, streams(bytes));
+  else
+    copy_bytes(to + at, from + at, now);
+  return now;
+}
+
+}  // namespace
 
 Messages::Ring::Ring(Channel& channel, int from, int to)
     : control(*reinterpret_cast<RingControl*>(channel.ring(from, to))),
@@ -47,6 +68,12 @@ bool Messages::begin(int peer, const MessageHeader& header, const std::byte* dat
   line.header = header;
   if (behind == 0 && header.place == kNotOnHeap) copy_bytes(line.data, data, header.bytes);
   ring.control.written.store(end + (whole ? behind : 0), std::memory_order_release);
+  if (header.place < kPosted) {
+    // No one else uses these: the message by reference before this one is complete.
+    ring.control.claimed.store(0, std::memory_order_relaxed);
+    ring.control.copied_by_sender.store(0, std::memory_order_relaxed);
+    ++referenced_[peer];
+  }
   line.stamp.store(end | (whole ? RecordLine::kWhole : 0), std::memory_order_release);
   return true;
 }
@@ -58,20 +85,49 @@ void Messages::put_piece(int peer, const std::byte* data, uint64_t bytes) {
   ring.control.written.store(written + whole_lines(bytes), std::memory_order_release);
 }
 
+uint64_t Messages::posted_place(int peer, const MessageHeader& header) const {
+  if (header.bytes < kLeastByReference) return kNotOnHeap;
+  const PostedReceive& posted = out_[peer].control.posted;
+  if (posted.position.load(std::memory_order_acquire) != out_[peer].written() + 1) return kNotOnHeap;
+  const uint64_t place = posted.place, heap = channel_.heap_bytes(peer);
+  const bool fits = posted.tag == header.tag && posted.bytes == header.bytes && posted.dtype == header.dtype &&
+                    place < heap && header.bytes <= heap - place;
+  return fits ? place : kNotOnHeap;
+}
+
+uint64_t Messages::write_to_posted(Message& message) {
+  const uint64_t rest = message.header.bytes - message.moved, now = std::min(rest, kTurn);
+  std::byte* const to = channel_.heap(message.peer) + message.target;
+  if (now == rest) channel_.control(message.peer).inbox.ring();  // a peer that sleeps wakes up while these are written
+  copy_bytes(to + message.moved, message.data + message.moved, now);
+  message.moved += now;
+  return now;
+}
+
 bool Messages::push(int peer, Completed& completed) {
   shm::Bell& bell = channel_.control(peer).inbox;
-  uint64_t bytes = 0;  // in this turn
+  uint64_t bytes = 0;    // in this turn
+  bool visible = false;  // the peer sees some of them
   while (!sends_[peer].empty() && bytes < kTurn) {
     Message& message = *sends_[peer].front();
-    const bool by_reference = message.header.place != kNotOnHeap;
-    const uint64_t before = bytes;
+    if (!message.begun && message.target == kNotOnHeap) {
+      message.target = posted_place(peer, message.header);
+      if (message.target != kNotOnHeap && message.header.place == kNotOnHeap) message.header.place = kPosted;
+    }
+    if (message.header.place == kPosted && message.moved < message.header.bytes) {
+      bytes += write_to_posted(message);
+      if (message.moved < message.header.bytes) continue;
+    }
+    const bool by_reference = message.header.place < kPosted;
+    const bool first = !visible;
     if (!message.begun) {
       bool whole = false;
       if (!begin(peer, message.header, message.data, whole)) break;
       message.begun = true;
-      if (by_reference) message.number = ++referenced_[peer];
+      if (by_reference) message.number = referenced_[peer];
       message.moved = whole ? message.header.bytes : 0;
-      bytes += kRecordLine + (by_reference ? 0 : message.moved);
+      bytes += kRecordLine + (message.header.place == kNotOnHeap ? message.moved : 0);
+      visible = true;
     } else if (!by_reference && message.moved < message.header.bytes) {
       const uint64_t piece = std::min(message.header.bytes - message.moved, piece_of(message.header.bytes));
       const uint64_t now = std::min(piece, room(peer, whole_lines(piece)));
@@ -79,18 +135,47 @@ bool Messages::push(int peer, Completed& completed) {
       put_piece(peer, message.data + message.moved, now);
       message.moved += now;
       bytes += now;
+      visible = true;
     }
-    if (before == 0 && bytes > 0) bell.ring();  // a peer that sleeps wakes up while the rest is written
-    if (by_reference ? !is_copied(message) : message.moved < message.header.bytes) {
-      if (by_reference) break;
+    if (first && visible) bell.ring();  // a peer that sleeps wakes up while the rest is written
+    if (by_reference && !is_copied(message)) {
+      const uint64_t now = help(message);
+      if (now == 0) break;
+      bytes += now;
       continue;
     }
+    if (!by_reference && message.moved < message.header.bytes) continue;
     bytes += kRecordLine;  // something moved, also if it was the peer
     finish(sends_[peer].front(), completed);
     sends_[peer].pop_front();
   }
-  if (bytes > 0) bell.ring();
+  if (visible) bell.ring();
   return bytes > 0;
+}
+
+void Messages::post_receive(int peer) {
+  if (peer == kAnySource) {
+    for (int source = 0; source < channel_.size(); ++source)
+      if (wanted_[source] > 0) post_receive(source);
+    return;
+  }
+  if (incoming_[peer].begun) return;
+  const auto oldest = std::find_if(receives_.begin(), receives_.end(), [&](const auto& receive) {
+    return receive->peer == peer || receive->peer == kAnySource;
+  });
+  if (oldest == receives_.end()) return;
+  Message& receive = **oldest;
+  if (receive.peer == kAnySource || receive.header.place == kNotOnHeap || receive.header.bytes < kLeastByReference)
+    return;
+  PostedReceive& posted = in_[peer].control.posted;
+  const uint64_t position = in_[peer].read() + 1;
+  if (posted.position.load(std::memory_order_relaxed) == position) return;  // it is this one
+  posted.place = receive.header.place;
+  posted.bytes = receive.header.bytes;
+  posted.tag = receive.header.tag;
+  posted.dtype = receive.header.dtype;
+  posted.position.store(position, std::memory_order_release);
+  receive.posted = true;
 }
 
 bool Messages::is_copied(const Message& message) const {
@@ -101,14 +186,18 @@ bool Messages::is_copied(const Message& message) const {
 // message can have such a header; then the group has failed.
 bool Messages::read_line(int peer, Incoming& in, uint64_t& position) {
   RecordLine& line = in_[peer].line(position);
+  const PostedReceive& posted = in_[peer].control.posted;
   in.begun = true;
   in.whole = (line.stamp.load(std::memory_order_relaxed) & RecordLine::kWhole) != 0;
   in.header = line.header;
   if (in.in_line()) std::memcpy(in.data, line.data, sizeof in.data);
   line.stamp.store(0, std::memory_order_relaxed);
+  const bool posted_here = posted.position.load(std::memory_order_relaxed) == position + 1 &&
+                           posted.tag == in.header.tag && posted.bytes == in.header.bytes &&
+                           posted.dtype == in.header.dtype;
   position += kRecordLine;
   const uint64_t heap = channel_.heap_bytes(peer);
-  if (in.header.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined) &&
+  if (in.header.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined) && (!in.in_place() || posted_here) &&
       (!in.by_reference() || (in.header.place < heap && in.header.bytes <= heap - in.header.place)))
     return true;
   channel_.fail(ErrorCode::kUnavailable, shown(peer),
@@ -118,22 +207,18 @@ bool Messages::read_line(int peer, Incoming& in, uint64_t& position) {
   return false;
 }
 
-// Copies the next part of a message that came by reference; returns whether the message is complete. False also if its
+// Copies the next piece of a message that came by reference, unless all are claimed; returns whether the message is complete. False also if its
 // sender may have changed the data meanwhile. Then check() or check_peers() fails the receive. The sender writes to the
 // data only after it has ended its send, which the looks after the copy find out: as in a seqlock, what was copied is
 // only used if no write can have come before them.
 bool Messages::copy_reference(int peer, Incoming& in, std::byte* to) {
-  const uint64_t now = std::min(in.header.bytes - in.data_bytes, kTurn);
-  std::byte* const from = channel_.heap(peer) + in.header.place + in.data_bytes;
-  if (reinterpret_cast<uintptr_t>(from) % kCacheLine == 0)
-    look_at_bytes(to + in.data_bytes, from, now, streams(in.header.bytes));
-  else
-    copy_bytes(to + in.data_bytes, from, now);
-  in.data_bytes += now;
-  if (in.data_bytes < in.header.bytes) return false;
+  RingControl& control = in_[peer].control;
+  in.data_bytes += copy_claimed(control, in.data_bytes / kPieceByReference, false, in.header.bytes, to,
+                                channel_.heap(peer) + in.header.place);
+  if (control.copied_by_sender.load(std::memory_order_acquire) < in.header.bytes - in.data_bytes) return false;
   std::atomic_thread_fence(std::memory_order_acquire);
   if (channel_.failed() || channel_.left(peer)) return false;
-  auto& copied = in_[peer].control.copied;
+  auto& copied = control.copied;
   copied.store(copied.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   channel_.control(peer).inbox.ring();
   return true;
@@ -151,6 +236,33 @@ bool Messages::copy_from_ring(int peer, Incoming& in, std::byte* to, uint64_t& p
   return in.data_bytes == in.header.bytes;
 }
 
+void Messages::say_target(int peer, const Incoming& in) {
+  if (in.target->header.place == kNotOnHeap) return;
+  RingControl& control = in_[peer].control;
+  in.target->posted = true;
+  control.target = in.target->header.place;
+  control.target_of.store(control.copied.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  channel_.control(peer).inbox.ring();
+}
+
+uint64_t Messages::help(Message& message) {
+  RingControl& control = out_[message.peer].control;
+  if (message.target == kNotOnHeap && control.target_of.load(std::memory_order_acquire) == message.number) {
+    const uint64_t place = control.target, heap = channel_.heap_bytes(message.peer);
+    if (place < heap && message.header.bytes <= heap - place) message.target = place;
+  }
+  if (message.target == kNotOnHeap) return 0;
+  const uint64_t now = copy_claimed(control, message.helped, true, message.header.bytes,
+                                    channel_.heap(message.peer) + message.target, message.data);
+  if (now > 0) {
+    ++message.helped;
+    control.copied_by_sender.store(control.copied_by_sender.load(std::memory_order_relaxed) + now,
+                                   std::memory_order_release);
+    channel_.control(message.peer).inbox.ring();
+  }
+  return now;
+}
+
 // Finds the receive that gets a message that has begun to arrive, or puts it aside. Returns false if the message stays
 // where it is: it is `sought`, or the group has failed (then progress() fails the messages that wait).
 bool Messages::match(int peer, Incoming& in, const int* sought) {
@@ -159,6 +271,7 @@ bool Messages::match(int peer, Incoming& in, const int* sought) {
     if (fits(*receive, peer, in.header)) {
       receive->peer = peer;
       in.target = receive;
+      if (in.by_reference()) say_target(peer, in);
       return true;
     }
     receives_.push_front(receive);
@@ -179,7 +292,9 @@ void Messages::deliver(int peer, Incoming& in, Completed& completed) {
     add_wanted(wanted, -1);
     return true;
   });
-  if (match != receives_.end()) receives_.erase(match);
+  if (match == receives_.end()) return;
+  receives_.erase(match);
+  post_receive(kAnySource);
 }
 
 bool Messages::pull(int peer, Completed& completed, const int* sought) {
@@ -187,14 +302,17 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
   shm::Bell& bell = channel_.control(peer).inbox;
   Incoming& in = incoming_[peer];
   uint64_t bytes = 0;  // in this turn
-  bool stays = false, freed = false;
+  bool stays = false, freed = false, ended = false;
   while (!stays && bytes < kTurn && (receiving(peer) || sought)) {
     const uint64_t start = ring.read();
     uint64_t position = start;
     if (!in.begun) {
       if (!ring.has_line()) break;
       bytes += kRecordLine;
-      if (!read_line(peer, in, position)) return true;
+      if (!read_line(peer, in, position)) {
+        in = Incoming{};  // the group has failed, and nothing may be made of such a header
+        return true;
+      }
     }
     const uint64_t before = in.data_bytes;
     bool complete = false;
@@ -202,6 +320,8 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
       stays = true;
     } else if (std::byte* const to = in.target ? in.target->data : in.aside->data(); in.in_line()) {
       copy_bytes(to, in.data, in.header.bytes);
+      complete = true;
+    } else if (in.in_place()) {
       complete = true;
     } else {
       complete = in.by_reference() ? copy_reference(peer, in, to) : copy_from_ring(peer, in, to, position);
@@ -214,6 +334,7 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
       freed = true;
     }
     if (complete) {
+      ended = true;
       bytes += kRecordLine;
       deliver(peer, in, completed);
     } else if (now == 0) {
@@ -221,6 +342,7 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
     }
   }
   if (freed) bell.ring();
+  if ((freed || ended) && wanted_[peer] > 0) post_receive(peer);
   return bytes > 0;
 }
 
@@ -245,7 +367,10 @@ std::shared_ptr<Message> Messages::take_receive(int peer, int tag) {
   const std::shared_ptr<Message> receive = *match;
   receives_.erase(match);
   add_wanted(receive->peer, -1);
-  if (receive->peer == kAnySource) first_ = peer + 1;
+  if (receive->peer == kAnySource) {
+    first_ = peer + 1;
+    post_receive(kAnySource);
+  }
   return receive;
 }
 

@@ -15,10 +15,14 @@ inline constexpr uint64_t piece_of(uint64_t bytes) {
 }
 // After so many bytes from or to one peer, it is the others' turn.
 inline constexpr uint64_t kTurn = uint64_t{256} << 10;
-// Messages on the heap go by reference if they have so many bytes. For smaller ones two copies through the ring are
-// faster than one from the sender's heap: the receiver may not write to the lines that it reads there
-// (docs/decisions/0009).
-inline constexpr uint64_t kLeastByReference = uint64_t{4} << 20;
+// Tensors on a heap take the shorter ways (by reference, to a posted receive) if they have so many bytes. For smaller
+// ones two copies through the ring are faster: the lines of the tensors would be in both ranks' caches, and a rank may
+// not write to the lines that it only reads there (docs/decisions/0009).
+inline constexpr uint64_t kLeastByReference = uint64_t{2} << 20;
+inline constexpr uint64_t kPieceByReference = uint64_t{128} << 10;  // that one of the two ranks copies
+inline constexpr uint64_t pieces_by_reference(uint64_t bytes) {
+  return (bytes + kPieceByReference - 1) / kPieceByReference;
+}
 
 inline constexpr uint64_t whole_lines(uint64_t bytes) { return (bytes + kRecordLine - 1) / kRecordLine * kRecordLine; }
 // The bytes of the data that follow the line.

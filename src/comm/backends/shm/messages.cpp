@@ -13,12 +13,6 @@
 #include "comm/backends/shm/message_sizes.h"
 
 namespace muster::comm::shm_backend {
-namespace {
-
-constexpr size_t kMostThreads = 64;  // of which all but one are in callbacks
-
-}  // namespace
-
 Messages::Messages(Channel& channel, std::function<std::shared_ptr<void>()> owner)
     : channel_(channel),
       owner_(std::move(owner)),
@@ -39,7 +33,8 @@ Messages::~Messages() { stop(); }
 void Messages::run(const std::shared_ptr<Message>& message) {
   const int peer = message->peer;  // from now on, any thread's progress() may change that of a receive from any source
   post(message);
-  await(*message, peer);
+  move_until(*message, peer);
+  if (message->error) std::rethrow_exception(message->error);
 }
 
 template <typename Condition>
@@ -51,13 +46,13 @@ bool Messages::spin(int peer, Condition condition) const {
          (!channel_.shares_core(peer) && shm::spin_until(limit - kFirst, condition));
 }
 
-void Messages::await(Message& message, int peer) {
+void Messages::move_until(Message& message, int peer) {
+  const Awaiting awaiting(*this);
   while (!message.complete.load(std::memory_order_acquire)) {
     if (progress()) continue;
     if (spin(peer, [&] { return progress() || message.complete.load(std::memory_order_acquire); })) continue;
     sleep_until_moved(message);
   }
-  if (message.error) std::rethrow_exception(message.error);
 }
 
 bool Messages::send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site) {
@@ -92,7 +87,7 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
     channel_.check();
     if (!receives_.empty() || !aside_[peer].empty() || incoming_[peer].begun || !ring.has_line()) return false;
     uint64_t position = ring.read();
-    const MessageHeader& header = ring.line(position).header;
+    const MessageHeader header = ring.line(position).header;
     if (header.tag != wanted.tag || header.bytes != wanted.bytes || header.dtype != wanted.dtype ||
         header.place != kNotOnHeap)
       return false;
@@ -119,7 +114,8 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
     channel_.control(peer).inbox.ring();
     if (complete) return true;
   }
-  await(*rest, peer);
+  move_until(*rest, peer);
+  if (rest->error) std::rethrow_exception(rest->error);
   return true;
 }
 
@@ -129,11 +125,13 @@ void Messages::submit(const std::shared_ptr<Message>& message) {
 }
 
 void Messages::work_on(const std::shared_ptr<Message>& message) {
-  progress();
+  const bool moved = progress();
   if (message->complete.load(std::memory_order_acquire)) return;
   try {
     const std::lock_guard lock(mutex_);
     let_work();
+    // A turn may have moved a part. Whoever moves messages and sleeps now goes on with the rest, for which no peer rings.
+    if (moved) channel_.control(channel_.rank()).inbox.ring();
   } catch (const std::exception& error) {
     // A part of the message may be in a ring, so the peer may read the tensor as long as the group has not failed.
     channel_.fail(ErrorCode::kUnavailable, shown(channel_.rank()),
@@ -155,6 +153,7 @@ void Messages::post(const std::shared_ptr<Message>& message) {
     } else if (!match_aside(message, completed)) {
       receives_.push_back(message);
       add_wanted(message->peer, 1);
+      if (message->header.place != kNotOnHeap && message->peer != kAnySource) post_receive(message->peer);
     }
   }
   report(completed);
@@ -394,96 +393,6 @@ void Messages::sleep_until_moved(const Message& message) {
   channel_.control(channel_.rank()).inbox.sleep(std::min(kNap, message.deadline.left()), [&] {
     return progress(true) || message.complete.load(std::memory_order_acquire);
   });
-}
-
-// The first one's here. Those of the others, too, if no other thread takes them meanwhile.
-void Messages::run_callbacks(Completed messages, std::unique_lock<std::mutex>& lock) {
-  if (messages.empty()) return;
-  std::move(messages.begin() + 1, messages.end(), std::back_inserter(callbacks_));
-  try {
-    let_work();
-  } catch (const std::exception&) {  // no thread can start: what is pending waits for the callbacks
-  }
-  for (auto next = std::move(messages.front()); next; next = take_callbacks()) {
-    lock.unlock();
-    next->on_complete(*next, Message::Call::kCallbacks);
-    next = nullptr;  // without the lock: this may release objects of the user
-    lock.lock();
-  }
-}
-
-std::shared_ptr<Message> Messages::take_callbacks() {
-  if (callbacks_.empty()) return nullptr;
-  auto message = std::move(callbacks_.front());
-  callbacks_.pop_front();
-  return message;
-}
-
-// Sees to it that a thread moves what is pending, though nobody may wait for it, and runs callbacks.
-void Messages::let_work() {
-  if (callbacks_.empty() && (moving_ || stop_ || !pending())) return;
-  if (idle_ > 0) return work_.notify_one();
-  if (threads_.size() >= kMostThreads) return;  // one of them comes to it when its callbacks are over
-  try {
-    threads_.push_back(start_thread("muster-messages", [this, alive = owner_()] { work(); }));
-  } catch (const std::exception&) {
-    if (threads_.empty()) throw;
-  }
-}
-
-void Messages::work() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    ++idle_;
-    work_.wait(lock, [&] { return stop_ || !callbacks_.empty() || (pending() && !moving_); });
-    --idle_;
-    Completed with_callbacks;
-    if (auto message = take_callbacks()) {
-      with_callbacks.push_back(std::move(message));
-    } else if (stop_) {
-      return;  // what was pending has failed
-    } else {
-      moving_ = true;
-      lock.unlock();
-      with_callbacks = move_some();
-      lock.lock();
-      moving_ = false;
-    }
-    run_callbacks(std::move(with_callbacks), lock);
-  }
-}
-
-// Until some messages are complete, or none is pending. Returns those whose callbacks are to be called.
-Messages::Completed Messages::move_some() {
-  Completed completed;
-  while (completed.empty()) {
-    if (move(completed)) continue;
-    // Another thread may complete all that is pending before this one sleeps. Then no peer rings for it.
-    channel_.control(channel_.rank()).inbox.sleep(kNap, [&] { return move(completed, true) || nothing_pending(); });
-    if (nothing_pending()) break;
-  }
-  return tell(completed);
-}
-
-void Messages::stop() {
-  Completed completed;
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-    if (pending())
-      fail_all(completed, std::make_exception_ptr(Aborted(text("group '", channel_.name(), "' is closing"))));
-  }
-  report(completed);
-  std::vector<std::thread> threads;
-  {
-    const std::lock_guard lock(mutex_);
-    threads.swap(threads_);
-    work_.notify_all();
-  }
-  const bool in_callback = std::any_of(threads.begin(), threads.end(), [](const std::thread& thread) {
-    return thread.get_id() == std::this_thread::get_id();
-  });
-  for (std::thread& thread : threads) in_callback ? thread.detach() : thread.join();
 }
 
 }  // namespace muster::comm::shm_backend

@@ -17,10 +17,21 @@
 // grow, and (c) leaves 0 where data may have looked like one.
 //
 // A large message that lies on the sender's heap goes by reference: only its line goes through the ring, and the
-// receiver copies the data from the sender's heap. Then it counts the message in RingControl::copied, and the sender's
-// part is complete. If the sender has left or the group has failed before that, the data may have changed during the
-// copy, so the receiver looks at both after the copy, and then the receive fails. (A sender makes either of them
-// visible before it ends its own messages: Channel::leave(), Channel::fail().)
+// receiver copies the data from the sender's heap. If the receive's tensor lies on the receiver's heap, the receiver
+// says where (RingControl::target), and the sender helps: both claim pieces and copy them, because one core alone waits
+// for the memory most of the time. When all pieces are there, the receiver counts the message in RingControl::copied,
+// and the sender's part is complete. If the sender has left or the group has failed before that, the data may have
+// changed during the copy, so the receiver looks at both after the copy, and then the receive fails. (A sender makes
+// either of them visible before it ends its own messages: Channel::leave(), Channel::fail().)
+//
+// A receive whose tensor lies on this rank's heap is posted in RingControl::posted, if the next message from its source
+// can only be for it: it is the oldest receive from there, no older one is from any source, and nothing from there has
+// begun to come. A sender that is about to write a large message finds it there, if it fits. It does not have to wait
+// for the receiver then: if its data go by reference, it begins to copy pieces; if they are not on its heap, it writes
+// them to the tensor, and then the line. The receive stays in its place meanwhile, because nothing else can come.
+//
+// If the group fails, the sender may still be writing to a tensor on the receiver's heap. So a receive that has failed
+// says whether that may be (Message::posted), and its memory must not be used for anything else then.
 //
 // Every function looks for the group's failure after it has taken the lock, because fail_all() drops messages of which
 // a part is in a ring: nothing may be sent or received behind them.
@@ -32,7 +43,7 @@
 // for a later message with another tag, this rank puts the first one aside in its own memory.
 //
 // A thread that waits makes progress for all pending messages of this rank. A separate thread, the mover, does so for
-// asynchronous messages that no thread waits for. A user's callbacks may wait for other messages and for each other. So
+// asynchronous messages, when no thread that waits has done so for a while. A user's callbacks may wait for other messages and for each other. So
 // a thread that is about to run some sees to it that another one moves what is pending, and runs the other callbacks.
 // Collectives do not use this code, so pending receives and collectives never block each other.
 //
@@ -57,9 +68,13 @@
 
 namespace muster::comm::shm_backend {
 
+inline constexpr uint64_t kPosted = kNotOnHeap - 1;
+
 struct MessageHeader {
   uint64_t bytes = 0;
-  uint64_t place = kNotOnHeap;  // of the data in the sender's heap, or kNotOnHeap: the data is in the ring
+  // Of the data in the sender's heap, or kNotOnHeap: the data are in the ring, or kPosted: they are in the tensor of the
+  // receive that was posted. Of a receive: of its tensor in this rank's heap, or kNotOnHeap.
+  uint64_t place = kNotOnHeap;
   int32_t tag = 0;
   uint8_t dtype = 0;
   // Where it was sent from: an index into RankControl::files and a line, 0 if unknown. Set by Messages.
@@ -90,10 +105,14 @@ struct Message {
   enum class Call : uint8_t { kComplete, kCallbacks };
   std::function<bool(const Message&, Call)> on_complete;
 
+  bool posted = false;  // a receive: its source was told where its tensor is, and may write to it
+
   // Only Messages uses the rest.
   bool begun = false;   // a send whose header is in the ring
-  uint64_t moved = 0;   // bytes of the data of a send that are in the ring
+  uint64_t moved = 0;   // bytes of the data of a send that are in the ring, or in the posted receive's tensor
   uint64_t number = 0;  // by reference, once its header is in the ring: 1 for the first such message to that peer, …
+  uint64_t helped = 0;  // by reference: pieces that the sender has copied
+  uint64_t target = kNotOnHeap;  // of a send: the tensor's place in the receiver's heap, if it is known
   std::atomic<bool> complete{false};
   std::exception_ptr error;
 };
@@ -116,6 +135,8 @@ class Messages {
   bool receive_now(int peer, const MessageHeader& wanted, std::byte* data, std::chrono::nanoseconds timeout,
                    const std::source_location& site = {});
   void submit(const std::shared_ptr<Message>& message);
+  // Returns when the message, which was submitted, is complete. `peer`: its own before that.
+  void move_until(Message& message, int peer);
 
   // The first source, in the order first, first + 1, …, from which a receive with this tag, posted now, would get a
   // message that is here or has begun to come; kAnySource if there is none. Throws the group's failure.
@@ -140,8 +161,9 @@ class Messages {
     std::vector<std::byte>* aside = nullptr;  // if put aside: the buffer for the message
     uint64_t data_bytes = 0;                  // that have been copied
 
-    bool by_reference() const { return header.place != kNotOnHeap; }
-    bool in_line() const { return !by_reference() && header.bytes <= sizeof data; }
+    bool by_reference() const { return header.place < kPosted; }
+    bool in_line() const { return header.place == kNotOnHeap && header.bytes <= sizeof data; }
+    bool in_place() const { return header.place == kPosted; }
   };
   struct Aside {
     MessageHeader header;
@@ -172,7 +194,6 @@ class Messages {
   };
 
   void post(const std::shared_ptr<Message>& message);
-  void await(Message& message, int peer);
   // As shm::spin_until(), but ends early if `peer`, for which this rank waits, runs on this rank's core: it cannot go
   // on before this rank sleeps.
   template <typename Condition>
@@ -188,9 +209,16 @@ class Messages {
   void put_piece(int peer, const std::byte* data, uint64_t bytes);
   uint64_t room(int peer, uint64_t wanted);      // in the ring to a peer; exact if it is less than `wanted`
   bool is_copied(const Message& message) const;  // by reference, and the receiver has the data
+  // Of the receive that the peer has posted for this message, in its heap; kNotOnHeap if it has none.
+  uint64_t posted_place(int peer, const MessageHeader& header) const;
+  uint64_t write_to_posted(Message& message);  // a turn; returns how many bytes
+  // Posts the oldest receive from `peer`, or from each rank (kAnySource), if it can be.
+  void post_receive(int peer);
   bool read_line(int peer, Incoming& in, uint64_t& position);
   bool match(int peer, Incoming& in, const int* sought);
   bool copy_reference(int peer, Incoming& in, std::byte* to);
+  void say_target(int peer, const Incoming& in);
+  uint64_t help(Message& message);  // of a send by reference: copies a piece; returns how many bytes
   bool copy_from_ring(int peer, Incoming& in, std::byte* to, uint64_t& position);
   void deliver(int peer, Incoming& in, Completed& completed);
   // If `sought` is given, a message with this tag that no receive wants stays where it is.
@@ -222,6 +250,9 @@ class Messages {
   }
   bool pending() const;  // with the lock
   bool nothing_pending();
+  // Whether a thread that waits for a message moves all of them: it is not in a callback.
+  bool somebody_moves() const { return awaiting_.load() > in_callbacks_.load(); }
+  bool await_lull(std::unique_lock<std::mutex>& lock);
   void sleep_until_moved(const Message& message);
   void work();
   int shown(int rank) const { return channel_.shown(rank); }
@@ -246,6 +277,18 @@ class Messages {
   std::deque<std::shared_ptr<Message>> callbacks_;  // messages whose callbacks wait for a thread
   int idle_ = 0;                                    // how many of the threads are
   bool moving_ = false;                             // there is a mover
+  struct Awaiting {
+    explicit Awaiting(Messages& messages) : of(messages) { ++of.awaiting_; }
+    Awaiting(const Awaiting&) = delete;
+    Awaiting& operator=(const Awaiting&) = delete;
+    ~Awaiting() {
+      ++of.awaited_;
+      --of.awaiting_;
+    }
+    Messages& of;
+  };
+  std::atomic<int> awaiting_{0}, in_callbacks_{0};  // threads that are in move_until(), and in users' callbacks
+  std::atomic<uint64_t> awaited_{0};                // how many move_until() have ended
 };
 
 }  // namespace muster::comm::shm_backend

@@ -48,8 +48,20 @@ void ShmBackend::run_message(const Operation& operation, Deadline deadline) {
   Flatten flat;
   const at::Tensor tensor =
       operation.kind == OpKind::kSend ? flat.input(operation.tensor) : flat.output(operation.tensor);
-  messages_.run(make_message(operation, tensor, deadline));
+  const auto message = make_message(operation, tensor, deadline);
+  try {
+    messages_.run(message);
+  } catch (...) {
+    retire_posted(*message);
+    throw;
+  }
   flat.copy_back();
+}
+
+// The sender of a receive that failed may not have noticed the failure yet, and still write to the posted tensor. As in
+// execute(), its memory is not given to another tensor.
+void ShmBackend::retire_posted(const Message& receive) const {
+  if (receive.posted && arena_) arena_->retire(receive.data);
 }
 
 void ShmBackend::submit_message(const WorkPtr& work, Deadline deadline) {
@@ -81,6 +93,7 @@ void ShmBackend::submit_to(const WorkPtr& work, Deadline deadline,
       return false;
     }
     std::exception_ptr error = done.error;
+    if (error) retire_posted(done);
     try {
       if (!error) flat->copy_back();
     } catch (...) {
@@ -92,6 +105,15 @@ void ShmBackend::submit_to(const WorkPtr& work, Deadline deadline,
     }
     return work->end(std::move(error));
   };
+  // Neither keeps the message, which keeps the work, nor the backend, whose end completes the work.
+  work->set_mover(
+      [this, memory = std::weak_ptr<void>(memory()), moved = std::weak_ptr<Message>(message), peer = message->peer] {
+        const auto alive = memory.lock();
+        const auto pending = moved.lock();
+        if (!alive || !pending) return;
+        check_fork();
+        messages_.move_until(*pending, peer);
+      });
   submit(message);
 }
 
@@ -102,8 +124,7 @@ std::shared_ptr<Message> ShmBackend::make_message(const Operation& operation, co
   message->peer = operation.peer;
   message->header.bytes = tensor.nbytes();
   message->header.tag = operation.tag;
-  if (operation.kind == OpKind::kSend && channel_.heap_bytes(getRank()) > 0)
-    message->header.place = heap_offset(data_of(tensor), tensor.nbytes());
+  if (channel_.heap_bytes(getRank()) > 0) message->header.place = heap_offset(data_of(tensor), tensor.nbytes());
   message->header.dtype = static_cast<uint8_t>(tensor.scalar_type());
   message->data = data_of(tensor);
   message->deadline = deadline;

@@ -44,6 +44,7 @@ class ShmBackend final : public QueuedBackend {
   uint64_t heap_offset(ConstBytes data, size_t bytes) const;
   uint64_t contribution_on_heap(const ByteCall& call) const;
   bool run_small_message(const SmallCall& call);
+  void retire_posted(const Message& receive) const;
 
   Channel channel_;
   const std::shared_ptr<shm::Arena> arena_;
