@@ -8,6 +8,7 @@
 #pragma once
 
 #include "muster/base/error.h"
+#include "muster/checkpoint/checkpoint.h"
 #include "muster/checkpoint/safetensors.h"
 #include "muster/checkpoint/snapshot.h"
 #include "muster/checkpoint/stop_signal.h"

@@ -95,6 +95,7 @@ About about_of(const json& header, const FileErrors& errors) {
     about.shards.push_back(
         {shard.at("file").get<std::string>(), shard.at("bytes").get<uint64_t>(), shard.at("sum").get<uint64_t>()});
   if (const auto score = header.find("score"); score != header.end()) about.score = score->get<double>();
+  about.training = header.value("training", std::string());
   for (const auto& shard : about.shards)  // a manifest from an untrusted source must not refer to other folders
     if (shard.file.empty() || shard.file.front() == '.' || shard.file.find('/') != std::string::npos)
       errors.fail(kHeaderAt, "'", shard.file, "' is not the name of a shard in this folder");
@@ -111,6 +112,7 @@ json header_of(const About& about) {
               {"rank", about.rank},
               {"shards", std::move(shards)}};
   if (about.score) header["score"] = *about.score;
+  if (!about.training.empty()) header["training"] = about.training;
   return header;
 }
 

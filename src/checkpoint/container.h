@@ -7,8 +7,8 @@
 //            multiple of 64 bytes of the file
 //     …      the tensors, without gaps; those with the largest elements first, so that all are aligned
 //
-// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, perhaps score, data_bytes, and tensors,
-// which has for each tensor in the file's order: item, name, kind, rank, order, its checksums; its key in the header,
+// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, perhaps score and training, data_bytes, and
+// tensors, which has for each tensor in the file's order: item, name, kind, rank, order, its checksums; its key in the header,
 // if that is not its full name, because another has it; and its dtype, if safetensors files have none like it. Such a
 // tensor is stored as the bytes of its elements, in one more dimension.
 //
@@ -54,6 +54,7 @@ struct About {
   int rank = kShared;                // of a shard
   std::vector<Shard> shards;         // of a manifest, by rank
   std::optional<double> score = {};  // of the snapshot; not of a shard
+  std::string training = {};         // the same; empty: not said
 };
 
 uint64_t checksum(std::string_view bytes);

@@ -93,7 +93,7 @@ void Delivery::find_missing() {
     if (strict_) {
       const bool may_be_missing = name == kDefaultGenerator && reading_.is_of_other_ranks();
       if (target.entries.empty() && !may_be_missing && !target.item->item->save().empty())
-        throw InvalidArgument(text("the snapshot has no '", name, "'"), kSameProgram);
+        only_here_.insert(text("'", name, "'"));
     } else if (target.is_refused && target.entries.empty()) {
       throw InvalidArgument(text("'", name, "' has nothing of what is in the snapshot by that name"),
                             "Use the names that it was saved with, or leave the item out");
@@ -102,6 +102,13 @@ void Delivery::find_missing() {
     } else {
       for (const std::string& each : item.lacking(target.entries)) only_here_.insert(text(name, '/', each));
     }
+  }
+  if (strict_ && !(only_saved_.empty() && only_here_.empty())) {
+    std::vector<std::string> sides;
+    if (!only_here_.empty()) sides.push_back(text("has no ", listed(only_here_)));
+    if (!only_saved_.empty()) sides.push_back(text("has ", listed(only_saved_), ", which the program did not add"));
+    throw InvalidArgument(text("the snapshot ", join(sides, "; it ")),
+                          "add() the same items as when it was saved, or restore({.strict = false})");
   }
   if (!strict_ && !any && !targets_.empty())
     throw InvalidArgument(text("the snapshot has nothing of what was added",
@@ -113,9 +120,6 @@ Delivery::Slot Delivery::slot_of(const Entry& entry, const std::map<std::string,
   const auto found = by_name.find(entry.item);
   if (entry.item == kDefaultGenerator && (found == by_name.end() || reading_.is_of_other_ranks())) return {};
   if (found == by_name.end()) {
-    if (strict_)
-      throw InvalidArgument(text("the snapshot has a '", entry.item, "' that was not added"),
-                            "Add it, or restore({.strict = false}), or name another folder");
     only_saved_.insert(text("'", entry.item, "'"));
     return {};
   }

@@ -37,8 +37,8 @@ enum class When { kInOnePiece, kInParts, kNever };  // as Item::comes_in_parts()
 
 class Delivery {
  public:
-  // Not collective. If it is `strict`, throws InvalidArgument if the snapshot has other items than were added.
-  // Otherwise, if it has none of them, and what only one side has is left out.
+  // Not collective. If it is `strict`, throws InvalidArgument, which names what differs, if the snapshot
+  // has other items than were added. Otherwise, if it has none of them, and what only one side has is left out.
   Delivery(const SnapshotPlace& here, const Reading& reading, const Items& items, bool strict);
   Delivery(const Delivery&) = delete;
   Delivery& operator=(const Delivery&) = delete;

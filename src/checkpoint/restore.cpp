@@ -127,10 +127,18 @@ int64_t step_of_best(const SnapshotRestoreOptions& options, const SnapshotPlace&
   return found.steps[0];
 }
 
-void require_equal(const SnapshotRestoreOptions& options, const SnapshotPlace& here) {
-  const auto said = text(options.strict, ' ', options.best, ' ', options.steps ? text(*options.steps) : "newest");
+void require_equal(const SnapshotRestoreOptions& options, const std::string& training, const SnapshotPlace& here) {
+  const auto said =
+      text(options.strict, ' ', options.best, ' ', options.steps ? text(*options.steps) : "newest", ' ', training);
   for (const std::string& theirs : all_gather_object(said, here.collective))
     if (theirs != said) throw Mismatch("the ranks call restore() with different options", "Use the same on all ranks");
+}
+
+void require_same_training(const About& about, const std::string& training, const SnapshotPlace& where) {
+  if (training.empty() || about.training.empty() || training == about.training) return;
+  throw InvalidArgument(text("the snapshot of step ", about.steps, " in ", where.folder.path().string(),
+                             " is of the training '", about.training, "', and this is '", training, "'"),
+                        "Name a folder of its own for each training, or restore with the same .training");
 }
 
 void agree(const SnapshotPlace& here, const Problem& mine) {
@@ -213,9 +221,15 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
 
 }  // namespace
 
+int64_t newest_to_replace(SnapshotPlace& here) {
+  const auto there = snapshots_in(here);
+  here.folder_is_known = true;
+  return there.empty() ? 0 : *there.rbegin();
+}
+
 int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, SnapshotRestoreOptions options,
-                const std::function<std::vector<int64_t>()>& best) {
-  require_equal(options, here);
+                const std::string& training, const std::function<std::vector<int64_t>()>& best) {
+  require_equal(options, training, here);
   if (options.best) options.steps = step_of_best(options, here, best);
   if (const Problem problem = choose_per_rank(here, items, false)) throw_problem(problem);
   Candidate restored;
@@ -234,6 +248,7 @@ int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, Snap
       (problem.is(ErrorCode::kCorrupt) ? where->damaged : where->unreadable).insert(steps);
       continue;
     }
+    require_same_training(reading.about(), training, *where);
     apply(*where, items, reading, options.strict);
     generators_stay = reading.is_of_other_ranks() && any_named(items, kDefaultGenerator);
     restored = {steps, where};

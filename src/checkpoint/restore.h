@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "checkpoint/snapshot_place.h"
@@ -22,10 +23,13 @@ namespace muster::checkpoint {
 
 // Returns the steps of the snapshot; 0 if there is none. Notes which ones are refused, and that the folders are known.
 // Throws the same on all ranks: CorruptError if there are snapshots and all of them are refused, InvalidArgument if the
-// snapshot does not fit the items, or is not there, Mismatch if the options differ. `of_hosts`: the hosts' own folders;
-// null if there are none.
+// snapshot does not fit the items, is that of a training of another name, or is not there, Mismatch if the options
+// differ. `of_hosts`: the hosts' own folders; null if there are none. `training`: its name; empty: any.
 // `best`: the steps of those with the best scores, the best first; called on rank 0.
 int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, SnapshotRestoreOptions options,
-                const std::function<std::vector<int64_t>()>& best);
+                const std::string& training, const std::function<std::vector<int64_t>()>& best);
+
+// The newest snapshot in the folder of all, 0 if there is none. After that save() may replace what is there. Collective.
+int64_t newest_to_replace(SnapshotPlace& here);
 
 }  // namespace muster::checkpoint

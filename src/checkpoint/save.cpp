@@ -248,6 +248,15 @@ void collect_sharded(const SnapshotPlace& here, const Items& items, Collected& c
   for (auto& entry : entries_of(here, items, is_per_rank)) collected.own.push_back(std::move(entry));
 }
 
+// About the file that is the snapshot for those who look into the folder.
+About about_all(const SnapshotPlace& here, const SaveOptions& options) {
+  return {.steps = options.steps,
+          .world_size = here.size,
+          .shards = {},
+          .score = options.score,
+          .training = options.training};
+}
+
 Problem write_whole(SnapshotPlace& here, const Collected& collected, const SaveOptions& options) {
   Part mine{.problem = collected.problem, .layout = collected.layout};
   for (const auto& entry : collected.own) mine.entries.push_back(Packed::of(entry));
@@ -261,8 +270,7 @@ Problem write_whole(SnapshotPlace& here, const Collected& collected, const SaveO
       Entries all = collected.shared;
       for (const auto& part : parts)
         for (const auto& packed : part.entries) all.push_back(packed.entry());
-      write_container(here.folder.snapshot(options.steps),
-                      {.steps = options.steps, .world_size = here.size, .score = options.score}, all);
+      write_container(here.folder.snapshot(options.steps), about_all(here, options), all);
     });
   });
   return conclusion.problem;
@@ -304,7 +312,8 @@ Problem write_sharded(SnapshotPlace& here, const Collected& collected, const Sav
     conclusion = conclude(here, options, [&](Conclusion& said) {
       const auto manifest = here.folder.snapshot(options.steps);
       said.problem = problem_of([&] {
-        const About about{.steps = options.steps, .world_size = here.size, .shards = shards, .score = options.score};
+        About about = about_all(here, options);
+        about.shards = shards;
         write_container(manifest, about, {});
       });
       said.in_use = said.problem && may_refer_to(manifest, mine.file);

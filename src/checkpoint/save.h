@@ -32,6 +32,7 @@ struct SaveOptions {
   int keep = 2;
   int keep_best = 0;                 // of those with a score, beside the newest
   std::optional<double> score = {};  // of this snapshot
+  std::string training = {};
 };
 
 struct Collected {

@@ -66,12 +66,13 @@ struct Snapshot::Impl {
   checkpoint::SnapshotPlace& where(bool is_local) { return is_local ? *of_hosts : place; }
   bool is_sharded(bool is_local) const { return is_local || options.sharded; }
   checkpoint::SaveOptions save_options(int64_t steps, bool is_local) {
-    if (is_local) return {.steps = steps, .sharded = true, .keep = options.local.keep};
+    if (is_local) return {.steps = steps, .sharded = true, .keep = options.local.keep, .training = options.training};
     return {.steps = steps,
             .sharded = options.sharded,
             .keep = options.keep,
             .keep_best = options.keep_best,
-            .score = std::exchange(score, std::nullopt)};
+            .score = std::exchange(score, std::nullopt),
+            .training = options.training};
   }
   checkpoint::Problem save(int64_t steps, bool is_local = false);
   void begin_to_write(int64_t steps, bool is_local = false);
@@ -288,8 +289,8 @@ Snapshot& Snapshot::add_archivable(std::string name, std::function<void(torch::s
 int64_t Snapshot::restore(const SnapshotRestoreOptions& options) {
   Impl& s = *impl_;
   s.end_and_report();
-  const int64_t steps =
-      checkpoint::restore(s.place, s.of_hosts ? &*s.of_hosts : nullptr, s.items, options, [this] { return best(); });
+  const int64_t steps = checkpoint::restore(s.place, s.of_hosts ? &*s.of_hosts : nullptr, s.items, options,
+                                            s.options.training, [this] { return best(); });
   if (steps > 0) s.newest = steps;
   return steps;
 }
@@ -337,6 +338,10 @@ void Snapshot::save(int64_t steps) {
   wait();
   if (s.options.asynchronous) return s.begin_to_write(steps);
   if (const auto problem = s.save(steps)) throw_problem(problem);
+}
+
+void detail::save_in_place(Snapshot& snapshot) {
+  snapshot.save(checkpoint::newest_to_replace(snapshot.impl_->place) + 1);
 }
 
 void Snapshot::score(double value) {

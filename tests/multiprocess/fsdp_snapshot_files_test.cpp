@@ -45,37 +45,38 @@ TEST(FsdpSnapshotFiles, PythonReadsTheShards) {
   const TemporaryFolder folder;
   std::vector<std::string> questions;
   std::vector<std::vector<double>> expected;
-  for (const bool gathers : {false, true}) {
-    SCOPED_TRACE(gathers);
-    const auto own = folder / (gathers ? "gathered" : "shared");
+  for (const auto& [gathers, sharded] : {std::pair(false, true), {true, true}, {false, false}, {true, false}}) {
+    SCOPED_TRACE(text(gathers, sharded));
+    const auto own = folder / text(gathers ? "gathered" : "shared", sharded);
     std::map<std::string, std::vector<double>> all;
-    on_hosts(gathers ? HostOfRank{"a", "b"} : HostOfRank{"a", "a"}, [&](World& world) {
-      const auto net = make<Large>(7, {});
-      auto model = fully_shard(net, gathers ? full() : FsdpOptions{});
-      torch::optim::AdamW optimizer(net->parameters(), 1e-2);
-      Snapshot snapshot({.folder = own, .sharded = true, .default_generator = false});
-      snapshot.add("model", net);
-      EXPECT_EQ(snapshot.restore(), 0);
-      take_a_step(model, optimizer, world);
-      snapshot.save(1);
-      EXPECT_NE(model.owner(net->first->weight), model.owner(net->second->weight));
-      model.gather();
-      if (world.rank() == 0)
-        for (const auto& item : net->named_parameters()) {
-          const Tensor values = item.value().detach().to(torch::kDouble).contiguous();
-          all["model/" + item.key()].assign(values.data_ptr<double>(), values.data_ptr<double>() + values.numel());
-        }
-      model.synchronize();
-    });
+    on_hosts(
+        gathers ? HostOfRank{"a", "b"} : HostOfRank{"a", "a"}, [&, gathers = gathers, sharded = sharded](World& world) {
+          const auto net = make<Large>(7, {});
+          auto model = fully_shard(net, gathers ? full() : FsdpOptions{});
+          torch::optim::AdamW optimizer(net->parameters(), 1e-2);
+          Snapshot snapshot({.folder = own, .sharded = sharded, .default_generator = false});
+          snapshot.add("model", net);
+          EXPECT_EQ(snapshot.restore(), 0);
+          take_a_step(model, optimizer, world);
+          snapshot.save(1);
+          EXPECT_NE(model.owner(net->first->weight), model.owner(net->second->weight));
+          model.gather();
+          if (world.rank() == 0)
+            for (const auto& item : net->named_parameters()) {
+              const Tensor values = item.value().detach().to(torch::kDouble).contiguous();
+              all["model/" + item.key()].assign(values.data_ptr<double>(), values.data_ptr<double>() + values.numel());
+            }
+          model.synchronize();
+        });
     questions.push_back("merge " + own.string());
-    auto& numbers = expected.emplace_back(1, 2);  // files with tensors
+    auto& numbers = expected.emplace_back(1, sharded ? 2 : 1);  // files with tensors
     for (const auto& [name, values] : all) numbers.insert(numbers.end(), values.begin(), values.end());
   }
   const auto answers = ask_python("unit/snapshot_reference.py", questions);
-  ASSERT_EQ(answers.size(), 2u);
-  for (size_t i = 0; i < 2; ++i) {
+  ASSERT_EQ(answers.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
     ASSERT_EQ(answers[i].size(), expected[i].size());
-    EXPECT_EQ(answers[i][0], 2) << "files with tensors";
+    EXPECT_EQ(answers[i][0], expected[i][0]) << "files with tensors";
     EXPECT_TRUE(answers[i] == expected[i]) << "the values are not those of the parameters";
   }
 }

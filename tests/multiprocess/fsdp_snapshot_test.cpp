@@ -15,11 +15,11 @@
 #include <limits>
 #include <optional>
 
-#include "base/process.h"
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
 #include "muster/optim/optimizers.h"
 #include "support/full_run.h"
+#include "support/memory_peak.h"
 
 namespace muster::test {
 namespace {
@@ -417,22 +417,6 @@ TEST(FsdpSnapshot, SafetensorsFiles) {
       });
     }
   fs::remove_all(folder);
-}
-
-// Bytes that this process had at most while fn() ran, beyond what it had before.
-size_t peak_of(const std::function<void()>& fn) {
-  const auto kib = [](const char* field) {
-    std::ifstream file("/proc/self/status");
-    for (std::string word; file >> word;)
-      if (size_t value = 0; word == field && file >> value) return value;
-    ADD_FAILURE() << field;
-    return size_t{0};
-  };
-  release_free_memory();
-  const size_t before = kib("VmRSS:");
-  std::ofstream("/proc/self/clear_refs") << 5;  // VmHWM begins anew
-  fn();
-  return (kib("VmHWM:") - before) << 10;
 }
 
 // A rank needs memory for the part that it has read and for what it owns, not for the model.

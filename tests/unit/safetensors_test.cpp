@@ -216,6 +216,8 @@ TEST_F(Safetensors, WhatIsNoSuchFileIsRefused) {
   }
   std::ofstream(path_, std::ios::binary) << std::string(100, '\xff');  // a header of 2^64 - 1 bytes
   EXPECT_CONTAINS(refusal(), "a header of 18446744073709551615 bytes is longer than any is");
+  std::ofstream(path_, std::ios::binary) << std::string(7, 0) << '\x80' << std::string(100, '{');
+  EXPECT_CONTAINS(refusal(), "a header of 9223372036854775808 bytes is longer than any is");
   EXPECT_CONTAINS(message_of<Unavailable>([&] { SafetensorsFile file(folder_ / "none"); }), "cannot read");
   ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
   EXPECT_CONTAINS(message_of<Unavailable>([&] { SafetensorsFile file(folder_ / "pipe"); }), "it is not a regular file");

@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -240,6 +241,14 @@ class SnapshotTest : public testing::TestWithParam<bool> {
     std::set<std::string> names;
     for (const auto& entry : fs::directory_iterator(folder_)) names.insert(entry.path().filename());
     return names;
+  }
+  std::map<std::string, std::string> contents() const {  // of the files
+    std::map<std::string, std::string> all;
+    for (const auto& entry : fs::directory_iterator(folder_)) {
+      std::ifstream stream(entry.path(), std::ios::binary);
+      all[entry.path().filename()] = {std::istreambuf_iterator<char>(stream), {}};
+    }
+    return all;
   }
   fs::path file(const std::string& part) const {
     for (const auto& name : files())

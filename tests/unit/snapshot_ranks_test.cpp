@@ -2,18 +2,23 @@
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/text.h"
+#include "checkpoint/container.h"
 #include "muster/checkpoint/snapshot.h"
 #include "muster/comm/world.h"
 #include "muster/data/sampler.h"
 #include "muster/optim/grad_scaler.h"
+#include "muster/optim/lr_scheduler.h"
 #include "muster/optim/optimizers.h"
+#include "muster/parallel/averaged_model.h"
 #include "support/full_run.h"
 #include "support/temporary_folder.h"
 
@@ -45,6 +50,8 @@ struct Training {
         .add("adamw", adamw)
         .add("sampler", sampler, {.per_rank = false})
         .add("scaler", scaler, {.per_rank = false})
+        .add("schedule", schedule, {.per_rank = false})
+        .add("averages", averages, {.per_rank = false})
         .add("steps", steps, {.per_rank = false});
   }
   void step() {
@@ -53,6 +60,8 @@ struct Training {
       parameter.mutable_grad() =
           torch::cos(parameter.detach() * 3 + torch::arange(parameter.numel()).view_as(parameter) + steps);
     adamw.step();
+    schedule.step();
+    averages.update();
     const torch::NoGradGuard no_grad;
     net.named_buffers()["counts"] += steps;
     scaler.update(1024.0 * static_cast<double>(steps));
@@ -62,6 +71,8 @@ struct Training {
     auto all = adamw.state_dict();
     for (const auto& item : net.named_parameters()) all["net." + item.key()] = item.value().detach().clone();
     for (const auto& item : net.named_buffers()) all["net." + item.key()] = item.value().clone();
+    for (const auto& item : net.named_parameters()) all["average." + item.key()] = averages.average(item.key()).clone();
+    all["rate"] = torch::tensor(adamw.param_groups()[0].options().get_lr(), torch::kDouble);
     all["scale"] = torch::tensor(scaler.get_scale());
     all["steps"] = torch::tensor(steps);
     all["samples"] = torch::tensor(static_cast<int64_t>(sampler.index()) * sampler.num_replicas());
@@ -72,6 +83,8 @@ struct Training {
   muster::AdamW adamw{net.parameters(), {.lr = 0.1}};
   DistributedSampler sampler;
   GradScaler scaler;
+  optim::OneCycleLR schedule{adamw, {.max_lr = 0.1, .total_steps = 40}};
+  AveragedModel averages{net, {.decay = 0.5}};
   int64_t steps = 0;
 };
 
@@ -134,6 +147,37 @@ TEST_P(SnapshotRanks, AnyNumberGoesOnWithWhatAnyOtherHasSaved) {
       training.step();
       expect_equal(training, next);
     });
+  }
+}
+
+// Each rank's file has about as much, and each tensor is in one of them.
+TEST(SnapshotShards, AModelsTensorsAreDividedAmongTheRanks) {
+  constexpr int64_t kWidth = 200, kTensors = 7;
+  constexpr size_t kOne = kWidth * kWidth * sizeof(float);
+  for (const int n : {1, 2, 3, 4}) {
+    SCOPED_TRACE(n);
+    const TemporaryFolder folder;
+    run_threads(n, [&](World&) {
+      torch::nn::Module net;
+      for (int i = 0; i < kTensors; ++i) net.register_parameter(text("w", i), torch::zeros({kWidth, kWidth}));
+      Snapshot snapshot({.folder = folder / "it", .sharded = true, .default_generator = false});
+      snapshot.add("net", net).save(1);
+    });
+    std::multiset<std::string> names;
+    size_t least = kTensors, most = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(folder / "it")) {
+      if (entry.path().filename() == "step-1.snapshot.safetensors") continue;  // the manifest
+      const auto file = checkpoint::Container::open(entry.path());
+      for (const auto& each : file.entries()) {
+        names.insert(each.name);
+        EXPECT_EQ(each.tensor.nbytes(), kOne);
+      }
+      least = std::min(least, file.entries().size());
+      most = std::max(most, file.entries().size());
+    }
+    EXPECT_EQ(names.size(), size_t{kTensors});
+    EXPECT_EQ(std::set<std::string>(names.begin(), names.end()).size(), size_t{kTensors});
+    EXPECT_LE(most - least, 1U);
   }
 }
 

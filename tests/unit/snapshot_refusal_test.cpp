@@ -7,8 +7,11 @@
 
 #include <cerrno>
 #include <cstddef>
+#include <iterator>
 #include <optional>
+#include <random>
 
+#include "checkpoint/container.h"
 #include "support/seccomp.h"
 #include "unit/snapshot_fixture.h"
 
@@ -17,6 +20,7 @@ namespace {
 
 // As long as this file exists, no folder can be synced.
 std::atomic<const std::filesystem::path*> spoils_folders{nullptr};
+std::atomic<bool> spoils_files{false};  // no file can be
 
 }  // namespace
 }  // namespace muster::test::snapshots
@@ -25,7 +29,10 @@ std::atomic<const std::filesystem::path*> spoils_folders{nullptr};
 extern "C" int fsync(int fd) {
   const auto* const file = muster::test::snapshots::spoils_folders.load();
   struct stat about {};
-  if (file && ::fstat(fd, &about) == 0 && S_ISDIR(about.st_mode) && std::filesystem::exists(*file)) {
+  const bool is_known = ::fstat(fd, &about) == 0;
+  const bool spoils = is_known && S_ISDIR(about.st_mode) ? file && std::filesystem::exists(*file)
+                                                         : is_known && muster::test::snapshots::spoils_files;
+  if (spoils) {
     errno = EIO;
     return -1;
   }
@@ -97,6 +104,46 @@ TEST_P(SnapshotTest, TheOneBeforeIsUsedByAllWhereOneRankFindsADamage) {
   }
 }
 
+// Whichever byte of whichever file is damaged, nothing of the snapshot is loaded, on any rank.
+TEST_P(SnapshotTest, NothingOfADamagedSnapshotIsLoaded) {
+  save_steps(2, {10});
+  const auto good = contents();
+  std::mt19937 random(5);
+  for (int i = 0; i < 40; ++i) {
+    auto damaged = good;
+    auto each = std::next(damaged.begin(), static_cast<std::ptrdiff_t>(random() % damaged.size()));
+    std::string& bytes = each->second;
+    const size_t at = random() % bytes.size();
+    const bool is_cut = i % 4 == 3;
+    if (is_cut) {
+      bytes.resize(at);
+    } else {
+      bytes[at] = static_cast<char>(bytes[at] ^ (1 << random() % 8));
+    }
+    SCOPED_TRACE(text(each->first, is_cut ? ", cut at " : ", byte ", at));
+    std::ofstream(folder_ / each->first, std::ios::binary) << bytes;
+    EXPECT_CONTAINS(restore_error<CorruptError>(2), each->first);
+    std::ofstream(folder_ / each->first, std::ios::binary) << good.at(each->first);
+  }
+  EXPECT_EQ(restored(2), 10);
+}
+
+// A manifest with a right checksum that names a file elsewhere.
+TEST_P(SnapshotTest, AShardOutsideOfTheFolderIsRefused) {
+  if (!sharded()) GTEST_SKIP() << "one file names no others";
+  save_steps(2, {10, 20});
+  const auto manifest = folder_ / "step-20.snapshot.safetensors";
+  std::string head = contents().at(manifest.filename());
+  const size_t at = head.find("step-20.shard-1");
+  ASSERT_NE(at, std::string::npos);
+  head.replace(at, 3, "../");
+  checkpoint::set_checksum(head);
+  std::ofstream(manifest, std::ios::binary) << head;
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(restored(2), 10);
+  EXPECT_CONTAINS(testing::internal::GetCapturedStderr(), "is not the name of a shard in this folder");
+}
+
 TEST_P(SnapshotTest, ADamagedHeaderIsRefusedThatOfAManifestToo) {
   save_steps(2, {10, 20});
   flip(folder_ / "step-20.snapshot.safetensors", 70);
@@ -130,6 +177,7 @@ TEST_P(SnapshotTest, ARefusedOneDoesNotDisplaceGoodOnes) {
 
 TEST_P(SnapshotTest, WhatDoesNotFitIsRefusedBeforeAnythingChanges) {
   save_steps(2, {10});
+  const auto before = contents();
   EXPECT_CONTAINS(restore_error<InvalidArgument>(1), "was written by 2 ranks, but this job has 1");
   EXPECT_CONTAINS(restore_error<InvalidArgument>(2,
                                                  [](Training& training, Snapshot& snapshot) {
@@ -138,9 +186,15 @@ TEST_P(SnapshotTest, WhatDoesNotFitIsRefusedBeforeAnythingChanges) {
                                                    snapshot.add("more", more);
                                                  }),
                   "the snapshot has no 'more'");
+  const auto differences = restore_error<InvalidArgument>(2, [](Training& training, Snapshot& snapshot) {
+    static int64_t more = 0, even_more = 0;
+    snapshot.add("model", *training.net).add("more", more).add("even more", even_more);
+  });
+  EXPECT_CONTAINS(differences, "the snapshot has no 'even more', 'more'; it has 'best', 'counters', 'last', 'means'");
+  EXPECT_CONTAINS(differences, "'optimizer', 'sampler', 'total', which the program did not add");
   EXPECT_CONTAINS(restore_error<InvalidArgument>(
                       2, [](Training& training, Snapshot& snapshot) { snapshot.add("model", *training.net); }),
-                  "that was not added");
+                  "which the program did not add");
   EXPECT_CONTAINS(restore_error<InvalidArgument>(2,
                                                  [](Training& training, Snapshot& snapshot) {
                                                    training.net->c->weight.set_data(torch::zeros({3, 100}));
@@ -154,6 +208,43 @@ TEST_P(SnapshotTest, WhatDoesNotFitIsRefusedBeforeAnythingChanges) {
                                                    training.add_to(snapshot);
                                                  }),
                   "'optimizer' has 2 groups of parameters in the snapshot, and 1 here");
+  EXPECT_EQ(contents(), before);
+}
+
+// The name of a training. Without one on either side, the items decide.
+TEST_P(SnapshotTest, AnotherTrainingsIsRefused) {
+  const auto train = [&](const std::string& name, int64_t restored_step, int64_t step) {
+    run_threads(2, [&](World& world) {
+      Training training(world, 1, sgd());
+      SnapshotOptions with = options();
+      with.training = name;
+      Snapshot snapshot(with);
+      training.add_to(snapshot);
+      EXPECT_EQ(snapshot.restore(), restored_step);
+      training.total = step;
+      snapshot.save(step);
+    });
+  };
+  train("", 0, 10);
+  train("red", 10, 20);
+  const auto before = contents();
+  std::vector<std::string> messages(2);
+  run_threads(2, [&](World& world) {
+    Training training(world, 2, sgd());
+    SnapshotOptions with = options();
+    with.training = "blue";
+    Snapshot snapshot(with);
+    training.add_to(snapshot);
+    const auto state = training.state();
+    messages.at(static_cast<size_t>(world.rank())) = message_of<InvalidArgument>([&] { snapshot.restore(); });
+    EXPECT_TRUE(training.state() == state);
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { snapshot.save(30); }), "restore()");
+  });
+  for (const auto& message : messages)
+    EXPECT_CONTAINS(message, "of step 20 in " + folder_.string() + " is of the training 'red', and this is 'blue'");
+  EXPECT_EQ(contents(), before);
+  EXPECT_EQ(restored(2), 20);
+  train("red", 20, 30);
 }
 
 TEST_P(SnapshotTest, AFolderWithSnapshotsIsNotOverwrittenUnasked) {
@@ -219,6 +310,25 @@ TEST_P(SnapshotTest, AFullDiskCostsNeitherTheTrainingNorTheOldSnapshot) {
 }
 
 // When the last sync fails, everything is already written and renamed: the snapshot may exist after all.
+TEST_P(SnapshotTest, AFileThatCannotBeSyncedIsNoSnapshot) {
+  save_steps(2, {10});
+  const auto before = contents();
+  run_threads(2, [&](World& world) {
+    Training training(world, 1, sgd());
+    Snapshot snapshot(options());
+    training.add_to(snapshot);
+    EXPECT_EQ(snapshot.restore(), 10);
+    barrier();
+    spoils_files = true;
+    EXPECT_CONTAINS(message_of<Unavailable>([&] { snapshot.save(20); }), "step-20");
+    barrier();
+    spoils_files = false;
+    barrier();
+  });
+  EXPECT_EQ(contents(), before);
+  EXPECT_EQ(restored(2), 10);
+}
+
 TEST_P(SnapshotTest, AFolderThatCannotBeSyncedTakesNothingFromTheSnapshotInIt) {
   const auto file = folder_ / "step-10.snapshot.safetensors";
   run_threads(2, [&](World& world) {

@@ -235,6 +235,22 @@ TEST_P(SnapshotTest, KeepsTheBestToo) {
                                               "step-7.snapshot.safetensors"}));
   EXPECT_EQ(files().size(), sharded() ? 9u : 3u);
   EXPECT_EQ(restored(2), 7);
+  // The next job knows their scores from the files.
+  run_threads(2, [&](World& world) {
+    Training training(world, 1, sgd());
+    Snapshot snapshot(with);
+    training.add_to(snapshot);
+    EXPECT_EQ(snapshot.restore(), 7);
+    for (const int64_t step : {8, 9}) {
+      training.total = step;
+      snapshot.save(step);
+    }
+    barrier();
+    EXPECT_EQ(snapshot.best(), (std::vector<int64_t>{3, 5}));
+  });
+  EXPECT_TRUE(files().contains("step-3.snapshot.safetensors"));
+  EXPECT_TRUE(files().contains("step-5.snapshot.safetensors"));
+  EXPECT_EQ(restored(2), 9);
 }
 
 TEST_P(SnapshotTest, SharesWhatIsSharedAndKeepsApartWhatIsNot) {

@@ -108,7 +108,8 @@ TEST_P(SnapshotTest, ATreeIsRefusedThatHasOtherLeaves) {
     state.players.pop_back();
     Snapshot fewer(options());
     fewer.add("state", state);
-    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { fewer.restore(); }), "'state.0.1.0' that was not added");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { fewer.restore(); }),
+                    "'state.0.1.0', 'state.0.1.1', 'state.0.1.2', which the program did not add");
 
     Snapshot empty(options());
     state.best = nullptr;
@@ -118,6 +119,55 @@ TEST_P(SnapshotTest, ATreeIsRefusedThatHasOtherLeaves) {
     std::map<std::string, torch::Tensor> slash{{"a/b", torch::zeros({1})}};
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { empty.add("map", slash); }), "without a slash");
   });
+}
+
+// checkpoint::save() and load(): one call for a state, which replaces what was in the folder.
+TEST_P(SnapshotTest, AStateIsSavedAndLoadedByOneCall) {
+  const CheckpointOptions with{.sharded = sharded()};
+  std::string first, second;
+  run_threads(2, [&](World& world) {
+    State state(7);
+    int64_t epoch = 3;
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { checkpoint::load(std::tie(state, epoch), folder_, with); }),
+                    "there is no checkpoint in " + folder_.string());
+    checkpoint::save(std::tie(state, epoch), folder_, with);
+    if (world.rank() == 0) first = state.all();
+    State other(1);
+    int64_t its_epoch = 0;
+    checkpoint::load(std::tie(other, its_epoch), folder_, with);
+    EXPECT_EQ(its_epoch, 3);
+    if (world.rank() == 0) {
+      EXPECT_TRUE(other.all() == first);
+    }
+
+    other.train();
+    checkpoint::save(other, folder_, with);  // another state, in the same folder
+    if (world.rank() == 0) second = other.all();
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { checkpoint::load(std::tie(state, epoch), folder_, with); }),
+                    "which the program did not add");
+    EXPECT_EQ(epoch, 3);
+    checkpoint::load(state, folder_, with);
+    if (world.rank() == 0) {
+      EXPECT_TRUE(state.all() == second);
+    }
+  });
+  EXPECT_EQ(files().size(), sharded() ? 3U : 1U);
+
+  // Equal on all ranks, and for another number of them.
+  const CheckpointOptions shared{.sharded = sharded(), .per_rank = false};
+  run_threads(2, [&](World&) {
+    auto net = make_net(5);
+    torch::Tensor means = torch::arange(5);
+    checkpoint::save(std::tie(net, means), folder_, shared);
+  });
+  for (const int n : {1, 3})
+    run_threads(n, [&](World&) {
+      auto net = make_net(6);
+      torch::Tensor means = torch::zeros({5}, torch::kLong);
+      checkpoint::load(std::tie(net, means), folder_, shared);
+      EXPECT_TRUE(bits(*net) == bits(*make_net(5)));
+      EXPECT_TRUE(means.equal(torch::arange(5)));
+    });
 }
 
 TEST_P(SnapshotTest, NumbersAndStringsOfAnotherTypeAreRefused) {

@@ -68,8 +68,8 @@
 //
 // Errors: those of collectives, and
 //   InvalidArgument  a name occurs twice; a score that is not finite; an item differs from that in the snapshot (the
-//                    message names the tensor, with both shapes), or is per rank and of another number of ranks; save()
-//                    into a folder with snapshots that restore() has not examined; restore(), if another rank's
+//                    message names the tensor, with both shapes), or is per rank and of another number of ranks; the
+//                    snapshot is of another `.training`; save() into a folder with snapshots that restore() has not examined; restore(), if another rank's
 //                    folder has newer snapshots than rank 0's
 //   Mismatch         ranks are at different steps or have added different items
 //   CorruptError     restore() found snapshots, and refused all of them
@@ -116,8 +116,10 @@ struct LocalSnapshotOptions {
 
 struct SnapshotOptions {
   std::filesystem::path folder;  // made if it does not exist; for one job, and one training
-  int64_t every = 0;             // steps between snapshots; 0: only on request
-  bool sharded = false;          // one file per rank instead of one by rank 0
+  // The name of the training. restore() refuses a snapshot that another name was saved with. Empty: it is not checked.
+  std::string training = {};
+  int64_t every = 0;     // steps between snapshots; 0: only on request
+  bool sharded = false;  // one file per rank instead of one by rank 0
   // With .sharded: folders for the ranks' files, such as one on each disk. Rank r writes into number r modulo how many
   // there are, and .folder gets a link to the file. Empty: the files are in .folder.
   std::vector<std::filesystem::path> shard_folders = {};
@@ -144,6 +146,11 @@ struct SnapshotRestoreOptions {
 struct SnapshotItemOptions {
   std::optional<bool> per_rank;  // default: see above
 };
+
+class Snapshot;
+namespace detail {
+void save_in_place(Snapshot& snapshot);  // checkpoint.h
+}
 
 class Snapshot {
  public:
@@ -239,6 +246,7 @@ class Snapshot {
   Snapshot& add_archivable(std::string name, std::function<void(torch::serialize::OutputArchive&)> save,
                            std::function<void(torch::serialize::InputArchive&)> load, SnapshotItemOptions options);
 
+  friend void detail::save_in_place(Snapshot& snapshot);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -1,0 +1,24 @@
+#include "muster/checkpoint/checkpoint.h"
+
+#include "base/text.h"
+#include "muster/base/error.h"
+
+namespace muster::detail {
+
+SnapshotOptions options_of_checkpoint(const std::filesystem::path& folder, const CheckpointOptions& options) {
+  return {.folder = folder,
+          .sharded = options.sharded,
+          .keep = 1,
+          .local = {},
+          .on_sigterm = false,
+          .default_generator = false,
+          .group = options.group,
+          .timeout = options.timeout};
+}
+
+void load_newest(Snapshot& snapshot, const std::filesystem::path& folder, const CheckpointOptions& options) {
+  if (snapshot.restore({.strict = options.strict}) == 0)
+    throw InvalidArgument(text("there is no checkpoint in ", folder.string()), "Name the folder that save() was given");
+}
+
+}  // namespace muster::detail
