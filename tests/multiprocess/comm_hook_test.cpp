@@ -213,9 +213,11 @@ TEST(CommHook, AStepAfterAnError) {
 TEST(CommHook, BadUseIsOneSentence) {
   on_ranks(2, [](World& world) {
     auto none = ddp_with([](GradBucket&) { return HookFuture(Tensor()); });
-    expect_refusal({"the communication hook returned no tensor", "p"}, [&] { step_of(none, 0, world); });
+    expect_refusal({"the communication hook returned no tensor for the bucket of", "that begins with parameter p"},
+                   [&] { step_of(none, 0, world); });
     auto other = ddp_with([](GradBucket&) { return HookFuture(torch::zeros({3})); });
-    expect_refusal({"returned a tensor of 3 elements for the bucket of"}, [&] { step_of(other, 0, world); });
+    expect_refusal({"returned a tensor of 3 elements for the bucket of", "that begins with parameter p"},
+                   [&] { step_of(other, 0, world); });
     expect_refusal({"has a communication hook already"}, [&] { other.register_comm_hook(hooks::noop); });
     expect_refusal({"the communication hook is empty"}, [&] { ddp_with(nullptr).register_comm_hook(CommHook()); });
     expect_refusal({"set_buffer() gets a tensor"}, [&] {

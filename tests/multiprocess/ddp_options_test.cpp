@@ -4,7 +4,6 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/sgd.h>
 
-#include <cmath>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -420,70 +419,6 @@ TEST(DdpLogging, StepsAndTheirTimes) {
       by_shards.backward_by_shards(step, [&](int shard) { return by_shards(fsdp_input(shard, 0)).square().sum(); });
     EXPECT_EQ(by_shards.logging_data().steps, 0);
   });
-}
-
-// Sentences of unequal lengths, accumulated: one process with all of them, two ranks with two batches each, three ranks
-// of which one has no token at all. All have the same gradients.
-TEST(TokenScale, TheMeanIsOverAllTokens) {
-  struct WordVectors : torch::nn::Module {
-    torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(20, 16));
-    torch::nn::LSTM lstm = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(16, 24).batch_first(true)));
-    torch::nn::Linear out = register_module("out", torch::nn::Linear(24, 20));
-    torch::Tensor forward(const torch::Tensor& words) { return out(std::get<0>(lstm(embedding(words)))); }
-  };
-  const auto make = [] {
-    torch::manual_seed(3);
-    auto net = std::make_shared<WordVectors>();
-    net->to(torch::kDouble);
-    return net;
-  };
-  const std::vector<int64_t> lengths{3, 17, 1, 8};
-  const auto sentence = [](int64_t length) {
-    return torch::arange(length + 1).mul(7).add(length).remainder(20).unsqueeze(0);
-  };
-  const auto sum_of = [&](auto&& model, int64_t length) {
-    const auto words = sentence(length);
-    return torch::cross_entropy_loss(model(words.narrow(1, 0, length)).squeeze(0),
-                                     words.narrow(1, 1, length).squeeze(0), {}, torch::Reduction::Sum);
-  };
-  const auto whole = make();
-  torch::Tensor sum;
-  for (const int64_t length : lengths) {
-    const auto part = sum_of([&](const auto& words) { return whole->forward(words); }, length);
-    sum = sum.defined() ? sum + part : part;
-  }
-  (sum / 29.0).backward();
-  std::vector<std::shared_ptr<WordVectors>> nets;
-  for (int i = 0; i < 5; ++i) nets.push_back(make());
-  for (const int ranks : {2, 3}) {
-    run_threads(ranks, [&](World& world) {
-      const auto& net = nets[static_cast<size_t>(ranks == 2 ? world.rank() : 2 + world.rank())];
-      DistributedDataParallel<WordVectors> ddp(net);
-      std::vector<int64_t> mine;  // rank 2 of 3 has an empty part of a sentence
-      for (size_t i = 0; i < lengths.size(); ++i)
-        if (static_cast<int>(i) % 2 == world.rank()) mine.push_back(lengths[i]);
-      const double scale = token_scale(static_cast<double>(std::accumulate(mine.begin(), mine.end(), int64_t{0})));
-      EXPECT_DOUBLE_EQ(scale, ranks / 29.0);
-      const auto backward = [&](int64_t length) {
-        const auto part = length > 0 ? sum_of([&](const auto& words) { return ddp(words); }, length)
-                                     : ddp(sentence(3).narrow(1, 0, 3)).sum() * 0;
-        (part * scale).backward();
-      };
-      if (mine.empty()) mine = {0, 0};
-      {
-        const auto guard = ddp.no_sync();
-        backward(mine[0]);
-      }
-      backward(mine[1]);
-      for (const auto& named : whole->named_parameters())
-        EXPECT_TRUE(torch::allclose(net->named_parameters()[named.key()].grad(), named.value().grad(), 1e-12, 1e-14))
-            << named.key();
-      EXPECT_EQ(token_scale(0), 0);
-      for (const double wrong : {-1.0, std::nan(""), HUGE_VAL})
-        EXPECT_THROW(token_scale(world.rank() == 0 ? wrong : 4), InvalidArgument);
-      EXPECT_DOUBLE_EQ(token_scale(1e300), 1e-300);
-    });
-  }
 }
 
 }  // namespace

@@ -440,6 +440,8 @@ TEST(Examples, Gpt) {
   const auto shared = losses(2, {}), apart = losses(2, {"--strategy", "ddp", "--checkpoint"});
   EXPECT_EQ(shared.size(), 6u);
   EXPECT_EQ(shared, apart);
+  const auto gathered = losses(2, {"--strategy", "full"});
+  for (const auto& [step, loss] : shared) EXPECT_NEAR(gathered.at(step), loss, 1e-3) << step;
   EXPECT_LT(shared.at(60), 0.7 * shared.at(10));
   EXPECT_EQ(losses(2, {"--snapshots", (folder / "snapshots").string()}), shared);
   const auto rest = losses(2, {"--snapshots", (folder / "snapshots").string()});  // from step 50 on

@@ -8,6 +8,7 @@
 
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/text.h"
@@ -18,15 +19,19 @@
 namespace muster::test {
 namespace {
 
-// kInUnitGather: in a collective that gathers a unit for forward() or backward(). kInGather: in gather().
+// kInStep: between the steps of two optimizers. kInOneStep: when one of them has updated some of its parameters.
+// kInCollective: in any collective of all ranks. kInUnitGather: in one that gathers a unit for forward() or backward().
+// kInGather: in gather().
 enum class Phase {
   kForward,
   kBackward,
   kBetween,
   kInStep,
+  kInOneStep,
   kAfterStep,
   kInSave,
   kInGather,
+  kInCollective,
   kInUnitGather,
   kNone,
 };
@@ -36,6 +41,29 @@ struct DyingNet : FsdpNet {
     const Tensor h = torch::relu(b(torch::relu(a(x))));
     if (dies) ::raise(SIGKILL);
     return d(torch::relu(c(h)));
+  }
+  bool dies = false;
+};
+
+// Updates one parameter after the other.
+struct DyingAdamW : torch::optim::AdamW {
+  using AdamW::AdamW;
+  Tensor step(LossClosure closure = nullptr) override {
+    std::vector<Tensor> parameters, gradients;
+    for (Tensor& parameter : param_groups()[0].params()) {
+      if (!parameter.grad().defined()) continue;
+      parameters.push_back(parameter);
+      gradients.push_back(std::exchange(parameter.mutable_grad(), Tensor()));
+    }
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i].mutable_grad() = gradients[i];
+      AdamW::step(closure);
+      parameters[i].mutable_grad() = Tensor();
+      if (dies) ::raise(SIGKILL);
+    }
+    if (dies) ::raise(SIGKILL);  // it owns none of them
+    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
+    return {};
   }
   bool dies = false;
 };
@@ -66,8 +94,8 @@ Values train_with_snapshots(World& world, const FsdpOptions& options, const std:
   const auto net = make<DyingNet>(7, {});
   auto model = fully_shard(net, options);
   // Two optimizers, so that a rank can die when some parameters are updated and others are not.
-  torch::optim::AdamW early({net->a->weight, net->a->bias, net->b->weight, net->b->bias}, 1e-2),
-      late({net->c->weight, net->c->bias, net->d->weight, net->d->bias}, 1e-2);
+  torch::optim::AdamW early({net->a->weight, net->a->bias, net->b->weight, net->b->bias}, 1e-2);
+  DyingAdamW late({net->c->weight, net->c->bias, net->d->weight, net->d->bias}, 1e-2);
   DyingItem item;
   Snapshot snapshot({.folder = folder, .every = 1, .sharded = sharded, .default_generator = false});
   snapshot.add("model", net).add("early", early).add("late", late).add("item", item);
@@ -86,6 +114,7 @@ Values train_with_snapshots(World& world, const FsdpOptions& options, const std:
     if (dies_in(Phase::kBetween)) ::raise(SIGKILL);
     early.step();
     if (dies_in(Phase::kInStep)) ::raise(SIGKILL);
+    late.dies = dies_in(Phase::kInOneStep);
     late.step();
     if (dies_in(Phase::kAfterStep)) ::raise(SIGKILL);
     item.dies = dies_in(Phase::kInSave);
@@ -108,6 +137,13 @@ FaultPlan in_gather_of_a_unit(uint64_t n, FaultPhase phase) {
               .operation = n,
               .phase = phase,
               .group = "parameters between hosts"});
+  return plan;
+}
+
+// It dies in the n-th collective of all ranks.
+FaultPlan in_collective(int rank, uint64_t n, FaultPhase phase) {
+  FaultPlan plan;
+  plan.add({.action = FaultAction::kKill, .rank = rank, .operation = n, .phase = phase});
   return plan;
 }
 
@@ -162,8 +198,8 @@ class Campaign {
   int runs_ = 0;
 };
 
-const std::vector<Phase> kPhases = {Phase::kForward, Phase::kBackward,  Phase::kBetween,
-                                    Phase::kInStep,  Phase::kAfterStep, Phase::kInSave};
+const std::vector<Phase> kPhases = {Phase::kForward,   Phase::kBackward,  Phase::kBetween, Phase::kInStep,
+                                    Phase::kInOneStep, Phase::kAfterStep, Phase::kInSave};
 
 TEST(FsdpProcess, AfterADeathInAnyPhaseAJobResumesToTheBit) {
   const HostOfRank one{"a", "a", "a"}, several{"a", "a", "b", "b"};
@@ -176,6 +212,15 @@ TEST(FsdpProcess, AfterADeathInAnyPhaseAJobResumesToTheBit) {
         const Death kill{phase, runs % static_cast<int>(hosts.size()), 1 + runs % 3};
         campaign.kill_and_resume(kill, ++runs % 2 == 0);
       }
+    // Reductions of gradients, the meetings around an update, and those of a snapshot.
+    for (int round = 0; round < (full_run() ? 16 : 2); ++round) {
+      const Death kill{Phase::kInCollective, runs % static_cast<int>(hosts.size()), 0};
+      const auto operation = static_cast<uint64_t>(5 + 7 * runs % 26);
+      const auto phase = std::vector{FaultPhase::kStart, FaultPhase::kPosted, FaultPhase::kMiddle,
+                                     FaultPhase::kEnd}[static_cast<size_t>(round + 1) % 4];
+      SCOPED_TRACE(text("operation ", operation, ", ", static_cast<int>(phase)));
+      campaign.kill_and_resume(kill, ++runs % 2 == 0, in_collective(kill.victim, operation, phase));
+    }
   }
 }
 

@@ -69,6 +69,10 @@ TEST(FsdpFullShard, UnitsHaveTheParametersOfAModuleOrNeighbours) {
               (Names{{"a.weight", "a.bias"}, {"b.weight", "b.bias"}, {"c.weight", "c.bias"}, {"d.weight", "d.bias"}}));
     const auto is_any = [](const nn::Module&) { return true; };  // the innermost one counts
     EXPECT_EQ(names(full({.is_unit = is_any})), names(full({.is_unit = is_linear})));
+    const auto net = make<FsdpNet>(7, {});  // one child by hand; the rest is a unit
+    const auto is_mine = [&](const nn::Module& module) { return &module == net->b.get(); };
+    EXPECT_EQ(fully_shard(net, full({.is_unit = is_mine, .unit_cap_mb = 100})).unit_names(),
+              (Names{{"a.weight", "a.bias", "c.weight", "c.bias", "d.weight", "d.bias"}, {"b.weight", "b.bias"}}));
     EXPECT_EQ(names(full({.unit_cap_mb = 100})).size(), 1u);
     EXPECT_EQ(names(full({.unit_cap_mb = 1e-6})), names(full({.is_unit = is_linear})));  // a bias stays with its weight
     EXPECT_TRUE(names({}).empty());

@@ -3,7 +3,9 @@
 #include <torch/nn.h>
 
 #include "multiprocess/fsdp_support.h"
+#include "muster/optim/optimizers.h"
 #include "muster/parallel/memory_plan.h"
+#include "support/models.h"
 
 namespace muster::test {
 namespace {
@@ -13,7 +15,7 @@ constexpr size_t kLarge = 600 * 600 * 4, kAll = 2 * kLarge + (12 * 600 + 3 * 600
 // FsdpNet has two gradients of 1.4 MB, and small ones that share buckets on each rank.
 void expect_rows(const MemoryPlan& plan, const std::vector<std::pair<size_t, size_t>>& expected) {
   std::vector<std::string> names{"parameters", "gradients", "optimizer states", "activations", "program"};
-  if (plan.rows.size() > names.size()) names.insert(names.begin() + 3, "gathered units");
+  if (plan.rows.size() > names.size()) names.insert(names.begin() + 3, {"communication", "gathered units"});
   ASSERT_EQ(plan.rows.size(), names.size());
   size_t sum = 0;
   for (size_t i = 0; i < names.size(); ++i) {
@@ -60,13 +62,29 @@ TEST(MemoryPlan, OfHostsThatGather) {
     const auto net = make<FsdpNet>(7, {});
     const MemoryPlanOptions options{.fsdp = {.strategy = ShardingStrategy::kFullShard, .unit_cap_mb = 1}};
     const size_t small = kAll - 2 * kLarge, gathered = (2 * kLarge + (12 * 600 + 3 * 600) * 4) / 2;
-    const size_t gradients = kLarge + small + 2 * kLarge;  // its own, in buckets, and on their way: all, below 25 MiB
+    const size_t gradients = kLarge + small,
+                 moving = 2 * kLarge;  // its own, in buckets; on their way: all, below 25 MiB
     for (const bool made : {false, true}) {
-      expect_rows(memory_plan(*net, world, nullptr, options),
-                  {{kAll / 2, kAll / 2}, {gradients, gradients}, {kAll, kAll}, {gathered, gathered}, {0, 0}});
+      expect_rows(
+          memory_plan(*net, world, nullptr, options),
+          {{kAll / 2, kAll / 2}, {gradients, gradients}, {kAll, kAll}, {moving, moving}, {gathered, gathered}, {0, 0}});
       if (!made) auto model = fully_shard(net, options.fsdp);
       barrier();
     }
+  });
+}
+
+// Copies in mixed precision exist once per host, and have half the bytes.
+TEST(MemoryPlan, CopiesInMixedPrecision) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    const MemoryPlanOptions options{.fsdp = {.mixed_precision = {.param_dtype = torch::kBFloat16}}};
+    const auto plan = memory_plan(*net, world, nullptr, options);
+    ASSERT_EQ(plan.rows.size(), 6u);
+    EXPECT_EQ(plan.rows[1].what, "copies");
+    EXPECT_EQ(plan.rows[1].rank, kAll / 4);
+    EXPECT_EQ(plan.rows[1].host, kAll / 2);
+    EXPECT_EQ(plan.rows[0].host, kAll);
   });
 }
 
@@ -128,6 +146,30 @@ TEST(MemoryPlan, TheTable) {
 
 // Processes that share memory share its count.
 // (A sanitizer keeps freed memory. It runs no processes that fork.)
+// Two ranks train some steps with Adam; what is there after a forward is what was planned.
+TEST(MemoryPlanProcess, ATransformerHasWhatWasPlanned) {
+  const auto ends = in_processes({"a", "a"}, [](World& world) {
+    torch::manual_seed(3);
+    const auto net = std::make_shared<Transformer>();
+    net->forward(world.rank(), 0).backward();  // libtorch sets itself up
+    net->zero_grad();
+    const MemoryPlan plan = memory_plan(*net, world, [&] { return net->forward(world.rank(), 0); });
+    auto model = fully_shard(net);
+    muster::AdamW optimizer(net->parameters(), {.lr = 1e-3});
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad(false);
+      model(world.rank(), step).backward();
+      optimizer.step();
+    }
+    const Tensor graph = model(world.rank(), 2);
+    const auto measured = static_cast<double>(memory_of_host(world)), planned = static_cast<double>(plan.host());
+    EXPECT_NEAR(measured / planned, 1, 0.1) << plan.table(static_cast<size_t>(measured));
+    graph.backward();
+    return text("done");
+  });
+  for (const auto& end : ends) EXPECT_EQ(end.said, "done");
+}
+
 TEST(MemoryPlanProcess, MemoryOfAHostCountsSharedPagesOnce) {
   const auto ends = in_processes({"a", "a", "b"}, [](World& world) {
     constexpr int64_t kFloats = 16 << 20;

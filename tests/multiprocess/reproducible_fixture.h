@@ -31,13 +31,15 @@ struct Images : nn::Module {
   }
 };
 
+inline void add_to_hash(uint64_t& hash, const Tensor& tensor) {
+  const Tensor dense = tensor.detach().contiguous();
+  hash = hash_of_bytes(dense.const_data_ptr(), dense.nbytes(), hash);
+}
+
 inline std::string hash_of(const nn::Module& module) {
   uint64_t hash = 0;
   for (const auto& list : {module.parameters(), module.buffers()})
-    for (const Tensor& tensor : list) {
-      const Tensor dense = tensor.detach().contiguous();
-      hash = hash_of_bytes(dense.const_data_ptr(), dense.nbytes(), hash);
-    }
+    for (const Tensor& tensor : list) add_to_hash(hash, tensor);
   return text(hash);
 }
 

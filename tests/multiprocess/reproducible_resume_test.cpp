@@ -18,8 +18,10 @@
 #include <set>
 
 #include "base/text.h"
+#include "launch/jobs/ledger_check.h"
 #include "multiprocess/reproducible_fixture.h"
 #include "muster/checkpoint/snapshot.h"
+#include "muster/data/ledger.h"
 #include "muster/data/prefetch_loader.h"
 #include "muster/data/sampler.h"
 #include "muster/optim/autocast.h"
@@ -44,8 +46,9 @@ ShardBatch fetch_for_shard(std::vector<size_t> samples, at::Generator& generator
 class ShardLoader {
  public:
   static constexpr int64_t kBatches = 6;  // of an epoch
+  static constexpr size_t kSamples = kReproducibleShards * kRowsOfShard * kBatches;
   explicit ShardLoader(int shard)
-      : sampler_(kReproducibleShards * kRowsOfShard * kBatches, {.num_replicas = kReproducibleShards, .rank = shard}),
+      : sampler_(kSamples, {.num_replicas = kReproducibleShards, .rank = shard}),
         loader_(&fetch_for_shard, sampler_, {.batch_size = kRowsOfShard, .workers = 2}) {}
   const ShardBatch& next(int64_t step) {
     if (at_) ++*at_;
@@ -85,6 +88,8 @@ struct KillOfRank {
   int64_t steps = 0;
 };
 
+std::filesystem::path ledger_of(std::filesystem::path folder) { return folder += ".ledger"; }
+
 // Trains from the newest snapshot on until step `last`, with all that changes from step to step: a loss under Autocast
 // that is scaled, and in one step infinite; a schedule; averages of parameters; threads that read ahead. Appends a line
 // per step and shard to the file of the shard, and one per step to that of the losses.
@@ -105,6 +110,7 @@ std::string goes_on(World& world, const std::filesystem::path& folder, int64_t l
   snapshot.add("scaler", scaler, {.per_rank = false}).add("averages", averages, {.per_rank = false});
   snapshot.add("loaders", loaders, {.per_rank = false});
   int64_t step = snapshot.restore();
+  Ledger ledger(ledger_of(folder), {.dataset_size = ShardLoader::kSamples, .steps = step});
   const int64_t kill_in = step + kill.steps;
   const auto dies = [&](KillOfRank::Place place) {
     if (kill.place == place && kill.rank == world.rank() && step == kill_in) ::raise(SIGKILL);
@@ -117,6 +123,7 @@ std::string goes_on(World& world, const std::filesystem::path& folder, int64_t l
     const auto loss_of = [&](int shard) {
       const ShardBatch& batch = loaders.of_shard.at(shard).next(step);
       write(text("shard-", shard), " ", join(batch.samples, " "), " ", batch.drawn);
+      ledger.enter(static_cast<uint64_t>(step / ShardLoader::kBatches), batch.samples);
       dies(KillOfRank::kInForward);
       const Autocast autocast(torch::kBFloat16);
       const Tensor samples = torch::tensor(std::vector<int64_t>(batch.samples.begin(), batch.samples.end()));
@@ -128,6 +135,7 @@ std::string goes_on(World& world, const std::filesystem::path& folder, int64_t l
     const bool stepped = scaler.step(adamw);
     EXPECT_EQ(stepped, step != 4);
     scaler.update();
+    ledger.step();
     schedule.step();
     averages.update();
     dies(KillOfRank::kAfterStep);
@@ -138,7 +146,9 @@ std::string goes_on(World& world, const std::filesystem::path& folder, int64_t l
     ++step;
   }
   snapshot.save(last);
-  const std::string hash = hash_of(*net);
+  uint64_t states = 0;
+  for (const auto& [name, tensor] : adamw.state_dict()) add_to_hash(states, tensor);
+  const std::string hash = text(hash_of(*net), " ", states);
   const auto averaged = averages.in_use();
   return hash + " " + hash_of(*net);
 }
@@ -173,13 +183,14 @@ TEST_F(ReproducibleResumeProcess, ATrainingGoesOnOnAnotherNumberOfRanks) {
 }
 
 TEST_F(ReproducibleResumeProcess, KillsAndOtherNumbersOfRanksChangeNothing) {
-  constexpr int64_t kSteps = 20;
+  constexpr int64_t kSteps = 3 * ShardLoader::kBatches;
   const char* given = std::getenv("MUSTER_TEST_SEED");
   const auto seed = given ? std::stoul(given) : std::random_device()();
   std::cout << "MUSTER_TEST_SEED=" << seed << std::endl;
   std::mt19937 random(static_cast<uint32_t>(seed));
   const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
-  // As often as it is to be killed, on 1, 2, 4 or 8 ranks.
+  // As often as it is to be killed, on 1, 2, 4 or 8 ranks. A later kill may come after the last step.
+  int killed = 0;
   const auto train = [&](const std::string& name, int kills) {
     for (int attempt = 0;; ++attempt) {
       const int ranks = 1 << below(4);
@@ -197,9 +208,10 @@ TEST_F(ReproducibleResumeProcess, KillsAndOtherNumbersOfRanksChangeNothing) {
         }
       });
       if (ends[static_cast<size_t>(kill.rank)].signal == 0) {
-        EXPECT_GE(attempt, std::min(kills, 3));  // a later kill may come after the last step
+        EXPECT_GE(attempt, std::min(kills, 3));
         return same_words(ends);
       }
+      ++killed;
       for (int rank = 0; rank < ranks; ++rank) {
         if (rank == kill.rank) continue;
         EXPECT_EQ(ends[static_cast<size_t>(rank)].said, "lost");
@@ -211,10 +223,13 @@ TEST_F(ReproducibleResumeProcess, KillsAndOtherNumbersOfRanksChangeNothing) {
   const auto lines = lines_of(base_ / "whole");
   EXPECT_EQ(lines.size(), size_t{kReproducibleShards + 1});
   for (const auto& [name, its] : lines) EXPECT_EQ(its.size(), size_t{kSteps}) << name;
-  for (int i = 0; i < (full_run() ? 5 : 1) && !HasFailure(); ++i) {
+  const int enough = full_run() ? 20 : 3;
+  for (int i = 0; killed < enough && !HasFailure(); ++i) {
     const auto name = text("run-", i);
     EXPECT_EQ(train(name, 4), whole);
     EXPECT_EQ(lines_of(base_ / name), lines);
+    const auto entered = launch::check_ledger({ledger_of(base_ / name).string()}, {.epochs = 3});
+    EXPECT_TRUE(entered.is_exactly_once) << entered.words;
   }
 }
 

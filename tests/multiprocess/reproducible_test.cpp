@@ -3,15 +3,19 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <functional>
 #include <limits>
 #include <map>
 #include <memory>
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 
 #include "base/text.h"
 #include "multiprocess/reproducible_fixture.h"
 #include "muster/data/sampler.h"
+#include "muster/optim/optimizers.h"
 
 namespace muster::test {
 namespace {
@@ -87,6 +91,39 @@ TEST(ReproducibleProcess, OneTwoFourAndEightRanks) {
 }
 
 // So the first test can fail: the usual averages differ in their last bits.
+struct OnlyMatrices : nn::Module {
+  nn::Linear a = register_module("a", nn::Linear(nn::LinearOptions(5, 7).bias(false))),
+             b = register_module("b", nn::Linear(nn::LinearOptions(7, 3).bias(false)));
+  Tensor forward(int shard, uint64_t step) {
+    const Tensor x = torch::sin(torch::arange(15.F).view({3, 5}) + 3 * shard + static_cast<double>(step));
+    return b(torch::tanh(a(x))).square().mean();
+  }
+};
+
+TEST(ReproducibleProcess, AnyOptimizer) {
+  const auto hashes_on = [](size_t ranks) {
+    return same_words(in_processes(HostOfRank(ranks, "a"), [](World&) {
+      std::string hashes;
+      AllOptimizers::for_each([&]<typename O>(std::type_identity<TorchOptimizer<O>>) {
+        torch::manual_seed(3);
+        const auto net = std::make_shared<OnlyMatrices>();
+        DistributedDataParallel<OnlyMatrices> ddp(net, {.reproducible = {.shards = kReproducibleShards}});
+        TorchOptimizer<O> optimizer(net->parameters());
+        for (uint64_t step = 0; step < 3; ++step) {
+          optimizer.zero_grad();
+          ddp.backward_by_shards(step, [&](int shard) { return ddp->forward(shard, step); });
+          optimizer.step();
+        }
+        hashes += hash_of(*net) + " ";
+      });
+      return hashes;
+    }));
+  };
+  const std::string alone = hashes_on(1);
+  EXPECT_GT(std::count(alone.begin(), alone.end(), ' '), 12);
+  EXPECT_EQ(hashes_on(4), alone);
+}
+
 TEST(ReproducibleProcess, TheUsualAveragesAreNot) {
   EXPECT_NE((in_ranks<Language, torch::optim::SGD>({"a"}, 5, false)),
             (in_ranks<Language, torch::optim::SGD>({"a", "a"}, 5, false)));
@@ -270,6 +307,10 @@ TEST(Reproducible, BadUseIsOneSentence) {
     };
     expect_refusal({"dense gradients only"},
                    [] { DistributedDataParallel<Words>(std::make_shared<Words>(), {.reproducible = {.shards = 2}}); });
+  });
+  on_ranks(3, [](World&) {
+    expect_refusal({"3 ranks cannot share 8 shards"},
+                   [] { DistributedDataParallel<Plain>(make_plain(), {.reproducible = {.shards = 8}}); });
   });
 }
 

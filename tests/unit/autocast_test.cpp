@@ -202,6 +202,38 @@ TEST(Autocast, LibtorchsLinearConvertsItsWeightEachTime) {
 }
 
 // The cache is the process's: threads with their own modules fill it, and empty it, at the same time.
+// Threads with convolutions of their own in different dtypes, beside threads that share one: the cache of converted
+// weights is the process's, and each thread whose outermost guard ends empties it.
+TEST(Autocast, ThreadsShareTheCacheOfWeights) {
+  constexpr int kTimes = 200;
+  const Tensor x = torch::linspace(-1, 1, 3 * 16).view({1, 3, 16});
+  const std::vector<at::ScalarType> dtypes{torch::kBFloat16, torch::kBFloat16, torch::kBFloat16, torch::kHalf};
+  const nn::Conv1d shared(nn::Conv1dOptions(3, 4, 2)), own(nn::Conv1dOptions(3, 4, 2)),
+      other(nn::Conv1dOptions(3, 4, 2));
+  std::vector<nn::Conv1d> modules{shared, shared, own, other};
+  std::vector<Tensor> expected;
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    const Autocast alone(dtypes[i]);
+    expected.push_back(modules[i](x).detach());
+  }
+  std::barrier all_there(static_cast<std::ptrdiff_t>(dtypes.size()));
+  std::vector<int> wrong(dtypes.size(), 0);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < dtypes.size(); ++i)
+    threads.emplace_back([&, i] {
+      all_there.arrive_and_wait();
+      for (int time = 0; time < kTimes; ++time) {
+        const Autocast autocast(dtypes[i]);
+        for (int again = 0; again < 2; ++again) {
+          const Tensor result = modules[i](x);
+          if (result.scalar_type() != dtypes[i] || !at::equal(result, expected[i])) ++wrong[i];
+        }
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, std::vector<int>(dtypes.size(), 0));
+}
+
 TEST(Autocast, ThreadsHaveTheirOwnDtypes) {
   constexpr int kTimes = 200;
   const std::vector<at::ScalarType> dtypes{torch::kBFloat16, torch::kHalf, torch::kBFloat16};

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -143,10 +144,10 @@ TEST(GradScaler, AllRanksDecideAlike) {
       auto model = fully_shard(net, strategy);
       torch::optim::SGD sgd(net->parameters(), 0.1);
       GradScaler scaler({.init_scale = 1024, .growth_interval = 2});
-      const auto iterate = [&](bool spoil) {
+      const auto iterate = [&](std::optional<double> spoil) {
         sgd.zero_grad();
         scaler.scale(model(fsdp_input(world.rank(), 0)).sum()).backward();
-        if (spoil && model.owner(net->b->bias) == world.rank()) net->b->bias.mutable_grad().index_put_({3}, kInfinity);
+        if (spoil && model.owner(net->b->bias) == world.rank()) net->b->bias.mutable_grad().index_put_({3}, *spoil);
         scaler.unscale_(sgd);
         const double norm = model.clip_grad_norm_(1.0);
         EXPECT_EQ(std::isfinite(norm), !spoil);
@@ -154,12 +155,14 @@ TEST(GradScaler, AllRanksDecideAlike) {
         scaler.update();
         return stepped;
       };
-      EXPECT_TRUE(iterate(false));
-      EXPECT_FALSE(iterate(true));
-      EXPECT_EQ(scaler.get_scale(), 512);
-      EXPECT_TRUE(iterate(false));
-      EXPECT_TRUE(iterate(false));
-      EXPECT_EQ(scaler.get_scale(), 1024);
+      for (const double spoil : {kInfinity, std::numeric_limits<double>::quiet_NaN()}) {
+        EXPECT_TRUE(iterate({}));
+        EXPECT_FALSE(iterate(spoil));
+        EXPECT_EQ(scaler.get_scale(), 512);
+        EXPECT_TRUE(iterate({}));
+        EXPECT_TRUE(iterate({}));
+        EXPECT_EQ(scaler.get_scale(), 1024);
+      }
       model.synchronize();
     }
   });

@@ -1,7 +1,7 @@
 """Python's torch.optim goes on where muster::TorchOptimizer was, for unit/optimizers_test.cpp.
 
-Reads lines "name|file|file": the class, what state_dict() gave, with the parameters besides, and where the same is to be
-written after ten more steps. docs/optim.md has state_of() and state_dict_of().
+Reads lines "name|file|file|groups": the class, what state_dict() gave, with the parameters besides, where the same is to
+be written after ten more steps, and 1 if the second parameter has a group of its own, the last one. docs/optim.md has state_of() and state_dict_of().
 """
 import json
 import sys
@@ -85,13 +85,14 @@ def state_dict_of(optimizer):
 def main():
     torch.set_num_threads(1)
     for line in sys.stdin:
-        name, source, target = line.strip().split("|")
+        name, source, target, grouped = line.strip().split("|")
         tensors = load_file(source)
         parameters = [tensors.pop(f"parameters.{i}").clone().requires_grad_() for i in range(3)]
-        optimizer = getattr(torch.optim, name)(parameters)
+        one, two, three = parameters
+        optimizer = getattr(torch.optim, name)([{"params": [one, three]}, {"params": [two]}] if grouped == "1" else parameters)
         state, groups = state_of(tensors, optimizer.defaults)
-        for group in groups:
-            group["params"] = list(range(3))
+        for group, own in zip(groups, optimizer.state_dict()["param_groups"], strict=True):
+            group["params"] = own["params"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)  # leaves numbers of its own in the groups
         for step in range(10, 20):

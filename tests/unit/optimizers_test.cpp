@@ -8,6 +8,7 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <sstream>
@@ -26,56 +27,10 @@
 #include "support/ask_python.h"
 #include "support/ranks.h"
 #include "support/temporary_folder.h"
+#include "unit/optimizers_fixture.h"
 
-namespace muster::test {
+namespace muster::test::optimizers {
 namespace {
-
-using at::Tensor;
-using Tensors = std::vector<Tensor>;
-
-// Matrices, so that Muon takes them.
-Tensors start(at::ScalarType dtype = at::kFloat) {
-  Tensors all;
-  for (const int64_t rows : {3, 5, 2})
-    all.push_back(at::linspace(-1, 2, rows * 4, at::kDouble).view({rows, 4}).to(dtype).requires_grad_());
-  return all;
-}
-Tensor gradient(const Tensor& parameter, size_t index, int step) {
-  return parameter * (0.5 + static_cast<double>(index)) + at::cos(parameter * 3 + 0.3 * step);
-}
-void give_gradients(const Tensors& parameters, int step) {
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const bool is_skipped = i == 1 && step % 7 == 3;
-    parameters[i].mutable_grad() = is_skipped ? Tensor() : gradient(parameters[i].detach(), i, step);
-  }
-}
-void make_steps(torch::optim::Optimizer& optimizer, const Tensors& parameters, int from, int to) {
-  for (int step = from; step < to; ++step) {
-    give_gradients(parameters, step);
-    optimizer.step();
-  }
-}
-void expect_equal(const Tensors& a, const Tensors& b, const std::string& what = "") {
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << what << " " << i;
-}
-
-// In the order of AllOptimizers.
-constexpr const char* kNames[] = {"SGD",    "ASGD", "Adagrad", "Adadelta", "Adafactor", "Adam", "AdamW",
-                                  "Adamax", "Muon", "NAdam",   "RAdam",    "RMSprop",   "Rprop"};
-
-// Calls fn(std::type_identity<O>, name, options): some that are not the defaults.
-template <typename Fn>
-void for_each_optimizer(const Fn& fn) {
-  size_t i = 0;
-  AllOptimizers::for_each([&]<typename O>(std::type_identity<TorchOptimizer<O>>) {
-    typename O::Options options;
-    options.lr = 0.02;
-    if constexpr (std::is_same_v<O, optim::SGD>) options.momentum = 0.9;
-    if constexpr (requires { options.amsgrad; }) options.amsgrad = true;
-    fn(std::type_identity<O>(), std::string(kNames[i++]), options);
-  });
-}
 
 TEST(Optimizers, StepAsTheFunctionalOnes) {
   for_each_optimizer([]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
@@ -321,6 +276,18 @@ TEST(Optimizers, AStepIsMadeByAllGroupsOrNone) {
 }
 
 // Ten steps here and ten in Python's torch.optim, and the reverse.
+// Of one group, or of two of which the second one learns slower, and uphill where the optimizer can.
+template <typename O>
+std::unique_ptr<TorchOptimizer<O>> make(const Tensors& all, bool grouped, const typename O::Options& options,
+                                        typename O::Options other) {
+  if (!grouped) return std::make_unique<TorchOptimizer<O>>(all, options);
+  other.lr = 0.005;
+  if constexpr (requires { other.maximize; }) other.maximize = true;
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  return std::make_unique<TorchOptimizer<O>>(
+      Groups{TorchOptimizer<O>::group({all[0], all[2]}, options), TorchOptimizer<O>::group({all[1]}, other)}, options);
+}
+
 TEST(Optimizers, PythonReadsAndWritesTheirStates) {
   if (!python_has("torch")) GTEST_SKIP() << "no Python with torch";
   const TemporaryFolder folder;
@@ -331,31 +298,39 @@ TEST(Optimizers, PythonReadsAndWritesTheirStates) {
     for (size_t i = 0; i < parameters.size(); ++i) all[text("parameters.", i)] = parameters[i].detach();
     return all;
   };
-  for_each_optimizer([&]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+  const auto difference = [](const Tensor& a, const Tensor& b) {  // relative to the largest, if that is above 1
+    return (a - b).abs().max().item<double>() / std::max(1.0, a.abs().max().item<double>());
+  };
+  const auto each_way = [](const auto& fn) {
+    for_each_optimizer([&]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+      for (const bool grouped : {false, true}) fn(std::type_identity<O>(), text(name, grouped), grouped, options);
+    });
+  };
+  each_way([&]<typename O>(std::type_identity<O>, const std::string& name, bool grouped, const auto& options) {
     const Tensors parameters = start(at::kDouble);
-    TorchOptimizer<O> optimizer(parameters, options);
-    make_steps(optimizer, parameters, 0, 10);
-    save_safetensors(path(name), with_parameters(optimizer, parameters));
-    lines.push_back(name + "|" + path(name) + "|" + path(name + ".python"));
+    const auto optimizer = make<O>(parameters, grouped, options, options);
+    make_steps(*optimizer, parameters, 0, 10);
+    save_safetensors(path(name), with_parameters(*optimizer, parameters));
+    lines.push_back(text(name.substr(0, name.size() - 1), "|", path(name), "|", path(name + ".python"), "|", grouped));
   });
   ask_python("unit/optimizers_reference.py", lines);  // goes on for 10 steps, and writes what it has then
-  for_each_optimizer([&]<typename O>(std::type_identity<O>, const std::string& name, const auto& options) {
+  each_way([&]<typename O>(std::type_identity<O>, const std::string& name, bool grouped, const auto& options) {
     const Tensors straight = start(at::kDouble), parameters = start(at::kDouble);
-    TorchOptimizer<O> whole(straight, options), optimizer(parameters);
-    make_steps(whole, straight, 0, 20);
+    const auto whole = make<O>(straight, grouped, options, options),
+               optimizer = make<O>(parameters, grouped, typename O::Options(), typename O::Options());
+    make_steps(*whole, straight, 0, 20);
     const SafetensorsFile file(path(name + ".python"));
     std::map<std::string, Tensor> state;
     for (const std::string& key : file.names()) state[key] = file.tensor(key);
     for (size_t i = 0; i < parameters.size(); ++i) {
       const Tensor python = state.extract(text("parameters.", i)).mapped();
-      EXPECT_LE((straight[i] - python).abs().max().item<double>(), 1e-12) << name;
+      EXPECT_LE(difference(straight[i], python), 1e-12) << name;
       parameters[i].detach().copy_(python);
     }
-    optimizer.load_state_dict(state);
-    make_steps(whole, straight, 20, 30);
-    make_steps(optimizer, parameters, 20, 30);
-    for (size_t i = 0; i < parameters.size(); ++i)
-      EXPECT_LE((straight[i] - parameters[i]).abs().max().item<double>(), 1e-12) << name;
+    optimizer->load_state_dict(state);
+    make_steps(*whole, straight, 20, 30);
+    make_steps(*optimizer, parameters, 20, 30);
+    for (size_t i = 0; i < parameters.size(); ++i) EXPECT_LE(difference(straight[i], parameters[i]), 1e-12) << name;
   });
 }
 
@@ -424,25 +399,5 @@ TEST(Optimizers, WithStatesInFiles) {
   expect_equal(all, alone);
 }
 
-TEST(Optimizers, WithAGradScaler) {
-  run_threads(2, [](World& world) {
-    const Tensors all = start(), alone = start();
-    muster::SGD optimizer(all, {.lr = 0.1, .momentum = 0.9}), whole(alone, {.lr = 0.1, .momentum = 0.9});
-    GradScaler scaler({.init_scale = 1024});
-    for (int step = 0; step < 6; ++step) {
-      give_gradients(alone, step);
-      give_gradients(all, step);
-      for (const Tensor& parameter : all)
-        if (parameter.grad().defined()) parameter.mutable_grad().mul_(1024);
-      if (step == 3 && world.rank() == 1) all[0].mutable_grad()[0][0] = INFINITY;
-      scaler.step(optimizer);
-      scaler.update();
-      if (step != 3) whole.step();
-      if (step == 3) break;
-    }
-    expect_equal(all, alone);
-  });
-}
-
 }  // namespace
-}  // namespace muster::test
+}  // namespace muster::test::optimizers

@@ -1,4 +1,5 @@
 // Schedules of optimizers with groups are those of Python; they resume, and count whatever the user counts.
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
@@ -11,6 +12,9 @@
 #include <vector>
 
 #include "muster/base/error.h"
+#include "muster/comm/collectives.h"
+#include "muster/comm/world.h"
+#include "muster/data/sampler.h"
 #include "muster/optim/lr_scheduler.h"
 #include "muster/optim/optimizers.h"
 #include "support/archived.h"
@@ -264,6 +268,41 @@ TEST(Schedules, AnyEpochInAnyOrder) {
   }
 }
 
+// A schedule that counts the samples of all ranks has the same rates for any number of ranks and any size of a batch. A
+// MultiplicativeLR multiplies at each call, so it does not count samples (lr_scheduler.h).
+TEST(Schedules, CountedInSamplesTheyAreThoseOfAnyNumberOfRanks) {
+  constexpr size_t kSamples = 960, kCommon = 32;
+  const auto cases = schedule_cases();
+  // By case, the rates after each multiple of kCommon samples.
+  const auto rates_of = [&](int ranks, size_t batch) {
+    std::vector<std::vector<std::vector<double>>> rates(cases.size());
+    run_threads(ranks, [&](World& world) {
+      for (size_t i = 0; i < cases.size(); ++i) {
+        const auto optimizer = of_muster("SGD");
+        const Schedule schedule = cases[i].make(*optimizer);
+        DistributedSampler sampler(kSamples);
+        int64_t samples = 0;
+        while (const auto mine = sampler.next(batch)) {
+          at::Tensor count = at::full({1}, static_cast<int64_t>(mine->size()), at::kLong);
+          all_reduce(count);
+          samples += count.item<int64_t>();
+          schedule->step(samples);
+          if (world.rank() == 0 && samples % kCommon == 0) rates[i].push_back(rates_now(*optimizer));
+        }
+      }
+    });
+    return rates;
+  };
+  const auto expected = rates_of(1, kCommon);
+  EXPECT_EQ(expected[0].size(), kSamples / kCommon);
+  for (const auto& [ranks, batch] : {std::pair(1, size_t{4}), {2, size_t{16}}, {4, size_t{2}}}) {
+    const auto rates = rates_of(ranks, batch);
+    for (size_t i = 0; i < cases.size(); ++i)
+      EXPECT_TRUE(rates[i] == expected[i] || cases[i].python.find("MultiplicativeLR") != std::string::npos)
+          << cases[i].python;
+  }
+}
+
 // Into a schedule whose optimizer has been restored already, so that its first rate would be another.
 TEST(Schedules, Resume) {
   for (const ScheduleCase& one : schedule_cases()) {
@@ -279,6 +318,7 @@ TEST(Schedules, Resume) {
       second->step();
     }
     EXPECT_EQ(rates_now(*other), rates_now(*optimizer)) << one.python;
+    EXPECT_EQ(momentum_of(*other), momentum_of(*optimizer)) << one.python;
   }
   const auto optimizer = of_muster("SGD"), other = of_muster("SGD");
   ReduceLROnPlateau first(*optimizer, {.patience = 2}), second(*other, {.patience = 2});

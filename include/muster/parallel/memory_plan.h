@@ -49,8 +49,9 @@ struct MemoryPlan {
     std::string what;
     std::size_t rank = 0, host = 0;  // bytes: of a rank, on average; of all ranks of this host together
   };
-  // Parameters, their copies (mixed precision), gradients, optimizer states, gathered units (kFullShard), activations,
-  // program.
+  // Parameters, their copies (mixed precision), gradients, optimizer states, communication (kFullShard: gradients on
+  // their way to other hosts), gathered units (kFullShard), activations, program. On one host and in
+  // DistributedDataParallel, communication needs no memory of its own: gradients are reduced where they lie.
   std::vector<Row> rows;
   int ranks = 1;  // of this host
 

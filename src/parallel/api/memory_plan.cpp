@@ -178,10 +178,11 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
     // Of the others', what the network has not carried yet: with an owner on each host, at most all.
     const size_t moving = gathers ? std::min(parallel::bytes_of_mb(options.fsdp.bucket_cap_mb), large) : 0;
     plan.rows = {{"parameters", all / parts / owners, all / parts},
-                 one_host || gathers ? MemoryPlan::Row{"gradients", large / parts / owners + small + moving,
-                                                       large / parts + (small + moving) * ranks}
-                                     : MemoryPlan::Row{"gradients", trained, trained * ranks},
+                 one_host || gathers
+                     ? MemoryPlan::Row{"gradients", large / parts / owners + small, large / parts + small * ranks}
+                     : MemoryPlan::Row{"gradients", trained, trained * ranks},
                  {"optimizer states", states_of(trained) / parts / owners, states_of(trained) / parts}};
+    if (gathers) plan.rows.push_back({"communication", moving, moving * ranks});
   }
   if (copies > 0) plan.rows.insert(plan.rows.begin() + 1, {"copies", copies / parts / owners, copies / parts});
   if (gathers) {
