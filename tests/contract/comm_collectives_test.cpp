@@ -2,7 +2,10 @@
 // kind of tensor, blocking and asynchronous, against the reference of support/patterns.h, to the bit.
 
 #include <algorithm>
+#include <cctype>
 #include <set>
+#include <string>
+#include <string_view>
 
 #include "comm/backends/shm/layout.h"
 #include "support/collective_cases.h"
@@ -103,6 +106,28 @@ TEST_P(Collectives, Scatter) { grid("scatter"); }
 TEST_P(Collectives, AllToAllSingle) { grid("all_to_all_single"); }
 TEST_P(Collectives, AllToAllSingleWithSplits) { grid("all_to_all_single with splits"); }
 TEST_P(Collectives, SendAndRecv) { grid("send and recv"); }
+TEST_P(Collectives, Scan) { grid("scan"); }
+
+// Whoever adds a collective to collective_cases.cpp must name it above.
+TEST(CollectiveCases, EachHasAGrid) {
+  std::set<std::string> tests;
+  const auto& all = *testing::UnitTest::GetInstance();
+  for (int suite = 0; suite < all.total_test_suite_count(); ++suite)
+    if (const auto& one = *all.GetTestSuite(suite); std::string_view(one.name()) == "Comm/Collectives")
+      for (int i = 0; i < one.total_test_count(); ++i) {
+        const std::string name = one.GetTestInfo(i)->name();
+        tests.insert(name.substr(0, name.find('/')));
+      }
+  for (const Collective& each : collectives()) {
+    std::string name;  // "all_to_all_single with splits" is AllToAllSingleWithSplits
+    bool begins = true;
+    for (const char letter : std::string_view(each.name)) {
+      if (letter != '_' && letter != ' ') name += begins ? static_cast<char>(std::toupper(letter)) : letter;
+      begins = letter == '_' || letter == ' ';
+    }
+    EXPECT_TRUE(tests.contains(name)) << name;
+  }
+}
 
 // No rank goes on before all have come.
 TEST_P(Collectives, Barrier) {

@@ -289,10 +289,17 @@ TEST_P(Forms, AThreadThatCannotStart) {
       EXPECT_CONTAINS(said, "cannot start thread 'muster-group 1': Resource temporarily unavailable");
     }
     all_reduce(at::ones({5}), {.group = group});
+    const Group messages = world.new_group({0});
+    const at::Tensor large = at::ones({1 << 20});
+    {
+      const NoMoreThreads none;
+      const auto said = message_of<Unavailable>([&] { isend(large, 0, {.group = messages}).wait(); });
+      EXPECT_CONTAINS(said, "rank 0 cannot move its messages: cannot start thread");
+    }
     std::vector<std::string> states;
     for (const auto& op : black_box_of(world).operations)
       states.push_back(text(op.name, ' ', shm::to_string(op.state)));
-    EXPECT_EQ(states, (std::vector<std::string>{"broadcast failed", "all_reduce done"}));
+    EXPECT_EQ(states, (std::vector<std::string>{"broadcast failed", "all_reduce done", "send failed"}));
   });
 }
 

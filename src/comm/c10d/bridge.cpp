@@ -16,7 +16,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 template <typename T>
 const T& only(const std::vector<T>& list, const char* what) {
-  if (list.size() != 1) throw InvalidArgument(text(what, " takes one tensor per rank, not ", list.size()));
+  if (list.size() != 1) throw InvalidArgument(text(what, ": expected one tensor per rank, got ", list.size()));
   return list[0];
 }
 

@@ -128,7 +128,8 @@ std::string parent_process() { return text(::getppid(), "/", start_time_of(::get
 
 void check(const Placement& p, const char* rank, const char* world_size) {
   if (p.world_size < 1)
-    throw InvalidArgument(text("the world size is ", p.world_size), text("Set ", world_size, " to 1 or more"));
+    throw InvalidArgument(text("the world size must be at least 1, got ", p.world_size),
+                          text("Set ", world_size, " to 1 or more"));
   if (p.rank < 0 || p.rank >= p.world_size)
     throw InvalidArgument(text("rank ", p.rank, " is outside a world of ", p.world_size),
                           text("Set ", rank, " to 0 … ", p.world_size - 1));

@@ -168,7 +168,7 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
              const std::string& host)
     : state_(std::make_unique<State>()) {
   if (placement.world_size < 1)
-    throw InvalidArgument(text("a World cannot have ", placement.world_size, " ranks"), "Use 1 or more");
+    throw InvalidArgument(text("the number of ranks must be at least 1, got ", placement.world_size));
   if (placement.rank < 0 || placement.rank >= placement.world_size)
     throw InvalidArgument(text("rank ", placement.rank, " is outside a world of ", placement.world_size),
                           text("Use 0 … ", placement.world_size - 1));
@@ -368,7 +368,7 @@ void run_threads(int n, const std::function<void(World&)>& fn, const WorldOption
 }
 
 void comm::WorldStarter::run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options) const {
-  if (n < 1) throw InvalidArgument(text("run_threads cannot start ", n, " threads"), "Use 1 or more");
+  if (n < 1) throw InvalidArgument(text("run_threads(): the number of ranks must be at least 1, got ", n));
   const auto store = make_memory_store();
   std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
   std::vector<std::thread> threads;
