@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "launch/kit/text_table.h"
 #include "muster/comm/report_progress.h"
 #include "muster/comm/world.h"
 
@@ -59,26 +60,6 @@ int terminal_width(int fd) {
 std::string print(const char* format, double number) {
   char buffer[64];
   std::snprintf(buffer, sizeof buffer, format, number);
-  return buffer;
-}
-
-// 12,345
-std::string with_commas(double number) {
-  auto digits = print("%.0f", std::isfinite(number) ? number : 0);
-  for (auto at = static_cast<int>(digits.size()) - 3; at > 0; at -= 3) digits.insert(static_cast<size_t>(at), 1, ',');
-  return digits;
-}
-
-// 0:07, 12:31, 3:00:12
-std::string clock_time(double seconds) {
-  const auto whole = static_cast<int64_t>(std::clamp(std::round(seconds), 0.0, 3.6e6));
-  char buffer[64];
-  if (whole >= 3600) {
-    std::snprintf(buffer, sizeof buffer, "%d:%02d:%02d", static_cast<int>(whole / 3600),
-                  static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
-  } else {
-    std::snprintf(buffer, sizeof buffer, "%d:%02d", static_cast<int>(whole / 60), static_cast<int>(whole % 60));
-  }
   return buffer;
 }
 
@@ -156,12 +137,12 @@ std::string Progress::line(bool last) {
 
   std::vector<std::string> parts;
   parts.push_back(print("%3.0f%%", std::floor(fraction * 100)));
-  parts.push_back(last ? text("in ", clock_time(elapsed))
-                  : rate > 0
-                      ? text(clock_time(static_cast<double>(std::max<int64_t>(total_ - done_, 0)) / rate), " left")
-                      : "");
+  parts.push_back(
+      last       ? text("in ", launch::clock_time(elapsed))
+      : rate > 0 ? text(launch::clock_time(static_cast<double>(std::max<int64_t>(total_ - done_, 0)) / rate), " left")
+                 : "");
   if (loss_) parts.push_back(print("loss %.4f", *loss_));
-  if (rate > 0) parts.push_back(text(with_commas(rate), " ", options_.unit, "/s"));
+  if (rate > 0) parts.push_back(text(launch::with_commas(rate), " ", options_.unit, "/s"));
 
   // Takes as many parts as fit, the most important first. Shows them in the order of the header's picture.
   std::string label = label_;

@@ -61,12 +61,14 @@ class Dev(unittest.TestCase):
             path.chmod(0o777)
         shutil.copy(ROOT / "dev", self.checkout)
         shutil.copy(ROOT / "CMakePresets.json", self.checkout)
+        (self.checkout / "tools").mkdir()
+        shutil.copy(ROOT / "tools/packages.sh", self.checkout / "tools")
         for name, body in STAND_INS.items():
             path = self.fake / "bin" / name
             path.write_text(f"#!/bin/bash\n{body}\n")
             path.chmod(0o755)
         self.log = self.fake / "log"
-        self.set_installed(re.findall(r"^  ([a-z0-9+-]+) +#", (ROOT / "dev").read_text(), re.M) + ["clang-format", "clang-tidy"])
+        self.set_installed(re.findall(r"^  ([a-z0-9+-]+) +#", (ROOT / "tools/packages.sh").read_text(), re.M) + ["clang-format", "clang-tidy"])
 
     def set_installed(self, packages):
         path = self.fake / "installed"
@@ -180,7 +182,7 @@ class Dev(unittest.TestCase):
         status, output, log = self.dev("build")
         self.assertEqual(status, 0, output)
         self.assertIn(f"python3 -m venv --clear {self.checkout}/.venv\n", log)
-        self.assertEqual(re.findall(r"(?m)^pip (.*)$", log), ["--disable-pip-version-check --no-compile torch==2.13.0 numpy"])
+        self.assertEqual(re.findall(r"(?m)^pip (.*)$", log), ["--disable-pip-version-check --no-compile torch==2.13.0 numpy safetensors"])
         self.assertIn(f"-DTorch_DIR={self.checkout}/.venv/torch/share/cmake/Torch\n", log)
         status, output, log = self.dev("build")
         self.assertEqual((status, re.findall(r"pip|venv|preset", log)), (0, []), output)
@@ -247,7 +249,7 @@ class Dev(unittest.TestCase):
         (self.fake / "offline").touch()
         status, output, log = self.dev("build")
         self.assertEqual(status, 1)
-        self.assertIn("pip could not install torch==2.13.0 numpy", output)
+        self.assertIn("pip could not install torch==2.13.0 numpy safetensors", output)
         self.assertNotIn("--preset", log)
 
     def test_configures_only_when_something_changed(self):

@@ -270,6 +270,17 @@ def staged_bytes() -> int:
             taken += os.stat(path).st_blocks * 512
     return taken
 
+    def test_a_message_that_does_not_fit_names_the_line_of_its_recv(self):
+        def body(rank):
+            if rank == 1:
+                return raised(dist.DistBackendError, lambda: dist.recv(torch.ones(4), 0))
+            dist.send(torch.ones(3), 1)
+            return raised(dist.DistBackendError, lambda: dist.barrier())
+
+        for text in run(2, body):
+            self.assertIn("recv on rank 1 (collectives_test.py:", text)
+            self.assertIn("but rank 0 sent 3 x Float (12 bytes)", text)
+
 
 class Heap(Case):
     def test_collectives_copy_nothing(self):
