@@ -28,7 +28,8 @@ using std::chrono::seconds;
 
 TEST(World, PlacementIsChecked) {
   const auto store = make_memory_store();
-  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 0, .world_size = 0}, store); }), "0 ranks");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 0, .world_size = 0}, store); }),
+                  "the number of ranks must be at least 1, got 0");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 2, .world_size = 2}, store); }),
                   "rank 2 is outside a world of 2");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = -1, .world_size = 2}, store); }), "rank -1");

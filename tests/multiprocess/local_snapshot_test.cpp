@@ -48,7 +48,7 @@ struct Counted {
 
 class LocalSnapshot : public testing::Test {
  protected:
-  fs::path of(const std::string& host) const { return folder_ / ("host-" + host); }
+  fs::path of(const std::string& host) const { return memory_ / ("host-" + host); }
   fs::path all() const { return folder_ / "all"; }
   SnapshotOptions options(const std::string& host) const {
     return {.folder = all(),
@@ -90,7 +90,7 @@ class LocalSnapshot : public testing::Test {
     return ranks;
   }
 
-  TemporaryFolder folder_;
+  TemporaryFolder folder_, memory_{"/dev/shm"};  // the hosts' own folders are in memory
   int replicas_ = 1;
   bool asynchronous_ = false;
 };

@@ -34,6 +34,8 @@ std::vector<Variant> variants(const std::string& late, bool small_matrices, bool
       {.name = "delayed", .options = {.delay_all_reduce = {late}}},
       {.name = "joined", .joins = true},
       {.name = "hook all_reduce", .hook = [] { return CommHook(comm_hooks::all_reduce); }},
+      {.name = "hook of local SGD, before it begins",
+       .hook = [] { return CommHook(comm_hooks::PostLocalSgd({.start_local_sgd_iter = 100})); }},
       {.name = "hook of all elements", .hook = [] { return CommHook(comm_hooks::TopK({.ratio = 1})); }},
   };
   if (!normalizes)  // by the few pictures of a batch, which amplifies a rounding more and more
