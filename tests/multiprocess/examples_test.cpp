@@ -167,6 +167,10 @@ TEST(Examples, ParallelResnet) {
   Process twice({kMusterCommand, "ledger", "check", folder + "/ledger", folder + "/./ledger"});
   EXPECT_NE(twice.finish(), 0);
   EXPECT_NE(twice.err.find("are one file"), std::string::npos) << twice.err;
+  // The fourth epoch was not there.
+  Process wrong({kMusterCommand, "ledger", "check", folder + "/ledger", "--epochs", "4"});
+  EXPECT_EQ(wrong.finish(), 1) << wrong.out;
+  EXPECT_NE(wrong.out.find("NOT"), std::string::npos) << wrong.out;
   std::filesystem::remove_all(folder);
 }
 
