@@ -2,8 +2,8 @@
 // One JSON object per line.
 //
 // `bytes` is the size of a rank's larger tensor: the tensor of all_reduce and broadcast, the output of all_gather, the
-// input of reduce_scatter and all_to_all. send_recv is a message and its answer; exchange is a message in each direction,
-// for which both ranks have posted a receive before they send.
+// input of reduce_scatter and all_to_all. send_recv is a message and its answer; exchange is a message in each
+// direction, for which both ranks have posted a receive before they send.
 //
 // With --serve, each rank first prints its pid, and then rank 0 reads what to measure from its standard input, a line
 // "OP BYTES" at a time, and prints {"done": true} after the rows (bench/rounds.py).

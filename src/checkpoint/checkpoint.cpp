@@ -7,6 +7,7 @@ namespace muster::detail {
 
 SnapshotOptions options_of_checkpoint(const std::filesystem::path& folder, const CheckpointOptions& options) {
   return {.folder = folder,
+          .training = "a checkpoint",  // so that save() replaces no snapshot of a training
           .sharded = options.sharded,
           .keep = 1,
           .local = {},

@@ -7,10 +7,10 @@
 //            multiple of 64 bytes of the file
 //     …      the tensors, without gaps; those with the largest elements first, so that all are aligned
 //
-// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, perhaps score and training, data_bytes, and
-// tensors, which has for each tensor in the file's order: item, name, kind, rank, order, its checksums; its key in the header,
-// if that is not its full name, because another has it; and its dtype, if safetensors files have none like it. Such a
-// tensor is stored as the bytes of its elements, in one more dimension.
+// "muster" is JSON in a string: version (2), steps, world_size, rank, shards, perhaps score and training, data_bytes,
+// and tensors, which has for each tensor in the file's order: item, name, kind, rank, order, its checksums; its key in
+// the header, if that is not its full name, because another has it; and its dtype, if safetensors files have none like
+// it. Such a tensor is stored as the bytes of its elements, in one more dimension.
 //
 // Checksums are XXH3 (64 bits). A tensor has one per MiB, so that an error can name the MiB in which a bit has flipped.
 // "checksum" is that of the first 8 bytes and the header, with zeros in its own place.

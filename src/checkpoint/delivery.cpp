@@ -108,7 +108,7 @@ void Delivery::find_missing() {
     if (!only_here_.empty()) sides.push_back(text("has no ", listed(only_here_)));
     if (!only_saved_.empty()) sides.push_back(text("has ", listed(only_saved_), ", which the program did not add"));
     throw InvalidArgument(text("the snapshot ", join(sides, "; it ")),
-                          "add() the same items as when it was saved, or restore({.strict = false})");
+                          "Give the same items as when it was saved, or set .strict = false");
   }
   if (!strict_ && !any && !targets_.empty())
     throw InvalidArgument(text("the snapshot has nothing of what was added",

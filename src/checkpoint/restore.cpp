@@ -131,7 +131,9 @@ void require_equal(const SnapshotRestoreOptions& options, const std::string& tra
   const auto said =
       text(options.strict, ' ', options.best, ' ', options.steps ? text(*options.steps) : "newest", ' ', training);
   for (const std::string& theirs : all_gather_object(said, here.collective))
-    if (theirs != said) throw Mismatch("the ranks call restore() with different options", "Use the same on all ranks");
+    if (theirs != said)
+      throw Mismatch("the ranks call restore() with different options, or have different .training",
+                     "Use the same on all ranks");
 }
 
 void require_same_training(const About& about, const std::string& training, const SnapshotPlace& where) {
@@ -221,10 +223,20 @@ void apply(const SnapshotPlace& here, const Items& items, const Reading& reading
 
 }  // namespace
 
-int64_t newest_to_replace(SnapshotPlace& here) {
+int64_t newest_to_replace(SnapshotPlace& here, const std::string& training) {
   const auto there = snapshots_in(here);
+  const int64_t newest = there.empty() ? 0 : *there.rbegin();
+  Problem problem;
+  if (here.rank == 0 && newest > 0)
+    problem = problem_of([&] {
+      if (read_about(here.folder.snapshot(newest)).training != training)
+        throw InvalidArgument(text(here.folder.path().string(), " has the snapshots of a training"),
+                              "Name another folder");
+    });
+  problem = broadcast_object(problem, 0, here.collective);
+  if (problem) throw_problem(problem);
   here.folder_is_known = true;
-  return there.empty() ? 0 : *there.rbegin();
+  return newest;
 }
 
 int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, SnapshotRestoreOptions options,

@@ -29,7 +29,8 @@ namespace muster::checkpoint {
 int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, SnapshotRestoreOptions options,
                 const std::string& training, const std::function<std::vector<int64_t>()>& best);
 
-// The newest snapshot in the folder of all, 0 if there is none. After that save() may replace what is there. Collective.
-int64_t newest_to_replace(SnapshotPlace& here);
+// The newest snapshot in the folder of all, 0 if there is none. After that save() may replace what is there.
+// InvalidArgument if it is not of this training. Collective.
+int64_t newest_to_replace(SnapshotPlace& here, const std::string& training);
 
 }  // namespace muster::checkpoint

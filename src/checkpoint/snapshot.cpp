@@ -341,7 +341,7 @@ void Snapshot::save(int64_t steps) {
 }
 
 void detail::save_in_place(Snapshot& snapshot) {
-  snapshot.save(checkpoint::newest_to_replace(snapshot.impl_->place) + 1);
+  snapshot.save(checkpoint::newest_to_replace(snapshot.impl_->place, snapshot.impl_->options.training) + 1);
 }
 
 void Snapshot::score(double value) {

@@ -223,6 +223,7 @@ TEST_P(ChannelMessagesTest, AMessageThatIsNotForThePostedReceiveGoesThroughTheRi
       receives.submit(0, 2);
       receives.submit(0, 3);
       EXPECT_TRUE(receives.messages[0]->posted);
+      for (size_t i = 1; i < 4; ++i) EXPECT_FALSE(receives.messages[i]->posted) << i;
     }
     barrier(rank.channel, barrier_call());
     if (rank.channel.rank() == 0) {
@@ -243,8 +244,8 @@ TEST_P(ChannelMessagesTest, AMessageThatIsNotForThePostedReceiveGoesThroughTheRi
   });
 }
 
-// Many messages of sizes on both sides of the border, with two tags, from heaps and elsewhere, to receives that are posted
-// early or late. Those between heaps are copied by both ranks.
+// Many messages of sizes on both sides of the border, with two tags, from heaps and elsewhere, to receives that are
+// posted early or late. Those between heaps are copied by both ranks.
 TEST_P(ChannelMessagesTest, PostedReceivesAmongOthers) {
   constexpr int kRounds = 4;
   const int kMessages = test::full_run() ? 4 : 2;

@@ -1,5 +1,5 @@
-// Large messages from and to tensors on a World's heap: those by reference, those that a sender writes to a receive that
-// waits, and what happens to their memory when the sender or the receiver gives up.
+// Large messages from and to tensors on a World's heap: those by reference, those that a sender writes to a receive
+// that waits, and what happens to their memory when the sender or the receiver gives up.
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -133,11 +133,13 @@ TEST_P(HeapMessages, ALargeOneOnTheHeapWhoseSenderGivesUp) {
   });
 }
 
-// A receive that waits is given up. Its sender may know its tensor, and write to it later: no other tensor gets the memory.
+// A receive that waits is given up. Its sender may know its tensor, and write to it later: no other tensor gets the
+// memory.
 TEST_P(HeapMessages, TheMemoryOfAReceiveThatFailedIsNotGivenAgain) {
   if (GetParam().backend != "shm") GTEST_SKIP() << "only there a sender writes to the tensor";
   constexpr int64_t kLarge = (int64_t{5} << 20) / 4;
   run(2, [](World& world) {
+    const Group pair = world.new_group({0, 1});
     if (world.rank() == 0) {
       hear(world, "gave up");
       EXPECT_THROW(send(at::ones({kLarge}), 1), TimeoutError);
@@ -147,7 +149,13 @@ TEST_P(HeapMessages, TheMemoryOfAReceiveThatFailedIsNotGivenAgain) {
     const void* const place = place_of_next();
     EXPECT_EQ(place_of_next(), place);
     EXPECT_THROW(recv(world.heap().zeros({kLarge}), 0, {.timeout = std::chrono::milliseconds(100)}), TimeoutError);
-    EXPECT_NE(place_of_next(), place);
+    const void* const second = place_of_next();
+    EXPECT_NE(second, place);
+    // The same for one that is issued, in a group that has not failed.
+    EXPECT_THROW(
+        irecv(world.heap().zeros({kLarge}), 0, {.group = pair, .timeout = std::chrono::milliseconds(100)}).wait(),
+        TimeoutError);
+    EXPECT_NE(place_of_next(), second);
     say(world, "gave up");
   });
 }

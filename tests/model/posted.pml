@@ -1,6 +1,6 @@
 /* Posted receives: a sender writes a message to the tensor of the receive that waits for it, and to no other memory.
  *
- * Models RingControl::posted (src/comm/backends/shm/layout.h) between two ranks: is_posted(), write_to_posted(), push(),
+ * Models RingControl::posted (src/comm/backends/shm/layout.h) between two ranks: posted_place(), write_to_posted(), push(),
  * post_receive(), read_line(), match(), take_receive(), copy_reference(), copy_from_ring(), deliver() and match_aside()
  * of message_rings.cpp, post() and fail_all() of messages.cpp. Nobody sleeps here (messages.pml), and the ring has room
  * for all messages, as it has where a receive is posted.

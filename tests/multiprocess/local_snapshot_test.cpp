@@ -90,7 +90,7 @@ class LocalSnapshot : public testing::Test {
     return ranks;
   }
 
-  TemporaryFolder folder_, memory_{"/dev/shm"};  // the hosts' own folders are in memory
+  TemporaryFolder folder_, memory_{fs::exists("/dev/shm") ? "/dev/shm" : fs::temp_directory_path()};  // of the hosts
   int replicas_ = 1;
   bool asynchronous_ = false;
 };

@@ -144,8 +144,8 @@ TEST(MemoryPlan, TheTable) {
   EXPECT_EQ(plan.table(190 << 20), planned + "  measured                                       190 MiB, 5.0 % less\n");
 }
 
-// Processes that share memory share its count.
-// (A sanitizer keeps freed memory. It runs no processes that fork.)
+// In the next two, processes share memory. (A sanitizer keeps freed memory. It runs no processes that fork.)
+//
 // Two ranks train some steps with Adam; what is there after a forward is what was planned.
 TEST(MemoryPlanProcess, ATransformerHasWhatWasPlanned) {
   const auto ends = in_processes({"a", "a"}, [](World& world) {

@@ -90,7 +90,6 @@ TEST(ReproducibleProcess, OneTwoFourAndEightRanks) {
   for (const size_t n : {2, 4}) EXPECT_EQ((in_ranks<Language, torch::optim::SGD>(HostOfRank(n, "a"), 5)), words) << n;
 }
 
-// So the first test can fail: the usual averages differ in their last bits.
 struct OnlyMatrices : nn::Module {
   nn::Linear a = register_module("a", nn::Linear(nn::LinearOptions(5, 7).bias(false))),
              b = register_module("b", nn::Linear(nn::LinearOptions(7, 3).bias(false)));
@@ -124,6 +123,7 @@ TEST(ReproducibleProcess, AnyOptimizer) {
   EXPECT_EQ(hashes_on(4), alone);
 }
 
+// So the first test can fail: the usual averages differ in their last bits.
 TEST(ReproducibleProcess, TheUsualAveragesAreNot) {
   EXPECT_NE((in_ranks<Language, torch::optim::SGD>({"a"}, 5, false)),
             (in_ranks<Language, torch::optim::SGD>({"a", "a"}, 5, false)));

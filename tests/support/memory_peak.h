@@ -27,7 +27,8 @@ inline size_t peak_of(const std::function<void()>& fn) {
   };
   release_free_memory();
   const size_t before = kib("VmRSS:");
-  std::ofstream("/proc/self/clear_refs") << 5;  // VmHWM begins anew
+  std::ofstream reset("/proc/self/clear_refs");
+  EXPECT_TRUE(static_cast<bool>(reset << 5 << std::flush)) << "VmHWM cannot begin anew";
   fn();
   return (kib("VmHWM:") - before) << 10;
 }

@@ -7,6 +7,7 @@
 
 #include <barrier>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <string>
 #include <thread>
@@ -202,10 +203,25 @@ TEST(Autocast, LibtorchsLinearConvertsItsWeightEachTime) {
 }
 
 // The cache is the process's: threads with their own modules fill it, and empty it, at the same time.
+// So many threads call fn(their number) 200 times at the same time. By thread, how often it was false.
+std::vector<int> failures_of_threads(size_t count, const std::function<bool(size_t)>& fn) {
+  std::barrier all_there(static_cast<std::ptrdiff_t>(count));
+  std::vector<int> failures(count, 0);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < count; ++i)
+    threads.emplace_back([&, i] {
+      all_there.arrive_and_wait();
+      for (int time = 0; time < 200; ++time)
+        if (!fn(i)) ++failures[i];
+      if (at::autocast::is_autocast_enabled(torch::kCPU)) ++failures[i];
+    });
+  for (std::thread& thread : threads) thread.join();
+  return failures;
+}
+
 // Threads with convolutions of their own in different dtypes, beside threads that share one: the cache of converted
 // weights is the process's, and each thread whose outermost guard ends empties it.
 TEST(Autocast, ThreadsShareTheCacheOfWeights) {
-  constexpr int kTimes = 200;
   const Tensor x = torch::linspace(-1, 1, 3 * 16).view({1, 3, 16});
   const std::vector<at::ScalarType> dtypes{torch::kBFloat16, torch::kBFloat16, torch::kBFloat16, torch::kHalf};
   const nn::Conv1d shared(nn::Conv1dOptions(3, 4, 2)), own(nn::Conv1dOptions(3, 4, 2)),
@@ -216,26 +232,15 @@ TEST(Autocast, ThreadsShareTheCacheOfWeights) {
     const Autocast alone(dtypes[i]);
     expected.push_back(modules[i](x).detach());
   }
-  std::barrier all_there(static_cast<std::ptrdiff_t>(dtypes.size()));
-  std::vector<int> wrong(dtypes.size(), 0);
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < dtypes.size(); ++i)
-    threads.emplace_back([&, i] {
-      all_there.arrive_and_wait();
-      for (int time = 0; time < kTimes; ++time) {
-        const Autocast autocast(dtypes[i]);
-        for (int again = 0; again < 2; ++again) {
-          const Tensor result = modules[i](x);
-          if (result.scalar_type() != dtypes[i] || !at::equal(result, expected[i])) ++wrong[i];
-        }
-      }
-    });
-  for (std::thread& thread : threads) thread.join();
+  const auto wrong = failures_of_threads(dtypes.size(), [&](size_t i) {
+    const Autocast autocast(dtypes[i]);
+    const Tensor first = modules[i](x), second = modules[i](x);
+    return first.scalar_type() == dtypes[i] && at::equal(first, expected[i]) && at::equal(second, expected[i]);
+  });
   EXPECT_EQ(wrong, std::vector<int>(dtypes.size(), 0));
 }
 
 TEST(Autocast, ThreadsHaveTheirOwnDtypes) {
-  constexpr int kTimes = 200;
   const std::vector<at::ScalarType> dtypes{torch::kBFloat16, torch::kHalf, torch::kBFloat16};
   std::vector<nn::Linear> modules;
   std::vector<Tensor> expected;
@@ -246,22 +251,12 @@ TEST(Autocast, ThreadsHaveTheirOwnDtypes) {
     expected.push_back(modules.back()(x).detach());
     EXPECT_EQ(expected.back().scalar_type(), dtype);
   }
-  std::barrier all_there(static_cast<std::ptrdiff_t>(dtypes.size()));
-  std::vector<int> wrong(dtypes.size(), 0);
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < dtypes.size(); ++i)
-    threads.emplace_back([&, i] {
-      all_there.arrive_and_wait();
-      for (int time = 0; time < kTimes; ++time) {
-        const Autocast autocast(dtypes[i]);
-        const Tensor first = modules[i](x), second = modules[i](x);
-        const bool is_right = first.scalar_type() == dtypes[i] && at::equal(first, expected[i]) &&
-                              second.scalar_type() == dtypes[i] && at::equal(second, expected[i]);
-        if (!is_right) ++wrong[i];
-      }
-      if (at::autocast::is_autocast_enabled(torch::kCPU)) ++wrong[i];
-    });
-  for (std::thread& thread : threads) thread.join();
+  const auto wrong = failures_of_threads(dtypes.size(), [&](size_t i) {
+    const Autocast autocast(dtypes[i]);
+    const Tensor first = modules[i](x), second = modules[i](x);
+    return first.scalar_type() == dtypes[i] && at::equal(first, expected[i]) && second.scalar_type() == dtypes[i] &&
+           at::equal(second, expected[i]);
+  });
   EXPECT_EQ(wrong, std::vector<int>(dtypes.size(), 0));
 }
 

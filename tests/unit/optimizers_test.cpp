@@ -275,7 +275,6 @@ TEST(Optimizers, AStepIsMadeByAllGroupsOrNone) {
   expect_equal(all, alone);
 }
 
-// Ten steps here and ten in Python's torch.optim, and the reverse.
 // Of one group, or of two of which the second one learns slower, and uphill where the optimizer can.
 template <typename O>
 std::unique_ptr<TorchOptimizer<O>> make(const Tensors& all, bool grouped, const typename O::Options& options,
@@ -288,6 +287,7 @@ std::unique_ptr<TorchOptimizer<O>> make(const Tensors& all, bool grouped, const 
       Groups{TorchOptimizer<O>::group({all[0], all[2]}, options), TorchOptimizer<O>::group({all[1]}, other)}, options);
 }
 
+// Ten steps here and ten in Python's torch.optim, and the reverse.
 TEST(Optimizers, PythonReadsAndWritesTheirStates) {
   if (!python_has("torch")) GTEST_SKIP() << "no Python with torch";
   const TemporaryFolder folder;

@@ -61,25 +61,5 @@ TEST(Optimizers, InDdpWithAScheduleAndAScaler) {
   });
 }
 
-TEST(Optimizers, WithAGradScaler) {
-  run_threads(2, [](World& world) {
-    const Tensors all = start(), alone = start();
-    muster::SGD optimizer(all, {.lr = 0.1, .momentum = 0.9}), whole(alone, {.lr = 0.1, .momentum = 0.9});
-    GradScaler scaler({.init_scale = 1024});
-    for (int step = 0; step < 6; ++step) {
-      give_gradients(alone, step);
-      give_gradients(all, step);
-      for (const Tensor& parameter : all)
-        if (parameter.grad().defined()) parameter.mutable_grad().mul_(1024);
-      if (step == 3 && world.rank() == 1) all[0].mutable_grad()[0][0] = INFINITY;
-      scaler.step(optimizer);
-      scaler.update();
-      if (step != 3) whole.step();
-      if (step == 3) break;
-    }
-    expect_equal(all, alone);
-  });
-}
-
 }  // namespace
 }  // namespace muster::test::optimizers

@@ -309,7 +309,6 @@ TEST_P(SnapshotTest, AFullDiskCostsNeitherTheTrainingNorTheOldSnapshot) {
   EXPECT_EQ(restored(2), 6);
 }
 
-// When the last sync fails, everything is already written and renamed: the snapshot may exist after all.
 TEST_P(SnapshotTest, AFileThatCannotBeSyncedIsNoSnapshot) {
   save_steps(2, {10});
   const auto before = contents();
@@ -329,6 +328,7 @@ TEST_P(SnapshotTest, AFileThatCannotBeSyncedIsNoSnapshot) {
   EXPECT_EQ(restored(2), 10);
 }
 
+// When the last sync fails, everything is already written and renamed: the snapshot may exist after all.
 TEST_P(SnapshotTest, AFolderThatCannotBeSyncedTakesNothingFromTheSnapshotInIt) {
   const auto file = folder_ / "step-10.snapshot.safetensors";
   run_threads(2, [&](World& world) {

@@ -152,6 +152,16 @@ TEST_P(SnapshotTest, AStateIsSavedAndLoadedByOneCall) {
     }
   });
   EXPECT_EQ(files().size(), sharded() ? 3U : 1U);
+  fs::remove_all(folder_);
+  save_steps(2, {10});  // a training's
+  const auto before = contents();
+  run_threads(2, [&](World&) {
+    State state(7);
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { checkpoint::save(state, folder_, with); }),
+                    folder_.string() + " has the snapshots of a training");
+  });
+  EXPECT_TRUE(contents() == before);
+  fs::remove_all(folder_);
 
   // Equal on all ranks, and for another number of them.
   const CheckpointOptions shared{.sharded = sharded(), .per_rank = false};

@@ -11,11 +11,12 @@
 // damaged one is refused for. The files are safetensors files, and `muster checkpoint` reads them.
 //
 // A folder holds one checkpoint. save() replaces the one that is there, whatever state it is of, when the new one is
-// complete on the disk. For snapshots every so many steps, a stop by SIGTERM, the best ones or asynchronous saving, use
-// a Snapshot.
+// complete on the disk. It refuses a folder that has the snapshots of a training. For snapshots every so many steps, a
+// stop by SIGTERM, the best ones or asynchronous saving, use a Snapshot.
 //
-// Errors: those of Snapshot::save() and restore(), the same on all ranks; InvalidArgument, too, from load() if the
-// folder has no checkpoint. Collective, for the ranks of `.group`. Thread-safety: as Snapshot.
+// Errors: those of Snapshot::save() and restore(), the same on all ranks; InvalidArgument, too, from save() if the
+// folder has the snapshots of a training, and from load() if it has no checkpoint. Collective, for the ranks of
+// `.group`: they must call it with equal options. Thread-safety: as Snapshot.
 #pragma once
 
 #include <chrono>
@@ -27,11 +28,11 @@
 namespace muster {
 
 struct CheckpointOptions {
-  bool sharded = false;               // each rank writes a file of its own; as SnapshotOptions
-  std::optional<bool> per_rank = {};  // of all that is in the state; as SnapshotItemOptions
-  bool strict = true;                 // load(): as SnapshotRestoreOptions
-  Group group = {};                   // default: all ranks
-  std::chrono::milliseconds timeout{0};
+  bool sharded = false;                  // each rank writes a file of its own; as SnapshotOptions
+  std::optional<bool> per_rank = {};     // of all that is in the state; as SnapshotItemOptions
+  bool strict = true;                    // load(): as SnapshotRestoreOptions
+  Group group = {};                      // default: all ranks
+  std::chrono::milliseconds timeout{0};  // for waits while another rank writes or reads; 0: the World's timeout
 };
 
 namespace detail {
@@ -43,6 +44,7 @@ void load_newest(Snapshot& snapshot, const std::filesystem::path& folder, const 
 
 namespace checkpoint {
 
+// Saves the state in place of what is in the folder, which is made if it does not exist.
 template <typename State>
 void save(State&& state, const std::filesystem::path& folder, const CheckpointOptions& options = {}) {
   Snapshot snapshot(detail::options_of_checkpoint(folder, options));
@@ -50,6 +52,7 @@ void save(State&& state, const std::filesystem::path& folder, const CheckpointOp
   detail::save_in_place(snapshot);
 }
 
+// Copies what was saved into the state. Nothing changes if it is not intact or does not fit.
 template <typename State>
 void load(State&& state, const std::filesystem::path& folder, const CheckpointOptions& options = {}) {
   Snapshot snapshot(detail::options_of_checkpoint(folder, options));

@@ -71,7 +71,7 @@
 //                    message names the tensor, with both shapes), or is per rank and of another number of ranks; the
 //                    snapshot is of another `.training`; save() into a folder with snapshots that restore() has not examined; restore(), if another rank's
 //                    folder has newer snapshots than rank 0's
-//   Mismatch         ranks are at different steps or have added different items
+//   Mismatch         ranks are at different steps, have added different items, or restore with different options
 //   CorruptError     restore() found snapshots, and refused all of them
 //   Unavailable      another job has its snapshots in the folder now: from restore() and save(). Or the snapshot cannot
 //                    be written: from save(), and from step() if a stop was requested. A periodic save of step() that
@@ -116,7 +116,8 @@ struct LocalSnapshotOptions {
 
 struct SnapshotOptions {
   std::filesystem::path folder;  // made if it does not exist; for one job, and one training
-  // The name of the training. restore() refuses a snapshot that another name was saved with. Empty: it is not checked.
+  // The name of the training, equal on all ranks. restore() refuses a snapshot that another name was saved with. Empty:
+  // it is not checked.
   std::string training = {};
   int64_t every = 0;     // steps between snapshots; 0: only on request
   bool sharded = false;  // one file per rank instead of one by rank 0

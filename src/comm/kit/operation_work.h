@@ -1,9 +1,9 @@
 // The c10d::Work that a backend with a CollectiveQueue returns for asynchronous operations.
 //
 // A thread that waits for it without a limit runs its operations, and those that are queued before it, if they have not
-// begun (collective_queue.h); or it moves messages, if the backend says how. It may run
-// callbacks of other works meanwhile, so its caller must hold nothing that they need. Time spent in wait() counts as time blocked in communication. Its future is made by the
-// first call of getFuture().
+// begun (collective_queue.h); or it moves messages, if the backend says how. It may run callbacks of other works
+// meanwhile, so its caller must hold nothing that they need. Time spent in wait() counts as time blocked in
+// communication. Its future is made by the first call of getFuture().
 //
 // Thread-safety: all methods.
 #pragma once
@@ -47,8 +47,8 @@ class OperationWork final : public c10d::Work {
   // The two halves of complete(). end() returns whether mark_future() must follow. mark_future() calls the user's
   // callbacks of the future, which may run operations and wait for them. So the thread must not hold what they need.
   bool end(std::exception_ptr error);
-  // Marks it once, when the work is done and the future exists. What a callback throws is logged; libtorch then calls no
-  // callback that was added later.
+  // Marks it once, when the work is done and the future exists. What a callback throws is logged; libtorch then calls
+  // no callback that was added later.
   void mark_future();
   void complete(std::exception_ptr error = nullptr) {
     if (end(std::move(error))) mark_future();

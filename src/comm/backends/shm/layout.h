@@ -132,10 +132,11 @@ struct alignas(kLine) RingControl {
   alignas(kLine) std::atomic<uint64_t> read{0};     // by the receiver
   std::atomic<uint64_t> copied{0};                  // messages by reference whose data the receiver has
   alignas(kLine) PostedReceive posted;              // by the receiver
-  // Of the message by reference that is under way, which both copy, piece after piece.
-  std::atomic<uint64_t> target_of{0};               // by the receiver: the message's number,
-  uint64_t target = 0;                              // and before that: its tensor's place in the receiver's heap
-  alignas(kLine) std::atomic<uint64_t> claimed{0};  // by both: pieces, from the first on
+  // Of the message by reference that is under way, which both ranks copy. By the receiver: the place of its tensor in
+  // its heap, and then the number of the message.
+  uint64_t target = 0;
+  std::atomic<uint64_t> target_of{0};
+  alignas(kLine) std::atomic<uint64_t> claimed{0};  // by both: how many pieces
   std::atomic<uint64_t> copied_by_sender{0};        // bytes
 };
 

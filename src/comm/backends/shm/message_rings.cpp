@@ -10,9 +10,9 @@
 namespace muster::comm::shm_backend {
 namespace {
 
-// Claims a piece of a message by reference and copies it; returns its bytes, 0 if all are claimed. The receiver's pieces
-// are the first ones, the sender's the last ones: then each copies about the same lines in each message of a size, and
-// these stay where they are. `before`: how many pieces this rank has copied.
+// Claims a piece of a message by reference and copies it; returns its bytes, 0 if all are claimed. The receiver's
+// pieces are the first ones, the sender's the last ones: then each copies about the same lines in each message of a
+// size, and these stay where they are. `before`: how many pieces this rank has copied.
 uint64_t copy_claimed(RingControl& control, uint64_t before, bool is_sender, uint64_t bytes, std::byte* to,
                       std::byte* from) {
   const uint64_t pieces = pieces_by_reference(bytes);
@@ -154,6 +154,7 @@ bool Messages::push(int peer, Completed& completed) {
 }
 
 void Messages::post_receive(int peer) {
+  if (channel_.heap_bytes(channel_.rank()) == 0) return;
   if (peer == kAnySource) {
     for (int source = 0; source < channel_.size(); ++source)
       if (wanted_[source] > 0) post_receive(source);
@@ -202,15 +203,16 @@ bool Messages::read_line(int peer, Incoming& in, uint64_t& position) {
     return true;
   channel_.fail(ErrorCode::kUnavailable, shown(peer),
                 text("rank ", shown(peer), " sent a message of ", in.header.bytes,
-                     " bytes whose header is damaged: it has the dtype ", int{in.header.dtype}, " and the place ",
-                     in.header.place, " on a heap of ", heap, " bytes"));
+                     " bytes whose header is damaged: it has the dtype ", int{in.header.dtype}, " and ",
+                     in.in_place() ? text("is for a receive that was not posted")
+                                   : text("the place ", in.header.place, " on a heap of ", heap, " bytes")));
   return false;
 }
 
-// Copies the next piece of a message that came by reference, unless all are claimed; returns whether the message is complete. False also if its
-// sender may have changed the data meanwhile. Then check() or check_peers() fails the receive. The sender writes to the
-// data only after it has ended its send, which the looks after the copy find out: as in a seqlock, what was copied is
-// only used if no write can have come before them.
+// Copies the next piece of a message that came by reference, unless all are claimed; returns whether the message is
+// complete. False also if its sender may have changed the data meanwhile. Then check() or check_peers() fails the
+// receive. The sender writes to the data only after it has ended its send, which the looks after the copy find out: as
+// in a seqlock, what was copied is only used if no write can have come before them.
 bool Messages::copy_reference(int peer, Incoming& in, std::byte* to) {
   RingControl& control = in_[peer].control;
   in.data_bytes += copy_claimed(control, in.data_bytes / kPieceByReference, false, in.header.bytes, to,
@@ -398,8 +400,5 @@ bool Messages::match_aside_of(int peer, const std::shared_ptr<Message>& receive,
   finish(receive, completed);
   return true;
 }
-
-// A message that does not fit its receive fails the group: the data cannot be delivered, and dropping it would hide the
-// error.
 
 }  // namespace muster::comm::shm_backend

@@ -10,7 +10,7 @@ namespace muster::comm::shm_backend {
 namespace {
 
 constexpr size_t kMostThreads = 64;  // of which all but one are in callbacks
-constexpr std::chrono::microseconds kLull{20}, kLongestLull{320};
+constexpr std::chrono::microseconds kLull{20}, kLongestLull{160};
 constexpr int kLullsWithoutMessages = 50;
 
 }  // namespace
@@ -25,6 +25,7 @@ void Messages::run_callbacks(Completed messages, std::unique_lock<std::mutex>& l
   }
   for (auto next = std::move(messages.front()); next; next = take_callbacks()) {
     ++in_callbacks_;
+    if (defers_) work_.notify_all();
     lock.unlock();
     next->on_complete(*next, Message::Call::kCallbacks);
     next = nullptr;  // without the lock: this may release objects of the user
@@ -78,25 +79,33 @@ void Messages::work() {
   }
 }
 
-// Most threads that issue a message wait for it soon, and then move all that is pending themselves. A second thread that
-// also does costs them a processor, the lock and wake-ups. So the mover looks every now and then, and takes over when no
-// thread has moved anything for a while. Returns false if there is nothing to do for it. With the lock, and releases it.
+// Most threads that issue a message wait for it soon, and then move all that is pending themselves. A second thread
+// that also does costs them a processor, the lock and wake-ups. So the mover looks every now and then, and takes over
+// when no thread has moved anything since its last look. If one waits for long, the mover sleeps until that one goes
+// on. Returns false if there is nothing to do for it. With the lock, and releases it meanwhile.
 bool Messages::await_lull(std::unique_lock<std::mutex>& lock) {
   std::chrono::microseconds lull = kLull;
   for (int idle = 0; idle < kLullsWithoutMessages && !stop_ && callbacks_.empty();) {
     const uint64_t seen = awaited_;
-    lock.unlock();
-    std::this_thread::sleep_for(lull);
-    lull = std::min(2 * lull, kLongestLull);
-    lock.lock();
+    if (lull > kLongestLull && somebody_moves()) {
+      defers_ = true;  // before the look at somebody_moves(): ~Awaiting() notifies, or this thread sees it
+      work_.wait_for(lock, kNap, [&] { return stop_ || !callbacks_.empty() || !somebody_moves(); });
+      defers_ = false;
+      lull = kLull;
+    } else {
+      lock.unlock();
+      std::this_thread::sleep_for(lull);
+      lull = std::min(2 * lull, 2 * kLongestLull);
+      lock.lock();
+    }
     idle = pending() ? 0 : idle + 1;
     if (idle == 0 && awaited_ == seen && !somebody_moves()) return true;
   }
   return false;
 }
 
-// Until some messages are complete, none is pending, or a thread that waits moves them. Returns those whose callbacks are
-// to be called.
+// Until some messages are complete, none is pending, or a thread that waits moves them. Returns those whose callbacks
+// are to be called.
 Messages::Completed Messages::move_some() {
   Completed completed;
   while (completed.empty() && !somebody_moves()) {

@@ -3,16 +3,15 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <string_view>
 
 #include "base/copy.h"
 #include "base/text.h"
-#include "base/thread.h"
 #include "comm/backends/shm/message_sizes.h"
 
 namespace muster::comm::shm_backend {
+
 Messages::Messages(Channel& channel, std::function<std::shared_ptr<void>()> owner)
     : channel_(channel),
       owner_(std::move(owner)),
@@ -130,7 +129,8 @@ void Messages::work_on(const std::shared_ptr<Message>& message) {
   try {
     const std::lock_guard lock(mutex_);
     let_work();
-    // A turn may have moved a part. Whoever moves messages and sleeps now goes on with the rest, for which no peer rings.
+    // A turn may have moved a part. Whoever moves messages and sleeps now goes on with the rest, for which no peer
+    // rings.
     if (moved) channel_.control(channel_.rank()).inbox.ring();
   } catch (const std::exception& error) {
     // A part of the message may be in a ring, so the peer may read the tensor as long as the group has not failed.
@@ -264,6 +264,8 @@ Messages::Completed Messages::tell(const Completed& completed) {
   return with_callbacks;
 }
 
+// A message that does not fit its receive fails the group: the data cannot be delivered, and dropping it would hide the
+// error.
 bool Messages::fits(const Message& receive, int peer, const MessageHeader& header) {
   if (header.bytes == receive.header.bytes && header.dtype == receive.header.dtype) return true;
   const std::string here = find_site(receive.site), there = site_of(peer, header);

@@ -43,9 +43,10 @@
 // for a later message with another tag, this rank puts the first one aside in its own memory.
 //
 // A thread that waits makes progress for all pending messages of this rank. A separate thread, the mover, does so for
-// asynchronous messages, when no thread that waits has done so for a while. A user's callbacks may wait for other messages and for each other. So
-// a thread that is about to run some sees to it that another one moves what is pending, and runs the other callbacks.
-// Collectives do not use this code, so pending receives and collectives never block each other.
+// asynchronous messages, when no thread that waits has done so for a while. A user's callbacks may wait for other
+// messages and for each other. So a thread that is about to run some sees to it that another one moves what is pending,
+// and runs the other callbacks. Collectives do not use this code, so pending receives and collectives never block each
+// other.
 //
 // Thread-safety: all methods. Callbacks run without a lock held, in the thread that completed the message or in one of
 // Messages' own.
@@ -68,12 +69,12 @@
 
 namespace muster::comm::shm_backend {
 
-inline constexpr uint64_t kPosted = kNotOnHeap - 1;
+inline constexpr uint64_t kPosted = kNotOnHeap - 1;  // as a place: in the tensor of the receive that was posted
 
 struct MessageHeader {
   uint64_t bytes = 0;
-  // Of the data in the sender's heap, or kNotOnHeap: the data are in the ring, or kPosted: they are in the tensor of the
-  // receive that was posted. Of a receive: of its tensor in this rank's heap, or kNotOnHeap.
+  // Of the data in the sender's heap, or kNotOnHeap: the data are in the ring, or kPosted: they are in the tensor of
+  // the receive that was posted. Of a receive: of its tensor in this rank's heap, or kNotOnHeap.
   uint64_t place = kNotOnHeap;
   int32_t tag = 0;
   uint8_t dtype = 0;
@@ -168,6 +169,20 @@ class Messages {
   struct Aside {
     MessageHeader header;
     std::vector<std::byte> data;
+  };
+  // A thread that waits for a message, and moves all.
+  struct Awaiting {
+    explicit Awaiting(Messages& messages) : of(messages) { ++of.awaiting_; }
+    Awaiting(const Awaiting&) = delete;
+    Awaiting& operator=(const Awaiting&) = delete;
+    ~Awaiting() {
+      ++of.awaited_;
+      --of.awaiting_;
+      if (!of.defers_) return;
+      const std::lock_guard lock(of.mutex_);
+      of.work_.notify_all();
+    }
+    Messages& of;
   };
   using Completed = std::vector<std::shared_ptr<Message>>;
 
@@ -277,16 +292,7 @@ class Messages {
   std::deque<std::shared_ptr<Message>> callbacks_;  // messages whose callbacks wait for a thread
   int idle_ = 0;                                    // how many of the threads are
   bool moving_ = false;                             // there is a mover
-  struct Awaiting {
-    explicit Awaiting(Messages& messages) : of(messages) { ++of.awaiting_; }
-    Awaiting(const Awaiting&) = delete;
-    Awaiting& operator=(const Awaiting&) = delete;
-    ~Awaiting() {
-      ++of.awaited_;
-      --of.awaiting_;
-    }
-    Messages& of;
-  };
+  std::atomic<bool> defers_{false};                 // it sleeps because a thread that waits moves messages
   std::atomic<int> awaiting_{0}, in_callbacks_{0};  // threads that are in move_until(), and in users' callbacks
   std::atomic<uint64_t> awaited_{0};                // how many move_until() have ended
 };
