@@ -25,7 +25,7 @@ void Messages::run_callbacks(Completed messages, std::unique_lock<std::mutex>& l
   }
   for (auto next = std::move(messages.front()); next; next = take_callbacks()) {
     ++in_callbacks_;
-    if (defers_) work_.notify_all();
+    if (pending()) work_.notify_all();  // this thread does not move it now
     lock.unlock();
     next->on_complete(*next, Message::Call::kCallbacks);
     next = nullptr;  // without the lock: this may release objects of the user
@@ -58,7 +58,7 @@ void Messages::work() {
   bool goes_on = false;  // it has moved messages, and no other thread does
   for (;;) {
     ++idle_;
-    work_.wait(lock, [&] { return stop_ || !callbacks_.empty() || (pending() && !moving_); });
+    work_.wait(lock, [&] { return stop_ || !callbacks_.empty() || (needs_mover() && !moving_); });
     --idle_;
     Completed with_callbacks;
     if (auto message = take_callbacks()) {
@@ -98,8 +98,8 @@ bool Messages::await_lull(std::unique_lock<std::mutex>& lock) {
       lull = std::min(2 * lull, 2 * kLongestLull);
       lock.lock();
     }
-    idle = pending() ? 0 : idle + 1;
-    if (idle == 0 && awaited_ == seen && !somebody_moves()) return true;
+    if (pending() && awaited_ == seen && !somebody_moves()) return true;
+    idle = needs_mover() ? 0 : idle + 1;
   }
   return false;
 }

@@ -119,6 +119,7 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
 }
 
 void Messages::submit(const std::shared_ptr<Message>& message) {
+  message->submitted = true;
   post(message);
   work_on(message);
 }
@@ -145,6 +146,7 @@ void Messages::post(const std::shared_ptr<Message>& message) {
   {
     const std::lock_guard lock(mutex_);
     channel_.check();
+    submitted_ += message->submitted ? 1 : 0;
     if (message->op == OpKind::kSend) {
       channel_.commit_ring(message->peer);
       note_site(message->header, message->site);
@@ -178,6 +180,8 @@ int Messages::submit_if_here(const std::shared_ptr<Message>& receive, int first)
     const std::lock_guard lock(mutex_);
     channel_.check();
     source = find_here(receive->header.tag, first, completed);
+    receive->submitted = source != kAnySource;
+    submitted_ += receive->submitted ? 1 : 0;
     // No other receive wants the message, and none can be posted before the lock is free.
     if (source != kAnySource && !match_aside_of(source, receive, completed)) {
       receive->peer = source;
@@ -301,6 +305,7 @@ std::string Messages::site_of(int peer, const MessageHeader& header) const {
 
 void Messages::finish(const std::shared_ptr<Message>& message, Completed& completed, std::exception_ptr error) {
   message->error = std::move(error);
+  submitted_ -= message->submitted ? 1 : 0;
   message->complete.store(true, std::memory_order_release);
   completed.push_back(message);
 }

@@ -109,8 +109,9 @@ struct Message {
   bool posted = false;  // a receive: its source was told where its tensor is, and may write to it
 
   // Only Messages uses the rest.
-  bool begun = false;   // a send whose header is in the ring
-  uint64_t moved = 0;   // bytes of the data of a send that are in the ring, or in the posted receive's tensor
+  bool submitted = false;  // nobody may wait for it
+  bool begun = false;      // a send whose header is in the ring
+  uint64_t moved = 0;      // bytes of the data of a send that are in the ring, or in the posted receive's tensor
   uint64_t number = 0;  // by reference, once its header is in the ring: 1 for the first such message to that peer, …
   uint64_t helped = 0;  // by reference: pieces that the sender has copied
   uint64_t target = kNotOnHeap;  // of a send: the tensor's place in the receiver's heap, if it is known
@@ -267,6 +268,8 @@ class Messages {
   bool nothing_pending();
   // Whether a thread that waits for a message moves all of them: it is not in a callback.
   bool somebody_moves() const { return awaiting_.load() > in_callbacks_.load(); }
+  // Whether something may be pending that no thread which waits will move. With the lock.
+  bool needs_mover() const { return submitted_ > 0 || (pending() && !somebody_moves()); }
   bool await_lull(std::unique_lock<std::mutex>& lock);
   void sleep_until_moved(const Message& message);
   void work();
@@ -292,6 +295,7 @@ class Messages {
   std::deque<std::shared_ptr<Message>> callbacks_;  // messages whose callbacks wait for a thread
   int idle_ = 0;                                    // how many of the threads are
   bool moving_ = false;                             // there is a mover
+  int submitted_ = 0;                               // how many submitted messages are not complete
   std::atomic<bool> defers_{false};                 // it sleeps because a thread that waits moves messages
   std::atomic<int> awaiting_{0}, in_callbacks_{0};  // threads that are in move_until(), and in users' callbacks
   std::atomic<uint64_t> awaited_{0};                // how many move_until() have ended
