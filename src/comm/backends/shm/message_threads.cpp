@@ -1,6 +1,7 @@
 // The threads that move messages for which nobody waits, and that run callbacks (messages.h).
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 #include "base/text.h"
 #include "base/thread.h"
@@ -10,7 +11,7 @@ namespace muster::comm::shm_backend {
 namespace {
 
 constexpr size_t kMostThreads = 64;  // of which all but one are in callbacks
-constexpr std::chrono::microseconds kLull{20}, kLongestLull{160};
+constexpr std::chrono::microseconds kLull{20}, kLongestLull{320};
 constexpr int kLullsWithoutMessages = 50;
 
 }  // namespace
@@ -67,11 +68,12 @@ void Messages::work() {
       return;  // what was pending has failed
     } else {
       moving_ = true;
+      const uint64_t before = awaited_;
       if (goes_on || await_lull(lock)) {
         lock.unlock();
         with_callbacks = move_some();
         lock.lock();
-        goes_on = !somebody_moves();
+        goes_on = awaited_ == before && !somebody_moves();
       }
       moving_ = false;
     }
@@ -85,9 +87,10 @@ void Messages::work() {
 // on. Returns false if there is nothing to do for it. With the lock, and releases it meanwhile.
 bool Messages::await_lull(std::unique_lock<std::mutex>& lock) {
   std::chrono::microseconds lull = kLull;
+  uint64_t seen = awaited_;
+  bool one_waits = false;  // the same thread as at the last look, for long
   for (int idle = 0; idle < kLullsWithoutMessages && !stop_ && callbacks_.empty();) {
-    const uint64_t seen = awaited_;
-    if (lull > kLongestLull && somebody_moves()) {
+    if (one_waits) {
       defers_ = true;  // before the look at somebody_moves(): ~Awaiting() notifies, or this thread sees it
       work_.wait_for(lock, kNap, [&] { return stop_ || !callbacks_.empty() || !somebody_moves(); });
       defers_ = false;
@@ -95,10 +98,12 @@ bool Messages::await_lull(std::unique_lock<std::mutex>& lock) {
     } else {
       lock.unlock();
       std::this_thread::sleep_for(lull);
-      lull = std::min(2 * lull, 2 * kLongestLull);
       lock.lock();
+      lull = std::min(2 * lull, kLongestLull);
     }
-    if (pending() && awaited_ == seen && !somebody_moves()) return true;
+    const bool is_quiet = awaited_ == std::exchange(seen, awaited_.load());
+    if (pending() && is_quiet && !somebody_moves()) return true;
+    one_waits = is_quiet && somebody_moves() && lull == kLongestLull;
     idle = needs_mover() ? 0 : idle + 1;
   }
   return false;
@@ -108,11 +113,12 @@ bool Messages::await_lull(std::unique_lock<std::mutex>& lock) {
 // are to be called.
 Messages::Completed Messages::move_some() {
   Completed completed;
-  while (completed.empty() && !somebody_moves()) {
+  const auto another_moves = [this, seen = awaited_.load()] { return somebody_moves() || awaited_ != seen; };
+  while (completed.empty() && !another_moves()) {
     if (move(completed)) continue;
     // Another thread may complete all that is pending before this one sleeps. Then no peer rings for it.
     channel_.control(channel_.rank()).inbox.sleep(kNap, [&] {
-      return move(completed, true) || nothing_pending() || somebody_moves();
+      return move(completed, true) || nothing_pending() || another_moves();
     });
     if (nothing_pending()) break;
   }
