@@ -81,6 +81,8 @@ class FunctionalOptimizer {
 
   double lr() const { return lr_.load(std::memory_order_relaxed); }
   void set_lr(double lr);  // InvalidArgument: below 0, or not finite
+  // Takes any rate. For what a schedule has set in a torch::optim::Optimizer.
+  void set_scheduled_lr(double lr) { lr_.store(lr, std::memory_order_relaxed); }
 
   // The state of these parameters, under "<index>.<PyTorch's name>": "0.step", "0.exp_avg"; a parameter that never had
   // a gradient has none. The tensors are copies.

@@ -20,14 +20,19 @@
 //
 //   optim::SequentialLR schedule(sgd, {optim::rates::linear(0.1, 1, 5), optim::rates::cosine_annealing(95, 0)}, {5});
 //
-// In a sequence, SWALR and MultiplicativeLR go on from the rate before. Differences from Python, where a schedule may
-// take what another one has left in the optimizer: SWALR by itself anneals from the rate that the optimizer has when it
-// is made, so make it when the averaging begins. ChainedScheduler multiplies what its rates make of the first rate; in
-// Python, LambdaLR, OneCycleLR, CyclicLR and warm restarts within a chain ignore those before them, and
-// CosineAnnealingLR with an eta_min adds. A OneCycleLR within a SequentialLR leaves the first rate of the others as it
-// is. After the last step of a linear OneCycleLR, the rate is 0, and in Python below.
+// In a chain, LambdaLR, OneCycleLR, CyclicLR and warm restarts ignore the rates before them, as in Python, and so does
+// any function of yours. In a sequence, SWALR and MultiplicativeLR go on from the rate before. Differences from Python:
+// there, all OneCycleLR of one optimizer have the max_lr and the momentum of the one that was made last, those of a
+// CyclicLR made later, and all SWALR the last one's swa_lr. A sequence or a chain within a sequence begins as it does
+// alone; Python has it only as the first, and takes one step more.
 //
-// save() and load() store the epoch and the first rates; a Snapshot takes a schedule. Or call step(epochs_done).
+// step() goes on from the rate that the optimizer has, as in Python, so a ReduceLROnPlateau may reduce what a warm-up
+// has reached, and SWALR anneals from where the schedule before it ended. step(epoch) sets the rate of that epoch, but
+// for SWALR and MultiplicativeLR, which have none without the rate before. Python's schedules of one optimizer share its
+// first rate; here each takes the one that it finds, so make a sequence or a chain of them.
+//
+// save() and load() store the epoch, the first rates and the optimizer's rates; a Snapshot takes a schedule. Or call
+// step(epochs_done).
 //
 // Errors: InvalidArgument for options out of their range, and those of set_lr(). Thread-safety: none; the optimizer
 // must outlive its schedule, and must not get new groups. Source: torch.optim.lr_scheduler,
@@ -40,7 +45,9 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -51,6 +58,8 @@ struct ScheduledRates {
   std::function<std::vector<double>()> get;
   std::function<void(const std::vector<double>&)> set;
   std::function<bool(double)> set_momentum;  // of all groups: momentum, or the first of betas. False if there is none
+  // false: a rate below 0, which a linear OneCycleLR has after its last step, is set as 0.
+  bool may_be_negative = true;
 };
 ScheduledRates rates_of(torch::optim::Optimizer& optimizer);
 template <typename O>
@@ -60,22 +69,43 @@ ScheduledRates rates_of(O& optimizer) {
   } else {
     return {.get = [&optimizer] { return std::vector<double>{optimizer.lr()}; },
             .set = [&optimizer](const std::vector<double>& lrs) { optimizer.set_lr(lrs.at(0)); },
-            .set_momentum = [](double) { return false; }};
+            .set_momentum = [](double) { return false; },
+            .may_be_negative = false};
   }
 }
+
+namespace rates {
+// A rate as a function of the group's first rate and the epoch: one of those below, or any function of yours.
+class Rate {
+ public:
+  template <typename F>
+  requires(std::is_invocable_r_v<double, const F&, double, int64_t> && !std::is_same_v<F, Rate>) Rate(F rate)
+      : Rate(std::function<double(double first, int64_t epoch)>(std::move(rate))) {}
+  Rate(std::function<double(double first, int64_t epoch)> rate);
+
+  double operator()(double first, int64_t epoch) const;
+
+  struct Rule;  // how it goes on from another rate, and what it makes of the momentum
+  explicit Rate(std::shared_ptr<const Rule> rule) : rule_(std::move(rule)) {}
+  const Rule& rule() const { return *rule_; }
+
+ private:
+  std::shared_ptr<const Rule> rule_;
+};
+}  // namespace rates
 
 // A schedule from any function of the first rate and the epoch.
 class LRScheduler {
  public:
-  using Rate = std::function<double(double first, int64_t epoch)>;
+  using Rate = rates::Rate;
 
   template <typename O>
   LRScheduler(O& optimizer, Rate rate) : LRScheduler(rates_of(optimizer), {std::move(rate)}) {}
 
-  void step() { step(epoch_ + 1); }
-  void step(int64_t epoch);
+  void step() { go_to(epoch_ + 1, /*from_now=*/true); }
+  void step(int64_t epoch) { go_to(epoch, /*from_now=*/false); }
   int64_t last_epoch() const { return epoch_; }
-  double last_lr() const { return last_lrs().front(); }  // of the first group
+  double last_lr() const { return groups_.front().last; }  // of the first group
   std::vector<double> last_lrs() const;
 
   void save(torch::serialize::OutputArchive& archive) const;
@@ -83,9 +113,8 @@ class LRScheduler {
   void load(torch::serialize::InputArchive& archive);
 
  protected:
-  using Momentum = std::function<double(int64_t epoch)>;
   // `rates`: one for each group, or one for all.
-  LRScheduler(ScheduledRates of, std::vector<Rate> rates, Momentum momentum = {});
+  LRScheduler(ScheduledRates of, std::vector<Rate> rates);
   // The rates of groups with other parameters.
   template <typename Parameter, typename MakeRate>
   static std::vector<Rate> for_groups(const std::vector<Parameter>& of_groups, const MakeRate& make) {
@@ -95,10 +124,18 @@ class LRScheduler {
   }
 
  private:
+  struct Group {
+    double first;
+    double last = 0;      // what the schedule has set
+    double seen = 0;      // what the optimizer made of it
+    bool is_off = false;  // the rate is not that of `first` and the epoch, since someone has changed it
+  };
+  void go_to(int64_t epoch, bool from_now);
+  void set(std::vector<Group> groups, int64_t epoch, std::optional<double> momentum);
+
   ScheduledRates of_;
-  std::vector<double> firsts_;
   std::vector<Rate> rates_;
-  Momentum momentum_;
+  std::vector<Group> groups_;
   int64_t epoch_ = 0;
 };
 
@@ -131,7 +168,6 @@ struct CyclicLROptions {
 };
 
 namespace rates {
-using Rate = LRScheduler::Rate;
 Rate constant(double factor, int64_t total_iters);
 Rate step(int64_t step_size, double gamma);
 Rate multi_step(std::vector<int64_t> milestones, double gamma);
@@ -143,12 +179,12 @@ Rate cosine_annealing_warm_restarts(int64_t t_0, int64_t t_mult, double eta_min)
 Rate linear(double start_factor, double end_factor, int64_t total_iters);
 Rate polynomial(int64_t total_iters, double power);
 Rate swa(double swa_lr, int64_t anneal_epochs, bool cosine);
-Rate one_cycle(const OneCycleLROptions& options);  // of all groups; leaves momentum as it is
+Rate one_cycle(const OneCycleLROptions& options);  // of all groups
 Rate cyclic(const CyclicLROptions& options);       // the same
 // The first rate up to the first milestone, the next one from there on, from its own epoch 0, and so on.
-Rate sequential(std::vector<Rate> rates, std::vector<int64_t> milestones);
-// The product of the factors that each makes of the first rate.
-Rate chained(std::vector<Rate> rates);
+Rate sequential(const std::vector<Rate>& rates, std::vector<int64_t> milestones);
+// Each goes on from what those before it have made of the rate, at each epoch.
+Rate chained(const std::vector<Rate>& rates);
 }  // namespace rates
 
 struct ConstantLR : LRScheduler {  // a smaller rate for the first total_iters epochs
@@ -177,7 +213,7 @@ struct LambdaLR : LRScheduler {  // the first rate times factor(epoch)
   LambdaLR(O& optimizer, const std::vector<std::function<double(int64_t)>>& factors)
       : LRScheduler(rates_of(optimizer), for_groups(factors, rates::lambda)) {}
 };
-// The rate before times factor(epoch), which is called for every epoch: so do not count samples.
+// The rate before times factor(epoch), which is called for every epoch: for each sample if you count samples.
 struct MultiplicativeLR : LRScheduler {
   template <typename O>
   MultiplicativeLR(O& optimizer, std::function<double(int64_t)> factor)
@@ -218,12 +254,12 @@ struct SWALR : LRScheduler {  // from the first rate to swa_lr in anneal_epochs,
 };
 struct SequentialLR : LRScheduler {
   template <typename O>
-  SequentialLR(O& optimizer, std::vector<Rate> rates, std::vector<int64_t> milestones)
-      : LRScheduler(optimizer, rates::sequential(std::move(rates), std::move(milestones))) {}
+  SequentialLR(O& optimizer, const std::vector<Rate>& rates, std::vector<int64_t> milestones)
+      : LRScheduler(optimizer, rates::sequential(rates, std::move(milestones))) {}
 };
 struct ChainedScheduler : LRScheduler {
   template <typename O>
-  ChainedScheduler(O& optimizer, std::vector<Rate> rates) : LRScheduler(optimizer, rates::chained(std::move(rates))) {}
+  ChainedScheduler(O& optimizer, const std::vector<Rate>& rates) : LRScheduler(optimizer, rates::chained(rates)) {}
 };
 
 class OneCycleLR : public LRScheduler {

@@ -29,8 +29,8 @@
 // functional_optimizer.h, it has a default constructor, options(), and O::Options with a field lr and a list of its
 // fields.
 //
-// Errors: InvalidArgument for options out of their range (from step(), if they were changed) and for sparse gradients
-// that are not accepted, before anything has changed. Thread-safety: none; one thread, as torch::optim::Optimizer.
+// Errors: InvalidArgument for options out of their range (from step(), if they were changed; then a rate may be below 0)
+// and for sparse gradients that are not accepted, before anything has changed. Thread-safety: none; one thread, as torch::optim::Optimizer.
 // Source: torch.optim.
 #pragma once
 
@@ -39,6 +39,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -163,7 +164,14 @@ class TorchOptimizer : public TorchOptimizerBase {
 
  private:
   std::unique_ptr<optim::FunctionalOptimizer> functional(const torch::optim::OptimizerOptions& options) const override {
-    return std::make_unique<O>(static_cast<const OptionsOfGroup&>(options).values);
+    typename O::Options values = static_cast<const OptionsOfGroup&>(options).values;
+    // The constructor refuses a rate below 0, which a linear OneCycleLR has after its last step.
+    const double lr = values.lr;
+    const bool is_below = lr < 0 && std::isfinite(lr);
+    if (is_below) values.lr = 0;
+    auto optimizer = std::make_unique<O>(std::move(values));
+    if (is_below) optimizer->set_scheduled_lr(lr);
+    return optimizer;
   }
   std::unique_ptr<optim::KeptState> new_state() const override { return std::make_unique<optim::KeptStateOf<O>>(); }
   void exchange_options(torch::optim::OptimizerOptions& options, const Exchange& exchange) const override {
