@@ -17,9 +17,11 @@
 #include "base/text.h"
 #include "comm/backends/registry.h"
 #include "comm/core/backend.h"
+#include "comm/core/members.h"
 #include "muster/base/error.h"
 #include "muster/store/store.h"
 #include "shm/peer_watch.h"
+#include "shm/spin.h"
 #include "support/patience.h"
 #include "support/ranks.h"
 
@@ -73,6 +75,27 @@ TEST(ProcessGroup, WrappedKnowsItsNameAndSequenceNumbers) {
   const auto before = group->getSequenceNumberForGroup();
   all_reduced(group->getBackend(c10::DeviceType::CPU));
   EXPECT_EQ(group->getSequenceNumberForGroup(), before + 1);
+}
+
+// PyTorch does not say how many ranks a host has. One that shares no core with another rank spins when it waits, also
+// if its group has ranks on other hosts.
+TEST(ProcessGroup, RanksOfOtherHostsDoNotCompeteForCores) {
+  const CpuSet first(0b01), second(0b10);
+  const std::vector<comm::Member> members = {{.host = 0, .cpus = first},
+                                             {.host = 1, .cpus = first},
+                                             {.host = 1, .cpus = first},
+                                             {.host = 2, .cpus = first},
+                                             {.host = 2, .cpus = second}};
+  const auto spins = [&](int rank) {
+    return shm::spin_for(comm::ranks_of_host(members, rank), comm::cores_of_host(members, rank)).count() > 0;
+  };
+  EXPECT_TRUE(spins(0));
+  EXPECT_FALSE(spins(1));
+  EXPECT_FALSE(spins(2));
+  EXPECT_TRUE(spins(3));
+  EXPECT_TRUE(spins(4));
+  EXPECT_EQ(comm::ranks_of_host(members, 0), 1);
+  EXPECT_EQ(comm::ranks_of_host(members, 2), 2);
 }
 
 TEST(ProcessGroup, AStoreServesOneGroupAfterAnother) {

@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -173,11 +172,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
                      .size = size,
                      .timeout = options.timeout,
                      .members = comm::meet_members(*ours, prefix, rank, size, comm::host_identity(), deadline)};
-    const int me = context.group.members[static_cast<size_t>(rank)].host;
-    const auto here = std::count_if(context.group.members.begin(), context.group.members.end(),
-                                    [me](const comm::Member& m) { return m.host == me; });
-    std::tie(context.host.local_ranks, context.host.cores) =
-        memberships.crowd(static_cast<int>(here), comm::cores_of_host(context.group.members, rank));
+    std::tie(context.host.local_ranks, context.host.cores) = memberships.crowd(
+        comm::ranks_of_host(context.group.members, rank), comm::cores_of_host(context.group.members, rank));
     context.host.heaps = comm::exchange_memory(*ours, prefix + "/heaps", rank, context.group.members,
                                                context.host.arena->fd(), deadline);
     // All ranks have read who the others are: otherwise they could not have exchanged their heaps.

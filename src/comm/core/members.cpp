@@ -19,6 +19,12 @@ std::vector<std::vector<int>> by_host(const std::vector<Member>& members) {
   return hosts;
 }
 
+int ranks_of_host(const std::vector<Member>& members, int rank) {
+  const int host = members[static_cast<size_t>(rank)].host;
+  return static_cast<int>(
+      std::count_if(members.begin(), members.end(), [&](const Member& member) { return member.host == host; }));
+}
+
 int cores_of_host(const std::vector<Member>& members, int rank) {
   std::vector<CpuSet> here;
   for (const Member& member : members)

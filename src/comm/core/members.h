@@ -20,7 +20,8 @@ struct Member {
 // By host: the indices of its members, in order; the host of members[0] comes first.
 std::vector<std::vector<int>> by_host(const std::vector<Member>& members);
 bool on_one_host(const std::vector<Member>& members);
-// How many cores the members on the host of member `rank` may use together.
+// How many members are on the host of member `rank`, and how many cores these may use together.
+int ranks_of_host(const std::vector<Member>& members, int rank);
 int cores_of_host(const std::vector<Member>& members, int rank);
 
 }  // namespace muster::comm

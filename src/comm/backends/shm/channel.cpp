@@ -61,6 +61,7 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
       options_(std::move(options)),
       watch_(std::move(watch)),
       ring_committed_(size, false),
+      announced_(static_cast<size_t>(size)),
       stragglers_(size) {
   if (rank == 0) {
     fd_ = shm::create_memfd("muster-group", layout_.total());
@@ -366,7 +367,7 @@ void Channel::timed_out(const Descriptor& descriptor, uint64_t seq, nanoseconds 
 
 void Channel::outside_of_heap(int peer, size_t bytes) {
   fail(ErrorCode::kUnavailable, shown(peer),
-       text("rank ", shown(peer), " announced ", bytes, " bytes at ", descriptor(peer).heap_offset,
+       text("rank ", shown(peer), " announced ", bytes, " bytes at ", announced_[static_cast<size_t>(peer)],
             " of its heap, which has ", heap_bytes(peer), ": the announcement is damaged"));
   throw_failure();
 }

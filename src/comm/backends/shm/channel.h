@@ -106,18 +106,24 @@ class Channel {
   // Whether the `bytes` that a rank announced for the operation under way lie on its heap, and where (announced_data).
   // Fails the group if they would lie outside of it.
   bool on_heap(int peer, size_t bytes) {
-    const uint64_t offset = descriptor(peer).heap_offset;
+    const uint64_t offset = announced_[static_cast<size_t>(peer)] = descriptor(peer).heap_offset;
     if (options_.heaps.empty() || offset >= kEvenParts) return false;
-    if (const size_t heap = heap_bytes(peer); offset > heap || bytes > heap - offset) [[unlikely]]
+    if (!lies_on_heap(peer, offset, bytes)) [[unlikely]]
       outside_of_heap(peer, bytes);
     return true;
+  }
+  // False for what no tensor on the peer's heap can be, also if it has no heap. Ask before using what a peer has written.
+  bool lies_on_heap(int peer, uint64_t place, uint64_t bytes) const {
+    const size_t heap = heap_bytes(peer);
+    return heap > 0 && place <= heap && bytes <= heap - place;
   }
   bool all_on_heap(size_t bytes) {
     for (int r = 0; r < size_; ++r)
       if (!on_heap(r, bytes)) return false;
     return true;
   }
-  std::byte* announced_data(int peer) const { return heap(peer) + descriptor(peer).heap_offset; }
+  // After on_heap(): what that has checked, whatever the peer writes meanwhile.
+  std::byte* announced_data(int peer) const { return heap(peer) + announced_[static_cast<size_t>(peer)]; }
   // After this rank has read what that rank, or every rank (-1), has on its heap, and before it says so. The owner
   // keeps the data until then, unless it leaves or the group fails: then they may have changed meanwhile, and this
   // throws. (As in a seqlock, what was read only counts if no write can have come before these looks.)
@@ -214,6 +220,7 @@ class Channel {
   uint64_t subscription_ = 0;
   bool staging_committed_ = false;
   std::vector<bool> ring_committed_;  // guarded by Messages
+  std::vector<uint64_t> announced_;   // by rank: the place on its heap that on_heap() has checked
 
   // The operation under way; used only by its thread.
   uint64_t seq_ = 0, turn_ = 0;

@@ -28,6 +28,12 @@ uint64_t copy_claimed(RingControl& control, uint64_t before, bool is_sender, uin
   return now;
 }
 
+// Whether it waits for the record at this position, which has this header.
+bool is_for(const PostedReceive& posted, uint64_t position, const MessageHeader& header) {
+  return posted.position.load(std::memory_order_acquire) == position + 1 && posted.tag == header.tag &&
+         posted.bytes == header.bytes && posted.dtype == header.dtype;
+}
+
 }  // namespace
 
 Messages::Ring::Ring(Channel& channel, int from, int to)
@@ -88,11 +94,9 @@ void Messages::put_piece(int peer, const std::byte* data, uint64_t bytes) {
 uint64_t Messages::posted_place(int peer, const MessageHeader& header) const {
   if (header.bytes < kLeastByReference) return kNotOnHeap;
   const PostedReceive& posted = out_[peer].control.posted;
-  if (posted.position.load(std::memory_order_acquire) != out_[peer].written() + 1) return kNotOnHeap;
-  const uint64_t place = posted.place, heap = channel_.heap_bytes(peer);
-  const bool fits = posted.tag == header.tag && posted.bytes == header.bytes && posted.dtype == header.dtype &&
-                    place < heap && header.bytes <= heap - place;
-  return fits ? place : kNotOnHeap;
+  if (!is_for(posted, out_[peer].written(), header)) return kNotOnHeap;
+  const uint64_t place = posted.place;  // once: what was checked is what counts
+  return channel_.lies_on_heap(peer, place, header.bytes) ? place : kNotOnHeap;
 }
 
 uint64_t Messages::write_to_posted(Message& message) {
@@ -187,25 +191,22 @@ bool Messages::is_copied(const Message& message) const {
 // message can have such a header; then the group has failed.
 bool Messages::read_line(int peer, Incoming& in, uint64_t& position) {
   RecordLine& line = in_[peer].line(position);
-  const PostedReceive& posted = in_[peer].control.posted;
   in.begun = true;
   in.whole = (line.stamp.load(std::memory_order_relaxed) & RecordLine::kWhole) != 0;
   in.header = line.header;
   if (in.in_line()) std::memcpy(in.data, line.data, sizeof in.data);
   line.stamp.store(0, std::memory_order_relaxed);
-  const bool posted_here = posted.position.load(std::memory_order_relaxed) == position + 1 &&
-                           posted.tag == in.header.tag && posted.bytes == in.header.bytes &&
-                           posted.dtype == in.header.dtype;
+  const bool may_be_there = in.in_place()
+                                ? is_for(in_[peer].control.posted, position, in.header)
+                                : !in.by_reference() || channel_.lies_on_heap(peer, in.header.place, in.header.bytes);
   position += kRecordLine;
-  const uint64_t heap = channel_.heap_bytes(peer);
-  if (in.header.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined) && (!in.in_place() || posted_here) &&
-      (!in.by_reference() || (in.header.place < heap && in.header.bytes <= heap - in.header.place)))
-    return true;
-  channel_.fail(ErrorCode::kUnavailable, shown(peer),
-                text("rank ", shown(peer), " sent a message of ", in.header.bytes,
-                     " bytes whose header is damaged: it has the dtype ", int{in.header.dtype}, " and ",
-                     in.in_place() ? text("is for a receive that was not posted")
-                                   : text("the place ", in.header.place, " on a heap of ", heap, " bytes")));
+  if (in.header.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined) && may_be_there) return true;
+  channel_.fail(
+      ErrorCode::kUnavailable, shown(peer),
+      text("rank ", shown(peer), " sent a message of ", in.header.bytes,
+           " bytes whose header is damaged: it has the dtype ", int{in.header.dtype}, " and ",
+           in.in_place() ? text("is for a receive that was not posted")
+                         : text("the place ", in.header.place, " on a heap of ", channel_.heap_bytes(peer), " bytes")));
   return false;
 }
 
@@ -250,8 +251,8 @@ void Messages::say_target(int peer, const Incoming& in) {
 uint64_t Messages::help(Message& message) {
   RingControl& control = out_[message.peer].control;
   if (message.target == kNotOnHeap && control.target_of.load(std::memory_order_acquire) == message.number) {
-    const uint64_t place = control.target, heap = channel_.heap_bytes(message.peer);
-    if (place < heap && message.header.bytes <= heap - place) message.target = place;
+    const uint64_t place = control.target;
+    if (channel_.lies_on_heap(message.peer, place, message.header.bytes)) message.target = place;
   }
   if (message.target == kNotOnHeap) return 0;
   const uint64_t now = copy_claimed(control, message.helped, true, message.header.bytes,
