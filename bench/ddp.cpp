@@ -63,7 +63,7 @@ int main(int argc, char** argv) {
   app.add_option("--sync", sync, "what connects the ranks: DDP, a barrier per step, or nothing")
       ->check(CLI::IsMember({"ddp", "barrier", "none"}));
   app.add_option("--bucket-mb", options.bucket_cap_mb,
-                 "MiB of a bucket of small gradients, and at most of the first one");
+                 "MiB of a bucket of small gradients, and at most of the first one; default: as measured");
   app.add_option("--hook", hook, "a communication hook: PowerSGD of rank 2, or bfloat16")
       ->check(CLI::IsMember({"none", "power", "bf16"}));
   app.add_option("--shards", shards, "of the global batch, with reproducible gradients; 0: as usual");
@@ -80,7 +80,8 @@ int main(int argc, char** argv) {
   const std::shared_ptr<Net>& net = work.net;
   if (batch == 0) batch = work.batch;
   std::unique_ptr<muster::DistributedDataParallel<Net>> ddp;
-  options.first_bucket_cap_mb = std::min(options.first_bucket_cap_mb, options.bucket_cap_mb);
+  if (options.bucket_cap_mb)
+    options.first_bucket_cap_mb = std::min(options.first_bucket_cap_mb, *options.bucket_cap_mb);
   options.reproducible.shards = shards;
   if (sync == "ddp") ddp = std::make_unique<muster::DistributedDataParallel<Net>>(net, options);
   if (hook == "power")
@@ -127,11 +128,12 @@ int main(int argc, char** argv) {
                                             : "muster-barrier";
   std::printf(
       R"({"bench": "ddp", "device": "%s", "net": "%s", "impl": "%s", "ranks": %d, "batch": %d, "parameters": %lld, )"
-      R"("bucket_mib": %g, "buckets": %zu, "samples_per_s": %.1f, "blocked": %.4f, "host_mib": %.1f, )"
+      R"("bucket_size": "%s", "bucket_mib": %g, "buckets": %zu, "samples_per_s": %.1f, "blocked": %.4f, "host_mib": %.1f, )"
       R"("state_mib": %.1f})"
       "\n",
       device.c_str(), name.c_str(), impl.c_str(), world.world_size(), batch, static_cast<long long>(parameters),
-      options.bucket_cap_mb, ddp ? ddp->bucket_names().size() : 0, steps * batch * world.world_size() / seconds,
+      options.bucket_cap_mb ? "given" : "measured", ddp ? ddp->logging_data().bucket_cap_mb : 0,
+      ddp ? ddp->bucket_names().size() : 0, steps * batch * world.world_size() / seconds,
       std::chrono::duration<double>(world.group().stats().blocked).count() / seconds, mib[0].item<double>(),
       mib[1].item<double>());
 }

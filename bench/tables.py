@@ -77,9 +77,10 @@ def show_ddp(rows):
 
 
 def show_buckets(rows):
-    lines = [[row["net"], f"{row['bucket_mib']:g}", row["buckets"], per_second(row["samples_per_s"])] for row in rows]
+    lines = [[row["net"], f"{row['bucket_mib']:g}", row.get("bucket_size", "given"), row["buckets"],
+              per_second(row["samples_per_s"])] for row in rows]
     table("small gradients in buckets of several sizes; a gradient of 1 MiB or more is always its own bucket",
-          ["net", "at most, MiB", "buckets", "samples/s"], lines)
+          ["net", "at most, MiB", "which is", "buckets", "samples/s"], lines)
 
 
 def show_ddp_memory(rows):

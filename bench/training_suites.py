@@ -26,10 +26,11 @@ class TrainingSuites(Runner):
         """DistributedDataParallel with small gradients in buckets of several sizes."""
         commands = []
         for net, steps in (("resnet18", 5), ("transformer", 6)):
-            for mib in ("0.25", "1", "4", "25", "100"):
-                flags = ["--net", net, "--steps", str(steps), "--warmup", "2", "--bucket-mb", mib]
-                commands.append(self.job("bench_ddp", *flags))
-        rows = self.best_of_rounds(commands, lambda row: (row["net"], row["bucket_mib"]), "samples_per_s", max)
+            for mib in ("0.25", "1", "4", "25", "100", None):
+                flags = ["--net", net, "--steps", str(steps), "--warmup", "2"]
+                commands.append(self.job("bench_ddp", *flags, *(["--bucket-mb", mib] if mib else [])))
+        rows = self.best_of_rounds(commands, lambda row: (row["net"], row["bucket_size"], row["bucket_mib"]),
+                                   "samples_per_s", max)
         return [dict(row, bench="buckets") for row in rows]
 
     def ddp_memory(self):

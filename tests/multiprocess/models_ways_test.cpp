@@ -30,6 +30,7 @@ std::vector<Variant> variants(const std::string& late, bool small_matrices, bool
   constexpr double kBytes = 1.0 / (1 << 20);
   std::vector<Variant> all = {
       {.name = "small buckets", .options = {.bucket_cap_mb = 400 * kBytes, .first_bucket_cap_mb = 100 * kBytes}},
+      {.name = "static graph", .options = {.static_graph = true}},
       {.name = "watched", .options = {.check_divergence_every = 1}},
       {.name = "delayed", .options = {.delay_all_reduce = {late}}},
       {.name = "joined", .joins = true},

@@ -34,9 +34,9 @@
 // A DistributedDataParallel is not an nn::Module, because C++ modules have no common forward(). What belongs to the
 // module is reached through it: ddp->parameters(), ddp.module()->to(…), torch::save(ddp.module(), …).
 //
-// PyTorch's static_graph has no counterpart, because it is not needed: here, finding unused parameters costs nothing,
-// or one small collective of CPU tensors with sparse gradients, a communication hook or a module on a device; and a
-// parameter may be used in several reentrant checkpoints.
+// Finding unused parameters costs nothing, or one small collective of CPU tensors with sparse gradients, a
+// communication hook or a module on a device. With static_graph, backward() also knows them, and does not wait for
+// them.
 //
 // Results: the averaged gradients are equal to the bit on all ranks.
 // Errors: Mismatch if ranks have different parameters (it names the first that differs, with both shapes);
@@ -107,10 +107,17 @@ struct ReproducibleOptions {
 };
 
 struct DdpOptions {
-  Group group;                     // default: all ranks
-  double bucket_cap_mb = 25;       // MiB; a bucket of small gradients is closed before it exceeds this
+  Group group;  // default: all ranks
+  // MiB; a bucket of small gradients is closed before it exceeds this. Default: 1 to 25, by the speed of all_reduce in
+  // the group, which the constructor measures (docs/decisions/0020); 25 on a device. Give it where runs on several
+  // hosts, or with a hook that compresses, are to be equal to the bit.
+  std::optional<double> bucket_cap_mb = {};
   double first_bucket_cap_mb = 1;  // the first bucket is smaller, so that communication starts early
   bool find_unused_parameters = false;
+  // In each backward() that averages, the same parameters get the same number of gradients as in the first; those that
+  // get none there, on all ranks, need no find_unused_parameters, and no bucket waits for them. InvalidArgument, on
+  // every rank alike, which names the parameters that got another number. Not compared: backward() with create_graph.
+  bool static_graph = false;
   bool broadcast_buffers = true;  // rank 0's buffers to all before each forward in training mode
   // true: DDP allocates large gradients on the heap. For this, the first such DDP puts its own CPU allocator in front
   // of the process's (docs/decisions/0005). false: this DDP leaves the allocator alone, and copies its large gradients.

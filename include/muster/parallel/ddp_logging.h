@@ -28,6 +28,7 @@ struct DdpLoggingData {
   std::string module_name;           // torch::nn::Module::name()
   size_t parameters = 0;             // tensors that are trained
   size_t parameter_bytes = 0;        // of these
+  double bucket_cap_mb = 0;          // as chosen, or as measured
   std::vector<size_t> bucket_bytes;  // in the order of reduction; of a large or sparse gradient, as its parameter has
   bool has_rebuilt_buckets = false;  // in the order in which gradients become ready
   bool has_comm_hook = false;

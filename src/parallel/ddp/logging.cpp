@@ -22,8 +22,9 @@ constexpr std::array<std::pair<const char*, std::chrono::nanoseconds Times::*>, 
 std::ostream& operator<<(std::ostream& stream, const DdpLoggingData& data) {
   stream << "world_size: " << data.world_size << "\nrank: " << data.rank << "\nmodule_name: " << data.module_name
          << "\nparameters: " << data.parameters << "\nparameter_bytes: " << data.parameter_bytes
-         << "\nbucket_bytes: " << join(data.bucket_bytes) << "\nhas_rebuilt_buckets: " << data.has_rebuilt_buckets
-         << "\nhas_comm_hook: " << data.has_comm_hook << "\nsteps: " << data.steps << "\n";
+         << "\nbucket_cap_mb: " << data.bucket_cap_mb << "\nbucket_bytes: " << join(data.bucket_bytes)
+         << "\nhas_rebuilt_buckets: " << data.has_rebuilt_buckets << "\nhas_comm_hook: " << data.has_comm_hook
+         << "\nsteps: " << data.steps << "\n";
   for (const auto& [which, times] : {std::pair("last.", &data.last), std::pair("average.", &data.average)})
     for (const auto& [name, member] : kTimes)
       stream << which << name << ": " << std::chrono::duration<double, std::milli>(times->*member).count() << " ms\n";

@@ -8,6 +8,7 @@
 #include "muster/base/error.h"
 #include "muster/comm/world.h"
 #include "parallel/batch_norm/whole_batch_norm.h"
+#include "parallel/kit/bucket_size.h"
 #include "parallel/kit/shared_tensor.h"
 #include "parallel/modules/compute_copy.h"
 
@@ -95,6 +96,10 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   const MixedPrecision& precision = s.options.mixed_precision;
   parallel::check(precision);
   with.reduce_dtype = precision.reduce_dtype;
+  with.static_graph = s.options.static_graph;
+  if (with.static_graph && with.find_unused_parameters)
+    throw InvalidArgument("DdpOptions::static_graph does not go with DdpOptions::find_unused_parameters",
+                          "Set static_graph, if the same parameters are unused in each step");
   auto tensors = parallel::tensors_of(*s.module);
   const auto computed = tensors.parameters;  // those that are ignored, too
   const auto compute_dtypes = parallel::compute_dtypes(*s.module, computed, precision);
@@ -105,9 +110,9 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   const ReproducibleOptions& reproducible = s.options.reproducible;
   parallel::require_same_on_all_ranks(
       tensors.all,
-      text(parallel::words_of(with), " check_divergence_every=", s.options.check_divergence_every,
-           " reproducible.shards=", reproducible.shards, " reproducible.seed=", reproducible.seed,
-           " reproducible.threads=", reproducible.threads,
+      text(parallel::words_of(with), " bucket_cap_mb is ", s.options.bucket_cap_mb ? "given" : "measured",
+           " check_divergence_every=", s.options.check_divergence_every, " reproducible.shards=", reproducible.shards,
+           " reproducible.seed=", reproducible.seed, " reproducible.threads=", reproducible.threads,
            " delay_all_reduce=", muster::join(s.options.delay_all_reduce), " init_sync=", s.options.init_sync,
            parallel::words_of(*s.module, precision, compute_dtypes)),
       s.group);
@@ -139,8 +144,10 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     if (precision.reduce_dtype)
       throw InvalidArgument("DdpOptions::reproducible does not go with mixed_precision.reduce_dtype",
                             "Set one of them");
-    if (!s.options.ignored.empty())
-      throw InvalidArgument("DdpOptions::reproducible does not go with DdpOptions::ignored", "Set one of them");
+    if (!s.options.ignored.empty() || s.options.static_graph)
+      throw InvalidArgument(text("DdpOptions::reproducible does not go with DdpOptions::",
+                                 s.options.static_graph ? "static_graph" : "ignored"),
+                            "Set one of them");
     if (std::find(with.sparse.begin(), with.sparse.end(), true) != with.sparse.end())
       throw InvalidArgument("DdpOptions::reproducible goes with dense gradients only",
                             "Create the embedding with sparse(false)");
@@ -165,7 +172,9 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
     if (impl->watch && !impl->meetings)  // ranks without data do not step
       impl->watch->after_backward(is_complete, [&] { return impl->equal_buffers(); });
   };
-  s.gradients.emplace(trainable, std::move(with), world.shared_heap());
+  const auto heap = world.shared_heap();
+  if (!s.options.bucket_cap_mb && first.is_cpu()) with.bucket_cap_mb = parallel::measured_bucket_mib(s.group, *heap);
+  s.gradients.emplace(trainable, std::move(with), heap);
 }
 
 Replica::~Replica() = default;
@@ -209,6 +218,7 @@ DdpLoggingData Replica::logging_data() const {
                       .rank = s.group.rank(),
                       .module_name = s.module->name(),
                       .parameters = s.trainable.size(),
+                      .bucket_cap_mb = s.gradients->bucket_cap_mb(),
                       .bucket_bytes = s.gradients->bucket_bytes(),
                       .has_rebuilt_buckets = s.gradients->has_rebuilt_buckets(),
                       .has_comm_hook = s.gradients->has_hook()};

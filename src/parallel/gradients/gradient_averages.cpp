@@ -92,10 +92,39 @@ void GradientReducer::Impl::launch(size_t index) {
     return;
   }
   if (hook) return call_hook(index);
-  if (!tells_shares_apart()) mark_used(bucket, parameters);
+  if (!tells_shares_apart()) mark_used(bucket);
   bucket.work =
       to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging()) : all_reduce_async(bucket.flat, averaging());
   if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
+}
+
+// For a parameter that this backward() has not made ready, unless an earlier one, in no_sync(), left a gradient.
+void GradientReducer::Impl::give_zeros(Parameter& parameter) {
+  if (parameter.tensor.grad().defined()) {
+    adopt(parameter);
+    return;
+  }
+  parameter.used = false;  // what no_sync() left has been discarded since
+  if (parameter.sparse) {
+    parameter.view = no_rows(parameter.tensor);
+    return;
+  }
+  if (!parameter.view.defined()) give_block(buckets[parameter.bucket], parameter, blocks);
+  parameter.view.zero_();
+}
+
+// What this rank says of a parameter to all: whether it has used it. A negative number makes the sum of all ranks
+// negative: with static_graph, this rank got another number of gradients than in the first backward().
+float GradientReducer::Impl::mark_of(const Parameter& parameter) const {
+  if (knows_graph && dirty && !keeps_graph && parameter.gradients != parameter.expected)
+    return -static_cast<float>(options.group.size());
+  return parameter.used ? 1 : 0;
+}
+void GradientReducer::Impl::mark_used(Bucket& bucket) const {
+  std::vector<float> marks;
+  for (const size_t index : bucket.parameters) marks.push_back(mark_of(parameters[index]));
+  if (has_another_graph) marks[0] = mark_of_another_graph();
+  bucket.used.copy_(at::from_blob(marks.data(), {static_cast<int64_t>(marks.size())}, at::kFloat));
 }
 
 // Reduces the buckets that are not reduced yet, and waits for all. Every rank reduces every bucket in every backward(),
@@ -104,26 +133,13 @@ void GradientReducer::Impl::launch(size_t index) {
 std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   const at::NoGradGuard no_grad;
   times.all_gradients = Clock::now();
-  for (auto& parameter : parameters) {
-    if (parameter.ready) continue;
-    if (parameter.tensor.grad().defined()) {
-      adopt(parameter);
-      continue;
-    }
-    parameter.used = false;  // what no_sync() left has been discarded since
-    if (parameter.sparse) {
-      parameter.view = no_rows(parameter.tensor);
-      continue;
-    }
-    Bucket& bucket = buckets[parameter.bucket];
-    if (!parameter.view.defined()) give_block(bucket, parameter, blocks);
-    parameter.view.zero_();
-  }
+  for (auto& parameter : parameters)
+    if (!parameter.ready && parameter.bucket >= next_bucket) give_zeros(parameter);
   for (auto& bucket : buckets) bucket.pending = 0;
   launch_ready_buckets();
   Bucket& last = buckets.back();
   begin_communication();
-  if (!tells_shares_apart()) mark_used(last, parameters);
+  if (!tells_shares_apart()) mark_used(last);
   if (hook || last.sparse) {
     if (next_bucket < buckets.size()) launch(next_bucket++);  // else its hook has thrown
   } else if (to_owner()) {
@@ -191,7 +207,7 @@ std::string GradientReducer::Impl::use_hooks_results() {
 // Returns when every rank has come here. With owners, buckets tell only their owners, and may be freed by now.
 std::vector<float> GradientReducer::Impl::shares_used_on_all_ranks() {
   std::vector<float> shares;
-  for (const auto& parameter : parameters) shares.push_back(parameter.used ? 1 : 0);
+  for (const auto& parameter : parameters) shares.push_back(mark_of(parameter));
   average_shares(shares);
   return shares;
 }
@@ -275,8 +291,9 @@ std::vector<float> GradientReducer::Impl::average_with_graph(bool sets) {
 }
 
 void GradientReducer::Impl::report_unused(const std::vector<float>& shares, const char* of) const {
-  std::vector<size_t> some, none;
+  std::vector<size_t> others, some, none;
   for (size_t i = 0; i < shares.size(); ++i) {
+    if (shares[i] < 0) others.push_back(i);
     if (shares[i] == 0) none.push_back(i);
     if (shares[i] > 0 && shares[i] < 1) some.push_back(i);
   }
@@ -285,6 +302,14 @@ void GradientReducer::Impl::report_unused(const std::vector<float>& shares, cons
     for (const size_t index : indices) list.push_back(parameters[index].name);
     return join(list);
   };
+  const auto least = static_cast<float>(-options.group.size());  // of the marks that name parameters
+  const bool is_named = std::none_of(shares.begin(), shares.end(), [&](float share) { return share < least - 0.5F; });
+  if (!others.empty())
+    throw InvalidArgument(
+        text("with static_graph, backward() threw on a rank, or gave parameters another number of gradients than the ",
+             "first backward()", is_named ? ": " + names(others) : ", which that rank's error names"),
+        "Use the same parameters in each forward(), or set static_graph to false");
+  if (options.static_graph) none.clear();
   std::string message = "backward() left parameters without a gradient";
   if (!none.empty()) message += text("; on all ", of, ": ", names(none));
   if (!some.empty()) message += text("; on some ", of, ": ", names(some));

@@ -123,6 +123,7 @@ std::vector<size_t> GradientReducer::bucket_bytes() const {
   }
   return bytes;
 }
+double GradientReducer::bucket_cap_mb() const { return impl_->options.bucket_cap_mb; }
 bool GradientReducer::has_rebuilt_buckets() const { return impl_->rebuilt; }
 bool GradientReducer::has_hook() const { return static_cast<bool>(impl_->hook); }
 const BackwardTimes& GradientReducer::times() const { return impl_->times; }
@@ -192,7 +193,15 @@ void GradientReducer::Impl::before_accumulation(size_t index) {
     put_averages_aside();
   }
   Parameter& parameter = parameters[index];
-  if (!synced || !parameter.ready || parameter.bucket >= next_bucket) return;
+  const bool has_all = parameter.ready || (knows_graph && parameter.expected == 0);
+  if (!synced || !has_all || parameter.bucket >= next_bucket) return;
+  if (knows_graph) {
+    ++parameter.gradients;
+    has_another_graph = true;
+    throw InvalidArgument(text("parameter ", parameter.name, " got more gradients than in the first backward(), ",
+                               "which were ", parameter.expected, "; with static_graph, their average has begun"),
+                          "Use the same parameters in each forward(), or set static_graph to false");
+  }
   const bool is_second = parameter.gradients == 1;
   if (!sharded())
     for (auto& each : parameters) each.expected = 0;  // what is known is wrong
@@ -256,7 +265,20 @@ void GradientReducer::Impl::begin_backward() {
   times = {};
   ready_order.clear();
   release_blocks_without_gradients();  // so that new gradients can use them
+  if (knows_graph && synced && !keeps_graph) expect_known_gradients();
   call_at_end(std::make_shared<GradientBlocks::Serving>(blocks));
+}
+
+// Buckets wait for the parameters that got gradients in the first backward().
+void GradientReducer::Impl::expect_known_gradients() {
+  const at::NoGradGuard no_grad;
+  for (auto& bucket : buckets) bucket.pending = 0;
+  for (auto& parameter : parameters) {
+    if (parameter.expected > 0)
+      ++buckets[parameter.bucket].pending;
+    else
+      give_zeros(parameter);
+  }
 }
 
 // Lives as long as autograd's state of one backward(), which ends where that backward() was called. If gradients were
@@ -398,26 +420,35 @@ void GradientReducer::Impl::finish_backward() {
   const at::NoGradGuard no_grad;
   options.on_end();
   const auto shares = of_contributors(keeps_graph ? average_with_graph(/*sets=*/true) : reduce_the_rest());
-  if (!sharded())
-    for (auto& parameter : parameters) parameter.expected = std::max(parameter.expected, parameter.gradients);
+  if (!sharded() && !knows_graph && !(options.static_graph && keeps_graph))
+    for (auto& parameter : parameters)
+      parameter.expected =
+          options.static_graph ? parameter.gradients : std::max(parameter.expected, parameter.gradients);
+  learns_graph = options.static_graph && !knows_graph && !keeps_graph;
   finish(shares, /*is_complete=*/true);
 }
 
 void GradientReducer::Impl::finish(const std::vector<float>& shares, bool is_complete) {
   if (!keeps_graph) use_averages(shares);
   const std::string wrong = std::exchange(wrong_results, "");
+  const bool learns = std::exchange(learns_graph, false);
   reset();
-  const bool lacks_gradients = !complete(shares) && !options.find_unused_parameters;
-  if (wrong.empty() && !lacks_gradients) times.averaged = Clock::now();
+  const bool is_as_expected =
+      options.static_graph ? are_those_of_a_static_graph(shares) : complete(shares) || options.find_unused_parameters;
+  knows_graph |= learns && is_as_expected;
+  if (learns && !knows_graph)
+    for (auto& parameter : parameters) parameter.expected = 0;
+  if (wrong.empty() && is_as_expected) times.averaged = Clock::now();
   if (!rebuilt && may_rebuild(shares)) rebuild_in_ready_order();
   options.on_averaged(is_complete);
   if (!wrong.empty()) throw InvalidArgument(wrong, "Return the bucket's buffer(), or a tensor with as many elements");
-  if (lacks_gradients) report_unused(shares);
+  if (!is_as_expected) report_unused(shares);
 }
 
 void GradientReducer::Impl::reset() {
   dirty = false;
   running.reset();
+  has_another_graph = false;
   next_bucket = released_bucket = bytes_in_flight = 0;
   wrong_results.clear();
   for (auto& parameter : parameters) {
@@ -447,25 +478,6 @@ void GradientReducer::Impl::rebuild_in_ready_order() {
   broadcast(order, 0, {.group = options.group});
   const auto* const first = order.const_data_ptr<int64_t>();
   build({first, first + n});
-}
-
-size_t bytes_of_mb(double mb) { return static_cast<size_t>(std::min(mb, 1e9) * (1 << 20)); }
-
-ReducerOptions checked(ReducerOptions options) {
-  if (!(options.bucket_cap_mb > 0) || !(options.first_bucket_cap_mb > 0))
-    throw InvalidArgument(
-        text("bucket_cap_mb is ", options.bucket_cap_mb, " and first_bucket_cap_mb ", options.first_bucket_cap_mb),
-        "Use sizes above 0, in MiB");
-  if (!options.group.is_member())
-    throw InvalidArgument(text("this rank is not a member of ", options.user, "'s group"));
-  return options;
-}
-
-std::string words_of(const ReducerOptions& options) {
-  return text(options.user, " bucket_cap_mb=", options.bucket_cap_mb,
-              " first_bucket_cap_mb=", options.first_bucket_cap_mb,
-              " find_unused_parameters=", options.find_unused_parameters,
-              " broadcast_buffers=", options.broadcast_buffers, " sparse=", join(options.sparse));
 }
 
 }  // namespace muster::parallel

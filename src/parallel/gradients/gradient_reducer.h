@@ -29,6 +29,10 @@
 // and a node whose results are on the CPU runs in another thread than backward() of tensors on a device that is called
 // there.
 //
+// With static_graph, the first backward() that has averaged tells how many gradients each parameter gets in each of the
+// later ones. A bucket does not wait for parameters that get none. On all ranks, backward() throws InvalidArgument for
+// parameters that got another number on some rank, and in the first one for those that got some on some ranks only.
+//
 // backward() with create_graph, without owners: each .grad becomes an average that is a function of the parameters. It
 // is not in a bucket; all gradients are averaged at the end, by a collective that autograd differentiates. With owners
 // it is refused before it has changed a gradient: an owner has no graph of what other ranks have added.
@@ -67,6 +71,7 @@ struct ReducerOptions {
   Group group;       // resolved; this rank is a member
   double bucket_cap_mb = 25, first_bucket_cap_mb = 1;
   bool find_unused_parameters = false;
+  bool static_graph = false;  // without owners
   bool replace_allocator = true;
   bool broadcast_buffers = true;  // the reducer leaves this to its user
   // By parameter: its owner, a rank in the group. Empty: every rank gets every average. If each host has an owner, this
@@ -109,6 +114,7 @@ class GradientReducer {
   bool set_sync(bool on);                                      // returns the previous value
   std::vector<std::vector<std::string>> bucket_names() const;  // parameters of each bucket, in order
   std::vector<size_t> bucket_bytes() const;                    // the same, bytes of these
+  double bucket_cap_mb() const;
   bool has_rebuilt_buckets() const;
   bool has_hook() const;
   const BackwardTimes& times() const;  // of the last backward() that averaged, in on_averaged
@@ -144,7 +150,7 @@ template <typename Options>
 ReducerOptions reducer_options(std::string user, const Options& options) {
   return checked({.user = std::move(user),
                   .group = options.group.resolved(),
-                  .bucket_cap_mb = options.bucket_cap_mb,
+                  .bucket_cap_mb = std::optional(options.bucket_cap_mb).value_or(ReducerOptions().bucket_cap_mb),
                   .first_bucket_cap_mb = options.first_bucket_cap_mb,
                   .find_unused_parameters = options.find_unused_parameters,
                   .replace_allocator = options.replace_allocator,

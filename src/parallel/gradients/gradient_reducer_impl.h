@@ -23,6 +23,14 @@ inline bool complete(const std::vector<float>& shares) {
   return std::all_of(shares.begin(), shares.end(), [](float share) { return share >= 1; });
 }
 
+// With static_graph: all ranks reached a parameter, or none did.
+inline bool are_those_of_a_static_graph(const std::vector<float>& shares) {
+  return std::all_of(shares.begin(), shares.end(), [](float share) { return share == 0 || share >= 1; });
+}
+inline bool are_all_zero(const std::vector<float>& shares) {
+  return std::all_of(shares.begin(), shares.end(), [](float share) { return share == 0; });
+}
+
 struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Impl> {
   Impl(ReducerOptions with, std::shared_ptr<Heap> its_heap)
       : options(std::move(with)),
@@ -42,6 +50,9 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   std::string wrong_results;            // of the hook, in this backward()
   std::vector<size_t> ready_order;      // parameters in the order in which the first step's gradients came
   bool rebuilt = false;
+  // With static_graph. Whether each parameter's `expected` is what it got in the first backward(); whether the
+  // backward() under way is that first one; whether it gave a parameter more, when its average had begun.
+  bool knows_graph = false, learns_graph = false, has_another_graph = false;
   bool laid_out = false;  // whether there are buckets: memory may run out while they are laid out anew
   int contributors;       // ranks with data
   bool averages_over_contributors = false;
@@ -78,7 +89,9 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   bool to_owner() const { return sharded() && !options.owner_on_each_host; }
   // Whether all ranks know that all parameters were used, so that they may agree on the order of the buckets.
   bool may_rebuild(const std::vector<float>& shares) const {
-    return complete(shares) && !keeps_graph && averages_among_all() && contributors == options.group.size();
+    const bool tells_order =
+        options.static_graph ? are_those_of_a_static_graph(shares) && !are_all_zero(shares) : complete(shares);
+    return tells_order && !keeps_graph && averages_among_all() && contributors == options.group.size();
   }
   bool averages_among_all() const { return averages_among && averages_among->size() == options.group.size(); }
   // Whether some ranks have no data. A hook that averages among fewer ranks makes of that what it likes.
@@ -104,6 +117,16 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void begin_communication() {
     if (times.first_bucket == Clock::time_point()) times.first_bucket = Clock::now();
   }
+  void expect_known_gradients();
+  void give_zeros(Parameter& parameter);
+  float mark_of(const Parameter& parameter) const;
+  // In the buckets that have not begun: that this rank's parameters are another's, whose bucket has. Less than the sum
+  // of what all ranks can say by mark_of().
+  float mark_of_another_graph() const {
+    const auto n = static_cast<float>(options.group.size());
+    return -n * (n + 2);
+  }
+  void mark_used(Bucket& bucket) const;
   void launch(size_t index);
   void call_hook(size_t index);
   std::string use_hooks_results();

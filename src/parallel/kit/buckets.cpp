@@ -146,12 +146,6 @@ void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks) {
 
 void release_block(Bucket& bucket, Parameter& parameter) { parameter.view = bucket.flat = bucket.used = at::Tensor(); }
 
-void mark_used(Bucket& bucket, const std::vector<Parameter>& parameters) {
-  std::vector<float> marks;
-  for (const size_t index : bucket.parameters) marks.push_back(parameters[index].used ? 1 : 0);
-  bucket.used.copy_(at::from_blob(marks.data(), {static_cast<int64_t>(marks.size())}, at::kFloat));
-}
-
 std::vector<float> shares_used(const Bucket& bucket) {
   std::vector<float> shares(bucket.parameters.size());
   at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat).copy_(bucket.used);

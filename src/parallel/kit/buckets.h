@@ -4,7 +4,8 @@
 //
 // Gradients start on cache lines. `used` is 1 if this rank's backward() reached the parameter, or if an earlier one in
 // no_sync() did. It is reduced with the gradients and becomes the share of ranks that reached the parameter, so it
-// costs no extra communication to find unused parameters.
+// costs no extra communication to find unused parameters. With static_graph it may be negative: then the graph was
+// another one on a rank.
 //
 // Small gradients share buckets; they are copied into their bucket if autograd made them elsewhere. A large gradient on
 // the CPU (from GradientBlocks::kLarge on) has its own bucket. The bucket's memory is the block in which autograd made
@@ -46,7 +47,9 @@ struct Parameter {
   size_t bucket = 0;   // index
   int64_t offset = 0;  // of the view in the bucket, elements
   int gradients = 0;   // that have come in this backward()
-  int expected = 0;    // of them, after which it is ready; 0: at the end, because this is not known
+  // Of them, after which it is ready. 0: at the end, because this is not known; or never, since it gets none (with
+  // static_graph).
+  int expected = 0;
   bool ready = false;
   bool used = false;      // its gradient holds something that is not reduced yet; implied by `ready`
   bool averaged = false;  // its gradient, if there is one, is what an earlier backward() has averaged
@@ -87,7 +90,6 @@ void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks);
 // Forgets the block of a large bucket: it is free when nobody else refers to it.
 void release_block(Bucket& bucket, Parameter& parameter);
 
-void mark_used(Bucket& bucket, const std::vector<Parameter>& parameters);
-std::vector<float> shares_used(const Bucket& bucket);  // after the reduction: 0 to 1 for each parameter
+std::vector<float> shares_used(const Bucket& bucket);  // after the reduction: the average of `used`
 
 }  // namespace muster::parallel

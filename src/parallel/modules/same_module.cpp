@@ -59,9 +59,9 @@ ModuleTensors tensors_of(const torch::nn::Module& module) {
 
 void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const std::string& options,
                                const Group& group) {
+  const auto line = [&](size_t i) { return i < tensors.size() ? signature(tensors, i) : "options " + options; };
   std::string mine;
-  for (size_t i = 0; i < tensors.size(); ++i) mine += signature(tensors, i) + "\n";
-  mine += "options " + options + "\n";
+  for (size_t i = 0; i <= tensors.size(); ++i) mine += line(i) + "\n";
   // Broadcast rank 0's list: first its length, then its text.
   at::Tensor length = at::zeros({1}, at::kLong);
   *length.mutable_data_ptr<int64_t>() = static_cast<int64_t>(mine.size());
@@ -94,11 +94,10 @@ void require_same_on_all_ranks(const std::vector<NamedTensor>& tensors, const st
   const auto or_none = [](const std::string& signature) {
     return signature.empty() ? std::string("nothing") : signature;
   };
-  throw Mismatch(own_first == kNowhere
-                     ? text("another rank's module differs from rank 0's, first in parameter or buffer number ",
-                            *where.const_data_ptr<int64_t>())
-                     : text("rank ", group.rank(), "'s module differs from rank 0's: it has ", or_none(here),
-                            " where rank 0 has ", or_none(there)),
+  throw Mismatch(own_first == kNowhere ? text("another rank's module differs from rank 0's, which has ",
+                                              line(static_cast<size_t>(*where.const_data_ptr<int64_t>())))
+                                       : text("rank ", group.rank(), "'s module differs from rank 0's: it has ",
+                                              or_none(here), " where rank 0 has ", or_none(there)),
                  "Build the same module on every rank");
 }
 
