@@ -69,8 +69,8 @@
 // Errors: those of collectives, and
 //   InvalidArgument  a name occurs twice; a score that is not finite; an item differs from that in the snapshot (the
 //                    message names the tensor, with both shapes), or is per rank and of another number of ranks; the
-//                    snapshot is of another `.training`; save() into a folder with snapshots that restore() has not examined; restore(), if another rank's
-//                    folder has newer snapshots than rank 0's
+//                    snapshot is of another `.training`; save() into a folder with snapshots that restore() has not
+//                    examined; restore(), if another rank's folder has newer snapshots than rank 0's
 //   Mismatch         ranks are at different steps, have added different items, or restore with different options
 //   CorruptError     restore() found snapshots, and refused all of them
 //   Unavailable      another job has its snapshots in the folder now: from restore() and save(). Or the snapshot cannot
