@@ -22,7 +22,8 @@
  * order here.
  *
  * Left out: what a job does, and that it may fail; the time limit of OperationWork::wait() (the waits without driving
- * have none here, so nothing can depend on it); wake-ups without a cause; threads that cannot be started; the lifetime
+ * have none here, so nothing can depend on it); a run() that takes its job back, under the lock, because its turn has
+ * not come long after its deadline; wake-ups without a cause; threads that cannot be started; the lifetime
  * of the objects.
  *
  * Checked: one job runs at a time, each is started once and completed once, and those queued start in the order of

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "muster/base/error.h"
 #include "support/patience.h"
 
 namespace muster::test {
@@ -82,6 +83,34 @@ TEST(CollectiveQueue, WhoeverWaitsForItsTurnUntilItsDeadlineSaysSoOnce) {
 }
 
 // A job's continuation may use the queue, while another thread of the queue runs what is queued.
+// The job before it does not end, whatever late() does.
+TEST(CollectiveQueue, AJobWhoseTurnNeverComesIsTakenBack) {
+  CollectiveQueue queue("test");
+  std::promise<void> began, go_on;
+  queue.submit([&](bool) {
+    began.set_value();
+    go_on.get_future().wait();
+    return false;
+  });
+  began.get_future().wait();
+  int late = 0;
+  bool ran = false;
+  std::string message;
+  try {
+    queue.run([&](bool) { ran = true; }, Deadline::after(std::chrono::milliseconds(1)), [&] { ++late; },
+              /*slack=*/std::chrono::milliseconds(1));
+  } catch (const TimeoutError& error) {
+    message = error.what();
+  }
+  EXPECT_NE(message.find("has not ended, 0 s after this one's deadline"), std::string::npos) << message;
+  EXPECT_EQ(late, 1);
+  go_on.set_value();
+  bool over = false;
+  queue.run([&](bool) { over = true; });
+  EXPECT_TRUE(over);
+  EXPECT_FALSE(ran);
+}
+
 TEST(CollectiveQueue, WhatComesAfterAJobMayWaitForAnother) {
   CollectiveQueue queue("test");
   std::promise<std::string> result;

@@ -2,7 +2,9 @@
 
 #include <utility>
 
+#include "base/text.h"
 #include "base/thread.h"
+#include "muster/base/error.h"
 
 namespace muster::comm {
 
@@ -12,10 +14,12 @@ thread_local Deadline patience = Deadline::never();
 
 Deadline CollectiveQueue::patience_of_this_thread() { return patience; }
 
-void CollectiveQueue::submit(Job job, After after) {
+void CollectiveQueue::submit(Job job, After after) { add({.job = std::move(job), .after = std::move(after)}); }
+
+void CollectiveQueue::add(Queued job) {
   const std::lock_guard lock(mutex_);
   have_free_thread();
-  jobs_.push_back({std::move(job), std::move(after)});
+  jobs_.push_back(std::move(job));
   want();
   wake_.notify_one();
 }
@@ -27,17 +31,34 @@ void CollectiveQueue::have_free_thread() {
 }
 
 void CollectiveQueue::run_in_turn(const std::function<void(bool by_waiter)>& job, Deadline deadline,
-                                  const std::function<void()>& late) {
+                                  const std::function<void()>& late, std::chrono::nanoseconds slack) {
   std::atomic<bool> begun = false, finished = false;
-  submit([&](bool by_waiter) {
-    begun = true;
-    job(by_waiter);
-    finished = true;
-    return false;
-  });
-  drive([&] { return finished.load(); }, deadline);
+  add({.job =
+           [&](bool by_waiter) {
+             begun = true;
+             job(by_waiter);
+             finished = true;
+             return false;
+           },
+       .after = nullptr,
+       .owner = &begun});
+  const auto has_run = [&] { return finished.load(); };
+  drive(has_run, deadline);
   if (!begun && late) late();
-  drive([&] { return finished.load(); });
+  drive(has_run, deadline.later(slack));
+  if (finished) return;
+  if (take_back(&begun))
+    throw TimeoutError(text("the group's collective before this one has not ended, ",
+                            std::chrono::duration_cast<std::chrono::seconds>(slack).count(),
+                            " s after this one's deadline"));
+  drive(has_run);  // it runs: on another thread, or it has its own deadline
+}
+
+bool CollectiveQueue::take_back(const void* owner) {
+  const std::lock_guard lock(mutex_);
+  const bool was_queued = std::erase_if(jobs_, [&](const Queued& each) { return each.owner == owner; }) > 0;
+  if (idle_but_wanted()) release();
+  return was_queued;
 }
 
 void CollectiveQueue::await_turn(std::unique_lock<std::mutex>& lock, Deadline deadline) {

@@ -30,6 +30,9 @@
 
 namespace muster::comm {
 
+// How long after its deadline an operation may take to find out the cause, and to end.
+inline constexpr std::chrono::seconds kSlack{60};
+
 class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
  public:
   // `by_waiter`: the job runs on a thread that waits for it, not on one of the queue's. Returns whether the queue must
@@ -43,10 +46,12 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
   void submit(Job job, After after = nullptr);
 
   // Runs `job` in its turn, and returns when it has run. If its turn has not come by `deadline`, calls late() once,
-  // which must make the jobs before it end soon.
+  // which must make the jobs before it end soon. TimeoutError if it has not come `slack` later either; then `job` is not
+  // run.
   template <typename Function>
-  void run(Function&& job, Deadline deadline = Deadline::never(), const std::function<void()>& late = nullptr) {
-    if (!try_take()) return run_in_turn(job, deadline, late);
+  void run(Function&& job, Deadline deadline = Deadline::never(), const std::function<void()>& late = nullptr,
+           std::chrono::nanoseconds slack = kSlack) {
+    if (!try_take()) return run_in_turn(job, deadline, late, slack);
     job(true);
     give_back();
   }
@@ -82,10 +87,13 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
   struct Queued {
     Job job;
     After after;
+    const void* owner = nullptr;  // of a job that may be taken back
   };
 
-  void run_in_turn(const std::function<void(bool by_waiter)>& job, Deadline deadline,
-                   const std::function<void()>& late);
+  void run_in_turn(const std::function<void(bool by_waiter)>& job, Deadline deadline, const std::function<void()>& late,
+                   std::chrono::nanoseconds slack);
+  void add(Queued job);
+  bool take_back(const void* owner);  // returns whether that job was still queued
   void run_first(std::unique_lock<std::mutex>& lock, bool by_waiter);
   void await_turn(std::unique_lock<std::mutex>& lock, Deadline deadline = Deadline::never());
   void give_back_to_others();

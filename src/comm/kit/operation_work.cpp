@@ -17,8 +17,6 @@ namespace {
 
 thread_local int callbacks = 0;  // how many callbacks of futures this thread is in
 
-constexpr std::chrono::seconds kSlack{60};  // for an operation to find out the cause and end after its deadline
-
 c10d::OpType c10d_type(const Operation& operation) {
   using c10d::OpType;
   switch (operation.kind) {
@@ -59,14 +57,16 @@ bool in_callback_of_future() { return callbacks > 0; }
 
 OperationWork::OperationWork(int rank, const OperationLog* log, std::shared_ptr<OperationCounters> counters,
                              std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations,
-                             Deadline deadline, std::optional<std::chrono::milliseconds> c10d_limit)
+                             Deadline deadline, std::optional<std::chrono::milliseconds> c10d_limit,
+                             std::chrono::nanoseconds slack)
     : c10d::Work(rank, operations.size() == 1 ? c10d_type(operations[0]) : c10d::OpType::COALESCED,
                  profiling() ? profiling_title(operations[0]) : nullptr,
                  profiling() ? std::make_optional(profiled_inputs(operations)) : std::nullopt),
       counters_(std::move(counters)),
       queue_(std::move(queue)),
       operations_(std::move(operations)),
-      latest_(deadline.later(kSlack)),
+      slack_(slack),
+      latest_(deadline.later(slack)),
       record_(log, counters_, operations_, queue_ ? std::nullopt : std::optional(shm::kNoSequence)),
       c10d_limit_(c10d_limit) {}
 
@@ -95,7 +95,9 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
       };
       // c10d's own works throw.
       if (c10d_limit_) std::rethrow_exception(as_c10d_error(late("Operation timed out! "), timeout));
-      if (unlimited) std::rethrow_exception(late(kSlack.count(), " s after its deadline, "));
+      if (unlimited)
+        std::rethrow_exception(
+            late(std::chrono::duration_cast<std::chrono::seconds>(slack_).count(), " s after its deadline, "));
       return false;
     }
   }

@@ -24,16 +24,17 @@ namespace muster::comm {
 class OperationWork final : public c10d::Work {
  public:
   // `log`: as that of a WorkRecord. `queue` is null for messages. The operations fail soon after `deadline`. If
-  // `c10d_limit`, the timeout that applies, is given, wait() throws c10d's errors.
+  // `c10d_limit`, the timeout that applies, is given, wait() throws c10d's errors. `slack`: how long after `deadline`
+  // a wait without a limit gives up.
   OperationWork(int rank, const OperationLog* log, std::shared_ptr<OperationCounters> counters,
                 std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations, Deadline deadline,
-                std::optional<std::chrono::milliseconds> c10d_limit);
+                std::optional<std::chrono::milliseconds> c10d_limit, std::chrono::nanoseconds slack = kSlack);
   // The work of an operation that has completed.
   OperationWork(int rank, Operation operation);
 
   bool isCompleted() override { return done_.load(std::memory_order_acquire) || c10d::Work::isCompleted(); }
-  // Without a timeout, waits until the operations have ended. They end by their deadline; if they do not, wait() gives
-  // up a minute later.
+  // Without a timeout, waits until the operations have ended. They end by their deadline; if they do not, wait() throws
+  // TimeoutError a minute later.
   bool wait(std::chrono::milliseconds timeout) override;
   std::vector<at::Tensor> result() override;
   int sourceRank() const override { return source_.load(std::memory_order_relaxed); }
@@ -58,6 +59,7 @@ class OperationWork final : public c10d::Work {
   const std::shared_ptr<OperationCounters> counters_;
   const std::shared_ptr<CollectiveQueue> queue_;
   const std::vector<Operation> operations_;
+  const std::chrono::nanoseconds slack_ = kSlack;
   const Deadline latest_ = Deadline::never();  // of a wait without a limit
   WorkRecord record_;
   const std::optional<std::chrono::milliseconds> c10d_limit_;
