@@ -25,10 +25,14 @@ def peer_script(name):
 
 
 def output_of(command, env, seconds=900):
-    """Runs a command, which must succeed, and returns its lines that are JSON objects."""
-    result = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, timeout=seconds)
-    if result.returncode != 0:
+    """Runs a command, which must succeed, and returns its lines that are JSON objects. A command of PyTorch's has three
+    tries: FSDP2 over Gloo aborts now and then."""
+    for _ in range(3 if "torch.distributed.run" in command else 1):
+        result = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True, timeout=seconds)
+        if result.returncode == 0:
+            break
+    else:
         sys.exit(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-2000:]}")
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
