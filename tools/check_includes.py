@@ -15,7 +15,7 @@ import re
 import sys
 
 TORCHS = re.compile(r"^\s*#\s*include\s*<([^>]+)>", re.M)
-NEWER = {"torch/csrc/autograd/node.h": "torch/csrc/autograd/function.h"}  # what to include in libtorch 2.11
+NEWER = {"torch/csrc/autograd/graph/node.h": "torch/csrc/autograd/function.h"}  # what to include in libtorch 2.11
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.M)
 COMMENTS_AND_STRINGS = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.S)
 NAMESPACE = re.compile(r"(?:inline\s+)?namespace\s*[\w:]*\s*$")

@@ -27,6 +27,8 @@ ORDER = {layer: i for i, layer in enumerate(LAYERS)} | {"tools": LAYERS.index("t
 ROOMS = {"store": ["kit", "address", "table", "served", "etcd", "c10d"],
          "comm": ["core", "algorithms", "kit", "wire", "backends", "world", "api", "c10d"],
          "launch": ["kit", "black_box", "output", "ranks", "rendezvous", "supervisor", "jobs"],
+         "rpc": ["values", "kit", "objects", "agent", "api"],
+         "autograd": ["graph", "passes"],
          "parallel": ["kit", "tape", "modules", "gradients", "batch_norm", "hooks", "ddp", "fsdp", "api"]}
 
 # Folders of which some sub-folders (without a list: all) must not include each other.

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "autograd/node.h"
+#include "autograd/graph/node.h"
 #include "optim/fused.h"
 
 namespace muster::optim {

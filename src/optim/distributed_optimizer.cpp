@@ -5,7 +5,7 @@
 #include <memory>
 #include <set>
 
-#include "autograd/context.h"
+#include "autograd/passes/context.h"
 #include "muster/base/error.h"
 
 namespace muster::optim {

@@ -5,7 +5,7 @@
 
 #include <unordered_map>
 
-#include "autograd/small_graph.h"
+#include "autograd/graph/small_graph.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "optim/add_scaled.h"

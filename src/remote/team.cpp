@@ -9,10 +9,10 @@
 #include <map>
 #include <set>
 
-#include "autograd/context.h"
+#include "autograd/passes/context.h"
 #include "muster/base/error.h"
 #include "muster/remote/remote_call.h"
-#include "rpc/agent.h"
+#include "rpc/agent/agent.h"
 
 namespace muster::detail {
 namespace {

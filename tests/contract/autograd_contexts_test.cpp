@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/context.h"
-#include "autograd/tape.h"
+#include "autograd/passes/context.h"
+#include "autograd/passes/tape.h"
 #include "contract/autograd_fixture.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"

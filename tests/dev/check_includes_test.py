@@ -49,8 +49,8 @@ class CheckIncludes(unittest.TestCase):
                 self.assertIn(" is declared in shm/layout.h", said)
 
     def test_headers_of_a_newer_libtorch_are_found(self):
-        code, said = self.run_on("#include <torch/csrc/autograd/node.h>\n")
-        self.assertEqual((code, said), (1, "comm/source.cpp: libtorch 2.11 has no <torch/csrc/autograd/node.h>: "
+        code, said = self.run_on("#include <torch/csrc/autograd/graph/node.h>\n")
+        self.assertEqual((code, said), (1, "comm/source.cpp: libtorch 2.11 has no <torch/csrc/autograd/graph/node.h>: "
                                            "include <torch/csrc/autograd/function.h>\n"))
         self.assertEqual(self.run_on("#include <torch/csrc/autograd/function.h>\n"), (0, ""))
 

@@ -85,7 +85,7 @@ muster_libfuzzer_tests(frame frame transport 600)
 set(torch_libraries $<TARGET_FILE:muster> $<TARGET_FILE:muster_core> -Wl,--allow-multiple-definition -L${torch_prefix}/lib
   -ltorch_cpu -lc10 -ltorch -Wl,-rpath,${torch_prefix}/lib $<TARGET_FILE:hwy::hwy> -lssl -lcrypto -lz)
 muster_libfuzzer(rpc
-  SOURCES rpc/staging.cpp rpc/read_tensors.cpp rpc/write_tensors.cpp rpc/quantized.cpp rpc/payload.cpp rpc/errors.cpp base/error.cpp
+  SOURCES rpc/values/staging.cpp rpc/values/read_tensors.cpp rpc/values/write_tensors.cpp rpc/values/quantized.cpp rpc/values/payload.cpp rpc/values/errors.cpp base/error.cpp
   LIBRARIES ${torch_libraries} AFTER muster muster_core)
 muster_libfuzzer_tests(rpc rpc rpc 600)
 

@@ -19,8 +19,8 @@
 #include "base/byte_stream.h"
 #include "muster/base/error.h"
 #include "muster/rpc/serialize.h"
-#include "rpc/error_reply.h"
-#include "rpc/tensor_table.h"
+#include "rpc/values/error_reply.h"
+#include "rpc/values/tensor_table.h"
 
 namespace {
 

@@ -19,7 +19,7 @@
 #include "muster/rpc/call.h"
 #include "muster/rpc/rref.h"
 #include "muster/rpc/worker.h"
-#include "rpc/agent_messages.h"
+#include "rpc/objects/agent_messages.h"
 #include "support/dice.h"
 #include "support/fuzz.h"
 #include "support/patience.h"

@@ -19,7 +19,7 @@
 #include "muster/rpc/rref.h"
 #include "muster/rpc/this_call.h"
 #include "muster/rpc/worker.h"
-#include "rpc/agent.h"
+#include "rpc/agent/agent.h"
 #include "support/forked.h"
 #include "support/patience.h"
 #include "support/ranks.h"

@@ -9,7 +9,7 @@
 #include "muster/autograd/context.h"
 #include "muster/rpc/call.h"
 #include "muster/rpc/worker.h"
-#include "rpc/agent.h"
+#include "rpc/agent/agent.h"
 #include "support/patience.h"
 
 namespace muster::test {

@@ -1,6 +1,6 @@
 // Sums in .grad have the bits of the order of the paths, in whatever order the parts come, and mean the same as
 // libtorch's own sums if others change .grad meanwhile.
-#include "autograd/ordered_sums.h"
+#include "autograd/graph/ordered_sums.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "muster/base/error.h"
-#include "rpc/error_reply.h"
+#include "rpc/values/error_reply.h"
 
 namespace muster::rpc {
 const Function& twin_in_another_file();

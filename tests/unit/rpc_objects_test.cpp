@@ -1,11 +1,11 @@
 // The table of a worker's objects, also with messages that no correct worker sends: ranks that do not exist.
-#include "rpc/object_table.h"
+#include "rpc/objects/object_table.h"
 
 #include <gtest/gtest.h>
 
 #include <climits>
 
-#include "rpc/agent_messages.h"
+#include "rpc/objects/agent_messages.h"
 
 namespace muster::test {
 namespace {

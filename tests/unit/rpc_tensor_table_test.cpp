@@ -1,5 +1,5 @@
 // Tensors to pieces and back: what is kept, what is shared, whose memory may be given away, and what is refused.
-#include "rpc/tensor_table.h"
+#include "rpc/values/tensor_table.h"
 
 #include <ATen/ATen.h>
 #include <ATen/quantized/QTensorImpl.h>

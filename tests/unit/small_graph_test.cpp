@@ -1,5 +1,5 @@
 // Graphs that run without libtorch's engine give the same bits; graphs that need the engine are left to it.
-#include "autograd/small_graph.h"
+#include "autograd/graph/small_graph.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -3,9 +3,9 @@
 //   optim::Adam adam({.lr = 1e-3, .weight_decay = 0.1});
 //   adam.step(parameters, gradients);   // a parameter whose gradient is undefined stays as it is
 //
-// So each context (autograd/context.h), thread or micro-batch may have its own gradients. The arithmetic, the names and
-// the defaults of the options are those of Python's torch.optim, also where C++'s torch::optim differs (Adagrad's eps,
-// AdamW's decay). An optimizer's state of a parameter begins with the parameter's first gradient.
+// So each context (muster/autograd/context.h), thread or micro-batch may have its own gradients. The arithmetic, the
+// names and the defaults of the options are those of Python's torch.optim, also where C++'s torch::optim differs
+// (Adagrad's eps, AdamW's decay). An optimizer's state of a parameter begins with the parameter's first gradient.
 //
 // Your own optimizer: a class derived from FunctionalOptimizer with an update() of one parameter (docs/optim.md has
 // one), or any class with step(), lr(), set_lr() and Options: the concept Optimizer below.

@@ -9,8 +9,8 @@
 // that error. The functions are members of T (or its bases), or free functions that take a T& first.
 //
 // The owner keeps the object as long as any worker holds an RRef to it, or an RRef is on its way; the RRefs of a worker
-// that dies do not count (src/rpc/object_table.h has the protocol). When the owner dies, all operations on the RRef
-// fail with PeerLost.
+// that dies do not count (src/rpc/objects/object_table.h has the protocol). When the owner dies, all operations on the
+// RRef fail with PeerLost.
 //
 // An RRef is valid only until rpc::shutdown(); a later init() does not make it valid again.
 //
@@ -41,7 +41,7 @@ inline constexpr bool is_sendable<RRef<T>> = true;
 
 namespace detail {
 
-struct Reference;  // src/rpc/reference.h
+struct Reference;  // src/rpc/objects/reference.h
 
 struct NewObject {
   std::shared_ptr<Reference> reference;

@@ -8,7 +8,7 @@
 // replies, and the messages that agents exchange. A tensor that is handed over in shared memory counts as any other,
 // though its bytes do not move. What a transport adds (TLS, frames) does not count, and neither do messages of a worker
 // to itself. Calls are requests: a result is not one, but the backward of a remote call is, and so is the end of a
-// context (autograd/context.h).
+// context (muster/autograd/context.h).
 //
 // When a call has returned, its caller has counted it and its answer; the callee may not have counted them yet. Errors:
 // Aborted if RPC is not running. Thread-safety: any thread; each number only grows, but they are not all read at the

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "autograd/node.h"
+#include "autograd/graph/node.h"
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"

@@ -23,7 +23,7 @@
 #include <tuple>
 #include <utility>
 
-#include "autograd/node.h"
+#include "autograd/graph/node.h"
 #include "base/text.h"
 #include "comm/kit/validate.h"
 #include "muster/base/error.h"
