@@ -39,6 +39,7 @@ using Losses = std::vector<double>;
 DdpOptions options_of(const std::string& way, const std::string& name) {
   DdpOptions options;
   if (way == "small_buckets") options.bucket_cap_mb = options.first_bucket_cap_mb = 0.4;
+  if (way == "static_graph") options.static_graph = true;
   if (way == "unused") options.find_unused_parameters = true;
   if (way == "ignored") options.ignored = {name};
   return options;
@@ -214,7 +215,8 @@ TEST(ModelsPeer, EqualToPyTorchsDdp) {
                                     "no_sync", "two_forwards",  "fp16",         "bf16", "ignored:" + ignored};
   };
   peer.add<ResNet18>("ResNet18", 0.05, ways({"plain", "zero"}, "layers.0.weight"));
-  peer.add<WideConvolutions>("WideConvolutions", 1e-3, ways({"small_buckets", "bf16"}, "second.weight"));
+  peer.add<WideConvolutions>("WideConvolutions", 1e-3,
+                             ways({"small_buckets", "static_graph", "bf16"}, "second.weight"));
   peer.add<Mixed>("Mixed", 0.5, {"unused"});
   peer.add<SparseWords>("SparseWords", 0.5, {"plain"});
   {
